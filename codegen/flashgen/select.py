@@ -7,7 +7,7 @@ A selection is a line of terms, and a variant must satisfy all of them:
 
 `key=a,b` keeps the variants whose key is one of the values, `key!=a,b` those whose key is none of them, and a
 term without `=` is a name or a glob over names. Keys are the axes, the columns of the tile table, `family`,
-`spec`, `target`, `tile` (the tile's name, or `default`) and `committed` (true or false). Of several selections,
+`spec`, `target`, `tile` (its name, or `default`) and `committed` (true or false). Of several selections,
 any one is enough.
 """
 
