@@ -1,0 +1,92 @@
+"""Integer expressions in spec files, such as ``(block_m + 2 * stages * block_n) * head_dim * element_bytes``.
+
+Allowed are names, integers, strings to compare with, ``+ - * // %``, comparisons, ``and or not``, ``a if c
+else b``, ``min`` and ``max``. Nothing else is evaluated, so a spec cannot run code.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import CodeType
+
+_FUNCTIONS = {"min": min, "max": max}
+_NODES = (
+    ast.Expression,
+    ast.BinOp,
+    ast.Add,
+    ast.Sub,
+    ast.Mult,
+    ast.FloorDiv,
+    ast.Mod,
+    ast.UnaryOp,
+    ast.USub,
+    ast.Not,
+    ast.BoolOp,
+    ast.And,
+    ast.Or,
+    ast.Compare,
+    ast.Eq,
+    ast.NotEq,
+    ast.Lt,
+    ast.LtE,
+    ast.Gt,
+    ast.GtE,
+    ast.IfExp,
+    ast.Load,
+)
+ALLOWED = "names, integers, + - * // %, comparisons, and/or/not, a if c else b, min(), max()"
+
+
+class Expression:
+    """A checked expression over ``names``.
+
+    Raises ValueError with a message that says what was found and what is allowed.
+    """
+
+    __slots__ = ("_code", "text")
+
+    def __init__(self, text: str | int, names: frozenset[str]) -> None:
+        self.text = str(text)
+        self._code = _compile(self.text, names)
+
+    def __call__(self, values: Mapping[str, str | int]) -> int:
+        """The expression's value. Raises ValueError when it is not an integer or cannot be computed."""
+        try:
+            result = eval(self._code, {"__builtins__": {}, **_FUNCTIONS}, values)
+        except (ArithmeticError, TypeError) as error:
+            raise ValueError(f"{self.text!r} cannot be computed: {error}") from None
+        if type(result) is not int:
+            raise ValueError(f"{self.text!r} gives {result!r}; an integer is needed")
+        return result
+
+
+def _compile(text: str, names: frozenset[str]) -> CodeType:
+    try:
+        tree = ast.parse(text, mode="eval")
+    except (SyntaxError, ValueError):
+        raise ValueError(f"{text!r} is not an expression; allowed: {ALLOWED}") from None
+    functions = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            callee = node.func
+            if (
+                not isinstance(callee, ast.Name)
+                or callee.id not in _FUNCTIONS
+                or node.keywords
+                or not node.args
+            ):
+                raise ValueError(f"{ast.unparse(node)!r} in {text!r} is not allowed; allowed: {ALLOWED}")
+            functions.add(callee)
+        elif isinstance(node, ast.Constant):
+            if type(node.value) not in (int, str):
+                raise ValueError(f"{node.value!r} in {text!r} is not an integer; allowed: {ALLOWED}")
+        elif not isinstance(node, (ast.Name, *_NODES)):
+            raise ValueError(f"{type(node).__name__} in {text!r} is not allowed; allowed: {ALLOWED}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node not in functions and node.id not in names:
+            raise ValueError(f"unknown name {node.id!r} in {text!r}; known: {', '.join(sorted(names))}")
+    return compile(tree, "<spec>", "eval")

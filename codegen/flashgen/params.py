@@ -1,0 +1,127 @@
+"""A kernel's parameter struct, defined once: the C text and the packing in Python come from the same table.
+
+The struct follows natural C alignment (every member at a multiple of its own size, the whole padded to the
+largest), and the C text carries a ``static_assert`` for its size and for each offset, so the two sides cannot
+drift apart unseen.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy as np
+
+# C type -> (size and alignment in bytes, struct code, numpy code)
+_CTYPES: dict[str, tuple[int, str, str]] = {
+    "const element*": (8, "Q", "<u8"),
+    "element*": (8, "Q", "<u8"),
+    "const float*": (8, "Q", "<u8"),
+    "float*": (8, "Q", "<u8"),
+    "const uint8_t*": (8, "Q", "<u8"),
+    "uint8_t*": (8, "Q", "<u8"),
+    "const int32_t*": (8, "Q", "<u8"),
+    "int32_t*": (8, "Q", "<u8"),
+    "int64_t": (8, "q", "<i8"),
+    "int32_t": (4, "i", "<i4"),
+    "uint32_t": (4, "I", "<u4"),
+    "float": (4, "f", "<f4"),
+}
+CTYPES = tuple(_CTYPES)
+
+_DOC_COLUMN = 42
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One member of the parameter struct. ``ctype`` is one of ``CTYPES``; ``doc`` is its comment in the C
+    struct.
+
+    ``when`` lists, per axis, the values for which the member exists; an empty ``when`` means always.
+    """
+
+    name: str
+    ctype: str
+    doc: str = ""
+    when: tuple[tuple[str, tuple[str | int, ...]], ...] = ()
+
+    def present(self, axes: Mapping[str, str | int]) -> bool:
+        """Whether a variant with these axis values has the member."""
+        return all(axes[axis] in values for axis, values in self.when)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where each member lies. ``offsets`` (bytes) has the members in order; ``size`` and ``alignment`` are in
+    bytes.
+
+    ``struct`` packs the values, in the order of ``offsets``, into exactly ``size`` bytes.
+    """
+
+    offsets: dict[str, int]
+    size: int
+    alignment: int
+    struct: struct.Struct
+    formats: tuple[str, ...]
+
+    @cached_property
+    def dtype(self) -> np.dtype:
+        """The same layout as a NumPy structured dtype; pointers are uint64."""
+        import numpy as np
+
+        return np.dtype(
+            {
+                "names": list(self.offsets),
+                "formats": list(self.formats),
+                "offsets": list(self.offsets.values()),
+                "itemsize": self.size,
+            }
+        )
+
+    def pack(self, values: Mapping[str, int | float]) -> bytes:
+        """The struct's bytes. Raises KeyError for a missing member and struct.error for a value that does not
+        fit.
+        """
+        return self.struct.pack(*[values[name] for name in self.offsets])
+
+
+@lru_cache(maxsize=256)
+def layout(params: tuple[Param, ...]) -> Layout:
+    """Offsets and packing of a struct of ``params`` in their order."""
+    offsets: dict[str, int] = {}
+    code, end, alignment = ["<"], 0, 1
+    for param in params:
+        size, char, _ = _CTYPES[param.ctype]
+        padding = -end % size
+        code.append("x" * padding + char)
+        offsets[param.name] = end + padding
+        end += padding + size
+        alignment = max(alignment, size)
+    padding = -end % alignment
+    code.append("x" * padding)
+    formats = tuple(_CTYPES[param.ctype][2] for param in params)
+    return Layout(offsets, end + padding, alignment, struct.Struct("".join(code)), formats)
+
+
+def struct_text(params: tuple[Param, ...], name: str = "Params") -> str:
+    """The C struct with each member's doc behind it, then the assertions on its size and offsets. No final
+    newline.
+
+    Needs ``element`` and the fixed-width integers in scope, and no header.
+    """
+    table = layout(params)
+    lines = [f"struct {name} {{"]
+    for param in params:
+        member = f"  {param.ctype} {param.name};"
+        lines.append(f"{member:<{_DOC_COLUMN}}// {param.doc}" if param.doc else member)
+    lines += ["};", f"static_assert(sizeof({name}) == {table.size});"]
+    lines += [
+        f"static_assert(__builtin_offsetof({name}, {member}) == {offset});"
+        for member, offset in table.offsets.items()
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,62 @@
+"""Where flashgen's own files lie: specs, templates, the generated slice and the disk cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from flashgen.errors import BadParam, InternalError
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def checkout() -> Path | None:
+    """The repository's root when the package runs from a checkout (in place or editable), else None."""
+    root = _PACKAGE.parent.parent
+    in_place = (
+        _PACKAGE.parent.name == "codegen" and (root / "specs").is_dir() and (root / "templates").is_dir()
+    )
+    return root if in_place else None
+
+
+def data_dir(name: str) -> Path:
+    """The folder ``specs`` or ``templates``: the repository's own in a checkout, the packaged copy in a
+    wheel.
+
+    Raises InternalError when neither is there, which means a broken installation.
+    """
+    root = checkout()
+    folder = root / name if root else _PACKAGE / "_data" / name
+    if not folder.is_dir():
+        raise InternalError(f"{folder} is missing, so this installation is incomplete; reinstall flashgen")
+    return folder
+
+
+def specs_dir() -> Path:
+    """The folder of the shipped spec files."""
+    return data_dir("specs")
+
+
+def templates_dir() -> Path:
+    """The folder of the shipped templates, with ``lib/`` and ``include/flashgen/`` below it."""
+    return data_dir("templates")
+
+
+def generated_dir() -> Path:
+    """The committed slice of rendered sources. Raises BadParam outside a checkout; a wheel has none."""
+    root = checkout()
+    if root is None:
+        raise BadParam("generated/ belongs to a checkout of the repository; name another folder with --out")
+    return root / "generated"
+
+
+def cache_dir() -> Path:
+    """The folder of compiled kernels: ``FLASHGEN_CACHE_DIR``, else the user's cache folder. It need not
+    exist.
+    """
+    chosen = os.environ.get("FLASHGEN_CACHE_DIR")
+    if chosen:
+        return Path(chosen).expanduser()
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("flashgen", appauthor=False))

@@ -1,0 +1,147 @@
+"""One kernel to be rendered: a point of a spec's axes, for one target, with the tile that serves it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flashgen.params import Param
+
+_GQA_SUFFIX = {"mha": "", "gqa": "gqa", "packed": "packgqa"}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """An immutable, hashable description of one kernel.
+
+    ``axes`` and ``tile`` keep the order of the spec. ``name`` is derived from them; it is the stem of the
+    generated file and the symbol of the kernel. ``smem_bytes`` is the dynamic shared memory of a block in
+    bytes, ``max_smem`` what the target allows. ``efficiency`` is the measured rate of this tile relative to
+    its siblings and steers dispatch only. ``priority`` is the position of the target in its spec; lower is
+    preferred.
+    """
+
+    family: str
+    spec: str
+    template: str
+    target: str
+    min_arch: str
+    archs: tuple[str, ...]
+    max_smem: int
+    axes: tuple[tuple[str, str | int], ...]
+    tile: tuple[tuple[str, int], ...]
+    tile_name: str
+    threads: int
+    smem_bytes: int
+    element_bytes: int
+    params: tuple[Param, ...]
+    header: str
+    efficiency: float = 1.0
+    committed: bool = False
+    no_spills: bool = False
+    options: tuple[str, ...] = ()
+    priority: int = 0
+    spec_dir: str = field(default="", repr=False)
+    name: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(
+            self, "name", variant_name(self.family, dict(self.axes), self.target, self.tile_name)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.spec))
+
+    def __str__(self) -> str:
+        return self.name
+
+    def axis(self, name: str) -> str | int:
+        """The value of one axis. Raises KeyError for an axis that the spec does not have."""
+        return _lookup(self.axes, name)
+
+    def tile_value(self, name: str) -> int:
+        """The value of one tile key, such as ``block_m``. Raises KeyError for a key that the spec does not
+        have.
+        """
+        return _lookup(self.tile, name)
+
+    @property
+    def head_dim(self) -> int:
+        return self.axis("head_dim")
+
+    @property
+    def dtype(self) -> str:
+        return self.axis("dtype")
+
+    @property
+    def mask_type(self) -> str:
+        return self.axis("mask_type")
+
+    @property
+    def gqa(self) -> str:
+        return self.axis("gqa")
+
+    @property
+    def filename(self) -> str:
+        """Name of the file under ``generated/``."""
+        return f"{self.name}.cu"
+
+    def rendered_form(self) -> Variant:
+        """This variant with everything that must not reach the source at a fixed value.
+
+        Templates see this form and ``render.source_digest`` hashes it, so tuning dispatch or choosing other
+        architectures neither changes a generated file nor invalidates a compiled one.
+        """
+        return dataclasses.replace(self, archs=(), efficiency=1.0, committed=False, priority=0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types for JSON: axes and tile as mappings, parameters by name."""
+        return {
+            "name": self.name,
+            "family": self.family,
+            "spec": self.spec,
+            "template": self.template,
+            "target": self.target,
+            "min_arch": self.min_arch,
+            "archs": list(self.archs),
+            "axes": dict(self.axes),
+            "tile": dict(self.tile),
+            "tile_name": self.tile_name,
+            "threads": self.threads,
+            "smem_bytes": self.smem_bytes,
+            "max_smem": self.max_smem,
+            "efficiency": self.efficiency,
+            "committed": self.committed,
+            "no_spills": self.no_spills,
+            "options": list(self.options),
+            "params": [param.name for param in self.params],
+        }
+
+
+def variant_name(family: str, axes: dict[str, str | int], target: str, tile_name: str = "") -> str:
+    """File stem and symbol: ``flash_fwd_hdim128_fp16_causal_m64_gqa_sm80``.
+
+    The order is family, head dim, dtype, mask type, any further axis, tile, grouping, target. A value of
+    ``none`` (and ``mha`` for the grouping) says the ordinary and is left out; a numeric axis carries its own
+    name in front.
+    """
+    parts = [family]
+    for axis, value in axes.items():
+        if axis == "gqa" or value == "none":
+            continue
+        if axis == "head_dim":
+            parts.append(f"hdim{value}")
+        else:
+            parts.append(str(value) if isinstance(value, str) else f"{axis}{value}")
+    gqa = str(axes.get("gqa", "mha"))
+    parts += [tile_name, _GQA_SUFFIX.get(gqa, gqa), target]
+    return "_".join(part for part in parts if part)
+
+
+def _lookup(pairs: tuple[tuple[str, Any], ...], name: str) -> Any:
+    for key, value in pairs:
+        if key == name:
+            return value
+    raise KeyError(f"{name!r}; there are {', '.join(key for key, _ in pairs)}")
