@@ -50,7 +50,7 @@ class Expression:
     __slots__ = ("_code", "text")
 
     def __init__(self, text: str | int, names: frozenset[str]) -> None:
-        self.text = str(text)
+        self.text = " ".join(str(text).split())
         self._code = _compile(self.text, names)
 
     def __call__(self, values: Mapping[str, str | int]) -> int:

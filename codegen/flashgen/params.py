@@ -112,7 +112,7 @@ def struct_text(params: tuple[Param, ...], name: str = "Params") -> str:
     """The C struct with each member's doc behind it, then the assertions on its size and offsets. No final
     newline.
 
-    Needs ``element`` and the fixed-width integers in scope, and no header.
+    Needs ``element``, ``offsetof`` and the fixed-width integers in scope.
     """
     table = layout(params)
     lines = [f"struct {name} {{"]
@@ -121,7 +121,6 @@ def struct_text(params: tuple[Param, ...], name: str = "Params") -> str:
         lines.append(f"{member:<{_DOC_COLUMN}}// {param.doc}" if param.doc else member)
     lines += ["};", f"static_assert(sizeof({name}) == {table.size});"]
     lines += [
-        f"static_assert(__builtin_offsetof({name}, {member}) == {offset});"
-        for member, offset in table.offsets.items()
+        f"static_assert(offsetof({name}, {member}) == {offset});" for member, offset in table.offsets.items()
     ]
     return "\n".join(lines)

@@ -1,9 +1,9 @@
 """From a Variant to CUDA source.
 
-Templates are Jinja with delimiters that leave C++ alone: ``//%`` starts a line statement, ``//#`` a line
-comment, and ``${ x }`` prints a value; undefined names are errors. A template finds every axis and every tile
-key by name, and beside them ``header`` (the file's first comment), ``params_struct`` (the C struct),
-``name``, ``target``, ``element_bytes``, ``threads``, ``smem_bytes`` and ``variant``.
+Templates are Jinja with delimiters that leave C++ alone: ``//%`` starts a line statement, ``//#`` a comment,
+and ``${ x }`` prints a value; undefined names are errors. A template finds every axis and every tile key by
+name, and beside them ``header`` (the file's first comment), ``params_struct`` (the C struct), ``name``,
+``target``, ``element_bytes``, ``threads``, ``smem_bytes`` and ``variant``.
 """
 
 from __future__ import annotations
@@ -28,9 +28,13 @@ if TYPE_CHECKING:
 
 # Statements that bring in another template: {% include "x" %} and //% from "x" import y.
 _REFERENCE = re.compile(
-    r"(?:\{%[-+]?|^[ \t]*//%)[ \t]*(?:include|import|from|extends)\b[ \t]*(\"[^\"]*\"|'[^']*')?", re.MULTILINE
+    r"(?:\{%|^[ \t]*//%)[-+]?[ \t]*(?:include|import|from|extends)\b[ \t]*(\"[^\"]*\"|'[^']*')?", re.MULTILINE
 )
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"(flashgen/[^"]+)"[^\n]*\n?', re.MULTILINE)
+# Jinja's own line statements swallow the blank lines behind them, and its line comments leave one.
+_STATEMENT_LINE = re.compile(r"^[ \t]*//%([-+]?)(.*?)[ \t]*$", re.MULTILINE)
+_COMMENT_LINE = re.compile(r"^[ \t]*//#.*$", re.MULTILINE)
+_BLANK_LINES = re.compile(r"\n(?:[ \t]*\n){2,}")
 _PRAGMA_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*\n", re.MULTILINE)
 
 
@@ -56,7 +60,7 @@ def render(variant: Variant, template_dirs: Sequence[str | os.PathLike[str]] | N
         raise InternalError(
             f"{_template_line(error, folders)}: {error} (rendering {variant.name})"
         ) from error
-    return text if text.endswith("\n") else text + "\n"
+    return _BLANK_LINES.sub("\n\n", text).strip("\n") + "\n"
 
 
 def search_path(variant: Variant) -> tuple[str, ...]:
@@ -170,12 +174,16 @@ def _context(form: Variant) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def _environment(folders: tuple[str, ...]) -> jinja2.Environment:
-    import jinja2
+    import jinja2.ext
+
+    class LineStatements(jinja2.ext.Extension):
+        def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
+            return _COMMENT_LINE.sub("{##}", _STATEMENT_LINE.sub(r"{%\1\2 %}", source))
 
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(folders),
+        extensions=[LineStatements],
         undefined=jinja2.StrictUndefined,
-        line_statement_prefix="//%",
         line_comment_prefix="//#",
         variable_start_string="${",
         variable_end_string="}",

@@ -47,7 +47,10 @@ class Document:
         if not isinstance(root, yaml.MappingNode):
             raise SpecError(f"{path}:1: a spec is a mapping of keys to values")
         self._root = root
-        self.value: dict[str, Any] = self._plain(root)
+        try:
+            self.value: dict[str, Any] = self._plain(root)
+        except RecursionError:
+            raise SpecError(f"{path}:1: an anchor contains itself") from None
 
     def error(self, keys: Keys, message: str) -> SpecError:
         """A SpecError that names the file, the line and the key path of ``keys``."""
@@ -99,7 +102,10 @@ class Document:
 
     def _plain(self, node: yaml.Node) -> Any:
         if isinstance(node, yaml.ScalarNode):
-            return _scalar(node)
+            try:
+                return _scalar(node)
+            except ValueError as error:
+                raise SpecError(f"{self.path}:{node.start_mark.line + 1}: {node.value!r}: {error}") from None
         if isinstance(node, yaml.SequenceNode):
             return [self._plain(item) for item in node.value]
         mapping = {}

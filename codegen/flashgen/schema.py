@@ -1,0 +1,93 @@
+"""The shape of a spec file, as types that msgspec checks it against."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from flashgen.params import CTYPES
+
+Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]*$")]
+ShortName = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9]*$")]
+Arch = Annotated[str, msgspec.Meta(pattern=r"^sm_[0-9]+[af]?$")]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Rate = Annotated[float, msgspec.Meta(gt=0)]
+AxisValue = Count | ShortName
+AxisValues = Annotated[list[AxisValue], msgspec.Meta(min_length=1)]
+
+# The name that conditions use for tile rows without one.
+DEFAULT_TILE = "default"
+
+# Names with a meaning in templates, tile rows or expressions; no axis or tile key may take one.
+RESERVED = frozenset(
+    (
+        *("variant", "name", "header", "params_struct", "target"),
+        *("element_bytes", "threads", "smem_bytes", "max_smem", "min", "max"),
+        *("efficiency", "no_spills", "tile"),
+    )
+)
+
+
+class Target(msgspec.Struct, forbid_unknown_fields=True):
+    """A class of devices that share tiles. ``max_smem`` is in bytes a block."""
+
+    min_arch: Arch
+    max_smem: Positive
+    compile_for: Annotated[list[Arch], msgspec.Meta(min_length=1)]
+
+
+class ParamRow(msgspec.Struct, forbid_unknown_fields=True):
+    """One member of the parameter struct."""
+
+    name: Name
+    type: Literal[CTYPES]
+    doc: Annotated[str, msgspec.Meta(pattern=r"^[^\n\\]*$")] = ""
+    when: dict[str, Any] = {}
+
+
+class Dispatch(msgspec.Struct, forbid_unknown_fields=True):
+    """The rule by which dispatch chooses among the variants that can serve a call."""
+
+    prefer: Literal["least_time"] = "least_time"
+
+
+class File(msgspec.Struct, forbid_unknown_fields=True, rename={"direction": "pass"}):
+    """The whole file. Members typed Any are checked one by one, most of them once the axes are known."""
+
+    family: Name
+    template: str
+    header: str
+    direction: Literal["forward", "backward"]
+    axes: dict[str, Any]
+    targets: dict[str, Any]
+    element_bytes: dict[str, Any]
+    threads: int | str
+    smem_bytes: int | str
+    tile_keys: Annotated[list[Name], msgspec.Meta(min_length=1)]
+    tiles: Annotated[list[Any], msgspec.Meta(min_length=1)]
+    params: Annotated[list[Any], msgspec.Meta(min_length=1)]
+    description: str = ""
+    exclude: list[Any] = []
+    commit: list[Any] = []
+    no_spills: bool = False
+    dispatch: Dispatch = msgspec.field(default_factory=Dispatch)
+    options: list[str] = []
+
+
+def conditions(name: str, domain: Mapping[str, Sequence[Any]], fields: Iterable[Any] = ()) -> type:
+    """A type whose keys are those of ``domain``, each holding one of its values, several, or left out.
+
+    ``fields`` adds further keys, written as for ``msgspec.defstruct``.
+    """
+    limits = []
+    for axis, values in domain.items():
+        value = Literal[tuple(values)]
+        limits.append((axis, value | Annotated[list[value], msgspec.Meta(min_length=1)] | None, None))
+    return msgspec.defstruct(name, [*limits, *fields], forbid_unknown_fields=True, kw_only=True)
+
+
+def tile_row(domain: Mapping[str, Sequence[Any]], keys: Iterable[str], no_spills: bool) -> type:
+    """The type of a row of the tile table: conditions, the tile keys, and what else a row may say."""
+    extra = [("name", ShortName | None, None), ("efficiency", Rate, 1.0), ("no_spills", bool, no_spills)]
+    return conditions("Tile", domain, [*((key, Count) for key in keys), *extra])

@@ -1,0 +1,189 @@
+"""Which tile serves which point of a spec's axes, on each target."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, Literal
+
+from flashgen.expression import Expression
+from flashgen.schema import DEFAULT_TILE, RESERVED, File, Target, conditions, tile_row
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from flashgen.variant import Variant
+    from flashgen.yamlfile import Document
+
+Point = tuple[Any, ...]
+
+
+class Entry:
+    """A point with its tile row, from which a Variant is made when it is asked for.
+
+    ``point`` has the axis values in spec order and then the target.
+    """
+
+    __slots__ = ("committed", "point", "row", "smem_bytes", "threads", "variant")
+
+    def __init__(self, point: Point, row: Any, threads: int, smem_bytes: int, committed: bool) -> None:
+        self.point, self.row, self.committed = point, row, committed
+        self.threads, self.smem_bytes = threads, smem_bytes
+        self.variant: Variant | None = None
+
+
+class TileTable:
+    """The tile table of one spec. ``entries`` maps each point to its tiles, the default one first.
+
+    Raises SpecError for a row that is wrong or never applies, a point that has no default tile, and a tile
+    that asks for more threads or shared memory than a block may have.
+    """
+
+    def __init__(
+        self,
+        document: Document,
+        file: File,
+        axes: Mapping[str, Sequence[Any]],
+        targets: Mapping[str, Target],
+        element_bytes: Mapping[str, int],
+    ) -> None:
+        self._document, self._file, self._axes = document, file, axes
+        self._targets, self._element_bytes = targets, element_bytes
+        domain = {**axes, "target": tuple(targets)}
+        names = frozenset((*axes, *file.tile_keys, "element_bytes", "max_smem"))
+        self._threads = self._expression("threads", names)
+        self._smem_bytes = self._expression("smem_bytes", names)
+        self._rows = self._load("tiles", tile_row(domain, file.tile_keys, file.no_spills))
+        self._by_name = self._names()
+        self._matching = _Matcher(domain, self._rows)
+        self._excluded = _Matcher(domain, self._load("exclude", conditions("Exclude", domain)))
+        tile = ("name", Literal[tuple(self._by_name)] | None, None)
+        self._commit = self._load("commit", conditions("Commit", domain, [tile]))
+        self._committed = _Matcher(domain, self._commit)
+        self._used: set[int] = set()
+        self.entries: dict[Point, list[Entry]] = {
+            point: self._tiles_at(point)
+            for point in itertools.product(*domain.values())
+            if not self._excluded.at(point)
+        }
+        for index in range(len(self._rows)):
+            if index not in self._used:
+                why = "the row never applies: earlier rows take all of its points, or `exclude` removes them"
+                raise document.error(("tiles", index), why)
+
+    def _load(self, key: str, type: type) -> list[Any]:
+        return [self._document.convert((key, i), row, type) for i, row in enumerate(getattr(self._file, key))]
+
+    def _names(self) -> dict[str, int]:
+        """Per tile name the bit mask of its rows, the default name first."""
+        masks = {DEFAULT_TILE: 0}
+        for index, row in enumerate(self._rows):
+            if row.name == DEFAULT_TILE:
+                why = f"`{DEFAULT_TILE}` stands for rows without a name; leave the name out"
+                raise self._document.error(("tiles", index, "name"), why)
+            name = row.name or DEFAULT_TILE
+            masks[name] = masks.get(name, 0) | 1 << index
+        return masks
+
+    def _expression(self, key: str, names: frozenset[str]) -> Expression:
+        try:
+            return Expression(getattr(self._file, key), names)
+        except ValueError as error:
+            raise self._document.error((key,), str(error)) from None
+
+    def _tiles_at(self, point: Point) -> list[Entry]:
+        """For each tile name the first row that matches the point."""
+        matching, committed = self._matching.at(point), self._committed.at(point)
+        entries = []
+        for name, rows in self._by_name.items():
+            hits = matching & rows
+            if hits:
+                index = (hits & -hits).bit_length() - 1
+                self._used.add(index)
+                threads, smem_bytes = self._resources(index, point)
+                listed = committed and any(
+                    committed >> i & 1 and row.name in (None, name) for i, row in enumerate(self._commit)
+                )
+                entries.append(Entry(point, self._rows[index], threads, smem_bytes, bool(listed)))
+            elif name == DEFAULT_TILE:
+                why = f"no row without a name serves {self._describe(point)}; add a row, or exclude the point"
+                raise self._document.error(("tiles",), why)
+        return entries
+
+    def _resources(self, index: int, point: Point) -> tuple[int, int]:
+        """Threads and bytes of shared memory of a block, checked against what it may have."""
+        row, limit = self._rows[index], self._targets[point[-1]].max_smem
+        values = dict(zip(self._axes, point, strict=False))
+        values["element_bytes"] = self._element_bytes[values["dtype"]]
+        values["max_smem"] = limit
+        for key in self._file.tile_keys:
+            values[key] = getattr(row, key)
+        try:
+            threads, smem_bytes = self._threads(values), self._smem_bytes(values)
+        except ValueError as error:
+            raise self._document.error(("tiles", index), f"{self._describe(point)}: {error}") from None
+        if not 32 <= threads <= 1024 or threads % 32:
+            why = f"{threads} threads for {self._describe(point)}; allowed: multiples of 32 from 32 to 1024"
+            raise self._document.error(("tiles", index), why)
+        if not 0 <= smem_bytes <= limit:
+            why = f"{smem_bytes} bytes of shared memory for {self._describe(point)}; allowed: at most {limit}"
+            raise self._document.error(("tiles", index), why)
+        return threads, smem_bytes
+
+    def _describe(self, point: Point) -> str:
+        return " ".join(f"{axis}={value}" for axis, value in zip((*self._axes, "target"), point, strict=True))
+
+
+def check_names(document: Document, file: File, axes: Mapping[str, Sequence[Any]]) -> None:
+    """Raise SpecError where two names would collide: in a template or expression, or in two variants' file
+    names.
+    """
+    named = [(("axes", axis), axis) for axis in axes]
+    named += [(("tile_keys", i), key) for i, key in enumerate(file.tile_keys)]
+    seen: set[str] = set()
+    for keys, name in named:
+        if name in RESERVED:
+            raise document.error(keys, f"`{name}` is reserved; so are {', '.join(sorted(RESERVED))}")
+        if name in seen:
+            raise document.error(keys, f"`{name}` is already an axis or a tile key")
+        seen.add(name)
+    owners = {
+        **dict.fromkeys(file.targets, "targets"),
+        **{row["name"]: "tiles" for row in file.tiles if isinstance(row, dict) and "name" in row},
+    }
+    for axis, values in axes.items():
+        for value in values:
+            owner = owners.setdefault(str(value), axis) if value != "none" else axis
+            if owner != axis:
+                raise document.error(
+                    ("axes", axis), f"`{value}` stands in {owner} as well, so two kernels could share a name"
+                )
+
+
+def as_values(value: Any) -> Sequence[Any]:
+    """One value or several as a sequence."""
+    return (value,) if isinstance(value, (str, int)) else tuple(value)
+
+
+class _Matcher:
+    """Rows that each restrict some axes, asked many times which of them hold at a point.
+
+    Bit i of ``_bits[axis][value]`` says that row i admits the value, so a question is one ``and`` per axis.
+    """
+
+    def __init__(self, domain: Mapping[str, Sequence[Any]], rows: Sequence[Any]) -> None:
+        self._all = (1 << len(rows)) - 1
+        self._bits: list[dict[Any, int]] = []
+        for axis, values in domain.items():
+            bits = dict.fromkeys(values, 0)
+            for index, row in enumerate(rows):
+                limit = getattr(row, axis)
+                for value in values if limit is None else as_values(limit):
+                    bits[value] |= 1 << index
+            self._bits.append(bits)
+
+    def at(self, point: Iterable[Any]) -> int:
+        """Bit mask of the rows that hold at ``point``, whose values come in the order of the domain."""
+        mask = self._all
+        for bits, value in zip(self._bits, point, strict=True):
+            mask &= bits[value]
+        return mask
