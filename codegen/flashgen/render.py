@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
     from flashgen.variant import Variant
 
+# The line of the header comment by which a rendered file is known.
+RENDERED_BY = "Rendered by flashgen: edit the spec or the template, not this file."
+
 # Statements that bring in another template: {% include "x" %} and //% from "x" import y.
 _REFERENCE = re.compile(
     r"(?:\{%|^[ \t]*//%)[-+]?[ \t]*(?:include|import|from|extends)\b[ \t]*(\"[^\"]*\"|'[^']*')?", re.MULTILINE
@@ -60,7 +63,10 @@ def render(variant: Variant, template_dirs: Sequence[str | os.PathLike[str]] | N
         raise InternalError(
             f"{_template_line(error, folders)}: {error} (rendering {variant.name})"
         ) from error
-    return _BLANK_LINES.sub("\n\n", text).strip("\n") + "\n"
+    text = _BLANK_LINES.sub("\n\n", text).strip("\n") + "\n"
+    if not text.startswith(header_comment(form)):
+        raise InternalError(f"{variant.template}: a template starts with ${{ header }}; this one does not")
+    return text
 
 
 def search_path(variant: Variant) -> tuple[str, ...]:
@@ -88,7 +94,7 @@ def header_comment(variant: Variant) -> str:
         "spec": f"{variant.spec}.yaml",
         "template": variant.template,
     }
-    lines = [variant.name, "", "Rendered by flashgen: edit the spec or the template, not this file.", ""]
+    lines = [variant.name, "", RENDERED_BY, ""]
     lines += [f"{key:<10}{value}" for key, value in rows.items()]
     return "\n".join(f"// {line}".rstrip() for line in lines)
 
