@@ -1,0 +1,245 @@
+"""What is timed: attention problems, the work that each one counts, and the named grids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flashgen.errors import BadParam
+from flashgen.problem import ELEMENT_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+MASKS = ("none", "causal", "window", "random", "documents")
+CLOCKS = ("stream", "graph")
+
+_PREFILL_TOKENS = 16_384
+_PREFILL_WIDTH = 2_048
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One attention problem to time.
+
+    ``mask`` is one of ``none``; ``causal``; ``window``: causal, and ``window`` keys back at most;
+    ``random``: a dense mask that hides each key with probability 1/8; ``documents``: a dense mask that keeps
+    ``documents`` equal blocks on the diagonal. ``clock`` is ``stream`` (events around calls) or ``graph``
+    (events around replays of a CUDA graph, for kernels shorter than a call's host time). ``baseline`` names
+    the case of the same grid that this one is set against.
+    """
+
+    name: str
+    batch: int
+    seqlen_q: int
+    seqlen_kv: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    dtype: str = "fp16"
+    mask: str = "none"
+    window: int = 0
+    documents: int = 1
+    clock: str = "stream"
+    baseline: str | None = None
+
+    def __post_init__(self) -> None:
+        for value, allowed in ((self.mask, MASKS), (self.clock, CLOCKS), (self.dtype, tuple(ELEMENT_BYTES))):
+            if value not in allowed:
+                raise BadParam(f"bench case {self.name!r}: {value!r} is none of {', '.join(allowed)}")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads on one kv head."""
+        return self.num_heads_q // self.num_heads_kv
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the case needs a mask array."""
+        return self.mask in ("random", "documents")
+
+    @property
+    def pairs(self) -> float:
+        """Query-key pairs of one head that count as work.
+
+        Half of all for ``causal``, the exact number of visible pairs for ``window`` and ``documents``, all
+        for ``random``: no tile of a random mask is empty, so no kernel can leave any out.
+        """
+        everything = self.seqlen_q * self.seqlen_kv
+        if self.mask == "causal":
+            return everything / 2
+        if self.mask == "window":
+            # Row i sees the keys up to i + offset, and `window` keys before that one.
+            last = np.arange(self.seqlen_q, dtype=np.int64) + (self.seqlen_kv - self.seqlen_q)
+            first = np.maximum(last - self.window, 0)
+            return int(np.maximum(last - first + 1, 0)[last >= 0].sum())
+        if self.mask == "documents":
+            return everything - int(np.count_nonzero(self.hidden(np.random.default_rng(0))))
+        return everything
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations: 4 · batch · heads · pairs · head_dim, as is usual for attention
+        forward.
+        """
+        return 4.0 * self.batch * self.num_heads_q * self.pairs * self.head_dim
+
+    @property
+    def bytes_moved(self) -> int:
+        """Fewest bytes that must pass through device memory: q, k, v read once and out written once."""
+        rows = 2 * self.seqlen_q * self.num_heads_q + 2 * self.seqlen_kv * self.num_heads_kv
+        return self.batch * rows * self.head_dim * ELEMENT_BYTES[self.dtype]
+
+    def hidden(self, rng: np.random.Generator) -> np.ndarray:
+        """The dense mask, bool (seqlen_q, seqlen_kv), True where the key is hidden. Only for dense cases."""
+        if self.mask == "random":
+            return rng.random((self.seqlen_q, self.seqlen_kv), dtype=np.float32) < 0.125
+        if self.mask == "documents":
+            document_q = np.arange(self.seqlen_q) * self.documents // self.seqlen_q
+            document_kv = np.arange(self.seqlen_kv) * self.documents // self.seqlen_kv
+            return document_q[:, None] != document_kv[None, :]
+        raise BadParam(f"bench case {self.name!r} has no mask array: its mask is {self.mask!r}")
+
+    def visible_rows(self, rows: np.ndarray, hidden: np.ndarray | None) -> np.ndarray:
+        """Which keys the given query rows see, bool (len(rows), seqlen_kv)."""
+        if hidden is not None:
+            return ~hidden[rows].astype(bool)
+        keys = np.arange(self.seqlen_kv)[None, :]
+        last = rows[:, None] + (self.seqlen_kv - self.seqlen_q)
+        if self.mask == "causal":
+            return keys <= last
+        if self.mask == "window":
+            return (keys <= last) & (keys >= last - self.window)
+        return np.ones((len(rows), self.seqlen_kv), dtype=bool)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A named list of cases. ``metric`` is what its table shows: ``TFLOP/s`` or ``µs``."""
+
+    name: str
+    doc: str
+    cases: tuple[Case, ...]
+    metric: str = "TFLOP/s"
+
+    def choose(
+        self, dtypes: Iterable[str] | None = None, where: dict[str, Sequence[Any]] | None = None
+    ) -> Grid:
+        """The cases of these dtypes whose fields have one of the values given in ``where``, and their
+        baselines.
+
+        Raises BadParam when nothing is left or a field is unknown.
+        """
+        wanted = {key: {str(value) for value in values} for key, values in (where or {}).items()}
+        if dtypes is not None:
+            wanted["dtype"] = set(dtypes)
+        unknown = set(wanted) - set(Case.__dataclass_fields__)
+        if unknown:
+            raise BadParam(
+                f"a case has no {', '.join(sorted(unknown))}; it has {', '.join(Case.__dataclass_fields__)}"
+            )
+        kept = [
+            c for c in self.cases if all(str(getattr(c, key)) in values for key, values in wanted.items())
+        ]
+        if not kept:
+            raise BadParam(f"grid {self.name!r} has no case with {wanted}")
+        names = {case.name for case in kept} | {case.baseline for case in kept}
+        return Grid(self.name, self.doc, tuple(c for c in self.cases if c.name in names), self.metric)
+
+
+def short_length(length: int) -> str:
+    """A sequence length as people say it: 16384 is ``16k``, 128 is ``128``."""
+    return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)
+
+
+def find_grid(name: str) -> Grid:
+    """The grid of that name. Raises BadParam listing the names."""
+    if name not in GRIDS:
+        raise BadParam(f"there is no grid {name!r}; grids: {', '.join(GRIDS)}")
+    return GRIDS[name]
+
+
+def _prefill() -> Grid:
+    shapes = [(d, seqlen) for d in (64, 128, 256) for seqlen in (1024, 4096, 16_384)]
+    shapes += [(d, 4096) for d in (32, 96, 192)]
+    cases = []
+    for dtype, (head_dim, seqlen), mask in product(("fp16", "bf16"), shapes, ("none", "causal")):
+        # 96 and 192 do not divide the width; the nearest count below keeps the work alike.
+        heads = _PREFILL_WIDTH // head_dim
+        cases.append(
+            Case(
+                name=f"{dtype} d{head_dim} {'causal' if mask == 'causal' else 'full'} {short_length(seqlen)}",
+                batch=_PREFILL_TOKENS // seqlen,
+                seqlen_q=seqlen,
+                seqlen_kv=seqlen,
+                num_heads_q=heads,
+                num_heads_kv=heads,
+                head_dim=head_dim,
+                dtype=dtype,
+                mask=mask,
+            )
+        )
+    return Grid("prefill", "16,384 tokens in all, heads × head_dim = 2,048, fp16 and bf16", tuple(cases))
+
+
+def _masks() -> Grid:
+    def case(name: str, **changes: Any) -> Case:
+        shape: dict[str, Any] = {
+            "batch": 4,
+            "seqlen_q": 4096,
+            "seqlen_kv": 4096,
+            "num_heads_q": 16,
+            "num_heads_kv": 16,
+        }
+        return Case(name=name, **(shape | {"head_dim": 128} | changes))
+
+    cases = [
+        case("full"),
+        case("causal", mask="causal"),
+        case("window 1k", mask="window", window=1024, baseline="causal"),
+        case("dense random", mask="random", baseline="full"),
+        case("dense documents", mask="documents", documents=4, baseline="full"),
+        case("gqa 16q/2kv causal", mask="causal", num_heads_kv=2, baseline="causal"),
+        case("fp32 full", dtype="fp32", batch=1),
+        case("fp32 causal", dtype="fp32", batch=1, mask="causal"),
+    ]
+    cases += [
+        case(
+            f"gqa 16q/2kv {seqlen_q} on 16k",
+            seqlen_q=seqlen_q,
+            seqlen_kv=16_384,
+            num_heads_kv=2,
+            clock="graph",
+        )
+        for seqlen_q in (1, 4, 16)
+    ]
+    return Grid(
+        "masks", "batch 4, 4,096 tokens, 16 heads, head_dim 128: masks, fp32, grouped heads", tuple(cases)
+    )
+
+
+def _small() -> Grid:
+    cases = [
+        Case(
+            name=f"{dtype} 1×{seqlen} {'causal' if mask == 'causal' else 'full'}",
+            batch=1,
+            seqlen_q=seqlen,
+            seqlen_kv=seqlen,
+            num_heads_q=16,
+            num_heads_kv=16,
+            head_dim=64,
+            dtype=dtype,
+            mask=mask,
+            clock="graph",
+        )
+        for dtype, seqlen, mask in product(("fp16", "bf16"), (128, 512), ("none", "causal"))
+    ]
+    return Grid(
+        "small", "batch 1, 16 heads, head_dim 64: GPU time inside a CUDA graph", tuple(cases), metric="µs"
+    )
+
+
+GRIDS: dict[str, Grid] = {grid.name: grid for grid in (_prefill(), _masks(), _small())}

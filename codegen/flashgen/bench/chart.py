@@ -1,0 +1,145 @@
+"""Charts of a report: lines over sequence length for a sweep, bars for any other grid."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flashgen.bench.cases import short_length
+from flashgen.bench.peers.registry import OURS
+from flashgen.errors import BadParam
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from flashgen.bench.results import Report, Row
+
+# Tells lines apart in colour and in grey; flashgen takes the first and the thickest.
+_STYLES = [
+    ("#d1495b", "o"),
+    ("#30638e", "s"),
+    ("#00798c", "^"),
+    ("#edae49", "D"),
+    ("#6a4c93", "v"),
+    ("#7f7f7f", "P"),
+    ("#8c564b", "X"),
+    ("#1b998b", "*"),
+    ("#444444", "h"),
+]
+
+
+def draw(report: Report, path: Path) -> list[Path]:
+    """Write one PNG per dtype and return their paths: ``path`` for the first, ``<stem>-<dtype>`` for the
+    others.
+
+    Raises BadParam when nothing was timed or matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise BadParam("a chart needs matplotlib; pip install 'flashgen[bench]'") from error
+    if not report.peers:
+        raise BadParam("nothing was timed, so there is nothing to draw")
+
+    written = []
+    for dtype in dict.fromkeys(row.case.dtype for row in report.rows):
+        rows = [row for row in report.rows if row.case.dtype == dtype]
+        target = path if not written else path.with_stem(f"{path.stem}-{dtype}")
+        panels = _panels(rows)
+        figure = _sweep(Figure, report, panels) if panels else _bars(Figure, report, rows)
+        environment = report.environment
+        heading = f"flashgen bench {report.grid}, {dtype}, {environment.get('gpu') or 'unknown GPU'}"
+        figure.suptitle(f"{heading}, {environment.get('date') or ''}".rstrip(", "), fontsize=11)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(target, dpi=150)
+        written.append(target)
+    return written
+
+
+def _panels(rows: list[Row]) -> dict[tuple[int, bool], list[Row]]:
+    """Rows by (head_dim, causal), those panels only that hold several sequence lengths of full or causal
+    attention.
+    """
+    panels: dict[tuple[int, bool], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row.case.seqlen_q):
+        if row.case.mask in ("none", "causal"):
+            panels.setdefault((row.case.head_dim, row.case.mask == "causal"), []).append(row)
+    swept = {key: rows for key, rows in panels.items() if len({row.case.seqlen_q for row in rows}) > 1}
+    return {key: swept[key] for key in sorted(swept, key=lambda key: (key[1], key[0]))}
+
+
+def _value(report: Report, row: Row, peer: str) -> float:
+    """The figure of the report's metric, NaN where there is none."""
+    measurement = row.measurements.get(peer)
+    if measurement is None or measurement.timing is None:
+        return float("nan")
+    if report.metric == "µs":
+        return measurement.timing.median_ms * 1e3
+    return row.case.flops / measurement.timing.median_ms / 1e9
+
+
+def _sweep(figure_class: type, report: Report, panels: dict[tuple[int, bool], list[Row]]) -> Any:
+    """One panel per head_dim (columns) and mask (rows), one line per peer."""
+    columns = sorted({head_dim for head_dim, _ in panels})
+    masks = sorted({causal for _, causal in panels})
+    figure = figure_class(figsize=(3.6 * len(columns) + 0.6, 3.0 * len(masks) + 1.1), layout="constrained")
+    axes = figure.subplots(len(masks), len(columns), squeeze=False)
+    for axis in axes.flat:
+        axis.set_visible(False)
+    for (head_dim, causal), rows in panels.items():
+        axis = axes[masks.index(causal)][columns.index(head_dim)]
+        axis.set_visible(True)
+        lengths = [row.case.seqlen_q for row in rows]
+        for peer, (colour, marker) in zip(report.peers, _STYLES, strict=False):
+            values = [_value(report, row, peer) for row in rows]
+            if any(value == value for value in values):
+                width = 2.4 if peer == OURS else 1.4
+                axis.plot(
+                    lengths, values, color=colour, marker=marker, markersize=5, linewidth=width, label=peer
+                )
+        axis.set_title(f"head_dim {head_dim}, {'causal' if causal else 'full'}", fontsize=10)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(lengths, [short_length(length) for length in lengths])
+        axis.minorticks_off()
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+        axis.tick_params(labelsize=9)
+    figure.supxlabel("sequence length", fontsize=10)
+    figure.supylabel(report.metric, fontsize=10)
+    labels = {
+        label: handle
+        for axis in axes.flat
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        labels.values(), labels.keys(), loc="outside lower center", ncols=min(5, len(labels)), fontsize=9
+    )
+    return figure
+
+
+def _bars(figure_class: type, report: Report, rows: list[Row]) -> Any:
+    """Horizontal bars, grouped by case, one per peer that was timed on it."""
+    counts = [
+        sum(_value(report, row, peer) == _value(report, row, peer) for peer in report.peers) for row in rows
+    ]
+    figure = figure_class(figsize=(8.0, 1.4 + 0.24 * sum(counts) + 0.22 * len(rows)), layout="constrained")
+    axis = figure.subplots()
+    position, ticks = 0.0, []
+    labelled: set[str] = set()
+    for row, count in zip(rows, counts, strict=True):
+        ticks.append(position + (count - 1) / 2)
+        for peer, (colour, _) in zip(report.peers, _STYLES, strict=False):
+            value = _value(report, row, peer)
+            if value != value:
+                continue
+            axis.barh(position, value, color=colour, height=0.9, label=None if peer in labelled else peer)
+            axis.annotate(f" {value:.3g}", (value, position), va="center", fontsize=7)
+            labelled.add(peer)
+            position += 1
+        position += 0.9
+    axis.set_yticks(ticks, [row.case.name for row in rows], fontsize=9)
+    axis.invert_yaxis()
+    axis.set_xlabel(report.metric)
+    axis.margins(x=0.08)
+    axis.grid(axis="x", alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=min(5, len(labelled)), fontsize=9)
+    return figure

@@ -1,0 +1,208 @@
+"""The array library that holds a benchmark's inputs and clocks: PyTorch, or CuPy where no peer needs PyTorch.
+
+Both clocks are CUDA events on the library's current stream, which is the stream that flashgen and every peer
+launch on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from flashgen.errors import DeviceTypeNotSupported
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from flashgen.bench.cases import Case
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """One set of arrays for a case.
+
+    ``q`` and ``out`` are (batch, seqlen_q, num_heads_q, head_dim), ``k`` and ``v`` (batch, seqlen_kv,
+    num_heads_kv, head_dim), all contiguous; ``mask`` is bool (seqlen_q, seqlen_kv), True = hidden, or None.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    mask: Any | None
+
+
+class Clock(Protocol):
+    """What timing needs of a host."""
+
+    def record(self) -> Any:
+        """Put a timing event into the current stream and return it."""
+
+    def elapsed_ms(self, start: Any, end: Any) -> float:
+        """Milliseconds of device time between two events that have passed."""
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+
+    def capture(self, body: Callable[[], object]) -> Callable[[], object]:
+        """Record what ``body`` launches as a CUDA graph; the result replays it in the current stream."""
+
+
+class Host(Clock, Protocol):
+    """A clock, and the arrays to time with."""
+
+    name: str
+    l2_bytes: int
+
+    def inputs(self, case: Case, seed: int) -> Inputs:
+        """Fresh normal q, k and v, and an uninitialised out, on the current device."""
+
+    def copy(self, array: Any) -> Any:
+        """A copy on the device."""
+
+    def poison(self, array: Any) -> None:
+        """Fill the array with NaN."""
+
+    def numpy(self, array: Any) -> np.ndarray:
+        """The array's values on the host, float64."""
+
+    def relative_error(self, array: Any, reference: Any) -> float:
+        """‖array - reference‖ / ‖reference‖, summed in fp32 on the device; NaN where either holds a NaN."""
+
+
+def _shapes(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of q and out, and of k and v."""
+    return (
+        (case.batch, case.seqlen_q, case.num_heads_q, case.head_dim),
+        (case.batch, case.seqlen_kv, case.num_heads_kv, case.head_dim),
+    )
+
+
+class TorchHost:
+    """PyTorch's current CUDA device and stream."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise DeviceTypeNotSupported("the benchmark needs a CUDA device, and this PyTorch sees none")
+        self._torch = torch
+        self._dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+        self.l2_bytes = int(torch.cuda.get_device_properties().L2_cache_size)
+
+    def inputs(self, case: Case, seed: int) -> Inputs:
+        torch = self._torch
+        generator = torch.Generator("cuda").manual_seed(seed)
+        shape_q, shape_kv = _shapes(case)
+
+        def normal(shape: tuple[int, ...]) -> Any:
+            return torch.randn(shape, generator=generator, device="cuda").to(self._dtypes[case.dtype])
+
+        mask = torch.from_numpy(case.hidden(np.random.default_rng(seed))).cuda() if case.is_dense else None
+        q, k, v = normal(shape_q), normal(shape_kv), normal(shape_kv)
+        return Inputs(q, k, v, torch.empty_like(q), mask)
+
+    def record(self) -> Any:
+        event = self._torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed_ms(self, start: Any, end: Any) -> float:
+        return start.elapsed_time(end)
+
+    def synchronize(self) -> None:
+        self._torch.cuda.synchronize()
+
+    def capture(self, body: Callable[[], object]) -> Callable[[], object]:
+        graph = self._torch.cuda.CUDAGraph()
+        with self._torch.cuda.graph(graph):
+            body()
+        return graph.replay
+
+    def copy(self, array: Any) -> Any:
+        return array.clone()
+
+    def poison(self, array: Any) -> None:
+        array.fill_(float("nan"))
+
+    def numpy(self, array: Any) -> np.ndarray:
+        return array.detach().double().cpu().numpy()
+
+    def relative_error(self, array: Any, reference: Any) -> float:
+        reference = reference.float()
+        return float((array.float() - reference).norm() / reference.norm())
+
+
+class CupyHost:
+    """CuPy's current device and stream; flashgen alone can be timed on it."""
+
+    name = "cupy"
+
+    def __init__(self) -> None:
+        from flashgen import device
+
+        if not device.available():
+            raise DeviceTypeNotSupported(f"the benchmark needs a CUDA device: {device.why_unavailable()}")
+        import cupy
+
+        self._cupy = cupy
+        self.l2_bytes = int(cupy.cuda.Device().attributes["L2CacheSize"])
+
+    def _dtype(self, name: str) -> Any:
+        if name == "bf16":
+            import ml_dtypes
+
+            return ml_dtypes.bfloat16
+        return {"fp16": np.float16, "fp32": np.float32}[name]
+
+    def inputs(self, case: Case, seed: int) -> Inputs:
+        cupy = self._cupy
+        generator = cupy.random.default_rng(seed)
+        dtype = self._dtype(case.dtype)
+        shape_q, shape_kv = _shapes(case)
+
+        def normal(shape: tuple[int, ...]) -> Any:
+            return generator.standard_normal(shape, dtype=np.float32).astype(dtype)
+
+        mask = cupy.asarray(case.hidden(np.random.default_rng(seed))) if case.is_dense else None
+        q, k, v = normal(shape_q), normal(shape_kv), normal(shape_kv)
+        return Inputs(q, k, v, cupy.empty_like(q), mask)
+
+    def record(self) -> Any:
+        event = self._cupy.cuda.Event()
+        event.record()
+        return event
+
+    def elapsed_ms(self, start: Any, end: Any) -> float:
+        return float(self._cupy.cuda.get_elapsed_time(start, end))
+
+    def synchronize(self) -> None:
+        self._cupy.cuda.Device().synchronize()
+
+    def capture(self, body: Callable[[], object]) -> Callable[[], object]:
+        # The default stream cannot be captured.
+        stream = self._cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            stream.begin_capture()
+            body()
+            graph = stream.end_capture()
+        return graph.launch
+
+    def copy(self, array: Any) -> Any:
+        return array.copy()
+
+    def poison(self, array: Any) -> None:
+        array.fill(np.nan)
+
+    def numpy(self, array: Any) -> np.ndarray:
+        return self._cupy.asnumpy(array.astype(np.float32)).astype(np.float64)
+
+    def relative_error(self, array: Any, reference: Any) -> float:
+        cupy = self._cupy
+        reference = reference.astype(np.float32)
+        difference = array.astype(np.float32) - reference
+        return float(cupy.sqrt((difference * difference).sum() / (reference * reference).sum()))

@@ -1,0 +1,35 @@
+"""What a peer is to the benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from flashgen.bench.cases import Case
+    from flashgen.bench.hosts import Inputs
+
+Run = Callable[[int], Any]
+"""Launches one call on input set ``i`` and returns the output, (batch, seqlen_q, num_heads_q, head_dim)."""
+
+
+class Peer(Protocol):
+    """One implementation of attention.
+
+    ``hosts`` names the array libraries whose arrays it takes. ``name`` is what tables, JSON and the command
+    line say.
+    """
+
+    name: str
+    hosts: tuple[str, ...]
+
+    def unavailable(self) -> str | None:
+        """Why it cannot be used here, or None. Must not raise and must not need a GPU."""
+
+    def declines(self, case: Case) -> str | None:
+        """Why it cannot serve the case, or None."""
+
+    def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
+        """Everything that a user would do once for a shape: plans, workspaces, masks in the peer's own
+        form.
+        """

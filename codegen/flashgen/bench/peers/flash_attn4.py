@@ -1,0 +1,52 @@
+"""flash-attn-4: FlashAttention written in the CuTe DSL, `flash_attn.cute`."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from flashgen.bench.cases import Case
+    from flashgen.bench.hosts import Inputs
+    from flashgen.bench.peers.base import Run
+
+
+class FlashAttn4:
+    """``flash_attn.cute.flash_attn_func``; it picks its Hopper or Blackwell kernel itself."""
+
+    name = "flash-attn-4"
+    hosts = ("torch",)
+
+    def unavailable(self) -> str | None:
+        try:
+            metadata.version("flash-attn-4")
+        except metadata.PackageNotFoundError:
+            return "flash-attn-4 is not installed"
+        try:
+            from flash_attn.cute import flash_attn_func  # noqa: F401
+        except Exception as error:  # noqa: BLE001 - a DSL that cannot start here may raise anything
+            return f"flash_attn.cute cannot be imported: {type(error).__name__}: {error}"
+        return None
+
+    def declines(self, case: Case) -> str | None:
+        if case.dtype == "fp32":
+            return "fp16 and bf16 only"
+        if case.is_dense:
+            return "no mask array"
+        return None
+
+    def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
+        from flash_attn.cute import flash_attn_func
+
+        # Absent bounds are None here, not -1.
+        window = (case.window, 0) if case.mask == "window" else (None, None)
+        causal = case.mask == "causal"
+
+        def run(index: int) -> Any:
+            inputs = sets[index]
+            result = flash_attn_func(inputs.q, inputs.k, inputs.v, causal=causal, window_size=window)
+            return result[0] if isinstance(result, tuple) else result
+
+        return run

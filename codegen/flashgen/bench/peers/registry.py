@@ -1,0 +1,60 @@
+"""Which peers there are and which of them a run takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flashgen.errors import BadParam
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from flashgen.bench.peers.base import Peer
+
+OURS = "flashgen"
+
+
+def all_peers() -> dict[str, Peer]:
+    """Every known peer by name, flashgen first; none of them has imported its library yet."""
+    from flashgen.bench.peers.flash_attn4 import FlashAttn4
+    from flashgen.bench.peers.flashinfer import FlashInfer
+    from flashgen.bench.peers.own import Flashgen
+    from flashgen.bench.peers.torch_sdpa import TorchSdpa
+
+    peers: list[Peer] = [
+        Flashgen(),
+        Flashgen(grouping="gqa"),
+        Flashgen(grouping="packed"),
+        TorchSdpa("flash"),
+        TorchSdpa("cudnn"),
+        TorchSdpa("efficient"),
+        FlashAttn4(),
+        FlashInfer("fa2"),
+        FlashInfer("fa3"),
+    ]
+    return {peer.name: peer for peer in peers}
+
+
+def choose_peers(names: Sequence[str] | None) -> tuple[list[Peer], dict[str, str]]:
+    """The peers to run, flashgen first, and why each of the others is left out.
+
+    With no names, all that can be used here. A name that is given must be usable. Raises BadParam for an
+    unknown or unusable one.
+    """
+    known = all_peers()
+    unknown = [name for name in names or () if name not in known]
+    if unknown:
+        raise BadParam(f"there is no peer {', '.join(unknown)}; peers: {', '.join(known)}")
+    chosen: list[Peer] = []
+    left_out: dict[str, str] = {}
+    for name, peer in known.items():
+        if names is not None and name != OURS and name not in names:
+            continue
+        reason = peer.unavailable()
+        if reason is None:
+            chosen.append(peer)
+        elif names is not None:
+            raise BadParam(f"peer {name!r} cannot be used here: {reason}")
+        else:
+            left_out[name] = reason
+    return chosen, left_out

@@ -1,0 +1,70 @@
+"""torch.nn.functional.scaled_dot_product_attention with one backend pinned."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from flashgen.bench.cases import Case
+    from flashgen.bench.hosts import Inputs
+    from flashgen.bench.peers.base import Run
+
+_BACKENDS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
+
+
+class TorchSdpa:
+    """SDPA's ``flash`` (FlashAttention-2), ``cudnn`` or ``efficient`` (memory-efficient, CUTLASS) backend."""
+
+    hosts = ("torch",)
+
+    def __init__(self, backend: str) -> None:
+        self.name = f"torch-{backend}"
+        self._backend = backend
+
+    def unavailable(self) -> str | None:
+        if find_spec("torch") is None:
+            return "PyTorch is not installed"
+        import torch
+
+        return None if torch.cuda.is_available() else "this PyTorch sees no CUDA device"
+
+    def declines(self, case: Case) -> str | None:
+        if case.mask == "window":
+            return "SDPA has no sliding window"
+        if case.mask == "causal" and case.seqlen_q != case.seqlen_kv:
+            return "SDPA aligns causal masks top-left"
+        if case.dtype == "fp32" and self._backend != "efficient":
+            return "fp16 and bf16 only"
+        if case.is_dense and self._backend == "flash":
+            return "no mask array"
+        if case.group_size > 1 and self._backend == "efficient":
+            return "no grouped heads"
+        return None
+
+    def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        from torch.nn.functional import scaled_dot_product_attention
+
+        backend = getattr(SDPBackend, _BACKENDS[self._backend])
+        # SDPA wants (batch, heads, seqlen, head_dim), for which a view is enough, and True for the keys that
+        # stay.
+        views = [(s.q.transpose(1, 2), s.k.transpose(1, 2), s.v.transpose(1, 2)) for s in sets]
+        visible = [None if s.mask is None else ~s.mask for s in sets]
+
+        def run(index: int) -> Any:
+            q, k, v = views[index]
+            with sdpa_kernel(backend):
+                out = scaled_dot_product_attention(
+                    q,
+                    k,
+                    v,
+                    attn_mask=visible[index],
+                    is_causal=case.mask == "causal",
+                    enable_gqa=case.group_size > 1,
+                )
+            return out.transpose(1, 2)
+
+        return run

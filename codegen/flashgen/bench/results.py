@@ -1,0 +1,177 @@
+"""What a run found: measurements, ratios, summaries, and their JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from flashgen.bench.cases import Case
+from flashgen.bench.peers.registry import OURS
+from flashgen.bench.timing import Timing
+from flashgen.errors import BadParam
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One peer on one case: a timing, or a note that says why there is none.
+
+    ``relative_error`` is against float64 for flashgen and against flashgen for a peer; ``agrees`` whether it
+    is within the tolerance. ``first_call_s`` is the wall time of the first call, compilation included.
+    """
+
+    peer: str
+    timing: Timing | None = None
+    relative_error: float | None = None
+    agrees: bool | None = None
+    first_call_s: float | None = None
+    variant: str | None = None
+    note: str | None = None
+
+    def with_timing(self, timing: Timing) -> Measurement:
+        """This measurement, timed."""
+        return replace(self, timing=timing)
+
+    def tflops(self, case: Case) -> float | None:
+        """Rate in TFLOP/s by the case's count of work."""
+        return None if self.timing is None else case.flops / self.timing.median_ms / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A case with what every peer did on it."""
+
+    case: Case
+    measurements: dict[str, Measurement]
+
+    def ratio(self, peer: str) -> float | None:
+        """How many times as fast flashgen was as the peer; None unless both were timed and agree."""
+        ours, theirs = self.measurements.get(OURS), self.measurements.get(peer)
+        if (
+            ours is None
+            or theirs is None
+            or not (ours.timing and theirs.timing and ours.agrees and theirs.agrees)
+        ):
+            return None
+        return theirs.timing.median_ms / ours.timing.median_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The ratios flashgen / peer over the cases of one dtype."""
+
+    peer: str
+    dtype: str
+    cases: int
+    geometric_mean: float
+    lowest: float
+    lowest_case: str
+
+
+@dataclass(slots=True)
+class Report:
+    """A run of one grid."""
+
+    grid: str
+    metric: str
+    protocol: dict[str, Any]
+    environment: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def peers(self) -> list[str]:
+        """Every peer with at least one timing, in the order of the run, flashgen first."""
+        timed = [name for row in self.rows for name, m in row.measurements.items() if m.timing]
+        return sorted(dict.fromkeys(timed), key=lambda name: name != OURS)
+
+    @property
+    def disagreements(self) -> list[tuple[str, str]]:
+        """(case, peer) wherever a result was out of tolerance."""
+        return [(r.case.name, n) for r in self.rows for n, m in r.measurements.items() if m.agrees is False]
+
+    def baseline_ratio(self, row: Row) -> float | None:
+        """Flashgen's TFLOP/s on this case over its TFLOP/s on the case's baseline."""
+        base = next((r for r in self.rows if r.case.name == row.case.baseline), None)
+        if base is None or OURS not in row.measurements or OURS not in base.measurements:
+            return None
+        ours, theirs = row.measurements[OURS].tflops(row.case), base.measurements[OURS].tflops(base.case)
+        return ours / theirs if ours and theirs else None
+
+    def summaries(self) -> list[Summary]:
+        """One Summary for each peer and dtype that have ratios."""
+        found = []
+        for peer in self.peers:
+            if peer == OURS:
+                continue
+            for dtype in dict.fromkeys(row.case.dtype for row in self.rows):
+                ratios = [
+                    (ratio, r.case.name)
+                    for r in self.rows
+                    if r.case.dtype == dtype and (ratio := r.ratio(peer))
+                ]
+                if ratios:
+                    mean = math.exp(math.fsum(math.log(ratio) for ratio, _ in ratios) / len(ratios))
+                    found.append(Summary(peer, dtype, len(ratios), mean, *min(ratios)))
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types, with the derived figures beside the measured ones."""
+        rows = []
+        for row in self.rows:
+            results = [
+                asdict(m) | {"tflops": m.tflops(row.case), "flashgen_ratio": row.ratio(name)}
+                for name, m in row.measurements.items()
+            ]
+            case = asdict(row.case) | {"flops": row.case.flops}
+            rows.append({"case": case, "baseline_ratio": self.baseline_ratio(row), "results": results})
+        return {
+            "schema": SCHEMA,
+            "grid": self.grid,
+            "metric": self.metric,
+            "environment": self.environment,
+            "protocol": self.protocol,
+            "left_out": self.left_out,
+            "summary": [asdict(summary) for summary in self.summaries()],
+            "rows": rows,
+        }
+
+    def save(self, path: Path) -> None:
+        """Write the JSON form."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.as_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Report:
+        """Read what ``save`` wrote. Raises BadParam for another schema."""
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data.get("schema") != SCHEMA:
+            raise BadParam(f"{path} has schema {data.get('schema')!r}; this flashgen reads {SCHEMA}")
+        rows = [
+            Row(
+                Case(**_known(Case, row["case"])),
+                {
+                    r["peer"]: Measurement(**_known(Measurement, r) | {"timing": _timing(r)})
+                    for r in row["results"]
+                },
+            )
+            for row in data["rows"]
+        ]
+        return cls(
+            data["grid"], data["metric"], data["protocol"], data["environment"], rows, data["left_out"]
+        )
+
+
+def _known(kind: type, data: dict[str, Any]) -> dict[str, Any]:
+    """The entries that are fields of the dataclass; the others are derived."""
+    return {f.name: data[f.name] for f in fields(kind) if f.name in data}
+
+
+def _timing(result: dict[str, Any]) -> Timing | None:
+    return None if result["timing"] is None else Timing(**result["timing"])

@@ -1,0 +1,179 @@
+"""Running a grid: prepare every peer on a case, check it, time them all together, report."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flashgen.bench import check
+from flashgen.bench.cases import find_grid
+from flashgen.bench.environment import describe
+from flashgen.bench.peers.registry import OURS, choose_peers
+from flashgen.bench.results import Measurement, Report, Row
+from flashgen.bench.table import line, tables
+from flashgen.bench.timing import Step, graph_step, rotation, stream_step, time_interleaved
+from flashgen.errors import BadParam
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from flashgen.bench.cases import Case
+    from flashgen.bench.hosts import Host, Inputs
+    from flashgen.bench.peers.base import Peer
+
+
+def run(
+    grid: str = "prefill",
+    *,
+    peers: Sequence[str] | None = None,
+    dtypes: Sequence[str] | None = None,
+    where: dict[str, Sequence[Any]] | None = None,
+    rounds: int = 15,
+    sample_ms: float = 4.0,
+    seed: int | None = None,
+    json_path: str | Path | None = None,
+    png_path: str | Path | None = None,
+    console: Console | None = None,
+) -> Report:
+    """Time flashgen and its peers on a named grid, on the current device.
+
+    ``peers`` are names out of ``all_peers()``, by default every one that can be used here; ``flashgen``
+    itself always runs. ``dtypes`` and ``where`` (field of a Case to the values kept, as in ``{"head_dim":
+    [64]}``) narrow the grid. Each of the ``rounds`` times every peer for about ``sample_ms`` milliseconds.
+    ``seed`` fixes the inputs; they are fresh otherwise. A line per case and the final tables go to
+    ``console``; ``json_path`` and ``png_path`` are written.
+
+    Raises BadParam for an unknown grid, peer or filter, and DeviceTypeNotSupported without a CUDA device. A
+    peer that fails on a case is noted in the report; flashgen failing is raised.
+    """
+    if rounds < 1 or not sample_ms > 0:
+        raise BadParam(
+            f"rounds must be at least 1 and sample_ms positive; they were {rounds} and {sample_ms}"
+        )
+    chosen_grid = find_grid(grid).choose(dtypes, where)
+    chosen, left_out = choose_peers(peers)
+    host = _host(chosen)
+    seed = int(np.random.SeedSequence().entropy % 2**32) if seed is None else seed
+    report = Report(
+        grid=chosen_grid.name,
+        metric=chosen_grid.metric,
+        protocol=_protocol(host, rounds, sample_ms, seed),
+        environment=describe(),
+        left_out=left_out,
+    )
+    for name, reason in left_out.items():
+        _say(console, f"without {name}: {reason}")
+    for index, case in enumerate(chosen_grid.cases):
+        report.rows.append(
+            measure(case, chosen, host, rounds=rounds, sample_ms=sample_ms, seed=seed + 1000 * index)
+        )
+        _say(console, f"{index + 1:>3}/{len(chosen_grid.cases)} {line(report, report.rows[-1])}")
+        if json_path is not None:
+            report.save(Path(json_path))
+    if console is not None:
+        for table in tables(report):
+            console.print(table)
+    if png_path is not None:
+        from flashgen.bench.chart import draw
+
+        draw(report, Path(png_path))
+    return report
+
+
+def measure(
+    case: Case, peers: Sequence[Peer], host: Host, *, rounds: int, sample_ms: float, seed: int
+) -> Row:
+    """Check and time every peer on one case, in one set of interleaved rounds. Flashgen must be the first
+    peer.
+    """
+    rng = np.random.default_rng(seed)
+    sets = [host.inputs(case, seed + i) for i in range(rotation(case.bytes_moved, host.l2_bytes))]
+    measurements: dict[str, Measurement] = {}
+    steps: dict[str, Step] = {}
+    reference = None
+    for peer in peers:
+        reason = peer.declines(case)
+        if reason is not None:
+            measurements[peer.name] = Measurement(peer.name, note=reason)
+            continue
+        try:
+            out, measurements[peer.name], step = _first_call(case, peer, sets, host, reference, rng)
+        except Exception as error:
+            if peer.name == OURS:
+                raise
+            measurements[peer.name] = Measurement(peer.name, note=f"{type(error).__name__}: {error}".strip())
+            continue
+        steps[peer.name] = step
+        if peer.name == OURS:
+            reference = out
+    timings = time_interleaved(steps, host, rounds=rounds, sample_ms=sample_ms)
+    for name, timing in timings.items():
+        measurements[name] = measurements[name].with_timing(timing)
+    return Row(case, measurements)
+
+
+def _first_call(
+    case: Case,
+    peer: Peer,
+    sets: Sequence[Inputs],
+    host: Host,
+    reference: Any | None,
+    rng: np.random.Generator,
+) -> tuple[Any, Measurement, Step]:
+    """Prepare a peer, call it once on a poisoned output, and compare: with float64 where there is no
+    ``reference``.
+
+    Returns a copy of its output, a Measurement without a timing, and the step to time.
+    """
+    host.poison(sets[0].out)
+    host.synchronize()
+    start = time.perf_counter()
+    call = peer.prepare(case, sets)
+    out = call(0)
+    host.synchronize()
+    seconds = time.perf_counter() - start
+    if reference is None:
+        error, tolerance = check.sampled_error(case, sets[0], out, host, rng), check.OWN_TOLERANCE[case.dtype]
+    else:
+        error, tolerance = host.relative_error(out, reference), check.PEER_TOLERANCE[case.dtype]
+    measurement = Measurement(
+        peer.name,
+        relative_error=error,
+        agrees=error <= tolerance,  # False for NaN too
+        first_call_s=seconds,
+        variant=getattr(peer, "variant", None),
+    )
+    step = graph_step(call, len(sets), host) if case.clock == "graph" else stream_step(call, len(sets))
+    return host.copy(out), measurement, step
+
+
+def _host(peers: Sequence[Peer]) -> Host:
+    """CuPy where every peer takes its arrays, PyTorch otherwise."""
+    from flashgen.bench.hosts import CupyHost, TorchHost
+
+    return CupyHost() if all("cupy" in peer.hosts for peer in peers) else TorchHost()
+
+
+def _protocol(host: Host, rounds: int, sample_ms: float, seed: int) -> dict[str, Any]:
+    """How the figures came about, for the JSON."""
+    return {
+        "arrays": host.name,
+        "clock": "CUDA events on the current stream; around graph replays where a case says so",
+        "order": "interleaved rounds in one process, rotated by one each; an untimed call before each sample",
+        "statistic": "median and quartiles over rounds; ratios are of medians",
+        "rounds": rounds,
+        "sample_ms": sample_ms,
+        "inputs": "normal, rotated among sets that exceed twice the L2 together",
+        "flops": "4 · batch · heads · pairs · head_dim; half the pairs for causal, the visible for window, documents",
+        "seed": seed,
+    }
+
+
+def _say(console: Console | None, text: str) -> None:
+    if console is not None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,82 @@
+"""The tables of a report, for a terminal or a log."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from flashgen.bench.peers.registry import OURS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from flashgen.bench.results import Measurement, Report, Row
+
+
+def tables(report: Report) -> Iterator[Table]:
+    """The cases, then the summary where there are peers."""
+    yield cases_table(report)
+    if report.summaries():
+        yield summary_table(report)
+
+
+def cases_table(report: Report) -> Table:
+    """One line per case: flashgen's figure with its spread, then each peer's with the ratio flashgen /
+    peer.
+    """
+    environment = report.environment
+    table = Table(title=f"{report.grid}: {report.metric} on {environment.get('gpu') or 'an unknown GPU'}")
+    table.add_column("case", no_wrap=True)
+    with_baselines = any(row.case.baseline for row in report.rows)
+    table.add_column(f"{OURS} ± IQR", justify="right", no_wrap=True)
+    if with_baselines:
+        table.add_column("of its baseline", justify="right", no_wrap=True)
+    peers = [name for name in report.peers if name != OURS]
+    for name in peers:
+        table.add_column(f"{name} (ratio)", justify="right", no_wrap=True)
+    for row in report.rows:
+        cells = [row.case.name, cell(report, row, OURS)]
+        if with_baselines:
+            cells.append(_baseline(report, row))
+        table.add_row(*cells, *(cell(report, row, name) for name in peers))
+    table.caption = "ratio: flashgen's speed over the peer's, above 1 is faster; ≠: disagrees, no ratio; –: does not apply"
+    return table
+
+
+def line(report: Report, row: Row) -> str:
+    """One case as a line of text, printed as soon as it is measured."""
+    parts = [
+        f"{name} {cell(report, row, name)}"
+        for name, m in row.measurements.items()
+        if m.timing or name == OURS
+    ]
+    return f"{row.case.name:<22} " + " | ".join(parts)
+
+
+def cell(report: Report, row: Row, peer: str) -> str:
+    """One figure, with the spread for flashgen and the ratio for a peer."""
+    measurement = row.measurements.get(peer)
+    if measurement is None or measurement.timing is None:
+        return "–"
+    figure = _figure(report, row, measurement)
+    if not measurement.agrees:
+        return f"{figure} ≠"
+    if peer == OURS:
+        return f"{figure} ±{measurement.timing.spread:.1%}"
+    ratio = row.ratio(peer)
+    return figure if ratio is None else f"{figure} ({ratio:.2f}×)"
+
+
+def _figure(report: Report, row: Row, measurement: Measurement) -> str:
+    if measurement.timing is None:
+        raise AssertionError("a figure needs a timing")
+    if report.metric == "µs":
+        return f"{measurement.timing.median_ms * 1e3:.1f}"
+    rate = row.case.flops / measurement.timing.median_ms / 1e9
+    return f"{rate:.0f}" if rate >= 100 else f"{rate:.1f}"
+
+
+def _baseline(report: Report, row: Row) -> str:
+    ratio = report.baseline_ratio(row)
+    return "–" if ratio is None else f"{ratio:.2f} × {row.case.baseline}"
