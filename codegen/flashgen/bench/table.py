@@ -22,9 +22,7 @@ def tables(report: Report) -> Iterator[Table]:
 
 
 def cases_table(report: Report) -> Table:
-    """One line per case: flashgen's figure with its spread, then each peer's with the ratio flashgen /
-    peer.
-    """
+    """One line per case: flashgen's figure with its spread, then each peer's with flashgen's ratio to it."""
     environment = report.environment
     table = Table(title=f"{report.grid}: {report.metric} on {environment.get('gpu') or 'an unknown GPU'}")
     table.add_column("case", no_wrap=True)
@@ -40,7 +38,21 @@ def cases_table(report: Report) -> Table:
         if with_baselines:
             cells.append(_baseline(report, row))
         table.add_row(*cells, *(cell(report, row, name) for name in peers))
-    table.caption = "ratio: flashgen's speed over the peer's, above 1 is faster; ≠: disagrees, no ratio; –: does not apply"
+    table.caption = "ratio: flashgen's speed over the peer's; ≠: disagrees, so no ratio; –: does not apply"
+    return table
+
+
+def summary_table(report: Report) -> Table:
+    """Geometric mean and lowest ratio per peer and dtype."""
+    table = Table(title=f"{report.grid}: flashgen / peer")
+    for column in ("peer", "dtype"):
+        table.add_column(column, no_wrap=True)
+    for column in ("cases", "geometric mean", "lowest"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("lowest at", no_wrap=True)
+    for s in report.summaries():
+        mean, lowest = f"{s.geometric_mean:.3f}×", f"{s.lowest:.3f}×"
+        table.add_row(s.peer, s.dtype, str(s.cases), mean, lowest, s.lowest_case)
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,10 +11,11 @@ if TYPE_CHECKING:
     from flashgen.bench.cases import Case
     from flashgen.bench.hosts import Inputs
     from flashgen.bench.peers.base import Run
+    from flashgen.plans import Plan
 
 
 class Flashgen:
-    """``flashgen.plan``; with ``grouping`` (``gqa`` or ``packed``) among the variants of that grouping only."""
+    """``flashgen.plan``; with ``grouping`` (``gqa`` or ``packed``) only variants of that grouping compete."""
 
     hosts = ("cupy", "torch")
 
@@ -33,10 +35,10 @@ class Flashgen:
         return None
 
     def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
-        import flashgen
+        from flashgen import plan as make_plan
 
         first = sets[0]
-        plan = flashgen.plan(
+        plan = make_plan(
             first.q,
             first.k,
             first.v,
@@ -45,6 +47,8 @@ class Flashgen:
             mask=first.mask,
             out=first.out,
         )
+        if self._grouping is not None:
+            plan = _pinned(plan, first, self._grouping)
         self.variant = plan.variant.name
 
         def run(index: int) -> Any:
@@ -52,3 +56,17 @@ class Flashgen:
             return plan(inputs.q, inputs.k, inputs.v, mask=inputs.mask, out=inputs.out)
 
         return run
+
+
+def _pinned(plan: Plan, inputs: Inputs, grouping: str) -> Plan:
+    """The same plan with the best variant of one grouping, whatever dispatch would take."""
+    from flashgen import arrays
+    from flashgen.api import shipped_variants
+    from flashgen.launch import prepare
+    from flashgen.plans import Plan
+
+    variants = shipped_variants(os.environ.get("FLASHGEN_SPECS", ""))
+    runner = prepare(plan.problem, plan.problem.device, tuple(v for v in variants if v.gqa == grouping))
+    kind = arrays.kind_of(inputs.q)
+    given = (inputs.q, inputs.k, inputs.v, inputs.mask, inputs.out)
+    return Plan(plan.problem, runner, kind, tuple(None if x is None else kind.layout(x) for x in given))
