@@ -67,7 +67,7 @@ class CubinCache:
     """Byte strings by 64-digit hexadecimal key, shared by all processes and threads that use one folder.
 
     ``root`` is by default `paths.cache_dir`; it is created when something is stored. The least recently read
-    entries go when the entries exceed ``max_bytes``.
+    entries go when the entries exceed ``max_bytes``; each writing process may be a 64th late to notice.
     """
 
     def __init__(self, root: Path | None = None, max_bytes: int = MAX_BYTES) -> None:
@@ -75,6 +75,7 @@ class CubinCache:
         self.max_bytes = max_bytes
         self._memory: dict[str, bytes] = {}
         self._warned: set[str] = set()
+        self._room = 0  # bytes to write before the folder's size is looked at again
         self._guard = threading.Lock()
         self._locks: dict[str, threading.Lock] = {}
 
@@ -113,7 +114,9 @@ class CubinCache:
             message = f"cannot write the kernel cache in {self.root} ({_reason(error)}); {_LOST}"
             self._warn_once("write", message)
         else:
-            self._tidy(path)
+            self._room -= len(payload)
+            if self._room < 0:
+                self._tidy(path)
 
     def get_or_build(self, key: str, build: Callable[[], bytes]) -> bytes:
         """The payload under ``key``, else what ``build`` returns, which is stored.
@@ -140,7 +143,8 @@ class CubinCache:
         """Read every entry, check it, and remove the damaged ones."""
         damaged = []
         intact = 0
-        for path, _, _ in self._entries():
+        for name, _, _ in self._entries():
+            path = Path(name)
             try:
                 sound = _unpack(path.read_bytes(), path.name) is not None
             except FileNotFoundError:
@@ -157,9 +161,9 @@ class CubinCache:
     def clear(self) -> int:
         """Remove all; returns how many entries there were. Kernels that are loaded stay usable."""
         self._memory.clear()
-        removed = sum(_remove(path) for path, _, _ in self._entries())
-        for path, _, _ in (*_files(self.root / "tmp"), *_files(self.root / "locks")):
-            _remove(path)
+        removed = sum(_remove(Path(name)) for name, _, _ in self._entries())
+        for name, _, _ in (*_files(self.root / "tmp"), *_files(self.root / "locks")):
+            _remove(Path(name))
         return removed
 
     def _path(self, key: str) -> Path:
@@ -168,30 +172,29 @@ class CubinCache:
     def _temporary(self) -> Path:
         return self.root / "tmp" / os.urandom(12).hex()
 
-    def _entries(self) -> Iterator[tuple[Path, int, float]]:
+    def _entries(self) -> Iterator[tuple[str, int, float]]:
         """Path, bytes and time of last use of each entry."""
         for folder in _folders(self.root / "entries"):
             yield from _files(folder)
 
     def _tidy(self, fresh: Path) -> None:
         """Drop what killed processes left and the least recently used beyond the bound, but not ``fresh``."""
-        now = time.time()
-        for path, _, used in _files(self.root / "tmp"):
-            if now - used > _STALE_AFTER:
-                _remove(path)
+        for name, _, used in _files(self.root / "tmp"):
+            if time.time() - used > _STALE_AFTER:
+                _remove(Path(name))
         entries = list(self._entries())
         total = sum(size for _, size, _ in entries)
-        if total <= self.max_bytes:
-            return
-        for path, size, _ in sorted(entries, key=lambda entry: entry[2]):
-            if path != fresh and _remove(path):
-                total -= size
-            if total <= _KEEP * self.max_bytes:
-                break
+        if total > self.max_bytes:
+            for name, size, _ in sorted(entries, key=lambda entry: entry[2]):
+                if Path(name) != fresh and _remove(Path(name)):
+                    total -= size
+                if total <= _KEEP * self.max_bytes:
+                    break
+        self._room = max((self.max_bytes - total) // 8, self.max_bytes // 64)
 
     @contextlib.contextmanager
     def _locked(self, key: str) -> Iterator[None]:
-        """Hold the lock of ``key`` among processes and threads; among threads if the folder cannot have it."""
+        """Hold the lock of ``key`` among processes and threads; in a folder without locks, among threads."""
         import filelock
 
         # A lock file cannot be removed safely, so keys share 4096; sharing one only makes a build wait.
@@ -199,17 +202,12 @@ class CubinCache:
         lock = filelock.FileLock(path, timeout=_LOCK_TIMEOUT)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            lock.acquire(poll_interval=0.01)
+            held = lock.acquire(poll_interval=0.01)
         except (OSError, NotImplementedError, filelock.Timeout):
             with self._guard:
-                alone = self._locks.setdefault(key, threading.Lock())
-            with alone:
-                yield
-            return
-        try:
+                held = self._locks.setdefault(key, threading.Lock())
+        with held:
             yield
-        finally:
-            lock.release()
 
     def _write_problem(self) -> str:
         probe = self._temporary()
@@ -273,12 +271,12 @@ def _folders(root: Path) -> list[Path]:
     return []
 
 
-def _files(folder: Path) -> list[tuple[Path, int, float]]:
+def _files(folder: Path) -> list[tuple[str, int, float]]:
     """Path, bytes and modification time of each; what another process removes meanwhile is left out."""
     files = []
     with contextlib.suppress(OSError), os.scandir(folder) as found:
         for entry in found:
             with contextlib.suppress(OSError):
                 status = entry.stat(follow_symlinks=False)
-                files.append((Path(entry.path), status.st_size, status.st_mtime))
+                files.append((entry.path, status.st_size, status.st_mtime))
     return files
