@@ -1,0 +1,62 @@
+"""flashgen: attention kernels generated from YAML specs and Jinja templates, compiled when first needed.
+
+>>> out = flashgen.attention(q, k, v, causal=True)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flashgen.api import attention, plan
+    from flashgen.errors import (
+        BadParam,
+        BadTensorDtype,
+        BadTensorShape,
+        BadTensorStrides,
+        CompileError,
+        DeviceTypeNotSupported,
+        FlashgenError,
+        InsufficientWorkspace,
+        InternalError,
+        NoCompilerError,
+        NullPointer,
+        SpecError,
+    )
+    from flashgen.plans import Plan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BadParam",
+    "BadTensorDtype",
+    "BadTensorShape",
+    "BadTensorStrides",
+    "CompileError",
+    "DeviceTypeNotSupported",
+    "FlashgenError",
+    "InsufficientWorkspace",
+    "InternalError",
+    "NoCompilerError",
+    "NullPointer",
+    "Plan",
+    "SpecError",
+    "attention",
+    "plan",
+]
+
+_HOMES = {"attention": "flashgen.api", "plan": "flashgen.api", "Plan": "flashgen.plans"}
+
+
+def __getattr__(name: str) -> Any:
+    # Importing flashgen costs nothing that a caller does not go on to use.
+    if name not in __all__:
+        raise AttributeError(f"module 'flashgen' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES.get(name, "flashgen.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

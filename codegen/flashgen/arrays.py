@@ -1,0 +1,426 @@
+"""Arrays of any library as a pointer with a layout.
+
+NumPy, CuPy and PyTorch arrays are read as they are. Any other array (JAX, or whatever speaks DLPack or
+``__cuda_array_interface__``) is first adopted: seen, without a copy, as a NumPy array in host memory or a
+CuPy array on a GPU, and the result is handed back to its library. DLPack also orders the streams of both
+sides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import operator
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from flashgen.errors import BadParam, BadTensorDtype, DeviceTypeNotSupported, NoCompilerError, NullPointer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# DLPack's device types and type codes: https://dmlc.github.io/dlpack/latest/c_api.html
+_DL_HOST = (1, 3)
+_DL_CUDA = (2, 13)
+_DL_UINT, _DL_BFLOAT = 1, 4
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayView:
+    """Where an array lies. ``strides`` are in elements, ``pointer`` is an address, ``device`` a CUDA ordinal
+    or None for host memory, ``dtype`` one of fp16, bf16, fp32, bool, uint8, or else the library's own name of
+    an unsupported type."""
+
+    kind: str
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    dtype: str
+    device: int | None
+    owner: Any = field(repr=False, compare=False)
+
+
+class NumpyKind:
+    """Arrays in host memory."""
+
+    name = "numpy"
+
+    def layout(self, x: Any) -> tuple:
+        """Everything about ``x`` but its pointer, cheap to make, to compare and to hash."""
+        return x.shape, x.strides, x.dtype
+
+    def pointer(self, x: Any) -> int:
+        return x.__array_interface__["data"][0]
+
+    def view(self, x: Any) -> ArrayView:
+        strides = _element_strides(x.shape, x.strides, x.itemsize)
+        return ArrayView("numpy", self.pointer(x), x.shape, strides, _numpy_dtype(x.dtype), None, x)
+
+    def empty(self, shape: tuple[int, ...], dtype: str, like: Any, stream: Any) -> Any:
+        """A new contiguous array on the device of ``like``, for use on ``stream`` or the current one."""
+        import numpy as np
+
+        return np.empty(shape, np.float32 if dtype == "fp32" else like.dtype)
+
+    def current_stream(self, x: Any) -> int:
+        """Handle of the stream that the library would run work on ``x`` on."""
+        return 0
+
+
+class CupyKind:
+    """Arrays on a GPU."""
+
+    name = "cupy"
+
+    def __init__(self, cupy: Any) -> None:
+        self._ndarray = cupy.ndarray
+        self._cuda = cupy.cuda
+        self._get_device = cupy.cuda.runtime.getDevice
+        self._get_stream = cupy.cuda.get_current_stream
+        self._dtypes = {"fp32": _dtype("float32")}
+
+    def layout(self, x: Any) -> tuple:
+        return x.shape, x.strides, x.dtype, x.data.device_id
+
+    def pointer(self, x: Any) -> int:
+        return x.data.ptr
+
+    def view(self, x: Any) -> ArrayView:
+        strides = _element_strides(x.shape, x.strides, x.itemsize)
+        dtype = _numpy_dtype(x.dtype)
+        return ArrayView("cupy", x.data.ptr, x.shape, strides, dtype, x.data.device_id, x)
+
+    def empty(self, shape: tuple[int, ...], dtype: str, like: Any, stream: Any) -> Any:
+        device = like.data.device_id
+        numpy_dtype = self._dtypes["fp32"] if dtype == "fp32" else like.dtype
+        if stream is None and self._get_device() == device:
+            return self._ndarray(shape, numpy_dtype)
+        # CuPy's pool keeps memory per stream: what is allocated for a stream is only reused on it.
+        with self._cuda.Device(device), self.use(stream, device):
+            return self._ndarray(shape, numpy_dtype)
+
+    def current_stream(self, x: Any) -> int:
+        return self._get_stream(x.data.device_id).ptr
+
+    def use(self, stream: Any, device: int) -> contextlib.AbstractContextManager:
+        """Makes ``stream`` current; None leaves the current one."""
+        if stream is None:
+            return contextlib.nullcontext()
+        if hasattr(stream, "ptr"):
+            return stream
+        return self._cuda.ExternalStream(stream_pointer(stream), device)
+
+
+class TorchKind:
+    """PyTorch tensors, in host memory or on a GPU."""
+
+    name = "torch"
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._dtypes = {
+            torch.float16: "fp16",
+            torch.bfloat16: "bf16",
+            torch.float32: "fp32",
+            torch.bool: "bool",
+            torch.uint8: "uint8",
+        }
+
+    def layout(self, x: Any) -> tuple:
+        tracked = x.requires_grad and self._torch.is_grad_enabled()
+        return x.shape, x.stride(), x.dtype, x.device, tracked
+
+    def pointer(self, x: Any) -> int:
+        return x.data_ptr()
+
+    def view(self, x: Any) -> ArrayView:
+        torch = self._torch
+        if x.layout != torch.strided:
+            raise BadTensorDtype(f"a tensor of layout {x.layout} was given; expected a dense one")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise BadParam(
+                "a tensor requires a gradient, which flashgen does not compute yet; "
+                "call it under torch.no_grad() or pass tensor.detach()"
+            )
+        device = self._device(x)
+        dtype = self._dtypes.get(x.dtype, str(x.dtype))
+        return ArrayView("torch", x.data_ptr(), tuple(x.shape), x.stride(), dtype, device, x)
+
+    def _device(self, x: Any) -> int | None:
+        if x.device.type == "cpu":
+            return None
+        if x.device.type != "cuda" or self._torch.version.hip:
+            raise DeviceTypeNotSupported(
+                f"a tensor is on {x.device}; supported are NVIDIA GPUs and host memory"
+            )
+        return x.device.index
+
+    def empty(self, shape: tuple[int, ...], dtype: str, like: Any, stream: Any) -> Any:
+        torch = self._torch
+        torch_dtype = torch.float32 if dtype == "fp32" else like.dtype
+        if stream is None:
+            return torch.empty(shape, dtype=torch_dtype, device=like.device)
+        # The caching allocator reuses memory in the order of the stream it was allocated under.
+        with torch.cuda.stream(self._stream(stream_pointer(stream), like.device)):
+            return torch.empty(shape, dtype=torch_dtype, device=like.device)
+
+    def _stream(self, handle: int, device: Any) -> Any:
+        cuda = self._torch.cuda
+        # 0 and 1 both name the legacy default stream; PyTorch knows it only as its own default.
+        return cuda.default_stream(device) if handle in (0, 1) else cuda.ExternalStream(handle, device=device)
+
+    def current_stream(self, x: Any) -> int:
+        return self._torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+
+
+Kind = NumpyKind | CupyKind | TorchKind
+
+_KINDS: dict[str, Kind] = {}
+_KIND_BY_TYPE: dict[type, Kind | None] = {}
+
+
+def kind_of(x: Any) -> Kind | None:
+    """How to read ``x``, or None if it is of no native library and must be adopted."""
+    try:
+        return _KIND_BY_TYPE[type(x)]
+    except KeyError:
+        return _resolve(x)
+
+
+def _resolve(x: Any) -> Kind | None:
+    # A library that is not imported cannot have made the array, so nothing is imported here.
+    for library, array, make in (
+        ("numpy", "ndarray", lambda module: NumpyKind()),
+        ("cupy", "ndarray", CupyKind),
+        ("torch", "Tensor", TorchKind),
+    ):
+        module = sys.modules.get(library)
+        if module is not None and isinstance(x, getattr(module, array, ())):
+            kind = _KINDS.get(library)
+            if kind is None:
+                kind = _KINDS[library] = make(module)
+            _KIND_BY_TYPE[type(x)] = kind
+            return kind
+    return None
+
+
+def view(x: Any, name: str) -> ArrayView:
+    """The view of a native array. ``name`` is the argument's name in messages.
+
+    Raises NullPointer for None, BadTensorDtype for what is no native array (see ``adopt``).
+    """
+    if x is None:
+        raise NullPointer(f"{name} is None; expected an array")
+    kind = kind_of(x)
+    if kind is None:
+        raise BadTensorDtype(f"{name} is a {type(x).__name__}; expected a NumPy, CuPy or PyTorch array")
+    try:
+        return kind.view(x)
+    except (BadParam, BadTensorDtype, DeviceTypeNotSupported) as error:
+        raise type(error)(f"{name}: {error}") from None
+
+
+def stream_pointer(stream: Any) -> int:
+    """The CUDA handle of a stream of CuPy, of PyTorch, or with ``__cuda_stream__``; or of a handle itself."""
+    for attribute in ("ptr", "cuda_stream"):
+        handle = getattr(stream, attribute, None)
+        if handle is not None:
+            return int(handle)
+    if hasattr(stream, "__cuda_stream__"):
+        return int(stream.__cuda_stream__()[1])
+    try:
+        return operator.index(stream)
+    except TypeError:
+        raise BadParam(
+            f"stream is {stream!r}; expected None, a CuPy or PyTorch stream, or the handle of a CUDA stream"
+        ) from None
+
+
+def host_array(x: Any) -> Any:
+    """A NumPy array over the memory of a native host array; bfloat16 is seen as its bits in uint16."""
+    import numpy as np
+
+    if not isinstance(x, np.ndarray):
+        import torch
+
+        x = x.detach()
+        return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
+    return x.view(np.uint16) if x.dtype.name == "bfloat16" else x
+
+
+def adopt(x: Any, name: str, stream: Any = None) -> Any:
+    """A native array over the memory of ``x``, ready for work on ``stream`` (None: CuPy's current one).
+
+    A native array is returned as it is. Raises NullPointer for None, BadTensorDtype for what is no array,
+    DeviceTypeNotSupported for an array on a device that is neither a CUDA GPU nor the host, NoCompilerError
+    for an array on a GPU where CuPy is missing.
+    """
+    if x is None:
+        raise NullPointer(f"{name} is None; expected an array")
+    if kind_of(x) is not None:
+        return x
+    _refuse_tracer(x, name)
+    bf16 = "bfloat16" in str(getattr(x, "dtype", ""))
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        try:
+            device_type, ordinal = x.__dlpack_device__()
+        except (BufferError, ValueError, NotImplementedError) as error:
+            raise DeviceTypeNotSupported(f"{name} does not lie on one device: {error}") from error
+        source = _Recoded(x, _DL_UINT) if bf16 else x
+        if device_type in _DL_HOST:
+            import numpy as np
+
+            return _from_dlpack(np.from_dlpack, source, name, bf16)
+        if device_type in _DL_CUDA:
+            kind = _cupy_kind()
+            with _cupy().cuda.Device(ordinal), kind.use(stream, ordinal):
+                return _from_dlpack(_cupy().from_dlpack, source, name, bf16)
+        raise DeviceTypeNotSupported(
+            f"{name} lies on a device of DLPack type {int(device_type)}; "
+            "supported are CUDA GPUs and host memory"
+        )
+    if hasattr(x, "__cuda_array_interface__"):
+        # CuPy waits for the stream that the interface names.
+        return _cupy().asarray(x)
+    raise BadTensorDtype(
+        f"{name} is a {type(x).__name__}; expected an array (CuPy, NumPy, PyTorch, JAX or DLPack)"
+    )
+
+
+def hand_back(result: Any, like: Any, inputs: tuple[Any, ...], stream: Any = None) -> Any:
+    """``result``, a native array, as an array of the library of ``like``, which was adopted.
+
+    Work on ``result`` was queued on ``stream``; DLPack makes the library wait for it. ``inputs`` live as long
+    as the
+    result: a library that orders its memory by its own streams must not reuse them while a kernel still reads
+    them, and whoever uses the result waits for that kernel. A library without ``from_dlpack`` gets the native
+    array.
+    """
+    import numpy as np
+
+    if kind_of(like) is not None:
+        return result
+    host = isinstance(result, np.ndarray)
+    if _is_jax(like):
+        import jax
+
+        if host:
+            return jax.device_put(result, next(iter(like.devices())))
+        importer = jax.dlpack.from_dlpack
+    elif hasattr(like, "__array_namespace__") and hasattr(like.__array_namespace__(), "from_dlpack"):
+        importer = like.__array_namespace__().from_dlpack
+    else:
+        return result
+    if host:
+        return importer(result)
+    device = result.data.device_id
+    source = _held(result, inputs)
+    if result.dtype.name == "bfloat16":
+        source = _Recoded(source.view(np.uint16), _DL_BFLOAT)
+    with _cupy().cuda.Device(device), _cupy_kind().use(stream, device):
+        return importer(source)
+
+
+def immutable(x: Any) -> bool:
+    """Whether the library of ``x`` promises that its arrays never change."""
+    return _is_jax(x)
+
+
+class _Recoded:
+    """An array whose DLPack capsules carry another type code: NumPy and CuPy take bfloat16 as uint16."""
+
+    def __init__(self, array: Any, code: int) -> None:
+        self._array, self._code = array, code
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._array.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        capsule = self._array.__dlpack__(**options)
+        # The DLTensor opens the unversioned struct; the other has version, context, deleter and flags first.
+        # Within it the type code follows data (8 bytes), device (8) and ndim (4).
+        for name, start in ((b"dltensor", 0), (b"dltensor_versioned", 32)):
+            if _capsule_is_valid(capsule, name):
+                ctypes.c_uint8.from_address(_capsule_pointer(capsule, name) + start + 20).value = self._code
+                return capsule
+        raise BufferError("not a DLPack capsule")
+
+
+_capsule_is_valid = ctypes.pythonapi.PyCapsule_IsValid
+_capsule_is_valid.argtypes, _capsule_is_valid.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_int
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.argtypes, _capsule_pointer.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
+
+
+def _from_dlpack(importer: Callable[[Any], Any], source: Any, name: str, bf16: bool) -> Any:
+    try:
+        array = importer(source)
+    except (BufferError, TypeError, ValueError, NotImplementedError) as error:
+        raise BadTensorDtype(f"{name} cannot be read through DLPack: {error}") from error
+    return array.view(_bfloat16()) if bf16 else array
+
+
+def _held(array: Any, owners: tuple[Any, ...]) -> Any:
+    """``array``, a CuPy one, over memory that keeps ``owners`` alive."""
+    cuda = _cupy().cuda
+    memory = cuda.UnownedMemory(array.data.ptr, array.nbytes, (array, owners), array.data.device_id)
+    return _cupy().ndarray(array.shape, array.dtype, cuda.MemoryPointer(memory, 0))
+
+
+def _refuse_tracer(x: Any, name: str) -> None:
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(x, jax.core.Tracer):
+        raise BadParam(f"{name} is traced by JAX; call flashgen outside jax.jit, jax.vmap and jax.grad")
+
+
+def _is_jax(x: Any) -> bool:
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(x, jax.Array)
+
+
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise NoCompilerError(
+            f"arrays on a GPU need CuPy, which cannot be imported ({error}); "
+            'install it with: pip install "flashgen[cuda13]" (or flashgen[cuda12])'
+        ) from error
+    return cupy
+
+
+def _cupy_kind() -> CupyKind:
+    if "cupy" not in _KINDS:
+        _KINDS["cupy"] = CupyKind(_cupy())
+    return _KINDS["cupy"]
+
+
+def _bfloat16() -> Any:
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise BadTensorDtype("bfloat16 outside PyTorch needs ml_dtypes: pip install ml_dtypes") from error
+    return _dtype(ml_dtypes.bfloat16)
+
+
+def _dtype(name: Any) -> Any:
+    import numpy as np
+
+    return np.dtype(name)
+
+
+_NUMPY_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "bool": "bool", "uint8": "uint8"}
+
+
+def _numpy_dtype(dtype: Any) -> str:
+    return _NUMPY_DTYPES.get(dtype.name, dtype.name) if dtype.isnative else str(dtype)
+
+
+def _element_strides(
+    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
+) -> tuple[int, ...] | None:
+    """Strides in elements, or None when some step between elements is no whole number of them."""
+    if any(stride % itemsize for stride, extent in zip(strides, shape, strict=True) if extent > 1):
+        return None
+    return tuple(stride // itemsize for stride in strides)

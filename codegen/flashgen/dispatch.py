@@ -1,0 +1,136 @@
+"""Which variant serves a problem. A pure function of the problem, the device and the variants; no GPU is
+needed.
+
+The rule, which a spec names ``least_time``:
+
+1. A variant can serve a problem whose dtype and mask type are its own, whose head dim it holds, and whose
+grouping it
+   implements: ``mha`` for one query head per kv head, ``gqa`` or ``packed`` for several. The device must have
+   its architecture and its shared memory.
+2. Of these only the smallest head dim counts, then the newest architecture, then the target that its spec
+names first. 3. Of what is left, tiles and groupings, the least modelled time wins: the waves of tiles that
+the device needs, times the
+   rows of a tile, over the measured ``efficiency`` of the tile. Ties go to fewer tiles, then to the order of
+   the spec.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flashgen.errors import DeviceTypeNotSupported, SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from flashgen.device import Device
+    from flashgen.problem import Problem
+    from flashgen.spec import Spec
+    from flashgen.variant import Variant
+
+FAMILY = "flash_fwd"
+
+
+def offers(problem: Problem, specs: Iterable[Spec]) -> tuple[Variant, ...]:
+    """The variants of ``specs`` among which ``select`` has a choice, without making the others."""
+    return tuple(
+        variant
+        for spec in specs
+        if spec.family == FAMILY
+        for variant in spec.select(dtype=problem.dtype, mask_type=problem.mask_type)
+    )
+
+
+def select(problem: Problem, device: Device, variants: Iterable[Variant]) -> Variant:
+    """The variant that serves ``problem`` on ``device`` in the least modelled time.
+
+    Raises DeviceTypeNotSupported when no variant runs on the device, SpecError when none is written for the
+    problem.
+    """
+    return min(
+        candidates(problem, device, variants),
+        key=lambda variant: (cost(problem, device, variant), tiles(problem, variant)),
+    )
+
+
+def candidates(problem: Problem, device: Device, variants: Iterable[Variant]) -> tuple[Variant, ...]:
+    """The variants of steps 1 and 2 of the rule, at least one. Raises as ``select``."""
+    suited = [variant for variant in variants if _suits(problem, variant)]
+    if not suited:
+        grouping = "mha" if problem.group_size == 1 else "gqa or packed"
+        raise SpecError(
+            f"no spec has a {FAMILY} variant for head_dim {problem.head_dim}, dtype {problem.dtype}, "
+            f"mask_type {problem.mask_type}, gqa {grouping}; add one, or see: flashgen list"
+        )
+    runnable = [variant for variant in suited if runs_on(variant, device)]
+    if not runnable:
+        needs = sorted({f"{v.min_arch} with {v.smem_bytes} bytes of shared memory" for v in suited})
+        raise DeviceTypeNotSupported(
+            f"{device.name} ({device.arch}, {device.smem_per_block} bytes of shared memory a block) runs "
+            f"none of the variants for this call; they need {' or '.join(needs)}"
+        )
+    head_dim = min(variant.head_dim for variant in runnable)
+    holding = [variant for variant in runnable if variant.head_dim == head_dim]
+    newest = max(_arch(variant.min_arch)[0] for variant in holding)
+    current = [variant for variant in holding if _arch(variant.min_arch)[0] == newest]
+    first = min(variant.priority for variant in current)
+    return tuple(variant for variant in current if variant.priority == first)
+
+
+def cost(problem: Problem, device: Device, variant: Variant) -> float:
+    """Modelled time of a problem, comparable between variants for one problem only."""
+    slots = device.num_sms * min_blocks(variant)
+    waves = -(-tiles(problem, variant) // slots)
+    return waves * variant.tile_value("block_m") / variant.efficiency
+
+
+def rows(problem: Problem, variant: Variant) -> int:
+    """Rows of queries that the tiles of one (batch, head) cut: packed variants fold the group into them."""
+    return problem.seqlen_q * (problem.group_size if variant.gqa == "packed" else 1)
+
+
+def heads(problem: Problem, variant: Variant) -> int:
+    """Heads of the grid: query heads, or kv heads where the group is folded into the rows."""
+    return problem.num_heads_kv if variant.gqa == "packed" else problem.num_heads_q
+
+
+def tiles(problem: Problem, variant: Variant) -> int:
+    """Blocks of the grid."""
+    row_blocks = -(-rows(problem, variant) // variant.tile_value("block_m"))
+    return row_blocks * heads(problem, variant) * problem.batch
+
+
+def min_blocks(variant: Variant) -> int:
+    """Blocks of the variant that one multiprocessor holds at once, as its tile row says; 1 if it does not."""
+    return dict(variant.tile).get("min_blocks", 1)
+
+
+def runs_on(variant: Variant, device: Device) -> bool:
+    """Whether the device has the variant's architecture and shared memory."""
+    number, suffix = _arch(variant.min_arch)
+    have = 10 * device.compute_capability[0] + device.compute_capability[1]
+    if suffix == "a":
+        fits = have == number
+    elif suffix == "f":
+        fits = have // 10 == number // 10 and have >= number
+    else:
+        fits = have >= number
+    return fits and variant.smem_bytes <= device.smem_per_block
+
+
+def _suits(problem: Problem, variant: Variant) -> bool:
+    groupings = ("mha",) if problem.group_size == 1 else ("gqa", "packed")
+    return (
+        variant.family == FAMILY
+        and variant.dtype == problem.dtype
+        and variant.mask_type == problem.mask_type
+        and variant.gqa in groupings
+        and variant.head_dim >= problem.head_dim
+    )
+
+
+def _arch(name: str) -> tuple[int, str]:
+    """``sm_90a`` as (90, "a"); ``a`` means that architecture alone, ``f`` its family."""
+    digits = name.removeprefix("sm_")
+    number = digits.rstrip("af")
+    return int(number), digits[len(number) :]

@@ -1,0 +1,224 @@
+"""From a problem and a variant to a queued kernel: the grid, the parameter struct and the driver's launch
+call."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flashgen.dispatch import heads, rows, tiles
+from flashgen.errors import BadTensorShape, SpecError
+from flashgen.params import layout
+
+if TYPE_CHECKING:
+    from flashgen.device import Device
+    from flashgen.kernel import Kernel
+    from flashgen.plans import Arrays, Pointers
+    from flashgen.problem import Problem
+    from flashgen.variant import Variant
+
+POINTERS = ("q", "k", "v", "mask", "out", "lse")
+MAX_GRID = 2**31 - 1
+_VECTOR_WIDTHS = {1: 1, 2: 1, 4: 4, 8: 8, 16: 16}
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """A one-dimensional launch: blocks, threads of a block, and dynamic shared memory of a block in bytes."""
+
+    blocks: int
+    threads: int
+    smem_bytes: int
+
+
+def geometry(problem: Problem, variant: Variant) -> Geometry:
+    """One block for each tile. Raises BadTensorShape when there are more tiles than a grid can have."""
+    blocks = tiles(problem, variant)
+    if blocks > MAX_GRID:
+        raise BadTensorShape(
+            f"batch {problem.batch}, {problem.num_heads_q} heads and seqlen_q {problem.seqlen_q} make "
+            f"{blocks} tiles, and one launch has at most {MAX_GRID}; split the batch"
+        )
+    return Geometry(blocks, variant.threads, variant.smem_bytes)
+
+
+def parameters(problem: Problem, variant: Variant, device: Device) -> dict[str, int | float]:
+    """Every value that a spec may name in ``params``, by name; pointers are 0.
+
+    Strides are in elements (of the mask: bytes). ``scale_log2`` is the softmax scale times log2(e), for exp2.
+    ``num_row_blocks`` is the tiles of one (batch, head). ``heads_per_section`` is how many heads of the grid,
+    counted over the batch, share the L2 cache: as many as have their keys and values in half of it.
+    ``mask_vector_width`` is the bytes of the mask, 1, 4, 8 or 16, that every row allows to load at once from
+    an aligned pointer.
+    """
+    group = problem.group_size
+    values: dict[str, int | float] = dict.fromkeys(POINTERS, 0)
+    for name in ("batch_size", "num_heads_q", "num_heads_kv", "seqlen_q", "seqlen_kv", "head_dim"):
+        values[name] = getattr(problem, "batch" if name == "batch_size" else name)
+    for array in ("q", "k", "v", "out"):
+        strides = getattr(problem, f"{array}_strides")
+        values |= zip(
+            (f"{array}_batch_stride", f"{array}_row_stride", f"{array}_head_stride"), strides, strict=True
+        )
+    mask_strides = problem.mask_strides or (0, 0, 0)
+    values |= zip(("mask_batch_stride", "mask_head_stride", "mask_row_stride"), mask_strides, strict=True)
+    values |= {
+        "group_size": group,
+        "diagonal_offset": problem.diagonal_offset,
+        "window_left": problem.window_left,
+        "window_right": problem.window_right,
+        "softmax_scale": problem.softmax_scale,
+        "scale_log2": problem.softmax_scale * math.log2(math.e),
+        "num_row_blocks": -(-rows(problem, variant) // variant.tile_value("block_m")),
+        "num_tiles": tiles(problem, variant),
+        "heads_per_section": _heads_per_section(problem, variant, device),
+        "mask_vector_width": vector_width(*mask_strides),
+    }
+    return values
+
+
+def vector_width(*numbers: int) -> int:
+    """The widest of 1, 4, 8 and 16 bytes that divides every number, be it an address or a stride."""
+    bits = 16
+    for number in numbers:
+        bits |= number
+    return _VECTOR_WIDTHS[bits & -bits]
+
+
+def _heads_per_section(problem: Problem, variant: Variant, device: Device) -> int:
+    pair = 2 * problem.seqlen_kv * problem.head_dim * problem.element_bytes
+    pairs = problem.batch * problem.num_heads_kv
+    pairs = max(1, min(pairs, device.l2_bytes // 2 // pair if pair else pairs))
+    return pairs * heads(problem, variant) // problem.num_heads_kv
+
+
+class Launcher:
+    """Queues one kernel for one problem; see ``plans.Runner``. Safe to call from many threads at once."""
+
+    workspace_bytes = 0
+
+    def __init__(self, problem: Problem, variant: Variant, device: Device, kernel: Kernel) -> None:
+        from cupy.cuda import runtime
+        from cupy_backends.cuda.api import driver
+
+        self.variant = variant
+        self._kernel = kernel
+        self._geometry = geometry(problem, variant)
+        self._template, self._pointer_slots, self._width = pack(problem, variant, device)
+        self._mask_strides = problem.mask_strides or (0, 0, 0)
+        self._blocks: list[_ParameterBlock] = []
+        self._driver = driver
+        self._runtime = runtime
+        self._launch = driver.launchKernel
+        self._current_context = driver.ctxGetCurrent
+        self._device = device.ordinal
+        self._context = self._context_of_device()
+        size = self._geometry
+        self._function = kernel.function_ptr
+        self._grid = (size.blocks, 1, 1, size.threads, 1, 1, size.smem_bytes)
+
+    @property
+    def source(self) -> str:
+        """The CUDA that runs."""
+        from flashgen.render import render
+
+        return render(self.variant)
+
+    def __call__(self, arrays: Arrays, pointers: Pointers, stream: int) -> None:
+        # A block belongs to one call at a time: the driver copies the struct before launchKernel returns.
+        try:
+            block = self._blocks.pop()
+        except IndexError:
+            block = _ParameterBlock(self._template)
+        words = block.words
+        for slot, position in self._pointer_slots:
+            words[slot] = pointers[position]
+        if self._width is not None:
+            block.integers[self._width] = vector_width(pointers[3], *self._mask_strides)
+        if self._current_context() == self._context:
+            self._launch(self._function, *self._grid, stream, block.address, 0)
+        else:
+            self._launch_elsewhere(stream, block.address)
+        self._blocks.append(block)
+
+    def _launch_elsewhere(self, stream: int, address: int) -> None:
+        """Launch from a thread whose current device is another one, or which has not used CUDA yet."""
+        previous = self._runtime.getDevice()
+        self._runtime.setDevice(self._device)
+        try:
+            self._launch(self._function, *self._grid, stream, address, 0)
+        finally:
+            self._runtime.setDevice(previous)
+
+    def _context_of_device(self) -> int:
+        previous = self._runtime.getDevice()
+        self._runtime.setDevice(self._device)
+        try:
+            return self._driver.ctxGetCurrent()
+        finally:
+            self._runtime.setDevice(previous)
+
+
+def pack(
+    problem: Problem, variant: Variant, device: Device
+) -> tuple[bytes, tuple[tuple[int, int], ...], int | None]:
+    """The parameter struct without its pointers, and what a call has to fill in.
+
+    Returns the bytes of the struct, the (8-byte word, position in POINTERS) of each pointer, and the 4-byte
+    word of ``mask_vector_width`` or None. Raises SpecError for a parameter that the launcher does not know or
+    that overflows.
+    """
+    values = parameters(problem, variant, device)
+    unknown = [param.name for param in variant.params if param.name not in values]
+    if unknown:
+        raise SpecError(
+            f"{variant.spec}: params names {', '.join(unknown)}, which the launcher cannot give; "
+            f"it knows {', '.join(sorted(values))}"
+        )
+    table = layout(variant.params)
+    try:
+        template = table.pack(values)
+    except struct.error as error:
+        raise SpecError(
+            f"{variant.spec}: a parameter of {variant.name} does not hold its value: {error}"
+        ) from error
+    pointers = tuple(
+        (table.offsets[name] // 8, position)
+        for position, name in enumerate(POINTERS)
+        if name in table.offsets
+    )
+    width = table.offsets.get("mask_vector_width")
+    return template, pointers, None if width is None else width // 4
+
+
+class _ParameterBlock:
+    """A writable copy of the parameter struct, and the array of one pointer to it that the driver wants."""
+
+    __slots__ = ("_bytes", "_pointers", "address", "integers", "words")
+
+    def __init__(self, template: bytes) -> None:
+        self._bytes = (ctypes.c_uint64 * -(-len(template) // 8))()
+        ctypes.memmove(self._bytes, template, len(template))
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._bytes))
+        self.address = ctypes.addressof(self._pointers)
+        view = memoryview(self._bytes).cast("B")
+        self.words = view.cast("Q")
+        self.integers = view.cast("i")
+
+
+def prepare(problem: Problem, device_ordinal: int, variants: tuple[Variant, ...]) -> Launcher:
+    """Choose a variant for ``problem``, load its kernel (compiling it if no cache has it) and bind the two.
+
+    Raises NoCompilerError, DeviceTypeNotSupported, SpecError, CompileError or BadTensorShape.
+    """
+    from flashgen import device as devices
+    from flashgen import kernel
+    from flashgen.dispatch import select
+
+    device = devices.device(device_ordinal)
+    variant = select(problem, device, variants)
+    geometry(problem, variant)  # so that a grid too large costs no compilation
+    return Launcher(problem, variant, device, kernel.load(variant, device))
