@@ -44,11 +44,12 @@ class Spec:
         self.description = file.description
         self.axes = self._load_axes()
         self._targets = self._load_targets()
+        check_names(document, file, self.axes)
         self.targets = tuple(self._targets)
         self._element_bytes = self._load_element_bytes()
         self._params = self._load_params()
-        self._params_at: dict[tuple[Param, ...], tuple[Param, ...]] = {}
-        check_names(document, file, self.axes)
+        self._limiting = tuple(axis for axis in self.axes if any(axis in dict(p.when) for p in self._params))
+        self._params_at: dict[tuple[str | int, ...], tuple[Param, ...]] = {}
         self._entries = TileTable(document, file, self.axes, self._targets, self._element_bytes).entries
 
     def __repr__(self) -> str:
@@ -122,12 +123,17 @@ class Spec:
             params[row.name] = Param(row.name, row.type, row.doc, kept)
         return tuple(params.values())
 
+    def _params_of(self, axes: dict[str, str | int]) -> tuple[Param, ...]:
+        key = tuple(axes[axis] for axis in self._limiting)
+        if key not in self._params_at:
+            self._params_at[key] = tuple(param for param in self._params if param.present(axes))
+        return self._params_at[key]
+
     def _variant(self, entry: Entry) -> Variant:
         if entry.variant is None:
             file, row, target = self._file, entry.row, entry.point[-1]
             device = self._targets[target]
             axes = dict(zip(self.axes, entry.point, strict=False))
-            params = tuple(param for param in self._params if param.present(axes))
             entry.variant = Variant(
                 family=file.family,
                 spec=self.name,
@@ -142,7 +148,7 @@ class Spec:
                 threads=entry.threads,
                 smem_bytes=entry.smem_bytes,
                 element_bytes=self._element_bytes[axes["dtype"]],
-                params=self._params_at.setdefault(params, params),
+                params=self._params_of(axes),
                 header=file.header,
                 efficiency=row.efficiency,
                 committed=entry.committed,

@@ -78,11 +78,10 @@ class Document:
             return self.error((*keys, *steps, unknown[1]), f"unknown key; allowed: {allowed}")
         if missing:
             return self.error((*keys, *steps), f"the key `{missing[1]}` is missing")
-        message = (
-            what[0].lower() + what[1:] if what.startswith("Invalid enum") else f"{what}, found {value!r}"
-        )
         allowed = ", ".join(str(v) for v in _literals(info))
-        return self.error((*keys, *steps), f"{message}; allowed: {allowed}" if allowed else message)
+        if allowed:
+            return self.error((*keys, *steps), f"found {value!r}; allowed: {allowed}")
+        return self.error((*keys, *steps), f"{what[0].lower()}{what[1:]}, found {value!r}")
 
     def _line(self, keys: Keys) -> int:
         """Line, from 1, of the deepest key of ``keys`` that the file has."""

@@ -1,0 +1,78 @@
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flashgen
+from flashgen import paths
+from flashgen.errors import BadParam, InternalError
+
+PACKAGE = Path(paths.__file__).parent
+
+
+def test_a_checkout_uses_its_own_files():
+    root = Path(__file__).parent.parent
+    assert paths.checkout() == root
+    assert (paths.specs_dir(), paths.templates_dir()) == (root / "specs", root / "templates")
+    assert paths.generated_dir() == root / "generated"
+
+
+def test_a_wheel_uses_its_packaged_files(tmp_path, monkeypatch):
+    package = tmp_path / "site-packages" / "flashgen"
+    (package / "_data" / "specs").mkdir(parents=True)
+    monkeypatch.setattr(paths, "_PACKAGE", package)
+    assert paths.checkout() is None
+    assert paths.specs_dir() == package / "_data" / "specs"
+    with pytest.raises(InternalError, match=r"_data.templates is missing.*reinstall"):
+        paths.templates_dir()
+    with pytest.raises(BadParam, match="--out"):
+        paths.generated_dir()
+
+
+def test_an_installed_copy_finds_specs_and_renders(tmp_path):
+    """The package copied to where a wheel puts it, with nothing of the checkout in sight."""
+    package = tmp_path / "flashgen"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("specs", "templates"):
+        shutil.copytree(paths.data_dir(name), package / "_data" / name)
+    code = (
+        "from flashgen.spec import load_specs; from flashgen.render import render, source_digest\n"
+        "v = load_specs()[0].select(head_dim=64)[0]; print(v.spec_dir); print(source_digest(v)); render(v)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    spec_dir, digest = done.stdout.split()
+    assert spec_dir == str(package / "_data" / "specs")
+    from flashgen.render import source_digest
+    from flashgen.spec import load_specs
+
+    assert digest == source_digest(load_specs()[0].select(head_dim=64)[0]), "the digest depends on the place"
+
+
+def test_cache_dir_can_be_chosen(monkeypatch, tmp_path):
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "here"))
+    assert paths.cache_dir() == tmp_path / "here"
+    assert not paths.cache_dir().exists()
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", "")
+    assert paths.cache_dir().is_absolute()
+    assert paths.cache_dir().name == "flashgen"
+
+
+def test_importing_flashgen_imports_nothing_heavy():
+    code = (
+        "import sys, flashgen, flashgen.spec, flashgen.render, flashgen.generate, flashgen.paths\n"
+        "print(*{'jinja2', 'click', 'rich', 'cupy', 'torch', 'numpy', 'platformdirs'} & set(sys.modules))"
+    )
+    source = str(Path(flashgen.__path__[0]).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": source}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []
