@@ -359,6 +359,12 @@ def test_a_folder_without_specs(exists, tmp_path):
         load_specs(folder)
 
 
+def test_another_ending_is_not_passed_over(tiny_folder):
+    (tiny_folder / "specs" / "tiny.yaml").rename(tiny_folder / "specs" / "tiny.yml")
+    with pytest.raises(SpecError, match=r"tiny\.yml: .*rename"):
+        load_specs(tiny_folder / "specs")
+
+
 def test_shipped_specs_are_complete():
     """The product that the shipped family promises, and a committed slice that a person can review."""
     variants = [v for spec in load_specs() for v in spec.variants()]

@@ -203,9 +203,13 @@ def find(variants: Iterable[Variant], **axes: Any) -> tuple[Variant, ...]:
 
 def _spec_files(folder: Path) -> list[Path]:
     try:
-        found = sorted(path for path in folder.iterdir() if path.suffix in (".yaml", ".yml"))
+        paths = sorted(folder.iterdir())
     except OSError as error:
         raise SpecError(f"{folder}: this spec folder cannot be read: {error.strerror}") from error
+    for path in paths:
+        if path.suffix == ".yml":
+            raise SpecError(f"{path}: spec files end in .yaml; rename it")
+    found = [path for path in paths if path.suffix == ".yaml"]
     if not found:
         raise SpecError(f"{folder}: a spec folder needs at least one .yaml file; this one has none")
     return found
