@@ -1,0 +1,53 @@
+"""Errors of the operator contract.
+
+One class for each status, each also the built-in exception that a Python caller would catch. A message names the argument,
+what it was and what would do. Nothing has been launched and no output touched when one is raised.
+"""
+
+
+class FlashgenError(Exception):
+    """Base of every error that flashgen raises on purpose."""
+
+
+class BadParam(FlashgenError, ValueError):
+    """A scalar argument or a combination of arguments has no meaning, such as a NaN scale or a window with a mask."""
+
+
+class BadTensorShape(FlashgenError, ValueError):
+    """An array has the wrong rank or extent."""
+
+
+class BadTensorDtype(FlashgenError, TypeError):
+    """An array's element type is unsupported or differs from its partners'."""
+
+
+class BadTensorStrides(FlashgenError, ValueError):
+    """An array's layout cannot be read by the kernels: last dimension not contiguous, rows not 16-byte aligned, overlap."""
+
+
+class NullPointer(FlashgenError, ValueError):
+    """A required array is None or has no memory behind it."""
+
+
+class InsufficientWorkspace(FlashgenError, ValueError):
+    """The workspace that the caller passed is smaller than the plan asks for."""
+
+
+class DeviceTypeNotSupported(FlashgenError, RuntimeError):
+    """The arrays live on a device, or on a mix of devices, that no kernel serves."""
+
+
+class InternalError(FlashgenError, RuntimeError):
+    """Something flashgen should have prevented, such as a kernel that does not compile."""
+
+
+class CompileError(InternalError):
+    """NVRTC rejected a kernel; the message carries its log."""
+
+
+class NoCompilerError(InternalError):
+    """CuPy or NVRTC cannot be imported or loaded, so nothing can be compiled or launched."""
+
+
+class SpecError(FlashgenError, ValueError):
+    """A spec file is wrong; the message names file, line, key and what is allowed."""

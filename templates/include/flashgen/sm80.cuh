@@ -1,0 +1,157 @@
+// PTX of compute capability 8.0, one instruction to a function, under the instruction's own name.
+//
+// This header is the only place where flashgen's Ampere-class kernels meet the machine. A kernel includes it and nothing
+// else, so that a header of the same name with other bodies (a simulator's, say) can stand in for it.
+#pragma once
+
+#include "flashgen/types.cuh"
+
+// Shared memory as PTX addresses it: bytes from the start of the shared window.
+using shared_address = uint32_t;
+
+__device__ __forceinline__ shared_address to_shared(const void* pointer) {
+    return static_cast<shared_address>(__cvta_generic_to_shared(pointer));
+}
+
+// cp.async.cg.shared.global: 16 bytes, past L1. The first `source_bytes` are read, the rest become 0; with 0 the source
+// need not be a valid address.
+__device__ __forceinline__ void cp_async_16(shared_address destination, const void* source, int source_bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(destination), "l"(source), "r"(source_bytes)
+                 : "memory");
+}
+
+// cp.async.ca.shared.global: 4 bytes, zero-filled past `source_bytes` (0 or 4).
+__device__ __forceinline__ void cp_async_4(shared_address destination, const void* source, int source_bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(destination), "l"(source), "r"(source_bytes)
+                 : "memory");
+}
+
+// cp.async.commit_group: closes the group of copies that this thread has issued since the last one.
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+
+// cp.async.wait_group: waits until at most `kPending` of this thread's groups are still under way.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
+}
+
+// bar.sync 1: waits until `threads` threads have arrived, from wherever in the program, and makes their writes visible.
+__device__ __forceinline__ void barrier_sync(int threads) { asm volatile("bar.sync 1, %0;\n" ::"r"(threads) : "memory"); }
+
+// ldmatrix.x4: four 8x8 matrices of 16-bit elements. Lane l gives the address of row l%8 of matrix l/8 and receives
+// elements 2*(l%4), 2*(l%4)+1 of row l/4 of each.
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&fragment)[4], shared_address row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+                 : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+                 : "r"(row)
+                 : "memory");
+}
+
+// ldmatrix.x4.trans: as above, each matrix transposed on the way.
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&fragment)[4], shared_address row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+                 : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+                 : "r"(row)
+                 : "memory");
+}
+
+// ld.shared.u32 / st.shared.u32 / ld.shared.v4.u32 / st.shared.v4.u32.
+__device__ __forceinline__ uint32_t load_shared_32(shared_address source) {
+    uint32_t value;
+    asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(value) : "r"(source) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_shared_8(shared_address destination, uint32_t value) {
+    asm volatile("st.shared.u8 [%0], %1;\n" ::"r"(destination), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_32(shared_address destination, uint32_t value) {
+    asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(destination), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_64(shared_address destination, uint32_t low, uint32_t high) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};\n" ::"r"(destination), "r"(low), "r"(high) : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared_128(shared_address source) {
+    uint4 value;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(source)
+                 : "memory");
+    return value;
+}
+
+// mma.m16n8k16: accumulator (16x8, fp32) += a (16x16) . b (16x8), a and b of 16-bit elements.
+template <typename Element>
+__device__ void mma_m16n8k16(float (&accumulator)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+
+template <>
+__device__ __forceinline__ void mma_m16n8k16<fp16>(float (&accumulator)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                   uint32_t b1) {
+    asm(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};\n"
+        : "+f"(accumulator[0]), "+f"(accumulator[1]), "+f"(accumulator[2]), "+f"(accumulator[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+template <>
+__device__ __forceinline__ void mma_m16n8k16<bf16>(float (&accumulator)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                   uint32_t b1) {
+    asm(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};\n"
+        : "+f"(accumulator[0]), "+f"(accumulator[1]), "+f"(accumulator[2]), "+f"(accumulator[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// mma.m16n8k8: accumulator (16x8, fp32) += a (16x8) . b (8x8), a and b in TF32 (10-bit mantissa).
+__device__ __forceinline__ void mma_m16n8k8_tf32(float (&accumulator)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                 uint32_t b1) {
+    asm(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};\n"
+        : "+f"(accumulator[0]), "+f"(accumulator[1]), "+f"(accumulator[2]), "+f"(accumulator[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// cvt.rn.{f16x2,bf16x2}.f32: two floats rounded to nearest even, `low` in the lower half.
+template <typename Element>
+__device__ uint32_t pack(float low, float high);
+
+template <>
+__device__ __forceinline__ uint32_t pack<fp16>(float low, float high) {
+    uint32_t pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+template <>
+__device__ __forceinline__ uint32_t pack<bf16>(float low, float high) {
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+// cvt.rna.tf32.f32: rounded to TF32, ties away from zero; the result is a float whose low 13 bits are 0.
+__device__ __forceinline__ uint32_t to_tf32(float value) {
+    uint32_t rounded;
+    asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(rounded) : "f"(value));
+    return rounded;
+}
+
+// ex2.approx.ftz.f32: 2^x; exactly 0 for -inf.
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// lg2.approx.f32: log2(x).
+__device__ __forceinline__ float log2_approx(float x) {
+    float y;
+    asm("lg2.approx.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+    return y;
+}
