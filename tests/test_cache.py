@@ -334,6 +334,8 @@ def test_info_of_a_good_folder(cache):
 def test_place_by_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "there"))
     assert CubinCache().root == tmp_path / "there"
+    assert fcache.default().root == tmp_path / "there"
+    assert fcache.default() is fcache.default()
 
 
 def test_a_hit_imports_neither_filelock_nor_platformdirs(cache):

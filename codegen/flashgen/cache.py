@@ -9,6 +9,7 @@ trusted is built again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import threading
@@ -61,6 +62,16 @@ class CacheReport:
 def key_for(source_digest: str, arch: str, options: Sequence[str], compiler_version: str) -> str:
     """The key of a compiled kernel: 64 hexadecimal digits over everything that decides its bytes."""
     return hashlib.sha256(repr((source_digest, arch, tuple(options), compiler_version)).encode()).hexdigest()
+
+
+def default() -> CubinCache:
+    """The cache of this process in the folder that `paths.cache_dir` names now."""
+    return _at(paths.cache_dir())
+
+
+@functools.cache
+def _at(root: Path) -> CubinCache:
+    return CubinCache(root)
 
 
 class CubinCache:
