@@ -9,11 +9,13 @@ of one block of scores for each thread. The query heads of one kv head share a b
 from __future__ import annotations
 
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+from threadpoolctl import ThreadpoolController
 
 from flashgen.arrays import host_array
 from flashgen.errors import BadParam
@@ -24,9 +26,36 @@ if TYPE_CHECKING:
     from flashgen.problem import Problem
 
 BLOCK_ROWS = 512
-BLOCK_KEYS = 512
+BLOCK_KEYS = 256
 # Below this many multiplications, starting threads costs more than they save.
 _PARALLEL_WORK = 1 << 26
+
+
+class _SharedLimit:
+    """Keeps BLAS to one thread while any call is inside: the blocks are what runs in parallel.
+
+    The setting is the process's, so calls that overlap must not each save and restore it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._limit = ThreadpoolController().limit(limits=1, user_api="blas")
+                self._limit.__enter__()
+            self._inside += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                self._limit.__exit__(*exception)
+
+
+_ONE_BLAS_THREAD = _SharedLimit()
 
 
 class Runner:
@@ -87,7 +116,7 @@ def attention(
         for task in tasks:
             attend(task)
     else:
-        with ThreadPoolExecutor(threads) as pool:
+        with _ONE_BLAS_THREAD, ThreadPoolExecutor(threads) as pool:
             for _ in pool.map(attend, tasks):
                 pass
     return out, lse

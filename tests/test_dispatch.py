@@ -1,0 +1,202 @@
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashgen.dispatch import candidates, cost, offers, rows, runs_on, select, tiles
+from flashgen.errors import DeviceTypeNotSupported, SpecError
+from flashgen.problem import UNBOUNDED, Problem
+from flashgen.spec import load_specs
+from flashgen.variant import Variant
+
+H200 = SimpleNamespace(
+    name="H200",
+    ordinal=0,
+    arch="sm_90",
+    compute_capability=(9, 0),
+    num_sms=132,
+    smem_per_block=232448,
+    l2_bytes=50 << 20,
+)
+GEFORCE = SimpleNamespace(
+    **{
+        **vars(H200),
+        "name": "GeForce",
+        "arch": "sm_89",
+        "compute_capability": (8, 9),
+        "smem_per_block": 101376,
+    }
+)
+TURING = SimpleNamespace(**{**vars(H200), "name": "Turing", "arch": "sm_75", "compute_capability": (7, 5)})
+
+
+def problem(**changes):
+    fields = {
+        "batch": 2,
+        "seqlen_q": 1024,
+        "seqlen_kv": 1024,
+        "num_heads_q": 16,
+        "num_heads_kv": 16,
+        "head_dim": 64,
+        "dtype": "fp16",
+        "mask_type": "none",
+        "diagonal_offset": 0,
+        "window_left": UNBOUNDED,
+        "window_right": UNBOUNDED,
+        "softmax_scale": 0.125,
+        "q_strides": (1, 1, 1),
+        "k_strides": (1, 1, 1),
+        "v_strides": (1, 1, 1),
+        "out_strides": (1, 1, 1),
+        "mask_strides": None,
+        "return_lse": False,
+    }
+    return Problem(**(fields | changes))
+
+
+def variant(head_dim=64, dtype="fp16", mask_type="none", gqa="mha", **changes):
+    tile = {"block_m": changes.pop("block_m", 128), "min_blocks": changes.pop("min_blocks", 2)}
+    fields = {
+        "family": "flash_fwd",
+        "spec": "flash_fwd_sm80",
+        "template": "flash_fwd_sm80.cu.j2",
+        "target": "sm80",
+        "min_arch": "sm_80",
+        "archs": ("sm_80",),
+        "max_smem": 166912,
+        "axes": (("head_dim", head_dim), ("dtype", dtype), ("mask_type", mask_type), ("gqa", gqa)),
+        "tile": tuple(tile.items()),
+        "tile_name": "",
+        "threads": 128,
+        "smem_bytes": 65536,
+        "element_bytes": 2,
+        "params": (),
+        "header": "flashgen/sm80.cuh",
+    }
+    return Variant(**(fields | changes))
+
+
+EVERY = [
+    variant(head_dim, dtype, mask_type, gqa, block_m=block_m, tile_name=name, efficiency=efficiency, **target)
+    for head_dim in (32, 64, 128, 256)
+    for dtype in ("fp16", "fp32")
+    for mask_type in ("none", "causal")
+    for gqa in ("mha", "gqa", "packed")
+    for target in (
+        {"target": "sm80", "priority": 0, "smem_bytes": 600 * head_dim},
+        {"target": "sm86", "priority": 1, "smem_bytes": 300 * head_dim},
+    )
+    for name, block_m, efficiency in (("", 128, 1.0), ("m64", 64, 0.8))
+]
+
+problems = st.builds(
+    lambda group, num_heads_kv, **fields: problem(
+        num_heads_q=group * num_heads_kv, num_heads_kv=num_heads_kv, **fields
+    ),
+    batch=st.integers(1, 8),
+    seqlen_q=st.integers(0, 5000),
+    num_heads_kv=st.integers(1, 16),
+    group=st.sampled_from([1, 2, 8]),
+    head_dim=st.integers(1, 32).map(lambda n: 8 * n),
+    dtype=st.sampled_from(["fp16", "fp32"]),
+    mask_type=st.sampled_from(["none", "causal"]),
+)
+
+
+@given(problems, st.sampled_from([H200, GEFORCE]))
+def test_the_choice_serves_the_problem_and_no_other_that_does_is_cheaper(call, device):
+    chosen = select(call, device, EVERY)
+    assert chosen.dtype == call.dtype
+    assert chosen.mask_type == call.mask_type
+    assert chosen.head_dim == min(d for d in (32, 64, 128, 256) if d >= call.head_dim)
+    assert (chosen.gqa == "mha") == (call.group_size == 1)
+    assert chosen.smem_bytes <= device.smem_per_block
+    siblings = [v for v in EVERY if v.axes[:3] == chosen.axes[:3] and v.target == chosen.target]
+    siblings = [v for v in siblings if (v.gqa == "mha") == (call.group_size == 1)]
+    assert cost(call, device, chosen) == min(cost(call, device, v) for v in siblings)
+
+
+@given(problems, st.randoms())
+def test_what_cannot_serve_does_not_change_the_choice(call, random):
+    useful = set(candidates(call, H200, EVERY))
+    fewer = [v for v in EVERY if v in useful or random.random() < 0.5]
+    assert select(call, H200, fewer) == select(call, H200, EVERY)
+
+
+@given(problems)
+def test_tiles_cover_all_rows_of_all_heads(call):
+    for v in candidates(call, H200, EVERY):
+        covered = tiles(call, v) * v.tile_value("block_m")
+        needed = call.batch * call.num_heads_q * call.seqlen_q
+        assert covered >= needed
+        assert (
+            rows(call, v) * (call.num_heads_kv if v.gqa == "packed" else call.num_heads_q) * call.batch
+            == needed
+        )
+
+
+def test_short_queries_of_a_group_are_packed():
+    call = problem(num_heads_q=16, num_heads_kv=2, seqlen_q=4, seqlen_kv=4096)
+    assert select(call, H200, EVERY).gqa == "packed"
+
+
+def test_a_small_grid_takes_the_small_tile_and_a_large_one_the_efficient_tile():
+    assert select(problem(batch=1, seqlen_q=128), H200, EVERY).tile_name == "m64"
+    assert select(problem(batch=64, seqlen_q=4096), H200, EVERY).tile_name == ""
+
+
+def test_the_target_follows_the_shared_memory():
+    call = problem(head_dim=256)
+    assert select(call, H200, EVERY).target == "sm80"
+    assert select(call, GEFORCE, EVERY).target == "sm86"
+
+
+def test_a_newer_spec_is_preferred_where_it_runs():
+    newer = variant(spec="flash_fwd_sm90", target="sm90", min_arch="sm_90a", smem_bytes=200000)
+    assert select(problem(), H200, [variant(), newer]) == newer
+    assert select(problem(), GEFORCE, [variant(), newer]) == variant()
+
+
+@pytest.mark.parametrize(
+    ("min_arch", "runs"),
+    [("sm_80", True), ("sm_90", True), ("sm_90a", True), ("sm_100", False), ("sm_100f", False)],
+)
+def test_architectures_of_a_hopper(min_arch, runs):
+    assert runs_on(variant(min_arch=min_arch), H200) == runs
+    assert runs_on(variant(min_arch=min_arch, smem_bytes=232449), H200) is False
+
+
+def test_an_arch_specific_kernel_runs_on_that_arch_only():
+    blackwell = SimpleNamespace(**{**vars(H200), "compute_capability": (10, 3)})
+    assert not runs_on(variant(min_arch="sm_90a"), blackwell)
+    assert not runs_on(variant(min_arch="sm_100a"), blackwell)
+    assert runs_on(variant(min_arch="sm_100f"), blackwell)
+
+
+def test_an_old_device_is_told_what_is_needed():
+    with pytest.raises(DeviceTypeNotSupported, match=r"Turing \(sm_75.*sm_80"):
+        select(problem(), TURING, EVERY)
+
+
+def test_a_missing_variant_is_an_error_of_the_specs():
+    with pytest.raises(SpecError, match="head_dim 64, dtype bf16"):
+        select(problem(dtype="bf16"), H200, EVERY)
+
+
+def test_another_family_is_not_attention():
+    with pytest.raises(SpecError):
+        select(problem(), H200, [replace(variant(), family="flash_bwd")])
+
+
+def test_what_is_offered_is_enough_to_choose_among_the_shipped_variants():
+    specs = load_specs()
+    every = [v for spec in specs for v in spec.variants()]
+    for head_dim in (8, 40, 128, 256):
+        for dtype in ("fp16", "bf16", "fp32"):
+            for mask_type in ("none", "causal", "local", "dense"):
+                for heads in (2, 16):
+                    call = problem(head_dim=head_dim, dtype=dtype, mask_type=mask_type, num_heads_kv=heads)
+                    for device in (H200, GEFORCE):
+                        assert select(call, device, offers(call, specs)) == select(call, device, every)
