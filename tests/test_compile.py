@@ -57,6 +57,10 @@ def test_cubin_is_elf_for_the_asked_architecture():
     compiled = fc.compile_cubin(ADD, "add", "sm_90a", headers=HEADERS)
     assert compiled.cubin[:4] == b"\x7fELF"
     assert b"sm_90a" in compiled.cubin
+    program_headers, entry_size, entries = (
+        int.from_bytes(compiled.cubin[start:end], "little") for start, end in ((32, 40), (54, 56), (56, 58))
+    )
+    assert len(compiled.cubin) >= program_headers + entry_size * entries
     assert compiled.arch == "sm_90a"
     assert not compiled.is_ptx
     assert 1 <= compiled.registers <= 255

@@ -113,7 +113,14 @@ def test_activation_is_undone_also_by_an_exception(pretend, monkeypatch):
 
     runtime = pretend()
     monkeypatch.setattr(driver, "ctxGetCurrent", lambda: 1000 + runtime.current)
-    with pytest.raises(KeyError), fd.activated(1) as context:
-        assert (runtime.current, context) == (1, 1001)
-        raise KeyError
+    seen = []
+
+    def fail():
+        with fd.activated(1) as context:
+            seen.append((runtime.current, context))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert seen == [(1, 1001)]
     assert runtime.current == 0

@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import re
+import struct
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -256,8 +257,10 @@ def _run(
     )
     try:
         binding.compileProgram(program, flags)
-        real = arch.startswith("sm_")
-        code = binding.getCUBIN(program) if real else binding.getPTX(program).rstrip(b"\0") + b"\0"
+        if arch.startswith("sm_"):
+            code = _whole_elf(binding.getCUBIN(program))
+        else:
+            code = binding.getPTX(program).rstrip(b"\0") + b"\0"
         return code, _log(binding, program)
     except binding.NVRTCError as error:
         log = _log(binding, program) or str(error)
@@ -266,6 +269,14 @@ def _run(
         raise CompileError(message + explain(log, texts, _ptx_so_far(binding, program, log))) from None
     finally:
         binding.destroyProgram(program)
+
+
+def _whole_elf(cubin: bytes) -> bytes:
+    """``cubin`` with the last byte, a zero, that CuPy 14 takes for a string's end and drops."""
+    tables = struct.unpack_from("<QQ", cubin, 32)
+    entry_size, entries, section_size, sections = struct.unpack_from("<4H", cubin, 54)
+    end = max(tables[0] + entry_size * entries, tables[1] + section_size * sections)
+    return cubin + b"\0" if len(cubin) == end - 1 else cubin
 
 
 def _log(binding: Any, program: int) -> str:

@@ -1,0 +1,112 @@
+"""Machine code to SASS, through NVIDIA's nvdisasm, and what of it is worth counting."""
+
+from __future__ import annotations
+
+import collections
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flashgen.errors import BadParam, InternalError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NOTABLE: dict[str, str] = {
+    "HMMA": "matrix product on the tensor cores, by a warp",
+    "HGMMA": "matrix product on the tensor cores, by a warpgroup",
+    "QGMMA": "matrix product of FP8, by a warpgroup",
+    "LDSM": "ldmatrix: shared memory to matrix fragments",
+    "STSM": "stmatrix: matrix fragments to shared memory",
+    "LDGSTS": "cp.async: global to shared memory",
+    "UTMALDG": "tensor memory access, load",
+    "UTMASTG": "tensor memory access, store",
+    "LDG": "load from global memory",
+    "STG": "store to global memory",
+    "LDS": "load from shared memory",
+    "STS": "store to shared memory",
+    "LDL": "load from local memory: a spill or an array that is not in registers",
+    "STL": "store to local memory: a spill or an array that is not in registers",
+    "MUFU": "special functions: exp2, log2, reciprocal",
+    "FFMA": "fused multiply-add in fp32",
+    "FMNMX": "maximum or minimum in fp32",
+    "SHFL": "shuffle within a warp",
+    "BAR": "barrier of the block",
+    "SYNCS": "barrier in shared memory (mbarrier)",
+    "BRA": "branch",
+}
+
+_ALWAYS = ("LDL", "STL")  # that there is none is worth saying
+_INSTRUCTION = re.compile(
+    r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.MULTILINE
+)
+_INSTALL = 'pip install "nvidia-cuda-nvdisasm>=13" installs it'
+
+
+class NoDisassemblerError(InternalError):
+    """There is no nvdisasm on this machine."""
+
+
+def nvdisasm() -> Path:
+    """The nvdisasm to use: on PATH, of a toolkit (CUDA_HOME, CUDA_PATH, /usr/local/cuda), else of the PyPI wheel.
+
+    Raises NoDisassemblerError, which says how to install one.
+    """
+    on_path = shutil.which("nvdisasm")
+    if on_path:
+        return Path(on_path)
+    for folder in _folders():
+        found = shutil.which("nvdisasm", path=str(folder))
+        if found:
+            return Path(found)
+    raise NoDisassemblerError(
+        f"SASS needs nvdisasm, and it is neither on PATH nor in a CUDA toolkit nor among Python's packages; {_INSTALL}"
+    )
+
+
+def sass(cubin: bytes) -> str:
+    """The instructions of every kernel in ``cubin``, one a line with its address.
+
+    Raises BadParam for PTX or anything else that is not a cubin, NoDisassemblerError, and InternalError with
+    nvdisasm's message, for instance when it is older than the compiler.
+    """
+    if not cubin.startswith(b"\x7fELF"):
+        raise BadParam("only machine code has SASS; this is PTX, or no kernel at all")
+    tool = nvdisasm()
+    with tempfile.TemporaryDirectory(prefix="flashgen-") as folder:
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(cubin)
+        done = subprocess.run([tool, "-c", file], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        reason = (done.stderr or done.stdout).strip()
+        raise InternalError(f"{tool} fails: {reason}; it may be older than the compiler. {_INSTALL}")
+    return done.stdout
+
+
+def mnemonics(sass: str) -> collections.Counter[str]:
+    """How often each instruction occurs in the text, without its modifiers: "HMMA" for HMMA.16816.F32."""
+    return collections.Counter(_INSTRUCTION.findall(sass))
+
+
+def summary(sass: str) -> dict[str, int]:
+    """The instructions of `NOTABLE` that occur, with how often, after the number of all but padding."""
+    counts = mnemonics(sass)
+    del counts["NOP"]
+    kept = {name: counts[name] for name in NOTABLE if counts[name] or name in _ALWAYS}
+    return {"instructions": counts.total(), **kept}
+
+
+def _folders() -> Iterator[Path]:
+    import importlib.util
+
+    toolkits = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    yield from (Path(root, "bin") for root in toolkits if root)
+    spec = importlib.util.find_spec("nvidia")
+    wheels = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+    for place in wheels:
+        yield from sorted(place.glob("cu[0-9]*/bin"), reverse=True)
+        yield place / "cuda_nvdisasm" / "bin"
