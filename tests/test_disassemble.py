@@ -20,6 +20,18 @@ extern "C" __global__ void k(float* x) {
 }
 """
 
+SPILLING = """
+extern "C" __global__ void k(float* x, int n) {
+  float r[48], sum = 0;
+  #pragma unroll
+  for (int i = 0; i < 48; ++i) r[i] = x[i * n];
+  for (int j = 0; j < n; ++j)
+    #pragma unroll
+    for (int i = 0; i < 48; ++i) sum += r[i] = r[i] * r[(i + 1) % 48] + 1;
+  x[0] = sum;
+}
+"""
+
 TEXT = """
         .global         k
 k:
@@ -80,11 +92,7 @@ def test_instructions_of_a_kernel(tool, arch):
 
 
 def test_spills_are_seen(tool):
-    body = "\n".join(f"float r{i} = x[{i} * n];" for i in range(60))
-    body += "for (int k = 0; k < n; ++k) {" + "".join(f"r{i} += r{(i + 7) % 60};" for i in range(60)) + "}"
-    body += "\n".join(f"x[{i}] = r{i};" for i in range(60))
-    source = f'extern "C" __global__ void k(float* x, int n) {{ {body} }}'
-    compiled = fc.compile_cubin(source, "k", "sm_90", ["-maxrregcount=32"], headers={})
+    compiled = fc.compile_cubin(SPILLING, "k", "sm_90", ["-maxrregcount=24"], headers={})
     counts = summary(sass(compiled.cubin))
     assert compiled.spill_stores > 0
     assert counts["STL"] > 0
@@ -92,7 +100,7 @@ def test_spills_are_seen(tool):
 
 
 def test_a_missing_tool_says_what_to_install(nowhere):
-    with pytest.raises(NoDisassemblerError, match="pip install .nvidia-cuda-nvdisasm"):
+    with pytest.raises(NoDisassemblerError, match=r"pip install .nvidia-cuda-nvdisasm"):
         sass(b"\x7fELF")
 
 
@@ -108,7 +116,8 @@ def test_a_toolkit_is_found(monkeypatch, tmp_path, variable):
     (tmp_path / "toolkit" / "bin").mkdir(parents=True)
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.setenv(variable, str(tmp_path / "toolkit"))
-    assert nvdisasm() == fake_tool(tmp_path / "toolkit" / "bin", "")
+    file = fake_tool(tmp_path / "toolkit" / "bin", "")
+    assert nvdisasm() == file
 
 
 @pytest.mark.parametrize("layout", ["cu13/bin", "cuda_nvdisasm/bin"])

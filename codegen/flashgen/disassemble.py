@@ -52,7 +52,7 @@ class NoDisassemblerError(InternalError):
 
 
 def nvdisasm() -> Path:
-    """The nvdisasm to use: on PATH, of a toolkit (CUDA_HOME, CUDA_PATH, /usr/local/cuda), else of the PyPI wheel.
+    """The nvdisasm on PATH, in a toolkit (CUDA_HOME, CUDA_PATH, /usr/local/cuda), or in the PyPI wheel.
 
     Raises NoDisassemblerError, which says how to install one.
     """
@@ -64,7 +64,7 @@ def nvdisasm() -> Path:
         if found:
             return Path(found)
     raise NoDisassemblerError(
-        f"SASS needs nvdisasm, and it is neither on PATH nor in a CUDA toolkit nor among Python's packages; {_INSTALL}"
+        f"SASS needs nvdisasm, which is neither on PATH, nor in a CUDA toolkit, nor installed; {_INSTALL}"
     )
 
 
