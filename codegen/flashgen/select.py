@@ -81,7 +81,7 @@ def find_one(variants: Sequence[Variant], name: str) -> Variant:
     raise SelectionError(_no_such_name(stem, variants))
 
 
-def find_by_axes(variants: Sequence[Variant], wanted: Mapping[str, str]) -> tuple[Variant, ...]:
+def find_by_axes(variants: Sequence[Variant], wanted: Mapping[str, str | int]) -> tuple[Variant, ...]:
     """The variants whose keys have the wanted values, default tiles first, then in spec order."""
     found = select(variants, [" ".join(f"{key}={value}" for key, value in wanted.items())])
     return tuple(sorted(found, key=lambda variant: variant.tile_name != ""))

@@ -1,0 +1,231 @@
+"""`flashgen build`: render and compile kernels before anything calls them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from flashgen.cli.options import Architecture, chosen_variants, json_option, select_option, specs_option
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from flashgen.build import Built
+    from flashgen.variant import Variant
+
+_FAILURES_SHOWN = 3
+_REMARK_EVERY = 30.0  # seconds between signs of life where there is no terminal
+
+
+@click.command(
+    "build",
+    epilog="""
+\b
+Examples:
+  flashgen build --arch native                  for the GPU of this machine
+  flashgen build --select 'head_dim=128 dtype=bf16' --arch sm_90
+  flashgen build --slice all --arch sm_80 --arch sm_90 --jobs 8 --json
+  flashgen build --select head_dim=64 --out cuda --no-compile
+  flashgen build --check                        is generated/ up to date?
+
+Which variants: those that the specs mark for generated/ (--slice committed), or every one (--slice all). With
+--select it is every one that matches.
+
+Which architectures: those that the spec of a variant lists, or the --arch among them. An architecture that no
+chosen variant lists gets those whose lowest architecture it reaches.
+
+What is written: machine code goes into the cache that attention() reads (see `flashgen cache info`), sources
+into --out. In a checkout of the repository a plain `flashgen build` also brings its generated/ up to date,
+and removes from there what no spec marks any more.
+
+Exit code 1: a kernel does not compile, or spills registers though its spec says no_spills (marked ! in the
+table), or --check found a difference.
+""",
+)
+@select_option
+@click.option(
+    "--arch",
+    "archs",
+    type=Architecture(),
+    multiple=True,
+    help="Only for this architecture: sm_90, or native. Repeatable.",
+)
+@click.option(
+    "--slice",
+    "slice_",
+    type=click.Choice(["committed", "all"]),
+    help="Which variants. [default: committed, or all with --select]",
+)
+@click.option(
+    "--jobs",
+    "-j",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="How many to compile at once. [default: one for each processor]",
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Write each source to DIR/<variant>.cu; with --check, the folder to compare.",
+)
+@click.option(
+    "--no-compile", is_flag=True, help="Render, and write if there is a place to, but do not compile."
+)
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Write and compile nothing; fail if generated/ (or --out) differs from what would be rendered.",
+)
+@specs_option
+@json_option
+def command(
+    selections: tuple[str, ...],
+    archs: tuple[str, ...],
+    slice_: str | None,
+    jobs: int | None,
+    out: Path | None,
+    no_compile: bool,
+    check: bool,
+    specs: Path | None,
+    as_json: bool,
+) -> None:
+    """Render kernels and compile them in parallel, with no GPU needed.
+
+    Ends with a table: variant, architecture, registers, bytes of spilled registers, shared memory, and the
+    seconds that it took, or that it was in the cache.
+    """
+    from flashgen.cli.output import counted, print_json
+
+    whole = not selections and slice_ != "all"
+    variants = chosen_variants(specs, selections)
+    if whole or slice_ == "committed":
+        variants = tuple(variant for variant in variants if variant.committed)
+    if check:
+        _check(variants, whole, out, as_json)
+        return
+    written = _write(variants, out, whole and specs is None)
+    if no_compile:
+        if as_json:
+            print_json({"kernels": [], "written": written, "failures": 0})
+        else:
+            click.echo(f"{len(variants)} rendered, {counted(len(written), 'file')} changed")
+        return
+    results = _compile(variants, archs, jobs)
+    failed = [built for built in results if built.failure]
+    if as_json:
+        print_json(
+            {"kernels": [built.as_dict() for built in results], "written": written, "failures": len(failed)}
+        )
+    else:
+        _report(results, failed, written)
+    if failed:
+        sys.exit(1)
+
+
+def _write(variants: Sequence[Variant], out: Path | None, whole: bool) -> list[str]:
+    """Render all; write those that differ to --out, or to generated/ where the whole slice was asked for.
+
+    Returns the names of the files that changed or went away.
+    """
+    from flashgen.generate import generated_files, write_generated
+    from flashgen.paths import checkout, generated_dir
+
+    files = generated_files(variants)
+    if out is None and not (whole and checkout()):
+        return []
+    written = write_generated(files, out or generated_dir(), complete=out is None)
+    return [*written.changed, *written.removed]
+
+
+def _check(variants: Sequence[Variant], whole: bool, out: Path | None, as_json: bool) -> None:
+    """Compare, say how they differ, and exit with 1 if they do."""
+    from flashgen.cli.output import counted, print_json
+    from flashgen.generate import diff_generated, generated_files
+    from flashgen.paths import generated_dir
+
+    folder = out or generated_dir()
+    found = diff_generated(generated_files(variants), folder, complete=whole)
+    if as_json:
+        print_json(
+            {"folder": str(folder), "files": len(variants), "differences": [asdict(each) for each in found]}
+        )
+    elif found:
+        for each in found:
+            click.echo(str(each))
+        click.echo(f"\n{counted(len(found), 'file')} in {folder} not as the specs and templates say;")
+        click.echo("`flashgen build` brings them up to date")
+    else:
+        click.echo(f"{counted(len(variants), 'file')} in {folder} as the specs and templates say")
+    if found:
+        sys.exit(1)
+
+
+def _compile(variants: Sequence[Variant], archs: Sequence[str], jobs: int | None) -> list[Built]:
+    from flashgen.build import build, pairs
+
+    wanted = pairs(variants, archs)
+    with _progress(len(wanted)) as on_done:
+        return build(wanted, jobs, on_done)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[Built], None]]:
+    """A bar on standard error while that is a terminal, else a line there now and then."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    screen = Console(stderr=True)
+    if not screen.is_terminal:
+        done, last = 0, time.monotonic()
+
+        def remark(built: Built) -> None:
+            nonlocal done, last
+            done += 1
+            if time.monotonic() - last > _REMARK_EVERY:
+                last = time.monotonic()
+                click.echo(
+                    f"{done} of {total} done, {built.variant.name} for {built.arch} the last", err=True
+                )
+
+        yield remark
+        return
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=screen, transient=True) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda built: progress.update(task, advance=1, description=f"{built.variant.name} {built.arch}")
+
+
+def _report(results: Sequence[Built], failed: Sequence[Built], written: Sequence[str]) -> None:
+    from flashgen.cli.kernels import print_kernels
+    from flashgen.cli.output import counted, note
+
+    print_kernels(results)
+    cached = sum(built.cached for built in results)
+    note(
+        f"{counted(len(results), 'kernel')}, {cached} from the cache; {counted(len(written), 'file')} changed"
+    )
+    for built in failed[:_FAILURES_SHOWN]:
+        note(f"\nfailed: {built.variant.name} for {built.arch}: {built.failure}")
+    if len(failed) > _FAILURES_SHOWN:
+        note(f"\n{len(failed) - _FAILURES_SHOWN} more failed; --json has every message")

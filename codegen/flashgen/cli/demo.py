@@ -1,0 +1,260 @@
+"""`flashgen demo`: the whole road in half a minute, on a GPU or else on the CPU."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flashgen.cli.options import json_option, load_variants
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from flashgen.build import Built
+    from flashgen.device import Device
+    from flashgen.problem import Problem
+    from flashgen.variant import Variant
+
+_REPEATS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One call of attention, and the kernel that a GPU would take for it.
+
+    `tokens` is the sequence length on a GPU; the CPU takes a shorter one. `options` are those of attention().
+    """
+
+    title: str
+    tokens: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    dtype: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def gqa(self) -> str:
+        """The plain grouping for these head counts."""
+        return "mha" if self.heads_q == self.heads_kv else "gqa"
+
+
+_CPU_TOKENS = 1024
+_CASES = (
+    Case("causal", 4096, 16, 16, 128, "fp16", {"causal": True}),
+    Case("16 heads on 2", 4096, 16, 2, 64, "fp16"),
+    Case("window of 256", 4096, 16, 16, 64, "fp16", {"causal": True, "window_size": (256, 0)}),
+)
+
+
+@click.command(
+    "demo",
+    epilog="""
+\b
+Examples:
+  flashgen demo
+  flashgen demo --json
+
+The error is the largest one of the first head. Exit code 1 when a kernel does not compile, or when an error
+is more than twice that of the plain formula in the same precision plus 1e-5.
+""",
+)
+@json_option
+def command(as_json: bool) -> None:
+    """Render and compile a few kernels, run attention, and check it against float64.
+
+    Takes half a minute at most. Without a GPU the kernels are compiled all the same, if there is NVRTC, and
+    attention runs on the CPU.
+    """
+    from flashgen.build import build
+    from flashgen.cli.kernels import places, print_kernels
+    from flashgen.cli.output import print_json
+    from flashgen.device import available, device, why_unavailable
+    from flashgen.errors import NoCompilerError
+    from flashgen.kernel import arch_for
+
+    gpu = device(0) if available() else None
+    report: dict[str, Any] = {
+        "place": gpu.name if gpu else "CPU",
+        "why": "" if gpu else why_unavailable(),
+        "no_compiler": "",
+    }
+    if not as_json:
+        click.echo(f"attention on the {report['place']}" + (f": {report['why']}" if report["why"] else ""))
+    calls = [_call(case, gpu) for case in _CASES]
+    archs = [arch_for(call.variant, gpu) if gpu else call.variant.archs[0] for call in calls]
+    built: list[Built] = []
+    try:
+        built = build(zip([call.variant for call in calls], archs, strict=True))
+    except NoCompilerError as error:
+        report["no_compiler"] = str(error)
+    if not as_json:
+        click.echo()
+        if built:
+            print_kernels(built)
+        else:
+            click.echo(f"kernels were not compiled: {report['no_compiler']}")
+    results = [_run(call, gpu) for call in calls]
+    report["kernels"] = [each.as_dict() for each in built]
+    report["results"] = results
+    report["sources"] = {call.variant.name: places(call.variant).generated for call in calls}
+    if as_json:
+        print_json(report)
+    else:
+        _print_results(results)
+        _print_sources(report["sources"])
+    if any(each.failure for each in built) or not all(result["ok"] for result in results):
+        sys.exit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A case with its arrays in host memory, its problem, and the kernel that serves it on a GPU."""
+
+    case: Case
+    arrays: tuple[np.ndarray, np.ndarray, np.ndarray]
+    problem: Problem
+    variant: Variant
+
+
+def _call(case: Case, gpu: Device | None) -> Call:
+    """Fresh inputs, and the variant that dispatch takes on this GPU, or by its axes where there is none."""
+    import numpy as np
+
+    from flashgen.arrays import view
+    from flashgen.dispatch import select as dispatch
+    from flashgen.problem import normalise
+    from flashgen.select import find_by_axes
+
+    tokens = case.tokens if gpu else _CPU_TOKENS
+    rng = np.random.default_rng()
+    q, k, v = (
+        rng.standard_normal((1, tokens, heads, case.head_dim), np.float32).astype(
+            "float16" if case.dtype == "fp16" else "float32"
+        )
+        for heads in (case.heads_q, case.heads_kv, case.heads_kv)
+    )
+    problem = normalise(view(q, "q"), view(k, "k"), view(v, "v"), **case.options)
+    variants = load_variants(None)
+    if gpu:
+        return Call(case, (q, k, v), problem, dispatch(problem, gpu, variants))
+    axes = {"head_dim": case.head_dim, "dtype": case.dtype, "mask_type": problem.mask_type, "gqa": case.gqa}
+    return Call(case, (q, k, v), problem, find_by_axes(variants, axes)[0])
+
+
+def _run(call: Call, gpu: Device | None) -> dict[str, Any]:
+    """Attention by the front door, timed, and how far its first head is from float64."""
+    import numpy as np
+
+    import flashgen
+
+    options = call.case.options
+    if gpu:
+        import cupy
+
+        arrays = tuple(cupy.asarray(array) for array in call.arrays)
+        out = cupy.full(call.problem.out_shape, cupy.nan, arrays[0].dtype)
+        flashgen.attention(*arrays, out=out, **options)
+        start, end = cupy.cuda.Event(), cupy.cuda.Event()
+        start.record()
+        for _ in range(_REPEATS):
+            flashgen.attention(*arrays, out=out, **options)
+        end.record()
+        end.synchronize()
+        milliseconds = cupy.cuda.get_elapsed_time(start, end) / _REPEATS
+        computed = cupy.asnumpy(out)
+    else:
+        computed = np.full(call.problem.out_shape, np.nan, call.arrays[0].dtype)
+        begin = time.perf_counter()
+        flashgen.attention(*call.arrays, out=computed, **options)
+        milliseconds = 1e3 * (time.perf_counter() - begin)
+    error, allowed = _distance(call, computed)
+    flops = 4.0 * call.problem.num_heads_q * _visible(call.problem).sum() * call.problem.head_dim
+    return {
+        "case": call.case.title,
+        "shape": list(call.problem.out_shape),
+        "dtype": call.case.dtype,
+        "variant": call.variant.name if gpu else None,
+        "error": error,
+        "allowed": allowed,
+        "ok": bool(error <= allowed),
+        "milliseconds": milliseconds,
+        "tflops": flops / milliseconds / 1e9,
+    }
+
+
+def _distance(call: Call, computed: np.ndarray) -> tuple[float, float]:
+    """Largest error of the first head against float64, and the largest that is allowed."""
+    import numpy as np
+
+    q, k, v = (array[0, :, 0].astype(np.float64) for array in call.arrays)
+    visible, scale = _visible(call.problem), call.problem.softmax_scale
+    exact = _plain(q, k, v, visible, scale, np.dtype(np.float64))
+    plain = _plain(q, k, v, visible, scale, call.arrays[0].dtype)
+    error = np.abs(computed[0, :, 0].astype(np.float64) - exact).max()
+    return float(error), float(2 * np.abs(plain - exact).max() + 1e-5)
+
+
+def _plain(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, visible: np.ndarray, scale: float, dtype: np.dtype
+) -> np.ndarray:
+    """softmax(q k^T scale) v of one head by the formula, every step rounded to `dtype`; in float64.
+
+    Each row sees a key.
+    """
+    import numpy as np
+
+    def rounded(x: np.ndarray) -> np.ndarray:
+        return x.astype(dtype).astype(np.float64)
+
+    scores = np.where(visible, rounded(rounded(q @ k.T) * scale), -np.inf)
+    weights = rounded(np.exp(scores - scores.max(axis=1, keepdims=True)))
+    return rounded(rounded(weights / weights.sum(axis=1, keepdims=True)) @ v)
+
+
+def _visible(problem: Problem) -> np.ndarray:
+    """Which keys each query sees, bool (seqlen_q, seqlen_kv)."""
+    import numpy as np
+
+    away = np.arange(problem.seqlen_kv) - np.arange(problem.seqlen_q)[:, None] - problem.diagonal_offset
+    return (away >= -problem.window_left) & (away <= problem.window_right)
+
+
+def _print_results(results: list[dict[str, Any]]) -> None:
+    from flashgen.cli.output import Column, print_table
+
+    columns = [Column("case"), Column("shape"), Column("dtype")]
+    columns += [Column(name, number=True) for name in ("error", "allowed", "time", "rate")]
+    columns.append(Column("computed by", optional=True))
+    rows = [
+        [
+            result["case"],
+            "x".join(map(str, result["shape"])),
+            result["dtype"],
+            f"{result['error']:.1e}" + ("" if result["ok"] else " !"),
+            f"{result['allowed']:.1e}",
+            _short(result["milliseconds"] / 1e3, (("s", 1), ("ms", 1e-3), ("µs", 1e-6))),
+            _short(result["tflops"], (("TFLOP/s", 1), ("GFLOP/s", 1e-3))),
+            result["variant"] or "the CPU path",
+        ]
+        for result in results
+    ]
+    click.echo()
+    print_table(columns, rows, ["" if result["ok"] else "red" for result in results])
+
+
+def _short(value: float, units: tuple[tuple[str, float], ...]) -> str:
+    """The value in the first unit of which it is at least one, with three digits."""
+    unit, factor = next(((u, f) for u, f in units if value >= f), units[-1])
+    scaled = value / factor
+    return f"{scaled:.{0 if scaled >= 100 else 1 if scaled >= 10 else 2}f} {unit}"
+
+
+def _print_sources(sources: dict[str, str | None]) -> None:
+    click.echo("\nread the CUDA:")
+    for name, path in sources.items():
+        click.echo(f"  {path or f'flashgen inspect {name} --source'}")

@@ -1,0 +1,284 @@
+"""`flashgen doctor`: what is installed, what this machine has, and what `attention()` would do with it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flashgen.cli.options import json_option
+from flashgen.cli.output import size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from flashgen.device import Device
+    from flashgen.variant import Variant
+
+# Import name of a library -> distributions that provide it.
+_LIBRARIES = {
+    "numpy": ("numpy",),
+    "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+    "nvrtc": ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"),
+    "cuda headers": ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"),
+    "nvdisasm": ("nvidia-cuda-nvdisasm", "nvidia-cuda-nvcc-cu12"),
+    "torch": ("torch",),
+    "jax": ("jax",),
+    "ml_dtypes": ("ml_dtypes",),
+}
+
+
+@dataclass
+class Report:
+    """What the examination found. A problem says what is wrong and what would mend it."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def probe(self, name: str, examine: Callable[[Report], Any]) -> None:
+        """Run one examination; if it breaks, that is a finding like any other."""
+        try:
+            self.facts[name] = examine(self)
+        except Exception as error:  # noqa: BLE001 - a library may break in any way when it is loaded
+            self.facts[name] = None
+            self.problems.append(f"{name}: {type(error).__name__}: {error}")
+
+
+@click.command(
+    "doctor",
+    epilog="""
+\b
+Examples:
+  flashgen doctor
+  flashgen doctor --json | jq .attention
+
+Exit code 1 when something that should work does not. A machine without a GPU is no problem: NumPy arrays run
+on the CPU everywhere, and kernels can be built and read wherever NVRTC is installed.
+""",
+)
+@json_option
+def command(as_json: bool) -> None:
+    """Show versions, GPUs, compiler and cache, and which path attention() would take here and why."""
+    from flashgen.cli.output import print_json, print_pairs
+
+    report = examine()
+    if as_json:
+        print_json(report.facts | {"problems": report.problems})
+    else:
+        for title, pairs in _sections(report.facts):
+            print_pairs(pairs, title=title)
+            click.echo()
+        for problem in report.problems:
+            click.echo(click.style("problem: ", fg="red") + problem)
+        if not report.problems:
+            click.echo("no problems found")
+    if report.problems:
+        sys.exit(1)
+
+
+def examine() -> Report:
+    """Look at everything. Raises nothing: what breaks is reported."""
+    report = Report()
+    report.probe("versions", _versions)
+    report.probe("gpus", _gpus)
+    report.probe("compiler", _compiler)
+    report.probe("disassembler", _disassembler)
+    report.probe("specs", _specs)
+    report.probe("cache", _cache)
+    report.probe("attention", _attention)
+    return report
+
+
+def _versions(report: Report) -> dict[str, str | None]:
+    versions: dict[str, str | None] = {
+        "flashgen": _version_of("flashgen"),
+        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+    }
+    for library, distributions in _LIBRARIES.items():
+        found = [f"{name} {version}" for name in distributions if (version := _version_of(name))]
+        versions[library] = ", ".join(found) or None
+        if library == "cupy" and len(found) > 1:
+            report.problems.append(
+                f"{', '.join(found)} are all installed and overwrite each other's files; "
+                "uninstall all of them, then install one"
+            )
+    return versions
+
+
+def _gpus(report: Report) -> list[dict[str, Any]]:
+    """The GPUs by the driver's own tool, which is there whenever the driver is, CuPy or not."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    query = "name,driver_version,compute_cap,memory.total"
+    done = subprocess.run(
+        [tool, f"--query-gpu={query}", "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    if done.returncode != 0:
+        report.problems.append(
+            f"nvidia-smi fails: {(done.stderr or done.stdout).strip()}; look at the driver"
+        )
+        return []
+    gpus = []
+    for line in done.stdout.splitlines():
+        name, driver, capability, memory = (part.strip() for part in line.split(","))
+        arch = f"sm_{capability.replace('.', '')}"
+        gpus.append({"name": name, "arch": arch, "driver": driver, "memory_mib": int(memory)})
+    return gpus
+
+
+def _compiler(report: Report) -> dict[str, Any]:
+    """NVRTC, tried on a kernel that includes one of CUDA's own headers."""
+    from flashgen.compile import compile_cubin, compiler_version, supported_archs
+    from flashgen.errors import FlashgenError
+
+    probe = (
+        '#include <cuda_fp16.h>\nextern "C" __global__ void probe(__half* x) { *x = __float2half(1.0f); }\n'
+    )
+    try:
+        version = compiler_version()
+        compile_cubin(probe, "probe", "sm_80")
+    except FlashgenError as error:
+        # Without a GPU and without CuPy nobody has asked for kernels yet.
+        if report.facts["gpus"] or report.facts["versions"]["cupy"]:
+            report.problems.append(f"kernels cannot be compiled: {error}")
+        return {"works": False, "version": None, "why": str(error), "archs": []}
+    return {
+        "works": True,
+        "version": version,
+        "why": None,
+        "archs": [f"sm_{arch}" for arch in supported_archs()],
+    }
+
+
+def _disassembler(report: Report) -> dict[str, Any]:
+    from flashgen.disassemble import nvdisasm
+    from flashgen.errors import FlashgenError
+
+    try:
+        return {"path": str(nvdisasm()), "why": None}
+    except FlashgenError as error:
+        return {"path": None, "why": str(error)}
+
+
+def _specs(report: Report) -> dict[str, Any]:
+    from flashgen.spec import load_specs
+
+    specs = load_specs()
+    return {
+        "files": [str(spec.path) for spec in specs],
+        "variants": sum(len(spec.variants()) for spec in specs),
+    }
+
+
+def _cache(report: Report) -> dict[str, Any]:
+    from flashgen.cache import CubinCache
+
+    info = CubinCache().info()
+    if info.problem:
+        report.problems.append(
+            f"the kernel cache in {info.root} cannot be written: {info.problem}; each process compiles its "
+            "kernels anew. FLASHGEN_CACHE_DIR names another folder"
+        )
+    return asdict(info) | {"root": str(info.root)}
+
+
+def _attention(report: Report) -> dict[str, Any]:
+    """What attention() does with arrays in host memory and with arrays on a GPU."""
+    import numpy as np
+
+    host = {"path": "cpu", "why": f"blockwise online softmax over the BLAS of NumPy {np.__version__}"}
+    return {"host": host, "gpu": _gpu_path(report)}
+
+
+def _gpu_path(report: Report) -> dict[str, Any]:
+    from flashgen.device import available, device, why_unavailable
+    from flashgen.errors import FlashgenError
+
+    gpus = report.facts["gpus"] or []
+    if not available():
+        why = why_unavailable()
+        if gpus:
+            report.problems.append(f"there is a GPU ({gpus[0]['name']}), and it cannot be used: {why}")
+        return {"path": None, "why": why}
+    here = device(0)
+    if here.compute_capability < (8, 0):
+        why = f"{here.name} is {here.arch}, and the lowest that any kernel runs on is sm_80"
+        report.problems.append(why)
+        return {"path": None, "why": why}
+    if not report.facts["compiler"]["works"]:
+        return {"path": None, "why": report.facts["compiler"]["why"]}
+    try:
+        variant = _typical_variant(here)
+    except FlashgenError as error:
+        report.problems.append(f"no kernel can be chosen: {error}")
+        return {"path": None, "why": str(error)}
+    return {"path": "kernel", "why": f"{here.name} is {here.arch} and NVRTC works", "example": variant.name}
+
+
+def _typical_variant(here: Device) -> Variant:
+    """What dispatch takes for a causal fp16 call of 4,096 tokens, 16 heads and head_dim 128."""
+    import numpy as np
+
+    from flashgen.arrays import view
+    from flashgen.cli.options import load_variants
+    from flashgen.dispatch import select
+    from flashgen.problem import normalise
+
+    q = view(np.broadcast_to(np.zeros(128, np.float16), (1, 4096, 16, 128)), "q")
+    return select(normalise(q, q, q, causal=True), here, load_variants(None))
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _sections(facts: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """The facts as titled lists of names and values, for a person."""
+    versions = facts["versions"] or {}
+    gpus = facts["gpus"] or []
+    compiler = facts["compiler"] or {}
+    disassembler = facts["disassembler"] or {}
+    cache = facts["cache"]
+    attention = facts["attention"]
+    specs = facts["specs"]
+    machine = [
+        ("GPU" if len(gpus) < 2 else f"GPU {index}", _gpu_line(gpu)) for index, gpu in enumerate(gpus)
+    ] or [("GPU", "none that nvidia-smi knows of")]
+    works = f"{compiler.get('version')}, for {' '.join(compiler.get('archs', []))}"
+    machine.append(("compiler", works if compiler.get("works") else f"none: {compiler.get('why')}"))
+    machine.append(("disassembler", disassembler.get("path") or f"none: {disassembler.get('why')}"))
+    if specs:
+        machine.append(("specs", "\n".join([*specs["files"], f"{specs['variants']} variants"])))
+    if cache:
+        usage = f"{cache['entries']} kernels, {size(cache['bytes'])} of {size(cache['max_bytes'])}"
+        machine.append(("cache", f"{cache['root']}\n{usage}"))
+    paths = [(f"{place} arrays", _path_line(found)) for place, found in (attention or {}).items()]
+    return [
+        ("versions", [(name, version or "-") for name, version in versions.items()]),
+        ("machine", machine),
+        ("attention()", paths),
+    ]
+
+
+def _gpu_line(gpu: dict[str, Any]) -> str:
+    memory = gpu["memory_mib"] / 1024
+    return f"{gpu['name']}, {gpu['arch']}, {memory:.0f} GB, driver {gpu['driver']}"
+
+
+def _path_line(found: dict[str, Any]) -> str:
+    path = {"cpu": "CPU", "kernel": "generated kernel", None: "not possible here"}[found["path"]]
+    example = f"\na causal fp16 call with head_dim 128 takes {found['example']}" if "example" in found else ""
+    return f"{path}: {found['why']}{example}"

@@ -1,0 +1,216 @@
+"""`flashgen inspect`: one kernel, from its place in the spec down to its machine code."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flashgen.cli.options import Architecture, json_option, load_variants, specs_option
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from flashgen.variant import Variant
+
+# View -> the lexer that colours it.
+_LEXERS = {"source": "cuda", "flat": "cuda", "ptx": "ptx", "sass": "nasm"}
+
+
+@click.command(
+    "inspect",
+    epilog="""
+\b
+Examples:
+  flashgen inspect flash_fwd_hdim128_fp16_causal_sm80
+  flashgen inspect --head-dim 128 --dtype fp16 --mask-type causal --source
+  flashgen inspect --head-dim 64 --target sm86 --resources --arch sm_89
+  flashgen inspect generated/flash_fwd_hdim128_fp16_sm80.cu --flat > kernel.cu
+  flashgen inspect flash_fwd_hdim128_fp16_sm80 --sass | grep -c HMMA
+
+NAME is a variant's name as `flashgen list` prints it, or the path of its generated file. Instead of NAME,
+give axes; of several variants that fit, the first in the spec's order is shown, and a remark says so.
+""",
+)
+@click.argument("name", required=False)
+@click.option("--source", "view", flag_value="source", help="The CUDA source, as rendered.")
+@click.option(
+    "--flat", "view", flag_value="flat", help="The CUDA source with flashgen's own header in it: one file."
+)
+@click.option("--ptx", "view", flag_value="ptx", help="The PTX that NVRTC makes of it.")
+@click.option(
+    "--sass", "view", flag_value="sass", help="The machine code; needs nvdisasm, from CUDA or its wheel."
+)
+@click.option(
+    "--resources", "view", flag_value="resources", help="Registers, spills, stack and shared memory."
+)
+@click.option(
+    "--arch",
+    type=Architecture(),
+    help="Architecture for the compiled views. [default: this GPU's, else the first of the spec's]",
+)
+@click.option("--head-dim", type=int, help="Pick by axis: 32, 64, 96, 128, 192 or 256.")
+@click.option("--dtype", help="Pick by axis: fp16, bf16 or fp32.")
+@click.option("--mask-type", help="Pick by axis: none, causal, local or dense.")
+@click.option("--gqa", help="Pick by axis: mha, gqa or packed.")
+@click.option("--target", help="Pick by target: sm80 (data centre), sm86 (GeForce and workstation), ...")
+@click.option("--tile", help="Pick by the tile's name; `default` is the ordinary one.")
+@specs_option
+@json_option
+def command(
+    name: str | None,
+    view: str | None,
+    arch: str | None,
+    specs: Path | None,
+    as_json: bool,
+    **axes: str | int | None,
+) -> None:
+    """Show one kernel: what it is, its source, PTX, machine code or resources.
+
+    Without a view it prints what the variant is and where it comes from. Source is highlighted in a terminal
+    and printed byte for byte in a pipe. No view needs a GPU.
+    """
+    from flashgen.cli.output import note, print_code, print_json, print_pairs
+
+    variant = _resolve(name, axes, specs)
+    if view is None:
+        if as_json:
+            print_json(_described(variant))
+            return
+        print_pairs(_card(variant), title=variant.name)
+        note("\nSee it with --source, --flat, --ptx, --sass or --resources.")
+    elif view in ("source", "flat"):
+        text = _source(variant, flat=view == "flat")
+        if as_json:
+            print_json({"variant": variant.name, view: text})
+        else:
+            print_code(text, _LEXERS[view])
+    else:
+        arch = arch or _default_arch(variant)
+        if view == "resources":
+            _resources(variant, arch, as_json)
+            return
+        text = _ptx(variant, arch) if view == "ptx" else _sass(variant, arch)
+        if as_json:
+            print_json({"variant": variant.name, "arch": arch, view: text})
+        else:
+            note(f"{variant.name} for {arch}")
+            print_code(text, _LEXERS[view])
+
+
+def _resolve(name: str | None, axes: dict[str, str | int | None], specs: Path | None) -> Variant:
+    """The variant that NAME or the axes mean."""
+    from flashgen.cli.output import note
+    from flashgen.select import find_by_axes, find_one
+
+    wanted = {key: str(value) for key, value in axes.items() if value is not None}
+    if name and wanted:
+        given = ", ".join(f"--{key.replace('_', '-')}" for key in wanted)
+        raise click.UsageError(f"NAME says which variant already; leave out {given}.")
+    if not name and not wanted:
+        raise click.UsageError("Which variant? Give a NAME, which `flashgen list` prints, or axes.")
+    variants = load_variants(specs)
+    if name:
+        return find_one(variants, name)
+    found = find_by_axes(variants, wanted)
+    if len(found) > 1:
+        note(f"{len(found)} variants fit; this is the first, {found[0].name}")
+    return found[0]
+
+
+def _described(variant: Variant) -> dict[str, Any]:
+    """The variant as JSON, with the files that it comes from."""
+    from flashgen.cli.kernels import places
+
+    return variant.as_dict() | {"files": asdict(places(variant))}
+
+
+def _card(variant: Variant) -> list[tuple[str, str]]:
+    """What the variant is, for a person."""
+    from flashgen.cli.kernels import places
+
+    files = places(variant)
+    smem = f"{variant.smem_bytes:,} bytes of dynamic shared memory, of at most {variant.max_smem:,}"
+    return [
+        *((key, str(value)) for key, value in variant.axes),
+        ("tile", ", ".join(f"{key} {value}" for key, value in variant.tile)),
+        ("block", f"{variant.threads} threads\n{smem}"),
+        ("target", f"{variant.target}: {variant.min_arch} or later; built for {', '.join(variant.archs)}"),
+        ("parameters", "\n".join(f"{param.ctype} {param.name}" for param in variant.params)),
+        ("spec", files.spec),
+        ("template", files.template),
+        ("source", files.generated or "rendered when needed; see it with --source"),
+    ]
+
+
+def _source(variant: Variant, flat: bool) -> str:
+    from flashgen.render import flatten, include_dirs, render
+
+    text = render(variant)
+    return flatten(text, include_dirs(variant)) if flat else text
+
+
+def _default_arch(variant: Variant) -> str:
+    """This machine's GPU where the variant runs on it, else the first architecture of the spec."""
+    from flashgen.device import available, device
+    from flashgen.dispatch import runs_on
+    from flashgen.kernel import arch_for
+
+    if available() and runs_on(variant, device(0)):
+        return arch_for(variant, device(0))
+    return variant.archs[0]
+
+
+def _ptx(variant: Variant, arch: str) -> str:
+    from flashgen.compile import compile_ptx
+    from flashgen.render import headers, include_dirs, render
+
+    source = render(variant)
+    return compile_ptx(source, variant.name, arch, variant.options, headers(source, include_dirs(variant)))
+
+
+def _sass(variant: Variant, arch: str) -> str:
+    from flashgen.disassemble import sass
+    from flashgen.kernel import obtain
+
+    return sass(obtain(variant, arch)[0].cubin)
+
+
+def _resources(variant: Variant, arch: str, as_json: bool) -> None:
+    from flashgen.build import build
+    from flashgen.cli.output import print_json, print_pairs
+    from flashgen.disassemble import NoDisassemblerError, sass, summary
+    from flashgen.errors import CompileError
+
+    (built,) = build([(variant, arch)])
+    made = built.compiled
+    if made is None:
+        raise CompileError(built.error)
+    try:
+        instructions = None if made.is_ptx else summary(sass(made.cubin))
+    except NoDisassemblerError:
+        instructions = None
+    if as_json:
+        print_json(built.as_dict() | {"instructions": instructions})
+        return
+    pairs = [("architecture", arch), ("threads", f"{variant.threads} a block")]
+    if made.registers is None:
+        pairs += [
+            ("registers", "not known: this is PTX, which the driver translates when it loads it"),
+            ("shared memory", f"{variant.smem_bytes:,} bytes a block"),
+        ]
+    else:
+        total = variant.smem_bytes + made.smem_static
+        pairs += [
+            ("registers", f"{made.registers} a thread, {made.registers * variant.threads:,} a block"),
+            ("spills", f"{made.spill_stores} bytes stored, {made.spill_loads} bytes loaded, a thread"),
+            ("stack", f"{made.stack} bytes a thread"),
+            ("shared memory", f"{total:,} bytes a block, {made.smem_static:,} of them static"),
+        ]
+    pairs.append(("machine code", f"{len(made.cubin):,} bytes"))
+    if instructions:
+        pairs.append(
+            ("instructions", "\n".join(f"{count:>6,} {name}" for name, count in instructions.items()))
+        )
+    print_pairs(pairs, title=variant.name)

@@ -1,0 +1,64 @@
+"""What the commands say about kernels: the table of compiled ones, and the files that one comes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flashgen.cli.output import Column, kilobytes, print_table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from flashgen.build import Built
+    from flashgen.variant import Variant
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Paths of a variant's spec, its template, and its committed source where there is one."""
+
+    spec: str
+    template: str
+    generated: str | None
+
+
+def places(variant: Variant) -> Places:
+    """Where a variant comes from."""
+    from flashgen.paths import checkout
+    from flashgen.render import search_path
+
+    folders = [Path(folder) for folder in search_path(variant)]
+    template = next((path for folder in folders if (path := folder / variant.template).is_file()), None)
+    root = checkout()
+    generated = root / "generated" / variant.filename if root else None
+    return Places(
+        str(Path(variant.spec_dir) / f"{variant.spec}.yaml"),
+        str(template or variant.template),
+        str(generated) if generated and variant.committed and generated.is_file() else None,
+    )
+
+
+def print_kernels(results: Sequence[Built]) -> None:
+    """A table of kernels with their resources; one that is not acceptable is red, its spills marked !."""
+    numbers = ("regs", "spills", "smem KB", "seconds")
+    columns = [Column("variant"), Column("arch"), *(Column(name, number=True) for name in numbers)]
+    print_table(columns, [_row(built) for built in results], ["red" if b.failure else "" for b in results])
+
+
+def _row(built: Built) -> list[str]:
+    variant, made = built.variant, built.compiled
+    if made is None:
+        return [variant.name, built.arch, "-", "-", kilobytes(variant.smem_bytes), "failed"]
+    seconds = "cached" if built.cached else f"{built.seconds:.2f}"
+    if made.registers is None:  # PTX, whose registers the driver will assign
+        return [variant.name, built.arch, "-", "-", kilobytes(variant.smem_bytes), seconds]
+    return [
+        variant.name,
+        built.arch,
+        str(made.registers),
+        f"{built.spilled} !" if built.failure else str(built.spilled),
+        kilobytes(variant.smem_bytes + (made.smem_static or 0)),
+        seconds,
+    ]

@@ -1,0 +1,79 @@
+"""`flashgen list`: which kernels there are, and with which tiles."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from flashgen.cli.options import chosen_variants, json_option, select_option, specs_option
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from flashgen.variant import Variant
+
+
+@click.command(
+    "list",
+    epilog="""
+\b
+Examples:
+  flashgen list
+  flashgen list --select 'head_dim=128 dtype=fp16,bf16 mask_type=causal'
+  flashgen list --select 'flash_fwd_hdim64_*' --select 'target=sm86 gqa!=mha'
+  flashgen list --json | jq '.[] | select(.smem_bytes > 100000).name'
+""",
+)
+@select_option
+@specs_option
+@json_option
+def command(selections: tuple[str, ...], specs: Path | None, as_json: bool) -> None:
+    """List the variants that the specs describe, with their tiles.
+
+    A variant is one kernel: a point of the spec's axes (head_dim, dtype, mask_type, gqa) with a tile and a
+    target, the class of GPUs whose shared memory it fits. Nothing is rendered or compiled.
+    """
+    from flashgen.cli.output import counted, note, print_json, print_table
+
+    variants = chosen_variants(specs, selections)
+    if as_json:
+        print_json([variant.as_dict() for variant in variants])
+        return
+    print_table(*_table(variants))
+    committed = sum(variant.committed for variant in variants)
+    files = len({variant.spec for variant in variants})
+    note(
+        f"{counted(len(variants), 'variant')} of {counted(files, 'spec')}, {committed} of them in generated/"
+    )
+
+
+def _table(variants: tuple[Variant, ...]) -> tuple[list, list[list[str]]]:
+    """Columns and rows; the tile's columns are those of the specs."""
+    from flashgen.cli.output import Column, kilobytes
+
+    keys = list(dict.fromkeys(key for variant in variants for key, _ in variant.tile))
+    block = [key for key in ("block_m", "block_n") if key in keys]
+    rest = [key for key in keys if key not in block]
+    columns = [
+        Column("variant"),
+        Column("tile"),
+        *(Column(key, number=True, optional=key not in ("warps", "stages")) for key in rest),
+        Column("threads", number=True, optional=True),
+        Column("smem KB", number=True),
+        Column("from", optional=True),
+    ]
+    rows = []
+    for variant in variants:
+        tile = dict(variant.tile)
+        rows.append(
+            [
+                variant.name,
+                "x".join(str(tile[key]) for key in block if key in tile),
+                *(str(tile.get(key, "")) for key in rest),
+                str(variant.threads),
+                kilobytes(variant.smem_bytes),
+                variant.min_arch,
+            ]
+        )
+    return columns, rows

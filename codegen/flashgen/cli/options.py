@@ -1,0 +1,70 @@
+"""Options that several commands share, and the variants that they choose among."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from flashgen.variant import Variant
+
+NATIVE = "native"
+
+select_option = click.option(
+    "--select",
+    "selections",
+    multiple=True,
+    metavar="TERMS",
+    help="Only variants that satisfy every term: 'head_dim=128 dtype=fp16,bf16', 'gqa!=packed', 'target=sm80 "
+    "tile=default', or a name or glob. Several --select add up.",
+)
+
+specs_option = click.option(
+    "--specs",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="A folder of your own specs, beside the shipped ones and those in FLASHGEN_SPECS. A file with "
+    "the name of a shipped one replaces it.",
+)
+
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON document instead of a table."
+)
+
+
+class Architecture(click.ParamType):
+    """A GPU architecture: `sm_90`, `90` or `9.0`, or `native` for the GPU of this machine."""
+
+    name = "architecture"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The name that nvcc uses, such as sm_90."""
+        if value == NATIVE:
+            from flashgen.device import available, device, why_unavailable
+
+            if not available():
+                self.fail(f"there is no GPU to be native to: {why_unavailable()}", param, ctx)
+            return device(0).arch
+        match = re.fullmatch(r"(?:sm_?|compute_)?(\d{1,2})\.?(\d)([af]?)", value)
+        if match is None:
+            self.fail(f"{value!r} is not an architecture; write sm_80, sm_90, ... or {NATIVE}", param, ctx)
+        return f"sm_{match[1]}{match[2]}"
+
+
+def load_variants(specs: Path | None) -> tuple[Variant, ...]:
+    """Every variant of the shipped specs, those of FLASHGEN_SPECS, and those of one more folder."""
+    from flashgen.spec import load_specs
+
+    return tuple(variant for spec in load_specs(specs) for variant in spec.variants())
+
+
+def chosen_variants(specs: Path | None, selections: Sequence[str]) -> tuple[Variant, ...]:
+    """The variants that --specs and --select leave."""
+    from flashgen.select import select
+
+    return select(load_variants(specs), selections)

@@ -1,0 +1,149 @@
+"""What the commands print: in a terminal coloured and fitted to it; in a pipe plain, whole and aligned."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+_UNBOUNDED = 100_000
+_GAP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table; an optional one is left out where the terminal is too narrow for all."""
+
+    header: str
+    number: bool = False
+    optional: bool = False
+
+
+def console() -> Console:
+    """A console on standard output; in a pipe it has no colours and does not wrap."""
+    from rich.console import Console
+
+    found = Console(highlight=False)
+    if not found.is_terminal:
+        found = Console(highlight=False, width=_UNBOUNDED)
+    return found
+
+
+def print_table(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], styles: Sequence[str] | None = None
+) -> None:
+    """Print rows under headers; `styles` colours whole rows in a terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    screen = console()
+    shown, gap = _fitting(columns, rows, screen.width)
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
+    for at in shown:
+        justify = "right" if columns[at].number else "left"
+        table.add_column(columns[at].header, justify=justify, no_wrap=at > 0, overflow="fold")
+    for index, row in enumerate(rows):
+        table.add_row(*(Text(row[at]) for at in shown), style=styles[index] if styles else None)
+    if not screen.is_terminal:
+        with screen.capture() as captured:
+            screen.print(table)
+        click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+        return
+    screen.print(table)
+    hidden = [column.header for at, column in enumerate(columns) if at not in shown]
+    if hidden:
+        screen.print(f"[dim]a wider terminal, a pipe or --json also shows {', '.join(hidden)}[/dim]")
+
+
+def _fitting(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> tuple[list[int], int]:
+    """Which columns fit, the later optional ones going first, and the gap between them."""
+    widths = [max(len(column.header), *(len(row[at]) for row in rows)) for at, column in enumerate(columns)]
+    shown = [*range(len(columns))]
+
+    def needed(gap: int) -> int:
+        return sum(widths[at] for at in shown) + gap * (len(shown) - 1)
+
+    for at in reversed(range(len(columns))):
+        if columns[at].optional and needed(_GAP) > width:
+            shown.remove(at)
+    return shown, _GAP if needed(_GAP) <= width else 1
+
+
+def print_pairs(pairs: Sequence[tuple[str, str]], title: str = "") -> None:
+    """Print a card of names and values; a value may have several lines."""
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    screen = console()
+    if title:
+        screen.print(Text(title, style="bold"))
+    width = max((len(name) for name, _ in pairs), default=0)
+    if not screen.is_terminal:
+        for name, value in pairs:
+            lines = value.splitlines() or [""]
+            click.echo(
+                "\n".join(
+                    [
+                        f"  {name:<{width}}  {lines[0]}".rstrip(),
+                        *(f"  {'':{width}}  {line}" for line in lines[1:]),
+                    ]
+                )
+            )
+        return
+    card = Table.grid(padding=(0, _GAP, 0, 0))
+    card.add_column(style="cyan", no_wrap=True)
+    card.add_column(overflow="fold")
+    for name, value in pairs:
+        card.add_row(name, Text(value))
+    screen.print(Padding(card, (0, 0, 0, 2)))
+
+
+def print_code(text: str, lexer: str) -> None:
+    """Print source: highlighted in a terminal, byte for byte in a pipe."""
+    screen = console()
+    if not screen.is_terminal:
+        click.echo(text, nl=not text.endswith("\n"))
+        return
+    from rich.syntax import Syntax
+
+    # Printed as text rather than as a Syntax block, which would cut long lines at the terminal's edge.
+    highlighted = Syntax("", lexer, theme="ansi_dark", background_color="default").highlight(text)
+    highlighted.rstrip()
+    screen.print(highlighted, soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON document."""
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def note(message: str) -> None:
+    """A remark for the person, on standard error so that it never mixes with what a pipe reads."""
+    click.echo(message, err=True)
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 kernel`, `2 kernels`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def kilobytes(count: int) -> str:
+    """Bytes as KB of 1,024, the unit in which CUDA's shared memory is usually given."""
+    return f"{count / 1024:.1f}".removesuffix(".0")
+
+
+def size(count: float) -> str:
+    """Bytes in the unit that keeps the figure short."""
+    for unit in ("B", "KB", "MB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 10 else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GB"

@@ -1,0 +1,113 @@
+import subprocess
+import sys
+
+import click
+import pytest
+
+from flashgen.cli.app import COMMANDS, CommandGroup
+from flashgen.errors import BadParam
+
+HEAVY = ("rich", "jinja2", "numpy", "cupy", "torch", "msgspec", "yaml")
+
+
+def python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_help_imports_nothing_heavy():
+    code = f"""
+import sys
+from flashgen.cli import main
+try:
+    main(["--help"], prog_name="flashgen")
+except SystemExit as done:
+    assert done.code == 0
+print([name for name in {HEAVY!r} if name in sys.modules])
+"""
+    assert python(code).splitlines()[-1] == "[]"
+
+
+def test_a_command_imports_no_other():
+    code = """
+import sys
+from flashgen.cli import main
+try:
+    main(["cache", "--help"], prog_name="flashgen")
+except SystemExit:
+    pass
+print([name for name in sys.modules if name.startswith("flashgen.cli.")])
+"""
+    assert "flashgen.cli.build" not in python(code)
+
+
+@pytest.mark.parametrize("name", [[], *([each] for each in COMMANDS)])
+def test_help_teaches_with_examples_that_fit(flashgen, name):
+    result = flashgen(*name, "--help", COLUMNS="80")
+    assert result.exit_code == 0
+    assert "Examples:" in result.stdout or "Start here:" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_examples_are_understood(flashgen, name):
+    """Every option in an example is one that the command has."""
+    text = flashgen(name, "--help").stdout
+    options, _, examples = text.partition("Examples:")
+    used = {
+        word
+        for line in examples.splitlines()
+        if line.strip().startswith("flashgen ")
+        for word in line.split()
+        if word.startswith("--")
+    }
+    known = {word.strip(",.") for word in options.split() if word.startswith("-")}
+    assert used <= known | {"--yes"}
+
+
+def test_a_mistyped_command_gets_a_suggestion(flashgen):
+    result = flashgen("isnpect")
+    assert result.exit_code == 2
+    assert "Did you mean 'inspect'?" in result.stderr
+
+
+def test_python_m_runs_the_same():
+    done = subprocess.run([sys.executable, "-m", "flashgen", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stdout.startswith("flashgen ")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (BadParam("q is odd"), "Error: q is odd\n"),
+        (PermissionError(13, "denied", "/x/y"), "Error: /x/y: denied\n"),
+    ],
+)
+def test_errors_are_one_message_without_a_traceback(error, message):
+    from click.testing import CliRunner
+
+    @click.command(cls=CommandGroup, invoke_without_command=True)
+    def group():
+        raise error
+
+    result = CliRunner().invoke(group)
+    assert result.exit_code == 1
+    assert result.stderr == message
+
+
+def test_bugs_keep_their_traceback():
+    from click.testing import CliRunner
+
+    @click.command(cls=CommandGroup, invoke_without_command=True)
+    def group():
+        raise ZeroDivisionError
+
+    assert isinstance(CliRunner().invoke(group).exception, ZeroDivisionError)
+
+
+def test_a_reader_that_stops_early_is_no_error(tmp_path):
+    done = subprocess.run(
+        f"{sys.executable} -m flashgen list --json | head -n 1", shell=True, capture_output=True, text=True
+    )
+    assert done.stdout == "[\n"
+    assert done.stderr == ""

@@ -1,0 +1,157 @@
+import json
+import re
+
+import pytest
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+ONE = ("--select", "tiny_fwd_hdim64_fp16_sm80")
+
+SPILLS = ("--select", "tiny_fwd_hdim64_fp32_sm80")
+
+pytest.importorskip("cupy", reason="nothing can be compiled without CuPy and NVRTC")
+
+
+def kernels(result):
+    return json.loads(result.stdout)["kernels"]
+
+
+def test_compiles_then_finds_in_the_cache(tiny, flashgen):
+    first = flashgen("build", *ONE, "--json")
+    assert first.exit_code == 0
+    assert [(k["variant"], k["arch"], k["cached"]) for k in kernels(first)] == [
+        ("tiny_fwd_hdim64_fp16_sm80", "sm_80", False),
+        ("tiny_fwd_hdim64_fp16_sm80", "sm_90", False),
+    ]
+    assert all(k["registers"] > 0 and k["spill_stores"] == 0 and k["failure"] is None for k in kernels(first))
+    again = kernels(flashgen("build", *ONE, "--json"))
+    assert all(k["cached"] for k in again)
+    assert [k["registers"] for k in again] == [k["registers"] for k in kernels(first)]
+
+
+def test_the_table_has_what_the_json_has(tiny, flashgen):
+    found = kernels(flashgen("build", *ONE, "--arch", "sm_90", "--json"))
+    result = flashgen("build", *ONE, "--arch", "90")
+    header, row = result.stdout.splitlines()
+    assert header.split() == ["variant", "arch", "regs", "spills", "smem", "KB", "seconds"]
+    assert row.split() == [found[0]["variant"], "sm_90", str(found[0]["registers"]), "0", "48", "cached"]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_table_fits_a_terminal(tiny, in_terminal, columns):
+    result = in_terminal(
+        columns, "build", "--select", "head_dim=32 dtype=fp16 mask_type=causal", "--arch", "sm_86"
+    )
+    lines = [ANSI.sub("", line).rstrip() for line in result.stdout.splitlines()]
+    assert max(map(len, lines)) <= columns
+    assert any(line.startswith("tiny_fwd_hdim32_fp16_causal_m64_packgqa_sm86 ") for line in lines)
+
+
+def test_the_default_is_the_committed_slice_for_the_listed_architectures(tiny, flashgen):
+    committed = json.loads(flashgen("list", "--select", "committed=true", "--json").stdout)
+    expected = {(v["name"], arch) for v in committed for arch in v["archs"]}
+    assert {
+        (k["variant"], k["arch"]) for k in kernels(flashgen("build", "--json", "--specs", tiny / "specs"))
+    } == expected
+
+
+def test_slice_all_with_architectures(tiny, flashgen):
+    everything = json.loads(flashgen("list", "--json").stdout)
+    built = kernels(flashgen("build", "--slice", "all", "--arch", "sm_86", "--arch", "sm_80", "--json"))
+    expected = {(v["name"], arch) for v in everything for arch in v["archs"] if arch in ("sm_80", "sm_86")}
+    assert {(k["variant"], k["arch"]) for k in built} == expected
+
+
+def test_an_unreachable_architecture_is_an_error(tiny, flashgen):
+    result = flashgen("build", *ONE, "--arch", "sm_75")
+    assert result.exit_code == 1
+    assert "need sm_80 or later" in result.stderr
+    assert flashgen("build", *ONE, "--arch", "hopper").exit_code == 2
+
+
+def test_spills_fail_where_the_spec_forbids_them(spilling, flashgen):
+    result = flashgen("build", *SPILLS, "--arch", "sm_80", "--json")
+    (kernel,) = kernels(result)
+    assert result.exit_code == 1
+    assert kernel["spill_stores"] > 0
+    assert "no_spills" in kernel["failure"]
+    table = flashgen("build", *SPILLS, "--arch", "sm_80")
+    assert table.exit_code == 1
+    assert re.search(r" \d+ ! ", table.stdout)
+    assert "says no_spills" in table.stderr
+
+
+def test_spills_pass_where_the_spec_allows_them(spilling, edit_spec, flashgen):
+    edit_spec("no_spills: true", "no_spills: false")
+    result = flashgen("build", *SPILLS, "--arch", "sm_80", "--json")
+    assert result.exit_code == 0
+    assert kernels(result)[0]["spill_stores"] > 0
+
+
+def test_a_kernel_that_does_not_compile_fails_alone(tiny, edit, flashgen):
+    edit("templates/tiny.cu.j2", "// Keys behind the diagonal are hidden.", "no such thing;")
+    result = flashgen(
+        "build", "--select", "head_dim=64 dtype=fp16 gqa=mha tile=default target=sm80", "--json"
+    )
+    assert result.exit_code == 1
+    failed = {k["variant"] for k in kernels(result) if k["failure"]}
+    assert failed == {"tiny_fwd_hdim64_fp16_causal_sm80"}
+    assert len(kernels(result)) == 4
+    assert "no such thing;" in next(k["failure"] for k in kernels(result) if k["failure"])
+
+
+def test_out_gets_the_sources_and_no_compile_compiles_nothing(tiny, flashgen, tmp_path):
+    out = tmp_path / "out"
+    result = flashgen("build", *ONE, "--out", out, "--no-compile", "--json")
+    assert json.loads(result.stdout) == {
+        "kernels": [],
+        "written": ["tiny_fwd_hdim64_fp16_sm80.cu"],
+        "failures": 0,
+    }
+    assert (
+        flashgen("inspect", ONE[1], "--source").stdout == (out / "tiny_fwd_hdim64_fp16_sm80.cu").read_text()
+    )
+    assert not (tmp_path / "cache").exists()
+    again = flashgen("build", *ONE, "--out", out, "--no-compile", "--json")
+    assert json.loads(again.stdout)["written"] == []
+
+
+def test_check_passes_after_a_build_and_fails_after_a_change(tiny, edit, flashgen, tmp_path):
+    out = tmp_path / "out"
+    assert flashgen("build", "--out", out, "--no-compile").exit_code == 0
+    passed = flashgen("build", "--check", "--out", out)
+    assert passed.exit_code == 0
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    edit("templates/tiny.cu.j2", "// Keys behind the diagonal are hidden.", "// Later keys are hidden.")
+    failed = flashgen("build", "--check", "--out", out)
+    assert failed.exit_code == 1
+    assert "+// Later keys are hidden." in failed.stdout
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+    differences = json.loads(flashgen("build", "--check", "--out", out, "--json").stdout)["differences"]
+    assert differences
+    assert all("causal" in each["file"] and each["kind"] == "changed" for each in differences)
+
+
+def test_a_checkout_keeps_generated_up_to_date(tiny, flashgen, monkeypatch):
+    generated = tiny / "generated"
+    generated.mkdir()
+    monkeypatch.setattr("flashgen.paths.checkout", lambda: tiny)
+    (generated / "README.md").write_text("kept")
+    assert flashgen("build", "--no-compile").exit_code == 0
+    written = {path.name for path in generated.glob("*.cu")}
+    assert written
+    stale = generated / "tiny_fwd_hdim8_fp16_sm80.cu"
+    stale.write_text((generated / min(written)).read_text())
+    assert flashgen("build", "--check").exit_code == 1
+    assert flashgen("build", "--no-compile", "--select", "head_dim=32").exit_code == 0
+    assert {path.name for path in generated.glob("*.cu")} == written | {stale.name}
+    assert flashgen("build", "--no-compile").exit_code == 0
+    assert {path.name for path in generated.iterdir()} == written | {"README.md"}
+    assert flashgen("build", "--check").exit_code == 0
+
+
+def test_an_unwritable_out_is_one_message(tiny, flashgen, tmp_path):
+    (tmp_path / "file").write_text("")
+    result = flashgen("build", *ONE, "--no-compile", "--out", tmp_path / "file" / "below")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: ")
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,50 @@
+import json
+
+import pytest
+
+from flashgen.cache import CubinCache
+
+KEYS = [f"{n:064x}" for n in range(3)]
+
+
+@pytest.fixture
+def filled(tmp_path, monkeypatch):
+    """A cache of three entries."""
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "cache"))
+    cache = CubinCache()
+    for key in KEYS:
+        cache.put(key, b"machine code")
+    return cache
+
+
+def test_info(filled, flashgen):
+    found = json.loads(flashgen("cache", "info", "--json").stdout)
+    assert (found["root"], found["entries"], found["problem"]) == (str(filled.root), 3, "")
+    text = flashgen("cache", "info").stdout
+    assert str(filled.root) in text
+    assert "writable  yes" in text
+
+
+def test_an_unwritable_cache_is_a_failure(tmp_path, flashgen):
+    (tmp_path / "file").write_text("")
+    result = flashgen("cache", "info", FLASHGEN_CACHE_DIR=str(tmp_path / "file"))
+    assert result.exit_code == 1
+    assert "no: " in result.stdout
+
+
+def test_verify_finds_and_removes_damage(filled, flashgen):
+    sound = flashgen("cache", "verify")
+    assert sound.exit_code == 0
+    damaged = next(path for path in filled.root.rglob(KEYS[1]) if path.is_file())
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
+    found = flashgen("cache", "verify", "--json")
+    assert found.exit_code == 1
+    assert json.loads(found.stdout) == {"intact": 2, "damaged": [str(damaged)]}
+    assert flashgen("cache", "verify").exit_code == 0
+
+
+def test_clear_asks_first(filled, flashgen):
+    assert flashgen("cache", "clear").exit_code == 1
+    assert filled.info().entries == 3
+    assert json.loads(flashgen("cache", "clear", "--yes", "--json").stdout) == {"removed": 3}
+    assert filled.info().entries == 0

@@ -1,0 +1,129 @@
+import json
+
+import pytest
+
+from flashgen.disassemble import NoDisassemblerError, mnemonics, nvdisasm
+from flashgen.render import flatten, include_dirs, render
+from flashgen.spec import load_specs
+
+NAME = "tiny_fwd_hdim64_fp16_causal_sm80"
+
+
+@pytest.fixture
+def variant(tiny):
+    return next(v for spec in load_specs() for v in spec.variants() if v.name == NAME)
+
+
+def test_source_in_a_pipe_is_what_is_rendered_byte_for_byte(variant, flashgen):
+    assert flashgen("inspect", NAME, "--source").stdout == render(variant)
+    assert flashgen("inspect", f"generated/{NAME}.cu", "--flat").stdout == flatten(
+        render(variant), include_dirs(variant)
+    )
+
+
+def test_source_in_a_terminal_is_coloured_and_whole(variant, in_terminal):
+    import re
+
+    result = in_terminal(40, "inspect", NAME, "--source")
+    assert "\x1b[" in result.stdout
+    assert re.sub(r"\x1b\[[0-9;]*m", "", result.stdout).rstrip() == render(variant).rstrip()
+
+
+def test_axes_name_a_variant(tiny, flashgen):
+    args = (
+        "--head-dim",
+        64,
+        "--dtype",
+        "fp16",
+        "--mask-type",
+        "causal",
+        "--gqa",
+        "packed",
+        "--target",
+        "sm86",
+    )
+    found = json.loads(flashgen("inspect", *args, "--json").stdout)
+    assert found["name"] == "tiny_fwd_hdim64_fp16_causal_packgqa_sm86"
+    tiled = json.loads(flashgen("inspect", *args, "--tile", "m64", "--json").stdout)
+    assert tiled["name"] == "tiny_fwd_hdim64_fp16_causal_m64_packgqa_sm86"
+
+
+def test_ambiguous_axes_show_the_first_and_say_so(tiny, flashgen):
+    result = flashgen("inspect", "--head-dim", 64, "--source")
+    assert "tiny_fwd_hdim64_fp16_sm80(Params" in result.stdout
+    assert "variants fit" in result.stderr
+
+
+def test_the_card_tells_where_it_comes_from(tiny, flashgen):
+    card = flashgen("inspect", NAME).stdout
+    assert str(tiny / "specs" / "tiny.yaml") in card
+    assert str(tiny / "templates" / "tiny.cu.j2") in card
+    assert "int32_t diagonal_offset" in card
+    files = json.loads(flashgen("inspect", NAME, "--json").stdout)["files"]
+    assert files["spec"] == str(tiny / "specs" / "tiny.yaml")
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (("tiny_fwd_hdim64_fp16_casual_sm80",), 1, ["did you mean", NAME]),
+        (("--head-dim", 128), 1, ["head_dim=128", "32, 64"]),
+        ((), 2, ["Which variant?"]),
+        ((NAME, "--head-dim", 64), 2, ["leave out --head-dim"]),
+        ((NAME, "--arch", "x"), 2, ["sm_90"]),
+    ],
+)
+def test_a_wrong_name_gets_help(tiny, flashgen, args, code, words):
+    result = flashgen("inspect", *args)
+    assert result.exit_code == code
+    assert result.stdout == ""
+    for word in words:
+        assert word in result.stderr
+
+
+def test_resources_and_ptx_need_no_gpu(tiny, flashgen):
+    pytest.importorskip("cupy", reason="nothing can be compiled without CuPy and NVRTC")
+    found = json.loads(flashgen("inspect", NAME, "--resources", "--arch", "sm_86", "--json").stdout)
+    assert found["arch"] == "sm_86"
+    assert found["registers"] > 0
+    assert str(found["registers"]) in flashgen("inspect", NAME, "--resources", "--arch", "sm_86").stdout
+    ptx = flashgen("inspect", NAME, "--ptx", "--arch", "sm_86").stdout
+    assert ".target sm_86" in ptx
+    assert f".entry {NAME}(" in ptx
+
+
+def test_sass_counts_what_resources_counts(tiny, flashgen):
+    pytest.importorskip("cupy", reason="nothing can be compiled without CuPy and NVRTC")
+    try:
+        nvdisasm()
+    except NoDisassemblerError:
+        pytest.skip("there is no nvdisasm")
+    sass = flashgen("inspect", NAME, "--sass", "--arch", "sm_86")
+    assert sass.exit_code == 0
+    counts = json.loads(flashgen("inspect", NAME, "--resources", "--arch", "sm_86", "--json").stdout)[
+        "instructions"
+    ]
+    assert counts["STG"] == mnemonics(sass.stdout)["STG"] > 0
+
+
+def test_sass_without_a_disassembler_says_what_to_install(tiny, flashgen, monkeypatch):
+    pytest.importorskip("cupy", reason="nothing can be compiled without CuPy and NVRTC")
+
+    def missing():
+        raise NoDisassemblerError("install it so")
+
+    monkeypatch.setattr("flashgen.disassemble.nvdisasm", missing)
+    result = flashgen("inspect", NAME, "--sass", "--arch", "sm_86")
+    assert result.exit_code == 1
+    assert "Error: install it so" in result.stderr
+    assert json.loads(flashgen("inspect", NAME, "--resources", "--json").stdout)["instructions"] is None
+
+
+def test_a_kernel_that_does_not_compile_is_one_message(tiny, edit, flashgen):
+    pytest.importorskip("cupy", reason="nothing can be compiled without CuPy and NVRTC")
+    edit("templates/tiny.cu.j2", "// Keys behind the diagonal are hidden.", "no such thing;")
+    for view in ("--ptx", "--resources"):
+        result = flashgen("inspect", NAME, view)
+        assert result.exit_code == 1
+        assert "no such thing;" in result.stderr
+        assert result.stdout == ""

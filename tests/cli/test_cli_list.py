@@ -1,0 +1,65 @@
+import json
+import re
+
+from flashgen.spec import load_specs
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def names(tiny):
+    return [variant.name for spec in load_specs() for variant in spec.variants()]
+
+
+def test_a_pipe_gets_every_name_whole_and_no_colours(tiny, flashgen):
+    result = flashgen("list")
+    assert result.exit_code == 0
+    assert "\x1b" not in result.stdout
+    header, *rows = result.stdout.splitlines()
+    assert header.split()[:2] == ["variant", "tile"]
+    assert [row.split()[0] for row in rows] == names(tiny)
+    assert all(len(row.split()) == len(rows[0].split()) for row in rows)
+    assert f"{len(rows)} variants" in result.stderr
+
+
+def test_json_is_what_the_variants_say(tiny, flashgen):
+    found = json.loads(flashgen("list", "--json").stdout)
+    assert [each["name"] for each in found] == names(tiny)
+    first = found[0]
+    assert first["threads"] == 32 * first["tile"]["warps"]
+
+
+def test_select_narrows_and_a_wrong_term_is_one_message(tiny, flashgen):
+    chosen = json.loads(flashgen("list", "--select", "head_dim=64 dtype=fp32", "--json").stdout)
+    assert chosen
+    assert all(each["axes"]["head_dim"] == 64 and each["axes"]["dtype"] == "fp32" for each in chosen)
+    wrong = flashgen("list", "--select", "dtype=int8")
+    assert wrong.exit_code == 1
+    assert wrong.stdout == ""
+    assert "Error: no variant has dtype=int8" in wrong.stderr
+    assert "fp16, fp32" in wrong.stderr
+    assert "Traceback" not in wrong.stderr
+
+
+def test_a_terminal_is_never_overrun(tiny, in_terminal):
+    for columns in (80, 120):
+        result = in_terminal(columns, "list")
+        assert result.exit_code == 0
+        lines = [ANSI.sub("", line).rstrip() for line in result.stdout.splitlines()]
+        assert max(map(len, lines)) <= columns
+        for name in names(tiny):
+            assert any(line.startswith(name + " ") for line in lines)
+    assert "min_blocks" in result.stdout
+
+
+def test_specs_of_ones_own_are_added(tiny, flashgen, tmp_path):
+    own = tmp_path / "own"
+    own.mkdir()
+    text = (tiny / "specs/tiny.yaml").read_text()
+    (own / "mine.yaml").write_text(text.replace("family: tiny_fwd", "family: mine"))
+    result = flashgen("list", "--specs", own, "--select", "family=mine", "--json")
+    assert {each["spec"] for each in json.loads(result.stdout)} == {"mine"}
+    (own / "mine.yaml").write_text(text.replace("threads:", "treads:"))
+    broken = flashgen("list", "--specs", own)
+    assert broken.exit_code == 1
+    assert "mine.yaml" in broken.stderr
+    assert "treads" in broken.stderr
