@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +21,7 @@ from flashgen.bench.hosts import Inputs
 from flashgen.bench.peers import all_peers, choose_peers, registry
 from flashgen.bench.results import Measurement, Report, Row
 from flashgen.bench.runner import measure, run
-from flashgen.bench.table import cell, line, tables
+from flashgen.bench.table import cell, line, print_tables, tables
 from flashgen.bench.timing import Step, Timing, graph_step, rotation, stream_step, summarize, time_interleaved
 from flashgen.errors import BadParam, DeviceTypeNotSupported
 
@@ -67,15 +69,16 @@ def test_bytes_count_every_array_once():
     assert case.bytes_moved == 2 * q.nbytes + 2 * k.nbytes
 
 
-def test_prefill_holds_tokens_and_width_and_every_required_cell():
-    grid = GRIDS["prefill"]
-    cells = {(c.dtype, c.head_dim, c.mask, c.seqlen_q) for c in grid.cases}
-    for dtype in ("fp16", "bf16"):
-        for mask in ("none", "causal"):
-            assert {(dtype, d, mask, s) for d in (64, 128, 256) for s in (1024, 4096, 16384)} <= cells
-            assert {(dtype, d, mask, 4096) for d in (32, 96, 192)} <= cells
-    assert all(c.batch * c.seqlen_q == 16_384 for c in grid.cases)
-    assert all(c.num_heads_q == 2048 // c.head_dim for c in grid.cases)
+@pytest.mark.parametrize(
+    ("grid", "head_dims", "lengths"),
+    [("prefill", (64, 128, 256), (1024, 4096, 16_384)), ("head_dims", (32, 96, 192), (4096,))],
+)
+def test_sweeps_hold_tokens_and_width_and_exactly_their_cells(grid, head_dims, lengths):
+    cases = GRIDS[grid].cases
+    cells = [(c.dtype, c.head_dim, c.mask, c.seqlen_q) for c in cases]
+    assert sorted(cells) == sorted(product(("fp16", "bf16"), head_dims, ("none", "causal"), lengths))
+    assert all(c.batch * c.seqlen_q == 16_384 for c in cases)
+    assert all(c.num_heads_q == 2048 // c.head_dim for c in cases)
 
 
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=lambda grid: grid.name)
@@ -341,7 +344,7 @@ def test_run_writes_json_charts_and_tables(tmp_path, monkeypatch):
     monkeypatch.setitem(GRIDS, "tiny", replace(GRIDS["prefill"], name="tiny", cases=tuple(small)))
     monkeypatch.setattr(registry, "all_peers", lambda: peers)
     monkeypatch.setattr("flashgen.bench.runner._host", lambda _: host)
-    console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
+    console = Console(record=True, width=200, file=io.StringIO())
     report = run(
         "tiny",
         rounds=2,
@@ -354,7 +357,7 @@ def test_run_writes_json_charts_and_tables(tmp_path, monkeypatch):
     data = json.loads((tmp_path / "out" / "r.json").read_text())
     assert data["protocol"]["seed"] == 5
     assert [s["geometric_mean"] for s in data["summary"]] == pytest.approx([1.25, 1.25])
-    assert {r["results"][1]["flashgen_ratio"] for r in data["rows"]} == {pytest.approx(1.25)}
+    assert [r["results"][1]["flashgen_ratio"] for r in data["rows"]] == pytest.approx([1.25] * 4)
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("c.png", "c-bf16.png"))
     assert "1.250×" in console.export_text()
     assert Report.load(tmp_path / "out" / "r.json").as_dict() == report.as_dict()
@@ -422,10 +425,20 @@ def test_a_case_is_set_against_its_baseline_by_rate():
     )
     expected = (window.flops / 0.5) / (report.rows[1].case.flops / 1.0)
     assert report.baseline_ratio(report.rows[-1]) == pytest.approx(expected)
-    text = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
+    text = Console(record=True, width=200, file=io.StringIO())
     for table in tables(report):
         text.print(table)
     assert f"{expected:.2f} × causal 1024" in text.export_text()
+
+
+def test_tables_keep_every_figure_where_the_console_is_narrow():
+    report = a_report(**{peer: [1.0, 1.0, 1.0] for peer in all_peers()})
+    text = Console(record=True, width=40, file=io.StringIO())
+    print_tables(report, text)
+    shown = text.export_text()
+    assert "…" not in shown
+    assert all(f"{peer} (ratio)" in shown for peer in all_peers() if peer != registry.OURS)
+    assert shown.count("(1.00×)") == 6 * (len(all_peers()) - 1)
 
 
 def test_another_schema_is_refused(tmp_path):
@@ -450,6 +463,28 @@ def test_a_sweep_has_a_panel_per_head_dim_and_mask_and_a_line_per_peer():
         np.testing.assert_allclose(axis.lines[0].get_ydata(), tflops)
         assert list(axis.lines[0].get_xdata()) == [1024, 4096, 16384]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["flashgen", "peer"]
+
+
+def test_no_line_leaves_its_panel():
+    from matplotlib.figure import Figure
+
+    report = a_report(flashgen=[1.0, 2.0, 3.0])
+    for seqlen in (1024, 4096):
+        case = a_case(name=f"wide {seqlen}", seqlen_q=seqlen, seqlen_kv=seqlen, head_dim=256)
+        report.rows.append(
+            Row(case, {"flashgen": Measurement("flashgen", Timing(0.1, 0.1, 0.1, 5, 1), agrees=True)})
+        )
+    figure = chart._sweep(Figure, report, chart._panels(report.rows))
+    for axis in figure.axes:
+        low, high = axis.get_ylim()
+        assert all(low == 0 <= value <= high for line in axis.lines for value in line.get_ydata())
+
+
+def test_a_grid_that_is_no_sweep_has_no_panels():
+    report = a_report(flashgen=[1.0, 2.0, 3.0])
+    short = replace(report.rows[0].case, name="short", seqlen_q=1)
+    assert chart._panels([*report.rows, Row(short, report.rows[0].measurements)]) == {}
+    assert chart._panels(report.rows[:2]) == {}
 
 
 def test_bars_leave_out_what_was_not_timed():

@@ -162,11 +162,10 @@ def find_grid(name: str) -> Grid:
     return GRIDS[name]
 
 
-def _prefill() -> Grid:
-    shapes = [(d, seqlen) for d in (64, 128, 256) for seqlen in (1024, 4096, 16_384)]
-    shapes += [(d, 4096) for d in (32, 96, 192)]
+def _sweep(name: str, doc: str, shapes: Iterable[tuple[int, int]]) -> Grid:
+    """Self-attention of 16,384 tokens at each (head_dim, seqlen), full and causal, fp16 and bf16."""
     cases = []
-    for dtype, (head_dim, seqlen), mask in product(("fp16", "bf16"), shapes, ("none", "causal")):
+    for dtype, (head_dim, seqlen), mask in product(("fp16", "bf16"), tuple(shapes), ("none", "causal")):
         # 96 and 192 do not divide the width; the nearest count below keeps the work alike.
         heads = _PREFILL_WIDTH // head_dim
         cases.append(
@@ -182,7 +181,18 @@ def _prefill() -> Grid:
                 mask=mask,
             )
         )
-    return Grid("prefill", "16,384 tokens in all, heads × head_dim = 2,048, fp16 and bf16", tuple(cases))
+    return Grid(name, doc, tuple(cases))
+
+
+def _prefill() -> Grid:
+    doc = "head_dim 64, 128, 256; 16,384 tokens in all, heads × head_dim = 2,048"
+    return _sweep("prefill", doc, product((64, 128, 256), (1024, 4096, 16_384)))
+
+
+def _head_dims() -> Grid:
+    return _sweep(
+        "head_dims", "head_dim 32, 96, 192 at 4,096 tokens, else as prefill", product((32, 96, 192), (4096,))
+    )
 
 
 def _masks() -> Grid:
@@ -242,4 +252,4 @@ def _small() -> Grid:
     )
 
 
-GRIDS: dict[str, Grid] = {grid.name: grid for grid in (_prefill(), _masks(), _small())}
+GRIDS: dict[str, Grid] = {grid.name: grid for grid in (_prefill(), _head_dims(), _masks(), _small())}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from flashgen.bench.cases import short_length
-from flashgen.bench.peers.registry import OURS
+from flashgen.bench.peers.registry import OURS, all_peers
 from flashgen.errors import BadParam
 
 if TYPE_CHECKING:
@@ -56,15 +57,23 @@ def draw(report: Report, path: Path) -> list[Path]:
 
 
 def _panels(rows: list[Row]) -> dict[tuple[int, bool], list[Row]]:
-    """Rows by (head_dim, causal), those panels only that hold several sequence lengths of full or causal
-    attention.
-    """
+    """Rows by (head_dim, causal) where all are sweeps over the length of self-attention; else nothing."""
     panels: dict[tuple[int, bool], list[Row]] = {}
-    for row in sorted(rows, key=lambda row: row.case.seqlen_q):
-        if row.case.mask in ("none", "causal"):
-            panels.setdefault((row.case.head_dim, row.case.mask == "causal"), []).append(row)
-    swept = {key: rows for key, rows in panels.items() if len({row.case.seqlen_q for row in rows}) > 1}
-    return {key: swept[key] for key in sorted(swept, key=lambda key: (key[1], key[0]))}
+    for row in sorted(
+        rows, key=lambda row: (row.case.mask == "causal", row.case.head_dim, row.case.seqlen_q)
+    ):
+        panels.setdefault((row.case.head_dim, row.case.mask == "causal"), []).append(row)
+    self_attention = all(
+        r.case.mask in ("none", "causal") and r.case.seqlen_q == r.case.seqlen_kv for r in rows
+    )
+    swept = all(len({r.case.seqlen_q for r in panel}) == len(panel) > 1 for panel in panels.values())
+    return panels if self_attention and swept else {}
+
+
+def _styles(report: Report) -> dict[str, tuple[str, str]]:
+    """Colour and marker by peer, the same in every chart for a known peer."""
+    known = dict.fromkeys([*all_peers(), *report.peers])
+    return dict(zip(known, itertools.cycle(_STYLES), strict=False))
 
 
 def _value(report: Report, row: Row, peer: str) -> float:
@@ -82,14 +91,16 @@ def _sweep(figure_class: type, report: Report, panels: dict[tuple[int, bool], li
     columns = sorted({head_dim for head_dim, _ in panels})
     masks = sorted({causal for _, causal in panels})
     figure = figure_class(figsize=(3.6 * len(columns) + 0.6, 3.0 * len(masks) + 1.1), layout="constrained")
-    axes = figure.subplots(len(masks), len(columns), squeeze=False)
+    axes = figure.subplots(len(masks), len(columns), squeeze=False, sharey="row")
+    styles = _styles(report)
     for axis in axes.flat:
         axis.set_visible(False)
     for (head_dim, causal), rows in panels.items():
         axis = axes[masks.index(causal)][columns.index(head_dim)]
         axis.set_visible(True)
         lengths = [row.case.seqlen_q for row in rows]
-        for peer, (colour, marker) in zip(report.peers, _STYLES, strict=False):
+        for peer in report.peers:
+            colour, marker = styles[peer]
             values = [_value(report, row, peer) for row in rows]
             if any(value == value for value in values):
                 width = 2.4 if peer == OURS else 1.4
@@ -100,10 +111,14 @@ def _sweep(figure_class: type, report: Report, panels: dict[tuple[int, bool], li
         axis.set_xscale("log", base=2)
         axis.set_xticks(lengths, [short_length(length) for length in lengths])
         axis.minorticks_off()
-        axis.set_ylim(bottom=0)
+        axis.tick_params(labelleft=True)
+        if causal == masks[-1]:
+            axis.set_xlabel("sequence length", fontsize=10)
         axis.grid(alpha=0.3)
         axis.tick_params(labelsize=9)
-    figure.supxlabel("sequence length", fontsize=10)
+    for axis in axes[:, 0]:
+        # Only now: fixing one end stops the shared axis from growing with the panels beside it.
+        axis.set_ylim(bottom=0)
     figure.supylabel(report.metric, fontsize=10)
     labels = {
         label: handle
@@ -123,15 +138,18 @@ def _bars(figure_class: type, report: Report, rows: list[Row]) -> Any:
     ]
     figure = figure_class(figsize=(8.0, 1.4 + 0.24 * sum(counts) + 0.22 * len(rows)), layout="constrained")
     axis = figure.subplots()
+    styles = _styles(report)
     position, ticks = 0.0, []
     labelled: set[str] = set()
     for row, count in zip(rows, counts, strict=True):
         ticks.append(position + (count - 1) / 2)
-        for peer, (colour, _) in zip(report.peers, _STYLES, strict=False):
+        for peer in report.peers:
             value = _value(report, row, peer)
             if value != value:
                 continue
-            axis.barh(position, value, color=colour, height=0.9, label=None if peer in labelled else peer)
+            axis.barh(
+                position, value, color=styles[peer][0], height=0.9, label=None if peer in labelled else peer
+            )
             axis.annotate(f" {value:.3g}", (value, position), va="center", fontsize=7)
             labelled.add(peer)
             position += 1
@@ -139,7 +157,7 @@ def _bars(figure_class: type, report: Report, rows: list[Row]) -> Any:
     axis.set_yticks(ticks, [row.case.name for row in rows], fontsize=9)
     axis.invert_yaxis()
     axis.set_xlabel(report.metric)
-    axis.margins(x=0.08)
+    axis.margins(x=0.08, y=0.01)
     axis.grid(axis="x", alpha=0.3)
     figure.legend(loc="outside lower center", ncols=min(5, len(labelled)), fontsize=9)
     return figure

@@ -13,7 +13,7 @@ from flashgen.bench.cases import find_grid
 from flashgen.bench.environment import describe
 from flashgen.bench.peers.registry import OURS, choose_peers
 from flashgen.bench.results import Measurement, Report, Row
-from flashgen.bench.table import line, tables
+from flashgen.bench.table import line, print_tables
 from flashgen.bench.timing import Step, graph_step, rotation, stream_step, time_interleaved
 from flashgen.errors import BadParam
 
@@ -76,8 +76,7 @@ def run(
         if json_path is not None:
             report.save(Path(json_path))
     if console is not None:
-        for table in tables(report):
-            console.print(table)
+        print_tables(report, console)
     if png_path is not None:
         from flashgen.bench.chart import draw
 

@@ -11,7 +11,13 @@ from flashgen.bench.peers.registry import OURS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from flashgen.bench.results import Measurement, Report, Row
+    from rich.console import Console
+
+    from flashgen.bench.cases import Case
+    from flashgen.bench.results import Report, Row
+    from flashgen.bench.timing import Timing
+
+_WIDEST = 1000
 
 
 def tables(report: Report) -> Iterator[Table]:
@@ -19,6 +25,13 @@ def tables(report: Report) -> Iterator[Table]:
     yield cases_table(report)
     if report.summaries():
         yield summary_table(report)
+
+
+def print_tables(report: Report, console: Console) -> None:
+    """Print the tables at their full width, also where the console is narrower: no figure may be cut off."""
+    for table in tables(report):
+        table.width = console.measure(table, options=console.options.update(width=_WIDEST)).maximum
+        console.print(table, crop=False)
 
 
 def cases_table(report: Report) -> Table:
@@ -71,7 +84,7 @@ def cell(report: Report, row: Row, peer: str) -> str:
     measurement = row.measurements.get(peer)
     if measurement is None or measurement.timing is None:
         return "–"
-    figure = _figure(report, row, measurement)
+    figure = _figure(report, row.case, measurement.timing)
     if not measurement.agrees:
         return f"{figure} ≠"
     if peer == OURS:
@@ -80,12 +93,11 @@ def cell(report: Report, row: Row, peer: str) -> str:
     return figure if ratio is None else f"{figure} ({ratio:.2f}×)"
 
 
-def _figure(report: Report, row: Row, measurement: Measurement) -> str:
-    if measurement.timing is None:
-        raise AssertionError("a figure needs a timing")
+def _figure(report: Report, case: Case, timing: Timing) -> str:
+    """The report's metric, to the digits that it can bear."""
     if report.metric == "µs":
-        return f"{measurement.timing.median_ms * 1e3:.1f}"
-    rate = row.case.flops / measurement.timing.median_ms / 1e9
+        return f"{timing.median_ms * 1e3:.1f}"
+    rate = case.flops / timing.median_ms / 1e9
     return f"{rate:.0f}" if rate >= 100 else f"{rate:.1f}"
 
 

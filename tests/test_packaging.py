@@ -1,0 +1,172 @@
+"""What an installation holds, and that the README, CI and the metadata agree."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+# import name -> distribution, where they differ
+DISTRIBUTIONS = {"yaml": "pyyaml"}
+# Needed only where the caller already has them, or by an extra.
+OPTIONAL = {
+    "cupy",
+    "cupy_backends",
+    "torch",
+    "jax",
+    "ml_dtypes",
+    "matplotlib",
+    "flash_attn",
+    "flashinfer",
+    "threadpoolctl",
+}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    built = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def command_after(marker: str) -> str:
+    """The fenced block of the README behind an HTML comment."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(rf"^<!-- {marker} -->\n```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return block.strip()
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.match(r"[A-Za-z0-9_.-]+", each)[0].lower().replace("_", "-") for each in requirements}
+
+
+def test_the_wheel_holds_every_spec_template_and_module_and_nothing_else(wheel):
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    expected = set()
+    for source, target in (("codegen/flashgen", "flashgen"), ("specs", "flashgen/_data/specs")):
+        expected |= {f"{target}/{p.relative_to(ROOT / source).as_posix()}" for p in files(ROOT / source)}
+    expected |= {
+        f"flashgen/_data/templates/{p.relative_to(ROOT / 'templates').as_posix()}"
+        for p in files(ROOT / "templates")
+    }
+    assert held == expected
+
+
+def files(folder: Path) -> list[Path]:
+    return [p for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+
+
+def test_an_installed_flashgen_renders_from_its_own_data(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    program = (
+        "from flashgen import paths, render, spec\n"
+        "variant = next(v for s in spec.load_specs() for v in s.variants())\n"
+        "print(paths.checkout(), paths.specs_dir(), variant.name in render.render(variant), sep='\\n')\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("FLASHGEN_", "PYTHON"))}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    checkout, specs, rendered = done.stdout.splitlines()
+    assert checkout == "None"
+    assert Path(specs) == tmp_path / "flashgen" / "_data" / "specs"
+    assert rendered == "True"
+
+
+def test_the_wheel_s_command_is_importable(wheel):
+    entry = zipfile.ZipFile(wheel).read(
+        next(n for n in zipfile.ZipFile(wheel).namelist() if n.endswith("entry_points.txt"))
+    )
+    module, _, attribute = re.search(rb"flashgen = ([\w.]+)(:)(\w+)", entry).groups()
+    assert callable(getattr(__import__(module.decode(), fromlist=["_"]), attribute.decode()))
+
+
+def test_the_version_is_said_once_in_effect():
+    import flashgen
+
+    assert flashgen.__version__ == METADATA["version"]
+
+
+def test_every_import_is_the_standard_library_a_dependency_or_optional():
+    wanted = names(METADATA["dependencies"])
+    foreign = {}
+    for path in files(ROOT / "codegen" / "flashgen"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                modules = [node.module]
+            for module in {m.split(".")[0] for m in modules} - sys.stdlib_module_names - {"flashgen"}:
+                foreign.setdefault(module, path.name)
+    undeclared = {
+        module: where
+        for module, where in foreign.items()
+        if module not in OPTIONAL and DISTRIBUTIONS.get(module, module) not in wanted
+    }
+    assert not undeclared
+    assert names(METADATA["dependencies"]) <= {DISTRIBUTIONS.get(m, m) for m in foreign}, (
+        "a dependency is not used"
+    )
+
+
+@pytest.mark.parametrize("major", ["12", "13"])
+def test_a_cuda_extra_has_cupy_nvrtc_and_headers_but_no_toolkit(major):
+    extra = names(METADATA["optional-dependencies"][f"cuda{major}"])
+    suffix = "-cu12" if major == "12" else ""
+    assert extra == {f"cupy-cuda{major}x", f"nvidia-cuda-nvrtc{suffix}", f"nvidia-cuda-runtime{suffix}"}
+
+
+def test_importing_flashgen_imports_nothing_heavy():
+    program = "import sys, flashgen; print(sorted(m for m in sys.modules if '.' not in m))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "codegen")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    heavy = {"numpy", "cupy", "torch", "jinja2", "click", "rich", "yaml", "msgspec", "matplotlib"}
+    assert heavy.isdisjoint(ast.literal_eval(done.stdout))
+
+
+def test_ci_runs_the_command_that_the_readme_shows():
+    shown = subprocess.run([ROOT / ".ci" / "run", "--show"], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == command_after("install-and-test")
+
+
+def test_both_commands_of_the_readme_set_up_from_nothing():
+    demo, tests = command_after("install-and-demo"), command_after("install-and-test")
+    assert demo.endswith("flashgen demo")
+    assert "pytest" in tests.split("&&")[-1]
+    for command in (demo, tests):
+        assert "\n" not in command
+        venv, install, _ = (part.strip() for part in command.split("&&"))
+        assert venv == "python3 -m venv .venv"
+        extras = re.fullmatch(r"\.venv/bin/pip install '\.\[([a-z0-9,]+)\]'", install)[1].split(",")
+        assert set(extras) <= set(METADATA["optional-dependencies"])
+
+
+def test_no_registry_host_is_named():
+    tracked = [ROOT / "README.md", ROOT / "pyproject.toml", ROOT / ".ci" / "run"]
+    for path in tracked:
+        assert not re.search(r"--(extra-)?index-url|find-links", path.read_text(encoding="utf-8")), path
