@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
-from dataclasses import replace
+import warnings
+from dataclasses import astuple, replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from rich.console import Console
 from flashgen.bench import chart, check, environment
 from flashgen.bench.cases import GRIDS, Case, find_grid
 from flashgen.bench.hosts import Inputs
-from flashgen.bench.peers import all_peers, choose_peers, registry
+from flashgen.bench.peers import all_peers, choose_peers, registry, torch_sdpa
 from flashgen.bench.results import Measurement, Report, Row
 from flashgen.bench.runner import measure, run
 from flashgen.bench.table import cell, line, print_tables, tables
@@ -294,6 +295,7 @@ def drop_last_row(out):
 
 
 def fail(_out):
+    warnings.warn("head_dim is odd", stacklevel=1)
     raise RuntimeError("no kernel")
 
 
@@ -313,11 +315,12 @@ def test_a_row_has_ratios_for_agreeing_peers_and_reasons_for_the_others():
     assert [row.ratio(name) for name in ("wrong", "partial", "broken", "narrow")] == [None] * 4
     assert row.measurements["wrong"].agrees is False
     assert row.measurements["partial"].agrees is False
-    assert row.measurements["broken"].note == "RuntimeError: no kernel"
+    assert row.measurements["broken"].note == "RuntimeError: no kernel; head_dim is odd"
     assert row.measurements["narrow"].note == "not this one"
     assert list(row.measurements) == [peer.name for peer in peers]
 
 
+@pytest.mark.filterwarnings("ignore:head_dim")
 def test_flashgen_failing_is_raised_not_noted():
     host = FakeHost()
     with pytest.raises(RuntimeError, match="no kernel"):
@@ -556,6 +559,21 @@ def test_peers_decline_exactly_what_they_cannot_do():
         for name, peer in all_peers().items()
     }
     assert found == DECLINED
+
+
+@pytest.mark.parametrize("changes", [{}, {"mask": "causal"}, {"mask": "random"}, {"num_heads_kv": 2}])
+def test_sdpa_gets_views_scale_and_mask_the_right_way_round(changes):
+    torch = pytest.importorskip("torch")
+    from torch.nn.attention import SDPBackend
+
+    case = a_case(**({"seqlen_q": 64, "num_heads_kv": 4} | changes))
+    arrays = FakeHost().inputs(case, 4)
+    tensors = Inputs(*(None if x is None else torch.from_numpy(x) for x in astuple(arrays)))
+    peer = torch_sdpa.TorchSdpa("flash")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_sdpa, "_BACKENDS", {"flash": SDPBackend.MATH.name})
+        out = peer.prepare(case, [tensors])(0)
+    np.testing.assert_allclose(out.numpy(), attention64(case, arrays), atol=1e-12)
 
 
 def test_the_environment_is_json_and_names_the_kernels():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,13 +101,19 @@ def measure(
         if reason is not None:
             measurements[peer.name] = Measurement(peer.name, note=reason)
             continue
-        try:
-            out, measurements[peer.name], step = _first_call(case, peer, sets, host, reference, rng)
-        except Exception as error:
-            if peer.name == OURS:
-                raise
-            measurements[peer.name] = Measurement(peer.name, note=f"{type(error).__name__}: {error}".strip())
-            continue
+        # PyTorch says in warnings why a backend refuses a call.
+        with warnings.catch_warnings(record=peer.name != OURS) as said:
+            try:
+                out, measurements[peer.name], step = _first_call(case, peer, sets, host, reference, rng)
+            except Exception as error:
+                if peer.name == OURS:
+                    raise
+                reasons = [
+                    f"{type(error).__name__}: {error}",
+                    *(str(warning.message) for warning in said or ()),
+                ]
+                measurements[peer.name] = Measurement(peer.name, note="; ".join(reasons))
+                continue
         steps[peer.name] = step
         if peer.name == OURS:
             reference = out
