@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from flashgen.device import available, device, why_unavailable
 from flashgen.errors import DeviceTypeNotSupported
 
 if TYPE_CHECKING:
@@ -91,8 +92,8 @@ class TorchHost:
         if not torch.cuda.is_available():
             raise DeviceTypeNotSupported("the benchmark needs a CUDA device, and this PyTorch sees none")
         self._torch = torch
+        self.l2_bytes = device(torch.cuda.current_device()).l2_bytes
         self._dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-        self.l2_bytes = int(torch.cuda.get_device_properties().L2_cache_size)
 
     def inputs(self, case: Case, seed: int) -> Inputs:
         torch = self._torch
@@ -143,14 +144,12 @@ class CupyHost:
     name = "cupy"
 
     def __init__(self) -> None:
-        from flashgen import device
-
-        if not device.available():
-            raise DeviceTypeNotSupported(f"the benchmark needs a CUDA device: {device.why_unavailable()}")
+        if not available():
+            raise DeviceTypeNotSupported(f"the benchmark needs a CUDA device: {why_unavailable()}")
         import cupy
 
         self._cupy = cupy
-        self.l2_bytes = int(cupy.cuda.Device().attributes["L2CacheSize"])
+        self.l2_bytes = device(cupy.cuda.Device().id).l2_bytes
 
     def _dtype(self, name: str) -> Any:
         if name == "bf16":
