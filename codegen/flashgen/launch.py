@@ -9,7 +9,9 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flashgen.dispatch import heads, rows, tiles
+from flashgen.device import activated
+from flashgen.device import device as device_of
+from flashgen.dispatch import heads, rows, select, tiles
 from flashgen.errors import BadTensorShape, SpecError
 from flashgen.params import layout
 
@@ -101,22 +103,19 @@ class Launcher:
     workspace_bytes = 0
 
     def __init__(self, problem: Problem, variant: Variant, device: Device, kernel: Kernel) -> None:
-        from cupy.cuda import runtime
         from cupy_backends.cuda.api import driver
 
+        size = geometry(problem, variant)
         self.variant = variant
-        self._kernel = kernel
-        self._geometry = geometry(problem, variant)
+        self._kernel = kernel  # holds the module loaded
         self._template, self._pointer_slots, self._width = pack(problem, variant, device)
         self._mask_strides = problem.mask_strides or (0, 0, 0)
         self._blocks: list[_ParameterBlock] = []
-        self._driver = driver
-        self._runtime = runtime
-        self._launch = driver.launchKernel
-        self._current_context = driver.ctxGetCurrent
         self._device = device.ordinal
-        self._context = self._context_of_device()
-        size = self._geometry
+        with activated(device.ordinal) as context:
+            self._context = context
+        self._current_context = driver.ctxGetCurrent
+        self._launch = driver.launchKernel
         self._function = kernel.function_ptr
         self._grid = (size.blocks, 1, 1, size.threads, 1, 1, size.smem_bytes)
 
@@ -141,25 +140,10 @@ class Launcher:
         if self._current_context() == self._context:
             self._launch(self._function, *self._grid, stream, block.address, 0)
         else:
-            self._launch_elsewhere(stream, block.address)
+            # The thread's current device is another one, or it has not used CUDA yet.
+            with activated(self._device):
+                self._launch(self._function, *self._grid, stream, block.address, 0)
         self._blocks.append(block)
-
-    def _launch_elsewhere(self, stream: int, address: int) -> None:
-        """Launch from a thread whose current device is another one, or which has not used CUDA yet."""
-        previous = self._runtime.getDevice()
-        self._runtime.setDevice(self._device)
-        try:
-            self._launch(self._function, *self._grid, stream, address, 0)
-        finally:
-            self._runtime.setDevice(previous)
-
-    def _context_of_device(self) -> int:
-        previous = self._runtime.getDevice()
-        self._runtime.setDevice(self._device)
-        try:
-            return self._driver.ctxGetCurrent()
-        finally:
-            self._runtime.setDevice(previous)
 
 
 def pack(
@@ -214,11 +198,9 @@ def prepare(problem: Problem, device_ordinal: int, variants: tuple[Variant, ...]
 
     Raises NoCompilerError, DeviceTypeNotSupported, SpecError, CompileError or BadTensorShape.
     """
-    from flashgen import device as devices
     from flashgen import kernel
-    from flashgen.dispatch import select
 
-    device = devices.device(device_ordinal)
+    device = device_of(device_ordinal)
     variant = select(problem, device, variants)
     geometry(problem, variant)  # so that a grid too large costs no compilation
     return Launcher(problem, variant, device, kernel.load(variant, device))

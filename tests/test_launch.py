@@ -1,0 +1,228 @@
+import ctypes
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashgen import launch
+from flashgen.dispatch import heads, rows, tiles
+from flashgen.errors import BadTensorShape, SpecError
+from flashgen.launch import POINTERS, geometry, pack, parameters, vector_width
+from flashgen.params import Param, layout
+from flashgen.problem import UNBOUNDED, Problem
+from flashgen.spec import load_specs
+
+H200 = SimpleNamespace(ordinal=0, l2_bytes=50 << 20)
+PROBLEM = Problem(
+    batch=2,
+    seqlen_q=1000,
+    seqlen_kv=3000,
+    num_heads_q=16,
+    num_heads_kv=4,
+    head_dim=40,
+    dtype="fp16",
+    mask_type="dense",
+    diagonal_offset=0,
+    window_left=UNBOUNDED,
+    window_right=UNBOUNDED,
+    softmax_scale=0.25,
+    q_strides=(2**33, -640, 40),
+    k_strides=(480000, 160, 40),
+    v_strides=(480000, 160, 0),
+    out_strides=(640000, 640, 40),
+    mask_strides=(0, 0, 3000),
+    return_lse=True,
+)
+SHIPPED = [variant for spec in load_specs() for variant in spec.variants() if spec.family == "flash_fwd"]
+DENSE_PACKED = next(v for v in SHIPPED if (v.mask_type, v.gqa, v.dtype) == ("dense", "packed", "fp16"))
+
+
+def unpacked(variant, template):
+    return np.frombuffer(template, layout(variant.params).dtype)[0]
+
+
+@pytest.mark.parametrize("variant", SHIPPED, ids=str)
+def test_the_struct_of_every_shipped_variant_holds_the_problem(variant):
+    template, pointers, width = pack(PROBLEM, variant, H200)
+    members = unpacked(variant, template)
+    assert members["q_batch_stride"] == 2**33
+    assert members["q_row_stride"] == -640
+    assert members["v_head_stride"] == 0
+    assert members["seqlen_kv"] == 3000
+    assert members["scale_log2"] == np.float32(0.25 * np.log2(np.e))
+    table = layout(variant.params)
+    named = {POINTERS[position]: word * 8 for word, position in pointers}
+    assert named == {name: table.offsets[name] for name in POINTERS if name in table.offsets}
+    assert {"q", "k", "v", "out", "lse"} <= named.keys()
+    assert ("mask" in named) == (variant.mask_type == "dense") == (width is not None)
+
+
+def test_a_parameter_that_nobody_can_give_is_an_error_of_the_spec():
+    variant = replace(DENSE_PACKED, params=(Param("q", "const element*"), Param("softcap", "float")))
+    with pytest.raises(SpecError, match=rf"{variant.spec}.*softcap.*knows.*softmax_scale"):
+        pack(PROBLEM, variant, H200)
+
+
+def test_a_value_that_does_not_fit_its_parameter_is_an_error_of_the_spec():
+    variant = replace(DENSE_PACKED, params=(Param("q_batch_stride", "int32_t"),))
+    with pytest.raises(SpecError, match="does not hold its value"):
+        pack(PROBLEM, variant, H200)
+
+
+@given(
+    st.sampled_from(SHIPPED),
+    st.integers(1, 9),
+    st.integers(0, 70000),
+    st.integers(0, 200000),
+    st.integers(1, 8),
+    st.sampled_from([1, 4]),
+)
+def test_sections_fill_half_of_l2_and_keep_groups_together(
+    variant, batch, seqlen_q, seqlen_kv, kv_heads, group
+):
+    group = 1 if variant.gqa == "mha" else group
+    call = replace(
+        PROBLEM,
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_kv=seqlen_kv,
+        num_heads_kv=kv_heads,
+        num_heads_q=kv_heads * group,
+    )
+    values = parameters(call, variant, H200)
+    per_pair = heads(call, variant) // kv_heads
+    pairs, left = divmod(values["heads_per_section"], per_pair)
+    assert left == 0
+    assert 1 <= pairs <= batch * kv_heads
+    held = 2 * seqlen_kv * 40 * 2
+    assert pairs == 1 or pairs * held <= H200.l2_bytes // 2
+    assert pairs == batch * kv_heads or (pairs + 1) * held > H200.l2_bytes // 2
+    assert (
+        values["num_tiles"] == values["num_row_blocks"] * heads(call, variant) * batch == tiles(call, variant)
+    )
+    assert values["num_row_blocks"] == -(-rows(call, variant) // variant.tile_value("block_m"))
+
+
+@given(st.lists(st.integers(-(2**40), 2**40), min_size=1))
+def test_vector_width_is_the_widest_that_divides(numbers):
+    width = vector_width(*numbers)
+    assert all(number % width == 0 for number in numbers)
+    assert width == max(w for w in (1, 4, 8, 16) if all(number % w == 0 for number in numbers))
+
+
+def test_a_grid_that_is_too_large():
+    call = replace(PROBLEM, batch=1 << 20, seqlen_q=1 << 30)
+    with pytest.raises(BadTensorShape, match="split the batch"):
+        geometry(call, DENSE_PACKED)
+
+
+class Driver:
+    """Stands in for CUDA: keeps what each launch would have copied from the parameter struct."""
+
+    def __init__(self, size):
+        self.size = size
+        self.launches = []
+        self.current = {}
+        self.delay = 0.0
+
+    def launch(self, function, gx, gy, gz, bx, by, bz, smem, stream, kernel_params, extra):
+        address = ctypes.c_void_p.from_address(kernel_params).value
+        before = ctypes.string_at(address, self.size)
+        time.sleep(self.delay)  # the real call drops the GIL
+        after = ctypes.string_at(address, self.size)
+        shape = ((gx, gy, gz), (bx, by, bz), smem)
+        self.launches.append((function, shape, stream, before, after, self.context()))
+
+    def context(self):
+        return self.current.get(threading.get_ident(), 0)
+
+    def set_device(self, ordinal):
+        self.current[threading.get_ident()] = 1000 + ordinal
+
+    def get_device(self):
+        return max(self.context() - 1000, 0)
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    pytest.importorskip("cupy")
+    from cupy.cuda import runtime
+    from cupy_backends.cuda.api import driver as cuda
+
+    fake = Driver(layout(DENSE_PACKED.params).size)
+    monkeypatch.setattr(cuda, "launchKernel", fake.launch)
+    monkeypatch.setattr(cuda, "ctxGetCurrent", fake.context)
+    monkeypatch.setattr(runtime, "getDevice", fake.get_device)
+    monkeypatch.setattr(runtime, "setDevice", fake.set_device)
+    return fake
+
+
+def launcher():
+    return launch.Launcher(
+        PROBLEM, DENSE_PACKED, SimpleNamespace(ordinal=3, l2_bytes=1), SimpleNamespace(function_ptr=77)
+    )
+
+
+def test_a_launch(driver):
+    run = launcher()
+    run((None,) * 6, (16, 32, 48, 4096 + 8, 64, 80), 5)
+    function, shape, stream, seen, _, context = driver.launches[0]
+    assert (function, stream, context) == (77, 5, 1003)
+    assert shape == (
+        (tiles(PROBLEM, DENSE_PACKED), 1, 1),
+        (DENSE_PACKED.threads, 1, 1),
+        DENSE_PACKED.smem_bytes,
+    )
+    members = unpacked(DENSE_PACKED, seen)
+    assert [int(members[name]) for name in ("q", "k", "v", "mask", "out", "lse")] == [
+        16,
+        32,
+        48,
+        4104,
+        64,
+        80,
+    ]
+    assert members["mask_vector_width"] == 8
+    assert members["seqlen_q"] == 1000
+    assert driver.get_device() == 0
+
+
+def test_threads_do_not_see_each_others_pointers(driver):
+    driver.delay = 0.002
+    run = launcher()
+    threads = [
+        threading.Thread(
+            target=lambda n=n: [
+                run((None,) * 6, tuple(16 * (6 * n + i + 1) for i in range(6)), n) for _ in range(10)
+            ]
+        )
+        for n in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(driver.launches) == 80
+    for _, _, stream, before, after, context in driver.launches:
+        assert before == after
+        assert context == 1003
+        members = unpacked(DENSE_PACKED, before)
+        given = [int(members[name]) for name in ("q", "k", "v", "mask", "out", "lse")]
+        assert given == [16 * (6 * stream + i + 1) for i in range(6)]
+    assert len(run._blocks) <= 8
+
+
+def test_a_failed_launch_is_not_swallowed(driver, monkeypatch):
+    run = launcher()
+
+    def fail(*arguments):
+        raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED")
+
+    run._launch = fail
+    with pytest.raises(RuntimeError, match="LAUNCH_FAILED"):
+        run((None,) * 6, (16,) * 6, 0)
