@@ -132,7 +132,9 @@ def _gpus(report: Report) -> list[dict[str, Any]]:
     for line in done.stdout.splitlines():
         name, driver, capability, memory = (part.strip() for part in line.split(","))
         arch = f"sm_{capability.replace('.', '')}"
-        gpus.append({"name": name, "arch": arch, "driver": driver, "memory_mib": int(memory)})
+        # A GPU that shares the host's memory has no figure of its own.
+        mib = int(memory) if memory.isdigit() else None
+        gpus.append({"name": name, "arch": arch, "driver": driver, "memory_mib": mib})
     return gpus
 
 
@@ -194,13 +196,24 @@ def _cache(report: Report) -> dict[str, Any]:
 
 def _attention(report: Report) -> dict[str, Any]:
     """What attention() does with arrays in host memory and with arrays on a GPU."""
+    return {"host": _host_path(report), "gpu": _gpu_path(report)}
+
+
+def _host_path(report: Report) -> dict[str, Any]:
     import numpy as np
 
-    host = {"path": "cpu", "why": f"blockwise online softmax over the BLAS of NumPy {np.__version__}"}
-    return {"host": host, "gpu": _gpu_path(report)}
+    from flashgen.api import backend_for
+    from flashgen.errors import FlashgenError
+
+    try:
+        backend_for(None)
+    except FlashgenError as error:
+        return {"path": None, "why": f"FLASHGEN_BACKEND is set: {error}"}
+    return {"path": "cpu", "why": f"blockwise online softmax over the BLAS of NumPy {np.__version__}"}
 
 
 def _gpu_path(report: Report) -> dict[str, Any]:
+    from flashgen.api import backend_for
     from flashgen.device import available, device, why_unavailable
     from flashgen.errors import FlashgenError
 
@@ -215,8 +228,13 @@ def _gpu_path(report: Report) -> dict[str, Any]:
         why = f"{here.name} is {here.arch}, and the lowest that any kernel runs on is sm_80"
         report.problems.append(why)
         return {"path": None, "why": why}
-    if not report.facts["compiler"]["works"]:
-        return {"path": None, "why": report.facts["compiler"]["why"]}
+    compiler = report.facts["compiler"] or {"works": False, "why": "the compiler breaks when it is loaded"}
+    if not compiler["works"]:
+        return {"path": None, "why": compiler["why"]}
+    try:
+        backend_for(0)
+    except FlashgenError as error:
+        return {"path": None, "why": f"FLASHGEN_BACKEND is set: {error}"}
     try:
         variant = _typical_variant(here)
     except FlashgenError as error:
@@ -274,8 +292,8 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def _gpu_line(gpu: dict[str, Any]) -> str:
-    memory = gpu["memory_mib"] / 1024
-    return f"{gpu['name']}, {gpu['arch']}, {memory:.0f} GB, driver {gpu['driver']}"
+    memory = f"{gpu['memory_mib'] / 1024:.0f} GB, " if gpu["memory_mib"] else ""
+    return f"{gpu['name']}, {gpu['arch']}, {memory}driver {gpu['driver']}"
 
 
 def _path_line(found: dict[str, Any]) -> str:

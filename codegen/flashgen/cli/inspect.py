@@ -210,7 +210,9 @@ def _resources(variant: Variant, arch: str, as_json: bool) -> None:
         ]
     pairs.append(("machine code", f"{len(made.cubin):,} bytes"))
     if instructions:
-        pairs.append(
-            ("instructions", "\n".join(f"{count:>6,} {name}" for name, count in instructions.items()))
-        )
+        lines = [
+            f"{count:>6,} {'in all' if name == 'instructions' else name}"
+            for name, count in instructions.items()
+        ]
+        pairs.append(("instructions", "\n".join(lines)))
     print_pairs(pairs, title=variant.name)

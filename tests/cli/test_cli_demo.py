@@ -1,0 +1,65 @@
+import json
+
+import numpy as np
+import pytest
+
+from flashgen.errors import NoCompilerError
+
+
+@pytest.fixture
+def no_gpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("flashgen.device.available", lambda: False)
+    monkeypatch.setattr("flashgen.device.why_unavailable", lambda: "there is none")
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    def missing():
+        raise NoCompilerError("install one")
+
+    monkeypatch.setattr("flashgen.compile.nvrtc", missing)
+
+
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.setattr("flashgen.cli.demo._CPU_TOKENS", 300)
+
+
+def test_without_a_gpu_the_cpu_computes_and_kernels_compile(no_gpu, short, flashgen):
+    pytest.importorskip("cupy", reason="nothing can be compiled without CuPy and NVRTC")
+    found = json.loads(flashgen("demo", "--json").stdout)
+    assert (found["place"], found["why"]) == ("CPU", "there is none")
+    assert [kernel["registers"] > 0 for kernel in found["kernels"]] == [True] * 3
+    assert found["sources"].keys() == {kernel["variant"] for kernel in found["kernels"]}
+    for result in found["results"]:
+        assert 0 < result["error"] <= result["allowed"] < 0.1
+        assert result["milliseconds"] > 0
+
+
+def test_without_a_compiler_attention_still_runs(no_gpu, no_compiler, short, flashgen):
+    result = flashgen("demo")
+    assert result.exit_code == 0
+    assert "kernels were not compiled: install one" in result.stdout
+    assert result.stdout.count("the CPU path") == 3
+
+
+def test_a_wrong_result_is_a_failure(no_gpu, no_compiler, short, flashgen, monkeypatch):
+    import flashgen as package
+
+    right = package.attention
+
+    def wrong(q, k, v, *, out, **options):
+        right(q, k, v, out=out, **options)
+        out[0, -1, 0, 0] += np.float16(0.1)
+
+    monkeypatch.setattr(package, "attention", wrong)
+    result = flashgen("demo")
+    assert result.exit_code == 1
+    assert result.stdout.count(" ! ") == 3
+
+
+def test_a_result_that_was_never_written_is_a_failure(no_gpu, no_compiler, short, flashgen, monkeypatch):
+    monkeypatch.setattr("flashgen.attention", lambda *arrays, **options: None)
+    found = flashgen("demo")
+    assert found.exit_code == 1

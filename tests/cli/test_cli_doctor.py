@@ -1,0 +1,137 @@
+import json
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from flashgen.device import Device
+
+H100 = Device(0, "sm_90", (9, 0), 132, 232448, 233472, 50 << 20, "NVIDIA H100")
+TURING = Device(0, "sm_75", (7, 5), 40, 65536, 65536, 4 << 20, "Tesla T4")
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """`machine(device, smi)` pretends that there is this GPU or none, and that nvidia-smi prints this."""
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "cache"))
+
+    def pretend(device=None, smi=""):
+        monkeypatch.setattr("flashgen.device.available", lambda: device is not None)
+        monkeypatch.setattr("flashgen.device.why_unavailable", lambda: "" if device else "no such luck")
+        monkeypatch.setattr("flashgen.device.device", lambda ordinal: device)
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text(f"#!/bin/sh\nprintf '{smi}'\n")
+        tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    return pretend
+
+
+def examined(flashgen, **env):
+    result = flashgen("doctor", "--json", **env)
+    return result.exit_code, json.loads(result.stdout)
+
+
+def test_a_machine_with_nothing_is_healthy(tmp_path):
+    code = """
+import sys
+sys.modules["cupy"] = sys.modules["torch"] = None
+from flashgen.cli import doctor, main
+import flashgen.cli.doctor as doctor
+version_of = doctor._version_of
+doctor._version_of = lambda name: None if name.startswith(("cupy", "nvidia", "torch")) else version_of(name)
+doctor.shutil.which = lambda *_, **__: None
+main(sys.argv[1:], prog_name="flashgen")
+"""
+    env = {"FLASHGEN_CACHE_DIR": str(tmp_path), "PATH": "/nowhere", "HOME": str(tmp_path)}
+
+    def doctor(*args):
+        return subprocess.run(
+            [sys.executable, "-c", code, "doctor", *args], env=env, capture_output=True, text=True
+        )
+
+    plain = doctor()
+    assert plain.returncode == 0, plain.stdout + plain.stderr
+    assert "no problems found" in plain.stdout
+    found = json.loads(doctor("--json").stdout)
+    assert found["attention"]["host"]["path"] == "cpu"
+    assert found["attention"]["gpu"]["path"] is None
+    assert "pip install" in found["attention"]["gpu"]["why"]
+    assert "pip install" in found["compiler"]["why"]
+    assert found["problems"] == []
+
+
+def test_a_gpu_that_works_gets_a_kernel(machine, flashgen):
+    pytest.importorskip("cupy", reason="kernels need CuPy and NVRTC")
+    machine(H100, "NVIDIA H100, 580.10, 9.0, 81559\\n")
+    code, found = examined(flashgen)
+    assert code == 0
+    assert found["gpus"] == [
+        {"name": "NVIDIA H100", "arch": "sm_90", "driver": "580.10", "memory_mib": 81559}
+    ]
+    assert found["attention"]["gpu"]["path"] == "kernel"
+    assert found["attention"]["gpu"]["example"].startswith("flash_fwd_hdim128_fp16_causal")
+    text = flashgen("doctor").stdout
+    assert "NVIDIA H100, sm_90, 80 GB, driver 580.10" in text
+    assert found["attention"]["gpu"]["example"] in text
+
+
+@pytest.mark.parametrize(
+    ("device", "line", "words"),
+    [
+        (None, "NVIDIA H100, 580.10, 9.0, 81559\\n", ["there is a GPU (NVIDIA H100)", "no such luck"]),
+        (TURING, "Tesla T4, 580.10, 7.5, 15360\\n", ["Tesla T4 is sm_75", "sm_80"]),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_is_a_problem(machine, flashgen, device, line, words):
+    machine(device, line)
+    code, found = examined(flashgen)
+    assert code == 1
+    assert found["attention"]["gpu"]["path"] is None
+    assert any(all(word in problem for word in words) for problem in found["problems"])
+
+
+def test_shared_memory_gpus_have_no_memory_of_their_own(machine, flashgen):
+    machine(H100, "NVIDIA GB10, 580.10, 12.1, [N/A]\\n")
+    assert examined(flashgen)[1]["gpus"][0]["memory_mib"] is None
+    assert "NVIDIA GB10, sm_121, driver 580.10" in flashgen("doctor").stdout
+
+
+def test_an_unwritable_cache_and_a_wrong_spec_are_problems(machine, flashgen, tmp_path):
+    machine()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "specs").mkdir()
+    (tmp_path / "specs" / "mine.yaml").write_text("family: [")
+    code, found = examined(
+        flashgen, FLASHGEN_CACHE_DIR=str(tmp_path / "file"), FLASHGEN_SPECS=str(tmp_path / "specs")
+    )
+    assert code == 1
+    assert any("cannot be written" in problem for problem in found["problems"])
+    assert any("mine.yaml" in problem for problem in found["problems"])
+    assert flashgen("doctor", FLASHGEN_SPECS=str(tmp_path / "specs")).exit_code == 1
+
+
+@pytest.mark.parametrize(("backend", "closed"), [("cuda", "host"), ("cpu", "gpu")])
+def test_a_forced_backend_closes_the_other_path(machine, flashgen, backend, closed):
+    pytest.importorskip("cupy", reason="kernels need CuPy and NVRTC")
+    machine(H100)
+    found = examined(flashgen, FLASHGEN_BACKEND=backend)[1]["attention"]
+    assert found[closed]["path"] is None
+    assert "FLASHGEN_BACKEND" in found[closed]["why"]
+    assert all(found[other]["path"] for other in found.keys() - {closed})
+
+
+def test_a_library_that_breaks_when_loaded_is_reported(machine, flashgen, monkeypatch):
+    machine()
+
+    def broken():
+        raise RuntimeError("symbol not found")
+
+    monkeypatch.setattr("flashgen.compile.compiler_version", broken)
+    code, found = examined(flashgen)
+    assert code == 1
+    assert [problem for problem in found["problems"] if "Error" in problem] == [
+        "compiler: RuntimeError: symbol not found"
+    ]
+    assert flashgen("doctor").exit_code == 1
