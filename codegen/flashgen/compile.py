@@ -4,8 +4,8 @@ The binding is ``cupy.cuda.nvrtc``. It releases the GIL and NVRTC compiles concu
 processes do and `compile_many` needs no worker processes. Wrapper headers are handed over in memory; nothing
 is written to disk.
 
-No option makes NVRTC faster at equal code quality: of the time for one kernel about 60 % is ptxas, 30 % the
-optimiser and 2 % the front end, and ``--split-compile`` has a single kernel to work on.
+No option makes NVRTC faster at equal code quality: of the time for one kernel two thirds are ptxas, a third
+the optimiser and 3 % the front end, and ``--split-compile`` has a single kernel to work on.
 """
 
 from __future__ import annotations
