@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 
+from flashgen.device import Device
 from flashgen.errors import NoCompilerError
 
 
@@ -61,5 +62,23 @@ def test_a_wrong_result_is_a_failure(no_gpu, no_compiler, short, flashgen, monke
 
 def test_a_result_that_was_never_written_is_a_failure(no_gpu, no_compiler, short, flashgen, monkeypatch):
     monkeypatch.setattr("flashgen.attention", lambda *arrays, **options: None)
-    found = flashgen("demo")
-    assert found.exit_code == 1
+    result = flashgen("demo")
+    assert result.exit_code == 1
+    assert result.stdout.count("NaN !") == 3
+    assert [each["error"] for each in json.loads(flashgen("demo", "--json").stdout)["results"]] == [None] * 3
+
+
+@pytest.mark.parametrize("reason", ["no kernel runs on", "install one"])
+def test_a_gpu_that_cannot_be_used_leaves_the_cpu(no_gpu, short, flashgen, monkeypatch, reason, request):
+    turing = Device(0, "sm_75", (7, 5), 40, 65536, 65536, 4 << 20, "Tesla T4")
+    monkeypatch.setattr("flashgen.device.available", lambda: True)
+    monkeypatch.setattr("flashgen.device.device", lambda ordinal: turing)
+    monkeypatch.setattr("flashgen.compile.nvrtc", lambda: None)
+    if reason == "install one":
+        request.getfixturevalue("no_compiler")
+    monkeypatch.setattr("flashgen.build.build", lambda wanted: [])
+    result = flashgen("demo", "--json")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert found["place"] == "CPU"
+    assert reason in found["why"]

@@ -58,7 +58,7 @@ def test_the_card_tells_where_it_comes_from(tiny, flashgen):
     card = flashgen("inspect", NAME).stdout
     assert str(tiny / "specs" / "tiny.yaml") in card
     assert str(tiny / "templates" / "tiny.cu.j2") in card
-    assert "int32_t diagonal_offset" in card
+    assert "out, seqlen_q, out_row_stride, diagonal_offset, scale_log2" in card
     files = json.loads(flashgen("inspect", NAME, "--json").stdout)["files"]
     assert files["spec"] == str(tiny / "specs" / "tiny.yaml")
 

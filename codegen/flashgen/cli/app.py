@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from flashgen import __version__
 from flashgen.errors import FlashgenError
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ Start here:
 Exit codes: 0 done, 1 failed, 2 not understood.
 """,
 )
-@click.version_option(package_name="flashgen", message="flashgen %(version)s")
+@click.version_option(__version__, message="flashgen %(version)s")
 def main() -> None:
     """A kernel compiler for attention.
 

@@ -204,7 +204,7 @@ def _progress(total: int) -> Iterator[Callable[[Built], None]]:
         yield remark
         return
     columns = (
-        BarColumn(),
+        BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("left"),

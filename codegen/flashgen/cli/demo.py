@@ -73,16 +73,11 @@ def command(as_json: bool) -> None:
     from flashgen.build import build
     from flashgen.cli.kernels import places, print_kernels
     from flashgen.cli.output import print_json
-    from flashgen.device import available, device, why_unavailable
     from flashgen.errors import NoCompilerError
     from flashgen.kernel import arch_for
 
-    gpu = device(0) if available() else None
-    report: dict[str, Any] = {
-        "place": gpu.name if gpu else "CPU",
-        "why": "" if gpu else why_unavailable(),
-        "no_compiler": "",
-    }
+    gpu, why = _place()
+    report: dict[str, Any] = {"place": gpu.name if gpu else "CPU", "why": why, "no_compiler": ""}
     if not as_json:
         click.echo(f"attention on the {report['place']}" + (f": {report['why']}" if report["why"] else ""))
     calls = [_call(case, gpu) for case in _CASES]
@@ -119,6 +114,25 @@ class Call:
     arrays: tuple[np.ndarray, np.ndarray, np.ndarray]
     problem: Problem
     variant: Variant
+
+
+def _place() -> tuple[Device | None, str]:
+    """The GPU that attention() can use, or None and why there is none."""
+    from flashgen.compile import nvrtc
+    from flashgen.device import available, device, why_unavailable
+    from flashgen.dispatch import runs_on
+    from flashgen.errors import NoCompilerError
+
+    if not available():
+        return None, why_unavailable()
+    try:
+        nvrtc()
+    except NoCompilerError as error:
+        return None, str(error)
+    here = device(0)
+    if not any(runs_on(variant, here) for variant in load_variants(None)):
+        return None, f"no kernel runs on {here}"
+    return here, ""
 
 
 def _call(case: Case, gpu: Device | None) -> Call:
@@ -179,7 +193,7 @@ def _run(call: Call, gpu: Device | None) -> dict[str, Any]:
         "shape": list(call.problem.out_shape),
         "dtype": call.case.dtype,
         "variant": call.variant.name if gpu else None,
-        "error": error,
+        "error": None if np.isnan(error) else error,
         "allowed": allowed,
         "ok": bool(error <= allowed),
         "milliseconds": milliseconds,
@@ -235,7 +249,7 @@ def _print_results(results: list[dict[str, Any]]) -> None:
             result["case"],
             "x".join(map(str, result["shape"])),
             result["dtype"],
-            f"{result['error']:.1e}" + ("" if result["ok"] else " !"),
+            "NaN !" if result["error"] is None else f"{result['error']:.1e}" + ("" if result["ok"] else " !"),
             f"{result['allowed']:.1e}",
             _short(result["milliseconds"] / 1e3, (("s", 1), ("ms", 1e-3), ("µs", 1e-6))),
             _short(result["tflops"], (("TFLOP/s", 1), ("GFLOP/s", 1e-3))),

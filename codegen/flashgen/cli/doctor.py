@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flashgen import __version__
 from flashgen.cli.options import json_option
 from flashgen.cli.output import size
 
@@ -97,7 +98,7 @@ def examine() -> Report:
 
 def _versions(report: Report) -> dict[str, str | None]:
     versions: dict[str, str | None] = {
-        "flashgen": _version_of("flashgen"),
+        "flashgen": __version__,
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
     }
     for library, distributions in _LIBRARIES.items():

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from flashgen.variant import Variant
 
 # View -> the lexer that colours it.
-_LEXERS = {"source": "cuda", "flat": "cuda", "ptx": "ptx", "sass": "nasm"}
+_LEXERS = {"source": "cuda", "flat": "cuda", "ptx": "ptx", "sass": "gas"}
 
 
 @click.command(
@@ -129,6 +129,7 @@ def _described(variant: Variant) -> dict[str, Any]:
 def _card(variant: Variant) -> list[tuple[str, str]]:
     """What the variant is, for a person."""
     from flashgen.cli.kernels import places
+    from flashgen.params import layout
 
     files = places(variant)
     smem = f"{variant.smem_bytes:,} bytes of dynamic shared memory, of at most {variant.max_smem:,}"
@@ -137,7 +138,7 @@ def _card(variant: Variant) -> list[tuple[str, str]]:
         ("tile", ", ".join(f"{key} {value}" for key, value in variant.tile)),
         ("block", f"{variant.threads} threads\n{smem}"),
         ("target", f"{variant.target}: {variant.min_arch} or later; built for {', '.join(variant.archs)}"),
-        ("parameters", "\n".join(f"{param.ctype} {param.name}" for param in variant.params)),
+        ("parameters", f"{layout(variant.params).size} bytes: {', '.join(p.name for p in variant.params)}"),
         ("spec", files.spec),
         ("template", files.template),
         ("source", files.generated or "rendered when needed; see it with --source"),
