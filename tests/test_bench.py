@@ -371,7 +371,7 @@ def test_run_without_a_gpu_says_so():
 
     if device.available():
         pytest.skip("this machine has a GPU")
-    with pytest.raises(DeviceTypeNotSupported, match="CUDA"):
+    with pytest.raises(DeviceTypeNotSupported, match="flashgen cannot be timed here"):
         run("small")
 
 
@@ -527,6 +527,9 @@ def test_an_unusable_peer_is_refused_when_named_and_left_out_otherwise(monkeypat
         choose_peers(["missing"])
     assert choose_peers(None) == ([ours], {"missing": "it is not installed"})
     assert choose_peers([]) == ([ours], {})
+    ours.unavailable = lambda: "no GPU"
+    with pytest.raises(DeviceTypeNotSupported, match="no GPU"):
+        choose_peers(None)
 
 
 DECLINED = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flashgen.errors import BadParam
+from flashgen.errors import BadParam, DeviceTypeNotSupported
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,8 +38,8 @@ def all_peers() -> dict[str, Peer]:
 def choose_peers(names: Sequence[str] | None) -> tuple[list[Peer], dict[str, str]]:
     """The peers to run, flashgen first, and why each of the others is left out.
 
-    With no names, all that can be used here. A name that is given must be usable. Raises BadParam for an
-    unknown or unusable one.
+    With no names, all that can be used here. Raises BadParam for an unknown name or one that cannot be used,
+    and DeviceTypeNotSupported where flashgen itself cannot.
     """
     known = all_peers()
     unknown = [name for name in names or () if name not in known]
@@ -53,6 +53,8 @@ def choose_peers(names: Sequence[str] | None) -> tuple[list[Peer], dict[str, str
         reason = peer.unavailable()
         if reason is None:
             chosen.append(peer)
+        elif name == OURS:
+            raise DeviceTypeNotSupported(f"flashgen cannot be timed here: {reason}")
         elif names is not None:
             raise BadParam(f"peer {name!r} cannot be used here: {reason}")
         else:
