@@ -299,7 +299,8 @@ def fail(_out):
     raise RuntimeError("no kernel")
 
 
-def test_a_row_has_ratios_for_agreeing_peers_and_reasons_for_the_others():
+@pytest.mark.parametrize("clock", ["stream", "graph"])
+def test_a_row_has_ratios_for_agreeing_peers_and_reasons_for_the_others(clock):
     host = FakeHost()
     peers = [
         FakePeer("flashgen", host, 1.0),
@@ -309,7 +310,8 @@ def test_a_row_has_ratios_for_agreeing_peers_and_reasons_for_the_others():
         FakePeer("broken", host, 1.0, flaw=fail),
         FakePeer("narrow", host, 1.0, declined="not this one"),
     ]
-    row = measure(a_case(), peers, host, rounds=4, sample_ms=4.0, seed=3)
+    row = measure(a_case(clock=clock), peers, host, rounds=4, sample_ms=4.0, seed=3)
+    assert ("replay" in host.launched) == (clock == "graph")
     assert row.ratio("slow") == pytest.approx(1.5)
     assert row.measurements["slow"].relative_error == 0.0
     assert [row.ratio(name) for name in ("wrong", "partial", "broken", "narrow")] == [None] * 4
