@@ -206,5 +206,5 @@ def test_a_layout_is_a_key_without_the_pointer():
 def test_empty_is_contiguous_and_of_the_same_kind():
     x = np.zeros((3, 4, 8), np.float16)[:, ::2]
     kind = arrays.kind_of(x)
-    out, lse = kind.empty((3, 2, 8), "fp16", x, None), kind.empty((3, 2), "fp32", x, None)
+    out, lse = kind.empty((3, 2, 8), x, None), kind.empty((3, 2), x, None, "fp32")
     assert (out.dtype, lse.dtype, out.flags.c_contiguous) == (np.float16, np.float32, True)

@@ -86,15 +86,12 @@ def attention(
         if all(x is None or kind_of(x) is not None for x in (q, k, v, mask, out)):
             plan(q, k, v, mask=mask, out=out, **options)  # raises: the kinds differ
         return run_adopted(attention, q, k, v, mask=mask, out=out, stream=stream, **options)
-    layout = kind.layout
     backend = backend or os.environ.get("FLASHGEN_BACKEND")
     key = (
         kind,
-        layout(q),
-        layout(k),
-        layout(v),
-        None if mask is None else layout(mask),
-        None if out is None else layout(out),
+        kind.layouts(q, k, v),
+        None if mask is None else kind.layout(mask),
+        None if out is None else kind.layout(out),
         causal,
         mask_type,
         window_size,
@@ -172,9 +169,7 @@ def plan(
         softmax_scale=softmax_scale,
         return_lse=return_lse,
     )
-    kind = arrays.kind_of(given[0])
-    layouts = tuple(None if x is None else kind.layout(x) for x in given)
-    return Plan(call, _runner(call, backend), kind, layouts)
+    return Plan(call, _runner(call, backend), (*given, None))
 
 
 def backend_for(device: int | None, backend: str | None = None) -> str:

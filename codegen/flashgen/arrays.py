@@ -50,6 +50,10 @@ class NumpyKind:
         """Everything about ``x`` but its pointer, cheap to make, to compare and to hash."""
         return x.shape, x.strides, x.dtype
 
+    def layouts(self, q: Any, k: Any, v: Any) -> tuple:
+        """The layouts of three arrays in one tuple: most of a call's host time is spent reading them."""
+        return q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype
+
     def pointer(self, x: Any) -> int:
         return x.__array_interface__["data"][0]
 
@@ -57,14 +61,17 @@ class NumpyKind:
         strides = _element_strides(x.shape, x.strides, x.itemsize)
         return ArrayView("numpy", self.pointer(x), x.shape, strides, _numpy_dtype(x.dtype), None, x)
 
-    def empty(self, shape: tuple[int, ...], dtype: str, like: Any, stream: Any) -> Any:
-        """A new contiguous array on the device of ``like``, for use on ``stream`` or the current one."""
+    def empty(self, shape: tuple[int, ...], like: Any, stream: Any, dtype: str | None = None) -> Any:
+        """A new contiguous array on the device of ``like``, for use on ``stream`` or the current one.
+
+        ``dtype`` is "fp32", or None for that of ``like``.
+        """
         import numpy as np
 
         return np.empty(shape, np.float32 if dtype == "fp32" else like.dtype)
 
-    def current_stream(self, x: Any) -> int:
-        """Handle of the stream that the library would run work on ``x`` on."""
+    def current_stream(self, device: int | None) -> int:
+        """Handle of the library's current stream of a GPU; 0 for host memory (None)."""
         return 0
 
 
@@ -83,6 +90,13 @@ class CupyKind:
     def layout(self, x: Any) -> tuple:
         return x.shape, x.strides, x.dtype, x.data.device_id
 
+    def layouts(self, q: Any, k: Any, v: Any) -> tuple:
+        return (
+            (q.shape, q.strides, q.dtype, q.data.device_id),
+            (k.shape, k.strides, k.dtype, k.data.device_id),
+            (v.shape, v.strides, v.dtype, v.data.device_id),
+        )
+
     def pointer(self, x: Any) -> int:
         return x.data.ptr
 
@@ -91,7 +105,7 @@ class CupyKind:
         dtype = _numpy_dtype(x.dtype)
         return ArrayView("cupy", x.data.ptr, x.shape, strides, dtype, x.data.device_id, x)
 
-    def empty(self, shape: tuple[int, ...], dtype: str, like: Any, stream: Any) -> Any:
+    def empty(self, shape: tuple[int, ...], like: Any, stream: Any, dtype: str | None = None) -> Any:
         device = like.data.device_id
         numpy_dtype = self._dtypes["fp32"] if dtype == "fp32" else like.dtype
         if stream is None and self._get_device() == device:
@@ -100,8 +114,8 @@ class CupyKind:
         with self._cuda.Device(device), self.use(stream, device):
             return self._ndarray(shape, numpy_dtype)
 
-    def current_stream(self, x: Any) -> int:
-        return self._get_stream(x.data.device_id).ptr
+    def current_stream(self, device: int | None) -> int:
+        return self._get_stream(device).ptr
 
     def use(self, stream: Any, device: int) -> contextlib.AbstractContextManager:
         """Makes ``stream`` current; None leaves the current one."""
@@ -131,6 +145,9 @@ class TorchKind:
         tracked = x.requires_grad and self._torch.is_grad_enabled()
         return x.shape, x.stride(), x.dtype, x.device, tracked
 
+    def layouts(self, q: Any, k: Any, v: Any) -> tuple:
+        return self.layout(q), self.layout(k), self.layout(v)
+
     def pointer(self, x: Any) -> int:
         return x.data_ptr()
 
@@ -156,7 +173,7 @@ class TorchKind:
             )
         return x.device.index
 
-    def empty(self, shape: tuple[int, ...], dtype: str, like: Any, stream: Any) -> Any:
+    def empty(self, shape: tuple[int, ...], like: Any, stream: Any, dtype: str | None = None) -> Any:
         torch = self._torch
         torch_dtype = torch.float32 if dtype == "fp32" else like.dtype
         if stream is None:
@@ -170,8 +187,8 @@ class TorchKind:
         # 0 and 1 both name the legacy default stream; PyTorch knows it only as its own default.
         return cuda.default_stream(device) if handle in (0, 1) else cuda.ExternalStream(handle, device=device)
 
-    def current_stream(self, x: Any) -> int:
-        return self._torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+    def current_stream(self, device: int | None) -> int:
+        return 0 if device is None else self._torch.cuda.current_stream(device).cuda_stream
 
 
 Kind = NumpyKind | CupyKind | TorchKind

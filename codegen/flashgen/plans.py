@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flashgen import arrays
-from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, BadTensorStrides
+from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, BadTensorStrides, NullPointer
 from flashgen.problem import ROW_ALIGNMENT, Problem, check_memory
 
 if TYPE_CHECKING:
-    from flashgen.arrays import Kind
     from flashgen.variant import Variant
 
 Arrays = tuple[Any, Any, Any, Any, Any, Any]
@@ -36,28 +35,48 @@ class Plan:
     """
 
     __slots__ = (
+        "_current_stream",
+        "_device",
+        "_distances",
         "_empty",
         "_extents",
         "_kind",
-        "_kv_layouts",
+        "_known_lse",
+        "_known_out",
+        "_layouts",
         "_lse_shape",
         "_mask_layout",
         "_out_layout",
         "_out_shape",
-        "_q_layout",
+        "_pointer",
+        "_read_layout",
+        "_read_layouts",
+        "_return_lse",
         "_runner",
+        "_type",
         "problem",
     )
 
-    def __init__(self, problem: Problem, runner: Runner, kind: Kind, layouts: tuple[Any, ...]) -> None:
+    def __init__(self, problem: Problem, runner: Runner, examples: Arrays) -> None:
+        """``examples``: q, k, v, mask, out and lse of the layouts to come. None of the arrays is kept."""
+        q, k, v, mask, out, _ = examples
+        kind = arrays.kind_of(q)
         self.problem = problem
         self._runner = runner
         self._kind = kind
-        self._q_layout = layouts[0]
-        self._kv_layouts = layouts[1:3]
-        self._mask_layout, self._out_layout = layouts[3:]
-        self._extents = problem.extents()
+        self._type = type(q)
+        self._layouts = kind.layouts(q, k, v)
+        self._mask_layout = None if mask is None else kind.layout(mask)
+        self._out_layout = None if out is None else kind.layout(out)
+        # Layouts that were found to fit, so that the next call need not look again.
+        self._known_out, self._known_lse = self._out_layout, None
+        # What a call needs is bound here: each look-up on the way to it would count.
+        self._pointer, self._read_layout, self._read_layouts = kind.pointer, kind.layout, kind.layouts
+        self._current_stream, self._device = kind.current_stream, problem.device
         self._out_shape, self._lse_shape, self._empty = problem.out_shape, problem.lse_shape, problem.empty
+        self._return_lse = problem.return_lse
+        self._extents = problem.extents()
+        self._distances = _overlapping_distances(self._extents)
 
     @property
     def variant(self) -> Variant | None:
@@ -95,52 +114,65 @@ class Plan:
         Raises BadTensorShape where an array's layout is not the plan's, and the errors of ``attention`` for
         its memory.
         """
-        kind = self._kind
-        layout = kind.layout
-        same = (
-            arrays.kind_of(q) is arrays.kind_of(k) is arrays.kind_of(v) is kind
-            and layout(q) == self._q_layout
-            and (layout(k), layout(v)) == self._kv_layouts
-            and self._accepts_mask(mask)
-            and self._accepts_out(out)
-            and self._accepts_lse(lse)
-        )
-        if not same:
-            if any(x is not None and arrays.kind_of(x) is None for x in (q, k, v, mask, out, lse)):
+        if not (
+            type(q) is type(k) is type(v) is self._type
+            and self._read_layouts(q, k, v) == self._layouts
+            and (self._mask_layout is None if mask is None else self._accepts_mask(mask))
+            and (
+                out is None
+                or (type(out) is self._type and self._read_layout(out) == self._known_out)
+                or self._accepts_out(out)
+            )
+            and (lse is None or self._accepts_lse(lse))
+        ):
+            given = [x for x in (q, k, v, mask, out, lse) if x is not None]
+            if any(arrays.kind_of(x) is None for x in given):
                 return run_adopted(self, q, k, v, mask=mask, out=out, lse=lse, stream=stream)
-            self._explain(q, k, v, mask, out)
+            self._check(q, k, v, mask, out, lse)
         return self.run(q, k, v, mask, out, lse, stream)
 
     def run(self, q: Any, k: Any, v: Any, mask: Any, out: Any, lse: Any, stream: Any) -> Any:
         """``__call__`` for native arrays whose layouts are known to be the plan's."""
-        kind = self._kind
-        problem = self.problem
-        pointer = kind.pointer
         if stream is None:
-            handle = kind.current_stream(q)
-        elif problem.device is None:
+            handle = self._current_stream(self._device)
+        elif self._device is None:
             raise BadParam("stream was given, but the arrays are in host memory, where there are no streams")
         else:
             handle = arrays.stream_pointer(stream)
+        pointer = self._pointer
+        at_q, at_k, at_v = pointer(q), pointer(k), pointer(v)
+        at_mask = 0 if mask is None else pointer(mask)
+        at_lse = 0
         written: tuple[int, ...] = ()
-        if out is None:
-            out = kind.empty(self._out_shape, problem.dtype, q, stream)
-        else:
-            written = (_OUT,)
-        lse_pointer = 0
-        if problem.return_lse:
+        if self._return_lse:
             if lse is None:
-                lse = kind.empty(self._lse_shape, "fp32", q, stream)
+                lse = self._kind.empty(self._lse_shape, q, stream, "fp32")
             else:
-                written += (_LSE,)
-            lse_pointer = pointer(lse)
-        at_q, at_k, at_v, at_out = pointer(q), pointer(k), pointer(v), pointer(out)
-        pointers = (at_q, at_k, at_v, 0 if mask is None else pointer(mask), at_out, lse_pointer)
-        if written or (at_q | at_k | at_v | at_out) % ROW_ALIGNMENT or not (at_q and at_k and at_v):
+                written = (_LSE,)
+            at_lse = pointer(lse)
+        if out is None:
+            out = self._kind.empty(self._out_shape, q, stream)
+            at_out = pointer(out)
+        else:
+            at_out = pointer(out)
+            (q_low, q_high), (k_low, k_high), (v_low, v_high), (mask_low, mask_high) = self._distances
+            if (
+                q_low < at_out - at_q < q_high
+                or k_low < at_out - at_k < k_high
+                or v_low < at_out - at_v < v_high
+                or (at_mask and mask_low < at_out - at_mask < mask_high)
+            ):
+                written += (_OUT,)
+        if (
+            written
+            or (at_q | at_k | at_v | at_out) % ROW_ALIGNMENT
+            or not (at_q and at_k and at_v and at_out)
+        ):
+            pointers = (at_q, at_k, at_v, at_mask, at_out, at_lse)
             check_memory(self._extents, pointers, written)
         if not self._empty:
-            self._runner((q, k, v, mask, out, lse), pointers, handle)
-        return (out, lse) if problem.return_lse else out
+            self._runner((q, k, v, mask, out, lse), (at_q, at_k, at_v, at_mask, at_out, at_lse), handle)
+        return (out, lse) if self._return_lse else out
 
     def _accepts_mask(self, mask: Any) -> bool:
         if mask is None or self._mask_layout is None:
@@ -152,23 +184,30 @@ class Plan:
             return True
         if arrays.kind_of(out) is not self._kind:
             return False
+        layout = self._kind.layout(out)
         if self._out_layout is not None:
-            return self._kind.layout(out) == self._out_layout
+            return layout == self._out_layout
         view = self._kind.view(out)
         problem = self.problem
         seqlen, heads, width = problem.seqlen_q, problem.num_heads_q, problem.head_dim
         strides = (heads * seqlen * width, heads * width, width, 1)[-len(view.shape) :]
-        return (
+        fits = (
             (view.shape, view.dtype, view.device) == (problem.out_shape, problem.dtype, problem.device)
             and view.strides is not None
             and all(e <= 1 or s == t for e, s, t in zip(view.shape, view.strides, strides, strict=True))
         )
+        if fits:
+            self._known_out = layout
+        return fits
 
     def _accepts_lse(self, lse: Any) -> bool:
         if lse is None:
             return True
         if arrays.kind_of(lse) is not self._kind:
             return False
+        layout = self._kind.layout(lse)
+        if layout == self._known_lse:
+            return True
         problem = self.problem
         if not problem.return_lse:
             raise BadParam("lse was given to a plan made without return_lse=True")
@@ -182,28 +221,43 @@ class Plan:
             if extent > 1 and stride != expected:
                 raise BadTensorStrides(f"lse has strides {view.strides} (in elements); it must be contiguous")
             expected *= extent
+        self._known_lse = layout
         return True
 
-    def _explain(self, q: Any, k: Any, v: Any, mask: Any, out: Any) -> None:
-        given = {"q": q, "k": k, "v": v, "mask": mask, "out": out}
-        planned = (self._q_layout, *self._kv_layouts, self._mask_layout, self._out_layout)
-        for (name, array), layout in zip(given.items(), planned, strict=True):
-            if array is None and (layout is None or name == "out"):
+    def _check(self, q: Any, k: Any, v: Any, mask: Any, out: Any, lse: Any) -> None:
+        """Raise the error of arrays that do not fit the plan."""
+        for name, array in (("q", q), ("k", k), ("v", v), ("mask", mask), ("out", out), ("lse", lse)):
+            if array is None and name in ("mask", "out", "lse"):
                 continue
-            if layout is None and name == "mask":
-                raise BadParam("mask was given to a plan made without one")
             view = arrays.view(array, name)
             if view.kind != self._kind.name:
                 raise BadParam(
                     f"{name} is a {view.kind} array, but the plan was made for {self._kind.name} arrays"
                 )
-            if layout is None or self._kind.layout(array) != layout:
-                expected = "a contiguous array like q" if layout is None else f"{layout}"
-                raise BadTensorShape(
-                    f"{name} does not have the layout of the plan: it has {self._kind.layout(array)}, "
-                    f"the plan was made for {expected}"
-                )
-        raise BadParam("lse is an array of another library than q")
+        layouts = self._kind.layouts(q, k, v)
+        if layouts != self._layouts:
+            raise BadTensorShape(
+                f"q, k and v have layouts {layouts}, but the plan was made for {self._layouts}"
+            )
+        if mask is None and self._mask_layout is not None:
+            raise NullPointer("mask is None, but the plan was made with a mask")
+        if mask is not None and self._mask_layout is None:
+            raise BadParam("mask was given to a plan made without one")
+        if mask is not None and not self._accepts_mask(mask):
+            raise BadTensorShape(
+                f"mask has layout {self._kind.layout(mask)}, but the plan was made for {self._mask_layout}"
+            )
+        if out is not None and not self._accepts_out(out):
+            expected = self._out_layout or f"a contiguous array of shape {self._out_shape}"
+            raise BadTensorShape(
+                f"out has layout {self._kind.layout(out)}, but the plan was made for {expected}"
+            )
+
+
+def _overlapping_distances(extents: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """For q, k, v and mask: the open interval of distances from it to ``out`` at which the two overlap."""
+    out_low, out_high = extents[_OUT]
+    return tuple((low - out_high, high - out_low) if high > low else (0, 0) for low, high in extents[:4])
 
 
 def run_adopted(call: Any, q: Any, k: Any, v: Any, *, mask: Any, out: Any, stream: Any, **rest: Any) -> Any:

@@ -229,7 +229,7 @@ def check_memory(
     for target in written:
         start, end = pointers[target] + extents[target][0], pointers[target] + extents[target][1]
         for other, ((low, high), pointer) in enumerate(zip(extents, pointers, strict=True)):
-            if other != target and pointer and pointer + low < end and start < pointer + high:
+            if other != target and low < high and pointer + low < end and start < pointer + high:
                 raise BadTensorStrides(
                     f"{_NAMES[target]} overlaps {_NAMES[other]} in memory; pass memory of its own"
                 )

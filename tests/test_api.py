@@ -1,0 +1,304 @@
+import subprocess
+import sys
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import flashgen
+from flashgen import api, device, errors
+
+
+@pytest.fixture(autouse=True)
+def fresh_plans(monkeypatch):
+    monkeypatch.setattr(api, "_plans", {})
+    monkeypatch.delenv("FLASHGEN_BACKEND", raising=False)
+
+
+def arrays(*shapes, dtype=np.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape, np.float32).astype(dtype) for shape in shapes]
+
+
+def qkv(dtype=np.float32, seed=0):
+    return arrays((2, 30, 4, 16), (2, 40, 2, 16), (2, 40, 2, 16), dtype=dtype, seed=seed)
+
+
+def test_results_are_of_the_callers_kind_and_equal_across_kinds():
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    for name in ("float16", "bfloat16", "float32"):
+        q, k, v = qkv(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+        expected, expected_lse = flashgen.attention(q, k, v, causal=True, return_lse=True)
+        assert expected.dtype == q.dtype
+
+        on_jax = [jax.numpy.asarray(x) for x in (q, k, v)]
+        out, lse = flashgen.attention(*on_jax, causal=True, return_lse=True)
+        assert (type(out), out.dtype, out.device) == (type(on_jax[0]), q.dtype, on_jax[0].device)
+        np.testing.assert_array_equal(np.asarray(out), expected)
+        np.testing.assert_array_equal(np.asarray(lse), expected_lse)
+
+        on_torch = [torch.from_numpy(x.view(np.uint16)).view(torch.bfloat16) for x in (q, k, v)]
+        if name != "bfloat16":
+            on_torch = [torch.from_numpy(x) for x in (q, k, v)]
+        out, lse = flashgen.attention(*on_torch, causal=True, return_lse=True)
+        assert (type(out), out.dtype, lse.dtype) == (torch.Tensor, on_torch[0].dtype, torch.float32)
+        np.testing.assert_array_equal(out.float().numpy(), expected.astype(np.float32))
+
+
+def test_without_batch():
+    q, k, v = qkv()
+    out, lse = flashgen.attention(q, k, v, return_lse=True)
+    for item in range(2):
+        one, one_lse = flashgen.attention(q[item], k[item], v[item], return_lse=True)
+        np.testing.assert_array_equal(one, out[item])
+        np.testing.assert_array_equal(one_lse, lse[item])
+
+
+def test_out_is_written_and_returned():
+    q, k, v = qkv()
+    out = np.full((2, 4, 30, 16), np.nan, np.float32).transpose(0, 2, 1, 3)
+    assert flashgen.attention(q, k, v, out=out) is out
+    np.testing.assert_array_equal(out, flashgen.attention(q, k, v))
+    torch = pytest.importorskip("torch")
+    on_torch = torch.full(q.shape, torch.nan)
+    assert flashgen.attention(*map(torch.from_numpy, (q, k, v)), out=on_torch) is on_torch
+    np.testing.assert_array_equal(on_torch.numpy(), out)
+
+
+def test_no_output_is_touched_by_an_error():
+    q, k, v = qkv()
+    out = np.full_like(q, 7)
+    frozen = out.copy()
+    frozen.flags.writeable = False
+    for error, wrong in (
+        (errors.BadTensorDtype, {"q": q.astype(np.float64)}),
+        (errors.BadTensorShape, {"k": k[:, :, :1]}),
+        (errors.BadParam, {"softmax_scale": np.nan}),
+        (errors.BadParam, {"stream": 0}),
+        (errors.NullPointer, {"v": None}),
+        (errors.BadParam, {"out": frozen}),
+        (errors.DeviceTypeNotSupported, {"backend": "cuda"}),
+    ):
+        with pytest.raises(error):
+            flashgen.attention(**({"q": q, "k": k, "v": v, "out": out} | wrong))
+    assert np.all(out == 7)
+    assert np.all(frozen == 7)
+
+
+def test_an_out_that_overlaps_an_input():
+    packed = arrays((2, 30, 3, 4, 16))[0]
+    q, k, v = (packed[:, :, part] for part in range(3))
+    with pytest.raises(errors.BadTensorStrides, match=r"out overlaps q"):
+        flashgen.attention(q, k, v, out=q)
+    with pytest.raises(errors.BadTensorStrides, match="overlaps"):
+        flashgen.attention(q.copy(), k.copy(), v, out=k)
+    mask = np.zeros((30, 2, 30), bool)
+    buffer = mask.view(np.uint8)[: 30 * 60].ravel()[:1536].view(np.float32).reshape(1, 6, 4, 16)
+    other = arrays((1, 6, 4, 16), (1, 30, 4, 16), (1, 30, 4, 16))
+    with pytest.raises(errors.BadTensorStrides, match="out overlaps mask"):
+        flashgen.attention(*other, mask=mask.reshape(-1)[:180].reshape(6, 30), out=buffer)
+
+
+def test_a_misaligned_array_is_found_on_every_call():
+    q, k, v = qkv(np.float16)
+    shifted = np.zeros(q.size + 1, np.float16)[1:].reshape(q.shape)
+    flashgen.attention(q, k, v)
+    for _ in range(2):
+        with pytest.raises(errors.BadTensorStrides, match=r"^q starts at address"):
+            flashgen.attention(shifted, k, v)
+
+
+def test_kinds_are_not_mixed():
+    torch = pytest.importorskip("torch")
+    q, k, v = qkv()
+    with pytest.raises(errors.BadParam, match="v is a torch array but q is a numpy one"):
+        flashgen.attention(q, k, torch.from_numpy(v))
+
+
+def test_jax_arrays_cannot_be_written_to():
+    jax = pytest.importorskip("jax")
+    q, k, v = (jax.numpy.asarray(x) for x in qkv())
+    with pytest.raises(errors.BadParam, match=r"^out .*cannot be written"):
+        flashgen.attention(q, k, v, out=q + 1)
+
+
+def test_tensors_that_require_gradients():
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.from_numpy(x) for x in qkv())
+    expected = flashgen.attention(q, k, v)
+    q.requires_grad_()
+    with pytest.raises(errors.BadParam, match=r"^q: .*gradient"):
+        flashgen.attention(q, k, v)
+    with torch.no_grad():
+        assert torch.equal(flashgen.attention(q, k, v), expected)
+
+
+def test_options_in_forms_that_are_no_keys():
+    q, k, v = qkv()
+    expected = flashgen.attention(q, k, v, window_size=(5, 0))
+    np.testing.assert_array_equal(flashgen.attention(q, k, v, window_size=[5, 0]), expected)
+    np.testing.assert_array_equal(flashgen.attention(q, k, v, window_size=np.array([5, 0])), expected)
+    with pytest.raises(errors.BadParam, match="mask_type"):
+        flashgen.attention(q, k, v, mask_type=[1])
+
+
+def test_plans_are_kept_per_layout_and_options(monkeypatch):
+    made = []
+    plan = api.plan
+    monkeypatch.setattr(api, "plan", lambda *a, **options: made.append(1) or plan(*a, **options))
+    q, k, v = qkv()
+    for seed in range(3):
+        flashgen.attention(*qkv(seed=seed))
+    assert len(made) == 1
+    flashgen.attention(q, k, v, causal=True)
+    flashgen.attention(q[:, :29], k, v)
+    flashgen.attention(q, k[:, ::2], v[:, ::2])
+    flashgen.attention(q, k, v, softmax_scale=0.5)
+    flashgen.attention(q, k, v, out=np.empty_like(q))
+    assert len(made) == 6
+    monkeypatch.setattr(api, "MAX_PLANS", 4)
+    for length in range(1, 9):
+        flashgen.attention(q[:, :length], k, v)
+    assert len(api._plans) == 4
+
+
+@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+def test_backends(backend, monkeypatch):
+    q, k, v = qkv()
+    error = errors.DeviceTypeNotSupported if backend == "cuda" else errors.BadParam
+    with pytest.raises(error, match=backend):
+        flashgen.attention(q, k, v, backend=backend)
+    flashgen.attention(q, k, v)
+    monkeypatch.setenv("FLASHGEN_BACKEND", backend)
+    with pytest.raises(error, match=backend):
+        flashgen.attention(q, k, v)
+    flashgen.attention(q, k, v, backend="cpu")
+
+
+def test_gpu_arrays_never_fall_back_to_the_cpu():
+    cupy = pytest.importorskip("cupy")
+    if device.available():
+        pytest.skip("there is a GPU")
+    memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(4096, 1 << 20, None, 0), 0)
+    q = cupy.ndarray((2, 8, 4, 16), np.float16, memory)
+    for options in ({}, {"backend": "cpu"}):
+        with pytest.raises(errors.DeviceTypeNotSupported):
+            flashgen.attention(q, q, q, **options)
+
+
+def test_a_plan():
+    q, k, v = qkv()
+    mask = np.random.default_rng(1).random((30, 40)) < 0.5
+    plan = flashgen.plan(q, k, v, mask=mask, return_lse=True)
+    assert (plan.variant, plan.workspace_bytes, plan.source) == (None, 0, "")
+    q, k, v = qkv(seed=1)
+    expected = flashgen.attention(q, k, v, mask=mask, return_lse=True)
+    out, lse = np.full_like(q, np.nan), np.full((2, 4, 30), np.nan, np.float32)
+    for given in ({}, {"out": out}, {"out": out, "lse": lse}, {"lse": lse}):
+        result = plan(q, k, v, mask=mask, **given)
+        np.testing.assert_array_equal(result[0], expected[0])
+        np.testing.assert_array_equal(result[1], expected[1])
+        assert all(result[n] is given[name] for n, name in enumerate(("out", "lse")) if name in given)
+
+
+def test_a_plan_refuses_arrays_that_are_not_its_own():
+    q, k, v = qkv()
+    mask = np.zeros((30, 40), bool)
+    plan = flashgen.plan(q, k, v, return_lse=True)
+    torch = pytest.importorskip("torch")
+    for error, wrong in (
+        (errors.BadTensorShape, {"q": q[:, :-1]}),
+        (errors.BadTensorShape, {"k": k[:, ::-1]}),
+        (errors.BadTensorShape, {"v": v.astype(np.float16)}),
+        (errors.BadParam, {"mask": mask}),
+        (errors.BadTensorShape, {"out": np.empty((2, 4, 30, 16), np.float32).transpose(0, 2, 1, 3)}),
+        (errors.BadTensorShape, {"out": np.empty(q.shape, np.float16)}),
+        (errors.BadTensorShape, {"lse": np.empty((2, 30, 4), np.float32)}),
+        (errors.BadTensorDtype, {"lse": np.empty((2, 4, 30), np.float64)}),
+        (errors.BadTensorStrides, {"lse": np.empty((2, 30, 4), np.float32).transpose(0, 2, 1)}),
+        (errors.BadTensorStrides, {"lse": q.ravel()[:240].reshape(2, 4, 30)}),
+        (errors.BadParam, {"q": torch.from_numpy(q)}),
+        (errors.BadParam, {"lse": torch.empty(2, 4, 30)}),
+        (errors.NullPointer, {"k": None}),
+        (errors.BadTensorDtype, {"k": "k"}),
+    ):
+        with pytest.raises(error):
+            plan(**({"q": q, "k": k, "v": v} | wrong))
+    with pytest.raises(errors.BadParam, match="return_lse"):
+        flashgen.plan(q, k, v)(q, k, v, lse=np.empty((2, 4, 30), np.float32))
+    with pytest.raises(errors.NullPointer, match="mask"):
+        flashgen.plan(q, k, v, mask=mask)(q, k, v)
+
+
+def test_a_plan_with_a_layout_of_out_of_its_own():
+    q, k, v = qkv()
+    turned = np.empty((2, 4, 30, 16), np.float32).transpose(0, 2, 1, 3)
+    plan = flashgen.plan(q, k, v, out=turned)
+    np.testing.assert_array_equal(plan(q, k, v, out=turned), plan(q, k, v))
+    with pytest.raises(errors.BadTensorShape, match="out"):
+        plan(q, k, v, out=np.empty_like(q))
+
+
+def test_a_plan_takes_subclasses_and_other_libraries_of_its_layout():
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    q, k, v = qkv()
+    plan = flashgen.plan(*map(torch.from_numpy, (q, k, v)))
+    parameter = torch.nn.Parameter(torch.from_numpy(q), requires_grad=False)
+    expected = flashgen.attention(q, k, v)
+    np.testing.assert_array_equal(plan(parameter, *map(torch.from_numpy, (k, v))).numpy(), expected)
+    plan = flashgen.plan(q, k, v)
+    result = plan(*map(jax.numpy.asarray, (q, k, v)))
+    assert isinstance(result, jax.Array)
+    np.testing.assert_array_equal(np.asarray(result), expected)
+
+
+def test_empty_calls():
+    for shape, kv in (
+        ((0, 5, 2, 16), (0, 5, 2, 16)),
+        ((2, 0, 2, 16), (2, 5, 2, 16)),
+        ((2, 5, 2, 16), (2, 0, 2, 16)),
+    ):
+        q, k, v = arrays(shape, kv, kv)
+        out, lse = flashgen.attention(q, k, v, causal=True, return_lse=True)
+        assert out.shape == shape
+        assert lse.shape == (shape[0], 2, shape[1])
+        assert np.all(out == 0)
+        assert np.all(np.isneginf(lse))
+
+
+def test_many_threads():
+    expected = [flashgen.attention(*qkv(seed=seed), causal=True) for seed in range(8)]
+    wrong = []
+
+    def work(seed):
+        results = [flashgen.attention(*qkv(seed=seed), causal=True) for _ in range(20)]
+        wrong.extend(seed for result in results if not np.array_equal(result, expected[seed]))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_importing_flashgen_imports_nothing_heavy():
+    code = "import sys, flashgen; print(*sys.modules)"
+    modules = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": ":".join(sys.path)},
+    ).stdout.split()
+    assert "flashgen" in modules
+    assert not {"numpy", "cupy", "torch", "jax", "jinja2", "yaml", "msgspec", "click", "rich"} & set(modules)
+
+
+def test_every_public_name_is_there():
+    for name in flashgen.__all__:
+        assert getattr(flashgen, name).__name__.lower() == name.lower()
+    assert set(flashgen.__all__) <= set(dir(flashgen))
+    with pytest.raises(AttributeError, match="flash_attention"):
+        _ = flashgen.flash_attention
