@@ -142,6 +142,11 @@ def test_short_queries_of_a_group_are_packed():
     assert select(call, H200, EVERY).gqa == "packed"
 
 
+def test_rows_that_a_tile_could_not_count_are_not_packed():
+    call = problem(num_heads_q=64, num_heads_kv=1, seqlen_q=1 << 26, batch=1)
+    assert {v.gqa for v in candidates(call, H200, EVERY)} == {"gqa"}
+
+
 def test_a_small_grid_takes_the_small_tile_and_a_large_one_the_efficient_tile():
     assert select(problem(batch=1, seqlen_q=128), H200, EVERY).tile_name == "m64"
     assert select(problem(batch=64, seqlen_q=4096), H200, EVERY).tile_name == ""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flashgen import errors
 from flashgen.arrays import ArrayView
-from flashgen.problem import MIN_SCALE, UNBOUNDED, check_memory, normalise, simplify
+from flashgen.problem import MAX_SEQLEN, MIN_SCALE, UNBOUNDED, check_memory, normalise, simplify
 
 
 def view(shape, dtype="fp16", *, strides=None, device=0):
@@ -84,10 +84,12 @@ def test_the_alignments_of_causal():
 
 
 def test_positions_windows_and_offsets_fit_in_32_bits_at_the_longest_sequences():
-    most = 1 << 30
+    most = MAX_SEQLEN
     for rows, keys in ((most, 1), (1, most), (most, most)):
-        problem = call((1, rows, 1, 64), (1, keys, 1, 64), window_size=(most - 1, most - 1))
-        last = rows - 1 + problem.diagonal_offset
+        problem = call(
+            (1, rows, 1, 64), (1, keys, 1, 64), window_size=(1 << 40, 1 << 40) if rows < keys else (3, most)
+        )
+        last = rows + 1024 + problem.diagonal_offset
         for number in (problem.diagonal_offset - problem.window_left, last + problem.window_right):
             assert -(2**31) <= number < 2**31
 

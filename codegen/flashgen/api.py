@@ -205,9 +205,10 @@ def _runner(call: Problem, backend: str | None) -> Runner:
 @lru_cache(maxsize=8)
 def _specs(folders: str) -> tuple[Spec, ...]:
     """The shipped specs and those in ``folders``, the value of FLASHGEN_SPECS; read once for each value."""
+    from flashgen import cache as caches
     from flashgen.spec import load_specs
 
-    return load_specs()
+    return load_specs(cache=caches.default())
 
 
 def _remember(key: Any, known: Plan) -> None:

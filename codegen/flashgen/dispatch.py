@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flashgen.errors import DeviceTypeNotSupported, SpecError
+from flashgen.problem import MAX_SEQLEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -126,6 +127,7 @@ def _suits(problem: Problem, variant: Variant) -> bool:
         and variant.mask_type == problem.mask_type
         and variant.gqa in groupings
         and variant.head_dim >= problem.head_dim
+        and rows(problem, variant) <= MAX_SEQLEN
     )
 
 
