@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from flashgen.dispatch import candidates, cost, offers, rows, runs_on, select, tiles
 from flashgen.errors import DeviceTypeNotSupported, SpecError
 from flashgen.problem import UNBOUNDED, Problem
-from flashgen.spec import load_specs
+from flashgen.spec import Spec, load_specs
 from flashgen.variant import Variant
 
 H200 = SimpleNamespace(
@@ -204,4 +204,20 @@ def test_what_is_offered_is_enough_to_choose_among_the_shipped_variants():
                 for heads in (2, 16):
                     call = problem(head_dim=head_dim, dtype=dtype, mask_type=mask_type, num_heads_kv=heads)
                     for device in (H200, GEFORCE):
-                        assert select(call, device, offers(call, specs)) == select(call, device, every)
+                        offered = offers(call, device, specs)
+                        assert select(call, device, offered) == select(call, device, every)
+                        assert {v.head_dim for v in offered} == {select(call, device, every).head_dim}
+
+
+def test_a_larger_head_dim_is_offered_where_the_smallest_does_not_run():
+    (spec,) = (spec for spec in load_specs() if spec.name == "flash_fwd_sm80")
+    entries = {
+        point: tuple(e._replace(smem_bytes=150_000) for e in tiles) if point[0] == 64 else tiles
+        for point, tiles in spec.content.entries.items()
+    }
+    spec = Spec(spec.path, b"", spec.content._replace(entries=entries))
+    for device, head_dim in ((H200, 64), (GEFORCE, 96)):
+        call = problem(head_dim=40)
+        chosen = select(call, device, offers(call, device, [spec]))
+        assert chosen == select(call, device, spec.select(head_dim=[64, 96, 128, 192, 256]))
+        assert chosen.head_dim == head_dim

@@ -153,6 +153,31 @@ def test_many_threads_compile_each_variant_once_and_side_by_side(folder, driver,
     assert len({id(one) for one in loaded}) == 2
 
 
+def test_a_kernel_on_disk_is_loaded_without_its_compiler(folder, driver, monkeypatch):
+    variant = make_variant(folder)
+    first = kernel.load(variant, GPU)
+    monkeypatch.setattr(kernel, "_kernels", {})
+    monkeypatch.setattr(fc, "nvrtc", lambda: pytest.fail("loaded NVRTC"))
+    fc.compiler_version.cache_clear()
+    again = kernel.load(variant, GPU)
+    assert again.cached
+    assert again.compiled == first.compiled
+
+
+@pytest.mark.parametrize("installed", ["nvrtc 99.0.1", None])
+def test_a_kernel_of_the_loaded_compiler_is_found_whatever_is_installed(
+    folder, driver, monkeypatch, installed
+):
+    variant = make_variant(folder)
+    first = kernel.load(variant, GPU)
+    monkeypatch.setattr(fc, "installed_version", lambda: installed)
+    monkeypatch.setattr(kernel, "_kernels", {})
+    again = kernel.load(variant, GPU)
+    assert again.cached
+    assert again.compiled == first.compiled
+    assert kernel.recall(variant, "sm_90") is None
+
+
 def test_a_failure_is_raised_again_and_can_be_mended(folder, driver):
     variant = make_variant(folder)
     header = folder / "templates" / "include" / "flashgen" / "tiny.cuh"

@@ -196,10 +196,12 @@ def _runner(call: Problem, backend: str | None) -> Runner:
         from flashgen.cpu import Runner
 
         return Runner(call)
+    from flashgen.device import device
     from flashgen.dispatch import offers
     from flashgen.launch import prepare
 
-    return prepare(call, call.device, offers(call, _specs(os.environ.get("FLASHGEN_SPECS", ""))))
+    specs = _specs(os.environ.get("FLASHGEN_SPECS", ""))
+    return prepare(call, call.device, offers(call, device(call.device), specs))
 
 
 @lru_cache(maxsize=8)

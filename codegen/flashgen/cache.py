@@ -1,4 +1,5 @@
-"""Compiled kernels on disk: content-addressed, verified on read, bounded, never a reason for a wrong answer.
+"""Compiled kernels, and checked specs, on disk: content-addressed, verified on read, bounded, never a reason
+for a wrong answer.
 
 An entry is one file: a magic number, the SHA-256 of what follows, the key, the payload. It appears under its
 name by an atomic rename, so a reader sees all of it or none, whatever is killed when. Trouble with the disk
@@ -62,6 +63,15 @@ class CacheReport:
 def key_for(source_digest: str, arch: str, options: Sequence[str], compiler_version: str) -> str:
     """The key of a compiled kernel: 64 hexadecimal digits over everything that decides its bytes."""
     return hashlib.sha256(repr((source_digest, arch, tuple(options), compiler_version)).encode()).hexdigest()
+
+
+@functools.cache
+def fingerprint(*modules: str) -> bytes:
+    """SHA-256 over the code of some modules of this package, so that what older code made is not found."""
+    digest = hashlib.sha256()
+    for module in modules:
+        digest.update(Path(__file__).with_name(f"{module}.py").read_bytes())
+    return digest.digest()
 
 
 def default() -> CubinCache:

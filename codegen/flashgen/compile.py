@@ -187,17 +187,36 @@ def nvrtc() -> Any:
 @functools.cache
 def compiler_version() -> str:
     """Name and version, such as "nvrtc 13.0.88"; without the patch level where NVRTC is not a wheel."""
+    major, minor = nvrtc().getVersion()
+    return _wheel_version(major, f"{major}.{minor}.") or f"nvrtc {major}.{minor}"
+
+
+@functools.cache
+def installed_version() -> str | None:
+    """The `compiler_version` to expect, as NVRTC's wheel says it; None where there is no wheel for this CuPy.
+
+    NVRTC is not loaded for it, which would take longer than all else on the way to a kernel on disk. Loaded,
+    it may turn out to be another one, so this names what to look for and never what was compiled.
+    """
+    try:
+        from cupy_backends.cuda.api import driver
+    except ImportError:
+        return None
+    major = driver.get_build_version() // 1000
+    return _wheel_version(major, f"{major}.")
+
+
+def _wheel_version(major: int, prefix: str) -> str | None:
     import importlib.metadata
 
-    major, minor = nvrtc().getVersion()
     for wheel in ("nvidia-cuda-nvrtc", f"nvidia-cuda-nvrtc-cu{major}"):
         try:
             version = importlib.metadata.version(wheel)
         except importlib.metadata.PackageNotFoundError:
             continue
-        if version.startswith(f"{major}.{minor}."):
+        if version.startswith(prefix):
             return f"nvrtc {version}"
-    return f"nvrtc {major}.{minor}"
+    return None
 
 
 def supported_archs() -> tuple[int, ...]:

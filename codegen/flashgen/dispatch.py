@@ -32,14 +32,20 @@ if TYPE_CHECKING:
 FAMILY = "flash_fwd"
 
 
-def offers(problem: Problem, specs: Iterable[Spec]) -> tuple[Variant, ...]:
-    """The variants of ``specs`` among which ``select`` has a choice, without making the others."""
-    return tuple(
-        variant
-        for spec in specs
-        if spec.family == FAMILY
-        for variant in spec.select(dtype=problem.dtype, mask_type=problem.mask_type)
-    )
+def offers(problem: Problem, device: Device, specs: Iterable[Spec]) -> tuple[Variant, ...]:
+    """The variants of ``specs`` among which ``select`` has a choice, without making the others.
+
+    Head dims are gone through upwards, only as far as the first that the device has a variant for.
+    """
+    forward = [spec for spec in specs if spec.family == FAMILY]
+    axes = {"dtype": problem.dtype, "mask_type": problem.mask_type, "gqa": _groupings(problem)}
+    offered: list[Variant] = []
+    for head_dim in sorted({d for spec in forward for d in spec.axes["head_dim"] if d >= problem.head_dim}):
+        found = [variant for spec in forward for variant in spec.select(head_dim=head_dim, **axes)]
+        offered += found
+        if any(runs_on(variant, device) for variant in found):
+            break
+    return tuple(offered)
 
 
 def select(problem: Problem, device: Device, variants: Iterable[Variant]) -> Variant:
@@ -119,13 +125,16 @@ def runs_on(variant: Variant, device: Device) -> bool:
     return fits and variant.smem_bytes <= device.smem_per_block
 
 
+def _groupings(problem: Problem) -> tuple[str, ...]:
+    return ("mha",) if problem.group_size == 1 else ("gqa", "packed")
+
+
 def _suits(problem: Problem, variant: Variant) -> bool:
-    groupings = ("mha",) if problem.group_size == 1 else ("gqa", "packed")
     return (
         variant.family == FAMILY
         and variant.dtype == problem.dtype
         and variant.mask_type == problem.mask_type
-        and variant.gqa in groupings
+        and variant.gqa in _groupings(problem)
         and variant.head_dim >= problem.head_dim
         and rows(problem, variant) <= MAX_SEQLEN
     )

@@ -85,11 +85,26 @@ def obtain(variant: Variant, arch: str, cache: CubinCache | None = None) -> tupl
     return (made[0], False) if made else (Compiled.from_bytes(payload), True)
 
 
-def cache_key(variant: Variant, arch: str) -> str:
-    """The key of ``variant`` for ``arch`` in the disk cache."""
+def recall(variant: Variant, arch: str, cache: CubinCache | None = None) -> Compiled | None:
+    """What the disk cache has of ``variant`` for ``arch`` from the compiler that is installed as a wheel.
+
+    Neither NVRTC nor Jinja is loaded to find it, so this is the quick way to what `obtain` gives.
+    """
+    version = compiler.installed_version()
+    if version is None:
+        return None
+    payload = (cache or caches.default()).get(cache_key(variant, arch, version))
+    return None if payload is None else Compiled.from_bytes(payload)
+
+
+def cache_key(variant: Variant, arch: str, version: str | None = None) -> str:
+    """The key of ``variant`` for ``arch`` in the disk cache; ``version`` is by default that of the compiler
+    that is loaded.
+    """
     layout = ",".join(field.name for field in dataclasses.fields(Compiled))
     options = (*compiler.BASE_OPTIONS, *variant.options, layout)
-    return caches.key_for(render.source_digest(variant), arch, options, compiler.compiler_version())
+    version = version or compiler.compiler_version()
+    return caches.key_for(render.source_digest(variant), arch, options, version)
 
 
 def arch_for(variant: Variant, device: Device, known: Sequence[int] | None = None) -> str:
@@ -100,12 +115,11 @@ def arch_for(variant: Variant, device: Device, known: Sequence[int] | None = Non
     architecture below its own, which the driver translates when it loads it. ``known`` is by default what
     this NVRTC supports. Raises DeviceTypeNotSupported for a device older than the variant or than NVRTC.
     """
+    own = _own_arch(variant, device)
     number, lowest = _number(device.arch), _number(variant.min_arch)
-    if number < lowest:
-        raise DeviceTypeNotSupported(f"{variant.name} needs {variant.min_arch} or newer, not {device}")
     known = compiler.supported_archs() if known is None else known
     if number in known:
-        return next((arch for arch in variant.archs if arch[:-1] == device.arch), device.arch)
+        return own
     virtual = [arch for arch in known if lowest <= arch < number]
     if not virtual:
         raise DeviceTypeNotSupported(
@@ -114,13 +128,23 @@ def arch_for(variant: Variant, device: Device, known: Sequence[int] | None = Non
     return f"compute_{max(virtual)}"
 
 
+def _own_arch(variant: Variant, device: Device) -> str:
+    """`arch_for` where the compiler knows the device."""
+    if _number(device.arch) < _number(variant.min_arch):
+        raise DeviceTypeNotSupported(f"{variant.name} needs {variant.min_arch} or newer, not {device}")
+    return next((arch for arch in variant.archs if arch[:-1] == device.arch), device.arch)
+
+
 def _load(variant: Variant, device: Device) -> Kernel:
     from cupy.cuda.function import Module
     from cupy_backends.cuda.api import driver
 
-    arch = arch_for(variant, device)
+    arch = _own_arch(variant, device)
     _check_smem(variant, device, variant.smem_bytes)
-    compiled, cached = obtain(variant, arch)
+    compiled, cached = recall(variant, arch), True
+    if compiled is None:
+        arch = arch_for(variant, device)
+        compiled, cached = obtain(variant, arch)
     _check_smem(variant, device, variant.smem_bytes + (compiled.smem_static or 0))
     module = Module()
     try:

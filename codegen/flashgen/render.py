@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flashgen.cache import fingerprint
 from flashgen.errors import InternalError, SpecError
 from flashgen.params import struct_text
 from flashgen.paths import templates_dir
@@ -156,7 +157,7 @@ def source_digest(variant: Variant) -> str:
     """
     folders = search_path(variant)
     digest = hashlib.sha256(repr(variant.rendered_form()).encode())
-    digest.update(_renderer())
+    digest.update(fingerprint("render", "params"))
     for name, text in _closure(variant, folders).items():
         digest.update(f"\0{name}\0{len(text)}\0".encode())
         digest.update(text.encode())
@@ -221,15 +222,6 @@ def _closure(variant: Variant, folders: tuple[str, ...]) -> dict[str, str]:
             waiting.append(match[1][1:-1])
     included = "".join([*(text + "\n" for text in found.values()), f'#include "{variant.header}"\n'])
     return found | headers(included, include_dirs(variant))
-
-
-@lru_cache(maxsize=1)
-def _renderer() -> bytes:
-    """A fingerprint of the code that makes source text, so that a changed renderer finds no stale kernel."""
-    digest = hashlib.sha256()
-    for module in ("render.py", "params.py"):
-        digest.update(Path(__file__).with_name(module).read_bytes())
-    return digest.digest()
 
 
 def _folders(variant: Variant, template_dirs: Sequence[str | os.PathLike[str]] | None) -> tuple[str, ...]:

@@ -7,32 +7,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flashgen.expression import Expression
 from flashgen.schema import DEFAULT_TILE, RESERVED, File, Target, conditions, tile_row
+from flashgen.spec import Entry, as_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from flashgen.variant import Variant
+    from flashgen.spec import Point
     from flashgen.yamlfile import Document
-
-Point = tuple[Any, ...]
-
-
-class Entry:
-    """A point with its tile row, from which a Variant is made when it is asked for.
-
-    ``point`` has the axis values in spec order and then the target.
-    """
-
-    __slots__ = ("committed", "point", "row", "smem_bytes", "threads", "variant")
-
-    def __init__(self, point: Point, row: Any, threads: int, smem_bytes: int, committed: bool) -> None:
-        self.point, self.row, self.committed = point, row, committed
-        self.threads, self.smem_bytes = threads, smem_bytes
-        self.variant: Variant | None = None
 
 
 class TileTable:
-    """The tile table of one spec. ``entries`` maps each point to its tiles, the default one first.
+    """The tile table of one spec: its ``rows``, and as ``entries`` the tiles of each point, the default one
+    first.
 
     Raises SpecError for a row that is wrong or never applies, a point that has no default tile, and a tile
     that asks for more threads or shared memory than a block may have.
@@ -52,20 +38,20 @@ class TileTable:
         names = frozenset((*axes, *file.tile_keys, "element_bytes", "max_smem"))
         self._threads = self._expression("threads", names)
         self._smem_bytes = self._expression("smem_bytes", names)
-        self._rows = self._load("tiles", tile_row(domain, file.tile_keys, file.no_spills))
+        self.rows = self._load("tiles", tile_row(domain, file.tile_keys, file.no_spills))
         self._by_name = self._names()
-        self._matching = _Matcher(domain, self._rows)
+        self._matching = _Matcher(domain, self.rows)
         self._excluded = _Matcher(domain, self._load("exclude", conditions("Exclude", domain)))
         tile = ("name", Literal[tuple(self._by_name)] | None, None)
         self._commit = self._load("commit", conditions("Commit", domain, [tile]))
         self._committed = _Matcher(domain, self._commit)
         self._used: set[int] = set()
-        self.entries: dict[Point, list[Entry]] = {
+        self.entries: dict[Point, tuple[Entry, ...]] = {
             point: self._tiles_at(point)
             for point in itertools.product(*domain.values())
             if not self._excluded.at(point)
         }
-        for index in range(len(self._rows)):
+        for index in range(len(self.rows)):
             if index not in self._used:
                 why = "the row never applies: earlier rows take all of its points, or `exclude` removes them"
                 raise document.error(("tiles", index), why)
@@ -76,7 +62,7 @@ class TileTable:
     def _names(self) -> dict[str, int]:
         """Per tile name the bit mask of its rows, the default name first."""
         masks = {DEFAULT_TILE: 0}
-        for index, row in enumerate(self._rows):
+        for index, row in enumerate(self.rows):
             if row.name == DEFAULT_TILE:
                 why = f"`{DEFAULT_TILE}` stands for rows without a name; leave the name out"
                 raise self._document.error(("tiles", index, "name"), why)
@@ -90,7 +76,7 @@ class TileTable:
         except ValueError as error:
             raise self._document.error((key,), str(error)) from None
 
-    def _tiles_at(self, point: Point) -> list[Entry]:
+    def _tiles_at(self, point: Point) -> tuple[Entry, ...]:
         """For each tile name the first row that matches the point."""
         matching, committed = self._matching.at(point), self._committed.at(point)
         entries = []
@@ -103,15 +89,15 @@ class TileTable:
                 listed = committed and any(
                     committed >> i & 1 and row.name in (None, name) for i, row in enumerate(self._commit)
                 )
-                entries.append(Entry(point, self._rows[index], threads, smem_bytes, bool(listed)))
+                entries.append(Entry(index, threads, smem_bytes, bool(listed)))
             elif name == DEFAULT_TILE:
                 why = f"no row without a name serves {self._describe(point)}; add a row, or exclude the point"
                 raise self._document.error(("tiles",), why)
-        return entries
+        return tuple(entries)
 
     def _resources(self, index: int, point: Point) -> tuple[int, int]:
         """Threads and bytes of shared memory of a block, checked against what it may have."""
-        row, limit = self._rows[index], self._targets[point[-1]].max_smem
+        row, limit = self.rows[index], self._targets[point[-1]].max_smem
         values = dict(zip(self._axes, point, strict=False))
         values["element_bytes"] = self._element_bytes[values["dtype"]]
         values["max_smem"] = limit
@@ -157,11 +143,6 @@ def check_names(document: Document, file: File, axes: Mapping[str, Sequence[Any]
                 raise document.error(
                     ("axes", axis), f"`{value}` stands in {owner} as well, so two kernels could share a name"
                 )
-
-
-def as_values(value: Any) -> Sequence[Any]:
-    """One value or several as a sequence."""
-    return (value,) if isinstance(value, (str, int)) else tuple(value)
 
 
 class _Matcher:

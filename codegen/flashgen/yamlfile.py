@@ -29,16 +29,16 @@ _STEP = re.compile(r"\.([A-Za-z_]\w*)|\[(\d+)\]")
 
 
 class Document:
-    """The parsed content of one YAML file. ``value`` holds plain Python values.
+    """The parsed ``text`` of one YAML file. ``value`` holds plain Python values.
 
-    Raises SpecError for a file that cannot be read, is not YAML, is not a mapping, or repeats a key.
+    Raises SpecError for a text that is not UTF-8, is not YAML, is not a mapping, or repeats a key.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, text: bytes) -> None:
         self.path = path
         try:
-            root = yaml.compose(path.read_text(encoding="utf-8"), Loader=_Loader)
-        except (OSError, UnicodeDecodeError) as error:
+            root = yaml.compose(text.decode(), Loader=_Loader)
+        except UnicodeDecodeError as error:
             raise SpecError(f"{path}: cannot be read: {error}") from error
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
