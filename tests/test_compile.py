@@ -208,6 +208,17 @@ def test_supported_architectures_include_every_target():
     assert fc.compiler_version().startswith("nvrtc 1")
 
 
+def test_the_installed_version_is_read_without_loading_the_library():
+    script = """
+from flashgen import compile as fc
+installed = fc.installed_version()
+with open("/proc/self/maps") as maps:
+    print("libnvrtc.so" in maps.read())
+print(installed in (None, fc.compiler_version()))
+"""
+    assert python(script).split() == ["False", "True"]
+
+
 @pytest.mark.parametrize(
     ("hide", "message"),
     [("sys.modules['cupy'] = None", "CuPy cannot be imported"), ("patch()", "NVRTC cannot be loaded")],

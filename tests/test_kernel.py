@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -162,6 +166,34 @@ def test_a_kernel_on_disk_is_loaded_without_its_compiler(folder, driver, monkeyp
     again = kernel.load(variant, GPU)
     assert again.cached
     assert again.compiled == first.compiled
+
+
+FIRST_CALL = """
+import sys
+from types import SimpleNamespace
+import cupy
+before = set(sys.modules)
+from flashgen import cache, dispatch, kernel, spec
+call = SimpleNamespace(head_dim=64, dtype="fp16", mask_type="causal", group_size=1)
+device = SimpleNamespace(compute_capability=(9, 0), smem_per_block=232448)
+variant = dispatch.offers(call, device, spec.load_specs(cache=cache.default()))[0]
+if len(sys.argv) > 1:
+    kernel.obtain(variant, "sm_90")
+else:
+    assert kernel.recall(variant, "sm_90")
+    packages = {name.partition(".")[0] for name in set(sys.modules) - before}
+    print(*sorted(packages - set(sys.stdlib_module_names)))
+    with open("/proc/self/maps") as maps:
+        assert "libnvrtc.so" not in maps.read()
+"""
+
+
+def test_a_first_call_of_a_kernel_on_disk_imports_nothing_but_flashgen(tmp_path):
+    env = {"FLASHGEN_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(kernel.__file__).parent.parent)}
+    command = [sys.executable, "-c", FIRST_CALL]
+    subprocess.run([*command, "fill"], check=True, env=os.environ | env)
+    found = subprocess.run(command, check=True, env=os.environ | env, capture_output=True, text=True)
+    assert found.stdout.split() == ["flashgen"]
 
 
 @pytest.mark.parametrize("installed", ["nvrtc 99.0.1", None])

@@ -3,6 +3,10 @@ import re
 
 import pytest
 
+from flashgen.cache import default
+from flashgen.kernel import recall
+from flashgen.spec import load_specs
+
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 ONE = ("--select", "tiny_fwd_hdim64_fp16_sm80")
 
@@ -26,6 +30,18 @@ def test_compiles_then_finds_in_the_cache(tiny, flashgen):
     again = kernels(flashgen("build", *ONE, "--json"))
     assert all(k["cached"] for k in again)
     assert [k["registers"] for k in again] == [k["registers"] for k in kernels(first)]
+
+
+def test_what_is_built_is_all_that_a_first_call_looks_for(tiny, flashgen, monkeypatch):
+    flashgen("build", *ONE)
+
+    def unchecked(*_):
+        raise AssertionError("checked again")
+
+    monkeypatch.setattr("flashgen.specfile.check", unchecked)
+    spec = load_specs(cache=default())[-1]
+    (variant,) = (v for v in spec.variants() if v.name == ONE[1])
+    assert recall(variant, "sm_90").name == variant.name
 
 
 def test_the_table_has_what_the_json_has(tiny, flashgen):

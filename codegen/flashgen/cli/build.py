@@ -101,10 +101,13 @@ def command(
     Ends with a table: variant, architecture, registers, bytes of spilled registers, shared memory, and the
     seconds that it took, or that it was in the cache.
     """
+    from flashgen import cache as caches
     from flashgen.cli.output import counted, print_json
 
     whole = not selections and slice_ != "all"
-    variants = chosen_variants(specs, selections)
+    # What is compiled ahead is there for a first call, which looks for the checked specs as well.
+    cache = None if check or no_compile else caches.default()
+    variants = chosen_variants(specs, selections, cache)
     if whole or slice_ == "committed":
         variants = tuple(variant for variant in variants if variant.committed)
     if check:

@@ -282,7 +282,7 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
     if specs:
         machine.append(("specs", "\n".join([*specs["files"], f"{specs['variants']} variants"])))
     if cache:
-        usage = f"{cache['entries']} kernels, {size(cache['bytes'])} of {size(cache['max_bytes'])}"
+        usage = f"{cache['entries']} entries, {size(cache['bytes'])} of {size(cache['max_bytes'])}"
         machine.append(("cache", f"{cache['root']}\n{usage}"))
     paths = [(f"{place} arrays", _path_line(found)) for place, found in (attention or {}).items()]
     return [

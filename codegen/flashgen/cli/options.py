@@ -11,6 +11,7 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from flashgen.cache import CubinCache
     from flashgen.variant import Variant
 
 NATIVE = "native"
@@ -56,15 +57,20 @@ class Architecture(click.ParamType):
         return f"sm_{match[1]}{match[2]}"
 
 
-def load_variants(specs: Path | None) -> tuple[Variant, ...]:
-    """Every variant of the shipped specs, those of FLASHGEN_SPECS, and those of one more folder."""
+def load_variants(specs: Path | None, cache: CubinCache | None = None) -> tuple[Variant, ...]:
+    """Every variant of the shipped specs, those of FLASHGEN_SPECS, and those of one more folder.
+
+    ``cache`` keeps the checked specs for the calls to come.
+    """
     from flashgen.spec import load_specs
 
-    return tuple(variant for spec in load_specs(specs) for variant in spec.variants())
+    return tuple(variant for spec in load_specs(specs, cache) for variant in spec.variants())
 
 
-def chosen_variants(specs: Path | None, selections: Sequence[str]) -> tuple[Variant, ...]:
-    """The variants that --specs and --select leave."""
+def chosen_variants(
+    specs: Path | None, selections: Sequence[str], cache: CubinCache | None = None
+) -> tuple[Variant, ...]:
+    """The variants that --specs and --select leave; ``cache`` as in `load_variants`."""
     from flashgen.select import select
 
-    return select(load_variants(specs), selections)
+    return select(load_variants(specs, cache), selections)
