@@ -4,14 +4,13 @@ needed.
 The rule, which a spec names ``least_time``:
 
 1. A variant can serve a problem whose dtype and mask type are its own, whose head dim it holds, and whose
-grouping it
-   implements: ``mha`` for one query head per kv head, ``gqa`` or ``packed`` for several. The device must have
-   its architecture and its shared memory.
+   grouping it implements: ``mha`` for one query head per kv head, ``gqa`` or ``packed`` for several. The
+   device must have its architecture and its shared memory.
 2. Of these only the smallest head dim counts, then the newest architecture, then the target that its spec
-names first. 3. Of what is left, tiles and groupings, the least modelled time wins: the waves of tiles that
-the device needs, times the
-   rows of a tile, over the measured ``efficiency`` of the tile. Ties go to fewer tiles, then to the order of
-   the spec.
+   names first.
+3. Of what is left, tiles and groupings, the least modelled time wins: the rows of queries that fall to the
+   busiest multiprocessor, over the measured ``efficiency`` of the tile. Ties go to fewer tiles, then to the
+   order of the spec.
 """
 
 from __future__ import annotations
@@ -86,9 +85,8 @@ def candidates(problem: Problem, device: Device, variants: Iterable[Variant]) ->
 
 def cost(problem: Problem, device: Device, variant: Variant) -> float:
     """Modelled time of a problem, comparable between variants for one problem only."""
-    slots = device.num_sms * min_blocks(variant)
-    waves = -(-tiles(problem, variant) // slots)
-    return waves * variant.tile_value("block_m") / variant.efficiency
+    tiles_of_busiest = -(-tiles(problem, variant) // device.num_sms)
+    return tiles_of_busiest * variant.tile_value("block_m") / variant.efficiency
 
 
 def rows(problem: Problem, variant: Variant) -> int:
@@ -105,11 +103,6 @@ def tiles(problem: Problem, variant: Variant) -> int:
     """Blocks of the grid."""
     row_blocks = -(-rows(problem, variant) // variant.tile_value("block_m"))
     return row_blocks * heads(problem, variant) * problem.batch
-
-
-def min_blocks(variant: Variant) -> int:
-    """Blocks of the variant that one multiprocessor holds at once, as its tile row says; 1 if it does not."""
-    return dict(variant.tile).get("min_blocks", 1)
 
 
 def runs_on(variant: Variant, device: Device) -> bool:

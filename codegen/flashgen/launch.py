@@ -52,7 +52,7 @@ def parameters(problem: Problem, variant: Variant, device: Device) -> dict[str, 
 
     Strides are in elements (of the mask: bytes). ``scale_log2`` is the softmax scale times log2(e), for exp2.
     ``num_row_blocks`` is the tiles of one (batch, head). ``heads_per_section`` is how many heads of the grid,
-    counted over the batch, share the L2 cache: as many as have their keys and values in half of it.
+    counted over the batch, share the L2 cache: as many as have their keys and values in it, in sections of equal size.
     ``mask_vector_width`` is the bytes of the mask, 1, 4, 8 or 16, that every row allows to load at once from
     an aligned pointer.
     """
@@ -93,8 +93,10 @@ def vector_width(*numbers: int) -> int:
 def _heads_per_section(problem: Problem, variant: Variant, device: Device) -> int:
     pair = 2 * problem.seqlen_kv * problem.head_dim * problem.element_bytes
     pairs = problem.batch * problem.num_heads_kv
-    pairs = max(1, min(pairs, device.l2_bytes // 2 // pair if pair else pairs))
-    return pairs * heads(problem, variant) // problem.num_heads_kv
+    fitting = max(1, min(pairs, device.l2_bytes // pair if pair else pairs))
+    # Sections of equal size: a small last one would leave multiprocessors idle while its longest tiles run.
+    sections = -(-pairs // fitting)
+    return -(-pairs // sections) * heads(problem, variant) // problem.num_heads_kv
 
 
 class Launcher:

@@ -13,6 +13,13 @@ __device__ __forceinline__ shared_address to_shared(const void* pointer) {
     return static_cast<shared_address>(__cvta_generic_to_shared(pointer));
 }
 
+// %ctaid.x, read anew: what a kernel computes from it twice, it need not keep in registers in between.
+__device__ __forceinline__ int block_index() {
+    int index;
+    asm volatile("mov.u32 %0, %%ctaid.x;\n" : "=r"(index));
+    return index;
+}
+
 // cp.async.cg.shared.global: 16 bytes, past L1. The first `source_bytes` are read, the rest become 0; with 0 the source
 // need not be a valid address.
 __device__ __forceinline__ void cp_async_16(shared_address destination, const void* source, int source_bytes) {
@@ -107,7 +114,10 @@ __device__ __forceinline__ void mma_m16n8k16<bf16>(float (&accumulator)[4], cons
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// mma.m16n8k8: accumulator (16x8, fp32) += a (16x8) . b (8x8), a and b in TF32 (10-bit mantissa).
+// The bits of a float that make its TF32 number: sign, exponent and 10 bits of the mantissa.
+constexpr uint32_t kTf32Bits = 0xffffe000;
+
+// mma.m16n8k8: accumulator (16x8, fp32) += a (16x8) . b (8x8), a and b floats of which only kTf32Bits are read.
 __device__ __forceinline__ void mma_m16n8k8_tf32(float (&accumulator)[4], const uint32_t (&a)[4], uint32_t b0,
                                                  uint32_t b1) {
     asm(
@@ -133,13 +143,6 @@ __device__ __forceinline__ uint32_t pack<bf16>(float low, float high) {
     uint32_t pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
-}
-
-// cvt.rna.tf32.f32: rounded to TF32, ties away from zero; the result is a float whose low 13 bits are 0.
-__device__ __forceinline__ uint32_t to_tf32(float value) {
-    uint32_t rounded;
-    asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(rounded) : "f"(value));
-    return rounded;
 }
 
 // ex2.approx.ftz.f32: 2^x; exactly 0 for -inf.
