@@ -3,8 +3,8 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, dtype fp16, mask_type local, gqa mha
-// tile      block_m 128, block_n 64, warps 4, groups 1, min_blocks 2
-// block     128 threads, 65536 bytes of dynamic shared memory
+// tile      block_m 64, block_n 64, warps 2, groups 1, min_blocks 4
+// block     64 threads, 49152 bytes of dynamic shared memory
 // target    sm80: sm_80 or later, at most 166912 bytes a block
 // spec      flash_fwd_sm80.yaml
 // template  flash_fwd_sm80.cu.j2
@@ -13,9 +13,9 @@
 using element = fp16;
 
 constexpr int kHeadDim = 128;
-constexpr int kBlockM = 128;  // query rows of a tile
+constexpr int kBlockM = 64;  // query rows of a tile
 constexpr int kBlockN = 64;  // keys of a tile
-constexpr int kWarps = 4;
+constexpr int kWarps = 2;
 constexpr int kStages = 1;  // blocks of K, and of V, in shared memory
 constexpr int kThreads = 32 * kWarps;
 constexpr int kCopyThreads = kThreads / 1;  // threads that share the copy of a block of K or V
@@ -35,7 +35,7 @@ constexpr float kLn2 = 0.6931471805599453f;
 static_assert(kBlockM % (16 * kWarps) == 0, "a warp owns whole 16-row matrix tiles");
 static_assert(kBlockN % 16 == 0, "keys are fetched by 16");
 static_assert(kRowBytes % 64 == 0, "the swizzle permutes at least four 16-byte chunks");
-static_assert(kSharedBytes == 65536, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes == 49152, "launcher and kernel agree on shared memory");
 
 struct Params {
   const element* q;                       // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
@@ -109,7 +109,8 @@ struct Tile {
 
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     // Heads are launched in sections whose keys and values fit in L2 together. Within a section the row blocks come
-    // one after another for all heads.
+    // one after another for all heads, last block first: the first rows attend to the fewest keys, and short tiles at
+    // the end leave the fewest multiprocessors idle.
     const int num_heads = params.num_heads_q;
     const int section = index / (params.heads_per_section * params.num_row_blocks);
     const int first_head = section * params.heads_per_section;
@@ -122,7 +123,7 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     tile.batch = head_of_batch / num_heads;
     tile.head = head_of_batch - tile.batch * num_heads;
     tile.kv_head = tile.head;
-    tile.first_row = row_block * kBlockM;
+    tile.first_row = (params.num_row_blocks - 1 - row_block) * kBlockM;
     return tile;
 }
 
@@ -242,23 +243,37 @@ __device__ __forceinline__ KeyRange find_keys(const Params& params, const Tile& 
     return keys_of_some(params, tile.first_row, kBlockM);
 }
 
-// Hides keys of the block that begins at `first_key` from the warp's rows, which begin at `first_row`.
-__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kRowTiles][kKeyTiles][4], int first_row,
-                                           int first_key, int lane) {
+// Hides the keys of the block at `first_key` that lie behind the range of their row; the warp's rows begin at `first_row`.
+__device__ __forceinline__ void hide_late_keys(const Params& params, float (&scores)[kRowTiles][kKeyTiles][4],
+                                               int first_row, int first_key, int lane) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = first_row + 16 * i + 8 * half + lane / 4;
-            const KeyRange keys = keys_of_query(params, query_of_row(params, row));
-            const int lane_key = first_key + lane % 4 * 2;
+            const int end = keys_of_query(params, query_of_row(params, row)).end - first_key - lane % 4 * 2;
 #pragma unroll
             for (int j = 0; j < kKeyTiles; ++j) {
+                if (8 * j >= end) scores[i][j][2 * half] = -INFINITY;
+                if (8 * j + 1 >= end) scores[i][j][2 * half + 1] = -INFINITY;
+            }
+        }
+    }
+}
+
+// Hides the keys that lie before the range of their row.
+__device__ __forceinline__ void hide_early_keys(const Params& params, float (&scores)[kRowTiles][kKeyTiles][4],
+                                                int first_row, int first_key, int lane) {
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int key = 8 * j + e;
-                    if (key >= keys.end - lane_key || key < keys.begin - lane_key) scores[i][j][2 * half + e] = -INFINITY;
-                }
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = first_row + 16 * i + 8 * half + lane / 4;
+            const int begin = keys_of_query(params, query_of_row(params, row)).begin - first_key - lane % 4 * 2;
+#pragma unroll
+            for (int j = 0; j < kKeyTiles; ++j) {
+                if (8 * j < begin) scores[i][j][2 * half] = -INFINITY;
+                if (8 * j + 1 < begin) scores[i][j][2 * half + 1] = -INFINITY;
             }
         }
     }
@@ -472,7 +487,7 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
+extern "C" __global__ void __launch_bounds__(kThreads, 4)
 flash_fwd_hdim128_fp16_local_sm80(const __grid_constant__ Params params) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     const shared_address q_tile = to_shared(shared_memory);
@@ -534,9 +549,8 @@ flash_fwd_hdim128_fp16_local_sm80(const __grid_constant__ Params params) {
             // Most blocks are seen by every row from the first key to the last.
             const int warp_row = tile.first_row + warp * kWarpRows;
             const KeyRange every = keys_of_every(params, min(warp_row, num_rows(params) - 1), kWarpRows);
-            if (block * kBlockN < every.begin || (block + 1) * kBlockN > every.end) {
-                apply_mask(params, scores, warp_row, block * kBlockN, lane);
-            }
+            if ((block + 1) * kBlockN > every.end) hide_late_keys(params, scores, warp_row, block * kBlockN, lane);
+            if (block * kBlockN < every.begin) hide_early_keys(params, scores, warp_row, block * kBlockN, lane);
             softmax_step(scores, rows, output, weights, params.scale_log2);
         }
 

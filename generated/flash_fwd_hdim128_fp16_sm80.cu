@@ -232,23 +232,19 @@ __device__ __forceinline__ KeyRange find_keys(const Params& params, const Tile& 
     return keys_of_some(params, tile.first_row, kBlockM);
 }
 
-// Hides keys of the block that begins at `first_key` from the warp's rows, which begin at `first_row`.
-__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kRowTiles][kKeyTiles][4], int first_row,
-                                           int first_key, int lane) {
+// Hides the keys of the block at `first_key` that lie behind the range of their row; the warp's rows begin at `first_row`.
+__device__ __forceinline__ void hide_late_keys(const Params& params, float (&scores)[kRowTiles][kKeyTiles][4],
+                                               int first_row, int first_key, int lane) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = first_row + 16 * i + 8 * half + lane / 4;
-            const KeyRange keys = keys_of_query(params, query_of_row(params, row));
-            const int lane_key = first_key + lane % 4 * 2;
+            const int end = keys_of_query(params, query_of_row(params, row)).end - first_key - lane % 4 * 2;
 #pragma unroll
             for (int j = 0; j < kKeyTiles; ++j) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int key = 8 * j + e;
-                    if (key >= keys.end - lane_key) scores[i][j][2 * half + e] = -INFINITY;
-                }
+                if (8 * j >= end) scores[i][j][2 * half] = -INFINITY;
+                if (8 * j + 1 >= end) scores[i][j][2 * half + 1] = -INFINITY;
             }
         }
     }
@@ -557,9 +553,7 @@ flash_fwd_hdim128_fp16_sm80(const __grid_constant__ Params params) {
             // Most blocks are seen by every row from the first key to the last.
             const int warp_row = tile.first_row + warp * kWarpRows;
             const KeyRange every = keys_of_every(params, min(warp_row, num_rows(params) - 1), kWarpRows);
-            if (block * kBlockN < every.begin || (block + 1) * kBlockN > every.end) {
-                apply_mask(params, scores, warp_row, block * kBlockN, lane);
-            }
+            if ((block + 1) * kBlockN > every.end) hide_late_keys(params, scores, warp_row, block * kBlockN, lane);
             softmax_step(scores, rows, output, weights, params.scale_log2);
             if (block == first_block) break;
 

@@ -3,8 +3,8 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 64, dtype fp16, mask_type local, gqa mha
-// tile      block_m 256, block_n 128, warps 8, groups 2, min_blocks 1
-// block     256 threads, 98304 bytes of dynamic shared memory
+// tile      block_m 64, block_n 64, warps 2, groups 1, min_blocks 4
+// block     64 threads, 24576 bytes of dynamic shared memory
 // target    sm80: sm_80 or later, at most 166912 bytes a block
 // spec      flash_fwd_sm80.yaml
 // template  flash_fwd_sm80.cu.j2
@@ -13,12 +13,12 @@
 using element = fp16;
 
 constexpr int kHeadDim = 64;
-constexpr int kBlockM = 256;  // query rows of a tile
-constexpr int kBlockN = 128;  // keys of a tile
-constexpr int kWarps = 8;
-constexpr int kStages = 2;  // blocks of K, and of V, in shared memory
+constexpr int kBlockM = 64;  // query rows of a tile
+constexpr int kBlockN = 64;  // keys of a tile
+constexpr int kWarps = 2;
+constexpr int kStages = 1;  // blocks of K, and of V, in shared memory
 constexpr int kThreads = 32 * kWarps;
-constexpr int kCopyThreads = kThreads / 2;  // threads that share the copy of a block of K or V
+constexpr int kCopyThreads = kThreads / 1;  // threads that share the copy of a block of K or V
 constexpr int kWarpRows = kBlockM / kWarps;  // a warp owns whole rows, so that softmax never leaves it
 constexpr int kRowTiles = kWarpRows / 16;    // 16-row matrix tiles of a warp
 constexpr int kKeyTiles = kBlockN / 8;       // 8-key matrix tiles of a key block
@@ -35,7 +35,7 @@ constexpr float kLn2 = 0.6931471805599453f;
 static_assert(kBlockM % (16 * kWarps) == 0, "a warp owns whole 16-row matrix tiles");
 static_assert(kBlockN % 16 == 0, "keys are fetched by 16");
 static_assert(kRowBytes % 64 == 0, "the swizzle permutes at least four 16-byte chunks");
-static_assert(kSharedBytes == 98304, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes == 24576, "launcher and kernel agree on shared memory");
 
 struct Params {
   const element* q;                       // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
@@ -109,7 +109,8 @@ struct Tile {
 
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     // Heads are launched in sections whose keys and values fit in L2 together. Within a section the row blocks come
-    // one after another for all heads.
+    // one after another for all heads, last block first: the first rows attend to the fewest keys, and short tiles at
+    // the end leave the fewest multiprocessors idle.
     const int num_heads = params.num_heads_q;
     const int section = index / (params.heads_per_section * params.num_row_blocks);
     const int first_head = section * params.heads_per_section;
@@ -122,7 +123,7 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     tile.batch = head_of_batch / num_heads;
     tile.head = head_of_batch - tile.batch * num_heads;
     tile.kv_head = tile.head;
-    tile.first_row = row_block * kBlockM;
+    tile.first_row = (params.num_row_blocks - 1 - row_block) * kBlockM;
     return tile;
 }
 
@@ -242,23 +243,37 @@ __device__ __forceinline__ KeyRange find_keys(const Params& params, const Tile& 
     return keys_of_some(params, tile.first_row, kBlockM);
 }
 
-// Hides keys of the block that begins at `first_key` from the warp's rows, which begin at `first_row`.
-__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kRowTiles][kKeyTiles][4], int first_row,
-                                           int first_key, int lane) {
+// Hides the keys of the block at `first_key` that lie behind the range of their row; the warp's rows begin at `first_row`.
+__device__ __forceinline__ void hide_late_keys(const Params& params, float (&scores)[kRowTiles][kKeyTiles][4],
+                                               int first_row, int first_key, int lane) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = first_row + 16 * i + 8 * half + lane / 4;
-            const KeyRange keys = keys_of_query(params, query_of_row(params, row));
-            const int lane_key = first_key + lane % 4 * 2;
+            const int end = keys_of_query(params, query_of_row(params, row)).end - first_key - lane % 4 * 2;
 #pragma unroll
             for (int j = 0; j < kKeyTiles; ++j) {
+                if (8 * j >= end) scores[i][j][2 * half] = -INFINITY;
+                if (8 * j + 1 >= end) scores[i][j][2 * half + 1] = -INFINITY;
+            }
+        }
+    }
+}
+
+// Hides the keys that lie before the range of their row.
+__device__ __forceinline__ void hide_early_keys(const Params& params, float (&scores)[kRowTiles][kKeyTiles][4],
+                                                int first_row, int first_key, int lane) {
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int key = 8 * j + e;
-                    if (key >= keys.end - lane_key || key < keys.begin - lane_key) scores[i][j][2 * half + e] = -INFINITY;
-                }
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = first_row + 16 * i + 8 * half + lane / 4;
+            const int begin = keys_of_query(params, query_of_row(params, row)).begin - first_key - lane % 4 * 2;
+#pragma unroll
+            for (int j = 0; j < kKeyTiles; ++j) {
+                if (8 * j < begin) scores[i][j][2 * half] = -INFINITY;
+                if (8 * j + 1 < begin) scores[i][j][2 * half + 1] = -INFINITY;
             }
         }
     }
@@ -268,16 +283,6 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 // lane % 4) is row 16 i + g + 8 (e / 2), key 8 j + 2 t + e % 2.
 __device__ __forceinline__ void multiply_qk(float (&scores)[kRowTiles][kKeyTiles][4], const LaneAddress& q_lane,
                                             const LaneAddress& k_lane) {
-    // The operands of a step are fetched while the step before it multiplies.
-    uint32_t q_fragments[2][kRowTiles][4];
-    uint32_t k_fragments[2][kKeyTiles / 2][4];
-    auto load = [&](int step) {
-#pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) ldmatrix_x4(q_fragments[step % 2][i], step_address(q_lane, 16 * i, step));
-#pragma unroll
-        for (int j = 0; j < kKeyTiles / 2; ++j) ldmatrix_x4(k_fragments[step % 2][j], step_address(k_lane, 16 * j, step));
-    };
-    load(0);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -288,14 +293,17 @@ __device__ __forceinline__ void multiply_qk(float (&scores)[kRowTiles][kKeyTiles
     }
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) {
-        if (step + 1 < kHeadDim / 16) load(step + 1);
+        uint32_t q_fragment[kRowTiles][4];
 #pragma unroll
-        for (int j = 0; j < kKeyTiles; ++j) {
-            const uint32_t(&k_fragment)[4] = k_fragments[step % 2][j / 2];
+        for (int i = 0; i < kRowTiles; ++i) ldmatrix_x4(q_fragment[i], step_address(q_lane, 16 * i, step));
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; j += 2) {
+            uint32_t k_fragment[4];
+            ldmatrix_x4(k_fragment, step_address(k_lane, 8 * j, step));
 #pragma unroll
             for (int i = 0; i < kRowTiles; ++i) {
-                mma_m16n8k16<element>(scores[i][j], q_fragments[step % 2][i], k_fragment[j % 2 * 2],
-                                      k_fragment[j % 2 * 2 + 1]);
+                mma_m16n8k16<element>(scores[i][j], q_fragment[i], k_fragment[0], k_fragment[1]);
+                mma_m16n8k16<element>(scores[i][j + 1], q_fragment[i], k_fragment[2], k_fragment[3]);
             }
         }
     }
@@ -312,28 +320,19 @@ struct Weights {
     }
 };
 
-// The right operands of P . V for 16 keys.
-using VFragments = uint32_t[kDimTiles / 2][4];
-
-__device__ __forceinline__ void load_v(VFragments& fragments, const LaneAddress& v_lane, int first_key) {
-#pragma unroll
-    for (int n = 0; n < kDimTiles / 2; ++n) ldmatrix_x4_trans(fragments[n], step_address(v_lane, first_key, n));
-}
-
-// output (kWarpRows x kHeadDim) += P . V. The caller has loaded the fragments of the first 16 keys; those of the next 16
-// are fetched while the ones before them multiply.
+// output (kWarpRows x kHeadDim) += P . V.
 __device__ __forceinline__ void multiply_pv(float (&output)[kRowTiles][kDimTiles][4], const Weights& weights,
-                                            VFragments (&v_fragments)[2], const LaneAddress& v_lane) {
+                                            const LaneAddress& v_lane) {
 #pragma unroll
     for (int j = 0; j < kBlockN / 16; ++j) {
-        if (j + 1 < kBlockN / 16) load_v(v_fragments[(j + 1) % 2], v_lane, 16 * (j + 1));
 #pragma unroll
-        for (int n = 0; n < kDimTiles; ++n) {
-            const uint32_t(&v_fragment)[4] = v_fragments[j % 2][n / 2];
+        for (int n = 0; n < kDimTiles; n += 2) {
+            uint32_t v_fragment[4];
+            ldmatrix_x4_trans(v_fragment, step_address(v_lane, 16 * j, n / 2));
 #pragma unroll
             for (int i = 0; i < kRowTiles; ++i) {
-                mma_m16n8k16<element>(output[i][n], weights.fragment[i][j], v_fragment[n % 2 * 2],
-                                      v_fragment[n % 2 * 2 + 1]);
+                mma_m16n8k16<element>(output[i][n], weights.fragment[i][j], v_fragment[0], v_fragment[1]);
+                mma_m16n8k16<element>(output[i][n + 1], weights.fragment[i][j], v_fragment[2], v_fragment[3]);
             }
         }
     }
@@ -488,7 +487,7 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, 4)
 flash_fwd_hdim64_fp16_local_sm80(const __grid_constant__ Params params) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     const shared_address q_tile = to_shared(shared_memory);
@@ -512,98 +511,58 @@ flash_fwd_hdim64_fp16_local_sm80(const __grid_constant__ Params params) {
         rows.sum[i][0] = rows.sum[i][1] = 0.0f;
     }
 
-    // K and V have two stages each; block b lies in stage b % 2. The warps form two groups that take turns: while one
-    // multiplies, the other, on the same four schedulers, does its softmax and starts a copy, the first group of K, the
-    // second of V. A turn ends at a barrier for all.
-    const int group = warp / (kWarps / 2);
-    const shared_address copy_tiles = group == 0 ? k_tiles : v_tiles;
-    const int64_t copy_stride = group == 0 ? params.k_row_stride : params.v_row_stride;
-    const element* copy_source =
-        group == 0 ? params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride
-                   : params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
-    auto copy_block = [&](int block) {
-        copy_rows(copy_tiles + block % 2 * kStageBytes, copy_source + block * kBlockN * copy_stride, copy_stride,
+    // K and V have one stage each: V of a block is fetched while its scores are computed, K of the next block while P and V
+    // of this one are multiplied. The other thread blocks of the multiprocessor fill the gaps.
+    const element* k = params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
+    const element* v = params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
+    auto copy_k = [&](int block) {
+        copy_rows(k_tiles, k + block * kBlockN * params.k_row_stride, params.k_row_stride,
                   params.seqlen_kv - block * kBlockN, params.head_dim);
+        cp_async_commit();
+    };
+    auto copy_v = [&](int block) {
+        copy_rows(v_tiles, v + block * kBlockN * params.v_row_stride, params.v_row_stride,
+                  params.seqlen_kv - block * kBlockN, params.head_dim);
+        cp_async_commit();
     };
 
     if (last_block >= first_block) {
         copy_queries(params, tile, q_tile, params.q + tile.batch * params.q_batch_stride);
-        copy_block(last_block);
+        copy_k(last_block);
     }
-    cp_async_commit();
-
-    if (group == 1) {  // one turn behind
-        cp_async_wait<0>();
-        barrier_sync(kThreads);
-    }
-
-    auto begin_products = [&]() {
-        // Everybody's share of the copies that were started before the previous products is here.
-        cp_async_wait<0>();
-        barrier_sync(kThreads);
-    };
-    auto end_products = [&](int block) {
-        // Everybody has finished with the stages that the next copies overwrite.
-        barrier_sync(kThreads);
-        if (block > first_block) {
-            copy_block(block - 1);
-        }
-        cp_async_commit();
-    };
-    const LaneAddress k_lane = transposed_operand_address(k_tiles, lane);
-    const LaneAddress v_lane = operand_address(v_tiles, lane);
-    auto in_stage = [&](const LaneAddress& address, int block) -> LaneAddress {
-        return {address.row + block % 2 * kStageBytes, address.chunk_bytes};
-    };
-
-    // The blocks that this warp's rows attend to; it sits the others out, at the same barriers as everybody.
+    // The keys that some row of this warp attends to.
     const KeyRange warp_keys =
         keys_of_some(params, min(tile.first_row + warp * kWarpRows, num_rows(params) - 1), kWarpRows);
-    const int warp_last_block = max(first_block, (warp_keys.end + kBlockN - 1) / kBlockN) - 1;
-    const int warp_first_block = max(first_block, warp_keys.begin / kBlockN);
+    const LaneAddress k_lane = transposed_operand_address(k_tiles, lane);
+    const LaneAddress v_lane = operand_address(v_tiles, lane);
+    for (int block = last_block; block >= first_block; --block) {
+        // K of this block is here, and every warp has finished with V of the block before.
+        cp_async_wait<0>();
+        barrier_sync(kThreads);
+        copy_v(block);
 
-    int block = last_block;
-    for (; block > warp_last_block; --block) {
-        begin_products();
-        end_products(block);
-    }
-    begin_products();
-    if (block >= warp_first_block) {
-        float scores[kRowTiles][kKeyTiles][4];
         Weights weights;
-        multiply_qk(scores, q_lane, in_stage(k_lane, block));
-        end_products(block);
-        while (true) {
+        const bool sees = block * kBlockN < warp_keys.end && (block + 1) * kBlockN > warp_keys.begin;
+        if (sees) {  // some row of this warp attends to a key of the block
+            float scores[kRowTiles][kKeyTiles][4];
+            multiply_qk(scores, q_lane, k_lane);
             // Most blocks are seen by every row from the first key to the last.
             const int warp_row = tile.first_row + warp * kWarpRows;
             const KeyRange every = keys_of_every(params, min(warp_row, num_rows(params) - 1), kWarpRows);
-            if (block * kBlockN < every.begin || (block + 1) * kBlockN > every.end) {
-                apply_mask(params, scores, warp_row, block * kBlockN, lane);
-            }
+            if ((block + 1) * kBlockN > every.end) hide_late_keys(params, scores, warp_row, block * kBlockN, lane);
+            if (block * kBlockN < every.begin) hide_early_keys(params, scores, warp_row, block * kBlockN, lane);
             softmax_step(scores, rows, output, weights, params.scale_log2);
-            if (block == warp_first_block) break;
-
-            // The products of P and V of this block and of Q and K of the next stand together: a long run of matrix
-            // instructions without a barrier.
-            VFragments v_fragments[2];
-            load_v(v_fragments[0], in_stage(v_lane, block), 0);
-            begin_products();
-            multiply_pv(output, weights, v_fragments, in_stage(v_lane, block));
-            multiply_qk(scores, q_lane, in_stage(k_lane, block - 1));
-            --block;
-            end_products(block);
         }
-        VFragments v_fragments[2];
-        load_v(v_fragments[0], in_stage(v_lane, block), 0);
-        begin_products();
-        multiply_pv(output, weights, v_fragments, in_stage(v_lane, block));
-        --block;
+
+        // V of this block is here, and every warp has finished with K.
+        cp_async_wait<0>();
+        barrier_sync(kThreads);
+        if (block > first_block) copy_k(block - 1);
+
+        if (sees) {
+            multiply_pv(output, weights, v_lane);
+        }
     }
-    for (; block >= first_block; --block) {
-        end_products(block);
-        begin_products();
-    }
-    if (group == 0) barrier_sync(kThreads);  // the second group's last turn begins here
 
     // The tile once more: registers are too scarce to keep it through the loop.
     const Tile stored_tile = find_tile(params, block_index());
