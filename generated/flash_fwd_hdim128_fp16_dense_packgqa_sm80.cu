@@ -3,8 +3,8 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, dtype fp16, mask_type dense, gqa packed
-// tile      block_m 128, block_n 64, warps 4, groups 1, min_blocks 2
-// block     128 threads, 73728 bytes of dynamic shared memory
+// tile      block_m 128, block_n 32, warps 4, groups 1, min_blocks 2
+// block     128 threads, 53248 bytes of dynamic shared memory
 // target    sm80: sm_80 or later, at most 166912 bytes a block
 // spec      flash_fwd_sm80.yaml
 // template  flash_fwd_sm80.cu.j2
@@ -14,7 +14,7 @@ using element = fp16;
 
 constexpr int kHeadDim = 128;
 constexpr int kBlockM = 128;  // query rows of a tile
-constexpr int kBlockN = 64;  // keys of a tile
+constexpr int kBlockN = 32;  // keys of a tile
 constexpr int kWarps = 4;
 constexpr int kStages = 1;  // blocks of K, and of V, in shared memory
 constexpr int kThreads = 32 * kWarps;
@@ -36,7 +36,7 @@ constexpr float kLn2 = 0.6931471805599453f;
 static_assert(kBlockM % (16 * kWarps) == 0, "a warp owns whole 16-row matrix tiles");
 static_assert(kBlockN % 16 == 0, "keys are fetched by 16");
 static_assert(kRowBytes % 64 == 0, "the swizzle permutes at least four 16-byte chunks");
-static_assert(kSharedBytes == 73728, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes == 53248, "launcher and kernel agree on shared memory");
 static_assert(kWarpRows <= 32 && kBlockN * kWarpRows <= 32 * 64, "a lane holds its share of a mask tile in 64 bits");
 static_assert((kBlockN & kBlockN - 1) == 0, "words of 32 keys divide a row of the mask tile evenly");
 
@@ -233,9 +233,9 @@ struct KeyRange {
 __device__ __forceinline__ KeyRange find_keys(const Params& params, const Tile&) { return {0, params.seqlen_kv}; }
 
 // The mask tile of a warp goes through shared memory in bytes, by copies that run beside those of K, and is then packed
-// to one bit an element: a lane holds kLaneKeys keys of one row.
-constexpr int kLanesPerRow = 32 / kWarpRows;
-constexpr int kLaneKeys = kBlockN / kLanesPerRow;
+// to one bit an element: a lane holds kLaneKeys keys of one row (of small tiles two lanes hold the same).
+constexpr int kLaneKeys = kBlockN * kWarpRows > 16 * 32 ? kBlockN * kWarpRows / 32 : 16;
+constexpr int kLanesPerRow = kBlockN / kLaneKeys;
 constexpr int kMaskWords = (kLaneKeys + 31) / 32;
 
 // Byte offset of a 16-byte chunk of the warp's mask tile; permuted so that lanes which read a chunk each of different
@@ -268,7 +268,7 @@ __device__ __forceinline__ void copy_mask(const Params& params, const Tile& tile
         } else if constexpr (kBytes == 4) {
             cp_async_4(destination, source, bytes);
         } else {
-            store_shared_8(destination, valid ? *source : 0);
+            store_shared_8(destination, valid ? load_global_8(source) : 0);
         }
     }
 }
@@ -303,7 +303,7 @@ struct WarpMask {
     // Packs the warp's mask tile, which begins at `first_key`.
     __device__ __forceinline__ void load(const Params& params, const Tile& tile, shared_address warp_mask, int warp,
                                          int lane, int first_key) {
-        const int row = lane / kLanesPerRow;
+        const int row = lane / kLanesPerRow % kWarpRows;
         const int lane_key = lane % kLanesPerRow * kLaneKeys;
         const bool row_valid = tile.first_row + warp * kWarpRows + row < num_rows(params);
         const int keys_left = row_valid ? params.seqlen_kv - first_key - lane_key : 0;
@@ -525,8 +525,8 @@ __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile
             const int row = tile.first_row + warp * kWarpRows + 16 * i + 8 * half + lane / 4;
             if (row < num_rows(params)) {
                 const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
-                params.lse[batch_offset + row_offset(params, tile, row, 1, params.seqlen_q)] =
-                    (rows.reference[i][half] + log2_approx(rows.sum[i][half])) * kLn2;
+                store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
+                                (rows.reference[i][half] + log2_approx(rows.sum[i][half])) * kLn2);
             }
         }
     }
@@ -564,8 +564,9 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
         for (int panel = 0; panel < kRowBytes / kSwizzleBytes; ++panel) {
             const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
             if (element_index < params.head_dim) {
-                *reinterpret_cast<uint4*>(out_row + element_index) = load_shared_128(
-                    warp_tile + row * kRowBytes + panel * kSwizzleBytes + 16 * (chunk ^ swizzle_key(row)));
+                store_global_128(out_row + element_index,
+                                 load_shared_128(warp_tile + row * kRowBytes + panel * kSwizzleBytes +
+                                                 16 * (chunk ^ swizzle_key(row))));
             }
         }
     }

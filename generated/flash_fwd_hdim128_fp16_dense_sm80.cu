@@ -229,9 +229,9 @@ struct KeyRange {
 __device__ __forceinline__ KeyRange find_keys(const Params& params, const Tile&) { return {0, params.seqlen_kv}; }
 
 // The mask tile of a warp goes through shared memory in bytes, by copies that run beside those of K, and is then packed
-// to one bit an element: a lane holds kLaneKeys keys of one row.
-constexpr int kLanesPerRow = 32 / kWarpRows;
-constexpr int kLaneKeys = kBlockN / kLanesPerRow;
+// to one bit an element: a lane holds kLaneKeys keys of one row (of small tiles two lanes hold the same).
+constexpr int kLaneKeys = kBlockN * kWarpRows > 16 * 32 ? kBlockN * kWarpRows / 32 : 16;
+constexpr int kLanesPerRow = kBlockN / kLaneKeys;
 constexpr int kMaskWords = (kLaneKeys + 31) / 32;
 
 // Byte offset of a 16-byte chunk of the warp's mask tile; permuted so that lanes which read a chunk each of different
@@ -264,7 +264,7 @@ __device__ __forceinline__ void copy_mask(const Params& params, const Tile& tile
         } else if constexpr (kBytes == 4) {
             cp_async_4(destination, source, bytes);
         } else {
-            store_shared_8(destination, valid ? *source : 0);
+            store_shared_8(destination, valid ? load_global_8(source) : 0);
         }
     }
 }
@@ -299,7 +299,7 @@ struct WarpMask {
     // Packs the warp's mask tile, which begins at `first_key`.
     __device__ __forceinline__ void load(const Params& params, const Tile& tile, shared_address warp_mask, int warp,
                                          int lane, int first_key) {
-        const int row = lane / kLanesPerRow;
+        const int row = lane / kLanesPerRow % kWarpRows;
         const int lane_key = lane % kLanesPerRow * kLaneKeys;
         const bool row_valid = tile.first_row + warp * kWarpRows + row < num_rows(params);
         const int keys_left = row_valid ? params.seqlen_kv - first_key - lane_key : 0;
@@ -537,8 +537,8 @@ __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile
             const int row = tile.first_row + warp * kWarpRows + 16 * i + 8 * half + lane / 4;
             if (row < num_rows(params)) {
                 const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
-                params.lse[batch_offset + row_offset(params, tile, row, 1, params.seqlen_q)] =
-                    (rows.reference[i][half] + log2_approx(rows.sum[i][half])) * kLn2;
+                store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
+                                (rows.reference[i][half] + log2_approx(rows.sum[i][half])) * kLn2);
             }
         }
     }
@@ -576,8 +576,9 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
         for (int panel = 0; panel < kRowBytes / kSwizzleBytes; ++panel) {
             const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
             if (element_index < params.head_dim) {
-                *reinterpret_cast<uint4*>(out_row + element_index) = load_shared_128(
-                    warp_tile + row * kRowBytes + panel * kSwizzleBytes + 16 * (chunk ^ swizzle_key(row)));
+                store_global_128(out_row + element_index,
+                                 load_shared_128(warp_tile + row * kRowBytes + panel * kSwizzleBytes +
+                                                 16 * (chunk ^ swizzle_key(row))));
             }
         }
     }

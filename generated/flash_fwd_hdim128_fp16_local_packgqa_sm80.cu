@@ -3,8 +3,8 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, dtype fp16, mask_type local, gqa packed
-// tile      block_m 64, block_n 64, warps 2, groups 1, min_blocks 4
-// block     64 threads, 49152 bytes of dynamic shared memory
+// tile      block_m 128, block_n 64, warps 4, groups 1, min_blocks 2
+// block     128 threads, 65536 bytes of dynamic shared memory
 // target    sm80: sm_80 or later, at most 166912 bytes a block
 // spec      flash_fwd_sm80.yaml
 // template  flash_fwd_sm80.cu.j2
@@ -13,9 +13,9 @@
 using element = fp16;
 
 constexpr int kHeadDim = 128;
-constexpr int kBlockM = 64;  // query rows of a tile
+constexpr int kBlockM = 128;  // query rows of a tile
 constexpr int kBlockN = 64;  // keys of a tile
-constexpr int kWarps = 2;
+constexpr int kWarps = 4;
 constexpr int kStages = 1;  // blocks of K, and of V, in shared memory
 constexpr int kThreads = 32 * kWarps;
 constexpr int kCopyThreads = kThreads / 1;  // threads that share the copy of a block of K or V
@@ -35,7 +35,7 @@ constexpr float kLn2 = 0.6931471805599453f;
 static_assert(kBlockM % (16 * kWarps) == 0, "a warp owns whole 16-row matrix tiles");
 static_assert(kBlockN % 16 == 0, "keys are fetched by 16");
 static_assert(kRowBytes % 64 == 0, "the swizzle permutes at least four 16-byte chunks");
-static_assert(kSharedBytes == 49152, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes == 65536, "launcher and kernel agree on shared memory");
 
 struct Params {
   const element* q;                       // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
@@ -445,8 +445,8 @@ __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile
             const int row = tile.first_row + warp * kWarpRows + 16 * i + 8 * half + lane / 4;
             if (row < num_rows(params)) {
                 const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
-                params.lse[batch_offset + row_offset(params, tile, row, 1, params.seqlen_q)] =
-                    (rows.reference[i][half] + log2_approx(rows.sum[i][half])) * kLn2;
+                store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
+                                (rows.reference[i][half] + log2_approx(rows.sum[i][half])) * kLn2);
             }
         }
     }
@@ -484,14 +484,15 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
         for (int panel = 0; panel < kRowBytes / kSwizzleBytes; ++panel) {
             const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
             if (element_index < params.head_dim) {
-                *reinterpret_cast<uint4*>(out_row + element_index) = load_shared_128(
-                    warp_tile + row * kRowBytes + panel * kSwizzleBytes + 16 * (chunk ^ swizzle_key(row)));
+                store_global_128(out_row + element_index,
+                                 load_shared_128(warp_tile + row * kRowBytes + panel * kSwizzleBytes +
+                                                 16 * (chunk ^ swizzle_key(row))));
             }
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 4)
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
 flash_fwd_hdim128_fp16_local_packgqa_sm80(const __grid_constant__ Params params) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     const shared_address q_tile = to_shared(shared_memory);

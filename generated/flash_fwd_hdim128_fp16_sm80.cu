@@ -428,8 +428,8 @@ __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile
             const int row = tile.first_row + warp * kWarpRows + 16 * i + 8 * half + lane / 4;
             if (row < num_rows(params)) {
                 const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
-                params.lse[batch_offset + row_offset(params, tile, row, 1, params.seqlen_q)] =
-                    (rows.reference[i][half] + log2_approx(rows.sum[i][half])) * kLn2;
+                store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
+                                (rows.reference[i][half] + log2_approx(rows.sum[i][half])) * kLn2);
             }
         }
     }
@@ -467,8 +467,9 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
         for (int panel = 0; panel < kRowBytes / kSwizzleBytes; ++panel) {
             const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
             if (element_index < params.head_dim) {
-                *reinterpret_cast<uint4*>(out_row + element_index) = load_shared_128(
-                    warp_tile + row * kRowBytes + panel * kSwizzleBytes + 16 * (chunk ^ swizzle_key(row)));
+                store_global_128(out_row + element_index,
+                                 load_shared_128(warp_tile + row * kRowBytes + panel * kSwizzleBytes +
+                                                 16 * (chunk ^ swizzle_key(row))));
             }
         }
     }

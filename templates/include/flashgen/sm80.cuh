@@ -62,7 +62,24 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&fragment)[4], share
                  : "memory");
 }
 
-// ld.shared.u32 / st.shared.u32 / ld.shared.v4.u32 / st.shared.v4.u32.
+// ld.global.u8, st.global.f32, st.global.v4.u32.
+__device__ __forceinline__ uint32_t load_global_8(const uint8_t* source) {
+    uint32_t value;
+    asm volatile("ld.global.u8 %0, [%1];\n" : "=r"(value) : "l"(source) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_global_32(float* destination, float value) {
+    asm volatile("st.global.f32 [%0], %1;\n" ::"l"(destination), "f"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_global_128(void* destination, uint4 value) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"l"(destination), "r"(value.x), "r"(value.y),
+                 "r"(value.z), "r"(value.w)
+                 : "memory");
+}
+
+// ld.shared.u32, ld.shared.v4.u32, st.shared.u8, st.shared.u32, st.shared.v2.u32.
 __device__ __forceinline__ uint32_t load_shared_32(shared_address source) {
     uint32_t value;
     asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(value) : "r"(source) : "memory");
