@@ -41,38 +41,38 @@ static_assert(kWarpRows <= 32 && kBlockN * kWarpRows <= 32 * 64, "a lane holds i
 static_assert((kBlockN & kBlockN - 1) == 0, "words of 32 keys divide a row of the mask tile evenly");
 
 struct Params {
-  const element* q;                       // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
-  const element* k;                       // (batch, seqlen_kv, num_heads_kv, head_dim), likewise
-  const element* v;                       // (batch, seqlen_kv, num_heads_kv, head_dim), likewise
-  element* out;                           // (batch, seqlen_q, num_heads_q, head_dim), likewise
-  float* lse;                             // (batch, num_heads_q, seqlen_q), contiguous; may be null
-  const uint8_t* mask;                    // (batch, num_heads_q, seqlen_q, seqlen_kv); not 0 = hidden
-  int64_t q_batch_stride;                 // strides are in elements
-  int64_t q_row_stride;
-  int64_t q_head_stride;
-  int64_t k_batch_stride;
-  int64_t k_row_stride;
-  int64_t k_head_stride;
-  int64_t v_batch_stride;
-  int64_t v_row_stride;
-  int64_t v_head_stride;
-  int64_t out_batch_stride;
-  int64_t out_row_stride;
-  int64_t out_head_stride;
-  int64_t mask_batch_stride;              // 0 where the mask is broadcast
-  int64_t mask_row_stride;
-  int64_t mask_head_stride;
-  int32_t batch_size;
-  int32_t num_heads_q;
-  int32_t num_heads_kv;
-  int32_t group_size;                     // num_heads_q / num_heads_kv
-  int32_t seqlen_q;
-  int32_t seqlen_kv;
-  int32_t head_dim;                       // of the call, at most kHeadDim; the rest is predicated
-  int32_t num_row_blocks;                 // tiles of one head
-  int32_t heads_per_section;              // heads whose keys and values share L2
-  int32_t mask_vector_width;              // bytes to which the mask's rows are aligned: 16, 4 or 1
-  float scale_log2;                       // softmax_scale * log2(e)
+    const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
+    const element* k;                     // (batch, seqlen_kv, num_heads_kv, head_dim), likewise
+    const element* v;                     // (batch, seqlen_kv, num_heads_kv, head_dim), likewise
+    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim), likewise
+    float* lse;                           // (batch, num_heads_q, seqlen_q), contiguous; may be null
+    const uint8_t* mask;                  // (batch, num_heads_q, seqlen_q, seqlen_kv); not 0 = hidden
+    int64_t q_batch_stride;               // strides are in elements
+    int64_t q_row_stride;
+    int64_t q_head_stride;
+    int64_t k_batch_stride;
+    int64_t k_row_stride;
+    int64_t k_head_stride;
+    int64_t v_batch_stride;
+    int64_t v_row_stride;
+    int64_t v_head_stride;
+    int64_t out_batch_stride;
+    int64_t out_row_stride;
+    int64_t out_head_stride;
+    int64_t mask_batch_stride;            // 0 where the mask is broadcast
+    int64_t mask_row_stride;
+    int64_t mask_head_stride;
+    int32_t batch_size;
+    int32_t num_heads_q;
+    int32_t num_heads_kv;
+    int32_t group_size;                   // num_heads_q / num_heads_kv
+    int32_t seqlen_q;
+    int32_t seqlen_kv;
+    int32_t head_dim;                     // of the call, at most kHeadDim; the rest is predicated
+    int32_t num_row_blocks;               // tiles of one head
+    int32_t heads_per_section;            // heads whose keys and values share L2
+    int32_t mask_vector_width;            // bytes to which the mask's rows are aligned: 16, 4 or 1
+    float scale_log2;                     // softmax_scale * log2(e)
 };
 static_assert(sizeof(Params) == 216);
 static_assert(offsetof(Params, q) == 0);

@@ -3,8 +3,8 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 64, dtype fp16, mask_type dense, gqa mha
-// tile      block_m 256, block_n 64, warps 8, groups 2, min_blocks 1
-// block     256 threads, 81920 bytes of dynamic shared memory
+// tile      block_m 128, block_n 64, warps 4, groups 1, min_blocks 2
+// block     128 threads, 40960 bytes of dynamic shared memory
 // target    sm80: sm_80 or later, at most 166912 bytes a block
 // spec      flash_fwd_sm80.yaml
 // template  flash_fwd_sm80.cu.j2
@@ -13,12 +13,12 @@
 using element = fp16;
 
 constexpr int kHeadDim = 64;
-constexpr int kBlockM = 256;  // query rows of a tile
+constexpr int kBlockM = 128;  // query rows of a tile
 constexpr int kBlockN = 64;  // keys of a tile
-constexpr int kWarps = 8;
-constexpr int kStages = 2;  // blocks of K, and of V, in shared memory
+constexpr int kWarps = 4;
+constexpr int kStages = 1;  // blocks of K, and of V, in shared memory
 constexpr int kThreads = 32 * kWarps;
-constexpr int kCopyThreads = kThreads / 2;  // threads that share the copy of a block of K or V
+constexpr int kCopyThreads = kThreads / 1;  // threads that share the copy of a block of K or V
 constexpr int kWarpRows = kBlockM / kWarps;  // a warp owns whole rows, so that softmax never leaves it
 constexpr int kRowTiles = kWarpRows / 16;    // 16-row matrix tiles of a warp
 constexpr int kKeyTiles = kBlockN / 8;       // 8-key matrix tiles of a key block
@@ -36,42 +36,42 @@ constexpr float kLn2 = 0.6931471805599453f;
 static_assert(kBlockM % (16 * kWarps) == 0, "a warp owns whole 16-row matrix tiles");
 static_assert(kBlockN % 16 == 0, "keys are fetched by 16");
 static_assert(kRowBytes % 64 == 0, "the swizzle permutes at least four 16-byte chunks");
-static_assert(kSharedBytes == 81920, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes == 40960, "launcher and kernel agree on shared memory");
 static_assert(kWarpRows <= 32 && kBlockN * kWarpRows <= 32 * 64, "a lane holds its share of a mask tile in 64 bits");
 static_assert((kBlockN & kBlockN - 1) == 0, "words of 32 keys divide a row of the mask tile evenly");
 
 struct Params {
-  const element* q;                       // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
-  const element* k;                       // (batch, seqlen_kv, num_heads_kv, head_dim), likewise
-  const element* v;                       // (batch, seqlen_kv, num_heads_kv, head_dim), likewise
-  element* out;                           // (batch, seqlen_q, num_heads_q, head_dim), likewise
-  float* lse;                             // (batch, num_heads_q, seqlen_q), contiguous; may be null
-  const uint8_t* mask;                    // (batch, num_heads_q, seqlen_q, seqlen_kv); not 0 = hidden
-  int64_t q_batch_stride;                 // strides are in elements
-  int64_t q_row_stride;
-  int64_t q_head_stride;
-  int64_t k_batch_stride;
-  int64_t k_row_stride;
-  int64_t k_head_stride;
-  int64_t v_batch_stride;
-  int64_t v_row_stride;
-  int64_t v_head_stride;
-  int64_t out_batch_stride;
-  int64_t out_row_stride;
-  int64_t out_head_stride;
-  int64_t mask_batch_stride;              // 0 where the mask is broadcast
-  int64_t mask_row_stride;
-  int64_t mask_head_stride;
-  int32_t batch_size;
-  int32_t num_heads_q;
-  int32_t num_heads_kv;
-  int32_t seqlen_q;
-  int32_t seqlen_kv;
-  int32_t head_dim;                       // of the call, at most kHeadDim; the rest is predicated
-  int32_t num_row_blocks;                 // tiles of one head
-  int32_t heads_per_section;              // heads whose keys and values share L2
-  int32_t mask_vector_width;              // bytes to which the mask's rows are aligned: 16, 4 or 1
-  float scale_log2;                       // softmax_scale * log2(e)
+    const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
+    const element* k;                     // (batch, seqlen_kv, num_heads_kv, head_dim), likewise
+    const element* v;                     // (batch, seqlen_kv, num_heads_kv, head_dim), likewise
+    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim), likewise
+    float* lse;                           // (batch, num_heads_q, seqlen_q), contiguous; may be null
+    const uint8_t* mask;                  // (batch, num_heads_q, seqlen_q, seqlen_kv); not 0 = hidden
+    int64_t q_batch_stride;               // strides are in elements
+    int64_t q_row_stride;
+    int64_t q_head_stride;
+    int64_t k_batch_stride;
+    int64_t k_row_stride;
+    int64_t k_head_stride;
+    int64_t v_batch_stride;
+    int64_t v_row_stride;
+    int64_t v_head_stride;
+    int64_t out_batch_stride;
+    int64_t out_row_stride;
+    int64_t out_head_stride;
+    int64_t mask_batch_stride;            // 0 where the mask is broadcast
+    int64_t mask_row_stride;
+    int64_t mask_head_stride;
+    int32_t batch_size;
+    int32_t num_heads_q;
+    int32_t num_heads_kv;
+    int32_t seqlen_q;
+    int32_t seqlen_kv;
+    int32_t head_dim;                     // of the call, at most kHeadDim; the rest is predicated
+    int32_t num_row_blocks;               // tiles of one head
+    int32_t heads_per_section;            // heads whose keys and values share L2
+    int32_t mask_vector_width;            // bytes to which the mask's rows are aligned: 16, 4 or 1
+    float scale_log2;                     // softmax_scale * log2(e)
 };
 static_assert(sizeof(Params) == 208);
 static_assert(offsetof(Params, q) == 0);
@@ -363,16 +363,6 @@ struct WarpMask {
 // lane % 4) is row 16 i + g + 8 (e / 2), key 8 j + 2 t + e % 2.
 __device__ __forceinline__ void multiply_qk(float (&scores)[kRowTiles][kKeyTiles][4], const LaneAddress& q_lane,
                                             const LaneAddress& k_lane) {
-    // The operands of a step are fetched while the step before it multiplies.
-    uint32_t q_fragments[2][kRowTiles][4];
-    uint32_t k_fragments[2][kKeyTiles / 2][4];
-    auto load = [&](int step) {
-#pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) ldmatrix_x4(q_fragments[step % 2][i], step_address(q_lane, 16 * i, step));
-#pragma unroll
-        for (int j = 0; j < kKeyTiles / 2; ++j) ldmatrix_x4(k_fragments[step % 2][j], step_address(k_lane, 16 * j, step));
-    };
-    load(0);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -383,14 +373,17 @@ __device__ __forceinline__ void multiply_qk(float (&scores)[kRowTiles][kKeyTiles
     }
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) {
-        if (step + 1 < kHeadDim / 16) load(step + 1);
+        uint32_t q_fragment[kRowTiles][4];
 #pragma unroll
-        for (int j = 0; j < kKeyTiles; ++j) {
-            const uint32_t(&k_fragment)[4] = k_fragments[step % 2][j / 2];
+        for (int i = 0; i < kRowTiles; ++i) ldmatrix_x4(q_fragment[i], step_address(q_lane, 16 * i, step));
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; j += 2) {
+            uint32_t k_fragment[4];
+            ldmatrix_x4(k_fragment, step_address(k_lane, 8 * j, step));
 #pragma unroll
             for (int i = 0; i < kRowTiles; ++i) {
-                mma_m16n8k16<element>(scores[i][j], q_fragments[step % 2][i], k_fragment[j % 2 * 2],
-                                      k_fragment[j % 2 * 2 + 1]);
+                mma_m16n8k16<element>(scores[i][j], q_fragment[i], k_fragment[0], k_fragment[1]);
+                mma_m16n8k16<element>(scores[i][j + 1], q_fragment[i], k_fragment[2], k_fragment[3]);
             }
         }
     }
@@ -407,28 +400,19 @@ struct Weights {
     }
 };
 
-// The right operands of P . V for 16 keys.
-using VFragments = uint32_t[kDimTiles / 2][4];
-
-__device__ __forceinline__ void load_v(VFragments& fragments, const LaneAddress& v_lane, int first_key) {
-#pragma unroll
-    for (int n = 0; n < kDimTiles / 2; ++n) ldmatrix_x4_trans(fragments[n], step_address(v_lane, first_key, n));
-}
-
-// output (kWarpRows x kHeadDim) += P . V. The caller has loaded the fragments of the first 16 keys; those of the next 16
-// are fetched while the ones before them multiply.
+// output (kWarpRows x kHeadDim) += P . V.
 __device__ __forceinline__ void multiply_pv(float (&output)[kRowTiles][kDimTiles][4], const Weights& weights,
-                                            VFragments (&v_fragments)[2], const LaneAddress& v_lane) {
+                                            const LaneAddress& v_lane) {
 #pragma unroll
     for (int j = 0; j < kBlockN / 16; ++j) {
-        if (j + 1 < kBlockN / 16) load_v(v_fragments[(j + 1) % 2], v_lane, 16 * (j + 1));
 #pragma unroll
-        for (int n = 0; n < kDimTiles; ++n) {
-            const uint32_t(&v_fragment)[4] = v_fragments[j % 2][n / 2];
+        for (int n = 0; n < kDimTiles; n += 2) {
+            uint32_t v_fragment[4];
+            ldmatrix_x4_trans(v_fragment, step_address(v_lane, 16 * j, n / 2));
 #pragma unroll
             for (int i = 0; i < kRowTiles; ++i) {
-                mma_m16n8k16<element>(output[i][n], weights.fragment[i][j], v_fragment[n % 2 * 2],
-                                      v_fragment[n % 2 * 2 + 1]);
+                mma_m16n8k16<element>(output[i][n], weights.fragment[i][j], v_fragment[0], v_fragment[1]);
+                mma_m16n8k16<element>(output[i][n + 1], weights.fragment[i][j], v_fragment[2], v_fragment[3]);
             }
         }
     }
@@ -584,7 +568,7 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
 flash_fwd_hdim64_fp16_dense_sm80(const __grid_constant__ Params params) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     const shared_address q_tile = to_shared(shared_memory);
@@ -611,100 +595,54 @@ flash_fwd_hdim64_fp16_dense_sm80(const __grid_constant__ Params params) {
         rows.sum[i][0] = rows.sum[i][1] = 0.0f;
     }
 
-    // K and V have two stages each; block b lies in stage b % 2. The warps form two groups that take turns: while one
-    // multiplies, the other, on the same four schedulers, does its softmax and starts a copy, the first group of K, the
-    // second of V. A turn ends at a barrier for all.
-    const int group = warp / (kWarps / 2);
-    const shared_address copy_tiles = group == 0 ? k_tiles : v_tiles;
-    const int64_t copy_stride = group == 0 ? params.k_row_stride : params.v_row_stride;
-    const element* copy_source =
-        group == 0 ? params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride
-                   : params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
-    auto copy_block = [&](int block) {
-        copy_rows(copy_tiles + block % 2 * kStageBytes, copy_source + block * kBlockN * copy_stride, copy_stride,
+    // K and V have one stage each: V of a block is fetched while its scores are computed, K of the next block while P and V
+    // of this one are multiplied. The other thread blocks of the multiprocessor fill the gaps.
+    const element* k = params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
+    const element* v = params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
+    auto copy_k = [&](int block) {
+        copy_rows(k_tiles, k + block * kBlockN * params.k_row_stride, params.k_row_stride,
                   params.seqlen_kv - block * kBlockN, params.head_dim);
+        copy_mask(params, tile, mask_tile, mask, warp, lane, block * kBlockN);
+        cp_async_commit();
+    };
+    auto copy_v = [&](int block) {
+        copy_rows(v_tiles, v + block * kBlockN * params.v_row_stride, params.v_row_stride,
+                  params.seqlen_kv - block * kBlockN, params.head_dim);
+        cp_async_commit();
     };
 
     if (last_block >= first_block) {
         copy_queries(params, tile, q_tile, params.q + tile.batch * params.q_batch_stride);
-        copy_block(last_block);
-        copy_mask(params, tile, mask_tile, mask, warp, lane, last_block * kBlockN);
+        copy_k(last_block);
     }
-    cp_async_commit();
-
-    if (group == 1) {  // one turn behind
-        cp_async_wait<0>();
-        barrier_sync(kThreads);
-    }
-
-    auto begin_products = [&]() {
-        // Everybody's share of the copies that were started before the previous products is here.
-        cp_async_wait<0>();
-        barrier_sync(kThreads);
-    };
-    auto end_products = [&](int block) {
-        // Everybody has finished with the stages that the next copies overwrite.
-        barrier_sync(kThreads);
-        if (block > first_block) {
-            copy_block(block - 1);
-            copy_mask(params, tile, mask_tile, mask, warp, lane, (block - 1) * kBlockN);
-        }
-        cp_async_commit();
-    };
+    WarpMask warp_mask;
     const LaneAddress k_lane = transposed_operand_address(k_tiles, lane);
     const LaneAddress v_lane = operand_address(v_tiles, lane);
-    auto in_stage = [&](const LaneAddress& address, int block) -> LaneAddress {
-        return {address.row + block % 2 * kStageBytes, address.chunk_bytes};
-    };
-
-    // Whether some row of this warp attends to a key of the block; packs the warp's mask of it.
-    WarpMask warp_mask;
-    auto sees = [&](int block) {
+    for (int block = last_block; block >= first_block; --block) {
+        // K of this block is here, and every warp has finished with V of the block before.
         cp_async_wait<0>();
-        __syncwarp();
-        warp_mask.load(params, tile, mask_tile, warp, lane, block * kBlockN);
-        __syncwarp();
-        return warp_mask.some_visible();
-    };
+        barrier_sync(kThreads);
+        copy_v(block);
 
-    int block = last_block;
-    // A warp takes runs of blocks that it sees and sits out what lies between, at the same barriers as everybody.
-    while (true) {
-        for (; block >= first_block && !sees(block); --block) {
-            begin_products();
-            end_products(block);
-        }
-        begin_products();
-        if (block < first_block) break;
-        float scores[kRowTiles][kKeyTiles][4];
         Weights weights;
-        multiply_qk(scores, q_lane, in_stage(k_lane, block));
-        end_products(block);
-        while (true) {
+        warp_mask.load(params, tile, mask_tile, warp, lane, block * kBlockN);
+        const bool sees = warp_mask.some_visible();
+        if (sees) {  // some row of this warp attends to a key of the block
+            float scores[kRowTiles][kKeyTiles][4];
+            multiply_qk(scores, q_lane, k_lane);
             if (warp_mask.some_hidden()) warp_mask.apply(scores, lane);
             softmax_step(scores, rows, output, weights, params.scale_log2);
-            if (block == first_block || !sees(block - 1)) break;
-
-            // The products of P and V of this block and of Q and K of the next stand together: a long run of matrix
-            // instructions without a barrier.
-            VFragments v_fragments[2];
-            load_v(v_fragments[0], in_stage(v_lane, block), 0);
-            begin_products();
-            multiply_pv(output, weights, v_fragments, in_stage(v_lane, block));
-            multiply_qk(scores, q_lane, in_stage(k_lane, block - 1));
-            --block;
-            end_products(block);
         }
-        VFragments v_fragments[2];
-        load_v(v_fragments[0], in_stage(v_lane, block), 0);
-        begin_products();
-        multiply_pv(output, weights, v_fragments, in_stage(v_lane, block));
-        --block;
-        if (block < first_block) break;
-        end_products(block);
-        --block;
+
+        // V of this block is here, and every warp has finished with K.
+        cp_async_wait<0>();
+        barrier_sync(kThreads);
+        if (block > first_block) copy_k(block - 1);
+
+        if (sees) {
+            multiply_pv(output, weights, v_lane);
+        }
     }
-    if (group == 0) barrier_sync(kThreads);  // the second group's last turn begins here
 
     // The tile once more: registers are too scarce to keep it through the loop.
     const Tile stored_tile = find_tile(params, block_index());

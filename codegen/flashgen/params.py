@@ -117,7 +117,7 @@ def struct_text(params: tuple[Param, ...], name: str = "Params") -> str:
     table = layout(params)
     lines = [f"struct {name} {{"]
     for param in params:
-        member = f"  {param.ctype} {param.name};"
+        member = f"    {param.ctype} {param.name};"
         lines.append(f"{member:<{_DOC_COLUMN}}// {param.doc}" if param.doc else member)
     lines += ["};", f"static_assert(sizeof({name}) == {table.size});"]
     lines += [
