@@ -1,0 +1,287 @@
+"""The README and docs/ are true: their snippets run, their command lines parse, their links and names exist.
+
+An HTML comment before a fenced block says what a test does with it:
+
+    <!-- run -->          run it after the blocks before it; a page has one folder and one shell
+    <!-- run: fails -->   the same; its last command must fail
+    <!-- run: WHERE -->   for the reader, somewhere else
+    <!-- edit: FILE -->   a diff that is applied to FILE there
+    <!-- output -->       each line must occur in what the last block printed; `...` stands for anything
+    <!-- needs: A B -->   a Python block that needs libraries, or a `gpu`
+
+Python blocks without `run` are run by themselves, and those without a comment must run anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import pytest
+
+from flashgen.cli import main
+from flashgen.launch import parameters
+from flashgen.params import CTYPES
+from flashgen.schema import RESERVED, File, ParamRow, Target
+from flashgen.spec import load_specs
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+REFERENCE = ROOT / "docs" / "spec-reference.md"
+WALKTHROUGH = ROOT / "docs" / "add-a-variant.md"
+
+_BLOCK = re.compile(
+    r"^(?:<!-- (?P<mark>[^\n]*?) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: the page it is on, its line, language, text, and the comment before it."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    mark: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def needs(self) -> list[str]:
+        return self.mark.removeprefix("needs:").split() if self.mark.startswith("needs:") else []
+
+
+def blocks(page):
+    text = page.read_text(encoding="utf-8")
+    assert len(re.findall("^```", text, re.M)) == 2 * len(_BLOCK.findall(text)), f"{page} has an open block"
+    return [
+        Block(page, text.count("\n", 0, m.start("language")) + 1, m["language"], m["text"], m["mark"] or "")
+        for m in _BLOCK.finditer(text)
+    ]
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+SNIPPETS = [b for b in BLOCKS if b.language == "python" and not b.mark.startswith("run")]
+
+
+def marked(snippet):
+    return pytest.param(snippet, id=str(snippet), marks=[pytest.mark.gpu] if "gpu" in snippet.needs else [])
+
+
+@pytest.mark.parametrize("snippet", [marked(snippet) for snippet in SNIPPETS])
+def test_a_snippet_runs(snippet, monkeypatch, tmp_path, capsys):
+    for library in set(snippet.needs) - {"gpu"}:
+        pytest.importorskip(library)
+    monkeypatch.delenv("FLASHGEN_SPECS", raising=False)
+    monkeypatch.delenv("FLASHGEN_BACKEND", raising=False)
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path))
+    exec(compile(snippet.text, str(snippet), "exec"), {"__name__": "__main__"})
+    # What a line's comment says that it prints. On a GPU the variant depends on which it is.
+    printed = capsys.readouterr().out
+    if "gpu" not in snippet.needs:
+        for said in re.findall(r"print\(.*\)  # (.*)$", snippet.text, re.M):
+            assert matches(said, printed)
+
+
+def test_snippets_cover_each_kind_of_array():
+    on_readme = [s for s in SNIPPETS if s.page.parent == ROOT]
+    assert {"cupy", "torch", "jax"} <= {need for s in on_readme for need in s.needs}
+    assert any("numpy" in s.text and not s.needs for s in on_readme)
+
+
+def test_the_walkthrough_does_what_it_says(tmp_path):
+    pytest.importorskip("cupy", reason="the walkthrough compiles kernels")
+    (tmp_path / "bin").mkdir()
+    for name, arguments in (("flashgen", "-m flashgen"), ("python", "")):
+        script = tmp_path / "bin" / name
+        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
+        script.chmod(0o755)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("FLASHGEN_")} | {
+        "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT / "codegen"),
+        "FLASHGEN_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    folder = tmp_path / "work"
+    folder.mkdir()
+    printed = ""
+    for block in blocks(WALKTHROUGH):
+        if block.mark.startswith("edit: "):
+            apply(folder / block.mark.removeprefix("edit: "), block)
+        elif block.mark in ("run", "run: fails"):
+            command = block.text if block.language == "sh" else f"python - <<'END'\n{block.text}END\n"
+            # What a block exports is there for the ones that follow.
+            script = f"set -eo pipefail\n{command}\nexport -p > ../exports\n"
+            exports = tmp_path / "exports"
+            done = subprocess.run(
+                ["bash", "-c", (exports.read_text() if exports.exists() else "") + script],
+                cwd=folder,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            printed = done.stdout + done.stderr
+            assert (done.returncode != 0) == (block.mark == "run: fails"), f"{block}\n{printed}"
+        elif block.mark == "output":
+            for line in block.text.splitlines():
+                assert matches(line, printed), f"{block}: {line!r} is not in\n{printed}"
+
+
+def apply(path, block):
+    lines = block.text.splitlines()
+    old = "".join(f"{line[1:]}\n" for line in lines if line[0] in " -")
+    new = "".join(f"{line[1:]}\n" for line in lines if line[0] in " +")
+    text = path.read_text(encoding="utf-8")
+    assert text.count(old) == 1, f"{block}: {old!r} stands {text.count(old)} times in {path.name}"
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def matches(line, printed):
+    words = r"\s+".join(re.escape(word) for word in line.split())
+    return re.search(words.replace(re.escape("..."), r"[^\n]*?"), printed)
+
+
+def command_lines():
+    """Each `flashgen ...` in a shell block or in backticks, with where it stands."""
+    found = []
+    for block in BLOCKS:
+        if block.language == "sh":
+            found += [(str(block), line) for line in block.text.splitlines()]
+    for page in PAGES:
+        prose = _BLOCK.sub("", page.read_text(encoding="utf-8"))
+        found += [
+            (str(page.relative_to(ROOT)), re.sub(r"\s+", " ", code))
+            for code in re.findall(r"`(flashgen [^`]+)`", prose)
+        ]
+    for where, line in found:
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+        lexer.commenters, lexer.whitespace_split = "#", True
+        command = []
+        for token in [*lexer, "|"]:
+            if set(token) <= set("|&;<>()"):
+                if command and Path(command[0]).name == "flashgen":
+                    yield pytest.param(command[1:], id=f"{where} {' '.join(command)}")
+                command = []
+            else:
+                command.append(token)
+
+
+@pytest.mark.parametrize("arguments", [*command_lines()])
+def test_a_command_line_parses(arguments):
+    # `native` asks for a GPU, and parsing is all that is wanted here.
+    arguments = ["sm_90" if argument == "native" else argument for argument in arguments]
+    command, context = main, click.Context(main, info_name="flashgen")
+    while isinstance(command, click.Group):
+        name, *arguments = arguments
+        command = command.get_command(context, name)
+        assert command is not None, f"there is no command {name}"
+    parsed = command.make_context(name, [*arguments], parent=context)
+    for selection in parsed.params.get("selections", ()):
+        assert "head_dim=160" in selection or select_some(selection)
+
+
+def select_some(selection):
+    from flashgen.select import select
+
+    return select([variant for spec in load_specs() for variant in spec.variants()], [selection])
+
+
+def test_every_command_is_shown_in_the_readme():
+    shown = {str(value.values[0][0]) for value in command_lines() if value.id.startswith("README.md")}
+    assert set(main.list_commands(click.Context(main))) <= shown
+
+
+def anchors(page):
+    text = _BLOCK.sub("", page.read_text(encoding="utf-8"))
+    titles = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    text = _BLOCK.sub("", page.read_text(encoding="utf-8"))
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    for link in links:
+        if "://" in link:
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        if target.suffix == ".png" and not any((ROOT / "benchmarks").rglob("*.png")):
+            continue  # nothing has been measured in this checkout
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_kernels_and_files_that_are_named_exist(page):
+    text = page.read_text(encoding="utf-8")
+    names = {variant.name for spec in load_specs() for variant in spec.variants()}
+    for name in re.findall(r"\bflash_fwd_hdim\w+", text):
+        assert name in names or "hdim160" in name, name
+    folders = "specs|templates|generated|codegen|tests|docs|benchmarks"
+    for path in re.findall(rf"`((?:{folders})/[\w./-]*\w)`", text):
+        if not path.startswith("benchmarks/results"):
+            assert (ROOT / path).exists(), path
+
+
+def section(title):
+    """A section of the reference without its title."""
+    text = REFERENCE.read_text(encoding="utf-8")
+    return re.search(rf"^#+ {title}\n(.*?)(?=^#+ |\Z)", text, re.M | re.S)[1]
+
+
+def first_cells(text):
+    """The code in the first column of the tables in ``text``."""
+    rows = re.findall(r"^\| (`[^|]*) \|", text, re.M)
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+@pytest.mark.parametrize(
+    ("title", "struct"), [("Top level", File), ("Targets", Target), ("Parameters", ParamRow)]
+)
+def test_the_reference_has_the_keys_that_are_checked(title, struct):
+    text = section(title).split("The launcher knows")[0]
+    assert first_cells(text) == set(struct.__struct_encode_fields__)
+
+
+def test_the_reference_has_the_parameters_that_the_launcher_knows():
+    import numpy as np
+
+    from flashgen.arrays import view
+    from flashgen.device import Device
+    from flashgen.problem import normalise
+
+    q = view(np.zeros((1, 1, 1, 64), np.float16), "q")
+    gpu = Device(0, "sm_90", (9, 0), 132, 232448, 233472, 50 << 20, "some GPU")
+    known = set(parameters(normalise(q, q, q), load_specs()[0].variants()[0], gpu))
+    described = first_cells(section("Parameters").split("The launcher knows")[1])
+    described -= {"k", "v", "out"}  # whose strides the row of q stands for
+    for array in ("k", "v", "out"):
+        described |= {array, *(f"{array}_{axis}_stride" for axis in ("batch", "row", "head"))}
+    assert described == known
+
+
+def test_the_reference_has_the_types_and_the_reserved_names():
+    assert set(re.findall(r"`([^`]+)`", section("Parameters"))) >= set(CTYPES)
+    assert set(re.findall(r"`([a-z_]+)`", section("Reserved names"))) == RESERVED
+
+
+def test_the_reference_has_the_tile_keys_of_the_shipped_spec():
+    described = first_cells(section("Tiles"))
+    for spec in load_specs():
+        assert {key for key, _ in spec.variants()[0].tile} <= described
+
+
+def test_axes_in_the_readme_are_those_of_the_shipped_spec():
+    (spec,) = load_specs()
+    row = re.search(r"^\| head dimension \|(.*)$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)[1]
+    listed = re.search(r"Kernels exist for ([\d, and]+);", row)[1]
+    assert tuple(map(int, re.findall(r"\d+", listed))) == spec.axes["head_dim"]
