@@ -9,6 +9,7 @@ then with the one that this left behind.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -74,13 +75,20 @@ def calls() -> dict[str, tuple[float, float]]:
     import flashgen
 
     shape = (1, 128, 16, 64)
-    q, k, v, out = (
-        cupy.random.standard_normal(shape, dtype=cupy.float32).astype(cupy.float16) for _ in range(4)
+    (q, k, v, out), other = (
+        [cupy.random.standard_normal(shape, dtype=cupy.float32).astype(cupy.float16) for _ in range(4)]
+        for _ in range(2)
     )
     lse = cupy.empty((1, 16, 128), cupy.float32)
     mask = cupy.zeros((128, 128), bool)
     plan, with_lse = flashgen.plan(q, k, v), flashgen.plan(q, k, v, return_lse=True)
     stream = cupy.cuda.get_current_stream()
+    turns = itertools.cycle([(q, k, v, out), other])
+
+    def in_turn() -> None:
+        a, b, c, d = next(turns)
+        plan(a, b, c, out=d)
+
     kinds: dict[str, Callable[[], Any]] = {
         "attention(q, k, v)": lambda: flashgen.attention(q, k, v),
         "attention(q, k, v, causal=True)": lambda: flashgen.attention(q, k, v, causal=True),
@@ -88,6 +96,7 @@ def calls() -> dict[str, tuple[float, float]]:
         "attention(q, k, v, out=out)": lambda: flashgen.attention(q, k, v, out=out),
         "attention(q, k, v, return_lse=True)": lambda: flashgen.attention(q, k, v, return_lse=True),
         "plan(q, k, v, out=out)": lambda: plan(q, k, v, out=out),
+        "plan(q, k, v, out=out), two sets in turn": in_turn,
         "plan(q, k, v, out=out, stream=stream)": lambda: plan(q, k, v, out=out, stream=stream),
         "plan(q, k, v, out=out, lse=lse)": lambda: with_lse(q, k, v, out=out, lse=lse),
         "plan(q, k, v)": lambda: plan(q, k, v),

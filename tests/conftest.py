@@ -1,10 +1,12 @@
-"""A tiny family of kernels (tests/fixtures) to load, change and render, apart from the shipped ones."""
+"""A tiny family of kernels (tests/fixtures) to load, change and render, apart from the shipped ones; and a
+GPU that only keeps what it is asked to launch."""
 
 import shutil
 from pathlib import Path
 
 import pytest
 
+from fake_gpu import H200, Driver
 from flashgen.spec import load_spec
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -45,3 +47,39 @@ def tiny_spec():
 @pytest.fixture(scope="session")
 def tiny_variants(tiny_spec):
     return tiny_spec.variants()
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """A `fake_gpu.Driver` in the place of CUDA's, under CuPy."""
+    pytest.importorskip("cupy")
+    from cupy.cuda import runtime
+    from cupy_backends.cuda.api import driver as cuda
+
+    fake = Driver()
+    monkeypatch.setattr(cuda, "launchKernel", fake.launch)
+    monkeypatch.setattr(cuda, "ctxGetCurrent", fake.context)
+    monkeypatch.setattr(runtime, "getDevice", fake.get_device)
+    monkeypatch.setattr(runtime, "setDevice", fake.set_device)
+    return fake
+
+
+@pytest.fixture
+def fake_gpu(driver, monkeypatch):
+    """`driver` as the only GPU of the machine, an H200, for the whole road from `flashgen.plan` to a launch.
+
+    It has no memory: every call needs ``out``, and ``lse`` where the plan returns one.
+    """
+    import cupy
+
+    from flashgen import api, arrays, device, kernel, launch
+
+    for module, name in ((device, "device"), (launch, "device_of")):
+        monkeypatch.setattr(module, name, lambda ordinal: H200)
+    monkeypatch.setattr(kernel, "load", driver.load)
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda device=-1: cupy.cuda.Stream.null)
+    # These keep what they have bound or seen.
+    monkeypatch.setattr(arrays, "_KINDS", {})
+    monkeypatch.setattr(arrays, "_KIND_BY_TYPE", {})
+    monkeypatch.setattr(api, "_plans", {})
+    return driver

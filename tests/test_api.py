@@ -241,12 +241,15 @@ def test_a_plan_with_a_layout_of_out_of_its_own():
 
 
 def test_a_plan_takes_subclasses_and_other_libraries_of_its_layout():
-    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    torch = pytest.importorskip("torch")
     q, k, v = qkv()
     plan = flashgen.plan(*map(torch.from_numpy, (q, k, v)))
     parameter = torch.nn.Parameter(torch.from_numpy(q), requires_grad=False)
     expected = flashgen.attention(q, k, v)
     np.testing.assert_array_equal(plan(parameter, *map(torch.from_numpy, (k, v))).numpy(), expected)
+    with pytest.raises(errors.BadParam, match="return_lse"):
+        plan(parameter, *map(torch.from_numpy, (k, v)), lse=torch.empty(2, 4, 30))
+    jax = pytest.importorskip("jax")
     plan = flashgen.plan(q, k, v)
     result = plan(*map(jax.numpy.asarray, (q, k, v)))
     assert isinstance(result, jax.Array)

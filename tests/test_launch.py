@@ -1,14 +1,12 @@
-import ctypes
 import threading
-import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fake_gpu import H200
 from flashgen import launch
 from flashgen.dispatch import heads, rows, tiles
 from flashgen.errors import BadTensorShape, SpecError
@@ -17,7 +15,6 @@ from flashgen.params import Param, layout
 from flashgen.problem import UNBOUNDED, Problem
 from flashgen.spec import load_specs
 
-H200 = SimpleNamespace(ordinal=0, l2_bytes=50 << 20)
 PROBLEM = Problem(
     batch=2,
     seqlen_q=1000,
@@ -112,6 +109,10 @@ def test_sections_fit_l2_are_few_and_even_and_keep_groups_together(
     assert values["num_row_blocks"] == -(-rows(call, variant) // variant.tile_value("block_m"))
 
 
+def test_an_empty_batch_has_parameters_too():
+    assert parameters(replace(PROBLEM, batch=0), DENSE_PACKED, H200)["num_tiles"] == 0
+
+
 @given(st.lists(st.integers(-(2**40), 2**40), min_size=1))
 def test_vector_width_is_the_widest_that_divides(numbers):
     width = vector_width(*numbers)
@@ -125,64 +126,22 @@ def test_a_grid_that_is_too_large():
         geometry(call, DENSE_PACKED)
 
 
-class Driver:
-    """Stands in for CUDA: keeps what each launch would have copied from the parameter struct."""
-
-    def __init__(self, size):
-        self.size = size
-        self.launches = []
-        self.current = {}
-        self.delay = 0.0
-
-    def launch(self, function, gx, gy, gz, bx, by, bz, smem, stream, kernel_params, extra):
-        address = ctypes.c_void_p.from_address(kernel_params).value
-        before = ctypes.string_at(address, self.size)
-        time.sleep(self.delay)  # the real call drops the GIL
-        after = ctypes.string_at(address, self.size)
-        shape = ((gx, gy, gz), (bx, by, bz), smem)
-        self.launches.append((function, shape, stream, before, after, self.context()))
-
-    def context(self):
-        return self.current.get(threading.get_ident(), 0)
-
-    def set_device(self, ordinal):
-        self.current[threading.get_ident()] = 1000 + ordinal
-
-    def get_device(self):
-        return max(self.context() - 1000, 0)
-
-
-@pytest.fixture
-def driver(monkeypatch):
-    pytest.importorskip("cupy")
-    from cupy.cuda import runtime
-    from cupy_backends.cuda.api import driver as cuda
-
-    fake = Driver(layout(DENSE_PACKED.params).size)
-    monkeypatch.setattr(cuda, "launchKernel", fake.launch)
-    monkeypatch.setattr(cuda, "ctxGetCurrent", fake.context)
-    monkeypatch.setattr(runtime, "getDevice", fake.get_device)
-    monkeypatch.setattr(runtime, "setDevice", fake.set_device)
-    return fake
-
-
-def launcher():
-    return launch.Launcher(
-        PROBLEM, DENSE_PACKED, SimpleNamespace(ordinal=3, l2_bytes=1), SimpleNamespace(function_ptr=77)
-    )
+def launcher(driver):
+    device = replace(H200, ordinal=3, l2_bytes=1)
+    return launch.Launcher(PROBLEM, DENSE_PACKED, device, driver.load(DENSE_PACKED, device))
 
 
 def test_a_launch(driver):
-    run = launcher()
+    run = launcher(driver)
     run((None,) * 6, (16, 32, 48, 4096 + 8, 64, 80), 5)
-    function, shape, stream, seen, _, context = driver.launches[0]
+    function, shape, stream, *_, context = driver.launches[0]
     assert (function, stream, context) == (77, 5, 1003)
     assert shape == (
         (tiles(PROBLEM, DENSE_PACKED), 1, 1),
         (DENSE_PACKED.threads, 1, 1),
         DENSE_PACKED.smem_bytes,
     )
-    members = unpacked(DENSE_PACKED, seen)
+    members = driver.members()
     assert [int(members[name]) for name in ("q", "k", "v", "mask", "out", "lse")] == [
         16,
         32,
@@ -198,7 +157,7 @@ def test_a_launch(driver):
 
 def test_threads_do_not_see_each_others_pointers(driver):
     driver.delay = 0.002
-    run = launcher()
+    run = launcher(driver)
     threads = [
         threading.Thread(
             target=lambda n=n: [
@@ -221,8 +180,8 @@ def test_threads_do_not_see_each_others_pointers(driver):
     assert len(run._blocks) <= 8
 
 
-def test_a_failed_launch_is_not_swallowed(driver, monkeypatch):
-    run = launcher()
+def test_a_failed_launch_is_not_swallowed(driver):
+    run = launcher(driver)
 
     def fail(*arguments):
         raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED")

@@ -87,11 +87,12 @@ def attention(
             plan(q, k, v, mask=mask, out=out, **options)  # raises: the kinds differ
         return run_adopted(attention, q, k, v, mask=mask, out=out, stream=stream, **options)
     backend = backend or os.environ.get("FLASHGEN_BACKEND")
+    layouts, out_layout, at_q, at_k, at_v, at_out = kind.read(q, k, v, out)
     key = (
         kind,
-        kind.layouts(q, k, v),
+        layouts,
         None if mask is None else kind.layout(mask),
-        None if out is None else kind.layout(out),
+        out_layout,
         causal,
         mask_type,
         window_size,
@@ -119,7 +120,7 @@ def attention(
         )
         if key is not None:
             _remember(key, known)
-    return known.run(q, k, v, mask, out, None, stream)
+    return known.run(q, k, v, mask, out, None, stream, at_q, at_k, at_v, at_out)
 
 
 def plan(

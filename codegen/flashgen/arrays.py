@@ -50,9 +50,15 @@ class NumpyKind:
         """Everything about ``x`` but its pointer, cheap to make, to compare and to hash."""
         return x.shape, x.strides, x.dtype
 
-    def layouts(self, q: Any, k: Any, v: Any) -> tuple:
-        """The layouts of three arrays in one tuple: most of a call's host time is spent reading them."""
-        return q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype
+    def read(self, q: Any, k: Any, v: Any, out: Any) -> tuple[tuple, tuple | None, int, int, int, int]:
+        """The layouts of q, k and v as one key, that of ``out``, and the four pointers; None and 0 where
+        ``out`` is None. All at once, for most of a call's host time is spent here.
+        """
+        pointer = self.pointer
+        layouts = self.layout(q), self.layout(k), self.layout(v)
+        if out is None:
+            return layouts, None, pointer(q), pointer(k), pointer(v), 0
+        return layouts, self.layout(out), pointer(q), pointer(k), pointer(v), pointer(out)
 
     def pointer(self, x: Any) -> int:
         return x.__array_interface__["data"][0]
@@ -90,12 +96,20 @@ class CupyKind:
     def layout(self, x: Any) -> tuple:
         return x.shape, x.strides, x.dtype, x.data.device_id
 
-    def layouts(self, q: Any, k: Any, v: Any) -> tuple:
-        return (
-            (q.shape, q.strides, q.dtype, q.data.device_id),
-            (k.shape, k.strides, k.dtype, k.data.device_id),
-            (v.shape, v.strides, v.dtype, v.data.device_id),
+    def read(self, q: Any, k: Any, v: Any, out: Any) -> tuple[tuple, tuple | None, int, int, int, int]:
+        at_q, at_k, at_v = q.data, k.data, v.data
+        # fmt: off
+        layouts = (
+            q.shape, q.strides, q.dtype, at_q.device_id,
+            k.shape, k.strides, k.dtype, at_k.device_id,
+            v.shape, v.strides, v.dtype, at_v.device_id,
         )
+        # fmt: on
+        if out is None:
+            return layouts, None, at_q.ptr, at_k.ptr, at_v.ptr, 0
+        at_out = out.data
+        layout = out.shape, out.strides, out.dtype, at_out.device_id
+        return layouts, layout, at_q.ptr, at_k.ptr, at_v.ptr, at_out.ptr
 
     def pointer(self, x: Any) -> int:
         return x.data.ptr
@@ -111,19 +125,19 @@ class CupyKind:
         if stream is None and self._get_device() == device:
             return self._ndarray(shape, numpy_dtype)
         # CuPy's pool keeps memory per stream: what is allocated for a stream is only reused on it.
-        with self._cuda.Device(device), self.use(stream, device):
+        with self._cuda.Device(device), self.use(stream):
             return self._ndarray(shape, numpy_dtype)
 
     def current_stream(self, device: int | None) -> int:
         return self._get_stream(device).ptr
 
-    def use(self, stream: Any, device: int) -> contextlib.AbstractContextManager:
-        """Makes ``stream`` current; None leaves the current one."""
+    def use(self, stream: Any) -> contextlib.AbstractContextManager:
+        """Makes ``stream``, one of the current device, the current one; None changes nothing."""
         if stream is None:
             return contextlib.nullcontext()
-        if hasattr(stream, "ptr"):
+        if isinstance(stream, self._cuda.Stream):
             return stream
-        return self._cuda.ExternalStream(stream_pointer(stream), device)
+        return self._cuda.Stream.from_external(_StreamHandle(stream_pointer(stream)))
 
 
 class TorchKind:
@@ -145,8 +159,12 @@ class TorchKind:
         tracked = x.requires_grad and self._torch.is_grad_enabled()
         return x.shape, x.stride(), x.dtype, x.device, tracked
 
-    def layouts(self, q: Any, k: Any, v: Any) -> tuple:
-        return self.layout(q), self.layout(k), self.layout(v)
+    def read(self, q: Any, k: Any, v: Any, out: Any) -> tuple[tuple, tuple | None, int, int, int, int]:
+        layout = self.layout
+        layouts = layout(q), layout(k), layout(v)
+        if out is None:
+            return layouts, None, q.data_ptr(), k.data_ptr(), v.data_ptr(), 0
+        return layouts, layout(out), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
 
     def pointer(self, x: Any) -> int:
         return x.data_ptr()
@@ -254,6 +272,16 @@ def stream_pointer(stream: Any) -> int:
         ) from None
 
 
+class _StreamHandle:
+    """The handle of a CUDA stream in the form of the stream protocol. Who made the stream keeps it alive."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
 def host_array(x: Any) -> Any:
     """A NumPy array over the memory of a native host array; bfloat16 is seen as its bits in uint16."""
     import numpy as np
@@ -291,7 +319,7 @@ def adopt(x: Any, name: str, stream: Any = None) -> Any:
             return _from_dlpack(np.from_dlpack, source, name, bf16)
         if device_type in _DL_CUDA:
             kind = _cupy_kind()
-            with _cupy().cuda.Device(ordinal), kind.use(stream, ordinal):
+            with _cupy().cuda.Device(ordinal), kind.use(stream):
                 return _from_dlpack(_cupy().from_dlpack, source, name, bf16)
         raise DeviceTypeNotSupported(
             f"{name} lies on a device of DLPack type {int(device_type)}; "
@@ -309,10 +337,9 @@ def hand_back(result: Any, like: Any, inputs: tuple[Any, ...], stream: Any = Non
     """``result``, a native array, as an array of the library of ``like``, which was adopted.
 
     Work on ``result`` was queued on ``stream``; DLPack makes the library wait for it. ``inputs`` live as long
-    as the
-    result: a library that orders its memory by its own streams must not reuse them while a kernel still reads
-    them, and whoever uses the result waits for that kernel. A library without ``from_dlpack`` gets the native
-    array.
+    as the result: a library that orders its memory by its own streams must not reuse them while a kernel
+    still reads them, and whoever uses the result waits for that kernel. A library without ``from_dlpack``
+    gets the native array.
     """
     import numpy as np
 
@@ -335,7 +362,7 @@ def hand_back(result: Any, like: Any, inputs: tuple[Any, ...], stream: Any = Non
     source = _held(result, inputs)
     if result.dtype.name == "bfloat16":
         source = _Recoded(source.view(np.uint16), _DL_BFLOAT)
-    with _cupy().cuda.Device(device), _cupy_kind().use(stream, device):
+    with _cupy().cuda.Device(device), _cupy_kind().use(stream):
         return importer(source)
 
 

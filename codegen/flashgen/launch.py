@@ -7,6 +7,7 @@ import ctypes
 import math
 import struct
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from flashgen.device import activated
@@ -52,7 +53,8 @@ def parameters(problem: Problem, variant: Variant, device: Device) -> dict[str, 
 
     Strides are in elements (of the mask: bytes). ``scale_log2`` is the softmax scale times log2(e), for exp2.
     ``num_row_blocks`` is the tiles of one (batch, head). ``heads_per_section`` is how many heads of the grid,
-    counted over the batch, share the L2 cache: as many as have their keys and values in it, in sections of equal size.
+    counted over the batch, share the L2 cache: as many as have their keys and values in it, in sections of
+    equal size.
     ``mask_vector_width`` is the bytes of the mask, 1, 4, 8 or 16, that every row allows to load at once from
     an aligned pointer.
     """
@@ -92,7 +94,7 @@ def vector_width(*numbers: int) -> int:
 
 def _heads_per_section(problem: Problem, variant: Variant, device: Device) -> int:
     pair = 2 * problem.seqlen_kv * problem.head_dim * problem.element_bytes
-    pairs = problem.batch * problem.num_heads_kv
+    pairs = max(1, problem.batch * problem.num_heads_kv)  # an empty batch is not launched, but has a struct
     fitting = max(1, min(pairs, device.l2_bytes // pair if pair else pairs))
     # Sections of equal size: a small last one would leave multiprocessors idle while its longest tiles run.
     sections = -(-pairs // fitting)
@@ -117,9 +119,8 @@ class Launcher:
         with activated(device.ordinal) as context:
             self._context = context
         self._current_context = driver.ctxGetCurrent
-        self._launch = driver.launchKernel
-        self._function = kernel.function_ptr
-        self._grid = (size.blocks, 1, 1, size.threads, 1, 1, size.smem_bytes)
+        grid, block = (size.blocks, 1, 1), (size.threads, 1, 1)
+        self._launch = partial(driver.launchKernel, kernel.function_ptr, *grid, *block, size.smem_bytes)
 
     @property
     def source(self) -> str:
@@ -134,17 +135,19 @@ class Launcher:
             block = self._blocks.pop()
         except IndexError:
             block = _ParameterBlock(self._template)
-        words = block.words
-        for slot, position in self._pointer_slots:
-            words[slot] = pointers[position]
-        if self._width is not None:
-            block.integers[self._width] = vector_width(pointers[3], *self._mask_strides)
+        if block.pointers is not pointers:
+            words = block.words
+            for slot, position in self._pointer_slots:
+                words[slot] = pointers[position]
+            if self._width is not None:
+                block.integers[self._width] = vector_width(pointers[3], *self._mask_strides)
+            block.pointers = pointers
         if self._current_context() == self._context:
-            self._launch(self._function, *self._grid, stream, block.address, 0)
+            self._launch(stream, block.address, 0)
         else:
             # The thread's current device is another one, or it has not used CUDA yet.
             with activated(self._device):
-                self._launch(self._function, *self._grid, stream, block.address, 0)
+                self._launch(stream, block.address, 0)
         self._blocks.append(block)
 
 
@@ -183,13 +186,14 @@ def pack(
 class _ParameterBlock:
     """A writable copy of the parameter struct, and the array of one pointer to it that the driver wants."""
 
-    __slots__ = ("_bytes", "_pointers", "address", "integers", "words")
+    __slots__ = ("_argument", "_bytes", "address", "integers", "pointers", "words")
 
     def __init__(self, template: bytes) -> None:
         self._bytes = (ctypes.c_uint64 * -(-len(template) // 8))()
         ctypes.memmove(self._bytes, template, len(template))
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._bytes))
-        self.address = ctypes.addressof(self._pointers)
+        self._argument = (ctypes.c_void_p * 1)(ctypes.addressof(self._bytes))
+        self.address = ctypes.addressof(self._argument)
+        self.pointers: Pointers | None = None  # what the struct holds
         view = memoryview(self._bytes).cast("B")
         self.words = view.cast("Q")
         self.integers = view.cast("i")

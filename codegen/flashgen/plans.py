@@ -9,6 +9,7 @@ from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, BadTensorS
 from flashgen.problem import ROW_ALIGNMENT, Problem, check_memory
 
 if TYPE_CHECKING:
+    from flashgen.arrays import ArrayView
     from flashgen.variant import Variant
 
 Arrays = tuple[Any, Any, Any, Any, Any, Any]
@@ -49,10 +50,11 @@ class Plan:
         "_out_layout",
         "_out_shape",
         "_pointer",
-        "_read_layout",
-        "_read_layouts",
+        "_queue",
+        "_read",
         "_return_lse",
         "_runner",
+        "_sound",
         "_type",
         "problem",
     )
@@ -65,13 +67,15 @@ class Plan:
         self._runner = runner
         self._kind = kind
         self._type = type(q)
-        self._layouts = kind.layouts(q, k, v)
+        self._layouts, self._out_layout, *_ = kind.read(q, k, v, out)
         self._mask_layout = None if mask is None else kind.layout(mask)
-        self._out_layout = None if out is None else kind.layout(out)
         # Layouts that were found to fit, so that the next call need not look again.
         self._known_out, self._known_lse = self._out_layout, None
+        # Pointers of the last call whose memory was sound. There these layouts are sound again: had the plan
+        # allocated an output itself, that one overlaps nothing.
+        self._sound: Pointers | None = None
         # What a call needs is bound here: each look-up on the way to it would count.
-        self._pointer, self._read_layout, self._read_layouts = kind.pointer, kind.layout, kind.layouts
+        self._read, self._pointer, self._queue = kind.read, kind.pointer, runner.__call__
         self._current_stream, self._device = kind.current_stream, problem.device
         self._out_shape, self._lse_shape, self._empty = problem.out_shape, problem.lse_shape, problem.empty
         self._return_lse = problem.return_lse
@@ -114,53 +118,76 @@ class Plan:
         Raises BadTensorShape where an array's layout is not the plan's, and the errors of ``attention`` for
         its memory.
         """
-        if not (
-            type(q) is type(k) is type(v) is self._type
-            and self._read_layouts(q, k, v) == self._layouts
-            and (self._mask_layout is None if mask is None else self._accepts_mask(mask))
-            and (
-                out is None
-                or (type(out) is self._type and self._read_layout(out) == self._known_out)
-                or self._accepts_out(out)
+        fits = False
+        if type(q) is type(k) is type(v) is self._type and (out is None or type(out) is self._type):
+            layouts, out_layout, at_q, at_k, at_v, at_out = self._read(q, k, v, out)
+            fits = (
+                layouts == self._layouts
+                and (out is None or out_layout == self._known_out or self._accepts_out(out))
+                and (mask is None if self._mask_layout is None else self._accepts_mask(mask))
+                and (lse is None or self._accepts_lse(lse))
             )
-            and (lse is None or self._accepts_lse(lse))
-        ):
+        if not fits:
             given = [x for x in (q, k, v, mask, out, lse) if x is not None]
             if any(arrays.kind_of(x) is None for x in given):
                 return run_adopted(self, q, k, v, mask=mask, out=out, lse=lse, stream=stream)
             self._check(q, k, v, mask, out, lse)
-        return self.run(q, k, v, mask, out, lse, stream)
+            _, _, at_q, at_k, at_v, at_out = self._read(q, k, v, out)
+        return self.run(q, k, v, mask, out, lse, stream, at_q, at_k, at_v, at_out)
 
-    def run(self, q: Any, k: Any, v: Any, mask: Any, out: Any, lse: Any, stream: Any) -> Any:
-        """``__call__`` for native arrays whose layouts are known to be the plan's."""
+    def run(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        mask: Any,
+        out: Any,
+        lse: Any,
+        stream: Any,
+        at_q: int,
+        at_k: int,
+        at_v: int,
+        at_out: int,
+    ) -> Any:
+        """``__call__`` for native arrays whose layouts are known to be the plan's, with their pointers."""
         if stream is None:
             handle = self._current_stream(self._device)
         elif self._device is None:
             raise BadParam("stream was given, but the arrays are in host memory, where there are no streams")
         else:
             handle = arrays.stream_pointer(stream)
-        pointer = self._pointer
-        at_q, at_k, at_v = pointer(q), pointer(k), pointer(v)
-        at_mask = 0 if mask is None else pointer(mask)
+        at_mask = 0 if mask is None else self._pointer(mask)
         at_lse = 0
-        written: tuple[int, ...] = ()
+        given = out is not None, lse is not None
+        if out is None:
+            out = self._kind.empty(self._out_shape, q, stream)
+            at_out = self._pointer(out)
         if self._return_lse:
             if lse is None:
                 lse = self._kind.empty(self._lse_shape, q, stream, "fp32")
-            else:
-                written = (_LSE,)
-            at_lse = pointer(lse)
-        if out is None:
-            out = self._kind.empty(self._out_shape, q, stream)
-            at_out = pointer(out)
+            at_lse = self._pointer(lse)
+        pointers = (at_q, at_k, at_v, at_mask, at_out, at_lse)
+        sound = self._sound  # read once: another thread may replace it
+        if pointers == sound:
+            pointers = sound  # the very same tuple, so that the runner sees that it knows it
         else:
-            at_out = pointer(out)
-            (q_low, q_high), (k_low, k_high), (v_low, v_high), (mask_low, mask_high) = self._distances
+            self._check_memory(pointers, *given)
+            self._sound = pointers
+        if not self._empty:
+            self._queue((q, k, v, mask, out, lse), pointers, handle)
+        return (out, lse) if self._return_lse else out
+
+    def _check_memory(self, pointers: Pointers, out_given: bool, lse_given: bool) -> None:
+        """``check_memory``, but the usual case of aligned arrays far apart is seen at a glance."""
+        at_q, at_k, at_v, at_mask, at_out, _ = pointers
+        written: tuple[int, ...] = (_LSE,) if lse_given else ()
+        if out_given:
+            q_low, q_high, k_low, k_high, v_low, v_high, mask_low, mask_high = self._distances
             if (
                 q_low < at_out - at_q < q_high
                 or k_low < at_out - at_k < k_high
                 or v_low < at_out - at_v < v_high
-                or (at_mask and mask_low < at_out - at_mask < mask_high)
+                or mask_low < at_out - at_mask < mask_high
             ):
                 written += (_OUT,)
         if (
@@ -168,11 +195,7 @@ class Plan:
             or (at_q | at_k | at_v | at_out) % ROW_ALIGNMENT
             or not (at_q and at_k and at_v and at_out)
         ):
-            pointers = (at_q, at_k, at_v, at_mask, at_out, at_lse)
             check_memory(self._extents, pointers, written)
-        if not self._empty:
-            self._runner((q, k, v, mask, out, lse), (at_q, at_k, at_v, at_mask, at_out, at_lse), handle)
-        return (out, lse) if self._return_lse else out
 
     def _accepts_mask(self, mask: Any) -> bool:
         if mask is None or self._mask_layout is None:
@@ -189,13 +212,8 @@ class Plan:
             return layout == self._out_layout
         view = self._kind.view(out)
         problem = self.problem
-        seqlen, heads, width = problem.seqlen_q, problem.num_heads_q, problem.head_dim
-        strides = (heads * seqlen * width, heads * width, width, 1)[-len(view.shape) :]
-        fits = (
-            (view.shape, view.dtype, view.device) == (problem.out_shape, problem.dtype, problem.device)
-            and view.strides is not None
-            and all(e <= 1 or s == t for e, s, t in zip(view.shape, view.strides, strides, strict=True))
-        )
+        expected = (problem.out_shape, problem.dtype, problem.device)
+        fits = (view.shape, view.dtype, view.device) == expected and _contiguous(view)
         if fits:
             self._known_out = layout
         return fits
@@ -216,11 +234,8 @@ class Plan:
             raise BadTensorDtype(f"lse has dtype {view.dtype}; expected fp32, on the device of q")
         if view.shape != problem.lse_shape:
             raise BadTensorShape(f"lse has shape {view.shape}; expected {problem.lse_shape}")
-        expected = 1
-        for extent, stride in zip(reversed(view.shape), reversed(view.strides or ()), strict=False):
-            if extent > 1 and stride != expected:
-                raise BadTensorStrides(f"lse has strides {view.strides} (in elements); it must be contiguous")
-            expected *= extent
+        if not _contiguous(view):
+            raise BadTensorStrides(f"lse has strides {view.strides} (in elements); it must be contiguous")
         self._known_lse = layout
         return True
 
@@ -234,7 +249,7 @@ class Plan:
                 raise BadParam(
                     f"{name} is a {view.kind} array, but the plan was made for {self._kind.name} arrays"
                 )
-        layouts = self._kind.layouts(q, k, v)
+        layouts = self._read(q, k, v, None)[0]
         if layouts != self._layouts:
             raise BadTensorShape(
                 f"q, k and v have layouts {layouts}, but the plan was made for {self._layouts}"
@@ -247,6 +262,7 @@ class Plan:
             raise BadTensorShape(
                 f"mask has layout {self._kind.layout(mask)}, but the plan was made for {self._mask_layout}"
             )
+        self._accepts_lse(lse)
         if out is not None and not self._accepts_out(out):
             expected = self._out_layout or f"a contiguous array of shape {self._out_shape}"
             raise BadTensorShape(
@@ -254,10 +270,28 @@ class Plan:
             )
 
 
-def _overlapping_distances(extents: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    """For q, k, v and mask: the open interval of distances from it to ``out`` at which the two overlap."""
+def _contiguous(view: ArrayView) -> bool:
+    """In C order, whatever the strides that are never multiplied."""
+    if 0 in view.shape:
+        return True
+    if view.strides is None:
+        return False
+    expected = 1
+    for extent, stride in zip(reversed(view.shape), reversed(view.strides), strict=True):
+        if extent > 1 and stride != expected:
+            return False
+        expected *= extent
+    return True
+
+
+def _overlapping_distances(extents: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    """For q, k, v and mask in turn: both ends of the open interval of distances from it to ``out`` at which
+    the two overlap."""
     out_low, out_high = extents[_OUT]
-    return tuple((low - out_high, high - out_low) if high > low else (0, 0) for low, high in extents[:4])
+    distances: list[int] = []
+    for low, high in extents[:4]:
+        distances += (low - out_high, high - out_low) if high > low else (0, 0)
+    return tuple(distances)
 
 
 def run_adopted(call: Any, q: Any, k: Any, v: Any, *, mask: Any, out: Any, stream: Any, **rest: Any) -> Any:

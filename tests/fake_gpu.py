@@ -1,0 +1,67 @@
+"""A GPU that keeps what it is asked to launch, for tests of the way there on machines without one."""
+
+import ctypes
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+
+from flashgen.device import Device
+from flashgen.params import layout
+
+H200 = Device(0, "sm_90", (9, 0), 132, 232448, 233472, 50 << 20, "NVIDIA H200")
+
+
+class Driver:
+    """Stands in for CUDA. ``launches`` has (function, shape of the launch, stream, the parameter struct's
+    bytes at the start and at the end of the call, the context that was current). Device n has context
+    1000 + n.
+    """
+
+    def __init__(self):
+        self.launches = []
+        self.variants = {}
+        self.current = {}
+        self.delay = 0.0
+
+    def add(self, variant):
+        """The function of a variant's kernel."""
+        function = 77 + len(self.variants)
+        self.variants[function] = variant
+        return function
+
+    def load(self, variant, device):
+        """For ``kernel.load``."""
+        return SimpleNamespace(variant=variant, function_ptr=self.add(variant))
+
+    def launch(self, function, gx, gy, gz, bx, by, bz, smem, stream, kernel_params, extra):
+        address = ctypes.c_void_p.from_address(kernel_params).value
+        size = layout(self.variants[function].params).size
+        before = ctypes.string_at(address, size)
+        time.sleep(self.delay)  # the real call drops the GIL
+        after = ctypes.string_at(address, size)
+        shape = ((gx, gy, gz), (bx, by, bz), smem)
+        self.launches.append((function, shape, stream, before, after, self.context()))
+
+    def members(self, index=-1):
+        """The parameter struct of a launch, by name."""
+        function, _, _, seen, *_ = self.launches[index]
+        return np.frombuffer(seen, layout(self.variants[function].params).dtype)[0]
+
+    def context(self):
+        return self.current.get(threading.get_ident(), 0)
+
+    def set_device(self, ordinal):
+        self.current[threading.get_ident()] = 1000 + ordinal
+
+    def get_device(self):
+        return max(self.context() - 1000, 0)
+
+
+def array(shape, dtype=np.float16, address=1 << 40, strides=None, device=0):
+    """A CuPy array that only looks as if it had memory."""
+    import cupy
+
+    memory = cupy.cuda.UnownedMemory(address, 1 << 30, None, device)
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
