@@ -174,11 +174,13 @@ class TestStreams:
     def late(self, busy, stream):
         host = on_host(SHAPE, KV, KV, seed=3)
         target = [poison(cupy.asarray(x)) for x in host]
-        source = [cupy.asarray(x) for x in host]
+        # Kept until the copies ran: CuPy gives freed memory at once to the next array of the stream that it
+        # was allocated on, here the null stream, and what that writes would overtake the copies.
+        self.source = [cupy.asarray(x) for x in host]
         cupy.cuda.Device().synchronize()
         busy(stream)
         with stream:
-            for x, y in zip(target, source, strict=True):
+            for x, y in zip(target, self.source, strict=True):
                 x[...] = y
         return host, target
 
@@ -227,7 +229,8 @@ class TestStreams:
         flashgen.attention(*source, stream=stream)
         q, k, v = (torch.full_like(x, torch.nan) for x in source)
         torch.cuda.synchronize()
-        busy(cupy.cuda.ExternalStream(stream.cuda_stream))
+        handle = SimpleNamespace(__cuda_stream__=lambda: (0, stream.cuda_stream))
+        busy(cupy.cuda.Stream.from_external(handle))
         with torch.cuda.stream(stream):
             for x, y in zip((q, k, v), source, strict=True):
                 x.copy_(y)
