@@ -20,6 +20,7 @@ from flashgen.bench import chart, check, environment
 from flashgen.bench.cases import GRIDS, Case, find_grid
 from flashgen.bench.hosts import Inputs
 from flashgen.bench.peers import all_peers, choose_peers, registry, torch_sdpa
+from flashgen.bench.peers.own import Flashgen
 from flashgen.bench.results import Measurement, Report, Row
 from flashgen.bench.runner import measure, run
 from flashgen.bench.table import cell, line, print_tables, tables
@@ -89,6 +90,20 @@ def test_names_are_unique_and_baselines_exist_before_their_users(grid):
     for index, case in enumerate(grid.cases):
         assert case.baseline is None or case.baseline in names[:index]
         assert case.num_heads_q % case.num_heads_kv == 0
+
+
+def test_a_grouping_is_pinned_whatever_dispatch_would_take(fake_gpu):
+    from fake_gpu import array
+
+    case = a_case(head_dim=64, num_heads_q=16, mask="causal")
+    q, kv = (2, 48, 16, 64), (2, 64, 2, 64)
+    inputs = Inputs(*(array(shape, address=(n + 1) << 32) for n, shape in enumerate((q, kv, kv, q))), None)
+    for grouping in ("gqa", "packed"):
+        peer = Flashgen(grouping)
+        peer.prepare(case, [inputs])(0)
+        function, *_ = fake_gpu.launches[-1]
+        assert fake_gpu.variants[function].gqa == grouping
+        assert fake_gpu.variants[function].name == peer.variant
 
 
 def test_choosing_keeps_baselines_and_refuses_the_unknown():

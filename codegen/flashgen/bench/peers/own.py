@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -60,13 +59,13 @@ class Flashgen:
 
 def _pinned(plan: Plan, inputs: Inputs, grouping: str) -> Plan:
     """The same plan with the best variant of one grouping, whatever dispatch would take."""
-    from flashgen import arrays
-    from flashgen.api import shipped_variants
+    from flashgen.device import device
+    from flashgen.dispatch import offers
     from flashgen.launch import prepare
     from flashgen.plans import Plan
+    from flashgen.spec import load_specs
 
-    variants = shipped_variants(os.environ.get("FLASHGEN_SPECS", ""))
-    runner = prepare(plan.problem, plan.problem.device, tuple(v for v in variants if v.gqa == grouping))
-    kind = arrays.kind_of(inputs.q)
-    given = (inputs.q, inputs.k, inputs.v, inputs.mask, inputs.out)
-    return Plan(plan.problem, runner, kind, tuple(None if x is None else kind.layout(x) for x in given))
+    problem = plan.problem
+    variants = offers(problem, device(problem.device), load_specs())
+    runner = prepare(problem, problem.device, tuple(v for v in variants if v.gqa == grouping))
+    return Plan(problem, runner, (inputs.q, inputs.k, inputs.v, inputs.mask, inputs.out, None))
