@@ -1,7 +1,8 @@
 """Errors of the operator contract.
 
-One class for each status, each also the built-in exception that a Python caller would catch. A message names the argument,
-what it was and what would do. Nothing has been launched and no output touched when one is raised.
+One class for each status, each also the built-in exception that a Python caller would catch. A message names
+the argument, what it was and what would do. Nothing has been launched and no output touched when one is
+raised.
 """
 
 
@@ -10,7 +11,8 @@ class FlashgenError(Exception):
 
 
 class BadParam(FlashgenError, ValueError):
-    """A scalar argument or a combination of arguments has no meaning, such as a NaN scale or a window with a mask."""
+    """A scalar argument or a combination of arguments has no meaning, such as a NaN scale or a window with a
+    mask."""
 
 
 class BadTensorShape(FlashgenError, ValueError):
@@ -22,7 +24,8 @@ class BadTensorDtype(FlashgenError, TypeError):
 
 
 class BadTensorStrides(FlashgenError, ValueError):
-    """An array's layout cannot be read by the kernels: last dimension not contiguous, rows not 16-byte aligned, overlap."""
+    """An array's layout cannot be read by the kernels: last dimension not contiguous, rows not 16-byte
+    aligned, overlap."""
 
 
 class NullPointer(FlashgenError, ValueError):
