@@ -258,16 +258,6 @@ __device__ __forceinline__ void hide_late_keys(const Params& params, float (&sco
 // lane % 4) is row 16 i + g + 8 (e / 2), key 8 j + 2 t + e % 2.
 __device__ __forceinline__ void multiply_qk(float (&scores)[kRowTiles][kKeyTiles][4], const LaneAddress& q_lane,
                                             const LaneAddress& k_lane) {
-    // The operands of a step are fetched while the step before it multiplies.
-    uint32_t q_fragments[2][kRowTiles][4];
-    uint32_t k_fragments[2][kKeyTiles / 2][4];
-    auto load = [&](int step) {
-#pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) ldmatrix_x4(q_fragments[step % 2][i], step_address(q_lane, 16 * i, step));
-#pragma unroll
-        for (int j = 0; j < kKeyTiles / 2; ++j) ldmatrix_x4(k_fragments[step % 2][j], step_address(k_lane, 16 * j, step));
-    };
-    load(0);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -278,14 +268,17 @@ __device__ __forceinline__ void multiply_qk(float (&scores)[kRowTiles][kKeyTiles
     }
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) {
-        if (step + 1 < kHeadDim / 16) load(step + 1);
+        uint32_t q_fragment[kRowTiles][4];
 #pragma unroll
-        for (int j = 0; j < kKeyTiles; ++j) {
-            const uint32_t(&k_fragment)[4] = k_fragments[step % 2][j / 2];
+        for (int i = 0; i < kRowTiles; ++i) ldmatrix_x4(q_fragment[i], step_address(q_lane, 16 * i, step));
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; j += 2) {
+            uint32_t k_fragment[4];
+            ldmatrix_x4(k_fragment, step_address(k_lane, 8 * j, step));
 #pragma unroll
             for (int i = 0; i < kRowTiles; ++i) {
-                mma_m16n8k16<element>(scores[i][j], q_fragments[step % 2][i], k_fragment[j % 2 * 2],
-                                      k_fragment[j % 2 * 2 + 1]);
+                mma_m16n8k16<element>(scores[i][j], q_fragment[i], k_fragment[0], k_fragment[1]);
+                mma_m16n8k16<element>(scores[i][j + 1], q_fragment[i], k_fragment[2], k_fragment[3]);
             }
         }
     }

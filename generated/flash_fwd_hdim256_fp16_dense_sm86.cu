@@ -246,8 +246,9 @@ __device__ __forceinline__ int mask_chunk_offset(int row, int chunk) {
 // nobody reads; they are filled with zeros here and hidden when the tile is packed.
 template <int kBytes>
 __device__ __forceinline__ void copy_mask(const Params& params, const Tile& tile, shared_address warp_mask,
-                                          const uint8_t* mask, int warp, int lane, int first_key) {
+                                          int warp, int lane, int first_key) {
     constexpr int kUnitsPerRow = kBlockN / kBytes;
+    const uint8_t* mask = params.mask + tile.batch * params.mask_batch_stride;
 #pragma unroll 4
     for (int unit = lane; unit < kWarpRows * kUnitsPerRow; unit += 32) {
         const int row = unit / kUnitsPerRow;
@@ -271,13 +272,13 @@ __device__ __forceinline__ void copy_mask(const Params& params, const Tile& tile
 
 // The widest copy that the alignment of the mask's rows allows.
 __device__ __forceinline__ void copy_mask(const Params& params, const Tile& tile, shared_address warp_mask,
-                                          const uint8_t* mask, int warp, int lane, int first_key) {
+                                          int warp, int lane, int first_key) {
     if (params.mask_vector_width >= 16) {
-        copy_mask<16>(params, tile, warp_mask, mask, warp, lane, first_key);
+        copy_mask<16>(params, tile, warp_mask, warp, lane, first_key);
     } else if (params.mask_vector_width >= 4) {
-        copy_mask<4>(params, tile, warp_mask, mask, warp, lane, first_key);
+        copy_mask<4>(params, tile, warp_mask, warp, lane, first_key);
     } else {
-        copy_mask<1>(params, tile, warp_mask, mask, warp, lane, first_key);
+        copy_mask<1>(params, tile, warp_mask, warp, lane, first_key);
     }
 }
 
@@ -583,7 +584,6 @@ flash_fwd_hdim256_fp16_dense_sm86(const __grid_constant__ Params params) {
     const int first_block = keys.begin / kBlockN;
     const int last_block = (keys.end + kBlockN - 1) / kBlockN - 1;
 
-    const uint8_t* mask = params.mask + tile.batch * params.mask_batch_stride;
     const shared_address mask_tile = q_tile + kMaskOffset + warp * (kWarpRows * kBlockN);
 
     const LaneAddress q_lane = operand_address(q_tile + warp * kWarpRows * kRowBytes, lane);
@@ -602,7 +602,7 @@ flash_fwd_hdim256_fp16_dense_sm86(const __grid_constant__ Params params) {
     auto copy_k = [&](int block) {
         copy_rows(k_tiles, k + block * kBlockN * params.k_row_stride, params.k_row_stride,
                   params.seqlen_kv - block * kBlockN, params.head_dim);
-        copy_mask(params, tile, mask_tile, mask, warp, lane, block * kBlockN);
+        copy_mask(params, tile, mask_tile, warp, lane, block * kBlockN);
         cp_async_commit();
     };
     auto copy_v = [&](int block) {

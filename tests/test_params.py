@@ -66,8 +66,8 @@ def test_pack_wants_every_member():
 
 def test_text_has_docs_behind_members():
     text = struct_text((Param("q", "const element*", "queries"), Param("n", "int32_t")))
-    assert re.search(r"^  const element\* q; +// queries$", text, re.MULTILINE)
-    assert re.search(r"^  int32_t n;$", text, re.MULTILINE)
+    assert re.search(r"^    const element\* q; +// queries$", text, re.MULTILINE)
+    assert re.search(r"^    int32_t n;$", text, re.MULTILINE)
     assert text.startswith("struct Params {")
 
 

@@ -51,8 +51,8 @@ def test_blank_lines_stay_where_the_template_has_them(variant):
         "// Keys behind the diagonal are hidden.",
         "",
         "struct Params {",
-        "  element* out;                           // (batch, seqlen_q, num_heads_q, head_dim)",
-        "  int32_t seqlen_q;                       // rows",
+        "    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim)",
+        "    int32_t seqlen_q;                     // rows",
     ]
 
 
