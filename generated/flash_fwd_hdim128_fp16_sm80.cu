@@ -492,6 +492,9 @@ flash_fwd_hdim128_fp16_sm80(const __grid_constant__ Params params) {
         rows.sum[i][0] = rows.sum[i][1] = 0.0f;
     }
 
+    static_assert(sizeof(element) == 2, "the fragments of V are loaded by ldmatrix before a turn begins");
+    static_assert(kWarps == 8, "four warps a group, one for each scheduler");
+
     // K and V have two stages each; block b lies in stage b % 2. The warps form two groups that take turns: while one
     // multiplies, the other, on the same four schedulers, does its softmax and starts a copy, the first group of K, the
     // second of V. A turn ends at a barrier for all.

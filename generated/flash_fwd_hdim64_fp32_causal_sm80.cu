@@ -284,6 +284,7 @@ __device__ __forceinline__ void mma_tf32x3(float (&accumulator)[4], const SplitF
 // ones are taken there and added up by ordinary additions: 32 dimensions of Q . K^T, one key block of P . V.
 constexpr int kStepsPerSum = 4;
 constexpr int kTilesPerSum = 4;
+static_assert(kHeadDim % (8 * kStepsPerSum) == 0 && kDimTiles % kTilesPerSum == 0, "sums are of whole steps and tiles");
 
 // scores (kWarpRows x kBlockN) = Q . K^T for the warp's rows. Element [i][j][e] of thread (g, t) = (lane / 4, lane % 4)
 // is row 16 i + g + 8 (e / 2), key 8 j + 2 t + e % 2. ldmatrix moves 32-bit elements as pairs of 16-bit ones, which for

@@ -65,7 +65,7 @@ def variant(head_dim=64, dtype="fp16", mask_type="none", gqa="mha", **changes):
         "target": "sm80",
         "min_arch": "sm_80",
         "archs": ("sm_80",),
-        "max_smem": 166912,
+        "max_smem": changes.get("smem_bytes", 65536),
         "axes": (("head_dim", head_dim), ("dtype", dtype), ("mask_type", mask_type), ("gqa", gqa)),
         "tile": tuple(tile.items()),
         "tile_name": "",
@@ -85,8 +85,8 @@ EVERY = [
     for mask_type in ("none", "causal")
     for gqa in ("mha", "gqa", "packed")
     for target in (
-        {"target": "sm80", "priority": 0, "smem_bytes": 600 * head_dim},
-        {"target": "sm86", "priority": 1, "smem_bytes": 300 * head_dim},
+        {"target": "sm80", "priority": 0, "smem_bytes": 600 * head_dim, "max_smem": 166912},
+        {"target": "sm86", "priority": 1, "smem_bytes": 300 * head_dim, "max_smem": 101376},
     )
     for name, block_m, efficiency in (("", 128, 1.0), ("m64", 64, 0.8))
 ]
@@ -152,8 +152,9 @@ def test_a_small_grid_takes_the_small_tile_and_a_large_one_the_efficient_tile():
     assert select(problem(batch=64, seqlen_q=4096), H200, EVERY).tile_name == ""
 
 
-def test_the_target_follows_the_shared_memory():
-    call = problem(head_dim=256)
+@pytest.mark.parametrize("head_dim", [32, 256])
+def test_the_target_follows_the_shared_memory_of_the_device(head_dim):
+    call = problem(head_dim=head_dim)  # at 32 the tile for the larger class would fit the smaller too
     assert select(call, H200, EVERY).target == "sm80"
     assert select(call, GEFORCE, EVERY).target == "sm86"
 
@@ -212,7 +213,7 @@ def test_what_is_offered_is_enough_to_choose_among_the_shipped_variants():
 def test_a_larger_head_dim_is_offered_where_the_smallest_does_not_run():
     (spec,) = (spec for spec in load_specs() if spec.name == "flash_fwd_sm80")
     entries = {
-        point: tuple(e._replace(smem_bytes=150_000) for e in tiles) if point[0] == 64 else tiles
+        point: () if point[0] == 64 and point[-1] == "sm86" else tiles
         for point, tiles in spec.content.entries.items()
     }
     spec = Spec(spec.path, b"", spec.content._replace(entries=entries))

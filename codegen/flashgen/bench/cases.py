@@ -219,6 +219,7 @@ def _masks() -> Grid:
     cases += [
         case(
             f"gqa 16q/2kv {seqlen_q} on 16k",
+            batch=32,
             seqlen_q=seqlen_q,
             seqlen_kv=16_384,
             num_heads_kv=2,

@@ -58,7 +58,7 @@ def _table(variants: tuple[Variant, ...]) -> tuple[list, list[list[str]]]:
     columns = [
         Column("variant"),
         Column("tile"),
-        *(Column(key, number=True, optional=key not in ("warps", "stages")) for key in rest),
+        *(Column(key, number=True, optional=key not in ("warps", "groups")) for key in rest),
         Column("threads", number=True, optional=True),
         Column("smem KB", number=True),
         Column("from", optional=True),
