@@ -65,3 +65,26 @@ def array(shape, dtype=np.float16, address=1 << 40, strides=None, device=0):
 
     memory = cupy.cuda.UnownedMemory(address, 1 << 30, None, device)
     return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
+
+
+class Binding:
+    """What `tensormap` uses of cuda.bindings.driver. ``calls`` has the arguments of each encoding; an encoded
+    map begins with the address of its array."""
+
+    def __init__(self, status=0):
+        self.status, self.calls = status, []
+        for names in ("CUtensorMapDataType", "CUtensorMapSwizzle", "CUtensorMapInterleave"):
+            setattr(self, names, _Names())
+        self.CUtensorMapL2promotion = self.CUtensorMapFloatOOBfill = _Names()
+
+    cuuint32_t = cuuint64_t = staticmethod(int)
+
+    def cuTensorMapEncodeTiled(self, *arguments):
+        self.calls.append(arguments)
+        memory = (ctypes.c_uint64 * 16)(arguments[2])
+        return self.status, SimpleNamespace(getPtr=lambda: ctypes.addressof(memory))
+
+
+class _Names:
+    def __getattr__(self, name):
+        return name.removeprefix("CU_TENSOR_MAP_")

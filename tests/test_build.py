@@ -34,8 +34,10 @@ def test_a_listed_feature_set_answers_to_its_architecture(tiny_variants):
     hopper = dataclasses.replace(tiny_variants[0], min_arch="sm_90a", archs=("sm_90a",))
     assert pairs([hopper], ["sm_90"]) == [(hopper, "sm_90a")]
     assert pairs([hopper], ["sm_90a"]) == [(hopper, "sm_90a")]
-    with pytest.raises(BadParam, match="need sm_90a"):
-        pairs([hopper], ["sm_80"])
+    for other in ("sm_80", "sm_100"):
+        with pytest.raises(BadParam, match="need sm_90a"):
+            pairs([hopper], [other])
+    assert pairs([hopper, tiny_variants[0]], ["sm_100"]) == [(tiny_variants[0], "sm_100")]
 
 
 def test_only_a_forbidden_spill_is_a_failure(tiny_variants):

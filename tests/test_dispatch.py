@@ -1,4 +1,5 @@
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from flashgen.dispatch import candidates, cost, offers, rows, runs_on, select, tiles
 from flashgen.errors import DeviceTypeNotSupported, SpecError
 from flashgen.problem import UNBOUNDED, Problem
-from flashgen.spec import Spec, load_specs
+from flashgen.spec import Spec, load_spec, load_specs
 from flashgen.variant import Variant
 
 H200 = SimpleNamespace(
@@ -222,3 +223,44 @@ def test_a_larger_head_dim_is_offered_where_the_smallest_does_not_run():
         chosen = select(call, device, offers(call, device, [spec]))
         assert chosen == select(call, device, spec.select(head_dim=[64, 96, 128, 192, 256]))
         assert chosen.head_dim == head_dim
+
+
+TMA = load_spec(Path(__file__).parent / "fixtures" / "tma" / "specs" / "copy_tma.yaml")
+CONTIGUOUS = {
+    "q_strides": (1024 * 1024, 1024, 64),
+    "k_strides": (1024 * 1024, 1024, 64),
+    "v_strides": (1024 * 1024, 1024, 64),
+    "out_strides": (1024 * 1024, 1024, 64),
+}
+
+
+def test_arrays_that_tensor_maps_cannot_describe_go_to_the_family_without_them():
+    specs = [*load_specs(), TMA]
+    every = [v for spec in specs for v in spec.variants()]
+    newer = problem(**CONTIGUOUS)
+    older = problem(**CONTIGUOUS | {"k_strides": (1024 * 1024, 1024, 0)})
+    for offered in (offers(newer, H200, specs), offers(older, H200, specs), every):
+        assert select(newer, H200, offered).target == "tma"
+        assert select(older, H200, offered).spec == "flash_fwd_sm80"
+        assert select(newer, GEFORCE, offered).spec == "flash_fwd_sm80"
+
+
+def test_a_head_dim_that_only_tensor_maps_serve_is_passed_over():
+    specs = [*load_specs(), TMA]  # the shipped family has no head_dim 16
+    call = problem(**CONTIGUOUS | {"head_dim": 16})
+    assert select(call, H200, offers(call, H200, specs)).head_dim == 16
+    call = replace(call, q_strides=(0, 1024, 64))
+    chosen = select(call, H200, offers(call, H200, specs))
+    assert (chosen.spec, chosen.head_dim) == ("flash_fwd_sm80", 32)
+
+
+def test_a_group_that_does_not_fill_a_box_is_not_packed():
+    for heads, groupings in ((4, {"gqa", "packed"}), (3, {"gqa"})):
+        call = problem(**CONTIGUOUS, num_heads_q=heads, num_heads_kv=1)
+        assert {v.gqa for v in candidates(call, H200, TMA.variants())} == groupings
+
+
+def test_without_another_family_the_error_says_what_tensor_maps_need():
+    call = problem(**CONTIGUOUS | {"q_strides": (1024 * 1024, -1024, 64)})
+    with pytest.raises(SpecError, match=r"flash_fwd_hdim64_fp16_tma.*positive multiples of 16 bytes"):
+        select(call, H200, TMA.variants())

@@ -249,6 +249,12 @@ def test_a_damaged_entry_is_built_again(folder):
     assert kernel.obtain(variant, "sm_90") == (again, True)
 
 
+def test_what_needs_one_architecture_is_compiled_for_it_whatever_the_spec_lists(folder):
+    hopper = Device(0, "sm_90", (9, 0), 1, 1, 1, 1, "GPU")
+    variant = make_variant(folder, min_arch="sm_90a", archs=("sm_90",))
+    assert kernel.arch_for(variant, hopper, (80, 90)) == "sm_90a"
+
+
 @pytest.mark.parametrize(
     ("arch", "archs", "known", "expected"),
     [
@@ -265,7 +271,10 @@ def test_target_architecture(folder, arch, archs, known, expected):
     assert kernel.arch_for(make_variant(folder, archs=archs), gpu, known) == expected
 
 
-@pytest.mark.parametrize(("arch", "min_arch"), [("sm_75", "sm_80"), ("sm_95", "sm_91")])
+@pytest.mark.parametrize(
+    ("arch", "min_arch"),
+    [("sm_75", "sm_80"), ("sm_95", "sm_91"), ("sm_100", "sm_90a"), ("sm_110", "sm_100f")],
+)
 def test_a_device_that_nothing_can_be_compiled_for(folder, arch, min_arch):
     gpu = Device(0, arch, (0, 0), 1, 1, 1, 1, "Old")
     with pytest.raises(DeviceTypeNotSupported, match=rf"GPU 0 \(Old, {arch}\)"):

@@ -1,19 +1,22 @@
+import ctypes
+import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fake_gpu import H200
-from flashgen import launch
+from fake_gpu import H200, Binding
+from flashgen import launch, tensormap
 from flashgen.dispatch import heads, rows, tiles
-from flashgen.errors import BadTensorShape, SpecError
+from flashgen.errors import BadTensorShape, NoBindingError, SpecError
 from flashgen.launch import POINTERS, geometry, pack, parameters, vector_width
 from flashgen.params import Param, layout
 from flashgen.problem import UNBOUNDED, Problem
-from flashgen.spec import load_specs
+from flashgen.spec import load_spec, load_specs
 
 PROBLEM = Problem(
     batch=2,
@@ -123,7 +126,7 @@ def test_vector_width_is_the_widest_that_divides(numbers):
 def test_a_grid_that_is_too_large():
     call = replace(PROBLEM, batch=1 << 20, seqlen_q=1 << 30)
     with pytest.raises(BadTensorShape, match="split the batch"):
-        geometry(call, DENSE_PACKED)
+        geometry(call, DENSE_PACKED, H200)
 
 
 def launcher(driver):
@@ -189,3 +192,98 @@ def test_a_failed_launch_is_not_swallowed(driver):
     run._launch = fail
     with pytest.raises(RuntimeError, match="LAUNCH_FAILED"):
         run((None,) * 6, (16,) * 6, 0)
+
+
+TMA = load_spec(Path(__file__).parent / "fixtures" / "tma" / "specs" / "copy_tma.yaml")
+MAPPED = replace(PROBLEM, mask_type="none", mask_strides=None, q_strides=(640000, 640, 40))
+
+
+def tma_variant(gqa="gqa", **changes):
+    return replace(TMA.select(head_dim=64, dtype="fp16", mask_type="none", gqa=gqa)[0], **changes)
+
+
+def test_a_persistent_grid_is_no_larger_than_what_runs_at_a_time():
+    variant = tma_variant()
+    assert dict(variant.tile)["min_blocks"] == 2
+    assert tiles(MAPPED, variant) == 256
+    for num_sms, blocks in ((132, 256), (100, 200), (1, 2)):
+        assert geometry(MAPPED, variant, replace(H200, num_sms=num_sms)).blocks == blocks
+    one = replace(variant, tile=(("block_m", 128),))
+    assert geometry(MAPPED, one, H200).blocks == 132
+    assert geometry(MAPPED, replace(one, schedule="tile_per_block"), H200).blocks == 256
+    assert parameters(MAPPED, variant, replace(H200, num_sms=1))["num_tiles"] == 256
+    assert geometry(replace(MAPPED, batch=0), variant, H200).blocks == 0
+
+
+@pytest.fixture
+def binding(monkeypatch):
+    fake = Binding()
+    monkeypatch.setattr(tensormap, "binding", lambda: fake)
+    return fake
+
+
+def test_tensor_maps_are_encoded_once_for_an_address(driver, binding):
+    variant = tma_variant()
+    run = launch.Launcher(MAPPED, variant, H200, driver.load(variant, H200))
+    first, other, again = (16, 32, 48, 0, 64, 80), (16, 96, 48, 0, 112, 80), (16, 32, 48, 0, 64, 80)
+    for pointers in (first, first, other, again):
+        run((None,) * 6, pointers, 0)
+        members = driver.members()
+        found = [np.frombuffer(members[name].tobytes(), "<u8")[0] for name in ("q", "k")]
+        assert [*found, members["out"]] == [pointers[0], pointers[1], pointers[4]]
+    # Type, rank and address; k is not packed, q would be.
+    assert [call[1:4] for call in binding.calls] == [
+        (4, 16, [40, 1000, 16, 2]),
+        (4, 32, [40, 3000, 4, 2]),
+        (4, 96, [40, 3000, 4, 2]),
+    ]
+    assert [call[5] for call in binding.calls] == [[64, 128, 1, 1], [16, 64, 1, 1], [16, 64, 1, 1]]
+
+
+def test_the_addresses_that_a_launcher_remembers_are_bounded(driver, binding):
+    variant = tma_variant("packed")
+    run = launch.Launcher(MAPPED, variant, H200, driver.load(variant, H200))
+    addresses = [16 * n for n in range(1, launch.MAX_ENCODED + 2)]
+    for address in (*addresses, addresses[-1], addresses[0]):
+        run((None,) * 6, (address, 16, 16, 0, 16, 16), 0)
+    assert [call[2] for call in binding.calls] == [*addresses, addresses[0]]
+    assert binding.calls[0][3] == [40, 4, 1000, 4, 2]
+
+
+def test_tensor_maps_are_encoded_where_the_device_is_current(driver, binding):
+    """The driver may refuse to encode in a thread that has not used the device."""
+    variant, seen = tma_variant(), []
+    encode = binding.cuTensorMapEncodeTiled
+    binding.cuTensorMapEncodeTiled = lambda *arguments: seen.append(driver.context()) or encode(*arguments)
+    run = launch.Launcher(MAPPED, variant, replace(H200, ordinal=3), driver.load(variant, H200))
+    run((None,) * 6, (16,) * 6, 0)
+    assert set(seen) == {1003}
+    assert driver.get_device() == 0
+
+
+@given(st.integers(1, 300), st.sampled_from([1, 4, 8, 64]))
+def test_a_parameter_block_is_aligned_and_holds_the_struct(size, alignment):
+    template = bytes(n % 251 for n in range(size))
+    block = launch._ParameterBlock(template, alignment)
+    address = ctypes.c_void_p.from_address(block.address).value
+    assert address % max(8, alignment) == 0
+    assert ctypes.string_at(address, size) == template
+    block.words[0] = 2**64 - 1
+    assert ctypes.string_at(address, size)[:8] == bytes([255] * min(8, size))
+
+
+def test_a_map_that_cannot_be_is_no_launch(driver, binding):
+    variant = tma_variant()
+    with pytest.raises(SpecError, match=r"tensor map of k.*strides that are positive"):
+        launch.Launcher(replace(MAPPED, k_strides=(0, 160, 40)), variant, H200, driver.load(variant, H200))
+
+
+def test_a_missing_binding_is_noticed_before_compiling(monkeypatch):
+    from flashgen import kernel
+
+    monkeypatch.setattr(launch, "device_of", lambda ordinal: H200)
+    monkeypatch.setattr(kernel, "load", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    tensormap.binding.cache_clear()
+    with pytest.raises(NoBindingError, match="cuda-bindings"):
+        launch.prepare(MAPPED, 0, (tma_variant(),))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flashgen.compile import compile_cubin
 from flashgen.errors import CompileError
-from flashgen.params import CTYPES, Param, layout, struct_text
+from flashgen.params import CTYPES, TENSOR_MAP, Param, layout, struct_text
 
 C = {
     "int64_t": ctypes.c_int64,
@@ -16,7 +16,10 @@ C = {
     "uint32_t": ctypes.c_uint32,
     "float": ctypes.c_float,
 }
-PRELUDE = '#include "flashgen/types.cuh"\nusing element = fp16;\n'
+PRELUDE = """#include "flashgen/types.cuh"
+using element = fp16;
+struct alignas(64) tensor_map { uint64_t opaque[16]; };
+"""
 
 
 def params_of(types):
@@ -28,7 +31,9 @@ def c_struct(params):
     return type("Struct", (ctypes.Structure,), {"_fields_": fields})
 
 
-structs = st.lists(st.sampled_from(CTYPES), min_size=1, max_size=24).map(params_of)
+# ctypes cannot align a member to more than its type's own alignment, so tensor maps have a test of their own.
+PLAIN = [ctype for ctype in CTYPES if ctype != TENSOR_MAP]
+structs = st.lists(st.sampled_from(PLAIN), min_size=1, max_size=24).map(params_of)
 
 
 @given(structs)
@@ -59,6 +64,16 @@ def test_packed_bytes_read_back_as_c_and_as_numpy(params, data):
         assert getattr(as_c, name) == value == as_numpy[name]
 
 
+def test_a_tensor_map_is_aligned_to_64_bytes():
+    table = layout(params_of(["int32_t", TENSOR_MAP, "float", "int64_t"]))
+    assert table.offsets == {"m0": 0, "m1": 64, "m2": 192, "m3": 200}
+    assert (table.size, table.alignment) == (256, 64)
+    encoded = bytes(range(128))
+    packed = table.pack({"m0": -1, "m1": encoded, "m2": 0.5, "m3": 7})
+    assert packed[64:192] == encoded
+    assert np.frombuffer(packed, table.dtype)[0]["m1"].tobytes() == encoded
+
+
 def test_pack_wants_every_member():
     with pytest.raises(KeyError, match="m1"):
         layout(params_of(["float", "int32_t"])).pack({"m0": 1.0})
@@ -76,7 +91,7 @@ def test_the_compiler_agrees_with_the_offsets_and_notices_a_change():
     kernel = '\nextern "C" __global__ void kernel(Params params) {}\n'
     text = PRELUDE + struct_text(params) + kernel
     compile_cubin(text, "kernel", "sm_80")
-    wider = text.replace("  float m11;", "  double m11;")
+    wider = text.replace("  int32_t m9;", "  int64_t m9;")
     assert wider != text
     with pytest.raises(CompileError, match="static assertion failed"):
         compile_cubin(wider, "kernel", "sm_80")

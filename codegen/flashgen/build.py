@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from flashgen.device import arch_parts, reaches
 from flashgen.errors import BadParam, InternalError
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Built:
 
 def arch_number(arch: str) -> int:
     """90 for sm_90 and sm_90a."""
-    return int(arch.removeprefix("sm_").rstrip("af"))
+    return arch_parts(arch)[0]
 
 
 def pairs(variants: Sequence[Variant], archs: Sequence[str] = ()) -> list[tuple[Variant, str]]:
@@ -85,7 +86,7 @@ def pairs(variants: Sequence[Variant], archs: Sequence[str] = ()) -> list[tuple[
         listed = [(variant, name) for variant in variants for name in variant.archs if _is(name, arch)]
         if not listed:
             lowest = min((variant.min_arch for variant in variants), key=arch_number)
-            listed = [(v, arch) for v in variants if arch_number(v.min_arch) <= arch_number(arch)]
+            listed = [(v, arch) for v in variants if reaches(arch_number(arch), v.min_arch)]
             if not listed:
                 raise BadParam(f"nothing to compile for {arch}: the chosen variants need {lowest} or later")
         found += listed

@@ -37,6 +37,22 @@ class Device:
         return f"GPU {self.ordinal} ({self.name}, {self.arch})"
 
 
+def arch_parts(name: str) -> tuple[int, str]:
+    """``sm_90a`` as (90, "a"). Code with the suffix ``a`` is for that architecture alone, with ``f`` for its
+    family."""
+    digits = name.removeprefix("sm_")
+    number = digits.rstrip("af")
+    return int(number), digits[len(number) :]
+
+
+def reaches(number: int, min_arch: str) -> bool:
+    """Whether an architecture, 90 for sm_90, runs what needs ``min_arch``."""
+    lowest, suffix = arch_parts(min_arch)
+    if suffix == "a":
+        return number == lowest
+    return number >= lowest and (suffix != "f" or number // 10 == lowest // 10)
+
+
 @functools.cache
 def device(ordinal: int) -> Device:
     """The GPU with this CUDA ordinal. Raises DeviceTypeNotSupported where there is none, which says why."""

@@ -4,8 +4,9 @@ needed.
 The rule, which a spec names ``least_time``:
 
 1. A variant can serve a problem whose dtype and mask type are its own, whose head dim it holds, and whose
-   grouping it implements: ``mha`` for one query head per kv head, ``gqa`` or ``packed`` for several. The
-   device must have its architecture and its shared memory.
+   grouping it implements: ``mha`` for one query head per kv head, ``gqa`` or ``packed`` for several. Where it
+   reads arrays by tensor maps, there must be maps of them. The device must have its architecture and its
+   shared memory.
 2. Of these only the smallest head dim counts, then the newest architecture, then the target that its spec
    names first.
 3. Of what is left, tiles and groupings, the least modelled time wins: the rows of queries that fall to the
@@ -17,8 +18,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from flashgen.device import arch_parts, reaches
 from flashgen.errors import DeviceTypeNotSupported, SpecError
 from flashgen.problem import MAX_SEQLEN
+from flashgen.tensormap import REQUIREMENTS, expressible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -42,7 +45,7 @@ def offers(problem: Problem, device: Device, specs: Iterable[Spec]) -> tuple[Var
     for head_dim in sorted({d for spec in forward for d in spec.axes["head_dim"] if d >= problem.head_dim}):
         found = [variant for spec in forward for variant in spec.select(head_dim=head_dim, **axes)]
         offered += found
-        if any(runs_on(variant, device) for variant in found):
+        if any(runs_on(variant, device) and expressible(problem, variant) for variant in found):
             break
     return tuple(offered)
 
@@ -61,7 +64,13 @@ def select(problem: Problem, device: Device, variants: Iterable[Variant]) -> Var
 
 def candidates(problem: Problem, device: Device, variants: Iterable[Variant]) -> tuple[Variant, ...]:
     """The variants of steps 1 and 2 of the rule, at least one. Raises as ``select``."""
-    suited = [variant for variant in variants if _suits(problem, variant)]
+    computing = [variant for variant in variants if _computes(problem, variant)]
+    suited = [variant for variant in computing if expressible(problem, variant)]
+    if computing and not suited:
+        raise SpecError(
+            f"the {FAMILY} variants for this call, such as {computing[0]}, read arrays by tensor maps, which "
+            f"need {REQUIREMENTS}; pass contiguous copies, or add a variant without tensor maps"
+        )
     if not suited:
         grouping = "mha" if problem.group_size == 1 else "gqa or packed"
         raise SpecError(
@@ -77,8 +86,8 @@ def candidates(problem: Problem, device: Device, variants: Iterable[Variant]) ->
         )
     head_dim = min(variant.head_dim for variant in runnable)
     holding = [variant for variant in runnable if variant.head_dim == head_dim]
-    newest = max(_arch(variant.min_arch)[0] for variant in holding)
-    current = [variant for variant in holding if _arch(variant.min_arch)[0] == newest]
+    newest = max(arch_parts(variant.min_arch)[0] for variant in holding)
+    current = [variant for variant in holding if arch_parts(variant.min_arch)[0] == newest]
     first = min(variant.priority for variant in current)
     return tuple(variant for variant in current if variant.priority == first)
 
@@ -106,23 +115,17 @@ def tiles(problem: Problem, variant: Variant) -> int:
 
 
 def runs_on(variant: Variant, device: Device) -> bool:
-    """Whether the device has the variant's architecture and shared memory."""
-    number, suffix = _arch(variant.min_arch)
-    have = 10 * device.compute_capability[0] + device.compute_capability[1]
-    if suffix == "a":
-        fits = have == number
-    elif suffix == "f":
-        fits = have // 10 == number // 10 and have >= number
-    else:
-        fits = have >= number
-    return fits and variant.smem_bytes <= device.smem_per_block
+    """Whether the device has the architecture of the variant and the shared memory of its target."""
+    major, minor = device.compute_capability
+    return reaches(major * 10 + minor, variant.min_arch) and variant.max_smem <= device.smem_per_block
 
 
 def _groupings(problem: Problem) -> tuple[str, ...]:
     return ("mha",) if problem.group_size == 1 else ("gqa", "packed")
 
 
-def _suits(problem: Problem, variant: Variant) -> bool:
+def _computes(problem: Problem, variant: Variant) -> bool:
+    """Whether the variant computes such problems, however their arrays lie in memory."""
     return (
         variant.family == FAMILY
         and variant.dtype == problem.dtype
@@ -131,10 +134,3 @@ def _suits(problem: Problem, variant: Variant) -> bool:
         and variant.head_dim >= problem.head_dim
         and rows(problem, variant) <= MAX_SEQLEN
     )
-
-
-def _arch(name: str) -> tuple[int, str]:
-    """``sm_90a`` as (90, "a"); ``a`` means that architecture alone, ``f`` its family."""
-    digits = name.removeprefix("sm_")
-    number = digits.rstrip("af")
-    return int(number), digits[len(number) :]

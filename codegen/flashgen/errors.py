@@ -52,5 +52,9 @@ class NoCompilerError(InternalError):
     """CuPy or NVRTC cannot be imported or loaded, so nothing can be compiled or launched."""
 
 
+class NoBindingError(InternalError):
+    """cuda-bindings cannot be imported, so no kernel that reads by tensor maps can be launched."""
+
+
 class SpecError(FlashgenError, ValueError):
     """A spec file is wrong; the message names file, line, key and what is allowed."""

@@ -16,7 +16,7 @@ from flashgen import cache as caches
 from flashgen import compile as compiler
 from flashgen import render
 from flashgen.compile import Compiled
-from flashgen.device import activated
+from flashgen.device import activated, arch_parts, reaches
 from flashgen.errors import DeviceTypeNotSupported, InternalError
 
 if TYPE_CHECKING:
@@ -110,13 +110,13 @@ def cache_key(variant: Variant, arch: str, version: str | None = None) -> str:
 def arch_for(variant: Variant, device: Device, known: Sequence[int] | None = None) -> str:
     """What to compile ``variant`` for, to run on ``device``: "sm_90", "sm_90a" or "compute_90".
 
-    The device's own architecture, with the suffix under which the spec lists it ("sm_90a": features of that
-    architecture alone). A device that is too new for this NVRTC gets PTX for the highest virtual
+    The device's own architecture, with the suffix under which the spec needs or lists it ("sm_90a": features
+    of that architecture alone). A device that is too new for this NVRTC gets PTX for the highest virtual
     architecture below its own, which the driver translates when it loads it. ``known`` is by default what
     this NVRTC supports. Raises DeviceTypeNotSupported for a device older than the variant or than NVRTC.
     """
     own = _own_arch(variant, device)
-    number, lowest = _number(device.arch), _number(variant.min_arch)
+    number, lowest = arch_parts(device.arch)[0], arch_parts(variant.min_arch)[0]
     known = compiler.supported_archs() if known is None else known
     if number in known:
         return own
@@ -130,9 +130,11 @@ def arch_for(variant: Variant, device: Device, known: Sequence[int] | None = Non
 
 def _own_arch(variant: Variant, device: Device) -> str:
     """`arch_for` where the compiler knows the device."""
-    if _number(device.arch) < _number(variant.min_arch):
-        raise DeviceTypeNotSupported(f"{variant.name} needs {variant.min_arch} or newer, not {device}")
-    return next((arch for arch in variant.archs if arch[:-1] == device.arch), device.arch)
+    if not reaches(arch_parts(device.arch)[0], variant.min_arch):
+        newer = "" if variant.min_arch.endswith("a") else " or newer"
+        raise DeviceTypeNotSupported(f"{variant.name} needs {variant.min_arch}{newer}, not {device}")
+    special = (variant.min_arch, *variant.archs)
+    return next((arch for arch in special if arch[:-1] == device.arch), device.arch)
 
 
 def _load(variant: Variant, device: Device) -> Kernel:
@@ -187,7 +189,3 @@ def _why_not_loaded(variant: Variant, device: Device, arch: str, error: Exceptio
             "the flashgen extra of the driver's CUDA version"
         )
     return message
-
-
-def _number(arch: str) -> int:
-    return int(arch.removeprefix("sm_").rstrip("af"))

@@ -7,14 +7,15 @@ import ctypes
 import math
 import struct
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
+from flashgen import tensormap
 from flashgen.device import activated
 from flashgen.device import device as device_of
 from flashgen.dispatch import heads, rows, select, tiles
 from flashgen.errors import BadTensorShape, SpecError
-from flashgen.params import layout
+from flashgen.params import TENSOR_MAP, layout
 
 if TYPE_CHECKING:
     from flashgen.device import Device
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 POINTERS = ("q", "k", "v", "mask", "out", "lse")
 MAX_GRID = 2**31 - 1
+# Encoded tensor maps of one parameter that a launcher keeps, one for each address.
+MAX_ENCODED = 64
 _VECTOR_WIDTHS = {1: 1, 2: 1, 4: 4, 8: 8, 16: 16}
 
 
@@ -37,14 +40,20 @@ class Geometry:
     smem_bytes: int
 
 
-def geometry(problem: Problem, variant: Variant) -> Geometry:
-    """One block for each tile. Raises BadTensorShape when there are more tiles than a grid can have."""
+def geometry(problem: Problem, variant: Variant, device: Device) -> Geometry:
+    """One block for each tile, or, with a persistent schedule, no more than run at a time: as many on each
+    multiprocessor as the tile key ``min_blocks`` says, or one where the spec has none.
+
+    Raises BadTensorShape when there are more tiles than a grid can have.
+    """
     blocks = tiles(problem, variant)
     if blocks > MAX_GRID:
         raise BadTensorShape(
             f"batch {problem.batch}, {problem.num_heads_q} heads and seqlen_q {problem.seqlen_q} make "
             f"{blocks} tiles, and one launch has at most {MAX_GRID}; split the batch"
         )
+    if variant.schedule == "persistent":
+        blocks = min(blocks, device.num_sms * dict(variant.tile).get("min_blocks", 1))
     return Geometry(blocks, variant.threads, variant.smem_bytes)
 
 
@@ -109,10 +118,19 @@ class Launcher:
     def __init__(self, problem: Problem, variant: Variant, device: Device, kernel: Kernel) -> None:
         from cupy_backends.cuda.api import driver
 
-        size = geometry(problem, variant)
+        size = geometry(problem, variant, device)
         self.variant = variant
         self._kernel = kernel  # holds the module loaded
         self._template, self._pointer_slots, self._width = pack(problem, variant, device)
+        self._maps = tuple(
+            (
+                slice(offset, offset + tensormap.BYTES),
+                position,
+                lru_cache(MAX_ENCODED)(tensormap.Encoder(map)),
+            )
+            for offset, position, map in maps(problem, variant)
+        )
+        self._alignment = layout(variant.params).alignment
         self._mask_strides = problem.mask_strides or (0, 0, 0)
         self._blocks: list[_ParameterBlock] = []
         self._device = device.ordinal
@@ -130,35 +148,40 @@ class Launcher:
         return render(self.variant)
 
     def __call__(self, arrays: Arrays, pointers: Pointers, stream: int) -> None:
+        if self._current_context() == self._context:
+            self._queue(pointers, stream)
+        else:
+            # The thread's current device is another one, or it has not used CUDA yet.
+            with activated(self._device):
+                self._queue(pointers, stream)
+
+    def _queue(self, pointers: Pointers, stream: int) -> None:
         # A block belongs to one call at a time: the driver copies the struct before launchKernel returns.
         try:
             block = self._blocks.pop()
         except IndexError:
-            block = _ParameterBlock(self._template)
+            block = _ParameterBlock(self._template, self._alignment)
         if block.pointers is not pointers:
             words = block.words
             for slot, position in self._pointer_slots:
                 words[slot] = pointers[position]
             if self._width is not None:
                 block.integers[self._width] = vector_width(pointers[3], *self._mask_strides)
+            for place, position, encoded in self._maps:
+                block.bytes[place] = encoded(pointers[position])
             block.pointers = pointers
-        if self._current_context() == self._context:
-            self._launch(stream, block.address, 0)
-        else:
-            # The thread's current device is another one, or it has not used CUDA yet.
-            with activated(self._device):
-                self._launch(stream, block.address, 0)
+        self._launch(stream, block.address, 0)
         self._blocks.append(block)
 
 
 def pack(
     problem: Problem, variant: Variant, device: Device
 ) -> tuple[bytes, tuple[tuple[int, int], ...], int | None]:
-    """The parameter struct without its pointers, and what a call has to fill in.
+    """The parameter struct without its pointers and tensor maps, and what a call has to fill in.
 
     Returns the bytes of the struct, the (8-byte word, position in POINTERS) of each pointer, and the 4-byte
-    word of ``mask_vector_width`` or None. Raises SpecError for a parameter that the launcher does not know or
-    that overflows.
+    word of ``mask_vector_width`` or None; ``maps`` gives the tensor maps. Raises SpecError for a parameter
+    that the launcher does not know or that overflows.
     """
     values = parameters(problem, variant, device)
     unknown = [param.name for param in variant.params if param.name not in values]
@@ -168,8 +191,9 @@ def pack(
             f"it knows {', '.join(sorted(values))}"
         )
     table = layout(variant.params)
+    mapped = [param.name for param in variant.params if param.ctype == TENSOR_MAP]
     try:
-        template = table.pack(values)
+        template = table.pack(values | dict.fromkeys(mapped, bytes(tensormap.BYTES)))
     except struct.error as error:
         raise SpecError(
             f"{variant.spec}: a parameter of {variant.name} does not hold its value: {error}"
@@ -177,36 +201,60 @@ def pack(
     pointers = tuple(
         (table.offsets[name] // 8, position)
         for position, name in enumerate(POINTERS)
-        if name in table.offsets
+        if name in table.offsets and name not in mapped
     )
     width = table.offsets.get("mask_vector_width")
     return template, pointers, None if width is None else width // 4
 
 
+def maps(problem: Problem, variant: Variant) -> tuple[tuple[int, int, tensormap.TensorMap], ...]:
+    """The tensor maps in the parameter struct: for each its offset in bytes, the position in POINTERS of its
+    array, and what it describes.
+
+    Raises SpecError for an array that a tensor map cannot describe; dispatch does not choose such a variant.
+    """
+    offsets = layout(variant.params).offsets
+    found = []
+    for param in variant.params:
+        if param.ctype == TENSOR_MAP:
+            described = tensormap.describe(problem, variant, param)
+            if described is None:
+                raise SpecError(
+                    f"{variant.name} needs, for its tensor map of {param.name}, {tensormap.REQUIREMENTS}"
+                )
+            found.append((offsets[param.name], POINTERS.index(param.name), described))
+    return tuple(found)
+
+
 class _ParameterBlock:
     """A writable copy of the parameter struct, and the array of one pointer to it that the driver wants."""
 
-    __slots__ = ("_argument", "_bytes", "address", "integers", "pointers", "words")
+    __slots__ = ("_argument", "_memory", "address", "bytes", "integers", "pointers", "words")
 
-    def __init__(self, template: bytes) -> None:
-        self._bytes = (ctypes.c_uint64 * -(-len(template) // 8))()
-        ctypes.memmove(self._bytes, template, len(template))
-        self._argument = (ctypes.c_void_p * 1)(ctypes.addressof(self._bytes))
+    def __init__(self, template: bytes, alignment: int) -> None:
+        size = -(-len(template) // 8) * 8
+        self._memory = (ctypes.c_uint8 * (size + alignment))()
+        start = -ctypes.addressof(self._memory) % alignment
+        self._argument = (ctypes.c_void_p * 1)(ctypes.addressof(self._memory) + start)
         self.address = ctypes.addressof(self._argument)
         self.pointers: Pointers | None = None  # what the struct holds
-        view = memoryview(self._bytes).cast("B")
-        self.words = view.cast("Q")
-        self.integers = view.cast("i")
+        self.bytes = memoryview(self._memory).cast("B")[start : start + size]
+        self.bytes[: len(template)] = template
+        self.words = self.bytes.cast("Q")
+        self.integers = self.bytes.cast("i")
 
 
 def prepare(problem: Problem, device_ordinal: int, variants: tuple[Variant, ...]) -> Launcher:
     """Choose a variant for ``problem``, load its kernel (compiling it if no cache has it) and bind the two.
 
-    Raises NoCompilerError, DeviceTypeNotSupported, SpecError, CompileError or BadTensorShape.
+    Raises NoCompilerError, NoBindingError, DeviceTypeNotSupported, SpecError, CompileError or BadTensorShape.
     """
     from flashgen import kernel
 
     device = device_of(device_ordinal)
     variant = select(problem, device, variants)
-    geometry(problem, variant)  # so that a grid too large costs no compilation
+    # Ahead of compiling: a grid that is too large, and a binding that is missing.
+    geometry(problem, variant, device)
+    if any(param.ctype == TENSOR_MAP for param in variant.params):
+        tensormap.binding()
     return Launcher(problem, variant, device, kernel.load(variant, device))

@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from typing import Any
 
     import numpy as np
 
-# C type -> (size and alignment in bytes, struct code, numpy code)
+# A parameter of this type holds what the copy engine has to know of an array (``tensormap``).
+TENSOR_MAP = "tensor_map"
+# C type -> (size in bytes, struct code, numpy code)
 _CTYPES: dict[str, tuple[int, str, str]] = {
     "const element*": (8, "Q", "<u8"),
     "element*": (8, "Q", "<u8"),
@@ -31,10 +34,20 @@ _CTYPES: dict[str, tuple[int, str, str]] = {
     "int32_t": (4, "i", "<i4"),
     "uint32_t": (4, "I", "<u4"),
     "float": (4, "f", "<f4"),
+    TENSOR_MAP: (128, "128s", "V128"),
 }
+_MAX_ALIGNMENT = 64  # of a tensor map; everything else is aligned to its size
 CTYPES = tuple(_CTYPES)
 
 _DOC_COLUMN = 42
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """What one copy by a tensor map brings: ``rows`` rows of ``columns`` elements each."""
+
+    columns: int
+    rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +55,15 @@ class Param:
     """One member of the parameter struct. ``ctype`` is one of ``CTYPES``; ``doc`` is its comment in the C
     struct.
 
-    ``when`` lists, per axis, the values for which the member exists; an empty ``when`` means always.
+    ``when`` lists, per axis, the values for which the member exists; an empty ``when`` means always. ``box``
+    is that of a tensor map in a variant, and None for any other type.
     """
 
     name: str
     ctype: str
     doc: str = ""
     when: tuple[tuple[str, tuple[str | int, ...]], ...] = ()
+    box: Box | None = None
 
     def present(self, axes: Mapping[str, str | int]) -> bool:
         """Whether a variant with these axis values has the member."""
@@ -71,7 +86,7 @@ class Layout:
 
     @cached_property
     def dtype(self) -> np.dtype:
-        """The same layout as a NumPy structured dtype; pointers are uint64."""
+        """The same layout as a NumPy structured dtype; pointers are uint64, tensor maps raw bytes."""
         import numpy as np
 
         return np.dtype(
@@ -83,9 +98,9 @@ class Layout:
             }
         )
 
-    def pack(self, values: Mapping[str, int | float]) -> bytes:
-        """The struct's bytes. Raises KeyError for a missing member and struct.error for a value that does not
-        fit.
+    def pack(self, values: Mapping[str, Any]) -> bytes:
+        """The struct's bytes; a tensor map's value is its bytes. Raises KeyError for a missing member and
+        struct.error for a value that does not fit.
         """
         return self.struct.pack(*[values[name] for name in self.offsets])
 
@@ -97,11 +112,11 @@ def layout(params: tuple[Param, ...]) -> Layout:
     code, end, alignment = ["<"], 0, 1
     for param in params:
         size, char, _ = _CTYPES[param.ctype]
-        padding = -end % size
+        padding = -end % min(size, _MAX_ALIGNMENT)
         code.append("x" * padding + char)
         offsets[param.name] = end + padding
         end += padding + size
-        alignment = max(alignment, size)
+        alignment = max(alignment, min(size, _MAX_ALIGNMENT))
     padding = -end % alignment
     code.append("x" * padding)
     formats = tuple(_CTYPES[param.ctype][2] for param in params)

@@ -16,6 +16,9 @@ Rate = Annotated[float, msgspec.Meta(gt=0)]
 AxisValue = Count | ShortName
 AxisValues = Annotated[list[AxisValue], msgspec.Meta(min_length=1)]
 
+# What the blocks of a launch do: one tile each, or, no more of them than run at a time, tile after tile.
+SCHEDULES = ("tile_per_block", "persistent")
+
 # The name that conditions use for tile rows without one.
 DEFAULT_TILE = "default"
 
@@ -37,6 +40,13 @@ class Target(msgspec.Struct, forbid_unknown_fields=True):
     compile_for: Annotated[list[Arch], msgspec.Meta(min_length=1)]
 
 
+class BoxRow(msgspec.Struct, forbid_unknown_fields=True):
+    """What one copy by a tensor map brings, as expressions."""
+
+    columns: int | str
+    rows: int | str
+
+
 class ParamRow(msgspec.Struct, forbid_unknown_fields=True):
     """One member of the parameter struct."""
 
@@ -44,6 +54,7 @@ class ParamRow(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal[CTYPES]
     doc: Annotated[str, msgspec.Meta(pattern=r"^[^\n\\]*$")] = ""
     when: dict[str, Any] = {}
+    box: BoxRow | None = None
 
 
 class Dispatch(msgspec.Struct, forbid_unknown_fields=True):
@@ -71,6 +82,7 @@ class File(msgspec.Struct, forbid_unknown_fields=True, rename={"direction": "pas
     exclude: list[Any] = []
     commit: list[Any] = []
     no_spills: bool = False
+    schedule: Literal[SCHEDULES] = "tile_per_block"
     dispatch: Dispatch = msgspec.field(default_factory=Dispatch)
     options: list[str] = []
 
@@ -85,6 +97,11 @@ def conditions(name: str, domain: Mapping[str, Sequence[Any]], fields: Iterable[
         value = Literal[tuple(values)]
         limits.append((axis, value | Annotated[list[value], msgspec.Meta(min_length=1)] | None, None))
     return msgspec.defstruct(name, [*limits, *fields], forbid_unknown_fields=True, kw_only=True)
+
+
+def expression_names(file: File, axes: Iterable[str]) -> frozenset[str]:
+    """The names that an expression may use."""
+    return frozenset((*axes, *file.tile_keys, "element_bytes", "max_smem"))
 
 
 def tile_row(domain: Mapping[str, Sequence[Any]], keys: Iterable[str], no_spills: bool) -> type:

@@ -16,7 +16,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from flashgen.cache import CacheWarning, fingerprint
-from flashgen.params import Param
+from flashgen.params import Box, Param
 from flashgen.spec import Content, Entry
 
 if TYPE_CHECKING:
@@ -25,10 +25,21 @@ if TYPE_CHECKING:
     from flashgen.cache import CubinCache
 
 # The modules that decide what a text means.
-_CODE = ("spec", "specfile", "schema", "tiles", "expression", "yamlfile", "params", "snapshot")
+_CODE = (
+    "spec",
+    "specfile",
+    "schema",
+    "tiles",
+    "boxes",
+    "expression",
+    "yamlfile",
+    "params",
+    "tensormap",
+    "snapshot",
+)
 # What pickle says of bytes that it did not write.
 _UNREADABLE = (pickle.UnpicklingError, AttributeError, EOFError, IndexError, KeyError, TypeError, ValueError)
-_CLASSES = {(kind.__module__, kind.__qualname__): kind for kind in (Content, Entry, Param)}
+_CLASSES = {(kind.__module__, kind.__qualname__): kind for kind in (Box, Content, Entry, Param)}
 
 
 def recall(text: bytes, cache: CubinCache, check: Callable[[], Content]) -> Content:

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import itertools
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.errors import BadParam, SpecError
+from flashgen.params import TENSOR_MAP
 from flashgen.paths import specs_dir
 from flashgen.variant import Variant
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from flashgen.cache import CubinCache
-    from flashgen.params import Param
+    from flashgen.params import Box, Param
     from flashgen.yamlfile import Keys
 
 # Axis values in spec order, then the target.
@@ -34,12 +36,16 @@ Members = dict[str, Any]
 
 
 class Entry(NamedTuple):
-    """A point's tile: the index of its row in ``Content.rows``, and what follows from the two together."""
+    """A point's tile: the index of its row in ``Content.rows``, and what follows from the two together.
+
+    ``boxes`` are those of the tensor maps among its parameters, in their order.
+    """
 
     row: int
     threads: int
     smem_bytes: int
     committed: bool
+    boxes: tuple[Box, ...] = ()
 
 
 class Content(NamedTuple):
@@ -79,7 +85,7 @@ class Spec:
         self.targets = tuple(content.targets)
         self._text = text
         self._limiting = tuple(a for a in self.axes if any(a in dict(p.when) for p in content.params))
-        self._params_at: dict[tuple[str | int, ...], tuple[Param, ...]] = {}
+        self._params_at: dict[tuple[Any, ...], tuple[Param, ...]] = {}
         self._made: dict[tuple[Point, int], Variant] = {}
 
     def __repr__(self) -> str:
@@ -129,14 +135,18 @@ class Spec:
                 smem_bytes=entry.smem_bytes,
                 committed=entry.committed,
                 element_bytes=content.element_bytes[axes["dtype"]],
-                params=self._params_of(axes),
+                params=self._params_of(axes, entry.boxes),
             )
         return self._made[key]
 
-    def _params_of(self, axes: dict[str, str | int]) -> tuple[Param, ...]:
-        key = tuple(axes[axis] for axis in self._limiting)
+    def _params_of(self, axes: dict[str, str | int], boxes: tuple[Box, ...]) -> tuple[Param, ...]:
+        key = (*(axes[axis] for axis in self._limiting), boxes)
         if key not in self._params_at:
-            self._params_at[key] = tuple(param for param in self.content.params if param.present(axes))
+            present = (param for param in self.content.params if param.present(axes))
+            left = iter(boxes)
+            self._params_at[key] = tuple(
+                replace(param, box=next(left)) if param.ctype == TENSOR_MAP else param for param in present
+            )
         return self._params_at[key]
 
 

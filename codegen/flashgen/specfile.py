@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flashgen.params import Param
+from flashgen.boxes import Boxes
+from flashgen.params import TENSOR_MAP, Param
 from flashgen.schema import AxisValues, File, Name, ParamRow, Positive, ShortName, Target, conditions
 from flashgen.spec import Content, as_values
 from flashgen.tiles import TileTable, check_names
@@ -25,7 +26,8 @@ def check(path: Path, text: bytes) -> Content:
     check_names(document, file, axes)
     element_bytes = _element_bytes(document, file, axes)
     params = _params(document, file, axes)
-    table = TileTable(document, file, axes, targets, element_bytes)
+    boxes = Boxes(document, file, axes, params)
+    table = TileTable(document, file, axes, targets, element_bytes, boxes)
     return Content(
         direction=file.direction,
         description=file.description,
@@ -37,6 +39,7 @@ def check(path: Path, text: bytes) -> Content:
             "template": file.template,
             "header": file.header,
             "options": tuple(file.options),
+            "schedule": file.schedule,
         },
         targets={
             name: {
@@ -103,6 +106,10 @@ def _params(document: Document, file: File, axes: Axes) -> tuple[Param, ...]:
         row = document.convert(("params", i), given, ParamRow)
         if row.name in params:
             raise document.error(("params", i, "name"), f"a second parameter is called `{row.name}`")
+        if row.type == TENSOR_MAP and row.box is None:
+            raise document.error(("params", i), f"the key `box` is missing; a {TENSOR_MAP} needs it")
+        if row.type != TENSOR_MAP and row.box is not None:
+            raise document.error(("params", i, "box"), f"only a {TENSOR_MAP} has a box")
         when = document.convert(("params", i, "when"), row.when, condition)
         limits = ((axis, getattr(when, axis)) for axis in axes)
         kept = tuple((axis, as_values(limit)) for axis, limit in limits if limit is not None)

@@ -6,12 +6,14 @@ import itertools
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashgen.expression import Expression
-from flashgen.schema import DEFAULT_TILE, RESERVED, File, Target, conditions, tile_row
+from flashgen.schema import DEFAULT_TILE, RESERVED, File, Target, conditions, expression_names, tile_row
 from flashgen.spec import Entry, as_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from flashgen.boxes import Boxes
+    from flashgen.params import Box
     from flashgen.spec import Point
     from flashgen.yamlfile import Document
 
@@ -20,8 +22,8 @@ class TileTable:
     """The tile table of one spec: its ``rows``, and as ``entries`` the tiles of each point, the default one
     first.
 
-    Raises SpecError for a row that is wrong or never applies, a point that has no default tile, and a tile
-    that asks for more threads or shared memory than a block may have.
+    Raises SpecError for a row that is wrong or never applies, a point that has no default tile, a tile that
+    asks for more threads or shared memory than a block may have, and a box that no copy can bring.
     """
 
     def __init__(
@@ -31,11 +33,12 @@ class TileTable:
         axes: Mapping[str, Sequence[Any]],
         targets: Mapping[str, Target],
         element_bytes: Mapping[str, int],
+        boxes: Boxes,
     ) -> None:
         self._document, self._file, self._axes = document, file, axes
-        self._targets, self._element_bytes = targets, element_bytes
+        self._targets, self._element_bytes, self._boxes = targets, element_bytes, boxes
         domain = {**axes, "target": tuple(targets)}
-        names = frozenset((*axes, *file.tile_keys, "element_bytes", "max_smem"))
+        names = expression_names(file, axes)
         self._threads = self._expression("threads", names)
         self._smem_bytes = self._expression("smem_bytes", names)
         self.rows = self._load("tiles", tile_row(domain, file.tile_keys, file.no_spills))
@@ -85,18 +88,19 @@ class TileTable:
             if hits:
                 index = (hits & -hits).bit_length() - 1
                 self._used.add(index)
-                threads, smem_bytes = self._resources(index, point)
+                threads, smem_bytes, boxes = self._resources(index, point)
                 listed = committed and any(
                     committed >> i & 1 and row.name in (None, name) for i, row in enumerate(self._commit)
                 )
-                entries.append(Entry(index, threads, smem_bytes, bool(listed)))
+                entries.append(Entry(index, threads, smem_bytes, bool(listed), boxes))
             elif name == DEFAULT_TILE:
                 why = f"no row without a name serves {self._describe(point)}; add a row, or exclude the point"
                 raise self._document.error(("tiles",), why)
         return tuple(entries)
 
-    def _resources(self, index: int, point: Point) -> tuple[int, int]:
-        """Threads and bytes of shared memory of a block, checked against what it may have."""
+    def _resources(self, index: int, point: Point) -> tuple[int, int, tuple[Box, ...]]:
+        """Threads and bytes of shared memory of a block, checked against what it may have, and the boxes of
+        its tensor maps."""
         row, limit = self.rows[index], self._targets[point[-1]].max_smem
         values = dict(zip(self._axes, point, strict=False))
         values["element_bytes"] = self._element_bytes[values["dtype"]]
@@ -113,7 +117,7 @@ class TileTable:
         if not 0 <= smem_bytes <= limit:
             why = f"{smem_bytes} bytes of shared memory for {self._describe(point)}; allowed: at most {limit}"
             raise self._document.error(("tiles", index), why)
-        return threads, smem_bytes
+        return threads, smem_bytes, self._boxes.at(values, self._describe(point))
 
     def _describe(self, point: Point) -> str:
         return " ".join(f"{axis}={value}" for axis, value in zip((*self._axes, "target"), point, strict=True))

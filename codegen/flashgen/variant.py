@@ -19,8 +19,8 @@ class Variant:
     ``axes`` and ``tile`` keep the order of the spec. ``name`` is derived from them; it is the stem of the
     generated file and the symbol of the kernel. ``smem_bytes`` is the dynamic shared memory of a block in
     bytes, ``max_smem`` what the target allows. ``efficiency`` is the measured rate of this tile relative to
-    its siblings and steers dispatch only. ``priority`` is the position of the target in its spec; lower is
-    preferred.
+    its siblings and steers dispatch only. ``schedule`` is "tile_per_block" or
+    "persistent". ``priority`` is the position of the target in its spec; lower is preferred.
     """
 
     family: str
@@ -42,6 +42,7 @@ class Variant:
     committed: bool = False
     no_spills: bool = False
     options: tuple[str, ...] = ()
+    schedule: str = "tile_per_block"
     priority: int = 0
     spec_dir: str = field(default="", repr=False)
     name: str = field(init=False, compare=False)
@@ -116,6 +117,7 @@ class Variant:
             "committed": self.committed,
             "no_spills": self.no_spills,
             "options": list(self.options),
+            "schedule": self.schedule,
             "params": [param.name for param in self.params],
         }
 

@@ -1,0 +1,195 @@
+import itertools
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fake_gpu import Binding
+from flashgen import tensormap
+from flashgen.errors import InternalError, NoBindingError, SpecError
+from flashgen.params import Box, Param
+from flashgen.problem import UNBOUNDED, Problem
+from flashgen.tensormap import Encoder, TensorMap, describe, encode, expressible
+from test_dispatch import variant
+
+PROBLEM = Problem(
+    batch=2,
+    seqlen_q=100,
+    seqlen_kv=300,
+    num_heads_q=6,
+    num_heads_kv=2,
+    head_dim=40,
+    dtype="fp16",
+    mask_type="none",
+    diagonal_offset=0,
+    window_left=UNBOUNDED,
+    window_right=UNBOUNDED,
+    softmax_scale=0.125,
+    q_strides=(24000, 240, 40),
+    k_strides=(24000, 80, 40),
+    v_strides=(24000, 40, 12000),
+    out_strides=(24000, 240, 40),
+    mask_strides=None,
+    return_lse=False,
+)
+Q, K, V, OUT = (Param(name, "tensor_map", box=Box(64, 96)) for name in ("q", "k", "v", "out"))
+GQA, PACKED = variant(gqa="gqa", params=(Q, K, V)), variant(gqa="packed", params=(Q, K, V, OUT))
+
+
+def addresses(described, box_of):
+    """Offset in bytes of each row of the box at the given coordinates of its first, in the box's order."""
+    steps = (0, *described.strides)
+    inner = itertools.product(*(range(extent) for extent in reversed(described.box[1:])))
+    for place in inner:
+        at = [0, *(first + step for first, step in zip(box_of, reversed(place), strict=True))]
+        inside = all(c < extent for c, extent in zip(at, described.extents, strict=True))
+        yield sum(c * step for c, step in zip(at, steps, strict=True)) if inside else None
+
+
+def test_a_map_of_rows_of_one_head():
+    assert describe(PROBLEM, GQA, K) == TensorMap(
+        "fp16", (40, 300, 2, 2), (160, 80, 48000), (64, 96, 1, 1), swizzle=128
+    )
+    assert describe(PROBLEM, GQA, replace(V, box=Box(16, 1))) == TensorMap(
+        "fp16", (40, 300, 2, 2), (80, 24000, 48000), (16, 1, 1, 1), swizzle=32
+    )
+
+
+@given(
+    st.sampled_from([1, 2, 4, 6]),
+    st.integers(1, 3),
+    st.integers(1, 40),
+    st.integers(1, 3),
+    st.permutations(["batch", "row", "head"]),
+    st.booleans(),
+    st.data(),
+)
+def test_a_box_holds_the_rows_of_a_tile_in_their_order(group, kv_heads, seqlen, batch, order, packed, data):
+    heads = kv_heads * group
+    extents = {"batch": batch, "row": seqlen, "head": heads}
+    strides, span = {}, 64
+    for axis in order:  # from the fastest to the slowest
+        strides[axis], span = span if extents[axis] > 1 else 0, span * extents[axis] + 16
+        span += -span % 8
+    call = replace(
+        PROBLEM,
+        batch=batch,
+        seqlen_q=seqlen,
+        num_heads_q=heads,
+        num_heads_kv=kv_heads,
+        head_dim=64,
+        q_strides=(strides["batch"], strides["row"], strides["head"]),
+    )
+    packed = packed and group > 1
+    rows = 24
+    described = describe(call, variant(gqa="packed" if packed else "gqa"), replace(Q, box=Box(64, rows)))
+    assert described.extents[0] == 64
+    tile_heads, tile_rows = (kv_heads, seqlen * group) if packed else (heads, seqlen)
+    first = data.draw(st.integers(0, (tile_rows - 1) // rows)) * rows
+    head, at_batch = data.draw(st.integers(0, tile_heads - 1)), data.draw(st.integers(0, batch - 1))
+    corner = (0, first // group, head, at_batch) if packed else (first, head, at_batch)
+    expected = []
+    for row in range(first, first + rows):
+        query, query_head = (row // group, head * group + row % group) if packed else (row, head)
+        address = at_batch * strides["batch"] + query * strides["row"] + query_head * strides["head"]
+        expected.append(2 * address if row < tile_rows else None)
+    assert list(addresses(described, corner)) == expected
+
+
+def test_a_group_that_does_not_divide_the_rows_of_a_box_has_no_map():
+    assert describe(PROBLEM, PACKED, Q) is not None
+    other = replace(PROBLEM, num_heads_q=10, q_strides=(40000, 400, 40))
+    assert describe(other, PACKED, Q) is None
+    assert describe(other, PACKED, OUT) is None
+    assert describe(other, PACKED, K) is not None
+    assert describe(other, GQA, Q) is not None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"k_strides": (0, 80, 40)},
+        {"k_strides": (24000, -80, 40)},
+        {"k_strides": (24000, 84, 40)},
+        {"k_strides": (2**39, 80, 40)},
+        {"seqlen_kv": 0},
+        {"seqlen_q": 0},
+        {"batch": 0},
+    ],
+    ids=repr,
+)
+def test_what_no_map_describes(changes):
+    assert expressible(PROBLEM, GQA)
+    assert not expressible(replace(PROBLEM, **changes), GQA)
+    assert expressible(replace(PROBLEM, **changes), variant(gqa="gqa"))  # one that has no maps
+
+
+@given(st.integers(1, 2**30), st.sampled_from([8, 40, 64, 256]), st.sampled_from(["fp16", "fp32"]))
+def test_strides_that_are_never_multiplied_are_sound(seqlen, head_dim, dtype):
+    """The 0 that a Problem has for the stride of an extent of 1 never reaches a map."""
+    call = replace(
+        PROBLEM,
+        batch=1,
+        seqlen_kv=seqlen,
+        num_heads_q=1,
+        num_heads_kv=1,
+        head_dim=head_dim,
+        dtype=dtype,
+        k_strides=(0, 512 if seqlen > 1 else 0, 0),
+    )
+    described = describe(call, GQA, replace(K, box=Box(16, 8)))
+    assert all(0 < stride < 2**40 and stride % 16 == 0 for stride in described.strides)
+
+
+def test_an_array_that_has_no_map_is_an_error_of_the_spec():
+    with pytest.raises(SpecError, match="tensor_map of lse; there are those of q, k, v, out"):
+        describe(PROBLEM, GQA, replace(Q, name="lse"))
+
+
+MAP = TensorMap("bf16", (40, 300, 2, 2), (160, 80, 48000), (32, 96, 1, 1), swizzle=64)
+
+
+def test_what_the_driver_is_asked_for(monkeypatch):
+    binding = Binding()
+    monkeypatch.setattr(tensormap, "binding", lambda: binding)
+    assert encode(MAP, 4096) == (4096).to_bytes(8, "little") + bytes(120)
+    assert binding.calls == [
+        (
+            "DATA_TYPE_BFLOAT16",
+            4,
+            4096,
+            [40, 300, 2, 2],
+            [160, 80, 48000],
+            [32, 96, 1, 1],
+            [1, 1, 1, 1],
+            "INTERLEAVE_NONE",
+            "SWIZZLE_64B",
+            "L2_PROMOTION_L2_256B",
+            "FLOAT_OOB_FILL_NONE",
+        )
+    ]
+
+
+def test_a_map_that_the_driver_refuses(monkeypatch):
+    monkeypatch.setattr(tensormap, "binding", lambda: Binding(status=1))
+    with pytest.raises(
+        InternalError, match=r"cuTensorMapEncodeTiled gives 1.*extents=\(40, 300, 2, 2\).*0x1000"
+    ):
+        Encoder(MAP)(4096)
+
+
+def test_a_missing_binding_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    tensormap.binding.cache_clear()
+    with pytest.raises(NoBindingError, match=r'pip install "flashgen\[cuda13\]"'):
+        encode(MAP, 4096)
+
+
+def test_the_real_binding_has_the_names_that_are_used():
+    """Its library of the driver is missing on a machine without one; all else is there to be called."""
+    pytest.importorskip("cuda.bindings.driver")
+    tensormap.binding.cache_clear()
+    for dtype, swizzle in (("fp16", 32), ("bf16", 64), ("fp32", 128)):
+        Encoder(replace(MAP, dtype=dtype, swizzle=swizzle))
