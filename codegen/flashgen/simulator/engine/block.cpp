@@ -1,0 +1,383 @@
+#include "block.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+
+// For a debugger: a breakpoint here stops on the stack of the thread at fault.
+extern "C" __attribute__((noinline)) void flashgen_simulator_error(const char* message) { asm volatile("" ::"r"(message)); }
+
+// For a debugger, on the stack of any simulated thread.
+extern "C" __attribute__((used)) void flashgen_print_threads() {
+    std::fputs(flashgen::simulator::running_thread().owner->describe_threads().c_str(), stderr);
+}
+
+namespace flashgen::simulator {
+namespace {
+
+constexpr int kNumBarriers = 16;
+
+}  // namespace
+
+const char* name_of(Operation operation) {
+    switch (operation) {
+        case Operation::shuffle: return "shuffle";
+        case Operation::vote: return "vote";
+        case Operation::sync_warp: return "__syncwarp";
+        case Operation::barrier: return "block barrier";
+        case Operation::load_matrices: return "ldmatrix";
+        case Operation::multiply_matrices: return "mma";
+    }
+    return "";
+}
+
+std::string format(const char* text, ...) {
+    char buffer[512];
+    va_list args;
+    va_start(args, text);
+    std::vsnprintf(buffer, sizeof buffer, text, args);
+    va_end(args);
+    return buffer;
+}
+
+std::string text_of(Location where) {
+    const char* file = where.file_name();
+    const char* slash = std::strrchr(file, '/');
+    return format("%s:%u", slash != nullptr ? slash + 1 : file, static_cast<unsigned>(where.line()));
+}
+
+Block::Block(LaunchState& launch, unsigned char* shared_memory)
+    : launch_(launch),
+      order_(static_cast<int>(launch.launch.block[0] * launch.launch.block[1] * launch.launch.block[2])),
+      shared_(shared_memory, static_cast<uint32_t>(launch.launch.shared_bytes), order_),
+      threads_(order_.threads()),
+      barriers_(kNumBarriers),
+      stacks_(order_.threads()) {
+    const auto& size = launch.launch.block;
+    block_dim = {size[0], size[1], size[2]};
+    grid_dim = {launch.launch.grid[0], launch.launch.grid[1], launch.launch.grid[2]};
+    counters = &launch.report.counters;
+    const int num_threads = order_.threads();
+    const int num_warps = (num_threads + 31) / 32;
+    warps_.reserve(num_warps);
+    for (int i = 0; i < num_warps; ++i) {
+        const int lanes = std::min(32, num_threads - 32 * i);
+        warps_.push_back({this, i, lanes == 32 ? ~0u : (1u << lanes) - 1, 0, 0, {}, {}, WarpTraffic(launch.traffic)});
+    }
+    for (int i = 0; i < num_threads; ++i) {
+        Thread& thread = threads_[i];
+        const auto linear = static_cast<unsigned>(i);
+        thread.thread_index = {linear % size[0], linear / size[0] % size[1], linear / size[0] / size[1]};
+        thread.block = this;
+        thread.owner = this;
+        thread.warp = &warps_[i / 32];
+        thread.lane = i % 32;
+        thread.index = i;
+    }
+    for (Barrier& barrier : barriers_) barrier.clock.resize(num_threads);
+}
+
+bool Block::run(uint64_t linear_index) {
+    const uint64_t x = grid_dim.x, y = grid_dim.y;
+    block_index = {static_cast<unsigned>(linear_index % x), static_cast<unsigned>(linear_index / x % y),
+                   static_cast<unsigned>(linear_index / x / y)};
+    random_ = Random(launch_.launch.seed, linear_index);
+    // Some blocks run in near lockstep, in others a warp runs far ahead: different mistakes need different orders.
+    constexpr uint64_t kChanges[] = {1 << 16, 1 << 13, 1 << 9, 1 << 5};
+    change_warp_ = kChanges[random_.next() % std::size(kChanges)];
+
+    order_.reset();
+    shared_.reset();
+    for (Barrier& barrier : barriers_) {
+        barrier.expected = barrier.arrived = 0;
+        barrier.waiting.clear();
+        std::fill(barrier.clock.begin(), barrier.clock.end(), 0);
+    }
+    num_running_ = order_.threads();
+    for (Thread& thread : threads_) {
+        thread.waits_for = nullptr;
+        thread.finished = false;
+        thread.copies.clear();
+        thread.copies_of_group.clear();
+        thread.open_copies = 0;
+        stacks_.prepare(thread.index, thread.context, &Block::run_thread, static_cast<ThreadView*>(&thread));
+    }
+    for (Warp& warp : warps_) {
+        warp.finished = 0;
+        warp.meetings.clear();
+        make_ready(warp, warp.lanes);
+    }
+    current_warp_ = random_.bit_of(ready_warps_);
+    switch_context(main_, pick()->context);
+    for (Warp& warp : warps_) warp.traffic.flush();
+    if (!failed_) ++counters->blocks;
+    return !failed_;
+}
+
+void Block::run_thread() {
+    Thread& thread = running_thread();
+    thread.owner->launch_.kernel.call(thread.owner->launch_.params);
+    thread.owner->finish(thread);
+}
+
+void Block::finish(Thread& thread) {
+    thread.finished = true;
+    thread.warp->finished |= 1u << thread.lane;
+    --num_running_;
+    complete_meetings_without(thread);
+    for (Barrier& barrier : barriers_) {
+        if (barrier.expected == kAllThreads) release_if_full(barrier);
+    }
+    switch_to_another(thread);
+    __builtin_unreachable();  // nobody goes on with a thread that has returned
+}
+
+// A lane has returned, and others may have been waiting for it alone.
+void Block::complete_meetings_without(const Thread& gone) {
+    Warp& warp = *gone.warp;
+    for (size_t i = 0; i < warp.meetings.size();) {
+        const Meeting& meeting = warp.meetings[i];
+        if (meeting.aligned && meeting.mask >> gone.lane & 1) {
+            fail(gone, SIM_DIVERGENCE, {},
+                 format("divergent warp operation: it returns while thread %d of its warp waits for it at %s, %s",
+                        meeting.first_thread, name_of(meeting.operation), text_of(meeting.where).c_str()),
+                 {meeting.where, meeting.first_thread});
+        }
+        if (is_complete(warp, meeting)) {
+            complete(warp, i);
+        } else {
+            ++i;
+        }
+    }
+}
+
+void Block::check_mask(const Thread& thread, Operation operation, bool aligned, uint32_t mask, Location where) {
+    const Warp& warp = *thread.warp;
+    if (!(mask >> thread.lane & 1)) {
+        fail(thread, SIM_DIVERGENCE, where,
+             format("%s with the mask 0x%08x, which leaves out lane %d itself", name_of(operation), mask, thread.lane));
+    }
+    if (!aligned) return;
+    if (warp.lanes != ~0u) {
+        fail(thread, SIM_DIVERGENCE, where,
+             format("%s in a warp of %d threads, and it needs all 32", name_of(operation), std::popcount(warp.lanes)));
+    }
+    if (warp.finished != 0) {
+        const int other = warp.first_thread() + std::countr_zero(warp.finished);
+        fail(thread, SIM_DIVERGENCE, where,
+             format("divergent warp operation: %s needs the whole warp, and thread %d has returned", name_of(operation),
+                    other),
+             {{}, other});
+    }
+}
+
+void Block::meet(Operation operation, bool aligned, uint32_t mask, void* operand, Meeting::Complete complete,
+                 Location where) {
+    Thread& thread = running_thread();
+    Warp& warp = *thread.warp;
+    check_mask(thread, operation, aligned, mask, where);
+    size_t index = 0;
+    while (index < warp.meetings.size() && warp.meetings[index].mask != mask) ++index;
+    if (index == warp.meetings.size()) {
+        warp.meetings.push_back({operation, aligned, mask, 0, thread.index, where, complete});
+    }
+    Meeting& meeting = warp.meetings[index];
+    if (meeting.operation != operation || meeting.where.line() != where.line()) {
+        fail(thread, SIM_DIVERGENCE, where,
+             format("divergent warp operation: %s here, while thread %d of the same warp waits at %s, %s",
+                    name_of(operation), meeting.first_thread, name_of(meeting.operation),
+                    text_of(meeting.where).c_str()),
+             {meeting.where, meeting.first_thread});
+    }
+    warp.operands[thread.lane] = operand;
+    meeting.arrived |= 1u << thread.lane;
+    thread.waits_for = name_of(operation);
+    thread.waits_at = where;
+    if (is_complete(warp, meeting)) {
+        this->complete(warp, index);
+        if ((random_.next() & 0xffff) < change_warp_ && ready_warps_ != 0) current_warp_ = random_.bit_of(ready_warps_);
+    }
+    switch_to_another(thread);
+}
+
+bool Block::is_complete(const Warp& warp, const Meeting& meeting) const {
+    return (meeting.mask & warp.lanes & ~warp.finished & ~meeting.arrived) == 0;
+}
+
+void Block::complete(Warp& warp, size_t index) {
+    const Meeting meeting = warp.meetings[index];
+    warp.meetings.erase(warp.meetings.begin() + static_cast<ptrdiff_t>(index));
+    if (meeting.arrived == (warp.lanes & ~warp.finished)) warp.traffic.flush();
+    meeting.complete(warp, meeting.arrived, meeting.where);
+    // A barrier of the block decides by itself who may go on.
+    if (meeting.operation != Operation::barrier) make_ready(warp, meeting.arrived);
+}
+
+void Block::arrive(Warp& warp, uint32_t lanes, int id, int threads, Location where) {
+    ++counters->barriers;
+    const Thread& thread = threads_[warp.first_thread() + std::countr_zero(lanes)];
+    if (id < 0 || id >= kNumBarriers) fail(thread, SIM_BARRIER, where, format("barrier %d; there are 0 to 15", id));
+    if (threads != kAllThreads && (threads <= 0 || threads % 32 != 0)) {
+        fail(thread, SIM_BARRIER, where, format("barrier %d for %d threads, which is no number of whole warps", id, threads));
+    }
+    if (threads > (order_.threads() + 31) / 32 * 32) {
+        fail(thread, SIM_BARRIER, where,
+             format("barrier %d for %d threads in a block of %d: it can never be full", id, threads, order_.threads()));
+    }
+    Barrier& barrier = barriers_[id];
+    if (barrier.expected == 0) {
+        barrier.expected = threads;
+        barrier.first_thread = thread.index;
+        barrier.where = where;
+    } else if (barrier.expected != threads) {
+        auto words = [](int count) { return count == kAllThreads ? std::string("all") : format("%d", count); };
+        fail(thread, SIM_BARRIER, where,
+             format("barrier %d for %s threads here, while thread %d waits at it for %s threads, %s", id,
+                    words(threads).c_str(), barrier.first_thread, words(barrier.expected).c_str(),
+                    text_of(barrier.where).c_str()),
+             {barrier.where, barrier.first_thread});
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+        if (lanes >> lane & 1) order_.publish(warp.first_thread() + lane, barrier.clock);
+    }
+    // A barrier counts warps, whether or not all of their lanes are there.
+    barrier.arrived += threads == kAllThreads ? std::popcount(lanes) : 32;
+    barrier.waiting.emplace_back(&warp, lanes);
+    release_if_full(barrier);
+}
+
+void Block::release_if_full(Barrier& barrier) {
+    const int expected = barrier.expected == kAllThreads ? num_running_ : barrier.expected;
+    if (barrier.arrived == expected) release(barrier);
+}
+
+void Block::release(Barrier& barrier) {
+    for (auto [warp, lanes] : barrier.waiting) {
+        for (int lane = 0; lane < 32; ++lane) {
+            if (lanes >> lane & 1) order_.learn(warp->first_thread() + lane, barrier.clock);
+        }
+        make_ready(*warp, lanes);
+    }
+    barrier.expected = barrier.arrived = 0;
+    barrier.waiting.clear();
+    std::fill(barrier.clock.begin(), barrier.clock.end(), 0);
+    current_warp_ = random_.bit_of(ready_warps_);
+}
+
+void Block::order_lanes(Warp& warp, uint32_t lanes) {
+    scratch_.assign(order_.threads(), 0);
+    for (int lane = 0; lane < 32; ++lane) {
+        if (lanes >> lane & 1) order_.publish(warp.first_thread() + lane, scratch_);
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+        if (lanes >> lane & 1) order_.learn(warp.first_thread() + lane, scratch_);
+    }
+}
+
+void Block::make_ready(Warp& warp, uint32_t lanes) {
+    warp.ready |= lanes;
+    ready_warps_ |= 1u << warp.index;
+    for (uint32_t left = lanes; left != 0; left &= left - 1) {
+        threads_[warp.first_thread() + std::countr_zero(left)].waits_for = nullptr;
+    }
+}
+
+// Goes on with a thread that can run, which may be `from` itself, or with the caller of run() when all have returned.
+void Block::switch_to_another(Thread& from) {
+    Thread* next = pick();
+    if (next == &from) return;
+    if (next == nullptr) {
+        if (num_running_ > 0) fail_stuck();
+        switch_context(from.context, main_);
+    }
+    ++counters->switches;
+    switch_context(from.context, next->context);
+    if (failed_) stop();
+}
+
+Thread* Block::pick() {
+    if (ready_warps_ == 0) return nullptr;
+    if (!(ready_warps_ >> current_warp_ & 1)) current_warp_ = random_.bit_of(ready_warps_);
+    Warp& warp = warps_[current_warp_];
+    const int lane = random_.bit_of(warp.ready);
+    warp.ready &= ~(1u << lane);
+    if (warp.ready == 0) ready_warps_ &= ~(1u << warp.index);
+    return &threads_[warp.first_thread() + lane];
+}
+
+void Block::fail_stuck() {
+    for (const Warp& warp : warps_) {
+        if (warp.meetings.empty()) continue;
+        const Meeting& meeting = warp.meetings.front();
+        const Thread& missing =
+            threads_[warp.first_thread() + std::countr_zero(meeting.mask & warp.lanes & ~meeting.arrived)];
+        fail(threads_[meeting.first_thread], SIM_DIVERGENCE, meeting.where,
+             format("divergent warp operation: %s waits for thread %d, which waits at %s, %s",
+                    name_of(meeting.operation), missing.index, missing.waits_for,
+                    text_of(missing.waits_at).c_str()),
+             {missing.waits_at, missing.index});
+    }
+    // Everybody who has not returned waits at a barrier.
+    std::string text = "deadlock:";
+    std::vector<Other> firsts;
+    for (size_t id = 0; id < barriers_.size(); ++id) {
+        const Barrier& barrier = barriers_[id];
+        if (barrier.expected == 0) continue;
+        text += format(" barrier %zu has %d of %d threads, the first of them thread %d at %s;", id, barrier.arrived,
+                       barrier.expected == kAllThreads ? num_running_ : barrier.expected, barrier.first_thread,
+                       text_of(barrier.where).c_str());
+        firsts.push_back({barrier.where, barrier.first_thread});
+    }
+    text += format(" %d of %d threads have returned", order_.threads() - num_running_, order_.threads());
+    fail(threads_[firsts[0].thread], SIM_DEADLOCK, firsts[0].where, text, firsts.size() > 1 ? firsts[1] : Other());
+}
+
+void Block::fail(const Thread& thread, SimError error, Location where, const std::string& text, Other other) {
+    SimReport& report = launch_.report;
+    report.error = error;
+    report.line = where.line();
+    report.other_line = other.where.line();
+    report.thread = thread.index;
+    report.other_thread = other.thread;
+    report.block[0] = block_index.x;
+    report.block[1] = block_index.y;
+    report.block[2] = block_index.z;
+    std::snprintf(report.message, sizeof report.message, "%s, block (%u, %u, %u), thread %d (warp %d, lane %d)%s%s: %s",
+                  launch_.kernel.name, block_index.x, block_index.y, block_index.z, thread.index, thread.warp->index,
+                  thread.lane, where.line() != 0 ? ", " : "", where.line() != 0 ? text_of(where).c_str() : "",
+                  text.c_str());
+    failed_ = true;
+    // A debugger shall find the thread at fault on its own stack, also where the last of its warp to arrive found out.
+    Thread& running = running_thread();
+    if (&thread != &running) switch_context(running.context, threads_[thread.index].context);
+    stop();
+}
+
+void Block::stop() {
+    flashgen_simulator_error(launch_.report.message);
+    // The other threads' stacks are given up as they are.
+    Context nowhere;
+    switch_context(nowhere, main_);
+    __builtin_unreachable();
+}
+
+std::string Block::describe_threads() const {
+    auto state_of = [](const Thread& thread) -> std::string {
+        if (thread.finished) return "returned";
+        if (&thread == &this_thread()) return "runs";
+        if (thread.waits_for == nullptr) return "can run";
+        return format("waits at %s, %s", thread.waits_for, text_of(thread.waits_at).c_str());
+    };
+    std::string text;
+    for (size_t first = 0, last; first < threads_.size(); first = last + 1) {
+        const std::string state = state_of(threads_[first]);
+        last = first;
+        while (last + 1 < threads_.size() && last % 32 != 31 && state_of(threads_[last + 1]) == state) ++last;
+        text += format("threads %zu to %zu (warp %d): %s\n", first, last, threads_[first].warp->index, state.c_str());
+    }
+    return text;
+}
+
+}  // namespace flashgen::simulator

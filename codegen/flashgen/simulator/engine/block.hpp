@@ -1,0 +1,169 @@
+// One thread block: its threads as fibers, its warps, who may run, and where they meet.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "fiber.hpp"
+#include "global_memory.hpp"
+#include "order.hpp"
+#include "random.hpp"
+#include "shared_memory.hpp"
+#include "simulator/kernel.hpp"
+#include "simulator/machine.hpp"
+#include "traffic.hpp"
+
+namespace flashgen::simulator {
+
+class Block;
+struct Warp;
+
+// An operation of which all lanes of a mask make one.
+enum class Operation { shuffle, vote, sync_warp, barrier, load_matrices, multiply_matrices };
+const char* name_of(Operation operation);
+
+// A copy that has been issued and has not arrived.
+struct PendingCopy {
+    uint32_t destination;  // offset in the block's dynamic shared memory
+    uint8_t size;
+    uint8_t source_bytes;
+    const void* source;
+};
+
+struct Thread : ThreadView {
+    Block* owner;
+    Warp* warp;
+    int lane;
+    int index;
+    Context context;
+    const char* waits_for = nullptr;  // null while it can run
+    Location waits_at;
+    bool finished = false;
+    std::vector<PendingCopy> copies;     // oldest first
+    std::vector<size_t> copies_of_group;  // of each group that was closed and is under way
+    size_t open_copies = 0;              // of the group that is still open
+};
+
+// Lanes of a mask on their way to one operation.
+struct Meeting {
+    using Complete = void (*)(Warp& warp, uint32_t lanes, Location where);
+
+    Operation operation;
+    bool aligned;
+    uint32_t mask;
+    uint32_t arrived;
+    int first_thread;
+    Location where;
+    Complete complete;
+};
+
+struct Warp {
+    Block* block;
+    int index;
+    uint32_t lanes;         // that exist
+    uint32_t finished = 0;  // whose threads have returned
+    uint32_t ready = 0;     // that can run and do not
+    std::vector<Meeting> meetings;
+    void* operands[32];  // of the lanes that have arrived at a meeting
+    WarpTraffic traffic;
+
+    int first_thread() const { return 32 * index; }
+};
+
+struct Barrier {
+    int expected = 0;  // threads; 0 while nobody has arrived, or kAllThreads
+    int arrived = 0;
+    int first_thread = -1;
+    Location where;
+    Clock clock;
+    std::vector<std::pair<Warp*, uint32_t>> waiting;
+};
+
+// What the blocks of a launch share.
+struct LaunchState {
+    const Kernel& kernel;
+    const SimLaunch& launch;
+    SimReport& report;
+    const void* params;
+    GlobalMemory global;
+    Traffic traffic;
+};
+
+// Who else has to do with a fault.
+struct Other {
+    Location where = {};
+    int thread = -1;
+};
+
+class Block : public BlockView {
+  public:
+    Block(LaunchState& launch, unsigned char* shared_memory);
+
+    // Runs one block to its end. Returns false when it found a fault, which the report then has.
+    bool run(uint64_t linear_index);
+
+    // Ends the simulation with a fault of a thread.
+    [[noreturn]] void fail(const Thread& thread, SimError error, Location where, const std::string& text,
+                           Other other = {});
+
+    Thread& thread(int index) { return threads_[index]; }
+    SharedMemory& shared() { return shared_; }
+    GlobalMemory& global() { return launch_.global; }
+    Order& order() { return order_; }
+    Traffic& traffic() { return launch_.traffic; }
+
+    // Brings the running thread to an operation of its warp and returns when all of `mask` have made it. The last to
+    // arrive calls `complete(warp, lanes)`, with everybody's `operand` in the warp. `aligned` operations need the whole
+    // warp, of which no lane has returned; others make do with the lanes that have not.
+    void meet(Operation operation, bool aligned, uint32_t mask, void* operand, Meeting::Complete complete,
+              Location where);
+
+    // The lanes of a warp, which have just met, arrive at a barrier and wait there.
+    void arrive(Warp& warp, uint32_t lanes, int id, int threads, Location where);
+
+    // What the lanes have done comes before what they do next.
+    void order_lanes(Warp& warp, uint32_t lanes);
+
+    // A table of who is where, for people.
+    std::string describe_threads() const;
+
+  private:
+    static void run_thread();
+    void finish(Thread& thread);
+    bool is_complete(const Warp& warp, const Meeting& meeting) const;
+    void complete(Warp& warp, size_t meeting);
+    void complete_meetings_without(const Thread& gone);
+    void release(Barrier& barrier);
+    void release_if_full(Barrier& barrier);
+    void make_ready(Warp& warp, uint32_t lanes);
+    void switch_to_another(Thread& from);
+    Thread* pick();
+    [[noreturn]] void fail_stuck();
+    [[noreturn]] void stop();
+    void check_mask(const Thread& thread, Operation operation, bool aligned, uint32_t mask, Location where);
+
+    LaunchState& launch_;
+    Order order_;
+    SharedMemory shared_;
+    std::vector<Thread> threads_;
+    std::vector<Warp> warps_;
+    std::vector<Barrier> barriers_;
+    Stacks stacks_;
+    Context main_;
+    Random random_{0, 0};
+    uint32_t ready_warps_ = 0;
+    int current_warp_ = 0;
+    uint64_t change_warp_ = 0;  // a meeting of a warp is followed by another warp in so many of 2^16 cases
+    int num_running_ = 0;
+    Clock scratch_;
+    bool failed_ = false;
+};
+
+inline Thread& running_thread() { return static_cast<Thread&>(this_thread()); }
+
+// "kernel.cu:12", without the folder.
+std::string text_of(Location where);
+std::string format(const char* text, ...) __attribute__((format(printf, 1, 2)));
+
+}  // namespace flashgen::simulator

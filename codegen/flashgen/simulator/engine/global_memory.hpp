@@ -1,0 +1,43 @@
+// The memory that a launch may touch.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "simulator/abi.h"
+
+namespace flashgen::simulator {
+
+class GlobalMemory {
+  public:
+    explicit GlobalMemory(std::span<const SimRegion> regions);
+
+    struct Fault {
+        SimError error = SIM_OK;
+        std::string text;  // what is wrong, to follow "load of 16 bytes"
+    };
+
+    // Checks a load or store of `size` bytes at a multiple of `alignment`, and notes what a store fills.
+    Fault load(const void* address, int size, int alignment);
+    Fault store(const void* address, int size);
+
+  private:
+    struct Region {
+        uintptr_t begin;
+        uintptr_t end;
+        const char* name;
+        uint32_t access;
+        uintptr_t furthest;         // end of this region and of those that begin before it
+        std::vector<bool> written;  // empty where every byte holds a value, or none may be read
+    };
+
+    Region* find(uintptr_t address, int size, SimRegionAccess access);
+    std::string place(uintptr_t address, int size) const;
+
+    std::vector<Region> regions_;  // by where they begin
+    size_t recent_ = 0;
+};
+
+}  // namespace flashgen::simulator

@@ -1,0 +1,120 @@
+// What a thread does with memory on its own: loads, stores and asynchronous copies.
+#include <cstring>
+
+#include "block.hpp"
+#include "collision.hpp"
+
+namespace flashgen::simulator {
+namespace {
+
+struct Here {
+    Thread& thread = running_thread();
+    Block& block = *thread.owner;
+};
+
+void check(Here& here, const GlobalMemory::Fault& fault, const char* what, int size, Location where) {
+    if (fault.error == SIM_OK) return;
+    here.block.fail(here.thread, fault.error, where, format("%s of %d bytes ", what, size) + fault.text);
+}
+
+}  // namespace
+
+uint32_t to_shared_window(const void* pointer, Location where) {
+    Here here;
+    const auto* byte = static_cast<const unsigned char*>(pointer);
+    const unsigned char* first = here.block.shared().bytes();
+    if (byte < first || byte > first + here.block.shared().size()) {
+        here.block.fail(here.thread, SIM_SHARED_BOUNDS, where,
+                        "a pointer that does not point to the block's dynamic shared memory");
+    }
+    return kSharedWindow + static_cast<uint32_t>(byte - first);
+}
+
+void load_shared(void* value, uint32_t address, int size, Location where) {
+    Here here;
+    const uint32_t offset = shared_offset(here.block, here.thread, address, size, "load", where);
+    fail_collision(here.block, here.thread, "load",
+                   here.block.shared().load(here.thread.index, offset, size, Touch::load, where), where);
+    std::memcpy(value, here.block.shared().bytes() + offset, size);
+    here.block.counters->shared_bytes_read += size;
+    here.thread.warp->traffic.add(here.thread.lane, SIM_SHARED_LOAD, offset, size, where);
+}
+
+void store_shared(uint32_t address, const void* value, int size, Location where) {
+    Here here;
+    const uint32_t offset = shared_offset(here.block, here.thread, address, size, "store", where);
+    fail_collision(here.block, here.thread, "store",
+                   here.block.shared().store(here.thread.index, offset, size, Touch::store, where), where);
+    std::memcpy(here.block.shared().bytes() + offset, value, size);
+    here.block.counters->shared_bytes_written += size;
+    here.thread.warp->traffic.add(here.thread.lane, SIM_SHARED_STORE, offset, size, where);
+}
+
+void load_global(void* value, const void* address, int size, Location where) {
+    Here here;
+    check(here, here.block.global().load(address, size, size), "load", size, where);
+    std::memcpy(value, address, size);
+    here.block.counters->global_bytes_read += size;
+    here.thread.warp->traffic.add(here.thread.lane, SIM_GLOBAL_LOAD, reinterpret_cast<uintptr_t>(address), size, where);
+}
+
+void store_global(void* address, const void* value, int size, Location where) {
+    Here here;
+    check(here, here.block.global().store(address, size), "store", size, where);
+    std::memcpy(address, value, size);
+    here.block.counters->global_bytes_written += size;
+    here.thread.warp->traffic.add(here.thread.lane, SIM_GLOBAL_STORE, reinterpret_cast<uintptr_t>(address), size, where);
+}
+
+void copy_async(uint32_t destination, const void* source, int size, int source_bytes, Location where) {
+    Here here;
+    const uint32_t offset = shared_offset(here.block, here.thread, destination, size, "cp.async", where);
+    if (source_bytes < 0 || source_bytes > size) {
+        here.block.fail(here.thread, SIM_OPERAND, where,
+                        format("cp.async of %d bytes of a source of %d", size, source_bytes));
+    }
+    if (source_bytes > 0) {
+        check(here, here.block.global().load(source, source_bytes, size), "cp.async", source_bytes, where);
+        here.block.counters->global_bytes_read += source_bytes;
+        here.thread.warp->traffic.add(here.thread.lane, SIM_GLOBAL_COPY, reinterpret_cast<uintptr_t>(source), source_bytes,
+                                      where);
+    }
+    // The bytes may arrive at once or as late as the wait, so from here to there nobody can rely on what lies there.
+    fail_collision(here.block, here.thread, "cp.async",
+                   here.block.shared().store(here.thread.index, offset, size, Touch::copy_in_flight, where), where);
+    here.thread.copies.push_back(
+        {offset, static_cast<uint8_t>(size), static_cast<uint8_t>(source_bytes), source});
+    ++here.thread.open_copies;
+    here.thread.warp->traffic.add(here.thread.lane, SIM_SHARED_COPY, offset, size, where);
+}
+
+void copy_commit() {
+    Here here;
+    ++here.block.counters->cp_async_commit;
+    here.thread.copies_of_group.push_back(here.thread.open_copies);
+    here.thread.open_copies = 0;
+}
+
+void copy_wait(int pending) {
+    Here here;
+    ++here.block.counters->cp_async_wait;
+    auto& groups = here.thread.copies_of_group;
+    if (groups.size() <= static_cast<size_t>(pending)) return;
+    const auto complete = groups.begin() + static_cast<ptrdiff_t>(groups.size() - pending);
+    size_t arriving = 0;
+    for (auto group = groups.begin(); group != complete; ++group) arriving += *group;
+    groups.erase(groups.begin(), complete);
+
+    auto& copies = here.thread.copies;
+    const auto last = copies.begin() + static_cast<ptrdiff_t>(arriving);
+    for (auto copy = copies.begin(); copy != last; ++copy) {
+        unsigned char* destination = here.block.shared().bytes() + copy->destination;
+        if (copy->source_bytes > 0) std::memcpy(destination, copy->source, copy->source_bytes);
+        std::memset(destination + copy->source_bytes, 0, copy->size - copy->source_bytes);
+        here.block.shared().arrive(here.thread.index, copy->destination, copy->size);
+        here.block.counters->shared_bytes_written += copy->size;
+    }
+    copies.erase(copies.begin(), last);
+}
+
+}  // namespace flashgen::simulator

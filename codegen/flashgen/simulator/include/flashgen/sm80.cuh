@@ -1,0 +1,133 @@
+// Host bodies for the functions of templates/include/flashgen/sm80.cuh, which says what each one is.
+//
+// A last argument that no kernel gives says where in the kernel's source the call stands: errors and counts name it.
+#pragma once
+
+#include "flashgen/types.cuh"
+#include "simulator/machine.hpp"
+#include "simulator/numbers.hpp"
+
+using shared_address = uint32_t;
+
+inline shared_address to_shared(const void* pointer,
+                                flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    return flashgen::simulator::to_shared_window(pointer, where);
+}
+
+inline int block_index() { return static_cast<int>(flashgen::simulator::this_thread().block->block_index.x); }
+
+inline void cp_async_16(shared_address destination, const void* source, int source_bytes,
+                        flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::copy_async(destination, source, 16, source_bytes, where);
+}
+
+inline void cp_async_4(shared_address destination, const void* source, int source_bytes,
+                       flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::copy_async(destination, source, 4, source_bytes, where);
+}
+
+inline void cp_async_commit() { flashgen::simulator::copy_commit(); }
+
+template <int kPending>
+inline void cp_async_wait() {
+    flashgen::simulator::copy_wait(kPending);
+}
+
+inline void barrier_sync(int threads, flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::block_barrier(1, threads, where);
+}
+
+inline void ldmatrix_x4(uint32_t (&fragment)[4], shared_address row,
+                        flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::load_matrices(fragment, row, false, where);
+}
+
+inline void ldmatrix_x4_trans(uint32_t (&fragment)[4], shared_address row,
+                              flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::load_matrices(fragment, row, true, where);
+}
+
+inline uint32_t load_global_8(const uint8_t* source,
+                              flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    uint8_t value;
+    flashgen::simulator::load_global(&value, source, 1, where);
+    return value;
+}
+
+inline void store_global_32(float* destination, float value,
+                            flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::store_global(destination, &value, 4, where);
+}
+
+inline void store_global_128(void* destination, uint4 value,
+                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::store_global(destination, &value, 16, where);
+}
+
+inline uint32_t load_shared_32(shared_address source,
+                               flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    uint32_t value;
+    flashgen::simulator::load_shared(&value, source, 4, where);
+    return value;
+}
+
+inline void store_shared_8(shared_address destination, uint32_t value,
+                           flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    const uint8_t byte = static_cast<uint8_t>(value);
+    flashgen::simulator::store_shared(destination, &byte, 1, where);
+}
+
+inline void store_shared_32(shared_address destination, uint32_t value,
+                            flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::store_shared(destination, &value, 4, where);
+}
+
+inline void store_shared_64(shared_address destination, uint32_t low, uint32_t high,
+                            flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    const uint32_t values[2] = {low, high};
+    flashgen::simulator::store_shared(destination, values, 8, where);
+}
+
+inline uint4 load_shared_128(shared_address source,
+                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    uint4 value;
+    flashgen::simulator::load_shared(&value, source, 16, where);
+    return value;
+}
+
+template <typename Element>
+inline void mma_m16n8k16(float (&accumulator)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                         flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    static_assert(std::is_same_v<Element, fp16> || std::is_same_v<Element, bf16>);
+    constexpr auto kKind = std::is_same_v<Element, fp16> ? flashgen::simulator::MatrixProduct::m16n8k16_f16
+                                                         : flashgen::simulator::MatrixProduct::m16n8k16_bf16;
+    flashgen::simulator::multiply_matrices(kKind, accumulator, a, b0, b1, where);
+}
+
+constexpr uint32_t kTf32Bits = 0xffffe000;
+
+inline void mma_m16n8k8_tf32(float (&accumulator)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::multiply_matrices(flashgen::simulator::MatrixProduct::m16n8k8_tf32, accumulator, a, b0, b1,
+                                           where);
+}
+
+template <typename Element>
+inline uint32_t pack(float low, float high) {
+    static_assert(std::is_same_v<Element, fp16> || std::is_same_v<Element, bf16>);
+    if constexpr (std::is_same_v<Element, fp16>) {
+        return flashgen::simulator::float_to_fp16(low) | uint32_t{flashgen::simulator::float_to_fp16(high)} << 16;
+    } else {
+        return flashgen::simulator::float_to_bf16(low) | uint32_t{flashgen::simulator::float_to_bf16(high)} << 16;
+    }
+}
+
+inline float exp2_approx(float x) {
+    ++flashgen::simulator::this_thread().block->counters->exp2;
+    return flashgen::simulator::exp2_ftz(x);
+}
+
+inline float log2_approx(float x) {
+    ++flashgen::simulator::this_thread().block->counters->log2;
+    return flashgen::simulator::log2_canonical(x);
+}

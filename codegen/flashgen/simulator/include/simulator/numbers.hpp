@@ -1,0 +1,67 @@
+// Conversions between number formats, bit by bit as the hardware does them, and its approximate functions.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+
+namespace flashgen::simulator {
+
+constexpr uint16_t kCanonicalNan16 = 0x7fff;
+constexpr uint32_t kCanonicalNan32 = 0x7fffffff;
+
+inline float fp16_to_float(uint16_t bits) {
+    // An exponent of all ones stays one; any other moves from bias 15 to bias 127, which a multiplication does for
+    // subnormal numbers too.
+    const uint32_t sign = uint32_t{bits} << 16 & 0x80000000;
+    const uint32_t magnitude = uint32_t{bits} << 13 & 0x0fffe000;
+    if (magnitude >= 0x0f800000) return std::bit_cast<float>(sign | 0x70000000 | magnitude);
+    return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) * 0x1p112f));
+}
+
+inline float bf16_to_float(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
+
+// cvt.rn.f16.f32: to nearest even; too large becomes infinite, NaN the canonical one.
+inline uint16_t float_to_fp16(float value) {
+    const uint32_t bits = std::bit_cast<uint32_t>(value);
+    const uint32_t sign = bits >> 16 & 0x8000;
+    const uint32_t magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) return kCanonicalNan16;
+    if (magnitude >= 0x47800000) return static_cast<uint16_t>(sign | 0x7c00);
+    if (magnitude < 0x38800000) {
+        // Subnormal: an addition that leaves the units of 2^-24 in the lowest bits rounds them to nearest even.
+        const float sum = std::bit_cast<float>(magnitude) + 0.5f;
+        return static_cast<uint16_t>(sign | (std::bit_cast<uint32_t>(sum) - std::bit_cast<uint32_t>(0.5f)));
+    }
+    const uint32_t rounded = magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1);
+    return static_cast<uint16_t>(sign | rounded >> 13);
+}
+
+// cvt.rn.bf16.f32, likewise.
+inline uint16_t float_to_bf16(float value) {
+    const uint32_t bits = std::bit_cast<uint32_t>(value);
+    if ((bits & 0x7fffffff) > 0x7f800000) return kCanonicalNan16;
+    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// ex2.approx.ftz.f32: subnormal arguments and results are zeros.
+inline float exp2_ftz(float x) {
+    const float y = std::exp2(x);
+    if (std::isnan(y)) return std::bit_cast<float>(kCanonicalNan32);
+    return y < 0x1p-126f ? 0.0f : y;
+}
+
+// lg2.approx.f32: -inf for zeros, NaN for what is below them.
+inline float log2_canonical(float x) {
+    return x < 0.0f || std::isnan(x) ? std::bit_cast<float>(kCanonicalNan32) : std::log2(x);
+}
+
+// The sum in a matrix instruction's accumulator: cut off towards zero where fp32 ends.
+inline float truncate_to_float(double value) {
+    const float nearest = static_cast<float>(value);
+    if (std::isnan(nearest)) return std::bit_cast<float>(kCanonicalNan32);
+    if (std::isinf(nearest) || std::fabs(static_cast<double>(nearest)) <= std::fabs(value)) return nearest;
+    return std::bit_cast<float>(std::bit_cast<uint32_t>(nearest) - 1);
+}
+
+}  // namespace flashgen::simulator
