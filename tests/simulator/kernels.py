@@ -1,0 +1,115 @@
+"""Hand-written kernels for the tests of the simulator's engine."""
+
+from __future__ import annotations
+
+import ctypes
+import textwrap
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from flashgen.errors import SimulationError
+from flashgen.simulator import library
+from flashgen.simulator.launch import Report, execute
+from flashgen.simulator.library import Region
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+NAME = "kernel"
+_TYPES = {"float32": "float", "float64": "double", "bool": "bool"}
+_SOURCE = """\
+#include "flashgen/sm80.cuh"
+
+struct Params {{
+{members}
+}};
+
+{functions}
+
+extern "C" __global__ void __launch_bounds__({bounds}) {name}(const __grid_constant__ Params params) {{
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    const shared_address shared = to_shared(shared_memory);
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+{body}
+}}
+"""
+
+
+def source_of(body: str, arrays: Mapping[str, np.ndarray], functions: str = "", bounds: int = 1024) -> str:
+    """A kernel whose parameters are pointers to ``arrays``. The body also has lane, warp and shared."""
+    members = [
+        f"    {_TYPES.get(str(array.dtype), f'{array.dtype}_t')}* {name};" for name, array in arrays.items()
+    ]
+    return _SOURCE.format(
+        name=NAME,
+        members="\n".join(members) or "    int nothing;",
+        functions=functions,
+        bounds=bounds,
+        body=textwrap.indent(textwrap.dedent(body).strip(), "    "),
+    )
+
+
+def run(
+    body: str,
+    inputs: Mapping[str, np.ndarray] | None = None,
+    outputs: Mapping[str, np.ndarray] | None = None,
+    *,
+    functions: str = "",
+    bounds: int = 1024,
+    grid: tuple[int, int, int] = (1, 1, 1),
+    block: int | tuple[int, int, int] = 32,
+    shared_bytes: int = 4096,
+    max_shared_bytes: int = 0,
+    seed: int = 0,
+    threads: int = 1,
+) -> Report:
+    """Compile and launch a kernel on ``inputs``, which it may only read, and ``outputs``."""
+    inputs, outputs = inputs or {}, outputs or {}
+    arrays = {**inputs, **outputs}
+    loaded = library.load(source_of(body, arrays, functions, bounds), NAME)
+    access = dict.fromkeys(inputs, Region.READABLE | Region.INITIALISED)
+    access |= dict.fromkeys(outputs, Region.READABLE | Region.WRITABLE)
+    pointers = np.array([array.ctypes.data for array in arrays.values()] or [0], np.uint64)
+    regions = [
+        Region(array.ctypes.data, array.nbytes, name.encode(), access[name]) for name, array in arrays.items()
+    ]
+    return execute(
+        loaded,
+        pointers.tobytes()[: ctypes.sizeof(ctypes.c_int) if not arrays else None],
+        grid,
+        (block, 1, 1) if isinstance(block, int) else block,
+        shared_bytes,
+        regions,
+        max_shared_bytes=max_shared_bytes,
+        seed=seed,
+        threads=threads,
+    )
+
+
+def fault(
+    body: str, *args: Mapping[str, np.ndarray], functions: str = "", **options: object
+) -> SimulationError:
+    """The error of a kernel that must have one.
+
+    Where a comment HERE stands in it, the error must name that line, and where there is THERE, that one too.
+    """
+    with pytest.raises(SimulationError) as caught:
+        run(body, *args, functions=functions, **options)
+    arrays = {name: array for group in args for name, array in (group or {}).items()}
+    lines = source_of(body, arrays, functions, options.get("bounds", 1024)).splitlines()
+    marked = {
+        mark: number
+        for number, line in enumerate(lines, 1)
+        for mark in ("HERE", "THERE")
+        if f"// {mark}" in line
+    }
+    error = caught.value
+    assert NAME in str(error)
+    named = {number for number in (error.line, error.other_line) if number}
+    if marked:
+        assert named == set(marked.values()), str(error)
+        assert all(f"{NAME}.cu:{number}" in str(error) for number in named)
+    return error
