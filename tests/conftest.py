@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fake_gpu import H200, Driver
+from fake_gpu import H200, Binding, Driver
 from flashgen.spec import load_spec
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -72,11 +72,12 @@ def fake_gpu(driver, monkeypatch):
     """
     import cupy
 
-    from flashgen import api, arrays, device, kernel, launch
+    from flashgen import api, arrays, device, kernel, launch, tensormap
 
     for module, name in ((device, "device"), (launch, "device_of")):
         monkeypatch.setattr(module, name, lambda ordinal: H200)
     monkeypatch.setattr(kernel, "load", driver.load)
+    monkeypatch.setattr(tensormap, "binding", Binding)
     monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda device=-1: cupy.cuda.Stream.null)
     # These keep what they have bound or seen.
     monkeypatch.setattr(arrays, "_KINDS", {})

@@ -124,3 +124,17 @@ def test_activation_is_undone_also_by_an_exception(pretend, monkeypatch):
         fail()
     assert seen == [(1, 1001)]
     assert runtime.current == 0
+
+
+@pytest.mark.parametrize(
+    ("min_arch", "runs", "does_not", "words"),
+    [
+        ("sm_80", (80, 86, 90, 120), (75,), "sm_80 or later"),
+        ("sm_90a", (90,), (80, 89, 100, 120), "sm_90a alone"),
+        ("sm_100f", (100, 103), (90, 110, 120), "sm_100f or later of its family"),
+    ],
+)
+def test_which_architectures_run_what_needs_one(min_arch, runs, does_not, words):
+    assert all(fd.reaches(number, min_arch) for number in runs)
+    assert not any(fd.reaches(number, min_arch) for number in does_not)
+    assert fd.range_of(min_arch) == words

@@ -11,7 +11,7 @@ from flashgen import tensormap
 from flashgen.errors import InternalError, NoBindingError, SpecError
 from flashgen.params import Box, Param
 from flashgen.problem import UNBOUNDED, Problem
-from flashgen.tensormap import Encoder, TensorMap, describe, encode, expressible
+from flashgen.tensormap import TensorMap, describe, encode, encoder, expressible
 from test_dispatch import variant
 
 PROBLEM = Problem(
@@ -177,7 +177,7 @@ def test_a_map_that_the_driver_refuses(monkeypatch):
     with pytest.raises(
         InternalError, match=r"cuTensorMapEncodeTiled gives 1.*extents=\(40, 300, 2, 2\).*0x1000"
     ):
-        Encoder(MAP)(4096)
+        encoder(MAP)(4096)
 
 
 def test_a_missing_binding_says_what_to_install(monkeypatch):
@@ -192,4 +192,4 @@ def test_the_real_binding_has_the_names_that_are_used():
     pytest.importorskip("cuda.bindings.driver")
     tensormap.binding.cache_clear()
     for dtype, swizzle in (("fp16", 32), ("bf16", 64), ("fp32", 128)):
-        Encoder(replace(MAP, dtype=dtype, swizzle=swizzle))
+        encoder(replace(MAP, dtype=dtype, swizzle=swizzle))

@@ -10,7 +10,7 @@ from flashgen.schema import File, expression_names
 from flashgen.tensormap import DTYPES, MAX_BOX, SWIZZLES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from flashgen.yamlfile import Document, Keys
 
@@ -38,7 +38,7 @@ class Boxes:
             if param.ctype == TENSOR_MAP
         ]
 
-    def at(self, values: Mapping[str, str | int], where: str) -> tuple[Box, ...]:
+    def at(self, values: Mapping[str, str | int], where: Callable[[], str]) -> tuple[Box, ...]:
         """The boxes of the tensor maps that exist where axes and tile keys have these ``values``.
 
         Raises SpecError, which says ``where``, for a box that the copy engine cannot bring.
@@ -61,10 +61,10 @@ class Boxes:
         columns: Expression,
         rows: Expression,
         values: Mapping[str, str | int],
-        where: str,
+        where: Callable[[], str],
     ) -> Box:
         if values["dtype"] not in DTYPES:
-            why = f"dtype {values['dtype']} has no tensor map ({where}); allowed: {', '.join(DTYPES)}"
+            why = f"dtype {values['dtype']} has no tensor map ({where()}); allowed: {', '.join(DTYPES)}"
             raise self._document.error(keys, why)
         box = Box(
             self._number((*keys, "columns"), columns, values, where),
@@ -72,17 +72,19 @@ class Boxes:
         )
         row_bytes = box.columns * values["element_bytes"]
         if row_bytes not in SWIZZLES:
-            found = f"{box.columns} columns are {row_bytes} bytes for {where}"
+            found = f"{box.columns} columns are {row_bytes} bytes for {where()}"
             why = f"{found}; allowed: the bytes of a swizzle, {', '.join(map(str, SWIZZLES))}"
             raise self._document.error((*keys, "columns"), why)
         if not 1 <= box.rows <= MAX_BOX:
             raise self._document.error(
-                (*keys, "rows"), f"{box.rows} rows for {where}; allowed: 1 to {MAX_BOX}"
+                (*keys, "rows"), f"{box.rows} rows for {where()}; allowed: 1 to {MAX_BOX}"
             )
         return box
 
-    def _number(self, keys: Keys, expression: Expression, values: Mapping[str, str | int], where: str) -> int:
+    def _number(
+        self, keys: Keys, expression: Expression, values: Mapping[str, str | int], where: Callable[[], str]
+    ) -> int:
         try:
             return expression(values)
         except ValueError as error:
-            raise self._document.error(keys, f"{where}: {error}") from None
+            raise self._document.error(keys, f"{where()}: {error}") from None

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashgen.device import arch_parts, reaches
+from flashgen.device import arch_parts, range_of, reaches
 from flashgen.errors import BadParam, InternalError
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def pairs(variants: Sequence[Variant], archs: Sequence[str] = ()) -> list[tuple[
             lowest = min((variant.min_arch for variant in variants), key=arch_number)
             listed = [(v, arch) for v in variants if reaches(arch_number(arch), v.min_arch)]
             if not listed:
-                raise BadParam(f"nothing to compile for {arch}: the chosen variants need {lowest} or later")
+                raise BadParam(f"nothing to compile for {arch}: the chosen variants need {range_of(lowest)}")
         found += listed
     order = {variant: index for index, variant in enumerate(variants)}
     return sorted(found, key=lambda pair: (order[pair[0]], arch_number(pair[1])))

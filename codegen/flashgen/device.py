@@ -53,6 +53,12 @@ def reaches(number: int, min_arch: str) -> bool:
     return number >= lowest and (suffix != "f" or number // 10 == lowest // 10)
 
 
+def range_of(min_arch: str) -> str:
+    """The architectures that run what needs ``min_arch``, in words."""
+    suffix = arch_parts(min_arch)[1]
+    return min_arch + {"a": " alone", "f": " or later of its family"}.get(suffix, " or later")
+
+
 @functools.cache
 def device(ordinal: int) -> Device:
     """The GPU with this CUDA ordinal. Raises DeviceTypeNotSupported where there is none, which says why."""

@@ -16,7 +16,7 @@ from flashgen import cache as caches
 from flashgen import compile as compiler
 from flashgen import render
 from flashgen.compile import Compiled
-from flashgen.device import activated, arch_parts, reaches
+from flashgen.device import activated, arch_parts, range_of, reaches
 from flashgen.errors import DeviceTypeNotSupported, InternalError
 
 if TYPE_CHECKING:
@@ -131,8 +131,7 @@ def arch_for(variant: Variant, device: Device, known: Sequence[int] | None = Non
 def _own_arch(variant: Variant, device: Device) -> str:
     """`arch_for` where the compiler knows the device."""
     if not reaches(arch_parts(device.arch)[0], variant.min_arch):
-        newer = "" if variant.min_arch.endswith("a") else " or newer"
-        raise DeviceTypeNotSupported(f"{variant.name} needs {variant.min_arch}{newer}, not {device}")
+        raise DeviceTypeNotSupported(f"{variant.name} needs {range_of(variant.min_arch)}, not {device}")
     special = (variant.min_arch, *variant.archs)
     return next((arch for arch in special if arch[:-1] == device.arch), device.arch)
 

@@ -126,7 +126,7 @@ class Launcher:
             (
                 slice(offset, offset + tensormap.BYTES),
                 position,
-                lru_cache(MAX_ENCODED)(tensormap.Encoder(map)),
+                lru_cache(MAX_ENCODED)(tensormap.encoder(map)),
             )
             for offset, position, map in maps(problem, variant)
         )

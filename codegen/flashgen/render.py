@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashgen.cache import fingerprint
+from flashgen.device import range_of
 from flashgen.errors import InternalError, SpecError
 from flashgen.params import struct_text
 from flashgen.paths import templates_dir
@@ -91,7 +92,7 @@ def header_comment(variant: Variant) -> str:
         "axes": axes,
         "tile": tile + (f" ({variant.tile_name})" if variant.tile_name else ""),
         "block": f"{variant.threads} threads, {variant.smem_bytes} bytes of dynamic shared memory",
-        "target": f"{variant.target}: {variant.min_arch} or later, at most {variant.max_smem} bytes a block",
+        "target": f"{variant.target}: {range_of(variant.min_arch)}, at most {variant.max_smem} bytes a block",
         "spec": f"{variant.spec}.yaml",
         "template": variant.template,
     }
@@ -157,7 +158,7 @@ def source_digest(variant: Variant) -> str:
     """
     folders = search_path(variant)
     digest = hashlib.sha256(repr(variant.rendered_form()).encode())
-    digest.update(fingerprint("render", "params"))
+    digest.update(fingerprint("render", "params", "device"))
     for name, text in _closure(variant, folders).items():
         digest.update(f"\0{name}\0{len(text)}\0".encode())
         digest.update(text.encode())

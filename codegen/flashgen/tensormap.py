@@ -17,6 +17,8 @@ from flashgen.errors import InternalError, NoBindingError, SpecError
 from flashgen.params import TENSOR_MAP
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from flashgen.params import Param
     from flashgen.problem import Problem, Strides
     from flashgen.variant import Variant
@@ -99,57 +101,54 @@ def expressible(problem: Problem, variant: Variant) -> bool:
 
 
 def encode(map: TensorMap, pointer: int) -> bytes:
-    """The 128 bytes of ``map`` for an array at ``pointer``, a multiple of 16. Raises as ``Encoder``."""
-    return Encoder(map)(pointer)
+    """The 128 bytes of ``map`` for an array at ``pointer``, a multiple of 16. Raises as ``encoder``."""
+    return encoder(map)(pointer)
 
 
-class Encoder:
-    """Encodes one map for one address after another.
+def encoder(map: TensorMap) -> Callable[[int], bytes]:
+    """``encode`` for one map and one address after another.
 
-    Raises NoBindingError without cuda-bindings, InternalError where the driver refuses.
+    Raises NoBindingError without cuda-bindings; what it returns raises InternalError where the driver
+    refuses.
     """
+    driver = binding()
+    types, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+    long, short = driver.cuuint64_t, driver.cuuint32_t
+    kind = {
+        "fp16": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        "bf16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        "fp32": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+    }[map.dtype]
+    # All but the address stays the same, and making these is most of what an encoding costs.
+    arguments = (
+        [long(extent) for extent in map.extents],
+        [long(stride) for stride in map.strides],
+        [short(extent) for extent in map.box],
+        [short(1) for _ in map.box],
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        {
+            32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
+            64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
+            128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
+        }[map.swizzle],
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        # "None" is zeros; the alternative is a NaN.
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    call, rank, memory = driver.cuTensorMapEncodeTiled, len(map.extents), ctypes.c_char * BYTES
 
-    __slots__ = ("_arguments", "_encode", "_map", "_type")
-
-    def __init__(self, map: TensorMap) -> None:
-        driver = binding()
-        types, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
-        long, short = driver.cuuint64_t, driver.cuuint32_t
-        self._map = map
-        self._encode = driver.cuTensorMapEncodeTiled
-        self._type = {
-            "fp16": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-            "bf16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            "fp32": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-        }[map.dtype]
-        # All but the address stays the same, and making these is most of what an encoding costs.
-        self._arguments = (
-            [long(extent) for extent in map.extents],
-            [long(stride) for stride in map.strides],
-            [short(extent) for extent in map.box],
-            [short(1) for _ in map.box],
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            {
-                32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
-                64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
-                128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
-            }[map.swizzle],
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            # "None" is zeros; the alternative is a NaN.
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-
-    def __call__(self, pointer: int) -> bytes:
-        """The 128 bytes of the map for the array at ``pointer``."""
+    def encode_at(pointer: int) -> bytes:
         try:
-            status, encoded = self._encode(self._type, len(self._map.extents), pointer, *self._arguments)
+            status, encoded = call(kind, rank, pointer, *arguments)
         except RuntimeError as error:
             raise InternalError(
                 f"the driver cannot encode tensor maps ({error}); it may be older than CUDA 12"
             ) from error
         if status != 0:
-            raise InternalError(f"cuTensorMapEncodeTiled gives {status!r} for {self._map} at {pointer:#x}")
-        return ctypes.string_at(encoded.getPtr(), BYTES)
+            raise InternalError(f"cuTensorMapEncodeTiled gives {status!r} for {map} at {pointer:#x}")
+        return memory.from_address(encoded.getPtr()).raw
+
+    return encode_at
 
 
 @functools.cache

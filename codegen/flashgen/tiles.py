@@ -117,7 +117,7 @@ class TileTable:
         if not 0 <= smem_bytes <= limit:
             why = f"{smem_bytes} bytes of shared memory for {self._describe(point)}; allowed: at most {limit}"
             raise self._document.error(("tiles", index), why)
-        return threads, smem_bytes, self._boxes.at(values, self._describe(point))
+        return threads, smem_bytes, self._boxes.at(values, lambda: self._describe(point))
 
     def _describe(self, point: Point) -> str:
         return " ".join(f"{axis}={value}" for axis, value in zip((*self._axes, "target"), point, strict=True))

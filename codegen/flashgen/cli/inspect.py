@@ -129,6 +129,7 @@ def _described(variant: Variant) -> dict[str, Any]:
 def _card(variant: Variant) -> list[tuple[str, str]]:
     """What the variant is, for a person."""
     from flashgen.cli.kernels import places
+    from flashgen.device import range_of
     from flashgen.params import layout
 
     files = places(variant)
@@ -137,7 +138,8 @@ def _card(variant: Variant) -> list[tuple[str, str]]:
         *((key, str(value)) for key, value in variant.axes),
         ("tile", ", ".join(f"{key} {value}" for key, value in variant.tile)),
         ("block", f"{variant.threads} threads\n{smem}"),
-        ("target", f"{variant.target}: {variant.min_arch} or later; built for {', '.join(variant.archs)}"),
+        ("schedule", variant.schedule.replace("_", " ")),
+        ("target", f"{variant.target}: {range_of(variant.min_arch)}; built for {', '.join(variant.archs)}"),
         ("parameters", f"{layout(variant.params).size} bytes: {', '.join(p.name for p in variant.params)}"),
         ("spec", files.spec),
         ("template", files.template),
