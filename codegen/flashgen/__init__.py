@@ -22,7 +22,9 @@ if TYPE_CHECKING:
         InternalError,
         NoBindingError,
         NoCompilerError,
+        NoHostCompilerError,
         NullPointer,
+        SimulationError,
         SpecError,
     )
     from flashgen.plans import Plan
@@ -41,8 +43,10 @@ __all__ = [
     "InternalError",
     "NoBindingError",
     "NoCompilerError",
+    "NoHostCompilerError",
     "NullPointer",
     "Plan",
+    "SimulationError",
     "SpecError",
     "attention",
     "plan",

@@ -56,5 +56,39 @@ class NoBindingError(InternalError):
     """cuda-bindings cannot be imported, so no kernel that reads by tensor maps can be launched."""
 
 
+class NoHostCompilerError(InternalError):
+    """The simulator needs a C++ compiler and finds none; the message says what to install."""
+
+
+class SimulationError(InternalError):
+    """A kernel did in the simulator what a GPU forbids or leaves undefined.
+
+    ``check`` says what found it, one of ``flashgen.simulator.launch.CHECKS``, such as "race". ``kernel`` is
+    the variant's name; ``block``, ``thread`` and ``line``, of the rendered source, are None where the error
+    has no such place. ``other_thread`` and ``other_line`` are the second party of a race.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        check: str = "other",
+        kernel: str = "",
+        block: int | None = None,
+        thread: int | None = None,
+        line: int | None = None,
+        other_thread: int | None = None,
+        other_line: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.check = check
+        self.kernel = kernel
+        self.block = block
+        self.thread = thread
+        self.line = line
+        self.other_thread = other_thread
+        self.other_line = other_line
+
+
 class SpecError(FlashgenError, ValueError):
     """A spec file is wrong; the message names file, line, key and what is allowed."""

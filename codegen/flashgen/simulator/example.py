@@ -1,0 +1,198 @@
+"""Random problems for one variant, in memory whose gaps are NaN, and what the kernel makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from flashgen.arrays import ArrayView
+from flashgen.errors import BadParam
+from flashgen.problem import UNBOUNDED, Problem, normalise
+from flashgen.simulator import hardware
+from flashgen.simulator.check import Verdict, bfloat16_bits, judge
+from flashgen.simulator.launch import simulate
+
+if TYPE_CHECKING:
+    from flashgen.device import Device
+    from flashgen.simulator.launch import Report
+    from flashgen.simulator.library import Library
+    from flashgen.variant import Variant
+
+Window = tuple[int, int]
+
+_ALIGNMENT = 256  # bytes, of a fresh allocation on a GPU
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a problem. ``head_dim`` None is the variant's own, ``kv_heads`` None as many as fit it.
+
+    ``window`` is that of a ``local`` variant, aligned bottom-right; ``top_left`` aligns a causal one there.
+    ``mask`` is the shape of a dense mask by the extents it has in full, such as "bhqk", "qk", "1hqk" or "k",
+    and ``mask_alignment`` the bytes to which its rows are aligned. Queries are ``spread`` times normal
+    numbers. ``gap`` is the bytes between rows, a multiple of 16.
+    """
+
+    seqlen_q: int = 128
+    seqlen_kv: int = 128
+    heads: int = 2
+    kv_heads: int | None = None
+    batch: int = 1
+    head_dim: int | None = None
+    window: Window | None = None
+    top_left: bool = False
+    mask: str = "bhqk"
+    mask_alignment: int = 16
+    spread: float = 1.0
+    gap: int = 16
+    return_lse: bool = True
+
+
+@dataclass(frozen=True)
+class Example:
+    """A problem with its arrays in host memory. bfloat16 elements are their bits in uint16; ``mask`` may be
+    None."""
+
+    problem: Problem
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    mask: np.ndarray | None
+    out: np.ndarray
+    lse: np.ndarray | None
+
+    @property
+    def arrays(self) -> tuple[np.ndarray | None, ...]:
+        """q, k, v, mask, out and lse."""
+        return self.q, self.k, self.v, self.mask, self.out, self.lse
+
+    def judge(self) -> Verdict:
+        """How far the outputs are from float64."""
+        return judge(self.problem, self.q, self.k, self.v, self.mask, self.out, self.lse)
+
+
+def make(variant: Variant, shape: Shape, seed: int) -> Example:
+    """Normal random inputs for ``variant``; outputs, and what lies between rows, are NaN.
+
+    Raises BadParam for sizes that are not the variant's: heads that it cannot group, a head dim that it does
+    not hold; and what the contract raises.
+    """
+    rng = np.random.default_rng(seed)
+    head_dim = variant.head_dim if shape.head_dim is None else shape.head_dim
+    if head_dim > variant.head_dim:
+        raise BadParam(f"head_dim is {head_dim}, and {variant.name} holds at most {variant.head_dim}")
+    kv_heads = _kv_heads(variant, shape)
+    q_shape = (shape.batch, shape.seqlen_q, shape.heads, head_dim)
+    kv_shape = (shape.batch, shape.seqlen_kv, kv_heads, head_dim)
+    q, k, v = (
+        _inputs(rng, size, variant.dtype, spread, shape.gap)
+        for size, spread in ((q_shape, shape.spread), (kv_shape, 1.0), (kv_shape, 1.0))
+    )
+    out = _within_nan(q_shape, variant.dtype, shape.gap)
+    lse = (
+        np.full((shape.batch, shape.heads, shape.seqlen_q), np.nan, np.float32) if shape.return_lse else None
+    )
+    mask = _mask(rng, shape) if variant.mask_type == "dense" else None
+    views = [_view(x, variant.dtype) for x in (q, k, v, out)]
+    problem = normalise(
+        *views[:3],
+        out=views[3],
+        mask=None if mask is None else _view(mask, "uint8"),
+        return_lse=shape.return_lse,
+    )
+    return Example(_masked(problem, variant, shape), q, k, v, mask, out, lse)
+
+
+def run(
+    library: Library,
+    variant: Variant,
+    example: Example,
+    *,
+    seed: int = 0,
+    device: Device | None = None,
+    threads: int | None = None,
+) -> Report:
+    """Simulate the variant on the example's arrays; see ``launch.simulate``. ``device`` is by default the
+    pretended one."""
+    pointers = tuple(0 if x is None else x.ctypes.data for x in example.arrays)
+    device = device or hardware.pretend()
+    return simulate(library, variant, example.problem, pointers, device, seed=seed, threads=threads)
+
+
+def _kv_heads(variant: Variant, shape: Shape) -> int:
+    if variant.gqa == "mha":
+        kv_heads = shape.heads if shape.kv_heads is None else shape.kv_heads
+        if kv_heads != shape.heads:
+            raise BadParam(f"{variant.name} has one query head to a kv head, not {shape.heads} to {kv_heads}")
+        return kv_heads
+    return 1 if shape.kv_heads is None else shape.kv_heads
+
+
+def _masked(problem: Problem, variant: Variant, shape: Shape) -> Problem:
+    """The problem with the variant's own mask type, even where a simpler kernel would hide the same keys."""
+    offset = 0 if shape.top_left else problem.seqlen_kv - problem.seqlen_q
+    if variant.mask_type == "causal":
+        band = (offset, UNBOUNDED, 0)
+    elif variant.mask_type == "local":
+        left, right = shape.window or (max(1, problem.seqlen_kv // 4), 0)
+        band = (offset, UNBOUNDED if left < 0 else left, UNBOUNDED if right < 0 else right)
+    else:
+        return problem
+    offset, left, right = band
+    return dataclasses.replace(
+        problem, mask_type=variant.mask_type, diagonal_offset=offset, window_left=left, window_right=right
+    )
+
+
+def _inputs(
+    rng: np.random.Generator, shape: tuple[int, ...], dtype: str, spread: float, gap: int
+) -> np.ndarray:
+    numbers = spread * rng.standard_normal(shape, np.float32)
+    x = _within_nan(shape, dtype, gap)
+    x[...] = bfloat16_bits(numbers) if dtype == "bf16" else numbers
+    return x
+
+
+def _within_nan(shape: tuple[int, ...], dtype: str, gap: int) -> np.ndarray:
+    """Rows, heads and batch entries each followed by a gap; all bytes are 0xFF, a NaN in each dtype."""
+    element = np.dtype({"fp16": np.float16, "bf16": np.uint16, "fp32": np.float32}[dtype])
+    batch, seqlen, heads, width = shape
+    whole = (batch, seqlen + 1, heads + 1, width + gap // element.itemsize)
+    # Aligned as memory of a GPU would be, so that sectors are counted as there.
+    memory = np.full(math.prod(whole) * element.itemsize + _ALIGNMENT, 0xFF, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    size = math.prod(whole) * element.itemsize
+    return memory[start : start + size].view(element).reshape(whole)[:, :seqlen, :heads, :width]
+
+
+def _mask(rng: np.random.Generator, shape: Shape) -> np.ndarray:
+    """Tiles of 64x64 keys that are hidden, visible and mixed, and some rows that see nothing."""
+    extents = {"b": shape.batch, "h": shape.heads, "q": shape.seqlen_q, "k": shape.seqlen_kv, "1": 1}
+    size = tuple(extents[letter] for letter in shape.mask)
+    rows, keys = (1, *size)[-2:]
+    hidden = rng.random(size) < 0.5
+    kind = rng.random((*size[:-2], -(-rows // 64), -(-keys // 64)))
+    kind = kind.repeat(64, -1)[..., :keys].repeat(64, -2)[..., :rows, :].reshape(size)
+    hidden = (hidden | (kind < 1 / 3)) & (kind < 2 / 3)
+    if rows > 1:
+        hidden |= rng.random((*size[:-1], 1)) < 0.1
+    alignment = shape.mask_alignment
+    stride = -(-keys // alignment) * alignment
+    if alignment < 16 and stride % (2 * alignment) == 0:
+        stride += alignment
+    count = math.prod(size[:-1]) * stride
+    memory = rng.integers(1, 256, count + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    mask = memory[start : start + count].reshape(*size[:-1], stride)[..., :keys]
+    mask[...] = np.where(hidden, mask, 0)
+    return mask
+
+
+def _view(x: np.ndarray, dtype: str) -> ArrayView:
+    """The array as the contract sees it, bits of bfloat16 as what they mean."""
+    strides = tuple(stride // x.itemsize for stride in x.strides)
+    return ArrayView("numpy", x.ctypes.data, x.shape, strides, dtype, None, x)

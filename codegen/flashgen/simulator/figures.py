@@ -1,0 +1,66 @@
+"""What a kernel author wants to know before there is a GPU: how much of the masked work is skipped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from flashgen.dispatch import heads, rows, tiles
+from flashgen.simulator.check import visible_keys
+
+if TYPE_CHECKING:
+    from flashgen.problem import Problem
+    from flashgen.simulator.launch import Report
+    from flashgen.variant import Variant
+
+# Matrix instructions of the tensor cores that one product takes, and the depth of one.
+_PRODUCTS = {"fp16": (1, 16), "bf16": (1, 16), "fp32": (3, 8)}
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedTiles:
+    """Tiles of one warp's rows and one block of keys: all of them, those of which every key is hidden, and
+    those that were multiplied. Rows past the last one count as the last one.
+    """
+
+    total: int
+    masked: int
+    multiplied: float
+
+    @property
+    def skipped_share(self) -> float | None:
+        """Skipped tiles as a share of the masked ones; None where nothing is masked."""
+        return (self.total - self.multiplied) / self.masked if self.masked else None
+
+
+def masked_tiles(problem: Problem, variant: Variant, mask: np.ndarray | None, report: Report) -> MaskedTiles:
+    """What ``report`` says about the tiles of a forward kernel."""
+    block_m, block_n, warps = (variant.tile_value(key) for key in ("block_m", "block_n", "warps"))
+    products, depth = _PRODUCTS[variant.dtype]
+    warp_rows = block_m // warps
+    # Q K^T and P V are of the same size.
+    each = 2 * products * (warp_rows // 16) * (block_n // 8) * (variant.head_dim // depth)
+    key_blocks = -(-problem.seqlen_kv // block_n)
+    total = tiles(problem, variant) * warps * key_blocks
+    seen = _seen(problem, variant, mask)
+    row_count, keys = -(-seen.shape[1] // block_m) * block_m, key_blocks * block_n
+    padded = np.zeros((seen.shape[0], row_count, keys), bool)
+    padded[:, : seen.shape[1], : seen.shape[2]] = seen
+    padded[:, seen.shape[1] :] = padded[:, seen.shape[1] - 1, None]
+    by_tile = padded.reshape(seen.shape[0], row_count // warp_rows, warp_rows, key_blocks, block_n)
+    visible = int(by_tile.any(axis=(2, 4)).sum())
+    return MaskedTiles(total, total - visible, report.mma / each)
+
+
+def _seen(problem: Problem, variant: Variant, mask: np.ndarray | None) -> np.ndarray:
+    """Which keys each row of the grid's heads sees, bool (batch * heads, rows, seqlen_kv)."""
+    shape = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_kv)
+    visible = np.broadcast_to(visible_keys(problem, mask), shape)
+    if variant.gqa == "packed":
+        folded = visible.reshape(
+            problem.batch, problem.num_heads_kv, problem.group_size, problem.seqlen_q, problem.seqlen_kv
+        )
+        visible = folded.swapaxes(2, 3)  # heads fastest
+    return visible.reshape(problem.batch * heads(problem, variant), rows(problem, variant), problem.seqlen_kv)

@@ -1,0 +1,311 @@
+"""From a rendered kernel to a function that simulates it: compiled for the host, cached on disk, loaded.
+
+Two objects make one library: the engine, which knows no kernel and is compiled once, and a shim that includes
+the rendered file as it lies on disk. Both are content-addressed by all their sources, the compiler and the
+options. The C structs here are those of ``include/simulator/abi.h``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flashgen import cache as caches
+from flashgen.errors import InternalError
+from flashgen.simulator import hostcompiler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from flashgen.cache import CubinCache
+    from flashgen.simulator.hostcompiler import HostCompiler
+    from flashgen.variant import Variant
+
+ABI = 1
+HERE = Path(__file__).resolve().parent
+INCLUDE = HERE / "include"
+
+_COMMON = ("-std=c++20", "-fPIC", "-fvisibility=hidden")
+_ENGINE_OPTIONS = (*_COMMON, "-O2", "-g")
+# No contraction, so that only what the source says is fused. The pattern makes a register that was never set
+# recognisable. Kernels may look at numbers as other types, as CUDA lets them.
+_KERNEL_OPTIONS = (
+    *_COMMON,
+    "-O1",
+    "-g",
+    "-ffp-contract=off",
+    "-ftrivial-auto-var-init=pattern",
+    "-fno-strict-aliasing",
+    "-Wno-unknown-pragmas",
+    "-Wno-attributes",
+)
+# A function that is inlined by force has no frame, and no arguments, for a debugger to show.
+_UNOPTIMISED = ("-O0", "-ggdb3", "-Dalways_inline=noinline")
+
+_KERNEL = re.compile(
+    r"__global__\s+void\s+(?:__launch_bounds__\s*\((?P<bounds>[^)]*)\)\s*)?(?P<name>\w+)\s*\(", re.DOTALL
+)
+_SHARED = re.compile(r"\bextern\s+__shared__\b[^;]*?(?P<name>\w+)\s*\[\s*\]\s*;")
+
+
+class Region(ctypes.Structure):
+    """Memory that a kernel may touch: ``access`` adds up READABLE, WRITABLE and INITIALISED."""
+
+    READABLE, WRITABLE, INITIALISED = 1, 2, 4
+    _fields_ = (
+        ("address", ctypes.c_void_p),
+        ("bytes", ctypes.c_uint64),
+        ("name", ctypes.c_char_p),
+        ("access", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+class Launch(ctypes.Structure):
+    """One launch, or a range of its blocks."""
+
+    _fields_ = (
+        ("params", ctypes.c_void_p),
+        ("params_bytes", ctypes.c_uint64),
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared_bytes", ctypes.c_uint64),
+        ("max_shared_bytes", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("first_block", ctypes.c_uint64),
+        ("num_blocks", ctypes.c_uint64),
+        ("regions", ctypes.POINTER(Region)),
+        ("num_regions", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+    )
+
+
+class Site(ctypes.Structure):
+    """One source line and one kind of access."""
+
+    _fields_ = (
+        ("line", ctypes.c_uint32),
+        ("kind", ctypes.c_uint32),
+        ("instructions", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("ideal", ctypes.c_uint64),
+        ("actual", ctypes.c_uint64),
+    )
+
+
+class Counters(ctypes.Structure):
+    """What was executed, in warp instructions; exp2 and log2 in threads."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_uint64)
+        for name in (
+            "blocks",
+            "mma_m16n8k16_f16",
+            "mma_m16n8k16_bf16",
+            "mma_m16n8k8_tf32",
+            "ldmatrix",
+            "cp_async",
+            "cp_async_commit",
+            "cp_async_wait",
+            "barriers",
+            "warp_syncs",
+            "shuffles",
+            "votes",
+            "exp2",
+            "log2",
+            "global_bytes_read",
+            "global_bytes_written",
+            "shared_bytes_read",
+            "shared_bytes_written",
+            "shared_wavefronts",
+            "shared_wavefronts_ideal",
+            "global_sectors",
+            "global_sectors_ideal",
+            "switches",
+        )
+    )
+
+
+COUNTERS = tuple(name for name, _ in Counters._fields_)
+SITE_KINDS = (
+    "ldmatrix",
+    "shared load",
+    "shared store",
+    "shared copy",
+    "global load",
+    "global store",
+    "global copy",
+)
+
+
+class RawReport(ctypes.Structure):
+    """What one call of the library gives."""
+
+    _fields_ = (
+        ("error", ctypes.c_int32),
+        ("line", ctypes.c_uint32),
+        ("other_line", ctypes.c_uint32),
+        ("thread", ctypes.c_int32),
+        ("other_thread", ctypes.c_int32),
+        ("block", ctypes.c_uint32 * 3),
+        ("message", ctypes.c_char * 1024),
+        ("counters", Counters),
+        ("sites", ctypes.POINTER(Site)),
+        ("max_sites", ctypes.c_uint64),
+        ("num_sites", ctypes.c_uint64),
+    )
+
+
+class Library:
+    """A compiled kernel. ``simulate`` takes pointers to a Launch and a RawReport; threads may share it.
+
+    ``digest`` is the SHA-256 of the source that was compiled.
+    """
+
+    def __init__(self, path: Path, name: str, digest: str) -> None:
+        try:
+            loaded = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise InternalError(f"{name} compiles for the simulator but cannot be loaded: {error}") from error
+        if (version := loaded.flashgen_simulator_abi()) != ABI:
+            raise InternalError(f"the simulator's engine has interface {version}; this package wants {ABI}")
+        loaded.flashgen_params_size.restype = ctypes.c_uint64
+        self.name = name
+        self.digest = digest
+        self.params_bytes = loaded.flashgen_params_size()
+        self.simulate = loaded.flashgen_simulate
+        self.simulate.argtypes = (ctypes.POINTER(Launch), ctypes.POINTER(RawReport))
+        self.simulate.restype = ctypes.c_int
+
+
+def supports(variant: Variant) -> bool:
+    """Whether the PTX wrappers that the variant's kernel includes have host bodies."""
+    return (INCLUDE / variant.header).is_file()
+
+
+_loaded: dict[str, Library] = {}
+_guard = threading.Lock()
+
+
+def load(source: str, name: str, cache: CubinCache | None = None) -> Library:
+    """The library of the rendered kernel ``name``; compiled where neither this process nor the cache has it.
+
+    Raises NoHostCompilerError, CompileError, and InternalError for a source without a kernel of that name.
+    """
+    compiler = hostcompiler.find()
+    definitions = _definitions(source, name)
+    digest = hashlib.sha256(source.encode()).hexdigest()
+    key = _key(compiler, _KERNEL_OPTIONS, (digest, name, _tree_digest(), *definitions))
+    library = _loaded.get(key)
+    if library is not None:
+        return library
+
+    def build() -> bytes:
+        with tempfile.TemporaryDirectory(prefix="flashgen-") as folder:
+            # Messages and debug information name the file alone: the folder is gone when they are read.
+            options = (*_KERNEL_OPTIONS, f"-ffile-prefix-map={folder}/=")
+            return _build(compiler, source, name, definitions, Path(folder), options, cache).read_bytes()
+
+    payload = (cache or caches.default()).get_or_build(key, build)
+    with tempfile.TemporaryDirectory(prefix="flashgen-") as folder:
+        path = Path(folder, f"{name}-{key[:12]}.so")
+        path.write_bytes(payload)
+        library = Library(path, name, digest)
+    with _guard:
+        return _loaded.setdefault(key, library)
+
+
+def load_in(folder: Path, source: str, name: str) -> Library:
+    """As ``load``, but unoptimised, for a debugger: ``NAME.cu`` and ``NAME.so`` stay in ``folder``."""
+    compiler = hostcompiler.find()
+    folder.mkdir(parents=True, exist_ok=True)
+    options = (*_KERNEL_OPTIONS, *_UNOPTIMISED)
+    path = _build(compiler, source, name, _definitions(source, name), folder.resolve(), options, None)
+    return Library(path, name, hashlib.sha256(source.encode()).hexdigest())
+
+
+def _build(
+    compiler: HostCompiler,
+    source: str,
+    name: str,
+    definitions: tuple[str, ...],
+    folder: Path,
+    options: tuple[str, ...],
+    cache: CubinCache | None,
+) -> Path:
+    kernel = folder / f"{name}.cu"
+    kernel.write_bytes(source.encode())
+    engine = folder / "engine.o"
+    engine.write_bytes(_engine(compiler, cache))
+    output = folder / f"{name}.so"
+    shim = HERE / "variant.cpp"
+    path = str(kernel).replace("\\", "\\\\").replace('"', '\\"')
+    arguments = (*options, f"-I{INCLUDE}", f'-DFLASHGEN_SOURCE="{path}"', *definitions)
+    hostcompiler.build(compiler, (*arguments, "-shared"), (shim, engine), output, name)
+    return output
+
+
+def _engine(compiler: HostCompiler, cache: CubinCache | None) -> bytes:
+    """The relocatable object of the engine, from the cache where it is there."""
+
+    def build() -> bytes:
+        with tempfile.TemporaryDirectory(prefix="flashgen-") as folder:
+            sources = sorted((HERE / "engine").glob("*.cpp"))
+            objects = [Path(folder, f"{source.stem}.o") for source in sources]
+            options = (*_ENGINE_OPTIONS, "-c", f"-I{INCLUDE}")
+
+            def compile_one(source: Path, target: Path) -> None:
+                hostcompiler.build(compiler, options, (source,), target, "the simulator's engine")
+
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(compile_one, sources, objects))
+            output = Path(folder, "engine")
+            hostcompiler.build(compiler, ("-r",), objects, output, "the simulator's engine")
+            return output.read_bytes()
+
+    return (cache or caches.default()).get_or_build(
+        _key(compiler, _ENGINE_OPTIONS, ("engine", _tree_digest())), build
+    )
+
+
+def _definitions(source: str, name: str) -> tuple[str, ...]:
+    """What the shim must know of the kernel, from the text of its declaration."""
+    found = next((match for match in _KERNEL.finditer(source) if match["name"] == name), None)
+    if found is None:
+        raise InternalError(f"the source has no __global__ function {name}")
+    definitions = [f"-DFLASHGEN_KERNEL={name}"]
+    if found["bounds"] is not None:
+        definitions.append(f"-DFLASHGEN_LAUNCH_BOUNDS={' '.join(found['bounds'].split())}")
+    shared = _SHARED.search(source)
+    if shared is not None:
+        definitions.append(f"-DFLASHGEN_SHARED_MEMORY={shared['name']}")
+    return tuple(definitions)
+
+
+@functools.cache
+def _tree_digest() -> str:
+    """SHA-256 over the engine, the shim and the headers."""
+    digest = hashlib.sha256()
+    for path in sorted(_sources()):
+        digest.update(f"\0{path.relative_to(HERE).as_posix()}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _sources() -> Iterable[Path]:
+    yield HERE / "variant.cpp"
+    for folder in (HERE / "engine", INCLUDE):
+        yield from (path for path in folder.rglob("*") if path.is_file())
+
+
+def _key(compiler: HostCompiler, options: tuple[str, ...], parts: tuple[str, ...]) -> str:
+    return caches.key_for("\0".join(parts), f"host {platform.machine()}", options, str(compiler))

@@ -1,0 +1,57 @@
+"""The simulator as a backend of ``attention()``: dispatch for a pretended GPU, then the generated CUDA on the
+CPU.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flashgen.arrays import host_array
+from flashgen.dispatch import offers, select
+from flashgen.errors import BadParam
+from flashgen.launch import geometry
+from flashgen.render import render
+from flashgen.simulator import hardware, hostcompiler
+from flashgen.simulator.launch import Report, simulate
+from flashgen.simulator.library import load, supports
+
+if TYPE_CHECKING:
+    from flashgen.device import Device
+    from flashgen.plans import Arrays, Pointers
+    from flashgen.problem import Problem
+    from flashgen.spec import Spec
+    from flashgen.variant import Variant
+
+
+class Runner:
+    """Runs one kernel for one problem; see ``plans.Runner``. ``report`` is what the last call executed."""
+
+    workspace_bytes = 0
+
+    def __init__(self, problem: Problem, variant: Variant, device: Device) -> None:
+        self.variant = variant
+        self.source = render(variant)
+        self.report: Report | None = None
+        self._problem = problem
+        self._device = device
+        self._library = load(self.source, variant.name)
+
+    def __call__(self, arrays: Arrays, pointers: Pointers, stream: int) -> None:
+        for name, written in (("out", arrays[4]), ("lse", arrays[5])):
+            if written is not None and not host_array(written).flags.writeable:
+                raise BadParam(f"{name} is read-only; pass an array that can be written to")
+        self.report = simulate(self._library, self.variant, self._problem, pointers, self._device)
+
+
+def prepare(problem: Problem, specs: tuple[Spec, ...]) -> Runner:
+    """Choose a variant as on the pretended GPU, and compile it for the host.
+
+    Raises BadParam for an unknown FLASHGEN_SIMULATOR_ARCH, NoHostCompilerError, CompileError, and what
+    ``dispatch.select`` raises.
+    """
+    device = hardware.pretend()
+    hostcompiler.find()  # before anything is rendered
+    offered = offers(problem, device, specs)
+    variant = select(problem, device, [variant for variant in offered if supports(variant)])
+    geometry(problem, variant, device)
+    return Runner(problem, variant, device)
