@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from flashgen.problem import Problem
     from flashgen.spec import Spec
 
-BACKENDS = ("cuda", "cpu")
+BACKENDS = ("cuda", "cpu", "simulator")
+_ON_HOST = ("cpu", "simulator")
 MAX_PLANS = 1024
 
 _plans: dict[Any, Plan] = {}
@@ -65,7 +66,9 @@ def attention(
         of the library of q. JAX has no public stream: its arrays are handed over by DLPack, both ways, on
         CuPy's current stream. Nothing waits for the GPU, and the call can be captured in a CUDA graph once
         its kernel is loaded. As with all queued work, arrays of another stream must outlive it.
-    backend: "cuda" or "cpu"; None: FLASHGEN_BACKEND, or what the arrays' device asks for.
+    backend: "cuda", "cpu", or "simulator", which slowly runs the generated CUDA on arrays in host memory and
+        raises SimulationError where it does what a GPU forbids; None: FLASHGEN_BACKEND, or what the arrays'
+        device asks for.
 
     Returns ``out``, of the kind of q, or ``(out, lse)``. A row that sees no key is 0, with an LSE of -inf.
 
@@ -186,22 +189,27 @@ def backend_for(device: int | None, backend: str | None = None) -> str:
         return natural
     if wanted not in BACKENDS:
         raise BadParam(f"backend is {wanted!r}; allowed are {', '.join(map(repr, BACKENDS))}")
-    if wanted != natural:
+    if wanted != natural and not (device is None and wanted in _ON_HOST):
         place = "in host memory" if device is None else f"on GPU {device}"
         raise DeviceTypeNotSupported(f"backend {wanted!r} cannot compute arrays {place}; copy them first")
     return wanted
 
 
 def _runner(call: Problem, backend: str | None) -> Runner:
-    if backend_for(call.device, backend) == "cpu":
+    chosen = backend_for(call.device, backend)
+    if chosen == "cpu":
         from flashgen.cpu import Runner
 
         return Runner(call)
+    specs = _specs(os.environ.get("FLASHGEN_SPECS", ""))
+    if chosen == "simulator":
+        from flashgen.simulator import runner
+
+        return runner.prepare(call, specs)
     from flashgen.device import device
     from flashgen.dispatch import offers
     from flashgen.launch import prepare
 
-    specs = _specs(os.environ.get("FLASHGEN_SPECS", ""))
     return prepare(call, call.device, offers(call, device(call.device), specs))
 
 

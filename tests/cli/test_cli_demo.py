@@ -4,12 +4,15 @@ import numpy as np
 import pytest
 
 from flashgen.device import Device
-from flashgen.errors import NoCompilerError
+from flashgen.errors import NoCompilerError, SimulationError
+from flashgen.simulator import hostcompiler
 
 
 @pytest.fixture
 def no_gpu(tmp_path, monkeypatch):
+    """Neither a GPU nor a C++ compiler."""
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("flashgen.simulator.hostcompiler.why_unavailable", lambda: "install another")
     monkeypatch.setattr("flashgen.device.available", lambda: False)
     monkeypatch.setattr("flashgen.device.why_unavailable", lambda: "there is none")
 
@@ -43,6 +46,7 @@ def test_without_a_compiler_attention_still_runs(no_gpu, no_compiler, short, fla
     assert result.exit_code == 0
     assert "kernels were not compiled: install one" in result.stdout
     assert result.stdout.count("the CPU path") == 3
+    assert "the CUDA was not simulated: install another" in result.stdout
 
 
 def test_a_wrong_result_is_a_failure(no_gpu, no_compiler, short, flashgen, monkeypatch):
@@ -82,3 +86,32 @@ def test_a_gpu_that_cannot_be_used_leaves_the_cpu(no_gpu, short, flashgen, monke
     found = json.loads(result.stdout)
     assert found["place"] == "CPU"
     assert reason in found["why"]
+
+
+@pytest.fixture
+def simulating(no_compiler, short, monkeypatch):
+    """A machine with a C++ compiler only; what it compiles is kept for the next run of the tests."""
+    reason = hostcompiler.why_unavailable()
+    if reason:
+        pytest.skip(reason)
+    monkeypatch.setattr("flashgen.device.available", lambda: False)
+    monkeypatch.setattr("flashgen.device.why_unavailable", lambda: "there is none")
+
+
+def test_with_a_host_compiler_the_cuda_is_simulated(simulating, flashgen):
+    result = flashgen("demo", "--json")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)["simulated"]
+    assert found["variant"].startswith("flash_fwd_hdim64_fp16_causal")
+    assert 0 < found["error"] <= found["allowed"] < 0.1
+    assert f"the CUDA of {found['variant']}, simulated" in flashgen("demo").stdout
+
+
+def test_a_kernel_that_the_simulator_faults_is_a_failure(simulating, flashgen, monkeypatch):
+    def fault(*arguments, **options):
+        raise SimulationError("two threads race", check="race")
+
+    monkeypatch.setattr("flashgen.simulator.runner.simulate", fault)
+    result = flashgen("demo")
+    assert result.exit_code == 1
+    assert "two threads race !" in result.stdout

@@ -135,3 +135,28 @@ def test_a_library_that_breaks_when_loaded_is_reported(machine, flashgen, monkey
         "compiler: RuntimeError: symbol not found"
     ]
     assert flashgen("doctor").exit_code == 1
+
+
+def test_the_simulator_and_its_compiler_are_shown(machine, flashgen, tmp_path):
+    machine()
+    compiler = tmp_path / "my-c++"
+    compiler.write_text("#!/bin/sh\necho 'my compiler 1.0'\n")
+    compiler.chmod(0o755)
+    environment = {"CXX": str(compiler), "FLASHGEN_BACKEND": "simulator", "FLASHGEN_SIMULATOR_ARCH": "sm_90"}
+    code, found = examined(flashgen, **environment)
+    assert code == 0
+    assert found["simulator"] == {"compiler": f"{compiler}: my compiler 1.0", "arch": "sm_90", "why": None}
+    assert found["attention"]["host"]["path"] == "simulator"
+    text = flashgen("doctor", **environment).stdout
+    assert "my compiler 1.0" in text
+    assert "pretends to be sm_90" in text
+
+
+def test_a_simulator_that_was_asked_for_and_cannot_work_is_a_problem(machine, flashgen):
+    machine()
+    environment = {"CXX": "no-such-compiler", "FLASHGEN_BACKEND": "simulator"}
+    code, found = examined(flashgen, **environment, FLASHGEN_SIMULATOR_ARCH="sm_75")
+    assert code == 1
+    assert found["attention"]["host"]["path"] is None
+    assert any("no-such-compiler" in problem for problem in found["problems"])
+    assert any("sm_75" in problem for problem in found["problems"])

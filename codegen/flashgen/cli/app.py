@@ -15,7 +15,7 @@ from flashgen.errors import FlashgenError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-COMMANDS = ("demo", "doctor", "list", "inspect", "build", "cache", "bench")
+COMMANDS = ("demo", "doctor", "list", "inspect", "simulate", "build", "cache", "bench")
 
 
 class CommandGroup(click.Group):
@@ -70,6 +70,7 @@ Start here:
   flashgen doctor                             what attention() would use here
   flashgen list --select head_dim=128         which kernels there are
   flashgen inspect --head-dim 128 --source    read one
+  flashgen simulate NAME                      run its CUDA on the CPU
   flashgen build --arch native                compile before the first call
 
 Exit codes: 0 done, 1 failed, 2 not understood.

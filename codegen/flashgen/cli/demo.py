@@ -44,6 +44,7 @@ class Case:
 
 
 _CPU_TOKENS = 1024
+_SIMULATED = (1, 192, 2, 64)  # shape of q, k and v for the simulator
 _CASES = (
     Case("causal", 4096, 16, 16, 128, "fp16", {"causal": True}),
     Case("16 heads on 2", 4096, 16, 2, 64, "fp16"),
@@ -67,8 +68,9 @@ is more than twice that of the plain formula in the same precision plus 1e-5.
 def command(as_json: bool) -> None:
     """Render and compile a few kernels, run attention, and check it against float64.
 
-    Takes half a minute at most. Without a GPU the kernels are compiled all the same, if there is NVRTC, and
-    attention runs on the CPU.
+    Takes half a minute at most. Without a GPU the kernels are compiled all the same, if there is NVRTC,
+    attention runs on the CPU, and one small problem runs the generated CUDA in the simulator, if there is a
+    C++ compiler.
     """
     from flashgen.build import build
     from flashgen.cli.kernels import places, print_kernels
@@ -94,6 +96,8 @@ def command(as_json: bool) -> None:
         else:
             click.echo(f"kernels were not compiled: {report['no_compiler']}")
     results = [_run(call, gpu) for call in calls]
+    simulated = None if gpu else _simulated()
+    report["simulated"] = simulated
     report["kernels"] = [each.as_dict() for each in built]
     report["results"] = results
     report["sources"] = {call.variant.name: places(call.variant).generated for call in calls}
@@ -101,7 +105,10 @@ def command(as_json: bool) -> None:
         print_json(report)
     else:
         _print_results(results)
+        if simulated:
+            _print_simulated(simulated)
         _print_sources(report["sources"])
+    results += [simulated] if simulated else []
     if any(each.failure for each in built) or not all(result["ok"] for result in results):
         sys.exit(1)
 
@@ -201,6 +208,42 @@ def _run(call: Call, gpu: Device | None) -> dict[str, Any]:
     }
 
 
+def _simulated() -> dict[str, Any]:
+    """One small problem by the generated CUDA on the CPU, or why there is none; ``ok`` unless it is wrong."""
+    import numpy as np
+
+    import flashgen
+    from flashgen.simulator import hostcompiler
+    from flashgen.simulator.check import judge
+
+    why = hostcompiler.why_unavailable()
+    if why:
+        return {"why": why, "ok": True}
+    rng = np.random.default_rng()
+    q, k, v = rng.standard_normal((3, *_SIMULATED), np.float32).astype(np.float16)
+    begin = time.perf_counter()
+    try:
+        plan = flashgen.plan(q, k, v, causal=True, backend="simulator")
+    except flashgen.CompileError as error:
+        return {"why": str(error), "ok": True}
+    compiled = time.perf_counter()
+    out = np.full_like(q, np.nan)
+    found: dict[str, Any] = {"why": "", "variant": plan.variant.name, "shape": list(q.shape)}
+    found["compile_seconds"] = compiled - begin
+    try:
+        plan(q, k, v, out=out)
+    except flashgen.SimulationError as error:
+        return found | {"ok": False, "failure": str(error)}
+    verdict = judge(plan.problem, q, k, v, None, out)
+    return found | {
+        "ok": verdict.ok,
+        "failure": "",
+        "error": verdict.error if np.isfinite(verdict.error) else None,
+        "allowed": verdict.allowed,
+        "seconds": time.perf_counter() - compiled,
+    }
+
+
 def _distance(call: Call, computed: np.ndarray) -> tuple[float, float]:
     """Largest error of the first head against float64, and the largest that is allowed."""
     import numpy as np
@@ -266,6 +309,22 @@ def _short(value: float, units: tuple[tuple[str, float], ...]) -> str:
     unit, factor = next(((u, f) for u, f in units if value >= f), units[-1])
     scaled = value / factor
     return f"{scaled:.{0 if scaled >= 100 else 1 if scaled >= 10 else 2}f} {unit}"
+
+
+def _print_simulated(simulated: dict[str, Any]) -> None:
+    click.echo()
+    if simulated["why"]:
+        click.echo(f"the CUDA was not simulated: {simulated['why']}")
+        return
+    click.echo(f"the CUDA of {simulated['variant']}, simulated on the CPU:")
+    if simulated["failure"]:
+        click.echo(f"  {simulated['failure']} !")
+        return
+    shape = "x".join(map(str, simulated["shape"]))
+    error = "NaN" if simulated["error"] is None else f"{simulated['error']:.1e}"
+    mark = "" if simulated["ok"] else " !"
+    times = f"{simulated['seconds']:.1f} s after {simulated['compile_seconds']:.1f} s of compiling"
+    click.echo(f"  {shape} causal: error {error}, allowed {simulated['allowed']:.1e}{mark}; {times}")
 
 
 def _print_sources(sources: dict[str, str | None]) -> None:

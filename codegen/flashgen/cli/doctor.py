@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import shutil
 import subprocess
@@ -27,6 +28,7 @@ _LIBRARIES = {
     "numpy": ("numpy",),
     "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
     "nvrtc": ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"),
+    "cuda-bindings": ("cuda-bindings",),
     "cuda headers": ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"),
     "nvdisasm": ("nvidia-cuda-nvdisasm", "nvidia-cuda-nvcc-cu12"),
     "torch": ("torch",),
@@ -90,6 +92,7 @@ def examine() -> Report:
     report.probe("gpus", _gpus)
     report.probe("compiler", _compiler)
     report.probe("disassembler", _disassembler)
+    report.probe("simulator", _simulator)
     report.probe("specs", _specs)
     report.probe("cache", _cache)
     report.probe("attention", _attention)
@@ -173,6 +176,24 @@ def _disassembler(report: Report) -> dict[str, Any]:
         return {"path": None, "why": str(error)}
 
 
+def _simulator(report: Report) -> dict[str, Any]:
+    """The C++ compiler that the simulator would use."""
+    from flashgen.errors import FlashgenError
+    from flashgen.simulator import hardware, hostcompiler
+
+    try:
+        arch = hardware.pretend().arch
+    except FlashgenError as error:
+        report.problems.append(f"{hardware.ARCH_VARIABLE} is set: {error}")
+        arch = None
+    try:
+        return {"compiler": str(hostcompiler.find()), "arch": arch, "why": None}
+    except FlashgenError as error:
+        if os.environ.get("CXX"):
+            report.problems.append(str(error))
+        return {"compiler": None, "arch": arch, "why": str(error)}
+
+
 def _specs(report: Report) -> dict[str, Any]:
     from flashgen.spec import load_specs
 
@@ -207,9 +228,15 @@ def _host_path(report: Report) -> dict[str, Any]:
     from flashgen.errors import FlashgenError
 
     try:
-        backend_for(None)
+        backend = backend_for(None)
     except FlashgenError as error:
         return {"path": None, "why": f"FLASHGEN_BACKEND is set: {error}"}
+    if backend == "simulator":
+        simulator = report.facts["simulator"] or {"compiler": None, "why": "the simulator breaks when loaded"}
+        if not simulator["compiler"]:
+            report.problems.append(f"FLASHGEN_BACKEND is simulator: {simulator['why']}")
+            return {"path": None, "why": simulator["why"]}
+        return {"path": "simulator", "why": "FLASHGEN_BACKEND is simulator"}
     return {"path": "cpu", "why": f"blockwise online softmax over the BLAS of NumPy {np.__version__}"}
 
 
@@ -270,6 +297,7 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
     gpus = facts["gpus"] or []
     compiler = facts["compiler"] or {}
     disassembler = facts["disassembler"] or {}
+    simulator = facts["simulator"] or {}
     cache = facts["cache"]
     attention = facts["attention"]
     specs = facts["specs"]
@@ -279,6 +307,8 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
     works = f"{compiler.get('version')}, for {' '.join(compiler.get('archs', []))}"
     machine.append(("compiler", works if compiler.get("works") else f"none: {compiler.get('why')}"))
     machine.append(("disassembler", disassembler.get("path") or f"none: {disassembler.get('why')}"))
+    pretended = f"{simulator.get('compiler')}\npretends to be {simulator.get('arch')}"
+    machine.append(("simulator", pretended if simulator.get("compiler") else f"none: {simulator.get('why')}"))
     if specs:
         machine.append(("specs", "\n".join([*specs["files"], f"{specs['variants']} variants"])))
     if cache:
@@ -298,6 +328,11 @@ def _gpu_line(gpu: dict[str, Any]) -> str:
 
 
 def _path_line(found: dict[str, Any]) -> str:
-    path = {"cpu": "CPU", "kernel": "generated kernel", None: "not possible here"}[found["path"]]
+    path = {
+        "cpu": "CPU",
+        "kernel": "generated kernel",
+        "simulator": "generated kernel on the CPU",
+        None: "not possible here",
+    }[found["path"]]
     example = f"\na causal fp16 call with head_dim 128 takes {found['example']}" if "example" in found else ""
     return f"{path}: {found['why']}{example}"

@@ -1,0 +1,215 @@
+"""`flashgen simulate`: one variant's generated CUDA, run and examined on the CPU."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from dataclasses import asdict
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flashgen.cli.options import json_option, load_variants, specs_option
+
+if TYPE_CHECKING:
+    from flashgen.simulator.example import Example
+    from flashgen.simulator.launch import Access, Report
+    from flashgen.variant import Variant
+
+_GAP = 128  # bytes between rows: they begin at a cache line where they would without it
+_KINDS = {
+    "mma": ("mma_m16n8k16_f16", "mma_m16n8k16_bf16", "mma_m16n8k8_tf32"),
+    "ldmatrix": ("ldmatrix",),
+    "cp.async": ("cp_async",),
+    "cp.async waits": ("cp_async_wait",),
+    "block barriers": ("barriers",),
+    "warp barriers": ("warp_syncs",),
+    "shuffles and votes": ("shuffles", "votes"),
+    "exp2 (threads)": ("exp2",),
+}
+
+
+@click.command(
+    "simulate",
+    epilog="""
+\b
+Examples:
+  flashgen simulate flash_fwd_hdim64_fp16_causal_sm80 --seqlen-q 300
+  flashgen simulate flash_fwd_hdim64_bf16_packgqa_sm80 --heads 8 --kv-heads 2
+  flashgen simulate flash_fwd_hdim64_fp16_local_sm80 --window 64 0 --seeds 20
+  flashgen simulate flash_fwd_hdim64_fp16_sm80 --json | jq .accesses
+  flashgen simulate flash_fwd_hdim64_fp16_sm80 --debug kernel
+
+NAME is a variant's name as `flashgen list` prints it, or the path of its generated file. Inputs are random; a
+seed draws them and the order in which the threads run. Exit code 1 when the kernel does something that a GPU
+forbids, is too far from float64, or gives other bits under another order.
+""",
+)
+@click.argument("name")
+@click.option("--seqlen-q", type=click.IntRange(1), default=128, show_default=True, help="Queries.")
+@click.option("--seqlen-kv", type=click.IntRange(0), default=128, show_default=True, help="Keys.")
+@click.option("--heads", type=click.IntRange(1), help="Query heads. [default: 2; 4 for grouped heads]")
+@click.option("--kv-heads", type=click.IntRange(1), help="Heads of k and v. [default: what fits NAME]")
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Batch entries.")
+@click.option("--head-dim", type=click.IntRange(1), help="Head dim of the call. [default: that of NAME]")
+@click.option("--window", type=int, nargs=2, metavar="LEFT RIGHT", help="For local variants; -1 is no bound.")
+@click.option("--seed", type=int, help="First seed. [default: a fresh one]")
+@click.option("--seeds", type=click.IntRange(1), default=1, show_default=True, help="How many seeds to run.")
+@click.option(
+    "--debug",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Compile without optimisation into DIR and keep source and object there, for gdb.",
+)
+@specs_option
+@json_option
+def command(
+    name: str,
+    seqlen_q: int,
+    seqlen_kv: int,
+    heads: int | None,
+    kv_heads: int | None,
+    batch: int,
+    head_dim: int | None,
+    window: tuple[int, int] | None,
+    seed: int | None,
+    seeds: int,
+    debug: Path | None,
+    specs: Path | None,
+    as_json: bool,
+) -> None:
+    """Run one variant's CUDA on the CPU; print its error, instructions, bank conflicts and skipped tiles.
+
+    Needs a C++ compiler and no GPU. Races, reads of memory that nothing wrote, accesses out of bounds and
+    divergent warps are errors that name block, thread and source line.
+    """
+    from flashgen.cli.output import print_json
+    from flashgen.select import find_one
+    from flashgen.simulator.example import Shape
+
+    variant = find_one(load_variants(specs), name)
+    heads = heads or kv_heads or (2 if variant.gqa == "mha" else 4)
+    shape = Shape(seqlen_q, seqlen_kv, heads, kv_heads, batch, head_dim, window, gap=_GAP)
+    first = secrets.randbits(32) if seed is None else seed
+    found = _run(variant, shape, range(first, first + seeds), debug)
+    if as_json:
+        print_json(found)
+    else:
+        _print(found)
+    if not found["ok"]:
+        sys.exit(1)
+
+
+def _run(variant: Variant, shape: Any, seeds: range, debug: Path | None) -> dict[str, Any]:
+    """Simulate the same inputs under every seed's order of threads."""
+    import numpy as np
+
+    from flashgen.errors import SimulationError
+    from flashgen.render import render
+    from flashgen.simulator.example import make, run
+    from flashgen.simulator.figures import masked_tiles
+    from flashgen.simulator.library import load, load_in
+
+    source = render(variant)
+    begin = time.perf_counter()
+    library = load_in(debug, source, variant.name) if debug else load(source, variant.name)
+    compiled = time.perf_counter() - begin
+    found: dict[str, Any] = {
+        "variant": variant.name,
+        "seed": seeds.start,
+        "seeds": len(seeds),
+        "compile_seconds": compiled,
+    }
+    examples: list[Example] = []
+    report: Report | None = None
+    begin = time.perf_counter()
+    for seed in seeds:
+        example = make(variant, shape, seeds.start)
+        try:
+            report = run(library, variant, example, seed=seed)
+        except SimulationError as error:
+            raise click.ClickException(f"{error}\nseed {seed}") from error
+        examples.append(example)
+    found["seconds"] = (time.perf_counter() - begin) / len(seeds)
+    verdict = examples[0].judge()
+    found["repeatable"] = all(
+        np.array_equal(getattr(examples[0], name), getattr(other, name), equal_nan=True)
+        for other in examples[1:]
+        for name in ("out", "lse")
+    )
+    tiles = masked_tiles(examples[0].problem, variant, examples[0].mask, report)
+    for key, value in asdict(verdict).items():
+        found[key] = None if value is None or not isfinite(value) else value  # JSON has no infinity
+    found["ok"] = verdict.ok and found["repeatable"]
+    found["shape"] = list(examples[0].problem.out_shape)
+    found["seqlen_kv"] = examples[0].problem.seqlen_kv
+    found["num_heads_kv"] = examples[0].problem.num_heads_kv
+    found["counters"] = report.counters
+    found["accesses"] = [_described(access, source) for access in report.accesses]
+    found["tiles"] = asdict(tiles) | {"skipped_share": tiles.skipped_share}
+    return found
+
+
+def _described(access: Access, source: str) -> dict[str, Any]:
+    lines = source.splitlines()
+    text = lines[access.line - 1].strip() if 0 < access.line <= len(lines) else ""
+    return asdict(access) | {"conflicts": access.conflicts, "source": text}
+
+
+def _against(error: float | None, allowed: float) -> str:
+    if error is None:
+        return f"not finite  !, allowed {allowed:.1e}"
+    return f"{error:.1e}{'' if error <= allowed else '  !'}, allowed {allowed:.1e}"
+
+
+def _print(found: dict[str, Any]) -> None:
+    from flashgen.cli.output import Column, counted, print_pairs, print_table, size
+
+    counters, tiles = found["counters"], found["tiles"]
+    run = f"{counted(found['seeds'], 'seed')} from {found['seed']}, {found['seconds']:.2f} s each"
+    pairs = [
+        (
+            "problem",
+            f"{'x'.join(map(str, found['shape']))}, {found['num_heads_kv']} kv heads of "
+            f"{counted(found['seqlen_kv'], 'key')}",
+        ),
+        ("ran", f"{counted(counters['blocks'], 'block')}, {run}"),
+        ("error", _against(found["error"], found["allowed"])),
+        ("error of LSE", _against(found["lse_error"], found["lse_allowed"])),
+    ]
+    if found["seeds"] > 1:
+        pairs.append(("repeatable", "yes" if found["repeatable"] else "no: the order of threads shows  !"))
+    counts = [(title, sum(counters[name] for name in names)) for title, names in _KINDS.items()]
+    pairs.append(("instructions", "\n".join(f"{count:>12,} {title}" for title, count in counts if count)))
+    pairs.append(
+        ("global memory", f"{size(counters['global_bytes_read'])} read, "
+                          f"{size(counters['global_bytes_written'])} written")
+    )  # fmt: skip
+    share = tiles["skipped_share"]
+    skipped = "none is masked" if share is None else f"{share:.0%} of {tiles['masked']} masked ones skipped"
+    pairs.append(("tiles", f"{tiles['total']} of a warp and a block of keys, {skipped}"))
+    print_pairs(pairs, title=found["variant"])
+    click.echo()
+    columns = [Column("line", number=True), Column("access")]
+    columns += [Column(header, number=True) for header in ("instructions", "bytes", "cost", "conflicts")]
+    columns.append(Column("source", optional=True))
+    rows = [
+        [
+            str(each["line"]),
+            each["kind"],
+            f"{each['instructions']:,}",
+            f"{each['bytes']:,}",
+            f"{each['actual']:,}",
+            f"{each['conflicts']:,}",
+            each["source"],
+        ]
+        for each in found["accesses"]
+    ]
+    print_table(columns, rows, ["yellow" if each["conflicts"] else "" for each in found["accesses"]])
+    click.echo(
+        "\ncost: wavefronts of shared memory, 32-byte sectors of global memory; "
+        "conflicts: those beyond the fewest"
+    )

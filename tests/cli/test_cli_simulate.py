@@ -1,0 +1,109 @@
+import json
+import re
+
+import numpy as np
+import pytest
+
+from flashgen.errors import SimulationError
+from flashgen.simulator import hostcompiler
+
+NAME = "flash_fwd_hdim64_fp16_causal_m64_sm80"
+
+
+@pytest.fixture(autouse=True)
+def compiler():
+    reason = hostcompiler.why_unavailable()
+    if reason:
+        pytest.skip(reason)
+
+
+def test_a_variant_is_run_and_described(flashgen):
+    result = flashgen("simulate", NAME, "--seqlen-q", 100, "--seqlen-kv", 200, "--seed", 7, "--json")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert (found["variant"], found["seed"], found["shape"], found["seqlen_kv"]) == (
+        NAME,
+        7,
+        [1, 100, 2, 64],
+        200,
+    )
+    assert 0 < found["error"] <= found["allowed"]
+    assert 0 <= found["lse_error"] <= found["lse_allowed"]
+    assert found["counters"]["mma_m16n8k16_f16"] > 0
+    assert found["counters"]["global_bytes_written"] == 100 * 2 * (64 * 2 + 4)
+    assert found["tiles"]["skipped_share"] == 1
+    kinds = {access["kind"]: access for access in found["accesses"]}
+    assert "ldmatrix" in kinds["ldmatrix"]["source"]
+    assert kinds["ldmatrix"]["conflicts"] == 0
+
+
+def test_a_person_reads_the_same(flashgen):
+    text = flashgen("simulate", NAME, "--seeds", 3).stdout
+    assert re.search(r"^  repeatable +yes$", text, re.MULTILINE)
+    for part in (NAME, "1x128x2x64", "3 seeds", "mma", "masked ones skipped", "conflicts"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("flash_fwd_hdim32_fp16_local_m64_sm80", ("--window", 20, 3)),
+        ("flash_fwd_hdim32_bf16_dense_m64_packgqa_sm80", ("--heads", 6, "--kv-heads", 2, "--batch", 2)),
+        ("flash_fwd_hdim32_fp32_m64_gqa_sm80", ("--head-dim", 20, "--seqlen-kv", 0)),
+    ],
+)
+def test_options_of_other_variants(name, options, flashgen):
+    result = flashgen("simulate", name, "--seqlen-q", 50, *options, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["ok"]
+
+
+def test_debugging_keeps_source_and_object(flashgen, tmp_path):
+    result = flashgen("simulate", NAME, "--seqlen-q", 16, "--seqlen-kv", 16, "--debug", tmp_path)
+    assert result.exit_code == 0
+    assert {path.name for path in tmp_path.iterdir()} >= {f"{NAME}.cu", f"{NAME}.so"}
+
+
+def test_what_a_gpu_forbids_is_one_message_and_a_failure(flashgen, monkeypatch):
+    def fault(*arguments, seed, **options):
+        raise SimulationError("block 0, thread 5: race", check="race")
+
+    monkeypatch.setattr("flashgen.simulator.example.run", fault)
+    result = flashgen("simulate", NAME, "--seed", 11)
+    assert result.exit_code == 1
+    assert result.stderr == "Error: block 0, thread 5: race\nseed 11\n"
+
+
+def test_wrong_and_unrepeatable_results_are_failures(flashgen, monkeypatch):
+    from flashgen.simulator import example
+
+    right = example.run
+
+    def spoilt(library, variant, given, *, seed):
+        report = right(library, variant, given, seed=seed)
+        given.out[0, 3, 1, 5] += np.float16(seed)
+        return report
+
+    monkeypatch.setattr(example, "run", spoilt)
+    found = json.loads(flashgen("simulate", NAME, "--seed", 1, "--seeds", 2, "--json").stdout)
+    assert not found["ok"]
+    assert not found["repeatable"]
+    assert found["error"] > found["allowed"]
+    result = flashgen("simulate", NAME, "--seed", 1, "--seeds", 2)
+    assert result.exit_code == 1
+    assert "the order of threads shows" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("flash_fwd_hdim64_fp16_casual_m64_sm80",), "did you mean"),
+        ((NAME, "--heads", 4, "--kv-heads", 2), "one query head to a kv head"),
+        ((NAME, "--head-dim", 72), "holds at most 64"),
+        ((NAME, "--head-dim", 12), "needs a multiple of 8"),
+    ],
+)
+def test_what_does_not_fit_the_variant(arguments, message, flashgen):
+    result = flashgen("simulate", *arguments)
+    assert result.exit_code == 1
+    assert message in result.stderr
