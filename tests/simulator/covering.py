@@ -1,0 +1,68 @@
+"""A small set of variants that has every value of every axis, every tile, and all pairs of values."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from flashgen.dispatch import FAMILY
+from flashgen.simulator.example import Shape
+from flashgen.simulator.library import supports
+from flashgen.spec import load_specs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from flashgen.variant import Variant
+
+# The shipped forward variants that can be simulated, by name.
+VARIANTS = {
+    variant.name: variant
+    for spec in load_specs()
+    if spec.family == FAMILY
+    for variant in spec.variants()
+    if supports(variant)
+}
+
+
+def traits(variant: Variant) -> set[tuple]:
+    """What the set must have: each tile of a target with each mask type, and all pairs of axis values,
+    target, loop and name of the tile.
+    """
+    values = [*variant.axes, ("target", variant.target), ("groups", variant.tile_value("groups"))]
+    values.append(("tile_name", variant.tile_name))
+    return {*combinations(values, 2), (variant.target, variant.tile, variant.mask_type)}
+
+
+def work(variant: Variant) -> int:
+    """How long it takes to simulate, roughly: the cheapest of equals is taken."""
+    tile = variant.tile_value("block_m") * variant.tile_value("block_n")
+    return tile * variant.head_dim * (3 if variant.dtype == "fp32" else 1)
+
+
+def covering(variants: Iterable[Variant]) -> list[Variant]:
+    """Greedily, the variant with the most traits that are still missing, until none is."""
+    pool = sorted(variants, key=lambda variant: (work(variant), variant.name))
+    missing = set().union(*map(traits, pool))
+    chosen = []
+    while missing:
+        best = max(pool, key=lambda variant: len(traits(variant) & missing))
+        missing -= traits(best)
+        chosen.append(best)
+    return sorted(chosen, key=lambda variant: variant.name)
+
+
+def shapes(variant: Variant) -> list[Shape]:
+    """Problems for a variant: ragged tiles with a short head dim; few queries on many keys, in a batch; more
+    queries than keys, some of which see none.
+    """
+    rows, keys = variant.tile_value("block_m"), variant.tile_value("block_n")
+    step = 4 if variant.dtype == "fp32" else 8
+    smaller = {32: 0, 64: 32, 96: 64, 128: 96, 192: 128, 256: 192}[variant.head_dim]
+    heads, kv_heads = (2, 2) if variant.gqa == "mha" else (3, 1)
+    window = {"window": (keys, 3)} if variant.mask_type == "local" else {}
+    return [
+        Shape(rows // heads + 17, 2 * keys + 5, heads, kv_heads, head_dim=variant.head_dim - step, **window),
+        Shape(7, 3 * keys - 1, heads, kv_heads, batch=2, head_dim=smaller + step, mask="k", mask_alignment=1),
+        Shape(rows // 2 + keys, keys, heads, kv_heads, mask="hqk", mask_alignment=4, return_lse=False),
+    ]

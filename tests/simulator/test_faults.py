@@ -1,0 +1,54 @@
+"""Each fault planted into a rendered kernel is found, and by the check that it should be found by."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashgen.errors import SimulationError
+from flashgen.render import render
+from flashgen.simulator.example import make, run
+from flashgen.simulator.library import load
+from simulator.covering import VARIANTS
+from simulator.faults import FAULTS, WRONG
+
+
+def named(cases):
+    return pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name) for fault in cases])
+
+
+def verdict_of(source, variant, shape, seed):
+    """The check that found something, or None; and the SimulationError, if it was one."""
+    example = make(variant, shape, seed)
+    try:
+        run(load(source, variant.name), variant, example, seed=seed)
+    except SimulationError as error:
+        return error.check, error
+    return (None if example.judge().ok else WRONG), None
+
+
+def test_there_are_enough_faults_of_different_names():
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 20
+
+
+@named(FAULTS)
+def test_a_planted_fault_is_found(fault, compiler, fresh_seed):
+    variant = VARIANTS[fault.variant]
+    planted = fault.plant(render(variant))
+    check, error = verdict_of(planted, variant, fault.shape, fresh_seed)
+    assert check in fault.caught
+    if error is not None:
+        assert error.kernel == variant.name
+        assert variant.name in str(error)
+        assert error.line is None or 0 < error.line <= planted.count("\n")
+
+
+CLEAN = sorted({(fault.variant, fault.shape) for fault in FAULTS}, key=str)
+
+
+@pytest.mark.parametrize(("name", "shape"), CLEAN, ids=str)
+def test_without_it_nothing_is_found(name, shape, compiler, fresh_seed):
+    """Under 20 orders of threads."""
+    variant = VARIANTS[name]
+    source = render(variant)
+    found = [verdict_of(source, variant, shape, seed) for seed in range(fresh_seed, fresh_seed + 20)]
+    assert found == [(None, None)] * 20

@@ -1,0 +1,93 @@
+"""A covering set of the shipped kernels, simulated on ragged, short, empty and masked problems."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from flashgen.render import render
+from flashgen.simulator import hardware
+from flashgen.simulator.example import Shape, make, run
+from flashgen.simulator.library import load
+from simulator.covering import VARIANTS, covering, shapes, traits
+
+COVERING = covering(VARIANTS.values())
+
+
+def simulated(variant, shape, seed, **options):
+    """The example after the kernel ran on it; AssertionError if it is too far from float64."""
+    example = make(variant, shape, seed)
+    run(load(render(variant), variant.name), variant, example, seed=seed, **options)
+    verdict = example.judge()
+    assert verdict.ok, f"{variant.name}, {shape}: {verdict}"
+    return example
+
+
+def test_the_set_has_every_value_of_every_axis_and_every_tile():
+    for spec in {variant.spec for variant in VARIANTS.values()}:
+        whole = [variant for variant in VARIANTS.values() if variant.spec == spec]
+        chosen = [variant for variant in COVERING if variant.spec == spec]
+        for axis in range(len(whole[0].axes)):
+            assert {v.axes[axis] for v in chosen} == {v.axes[axis] for v in whole}
+        assert {(v.target, v.tile) for v in chosen} >= {(v.target, v.tile) for v in whole}
+        assert set().union(*map(traits, chosen)) == set().union(*map(traits, whole))
+    assert len(COVERING) < len(VARIANTS) / 8
+
+
+@pytest.mark.parametrize("variant", COVERING, ids=lambda variant: variant.name)
+def test_variant(variant, compiler, fresh_seed):
+    for shape in shapes(variant):
+        simulated(variant, shape, fresh_seed)
+
+
+SMALL = ("flash_fwd_hdim32_bf16_causal_m64_sm80", "flash_fwd_hdim32_fp16_dense_m64_packgqa_sm80")
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(1, 1), (3, 0), (64, 64), (65, 63), (1, 200), (200, 1)])
+def test_lengths_at_the_edges_of_tiles(name, seqlen_q, seqlen_kv, compiler, fresh_seed):
+    simulated(VARIANTS[name], Shape(seqlen_q, seqlen_kv), fresh_seed)
+
+
+@pytest.mark.parametrize("window", [(0, 0), (-1, 5), (5, -1), (3, 300), (64, 0)])
+def test_windows(window, compiler, fresh_seed):
+    variant = VARIANTS["flash_fwd_hdim32_fp16_local_m64_sm80"]
+    simulated(variant, Shape(90, 130, window=window), fresh_seed)
+
+
+def test_causal_top_left(compiler, fresh_seed):
+    variant = VARIANTS["flash_fwd_hdim32_bf16_causal_m64_sm80"]
+    simulated(variant, Shape(150, 70, top_left=True), fresh_seed)
+
+
+@pytest.mark.parametrize("mask", ["bhqk", "b1qk", "1hqk", "qk", "1k", "k"])
+@pytest.mark.parametrize("alignment", [16, 4, 1])
+def test_masks_that_are_broadcast_and_misaligned(mask, alignment, compiler, fresh_seed):
+    variant = VARIANTS["flash_fwd_hdim32_fp16_dense_m64_packgqa_sm80"]
+    shape = Shape(50, 100, heads=4, kv_heads=2, batch=2, mask=mask, mask_alignment=alignment)
+    simulated(variant, shape, fresh_seed)
+
+
+@pytest.mark.parametrize(
+    "name", ["flash_fwd_hdim32_bf16_m64_gqa_sm80", "flash_fwd_hdim32_bf16_causal_m64_sm80"]
+)
+def test_the_size_of_the_cache_changes_the_order_of_tiles_only(name, compiler, fresh_seed):
+    variant = VARIANTS[name]
+    shape = Shape(130, 100, heads=6, kv_heads=6 if variant.gqa == "mha" else 3, batch=3)
+    large = hardware.pretend()
+    small = dataclasses.replace(large, l2_bytes=4 * 2 * 100 * variant.head_dim * 2)
+    results = [simulated(variant, shape, fresh_seed, device=device) for device in (large, small)]
+    assert np.array_equal(results[0].out, results[1].out)
+
+
+def test_neither_the_order_of_threads_nor_their_number_changes_a_bit(compiler, fresh_seed):
+    variant = VARIANTS["flash_fwd_hdim32_fp16_causal_sm80"]
+    library = load(render(variant), variant.name)
+    results = []
+    for seed, threads in ((1, 1), (2, 1), (3, 2), (4, 5)):
+        example = make(variant, Shape(300, 400, heads=3), fresh_seed)
+        run(library, variant, example, seed=seed, threads=threads)
+        results.append((example.out.tobytes(), example.lse.tobytes()))
+    assert len(set(results)) == 1
