@@ -62,8 +62,7 @@ def parameters(problem: Problem, variant: Variant, device: Device) -> dict[str, 
 
     Strides are in elements (of the mask: bytes). ``scale_log2`` is the softmax scale times log2(e), for exp2.
     ``num_row_blocks`` is the tiles of one (batch, head). ``heads_per_section`` is how many heads of the grid,
-    counted over the batch, share the L2 cache: as many as have their keys and values in it, in sections of
-    equal size.
+    counted over the batch, have their tiles launched together, so that keys and values are shared in L2.
     ``mask_vector_width`` is the bytes of the mask, 1, 4, 8 or 16, that every row allows to load at once from
     an aligned pointer.
     """
@@ -102,12 +101,18 @@ def vector_width(*numbers: int) -> int:
 
 
 def _heads_per_section(problem: Problem, variant: Variant, device: Device) -> int:
-    pair = 2 * problem.seqlen_kv * problem.head_dim * problem.element_bytes
-    pairs = max(1, problem.batch * problem.num_heads_kv)  # an empty batch is not launched, but has a struct
-    fitting = max(1, min(pairs, device.l2_bytes // pair if pair else pairs))
-    # Sections of equal size: a small last one would leave multiprocessors idle while its longest tiles run.
-    sections = -(-pairs // fitting)
-    return -(-pairs // sections) * heads(problem, variant) // problem.num_heads_kv
+    # Tiles that run at the same time should share keys and values, so that they come from L2: a section of
+    # as many tiles as multiprocessors is enough. Where tiles differ in length they balance best in few
+    # sections, but with more heads than a third of the multiprocessors too few tiles of a head run at a time.
+    row_blocks = max(1, -(-rows(problem, variant) // variant.tile_value("block_m")))
+    wanted = -(-device.num_sms // row_blocks)
+    if problem.mask_type in ("causal", "local"):
+        wanted = max(wanted, device.num_sms // 3)
+    kv_heads = max(1, problem.batch * problem.num_heads_kv)  # an empty batch is not launched, but has a struct
+    heads_of_kv_head = max(1, heads(problem, variant) // max(1, problem.num_heads_kv))
+    # Equal sizes: a small last section would leave multiprocessors idle while its longest tiles run.
+    sections = -(-kv_heads // max(1, -(-wanted // heads_of_kv_head)))
+    return -(-kv_heads // sections) * heads_of_kv_head
 
 
 class Launcher:

@@ -32,6 +32,7 @@ MASKINGS: dict[str, dict[str, Any]] = {
     "dense": {"mask": Mask()},
 }
 HEADS = {"mha": ((3, 3), (2, 2)), "gqa": ((6, 2), (4, 1)), "packed": ((6, 2), (16, 1))}
+HEADS_THAT_DIVIDE_A_TILE = ((8, 2), (16, 1))  # for a tensor map whose box holds whole groups
 
 
 def of_variant(variant: Variant, smaller: int) -> list[Case]:
@@ -39,7 +40,8 @@ def of_variant(variant: Variant, smaller: int) -> list[Case]:
     dims, one or few queries, more queries than keys. ``smaller`` is as from ``smaller_head_dim``."""
     rows, keys = variant.tile_value("block_m"), variant.tile_value("block_n")
     narrow = smaller + STEPS[variant.dtype]
-    (q, kv), (other_q, other_kv) = HEADS[variant.gqa]
+    boxed = variant.gqa == "packed" and any(param.ctype == "tensor_map" for param in variant.params)
+    (q, kv), (other_q, other_kv) = HEADS_THAT_DIVIDE_A_TILE if boxed else HEADS[variant.gqa]
     few = 1 if variant.mask_type in ("none", "dense") else 7
     ragged = Case(2, rows + 17, 4 * keys + 5, q, kv, variant.head_dim, variant.dtype)
     exact = Case(
