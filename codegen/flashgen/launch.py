@@ -108,7 +108,8 @@ def _heads_per_section(problem: Problem, variant: Variant, device: Device) -> in
     wanted = -(-device.num_sms // row_blocks)
     if problem.mask_type in ("causal", "local"):
         wanted = max(wanted, device.num_sms // 3)
-    kv_heads = max(1, problem.batch * problem.num_heads_kv)  # an empty batch is not launched, but has a struct
+    # An empty batch is not launched, but has a struct.
+    kv_heads = max(1, problem.batch * problem.num_heads_kv)
     heads_of_kv_head = max(1, heads(problem, variant) // max(1, problem.num_heads_kv))
     # Equal sizes: a small last section would leave multiprocessors idle while its longest tiles run.
     sections = -(-kv_heads // max(1, -(-wanted // heads_of_kv_head)))
