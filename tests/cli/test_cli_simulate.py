@@ -107,3 +107,10 @@ def test_what_does_not_fit_the_variant(arguments, message, flashgen):
     result = flashgen("simulate", *arguments)
     assert result.exit_code == 1
     assert message in result.stderr
+
+
+def test_a_kernel_of_instructions_without_host_bodies_is_refused(flashgen, monkeypatch, tmp_path):
+    monkeypatch.setattr("flashgen.simulator.library.INCLUDE", tmp_path)
+    result = flashgen("simulate", NAME)
+    assert result.exit_code == 1
+    assert "flashgen/sm80.cuh, which has no host bodies" in result.stderr

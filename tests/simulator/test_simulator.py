@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -163,6 +164,14 @@ def test_a_plan_is_called_again_and_writes_into_what_it_is_given(compiler):
     out.flags.writeable = False
     with pytest.raises(flashgen.BadParam, match="out is read-only"):
         plan(q, k, v, out=out)
+
+
+def test_a_small_problem_is_a_matter_of_a_second(compiler):
+    variant = VARIANTS["flash_fwd_hdim64_fp16_causal_sm80"]
+    loaded, example = library.load(render(variant), variant.name), make(variant, Shape(256, 256), 0)
+    begin = time.perf_counter()
+    run(loaded, variant, example, threads=1)
+    assert time.perf_counter() - begin < 2
 
 
 # Memory and figures.

@@ -89,8 +89,11 @@ def command(
     from flashgen.cli.output import print_json
     from flashgen.select import find_one
     from flashgen.simulator.example import Shape
+    from flashgen.simulator.library import supports
 
     variant = find_one(load_variants(specs), name)
+    if not supports(variant):
+        raise click.ClickException(f"{variant.name} includes {variant.header}, which has no host bodies yet")
     heads = heads or kv_heads or (2 if variant.gqa == "mha" else 4)
     shape = Shape(seqlen_q, seqlen_kv, heads, kv_heads, batch, head_dim, window, gap=_GAP)
     first = secrets.randbits(32) if seed is None else seed
