@@ -41,7 +41,6 @@ _ENGINE_OPTIONS = (*_COMMON, "-O2", "-g")
 _KERNEL_OPTIONS = (
     *_COMMON,
     "-O1",
-    "-g",
     "-ffp-contract=off",
     "-ftrivial-auto-var-init=pattern",
     "-fno-strict-aliasing",
@@ -211,8 +210,9 @@ def load(source: str, name: str, cache: CubinCache | None = None) -> Library:
 
     def build() -> bytes:
         with tempfile.TemporaryDirectory(prefix="flashgen-") as folder:
-            # Messages and debug information name the file alone: the folder is gone when they are read.
-            options = (*_KERNEL_OPTIONS, f"-ffile-prefix-map={folder}/=")
+            # Messages name the file alone, for the folder is gone when they are read. Stripped, an object takes
+            # a twentieth of the room.
+            options = (*_KERNEL_OPTIONS, "-s", f"-ffile-prefix-map={folder}/=")
             return _build(compiler, source, name, definitions, Path(folder), options, cache).read_bytes()
 
     payload = (cache or caches.default()).get_or_build(key, build)
