@@ -256,15 +256,15 @@ __device__ __forceinline__ void hide_late_keys(const Params& params, float (&sco
     }
 }
 
-// A float as the sum of two TF32 numbers: its upper bits, and what they leave, of which the matrix instruction reads the
-// upper bits in turn. With a = a_high + a_low and b = b_high + b_low, a b is a_low b_high + a_high b_low + a_high b_high
-// up to 2^-20 of its size: three products on the tensor cores for nearly the accuracy of fp32.
+// A float as the sum of two TF32 numbers: itself rounded to the upper bits, and what that leaves, of which the matrix
+// instruction reads the upper bits in turn. With a = a_high + a_low and b = b_high + b_low, a b is a_low b_high +
+// a_high b_low + a_high b_high up to 2^-21 of its size: three products on the tensor cores for nearly the accuracy of fp32.
 struct SplitFragmentA {
     uint32_t high[4], low[4];
 };
 
 __device__ __forceinline__ void split(float value, uint32_t& high, uint32_t& low) {
-    high = __float_as_uint(value) & kTf32Bits;
+    high = (__float_as_uint(value) + kTf32Half) & kTf32Bits;
     low = __float_as_uint(value - __uint_as_float(high));
 }
 

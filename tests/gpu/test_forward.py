@@ -229,7 +229,8 @@ def test_three_dimensions_give_the_bits_of_four(masking):
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_negative_strides_give_the_same_bits(axis):
     cupy = pytest.importorskip("cupy")
-    case = Case(3, 150, 210, 4, 4, 64, "fp16", causal=True, layout="contiguous")
+    # fp32, which one family serves whatever the strides: another family adds up in another order.
+    case = Case(3, 150, 210, 4, 4, 64, "fp32", causal=True, layout="contiguous")
     arrays = make(case, "cuda", new_seed())
     torch.cuda.synchronize()
     q, k, v = (cupy.flip(cupy.asarray(x), axis) for x in (arrays.q, arrays.k, arrays.v))

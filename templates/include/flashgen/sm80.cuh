@@ -133,6 +133,7 @@ __device__ __forceinline__ void mma_m16n8k16<bf16>(float (&accumulator)[4], cons
 
 // The bits of a float that make its TF32 number: sign, exponent and 10 bits of the mantissa.
 constexpr uint32_t kTf32Bits = 0xffffe000;
+constexpr uint32_t kTf32Half = 0x00001000;  // half a unit of its last place
 
 // mma.m16n8k8: accumulator (16x8, fp32) += a (16x8) . b (8x8), a and b floats of which only kTf32Bits are read.
 __device__ __forceinline__ void mma_m16n8k8_tf32(float (&accumulator)[4], const uint32_t (&a)[4], uint32_t b0,

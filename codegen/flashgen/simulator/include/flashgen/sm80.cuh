@@ -105,6 +105,7 @@ inline void mma_m16n8k16(float (&accumulator)[4], const uint32_t (&a)[4], uint32
 }
 
 constexpr uint32_t kTf32Bits = 0xffffe000;
+constexpr uint32_t kTf32Half = 0x00001000;  // half a unit of its last place
 
 inline void mma_m16n8k8_tf32(float (&accumulator)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                              flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
