@@ -210,7 +210,7 @@ def load(source: str, name: str, cache: CubinCache | None = None) -> Library:
 
     def build() -> bytes:
         with tempfile.TemporaryDirectory(prefix="flashgen-") as folder:
-            # Messages name the file alone, for the folder is gone when they are read. Stripped, an object takes
+            # Messages name the file alone: the folder is gone when they are read. Stripped, an object takes
             # a twentieth of the room.
             options = (*_KERNEL_OPTIONS, "-s", f"-ffile-prefix-map={folder}/=")
             return _build(compiler, source, name, definitions, Path(folder), options, cache).read_bytes()
