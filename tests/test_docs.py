@@ -8,6 +8,7 @@ An HTML comment before a fenced block says what a test does with it:
     <!-- edit: FILE -->   a diff that is applied to FILE there
     <!-- output -->       each line must occur in what the last block printed; `...` stands for anything
     <!-- needs: A B -->   a Python block that needs libraries, or a `gpu`
+    <!-- quotes: FILE --> pieces of FILE in their order there; a line `...` stands for what lies between two
 
 Python blocks without `run` are run by themselves, and those without a comment must run anywhere.
 """
@@ -35,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 REFERENCE = ROOT / "docs" / "spec-reference.md"
 WALKTHROUGH = ROOT / "docs" / "add-a-variant.md"
+READING = ROOT / "docs" / "reading-a-kernel.md"
 
 _BLOCK = re.compile(
     r"^(?:<!-- (?P<mark>[^\n]*?) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
@@ -69,6 +71,7 @@ def blocks(page):
 
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
+QUOTES = [b for b in BLOCKS if b.mark.startswith("quotes: ")]
 SNIPPETS = [b for b in BLOCKS if b.language == "python" and not b.mark.startswith("run")]
 
 
@@ -147,6 +150,29 @@ def apply(path, block):
 def matches(line, printed):
     words = r"\s+".join(re.escape(word) for word in line.split())
     return re.search(words.replace(re.escape("..."), r"[^\n]*?"), printed)
+
+
+@pytest.mark.parametrize("block", QUOTES, ids=str)
+def test_a_quote_stands_in_the_file(block):
+    file = ROOT / block.mark.removeprefix("quotes: ")
+    lines = file.read_text(encoding="utf-8").splitlines()
+    at = 0
+    for piece in block.text.split("...\n"):
+        quoted = piece.splitlines()
+        places = (i for i in range(at, len(lines)) if lines[i : i + len(quoted)] == quoted)
+        assert quoted, f"{block}: nothing between two ..."
+        at = next(places, -1)
+        assert at >= 0, f"{block}: not in {file.name} in this order:\n{piece}"
+        at += len(quoted)
+
+
+def test_the_reading_names_what_is_in_the_kernel():
+    text = READING.read_text(encoding="utf-8")
+    (file,) = {b.mark.removeprefix("quotes: ") for b in blocks(READING)}
+    source = (ROOT / file).read_text(encoding="utf-8")
+    names = re.findall(r"`([A-Za-z]\w*(?:\.\w+)?(?:<\d>)?)`", _BLOCK.sub("", text))
+    assert names
+    assert not [name for name in names if name not in source]
 
 
 def command_lines():
@@ -281,7 +307,16 @@ def test_the_reference_has_the_tile_keys_of_the_shipped_spec():
 
 
 def test_axes_in_the_readme_are_those_of_the_shipped_specs():
-    shipped = {value for spec in load_specs() for value in spec.axes["head_dim"]}
-    row = re.search(r"^\| head dimension \|(.*)$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)[1]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in row.split("|")] for row in re.findall(r"^\| (.*) \|$", text, re.M)]
+    targets = next(row[1:] for row in rows if row[0] == "target")
+    specs = {", ".join(f"`{target}`" for target in spec.targets): spec for spec in load_specs()}
+    assert set(targets) == set(specs)
+    for axis in specs[targets[0]].axes:
+        listed = next(row[1:] for row in rows if row[0] == f"`{axis}`")
+        assert listed == [", ".join(map(str, specs[target].axes[axis])) for target in targets]
+
+    shipped = {value for spec in specs.values() for value in spec.axes["head_dim"]}
+    row = re.search(r"^\| head dimension \|(.*)$", text, re.M)[1]
     listed = re.search(r"Kernels exist for ([\d, and]+);", row)[1]
     assert list(map(int, re.findall(r"\d+", listed))) == sorted(shipped)
