@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Window = tuple[int, int]
 
 _ALIGNMENT = 256  # bytes, of a fresh allocation on a GPU
+_GUARD_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -162,10 +163,12 @@ def _within_nan(shape: tuple[int, ...], dtype: str, gap: int) -> np.ndarray:
     element = np.dtype({"fp16": np.float16, "bf16": np.uint16, "fp32": np.float32}[dtype])
     batch, seqlen, heads, width = shape
     whole = (batch, seqlen + 1, heads + 1, width + gap // element.itemsize)
-    # Aligned as memory of a GPU would be, so that sectors are counted as there.
-    memory = np.full(math.prod(whole) * element.itemsize + _ALIGNMENT, 0xFF, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
+    # Aligned as memory of a GPU would be, so that sectors are counted as there. Behind it a guard of as many rows as a
+    # block has, so that what reads past the end of one array does not meet the next.
     size = math.prod(whole) * element.itemsize
+    guard = _GUARD_ROWS * math.prod(whole[2:]) * element.itemsize
+    memory = np.full(size + guard + _ALIGNMENT, 0xFF, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
     return memory[start : start + size].view(element).reshape(whole)[:, :seqlen, :heads, :width]
 
 
@@ -185,7 +188,7 @@ def _mask(rng: np.random.Generator, shape: Shape) -> np.ndarray:
     if alignment < 16 and stride % (2 * alignment) == 0:
         stride += alignment
     count = math.prod(size[:-1]) * stride
-    memory = rng.integers(1, 256, count + _ALIGNMENT, np.uint8)
+    memory = rng.integers(1, 256, count + _GUARD_ROWS * stride + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     mask = memory[start : start + count].reshape(*size[:-1], stride)[..., :keys]
     mask[...] = np.where(hidden, mask, 0)
