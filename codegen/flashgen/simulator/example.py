@@ -163,8 +163,8 @@ def _within_nan(shape: tuple[int, ...], dtype: str, gap: int) -> np.ndarray:
     element = np.dtype({"fp16": np.float16, "bf16": np.uint16, "fp32": np.float32}[dtype])
     batch, seqlen, heads, width = shape
     whole = (batch, seqlen + 1, heads + 1, width + gap // element.itemsize)
-    # Aligned as memory of a GPU would be, so that sectors are counted as there. Behind it a guard of as many rows as a
-    # block has, so that what reads past the end of one array does not meet the next.
+    # Aligned as memory of a GPU would be, so that sectors are counted as there. Behind it a guard of as many
+    # rows as a block has at most, so that what reads past the end of one array does not meet the next.
     size = math.prod(whole) * element.itemsize
     guard = _GUARD_ROWS * math.prod(whole[2:]) * element.itemsize
     memory = np.full(size + guard + _ALIGNMENT, 0xFF, np.uint8)
