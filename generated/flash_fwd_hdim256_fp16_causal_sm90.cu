@@ -168,7 +168,7 @@ struct RingPosition {
     }
 };
 
-// Fetches kRows rows of K or V of one head, panel by panel; rows past the last and columns past head_dim become zeros.
+// Fetches kBlockN rows of K or V of one head, panel by panel; rows past the last and columns past head_dim become zeros.
 __device__ __forceinline__ void fetch_block(shared_address destination, const tensor_map& map, shared_address full,
                                             int first_row, int head, int batch) {
     mbarrier_arrive_expect_tx(full, kStageBytes);

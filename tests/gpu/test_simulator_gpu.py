@@ -1,0 +1,77 @@
+"""The simulator against the GPU: the same source, the same bytes, nearly the same numbers.
+
+Both add the same products in the same order. What may differ is the last bits of a matrix instruction's sum and
+of 2^x, and through them the rounding of a weight and of an output to 16 bits: a unit of the dtype each, relative
+to the largest element of V, which bounds every output.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+import numpy as np
+import pytest
+
+from flashgen import kernel
+from flashgen.device import device
+from flashgen.dispatch import runs_on
+from flashgen.launch import Launcher
+from flashgen.render import render
+from flashgen.simulator import hostcompiler
+from flashgen.simulator.example import make, run
+from flashgen.simulator.library import load
+from simulator.covering import VARIANTS, covering, shapes
+
+pytestmark = pytest.mark.gpu
+
+UNIT = {"fp16": 2**-10, "bf16": 2**-7, "fp32": 2**-18}
+
+
+def on_gpu(x: np.ndarray):
+    """A copy of the memory that ``x`` is a view of, and the address of ``x`` in it."""
+    import cupy
+
+    memory = x
+    while isinstance(memory.base, np.ndarray):
+        memory = memory.base
+    copy = cupy.asarray(memory)
+    return copy, copy.data.ptr + x.ctypes.data - memory.ctypes.data, memory
+
+
+def numbers(x: np.ndarray, dtype: str) -> np.ndarray:
+    """As float64, bits of bfloat16 as what they mean."""
+    if dtype == "bf16":
+        x = (np.ascontiguousarray(x).astype(np.uint32) << 16).view(np.float32)
+    return x.astype(np.float64)
+
+
+@pytest.mark.parametrize("variant", covering(VARIANTS.values()), ids=lambda variant: variant.name)
+def test_simulator_and_gpu_agree(variant):
+    gpu = device(0)
+    if not runs_on(variant, gpu):
+        pytest.skip(f"{gpu} does not run it")
+    if reason := hostcompiler.why_unavailable():
+        pytest.skip(reason)
+    loaded = kernel.load(variant, gpu)
+    seed = secrets.randbits(32)
+    for shape in shapes(variant):
+        example = make(variant, shape, seed)
+        copies = [on_gpu(x) if x is not None else None for x in example.arrays]
+        run(load(render(variant), variant.name), variant, example, seed=seed, device=gpu)
+
+        import cupy
+
+        launcher = Launcher(example.problem, variant, gpu, loaded)
+        launcher((), tuple(copy[1] if copy else 0 for copy in copies), cupy.cuda.get_current_stream().ptr)
+        _, _, _, _, out, lse = copies
+        back = out[0].get()
+        start = example.out.ctypes.data - out[2].ctypes.data
+        mine = numbers(example.out, variant.dtype)
+        theirs = np.lib.stride_tricks.as_strided(
+            back.view(np.uint8)[start:].view(example.out.dtype), example.out.shape, example.out.strides
+        )
+        largest = np.abs(numbers(example.v, variant.dtype)).max(initial=1.0)
+        error = np.abs(mine - numbers(theirs, variant.dtype)).max(initial=0.0)
+        assert error <= 2 * UNIT[variant.dtype] * largest, f"{shape}, seed {seed}"
+        if lse:
+            np.testing.assert_allclose(lse[0].get().reshape(example.lse.shape), example.lse, 1e-5, 1e-5)
