@@ -1,8 +1,8 @@
 """The simulator against the GPU: the same source, the same bytes, nearly the same numbers.
 
-Both add the same products in the same order. What may differ is the last bits of a matrix instruction's sum and
-of 2^x, and through them the rounding of a weight and of an output to 16 bits: a unit of the dtype each, relative
-to the largest element of V, which bounds every output.
+Both add the same products in the same order. What may differ is the last bits of a matrix instruction's sum
+and of 2^x, and through them the rounding of a weight and of an output to 16 bits: a unit of the dtype each,
+relative to the largest element of V, which bounds every output.
 """
 
 from __future__ import annotations
