@@ -62,7 +62,7 @@ struct Params {
     int32_t seqlen_kv;
     int32_t head_dim;                     // of the call, at most kHeadDim; the rest is predicated
     int32_t num_row_blocks;               // tiles of one head
-    int32_t heads_per_section;            // heads whose keys and values share L2
+    int32_t heads_per_section;            // heads whose tiles are launched together
     float scale_log2;                     // softmax_scale * log2(e)
 };
 static_assert(sizeof(Params) == 176);
@@ -102,7 +102,8 @@ struct Tile {
 };
 
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
-    // Heads are launched in sections whose keys and values fit in L2 together. Within a section the row blocks come
+    // Heads are launched in sections, so that the tiles of a head, which share its keys and values in L2, run at about
+    // the same time. Within a section the row blocks come
     // one after another for all heads.
     const int num_heads = params.num_heads_q;
     const int section = index / (params.heads_per_section * params.num_row_blocks);
@@ -327,11 +328,6 @@ __device__ __forceinline__ void multiply_pv(float (&output)[kRowTiles][kDimTiles
 constexpr float kSlack = 8.0f;
 constexpr float kNoReference = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
 
-struct RowState {
-    float reference[kRowTiles][2];  // log2 domain; rows g and g + 8 of a 16-row tile
-    float sum[kRowTiles][2];        // this lane's share of the row's sum of weights
-};
-
 __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
     return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
@@ -341,6 +337,11 @@ __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
 }
+
+struct RowState {
+    float reference[kRowTiles][2];  // log2 domain; rows g and g + 8 of a 16-row tile
+    float sum[kRowTiles][2];        // this lane's share of the row's sum of weights
+};
 
 // Turns the scores of a tile into weights, adds them to the rows' sums and rescales the output where a reference moves.
 __device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kKeyTiles][4], RowState& rows,

@@ -52,7 +52,7 @@ struct Params {
     int32_t head_dim;                     // of the call, at most kHeadDim
     int32_t num_tiles;
     int32_t num_row_blocks;               // tiles of one head
-    int32_t heads_per_section;            // heads whose keys and values share L2
+    int32_t heads_per_section;            // heads whose tiles are launched together
     float scale_log2;                     // softmax_scale * log2(e)
 };
 static_assert(sizeof(Params) == 512);
@@ -84,7 +84,8 @@ struct Tile {
 };
 
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
-    // Heads are launched in sections whose keys and values fit in L2 together. Within a section the row blocks come
+    // Heads are launched in sections, so that the tiles of a head, which share its keys and values in L2, run at about
+    // the same time. Within a section the row blocks come
     // one after another for all heads.
     const int num_heads = params.num_heads_q;
     const int section = index / (params.heads_per_section * params.num_row_blocks);
@@ -260,12 +261,6 @@ __device__ __forceinline__ void start_pv(float (&output)[kHeadDim / 2], const We
 constexpr float kSlack = 8.0f;
 constexpr float kNoReference = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
 
-struct RowState {
-    float reference[2] = {kNoReference, kNoReference};  // log2 domain; rows g and g + 8 of the warp's 16
-    float sum[2] = {0.0f, 0.0f};                        // this lane's share of the row's sum of weights
-    float correction[2];                                // of the output, if the reference has moved
-};
-
 __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
     return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
@@ -275,6 +270,12 @@ __device__ __forceinline__ float quad_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
 }
+
+struct RowState {
+    float reference[2] = {kNoReference, kNoReference};  // log2 domain; rows g and g + 8 of the warp's 16
+    float sum[2] = {0.0f, 0.0f};                        // this lane's share of the row's sum of weights
+    float correction[2];                                // of the output, if the reference has moved
+};
 
 // Turns the scores of a block into weights and adds them to the rows' sums. Returns whether a reference of the warp has
 // moved, so that the output must be rescaled before anything is added to it.
