@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import warnings
 from dataclasses import astuple, replace
-from itertools import product
+from itertools import pairwise, product
 from types import SimpleNamespace
 
 import numpy as np
@@ -73,7 +74,7 @@ def test_bytes_count_every_array_once():
 
 @pytest.mark.parametrize(
     ("grid", "head_dims", "lengths"),
-    [("prefill", (64, 128, 256), (1024, 4096, 16_384)), ("head_dims", (32, 96, 192), (4096,))],
+    [("prefill", (64, 128, 256), (1024, 2048, 4096, 8192, 16_384)), ("head_dims", (32, 96, 192), (4096,))],
 )
 def test_sweeps_hold_tokens_and_width_and_exactly_their_cells(grid, head_dims, lengths):
     cases = GRIDS[grid].cases
@@ -81,6 +82,32 @@ def test_sweeps_hold_tokens_and_width_and_exactly_their_cells(grid, head_dims, l
     assert sorted(cells) == sorted(product(("fp16", "bf16"), head_dims, ("none", "causal"), lengths))
     assert all(c.batch * c.seqlen_q == 16_384 for c in cases)
     assert all(c.num_heads_q == 2048 // c.head_dim for c in cases)
+
+
+def test_ragged_lengths_stand_beside_the_next_multiple_of_every_tile():
+    cases = {case.name: case for case in GRIDS["ragged"].cases}
+    ragged = [case for case in cases.values() if case.baseline]
+    cells = [(c.dtype, c.head_dim, c.mask, c.seqlen_q) for c in ragged]
+    assert sorted(cells) == sorted(
+        product(("fp16", "bf16"), (64, 128, 256), ("none", "causal"), (1000, 4095, 8191))
+    )
+    for case in ragged:
+        base = cases[case.baseline]
+        rounded = -(-case.seqlen_q // 1024) * 1024
+        assert replace(case, name="", seqlen_q=0, seqlen_kv=0, baseline=None, loss_limit=None) == replace(
+            base, name="", seqlen_q=0, seqlen_kv=0
+        )
+        assert (base.seqlen_q, base.seqlen_kv) == (rounded, rounded)
+        assert case.loss_limit == 0.05
+
+
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=lambda grid: grid.name)
+def test_groups_hold_each_case_once_beside_its_baseline(grid):
+    groups = grid.groups()
+    assert sorted(c.name for group in groups for c in group) == sorted(c.name for c in grid.cases)
+    for first, *others in groups:
+        assert first.baseline is None
+        assert all(case.baseline == first.name for case in others)
 
 
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=lambda grid: grid.name)
@@ -325,7 +352,7 @@ def test_a_row_has_ratios_for_agreeing_peers_and_reasons_for_the_others(clock):
         FakePeer("broken", host, 1.0, flaw=fail),
         FakePeer("narrow", host, 1.0, declined="not this one"),
     ]
-    row = measure(a_case(clock=clock), peers, host, rounds=4, sample_ms=4.0, seed=3)
+    (row,) = measure([a_case(clock=clock)], peers, host, rounds=4, sample_ms=4.0, seed=3)
     assert ("replay" in host.launched) == (clock == "graph")
     assert row.ratio("slow") == pytest.approx(1.5)
     assert row.measurements["slow"].relative_error == 0.0
@@ -334,6 +361,7 @@ def test_a_row_has_ratios_for_agreeing_peers_and_reasons_for_the_others(clock):
     assert row.measurements["partial"].agrees is False
     assert row.measurements["broken"].note == "RuntimeError: no kernel; head_dim is odd"
     assert row.measurements["narrow"].note == "not this one"
+    assert [name for name, m in row.measurements.items() if m.failed] == ["broken"]
     assert list(row.measurements) == [peer.name for peer in peers]
 
 
@@ -341,15 +369,57 @@ def test_a_row_has_ratios_for_agreeing_peers_and_reasons_for_the_others(clock):
 def test_flashgen_failing_is_raised_not_noted():
     host = FakeHost()
     with pytest.raises(RuntimeError, match="no kernel"):
-        measure(a_case(), [FakePeer("flashgen", host, 1.0, flaw=fail)], host, rounds=1, sample_ms=1.0, seed=0)
+        measure(
+            [a_case()], [FakePeer("flashgen", host, 1.0, flaw=fail)], host, rounds=1, sample_ms=1.0, seed=0
+        )
 
 
 def test_a_wrong_flashgen_has_no_ratio():
     host = FakeHost()
     peers = [FakePeer("flashgen", host, 1.0, flaw=lambda out: out + 1), FakePeer("slow", host, 2.0)]
-    row = measure(a_case(), peers, host, rounds=2, sample_ms=1.0, seed=0)
+    (row,) = measure([a_case()], peers, host, rounds=2, sample_ms=1.0, seed=0)
     assert row.measurements["flashgen"].agrees is False
     assert row.ratio("slow") is None
+
+
+def test_a_case_and_its_baseline_are_timed_in_the_same_rounds():
+    host = FakeHost()
+    slowing = {"x": 1.0}
+
+    class Slowing(FakePeer):
+        def prepare(self, case, sets):
+            call = super().prepare(case, sets)
+
+            def slower(index):
+                slowing["x"] *= 1.01
+                self.ms = slowing["x"] * case.seqlen_q
+                return call(index)
+
+            return slower
+
+    base = a_case(name="base")
+    half = a_case(name="half", seqlen_q=24, baseline="base", loss_limit=0.05)
+    report = Report("ragged", "TFLOP/s", {}, {})
+    report.rows = measure(
+        [base, half], [Slowing("flashgen", host, 1.0)], host, rounds=20, sample_ms=1.0, seed=1
+    )
+    assert [row.case for row in report.rows] == [base, half]
+    # One after the other, the second would have been slower by a factor above 1.01 ** 40.
+    assert report.baseline_ratio(report.rows[1]) == pytest.approx(1.0, abs=0.03)
+    (loss,) = report.losses()
+    assert (loss.cases, loss.largest_case, loss.limit) == (1, "half", 0.05)
+    assert loss.largest == pytest.approx(1 - report.baseline_ratio(report.rows[1]))
+
+
+def test_run_says_which_peer_failed_and_why(monkeypatch):
+    host = FakeHost()
+    peers = {p.name: p for p in (FakePeer("flashgen", host, 1.0), FakePeer("broken", host, 1.0, flaw=fail))}
+    monkeypatch.setitem(GRIDS, "tiny", replace(GRIDS["prefill"], name="tiny", cases=(a_case(),)))
+    monkeypatch.setattr(registry, "all_peers", lambda: peers)
+    monkeypatch.setattr("flashgen.bench.runner._host", lambda _: host)
+    console = Console(record=True, width=200, file=io.StringIO())
+    run("tiny", rounds=1, console=console)
+    assert "broken failed: RuntimeError: no kernel" in console.export_text()
 
 
 def test_run_writes_json_charts_and_tables(tmp_path, monkeypatch):
@@ -416,6 +486,55 @@ def test_summary_is_the_geometric_mean_and_names_the_lowest():
     assert summary.geometric_mean == pytest.approx((0.5 * 1.0 * 4.0) ** (1 / 3))
     assert (summary.lowest, summary.cases) == (0.5, 6)
     assert "1024" in summary.lowest_case
+
+
+def test_the_best_of_the_rivals_is_taken_cell_by_cell():
+    report = a_report(
+        **{"flashgen": [1.0, 1.0, 1.0], "torch-cudnn": [0.8, 2.0, 1.0], "flash-attn-4": [1.6, 0.5, 4.0]}
+    )
+    assert [row.best_rival() for row in report.rows[::2]] == [
+        (0.8, "torch-cudnn"),
+        (0.5, "flash-attn-4"),
+        (1.0, "torch-cudnn"),
+    ]
+    best = report.summaries()[-1]
+    assert best.peer == report.best_of == "best of torch-cudnn, flash-attn-4"
+    assert best.geometric_mean == pytest.approx((0.8 * 0.5) ** (1 / 3))
+    assert (best.lowest, best.cases) == (0.5, 6)
+    text = Console(record=True, width=200, file=io.StringIO())
+    print_tables(report, text)
+    assert "0.50× flash-attn-4" in text.export_text()
+    data = report.as_dict()["rows"][2]
+    assert (data["best_rival"], data["best_rival_ratio"]) == ("flash-attn-4", 0.5)
+
+
+def test_one_rival_alone_has_no_column_of_the_best():
+    report = a_report(
+        **{"flashgen": [1.0, 1.0, 1.0], "torch-cudnn": [0.8, 2.0, 1.0], "other": [0.1, 0.1, 0.1]}
+    )
+    assert report.best_of is None
+    assert {summary.peer for summary in report.summaries()} == {"torch-cudnn", "other"}
+    assert report.rows[0].best_rival() == (0.8, "torch-cudnn")
+
+
+def test_a_loss_is_in_percent_of_the_baseline_and_has_its_limit_beside_it():
+    report = a_report(flashgen=[1.0, 1.0, 1.0])
+    base = report.rows[2].case
+    for seqlen, share in ((4095, 0.98), (4000, 0.93), (4001, 1.01)):
+        case = replace(base, name=f"n{seqlen}", seqlen_q=seqlen, baseline=base.name, loss_limit=0.05)
+        ms = case.flops / base.flops / share
+        report.rows.append(
+            Row(case, {"flashgen": Measurement("flashgen", Timing(ms, ms, ms, 5, 1), agrees=True)})
+        )
+    (loss,) = report.losses()
+    assert (loss.dtype, loss.cases, loss.largest_case, loss.limit) == ("fp16", 3, "n4000", 0.05)
+    assert (loss.mean, loss.largest) == pytest.approx((0.08 / 3, 0.07))
+    text = Console(record=True, width=200, file=io.StringIO())
+    print_tables(report, text)
+    shown = text.export_text()
+    assert f"-7.0% on {base.name}" in shown
+    assert f"+1.0% on {base.name}" in shown
+    assert re.search(r"fp16 +│ +3 +│ +2.7% +│ +7.0% +│ +5% +│ n4000", shown)
 
 
 def test_summaries_keep_dtypes_apart():
@@ -485,6 +604,25 @@ def test_a_sweep_has_a_panel_per_head_dim_and_mask_and_a_line_per_peer():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["flashgen", "peer"]
 
 
+def test_no_two_labels_of_lengths_overlap():
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = [
+        Row(case, {"flashgen": Measurement("flashgen", Timing(1.0, 1.0, 1.0, 5, 1), agrees=True)})
+        for case in GRIDS["prefill"].choose(["fp16"]).cases
+    ]
+    report = Report("prefill", "TFLOP/s", {}, {}, rows)
+    figure = chart._sweep(Figure, report, chart._panels(rows))
+    FigureCanvasAgg(figure).draw()
+    assert len(figure.axes) == 6
+    for axis in figure.axes:
+        labels = axis.get_xticklabels()
+        assert [label.get_text() for label in labels] == ["1k", "2k", "4k", "8k", "16k"]
+        boxes = [label.get_window_extent() for label in labels]
+        assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
+
+
 def test_no_line_leaves_its_panel():
     from matplotlib.figure import Figure
 
@@ -505,6 +643,8 @@ def test_a_grid_that_is_no_sweep_has_no_panels():
     short = replace(report.rows[0].case, name="short", seqlen_q=1)
     assert chart._panels([*report.rows, Row(short, report.rows[0].measurements)]) == {}
     assert chart._panels(report.rows[:2]) == {}
+    beside = replace(report.rows[0].case, name="ragged", seqlen_q=1000, seqlen_kv=1000, baseline="none 1024")
+    assert chart._panels([*report.rows, Row(beside, report.rows[0].measurements)]) == {}
 
 
 def test_bars_leave_out_what_was_not_timed():
@@ -560,6 +700,7 @@ DECLINED = {
     "flash-attn-4": {"dense", "fp32"},
     "flashinfer-fa2": {"dense", "fp32", "wide"},
     "flashinfer-fa3": {"dense", "fp32", "wide"},
+    "flex-attention": {"plain", "fp32", "wide", "grouped", "skewed"},
 }
 
 
@@ -594,6 +735,29 @@ def test_sdpa_gets_views_scale_and_mask_the_right_way_round(changes):
         patch.setattr(torch_sdpa, "_BACKENDS", {"flash": SDPBackend.MATH.name})
         out = peer.prepare(case, [tensors])(0)
     np.testing.assert_allclose(out.numpy(), attention64(case, arrays), atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mask": "window", "window": 9, "num_heads_kv": 2},
+        {"mask": "window", "window": 9, "seqlen_q": 48},
+        {"mask": "random"},
+        {"mask": "documents", "documents": 3},
+    ],
+)
+def test_flex_attention_gets_the_rule_and_the_heads(changes):
+    torch = pytest.importorskip("torch")
+    case = a_case(**({"seqlen_q": 64, "num_heads_kv": 4} | changes))
+    sets = [FakeHost().inputs(case, seed) for seed in (4, 5)]
+    tensors = [Inputs(*(None if x is None else torch.from_numpy(x) for x in astuple(s))) for s in sets]
+    peer = all_peers()["flex-attention"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function, **options: function)
+        call = peer.prepare(case, tensors)
+    for index, arrays in enumerate(sets):
+        np.testing.assert_allclose(call(index).numpy(), attention64(case, arrays), atol=1e-12)
 
 
 def test_the_environment_is_json_and_names_the_kernels():

@@ -19,6 +19,9 @@ CLOCKS = ("stream", "graph")
 
 _PREFILL_TOKENS = 16_384
 _PREFILL_WIDTH = 2_048
+# Lengths that no tile divides, each with the next one that all tiles' rows divide.
+_RAGGED_LENGTHS = {1000: 1024, 4095: 4096, 8191: 8192}
+_RAGGED_LOSS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,8 @@ class Case:
     ``random``: a dense mask that hides each key with probability 1/8; ``documents``: a dense mask that keeps
     ``documents`` equal blocks on the diagonal. ``clock`` is ``stream`` (events around calls) or ``graph``
     (events around replays of a CUDA graph, for kernels shorter than a call's host time). ``baseline`` names
-    the case of the same grid that this one is set against.
+    the case of the same grid that this one is set against, in the same rounds; ``loss_limit`` is the share
+    of that case's rate that this one may lose.
     """
 
     name: str
@@ -45,6 +49,7 @@ class Case:
     documents: int = 1
     clock: str = "stream"
     baseline: str | None = None
+    loss_limit: float | None = None
 
     def __post_init__(self) -> None:
         for value, allowed in ((self.mask, MASKS), (self.clock, CLOCKS), (self.dtype, tuple(ELEMENT_BYTES))):
@@ -149,6 +154,13 @@ class Grid:
         names = {case.name for case in kept} | {case.baseline for case in kept}
         return Grid(self.name, self.doc, tuple(c for c in self.cases if c.name in names), self.metric)
 
+    def groups(self) -> list[tuple[Case, ...]]:
+        """The cases in the sets that are timed together: each case with those that are set against it."""
+        found: dict[str, list[Case]] = {}
+        for case in self.cases:
+            found.setdefault(case.baseline or case.name, []).append(case)
+        return [tuple(group) for group in found.values()]
+
 
 def short_length(length: int) -> str:
     """A sequence length as people say it: 16384 is ``16k``, 128 is ``128``."""
@@ -162,31 +174,39 @@ def find_grid(name: str) -> Grid:
     return GRIDS[name]
 
 
+def _self_attention(dtype: str, head_dim: int, mask: str, seqlen: int, batch: int, **changes: Any) -> Case:
+    """Queries on keys of the same length, heads × head_dim = 2,048."""
+    # 96 and 192 do not divide the width; the nearest count below keeps the work alike.
+    heads = _PREFILL_WIDTH // head_dim
+    name = f"{dtype} d{head_dim} {'causal' if mask == 'causal' else 'full'} {short_length(seqlen)}"
+    return Case(name, batch, seqlen, seqlen, heads, heads, head_dim, dtype, mask, **changes)
+
+
 def _sweep(name: str, doc: str, shapes: Iterable[tuple[int, int]]) -> Grid:
     """Self-attention of 16,384 tokens at each (head_dim, seqlen), full and causal, fp16 and bf16."""
-    cases = []
-    for dtype, (head_dim, seqlen), mask in product(("fp16", "bf16"), tuple(shapes), ("none", "causal")):
-        # 96 and 192 do not divide the width; the nearest count below keeps the work alike.
-        heads = _PREFILL_WIDTH // head_dim
-        cases.append(
-            Case(
-                name=f"{dtype} d{head_dim} {'causal' if mask == 'causal' else 'full'} {short_length(seqlen)}",
-                batch=_PREFILL_TOKENS // seqlen,
-                seqlen_q=seqlen,
-                seqlen_kv=seqlen,
-                num_heads_q=heads,
-                num_heads_kv=heads,
-                head_dim=head_dim,
-                dtype=dtype,
-                mask=mask,
-            )
-        )
+    cells = product(("fp16", "bf16"), tuple(shapes), ("none", "causal"))
+    cases = (
+        _self_attention(dtype, head_dim, mask, seqlen, _PREFILL_TOKENS // seqlen)
+        for dtype, (head_dim, seqlen), mask in cells
+    )
     return Grid(name, doc, tuple(cases))
 
 
 def _prefill() -> Grid:
-    doc = "head_dim 64, 128, 256; 16,384 tokens in all, heads × head_dim = 2,048"
-    return _sweep("prefill", doc, product((64, 128, 256), (1024, 4096, 16_384)))
+    doc = "head_dim 64, 128, 256 at 1k to 16k; 16,384 tokens in all, heads × head_dim = 2,048"
+    return _sweep("prefill", doc, product((64, 128, 256), (1024, 2048, 4096, 8192, 16_384)))
+
+
+def _ragged() -> Grid:
+    cases = []
+    cells = product(("fp16", "bf16"), (64, 128, 256), ("none", "causal"), _RAGGED_LENGTHS.items())
+    for dtype, head_dim, mask, (seqlen, multiple) in cells:
+        batch = _PREFILL_TOKENS // multiple
+        base = _self_attention(dtype, head_dim, mask, multiple, batch)
+        against = {"baseline": base.name, "loss_limit": _RAGGED_LOSS}
+        cases += [base, _self_attention(dtype, head_dim, mask, seqlen, batch, **against)]
+    doc = "lengths 1,000, 4,095 and 8,191 against 1,024, 4,096 and 8,192, per useful FLOP; else as prefill"
+    return Grid("ragged", doc, tuple(cases))
 
 
 def _head_dims() -> Grid:
@@ -208,10 +228,10 @@ def _masks() -> Grid:
 
     cases = [
         case("full"),
-        case("causal", mask="causal"),
-        case("window 1k", mask="window", window=1024, baseline="causal"),
         case("dense random", mask="random", baseline="full"),
         case("dense documents", mask="documents", documents=4, baseline="full"),
+        case("causal", mask="causal"),
+        case("window 1k", mask="window", window=1024, baseline="causal"),
         case("gqa 16q/2kv causal", mask="causal", num_heads_kv=2, baseline="causal"),
         case("fp32 full", dtype="fp32", batch=1),
         case("fp32 causal", dtype="fp32", batch=1, mask="causal"),
@@ -253,4 +273,6 @@ def _small() -> Grid:
     )
 
 
-GRIDS: dict[str, Grid] = {grid.name: grid for grid in (_prefill(), _head_dims(), _masks(), _small())}
+GRIDS: dict[str, Grid] = {
+    grid.name: grid for grid in (_prefill(), _head_dims(), _masks(), _small(), _ragged())
+}

@@ -25,6 +25,7 @@ _STYLES = [
     ("#8c564b", "X"),
     ("#1b998b", "*"),
     ("#444444", "h"),
+    ("#bcbd22", "<"),
 ]
 
 
@@ -57,14 +58,16 @@ def draw(report: Report, path: Path) -> list[Path]:
 
 
 def _panels(rows: list[Row]) -> dict[tuple[int, bool], list[Row]]:
-    """Rows by (head_dim, causal) where all are sweeps over the length of self-attention; else nothing."""
+    """Rows by (head_dim, causal) where all are sweeps over the length of self-attention, none set against
+    another; else nothing."""
     panels: dict[tuple[int, bool], list[Row]] = {}
     for row in sorted(
         rows, key=lambda row: (row.case.mask == "causal", row.case.head_dim, row.case.seqlen_q)
     ):
         panels.setdefault((row.case.head_dim, row.case.mask == "causal"), []).append(row)
     self_attention = all(
-        r.case.mask in ("none", "causal") and r.case.seqlen_q == r.case.seqlen_kv for r in rows
+        r.case.mask in ("none", "causal") and r.case.seqlen_q == r.case.seqlen_kv and not r.case.baseline
+        for r in rows
     )
     swept = all(len({r.case.seqlen_q for r in panel}) == len(panel) > 1 for panel in panels.values())
     return panels if self_attention and swept else {}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from flashgen.bench.cases import Case
-from flashgen.bench.peers.registry import OURS
+from flashgen.bench.peers.registry import OURS, RIVALS
 from flashgen.bench.timing import Timing
 from flashgen.errors import BadParam
 
@@ -24,6 +25,7 @@ class Measurement:
 
     ``relative_error`` is against float64 for flashgen and against flashgen for a peer; ``agrees`` whether it
     is within the tolerance. ``first_call_s`` is the wall time of the first call, compilation included.
+    ``failed`` tells a peer that raised an error from one that does not take the case.
     """
 
     peer: str
@@ -33,6 +35,7 @@ class Measurement:
     first_call_s: float | None = None
     variant: str | None = None
     note: str | None = None
+    failed: bool = False
 
     def with_timing(self, timing: Timing) -> Measurement:
         """This measurement, timed."""
@@ -61,6 +64,10 @@ class Row:
             return None
         return theirs.timing.median_ms / ours.timing.median_ms
 
+    def best_rival(self) -> tuple[float, str] | None:
+        """The ratio to the fastest of the rivals that have one, and its name."""
+        return min(((ratio, name) for name in RIVALS if (ratio := self.ratio(name))), default=None)
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -72,6 +79,18 @@ class Summary:
     geometric_mean: float
     lowest: float
     lowest_case: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The shares of their baselines' rates that the cases of one dtype lose; negative where they gain."""
+
+    dtype: str
+    cases: int
+    mean: float
+    largest: float
+    largest_case: str
+    limit: float
 
 
 @dataclass(slots=True)
@@ -104,21 +123,49 @@ class Report:
         ours, theirs = row.measurements[OURS].tflops(row.case), base.measurements[OURS].tflops(base.case)
         return ours / theirs if ours and theirs else None
 
+    @property
+    def dtypes(self) -> list[str]:
+        """In the order of the run."""
+        return list(dict.fromkeys(row.case.dtype for row in self.rows))
+
+    @property
+    def best_of(self) -> str | None:
+        """What to call the best of the rivals that were timed; None where fewer than two were."""
+        timed = [name for name in RIVALS if name in self.peers]
+        return f"best of {', '.join(timed)}" if len(timed) > 1 else None
+
     def summaries(self) -> list[Summary]:
-        """One Summary for each peer and dtype that have ratios."""
+        """One Summary for each peer, and for the best of the rivals, and each dtype that have ratios."""
+        by_peer = {name: [row.ratio(name) for row in self.rows] for name in self.peers if name != OURS}
+        if self.best_of:
+            best = (row.best_rival() for row in self.rows)
+            by_peer[self.best_of] = [found and found[0] for found in best]
+        summaries = []
+        for peer, dtype in product(by_peer, self.dtypes):
+            ratios = [
+                (ratio, row.case.name)
+                for ratio, row in zip(by_peer[peer], self.rows, strict=True)
+                if ratio is not None and row.case.dtype == dtype
+            ]
+            if ratios:
+                mean = math.exp(math.fsum(math.log(ratio) for ratio, _ in ratios) / len(ratios))
+                summaries.append(Summary(peer, dtype, len(ratios), mean, *min(ratios)))
+        return summaries
+
+    def losses(self) -> list[Loss]:
+        """One Loss for each dtype and limit that cases have."""
         found = []
-        for peer in self.peers:
-            if peer == OURS:
-                continue
-            for dtype in dict.fromkeys(row.case.dtype for row in self.rows):
-                ratios = [
-                    (ratio, r.case.name)
-                    for r in self.rows
-                    if r.case.dtype == dtype and (ratio := r.ratio(peer))
-                ]
-                if ratios:
-                    mean = math.exp(math.fsum(math.log(ratio) for ratio, _ in ratios) / len(ratios))
-                    found.append(Summary(peer, dtype, len(ratios), mean, *min(ratios)))
+        kinds = dict.fromkeys((r.case.dtype, r.case.loss_limit) for r in self.rows if r.case.loss_limit)
+        for dtype, limit in kinds:
+            losses = [
+                (1 - ratio, row.case.name)
+                for row in self.rows
+                if (row.case.dtype, row.case.loss_limit) == (dtype, limit)
+                and (ratio := self.baseline_ratio(row))
+            ]
+            if losses:
+                mean = math.fsum(loss for loss, _ in losses) / len(losses)
+                found.append(Loss(dtype, len(losses), mean, *max(losses), limit))
         return found
 
     def as_dict(self) -> dict[str, Any]:
@@ -130,7 +177,13 @@ class Report:
                 for name, m in row.measurements.items()
             ]
             case = asdict(row.case) | {"flops": row.case.flops}
-            rows.append({"case": case, "baseline_ratio": self.baseline_ratio(row), "results": results})
+            ratio, peer = row.best_rival() or (None, None)
+            derived = {
+                "baseline_ratio": self.baseline_ratio(row),
+                "best_rival": peer,
+                "best_rival_ratio": ratio,
+            }
+            rows.append({"case": case, **derived, "results": results})
         return {
             "schema": SCHEMA,
             "grid": self.grid,
@@ -139,6 +192,7 @@ class Report:
             "protocol": self.protocol,
             "left_out": self.left_out,
             "summary": [asdict(summary) for summary in self.summaries()],
+            "losses": [asdict(loss) for loss in self.losses()],
             "rows": rows,
         }
 

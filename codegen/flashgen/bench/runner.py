@@ -69,11 +69,14 @@ def run(
     )
     for name, reason in left_out.items():
         _say(console, f"without {name}: {reason}")
-    for index, case in enumerate(chosen_grid.cases):
-        report.rows.append(
-            measure(case, chosen, host, rounds=rounds, sample_ms=sample_ms, seed=seed + 1000 * index)
-        )
-        _say(console, f"{index + 1:>3}/{len(chosen_grid.cases)} {line(report, report.rows[-1])}")
+    for group in chosen_grid.groups():
+        first = len(report.rows)
+        group_seed = seed + 1000 * first
+        report.rows += measure(group, chosen, host, rounds=rounds, sample_ms=sample_ms, seed=group_seed)
+        for index, row in enumerate(report.rows[first:], first + 1):
+            _say(console, f"{index:>3}/{len(chosen_grid.cases)} {line(report, row)}")
+            for failed in (m for m in row.measurements.values() if m.failed):
+                _say(console, f"        {failed.peer} failed: {failed.note}")
         if json_path is not None:
             report.save(Path(json_path))
     if console is not None:
@@ -86,11 +89,29 @@ def run(
 
 
 def measure(
-    case: Case, peers: Sequence[Peer], host: Host, *, rounds: int, sample_ms: float, seed: int
-) -> Row:
-    """Check and time every peer on one case, in one set of interleaved rounds. Flashgen must be the first
-    peer.
+    cases: Sequence[Case], peers: Sequence[Peer], host: Host, *, rounds: int, sample_ms: float, seed: int
+) -> list[Row]:
+    """Check and time every peer on every case, all in one set of interleaved rounds. Flashgen must be the
+    first peer.
     """
+    rows = []
+    steps: dict[tuple[str, str], Step] = {}
+    for index, case in enumerate(cases):
+        measurements, prepared = _prepare(case, peers, host, seed + 1000 * index)
+        rows.append(Row(case, measurements))
+        steps |= {(case.name, peer): step for peer, step in prepared.items()}
+    timings = time_interleaved(steps, host, rounds=rounds, sample_ms=sample_ms)
+    for row in rows:
+        for peer, measurement in row.measurements.items():
+            if (timing := timings.get((row.case.name, peer))) is not None:
+                row.measurements[peer] = measurement.with_timing(timing)
+    return rows
+
+
+def _prepare(
+    case: Case, peers: Sequence[Peer], host: Host, seed: int
+) -> tuple[dict[str, Measurement], dict[str, Step]]:
+    """Call every peer once and check it: what was found, without timings, and the steps to time."""
     rng = np.random.default_rng(seed)
     sets = [host.inputs(case, seed + i) for i in range(rotation(case.bytes_moved, host.l2_bytes))]
     measurements: dict[str, Measurement] = {}
@@ -104,7 +125,9 @@ def measure(
         # PyTorch says in warnings why a backend refuses a call.
         with warnings.catch_warnings(record=peer.name != OURS) as said:
             try:
-                out, measurements[peer.name], step = _first_call(case, peer, sets, host, reference, rng)
+                out, measurements[peer.name], steps[peer.name] = _first_call(
+                    case, peer, sets, host, reference, rng
+                )
             except Exception as error:
                 if peer.name == OURS:
                     raise
@@ -112,15 +135,11 @@ def measure(
                     f"{type(error).__name__}: {error}",
                     *(str(warning.message) for warning in said or ()),
                 ]
-                measurements[peer.name] = Measurement(peer.name, note="; ".join(reasons))
+                measurements[peer.name] = Measurement(peer.name, note="; ".join(reasons), failed=True)
                 continue
-        steps[peer.name] = step
         if peer.name == OURS:
             reference = out
-    timings = time_interleaved(steps, host, rounds=rounds, sample_ms=sample_ms)
-    for name, timing in timings.items():
-        measurements[name] = measurements[name].with_timing(timing)
-    return Row(case, measurements)
+    return measurements, steps
 
 
 def _first_call(
@@ -170,7 +189,8 @@ def _protocol(host: Host, rounds: int, sample_ms: float, seed: int) -> dict[str,
     return {
         "arrays": host.name,
         "clock": "CUDA events on the current stream; around graph replays where a case says so",
-        "order": "interleaved rounds in one process, rotated by one each; an untimed call before each sample",
+        "order": "interleaved rounds in one process, rotated by one each; an untimed call before each sample;"
+        " a case in the rounds of its baseline",
         "statistic": "median and quartiles over rounds; ratios are of medians",
         "rounds": rounds,
         "sample_ms": sample_ms,

@@ -21,10 +21,12 @@ _WIDEST = 1000
 
 
 def tables(report: Report) -> Iterator[Table]:
-    """The cases, then the summary where there are peers."""
+    """The cases, then the summary where there are peers, and the losses where cases have a limit."""
     yield cases_table(report)
     if report.summaries():
         yield summary_table(report)
+    if report.losses():
+        yield losses_table(report)
 
 
 def print_tables(report: Report, console: Console) -> None:
@@ -46,11 +48,16 @@ def cases_table(report: Report) -> Table:
     peers = [name for name in report.peers if name != OURS]
     for name in peers:
         table.add_column(f"{name} (ratio)", justify="right", no_wrap=True)
+    if report.best_of:
+        table.add_column(report.best_of, justify="right", no_wrap=True)
     for row in report.rows:
         cells = [row.case.name, cell(report, row, OURS)]
         if with_baselines:
             cells.append(_baseline(report, row))
-        table.add_row(*cells, *(cell(report, row, name) for name in peers))
+        cells += [cell(report, row, name) for name in peers]
+        if report.best_of:
+            cells.append(_best(row))
+        table.add_row(*cells)
     table.caption = "ratio: flashgen's speed over the peer's; ≠: disagrees, so no ratio; –: does not apply"
     return table
 
@@ -66,6 +73,19 @@ def summary_table(report: Report) -> Table:
     for s in report.summaries():
         mean, lowest = f"{s.geometric_mean:.3f}×", f"{s.lowest:.3f}×"
         table.add_row(s.peer, s.dtype, str(s.cases), mean, lowest, s.lowest_case)
+    return table
+
+
+def losses_table(report: Report) -> Table:
+    """Mean and largest loss against the baselines per dtype, beside the limit."""
+    table = Table(title=f"{report.grid}: {OURS}'s rate, less than on the baseline by")
+    table.add_column("dtype", no_wrap=True)
+    for column in ("cases", "mean", "largest", "limit"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("largest at", no_wrap=True)
+    for loss in report.losses():
+        figures = (f"{loss.mean:.1%}", f"{loss.largest:.1%}", f"{loss.limit:.0%}")
+        table.add_row(loss.dtype, str(loss.cases), *figures, loss.largest_case)
     return table
 
 
@@ -101,6 +121,15 @@ def _figure(report: Report, case: Case, timing: Timing) -> str:
     return f"{rate:.0f}" if rate >= 100 else f"{rate:.1f}"
 
 
+def _best(row: Row) -> str:
+    best = row.best_rival()
+    return "–" if best is None else f"{best[0]:.2f}× {best[1]}"
+
+
 def _baseline(report: Report, row: Row) -> str:
     ratio = report.baseline_ratio(row)
-    return "–" if ratio is None else f"{ratio:.2f} × {row.case.baseline}"
+    if ratio is None:
+        return "–"
+    if row.case.loss_limit is not None:
+        return f"{ratio - 1:+.1%} on {row.case.baseline}"
+    return f"{ratio:.2f} × {row.case.baseline}"

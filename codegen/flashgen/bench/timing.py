@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from flashgen.bench.hosts import Clock
     from flashgen.bench.peers.base import Run
+
+Key = TypeVar("Key", bound="Hashable")
 
 _MAX_REPETITIONS = 256
 _WARM_UP = 3
@@ -78,9 +80,9 @@ def graph_step(run: Run, sets: int, clock: Clock) -> Step:
 
 
 def time_interleaved(
-    steps: Mapping[str, Step], clock: Clock, *, rounds: int, sample_ms: float
-) -> dict[str, Timing]:
-    """Time each of ``steps`` in the same rounds and return the Timing of one call by name.
+    steps: Mapping[Key, Step], clock: Clock, *, rounds: int, sample_ms: float
+) -> dict[Key, Timing]:
+    """Time each of ``steps`` in the same rounds and return the Timing of one call by its key.
 
     In every round each step gives one sample: an untimed repetition, so that the host runs ahead of the
     device and no launch gap is measured, then as many repetitions between two events as take about
@@ -88,7 +90,7 @@ def time_interleaved(
     round.
     """
     repetitions = {name: _repetitions(step, clock, sample_ms) for name, step in steps.items()}
-    samples: dict[str, list[float]] = {name: [] for name in steps}
+    samples: dict[Key, list[float]] = {name: [] for name in steps}
     names = list(steps)
     for round_index in range(rounds):
         first = round_index % len(names)

@@ -1,0 +1,61 @@
+"""PyTorch's FlexAttention: a mask as a rule in Python, compiled to a Triton kernel."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from flashgen.bench.cases import Case
+    from flashgen.bench.hosts import Inputs
+    from flashgen.bench.peers.base import Run
+
+
+class FlexAttention:
+    """``torch.compile(flex_attention)`` with a ``BlockMask``, so that fully hidden blocks are skipped."""
+
+    name = "flex-attention"
+    hosts = ("torch",)
+
+    def unavailable(self) -> str | None:
+        if find_spec("torch") is None:
+            return "PyTorch is not installed"
+        import torch
+
+        if not torch.cuda.is_available():
+            return "this PyTorch sees no CUDA device"
+        if find_spec("triton") is None:
+            return "Triton, which compiles it, is not installed"
+        return None
+
+    def declines(self, case: Case) -> str | None:
+        if case.mask in ("none", "causal"):
+            return "timed on windows and dense masks, which the other peers do not all have"
+        return None
+
+    def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
+        import torch
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        # Whole or not at all: uncompiled it would compute every score in memory.
+        compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+        size = (case.seqlen_q, case.seqlen_kv)
+        masks = [create_block_mask(_rule(case, s), None, None, *size, device=s.q.device) for s in sets]
+        views = [(s.q.transpose(1, 2), s.k.transpose(1, 2), s.v.transpose(1, 2)) for s in sets]
+
+        def run(index: int) -> Any:
+            out = compiled(*views[index], block_mask=masks[index], enable_gqa=case.group_size > 1)
+            return out.transpose(1, 2)
+
+        return run
+
+
+def _rule(case: Case, inputs: Inputs) -> Callable[[Any, Any, Any, Any], Any]:
+    """Whether a query sees a key, as a function of their indices."""
+    if inputs.mask is not None:
+        visible = ~inputs.mask
+        return lambda batch, head, query, key: visible[query, key]
+    offset, window = case.seqlen_kv - case.seqlen_q, case.window
+    return lambda batch, head, query, key: (key <= query + offset) & (key >= query + offset - window)
