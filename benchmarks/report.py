@@ -1,0 +1,281 @@
+"""Write the tables of docs/performance.md from the JSON of the last runs. Needs no GPU.
+
+    python benchmarks/report.py            after a run with --save benchmarks/results/...
+    python benchmarks/report.py --check    change nothing; exit code 1 where page and results differ
+
+A table stands in the page between two comments; everything else there is prose and stays as it is:
+
+    <!-- table: KIND FILE [OPTION=VALUE ...] -->
+    <!-- end -->
+
+FILE lies in benchmarks/results; while it does not, the page says so. The kinds, with their options:
+
+    environment   what was measured on; of several FILEs the first that knows a version
+    cells         one line per case, flashgen's rate and its speed over each peer's. FIELD=A,B keeps the cases
+                  with these values, as=µs shows times instead, with=variant names the kernel taken
+    by-length     one column per sequence length; to=PEER is who the ratio is to
+    summary       geometric mean and lowest ratio per peer and dtype
+    losses        what ragged lengths lose
+    host-time     of host_time.py, the time of calls; first-use: of first uses
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from flashgen.bench.cases import Case, short_length
+from flashgen.bench.peers.registry import OURS
+from flashgen.bench.results import Measurement, Report, Row
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+PAGE = HERE.parent / "docs" / "performance.md"
+
+_MARKER = re.compile(
+    r"(?P<start>^<!-- table: (?P<words>[^\n]*?) -->\n)(?P<table>.*?)(?=^<!-- end -->$)", re.M | re.S
+)
+_PEERS = {
+    "torch-flash": "FlashAttention-2",
+    "torch-cudnn": "cuDNN",
+    "torch-efficient": "SDPA efficient",
+    "flash-attn-4": "FlashAttention-4",
+    "flex-attention": "FlexAttention",
+    "flashgen-gqa": "`gqa` pinned",
+    "flashgen-packed": "`packed` pinned",
+}
+
+Options = Mapping[str, str]
+
+
+class ReportError(ValueError):
+    """A marker in the page that asks for what there is not."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Renew the page, or with ``--check`` say whether that would change it; the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 on a difference")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page, by default docs/performance.md")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON lies")
+    options = parser.parse_args(arguments)
+    page = options.page.read_text(encoding="utf-8")
+    new = renewed(page, options.results)
+    if options.check:
+        for name in unused(page, options.results):
+            print(f"{options.page.name} shows nothing of {name}", file=sys.stderr)
+        if new != page:
+            print(
+                f"{options.page.name} is not what the results say; run {Path(__file__).name}", file=sys.stderr
+            )
+        return int(new != page or bool(unused(page, options.results)))
+    options.page.write_text(new, encoding="utf-8")
+    return 0
+
+
+def renewed(page: str, results: Path) -> str:
+    """The page with every table as ``results`` say. Raises ReportError for a marker that is wrong."""
+    if not page.count("<!-- table:") == page.count("<!-- end -->") == len(_MARKER.findall(page)):
+        raise ReportError("each <!-- table: ... --> line needs an <!-- end --> line before the next")
+    return _MARKER.sub(lambda match: match["start"] + _table(match["words"], results), page)
+
+
+def unused(page: str, results: Path) -> list[str]:
+    """The JSON files that no marker of the page names, relative to ``results``."""
+    named = {word for match in _MARKER.finditer(page) for word in match["words"].split()[1:]}
+    there = {file.relative_to(results).as_posix() for file in results.rglob("*.json")}
+    return sorted(there - named)
+
+
+def _table(words: str, results: Path) -> str:
+    """The Markdown between a marker and its end."""
+    kind, *rest = words.split()
+    if kind not in KINDS:
+        raise ReportError(f"<!-- table: {words} -->: {kind!r} is none of {', '.join(KINDS)}")
+    options = dict(word.split("=", 1) for word in rest if "=" in word)
+    names = [word for word in rest if "=" not in word]
+    missing = [name for name in names if not (results / name).is_file()]
+    if missing or not names:
+        return f"Not measured yet: {', '.join(missing)}.\n" if names else "Not measured yet.\n"
+    try:
+        lines = KINDS[kind]([results / name for name in names], options)
+    except KeyError as error:
+        raise ReportError(f"<!-- table: {words} -->: there is no {error}") from error
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    header = list(header)
+    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
+
+
+def _environment(files: list[Path], options: Options) -> list[str]:
+    known: dict[str, object] = {}
+    for file in files:
+        for key, value in Report.load(file).environment.items():
+            if known.get(key) is None:
+                known[key] = value
+    cudnn = known.get("cudnn")
+    facts = {
+        "GPU, driver": (known.get("gpu"), known.get("driver")),
+        "CUDA, NVRTC": (known.get("torch_cuda"), str(known.get("nvrtc") or "").removeprefix("nvrtc ")),
+        "PyTorch": (known.get("torch"),),
+        "cuDNN": (cudnn and f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}",),
+        "flash-attn-4": (known.get("flash-attn-4"),),
+        "FlashInfer": (known.get("flashinfer"),),
+        "CuPy": (known.get("cupy"),),
+    }
+    return _markdown(("", ""), ((name, ", ".join(map(str, f))) for name, f in facts.items() if all(f)))
+
+
+def _cells(files: list[Path], options: Options) -> list[str]:
+    (file,) = files
+    report = Report.load(file)
+    fields = {key: values.split(",") for key, values in options.items() if key not in ("as", "with")}
+    extra = [options["with"]] if "with" in options else []
+    for name, known in (*((key, Case) for key in fields), *((key, Measurement) for key in extra)):
+        if name not in known.__dataclass_fields__:
+            raise KeyError(name)
+    rows = [r for r in report.rows if all(str(getattr(r.case, key)) in fields[key] for key in fields)]
+    if not rows:
+        raise KeyError(f"case with {fields}")
+    times = options.get("as", report.metric) == "µs"
+    shown = Report(report.grid, report.metric, {}, {}, rows)
+    peers = [name for name in shown.peers if name != OURS]
+    baselines = any(row.case.baseline for row in rows)
+    best = shown.best_of and not times
+
+    header = ["case", f"{OURS}, {'µs' if times else 'TFLOP/s'}"]
+    header += ["of its baseline"] * baselines + [_PEERS.get(name, name) for name in peers]
+    header += ["best of these"] * bool(best) + extra
+    lines = []
+    for row in rows:
+        cells = [row.case.name, _own(row, times)]
+        cells += [_baseline(report, row)] * baselines
+        cells += [_microseconds(row, name) if times else _ratio(row.ratio(name)) for name in peers]
+        cells += [_best(row)] * bool(best)
+        cells += [f"`{getattr(row.measurements[OURS], key)}`" for key in extra]
+        lines.append(cells)
+    return _markdown(header, lines)
+
+
+def _by_length(files: list[Path], options: Options) -> list[str]:
+    (file,) = files
+    peer, found = options["to"], {}
+    for row in Report.load(file).rows:
+        case = row.case
+        line = found.setdefault((case.dtype, str(case.head_dim), _mask(case)), {})
+        line[case.seqlen_q] = f"{_rate(row)} ({_ratio(row.ratio(peer))})"
+    lengths = sorted({length for line in found.values() for length in line})
+    header = ["dtype", "head_dim", "mask", *map(short_length, lengths)]
+    return _markdown(header, ([*key, *(line.get(n, "–") for n in lengths)] for key, line in found.items()))
+
+
+def _summary(files: list[Path], options: Options) -> list[str]:
+    (file,) = files
+    header = ("peer", "dtype", "cells", "geometric mean", "lowest", "where")
+    rows = (
+        (_named(s.peer), s.dtype, str(s.cases), f"{s.geometric_mean:.3f}", f"{s.lowest:.3f}", s.lowest_case)
+        for s in Report.load(file).summaries()
+    )
+    return _markdown(header, rows)
+
+
+def _losses(files: list[Path], options: Options) -> list[str]:
+    (file,) = files
+    header = ("dtype", "cells", "mean loss", "largest loss", "limit", "largest at")
+    rows = (
+        (x.dtype, str(x.cases), *(f"{100 * y:.1f} %" for y in (x.mean, x.largest, x.limit)), x.largest_case)
+        for x in Report.load(file).losses()
+    )
+    return _markdown(header, rows)
+
+
+def _host_time(files: list[Path], options: Options) -> list[str]:
+    (file,) = files
+    calls = json.loads(file.read_text(encoding="utf-8"))["calls_us"]
+    rows = []
+    for name, times in calls.items():
+        *scale, call = name.rpartition("for scale: ")
+        shown = f"`{call}`" if "(" in call else call
+        rows.append(("".join(scale) + shown, *(f"{us:.1f} µs" for us in times)))
+    return _markdown(("", "median", "10th percentile"), rows)
+
+
+def _first_use(files: list[Path], options: Options) -> list[str]:
+    (file,) = files
+    uses = json.loads(file.read_text(encoding="utf-8"))["first_use_s"]
+    rows = []
+    for key, name in (("uncached", "nothing cached"), ("cached", "in the disk cache")):
+        seconds = [use[key] for use in uses]
+        figures = (f"{1000 * s:.0f} ms" for s in (statistics.median(seconds), min(seconds), max(seconds)))
+        rows.append((f"first use of a variant, {name}", *figures))
+    return _markdown(("", "median", "lowest", "highest"), rows)
+
+
+KINDS: dict[str, Callable[[list[Path], Options], list[str]]] = {
+    "environment": _environment,
+    "cells": _cells,
+    "by-length": _by_length,
+    "summary": _summary,
+    "losses": _losses,
+    "host-time": _host_time,
+    "first-use": _first_use,
+}
+
+
+def _own(row: Row, times: bool) -> str:
+    """Flashgen's figure, and half of the interquartile range in percent."""
+    timing = row.measurements[OURS].timing
+    if timing is None:
+        return "–"
+    figure = _microseconds(row, OURS) if times else _rate(row)
+    return f"{figure} ± {50 * timing.spread:.1f} %"
+
+
+def _rate(row: Row) -> str:
+    rate = row.measurements[OURS].tflops(row.case)
+    return "–" if rate is None else f"{rate:.0f}" if rate >= 100 else f"{rate:.1f}"
+
+
+def _microseconds(row: Row, peer: str) -> str:
+    """The peer's time in µs."""
+    measurement = row.measurements.get(peer)
+    if measurement is None or measurement.timing is None:
+        return "–"
+    us = 1e3 * measurement.timing.median_ms
+    return f"{us:.0f}" if us >= 100 else f"{us:.1f}"
+
+
+def _ratio(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:.2f}"
+
+
+def _best(row: Row) -> str:
+    best = row.best_rival()
+    return "–" if best is None else f"{best[0]:.2f} ({_named(best[1])})"
+
+
+def _baseline(report: Report, row: Row) -> str:
+    ratio = report.baseline_ratio(row)
+    return "–" if ratio is None else f"{ratio:.2f} ({row.case.baseline})"
+
+
+def _mask(case: Case) -> str:
+    return "full" if case.mask == "none" else case.mask
+
+
+def _named(peer: str) -> str:
+    """A peer's name, or a list of them as in "best of A, B", as people know them."""
+    return re.sub("|".join(_PEERS), lambda match: _PEERS[match[0]], peer)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
