@@ -11,7 +11,7 @@ from flashgen.simulator.library import supports
 from flashgen.spec import load_specs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from flashgen.variant import Variant
 
@@ -40,7 +40,7 @@ def work(variant: Variant) -> int:
     return tile * variant.head_dim * (3 if variant.dtype == "fp32" else 1)
 
 
-def covering(variants: Iterable[Variant]) -> list[Variant]:
+def covering(variants: Iterable[Variant], traits: Callable[[Variant], set[tuple]] = traits) -> list[Variant]:
     """Greedily, the variant with the most traits that are still missing, until none is."""
     pool = sorted(variants, key=lambda variant: (work(variant), variant.name))
     missing = set().union(*map(traits, pool))
