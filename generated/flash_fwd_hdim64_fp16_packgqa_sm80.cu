@@ -64,9 +64,10 @@ struct Params {
     int32_t head_dim;                     // of the call, at most kHeadDim; the rest is predicated
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
+    int32_t num_sections;                 // the last has the heads that are left
     float scale_log2;                     // softmax_scale * log2(e)
 };
-static_assert(sizeof(Params) == 176);
+static_assert(sizeof(Params) == 184);
 static_assert(offsetof(Params, q) == 0);
 static_assert(offsetof(Params, k) == 8);
 static_assert(offsetof(Params, v) == 16);
@@ -93,7 +94,8 @@ static_assert(offsetof(Params, seqlen_kv) == 156);
 static_assert(offsetof(Params, head_dim) == 160);
 static_assert(offsetof(Params, num_row_blocks) == 164);
 static_assert(offsetof(Params, heads_per_section) == 168);
-static_assert(offsetof(Params, scale_log2) == 172);
+static_assert(offsetof(Params, num_sections) == 172);
+static_assert(offsetof(Params, scale_log2) == 176);
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 struct Tile {
@@ -108,9 +110,10 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     // the same time. Within a section the row blocks come
     // one after another for all heads.
     const int num_heads = params.num_heads_kv;
-    const int section = index / (params.heads_per_section * params.num_row_blocks);
+    const int section = min(index / (params.heads_per_section * params.num_row_blocks), params.num_sections - 1);
     const int first_head = section * params.heads_per_section;
-    const int section_heads = min(params.heads_per_section, num_heads * params.batch_size - first_head);
+    const bool is_last = section == params.num_sections - 1;
+    const int section_heads = is_last ? num_heads * params.batch_size - first_head : params.heads_per_section;
     const int index_in_section = index - first_head * params.num_row_blocks;
     const int row_block = index_in_section / section_heads;
     const int head_of_batch = first_head + index_in_section - row_block * section_heads;

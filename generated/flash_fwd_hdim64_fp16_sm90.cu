@@ -53,6 +53,7 @@ struct Params {
     int32_t num_tiles;
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
+    int32_t num_sections;                 // the last has the heads that are left
     float scale_log2;                     // softmax_scale * log2(e)
 };
 static_assert(sizeof(Params) == 512);
@@ -73,7 +74,8 @@ static_assert(offsetof(Params, head_dim) == 444);
 static_assert(offsetof(Params, num_tiles) == 448);
 static_assert(offsetof(Params, num_row_blocks) == 452);
 static_assert(offsetof(Params, heads_per_section) == 456);
-static_assert(offsetof(Params, scale_log2) == 460);
+static_assert(offsetof(Params, num_sections) == 460);
+static_assert(offsetof(Params, scale_log2) == 464);
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 struct Tile {
@@ -88,9 +90,10 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     // the same time. Within a section the row blocks come
     // one after another for all heads.
     const int num_heads = params.num_heads_q;
-    const int section = index / (params.heads_per_section * params.num_row_blocks);
+    const int section = min(index / (params.heads_per_section * params.num_row_blocks), params.num_sections - 1);
     const int first_head = section * params.heads_per_section;
-    const int section_heads = min(params.heads_per_section, num_heads * params.batch_size - first_head);
+    const bool is_last = section == params.num_sections - 1;
+    const int section_heads = is_last ? num_heads * params.batch_size - first_head : params.heads_per_section;
     const int index_in_section = index - first_head * params.num_row_blocks;
     const int row_block = index_in_section / section_heads;
     const int head_of_batch = first_head + index_in_section - row_block * section_heads;
@@ -434,6 +437,8 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
     };
     RingPosition k_ring, v_ring;
     int q_parity = 0;
+    // The warpgroups take turns at issuing products, so that one multiplies while the others do their softmax.
+    if (consumer == kConsumers - 1) barrier_arrive(1, 256);
 
     for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
         const Tile tile = find_tile(params, tiles.index);
@@ -454,7 +459,9 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
             mbarrier_wait(barriers.q_full(), q_parity);
             q_parity ^= 1;
             mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
+            barrier_sync(1 + consumer, 256);
             start_qk(scores, q_tile, shared + kKOffset + k_ring.stage * kStageBytes);
+            barrier_arrive(1 + (consumer + 1) % kConsumers, 256);
             wgmma_wait<0>();
             pin_registers(scores);
             release(barriers.k_empty(k_ring.stage));
@@ -466,9 +473,11 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
             for (int block = blocks.last - 1; block >= blocks.first; --block) {
                 // Q . K^T of this block and P . V of the one before are under way while softmax waits for the first only.
                 mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
+                barrier_sync(1 + consumer, 256);
                 start_qk(scores, q_tile, shared + kKOffset + k_ring.stage * kStageBytes);
                 mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
                 start_pv(output, weights, shared + kVOffset + v_ring.stage * kStageBytes);
+                barrier_arrive(1 + (consumer + 1) % kConsumers, 256);
                 wgmma_wait<1>();
                 pin_registers(scores);
                 release(barriers.k_empty(k_ring.stage));
@@ -479,8 +488,9 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
                 pin_registers(output);
                 release(barriers.v_empty(v_ring.stage));
                 v_ring.advance();
-                if (moved) rescale(output, rows);
+                // Packed ahead of the branch, so that it fills the gaps between the exponentials.
                 weights.set(scores);
+                if (moved) rescale(output, rows);
             }
             release(barriers.q_empty());
             mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
@@ -492,6 +502,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         }
         store_tile(params, tile, output, rows, first_row, lane);
     }
+    if (consumer == 0) barrier_sync(1, 256);  // the turn that the last warpgroup passed on last
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from flashgen import tensormap
 from flashgen.device import activated
 from flashgen.device import device as device_of
-from flashgen.dispatch import heads, rows, select, tiles
+from flashgen.dispatch import rows, select, tiles
 from flashgen.errors import BadTensorShape, SpecError
 from flashgen.params import TENSOR_MAP, layout
+from flashgen.sections import sections
 
 if TYPE_CHECKING:
     from flashgen.device import Device
@@ -61,8 +62,8 @@ def parameters(problem: Problem, variant: Variant, device: Device) -> dict[str, 
     """Every value that a spec may name in ``params``, by name; pointers are 0.
 
     Strides are in elements (of the mask: bytes). ``scale_log2`` is the softmax scale times log2(e), for exp2.
-    ``num_row_blocks`` is the tiles of one (batch, head). ``heads_per_section`` is how many heads of the grid,
-    counted over the batch, have their tiles launched together, so that keys and values are shared in L2.
+    ``num_row_blocks`` is the tiles of one (batch, head). ``heads_per_section`` and ``num_sections`` are those
+    of `flashgen.sections`.
     ``mask_vector_width`` is the bytes of the mask, 1, 4, 8 or 16, that every row allows to load at once from
     an aligned pointer.
     """
@@ -76,6 +77,7 @@ def parameters(problem: Problem, variant: Variant, device: Device) -> dict[str, 
             (f"{array}_batch_stride", f"{array}_row_stride", f"{array}_head_stride"), strides, strict=True
         )
     mask_strides = problem.mask_strides or (0, 0, 0)
+    cut = sections(problem, variant, device)
     values |= zip(("mask_batch_stride", "mask_head_stride", "mask_row_stride"), mask_strides, strict=True)
     values |= {
         "group_size": group,
@@ -86,7 +88,8 @@ def parameters(problem: Problem, variant: Variant, device: Device) -> dict[str, 
         "scale_log2": problem.softmax_scale * math.log2(math.e),
         "num_row_blocks": -(-rows(problem, variant) // variant.tile_value("block_m")),
         "num_tiles": tiles(problem, variant),
-        "heads_per_section": _heads_per_section(problem, variant, device),
+        "heads_per_section": cut.heads,
+        "num_sections": cut.count,
         "mask_vector_width": vector_width(*mask_strides),
     }
     return values
@@ -98,22 +101,6 @@ def vector_width(*numbers: int) -> int:
     for number in numbers:
         bits |= number
     return _VECTOR_WIDTHS[bits & -bits]
-
-
-def _heads_per_section(problem: Problem, variant: Variant, device: Device) -> int:
-    # Tiles that run at the same time should share keys and values, so that they come from L2: a section of
-    # as many tiles as multiprocessors is enough. Where tiles differ in length they balance best in few
-    # sections, but with more heads than a third of the multiprocessors too few tiles of a head run at a time.
-    row_blocks = max(1, -(-rows(problem, variant) // variant.tile_value("block_m")))
-    wanted = -(-device.num_sms // row_blocks)
-    if problem.mask_type in ("causal", "local"):
-        wanted = max(wanted, device.num_sms // 3)
-    # An empty batch is not launched, but has a struct.
-    kv_heads = max(1, problem.batch * problem.num_heads_kv)
-    heads_of_kv_head = max(1, heads(problem, variant) // max(1, problem.num_heads_kv))
-    # Equal sizes: a small last section would leave multiprocessors idle while its longest tiles run.
-    sections = -(-kv_heads // max(1, -(-wanted // heads_of_kv_head)))
-    return -(-kv_heads // sections) * heads_of_kv_head
 
 
 class Launcher:

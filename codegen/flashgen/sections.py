@@ -1,0 +1,69 @@
+"""The order of a grid's tiles: heads are launched in sections, so that the tiles of a head, which share its
+keys and values in L2, run at about the same time."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from flashgen.dispatch import heads, rows
+
+if TYPE_CHECKING:
+    from flashgen.device import Device
+    from flashgen.problem import Problem
+    from flashgen.variant import Variant
+
+
+class Sections(NamedTuple):
+    """``count`` sections of ``heads`` heads each, counted over the batch; the last one takes what is left."""
+
+    heads: int
+    count: int
+
+
+def sections(problem: Problem, variant: Variant, device: Device) -> Sections:
+    """How a variant's grid is cut.
+
+    A section of as many tiles as multiprocessors is enough to share keys and values. Where tiles differ in
+    length (causal, local) they also have to balance, and the section is larger, but with more heads than a
+    third of the multiprocessors too few tiles of a head run at a time.
+    """
+    total = heads(problem, variant) * problem.batch
+    if total == 0:
+        return Sections(1, 1)  # not launched, but it has a struct
+    group = heads(problem, variant) // problem.num_heads_kv
+    row_blocks = max(1, -(-rows(problem, variant) // variant.tile_value("block_m")))
+    uneven = problem.mask_type in ("causal", "local")
+    if uneven and variant.schedule == "persistent":
+        running = device.num_sms * dict(variant.tile).get("min_blocks", 1)
+        return _whole_rounds(total, group, row_blocks, running)
+    wanted = -(-device.num_sms // row_blocks)
+    if uneven:
+        wanted = max(wanted, device.num_sms // 3)
+    return _even(total, group, wanted)
+
+
+def _even(total: int, group: int, wanted: int) -> Sections:
+    """Sections of equal sizes, of whole groups of heads that share keys.
+
+    The hardware hands out tiles as multiprocessors become free; a small last section would leave some idle
+    while its longest tiles run.
+    """
+    kv_heads = total // group
+    count = -(-kv_heads // max(1, wanted))
+    size = -(-kv_heads // count) * group
+    return Sections(size, -(-total // size))
+
+
+def _whole_rounds(total: int, group: int, row_blocks: int, running: int) -> Sections:
+    """Sections that a persistent grid of ``running`` blocks goes through in pairs of rounds, forth and back.
+
+    A thread block then draws a tile as short as its other one was long, so that all have done the same work
+    at the end of a section, wherever the lengths fall linearly. What is left over makes the last section, or
+    joins it where it is less than half of one.
+    """
+    unit = 2 * running // math.gcd(2 * running, row_blocks)
+    wanted = max(1, running // 4) * group
+    size = unit * max(1, round(wanted / unit))
+    count = max(1, (2 * total + size) // (2 * size))
+    return Sections(min(size, total), count)
