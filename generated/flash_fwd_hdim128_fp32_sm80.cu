@@ -40,8 +40,8 @@ static_assert(kSharedBytes == 65536, "launcher and kernel agree on shared memory
 struct Params {
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
     const element* k;                     // (batch, seqlen_kv, num_heads_kv, head_dim), likewise
-    const element* v;                     // (batch, seqlen_kv, num_heads_kv, head_dim), likewise
-    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim), likewise
+    const element* v;                     // (batch, seqlen_kv, num_heads_kv, head_dim_v), likewise
+    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim_v), likewise
     float* lse;                           // (batch, num_heads_q, seqlen_q), contiguous; may be null
     int64_t q_batch_stride;               // strides are in elements
     int64_t q_row_stride;
@@ -61,6 +61,7 @@ struct Params {
     int32_t seqlen_q;
     int32_t seqlen_kv;
     int32_t head_dim;                     // of the call, at most kHeadDim; the rest is predicated
+    int32_t head_dim_v;                   // likewise, of v and out
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
     float scale_log2;                     // softmax_scale * log2(e)
@@ -89,9 +90,10 @@ static_assert(offsetof(Params, num_heads_kv) == 144);
 static_assert(offsetof(Params, seqlen_q) == 148);
 static_assert(offsetof(Params, seqlen_kv) == 152);
 static_assert(offsetof(Params, head_dim) == 156);
-static_assert(offsetof(Params, num_row_blocks) == 160);
-static_assert(offsetof(Params, heads_per_section) == 164);
-static_assert(offsetof(Params, scale_log2) == 168);
+static_assert(offsetof(Params, head_dim_v) == 160);
+static_assert(offsetof(Params, num_row_blocks) == 164);
+static_assert(offsetof(Params, heads_per_section) == 168);
+static_assert(offsetof(Params, scale_log2) == 172);
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 struct Tile {
@@ -530,7 +532,7 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
 #pragma unroll
         for (int panel = 0; panel < kRowBytes / kSwizzleBytes; ++panel) {
             const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
-            if (element_index < params.head_dim) {
+            if (element_index < params.head_dim_v) {
                 store_global_128(out_row + element_index,
                                  load_shared_128(warp_tile + row * kRowBytes + panel * kSwizzleBytes +
                                                  16 * (chunk ^ swizzle_key(row))));
@@ -574,7 +576,7 @@ flash_fwd_hdim128_fp32_sm80(const __grid_constant__ Params params) {
     };
     auto copy_v = [&](int block) {
         copy_rows(v_tiles, v + block * kBlockN * params.v_row_stride, params.v_row_stride,
-                  params.seqlen_kv - block * kBlockN, params.head_dim);
+                  params.seqlen_kv - block * kBlockN, params.head_dim_v);
         cp_async_commit();
     };
 

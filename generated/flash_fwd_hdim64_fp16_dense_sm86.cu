@@ -43,8 +43,8 @@ static_assert((kBlockN & kBlockN - 1) == 0, "words of 32 keys divide a row of th
 struct Params {
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
     const element* k;                     // (batch, seqlen_kv, num_heads_kv, head_dim), likewise
-    const element* v;                     // (batch, seqlen_kv, num_heads_kv, head_dim), likewise
-    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim), likewise
+    const element* v;                     // (batch, seqlen_kv, num_heads_kv, head_dim_v), likewise
+    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim_v), likewise
     float* lse;                           // (batch, num_heads_q, seqlen_q), contiguous; may be null
     const uint8_t* mask;                  // (batch, num_heads_q, seqlen_q, seqlen_kv); not 0 = hidden
     int64_t q_batch_stride;               // strides are in elements
@@ -68,12 +68,13 @@ struct Params {
     int32_t seqlen_q;
     int32_t seqlen_kv;
     int32_t head_dim;                     // of the call, at most kHeadDim; the rest is predicated
+    int32_t head_dim_v;                   // likewise, of v and out
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t mask_vector_width;            // bytes to which the mask's rows are aligned: 16, 4 or 1
     float scale_log2;                     // softmax_scale * log2(e)
 };
-static_assert(sizeof(Params) == 208);
+static_assert(sizeof(Params) == 216);
 static_assert(offsetof(Params, q) == 0);
 static_assert(offsetof(Params, k) == 8);
 static_assert(offsetof(Params, v) == 16);
@@ -101,10 +102,11 @@ static_assert(offsetof(Params, num_heads_kv) == 176);
 static_assert(offsetof(Params, seqlen_q) == 180);
 static_assert(offsetof(Params, seqlen_kv) == 184);
 static_assert(offsetof(Params, head_dim) == 188);
-static_assert(offsetof(Params, num_row_blocks) == 192);
-static_assert(offsetof(Params, heads_per_section) == 196);
-static_assert(offsetof(Params, mask_vector_width) == 200);
-static_assert(offsetof(Params, scale_log2) == 204);
+static_assert(offsetof(Params, head_dim_v) == 192);
+static_assert(offsetof(Params, num_row_blocks) == 196);
+static_assert(offsetof(Params, heads_per_section) == 200);
+static_assert(offsetof(Params, mask_vector_width) == 204);
+static_assert(offsetof(Params, scale_log2) == 208);
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 struct Tile {
@@ -561,7 +563,7 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
 #pragma unroll
         for (int panel = 0; panel < kRowBytes / kSwizzleBytes; ++panel) {
             const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
-            if (element_index < params.head_dim) {
+            if (element_index < params.head_dim_v) {
                 store_global_128(out_row + element_index,
                                  load_shared_128(warp_tile + row * kRowBytes + panel * kSwizzleBytes +
                                                  16 * (chunk ^ swizzle_key(row))));
@@ -608,7 +610,7 @@ flash_fwd_hdim64_fp16_dense_sm86(const __grid_constant__ Params params) {
     };
     auto copy_v = [&](int block) {
         copy_rows(v_tiles, v + block * kBlockN * params.v_row_stride, params.v_row_stride,
-                  params.seqlen_kv - block * kBlockN, params.head_dim);
+                  params.seqlen_kv - block * kBlockN, params.head_dim_v);
         cp_async_commit();
     };
 

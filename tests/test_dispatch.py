@@ -41,6 +41,7 @@ def problem(**changes):
         "num_heads_q": 16,
         "num_heads_kv": 16,
         "head_dim": 64,
+        "head_dim_v": changes.get("head_dim", 64),
         "dtype": "fp16",
         "mask_type": "none",
         "diagonal_offset": 0,
@@ -188,7 +189,7 @@ def test_an_old_device_is_told_what_is_needed():
 
 
 def test_a_missing_variant_is_an_error_of_the_specs():
-    with pytest.raises(SpecError, match="head_dim 64, dtype bf16"):
+    with pytest.raises(SpecError, match="head_dim 64, head_dim_v 64, dtype bf16"):
         select(problem(dtype="bf16"), H200, EVERY)
 
 

@@ -25,6 +25,7 @@ PROBLEM = Problem(
     num_heads_q=16,
     num_heads_kv=4,
     head_dim=40,
+    head_dim_v=40,
     dtype="fp16",
     mask_type="dense",
     diagonal_offset=0,
@@ -99,7 +100,7 @@ def test_sections_keep_the_device_busy_are_even_and_keep_groups_together(
     pairs, left = divmod(values["heads_per_section"], per_pair)
     assert left == 0
     assert 1 <= pairs <= batch * kv_heads
-    tiles_of_section = values["heads_per_section"] * values["num_row_blocks"]
+    tiles_of_section = values["heads_per_section"] * max(1, values["num_row_blocks"])
     whole = pairs == batch * kv_heads
     assert whole or 2 * tiles_of_section >= H200.num_sms  # halved at most by evening out
     sections = -(-batch * kv_heads // pairs)

@@ -21,6 +21,7 @@ PROBLEM = Problem(
     num_heads_q=6,
     num_heads_kv=2,
     head_dim=40,
+    head_dim_v=40,
     dtype="fp16",
     mask_type="none",
     diagonal_offset=0,
