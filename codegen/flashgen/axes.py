@@ -6,15 +6,12 @@ another's value as its default, and further values beside it at some of them onl
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flashgen.schema import AxisValues, DefaultAxis, File, Name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from flashgen.yamlfile import Document
 
 Value = str | int
@@ -24,39 +21,41 @@ Values = tuple[Value, ...]
 @dataclass(frozen=True, slots=True)
 class Axes:
     """``values`` maps each axis to all that it can be; ``allowed`` maps an axis with a default to the axis
-    that this is the value of, and to its own values at each value of that one.
+    before it that this is the value of, and to its own values, the default first, at each value of that one.
     """
 
     values: dict[str, Values]
     allowed: dict[str, tuple[str, dict[Value, Values]]]
 
-    def points(self) -> Iterator[Values]:
+    def points(self) -> list[Values]:
         """The combinations of values, in the order of the axes and of their values."""
         place = {axis: index for index, axis in enumerate(self.values)}
-        limits = [(place[axis], place[of], table) for axis, (of, table) in self.allowed.items()]
-        for point in itertools.product(*self.values.values()):
-            if all(point[axis] in table[point[of]] for axis, of, table in limits):
-                yield point
+        points: list[Values] = [()]
+        for axis, values in self.values.items():
+            if axis in self.allowed:
+                of, table = self.allowed[axis]
+                points = [(*point, value) for point in points for value in table[point[place[of]]]]
+            else:
+                points = [(*point, value) for point in points for value in values]
+        return points
 
 
 def read_axes(document: Document, file: File) -> Axes:
     """The axes that ``file`` gives. Raises SpecError where they are wrong."""
+    lists: dict[str, Values] = {}
     values: dict[str, Values] = {}
+    allowed: dict[str, tuple[str, dict[Value, Values]]] = {}
     for axis, given in file.axes.items():
         document.convert(("axes", axis), axis, Name)
-        if not isinstance(given, dict):
-            values[axis] = _list(document, ("axes", axis), given)
-    allowed = {
-        axis: _with_default(document, axis, given, values)
-        for axis, given in file.axes.items()
-        if isinstance(given, dict)
-    }
-    if "dtype" not in values:
+        if isinstance(given, dict):
+            of, table = allowed[axis] = _with_default(document, axis, given, lists)
+            further = (value for own in table.values() for value in own)
+            values[axis] = tuple(dict.fromkeys((*lists[of], *further)))
+        else:
+            values[axis] = lists[axis] = _list(document, ("axes", axis), given)
+    if "dtype" not in lists:
         raise document.error(("axes",), "the axis `dtype` is missing")
-    for axis, (of, table) in allowed.items():
-        further = (value for own in table.values() for value in own)
-        values[axis] = tuple(dict.fromkeys((*values[of], *further)))
-    return Axes({axis: values[axis] for axis in file.axes}, allowed)
+    return Axes(values, allowed)
 
 
 def _list(document: Document, keys: tuple[str, ...], given: Any) -> Values:
@@ -72,7 +71,7 @@ def _with_default(
     """The axis whose value is the default of ``axis``, and what ``axis`` can be at each value of that one."""
     row = document.convert(("axes", axis), given, DefaultAxis)
     if row.default not in lists:
-        why = f"`{row.default}` is no axis with a list of values; allowed: {', '.join(lists)}"
+        why = f"`{row.default}` is no axis before this one with a list of values; allowed: {', '.join(lists)}"
         raise document.error(("axes", axis, "default"), why)
     table: dict[Value, Values] = {value: (value,) for value in lists[row.default]}
     by_text = {str(value): value for value in table}
