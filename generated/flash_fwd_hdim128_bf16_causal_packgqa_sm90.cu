@@ -2,7 +2,7 @@
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 128, dtype bf16, mask_type causal, gqa packed
+// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, gqa packed
 // tile      block_m 128, block_n 128, stages 2
 // block     384 threads, 164944 bytes of dynamic shared memory
 // target    sm90: sm_90a alone, at most 232448 bytes a block
@@ -12,7 +12,8 @@
 
 using element = bf16;
 
-constexpr int kHeadDim = 128;
+constexpr int kHeadDim = 128;  // of Q and K
+constexpr int kHeadDimV = 128;  // of V and the output
 constexpr int kBlockM = 128;  // query rows of a tile
 constexpr int kBlockN = 128;  // keys of a block
 constexpr int kStages = 2;  // blocks of K, and of V, in shared memory
@@ -21,25 +22,26 @@ constexpr int kThreads = 128 * (1 + kConsumers);
 
 // A tile lies in shared memory as panels of 64 columns, each row of 128 bytes swizzled by the copy engine.
 constexpr int kPanelColumns = 64;
-constexpr int kPanels = kHeadDim / kPanelColumns;
 constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
 constexpr int kQBytes = kBlockM * kHeadDim * sizeof(element);
-constexpr int kStageBytes = kBlockN * kHeadDim * sizeof(element);
+constexpr int kKBytes = kBlockN * kHeadDim * sizeof(element);   // of a stage
+constexpr int kVBytes = kBlockN * kHeadDimV * sizeof(element);  // likewise
 constexpr int kKOffset = kQBytes;
-constexpr int kVOffset = kKOffset + kStages * kStageBytes;
-constexpr int kBarrierOffset = kVOffset + kStages * kStageBytes;
+constexpr int kVOffset = kKOffset + kStages * kKBytes;
+constexpr int kBarrierOffset = kVOffset + kStages * kVBytes;
 constexpr int kSharedBytes = kBarrierOffset + 8 * (2 + 4 * kStages);
 
 constexpr float kLn2 = 0.6931471805599453f;
 
 static_assert(kBlockN % 16 == 0 && kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
+static_assert(kHeadDim % kPanelColumns == 0 && kHeadDimV % kPanelColumns == 0, "panels are whole");
 static_assert(kSharedBytes + 1024 == 164944, "launcher and kernel agree on shared memory");
 
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
     tensor_map k;                         // (head_dim, seqlen_kv, num_heads_kv, batch)
-    tensor_map v;                         // likewise
-    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
+    tensor_map v;                         // (head_dim_v, seqlen_kv, num_heads_kv, batch)
+    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim_v), rows 16-byte aligned
     float* lse;                           // (batch, num_heads_q, seqlen_q), contiguous; may be null
     int64_t out_batch_stride;             // strides are in elements
     int64_t out_row_stride;
@@ -50,7 +52,7 @@ struct Params {
     int32_t group_size;                   // num_heads_q / num_heads_kv
     int32_t seqlen_q;
     int32_t seqlen_kv;
-    int32_t head_dim;                     // of the call, at most kHeadDim
+    int32_t head_dim_v;                   // of the call, at most kHeadDimV
     int32_t num_tiles;
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
@@ -73,7 +75,7 @@ static_assert(offsetof(Params, num_heads_kv) == 432);
 static_assert(offsetof(Params, group_size) == 436);
 static_assert(offsetof(Params, seqlen_q) == 440);
 static_assert(offsetof(Params, seqlen_kv) == 444);
-static_assert(offsetof(Params, head_dim) == 448);
+static_assert(offsetof(Params, head_dim_v) == 448);
 static_assert(offsetof(Params, num_tiles) == 452);
 static_assert(offsetof(Params, num_row_blocks) == 456);
 static_assert(offsetof(Params, heads_per_section) == 460);
@@ -176,12 +178,13 @@ struct RingPosition {
     }
 };
 
-// Fetches kBlockN rows of K or V of one head, panel by panel; rows past the last and columns past head_dim become zeros.
+// Fetches kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
+template <int kColumns>
 __device__ __forceinline__ void fetch_block(shared_address destination, const tensor_map& map, shared_address full,
                                             int first_row, int head, int batch) {
-    mbarrier_arrive_expect_tx(full, kStageBytes);
+    mbarrier_arrive_expect_tx(full, kBlockN * kColumns * sizeof(element));
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
+    for (int panel = 0; panel < kColumns / kPanelColumns; ++panel) {
         tma_load_4d(destination + panel * kBlockN * kPanelRowBytes, map, full, panel * kPanelColumns, first_row, head, batch);
     }
 }
@@ -191,7 +194,7 @@ __device__ __forceinline__ void fetch_queries(const Params& params, const Tile& 
                                               shared_address full) {
     mbarrier_arrive_expect_tx(full, kQBytes);
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
+    for (int panel = 0; panel < kHeadDim / kPanelColumns; ++panel) {
         // A box of kBlockM / group_size queries by group_size heads.
         tma_load_5d(destination + panel * kBlockM * kPanelRowBytes, params.q, full, panel * kPanelColumns, 0,
                     tile.first_row / params.group_size, tile.kv_head, tile.batch);
@@ -228,7 +231,7 @@ __device__ __forceinline__ void start_qk(float (&scores)[kBlockN / 2], shared_ad
     pin_registers(scores);
     wgmma_fence();
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
+    for (int panel = 0; panel < kHeadDim / kPanelColumns; ++panel) {
 #pragma unroll
         for (int step = 0; step < kPanelColumns / 16; ++step) {
             wgmma_ss<element>(scores, q + ((panel * kBlockM * kPanelRowBytes + 32 * step) >> 4),
@@ -253,9 +256,9 @@ struct Weights {
     }
 };
 
-// Starts output (64 x kHeadDim) += P . V. V has the output's columns contiguous: its atoms follow each other by panel along
+// Starts output (64 x kHeadDimV) += P . V. V has the output's columns contiguous: its atoms follow each other by panel along
 // them, and by eight keys down a panel.
-__device__ __forceinline__ void start_pv(float (&output)[kHeadDim / 2], const Weights& weights, shared_address v_tile) {
+__device__ __forceinline__ void start_pv(float (&output)[kHeadDimV / 2], const Weights& weights, shared_address v_tile) {
     const uint64_t v = descriptor(v_tile, kBlockN * kPanelRowBytes, 8 * kPanelRowBytes);
     pin_registers(output);
     wgmma_fence();
@@ -327,9 +330,9 @@ __device__ __forceinline__ bool softmax_step(float (&scores)[kBlockN / 2], RowSt
     return moves;
 }
 
-__device__ __forceinline__ void rescale(float (&output)[kHeadDim / 2], const RowState& rows) {
+__device__ __forceinline__ void rescale(float (&output)[kHeadDimV / 2], const RowState& rows) {
 #pragma unroll
-    for (int n = 0; n < kHeadDim / 8; ++n) {
+    for (int n = 0; n < kHeadDimV / 8; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) output[4 * n + e] *= rows.correction[e / 2];
     }
@@ -360,7 +363,7 @@ __device__ __forceinline__ uint4 trade(const uint32_t (&mine)[4], int lane_of_fo
 
 // Divides the output by the completed sums, rounds it and writes it, and the LSE. A row that attends to nothing has the sum
 // 0 and becomes 0, its LSE -inf.
-__device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDim / 2],
+__device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2],
                                            RowState& rows, int first_row, int lane) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -376,7 +379,7 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
                            row_offset(params, tile, row, params.out_row_stride, params.out_head_stride);
         // A lane has two neighbouring columns of every eight. Four lanes trade, so that each gets eight of 32.
 #pragma unroll
-        for (int n = 0; n < kHeadDim / 8; n += 4) {
+        for (int n = 0; n < kHeadDimV / 8; n += 4) {
             uint32_t mine[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -384,7 +387,7 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
             }
             const uint4 chunk = trade(mine, lane % 4);
             const int column = 8 * (n + lane % 4);
-            if (row < num_rows(params) && column < params.head_dim) store_global_128(out_row + column, chunk);
+            if (row < num_rows(params) && column < params.head_dim_v) store_global_128(out_row + column, chunk);
         }
     }
 }
@@ -429,11 +432,11 @@ __device__ __forceinline__ void produce(const Params& params, shared_address sha
         fetch_queries(params, tile, shared, barriers.q_full());
         for (int block = blocks.last; block >= blocks.first; --block) {
             mbarrier_wait(barriers.k_empty(ring.stage), ring.parity ^ 1);
-            fetch_block(shared + kKOffset + ring.stage * kStageBytes, params.k, barriers.k_full(ring.stage),
-                        block * kBlockN, tile.kv_head, tile.batch);
+            fetch_block<kHeadDim>(shared + kKOffset + ring.stage * kKBytes, params.k, barriers.k_full(ring.stage),
+                                  block * kBlockN, tile.kv_head, tile.batch);
             mbarrier_wait(barriers.v_empty(ring.stage), ring.parity ^ 1);
-            fetch_block(shared + kVOffset + ring.stage * kStageBytes, params.v, barriers.v_full(ring.stage),
-                        block * kBlockN, tile.kv_head, tile.batch);
+            fetch_block<kHeadDimV>(shared + kVOffset + ring.stage * kVBytes, params.v, barriers.v_full(ring.stage),
+                                   block * kBlockN, tile.kv_head, tile.batch);
             ring.advance();
         }
     }
@@ -457,9 +460,9 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         const Tile tile = find_tile(params, tiles.index);
         const Blocks blocks = find_blocks(params, tile);
         const int first_row = tile.first_row + warp_row;
-        float output[kHeadDim / 2];
+        float output[kHeadDimV / 2];
 #pragma unroll
-        for (int i = 0; i < kHeadDim / 2; ++i) output[i] = 0.0f;
+        for (int i = 0; i < kHeadDimV / 2; ++i) output[i] = 0.0f;
         RowState rows;
         if (blocks.last >= blocks.first) {
             const KeyRange every = keys_of_every(params, min(first_row, num_rows(params) - 1), 16);
@@ -473,7 +476,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
             q_parity ^= 1;
             mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
             barrier_sync(1 + consumer, 256);
-            start_qk(scores, q_tile, shared + kKOffset + k_ring.stage * kStageBytes);
+            start_qk(scores, q_tile, shared + kKOffset + k_ring.stage * kKBytes);
             barrier_arrive(1 + (consumer + 1) % kConsumers, 256);
             wgmma_wait<0>();
             pin_registers(scores);
@@ -487,9 +490,9 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
                 // Q . K^T of this block and P . V of the one before are under way while softmax waits for the first only.
                 mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
                 barrier_sync(1 + consumer, 256);
-                start_qk(scores, q_tile, shared + kKOffset + k_ring.stage * kStageBytes);
+                start_qk(scores, q_tile, shared + kKOffset + k_ring.stage * kKBytes);
                 mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
-                start_pv(output, weights, shared + kVOffset + v_ring.stage * kStageBytes);
+                start_pv(output, weights, shared + kVOffset + v_ring.stage * kVBytes);
                 barrier_arrive(1 + (consumer + 1) % kConsumers, 256);
                 wgmma_wait<1>();
                 pin_registers(scores);
@@ -507,7 +510,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
             }
             release(barriers.q_empty());
             mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
-            start_pv(output, weights, shared + kVOffset + v_ring.stage * kStageBytes);
+            start_pv(output, weights, shared + kVOffset + v_ring.stage * kVBytes);
             wgmma_wait<0>();
             pin_registers(output);
             release(barriers.v_empty(v_ring.stage));

@@ -2,7 +2,7 @@
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 128, dtype fp16, mask_type none, gqa packed
+// axes      head_dim 128, head_dim_v 128, dtype fp16, mask_type none, gqa packed
 // tile      block_m 256, block_n 64, warps 8, groups 2, min_blocks 1
 // block     256 threads, 131072 bytes of dynamic shared memory
 // target    sm80: sm_80 or later, at most 166912 bytes a block
@@ -12,7 +12,8 @@
 
 using element = fp16;
 
-constexpr int kHeadDim = 128;
+constexpr int kHeadDim = 128;  // of Q and K
+constexpr int kHeadDimV = 128;  // of V and the output
 constexpr int kBlockM = 256;  // query rows of a tile
 constexpr int kBlockN = 64;  // keys of a tile
 constexpr int kWarps = 8;
@@ -22,9 +23,9 @@ constexpr int kCopyThreads = kThreads / 2;  // threads that share the copy of a 
 constexpr int kWarpRows = kBlockM / kWarps;  // a warp owns whole rows, so that softmax never leaves it
 constexpr int kRowTiles = kWarpRows / 16;    // 16-row matrix tiles of a warp
 constexpr int kKeyTiles = kBlockN / 8;       // 8-key matrix tiles of a key block
-constexpr int kDimTiles = kHeadDim / 8;      // 8-wide matrix tiles of the head dimension
+constexpr int kDimTiles = kHeadDimV / 8;     // 8-wide matrix tiles of the output's head dimension
 
-constexpr int kRowBytes = kHeadDim * sizeof(element);
+constexpr int kRowBytes = kHeadDim * sizeof(element);  // from row to row in shared memory, of V as well
 constexpr int kKOffset = kBlockM * kRowBytes;  // Q comes first, then the stages of K, then those of V
 constexpr int kStageBytes = kBlockN * kRowBytes;
 constexpr int kVOffset = kKOffset + kStages * kStageBytes;
@@ -34,14 +35,15 @@ constexpr float kLn2 = 0.6931471805599453f;
 
 static_assert(kBlockM % (16 * kWarps) == 0, "a warp owns whole 16-row matrix tiles");
 static_assert(kBlockN % 16 == 0, "keys are fetched by 16");
+static_assert(kHeadDimV <= kHeadDim, "rows of V and of the output fit into those of K and Q");
 static_assert(kRowBytes % 64 == 0, "the swizzle permutes at least four 16-byte chunks");
 static_assert(kSharedBytes == 131072, "launcher and kernel agree on shared memory");
 
 struct Params {
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
     const element* k;                     // (batch, seqlen_kv, num_heads_kv, head_dim), likewise
-    const element* v;                     // (batch, seqlen_kv, num_heads_kv, head_dim), likewise
-    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim), likewise
+    const element* v;                     // (batch, seqlen_kv, num_heads_kv, head_dim_v), likewise
+    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim_v), likewise
     float* lse;                           // (batch, num_heads_q, seqlen_q), contiguous; may be null
     int64_t q_batch_stride;               // strides are in elements
     int64_t q_row_stride;
@@ -62,6 +64,7 @@ struct Params {
     int32_t seqlen_q;
     int32_t seqlen_kv;
     int32_t head_dim;                     // of the call, at most kHeadDim; the rest is predicated
+    int32_t head_dim_v;                   // likewise, of v and out
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
@@ -92,10 +95,11 @@ static_assert(offsetof(Params, group_size) == 148);
 static_assert(offsetof(Params, seqlen_q) == 152);
 static_assert(offsetof(Params, seqlen_kv) == 156);
 static_assert(offsetof(Params, head_dim) == 160);
-static_assert(offsetof(Params, num_row_blocks) == 164);
-static_assert(offsetof(Params, heads_per_section) == 168);
-static_assert(offsetof(Params, num_sections) == 172);
-static_assert(offsetof(Params, scale_log2) == 176);
+static_assert(offsetof(Params, head_dim_v) == 164);
+static_assert(offsetof(Params, num_row_blocks) == 168);
+static_assert(offsetof(Params, heads_per_section) == 172);
+static_assert(offsetof(Params, num_sections) == 176);
+static_assert(offsetof(Params, scale_log2) == 180);
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 struct Tile {
@@ -175,19 +179,23 @@ __device__ __forceinline__ shared_address step_address(const LaneAddress& lane, 
            (step_bytes % kSwizzleBytes ^ lane.chunk_bytes);
 }
 
-// Starts the copy of kBlockN rows of K or V into shared memory. kSwizzleChunks threads stand side by side along a row and
-// each takes every kSwizzleChunks-th chunk of its rows. Rows from `valid_rows` on, and elements from `head_dim` on,
-// become zeros. `row_stride` is in elements.
+// Starts the copy of kBlockN rows of K or V, kColumns wide, into shared memory. kSwizzleChunks threads stand side by side
+// along a row and each takes every kSwizzleChunks-th chunk of its rows. Rows from `valid_rows` on, and elements from
+// `head_dim` on, become zeros. `row_stride` is in elements.
+template <int kColumns>
 __device__ __forceinline__ void copy_rows(shared_address tile, const element* source, int64_t row_stride, int valid_rows,
                                           int head_dim) {
     constexpr int kRowsPerPass = kCopyThreads / kSwizzleChunks;
+    constexpr int kPanels = kColumns * sizeof(element) / kSwizzleBytes;
+    static_assert(kColumns * sizeof(element) % kSwizzleBytes == 0, "the swizzle permutes whole panels");
     const int row = threadIdx.x % kCopyThreads / kSwizzleChunks;
     const int chunk = threadIdx.x % kSwizzleChunks;
     const shared_address destination = tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
     source += row * row_stride + chunk * kChunkElements;
+    const int columns_left = head_dim - chunk * kChunkElements;
 #pragma unroll
-    for (int panel = 0; panel < kRowBytes / kSwizzleBytes; ++panel) {
-        const int rows_left = (panel * kSwizzleChunks + chunk) * kChunkElements < head_dim ? valid_rows - row : 0;
+    for (int panel = 0; panel < kPanels; ++panel) {
+        const int rows_left = panel * kSwizzleChunks * kChunkElements < columns_left ? valid_rows - row : 0;
 #pragma unroll
         for (int first = 0; first < kBlockN; first += kRowsPerPass) {
             cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes,
@@ -307,7 +315,7 @@ __device__ __forceinline__ void load_v(VFragments& fragments, const LaneAddress&
     for (int n = 0; n < kDimTiles / 2; ++n) ldmatrix_x4_trans(fragments[n], step_address(v_lane, first_key, n));
 }
 
-// output (kWarpRows x kHeadDim) += P . V. The caller has loaded the fragments of the first 16 keys; those of the next 16
+// output (kWarpRows x kHeadDimV) += P . V. The caller has loaded the fragments of the first 16 keys; those of the next 16
 // are fetched while the ones before them multiply.
 __device__ __forceinline__ void multiply_pv(float (&output)[kRowTiles][kDimTiles][4], const Weights& weights,
                                             VFragments (&v_fragments)[2], const LaneAddress& v_lane) {
@@ -465,9 +473,9 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
         if (tile_row >= num_rows(params)) break;
         element* out_row = out + row_offset(params, tile, tile_row, params.out_row_stride, params.out_head_stride);
 #pragma unroll
-        for (int panel = 0; panel < kRowBytes / kSwizzleBytes; ++panel) {
+        for (int panel = 0; panel < kHeadDimV * sizeof(element) / kSwizzleBytes; ++panel) {
             const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
-            if (element_index < params.head_dim) {
+            if (element_index < params.head_dim_v) {
                 store_global_128(out_row + element_index,
                                  load_shared_128(warp_tile + row * kRowBytes + panel * kSwizzleBytes +
                                                  16 * (chunk ^ swizzle_key(row))));
@@ -508,13 +516,14 @@ flash_fwd_hdim128_fp16_packgqa_sm80(const __grid_constant__ Params params) {
     // second of V. A turn ends at a barrier for all.
     const int group = warp / (kWarps / 2);
     const shared_address copy_tiles = group == 0 ? k_tiles : v_tiles;
+    const int copy_head_dim = group == 0 ? params.head_dim : params.head_dim_v;
     const int64_t copy_stride = group == 0 ? params.k_row_stride : params.v_row_stride;
     const element* copy_source =
         group == 0 ? params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride
                    : params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
     auto copy_block = [&](int block) {
-        copy_rows(copy_tiles + block % 2 * kStageBytes, copy_source + block * kBlockN * copy_stride, copy_stride,
-                  params.seqlen_kv - block * kBlockN, params.head_dim);
+        copy_rows<kHeadDim>(copy_tiles + block % 2 * kStageBytes, copy_source + block * kBlockN * copy_stride, copy_stride,
+                            params.seqlen_kv - block * kBlockN, copy_head_dim);
     };
 
     if (last_block >= first_block) {

@@ -46,6 +46,20 @@ def test_results_are_of_the_callers_kind_and_equal_across_kinds():
         np.testing.assert_array_equal(out.float().numpy(), expected.astype(np.float32))
 
 
+def test_out_has_the_head_dim_of_v():
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 9, 2, width), np.float32) for width in (24, 24, 40))
+    out = flashgen.attention(q, k, v)
+    assert out.shape == (2, 9, 2, 40)
+    np.testing.assert_allclose(out[..., :24], flashgen.attention(q, k, v[..., :24]), rtol=1e-6, atol=1e-6)
+    assert np.array_equal(flashgen.plan(q, k, v)(q, k, v), out)
+    given = np.full_like(out, np.nan)
+    assert flashgen.attention(q, k, v, out=given) is given
+    assert np.array_equal(given, out)
+    torch = pytest.importorskip("torch")
+    assert np.array_equal(flashgen.attention(*map(torch.from_numpy, (q, k, v))).numpy(), out)
+
+
 def test_without_batch():
     q, k, v = qkv()
     out, lse = flashgen.attention(q, k, v, return_lse=True)

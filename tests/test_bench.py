@@ -19,7 +19,7 @@ from rich.console import Console
 
 from flashgen.bench import chart, check, environment
 from flashgen.bench.cases import GRIDS, Case, find_grid
-from flashgen.bench.hosts import Inputs
+from flashgen.bench.hosts import Inputs, shapes
 from flashgen.bench.peers import all_peers, choose_peers, registry, torch_sdpa
 from flashgen.bench.peers.own import Flashgen
 from flashgen.bench.results import Measurement, Report, Row
@@ -63,6 +63,15 @@ def test_flops_are_four_per_pair_and_channel_and_halved_by_causal():
     full, causal = a_case(), a_case(mask="causal")
     assert full.flops == 4 * 2 * 4 * 48 * 64 * 16
     assert causal.flops == full.flops / 2
+
+
+def test_a_narrower_v_makes_less_work_and_moves_less():
+    case = a_case(head_dim=24, head_dim_v=8, dtype="fp16")
+    assert case.flops == a_case().flops
+    host = FakeHost()
+    q, k, v, out, _ = astuple(host.inputs(case, 0))
+    assert out.shape == (*q.shape[:-1], 8)
+    assert case.bytes_moved == 2 * (q.size + k.size + v.size + out.size)
 
 
 def test_bytes_count_every_array_once():
@@ -267,9 +276,8 @@ class FakeHost(FakeClock):
 
     def inputs(self, case, seed):
         rng = np.random.default_rng(seed)
-        q = rng.standard_normal((case.batch, case.seqlen_q, case.num_heads_q, case.head_dim))
-        k, v = rng.standard_normal((2, case.batch, case.seqlen_kv, case.num_heads_kv, case.head_dim))
-        return Inputs(q, k, v, np.zeros_like(q), case.hidden(rng) if case.is_dense else None)
+        q, k, v, out = (rng.standard_normal(shape) for shape in shapes(case))
+        return Inputs(q, k, v, np.zeros_like(out), case.hidden(rng) if case.is_dense else None)
 
     def copy(self, array):
         return array.copy()
@@ -692,15 +700,15 @@ def test_an_unusable_peer_is_refused_when_named_and_left_out_otherwise(monkeypat
 DECLINED = {
     # name: cases that it must decline, out of the test's; it must take every other
     "flashgen": set(),
-    "flashgen-gqa": {"plain", "window", "dense", "fp32", "wide", "skewed"},
-    "flashgen-packed": {"plain", "window", "dense", "fp32", "wide", "skewed"},
-    "torch-flash": {"window", "dense", "fp32", "skewed"},
+    "flashgen-gqa": {"plain", "window", "dense", "fp32", "wide", "skewed", "192/128", "64/128"},
+    "flashgen-packed": {"plain", "window", "dense", "fp32", "wide", "skewed", "192/128", "64/128"},
+    "torch-flash": {"window", "dense", "fp32", "skewed", "192/128", "64/128"},
     "torch-cudnn": {"window", "fp32", "skewed"},
     "torch-efficient": {"window", "grouped", "skewed"},
     "flash-attn-4": {"dense", "fp32"},
-    "flashinfer-fa2": {"dense", "fp32", "wide"},
-    "flashinfer-fa3": {"dense", "fp32", "wide"},
-    "flex-attention": {"plain", "fp32", "wide", "grouped", "skewed"},
+    "flashinfer-fa2": {"dense", "fp32", "wide", "64/128"},
+    "flashinfer-fa3": {"dense", "fp32", "wide", "64/128"},
+    "flex-attention": {"plain", "fp32", "wide", "grouped", "skewed", "192/128", "64/128"},
 }
 
 
@@ -713,6 +721,8 @@ def test_peers_decline_exactly_what_they_cannot_do():
         "fp32": replace(plain, dtype="fp32"),
         "wide": replace(plain, head_dim=96),
         "grouped": replace(plain, num_heads_kv=2),
+        "192/128": replace(plain, head_dim=192, head_dim_v=128),
+        "64/128": replace(plain, head_dim_v=128),
         "skewed": replace(plain, mask="causal", seqlen_q=8),
     }
     found = {

@@ -41,6 +41,7 @@ def problem(**changes):
         "num_heads_q": 16,
         "num_heads_kv": 16,
         "head_dim": 64,
+        "head_dim_v": changes.get("head_dim", 64),
         "dtype": "fp16",
         "mask_type": "none",
         "diagonal_offset": 0,
@@ -77,6 +78,11 @@ def variant(head_dim=64, dtype="fp16", mask_type="none", gqa="mha", **changes):
         "header": "flashgen/sm80.cuh",
     }
     return Variant(**(fields | changes))
+
+
+def two_dims(head_dim, head_dim_v):
+    plain = variant(head_dim)
+    return replace(plain, axes=(("head_dim", head_dim), ("head_dim_v", head_dim_v), *plain.axes[1:]))
 
 
 EVERY = [
@@ -188,7 +194,7 @@ def test_an_old_device_is_told_what_is_needed():
 
 
 def test_a_missing_variant_is_an_error_of_the_specs():
-    with pytest.raises(SpecError, match="head_dim 64, dtype bf16"):
+    with pytest.raises(SpecError, match="head_dim 64, head_dim_v 64, dtype bf16"):
         select(problem(dtype="bf16"), H200, EVERY)
 
 
@@ -197,14 +203,32 @@ def test_another_family_is_not_attention():
         select(problem(), H200, [replace(variant(), family="flash_bwd")])
 
 
+def test_the_least_work_that_holds_both_head_dims():
+    variants = [variant(64), variant(128), two_dims(192, 128), variant(192), two_dims(128, 256), variant(256)]
+    for call, held in {
+        (192, 128): (192, 128),
+        (136, 8): (192, 128),
+        (128, 128): (128, 128),
+        (64, 128): (128, 128),
+        (128, 64): (128, 128),
+        (160, 136): (192, 192),
+        (128, 192): (128, 256),  # as much work as 192 and 192, less of it for scores
+        (8, 200): (128, 256),
+        (200, 8): (256, 256),
+    }.items():
+        chosen = select(problem(head_dim=call[0], head_dim_v=call[1]), H200, variants)
+        assert (chosen.head_dim, chosen.head_dim_v) == held
+
+
 def test_what_is_offered_is_enough_to_choose_among_the_shipped_variants():
     specs = load_specs()
     every = [v for spec in specs for v in spec.variants()]
-    for head_dim in (8, 40, 128, 256):
+    for head_dim, head_dim_v in ((8, 8), (40, 64), (128, 128), (192, 128), (136, 8), (192, 136), (64, 256)):
         for dtype in ("fp16", "bf16", "fp32"):
             for mask_type in ("none", "causal", "local", "dense"):
                 for heads in (2, 16):
-                    call = problem(head_dim=head_dim, dtype=dtype, mask_type=mask_type, num_heads_kv=heads)
+                    widths = {"head_dim": head_dim, "head_dim_v": head_dim_v}
+                    call = problem(**widths, dtype=dtype, mask_type=mask_type, num_heads_kv=heads)
                     for device in (H200, GEFORCE):
                         offered = offers(call, device, specs)
                         assert select(call, device, offered) == select(call, device, every)

@@ -33,6 +33,7 @@ VARIANTS = [variant for spec in load_specs() for variant in spec.variants() if s
 LISTS = (
     "every_seqlen",
     "every_head_dim",
+    "head_dims_of_v",
     "head_groups",
     "layouts",
     "dense_masks",
@@ -63,7 +64,7 @@ def test_the_cpu_passes_random_problems(seed):
 @pytest.mark.parametrize("masking", forward_cases.MASKINGS)
 def test_the_reference_is_that_of_the_package(dtype, masking):
     """Two float64 computations that share no code agree."""
-    case = Case(2, 50, 70, 4, 2, 24, dtype, **forward_cases.MASKINGS[masking])
+    case = Case(2, 50, 70, 4, 2, 24, dtype, head_dim_v=40, **forward_cases.MASKINGS[masking])
     arrays = make(case, "cpu", 1)
     hidden = reference.hidden_keys(50, 70, mask=arrays.mask, **arrays.options)
     found = reference.attention(arrays.q, arrays.k, arrays.v, hidden, case.scale)
@@ -289,7 +290,7 @@ def test_lists_cover_what_they_promise():
 def test_each_variant_can_be_launched_on_its_cases():
     """Its cases are such that dispatch, too, could take the variant for them."""
     for variant in VARIANTS:
-        smaller = forward_cases.smaller_head_dim(variant, VARIANTS)
+        smaller = forward_cases.smaller_head_dims(variant, VARIANTS)
         cases = forward_cases.of_variant(variant, smaller)
         for case in cases:
             problem = problem_without_memory(case)
@@ -298,7 +299,8 @@ def test_each_variant_can_be_launched_on_its_cases():
                 case,
             )
             assert (problem.group_size == 1) == (variant.gqa == "mha")
-            assert smaller < problem.head_dim <= variant.head_dim
+            assert smaller[0] < problem.head_dim <= variant.head_dim
+            assert smaller[1] < problem.head_dim_v <= variant.head_dim_v
         assert max(case.seqlen_q for case in cases) > 2 * variant.tile_value("block_m")
         assert max(case.seqlen_kv for case in cases) > 4 * variant.tile_value("block_n")
 
@@ -309,7 +311,10 @@ def problem_without_memory(case):
         return ArrayView("torch", 256, shape, strides, dtype, 0, None)
 
     q = view((case.batch, case.seqlen_q, case.heads_q, case.head_dim), case.dtype)
-    k, v = (view((case.batch, case.seqlen_kv, case.heads_kv, case.head_dim), case.dtype) for _ in range(2))
+    k, v = (
+        view((case.batch, case.seqlen_kv, case.heads_kv, width), case.dtype)
+        for width in (case.head_dim, case.width_v)
+    )
     mask = view((case.seqlen_q, case.seqlen_kv), "uint8") if case.mask else None
     options = {"causal": case.causal, "mask_type": case.mask_type, "window_size": case.window_size}
     return normalise(q, k, v, mask=mask, **options)

@@ -174,7 +174,7 @@ from types import SimpleNamespace
 import cupy
 before = set(sys.modules)
 from flashgen import cache, dispatch, kernel, spec
-call = SimpleNamespace(head_dim=64, dtype="fp16", mask_type="causal", group_size=1)
+call = SimpleNamespace(head_dim=64, head_dim_v=64, dtype="fp16", mask_type="causal", group_size=1)
 device = SimpleNamespace(compute_capability=(9, 0), smem_per_block=232448)
 variant = dispatch.offers(call, device, spec.load_specs(cache=cache.default()))[0]
 if len(sys.argv) > 1:

@@ -25,6 +25,7 @@ PROBLEM = Problem(
     num_heads_q=16,
     num_heads_kv=4,
     head_dim=40,
+    head_dim_v=40,
     dtype="fp16",
     mask_type="dense",
     diagonal_offset=0,

@@ -171,6 +171,31 @@ def test_k_and_v_agree():
         normalise(view((2, 5, 4, 64)), view((2, 7, 2, 64)), view((2, 8, 2, 64)))
 
 
+def test_v_and_out_have_a_head_dim_of_their_own():
+    q, k, v = (2, 5, 4, 192), (2, 7, 2, 192), (2, 7, 2, 128)
+    problem = normalise(view(q), view(k), view(v))
+    assert (problem.head_dim, problem.head_dim_v) == (192, 128)
+    assert problem.softmax_scale == 192**-0.5
+    assert problem.out_shape == (2, 5, 4, 128)
+    assert problem.out_strides == (5 * 4 * 128, 4 * 128, 128)
+    assert problem == normalise(view(q), view(k), view(v), out=view((2, 5, 4, 128)))
+    ends = dict(zip(("q", "k", "v", "mask", "out", "lse"), problem.extents(), strict=True))
+    sizes = {"q": 2 * 5 * 4 * 192, "k": 2 * 7 * 2 * 192, "v": 2 * 7 * 2 * 128, "out": 2 * 5 * 4 * 128}
+    assert {name: ends[name] for name in sizes} == {name: (0, 2 * size) for name, size in sizes.items()}
+    with pytest.raises(errors.BadTensorShape, match=r"out has shape .*192.*last dimension of v, .*128"):
+        normalise(view(q), view(k), view(v), out=view(q))
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "step"), [(0, "fp16", 8), (260, "bf16", 8), (20, "fp16", 8), (6, "fp32", 4)]
+)
+def test_the_head_dim_of_v_has_the_rules_of_q(width, dtype, step):
+    with pytest.raises(
+        errors.BadTensorShape, match=f"^head_dim_v is {width}; {dtype} needs a multiple of {step}"
+    ):
+        normalise(*(view((2, 5, 4, last), dtype) for last in (64, 64, width)))
+
+
 def test_head_dim_in_steps_of_16_bytes():
     assert call((1, 5, 1, 20), (1, 7, 1, 20), "fp32").head_dim == 20
     with pytest.raises(errors.BadTensorShape, match="multiple of 4"):

@@ -17,6 +17,7 @@ CALL = Problem(
     num_heads_q=16,
     num_heads_kv=16,
     head_dim=128,
+    head_dim_v=128,
     dtype="fp16",
     mask_type="causal",
     diagonal_offset=0,

@@ -21,6 +21,7 @@ PROBLEM = Problem(
     num_heads_q=6,
     num_heads_kv=2,
     head_dim=40,
+    head_dim_v=40,
     dtype="fp16",
     mask_type="none",
     diagonal_offset=0,
@@ -96,6 +97,16 @@ def test_a_box_holds_the_rows_of_a_tile_in_their_order(group, kv_heads, seqlen, 
         address = at_batch * strides["batch"] + query * strides["row"] + query_head * strides["head"]
         expected.append(2 * address if row < tile_rows else None)
     assert list(addresses(described, corner)) == expected
+
+
+def test_the_maps_of_v_and_out_end_where_its_head_dim_does():
+    call = replace(PROBLEM, head_dim_v=24)
+    for variant_ in (GQA, PACKED):
+        extents = {
+            name: describe(call, variant_, replace(Q, name=name)).extents[0]
+            for name in ("q", "k", "v", "out")
+        }
+        assert extents == {"q": 40, "k": 40, "v": 24, "out": 24}
 
 
 def test_a_group_that_does_not_divide_the_rows_of_a_box_has_no_map():

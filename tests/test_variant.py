@@ -7,7 +7,7 @@ import pytest
 from flashgen.spec import find, load_spec
 from flashgen.variant import Variant, variant_name
 
-POINT = {"head_dim": 128, "dtype": "fp16", "mask_type": "causal", "gqa": "gqa"}
+POINT = {"head_dim": 128, "head_dim_v": 128, "dtype": "fp16", "mask_type": "causal", "gqa": "gqa"}
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,8 @@ POINT = {"head_dim": 128, "dtype": "fp16", "mask_type": "causal", "gqa": "gqa"}
         ({"gqa": "packed"}, "", "flash_fwd_hdim128_fp16_causal_packgqa_sm80"),
         ({"gqa": "mha", "mask_type": "none"}, "", "flash_fwd_hdim128_fp16_sm80"),
         ({"layout": "varlen", "splits": 4}, "", "flash_fwd_hdim128_fp16_causal_varlen_splits4_gqa_sm80"),
+        ({"head_dim": 192, "head_dim_v": 128}, "", "flash_fwd_hdim192_128_fp16_causal_gqa_sm80"),
+        ({"head_dim_v": 128}, "", "flash_fwd_hdim128_fp16_causal_gqa_sm80"),
         ({"layout": "none"}, "", "flash_fwd_hdim128_fp16_causal_gqa_sm80"),
     ],
 )

@@ -47,8 +47,10 @@ def attention(
     q: (batch, seqlen_q, num_heads_q, head_dim), or without batch; fp16, bf16 or fp32. head_dim is at most 256
         and a multiple of 8 (of 4 for fp32). Any strides, but the last dimension is contiguous and rows are
         16-byte aligned.
-    k, v: (batch, seqlen_kv, num_heads_kv, head_dim), of the dtype and device of q. num_heads_kv divides
+    k: (batch, seqlen_kv, num_heads_kv, head_dim), of the dtype and device of q. num_heads_kv divides
         num_heads_q: query head h reads kv head h // (num_heads_q // num_heads_kv).
+    v: (batch, seqlen_kv, num_heads_kv, head_dim_v), likewise; head_dim_v may be another than head_dim and is
+        bound by the same rules.
     causal: hide key j from query i unless j <= i + seqlen_kv - seqlen_q; the same as mask_type 3.
     mask: bool or uint8, nonzero where a key is hidden (as in numpy.ma). Broadcasts from the right, as in
         NumPy, to (batch, num_heads_q, seqlen_q, seqlen_kv); (seqlen_q, seqlen_kv) and (seqlen_kv,) are the
@@ -58,8 +60,8 @@ def attention(
     window_size: (left, right). Query i sees only the keys from p - left to p + right, where
         p = i + seqlen_kv - seqlen_q; -1 is no bound. Goes with mask types 0 and 3; with 3, right is 0 or -1.
     softmax_scale: 1 / sqrt(head_dim) if None. Not negative.
-    out: receives the result; shape, dtype and device of q, in memory that no other argument touches. Not for
-        JAX, whose arrays cannot be written to.
+    out: receives the result: (batch, seqlen_q, num_heads_q, head_dim_v), or without batch, of the dtype and
+        device of q, in memory that no other argument touches. Not for JAX, whose arrays cannot be written to.
     return_lse: also return the logarithm (base e) of each row's sum of exponentials: fp32,
         (batch, num_heads_q, seqlen_q), or without batch.
     stream: where to queue the work: a CuPy or PyTorch stream, a CUDA handle, or None for the current stream

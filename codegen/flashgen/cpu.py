@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 BLOCK_ROWS = 512
 BLOCK_KEYS = 256
 # Below this many multiplications, starting threads costs more than they save.
-_PARALLEL_WORK = 1 << 26
+_PARALLEL_WORK = 1 << 27
 
 
 class _SharedLimit:
@@ -90,8 +90,8 @@ def attention(
     """``(out, lse)`` of a problem, computed in ``dtype``: float32, or float64 for a reference.
 
     q, k, v and mask have the shapes of the contract; bfloat16 elements are of ml_dtypes, or their bits in
-    uint16. ``out`` (shape of q; rounded to its own dtype, or to bfloat16 bits where q has these) and ``lse``
-    receive the results; where they are missing, arrays of ``dtype`` are made.
+    uint16. ``out`` (``problem.out_shape``; rounded to its own dtype, or to bfloat16 bits where q has these)
+    and ``lse`` receive the results; where they are missing, arrays of ``dtype`` are made.
     """
     if out is None:
         out = np.empty(problem.out_shape, dtype)
@@ -110,7 +110,8 @@ def attention(
         for start in range(0, problem.seqlen_q, block)
     ]
     attend = partial(_attend, problem, q4, k4, v4, mask, out4, lse3, dtype)
-    work = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_kv * problem.head_dim
+    pairs = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_kv
+    work = pairs * (problem.head_dim + problem.head_dim_v)
     threads = min(len(tasks), _cores())
     if threads < 2 or work < _PARALLEL_WORK:
         for task in tasks:
@@ -136,7 +137,8 @@ def _attend(
 ) -> None:
     """One block of query rows of the heads that share one kv head."""
     batch, kv_head, start, stop = task
-    group, rows, width = problem.group_size, stop - start, problem.head_dim
+    group, rows = problem.group_size, stop - start
+    width, width_v = problem.head_dim, problem.head_dim_v
     heads = slice(kv_head * group, (kv_head + 1) * group)
     queries = (
         _widen(q[batch, start:stop, heads], problem, dtype).transpose(1, 0, 2).reshape(group * rows, width)
@@ -145,7 +147,7 @@ def _attend(
 
     highest = np.full(group * rows, -np.inf, dtype)
     total = np.zeros(group * rows, dtype)
-    result = np.zeros((group * rows, width), dtype)
+    result = np.zeros((group * rows, width_v), dtype)
     positions = np.arange(start, stop)[:, None] + problem.diagonal_offset
     low, high = _band(problem, start, stop)
     for first in range(low, high, BLOCK_KEYS):
@@ -171,7 +173,7 @@ def _attend(
     seen = total != 0
     result /= np.where(seen, total, 1)[:, None]
     lse[batch, heads, start:stop] = (highest + np.log(total)).reshape(group, rows)
-    _store(out[batch, start:stop, heads], result.reshape(group, rows, width).transpose(1, 0, 2), problem)
+    _store(out[batch, start:stop, heads], result.reshape(group, rows, width_v).transpose(1, 0, 2), problem)
 
 
 def _band(problem: Problem, start: int, stop: int) -> tuple[int, int]:

@@ -3,12 +3,12 @@ needed.
 
 The rule, which a spec names ``least_time``:
 
-1. A variant can serve a problem whose dtype and mask type are its own, whose head dim it holds, and whose
-   grouping it implements: ``mha`` for one query head per kv head, ``gqa`` or ``packed`` for several. Where it
-   reads arrays by tensor maps, there must be maps of them. The device must have its architecture and its
-   shared memory.
-2. Of these only the smallest head dim counts, then the newest architecture, then the target that its spec
-   names first.
+1. A variant can serve a problem whose dtype and mask type are its own, whose head dims (of q and k, and of
+   v) it holds, and whose grouping it implements: ``mha`` for one query head per kv head, ``gqa`` or
+   ``packed`` for several. Where it reads arrays by tensor maps, there must be maps of them. The device must
+   have its architecture and its shared memory.
+2. Of these only the smallest head dims count, by the work that they make, then the newest architecture, then
+   the target that its spec names first.
 3. Of what is left, tiles and groupings, the least modelled time wins: the rows of queries that fall to the
    busiest multiprocessor, over the measured ``efficiency`` of the tile. Ties go to fewer tiles, then to the
    order of the spec.
@@ -16,6 +16,7 @@ The rule, which a spec names ``least_time``:
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from flashgen.device import arch_parts, reaches
@@ -37,13 +38,14 @@ FAMILY = "flash_fwd"
 def offers(problem: Problem, device: Device, specs: Iterable[Spec]) -> tuple[Variant, ...]:
     """The variants of ``specs`` among which ``select`` has a choice, without making the others.
 
-    Head dims are gone through upwards, only as far as the first that the device has a variant for.
+    Head dims are gone through by their work, only as far as the first that the device has a variant for.
     """
     forward = [spec for spec in specs if spec.family == FAMILY]
     axes = {"dtype": problem.dtype, "mask_type": problem.mask_type, "gqa": _groupings(problem)}
     offered: list[Variant] = []
-    for head_dim in sorted({d for spec in forward for d in spec.axes["head_dim"] if d >= problem.head_dim}):
-        found = [variant for spec in forward for variant in spec.select(head_dim=head_dim, **axes)]
+    for head_dim, head_dim_v in sorted(_holding(problem, forward), key=_work):
+        made = (variant for spec in forward for variant in spec.select(head_dim=head_dim, **axes))
+        found = [variant for variant in made if variant.head_dim_v == head_dim_v]
         offered += found
         if any(runs_on(variant, device) and expressible(problem, variant) for variant in found):
             break
@@ -74,8 +76,9 @@ def candidates(problem: Problem, device: Device, variants: Iterable[Variant]) ->
     if not suited:
         grouping = "mha" if problem.group_size == 1 else "gqa or packed"
         raise SpecError(
-            f"no spec has a {FAMILY} variant for head_dim {problem.head_dim}, dtype {problem.dtype}, "
-            f"mask_type {problem.mask_type}, gqa {grouping}; add one, or see: flashgen list"
+            f"no spec has a {FAMILY} variant for head_dim {problem.head_dim}, head_dim_v "
+            f"{problem.head_dim_v}, dtype {problem.dtype}, mask_type {problem.mask_type}, gqa {grouping}; "
+            "add one, or see: flashgen list"
         )
     runnable = [variant for variant in suited if runs_on(variant, device)]
     if not runnable:
@@ -84,8 +87,8 @@ def candidates(problem: Problem, device: Device, variants: Iterable[Variant]) ->
             f"{device.name} ({device.arch}, {device.smem_per_block} bytes of shared memory a block) runs "
             f"none of the variants for this call; they need {' or '.join(needs)}"
         )
-    head_dim = min(variant.head_dim for variant in runnable)
-    holding = [variant for variant in runnable if variant.head_dim == head_dim]
+    least = min(_work(_head_dims(variant)) for variant in runnable)
+    holding = [variant for variant in runnable if _work(_head_dims(variant)) == least]
     newest = max(arch_parts(variant.min_arch)[0] for variant in holding)
     current = [variant for variant in holding if arch_parts(variant.min_arch)[0] == newest]
     first = min(variant.priority for variant in current)
@@ -120,6 +123,27 @@ def runs_on(variant: Variant, device: Device) -> bool:
     return reaches(major * 10 + minor, variant.min_arch) and variant.max_smem <= device.smem_per_block
 
 
+def _head_dims(variant: Variant) -> tuple[int, int]:
+    return variant.head_dim, variant.head_dim_v
+
+
+def _work(head_dims: tuple[int, int]) -> tuple[int, int]:
+    """What to compare head dims by: the multiplications for a query and a key, then those for the score."""
+    return sum(head_dims), head_dims[0]
+
+
+def _holding(problem: Problem, specs: Iterable[Spec]) -> set[tuple[int, int]]:
+    """The head dims, of q and k and of v, that hold those of ``problem``; a spec need not have every pair."""
+    return {
+        pair
+        for spec in specs
+        for pair in itertools.product(
+            spec.axes["head_dim"], spec.axes.get("head_dim_v", spec.axes["head_dim"])
+        )
+        if pair[0] >= problem.head_dim and pair[1] >= problem.head_dim_v
+    }
+
+
 def _groupings(problem: Problem) -> tuple[str, ...]:
     return ("mha",) if problem.group_size == 1 else ("gqa", "packed")
 
@@ -132,5 +156,6 @@ def _computes(problem: Problem, variant: Variant) -> bool:
         and variant.mask_type == problem.mask_type
         and variant.gqa in _groupings(problem)
         and variant.head_dim >= problem.head_dim
+        and variant.head_dim_v >= problem.head_dim_v
         and rows(problem, variant) <= MAX_SEQLEN
     )

@@ -69,8 +69,8 @@ def parameters(problem: Problem, variant: Variant, device: Device) -> dict[str, 
     """
     group = problem.group_size
     values: dict[str, int | float] = dict.fromkeys(POINTERS, 0)
-    for name in ("batch_size", "num_heads_q", "num_heads_kv", "seqlen_q", "seqlen_kv", "head_dim"):
-        values[name] = getattr(problem, "batch" if name == "batch_size" else name)
+    for name in ("num_heads_q", "num_heads_kv", "seqlen_q", "seqlen_kv", "head_dim", "head_dim_v"):
+        values[name] = getattr(problem, name)
     for array in ("q", "k", "v", "out"):
         strides = getattr(problem, f"{array}_strides")
         values |= zip(
@@ -80,6 +80,7 @@ def parameters(problem: Problem, variant: Variant, device: Device) -> dict[str, 
     cut = sections(problem, variant, device)
     values |= zip(("mask_batch_stride", "mask_head_stride", "mask_row_stride"), mask_strides, strict=True)
     values |= {
+        "batch_size": problem.batch,
         "group_size": group,
         "diagonal_offset": problem.diagonal_offset,
         "window_left": problem.window_left,

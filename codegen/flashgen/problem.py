@@ -57,6 +57,7 @@ class Problem:
     num_heads_q: int
     num_heads_kv: int
     head_dim: int
+    head_dim_v: int
     dtype: str
     mask_type: str
     diagonal_offset: int
@@ -83,8 +84,8 @@ class Problem:
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        """Shape of ``out``: that of ``q``."""
-        shape = (self.batch, self.seqlen_q, self.num_heads_q, self.head_dim)
+        """Shape of ``out``: that of ``q``, with the head dim of ``v``."""
+        shape = (self.batch, self.seqlen_q, self.num_heads_q, self.head_dim_v)
         return shape if self.batched else shape[1:]
 
     @property
@@ -103,7 +104,7 @@ class Problem:
         size = self.element_bytes
         q = (self.batch, self.seqlen_q, self.num_heads_q)
         kv = (self.batch, self.seqlen_kv, self.num_heads_kv)
-        row = self.head_dim * size
+        row, row_v = self.head_dim * size, self.head_dim_v * size
         mask = (0, 0)
         if self.mask_strides is not None:
             shape = (self.batch, self.num_heads_q, self.seqlen_q)
@@ -111,9 +112,9 @@ class Problem:
         return (
             _extent(q, self.q_strides, size, row),
             _extent(kv, self.k_strides, size, row),
-            _extent(kv, self.v_strides, size, row),
+            _extent(kv, self.v_strides, size, row_v),
             mask,
-            _extent(q, self.out_strides, size, row),
+            _extent(q, self.out_strides, size, row_v),
             (0, 4 * math.prod(self.lse_shape)),
         )
 
@@ -140,7 +141,7 @@ def normalise(
         views["out"] = out
     _check_devices(views if mask is None else views | {"mask": mask})
     dtype = _check_dtypes(views)
-    batch, seqlen_q, heads_q, head_dim = _check_shapes(q, k, v, out, dtype)
+    batch, seqlen_q, heads_q, head_dim, head_dim_v = _check_shapes(q, k, v, out, dtype)
     _, seqlen_kv, heads_kv, _ = _batched(k.shape)
     for name, view in views.items():
         _check_strides(name, view, ELEMENT_BYTES[dtype])
@@ -153,8 +154,8 @@ def normalise(
     if mask is not None:
         mask_strides = _mask_strides(mask, (batch, heads_q, seqlen_q, seqlen_kv))
     if out is None:
-        out_shape = (batch, seqlen_q, heads_q, head_dim)
-        out_strides = _strides(out_shape, (seqlen_q * heads_q * head_dim, heads_q * head_dim, head_dim, 1))
+        out_shape, row = (batch, seqlen_q, heads_q, head_dim_v), heads_q * head_dim_v
+        out_strides = _strides(out_shape, (seqlen_q * row, row, head_dim_v, 1))
     else:
         out_strides = _view_strides(out)
     return Problem(
@@ -164,6 +165,7 @@ def normalise(
         num_heads_q=heads_q,
         num_heads_kv=heads_kv,
         head_dim=head_dim,
+        head_dim_v=head_dim_v,
         dtype=dtype,
         mask_type=kind,
         diagonal_offset=offset,
@@ -264,7 +266,7 @@ def _check_dtypes(views: dict[str, ArrayView]) -> str:
 
 def _check_shapes(
     q: ArrayView, k: ArrayView, v: ArrayView, out: ArrayView | None, dtype: str
-) -> tuple[int, int, int, int]:
+) -> tuple[int, int, int, int, int]:
     if len(q.shape) not in (3, 4):
         raise BadTensorShape(
             f"q has shape {q.shape}; expected (batch, seqlen_q, num_heads_q, head_dim), or that without batch"
@@ -276,17 +278,21 @@ def _check_shapes(
             )
     batch, seqlen_q, heads_q, head_dim = _batched(q.shape)
     batch_kv, seqlen_kv, heads_kv, head_dim_kv = _batched(k.shape)
-    if k.shape != v.shape:
-        raise BadTensorShape(f"v has shape {v.shape} but k has {k.shape}; they must be the same")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise BadTensorShape(
+            f"v has shape {v.shape} but k has {k.shape}; all but the last dimension must be the same"
+        )
     if batch_kv != batch:
         raise BadTensorShape(f"k has batch {batch_kv} but q has {batch}; they must be the same")
     if head_dim_kv != head_dim:
         raise BadTensorShape(f"k has head_dim {head_dim_kv} but q has {head_dim}; they must be the same")
     step = ROW_ALIGNMENT // ELEMENT_BYTES[dtype]
-    if not 1 <= head_dim <= MAX_HEAD_DIM or head_dim % step:
-        raise BadTensorShape(
-            f"head_dim is {head_dim}; {dtype} needs a multiple of {step} from {step} to {MAX_HEAD_DIM}"
-        )
+    head_dim_v = v.shape[-1]
+    for name, width in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
+        if not 1 <= width <= MAX_HEAD_DIM or width % step:
+            raise BadTensorShape(
+                f"{name} is {width}; {dtype} needs a multiple of {step} from {step} to {MAX_HEAD_DIM}"
+            )
     if heads_kv < 1 or heads_q < 1 or heads_q % heads_kv:
         raise BadTensorShape(
             f"q has {heads_q} heads, k has {heads_kv}; those of q must be a positive multiple of those of k"
@@ -296,9 +302,12 @@ def _check_shapes(
             raise BadTensorShape(
                 f"{name} has sequence length {seqlen}; the longest supported is {MAX_SEQLEN}"
             )
-    if out is not None and out.shape != q.shape:
-        raise BadTensorShape(f"out has shape {out.shape}; expected that of q, {q.shape}")
-    return batch, seqlen_q, heads_q, head_dim
+    out_shape = (*q.shape[:-1], head_dim_v)
+    if out is not None and out.shape != out_shape:
+        raise BadTensorShape(
+            f"out has shape {out.shape}; expected that of q with the last dimension of v, {out_shape}"
+        )
+    return batch, seqlen_q, heads_q, head_dim, head_dim_v
 
 
 def _check_strides(name: str, view: ArrayView, element_bytes: int) -> None:

@@ -40,6 +40,13 @@ class Target(msgspec.Struct, forbid_unknown_fields=True):
     compile_for: Annotated[list[Arch], msgspec.Meta(min_length=1)]
 
 
+class DefaultAxis(msgspec.Struct, forbid_unknown_fields=True):
+    """An axis with the value of another, ``default``, and at some of these with further ones, ``also``."""
+
+    default: str
+    also: dict[str, Any] = {}
+
+
 class BoxRow(msgspec.Struct, forbid_unknown_fields=True):
     """What one copy by a tensor map brings, as expressions."""
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _CODE = (
     "spec",
     "specfile",
+    "axes",
     "schema",
     "tiles",
     "boxes",
@@ -35,6 +36,7 @@ _CODE = (
     "yamlfile",
     "params",
     "tensormap",
+    "variant",
     "snapshot",
 )
 # What pickle says of bytes that it did not write.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from flashgen.axes import read_axes
 from flashgen.boxes import Boxes
 from flashgen.params import TENSOR_MAP, Param
-from flashgen.schema import AxisValues, File, Name, ParamRow, Positive, ShortName, Target, conditions
+from flashgen.schema import File, ParamRow, Positive, ShortName, Target, conditions
 from flashgen.spec import Content, as_values
 from flashgen.tiles import TileTable, check_names
 from flashgen.yamlfile import Document
@@ -14,24 +15,24 @@ from flashgen.yamlfile import Document
 if TYPE_CHECKING:
     from pathlib import Path
 
-Axes = dict[str, tuple[str | int, ...]]
+    from flashgen.axes import Values
 
 
 def check(path: Path, text: bytes) -> Content:
     """What ``text``, the content of ``path``, says. Raises SpecError where it is wrong."""
     document = Document(path, text)
     file = document.convert((), document.value, File)
-    axes = _axes(document, file)
+    axes = read_axes(document, file)
     targets = _targets(document, file)
-    check_names(document, file, axes)
-    element_bytes = _element_bytes(document, file, axes)
-    params = _params(document, file, axes)
-    boxes = Boxes(document, file, axes, params)
+    check_names(document, file, axes.values)
+    element_bytes = _element_bytes(document, file, axes.values)
+    params = _params(document, file, axes.values)
+    boxes = Boxes(document, file, axes.values, params)
     table = TileTable(document, file, axes, targets, element_bytes, boxes)
     return Content(
         direction=file.direction,
         description=file.description,
-        axes=axes,
+        axes=axes.values,
         element_bytes=element_bytes,
         params=params,
         family={
@@ -63,19 +64,6 @@ def check(path: Path, text: bytes) -> Content:
     )
 
 
-def _axes(document: Document, file: File) -> Axes:
-    axes = {}
-    for axis, given in file.axes.items():
-        document.convert(("axes", axis), axis, Name)
-        values = tuple(document.convert(("axes", axis), given, AxisValues))
-        if len(set(values)) < len(values):
-            raise document.error(("axes", axis), f"a value stands twice in {given}")
-        axes[axis] = values
-    if "dtype" not in axes:
-        raise document.error(("axes",), "the axis `dtype` is missing")
-    return axes
-
-
 def _targets(document: Document, file: File) -> dict[str, Target]:
     targets = {}
     for name, given in file.targets.items():
@@ -86,7 +74,7 @@ def _targets(document: Document, file: File) -> dict[str, Target]:
     return targets
 
 
-def _element_bytes(document: Document, file: File, axes: Axes) -> dict[str, int]:
+def _element_bytes(document: Document, file: File, axes: dict[str, Values]) -> dict[str, int]:
     given, dtypes = file.element_bytes, axes["dtype"]
     for dtype, size in given.items():
         document.convert(("element_bytes", dtype), size, Positive)
@@ -99,7 +87,7 @@ def _element_bytes(document: Document, file: File, axes: Axes) -> dict[str, int]
     return given
 
 
-def _params(document: Document, file: File, axes: Axes) -> tuple[Param, ...]:
+def _params(document: Document, file: File, axes: dict[str, Values]) -> tuple[Param, ...]:
     params: dict[str, Param] = {}
     condition = conditions("When", axes)
     for i, given in enumerate(file.params):

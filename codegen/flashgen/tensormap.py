@@ -55,24 +55,25 @@ class TensorMap:
 def describe(problem: Problem, variant: Variant, param: Param) -> TensorMap | None:
     """The map of the array that ``param`` names, or None for an array that no map can describe.
 
-    The dimensions are (head_dim, seqlen, heads, batch) and the box is (columns, rows, 1, 1). Where the
-    variant is packed, so that the rows of its tiles are pairs of a query and a query head of the group, q and
-    out are (head_dim, group, seqlen_q, num_heads_kv, batch), their box (columns, group, rows / group, 1, 1).
+    The dimensions are (head_dim, seqlen, heads, batch), those of v and out begin with head_dim_v, and the box
+    is (columns, rows, 1, 1). Where the variant is packed, so that the rows of its tiles are pairs of a query
+    and a query head of the group, q and out are (head_dim, group, seqlen_q, num_heads_kv, batch), their box
+    (columns, group, rows / group, 1, 1).
 
     Raises SpecError for an array that there is no map of.
     """
-    arrays: dict[str, tuple[int, int, Strides]] = {
-        "q": (problem.seqlen_q, problem.num_heads_q, problem.q_strides),
-        "k": (problem.seqlen_kv, problem.num_heads_kv, problem.k_strides),
-        "v": (problem.seqlen_kv, problem.num_heads_kv, problem.v_strides),
-        "out": (problem.seqlen_q, problem.num_heads_q, problem.out_strides),
+    arrays: dict[str, tuple[int, int, int, Strides]] = {
+        "q": (problem.head_dim, problem.seqlen_q, problem.num_heads_q, problem.q_strides),
+        "k": (problem.head_dim, problem.seqlen_kv, problem.num_heads_kv, problem.k_strides),
+        "v": (problem.head_dim_v, problem.seqlen_kv, problem.num_heads_kv, problem.v_strides),
+        "out": (problem.head_dim_v, problem.seqlen_q, problem.num_heads_q, problem.out_strides),
     }
     if param.name not in arrays or param.box is None:
         raise SpecError(
             f"{variant.spec}: params asks for a {TENSOR_MAP} of {param.name}; there are those of "
             f"{', '.join(arrays)}"
         )
-    seqlen, heads, (batch_stride, row_stride, head_stride) = arrays[param.name]
+    columns, seqlen, heads, (batch_stride, row_stride, head_stride) = arrays[param.name]
     group, rows, size = problem.group_size, param.box.rows, problem.element_bytes
     if variant.gqa == "packed" and param.name in ("q", "out"):
         if rows % group:
@@ -84,7 +85,7 @@ def describe(problem: Problem, variant: Variant, param: Param) -> TensorMap | No
         extents = (seqlen, heads, problem.batch)
         strides = (row_stride, head_stride, batch_stride)
         box = (param.box.columns, rows, 1, 1)
-    extents = (problem.head_dim, *extents)
+    extents = (columns, *extents)
     if not all(1 <= extent < _MAX_EXTENT for extent in extents):
         return None
     in_bytes = _stride_bytes(extents, tuple(stride * size for stride in strides), size)

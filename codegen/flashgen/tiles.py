@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashgen.expression import Expression
 from flashgen.schema import DEFAULT_TILE, RESERVED, File, Target, conditions, expression_names, tile_row
 from flashgen.spec import Entry, as_values
+from flashgen.variant import name_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from flashgen.axes import Axes
     from flashgen.boxes import Boxes
     from flashgen.params import Box
     from flashgen.spec import Point
@@ -30,15 +31,15 @@ class TileTable:
         self,
         document: Document,
         file: File,
-        axes: Mapping[str, Sequence[Any]],
+        axes: Axes,
         targets: Mapping[str, Target],
         element_bytes: Mapping[str, int],
         boxes: Boxes,
     ) -> None:
-        self._document, self._file, self._axes = document, file, axes
+        self._document, self._file, self._axes = document, file, axes.values
         self._targets, self._element_bytes, self._boxes = targets, element_bytes, boxes
-        domain = {**axes, "target": tuple(targets)}
-        names = expression_names(file, axes)
+        domain = {**axes.values, "target": tuple(targets)}
+        names = expression_names(file, axes.values)
         self._threads = self._expression("threads", names)
         self._smem_bytes = self._expression("smem_bytes", names)
         self.rows = self._load("tiles", tile_row(domain, file.tile_keys, file.no_spills))
@@ -51,7 +52,7 @@ class TileTable:
         self._used: set[int] = set()
         self.entries: dict[Point, tuple[Entry, ...]] = {
             point: self._tiles_at(point)
-            for point in itertools.product(*domain.values())
+            for point in ((*values, target) for values in axes.points() for target in targets)
             if not self._excluded.at(point)
         }
         for index in range(len(self.rows)):
@@ -142,7 +143,7 @@ def check_names(document: Document, file: File, axes: Mapping[str, Sequence[Any]
     }
     for axis, values in axes.items():
         for value in values:
-            owner = owners.setdefault(str(value), axis) if value != "none" else axis
+            owner = owners.setdefault(name_part(axis, value), axis) if value != "none" else axis
             if owner != axis:
                 raise document.error(
                     ("axes", axis), f"`{value}` stands in {owner} as well, so two kernels could share a name"

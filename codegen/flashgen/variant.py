@@ -73,6 +73,11 @@ class Variant:
         return self.axis("head_dim")
 
     @property
+    def head_dim_v(self) -> int:
+        """Of v and the output: that of q and k where the spec has no axis of its own for it."""
+        return dict(self.axes).get("head_dim_v", self.head_dim)
+
+    @property
     def dtype(self) -> str:
         return self.axis("dtype")
 
@@ -125,21 +130,25 @@ class Variant:
 def variant_name(family: str, axes: dict[str, str | int], target: str, tile_name: str = "") -> str:
     """File stem and symbol: ``flash_fwd_hdim128_fp16_causal_m64_gqa_sm80``.
 
-    The order is family, head dim, dtype, mask type, any further axis, tile, grouping, target. A value of
-    ``none`` (and ``mha`` for the grouping) says the ordinary and is left out; a numeric axis carries its own
-    name in front.
+    The order is family, head dim (``hdim192_128`` where that of v is another), dtype, mask type, any further
+    axis, tile, grouping, target. A value of ``none`` (and ``mha`` for the grouping) says the ordinary and is
+    left out; a numeric axis carries its own name in front.
     """
     parts = [family]
     for axis, value in axes.items():
-        if axis == "gqa" or value == "none":
-            continue
-        if axis == "head_dim":
-            parts.append(f"hdim{value}")
-        else:
-            parts.append(str(value) if isinstance(value, str) else f"{axis}{value}")
+        ordinary = value == "none" or (axis == "head_dim_v" and value == axes.get("head_dim"))
+        if axis != "gqa" and not ordinary:
+            parts.append(name_part(axis, value))
     gqa = str(axes.get("gqa", "mha"))
     parts += [tile_name, _GQA_SUFFIX.get(gqa, gqa), target]
     return "_".join(part for part in parts if part)
+
+
+def name_part(axis: str, value: str | int) -> str:
+    """What a value of an axis adds to a name."""
+    if isinstance(value, str):
+        return value
+    return {"head_dim": f"hdim{value}", "head_dim_v": str(value)}.get(axis, f"{axis}{value}")
 
 
 def _lookup(pairs: tuple[tuple[str, Any], ...], name: str) -> Any:

@@ -63,7 +63,8 @@ class Mask:
 
 @dataclass(frozen=True)
 class Case:
-    """One call of attention, without its inputs. ``values`` is "usual" (normal numbers) or one of VALUES."""
+    """One call of attention, without its inputs. ``values`` is "usual" (normal numbers) or one of VALUES;
+    ``head_dim_v`` None is that of q and k."""
 
     batch: int
     seqlen_q: int
@@ -80,16 +81,23 @@ class Case:
     layout: str = "padded"
     out_layout: str = "padded"
     values: str = "usual"
+    head_dim_v: int | None = None
 
     def __str__(self) -> str:
-        name = f"{self.dtype}-d{self.head_dim}-b{self.batch}-{self.seqlen_q}x{self.seqlen_kv}"
+        widths = f"{self.head_dim}" if self.head_dim_v is None else f"{self.head_dim}v{self.head_dim_v}"
+        name = f"{self.dtype}-d{widths}-b{self.batch}-{self.seqlen_q}x{self.seqlen_kv}"
         name += f"-h{self.heads_q}on{self.heads_kv}"
-        for each in fields(self)[7:]:
+        for each in fields(self)[7:-1]:
             value = getattr(self, each.name)
             if value != each.default:
                 label = each.name if value is True else str(value).replace(" ", "")
                 name += f"-in_{label}" if each.name == "layout" else f"-{label}"
         return name
+
+    @property
+    def width_v(self) -> int:
+        """Head dim of v and the output."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
     def scale(self) -> float:
@@ -234,16 +242,17 @@ def make(case: Case, device: str, seed: int) -> Arrays:
     generator = torch.Generator(device).manual_seed(seed)
     dtype = reference.DTYPES[case.dtype]
     q_shape = (case.batch, case.seqlen_q, case.heads_q, case.head_dim)
-    kv_shape = (case.batch, case.seqlen_kv, case.heads_kv, case.head_dim)
+    k_shape = (case.batch, case.seqlen_kv, case.heads_kv, case.head_dim)
+    inputs = {"q": q_shape, "k": k_shape, "v": (*k_shape[:-1], case.width_v)}
     buffers, views = {}, {}
-    for name, shape in (("q", q_shape), ("k", kv_shape), ("v", kv_shape)):
+    for name, shape in inputs.items():
         views[name], buffers[name] = embed(shape, dtype, case.layout, device)
     fill(case, views, generator)
-    for name, shape in (("q", q_shape), ("k", kv_shape), ("v", kv_shape)):
+    for name, shape in inputs.items():
         views[name] = views[name].expand(shape)
     if case.mask is not None:
         views["mask"], buffers["mask"] = embed_mask(case, generator)
-    views["out"], buffers["out"] = embed(q_shape, dtype, case.out_layout, device)
+    views["out"], buffers["out"] = embed((*q_shape[:-1], case.width_v), dtype, case.out_layout, device)
     lse_shape = (case.batch, case.heads_q, case.seqlen_q)
     views["lse"], buffers["lse"] = embed(lse_shape, torch.float32, "contiguous", device)
     names = ("causal", "mask_type", "window_size", "softmax_scale")

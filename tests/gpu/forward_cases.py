@@ -20,6 +20,22 @@ HEAD_DIMS = {
     "bf16": (8, 32, 40, 64, 80, 96, 128, 160, 192, 256),
     "fp32": (4, 32, 36, 64, 96, 100, 128, 192, 256),
 }
+# Of q and k, and of v: 192 with 128 has kernels of its own, the others are held by one that is wider.
+HEAD_DIMS_OF_V = {
+    "fp16": (
+        (192, 128),
+        (184, 120),
+        (136, 8),
+        (192, 136),
+        (128, 64),
+        (64, 128),
+        (80, 40),
+        (40, 256),
+        (8, 32),
+    ),
+    "bf16": ((192, 128), (160, 128), (128, 192), (256, 64), (96, 72), (72, 96)),
+    "fp32": ((40, 72), (72, 40), (192, 128), (128, 4), (4, 64), (36, 256)),
+}
 STEPS = {"fp16": 8, "bf16": 8, "fp32": 4}
 KV_HEADS = (1, 2, 4, 16)
 # The contract's masks, as options of a Case.
@@ -35,22 +51,25 @@ HEADS = {"mha": ((3, 3), (2, 2)), "gqa": ((6, 2), (4, 1)), "packed": ((6, 2), (1
 HEADS_THAT_DIVIDE_A_TILE = ((8, 2), (16, 1))  # for a tensor map whose box holds whole groups
 
 
-def of_variant(variant: Variant, smaller: int) -> list[Case]:
+def of_variant(variant: Variant, smaller: tuple[int, int]) -> list[Case]:
     """What each variant is launched on: ragged and exact tiles, several blocks of keys, both ends of its head
-    dims, one or few queries, more queries than keys. ``smaller`` is as from ``smaller_head_dim``."""
+    dims, one or few queries, more queries than keys. ``smaller`` is as from ``smaller_head_dims``."""
     rows, keys = variant.tile_value("block_m"), variant.tile_value("block_n")
-    narrow = smaller + STEPS[variant.dtype]
+    narrow, narrow_v = (width + STEPS[variant.dtype] for width in smaller)
+    own, own_v = variant.head_dim, variant.head_dim_v
     boxed = variant.gqa == "packed" and any(param.ctype == "tensor_map" for param in variant.params)
     (q, kv), (other_q, other_kv) = HEADS_THAT_DIVIDE_A_TILE if boxed else HEADS[variant.gqa]
     few = 1 if variant.mask_type in ("none", "dense") else 7
-    ragged = Case(2, rows + 17, 4 * keys + 5, q, kv, variant.head_dim, variant.dtype)
-    exact = Case(
-        1, 2 * rows, 3 * keys, other_q, other_kv, variant.head_dim, variant.dtype, layout="heads_first"
-    )
+    ragged = Case(2, rows + 17, 4 * keys + 5, q, kv, own, variant.dtype)
+    exact = Case(1, 2 * rows, 3 * keys, other_q, other_kv, own, variant.dtype, layout="heads_first")
     short = Case(32, few, 2 * keys - 1, q, kv, narrow, variant.dtype, layout="packed")
     tall = Case(2, 2 * rows + 1, keys + 3, other_q, other_kv, narrow, variant.dtype, out_layout="heads_first")
-    wide = Case(1, rows // 2, 20 * keys + 1, q, kv, variant.head_dim, variant.dtype, layout="alternate_heads")
-    shapes = (ragged, exact, short, tall, wide)
+    wide = Case(1, rows // 2, 20 * keys + 1, q, kv, own, variant.dtype, layout="alternate_heads")
+    widths_v = (own_v, own_v, own_v, narrow_v, own_v)
+    shapes = (
+        dataclasses.replace(case, head_dim_v=None if width_v == case.head_dim else width_v)
+        for case, width_v in zip((ragged, exact, short, tall, wide), widths_v, strict=True)
+    )
     options: dict[str, tuple[dict[str, Any], ...]] = {
         "none": ({},) * 5,
         "causal": (
@@ -81,10 +100,17 @@ def of_variant(variant: Variant, smaller: int) -> list[Case]:
     ]
 
 
-def smaller_head_dim(variant: Variant, variants: Iterable[Variant]) -> int:
-    """The next smaller head dim of the variant's own spec and dtype, or 0."""
-    alike = (other for other in variants if (other.spec, other.dtype) == (variant.spec, variant.dtype))
-    return max((other.head_dim for other in alike if other.head_dim < variant.head_dim), default=0)
+def smaller_head_dims(variant: Variant, variants: Iterable[Variant]) -> tuple[int, int]:
+    """The next smaller head dim of the variant's own spec and dtype, or 0; and that of v for which dispatch
+    takes another variant when the head dim is above that one."""
+    alike = [other for other in variants if (other.spec, other.dtype) == (variant.spec, variant.dtype)]
+    smaller = max((other.head_dim for other in alike if other.head_dim < variant.head_dim), default=0)
+    narrower = (
+        other.head_dim_v
+        for other in alike
+        if other.head_dim == variant.head_dim and other.head_dim_v < variant.head_dim_v
+    )
+    return smaller, max(narrower, default=0)
 
 
 def every_seqlen() -> list[Case]:
@@ -114,6 +140,18 @@ def every_head_dim() -> list[Case]:
         Case(2, 129, 200, 4, 4, head_dim, dtype, **options)
         for dtype, step in STEPS.items()
         for head_dim, options in zip(range(step, 257, step), itertools.cycle(MASKINGS.values()), strict=False)
+    ]
+
+
+def head_dims_of_v() -> list[Case]:
+    """Head dims of v that are not those of q and k: each masking, one query head to a kv head, several, and
+    so few queries that they are packed."""
+    groups = ((1, 300, 4, 4), (2, 150, 8, 2), (2, 3, 16, 2))
+    return [
+        Case(batch, seqlen_q, 333, heads, kv_heads, head_dim, dtype, head_dim_v=head_dim_v, **options)
+        for dtype, pairs in HEAD_DIMS_OF_V.items()
+        for head_dim, head_dim_v in pairs
+        for options, (batch, seqlen_q, heads, kv_heads) in itertools.product(MASKINGS.values(), groups)
     ]
 
 
@@ -239,7 +277,7 @@ def at_random(seed: int) -> Case:
     dtype = draw.choice(list(STEPS))
     kv_heads, group = draw.choice(((1, 1), (1, 3), (2, 1), (2, 4), (5, 1), (1, 8)))
     seqlen_q, seqlen_kv = (int(2 ** draw.uniform(0, 10.5)) for _ in range(2))
-    head_dim = STEPS[dtype] * draw.randint(1, 256 // STEPS[dtype])
+    head_dim, other = (STEPS[dtype] * draw.randint(1, 256 // STEPS[dtype]) for _ in range(2))
     masking = draw.choice(list(MASKINGS))
     options = dict(MASKINGS[masking])
     if masking == "dense":
@@ -265,5 +303,6 @@ def at_random(seed: int) -> Case:
         dtype=dtype,
         layout=draw.choice(INPUT_LAYOUTS),
         out_layout=draw.choice(LAYOUTS),
+        head_dim_v=draw.choice((None, other)),
         **options,
     )

@@ -21,7 +21,7 @@ SCORES = 1 << 26
 
 
 class Result(NamedTuple):
-    """``out`` of shape (batch, seqlen_q, heads, head_dim), ``lse`` of shape (batch, heads, seqlen_q)."""
+    """``out`` of shape (batch, seqlen_q, heads, head_dim_v), ``lse`` of shape (batch, heads, seqlen_q)."""
 
     out: Tensor
     lse: Tensor
@@ -70,19 +70,16 @@ def attention(
     are for every dtype. A row that sees nothing has out 0 and lse -inf.
     """
     batch, seqlen_q, heads, width = q.shape
-    seqlen_kv = k.shape[1]
+    seqlen_kv, width_v = k.shape[1], v.shape[-1]
     wide = torch.float64 if precision is torch.float64 else torch.float32
     if wide is torch.float32:
         assert torch.get_float32_matmul_precision() == "highest", "TF32 would blur the yardstick"
-    out = torch.zeros((batch * heads, seqlen_q, width), dtype=precision, device=q.device)
+    out = torch.zeros((batch * heads, seqlen_q, width_v), dtype=precision, device=q.device)
     lse = torch.full((batch * heads, seqlen_q), -math.inf, dtype=wide, device=q.device)
     if seqlen_kv and seqlen_q:
         group = heads // k.shape[2]
         rows = q.transpose(1, 2).reshape(batch * heads, seqlen_q, width)
-        keys, values = (
-            x.transpose(1, 2).repeat_interleave(group, dim=1).reshape(batch * heads, seqlen_kv, width)
-            for x in (k, v)
-        )
+        keys, values = (x.transpose(1, 2).repeat_interleave(group, dim=1).flatten(0, 1) for x in (k, v))
         if hidden is not None:
             hidden = hidden.expand(batch, heads, seqlen_q, seqlen_kv)
         pairs = torch.arange(batch * heads, device=q.device)
@@ -94,7 +91,7 @@ def attention(
             weights = torch.softmax(scores.to(wide), dim=-1).to(precision)
             weights.masked_fill_(torch.isneginf(lse[part])[..., None], 0)
             out[part] = (weights.to(wide) @ values[part].to(wide)).to(precision)
-    return Result(out.view(batch, heads, seqlen_q, width).transpose(1, 2), lse.view(batch, heads, seqlen_q))
+    return Result(out.view(batch, heads, seqlen_q, width_v).transpose(1, 2), lse.view(batch, heads, seqlen_q))
 
 
 def allowed_error(

@@ -74,7 +74,7 @@ def test_variant(variant):
             f"needs {variant.min_arch} and {variant.smem_bytes} bytes of shared memory; this is {gpu}"
         )
     attend = forced(variant)
-    for case in forward_cases.of_variant(variant, forward_cases.smaller_head_dim(variant, VARIANTS)):
+    for case in forward_cases.of_variant(variant, forward_cases.smaller_head_dims(variant, VARIANTS)):
         check(case, attend, "cuda")
 
 
@@ -85,6 +85,11 @@ def test_every_sequence_length(case):
 
 @named(forward_cases.every_head_dim())
 def test_every_head_dim(case):
+    check(case, front_door, "cuda")
+
+
+@named(forward_cases.head_dims_of_v())
+def test_head_dim_of_v(case):
     check(case, front_door, "cuda")
 
 

@@ -37,7 +37,7 @@ def traits(variant: Variant) -> set[tuple]:
 def work(variant: Variant) -> int:
     """How long it takes to simulate, roughly: the cheapest of equals is taken."""
     tile = variant.tile_value("block_m") * variant.tile_value("block_n")
-    return tile * variant.head_dim * (3 if variant.dtype == "fp32" else 1)
+    return tile * (variant.head_dim + variant.head_dim_v) * (3 if variant.dtype == "fp32" else 1)
 
 
 def covering(variants: Iterable[Variant], traits: Callable[[Variant], set[tuple]] = traits) -> list[Variant]:
@@ -53,16 +53,18 @@ def covering(variants: Iterable[Variant], traits: Callable[[Variant], set[tuple]
 
 
 def shapes(variant: Variant) -> list[Shape]:
-    """Problems for a variant: ragged tiles with a short head dim; few queries on many keys, in a batch; more
-    queries than keys, some of which see none.
+    """Problems for a variant: ragged tiles with short head dims, that of v the shorter; few queries on many
+    keys, in a batch, with a shorter head dim than that of v; more queries than keys, some of which see none.
     """
     rows, keys = variant.tile_value("block_m"), variant.tile_value("block_n")
     step = 4 if variant.dtype == "fp32" else 8
     smaller = {32: 0, 64: 32, 96: 64, 128: 96, 192: 128, 256: 192}[variant.head_dim]
     heads, kv_heads = (2, 2) if variant.gqa == "mha" else (3, 1)
     window = {"window": (keys, 3)} if variant.mask_type == "local" else {}
+    short = {"head_dim": variant.head_dim - step, "head_dim_v": variant.head_dim_v - 2 * step}
+    wide = {"head_dim": smaller + step, "head_dim_v": variant.head_dim_v}
     return [
-        Shape(rows // heads + 17, 2 * keys + 5, heads, kv_heads, head_dim=variant.head_dim - step, **window),
-        Shape(7, 3 * keys - 1, heads, kv_heads, batch=2, head_dim=smaller + step, mask="k", mask_alignment=1),
+        Shape(rows // heads + 17, 2 * keys + 5, heads, kv_heads, **short, **window),
+        Shape(7, 3 * keys - 1, heads, kv_heads, batch=2, **wide, mask="k", mask_alignment=1),
         Shape(rows // 2 + keys, keys, heads, kv_heads, mask="hqk", mask_alignment=4, return_lse=False),
     ]

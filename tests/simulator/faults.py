@@ -44,6 +44,7 @@ DENSE_TURNS = "flash_fwd_hdim96_fp16_dense_sm80"
 
 RAGGED = Shape(seqlen_q=100, seqlen_kv=150, heads=2)
 SHORT_HEAD = Shape(seqlen_q=70, seqlen_kv=100, heads=2, head_dim=24)
+NARROW_V = Shape(seqlen_q=70, seqlen_kv=100, heads=2, head_dim=24, head_dim_v=8)
 LONG = Shape(seqlen_q=300, seqlen_kv=520, heads=1)
 # Scores of a standard deviation of 8, so that the running maximum moves.
 WIDE = Shape(seqlen_q=100, seqlen_kv=300, heads=2, spread=8.0)
@@ -295,8 +296,8 @@ FAULTS = (
         TURNS,
         LONG,
         ASYNC,
-        "copy_rows(copy_tiles + block % 2 * kStageBytes,",
-        "copy_rows(copy_tiles,",
+        "copy_rows<kHeadDim>(copy_tiles + block % 2 * kStageBytes,",
+        "copy_rows<kHeadDim>(copy_tiles,",
     ),
     fault(
         "K of the wrong stage",
@@ -336,20 +337,20 @@ FAULTS = (
         PLAIN,
         RAGGED,
         BOUNDS,
-        "copy_rows(k_tiles, k + block * kBlockN * params.k_row_stride, params.k_row_stride,\n"
-        "                  params.seqlen_kv - block * kBlockN,",
-        "copy_rows(k_tiles, k + block * kBlockN * params.k_row_stride, params.k_row_stride,\n"
-        "                  kBlockN,",
+        "copy_rows<kHeadDim>(k_tiles, k + block * kBlockN * params.k_row_stride, params.k_row_stride,\n"
+        "                            params.seqlen_kv - block * kBlockN,",
+        "copy_rows<kHeadDim>(k_tiles, k + block * kBlockN * params.k_row_stride, params.k_row_stride,\n"
+        "                            kBlockN,",
     ),
     fault(
         "V read past its last row",
         PLAIN,
         RAGGED,
         BOUNDS,
-        "copy_rows(v_tiles, v + block * kBlockN * params.v_row_stride, params.v_row_stride,\n"
-        "                  params.seqlen_kv - block * kBlockN,",
-        "copy_rows(v_tiles, v + block * kBlockN * params.v_row_stride, params.v_row_stride,\n"
-        "                  kBlockN,",
+        "copy_rows<kHeadDimV>(v_tiles, v + block * kBlockN * params.v_row_stride, params.v_row_stride,\n"
+        "                             params.seqlen_kv - block * kBlockN,",
+        "copy_rows<kHeadDimV>(v_tiles, v + block * kBlockN * params.v_row_stride, params.v_row_stride,\n"
+        "                             kBlockN,",
     ),
     fault(
         "Q read past its last row",
@@ -364,8 +365,24 @@ FAULTS = (
         PLAIN,
         SHORT_HEAD,
         BOUNDS,
-        "* kChunkElements < head_dim ? valid_rows - row : 0;",
-        "* kChunkElements < kHeadDim ? valid_rows - row : 0;",
+        "const int columns_left = head_dim - chunk",
+        "const int columns_left = kColumns - chunk",
+    ),
+    fault(
+        "V read as wide as K",
+        PLAIN,
+        NARROW_V,
+        BOUNDS,
+        "params.seqlen_kv - block * kBlockN, params.head_dim_v);",
+        "params.seqlen_kv - block * kBlockN, params.head_dim);",
+    ),
+    fault(
+        "output written as wide as Q",
+        PLAIN,
+        NARROW_V,
+        BOUNDS,
+        "if (element_index < params.head_dim_v) {",
+        "if (element_index < params.head_dim) {",
     ),
     fault(
         "mask read past its last key",
@@ -404,7 +421,7 @@ FAULTS = (
         PLAIN,
         SHORT_HEAD,
         BOUNDS,
-        "if (element_index < params.head_dim) {",
+        "if (element_index < params.head_dim_v) {",
         "{",
     ),
     fault(

@@ -57,6 +57,24 @@ def test_windows(window, compiler, fresh_seed):
     simulated(variant, Shape(90, 130, window=window), fresh_seed)
 
 
+@pytest.mark.parametrize(
+    ("name", "head_dim", "head_dim_v"),
+    [
+        ("flash_fwd_hdim192_128_fp16_causal_sm80", 192, 128),
+        ("flash_fwd_hdim192_128_bf16_dense_packgqa_sm86", 184, 72),
+        ("flash_fwd_hdim128_bf16_m64_sm80", 128, 64),
+        ("flash_fwd_hdim128_fp16_causal_m64_packgqa_sm80", 64, 128),
+        ("flash_fwd_hdim64_bf16_gqa_sm80", 8, 64),
+        ("flash_fwd_hdim64_fp32_causal_sm80", 40, 20),
+        ("flash_fwd_hdim96_fp32_dense_gqa_sm80", 40, 72),
+    ],
+)
+def test_head_dims_of_v(name, head_dim, head_dim_v, compiler, fresh_seed):
+    variant = VARIANTS[name]
+    heads = 2 if variant.gqa == "mha" else 4
+    simulated(variant, Shape(75, 150, heads, head_dim=head_dim, head_dim_v=head_dim_v), fresh_seed)
+
+
 def test_causal_top_left(compiler, fresh_seed):
     variant = VARIANTS["flash_fwd_hdim32_bf16_causal_m64_sm80"]
     simulated(variant, Shape(150, 70, top_left=True), fresh_seed)

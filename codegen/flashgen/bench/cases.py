@@ -26,7 +26,7 @@ _RAGGED_LOSS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One attention problem to time.
+    """One attention problem to time. ``head_dim_v`` None: v has the head dim of q and k.
 
     ``mask`` is one of ``none``; ``causal``; ``window``: causal, and ``window`` keys back at most;
     ``random``: a dense mask that hides each key with probability 1/8; ``documents``: a dense mask that keeps
@@ -47,6 +47,7 @@ class Case:
     mask: str = "none"
     window: int = 0
     documents: int = 1
+    head_dim_v: int | None = None
     clock: str = "stream"
     baseline: str | None = None
     loss_limit: float | None = None
@@ -60,6 +61,11 @@ class Case:
     def group_size(self) -> int:
         """Query heads on one kv head."""
         return self.num_heads_q // self.num_heads_kv
+
+    @property
+    def width_v(self) -> int:
+        """Head dim of v and the output."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
     def is_dense(self) -> bool:
@@ -87,16 +93,16 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations: 4 · batch · heads · pairs · head_dim, as is usual for attention
-        forward.
+        """Floating-point operations: 2 · batch · heads · pairs · (head_dim + head_dim_v), as is usual for
+        attention forward.
         """
-        return 4.0 * self.batch * self.num_heads_q * self.pairs * self.head_dim
+        return 2.0 * self.batch * self.num_heads_q * self.pairs * (self.head_dim + self.width_v)
 
     @property
     def bytes_moved(self) -> int:
         """Fewest bytes that must pass through device memory: q, k, v read once and out written once."""
-        rows = 2 * self.seqlen_q * self.num_heads_q + 2 * self.seqlen_kv * self.num_heads_kv
-        return self.batch * rows * self.head_dim * ELEMENT_BYTES[self.dtype]
+        rows = self.seqlen_q * self.num_heads_q + self.seqlen_kv * self.num_heads_kv
+        return self.batch * rows * (self.head_dim + self.width_v) * ELEMENT_BYTES[self.dtype]
 
     def hidden(self, rng: np.random.Generator) -> np.ndarray:
         """The dense mask, bool (seqlen_q, seqlen_kv), True where the key is hidden. Only for dense cases."""
@@ -235,6 +241,8 @@ def _masks() -> Grid:
         case("gqa 16q/2kv causal", mask="causal", num_heads_kv=2, baseline="causal"),
         case("fp32 full", dtype="fp32", batch=1),
         case("fp32 causal", dtype="fp32", batch=1, mask="causal"),
+        case("d192/128 full", head_dim=192, head_dim_v=128),
+        case("d192/128 causal", head_dim=192, head_dim_v=128, mask="causal"),
     ]
     cases += [
         case(
@@ -248,7 +256,9 @@ def _masks() -> Grid:
         for seqlen_q in (1, 4, 16)
     ]
     return Grid(
-        "masks", "batch 4, 4,096 tokens, 16 heads, head_dim 128: masks, fp32, grouped heads", tuple(cases)
+        "masks",
+        "batch 4, 4,096 tokens, 16 heads, head_dim 128: masks, fp32, grouped heads, a narrower v",
+        tuple(cases),
     )
 
 

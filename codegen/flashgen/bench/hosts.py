@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 class Inputs:
     """One set of arrays for a case.
 
-    ``q`` and ``out`` are (batch, seqlen_q, num_heads_q, head_dim), ``k`` and ``v`` (batch, seqlen_kv,
-    num_heads_kv, head_dim), all contiguous; ``mask`` is bool (seqlen_q, seqlen_kv), True = hidden, or None.
+    ``q`` is (batch, seqlen_q, num_heads_q, head_dim), ``k`` (batch, seqlen_kv, num_heads_kv, head_dim),
+    ``v`` and ``out`` are likewise with head_dim_v, all contiguous; ``mask`` is bool (seqlen_q, seqlen_kv),
+    True = hidden, or None.
     """
 
     q: Any
@@ -73,11 +74,15 @@ class Host(Clock, Protocol):
         """‖array - reference‖ / ‖reference‖, summed in fp32 on the device; NaN where either holds a NaN."""
 
 
-def _shapes(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of q and out, and of k and v."""
+def shapes(case: Case) -> tuple[tuple[int, ...], ...]:
+    """Shapes of q, k, v and out."""
+    rows_q = (case.batch, case.seqlen_q, case.num_heads_q)
+    rows_kv = (case.batch, case.seqlen_kv, case.num_heads_kv)
     return (
-        (case.batch, case.seqlen_q, case.num_heads_q, case.head_dim),
-        (case.batch, case.seqlen_kv, case.num_heads_kv, case.head_dim),
+        (*rows_q, case.head_dim),
+        (*rows_kv, case.head_dim),
+        (*rows_kv, case.width_v),
+        (*rows_q, case.width_v),
     )
 
 
@@ -98,14 +103,14 @@ class TorchHost:
     def inputs(self, case: Case, seed: int) -> Inputs:
         torch = self._torch
         generator = torch.Generator("cuda").manual_seed(seed)
-        shape_q, shape_kv = _shapes(case)
+        *inputs, shape_out = shapes(case)
 
         def normal(shape: tuple[int, ...]) -> Any:
             return torch.randn(shape, generator=generator, device="cuda").to(self._dtypes[case.dtype])
 
         mask = torch.from_numpy(case.hidden(np.random.default_rng(seed))).cuda() if case.is_dense else None
-        q, k, v = normal(shape_q), normal(shape_kv), normal(shape_kv)
-        return Inputs(q, k, v, torch.empty_like(q), mask)
+        q, k, v = map(normal, inputs)
+        return Inputs(q, k, v, q.new_empty(shape_out), mask)
 
     def record(self) -> Any:
         event = self._torch.cuda.Event(enable_timing=True)
@@ -160,14 +165,14 @@ class CupyHost:
         cupy = self._cupy
         generator = cupy.random.default_rng(seed)
         dtype = self._dtype(case.dtype)
-        shape_q, shape_kv = _shapes(case)
+        *inputs, shape_out = shapes(case)
 
         def normal(shape: tuple[int, ...]) -> Any:
             return generator.standard_normal(shape, dtype=np.float32).astype(dtype)
 
         mask = cupy.asarray(case.hidden(np.random.default_rng(seed))) if case.is_dense else None
-        q, k, v = normal(shape_q), normal(shape_kv), normal(shape_kv)
-        return Inputs(q, k, v, cupy.empty_like(q), mask)
+        q, k, v = map(normal, inputs)
+        return Inputs(q, k, v, cupy.empty(shape_out, dtype), mask)
 
     def record(self) -> Any:
         event = self._cupy.cuda.Event()

@@ -195,7 +195,8 @@ def _protocol(host: Host, rounds: int, sample_ms: float, seed: int) -> dict[str,
         "rounds": rounds,
         "sample_ms": sample_ms,
         "inputs": "normal, rotated among sets that exceed twice the L2 together",
-        "flops": "4 · batch · heads · pairs · head_dim; causal: half of the pairs, window: the visible ones",
+        "flops": "2 · batch · heads · pairs · (head_dim + head_dim_v); causal: half of the pairs, "
+        "window: the visible ones",
         "seed": seed,
     }
 

@@ -194,7 +194,8 @@ def _run(call: Call, gpu: Device | None) -> dict[str, Any]:
         flashgen.attention(*call.arrays, out=computed, **options)
         milliseconds = 1e3 * (time.perf_counter() - begin)
     error, allowed = _distance(call, computed)
-    flops = 4.0 * call.problem.num_heads_q * _visible(call.problem).sum() * call.problem.head_dim
+    width = call.problem.head_dim + call.problem.head_dim_v
+    flops = 2.0 * call.problem.num_heads_q * _visible(call.problem).sum() * width
     return {
         "case": call.case.title,
         "shape": list(call.problem.out_shape),

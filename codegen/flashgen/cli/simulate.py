@@ -55,6 +55,7 @@ forbids, is too far from float64, or gives other bits under another order.
 @click.option("--kv-heads", type=click.IntRange(1), help="Heads of k and v. [default: what fits NAME]")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Batch entries.")
 @click.option("--head-dim", type=click.IntRange(1), help="Head dim of the call. [default: that of NAME]")
+@click.option("--head-dim-v", type=click.IntRange(1), help="That of v. [default: the same, if NAME holds it]")
 @click.option("--window", type=int, nargs=2, metavar="LEFT RIGHT", help="For local variants; -1 is no bound.")
 @click.option("--seed", type=int, help="First seed. [default: a fresh one]")
 @click.option("--seeds", type=click.IntRange(1), default=1, show_default=True, help="How many seeds to run.")
@@ -74,6 +75,7 @@ def command(
     kv_heads: int | None,
     batch: int,
     head_dim: int | None,
+    head_dim_v: int | None,
     window: tuple[int, int] | None,
     seed: int | None,
     seeds: int,
@@ -95,7 +97,7 @@ def command(
     if not supports(variant):
         raise click.ClickException(f"{variant.name} includes {variant.header}, which has no host bodies yet")
     heads = heads or kv_heads or (2 if variant.gqa == "mha" else 4)
-    shape = Shape(seqlen_q, seqlen_kv, heads, kv_heads, batch, head_dim, window, gap=_GAP)
+    shape = Shape(seqlen_q, seqlen_kv, heads, kv_heads, batch, head_dim, head_dim_v, window, gap=_GAP)
     first = secrets.randbits(32) if seed is None else seed
     found = _run(variant, shape, range(first, first + seeds), debug)
     if as_json:
@@ -147,9 +149,11 @@ def _run(variant: Variant, shape: Any, seeds: range, debug: Path | None) -> dict
     for key, value in asdict(verdict).items():
         found[key] = None if value is None or not isfinite(value) else value  # JSON has no infinity
     found["ok"] = verdict.ok and found["repeatable"]
-    found["shape"] = list(examples[0].problem.out_shape)
-    found["seqlen_kv"] = examples[0].problem.seqlen_kv
-    found["num_heads_kv"] = examples[0].problem.num_heads_kv
+    problem = examples[0].problem
+    found["shape"] = [problem.batch, problem.seqlen_q, problem.num_heads_q, problem.head_dim]
+    found["head_dim_v"] = problem.head_dim_v
+    found["seqlen_kv"] = problem.seqlen_kv
+    found["num_heads_kv"] = problem.num_heads_kv
     found["counters"] = report.counters
     found["accesses"] = [_described(access, source) for access in report.accesses]
     found["tiles"] = asdict(tiles) | {"skipped_share": tiles.skipped_share}
@@ -177,7 +181,7 @@ def _print(found: dict[str, Any]) -> None:
         (
             "problem",
             f"{'x'.join(map(str, found['shape']))}, {found['num_heads_kv']} kv heads of "
-            f"{counted(found['seqlen_kv'], 'key')}",
+            f"{counted(found['seqlen_kv'], 'key')}, head_dim_v {found['head_dim_v']}",
         ),
         ("ran", f"{counted(counters['blocks'], 'block')}, {run}"),
         ("error", _against(found["error"], found["allowed"])),

@@ -87,7 +87,7 @@ def formula(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, visible: np.ndarray, scale: float, precision: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """softmax(q k^T scale) v with the whole matrix of scores, each step rounded to ``precision``; float64 in
-    and out. Returns (out, lse) of shapes (batch, seqlen_q, heads, head_dim) and (batch, heads, seqlen_q).
+    and out. Returns (out, lse) of shapes (batch, seqlen_q, heads, head_dim_v) and (batch, heads, seqlen_q).
     """
     group = q.shape[2] // k.shape[2]
     rows = q.transpose(0, 2, 1, 3)

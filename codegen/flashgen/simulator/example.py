@@ -30,7 +30,8 @@ _GUARD_ROWS = 256
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a problem. ``head_dim`` None is the variant's own, ``kv_heads`` None as many as fit it.
+    """The sizes of a problem. ``head_dim`` None is the variant's own, ``head_dim_v`` None the same as far as
+    the variant holds it, ``kv_heads`` None as many as fit it.
 
     ``window`` is that of a ``local`` variant, aligned bottom-right; ``top_left`` aligns a causal one there.
     ``mask`` is the shape of a dense mask by the extents it has in full, such as "bhqk", "qk", "1hqk" or "k",
@@ -44,6 +45,7 @@ class Shape:
     kv_heads: int | None = None
     batch: int = 1
     head_dim: int | None = None
+    head_dim_v: int | None = None
     window: Window | None = None
     top_left: bool = False
     mask: str = "bhqk"
@@ -84,16 +86,20 @@ def make(variant: Variant, shape: Shape, seed: int) -> Example:
     """
     rng = np.random.default_rng(seed)
     head_dim = variant.head_dim if shape.head_dim is None else shape.head_dim
-    if head_dim > variant.head_dim:
-        raise BadParam(f"head_dim is {head_dim}, and {variant.name} holds at most {variant.head_dim}")
+    head_dim_v = min(head_dim, variant.head_dim_v) if shape.head_dim_v is None else shape.head_dim_v
+    held = {"head_dim": (head_dim, variant.head_dim), "head_dim_v": (head_dim_v, variant.head_dim_v)}
+    for name, (width, most) in held.items():
+        if width > most:
+            raise BadParam(f"{name} is {width}, and {variant.name} holds at most {most}")
     kv_heads = _kv_heads(variant, shape)
     q_shape = (shape.batch, shape.seqlen_q, shape.heads, head_dim)
-    kv_shape = (shape.batch, shape.seqlen_kv, kv_heads, head_dim)
+    k_shape = (shape.batch, shape.seqlen_kv, kv_heads, head_dim)
+    v_shape = (shape.batch, shape.seqlen_kv, kv_heads, head_dim_v)
     q, k, v = (
         _inputs(rng, size, variant.dtype, spread, shape.gap)
-        for size, spread in ((q_shape, shape.spread), (kv_shape, 1.0), (kv_shape, 1.0))
+        for size, spread in ((q_shape, shape.spread), (k_shape, 1.0), (v_shape, 1.0))
     )
-    out = _within_nan(q_shape, variant.dtype, shape.gap)
+    out = _within_nan((*q_shape[:-1], head_dim_v), variant.dtype, shape.gap)
     lse = (
         np.full((shape.batch, shape.heads, shape.seqlen_q), np.nan, np.float32) if shape.return_lse else None
     )

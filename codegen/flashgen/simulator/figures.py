@@ -40,8 +40,9 @@ def masked_tiles(problem: Problem, variant: Variant, mask: np.ndarray | None, re
     block_m, block_n, warps = (variant.tile_value(key) for key in ("block_m", "block_n", "warps"))
     products, depth = _PRODUCTS[variant.dtype]
     warp_rows = block_m // warps
-    # Q K^T and P V are of the same size.
-    each = 2 * products * (warp_rows // 16) * (block_n // 8) * (variant.head_dim // depth)
+    # Q K^T and P V differ in size only as the head dims do.
+    width = variant.head_dim + variant.head_dim_v
+    each = products * (warp_rows // 16) * (block_n // 8) * (width // depth)
     key_blocks = -(-problem.seqlen_kv // block_n)
     total = tiles(problem, variant) * warps * key_blocks
     seen = _seen(problem, variant, mask)

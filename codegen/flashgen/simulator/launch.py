@@ -188,7 +188,7 @@ def _parameters(problem: Problem, variant: Variant, device: Device, pointers: Po
 def _regions(problem: Problem, pointers: Pointers) -> list[Region]:
     """The memory of the arrays, without the gaps between their rows."""
     size = problem.element_bytes
-    row = problem.head_dim * size
+    row, row_v = problem.head_dim * size, problem.head_dim_v * size
     q = (problem.batch, problem.seqlen_q, problem.num_heads_q)
     kv = (problem.batch, problem.seqlen_kv, problem.num_heads_kv)
     rows = (problem.batch, problem.num_heads_q, problem.seqlen_q)
@@ -197,9 +197,9 @@ def _regions(problem: Problem, pointers: Pointers) -> list[Region]:
     arrays = {
         b"q": (q, problem.q_strides, size, row, inputs),
         b"k": (kv, problem.k_strides, size, row, inputs),
-        b"v": (kv, problem.v_strides, size, row, inputs),
+        b"v": (kv, problem.v_strides, size, row_v, inputs),
         b"mask": (rows, problem.mask_strides or (0, 0, 0), 1, problem.seqlen_kv, inputs),
-        b"out": (q, problem.out_strides, size, row, outputs),
+        b"out": (q, problem.out_strides, size, row_v, outputs),
         b"lse": (rows, lse, 1, 4, outputs),
     }
     found = []

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from flashgen.bench.peers.base import Run
 
 _WORKSPACE_BYTES = 256 << 20
+_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))  # of q and k, and of v
 
 
 class FlashInfer:
@@ -41,8 +42,8 @@ class FlashInfer:
     def declines(self, case: Case) -> str | None:
         if case.dtype == "fp32":
             return "fp16 and bf16 only"
-        if case.head_dim not in (64, 128, 256):
-            return "head_dim 64, 128 and 256 only"
+        if (case.head_dim, case.width_v) not in _HEAD_DIMS:
+            return "head_dim 64, 128 and 256, or 192 with 128 for v, only"
         if case.is_dense:
             return "dense masks are packed bits here, per request"
         return None
@@ -60,6 +61,7 @@ class FlashInfer:
             case.num_heads_q,
             case.num_heads_kv,
             case.head_dim,
+            case.width_v,
             causal=case.mask in ("causal", "window"),
             window_left=case.window if case.mask == "window" else -1,
             q_data_type=sets[0].q.dtype,

@@ -40,6 +40,8 @@ class TorchSdpa:
             return "fp16 and bf16 only"
         if case.is_dense and self._backend == "flash":
             return "no mask array"
+        if case.width_v != case.head_dim and self._backend == "flash":
+            return "one head dim for q, k and v"
         if case.group_size > 1 and self._backend == "efficient":
             return "no grouped heads"
         return None

@@ -1,0 +1,551 @@
+// flash_fwd_hdim192_128_bf16_sm80
+//
+// Rendered by flashgen: edit the spec or the template, not this file.
+//
+// axes      head_dim 192, head_dim_v 128, dtype bf16, mask_type none, gqa mha
+// tile      block_m 128, block_n 32, warps 4, groups 1, min_blocks 2
+// block     128 threads, 73728 bytes of dynamic shared memory
+// target    sm80: sm_80 or later, at most 166912 bytes a block
+// spec      flash_fwd_sm80.yaml
+// template  flash_fwd_sm80.cu.j2
+#include "flashgen/sm80.cuh"
+
+using element = bf16;
+
+constexpr int kHeadDim = 192;  // of Q and K
+constexpr int kHeadDimV = 128;  // of V and the output
+constexpr int kBlockM = 128;  // query rows of a tile
+constexpr int kBlockN = 32;  // keys of a tile
+constexpr int kWarps = 4;
+constexpr int kStages = 1;  // blocks of K, and of V, in shared memory
+constexpr int kThreads = 32 * kWarps;
+constexpr int kCopyThreads = kThreads / 1;  // threads that share the copy of a block of K or V
+constexpr int kWarpRows = kBlockM / kWarps;  // a warp owns whole rows, so that softmax never leaves it
+constexpr int kRowTiles = kWarpRows / 16;    // 16-row matrix tiles of a warp
+constexpr int kKeyTiles = kBlockN / 8;       // 8-key matrix tiles of a key block
+constexpr int kDimTiles = kHeadDimV / 8;     // 8-wide matrix tiles of the output's head dimension
+
+constexpr int kRowBytes = kHeadDim * sizeof(element);  // from row to row in shared memory, of V as well
+constexpr int kKOffset = kBlockM * kRowBytes;  // Q comes first, then the stages of K, then those of V
+constexpr int kStageBytes = kBlockN * kRowBytes;
+constexpr int kVOffset = kKOffset + kStages * kStageBytes;
+constexpr int kSharedBytes = kVOffset + kStages * kStageBytes;
+
+constexpr float kLn2 = 0.6931471805599453f;
+
+static_assert(kBlockM % (16 * kWarps) == 0, "a warp owns whole 16-row matrix tiles");
+static_assert(kBlockN % 16 == 0, "keys are fetched by 16");
+static_assert(kHeadDimV <= kHeadDim, "rows of V and of the output fit into those of K and Q");
+static_assert(kRowBytes % 64 == 0, "the swizzle permutes at least four 16-byte chunks");
+static_assert(kSharedBytes == 73728, "launcher and kernel agree on shared memory");
+
+struct Params {
+    const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
+    const element* k;                     // (batch, seqlen_kv, num_heads_kv, head_dim), likewise
+    const element* v;                     // (batch, seqlen_kv, num_heads_kv, head_dim_v), likewise
+    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim_v), likewise
+    float* lse;                           // (batch, num_heads_q, seqlen_q), contiguous; may be null
+    int64_t q_batch_stride;               // strides are in elements
+    int64_t q_row_stride;
+    int64_t q_head_stride;
+    int64_t k_batch_stride;
+    int64_t k_row_stride;
+    int64_t k_head_stride;
+    int64_t v_batch_stride;
+    int64_t v_row_stride;
+    int64_t v_head_stride;
+    int64_t out_batch_stride;
+    int64_t out_row_stride;
+    int64_t out_head_stride;
+    int32_t batch_size;
+    int32_t num_heads_q;
+    int32_t num_heads_kv;
+    int32_t seqlen_q;
+    int32_t seqlen_kv;
+    int32_t head_dim;                     // of the call, at most kHeadDim; the rest is predicated
+    int32_t head_dim_v;                   // likewise, of v and out
+    int32_t num_row_blocks;               // tiles of one head
+    int32_t heads_per_section;            // heads whose tiles are launched together
+    int32_t num_sections;                 // the last has the heads that are left
+    float scale_log2;                     // softmax_scale * log2(e)
+};
+static_assert(sizeof(Params) == 184);
+static_assert(offsetof(Params, q) == 0);
+static_assert(offsetof(Params, k) == 8);
+static_assert(offsetof(Params, v) == 16);
+static_assert(offsetof(Params, out) == 24);
+static_assert(offsetof(Params, lse) == 32);
+static_assert(offsetof(Params, q_batch_stride) == 40);
+static_assert(offsetof(Params, q_row_stride) == 48);
+static_assert(offsetof(Params, q_head_stride) == 56);
+static_assert(offsetof(Params, k_batch_stride) == 64);
+static_assert(offsetof(Params, k_row_stride) == 72);
+static_assert(offsetof(Params, k_head_stride) == 80);
+static_assert(offsetof(Params, v_batch_stride) == 88);
+static_assert(offsetof(Params, v_row_stride) == 96);
+static_assert(offsetof(Params, v_head_stride) == 104);
+static_assert(offsetof(Params, out_batch_stride) == 112);
+static_assert(offsetof(Params, out_row_stride) == 120);
+static_assert(offsetof(Params, out_head_stride) == 128);
+static_assert(offsetof(Params, batch_size) == 136);
+static_assert(offsetof(Params, num_heads_q) == 140);
+static_assert(offsetof(Params, num_heads_kv) == 144);
+static_assert(offsetof(Params, seqlen_q) == 148);
+static_assert(offsetof(Params, seqlen_kv) == 152);
+static_assert(offsetof(Params, head_dim) == 156);
+static_assert(offsetof(Params, head_dim_v) == 160);
+static_assert(offsetof(Params, num_row_blocks) == 164);
+static_assert(offsetof(Params, heads_per_section) == 168);
+static_assert(offsetof(Params, num_sections) == 172);
+static_assert(offsetof(Params, scale_log2) == 176);
+
+// A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
+struct Tile {
+    int batch;
+    int head;
+    int kv_head;
+    int first_row;  // rows are queries
+};
+
+__device__ __forceinline__ Tile find_tile(const Params& params, int index) {
+    // Heads are launched in sections, so that the tiles of a head, which share its keys and values in L2, run at about
+    // the same time. Within a section the row blocks come
+    // one after another for all heads.
+    const int num_heads = params.num_heads_q;
+    const int section = min(index / (params.heads_per_section * params.num_row_blocks), params.num_sections - 1);
+    const int first_head = section * params.heads_per_section;
+    const bool is_last = section == params.num_sections - 1;
+    const int section_heads = is_last ? num_heads * params.batch_size - first_head : params.heads_per_section;
+    const int index_in_section = index - first_head * params.num_row_blocks;
+    const int row_block = index_in_section / section_heads;
+    const int head_of_batch = first_head + index_in_section - row_block * section_heads;
+
+    Tile tile;
+    tile.batch = head_of_batch / num_heads;
+    tile.head = head_of_batch - tile.batch * num_heads;
+    tile.kv_head = tile.head;
+    tile.first_row = row_block * kBlockM;
+    return tile;
+}
+
+__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
+
+__device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
+
+// Offset in elements, from the start of the batch entry, of the row of q or out that belongs to `row`.
+__device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
+                                              int64_t head_stride) {
+    return row * row_stride + tile.head * head_stride;
+}
+
+// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that
+// eight consecutive rows of one logical column, which is what ldmatrix reads at a time, lie in eight different groups
+// of banks.
+constexpr int kChunkElements = 16 / sizeof(element);
+constexpr int kSwizzleChunks = 8;  // a row spans all 32 banks a whole number of times: permute by the row modulo 8
+
+__device__ __forceinline__ int swizzle_key(int row) { return row % 8; }
+constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
+
+// Where a lane finds its part of a matrix fragment: its row, and its chunk in that row before any step along the row.
+struct LaneAddress {
+    shared_address row;
+    int chunk_bytes;
+};
+
+__device__ __forceinline__ LaneAddress lane_address(shared_address tile, int row, int chunk) {
+    return {tile + row * kRowBytes, 16 * (chunk ^ swizzle_key(row))};
+}
+
+// A 16x16 operand of which ldmatrix fetches the four 8x8 quarters: downwards first for Q and (transposed on the way) V,
+__device__ __forceinline__ LaneAddress operand_address(shared_address tile, int lane) {
+    return lane_address(tile, lane % 16, lane / 16);
+}
+
+// and along the rows first for K, whose rows are the matrix instruction's columns.
+__device__ __forceinline__ LaneAddress transposed_operand_address(shared_address tile, int lane) {
+    return lane_address(tile, lane / 16 * 8 + lane % 8, lane / 8 % 2);
+}
+
+// The lane's address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right. The
+// permutation only touches the low bits of the chunk number, so all but one exclusive or is a constant.
+__device__ __forceinline__ shared_address step_address(const LaneAddress& lane, int row_step, int chunk_pair) {
+    const int step_bytes = 32 * chunk_pair;
+    return lane.row + row_step * kRowBytes + step_bytes / kSwizzleBytes * kSwizzleBytes +
+           (step_bytes % kSwizzleBytes ^ lane.chunk_bytes);
+}
+
+// Starts the copy of kBlockN rows of K or V, kColumns wide, into shared memory. kSwizzleChunks threads stand side by side
+// along a row and each takes every kSwizzleChunks-th chunk of its rows. Rows from `valid_rows` on, and elements from
+// `head_dim` on, become zeros. `row_stride` is in elements.
+template <int kColumns>
+__device__ __forceinline__ void copy_rows(shared_address tile, const element* source, int64_t row_stride, int valid_rows,
+                                          int head_dim) {
+    constexpr int kRowsPerPass = kCopyThreads / kSwizzleChunks;
+    constexpr int kPanels = kColumns * sizeof(element) / kSwizzleBytes;
+    static_assert(kColumns * sizeof(element) % kSwizzleBytes == 0, "the swizzle permutes whole panels");
+    const int row = threadIdx.x % kCopyThreads / kSwizzleChunks;
+    const int chunk = threadIdx.x % kSwizzleChunks;
+    const shared_address destination = tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
+    source += row * row_stride + chunk * kChunkElements;
+    const int columns_left = head_dim - chunk * kChunkElements;
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+        const int rows_left = panel * kSwizzleChunks * kChunkElements < columns_left ? valid_rows - row : 0;
+#pragma unroll
+        for (int first = 0; first < kBlockN; first += kRowsPerPass) {
+            cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes,
+                        source + first * row_stride + panel * kSwizzleChunks * kChunkElements,
+                        first < rows_left ? 16 : 0);
+        }
+    }
+}
+
+// Starts the copy of the tile's queries, rows past the last one and elements from head_dim on as zeros.
+__device__ __forceinline__ void copy_queries(const Params& params, const Tile& tile, shared_address q_tile,
+                                             const element* q) {
+    const int chunk = threadIdx.x % kSwizzleChunks;
+#pragma unroll
+    for (int row = threadIdx.x / kSwizzleChunks; row < kBlockM; row += kThreads / kSwizzleChunks) {
+        const bool row_valid = tile.first_row + row < num_rows(params);
+        const element* source = q + row_offset(params, tile, tile.first_row + row, params.q_row_stride, params.q_head_stride);
+#pragma unroll
+        for (int panel = 0; panel < kRowBytes / kSwizzleBytes; ++panel) {
+            const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
+            cp_async_16(q_tile + row * kRowBytes + panel * kSwizzleBytes + 16 * (chunk ^ swizzle_key(row)),
+                        source + element_index, row_valid && element_index < params.head_dim ? 16 : 0);
+        }
+    }
+}
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
+
+// The keys that some row of [first_row, first_row + count) attends to. Ranges move to the right from row to row.
+__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, first_row)).begin,
+            keys_of_query(params, query_of_row(params, last_row)).end};
+}
+
+// The keys that every row of [first_row, first_row + count) attends to.
+__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, last_row)).begin,
+            keys_of_query(params, query_of_row(params, first_row)).end};
+}
+
+__device__ __forceinline__ KeyRange find_keys(const Params& params, const Tile& tile) {
+    return keys_of_some(params, tile.first_row, kBlockM);
+}
+
+// Hides the keys of the block at `first_key` that lie behind the range of their row; the warp's rows begin at `first_row`.
+__device__ __forceinline__ void hide_late_keys(const Params& params, float (&scores)[kRowTiles][kKeyTiles][4],
+                                               int first_row, int first_key, int lane) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = first_row + 16 * i + 8 * half + lane / 4;
+            const int end = keys_of_query(params, query_of_row(params, row)).end - first_key - lane % 4 * 2;
+#pragma unroll
+            for (int j = 0; j < kKeyTiles; ++j) {
+                if (8 * j >= end) scores[i][j][2 * half] = -INFINITY;
+                if (8 * j + 1 >= end) scores[i][j][2 * half + 1] = -INFINITY;
+            }
+        }
+    }
+}
+
+// scores (kWarpRows x kBlockN) = Q . K^T for the warp's rows, in fp32. Element [i][j][e] of thread (g, t) = (lane / 4,
+// lane % 4) is row 16 i + g + 8 (e / 2), key 8 j + 2 t + e % 2.
+__device__ __forceinline__ void multiply_qk(float (&scores)[kRowTiles][kKeyTiles][4], const LaneAddress& q_lane,
+                                            const LaneAddress& k_lane) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) scores[i][j][e] = 0.0f;
+        }
+    }
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+        uint32_t q_fragment[kRowTiles][4];
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) ldmatrix_x4(q_fragment[i], step_address(q_lane, 16 * i, step));
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; j += 2) {
+            uint32_t k_fragment[4];
+            ldmatrix_x4(k_fragment, step_address(k_lane, 8 * j, step));
+#pragma unroll
+            for (int i = 0; i < kRowTiles; ++i) {
+                mma_m16n8k16<element>(scores[i][j], q_fragment[i], k_fragment[0], k_fragment[1]);
+                mma_m16n8k16<element>(scores[i][j + 1], q_fragment[i], k_fragment[2], k_fragment[3]);
+            }
+        }
+    }
+}
+
+// The weights P of a key block, rounded and packed as they come out of softmax. Two neighbouring key tiles of an
+// accumulator, packed, are a left operand of the matrix instruction as they lie: P never leaves its registers.
+struct Weights {
+    uint32_t fragment[kRowTiles][kBlockN / 16][4];
+
+    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
+        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
+        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
+    }
+};
+
+// output (kWarpRows x kHeadDimV) += P . V.
+__device__ __forceinline__ void multiply_pv(float (&output)[kRowTiles][kDimTiles][4], const Weights& weights,
+                                            const LaneAddress& v_lane) {
+#pragma unroll
+    for (int j = 0; j < kBlockN / 16; ++j) {
+#pragma unroll
+        for (int n = 0; n < kDimTiles; n += 2) {
+            uint32_t v_fragment[4];
+            ldmatrix_x4_trans(v_fragment, step_address(v_lane, 16 * j, n / 2));
+#pragma unroll
+            for (int i = 0; i < kRowTiles; ++i) {
+                mma_m16n8k16<element>(output[i][n], weights.fragment[i][j], v_fragment[0], v_fragment[1]);
+                mma_m16n8k16<element>(output[i][n + 1], weights.fragment[i][j], v_fragment[2], v_fragment[3]);
+            }
+        }
+    }
+}
+
+// Online softmax. Scores are kept as the matrix product left them; the scale and log2(e) are folded into one factor, so
+// that weight = 2^(score * scale_log2 - reference) with one multiply-add and one exponential an element.
+//
+// `reference` is a row's running maximum, except that it moves only when a score exceeds it by more than kSlack. Weights
+// may then reach 2^kSlack, which costs no accuracy (they are floating-point numbers, and numerator and denominator share
+// the factor) and spares nearly all rescaling of the output and the exchange of maxima between lanes.
+constexpr float kSlack = 8.0f;
+constexpr float kNoReference = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+__device__ __forceinline__ float quad_max(float value) {
+    value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
+    return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float value) {
+    value += __shfl_xor_sync(0xffffffff, value, 1);
+    return value + __shfl_xor_sync(0xffffffff, value, 2);
+}
+
+struct RowState {
+    float reference[kRowTiles][2];  // log2 domain; rows g and g + 8 of a 16-row tile
+    float sum[kRowTiles][2];        // this lane's share of the row's sum of weights
+};
+
+// Turns the scores of a tile into weights, adds them to the rows' sums and rescales the output where a reference moves.
+__device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kKeyTiles][4], RowState& rows,
+                                             float (&output)[kRowTiles][kDimTiles][4], Weights& weights,
+                                             float scale_log2) {
+    float tile_max[kRowTiles][2];
+    bool moves = false;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float value = fmaxf(scores[i][0][2 * half], scores[i][0][2 * half + 1]);
+#pragma unroll
+            for (int j = 1; j < kKeyTiles; ++j) {
+                value = fmaxf(value, fmaxf(scores[i][j][2 * half], scores[i][j][2 * half + 1]));
+            }
+            tile_max[i][half] = value * scale_log2;
+            moves |= tile_max[i][half] > rows.reference[i][half] + kSlack;
+        }
+    }
+    if (__any_sync(0xffffffff, moves)) {
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float previous = rows.reference[i][half];
+                rows.reference[i][half] = fmaxf(previous, quad_max(tile_max[i][half]));
+                const float correction = exp2_approx(previous - rows.reference[i][half]);
+                rows.sum[i][half] *= correction;
+#pragma unroll
+                for (int n = 0; n < kDimTiles; ++n) {
+                    output[i][n][2 * half] *= correction;
+                    output[i][n][2 * half + 1] *= correction;
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; ++j) {
+            float values[4];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                values[e] = exp2_approx(fmaf(scores[i][j][e], scale_log2, -rows.reference[i][e / 2]));
+                rows.sum[i][e / 2] += values[e];
+            }
+            weights.set(i, j, values);
+        }
+    }
+}
+
+// Completes the sums and divides the output by them. A row that attends to nothing has the sum 0 and becomes 0.
+__device__ __forceinline__ void normalise(float (&output)[kRowTiles][kDimTiles][4], RowState& rows) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float sum = quad_sum(rows.sum[i][half]);
+            const float factor = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
+            rows.sum[i][half] = sum;
+#pragma unroll
+            for (int n = 0; n < kDimTiles; ++n) {
+                output[i][n][2 * half] *= factor;
+                output[i][n][2 * half + 1] *= factor;
+            }
+        }
+    }
+}
+
+// lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing. (batch, num_heads_q, seqlen_q).
+__device__ __forceinline__ void store_lse(const Params& params, const Tile& tile, const RowState& rows, int warp, int lane) {
+    if (params.lse == nullptr || lane % 4 != 0) return;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = tile.first_row + warp * kWarpRows + 16 * i + 8 * half + lane / 4;
+            if (row < num_rows(params)) {
+                const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
+                store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
+                                (rows.reference[i][half] + log2_approx(rows.sum[i][half])) * kLn2);
+            }
+        }
+    }
+}
+
+// Rounds the output and writes it by way of the warp's own rows of the Q tile, which nobody reads any more, so that
+// global memory sees whole rows in 16-byte pieces.
+__device__ __forceinline__ void store_output(const Params& params, const Tile& tile,
+                                             const float (&output)[kRowTiles][kDimTiles][4], shared_address q_tile,
+                                             int warp, int lane) {
+    const shared_address warp_tile = q_tile + warp * kWarpRows * kRowBytes;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = 16 * i + 8 * half + lane / 4;
+#pragma unroll
+            for (int n = 0; n < kDimTiles; ++n) {
+                store_shared_32(warp_tile + row * kRowBytes + 16 * (n ^ swizzle_key(row)) + lane % 4 * 4,
+                                pack<element>(output[i][n][2 * half], output[i][n][2 * half + 1]));
+            }
+        }
+    }
+    __syncwarp();
+
+    element* out = params.out + tile.batch * params.out_batch_stride;
+    constexpr int kRowsPerPass = 32 / kSwizzleChunks;
+    const int chunk = lane % kSwizzleChunks;
+#pragma unroll
+    for (int row = lane / kSwizzleChunks; row < kWarpRows; row += kRowsPerPass) {
+        const int tile_row = tile.first_row + warp * kWarpRows + row;
+        if (tile_row >= num_rows(params)) break;
+        element* out_row = out + row_offset(params, tile, tile_row, params.out_row_stride, params.out_head_stride);
+#pragma unroll
+        for (int panel = 0; panel < kHeadDimV * sizeof(element) / kSwizzleBytes; ++panel) {
+            const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
+            if (element_index < params.head_dim_v) {
+                store_global_128(out_row + element_index,
+                                 load_shared_128(warp_tile + row * kRowBytes + panel * kSwizzleBytes +
+                                                 16 * (chunk ^ swizzle_key(row))));
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+flash_fwd_hdim192_128_bf16_sm80(const __grid_constant__ Params params) {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    const shared_address q_tile = to_shared(shared_memory);
+    const shared_address k_tiles = q_tile + kKOffset;
+    const shared_address v_tiles = q_tile + kVOffset;
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+
+    const Tile tile = find_tile(params, block_index());
+    const KeyRange keys = find_keys(params, tile);
+    // Blocks of keys are visited from the last to the first, so that a ragged last block comes before the steady state.
+    const int first_block = keys.begin / kBlockN;
+    const int last_block = (keys.end + kBlockN - 1) / kBlockN - 1;
+
+    const LaneAddress q_lane = operand_address(q_tile + warp * kWarpRows * kRowBytes, lane);
+    float output[kRowTiles][kDimTiles][4] = {};
+    RowState rows;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+        rows.reference[i][0] = rows.reference[i][1] = kNoReference;
+        rows.sum[i][0] = rows.sum[i][1] = 0.0f;
+    }
+
+    // K and V have one stage each: V of a block is fetched while its scores are computed, K of the next block while P and V
+    // of this one are multiplied. The other thread blocks of the multiprocessor fill the gaps.
+    const element* k = params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
+    const element* v = params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
+    auto copy_k = [&](int block) {
+        copy_rows<kHeadDim>(k_tiles, k + block * kBlockN * params.k_row_stride, params.k_row_stride,
+                            params.seqlen_kv - block * kBlockN, params.head_dim);
+        cp_async_commit();
+    };
+    auto copy_v = [&](int block) {
+        copy_rows<kHeadDimV>(v_tiles, v + block * kBlockN * params.v_row_stride, params.v_row_stride,
+                             params.seqlen_kv - block * kBlockN, params.head_dim_v);
+        cp_async_commit();
+    };
+
+    if (last_block >= first_block) {
+        copy_queries(params, tile, q_tile, params.q + tile.batch * params.q_batch_stride);
+        copy_k(last_block);
+    }
+    const LaneAddress k_lane = transposed_operand_address(k_tiles, lane);
+    const LaneAddress v_lane = operand_address(v_tiles, lane);
+    for (int block = last_block; block >= first_block; --block) {
+        // K of this block is here, and every warp has finished with V of the block before.
+        cp_async_wait<0>();
+        barrier_sync(kThreads);
+        copy_v(block);
+
+        Weights weights;
+        {
+            float scores[kRowTiles][kKeyTiles][4];
+            multiply_qk(scores, q_lane, k_lane);
+            // Most blocks are seen by every row from the first key to the last.
+            const int warp_row = tile.first_row + warp * kWarpRows;
+            const KeyRange every = keys_of_every(params, min(warp_row, num_rows(params) - 1), kWarpRows);
+            if ((block + 1) * kBlockN > every.end) hide_late_keys(params, scores, warp_row, block * kBlockN, lane);
+            softmax_step(scores, rows, output, weights, params.scale_log2);
+        }
+
+        // V of this block is here, and every warp has finished with K.
+        cp_async_wait<0>();
+        barrier_sync(kThreads);
+        if (block > first_block) copy_k(block - 1);
+
+        {
+            multiply_pv(output, weights, v_lane);
+        }
+    }
+
+    // The tile once more: registers are too scarce to keep it through the loop.
+    const Tile stored_tile = find_tile(params, block_index());
+    normalise(output, rows);
+    store_lse(params, stored_tile, rows, warp, lane);
+    store_output(params, stored_tile, output, q_tile, warp, lane);
+}
