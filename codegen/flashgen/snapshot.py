@@ -30,6 +30,8 @@ _CODE = (
     "specfile",
     "schema",
     "tiles",
+    "searchspace",
+    "tunedfile",
     "boxes",
     "expression",
     "yamlfile",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from flashgen import tunedfile
 from flashgen.boxes import Boxes
+from flashgen.errors import SpecError
 from flashgen.params import TENSOR_MAP, Param
 from flashgen.schema import AxisValues, File, Name, ParamRow, Positive, ShortName, Target, conditions
+from flashgen.searchspace import SearchSpace
 from flashgen.spec import Content, as_values
 from flashgen.tiles import TileTable, check_names
 from flashgen.yamlfile import Document
@@ -14,11 +17,38 @@ from flashgen.yamlfile import Document
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from flashgen.tuned import Tuned
+
 Axes = dict[str, tuple[str | int, ...]]
 
 
-def check(path: Path, text: bytes) -> Content:
-    """What ``text``, the content of ``path``, says. Raises SpecError where it is wrong."""
+class Checked(NamedTuple):
+    """A spec file that is right: what it says, and what tuning further needs of it."""
+
+    content: Content
+    document: Document
+    file: File
+    table: TileTable
+    space: SearchSpace
+
+
+def check(path: Path, text: bytes, tuned: Tuned | None = None) -> Content:
+    """What ``text``, the content of ``path``, says, with the rows of ``tuned`` that fit it.
+
+    Raises SpecError where the text is wrong; what is wrong with ``tuned`` is in ``Content.problems``.
+    """
+    checked = examine(path, text)
+    if tuned is None:
+        return checked.content
+    try:
+        rows, problems = tunedfile.read(tuned, checked.file, checked.content, checked.table)
+    except SpecError as error:
+        rows, problems = [], [tunedfile.without_path(tuned, error)]
+    return tunedfile.combine(checked.content, rows, problems)
+
+
+def examine(path: Path, text: bytes) -> Checked:
+    """Check ``text``, the content of ``path``. Raises SpecError where it is wrong."""
     document = Document(path, text)
     file = document.convert((), document.value, File)
     axes = _axes(document, file)
@@ -28,7 +58,8 @@ def check(path: Path, text: bytes) -> Content:
     params = _params(document, file, axes)
     boxes = Boxes(document, file, axes, params)
     table = TileTable(document, file, axes, targets, element_bytes, boxes)
-    return Content(
+    space = SearchSpace(document, file, axes, table.entries)
+    content = Content(
         direction=file.direction,
         description=file.description,
         axes=axes,
@@ -61,6 +92,7 @@ def check(path: Path, text: bytes) -> Content:
         ),
         entries=table.entries,
     )
+    return Checked(content, document, file, table, space)
 
 
 def _axes(document: Document, file: File) -> Axes:

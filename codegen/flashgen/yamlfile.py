@@ -57,6 +57,18 @@ class Document:
         where = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).lstrip(".")
         return SpecError(f"{self.path}:{self._line(keys)}: {where + ': ' if where else ''}{message}")
 
+    def node(self, keys: Keys) -> yaml.Node:
+        """The node at ``keys``, with the marks of its place in the text. Raises KeyError where there is none."""
+        node: Any = self._root
+        for key in keys:
+            if isinstance(node, yaml.MappingNode):
+                node = next((value for name, value in node.value if str(_scalar(name)) == str(key)), None)
+            else:
+                node = node.value[key]
+            if node is None:
+                raise KeyError(keys)
+        return node
+
     def convert(self, keys: Keys, value: Any, type: type[T]) -> T:
         """``value``, which stands at ``keys``, checked against ``type``; SpecError where they differ."""
         try:
