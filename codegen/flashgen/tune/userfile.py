@@ -76,8 +76,8 @@ def _members(point: Mapping[str, Any], row: Measured) -> dict[str, Any]:
 
 def _head(spec: Spec, gpu: str) -> list[str]:
     return [
-        f"# Tiles of {spec.name} that `flashgen tune --write` measured on this GPU, where dispatch prefers them",
-        "# to the ordinary ones. A row, or the whole file, may be deleted. `measured` is for people.",
+        f"# Tiles of {spec.name} that `flashgen tune --write` measured on this GPU. Dispatch prefers them to",
+        "# the ordinary ones there. A row, or the whole file, may be deleted. `measured` is for people.",
         row_text({"gpu": gpu})[1:-1],
         "tiles:",
     ]
