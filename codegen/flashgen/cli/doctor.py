@@ -15,7 +15,7 @@ import click
 
 from flashgen import __version__
 from flashgen.cli.options import json_option
-from flashgen.cli.output import size
+from flashgen.cli.output import counted, size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -340,7 +340,7 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
         machine.append(("specs", "\n".join([*specs["files"], f"{specs['variants']} variants"])))
     tuned = facts["tuned"]
     if tuned:
-        counts = f"{len(tuned['variants'])} tiles in use on {tuned['gpu']}"
+        counts = f"{counted(len(tuned['variants']), 'tile')} in use on {tuned['gpu']}"
         machine.append(("tuned", "\n".join([*tuned["files"], counts]) if tuned["files"] else "nothing"))
     if cache:
         usage = f"{cache['entries']} entries, {size(cache['bytes'])} of {size(cache['max_bytes'])}"

@@ -149,11 +149,11 @@ def _subjects(
 def _bench(here: Any, chosen: Sequence[Subject], rounds: int) -> Any:
     import numpy as np
 
-    from flashgen.tune.gpu import GpuBench
+    from flashgen.tune.gpu import GpuBench, host_for
 
-    dtypes = sorted({subject.ordinary.dtype for subject in chosen})
+    host = host_for(sorted({subject.ordinary.dtype for subject in chosen}))
     seed = int(np.random.SeedSequence().entropy % 2**32)
-    return GpuBench(here, dtypes, rounds=rounds, seed=seed)
+    return GpuBench(here, host, rounds=rounds, seed=seed)
 
 
 def _write(rankings: Sequence[Ranking], gpu: str, out: Path | None, spec_file: Path | None) -> list[Path]:

@@ -11,19 +11,19 @@ from flashgen import kernel
 from flashgen.arrays import view
 from flashgen.bench import check
 from flashgen.bench.cases import Case
-from flashgen.bench.hosts import CupyHost
+from flashgen.bench.hosts import CupyHost, TorchHost
 from flashgen.bench.timing import graph_step, rotation, stream_step, time_interleaved
-from flashgen.errors import BadParam, FlashgenError, InternalError
+from flashgen.errors import BadParam, InternalError
 from flashgen.launch import prepare
 from flashgen.plans import Plan
 from flashgen.problem import normalise
-from flashgen.simulator.check import judge
+from flashgen.simulator.check import bfloat16_bits, judge
 from flashgen.tune.contest import label
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from flashgen.bench.hosts import Inputs
+    from flashgen.bench.hosts import Host, Inputs
     from flashgen.bench.timing import Step, Timing
     from flashgen.device import Device
     from flashgen.variant import Variant
@@ -34,25 +34,26 @@ _WINDOW = (150, 20)
 _REPEATS = 3
 
 
-class GpuBench:
-    """A `contest.Bench` on ``device``. Inputs are fresh for each seed.
+def host_for(dtypes: Sequence[str]) -> Host:
+    """The array library to make inputs of these dtypes with: CuPy, or PyTorch where CuPy lacks bf16.
 
-    Raises BadParam where an array of ``dtypes`` cannot be made here.
+    Raises BadParam where neither can.
     """
+    if "bf16" not in dtypes or find_spec("ml_dtypes") is not None:
+        return CupyHost()
+    if find_spec("torch") is not None:
+        return TorchHost()
+    raise BadParam('arrays of bf16 need PyTorch or the package ml_dtypes: pip install "flashgen[bench]"')
+
+
+class GpuBench:
+    """A `contest.Bench` on ``device``, with arrays and a clock of ``host``; ``seed`` is of the inputs."""
 
     def __init__(
-        self,
-        device: Device,
-        dtypes: Sequence[str],
-        *,
-        rounds: int = 15,
-        sample_ms: float = 4.0,
-        seed: int = 0,
+        self, device: Device, host: Host, *, rounds: int = 15, sample_ms: float = 4.0, seed: int = 0
     ) -> None:
-        if "bf16" in dtypes and find_spec("ml_dtypes") is None:
-            raise BadParam('arrays of bf16 need the package ml_dtypes: pip install "flashgen[bench]"')
-        self._device, self._rounds, self._sample_ms, self._seed = device, rounds, sample_ms, seed
-        self._host = CupyHost()
+        self._device, self._host = device, host
+        self._rounds, self._sample_ms, self._seed = rounds, sample_ms, seed
 
     def arch(self, variant: Variant) -> str:
         return kernel.arch_for(variant, self._device)
@@ -61,17 +62,20 @@ class GpuBench:
         """Compare a ragged problem with float64, all elements, by the criterion of ``judge``; then run it
         again: the result is the same to the bit.
 
-        Raises InternalError for a kernel that the GPU stops: nothing can run in this process after it.
+        A kernel that cannot be loaded or launched is wrong as well. Raises InternalError for one that the GPU
+        stops: after that nothing can run in this process.
         """
         try:
             return self._wrong(variant)
-        except FlashgenError:
-            raise
-        except RuntimeError as error:  # CuPy's, for what the driver says
-            raise InternalError(
-                f"{label(variant)} was stopped by the GPU: {error}. Take that tile out of `tune` in "
-                f"{variant.spec}, and report it"
-            ) from error
+        except RuntimeError as error:
+            try:
+                self._host.synchronize()
+            except RuntimeError:
+                raise InternalError(
+                    f"{label(variant)} was stopped by the GPU: {error}. Take that tile out of `tune` in "
+                    f"{variant.spec}, and report it"
+                ) from error
+            return f"does not run: {error}"
 
     def _wrong(self, variant: Variant) -> str:
         case = Case(
@@ -94,15 +98,19 @@ class GpuBench:
         results = []
         for _ in range(_REPEATS):
             self._host.poison(inputs.out)
-            out, lse = plan(inputs.q, inputs.k, inputs.v, mask=inputs.mask, out=inputs.out)
-            results.append((out.get(), lse.get()))
-        arrays = [None if x is None else x.get() for x in (inputs.q, inputs.k, inputs.v, inputs.mask)]
-        verdict = judge(plan.problem, *arrays, *results[0])
+            computed = plan(inputs.q, inputs.k, inputs.v, mask=inputs.mask, out=inputs.out)
+            results.append([self._host.numpy(x) for x in computed])
+        mask = None if inputs.mask is None else self._host.numpy(inputs.mask)
+        q, k, v, out = (
+            bfloat16_bits(x) if variant.dtype == "bf16" else x
+            for x in (*map(self._host.numpy, (inputs.q, inputs.k, inputs.v)), results[0][0])
+        )
+        verdict = judge(plan.problem, q, k, v, mask, out, results[0][1])
         if not verdict.ok:
             return f"wrong result: {verdict}"
         first = [x.tobytes() for x in results[0]]
         if any([x.tobytes() for x in again] != first for again in results[1:]):
-            return "two runs differ"
+            return "two runs on the same inputs differ"
         return ""
 
     def blocks_per_sm(self, variant: Variant) -> int | None:
