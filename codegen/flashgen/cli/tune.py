@@ -23,11 +23,13 @@ _DROPPED_SHOWN = 3
     epilog="""
 \b
 Examples:
-  flashgen tune --select 'head_dim=128 dtype=fp16 mask_type=causal'          look, and change nothing
-  flashgen tune --select 'head_dim=128 dtype=fp16 mask_type=causal' --write  keep what won, for this GPU
+  flashgen tune --select 'head_dim=128 dtype=fp16 mask_type=causal'
+  flashgen tune --select 'head_dim=128 dtype=fp16 mask_type=causal' --write
   flashgen tune --select head_dim=64 --shapes 1k,4k,8x2000x6000 --write
   flashgen tune --select 'gqa=packed dtype=bf16' --shapes 32x16x16k@32/4
-  flashgen tune --spec specs/flash_fwd_sm90.yaml --select head_dim=96 --write   for maintainers
+  flashgen tune --spec my-specs/mine.yaml --select head_dim=96 --write
+
+Without --write nothing changes.
 
 What competes: for each kernel that is selected and that a call on this GPU could get, the tiles that its spec
 lists under `tune`, and the ordinary tile. A tile that does not compile, spills registers, or gives a wrong
@@ -43,7 +45,7 @@ the ordinary tile, `flashgen list --select tile=tuned` shows it, and its kernel 
 ordinary tile is best, a row that was there goes. With --spec the rows of that spec file change instead, in
 place, and its comments stay.
 
-Needs a GPU that nothing else is using. A kernel takes some 10 to 60 seconds.
+Needs a GPU that nothing else is using, and some tens of seconds for each kernel.
 """,
 )
 @select_option
@@ -201,10 +203,16 @@ def _print(ranking: Ranking) -> None:
     else:
         click.echo(f"best: {tile_text(dict(ranking.winner.variant.tile))} efficiency={ranking.efficiency}")
     for dropped in ranking.dropped[:_DROPPED_SHOWN]:
-        note(f"dropped: {tile_text(dropped.tile)}: {dropped.why.splitlines()[0]}")
+        note(f"dropped: {tile_text(dropped.tile)}: {_brief(dropped.why)}")
     if len(ranking.dropped) > _DROPPED_SHOWN:
         note(f"{len(ranking.dropped) - _DROPPED_SHOWN} more were dropped; --json has every reason")
     click.echo()
+
+
+def _brief(why: str) -> str:
+    """The line that says what is wrong: of a compiler's log the first error."""
+    lines = why.splitlines()
+    return next((line.strip() for line in lines if "error" in line), lines[0])
 
 
 def _row(ranking: Ranking, trial: Trial) -> list[str]:
