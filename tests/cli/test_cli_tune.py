@@ -128,6 +128,17 @@ def test_what_is_not_understood_is_one_message(arguments, code, said, bench, fla
     assert bench.timed == []
 
 
+def test_a_damaged_file_stops_the_command_ahead_of_the_work(bench, flashgen, tmp_path):
+    path = tmp_path / "other" / "nvidia-h200" / "tiny.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text("gpu: [")
+    result = flashgen("tune", "--select", SELECT, "--write", "--out", tmp_path / "other")
+    assert result.exit_code == 1
+    assert f"{path}:2: not valid YAML" in result.stderr
+    assert bench.timed == []
+    assert path.read_text() == "gpu: ["
+
+
 def test_without_a_gpu_the_command_says_so(tiny, flashgen, monkeypatch):
     monkeypatch.setattr("flashgen.device.available", lambda: False)
     monkeypatch.setattr("flashgen.device.why_unavailable", lambda: "no such luck")

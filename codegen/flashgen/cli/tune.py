@@ -113,20 +113,22 @@ def command(
     if spec_file is not None and specs is not None:
         raise click.UsageError("--spec names the one file to tune; leave --specs out")
     here, chosen = _subjects(selections, specs, spec_file)
-    # Ahead of the work: a shape that is none.
+    # Ahead of the work: a shape that is none, and a file that nothing can be added to.
     problems = {index: cases(each.ordinary, shapes.split(",")) for index, each in enumerate(chosen)}
+    if write and spec_file is None:
+        _check_files(chosen, here.name, out)
     competing = fields(chosen)
     bench = _bench(here, chosen, rounds)
     with progress(contest.steps(competing, problems)) as step:
         rankings = contest.hold(competing, problems, bench, jobs, step)
+    if not as_json:
+        for ranking in rankings:
+            _print(ranking)
     written = _write(rankings, here.name, out, spec_file) if write else []
     if as_json:
         report = [_as_dict(ranking) for ranking in rankings]
         print_json({"gpu": here.name, "kernels": report, "written": [str(path) for path in written]})
-        return
-    for ranking in rankings:
-        _print(ranking)
-    if not write and any(ranking.winner is not ranking.ordinary for ranking in rankings):
+    elif not write and any(ranking.winner is not ranking.ordinary for ranking in rankings):
         click.echo("nothing was written; --write keeps the winners", err=True)
 
 
@@ -156,6 +158,14 @@ def _bench(here: Any, chosen: Sequence[Subject], rounds: int) -> Any:
     host = host_for(sorted({subject.ordinary.dtype for subject in chosen}))
     seed = int(np.random.SeedSequence().entropy % 2**32)
     return GpuBench(here, host, rounds=rounds, seed=seed)
+
+
+def _check_files(chosen: Sequence[Subject], gpu: str, out: Path | None) -> None:
+    """Raise SpecError for a file of tuned tiles that is damaged."""
+    from flashgen.tune.userfile import read
+
+    for spec in {subject.spec.path: subject.spec for subject in chosen}.values():
+        read(spec, gpu, out)
 
 
 def _write(rankings: Sequence[Ranking], gpu: str, out: Path | None, spec_file: Path | None) -> list[Path]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from flashgen.spec import Point, Spec
+    from flashgen.tunedfile import TunedRow
 
 
 class Measured(NamedTuple):
@@ -47,16 +48,12 @@ def merge(
     all, and processes that write at once wait for each other. Raises SpecError for a file that is damaged or
     another GPU's, OSError where it cannot be written.
     """
-    checked = examine(spec.path, spec.text)
     path = path_for(spec.name, gpu, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(f".{path.name}.lock")):
-        present, problems = [], []
-        if path.exists():
-            tuned = Tuned(path, gpu, path.read_bytes())
-            present, problems = tunedfile.read(tuned, checked.file, checked.content, checked.table)
+        present, problems = read(spec, gpu, folder)
         rows = {row.point: Measured(row.tile, row.efficiency, row.measured) for row in present} | winners
-        domain = (*checked.content.axes, "target")
+        domain = (*spec.axes, "target")
         lines = [
             f"  - {row_text(_members(dict(zip(domain, point, strict=True)), row))}"
             for point, row in rows.items()
@@ -67,6 +64,20 @@ def merge(
         else:
             path.unlink(missing_ok=True)
     return Written(path, tuple(problems))
+
+
+def read(
+    spec: Spec, gpu: str, folder: str | os.PathLike[str] | None = None
+) -> tuple[list[TunedRow], list[str]]:
+    """The rows that the file has now, if there is one, and what is wrong with others; see `tunedfile.read`.
+
+    Raises SpecError for a file that is damaged or another GPU's.
+    """
+    path = path_for(spec.name, gpu, folder)
+    if not path.exists():
+        return [], []
+    checked = examine(spec.path, spec.text)
+    return tunedfile.read(Tuned(path, gpu, path.read_bytes()), checked.file, checked.content, checked.table)
 
 
 def _members(point: Mapping[str, Any], row: Measured) -> dict[str, Any]:
