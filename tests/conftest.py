@@ -12,6 +12,12 @@ from flashgen.spec import load_spec
 FIXTURES = Path(__file__).parent / "fixtures"
 
 
+@pytest.fixture(autouse=True)
+def nothing_tuned(tmp_path, monkeypatch):
+    """What was tuned on this machine has no part in the tests."""
+    monkeypatch.setenv("FLASHGEN_TUNED", str(tmp_path / "tuned"))
+
+
 @pytest.fixture
 def tiny_folder(tmp_path):
     """A copy of the fixtures to change: ``specs/tiny.yaml`` and its ``templates/``."""

@@ -144,6 +144,16 @@ def test_tiles_cover_all_rows_of_all_heads(call):
         )
 
 
+@given(problems, st.sampled_from([H200, GEFORCE]), st.randoms())
+def test_a_tuned_tile_takes_the_place_of_the_ordinary_one_and_of_no_other(call, device, random):
+    """At some points, whatever its efficiency."""
+    at = [v for v in EVERY if not v.tile_name and random.random() < 0.5]
+    tuned = [replace(v, tile_name="tuned", efficiency=random.choice([0.5, 1.2])) for v in at]
+    before, after = (set(candidates(call, device, variants)) for variants in (EVERY, [*EVERY, *tuned]))
+    replaced = {v for v in before if v in at}
+    assert after == before - replaced | {t for v, t in zip(at, tuned, strict=True) if v in replaced}
+
+
 def test_short_queries_of_a_group_are_packed():
     call = problem(num_heads_q=16, num_heads_kv=2, seqlen_q=4, seqlen_kv=4096)
     assert select(call, H200, EVERY).gqa == "packed"

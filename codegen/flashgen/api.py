@@ -203,25 +203,28 @@ def _runner(call: Problem, backend: str | None) -> Runner:
         from flashgen.cpu import Runner
 
         return Runner(call)
-    specs = _specs(os.environ.get("FLASHGEN_SPECS", ""))
+    folders = os.environ.get("FLASHGEN_SPECS", "")
     if chosen == "simulator":
         from flashgen.simulator import runner
 
-        return runner.prepare(call, specs)
+        return runner.prepare(call, _specs(folders))
     from flashgen.device import device
     from flashgen.dispatch import offers
     from flashgen.launch import prepare
 
-    return prepare(call, call.device, offers(call, device(call.device), specs))
+    here = device(call.device)
+    specs = _specs(folders, os.environ.get("FLASHGEN_TUNED", ""), here.name)
+    return prepare(call, call.device, offers(call, here, specs))
 
 
 @lru_cache(maxsize=8)
-def _specs(folders: str) -> tuple[Spec, ...]:
-    """The shipped specs and those in ``folders``, the value of FLASHGEN_SPECS; read once for each value."""
+def _specs(folders: str, tuned: str = "", gpu: str | None = None) -> tuple[Spec, ...]:
+    """The shipped specs and those in ``folders``, with what is tuned for ``gpu``; ``folders`` and ``tuned``
+    are the values of FLASHGEN_SPECS and FLASHGEN_TUNED. Read once for each set of these."""
     from flashgen import cache as caches
     from flashgen.spec import load_specs
 
-    return load_specs(cache=caches.default())
+    return load_specs(cache=caches.default(), gpu=gpu)
 
 
 def _remember(key: Any, known: Plan) -> None:

@@ -9,7 +9,9 @@ The rule, which a spec names ``least_time``:
    have its architecture and its shared memory.
 2. Of these only the smallest head dims count, by the work that they make, then the newest architecture, then
    the target that its spec names first.
-3. Of what is left, tiles and groupings, the least modelled time wins: the rows of queries that fall to the
+3. Where a tile was tuned on this GPU, the ordinary tile of its point, which it was measured against, is out.
+   Other tiles of the point, such as one for small problems, stay in.
+4. Of what is left, tiles and groupings, the least modelled time wins: the rows of queries that fall to the
    busiest multiprocessor, over the measured ``efficiency`` of the tile. Ties go to fewer tiles, then to the
    order of the spec.
 """
@@ -23,6 +25,7 @@ from flashgen.device import arch_parts, reaches
 from flashgen.errors import DeviceTypeNotSupported, SpecError
 from flashgen.problem import MAX_SEQLEN
 from flashgen.tensormap import REQUIREMENTS, expressible
+from flashgen.variant import TUNED_TILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -65,7 +68,7 @@ def select(problem: Problem, device: Device, variants: Iterable[Variant]) -> Var
 
 
 def candidates(problem: Problem, device: Device, variants: Iterable[Variant]) -> tuple[Variant, ...]:
-    """The variants of steps 1 and 2 of the rule, at least one. Raises as ``select``."""
+    """The variants of steps 1 to 3 of the rule, at least one. Raises as ``select``."""
     computing = [variant for variant in variants if _computes(problem, variant)]
     suited = [variant for variant in computing if expressible(problem, variant)]
     if computing and not suited:
@@ -89,10 +92,23 @@ def candidates(problem: Problem, device: Device, variants: Iterable[Variant]) ->
         )
     least = min(_work(_head_dims(variant)) for variant in runnable)
     holding = [variant for variant in runnable if _work(_head_dims(variant)) == least]
-    newest = max(arch_parts(variant.min_arch)[0] for variant in holding)
-    current = [variant for variant in holding if arch_parts(variant.min_arch)[0] == newest]
+    return without_replaced(preferred(holding))
+
+
+def preferred(variants: Iterable[Variant]) -> tuple[Variant, ...]:
+    """The variants of the newest architecture, and of these the ones on the target that comes first."""
+    variants = tuple(variants)
+    newest = max(arch_parts(variant.min_arch)[0] for variant in variants)
+    current = [variant for variant in variants if arch_parts(variant.min_arch)[0] == newest]
     first = min(variant.priority for variant in current)
     return tuple(variant for variant in current if variant.priority == first)
+
+
+def without_replaced(variants: Iterable[Variant]) -> tuple[Variant, ...]:
+    """The variants without the ordinary tiles of points that have a tuned one."""
+    variants = tuple(variants)
+    tuned = {(v.spec, v.target, v.axes) for v in variants if v.tile_name == TUNED_TILE}
+    return tuple(v for v in variants if v.tile_name or (v.spec, v.target, v.axes) not in tuned)
 
 
 def cost(problem: Problem, device: Device, variant: Variant) -> float:

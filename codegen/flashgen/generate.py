@@ -5,16 +5,16 @@ date.
 from __future__ import annotations
 
 import difflib
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from flashgen import atomic
 from flashgen.errors import SpecError
 from flashgen.render import RENDERED_BY, render
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable, Mapping
 
     from flashgen.variant import Variant
@@ -95,7 +95,7 @@ def write_generated(
     folder.mkdir(parents=True, exist_ok=True)
     differing = [d.file for d in diff_generated(files, folder, complete=False)]
     for name in differing:
-        _replace(folder / name, files[name].encode())
+        atomic.replace(folder / name, files[name].encode())
     stale = [name for name in _rendered(folder) if name not in files] if complete else []
     for name in stale:
         (folder / name).unlink()
@@ -123,16 +123,3 @@ def _changed(name: str, old: str, new: str) -> Difference:
     if len(body) > len(shown):
         shown.append(f"... {len(body) - len(shown)} more lines")
     return Difference(name, "changed", added, removed, "\n".join(f"  {line}" for line in shown))
-
-
-def _replace(path: Path, content: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        # mkstemp makes files that only their owner can read.
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

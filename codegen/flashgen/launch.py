@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
+import warnings
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
@@ -14,9 +15,11 @@ from flashgen import tensormap
 from flashgen.device import activated
 from flashgen.device import device as device_of
 from flashgen.dispatch import rows, select, tiles
-from flashgen.errors import BadTensorShape, SpecError
+from flashgen.errors import BadTensorShape, CompileError, SpecError
 from flashgen.params import TENSOR_MAP, layout
 from flashgen.sections import sections
+from flashgen.tuned import TunedWarning
+from flashgen.variant import TUNED_TILE
 
 if TYPE_CHECKING:
     from flashgen.device import Device
@@ -241,7 +244,8 @@ class _ParameterBlock:
 def prepare(problem: Problem, device_ordinal: int, variants: tuple[Variant, ...]) -> Launcher:
     """Choose a variant for ``problem``, load its kernel (compiling it if no cache has it) and bind the two.
 
-    Raises NoCompilerError, NoBindingError, DeviceTypeNotSupported, SpecError, CompileError or BadTensorShape.
+    A tile tuned on this machine that no longer compiles is passed over with a TunedWarning. Raises
+    NoCompilerError, NoBindingError, DeviceTypeNotSupported, SpecError, CompileError or BadTensorShape.
     """
     from flashgen import kernel
 
@@ -251,4 +255,16 @@ def prepare(problem: Problem, device_ordinal: int, variants: tuple[Variant, ...]
     geometry(problem, variant, device)
     if any(param.ctype == TENSOR_MAP for param in variant.params):
         tensormap.binding()
-    return Launcher(problem, variant, device, kernel.load(variant, device))
+    try:
+        loaded = kernel.load(variant, device)
+    except CompileError as error:
+        if variant.tile_name != TUNED_TILE:
+            raise
+        warnings.warn(
+            f"{variant} was tuned on this machine and does not compile any more; the shipped tile serves. "
+            f"`flashgen tune --select '{variant}' --write` measures anew. {error}",
+            TunedWarning,
+            stacklevel=2,
+        )
+        return prepare(problem, device_ordinal, tuple(v for v in variants if v != variant))
+    return Launcher(problem, variant, device, loaded)

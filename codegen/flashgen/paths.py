@@ -60,3 +60,15 @@ def cache_dir() -> Path:
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("flashgen", appauthor=False))
+
+
+def tuned_dir() -> Path:
+    """The folder of tiles tuned on this machine: ``FLASHGEN_TUNED``, else in the user's configuration folder.
+    It need not exist.
+    """
+    chosen = os.environ.get("FLASHGEN_TUNED")
+    if chosen:
+        return Path(chosen).expanduser()
+    import platformdirs
+
+    return Path(platformdirs.user_config_dir("flashgen", appauthor=False)) / "tuned"

@@ -64,6 +64,14 @@ class ParamRow(msgspec.Struct, forbid_unknown_fields=True):
     box: BoxRow | None = None
 
 
+class Range(msgspec.Struct, forbid_unknown_fields=True, rename={"first": "from", "last": "to"}):
+    """The values ``first``, ``first + step``, ... up to ``last`` of a tile key."""
+
+    first: Count
+    last: Count
+    step: Positive
+
+
 class Dispatch(msgspec.Struct, forbid_unknown_fields=True):
     """The rule by which dispatch chooses among the variants that can serve a call."""
 
@@ -88,6 +96,7 @@ class File(msgspec.Struct, forbid_unknown_fields=True, rename={"direction": "pas
     description: str = ""
     exclude: list[Any] = []
     commit: list[Any] = []
+    tune: list[Any] = []
     no_spills: bool = False
     schedule: Literal[SCHEDULES] = "tile_per_block"
     dispatch: Dispatch = msgspec.field(default_factory=Dispatch)
@@ -115,3 +124,24 @@ def tile_row(domain: Mapping[str, Sequence[Any]], keys: Iterable[str], no_spills
     """The type of a row of the tile table: conditions, the tile keys, and what else a row may say."""
     extra = [("name", ShortName | None, None), ("efficiency", Rate, 1.0), ("no_spills", bool, no_spills)]
     return conditions("Tile", domain, [*((key, Count) for key in keys), *extra])
+
+
+def tune_row(domain: Mapping[str, Sequence[Any]], keys: Iterable[str]) -> type:
+    """The type of a row of ``tune``: conditions, and for tile keys the values to try."""
+    choice = Count | Annotated[list[Count], msgspec.Meta(min_length=1)] | Range
+    return conditions("Tune", domain, [(key, choice | None, None) for key in keys])
+
+
+class TunedFile(msgspec.Struct, forbid_unknown_fields=True):
+    """A file of tiles that were measured on one GPU; its rows are checked one by one."""
+
+    gpu: str
+    tiles: list[Any]
+
+
+def tuned_row(domain: Mapping[str, Sequence[Any]], keys: Iterable[str]) -> type:
+    """The type of such a row: one point, its tile, and how that was measured."""
+    fields = [(axis, Literal[tuple(values)]) for axis, values in domain.items()]
+    fields += [(key, Count) for key in keys]
+    fields += [("efficiency", Rate), ("measured", dict[str, Any], {})]
+    return msgspec.defstruct("Tuned", fields, forbid_unknown_fields=True, kw_only=True)

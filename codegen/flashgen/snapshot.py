@@ -31,6 +31,8 @@ _CODE = (
     "axes",
     "schema",
     "tiles",
+    "searchspace",
+    "tunedfile",
     "boxes",
     "expression",
     "yamlfile",

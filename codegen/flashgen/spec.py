@@ -53,7 +53,8 @@ class Content(NamedTuple):
 
     Variants are put together from ``family``, which all of them share, from their target, their tile row and
     their entry. ``targets`` are in order of preference; ``entries`` has the tiles of each point, the default
-    one first, and no point that is excluded.
+    one first, and no point that is excluded. ``problems`` says, line by line, what is left out of a file of
+    tuned tiles.
     """
 
     direction: str
@@ -65,13 +66,15 @@ class Content(NamedTuple):
     targets: dict[str, Members]
     rows: tuple[Members, ...]
     entries: dict[Point, tuple[Entry, ...]]
+    problems: tuple[str, ...] = ()
 
 
 class Spec:
     """One loaded spec file.
 
     ``name`` is the file's stem, ``direction`` "forward" or "backward". ``axes`` maps each axis to its values;
-    ``targets`` names the targets, preferred first. ``content`` is what ``specfile.check`` made of ``text``.
+    ``targets`` names the targets, preferred first. ``content`` is what ``specfile.check`` made of
+    ``text``, and may have tuned tiles besides.
     """
 
     def __init__(self, path: Path, text: bytes, content: Content) -> None:
@@ -83,7 +86,7 @@ class Spec:
         self.description = content.description
         self.axes = content.axes
         self.targets = tuple(content.targets)
-        self._text = text
+        self.text = text
         self._limiting = tuple(a for a in self.axes if any(a in dict(p.when) for p in content.params))
         self._params_at: dict[tuple[Any, ...], tuple[Param, ...]] = {}
         self._made: dict[tuple[Point, int], Variant] = {}
@@ -112,7 +115,7 @@ class Spec:
         """A SpecError about this file that names the line of ``keys``."""
         from flashgen.yamlfile import Document
 
-        return Document(self.path, self._text).error(keys, message)
+        return Document(self.path, self.text).error(keys, message)
 
     def _at(self, points: Iterable[Point]) -> tuple[Variant, ...]:
         entries = self.content.entries
@@ -150,10 +153,12 @@ class Spec:
         return self._params_at[key]
 
 
-def load_spec(path: str | os.PathLike[str], cache: CubinCache | None = None) -> Spec:
+def load_spec(path: str | os.PathLike[str], cache: CubinCache | None = None, gpu: str | None = None) -> Spec:
     """Load and check one spec file, or know from its snapshot in ``cache`` that it was checked before.
 
-    Raises SpecError; its message has the file, the line, the key, what was found and what is allowed.
+    With the name of a ``gpu``, tiles that the user tuned on it are added; one that does not fit is left out
+    with a TunedWarning. Raises SpecError; its message has the file, the line, the key, what was found and
+    what is allowed.
     """
     path = Path(path).absolute()
     try:
@@ -161,25 +166,38 @@ def load_spec(path: str | os.PathLike[str], cache: CubinCache | None = None) -> 
     except OSError as error:
         raise SpecError(f"{path}: cannot be read: {error}") from error
 
+    tuned = None
+    if gpu is not None:
+        from flashgen.tuned import find
+
+        tuned = find(path.stem, gpu)
+
     def check() -> Content:
         from flashgen.specfile import check
 
-        return check(path, text)
+        return check(path, text, tuned)
 
     if cache is None:
-        return Spec(path, text, check())
-    from flashgen.snapshot import recall
+        content = check()
+    else:
+        from flashgen.snapshot import recall
 
-    return Spec(path, text, recall(text, cache, check))
+        # No YAML holds a NUL, so these bytes stand for these three texts alone.
+        known_by = text if tuned is None else b"\0".join((text, tuned.gpu.encode(), tuned.text))
+        content = recall(known_by, cache, check)
+    for problem in content.problems:
+        tuned.warn(problem)
+    return Spec(path, text, content)
 
 
 def load_specs(
-    extra: str | os.PathLike[str] | None = None, cache: CubinCache | None = None
+    extra: str | os.PathLike[str] | None = None, cache: CubinCache | None = None, gpu: str | None = None
 ) -> tuple[Spec, ...]:
     """All specs: the shipped folder, then the folders in ``FLASHGEN_SPECS``, then ``extra``.
 
     ``FLASHGEN_SPECS`` separates folders as ``PATH`` does. A file whose stem an earlier folder has as well
-    takes its place; any other file adds a family. ``cache`` keeps what was checked for later processes.
+    takes its place; any other file adds a family. ``cache`` keeps what was checked for later processes;
+    ``gpu`` is as for `load_spec`.
     Raises SpecError for a wrong file, for a folder without specs, and when two specs would give their kernels
     the same names.
     """
@@ -189,7 +207,7 @@ def load_specs(
     paths: dict[str, Path] = {}
     for folder in (specs_dir(), *(folder.expanduser() for folder in folders)):
         paths |= {path.stem: path for path in _spec_files(folder)}
-    specs = tuple(load_spec(path, cache) for path in paths.values())
+    specs = tuple(load_spec(path, cache, gpu) for path in paths.values())
     owners: dict[tuple[str, str], Spec] = {}
     for spec in specs:
         for target in spec.targets:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from flashgen import tunedfile
 from flashgen.axes import read_axes
 from flashgen.boxes import Boxes
+from flashgen.errors import SpecError
 from flashgen.params import TENSOR_MAP, Param
 from flashgen.schema import File, ParamRow, Positive, ShortName, Target, conditions
+from flashgen.searchspace import SearchSpace
 from flashgen.spec import Content, as_values
 from flashgen.tiles import TileTable, check_names
 from flashgen.yamlfile import Document
@@ -16,10 +19,36 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from flashgen.axes import Values
+    from flashgen.tuned import Tuned
 
 
-def check(path: Path, text: bytes) -> Content:
-    """What ``text``, the content of ``path``, says. Raises SpecError where it is wrong."""
+class Checked(NamedTuple):
+    """A spec file that is right: what it says, and what tuning further needs of it."""
+
+    content: Content
+    document: Document
+    file: File
+    table: TileTable
+    space: SearchSpace
+
+
+def check(path: Path, text: bytes, tuned: Tuned | None = None) -> Content:
+    """What ``text``, the content of ``path``, says, with the rows of ``tuned`` that fit it.
+
+    Raises SpecError where the text is wrong; what is wrong with ``tuned`` is in ``Content.problems``.
+    """
+    checked = examine(path, text)
+    if tuned is None:
+        return checked.content
+    try:
+        rows, problems = tunedfile.read(tuned, checked.file, checked.content, checked.table)
+    except SpecError as error:
+        rows, problems = [], [tunedfile.without_path(tuned, error)]
+    return tunedfile.combine(checked.content, rows, problems)
+
+
+def examine(path: Path, text: bytes) -> Checked:
+    """Check ``text``, the content of ``path``. Raises SpecError where it is wrong."""
     document = Document(path, text)
     file = document.convert((), document.value, File)
     axes = read_axes(document, file)
@@ -29,7 +58,8 @@ def check(path: Path, text: bytes) -> Content:
     params = _params(document, file, axes.values)
     boxes = Boxes(document, file, axes.values, params)
     table = TileTable(document, file, axes, targets, element_bytes, boxes)
-    return Content(
+    space = SearchSpace(document, file, axes.values, table.entries)
+    content = Content(
         direction=file.direction,
         description=file.description,
         axes=axes.values,
@@ -62,6 +92,7 @@ def check(path: Path, text: bytes) -> Content:
         ),
         entries=table.entries,
     )
+    return Checked(content, document, file, table, space)
 
 
 def _targets(document: Document, file: File) -> dict[str, Target]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashgen.expression import Expression
 from flashgen.schema import DEFAULT_TILE, RESERVED, File, Target, conditions, expression_names, tile_row
 from flashgen.spec import Entry, as_values
-from flashgen.variant import name_part
+from flashgen.variant import TUNED_TILE, name_part
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from flashgen.axes import Axes
     from flashgen.boxes import Boxes
+    from flashgen.errors import SpecError
     from flashgen.params import Box
     from flashgen.spec import Point
     from flashgen.yamlfile import Document
@@ -44,11 +46,11 @@ class TileTable:
         self._smem_bytes = self._expression("smem_bytes", names)
         self.rows = self._load("tiles", tile_row(domain, file.tile_keys, file.no_spills))
         self._by_name = self._names()
-        self._matching = _Matcher(domain, self.rows)
-        self._excluded = _Matcher(domain, self._load("exclude", conditions("Exclude", domain)))
+        self._matching = Matcher(domain, self.rows)
+        self._excluded = Matcher(domain, self._load("exclude", conditions("Exclude", domain)))
         tile = ("name", Literal[tuple(self._by_name)] | None, None)
         self._commit = self._load("commit", conditions("Commit", domain, [tile]))
-        self._committed = _Matcher(domain, self._commit)
+        self._committed = Matcher(domain, self._commit)
         self._used: set[int] = set()
         self.entries: dict[Point, tuple[Entry, ...]] = {
             point: self._tiles_at(point)
@@ -70,6 +72,9 @@ class TileTable:
             if row.name == DEFAULT_TILE:
                 why = f"`{DEFAULT_TILE}` stands for rows without a name; leave the name out"
                 raise self._document.error(("tiles", index, "name"), why)
+            if row.name == TUNED_TILE:
+                why = f"`{TUNED_TILE}` stands for rows that `flashgen tune` measured; choose another name"
+                raise self._document.error(("tiles", index, "name"), why)
             name = row.name or DEFAULT_TILE
             masks[name] = masks.get(name, 0) | 1 << index
         return masks
@@ -89,38 +94,46 @@ class TileTable:
             if hits:
                 index = (hits & -hits).bit_length() - 1
                 self._used.add(index)
-                threads, smem_bytes, boxes = self._resources(index, point)
+                tile = {key: getattr(self.rows[index], key) for key in self._file.tile_keys}
+                error = partial(self._document.error, ("tiles", index))
+                threads, smem_bytes, boxes = self.resources(tile, point, error)
                 listed = committed and any(
                     committed >> i & 1 and row.name in (None, name) for i, row in enumerate(self._commit)
                 )
                 entries.append(Entry(index, threads, smem_bytes, bool(listed), boxes))
             elif name == DEFAULT_TILE:
-                why = f"no row without a name serves {self._describe(point)}; add a row, or exclude the point"
+                why = f"no row without a name serves {self.describe(point)}; add a row, or exclude the point"
                 raise self._document.error(("tiles",), why)
         return tuple(entries)
 
-    def _resources(self, index: int, point: Point) -> tuple[int, int, tuple[Box, ...]]:
-        """Threads and bytes of shared memory of a block, checked against what it may have, and the boxes of
-        its tensor maps."""
-        row, limit = self.rows[index], self._targets[point[-1]].max_smem
+    def resources(
+        self, tile: Mapping[str, int], point: Point, error: Callable[[str], SpecError]
+    ) -> tuple[int, int, tuple[Box, ...]]:
+        """Threads and bytes of shared memory of a block with this tile, and the boxes of its tensor maps.
+
+        Raises what ``error`` makes of a message where a block may not have them, and SpecError for a box.
+        """
+        limit = self._targets[point[-1]].max_smem
         values = dict(zip(self._axes, point, strict=False))
         values["element_bytes"] = self._element_bytes[values["dtype"]]
         values["max_smem"] = limit
-        for key in self._file.tile_keys:
-            values[key] = getattr(row, key)
+        values |= tile
         try:
             threads, smem_bytes = self._threads(values), self._smem_bytes(values)
-        except ValueError as error:
-            raise self._document.error(("tiles", index), f"{self._describe(point)}: {error}") from None
+        except ValueError as cause:
+            raise error(f"{self.describe(point)}: {cause}") from None
         if not 32 <= threads <= 1024 or threads % 32:
-            why = f"{threads} threads for {self._describe(point)}; allowed: multiples of 32 from 32 to 1024"
-            raise self._document.error(("tiles", index), why)
+            raise error(
+                f"{threads} threads for {self.describe(point)}; allowed: multiples of 32 from 32 to 1024"
+            )
         if not 0 <= smem_bytes <= limit:
-            why = f"{smem_bytes} bytes of shared memory for {self._describe(point)}; allowed: at most {limit}"
-            raise self._document.error(("tiles", index), why)
-        return threads, smem_bytes, self._boxes.at(values, lambda: self._describe(point))
+            raise error(
+                f"{smem_bytes} bytes of shared memory for {self.describe(point)}; allowed: at most {limit}"
+            )
+        return threads, smem_bytes, self._boxes.at(values, lambda: self.describe(point))
 
-    def _describe(self, point: Point) -> str:
+    def describe(self, point: Point) -> str:
+        """A point as text: ``head_dim=64 dtype=fp16 ... target=sm80``."""
         return " ".join(f"{axis}={value}" for axis, value in zip((*self._axes, "target"), point, strict=True))
 
 
@@ -138,6 +151,7 @@ def check_names(document: Document, file: File, axes: Mapping[str, Sequence[Any]
             raise document.error(keys, f"`{name}` is already an axis or a tile key")
         seen.add(name)
     owners = {
+        TUNED_TILE: "tiles",
         **dict.fromkeys(file.targets, "targets"),
         **{row["name"]: "tiles" for row in file.tiles if isinstance(row, dict) and "name" in row},
     }
@@ -150,7 +164,7 @@ def check_names(document: Document, file: File, axes: Mapping[str, Sequence[Any]
                 )
 
 
-class _Matcher:
+class Matcher:
     """Rows that each restrict some axes, asked many times which of them hold at a point.
 
     Bit i of ``_bits[axis][value]`` says that row i admits the value, so a question is one ``and`` per axis.

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flashgen.params import Param
 
+# Name of the tile that `flashgen tune` measured on the GPU at hand; no row of a spec may take it.
+TUNED_TILE = "tuned"
+
 _GQA_SUFFIX = {"mha": "", "gqa": "gqa", "packed": "packgqa"}
 
 

@@ -36,6 +36,7 @@ class Document:
 
     def __init__(self, path: Path, text: bytes) -> None:
         self.path = path
+        self._text = text
         try:
             root = yaml.compose(text.decode(), Loader=_Loader)
         except UnicodeDecodeError as error:
@@ -56,6 +57,22 @@ class Document:
         """A SpecError that names the file, the line and the key path of ``keys``."""
         where = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).lstrip(".")
         return SpecError(f"{self.path}:{self._line(keys)}: {where + ': ' if where else ''}{message}")
+
+    def node(self, keys: Keys) -> yaml.Node:
+        """The node at ``keys``, which knows its place in the text. Raises KeyError where there is none."""
+        node: Any = self._root
+        for key in keys:
+            if isinstance(node, yaml.MappingNode):
+                node = next((value for name, value in node.value if str(_scalar(name)) == str(key)), None)
+            else:
+                node = node.value[key]
+            if node is None:
+                raise KeyError(keys)
+        return node
+
+    def line(self, index: int) -> str:
+        """A line of the text, by its number from 0."""
+        return self._text.decode().split("\n")[index]
 
     def convert(self, keys: Keys, value: Any, type: type[T]) -> T:
         """``value``, which stands at ``keys``, checked against ``type``; SpecError where they differ."""

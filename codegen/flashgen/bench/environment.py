@@ -31,7 +31,7 @@ def describe() -> dict[str, Any]:
         "kernels": kernels_digest(),
         "nvrtc": _nvrtc(),
         **_torch(),
-        **_gpu(),
+        **gpu(),
     }
 
 
@@ -87,8 +87,8 @@ def _torch() -> dict[str, Any]:
     return {"torch_cuda": torch.version.cuda, "cudnn": cudnn}
 
 
-def _gpu() -> dict[str, Any]:
-    """The current device and its driver."""
+def gpu() -> dict[str, Any]:
+    """The current device and its driver; None for each where there is no device."""
     from flashgen import device
 
     if not device.available():

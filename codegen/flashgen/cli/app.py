@@ -15,7 +15,7 @@ from flashgen.errors import FlashgenError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-COMMANDS = ("demo", "doctor", "list", "inspect", "simulate", "build", "cache", "bench")
+COMMANDS = ("demo", "doctor", "list", "inspect", "simulate", "build", "tune", "cache", "bench")
 
 
 class CommandGroup(click.Group):
@@ -72,6 +72,7 @@ Start here:
   flashgen inspect --head-dim 128 --source    read one
   flashgen simulate NAME                      run its CUDA on the CPU
   flashgen build --arch native                compile before the first call
+  flashgen tune --select head_dim=128         find better tiles for this GPU
 
 Exit codes: 0 done, 1 failed, 2 not understood.
 """,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,13 +12,12 @@ import click
 from flashgen.cli.options import Architecture, chosen_variants, json_option, select_option, specs_option
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from flashgen.build import Built
     from flashgen.variant import Variant
 
 _FAILURES_SHOWN = 3
-_REMARK_EVERY = 30.0  # seconds between signs of life where there is no terminal
 
 
 @click.command(
@@ -172,51 +169,11 @@ def _check(variants: Sequence[Variant], whole: bool, out: Path | None, as_json: 
 
 def _compile(variants: Sequence[Variant], archs: Sequence[str], jobs: int | None) -> list[Built]:
     from flashgen.build import build, pairs
+    from flashgen.cli.progress import progress
 
     wanted = pairs(variants, archs)
-    with _progress(len(wanted)) as on_done:
-        return build(wanted, jobs, on_done)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[Built], None]]:
-    """A bar on standard error while that is a terminal, else a line there now and then."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    screen = Console(stderr=True)
-    if not screen.is_terminal:
-        done, last = 0, time.monotonic()
-
-        def remark(built: Built) -> None:
-            nonlocal done, last
-            done += 1
-            if time.monotonic() - last > _REMARK_EVERY:
-                last = time.monotonic()
-                click.echo(
-                    f"{done} of {total} done, {built.variant.name} for {built.arch} the last", err=True
-                )
-
-        yield remark
-        return
-    columns = (
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=screen, transient=True) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda built: progress.update(task, advance=1, description=f"{built.variant.name} {built.arch}")
+    with progress(len(wanted)) as step:
+        return build(wanted, jobs, lambda built: step(f"{built.variant.name} {built.arch}"))
 
 
 def _report(results: Sequence[Built], failed: Sequence[Built], written: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ import click
 
 from flashgen import __version__
 from flashgen.cli.options import json_option
-from flashgen.cli.output import size
+from flashgen.cli.output import counted, size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,6 +94,7 @@ def examine() -> Report:
     report.probe("disassembler", _disassembler)
     report.probe("simulator", _simulator)
     report.probe("specs", _specs)
+    report.probe("tuned", _tuned)
     report.probe("cache", _cache)
     report.probe("attention", _attention)
     return report
@@ -204,6 +205,32 @@ def _specs(report: Report) -> dict[str, Any]:
     }
 
 
+def _tuned(report: Report) -> dict[str, Any]:
+    """The tiles that were tuned on the first GPU; one that no longer fits is a problem."""
+    import warnings
+
+    from flashgen.paths import tuned_dir
+    from flashgen.spec import load_specs
+    from flashgen.tuned import TunedWarning, path_for, present_gpu
+    from flashgen.variant import TUNED_TILE
+
+    gpu = present_gpu()
+    if gpu is None:
+        return {"folder": str(tuned_dir()), "gpu": None, "files": [], "variants": []}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", TunedWarning)
+        specs = load_specs(gpu=gpu)
+    report.problems += [str(each.message) for each in said if issubclass(each.category, TunedWarning)]
+    files = [path for spec in specs if (path := path_for(spec.name, gpu)).is_file()]
+    tuned = [v.name for spec in specs for v in spec.variants() if v.tile_name == TUNED_TILE]
+    return {
+        "folder": str(tuned_dir()),
+        "gpu": gpu,
+        "files": [str(path) for path in files],
+        "variants": tuned,
+    }
+
+
 def _cache(report: Report) -> dict[str, Any]:
     from flashgen.cache import CubinCache
 
@@ -311,6 +338,10 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
     machine.append(("simulator", pretended if simulator.get("compiler") else f"none: {simulator.get('why')}"))
     if specs:
         machine.append(("specs", "\n".join([*specs["files"], f"{specs['variants']} variants"])))
+    tuned = facts["tuned"]
+    if tuned:
+        counts = f"{counted(len(tuned['variants']), 'tile')} in use on {tuned['gpu']}"
+        machine.append(("tuned", "\n".join([*tuned["files"], counts]) if tuned["files"] else "nothing"))
     if cache:
         usage = f"{cache['entries']} entries, {size(cache['bytes'])} of {size(cache['max_bytes'])}"
         machine.append(("cache", f"{cache['root']}\n{usage}"))

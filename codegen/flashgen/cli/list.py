@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from flashgen.cli.options import chosen_variants, json_option, select_option, specs_option
+from flashgen.variant import TUNED_TILE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +33,8 @@ def command(selections: tuple[str, ...], specs: Path | None, as_json: bool) -> N
     """List the variants that the specs describe, with their tiles.
 
     A variant is one kernel: a point of the spec's axes (head_dim, dtype, mask_type, gqa) with a tile and a
-    target, the class of GPUs whose shared memory it fits. Nothing is rendered or compiled.
+    target, the class of GPUs whose shared memory it fits. Tiles that `flashgen tune` found for this machine's
+    GPU are called `tuned`. Nothing is rendered or compiled.
     """
     from flashgen.cli.output import counted, note, print_json, print_table
 
@@ -43,8 +45,10 @@ def command(selections: tuple[str, ...], specs: Path | None, as_json: bool) -> N
     print_table(*_table(variants))
     committed = sum(variant.committed for variant in variants)
     files = len({variant.spec for variant in variants})
+    tuned = sum(variant.tile_name == TUNED_TILE for variant in variants)
     note(
         f"{counted(len(variants), 'variant')} of {counted(files, 'spec')}, {committed} of them in generated/"
+        + (f", {tuned} tuned on this GPU" if tuned else "")
     )
 
 

@@ -58,13 +58,16 @@ class Architecture(click.ParamType):
 
 
 def load_variants(specs: Path | None, cache: CubinCache | None = None) -> tuple[Variant, ...]:
-    """Every variant of the shipped specs, those of FLASHGEN_SPECS, and those of one more folder.
+    """Every variant of the shipped specs, those of FLASHGEN_SPECS, and those of one more folder, with the
+    tiles that were tuned on the first GPU of this machine.
 
     ``cache`` keeps the checked specs for the calls to come.
     """
     from flashgen.spec import load_specs
+    from flashgen.tuned import present_gpu
 
-    return tuple(variant for spec in load_specs(specs, cache) for variant in spec.variants())
+    loaded = load_specs(specs, cache, present_gpu())
+    return tuple(variant for spec in loaded for variant in spec.variants())
 
 
 def chosen_variants(

@@ -66,6 +66,7 @@ def _pinned(plan: Plan, inputs: Inputs, grouping: str) -> Plan:
     from flashgen.spec import load_specs
 
     problem = plan.problem
-    variants = offers(problem, device(problem.device), load_specs())
+    here = device(problem.device)
+    variants = offers(problem, here, load_specs(gpu=here.name))
     runner = prepare(problem, problem.device, tuple(v for v in variants if v.gqa == grouping))
     return Plan(problem, runner, (inputs.q, inputs.k, inputs.v, inputs.mask, inputs.out, None))

@@ -1,0 +1,21 @@
+"""Writing a file so that a reader sees the old one or the new one, whole, whatever is killed when."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Put ``content`` into the file ``path``. Raises OSError where its folder cannot be written."""
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        # mkstemp makes files that only their owner can read.
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,53 @@
+"""How far a long command is: a bar on standard error where that is a terminal, else a line now and then."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_REMARK_EVERY = 30.0  # seconds between signs of life where there is no terminal
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Gives a function to call after each of ``total`` steps, with what the step was."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    screen = Console(stderr=True)
+    if not screen.is_terminal:
+        done, last = 0, time.monotonic()
+
+        def remark(text: str) -> None:
+            nonlocal done, last
+            done += 1
+            if time.monotonic() - last > _REMARK_EVERY:
+                last = time.monotonic()
+                click.echo(f"{done} of {total} done, {text} the last", err=True)
+
+        yield remark
+        return
+    columns = (
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=screen, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda text: bar.update(task, advance=1, description=text)

@@ -1,0 +1,273 @@
+"""`flashgen tune`: find the best tiles on this GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flashgen.cli.options import json_option, select_option, specs_option
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from flashgen.tune.ranking import Ranking, Trial
+    from flashgen.tune.subjects import Subject
+
+_DROPPED_SHOWN = 3
+
+
+@click.command(
+    "tune",
+    epilog="""
+\b
+Examples:
+  flashgen tune --select 'head_dim=128 dtype=fp16 mask_type=causal'
+  flashgen tune --select 'head_dim=128 dtype=fp16 mask_type=causal' --write
+  flashgen tune --select head_dim=64 --shapes 1k,4k,8x2000x6000 --write
+  flashgen tune --select 'gqa=packed dtype=bf16' --shapes 32x16x16k@32/4
+  flashgen tune --spec my-specs/mine.yaml --select head_dim=96 --write
+
+Without --write nothing changes.
+
+What competes: for each kernel that is selected and that a call on this GPU could get, the tiles that its spec
+lists under `tune`, and the ordinary tile. A tile that does not compile, spills registers, or gives a wrong
+result is dropped, with the reason. The others are timed on every shape in interleaved rounds, as `flashgen
+bench` does it, and ranked by the geometric mean over the shapes.
+
+A shape is a length of queries and keys, in a batch of 16,384 tokens: 4k. Or BATCHxSEQLEN_QxSEQLEN_KV, and
+behind either may stand @HEADS_Q/HEADS_KV.
+
+What --write does: a tile that gains at least 1 % goes into a file for this GPU in your configuration folder
+(FLASHGEN_TUNED names another), one for each spec. From the next process on attention() takes it in place of
+the ordinary tile, `flashgen list --select tile=tuned` shows it, and its kernel is compiled already. Where the
+ordinary tile is best, a row that was there goes. With --spec the rows of that spec file change instead, in
+place, and its comments stay.
+
+Needs a GPU that nothing else is using, and some tens of seconds for each kernel.
+""",
+)
+@select_option
+@click.option(
+    "--write", is_flag=True, help="Keep the winners, for this GPU; or in the spec file, with --spec."
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="With --write: a folder of tuned tiles other than your own.",
+)
+@click.option(
+    "--spec",
+    "spec_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Tune the rows of this spec file, which --write then changes.",
+)
+@click.option(
+    "--shapes",
+    default="1k,4k,16k",
+    show_default=True,
+    metavar="A,B,...",
+    help="The problems to be fast on.",
+)
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=15, show_default=True, help="Rounds of all tiles."
+)
+@click.option(
+    "--jobs",
+    "-j",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="How many to compile at once. [default: one for each processor]",
+)
+@specs_option
+@json_option
+def command(
+    selections: tuple[str, ...],
+    write: bool,
+    out: Path | None,
+    spec_file: Path | None,
+    shapes: str,
+    rounds: int,
+    jobs: int | None,
+    specs: Path | None,
+    as_json: bool,
+) -> None:
+    """Find the best tiles for this GPU, and with --write keep them.
+
+    Prints a ranking for each kernel: tile, registers, bytes of spilled registers, thread blocks that a
+    multiprocessor holds, TFLOP/s on each shape, and the speed relative to the ordinary tile (marked *).
+    """
+    from flashgen.cli.output import print_json
+    from flashgen.cli.progress import progress
+    from flashgen.tune import contest
+    from flashgen.tune.candidates import fields
+    from flashgen.tune.shapes import cases
+
+    if not selections:
+        raise click.UsageError("say what to tune: --select 'head_dim=128 dtype=fp16 mask_type=causal'")
+    if out is not None and (spec_file is not None or not write):
+        raise click.UsageError("--out goes with --write, and not with --spec")
+    if spec_file is not None and specs is not None:
+        raise click.UsageError("--spec names the one file to tune; leave --specs out")
+    here, chosen = _subjects(selections, specs, spec_file)
+    # Ahead of the work: a shape that is none, and a file that nothing can be added to.
+    problems = {index: cases(each.ordinary, shapes.split(",")) for index, each in enumerate(chosen)}
+    if write and spec_file is None:
+        _check_files(chosen, here.name, out)
+    competing = fields(chosen)
+    bench = _bench(here, chosen, rounds)
+    with progress(contest.steps(competing, problems)) as step:
+        rankings = contest.hold(competing, problems, bench, jobs, step)
+    if not as_json:
+        for ranking in rankings:
+            _print(ranking)
+    written = _write(rankings, here.name, out, spec_file) if write else []
+    if as_json:
+        report = [_as_dict(ranking) for ranking in rankings]
+        print_json({"gpu": here.name, "kernels": report, "written": [str(path) for path in written]})
+    elif not write and any(ranking.winner is not ranking.ordinary for ranking in rankings):
+        click.echo("nothing was written; --write keeps the winners", err=True)
+
+
+def _subjects(
+    selections: Sequence[str], specs: Path | None, spec_file: Path | None
+) -> tuple[Any, list[Subject]]:
+    """The GPU, and what is to be tuned on it."""
+    from flashgen import device
+    from flashgen.errors import DeviceTypeNotSupported
+    from flashgen.select import select
+    from flashgen.spec import load_spec, load_specs
+    from flashgen.tune.subjects import subjects
+
+    if not device.available():
+        raise DeviceTypeNotSupported(f"tuning measures on a GPU, and {device.why_unavailable()}")
+    here = device.device(0)
+    loaded = (load_spec(spec_file),) if spec_file else load_specs(specs, gpu=here.name)
+    selected = select([variant for spec in loaded for variant in spec.variants()], selections)
+    return here, subjects(loaded, selected, here)
+
+
+def _bench(here: Any, chosen: Sequence[Subject], rounds: int) -> Any:
+    import numpy as np
+
+    from flashgen.tune.gpu import GpuBench, host_for
+
+    host = host_for(sorted({subject.ordinary.dtype for subject in chosen}))
+    seed = int(np.random.SeedSequence().entropy % 2**32)
+    return GpuBench(here, host, rounds=rounds, seed=seed)
+
+
+def _check_files(chosen: Sequence[Subject], gpu: str, out: Path | None) -> None:
+    """Raise SpecError for a file of tuned tiles that is damaged."""
+    from flashgen.tune.userfile import read
+
+    for spec in {subject.spec.path: subject.spec for subject in chosen}.values():
+        read(spec, gpu, out)
+
+
+def _write(rankings: Sequence[Ranking], gpu: str, out: Path | None, spec_file: Path | None) -> list[Path]:
+    """Write the winners down; returns the files."""
+    from flashgen.cli.output import note
+    from flashgen.tune.keep import in_spec, in_users_files
+
+    if spec_file is not None:
+        if in_spec(spec_file, rankings):
+            note(f"changed {spec_file}; `flashgen build` brings generated/ up to date")
+            return [spec_file]
+        note(f"{spec_file} has the best tiles already")
+        return []
+    paths = []
+    for path, problems in in_users_files(rankings, gpu, out):
+        for problem in problems:
+            note(f"gone from {path}: line {problem}")
+        if path.exists():
+            note(f"written: {path}")
+            paths.append(path)
+    if not paths:
+        note("the ordinary tiles are best, so there is nothing to keep")
+    return paths
+
+
+def _print(ranking: Ranking) -> None:
+    from flashgen.cli.output import Column, note, print_table
+    from flashgen.tune.contest import tile_text
+
+    ordinary = ranking.subject.ordinary
+    click.echo(f"{ordinary}: {len(ranking.trials)} tiles timed, {len(ranking.dropped)} dropped")
+    columns = [
+        *(Column(key, number=True) for key, _ in ordinary.tile),
+        *(Column(name, number=True) for name in ("regs", "spills", "blocks/SM")),
+        *(Column(f"{case.name} TFLOP/s", number=True) for case in ranking.cases),
+        Column("speed", number=True),
+    ]
+    print_table(
+        columns,
+        [_row(ranking, trial) for trial in ranking.trials],
+        ["green" if trial is ranking.winner else "" for trial in ranking.trials],
+    )
+    if ranking.winner is ranking.ordinary:
+        click.echo("the ordinary tile stays")
+    else:
+        click.echo(f"best: {tile_text(dict(ranking.winner.variant.tile))} efficiency={ranking.efficiency}")
+    for dropped in ranking.dropped[:_DROPPED_SHOWN]:
+        note(f"dropped: {tile_text(dropped.tile)}: {_brief(dropped.why)}")
+    if len(ranking.dropped) > _DROPPED_SHOWN:
+        note(f"{len(ranking.dropped) - _DROPPED_SHOWN} more were dropped; --json has every reason")
+    click.echo()
+
+
+def _brief(why: str) -> str:
+    """The line that says what is wrong: of a compiler's log the first error."""
+    lines = why.splitlines()
+    return next((line.strip() for line in lines if "error" in line), lines[0])
+
+
+def _row(ranking: Ranking, trial: Trial) -> list[str]:
+    made = trial.built.compiled
+    mark = " *" if trial is ranking.ordinary else ""
+    rates = (case.flops / trial.timings[case.name].median_ms / 1e9 for case in ranking.cases)
+    return [
+        *(str(value) for _, value in trial.variant.tile),
+        str(made.registers) if made and made.registers is not None else "-",
+        str(trial.built.spilled),
+        "-" if trial.blocks_per_sm is None else str(trial.blocks_per_sm),
+        *(f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}" for rate in rates),
+        f"{trial.speed(ranking.ordinary):.3f}{mark}",
+    ]
+
+
+def _as_dict(ranking: Ranking) -> dict[str, Any]:
+    """Plain types for JSON; times in milliseconds."""
+
+    def trial(each: Trial) -> dict[str, Any]:
+        return {
+            "tile": dict(each.variant.tile),
+            "ordinary": each is ranking.ordinary,
+            **{
+                key: each.built.as_dict()[key]
+                for key in ("registers", "spill_stores", "spill_loads", "threads")
+            },
+            "smem_dynamic": each.variant.smem_bytes,
+            "blocks_per_sm": each.blocks_per_sm,
+            "ms": {name: timing.median_ms for name, timing in each.timings.items()},
+            "tflops": {
+                case.name: case.flops / each.timings[case.name].median_ms / 1e9 for case in ranking.cases
+            },
+            "speed": each.speed(ranking.ordinary),
+        }
+
+    subject = ranking.subject
+    return {
+        "variant": subject.ordinary.name,
+        "spec": str(subject.spec.path),
+        "axes": dict(subject.ordinary.axes),
+        "target": subject.ordinary.target,
+        "ranking": [trial(each) for each in ranking.trials],
+        "dropped": [{"tile": each.tile, "why": each.why} for each in ranking.dropped],
+        "best": dict(ranking.winner.variant.tile),
+        "gain": ranking.gain,
+        "efficiency": ranking.efficiency,
+    }

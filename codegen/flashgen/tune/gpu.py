@@ -1,0 +1,162 @@
+"""The bench on a real GPU: candidates run on it as a plan would run them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flashgen import kernel
+from flashgen.arrays import view
+from flashgen.bench import check
+from flashgen.bench.cases import Case
+from flashgen.bench.hosts import CupyHost, TorchHost
+from flashgen.bench.timing import graph_step, rotation, stream_step, time_interleaved
+from flashgen.errors import BadParam, InternalError
+from flashgen.launch import prepare
+from flashgen.plans import Plan
+from flashgen.problem import normalise
+from flashgen.simulator.check import bfloat16_bits, judge
+from flashgen.tune.contest import label
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from flashgen.bench.hosts import Host, Inputs
+    from flashgen.bench.timing import Step, Timing
+    from flashgen.device import Device
+    from flashgen.variant import Variant
+
+# The problem of the check: no multiple of any tile, and more than one of each.
+_SEQLEN_Q, _SEQLEN_KV = 333, 517
+_WINDOW = (150, 20)
+_REPEATS = 3
+
+
+def host_for(dtypes: Sequence[str]) -> Host:
+    """The array library to make inputs of these dtypes with: CuPy, or PyTorch where CuPy lacks bf16.
+
+    Raises BadParam where neither can.
+    """
+    if "bf16" not in dtypes or find_spec("ml_dtypes") is not None:
+        return CupyHost()
+    if find_spec("torch") is not None:
+        return TorchHost()
+    raise BadParam('arrays of bf16 need PyTorch or the package ml_dtypes: pip install "flashgen[bench]"')
+
+
+class GpuBench:
+    """A `contest.Bench` on ``device``, with arrays and a clock of ``host``; ``seed`` is of the inputs."""
+
+    def __init__(
+        self, device: Device, host: Host, *, rounds: int = 15, sample_ms: float = 4.0, seed: int = 0
+    ) -> None:
+        self._device, self._host = device, host
+        self._rounds, self._sample_ms, self._seed = rounds, sample_ms, seed
+
+    def arch(self, variant: Variant) -> str:
+        return kernel.arch_for(variant, self._device)
+
+    def wrong(self, variant: Variant) -> str:
+        """Compare a ragged problem with float64, all elements, by the criterion of ``judge``; then run it
+        again: the result is the same to the bit.
+
+        A kernel that cannot be loaded or launched is wrong as well. Raises InternalError for one that the GPU
+        stops: after that nothing can run in this process.
+        """
+        try:
+            return self._wrong(variant)
+        except RuntimeError as error:
+            try:
+                self._host.synchronize()
+            except RuntimeError:
+                raise InternalError(
+                    f"{label(variant)} was stopped by the GPU: {error}. Take that tile out of `tune` in "
+                    f"{variant.spec}, and report it"
+                ) from error
+            return f"does not run: {error}"
+
+    def _wrong(self, variant: Variant) -> str:
+        case = Case(
+            name="check",
+            batch=2,
+            seqlen_q=_SEQLEN_Q,
+            seqlen_kv=_SEQLEN_KV,
+            num_heads_q=2 if variant.gqa == "mha" else 4,
+            num_heads_kv=2,
+            # Columns that are not there, too.
+            head_dim=variant.head_dim - 8,
+            head_dim_v=variant.head_dim_v - 8,
+            dtype=variant.dtype,
+            mask={"dense": "random"}.get(variant.mask_type, "none"),
+        )
+        inputs = self._host.inputs(case, self._seed)
+        window = _WINDOW if variant.mask_type == "local" else (-1, -1)
+        plan = self._plan(
+            variant, inputs, causal=variant.mask_type == "causal", window_size=window, return_lse=True
+        )
+        results = []
+        for _ in range(_REPEATS):
+            self._host.poison(inputs.out)
+            computed = plan(inputs.q, inputs.k, inputs.v, mask=inputs.mask, out=inputs.out)
+            results.append([self._host.numpy(x) for x in computed])
+        mask = None if inputs.mask is None else self._host.numpy(inputs.mask)
+        q, k, v, out = (
+            bfloat16_bits(x) if variant.dtype == "bf16" else x
+            for x in (*map(self._host.numpy, (inputs.q, inputs.k, inputs.v)), results[0][0])
+        )
+        verdict = judge(plan.problem, q, k, v, mask, out, results[0][1])
+        if not verdict.ok:
+            return f"wrong result: {verdict}"
+        first = [x.tobytes() for x in results[0]]
+        if any([x.tobytes() for x in again] != first for again in results[1:]):
+            return "two runs on the same inputs differ"
+        return ""
+
+    def blocks_per_sm(self, variant: Variant) -> int | None:
+        from cupy_backends.cuda.api import driver
+
+        loaded = kernel.load(variant, self._device)
+        return driver.occupancyMaxActiveBlocksPerMultiprocessor(
+            loaded.function_ptr, variant.threads, variant.smem_bytes
+        )
+
+    def time(self, variants: Sequence[Variant], case: Case) -> list[Timing | str]:
+        """The benchmark's protocol: interleaved rounds, device events, medians, inputs that have left L2; and
+        its check of some rows against float64, ahead of the timing.
+        """
+        host = self._host
+        sets = [host.inputs(case, self._seed + i) for i in range(rotation(case.bytes_moved, host.l2_bytes))]
+        steps: dict[str, Step] = {}
+        wrong: dict[int, str] = {}
+        for index, variant in enumerate(variants):
+            run = self._runner(variant, case, sets)
+            host.poison(sets[0].out)
+            out = run(0)
+            error = check.sampled_error(case, sets[0], out, host, np.random.default_rng(self._seed))
+            if not error <= check.OWN_TOLERANCE[case.dtype]:
+                wrong[index] = f"wrong result: relative error {error:.2g}"
+                continue
+            graph = case.clock == "graph"
+            steps[str(index)] = graph_step(run, len(sets), host) if graph else stream_step(run, len(sets))
+        timings = time_interleaved(steps, host, rounds=self._rounds, sample_ms=self._sample_ms)
+        return [wrong[i] if i in wrong else timings[str(i)] for i in range(len(variants))]
+
+    def _runner(self, variant: Variant, case: Case, sets: Sequence[Inputs]) -> Callable[[int], Any]:
+        window = (case.window, 0) if case.mask == "window" else (-1, -1)
+        plan = self._plan(variant, sets[0], causal=case.mask == "causal", window_size=window)
+
+        def run(index: int) -> Any:
+            inputs = sets[index]
+            return plan(inputs.q, inputs.k, inputs.v, mask=inputs.mask, out=inputs.out)
+
+        return run
+
+    def _plan(self, variant: Variant, inputs: Inputs, **options: Any) -> Plan:
+        """A plan with this variant, whatever dispatch would take."""
+        given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "mask": inputs.mask, "out": inputs.out}
+        q, k, v, mask, out = (None if x is None else view(x, name) for name, x in given.items())
+        problem = normalise(q, k, v, mask=mask, out=out, **options)
+        runner = prepare(problem, self._device.ordinal, (variant,))
+        return Plan(problem, runner, (*given.values(), None))

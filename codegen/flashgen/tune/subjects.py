@@ -1,0 +1,65 @@
+"""What is tuned: the points whose kernels a call on this GPU could get."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flashgen.dispatch import FAMILY, preferred, runs_on
+from flashgen.errors import BadParam, DeviceTypeNotSupported
+from flashgen.variant import TUNED_TILE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from flashgen.device import Device
+    from flashgen.spec import Point, Spec
+    from flashgen.variant import Variant
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A point of a spec, its ordinary variant, and the one that was tuned on this GPU before, if any."""
+
+    spec: Spec
+    ordinary: Variant
+    tuned: Variant | None
+
+    @property
+    def point(self) -> Point:
+        """Axis values in the spec's order, then the target."""
+        return (*(value for _, value in self.ordinary.axes), self.ordinary.target)
+
+
+def subjects(specs: Sequence[Spec], selected: Iterable[Variant], device: Device) -> list[Subject]:
+    """The points of the ``selected`` variants, in their order: for each combination of axis values those that
+    dispatch would consider on ``device``.
+
+    ``specs`` are those of the selected. Raises DeviceTypeNotSupported where none of the selected runs on the
+    device, BadParam where only tiles with names were selected or another family than that of dispatch.
+    """
+    selected = [variant for variant in selected if variant.family == FAMILY]
+    if not selected:
+        raise BadParam(f"nothing to tune: only kernels of the family {FAMILY} are")
+    ordinary = [variant for variant in selected if variant.tile_name in ("", TUNED_TILE)]
+    if not ordinary:
+        names = ", ".join(sorted({variant.tile_name for variant in selected}))
+        raise BadParam(
+            f"nothing to tune: only tiles without a name are, and all that was selected are {names}"
+        )
+    running = [variant for variant in ordinary if runs_on(variant, device)]
+    if not running:
+        raise DeviceTypeNotSupported(
+            f"none of the selected variants, such as {ordinary[0]}, runs on {device}"
+        )
+    by_axes: dict[frozenset, list[Variant]] = {}
+    for variant in running:
+        by_axes.setdefault(frozenset(variant.axes), []).append(variant)
+    chosen = (preferred(alike)[0] for alike in by_axes.values())
+    return [_subject(specs, variant) for variant in chosen]
+
+
+def _subject(specs: Sequence[Spec], variant: Variant) -> Subject:
+    spec = next(spec for spec in specs if spec.name == variant.spec)
+    tiles = {v.tile_name: v for v in spec.select(target=variant.target, **dict(variant.axes))}
+    return Subject(spec, tiles[""], tiles.get(TUNED_TILE))

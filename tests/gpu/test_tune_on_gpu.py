@@ -1,0 +1,86 @@
+"""Tuning on a real GPU, from the search to the kernel that a call then gets."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from flashgen.cli import main
+from flashgen.device import device
+from flashgen.dispatch import preferred, runs_on
+from flashgen.paths import specs_dir
+from flashgen.spec import load_specs
+from flashgen.tune.gpu import GpuBench, host_for
+from flashgen.tune.shapes import cases
+
+POINT = {"head_dim": 64, "dtype": "fp32", "mask_type": "causal", "gqa": "mha"}
+SLOW = {"block_m": 32, "block_n": 16, "warps": 2, "groups": 1, "min_blocks": 2}
+FAST = {"block_m": 128, "block_n": 32, "warps": 4, "groups": 1, "min_blocks": 2}
+
+
+def row(members):
+    return "{" + ", ".join(f"{key}: {value}" for key, value in members.items()) + "}"
+
+
+@pytest.fixture
+def slow_specs(tmp_path, monkeypatch):
+    """The shipped specs, but one point has a slow ordinary tile, and a fast one is there to be tried."""
+    text = (specs_dir() / "flash_fwd_sm80.yaml").read_text()
+    before, after = text[: text.index("tune:\n")], text[text.index("params:\n") :]
+    before = before.replace("tiles:\n", f"tiles:\n  - {row(POINT | SLOW)}\n")
+    folder = tmp_path / "specs"
+    folder.mkdir()
+    (folder / "flash_fwd_sm80.yaml").write_text(f"{before}tune:\n  - {row(POINT | FAST)}\n\n{after}")
+    monkeypatch.setenv("FLASHGEN_SPECS", str(folder))
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "cache"))
+    return folder
+
+
+def test_what_tuning_finds_is_what_a_call_gets(slow_specs, tmp_path, monkeypatch, check):
+    import cupy
+
+    import flashgen
+    from flashgen import kernel
+
+    q, k, v = (np.random.default_rng().standard_normal((1, 700, 4, 64), np.float32) for _ in "qkv")
+    on_gpu = [cupy.asarray(x) for x in (q, k, v)]
+    assert dict(flashgen.plan(*on_gpu, causal=True).variant.tile) == SLOW
+
+    terms = " ".join(f"{axis}={value}" for axis, value in POINT.items())
+    arguments = ["--select", terms, "--shapes", "1k,2k", "--rounds", "5", "--write", "--json"]
+    result = CliRunner().invoke(main, ["tune", *arguments, "--out", str(tmp_path / "mine")])
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(result.stdout)["kernels"]
+    assert found["dropped"] == []
+    assert found["best"] == FAST
+    assert found["gain"] > 1.01
+    assert all(each["blocks_per_sm"] >= 1 and each["registers"] > 0 for each in found["ranking"])
+
+    kernel._kernels.clear()
+    monkeypatch.setenv("FLASHGEN_TUNED", str(tmp_path / "mine"))
+    plan = flashgen.plan(*on_gpu, causal=True)
+    assert plan.variant.tile_name == "tuned"
+    assert dict(plan.variant.tile) == FAST
+    assert kernel.load(plan.variant, device(0)).cached, "tuning has compiled it already"
+    check(cupy.asnumpy(plan(*on_gpu)), q, k, v, causal=True)
+    assert flashgen.plan(*on_gpu).variant.tile_name != "tuned"
+
+
+def test_shipped_tiles_pass_the_check_that_candidates_have_to():
+    here = device(0)
+    specs = load_specs()
+    for axes in (
+        {"head_dim": 128, "dtype": "fp16", "mask_type": "causal", "gqa": "mha"},
+        {"head_dim": 64, "dtype": "bf16", "mask_type": "none", "gqa": "packed"},
+        {"head_dim": 96, "dtype": "fp16", "mask_type": "local", "gqa": "gqa"},
+        {"head_dim": 64, "dtype": "fp16", "mask_type": "dense", "gqa": "mha"},
+    ):
+        running = [v for spec in specs for v in spec.select(**axes) if runs_on(v, here) and not v.tile_name]
+        (variant,) = preferred(running)
+        bench = GpuBench(here, host_for([variant.dtype]), rounds=2, sample_ms=0.5)
+        assert bench.wrong(variant) == ""
+        assert bench.blocks_per_sm(variant) >= 1
+        (case,) = cases(variant, ["500"])
+        first, second = bench.time([variant, variant], case)
+        assert 0.5 < first.median_ms / second.median_ms < 2

@@ -1,0 +1,52 @@
+"""What is tuned on which GPU."""
+
+import pytest
+
+from fake_gpu import H200
+from flashgen.device import Device
+from flashgen.dispatch import preferred, runs_on
+from flashgen.errors import BadParam, DeviceTypeNotSupported
+from flashgen.select import select
+from flashgen.spec import load_specs
+from flashgen.tune.subjects import subjects
+
+L40S = Device(0, "sm_89", (8, 9), 142, 101376, 102400, 96 << 20, "NVIDIA L40S")
+TURING = Device(0, "sm_75", (7, 5), 40, 65536, 65536, 4 << 20, "Tesla T4")
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    return load_specs()
+
+
+def chosen(shipped, device, *selections):
+    variants = [variant for spec in shipped for variant in spec.variants()]
+    return subjects(shipped, select(variants, selections), device)
+
+
+@pytest.mark.parametrize("device", [H200, L40S])
+def test_each_combination_of_axes_once_where_dispatch_would_look_for_it(shipped, device):
+    found = chosen(shipped, device, "head_dim=128")
+    running: dict = {}
+    for variant in (v for spec in shipped for v in spec.select(head_dim=128) if runs_on(v, device)):
+        running.setdefault(frozenset(variant.axes), []).append(variant)
+    assert len(found) == len(running)
+    for subject in found:
+        assert subject.ordinary in preferred(running.pop(frozenset(subject.ordinary.axes)))
+        assert not subject.ordinary.tile_name
+        assert subject.point == (*(value for _, value in subject.ordinary.axes), subject.ordinary.target)
+    assert not running
+
+
+def test_a_target_that_is_asked_for_is_tuned_though_another_is_preferred(shipped):
+    (subject,) = chosen(shipped, H200, "head_dim=128 dtype=fp16 mask_type=none gqa=mha target=sm86")
+    assert subject.ordinary.target == "sm86"
+
+
+def test_what_cannot_be_tuned_is_an_error(shipped, tiny_spec):
+    with pytest.raises(DeviceTypeNotSupported, match=r"runs on GPU 0 \(Tesla T4"):
+        chosen(shipped, TURING, "head_dim=128")
+    with pytest.raises(BadParam, match="m64"):
+        chosen(shipped, H200, "tile=m64")
+    with pytest.raises(BadParam, match="family flash_fwd"):
+        subjects([tiny_spec], tiny_spec.variants(), H200)
