@@ -183,7 +183,7 @@ def shipped(write):
     """``shipped(gqa=...)``: the shipped specs, one point of the Hopper family tuned for the H200."""
 
     def load(gqa="mha", efficiency=1.05, block_m=128):
-        point = f"head_dim: 128, dtype: fp16, mask_type: causal, gqa: {gqa}, target: sm90"
+        point = f"head_dim: 128, head_dim_v: 128, dtype: fp16, mask_type: causal, gqa: {gqa}, target: sm90"
         tile = f"block_m: {block_m}, block_n: 64, stages: 2, efficiency: {efficiency}"
         write(f"{{{point}, {tile}}}", spec="flash_fwd_sm90")
         return load_specs(gpu=H200.name)

@@ -27,10 +27,12 @@ def test_every_default_problem_is_one_that_the_kernel_serves(each):
         shape_q = (case.batch, case.seqlen_q, case.num_heads_q, case.head_dim)
         shape_kv = (case.batch, case.seqlen_kv, case.num_heads_kv, case.head_dim)
         # Never touched, so there is no memory behind them.
+        shape_v = (*shape_kv[:3], case.head_dim_v or case.head_dim)
         q, k = view(np.empty(shape_q, dtype), "q"), view(np.empty(shape_kv, dtype), "k")
+        v = view(np.empty(shape_v, dtype), "v")
         mask = view(np.empty((case.seqlen_q, case.seqlen_kv), bool), "mask") if case.is_dense else None
         window = (case.window, 0) if case.mask == "window" else (-1, -1)
-        problem = normalise(q, k, k, mask=mask, causal=case.mask == "causal", window_size=window)
+        problem = normalise(q, k, v, mask=mask, causal=case.mask == "causal", window_size=window)
         assert each in candidates(problem, H200, [each])
 
 
