@@ -167,6 +167,30 @@ WRONG = {
         "  - {target: sm86, block_m",
         ["tiles[2]: the row never applies"],
     ),
+    "promise for an architecture that is not compiled": (
+        "efficiency: 0.75",
+        "target: sm86, no_spills: [sm_86, sm_90]",
+        "  - {name: m64",
+        ["tiles[2].no_spills[1]: no target of the row is compiled for sm_90; allowed: sm_86"],
+    ),
+    "promise made twice": (
+        "efficiency: 0.75",
+        "no_spills: [sm_80, sm_86, sm_80]",
+        "  - {name: m64",
+        ["tiles[2].no_spills[2]: sm_80 stands twice"],
+    ),
+    "promise for nothing": (
+        "efficiency: 0.75",
+        "no_spills: []",
+        "  - {name: m64",
+        ["tiles[2].no_spills: "],
+    ),
+    "promise that is neither": (
+        "efficiency: 0.75",
+        "no_spills: some",
+        "  - {name: m64",
+        ["tiles[2].no_spills: ", "'some'"],
+    ),
     "rate of zero": ("efficiency: 0.75", "efficiency: 0", "  - {name: m64", ["tiles[2].efficiency: ", "> 0"]),
     "reserved tile name": (
         "name: m64",

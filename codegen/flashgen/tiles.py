@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any, Literal
 
+from flashgen.device import arch_parts
 from flashgen.expression import Expression
 from flashgen.schema import DEFAULT_TILE, RESERVED, File, Target, conditions, expression_names, tile_row
 from flashgen.spec import Entry, as_values
@@ -23,7 +24,8 @@ class TileTable:
     first.
 
     Raises SpecError for a row that is wrong or never applies, a point that has no default tile, a tile that
-    asks for more threads or shared memory than a block may have, and a box that no copy can bring.
+    asks for more threads or shared memory than a block may have, a box that no copy can bring, and a promise
+    about an architecture that the row is not compiled for.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class TileTable:
         tile = ("name", Literal[tuple(self._by_name)] | None, None)
         self._commit = self._load("commit", conditions("Commit", domain, [tile]))
         self._committed = _Matcher(domain, self._commit)
-        self._used: set[int] = set()
+        self._used: dict[int, set[str]] = {}  # the targets at which a row serves
         self.entries: dict[Point, tuple[Entry, ...]] = {
             point: self._tiles_at(point)
             for point in itertools.product(*domain.values())
@@ -58,6 +60,7 @@ class TileTable:
             if index not in self._used:
                 why = "the row never applies: earlier rows take all of its points, or `exclude` removes them"
                 raise document.error(("tiles", index), why)
+            self._check_promise(index)
 
     def _load(self, key: str, type: type) -> list[Any]:
         return [self._document.convert((key, i), row, type) for i, row in enumerate(getattr(self._file, key))]
@@ -87,7 +90,7 @@ class TileTable:
             hits = matching & rows
             if hits:
                 index = (hits & -hits).bit_length() - 1
-                self._used.add(index)
+                self._used.setdefault(index, set()).add(point[-1])
                 threads, smem_bytes, boxes = self._resources(index, point)
                 listed = committed and any(
                     committed >> i & 1 and row.name in (None, name) for i, row in enumerate(self._commit)
@@ -118,6 +121,19 @@ class TileTable:
             why = f"{smem_bytes} bytes of shared memory for {self._describe(point)}; allowed: at most {limit}"
             raise self._document.error(("tiles", index), why)
         return threads, smem_bytes, self._boxes.at(values, lambda: self._describe(point))
+
+    def _check_promise(self, index: int) -> None:
+        """That ``no_spills`` names architectures that `flashgen build` would find wanting."""
+        named = self.rows[index].no_spills
+        compiled = {arch for name in self._used[index] for arch in self._targets[name].compile_for}
+        for i, arch in enumerate(() if isinstance(named, bool) else named):
+            where = ("tiles", index, "no_spills", i)
+            if arch not in compiled:
+                allowed = ", ".join(sorted(compiled, key=lambda name: arch_parts(name)))
+                why = f"no target of the row is compiled for {arch}; allowed: {allowed}"
+                raise self._document.error(where, why)
+            if arch in named[:i]:
+                raise self._document.error(where, f"{arch} stands twice")
 
     def _describe(self, point: Point) -> str:
         return " ".join(f"{axis}={value}" for axis, value in zip((*self._axes, "target"), point, strict=True))
