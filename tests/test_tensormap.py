@@ -1,5 +1,7 @@
 import ctypes
 import itertools
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -241,3 +243,18 @@ def test_the_real_binding_has_the_functions_that_are_used(place):
         encode(MAP, 4096, place)
     with pytest.raises(InternalError, match="the driver has no cuTensorMapReplaceAddress"):
         move(place, 4096)
+
+
+def test_only_the_c_layer_of_the_binding_is_imported():
+    """Its Python layer would be a quarter of the time from the disk cache to a result."""
+    pytest.importorskip("cuda.bindings.cydriver")
+    program = (
+        "import sys; from flashgen import tensormap; tensormap.binding(); "
+        "print(*(name for name in sys.modules if name.startswith('cuda.bindings.')))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert "cuda.bindings.cydriver" in done.stdout.split()
+    assert not {"cuda.bindings.driver", "cuda.bindings.runtime"} & set(done.stdout.split())

@@ -6,9 +6,8 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen import tensormap
 from flashgen.device import activated
@@ -31,8 +30,7 @@ MAX_GRID = 2**31 - 1
 _VECTOR_WIDTHS = {1: 1, 2: 1, 4: 4, 8: 8, 16: 16}
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
+class Geometry(NamedTuple):
     """A one-dimensional launch: blocks, threads of a block, and dynamic shared memory of a block in bytes."""
 
     blocks: int

@@ -13,7 +13,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashgen.arrays import capsule_pointer
 from flashgen.errors import InternalError, NoBindingError, SpecError
 from flashgen.params import TENSOR_MAP
 
@@ -183,6 +182,8 @@ def _c_function(module: Any, name: str, signature: bytes, *types: Any) -> Callab
 
     Called with the GIL, so that an exception which it sets is raised.
     """
+    from flashgen.arrays import capsule_pointer
+
     address = capsule_pointer(module.__pyx_capi__[name], signature)
     return ctypes.PYFUNCTYPE(ctypes.c_int, *types)(address)
 

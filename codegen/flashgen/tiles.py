@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashgen.device import arch_parts
 from flashgen.expression import Expression
 from flashgen.schema import DEFAULT_TILE, RESERVED, File, Target, conditions, expression_names, tile_row
 from flashgen.spec import Entry, as_values
@@ -125,12 +124,12 @@ class TileTable:
     def _check_promise(self, index: int) -> None:
         """That ``no_spills`` names architectures that `flashgen build` would find wanting."""
         named = self.rows[index].no_spills
-        compiled = {arch for name in self._used[index] for arch in self._targets[name].compile_for}
+        targets = [target for name, target in self._targets.items() if name in self._used[index]]
+        compiled = list(dict.fromkeys(arch for target in targets for arch in target.compile_for))
         for i, arch in enumerate(() if isinstance(named, bool) else named):
             where = ("tiles", index, "no_spills", i)
             if arch not in compiled:
-                allowed = ", ".join(sorted(compiled, key=lambda name: arch_parts(name)))
-                why = f"no target of the row is compiled for {arch}; allowed: {allowed}"
+                why = f"no target of the row is compiled for {arch}; allowed: {', '.join(compiled)}"
                 raise self._document.error(where, why)
             if arch in named[:i]:
                 raise self._document.error(where, f"{arch} stands twice")
