@@ -37,7 +37,9 @@ class Driver:
 
     def launch(self, function, gx, gy, gz, bx, by, bz, smem, stream, kernel_params, extra):
         address = ctypes.c_void_p.from_address(kernel_params).value
-        size = layout(self.variants[function].params).size
+        table = layout(self.variants[function].params)
+        size = table.size
+        assert address % table.alignment == 0
         before = ctypes.string_at(address, size)
         time.sleep(self.delay)  # the real call drops the GIL
         after = ctypes.string_at(address, size)
@@ -67,24 +69,27 @@ def array(shape, dtype=np.float16, address=1 << 40, strides=None, device=0):
     return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
 
 
-class Binding:
-    """What `tensormap` uses of cuda.bindings.driver. ``calls`` has the arguments of each encoding; an encoded
-    map begins with the address of its array."""
+class Binding(dict):
+    """Stands in for `tensormap.binding`. An encoded map begins with the address of its array.
+
+    ``calls`` has the arguments of each encoding but its place, with lists for arrays, ``moves`` the address
+    of each replacement.
+    """
 
     def __init__(self, status=0):
-        self.status, self.calls = status, []
-        for names in ("CUtensorMapDataType", "CUtensorMapSwizzle", "CUtensorMapInterleave"):
-            setattr(self, names, _Names())
-        self.CUtensorMapL2promotion = self.CUtensorMapFloatOOBfill = _Names()
+        super().__init__(cuTensorMapEncodeTiled=self.encode, cuTensorMapReplaceAddress=self.replace)
+        self.status, self.calls, self.moves = status, [], []
 
-    cuuint32_t = cuuint64_t = staticmethod(int)
+    def encode(self, place, kind, rank, pointer, *arguments):
+        assert place % 64 == 0
+        self.calls.append((kind, rank, pointer, *(x if isinstance(x, int) else list(x) for x in arguments)))
+        (ctypes.c_uint64 * 16).from_address(place)[:] = [pointer, *range(1, 16)]
+        return self.status
 
-    def cuTensorMapEncodeTiled(self, *arguments):
-        self.calls.append(arguments)
-        memory = (ctypes.c_uint64 * 16)(arguments[2])
-        return self.status, SimpleNamespace(getPtr=lambda: ctypes.addressof(memory))
-
-
-class _Names:
-    def __getattr__(self, name):
-        return name.removeprefix("CU_TENSOR_MAP_")
+    def replace(self, place, pointer):
+        assert place % 64 == 0
+        words = (ctypes.c_uint64 * 16).from_address(place)
+        assert words[1:] == list(range(1, 16)), "nothing was encoded here"
+        words[0] = pointer
+        self.moves.append(pointer)
+        return self.status

@@ -45,7 +45,10 @@ def test_only_a_forbidden_spill_is_a_failure(tiny_variants):
     lax = dataclasses.replace(strict, no_spills=False)
     spilled = dataclasses.replace(MADE, spill_stores=8, spill_loads=4)
     assert not Built(strict, "sm_90", 1.0, compiled=MADE).failure
+    some = dataclasses.replace(strict, no_spills=("sm_80", "sm_90"))
     assert not Built(lax, "sm_90", 1.0, compiled=spilled).failure
+    assert not Built(some, "sm_100", 1.0, compiled=spilled).failure
+    assert "spills 12 bytes" in Built(some, "sm_80", 1.0, compiled=spilled).failure
     assert "spills 12 bytes" in Built(strict, "sm_90", 1.0, compiled=spilled).failure
     assert Built(lax, "sm_90", 1.0, error="no").failure == "no"
 

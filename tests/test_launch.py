@@ -1,4 +1,4 @@
-import ctypes
+import gc
 import sys
 import threading
 from dataclasses import replace
@@ -115,9 +115,12 @@ def launcher(driver):
     return launch.Launcher(PROBLEM, DENSE_PACKED, device, driver.load(DENSE_PACKED, device))
 
 
+def run(launcher, pointers, stream=0):
+    launcher.at(pointers)((None,) * 6, stream)
+
+
 def test_a_launch(driver):
-    run = launcher(driver)
-    run((None,) * 6, (16, 32, 48, 4096 + 8, 64, 80), 5)
+    run(launcher(driver), (16, 32, 48, 4096 + 8, 64, 80), 5)
     function, shape, stream, *_, context = driver.launches[0]
     assert (function, stream, context) == (77, 5, 1003)
     assert shape == (
@@ -140,39 +143,52 @@ def test_a_launch(driver):
 
 
 def test_threads_do_not_see_each_others_pointers(driver):
+    """Each of them with work of its own, then all with the same one."""
     driver.delay = 0.002
-    run = launcher(driver)
-    threads = [
-        threading.Thread(
-            target=lambda n=n: [
-                run((None,) * 6, tuple(16 * (6 * n + i + 1) for i in range(6)), n) for _ in range(10)
-            ]
-        )
-        for n in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    made = launcher(driver)
+
+    def addresses(n):
+        return tuple(16 * (6 * n + i + 1) for i in range(6))
+
+    shared = made.at(addresses(99))
+
+    def thread(n):
+        for _ in range(5):
+            run(made, addresses(n), n)
+            shared((None,) * 6, 99)
+
+    threads = [threading.Thread(target=thread, args=(n,)) for n in range(8)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
     assert len(driver.launches) == 80
     for _, _, stream, before, after, context in driver.launches:
         assert before == after
         assert context == 1003
         members = unpacked(DENSE_PACKED, before)
         given = [int(members[name]) for name in ("q", "k", "v", "mask", "out", "lse")]
-        assert given == [16 * (6 * stream + i + 1) for i in range(6)]
-    assert len(run._blocks) <= 8
+        assert given == list(addresses(stream))
+
+
+def test_work_outlives_its_launcher(driver):
+    work = launcher(driver).at((16, 32, 48, 64, 80, 96))
+    gc.collect()
+    scribble = [launcher(driver).at((0,) * 6) for _ in range(100)]
+    work((None,) * 6, 0)
+    assert [int(driver.members()[name]) for name in ("q", "lse")] == [16, 96]
+    assert scribble
 
 
 def test_a_failed_launch_is_not_swallowed(driver):
-    run = launcher(driver)
+    made = launcher(driver)
 
     def fail(*arguments):
         raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED")
 
-    run._launch = fail
+    made._launch = fail
     with pytest.raises(RuntimeError, match="LAUNCH_FAILED"):
-        run((None,) * 6, (16,) * 6, 0)
+        run(made, (16,) * 6)
 
 
 TMA = load_spec(Path(__file__).parent / "fixtures" / "tma" / "specs" / "copy_tma.yaml")
@@ -203,54 +219,68 @@ def binding(monkeypatch):
     return fake
 
 
-def test_tensor_maps_are_encoded_once_for_an_address(driver, binding):
+def test_tensor_maps_are_encoded_once_and_then_moved(driver, binding):
     variant = tma_variant()
-    run = launch.Launcher(MAPPED, variant, H200, driver.load(variant, H200))
-    first, other, again = (16, 32, 48, 0, 64, 80), (16, 96, 48, 0, 112, 80), (16, 32, 48, 0, 64, 80)
-    for pointers in (first, first, other, again):
-        run((None,) * 6, pointers, 0)
+    made = launch.Launcher(MAPPED, variant, H200, driver.load(variant, H200))
+    first, other, third = (16, 32, 48, 0, 64, 80), (16, 96, 48, 0, 112, 80), (1 << 50, 32, 48, 0, 64, 80)
+    for pointers in (first, other, third, first):
+        run(made, pointers)
         members = driver.members()
         found = [np.frombuffer(members[name].tobytes(), "<u8")[0] for name in ("q", "k")]
         assert [*found, members["out"]] == [pointers[0], pointers[1], pointers[4]]
     # Type, rank and address; k is not packed, q would be.
-    assert [call[1:4] for call in binding.calls] == [
-        (4, 16, [40, 1000, 16, 2]),
-        (4, 32, [40, 3000, 4, 2]),
-        (4, 96, [40, 3000, 4, 2]),
+    fp16 = 6
+    assert [call[:4] for call in binding.calls] == [
+        (fp16, 4, 16, [40, 1000, 16, 2]),
+        (fp16, 4, 32, [40, 3000, 4, 2]),
     ]
-    assert [call[5] for call in binding.calls] == [[64, 128, 1, 1], [16, 64, 1, 1], [16, 64, 1, 1]]
+    assert [call[5] for call in binding.calls] == [[64, 128, 1, 1], [16, 64, 1, 1]]
+    assert binding.moves == [16, 96, 1 << 50, 32, 16, 32]
 
 
-def test_the_addresses_that_a_launcher_remembers_are_bounded(driver, binding):
+def test_a_struct_copied_while_another_thread_encodes_is_encoded_itself(driver, binding):
+    variant = tma_variant()
+    made = launch.Launcher(MAPPED, variant, H200, driver.load(variant, H200))
+    copy = made._copy
+
+    def interrupted(*arguments):
+        copy(*arguments)
+        made._copy = copy
+        made.at((32,) * 6)  # as a thread would that comes in between
+
+    made._copy = interrupted
+    run(made, (16,) * 6)
+    assert np.frombuffer(driver.members()["q"].tobytes(), "<u8")[0] == 16
+    assert not binding.moves
+
+
+def test_packed_rows_have_a_map_of_their_own(driver, binding):
     variant = tma_variant("packed")
-    run = launch.Launcher(MAPPED, variant, H200, driver.load(variant, H200))
-    addresses = [16 * n for n in range(1, launch.MAX_ENCODED + 2)]
-    for address in (*addresses, addresses[-1], addresses[0]):
-        run((None,) * 6, (address, 16, 16, 0, 16, 16), 0)
-    assert [call[2] for call in binding.calls] == [*addresses, addresses[0]]
+    run(launch.Launcher(MAPPED, variant, H200, driver.load(variant, H200)), (16,) * 6)
     assert binding.calls[0][3] == [40, 4, 1000, 4, 2]
 
 
-def test_tensor_maps_are_encoded_where_the_device_is_current(driver, binding):
-    """The driver may refuse to encode in a thread that has not used the device."""
+def test_tensor_maps_are_made_where_the_device_is_current(driver, binding):
+    """The driver may refuse in a thread that has not used the device."""
     variant, seen = tma_variant(), []
-    encode = binding.cuTensorMapEncodeTiled
-    binding.cuTensorMapEncodeTiled = lambda *arguments: seen.append(driver.context()) or encode(*arguments)
-    run = launch.Launcher(MAPPED, variant, replace(H200, ordinal=3), driver.load(variant, H200))
-    run((None,) * 6, (16,) * 6, 0)
-    assert set(seen) == {1003}
+    for name, function in list(binding.items()):
+        binding[name] = lambda *a, call=function: seen.append(driver.context()) or call(*a)
+    made = launch.Launcher(MAPPED, variant, replace(H200, ordinal=3), driver.load(variant, H200))
+    for address in (16, 32):
+        run(made, (address,) * 6)
+    assert seen == [1003] * 4
     assert driver.get_device() == 0
 
 
-@given(st.integers(1, 300), st.sampled_from([1, 4, 8, 64]))
-def test_a_parameter_block_is_aligned_and_holds_the_struct(size, alignment):
-    template = bytes(n % 251 for n in range(size))
-    block = launch._ParameterBlock(template, alignment)
-    address = ctypes.c_void_p.from_address(block.address).value
-    assert address % max(8, alignment) == 0
-    assert ctypes.string_at(address, size) == template
-    block.words[0] = 2**64 - 1
-    assert ctypes.string_at(address, size)[:8] == bytes([255] * min(8, size))
+def test_every_struct_is_aligned_as_its_members_need(driver, binding):
+    """Wherever memory is to be had; the driver of the tests looks at each address."""
+    for variant in (DENSE_PACKED, tma_variant()):
+        problem = MAPPED if variant.schedule == "persistent" else PROBLEM
+        made = launch.Launcher(problem, variant, H200, driver.load(variant, H200))
+        works = [made.at((16 * n,) * 6) for n in range(1, 200)]
+        for n, work in enumerate(works, 1):
+            work((None,) * 6, 0)
+            assert driver.members()["out"] == 16 * n
 
 
 def test_a_map_that_cannot_be_is_no_launch(driver, binding):

@@ -1,6 +1,7 @@
 """Plans for CuPy arrays, up to the launch, on a GPU that only keeps what it is asked to launch."""
 
 import warnings
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 import flashgen
 from fake_gpu import array
-from flashgen import arrays, errors
+from flashgen import arrays, errors, plans
 
 SHAPE, MASK = (1, 4, 2, 8), (4, 4)
 SIZE = 4 * 2 * 8 * 2
@@ -81,10 +82,12 @@ def test_no_call_changes_what_a_plan_thinks_of_later_ones(gpu, calls):
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
-def test_each_property_of_a_layout_is_compared_on_each_call(name, gpu):
+@pytest.mark.parametrize("calls", [1, 4])  # later calls of the same arrays take a shorter way
+def test_each_property_of_a_layout_is_compared_on_each_call(calls, name, gpu):
     plan = plan_of()
     right = {n: array(SHAPE, address=a) for n, a in (("q", Q), ("k", K), ("v", V), ("out", OUT))}
-    plan(**right)
+    for _ in range(calls):
+        plan(**right)
     address = right[name].data.ptr
     for wrong in (
         array((1, 2, 4, 8), address=address),
@@ -100,7 +103,52 @@ def test_each_property_of_a_layout_is_compared_on_each_call(name, gpu):
         plan(**right)
     changed.shape = SHAPE
     plan(**right)
-    assert len(gpu.launches) == 2
+    assert len(gpu.launches) == calls + 1
+
+
+def test_the_same_arrays_again_are_not_read_again(gpu, monkeypatch):
+    plan = plan_of()
+    q, k, v, out = (array(SHAPE, address=address) for address in (Q, K, V, OUT))
+    for _ in range(3):
+        plan(q, k, v, out=out)
+    monkeypatch.setattr(arrays.kind_of(q), "read", None)
+    read, plan._read = plan._read, None
+    for stream in (0, 7):
+        assert plan(q, k, v, out=out, stream=stream) is out
+        assert gpu.launches[-1][2] == stream
+        assert [int(gpu.members()[name]) for name in ("q", "k", "v", "out")] == [Q, K, V, OUT]
+    plan._read = read
+    other = array(SHAPE, address=OUT + ROOM)
+    assert plan(q, k, v, out=other) is other
+    assert int(gpu.members()["out"]) == OUT + ROOM
+    with pytest.raises(errors.BadParam, match="mask was given"):
+        plan(q, k, v, out=out, mask=array(MASK, bool))
+    with pytest.raises(errors.BadParam, match="lse was given"):
+        plan(q, k, v, out=out, lse=array((1, 2, 4), np.float32))
+    assert len(gpu.launches) == 6
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_an_array_that_is_gone_is_not_taken_for_a_missing_one(name, gpu):
+    plan = plan_of()
+    given = {n: array(SHAPE, address=a) for n, a in (("q", Q), ("k", K), ("v", V), ("out", OUT))}
+    for _ in range(4):
+        plan(**given)
+    seen = weakref.ref(given[name])
+    given[name] = None
+    assert seen() is None, "the plan keeps the array"
+    with pytest.raises(errors.NullPointer, match=f"{name} is None"):
+        plan(**given)
+    assert len(gpu.launches) == 4
+
+
+def test_what_a_plan_remembers_is_bounded(gpu):
+    plan = plan_of()
+    for n in range(plans.MAX_WORKS * 3):
+        place = OUT + n * ROOM
+        plan(*(array(SHAPE, address=address) for address in (Q, K, V)), out=array(SHAPE, address=place))
+        assert int(gpu.members()["out"]) == place
+        assert len(plan._works) <= plans.MAX_WORKS
 
 
 def test_empty_calls_launch_nothing(gpu):

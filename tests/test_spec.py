@@ -1,16 +1,18 @@
+import collections
 import itertools
 import os
 import re
-import time
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flashgen.errors import BadParam, FlashgenError, SpecError
+from flashgen.expression import Expression
 from flashgen.paths import specs_dir
-from flashgen.spec import find, load_spec, load_specs
+from flashgen.spec import load_spec, load_specs
+from flashgen.variant import Variant
+from flashgen.yamlfile import Document
 
 TARGETS = "  sm80: {min_arch: sm_80, max_smem: 166912, compile_for: [sm_80, sm_90]}"
 
@@ -166,6 +168,30 @@ WRONG = {
         "  - {target: sm86, block_m: 64, block_n: 32, warps: 4, stages: 1, min_blocks: 2}\n  - {name: m64",
         "  - {target: sm86, block_m",
         ["tiles[2]: the row never applies"],
+    ),
+    "promise for an architecture that is not compiled": (
+        "efficiency: 0.75",
+        "target: sm86, no_spills: [sm_86, sm_90]",
+        "  - {name: m64",
+        ["tiles[2].no_spills[1]: no target of the row is compiled for sm_90; allowed: sm_86"],
+    ),
+    "promise made twice": (
+        "efficiency: 0.75",
+        "no_spills: [sm_80, sm_86, sm_80]",
+        "  - {name: m64",
+        ["tiles[2].no_spills[2]: sm_80 stands twice"],
+    ),
+    "promise for nothing": (
+        "efficiency: 0.75",
+        "no_spills: []",
+        "  - {name: m64",
+        ["tiles[2].no_spills: "],
+    ),
+    "promise that is neither": (
+        "efficiency: 0.75",
+        "no_spills: some",
+        "  - {name: m64",
+        ["tiles[2].no_spills: ", "'some'"],
     ),
     "rate of zero": ("efficiency: 0.75", "efficiency: 0", "  - {name: m64", ["tiles[2].efficiency: ", "> 0"]),
     "reserved tile name": (
@@ -360,7 +386,9 @@ def test_select_is_filtered_variants(data, tiny_spec):
         )
         if choice is not None:
             wanted[axis] = choice
-    assert set(tiny_spec.select(**wanted)) == set(find(tiny_spec.variants(), **wanted))
+    allowed = {axis: choice if isinstance(choice, list) else [choice] for axis, choice in wanted.items()}
+    expected = [v for v in tiny_spec.variants() if all(v.axis(axis) in allowed[axis] for axis in allowed)]
+    assert set(tiny_spec.select(**wanted)) == set(expected)
 
 
 def test_select_knows_its_axes(tiny_spec):
@@ -412,7 +440,7 @@ def test_shipped_specs_are_complete():
     """The product that the shipped family promises, and a committed slice that a person can review."""
     variants = [v for spec in load_specs() for v in spec.variants()]
     assert 1 <= sum(v.committed for v in variants) <= 60
-    forward = find([v for v in variants if v.spec == "flash_fwd_sm80"], gqa=["mha", "gqa", "packed"])
+    forward = [v for v in variants if v.spec == "flash_fwd_sm80"]
     points = {((v.head_dim, v.head_dim_v), v.dtype, v.mask_type, v.gqa, v.target) for v in forward}
     alike = [(width, width) for width in (32, 64, 96, 128, 192, 256)]
     rest = (("none", "causal", "local", "dense"), ("mha", "gqa", "packed"), ("sm80", "sm86"))
@@ -422,18 +450,29 @@ def test_shipped_specs_are_complete():
     }
 
 
-def test_loading_stays_out_of_the_way():
-    """One load costs about as much as parsing the YAML a few times, however many variants it describes."""
-    path = specs_dir() / "flash_fwd_sm80.yaml"
-    text = path.read_text()
+def test_loading_costs_by_the_line_and_makes_no_variant(monkeypatch):
+    """However many variants a file describes, it is parsed once, each of its places is checked once, what a
+    tile needs is computed once, and no variant is made before someone asks for it."""
+    calls = collections.defaultdict(list)
 
-    def fastest(action):
-        times = []
-        for _ in range(7):
-            start = time.perf_counter()
-            action()
-            times.append(time.perf_counter() - start)
-        return min(times)
+    def record(owner, name):
+        """The arguments of each call of a method from now on."""
+        method = getattr(owner, name)
 
-    plain = fastest(lambda: yaml.load(text, Loader=yaml.CSafeLoader))
-    assert fastest(lambda: load_spec(path)) < 6 * plain
+        def recorded(self, *arguments, **members):
+            calls[method].append(arguments)
+            return method(self, *arguments, **members)
+
+        monkeypatch.setattr(owner, name, recorded)
+        return calls[method]
+
+    parsed, checked = record(Document, "__init__"), record(Document, "convert")
+    computed, made = record(Expression, "__call__"), record(Variant, "__init__")
+    spec = load_spec(specs_dir() / "flash_fwd_sm80.yaml")
+    assert len(parsed) == 1
+    places = collections.Counter((place, type) for place, _, type in checked)
+    assert set(places.values()) == {1}
+    assert len(computed) == 2 * sum(map(len, spec.content.entries.values()))
+    assert not made
+    spec.select(head_dim=64, dtype="fp16", mask_type="none", gqa="mha", target="sm80")
+    assert len(made) == 2

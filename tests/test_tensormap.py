@@ -1,6 +1,10 @@
+import ctypes
 import itertools
+import os
+import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -8,10 +12,11 @@ from hypothesis import strategies as st
 
 from fake_gpu import Binding
 from flashgen import tensormap
+from flashgen.device import available
 from flashgen.errors import InternalError, NoBindingError, SpecError
 from flashgen.params import Box, Param
 from flashgen.problem import UNBOUNDED, Problem
-from flashgen.tensormap import TensorMap, describe, encode, encoder, expressible
+from flashgen.tensormap import TensorMap, describe, encode, expressible, move
 from test_dispatch import variant
 
 PROBLEM = Problem(
@@ -162,45 +167,105 @@ def test_an_array_that_has_no_map_is_an_error_of_the_spec():
 MAP = TensorMap("bf16", (40, 300, 2, 2), (160, 80, 48000), (32, 96, 1, 1), swizzle=64)
 
 
-def test_what_the_driver_is_asked_for(monkeypatch):
+@pytest.fixture
+def place():
+    """An address for a map."""
+    memory = ctypes.create_string_buffer(192)
+    yield (ctypes.addressof(memory) + 63) & -64
+    del memory
+
+
+def test_what_the_driver_is_asked_for(place, monkeypatch):
     binding = Binding()
     monkeypatch.setattr(tensormap, "binding", lambda: binding)
-    assert encode(MAP, 4096) == (4096).to_bytes(8, "little") + bytes(120)
+    encode(MAP, 4096, place)
+    move(place, 8192)
+    assert ctypes.string_at(place, 8) == (8192).to_bytes(8, "little")
+    none, swizzle_64b, promotion_256b, zeros = 0, 2, 3, 0
     assert binding.calls == [
         (
-            "DATA_TYPE_BFLOAT16",
+            9,  # bf16
             4,
             4096,
             [40, 300, 2, 2],
             [160, 80, 48000],
             [32, 96, 1, 1],
             [1, 1, 1, 1],
-            "INTERLEAVE_NONE",
-            "SWIZZLE_64B",
-            "L2_PROMOTION_L2_256B",
-            "FLOAT_OOB_FILL_NONE",
+            *(none, swizzle_64b, promotion_256b, zeros),
         )
     ]
 
 
-def test_a_map_that_the_driver_refuses(monkeypatch):
+def test_the_enumerations_are_those_of_the_driver():
+    driver = pytest.importorskip("cuda.bindings.driver")
+    types, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+    assert {
+        "fp16": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        "bf16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        "fp32": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+    } == tensormap._DATA_TYPES
+    assert {
+        32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
+        64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
+        128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
+    } == tensormap._SWIZZLES
+    others = (
+        (tensormap._NO_INTERLEAVE, driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
+        (tensormap._L2_PROMOTION_256B, driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B),
+        (tensormap._FILL_WITH_ZEROS, driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+    )
+    assert all(ours == theirs for ours, theirs in others)
+
+
+def test_what_the_driver_refuses(place, monkeypatch):
     monkeypatch.setattr(tensormap, "binding", lambda: Binding(status=1))
     with pytest.raises(
-        InternalError, match=r"cuTensorMapEncodeTiled gives 1.*extents=\(40, 300, 2, 2\).*0x1000"
+        InternalError, match=r"cuTensorMapEncodeTiled gives CUDA error 1 .*40, 300, 2, 2.*0x1000"
     ):
-        encoder(MAP)(4096)
+        encode(MAP, 4096, place)
+    with pytest.raises(InternalError, match="cuTensorMapReplaceAddress gives CUDA error 1 "):
+        move(place, 4096)
 
 
 def test_a_missing_binding_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     tensormap.binding.cache_clear()
     with pytest.raises(NoBindingError, match=r'pip install "flashgen\[cuda13\]"'):
-        encode(MAP, 4096)
+        tensormap.binding()
 
 
-def test_the_real_binding_has_the_names_that_are_used():
-    """Its library of the driver is missing on a machine without one; all else is there to be called."""
-    pytest.importorskip("cuda.bindings.driver")
+@pytest.mark.parametrize("exported", [{}, {"cuTensorMapEncodeTiled": None}])
+def test_a_binding_of_another_kind_is_not_called(exported, monkeypatch):
+    cydriver = SimpleNamespace(__pyx_capi__=exported)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(cydriver=cydriver))
     tensormap.binding.cache_clear()
-    for dtype, swizzle in (("fp16", 32), ("bf16", 64), ("fp32", 128)):
-        encoder(replace(MAP, dtype=dtype, swizzle=swizzle))
+    with pytest.raises(NoBindingError, match="cuda-bindings cannot be used"):
+        tensormap.binding()
+
+
+def test_the_real_binding_has_the_functions_that_are_used(place):
+    """They are found by their signatures in C. Where there is no driver, each says so when it is called."""
+    pytest.importorskip("cuda.bindings.cydriver")
+    tensormap.binding.cache_clear()
+    assert tensormap.binding().keys() == tensormap._PROTOTYPES.keys()
+    if available():
+        return  # tests/gpu has what they do
+    with pytest.raises(InternalError, match="the driver has no cuTensorMapEncodeTiled"):
+        encode(MAP, 4096, place)
+    with pytest.raises(InternalError, match="the driver has no cuTensorMapReplaceAddress"):
+        move(place, 4096)
+
+
+def test_only_the_c_layer_of_the_binding_is_imported():
+    """Its Python layer would be a quarter of the time from the disk cache to a result."""
+    pytest.importorskip("cuda.bindings.cydriver")
+    program = (
+        "import sys; from flashgen import tensormap; tensormap.binding(); "
+        "print(*(name for name in sys.modules if name.startswith('cuda.bindings.')))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert "cuda.bindings.cydriver" in done.stdout.split()
+    assert not {"cuda.bindings.driver", "cuda.bindings.runtime"} & set(done.stdout.split())

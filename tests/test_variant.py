@@ -4,7 +4,8 @@ import pickle
 
 import pytest
 
-from flashgen.spec import find, load_spec
+from flashgen.select import find_by_axes
+from flashgen.spec import load_spec
 from flashgen.variant import Variant, variant_name
 
 POINT = {"head_dim": 128, "head_dim_v": 128, "dtype": "fp16", "mask_type": "causal", "gqa": "gqa"}
@@ -44,7 +45,9 @@ def test_variants_that_differ_are_not_equal(change, tiny_variants):
 
 
 def test_look_ups(tiny_variants):
-    (variant, *_) = find(tiny_variants, head_dim=64, dtype="fp32", mask_type="causal", gqa="gqa")
+    (variant, *_) = find_by_axes(
+        tiny_variants, {"head_dim": 64, "dtype": "fp32", "mask_type": "causal", "gqa": "gqa"}
+    )
     assert (variant.head_dim, variant.dtype, variant.mask_type, variant.gqa) == (64, "fp32", "causal", "gqa")
     assert variant.axis("head_dim") == 64
     assert variant.tile_value("block_m") == 128
@@ -58,11 +61,3 @@ def test_as_dict_is_json_and_has_every_field(tiny_variants):
         assert json.loads(json.dumps(described)) == described
     left_out = {"element_bytes", "header", "priority", "spec_dir"}
     assert {field.name for field in dataclasses.fields(Variant)} - set(described) == left_out
-
-
-def test_find_takes_one_value_or_several(tiny_variants):
-    one, other = (find(tiny_variants, head_dim=d, dtype="fp16") for d in (32, 64))
-    assert set(find(tiny_variants, head_dim=[32, 64], dtype="fp16")) == {*one, *other}
-    assert find(tiny_variants, head_dim=[]) == ()
-    with pytest.raises(KeyError, match="headdim"):
-        find(tiny_variants, headdim=64)

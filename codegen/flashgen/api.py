@@ -92,7 +92,7 @@ def attention(
             plan(q, k, v, mask=mask, out=out, **options)  # raises: the kinds differ
         return run_adopted(attention, q, k, v, mask=mask, out=out, stream=stream, **options)
     backend = backend or os.environ.get("FLASHGEN_BACKEND")
-    layouts, out_layout, at_q, at_k, at_v, at_out = kind.read(q, k, v, out)
+    layouts, out_layout, pointers = kind.read(q, k, v, out)
     key = (
         kind,
         layouts,
@@ -125,7 +125,7 @@ def attention(
         )
         if key is not None:
             _remember(key, known)
-    return known.run(q, k, v, mask, out, None, stream, at_q, at_k, at_v, at_out)
+    return known.run(q, k, v, mask, out, None, stream, pointers)
 
 
 def plan(

@@ -20,6 +20,9 @@ from flashgen.errors import BadParam, BadTensorDtype, DeviceTypeNotSupported, No
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+Pointers = tuple[int, int, int, int, int, int]
+Read = tuple[tuple, tuple | None, Pointers]
+
 # DLPack's device types and type codes: https://dmlc.github.io/dlpack/latest/c_api.html
 _DL_HOST = (1, 3)
 _DL_CUDA = (2, 13)
@@ -45,20 +48,22 @@ class NumpyKind:
     """Arrays in host memory."""
 
     name = "numpy"
+    # Whether the strides, the dtype and the memory of an array are what they were as long as its shape is.
+    steady = False
 
     def layout(self, x: Any) -> tuple:
         """Everything about ``x`` but its pointer, cheap to make, to compare and to hash."""
         return x.shape, x.strides, x.dtype
 
-    def read(self, q: Any, k: Any, v: Any, out: Any) -> tuple[tuple, tuple | None, int, int, int, int]:
-        """The layouts of q, k and v as one key, that of ``out``, and the four pointers; None and 0 where
-        ``out`` is None. All at once, for most of a call's host time is spent here.
+    def read(self, q: Any, k: Any, v: Any, out: Any) -> Read:
+        """The layouts of q, k and v as one key, that of ``out``, and the pointers of all, no mask and no lse;
+        None and 0 where ``out`` is None. All at once, for most of a call's host time is spent here.
         """
         pointer = self.pointer
         layouts = self.layout(q), self.layout(k), self.layout(v)
         if out is None:
-            return layouts, None, pointer(q), pointer(k), pointer(v), 0
-        return layouts, self.layout(out), pointer(q), pointer(k), pointer(v), pointer(out)
+            return layouts, None, (pointer(q), pointer(k), pointer(v), 0, 0, 0)
+        return layouts, self.layout(out), (pointer(q), pointer(k), pointer(v), 0, pointer(out), 0)
 
     def pointer(self, x: Any) -> int:
         return x.__array_interface__["data"][0]
@@ -85,6 +90,7 @@ class CupyKind:
     """Arrays on a GPU."""
 
     name = "cupy"
+    steady = True  # of all properties only the shape can be assigned to
 
     def __init__(self, cupy: Any) -> None:
         self._ndarray = cupy.ndarray
@@ -96,7 +102,7 @@ class CupyKind:
     def layout(self, x: Any) -> tuple:
         return x.shape, x.strides, x.dtype, x.data.device_id
 
-    def read(self, q: Any, k: Any, v: Any, out: Any) -> tuple[tuple, tuple | None, int, int, int, int]:
+    def read(self, q: Any, k: Any, v: Any, out: Any) -> Read:
         at_q, at_k, at_v = q.data, k.data, v.data
         # fmt: off
         layouts = (
@@ -106,10 +112,10 @@ class CupyKind:
         )
         # fmt: on
         if out is None:
-            return layouts, None, at_q.ptr, at_k.ptr, at_v.ptr, 0
+            return layouts, None, (at_q.ptr, at_k.ptr, at_v.ptr, 0, 0, 0)
         at_out = out.data
         layout = out.shape, out.strides, out.dtype, at_out.device_id
-        return layouts, layout, at_q.ptr, at_k.ptr, at_v.ptr, at_out.ptr
+        return layouts, layout, (at_q.ptr, at_k.ptr, at_v.ptr, 0, at_out.ptr, 0)
 
     def pointer(self, x: Any) -> int:
         return x.data.ptr
@@ -144,6 +150,7 @@ class TorchKind:
     """PyTorch tensors, in host memory or on a GPU."""
 
     name = "torch"
+    steady = False
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
@@ -159,12 +166,12 @@ class TorchKind:
         tracked = x.requires_grad and self._torch.is_grad_enabled()
         return x.shape, x.stride(), x.dtype, x.device, tracked
 
-    def read(self, q: Any, k: Any, v: Any, out: Any) -> tuple[tuple, tuple | None, int, int, int, int]:
+    def read(self, q: Any, k: Any, v: Any, out: Any) -> Read:
         layout = self.layout
         layouts = layout(q), layout(k), layout(v)
         if out is None:
-            return layouts, None, q.data_ptr(), k.data_ptr(), v.data_ptr(), 0
-        return layouts, layout(out), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+            return layouts, None, (q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, 0, 0)
+        return layouts, layout(out), (q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, out.data_ptr(), 0)
 
     def pointer(self, x: Any) -> int:
         return x.data_ptr()
@@ -386,15 +393,15 @@ class _Recoded:
         # Within it the type code follows data (8 bytes), device (8) and ndim (4).
         for name, start in ((b"dltensor", 0), (b"dltensor_versioned", 32)):
             if _capsule_is_valid(capsule, name):
-                ctypes.c_uint8.from_address(_capsule_pointer(capsule, name) + start + 20).value = self._code
+                ctypes.c_uint8.from_address(capsule_pointer(capsule, name) + start + 20).value = self._code
                 return capsule
         raise BufferError("not a DLPack capsule")
 
 
 _capsule_is_valid = ctypes.pythonapi.PyCapsule_IsValid
 _capsule_is_valid.argtypes, _capsule_is_valid.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_int
-_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_capsule_pointer.argtypes, _capsule_pointer.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
+capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+capsule_pointer.argtypes, capsule_pointer.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
 
 
 def _from_dlpack(importer: Callable[[Any], Any], source: Any, name: str, bf16: bool) -> Any:

@@ -44,7 +44,7 @@ class Built:
         """Why this is not acceptable, or an empty string."""
         if self.error:
             return self.error
-        if self.spilled and self.variant.no_spills:
+        if self.spilled and self.variant.must_not_spill(self.arch):
             return f"spills {self.spilled} bytes of registers, and {self.variant.spec} says no_spills"
         return ""
 

@@ -16,9 +16,8 @@ import os
 import threading
 import time
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen import paths
 
@@ -41,8 +40,7 @@ class CacheWarning(UserWarning):
     """The disk cache is damaged or cannot be used; results stay right, only slower to come by."""
 
 
-@dataclass(frozen=True, slots=True)
-class CacheInfo:
+class CacheInfo(NamedTuple):
     """Where the cache lies, its files and bytes, the bound, and why it cannot be written ("" if it can)."""
 
     root: Path
@@ -52,8 +50,7 @@ class CacheInfo:
     problem: str
 
 
-@dataclass(frozen=True, slots=True)
-class CacheReport:
+class CacheReport(NamedTuple):
     """What `CubinCache.verify` found: intact entries, and the damaged files, which it removed."""
 
     intact: int

@@ -18,7 +18,7 @@ import struct
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from flashgen import paths
 from flashgen.errors import CompileError, NoCompilerError
@@ -79,8 +79,7 @@ class Compiled:
             raise ValueError(f"not a compiled kernel: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """One call of `compile_cubin`, for `compile_many`."""
 
     source: str

@@ -22,7 +22,8 @@ from flashgen.errors import BadParam
 from flashgen.problem import UNBOUNDED
 
 if TYPE_CHECKING:
-    from flashgen.plans import Arrays, Pointers
+    from flashgen.arrays import Pointers
+    from flashgen.plans import Arrays, Work
     from flashgen.problem import Problem
 
 BLOCK_ROWS = 512
@@ -68,7 +69,10 @@ class Runner:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
 
-    def __call__(self, arrays: Arrays, pointers: Pointers, stream: int) -> None:
+    def at(self, pointers: Pointers) -> Work:
+        return self._run
+
+    def _run(self, arrays: Arrays, stream: int) -> None:
         q, k, v, mask, out, lse = (None if x is None else host_array(x) for x in arrays)
         for name, written in (("out", out), ("lse", lse)):
             if written is not None and not written.flags.writeable:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen import cache as caches
 from flashgen import compile as compiler
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
     from flashgen.variant import Variant
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
+class Kernel(NamedTuple):
     """A variant on a device. ``function_ptr`` is the CUfunction; CuPy's ``function`` keeps the module loaded.
 
     ``cached`` tells whether the disk cache had it.

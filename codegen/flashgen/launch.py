@@ -7,9 +7,8 @@ import ctypes
 import math
 import struct
 import warnings
-from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen import tensormap
 from flashgen.device import activated
@@ -22,21 +21,19 @@ from flashgen.tuned import TunedWarning
 from flashgen.variant import TUNED_TILE
 
 if TYPE_CHECKING:
+    from flashgen.arrays import Pointers
     from flashgen.device import Device
     from flashgen.kernel import Kernel
-    from flashgen.plans import Arrays, Pointers
+    from flashgen.plans import Arrays, Work
     from flashgen.problem import Problem
     from flashgen.variant import Variant
 
 POINTERS = ("q", "k", "v", "mask", "out", "lse")
 MAX_GRID = 2**31 - 1
-# Encoded tensor maps of one parameter that a launcher keeps, one for each address.
-MAX_ENCODED = 64
 _VECTOR_WIDTHS = {1: 1, 2: 1, 4: 4, 8: 8, 16: 16}
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
+class Geometry(NamedTuple):
     """A one-dimensional launch: blocks, threads of a block, and dynamic shared memory of a block in bytes."""
 
     blocks: int
@@ -115,27 +112,23 @@ class Launcher:
     def __init__(self, problem: Problem, variant: Variant, device: Device, kernel: Kernel) -> None:
         from cupy_backends.cuda.api import driver
 
-        size = geometry(problem, variant, device)
+        grid = geometry(problem, variant, device)
         self.variant = variant
         self._kernel = kernel  # holds the module loaded
         self._template, self._pointer_slots, self._width = pack(problem, variant, device)
-        self._maps = tuple(
-            (
-                slice(offset, offset + tensormap.BYTES),
-                position,
-                lru_cache(MAX_ENCODED)(tensormap.encoder(map)),
-            )
-            for offset, position, map in maps(problem, variant)
-        )
-        self._alignment = layout(variant.params).alignment
+        self._maps = maps(problem, variant)
+        self._encoded = False  # whether the template has these maps, of whatever address
+        size, self._alignment = len(self._template), max(8, layout(variant.params).alignment)
+        # A word for a pointer, and the struct at whatever aligned address comes next.
+        self._memory = ctypes.c_uint64 * (1 + -(-(size + self._alignment) // 8))
+        self._copy = struct.Struct(f"{size}s").pack_into
         self._mask_strides = problem.mask_strides or (0, 0, 0)
-        self._blocks: list[_ParameterBlock] = []
         self._device = device.ordinal
         with activated(device.ordinal) as context:
             self._context = context
         self._current_context = driver.ctxGetCurrent
-        grid, block = (size.blocks, 1, 1), (size.threads, 1, 1)
-        self._launch = partial(driver.launchKernel, kernel.function_ptr, *grid, *block, size.smem_bytes)
+        shape = (grid.blocks, 1, 1, grid.threads, 1, 1, grid.smem_bytes)
+        self._launch = partial(driver.launchKernel, kernel.function_ptr, *shape)
 
     @property
     def source(self) -> str:
@@ -144,31 +137,48 @@ class Launcher:
 
         return render(self.variant)
 
-    def __call__(self, arrays: Arrays, pointers: Pointers, stream: int) -> None:
+    def at(self, pointers: Pointers) -> Work:
+        """What queues the kernel with its parameter struct for arrays at ``pointers``."""
+        # First the array of one pointer to the struct that the driver wants, then the struct. Both are only
+        # read once they are filled in, so any number of calls may share them.
+        memory = self._memory()
+        argument = ctypes.addressof(memory)
+        address = (argument + 8 + self._alignment - 1) & -self._alignment
+        first = (address - argument) // 8
+        memory[0] = address
+        encoded = self._encoded  # read ahead of the template: another thread may just be changing both
+        self._copy(memory, 8 * first, self._template)
+        for word, position in self._pointer_slots:
+            memory[first + word] = pointers[position]
+        if self._width is not None:
+            width = vector_width(pointers[3], *self._mask_strides)
+            ctypes.c_int32.from_address(address + 4 * self._width).value = width
+        if self._maps:
+            self._map(address, pointers, encoded)
+        return partial(self._queue, memory, argument)
+
+    def _queue(self, memory: ctypes.Array, argument: int, arrays: Arrays, stream: int) -> None:
         if self._current_context() == self._context:
-            self._queue(pointers, stream)
+            self._launch(stream, argument, 0)
         else:
             # The thread's current device is another one, or it has not used CUDA yet.
             with activated(self._device):
-                self._queue(pointers, stream)
+                self._launch(stream, argument, 0)
 
-    def _queue(self, pointers: Pointers, stream: int) -> None:
-        # A block belongs to one call at a time: the driver copies the struct before launchKernel returns.
-        try:
-            block = self._blocks.pop()
-        except IndexError:
-            block = _ParameterBlock(self._template, self._alignment)
-        if block.pointers is not pointers:
-            words = block.words
-            for slot, position in self._pointer_slots:
-                words[slot] = pointers[position]
-            if self._width is not None:
-                block.integers[self._width] = vector_width(pointers[3], *self._mask_strides)
-            for place, position, encoded in self._maps:
-                block.bytes[place] = encoded(pointers[position])
-            block.pointers = pointers
-        self._launch(stream, block.address, 0)
-        self._blocks.append(block)
+    def _map(self, address: int, pointers: Pointers, encoded: bool) -> None:
+        """Fill in the tensor maps of a struct: anew, or, where they are ``encoded``, for other addresses."""
+        if self._current_context() != self._context:
+            # The driver may refuse in a thread that has not used the device.
+            with activated(self._device):
+                self._map(address, pointers, encoded)
+        elif encoded:
+            for offset, position, _ in self._maps:
+                tensormap.move(address + offset, pointers[position])
+        else:
+            for offset, position, map in self._maps:
+                tensormap.encode(map, pointers[position], address + offset)
+            self._template = ctypes.string_at(address, len(self._template))
+            self._encoded = True
 
 
 def pack(
@@ -221,24 +231,6 @@ def maps(problem: Problem, variant: Variant) -> tuple[tuple[int, int, tensormap.
                 )
             found.append((offsets[param.name], POINTERS.index(param.name), described))
     return tuple(found)
-
-
-class _ParameterBlock:
-    """A writable copy of the parameter struct, and the array of one pointer to it that the driver wants."""
-
-    __slots__ = ("_argument", "_memory", "address", "bytes", "integers", "pointers", "words")
-
-    def __init__(self, template: bytes, alignment: int) -> None:
-        size = -(-len(template) // 8) * 8
-        self._memory = (ctypes.c_uint8 * (size + alignment))()
-        start = -ctypes.addressof(self._memory) % alignment
-        self._argument = (ctypes.c_void_p * 1)(ctypes.addressof(self._memory) + start)
-        self.address = ctypes.addressof(self._argument)
-        self.pointers: Pointers | None = None  # what the struct holds
-        self.bytes = memoryview(self._memory).cast("B")[start : start + size]
-        self.bytes[: len(template)] = template
-        self.words = self.bytes.cast("Q")
-        self.integers = self.bytes.cast("i")
 
 
 def prepare(problem: Problem, device_ordinal: int, variants: tuple[Variant, ...]) -> Launcher:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flashgen import arrays
@@ -9,23 +11,28 @@ from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, BadTensorS
 from flashgen.problem import ROW_ALIGNMENT, Problem, check_memory
 
 if TYPE_CHECKING:
-    from flashgen.arrays import ArrayView
+    from flashgen.arrays import ArrayView, Pointers
     from flashgen.variant import Variant
 
 Arrays = tuple[Any, Any, Any, Any, Any, Any]
-Pointers = tuple[int, int, int, int, int, int]
+Work = Callable[[Arrays, int], None]  # queues a kernel on the stream of a CUDA handle
+# Sets of addresses that a plan remembers the work of.
+MAX_WORKS = 64
 _OUT, _LSE = 4, 5
 
 
 class Runner(Protocol):
-    """What a backend makes of a Problem: a callable that queues the work. Arrays and pointers are those of q,
-    k, v, mask, out and lse, with None and 0 for what is absent. ``stream`` is a CUDA handle."""
+    """What a backend makes of a Problem."""
 
     variant: Variant | None
     source: str
     workspace_bytes: int
 
-    def __call__(self, arrays: Arrays, pointers: Pointers, stream: int) -> None: ...
+    def at(self, pointers: Pointers) -> Work:
+        """The work for arrays at these addresses, to be queued any number of times, by many threads.
+
+        Pointers and arrays are those of q, k, v, mask, out and lse, with 0 and None for what is absent.
+        """
 
 
 class Plan:
@@ -50,12 +57,14 @@ class Plan:
         "_out_layout",
         "_out_shape",
         "_pointer",
-        "_queue",
+        "_previous",
         "_read",
+        "_recent",
         "_return_lse",
+        "_returns",
         "_runner",
-        "_sound",
         "_type",
+        "_works",
         "problem",
     )
 
@@ -71,11 +80,16 @@ class Plan:
         self._mask_layout = None if mask is None else kind.layout(mask)
         # Layouts that were found to fit, so that the next call need not look again.
         self._known_out, self._known_lse = self._out_layout, None
-        # Pointers of the last call whose memory was sound. There these layouts are sound again: had the plan
-        # allocated an output itself, that one overlaps nothing.
-        self._sound: Pointers | None = None
+        # What to queue, by pointers at which memory was sound. There these layouts are sound again: had the
+        # plan allocated an output itself, that one overlaps nothing.
+        self._works: dict[Pointers, Work] = {}
+        # For callers with one set of arrays, of a kind of which only the shape can change: the last q, and,
+        # where it came twice in a row, references to all of them, their shapes, and the work.
+        self._returns = kind.steady and mask is None and not problem.return_lse
+        self._previous: Callable[[], Any] = _nothing
+        self._recent: tuple[Any, ...] | None = None
         # What a call needs is bound here: each look-up on the way to it would count.
-        self._read, self._pointer, self._queue = kind.read, kind.pointer, runner.__call__
+        self._read, self._pointer = kind.read, kind.pointer
         self._current_stream, self._device = kind.current_stream, problem.device
         self._out_shape, self._lse_shape, self._empty = problem.out_shape, problem.lse_shape, problem.empty
         self._return_lse = problem.return_lse
@@ -118,22 +132,33 @@ class Plan:
         Raises BadTensorShape where an array's layout is not the plan's, and the errors of ``attention`` for
         its memory.
         """
-        fits = False
+        if self._recent is not None and mask is None and lse is None:
+            q_ref, k_ref, v_ref, out_ref, shapes, work = self._recent
+            if (
+                (q_ref() is q and k_ref() is k and v_ref() is v and out_ref() is out)
+                and not (q is None or k is None or v is None or out is None)  # a dead reference gives None
+                and (q.shape, k.shape, v.shape, out.shape) == shapes
+            ):
+                work((q, k, v, None, out, None), self._handle(stream))
+                return out
         if type(q) is type(k) is type(v) is self._type and (out is None or type(out) is self._type):
-            layouts, out_layout, at_q, at_k, at_v, at_out = self._read(q, k, v, out)
-            fits = (
+            layouts, out_layout, pointers = self._read(q, k, v, out)
+            if (
                 layouts == self._layouts
                 and (out is None or out_layout == self._known_out or self._accepts_out(out))
                 and (mask is None if self._mask_layout is None else self._accepts_mask(mask))
                 and (lse is None or self._accepts_lse(lse))
-            )
-        if not fits:
-            given = [x for x in (q, k, v, mask, out, lse) if x is not None]
-            if any(arrays.kind_of(x) is None for x in given):
-                return run_adopted(self, q, k, v, mask=mask, out=out, lse=lse, stream=stream)
-            self._check(q, k, v, mask, out, lse)
-            _, _, at_q, at_k, at_v, at_out = self._read(q, k, v, out)
-        return self.run(q, k, v, mask, out, lse, stream, at_q, at_k, at_v, at_out)
+            ):
+                if self._returns and out is not None:
+                    if self._previous() is q:
+                        self._remember(q, k, v, out, pointers)
+                    else:
+                        self._previous = weakref.ref(q)
+                return self.run(q, k, v, mask, out, lse, stream, pointers)
+        if any(x is not None and arrays.kind_of(x) is None for x in (q, k, v, mask, out, lse)):
+            return run_adopted(self, q, k, v, mask=mask, out=out, lse=lse, stream=stream)
+        self._check(q, k, v, mask, out, lse)
+        return self.run(q, k, v, mask, out, lse, stream, self._read(q, k, v, out)[2])
 
     def run(
         self,
@@ -144,38 +169,48 @@ class Plan:
         out: Any,
         lse: Any,
         stream: Any,
-        at_q: int,
-        at_k: int,
-        at_v: int,
-        at_out: int,
+        pointers: Pointers,
     ) -> Any:
         """``__call__`` for native arrays whose layouts are known to be the plan's, with their pointers."""
-        if stream is None:
-            handle = self._current_stream(self._device)
-        elif self._device is None:
-            raise BadParam("stream was given, but the arrays are in host memory, where there are no streams")
-        else:
-            handle = arrays.stream_pointer(stream)
-        at_mask = 0 if mask is None else self._pointer(mask)
-        at_lse = 0
+        handle = self._handle(stream)
         given = out is not None, lse is not None
-        if out is None:
-            out = self._kind.empty(self._out_shape, q, stream)
-            at_out = self._pointer(out)
-        if self._return_lse:
-            if lse is None:
+        if out is None or mask is not None or self._return_lse:
+            if out is None:
+                out = self._kind.empty(self._out_shape, q, stream)
+            if self._return_lse and lse is None:
                 lse = self._kind.empty(self._lse_shape, q, stream, "fp32")
-            at_lse = self._pointer(lse)
-        pointers = (at_q, at_k, at_v, at_mask, at_out, at_lse)
-        sound = self._sound  # read once: another thread may replace it
-        if pointers == sound:
-            pointers = sound  # the very same tuple, so that the runner sees that it knows it
-        else:
-            self._check_memory(pointers, *given)
-            self._sound = pointers
-        if not self._empty:
-            self._queue((q, k, v, mask, out, lse), pointers, handle)
+            at_mask = 0 if mask is None else self._pointer(mask)
+            at_lse = 0 if lse is None else self._pointer(lse)
+            pointers = (*pointers[:3], at_mask, self._pointer(out), at_lse)
+        work = self._works.get(pointers)
+        if work is None:
+            work = self._prepare(pointers, *given)
+        work((q, k, v, mask, out, lse), handle)
         return (out, lse) if self._return_lse else out
+
+    def _handle(self, stream: Any) -> int:
+        """The CUDA handle of ``stream``, or of the current one."""
+        if stream is None:
+            return self._current_stream(self._device)
+        if self._device is None:
+            raise BadParam("stream was given, but the arrays are in host memory, where there are no streams")
+        return arrays.stream_pointer(stream)
+
+    def _remember(self, q: Any, k: Any, v: Any, out: Any, pointers: Pointers) -> None:
+        """Keep all that the work of these arrays depends on, so that the next call need not read it."""
+        work = self._works.get(pointers)
+        if work is not None:
+            refs = weakref.ref(q), weakref.ref(k), weakref.ref(v), weakref.ref(out)
+            self._recent = (*refs, (q.shape, k.shape, v.shape, out.shape), work)
+
+    def _prepare(self, pointers: Pointers, out_given: bool, lse_given: bool) -> Work:
+        """What to queue for arrays at ``pointers``, if their memory is sound. Raises what it is not."""
+        self._check_memory(pointers, out_given, lse_given)
+        work = _no_work if self._empty else self._runner.at(pointers)
+        if len(self._works) >= MAX_WORKS:
+            self._works = {}  # where addresses keep changing, choosing what to forget would cost more
+        self._works[pointers] = work
+        return work
 
     def _check_memory(self, pointers: Pointers, out_given: bool, lse_given: bool) -> None:
         """``check_memory``, but the usual case of aligned arrays far apart is seen at a glance."""
@@ -268,6 +303,14 @@ class Plan:
             raise BadTensorShape(
                 f"out has layout {self._kind.layout(out)}, but the plan was made for {expected}"
             )
+
+
+def _nothing() -> None:
+    """A reference to an array that is gone."""
+
+
+def _no_work(arrays: Arrays, stream: int) -> None:
+    """What a call without elements comes to."""
 
 
 def _contiguous(view: ArrayView) -> bool:

@@ -121,8 +121,12 @@ def expression_names(file: File, axes: Iterable[str]) -> frozenset[str]:
 
 
 def tile_row(domain: Mapping[str, Sequence[Any]], keys: Iterable[str], no_spills: bool) -> type:
-    """The type of a row of the tile table: conditions, the tile keys, and what else a row may say."""
-    extra = [("name", ShortName | None, None), ("efficiency", Rate, 1.0), ("no_spills", bool, no_spills)]
+    """The type of a row of the tile table: conditions, the tile keys, and what else a row may say.
+
+    ``no_spills`` is what holds for a row that does not say it.
+    """
+    promise = bool | Annotated[list[Arch], msgspec.Meta(min_length=1)]
+    extra = [("name", ShortName | None, None), ("efficiency", Rate, 1.0), ("no_spills", promise, no_spills)]
     return conditions("Tile", domain, [*((key, Count) for key in keys), *extra])
 
 

@@ -218,15 +218,6 @@ def load_specs(
     return specs
 
 
-def find(variants: Iterable[Variant], **axes: Any) -> tuple[Variant, ...]:
-    """The variants with the given axis values, one value or several for each axis, in their order.
-
-    Raises KeyError for an axis that a variant does not have.
-    """
-    wanted = {axis: as_values(value) for axis, value in axes.items()}
-    return tuple(v for v in variants if all(v.axis(axis) in values for axis, values in wanted.items()))
-
-
 def as_values(value: Any) -> Sequence[Any]:
     """One value or several as a sequence."""
     return (value,) if isinstance(value, (str, int)) else tuple(value)

@@ -86,7 +86,7 @@ def examine(path: Path, text: bytes) -> Checked:
                 "tile": tuple((key, getattr(row, key)) for key in file.tile_keys),
                 "tile_name": row.name or "",
                 "efficiency": row.efficiency,
-                "no_spills": row.no_spills,
+                "no_spills": row.no_spills if isinstance(row.no_spills, bool) else tuple(row.no_spills),
             }
             for row in table.rows
         ),

@@ -26,7 +26,8 @@ class TileTable:
     first.
 
     Raises SpecError for a row that is wrong or never applies, a point that has no default tile, a tile that
-    asks for more threads or shared memory than a block may have, and a box that no copy can bring.
+    asks for more threads or shared memory than a block may have, a box that no copy can bring, and a promise
+    about an architecture that the row is not compiled for.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class TileTable:
             if index not in self._used:
                 why = "the row never applies: earlier rows take all of its points, or `exclude` removes them"
                 raise document.error(("tiles", index), why)
+            self._check_promise(index)
 
     def _load(self, key: str, type: type) -> list[Any]:
         return [self._document.convert((key, i), row, type) for i, row in enumerate(getattr(self._file, key))]
@@ -131,6 +133,20 @@ class TileTable:
                 f"{smem_bytes} bytes of shared memory for {self.describe(point)}; allowed: at most {limit}"
             )
         return threads, smem_bytes, self._boxes.at(values, lambda: self.describe(point))
+
+    def _check_promise(self, index: int) -> None:
+        """That ``no_spills`` names architectures that `flashgen build` would find wanting."""
+        named, admitted = self.rows[index].no_spills, self.rows[index].target
+        names = self._targets if admitted is None else as_values(admitted)
+        targets = [self._targets[name] for name in names]
+        compiled = list(dict.fromkeys(arch for target in targets for arch in target.compile_for))
+        for i, arch in enumerate(() if isinstance(named, bool) else named):
+            where = ("tiles", index, "no_spills", i)
+            if arch not in compiled:
+                why = f"no target of the row is compiled for {arch}; allowed: {', '.join(compiled)}"
+                raise self._document.error(where, why)
+            if arch in named[:i]:
+                raise self._document.error(where, f"{arch} stands twice")
 
     def describe(self, point: Point) -> str:
         """A point as text: ``head_dim=64 dtype=fp16 ... target=sm80``."""

@@ -22,8 +22,9 @@ class Variant:
     ``axes`` and ``tile`` keep the order of the spec. ``name`` is derived from them; it is the stem of the
     generated file and the symbol of the kernel. ``smem_bytes`` is the dynamic shared memory of a block in
     bytes, ``max_smem`` what the target allows. ``efficiency`` is the measured rate of this tile relative to
-    its siblings and steers dispatch only. ``schedule`` is "tile_per_block" or
-    "persistent". ``priority`` is the position of the target in its spec; lower is preferred.
+    its siblings and steers dispatch only. ``no_spills`` is whether the spec promises that no register is
+    spilled, or the architectures on which it does. ``schedule`` is "tile_per_block" or "persistent".
+    ``priority`` is the position of the target in its spec; lower is preferred.
     """
 
     family: str
@@ -43,7 +44,7 @@ class Variant:
     header: str
     efficiency: float = 1.0
     committed: bool = False
-    no_spills: bool = False
+    no_spills: bool | tuple[str, ...] = False
     options: tuple[str, ...] = ()
     schedule: str = "tile_per_block"
     priority: int = 0
@@ -100,10 +101,15 @@ class Variant:
     def rendered_form(self) -> Variant:
         """This variant with everything that must not reach the source at a fixed value.
 
-        Templates see this form and ``render.source_digest`` hashes it, so tuning dispatch or choosing other
-        architectures neither changes a generated file nor invalidates a compiled one.
+        Templates see this form and ``render.source_digest`` hashes it, so tuning dispatch, or choosing other
+        architectures and promises, neither changes a generated file nor invalidates a compiled one.
         """
-        return dataclasses.replace(self, archs=(), efficiency=1.0, committed=False, priority=0)
+        fixed = {"archs": (), "efficiency": 1.0, "committed": False, "no_spills": False, "priority": 0}
+        return dataclasses.replace(self, **fixed)
+
+    def must_not_spill(self, arch: str) -> bool:
+        """Whether the spec promises that this kernel spills no register on ``arch``, such as "sm_90"."""
+        return self.no_spills if isinstance(self.no_spills, bool) else arch in self.no_spills
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types for JSON: axes and tile as mappings, parameters by name."""
@@ -123,7 +129,7 @@ class Variant:
             "max_smem": self.max_smem,
             "efficiency": self.efficiency,
             "committed": self.committed,
-            "no_spills": self.no_spills,
+            "no_spills": self.no_spills if isinstance(self.no_spills, bool) else list(self.no_spills),
             "options": list(self.options),
             "schedule": self.schedule,
             "params": [param.name for param in self.params],

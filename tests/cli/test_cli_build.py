@@ -103,6 +103,14 @@ def test_spills_pass_where_the_spec_allows_them(spilling, edit_spec, flashgen):
     assert kernels(result)[0]["spill_stores"] > 0
 
 
+def test_a_row_may_forbid_them_on_some_architectures(spilling, edit_spec, flashgen):
+    edit_spec("stages: 2, min_blocks: 1}", "stages: 2, min_blocks: 1, no_spills: [sm_90]}")
+    for arch, failures in (("sm_80", 0), ("sm_90", 1)):
+        result = flashgen("build", *SPILLS, "--arch", arch, "--json")
+        assert kernels(result)[0]["spill_stores"] > 0
+        assert result.exit_code == json.loads(result.stdout)["failures"] == failures
+
+
 def test_a_kernel_that_does_not_compile_fails_alone(tiny, edit, flashgen):
     edit("templates/tiny.cu.j2", "// Keys behind the diagonal are hidden.", "no such thing;")
     result = flashgen(

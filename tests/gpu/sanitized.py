@@ -82,7 +82,7 @@ def launch(variant: Variant, example: Example) -> None:
     memory = [None if x is None else _bytes(x) for x in example.arrays]
     copies = [None if x is None else cupy.asarray(x) for x in memory]
     pointers = tuple(0 if copy is None else copy.data.ptr for copy in copies)
-    launcher((), pointers, cupy.cuda.get_current_stream().ptr)
+    launcher.at(pointers)((None,) * 6, cupy.cuda.get_current_stream().ptr)
     for own, copy in zip(memory[4:], copies[4:], strict=True):
         if copy is not None:
             own[:] = copy.get()

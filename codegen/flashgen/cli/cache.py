@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 
 import click
 
@@ -36,7 +35,7 @@ def info(as_json: bool) -> None:
 
     found = CubinCache().info()
     if as_json:
-        print_json(asdict(found) | {"root": str(found.root)})
+        print_json(found._asdict() | {"root": str(found.root)})
     else:
         print_pairs(
             [

@@ -8,7 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -240,7 +240,7 @@ def _cache(report: Report) -> dict[str, Any]:
             f"the kernel cache in {info.root} cannot be written: {info.problem}; each process compiles its "
             "kernels anew. FLASHGEN_CACHE_DIR names another folder"
         )
-    return asdict(info) | {"root": str(info.root)}
+    return info._asdict() | {"root": str(info.root)}
 
 
 def _attention(report: Report) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from flashgen.simulator.library import COUNTERS, SITE_KINDS, Launch, RawReport, 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from flashgen.arrays import Pointers
     from flashgen.device import Device
-    from flashgen.plans import Pointers
     from flashgen.problem import Problem
     from flashgen.simulator.library import Library
     from flashgen.variant import Variant

@@ -4,6 +4,7 @@ CPU.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from flashgen.arrays import host_array
@@ -16,8 +17,9 @@ from flashgen.simulator.launch import Report, simulate
 from flashgen.simulator.library import load, supports
 
 if TYPE_CHECKING:
+    from flashgen.arrays import Pointers
     from flashgen.device import Device
-    from flashgen.plans import Arrays, Pointers
+    from flashgen.plans import Arrays, Work
     from flashgen.problem import Problem
     from flashgen.spec import Spec
     from flashgen.variant import Variant
@@ -36,7 +38,10 @@ class Runner:
         self._device = device
         self._library = load(self.source, variant.name)
 
-    def __call__(self, arrays: Arrays, pointers: Pointers, stream: int) -> None:
+    def at(self, pointers: Pointers) -> Work:
+        return partial(self._run, pointers)
+
+    def _run(self, pointers: Pointers, arrays: Arrays, stream: int) -> None:
         for name, written in (("out", arrays[4]), ("lse", arrays[5])):
             if written is not None and not host_array(written).flags.writeable:
                 raise BadParam(f"{name} is read-only; pass an array that can be written to")

@@ -11,6 +11,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.errors import SpecError
+from flashgen.spec import as_values
 from flashgen.specfile import examine
 from flashgen.tune.rows import conditions, row_text
 
@@ -135,8 +136,22 @@ def _inserted(
         raise checked.document.error(
             ("tiles", index), "tiles can be written where each row has lines of its own"
         )
-    rows = [row_text({**limits, **tile, **further}) for limits in conditions(points, domain)]
+    rows = [
+        row_text({**limits, **tile, **further, **_promise(checked, given, limits)})
+        for limits in conditions(points, domain)
+    ]
     return _Edit((line, 0), (line, 0), "".join(f"{before}{text}\n" for text in rows))
+
+
+def _promise(checked: Checked, given: Mapping[str, Any], limits: Mapping[str, Any]) -> dict[str, Any]:
+    """``no_spills`` of a narrower row: of the architectures that ``given`` names, those it is compiled for."""
+    named = given.get("no_spills")
+    if not isinstance(named, list):
+        return {}
+    targets = checked.content.targets
+    admitted = as_values(limits.get("target", tuple(targets)))
+    compiled = {arch for name in admitted for arch in targets[name]["archs"]}
+    return {"no_spills": [arch for arch in named if arch in compiled] or False}
 
 
 def _place(mark: yaml.Mark) -> tuple[int, int]:
