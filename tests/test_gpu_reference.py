@@ -37,6 +37,7 @@ LISTS = (
     "head_groups",
     "layouts",
     "dense_masks",
+    "hidden_blocks",
     "windows",
     "values",
     "many_tiles",

@@ -49,7 +49,8 @@ VALUES = ("large", "dominant", "equal", "rising", "falling", "big_values")
 class Mask:
     """``alignment``: the largest power of two, up to 16, that divides its row stride; ``offset`` that of its
     pointer in bytes. ``shape`` is one of MASK_SHAPES. ``content``: "tiles" mixes hidden, visible and random
-    64x64 tiles and hidden rows; "random" hides each key with probability 0.5; "all" and "nothing"."""
+    64x64 tiles and hidden rows; "blocks" the same in 320x320, so that whole blocks of a kernel are hidden;
+    "random" hides each key with probability 0.5; "all" and "nothing"."""
 
     shape: str = "bhqk"
     dtype: str = "uint8"
@@ -345,10 +346,11 @@ def _hidden(content: str, shape: tuple[int, ...], generator: Generator) -> Tenso
     if content in ("all", "nothing"):
         return torch.full(shape, content == "all", device=generator.device)
     hidden = random(*shape) < 0.5
-    if content == "tiles":
+    if content in ("tiles", "blocks"):
+        side = 64 if content == "tiles" else 320
         rows, keys = (1, *shape)[-2:]
-        kind = random(*shape[:-2], -(-rows // 64), -(-keys // 64))
-        kind = kind.repeat_interleave(64, -1)[..., :keys].repeat_interleave(64, -2)[..., :rows, :]
+        kind = random(*shape[:-2], -(-rows // side), -(-keys // side))
+        kind = kind.repeat_interleave(side, -1)[..., :keys].repeat_interleave(side, -2)[..., :rows, :]
         kind = kind.reshape(shape)
         hidden = (hidden | (kind < 1 / 3)) & (kind < 2 / 3)
         if rows > 1:

@@ -218,6 +218,26 @@ def dense_masks() -> list[Case]:
     ]
 
 
+def hidden_blocks() -> list[Case]:
+    """Masks that hide whole blocks of keys from whole tiles, or everything: each head dim, with more tiles
+    than multiprocessors, aligned and not, and a row or two of queries beside a boundary of tiles."""
+    forms = (
+        Mask(content="blocks"),
+        Mask("hqk", "bool", alignment=1, content="blocks"),
+        Mask("b1qk", alignment=4, offset=3, content="blocks"),
+        Mask("k", content="blocks"),
+        Mask("qk", content="all"),
+    )
+    sizes = ((1000, 1500), (1000, 1536), (257, 2049), (129, 128), (1, 3000))
+    pairs = itertools.product(forms, sizes)
+    return [
+        Case(8, seqlen_q, seqlen_kv, 8, (8, 2)[n // 2 % 2], head_dim, ("fp16", "bf16")[n % 2], mask=mask)
+        for n, ((mask, (seqlen_q, seqlen_kv)), head_dim) in enumerate(
+            itertools.product(pairs, (64, 96, 128, 192, 256))
+        )
+    ]
+
+
 def windows() -> list[Case]:
     """Windows of all kinds: of one key, unbounded on a side, longer than everything, beside all keys."""
     shapes = ((257, 257), (129, 1000), (1000, 129), (300, 10), (64, 4096), (4, 100))

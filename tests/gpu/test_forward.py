@@ -108,6 +108,11 @@ def test_dense_mask(case):
     check(case, front_door, "cuda")
 
 
+@named(forward_cases.hidden_blocks())
+def test_dense_mask_that_hides_whole_blocks(case):
+    check(case, front_door, "cuda")
+
+
 @named(forward_cases.windows())
 def test_window(case):
     check(case, front_door, "cuda")

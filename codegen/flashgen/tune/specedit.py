@@ -144,7 +144,7 @@ def _inserted(
 
 
 def _promise(checked: Checked, given: Mapping[str, Any], limits: Mapping[str, Any]) -> dict[str, Any]:
-    """``no_spills`` of a narrower row: of the architectures that ``given`` names, those it is compiled for."""
+    """``no_spills`` of a narrower row: the architectures that ``given`` names and it has."""
     named = given.get("no_spills")
     if not isinstance(named, list):
         return {}

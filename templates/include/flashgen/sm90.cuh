@@ -95,6 +95,20 @@ __device__ __forceinline__ void barrier_arrive(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// bar.red.or: bar.sync that tells whether `predicate` holds for any of the threads.
+__device__ __forceinline__ bool barrier_red_or(int barrier, int threads, bool predicate) {
+    int any;
+    asm volatile(
+        "{\n.reg .pred given, found;\n"
+        "setp.ne.s32 given, %1, 0;\n"
+        "bar.red.or.pred found, %2, %3, given;\n"
+        "selp.s32 %0, 1, 0, found;\n}\n"
+        : "=r"(any)
+        : "r"(int(predicate)), "r"(barrier), "r"(threads)
+        : "memory");
+    return any;
+}
+
 // setmaxnreg: a warpgroup takes registers from the block's pool, or gives some back.
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_inc() {
@@ -154,6 +168,42 @@ __device__ __forceinline__ float log2_approx(float x) {
     float y;
     asm("lg2.approx.f32 %0, %1;\n" : "=f"(y) : "f"(x));
     return y;
+}
+
+// ld.global.nc, of memory that nobody writes meanwhile.
+__device__ __forceinline__ uint32_t load_global_8(const uint8_t* source) {
+    uint32_t value;
+    asm("ld.global.nc.u8 %0, [%1];\n" : "=r"(value) : "l"(source));
+    return value;
+}
+
+__device__ __forceinline__ uint32_t load_global_32(const void* source) {
+    uint32_t value;
+    asm("ld.global.nc.u32 %0, [%1];\n" : "=r"(value) : "l"(source));
+    return value;
+}
+
+__device__ __forceinline__ uint4 load_global_128(const void* source) {
+    uint4 value;
+    asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+        : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+        : "l"(source));
+    return value;
+}
+
+// ld.shared, st.shared.
+__device__ __forceinline__ uint32_t load_shared_32(shared_address source) {
+    uint32_t value;
+    asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(value) : "r"(source) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_shared_8(shared_address destination, uint32_t value) {
+    asm volatile("st.shared.u8 [%0], %1;\n" ::"r"(destination), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_32(shared_address destination, uint32_t value) {
+    asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(destination), "r"(value) : "memory");
 }
 
 // st.global.f32, st.global.v4.u32.
