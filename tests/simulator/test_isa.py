@@ -55,7 +55,7 @@ def declarations(header):
     return {*functions, *re.findall(r"\b(?:struct|using|constexpr \w+) (\w+) [={]", text)}
 
 
-@pytest.mark.parametrize("name", ["sm80.cuh", "types.cuh"])
+@pytest.mark.parametrize("name", ["sm80.cuh", "ptx.cuh", "types.cuh"])
 def test_a_header_declares_what_the_one_does_that_it_stands_in_for(name):
     real = (paths.templates_dir() / "include" / "flashgen" / name).read_text()
     real = re.sub(r"#if defined\(__CUDACC_RTC__\).*?#else", "", real, flags=re.DOTALL)
