@@ -22,9 +22,14 @@ if TYPE_CHECKING:
 _GAP = 128  # bytes between rows: they begin at a cache line where they would without it
 _KINDS = {
     "mma": ("mma_m16n8k16_f16", "mma_m16n8k16_bf16", "mma_m16n8k8_tf32"),
+    "wgmma, of warpgroups": ("wgmma_f16", "wgmma_bf16"),
     "ldmatrix": ("ldmatrix",),
     "cp.async": ("cp_async",),
     "cp.async waits": ("cp_async_wait",),
+    "tensor loads": ("tensor_loads",),
+    "tensor stores": ("tensor_stores",),
+    "mbarrier arrivals": ("mbarrier_arrivals",),
+    "mbarrier waits (threads)": ("mbarrier_waits",),
     "block barriers": ("barriers",),
     "warp barriers": ("warp_syncs",),
     "shuffles and votes": ("shuffles", "votes"),
