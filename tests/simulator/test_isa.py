@@ -51,7 +51,9 @@ def declarations(header):
     """What a header declares: functions with their parameters but the call's place, types, constants."""
     text = " ".join(line for line in header.splitlines() if not line.startswith(("//", "#")))
     text = re.sub(WHERE, "", re.sub(r" +", " ", text))
-    functions = re.findall(r"(?:__device__(?: __forceinline__)?|inline) ([\w]+) (\w+)\((.*?)\) ?[{;]", text)
+    functions = re.findall(r"(?:__device__(?: __forceinline__)?|inline) ([\w]+) (\w+)(?:<\w+>)?\((.*?)\) ?[{;]", text)
+    # One specialisation of a template for each shape is here what one template is there.
+    functions = {(kind, name, re.sub(r"&d\)\[\d+\]", "&d)[kCount]", given)) for kind, name, given in functions}
     return {*functions, *re.findall(r"\b(?:struct|using|constexpr \w+) (\w+) [={]", text)}
 
 

@@ -103,6 +103,7 @@ bool Block::run(uint64_t linear_index) {
     shared_.reset();
     for (Barrier& barrier : barriers_) {
         barrier.expected = barrier.arrived = 0;
+        barrier.any = false;
         barrier.waiting.clear();
         barrier.clock.clear();
     }
@@ -232,7 +233,10 @@ void Block::complete(Warp& warp, size_t index) {
     if (meeting.complete(warp, meeting.arrived, meeting.where)) make_ready(warp, meeting.arrived);
 }
 
-bool Block::arrive(Warp& warp, uint32_t lanes, int id, int threads, bool waits, Location where) {
+bool Block::arrive(Warp& warp, uint32_t lanes, Location where) {
+    auto operand_of = [&warp](int lane) -> const BarrierOperand& { return *static_cast<BarrierOperand*>(warp.operands[lane]); };
+    const BarrierOperand first = operand_of(std::countr_zero(lanes));
+    const int id = first.id, threads = first.threads;
     ++counters->barriers;
     const Thread& thread = threads_[warp.first_thread() + std::countr_zero(lanes)];
     if (id < 0 || id >= kNumBarriers) fail(thread, SIM_BARRIER, where, format("barrier %d; there are 0 to 15", id));
@@ -259,13 +263,14 @@ bool Block::arrive(Warp& warp, uint32_t lanes, int id, int threads, bool waits, 
     for (int lane = 0; lane < 32; ++lane) {
         if (!(lanes >> lane & 1)) continue;
         order_.publish(warp.first_thread() + lane, barrier.clock);
-        if (!waits) order_.advance(warp.first_thread() + lane);
+        barrier.any |= operand_of(lane).predicate;
+        if (!first.waits) order_.advance(warp.first_thread() + lane);
     }
     // A barrier counts warps, whether or not all of their lanes are there.
     barrier.arrived += threads == kAllThreads ? std::popcount(lanes) : 32;
-    if (waits) barrier.waiting.emplace_back(&warp, lanes);
+    if (first.waits) barrier.waiting.emplace_back(&warp, lanes);
     release_if_full(barrier);
-    return !waits;
+    return !first.waits;
 }
 
 void Block::release_if_full(Barrier& barrier) {
@@ -276,11 +281,14 @@ void Block::release_if_full(Barrier& barrier) {
 void Block::release(Barrier& barrier) {
     for (auto [warp, lanes] : barrier.waiting) {
         for (int lane = 0; lane < 32; ++lane) {
-            if (lanes >> lane & 1) order_.learn(warp->first_thread() + lane, barrier.clock);
+            if (!(lanes >> lane & 1)) continue;
+            order_.learn(warp->first_thread() + lane, barrier.clock);
+            static_cast<BarrierOperand*>(warp->operands[lane])->any = barrier.any;
         }
         make_ready(*warp, lanes);
     }
     barrier.expected = barrier.arrived = 0;
+    barrier.any = false;
     barrier.waiting.clear();
     barrier.clock.clear();
     if (ready_warps_ != 0) current_warp_ = random_.bit_of(ready_warps_);
@@ -378,6 +386,10 @@ void Block::fail_stuck() {
     for (const Warpgroup& warpgroup : warpgroups_) text += warpgroup.describe(firsts);
     text += describe_barriers(firsts);
     text += format(" %d of %d threads have returned", order_.threads() - num_running_, order_.threads());
+    if (firsts.empty()) {
+        const auto stuck = std::ranges::find(threads_, false, &Thread::finished);
+        firsts.push_back({stuck->waits_at, stuck->index});
+    }
     fail(threads_[firsts[0].thread], SIM_DEADLOCK, firsts[0].where, text, firsts.size() > 1 ? firsts[1] : Other());
 }
 

@@ -89,10 +89,20 @@ struct Warp {
     int first_thread() const { return 32 * index; }
 };
 
+// What a lane brings to a barrier of the block.
+struct BarrierOperand {
+    int id;
+    int threads;
+    bool waits;
+    bool predicate;
+    bool any;  // of all the predicates, once the lane goes on
+};
+
 struct Barrier {
     int expected = 0;  // threads; 0 while nobody has arrived, or kAllThreads
     int arrived = 0;
     int first_thread = -1;
+    bool any = false;
     Location where;
     Clock clock;
     std::vector<std::pair<Warp*, uint32_t>> waiting;
@@ -144,7 +154,7 @@ class Block : public BlockView {
               Location where);
 
     // The lanes of a warp, which have just met, arrive at a barrier, and may wait there. Returns whether they go on.
-    bool arrive(Warp& warp, uint32_t lanes, int id, int threads, bool waits, Location where);
+    bool arrive(Warp& warp, uint32_t lanes, Location where);
 
     // The running thread, or a warp, stops until somebody resumes it.
     void park(Thread& thread, const char* waits_for, Location where);

@@ -70,24 +70,18 @@ bool complete_sync(Warp& warp, uint32_t lanes, Location) {
     return true;
 }
 
-struct BarrierOperand {
-    int id;
-    int threads;
-    bool waits;
-};
-
 bool complete_barrier(Warp& warp, uint32_t lanes, Location where) {
     const auto& operand = *static_cast<BarrierOperand*>(warp.operands[std::countr_zero(lanes)]);
     for (uint32_t left = lanes; left != 0; left &= left - 1) {
         const int lane = std::countr_zero(left);
         const auto& other = *static_cast<BarrierOperand*>(warp.operands[lane]);
-        if (other.id != operand.id || other.threads != operand.threads) {
+        if (other.id != operand.id || other.threads != operand.threads || other.waits != operand.waits) {
             warp.block->fail(warp.block->thread(warp.first_thread() + lane), SIM_BARRIER, where,
                              format("barrier %d for %d threads, and another lane of the warp is at barrier %d for %d",
                                     other.id, other.threads, operand.id, operand.threads));
         }
     }
-    return warp.block->arrive(warp, lanes, operand.id, operand.threads, operand.waits, where);
+    return warp.block->arrive(warp, lanes, where);
 }
 
 }  // namespace
@@ -113,13 +107,19 @@ void sync_warp(uint32_t mask, Location where) {
 }
 
 void block_barrier(int id, int threads, Location where) {
-    BarrierOperand own = {id, threads, true};
+    BarrierOperand own = {id, threads, true, false, false};
     running_thread().owner->meet(Operation::barrier, false, 0xffffffff, &own, complete_barrier, where);
 }
 
 void barrier_arrive(int id, int threads, Location where) {
-    BarrierOperand own = {id, threads, false};
+    BarrierOperand own = {id, threads, false, false, false};
     running_thread().owner->meet(Operation::barrier, false, 0xffffffff, &own, complete_barrier, where);
+}
+
+bool barrier_any(int id, int threads, bool predicate, Location where) {
+    BarrierOperand own = {id, threads, true, predicate, false};
+    running_thread().owner->meet(Operation::barrier, false, 0xffffffff, &own, complete_barrier, where);
+    return own.any;
 }
 
 }  // namespace flashgen::simulator

@@ -97,6 +97,11 @@ inline void barrier_arrive(int barrier, int threads,
     flashgen::simulator::barrier_arrive(barrier, threads, where);
 }
 
+inline bool barrier_red_or(int barrier, int threads, bool predicate,
+                           flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    return flashgen::simulator::barrier_any(barrier, threads, predicate, where);
+}
+
 template <int kRegisters>
 inline void setmaxnreg_inc(flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     flashgen::simulator::set_registers(kRegisters, true, where);
@@ -156,4 +161,55 @@ inline void wgmma_rs(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, int
                                              .b_major = flashgen::simulator::Major::mn,
                                              .accumulate = accumulate != 0},
                                             where);
+}
+
+inline uint32_t load_global_8(const uint8_t* source,
+                              flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    uint8_t value;
+    flashgen::simulator::load_global(&value, source, 1, where);
+    return value;
+}
+
+inline uint32_t load_global_32(const void* source,
+                               flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    uint32_t value;
+    flashgen::simulator::load_global(&value, source, 4, where);
+    return value;
+}
+
+inline uint4 load_global_128(const void* source,
+                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    uint4 value;
+    flashgen::simulator::load_global(&value, source, 16, where);
+    return value;
+}
+
+inline uint32_t load_shared_32(shared_address source,
+                               flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    uint32_t value;
+    flashgen::simulator::load_shared(&value, source, 4, where);
+    return value;
+}
+
+inline uint4 load_shared_128(shared_address source,
+                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    uint4 value;
+    flashgen::simulator::load_shared(&value, source, 16, where);
+    return value;
+}
+
+inline void store_shared_8(shared_address destination, uint32_t value,
+                           flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    const uint8_t byte = static_cast<uint8_t>(value);
+    flashgen::simulator::store_shared(destination, &byte, 1, where);
+}
+
+inline void store_shared_32(shared_address destination, uint32_t value,
+                            flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::store_shared(destination, &value, 4, where);
+}
+
+inline void store_shared_128(shared_address destination, uint4 value,
+                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::store_shared(destination, &value, 16, where);
 }

@@ -27,8 +27,9 @@ void tensor_store(const void* map, uint32_t source, const int* coordinates, int 
 void tensor_store_commit();
 void tensor_store_wait(int pending);
 
-// bar.arrive.
+// bar.arrive; bar.red.or.
 void barrier_arrive(int id, int threads, Location where);
+bool barrier_any(int id, int threads, bool predicate, Location where);
 
 // setmaxnreg.
 void set_registers(int count, bool increase, Location where);
