@@ -44,26 +44,52 @@ def pairs(low, high):
     return low.astype(np.uint32) | high.astype(np.uint32) << 16
 
 
-WHERE = r",? flashgen::simulator::Location where = flashgen::simulator::Location::current\(\)"
+WHERE = r",? ?flashgen::simulator::Location where = flashgen::simulator::Location::current\(\)"
 
 
 def declarations(header):
     """What a header declares: functions with their parameters but the call's place, types, constants."""
     text = " ".join(line for line in header.splitlines() if not line.startswith(("//", "#")))
     text = re.sub(WHERE, "", re.sub(r" +", " ", text))
-    functions = re.findall(r"(?:__device__(?: __forceinline__)?|inline) ([\w]+) (\w+)(?:<\w+>)?\((.*?)\) ?[{;]", text)
+    functions = re.findall(
+        r"(?:__device__(?: __forceinline__)?|inline) ([\w]+) (\w+)(?:<\w+>)?\((.*?)\) ?[{;]", text
+    )
     # One specialisation of a template for each shape is here what one template is there.
-    functions = {(kind, name, re.sub(r"&d\)\[\d+\]", "&d)[kCount]", given)) for kind, name, given in functions}
+    functions = {
+        (kind, name, re.sub(r"&d\)\[\d+\]", "&d)[kCount]", given)) for kind, name, given in functions
+    }
     return {*functions, *re.findall(r"\b(?:struct|using|constexpr \w+) (\w+) [={]", text)}
 
 
-@pytest.mark.parametrize("name", ["sm80.cuh", "ptx.cuh", "types.cuh"])
+AHEAD = {
+    "barrier_red_or",
+    "fence_proxy_async",
+    "load_global_128",
+    "load_global_32",
+    "load_global_8",
+    "load_shared_128",
+    "load_shared_32",
+    "store_shared_128",
+    "store_shared_32",
+    "store_shared_8",
+    "tma_store_4d",
+    "tma_store_5d",
+    "tma_store_commit",
+    "tma_store_wait",
+    "tma_store_wait_read",
+}
+
+
+@pytest.mark.parametrize("name", ["sm80.cuh", "sm90.cuh", "ptx.cuh", "types.cuh"])
 def test_a_header_declares_what_the_one_does_that_it_stands_in_for(name):
     real = (paths.templates_dir() / "include" / "flashgen" / name).read_text()
     real = re.sub(r"#if defined\(__CUDACC_RTC__\).*?#else", "", real, flags=re.DOTALL)
     host = (library.INCLUDE / "flashgen" / name).read_text()
     assert len(declarations(real)) >= 3
-    assert declarations(host) - {"kKind"} == declarations(real)
+    # Host bodies may be there before the first kernel that wants them.
+    ahead = declarations(host) - {"kKind"} - declarations(real)
+    assert {name for _, name, _ in ahead} <= (AHEAD if name == "sm90.cuh" else set())
+    assert declarations(real) <= declarations(host)
 
 
 # Matrix products.

@@ -129,8 +129,8 @@ def _run(
     from flashgen.errors import SimulationError
     from flashgen.render import render
     from flashgen.simulator.example import make, run
-    from flashgen.simulator.hardware import pretend_for
     from flashgen.simulator.figures import masked_tiles
+    from flashgen.simulator.hardware import pretend_for
     from flashgen.simulator.library import load, load_in
 
     source = render(variant)
@@ -214,7 +214,7 @@ def _print(found: dict[str, Any]) -> None:
     share = tiles["skipped_share"]
     part = "warpgroup" if counters["wgmma_f16"] + counters["wgmma_bf16"] else "warp"
     skipped = "none is masked" if share is None else f"{share:.0%} of {tiles['masked']} masked ones skipped"
-    pairs.append(("tiles", f"{tiles['total']} of a warp and a block of keys, {skipped}"))
+    pairs.append(("tiles", f"{tiles['total']} of a {part} and a block of keys, {skipped}"))
     print_pairs(pairs, title=found["variant"])
     click.echo()
     columns = [Column("line", number=True), Column("access")]

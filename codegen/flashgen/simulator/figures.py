@@ -23,8 +23,8 @@ _WARPGROUP_ROWS, _WARPGROUP_DEPTH = 64, 16
 
 @dataclass(frozen=True, slots=True)
 class MaskedTiles:
-    """Tiles of one warp's rows, or one warpgroup's, and one block of keys: all of them, those of which every key is hidden, and
-    those that were multiplied. Rows past the last one count as the last one.
+    """Tiles of one warp's rows, or one warpgroup's, and one block of keys: all of them, those of which every
+    key is hidden, and those that were multiplied. Rows past the last one count as the last one.
     """
 
     total: int
@@ -40,7 +40,7 @@ class MaskedTiles:
 def masked_tiles(problem: Problem, variant: Variant, mask: np.ndarray | None, report: Report) -> MaskedTiles:
     """What ``report`` says about the tiles of a forward kernel."""
     block_m, block_n = variant.tile_value("block_m"), variant.tile_value("block_n")
-    if report.counters["wgmma_f16"] + report.counters["wgmma_bf16"]:
+    if "warps" not in dict(variant.tile):
         parts, part_rows = block_m // _WARPGROUP_ROWS, _WARPGROUP_ROWS
         each = (variant.head_dim + block_n) // _WARPGROUP_DEPTH
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-
 from typing import TYPE_CHECKING
 
 from flashgen.device import Device
@@ -49,6 +48,6 @@ def pretend(arch: str | None = None) -> Device:
 
 
 def pretend_for(variant: Variant) -> Device:
-    """The device of the variant's own architecture, where the simulator knows it; otherwise as ``pretend``."""
+    """The device of the variant's own architecture where the simulator knows it; else as ``pretend``."""
     arch = variant.min_arch.rstrip("af")
     return pretend(arch if arch in _GPUS else None)

@@ -183,7 +183,7 @@ class RawReport(ctypes.Structure):
         ("thread", ctypes.c_int32),
         ("other_thread", ctypes.c_int32),
         ("block", ctypes.c_uint32 * 3),
-        ("message", ctypes.c_char * 1024),
+        ("message", ctypes.c_char * 2048),
         ("counters", Counters),
         ("sites", ctypes.POINTER(Site)),
         ("max_sites", ctypes.c_uint64),

@@ -146,7 +146,7 @@ typedef struct SimReport {
     int32_t thread;      /* linear in its block; -1: none */
     int32_t other_thread;
     uint32_t block[3];
-    char message[1024]; /* all of it in words */
+    char message[2048]; /* all of it in words */
     SimCounters counters;
     SimSite* sites; /* of the caller, `max_sites` long; may be null */
     uint64_t max_sites;
