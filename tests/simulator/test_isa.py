@@ -533,3 +533,27 @@ def test_intrinsics_on_bits():
     assert out[:, 3].tolist() == [3, 1, 1, 0]
     assert out[:, 4].tolist() == [7, 0, 0, 32]
     assert out[:, 5].tolist() == [int(f"{int(word):032b}"[::-1], 2) for word in words]
+
+
+def test_bytes_and_bits_across_two_words(rng):
+    words = rng.integers(0, 1 << 32, (32, 4), np.uint32)
+    out = np.zeros((32, 4), np.uint32)
+    run(
+        """
+        const uint32_t* in = params.words + 4 * lane;
+        params.out[4 * lane] = __byte_perm(in[0], in[1], in[2]);
+        params.out[4 * lane + 1] = __funnelshift_r(in[0], in[1], in[3]);
+        params.out[4 * lane + 2] = __funnelshift_l(in[0], in[1], in[3]);
+        params.out[4 * lane + 3] = __funnelshift_rc(in[0], in[1], in[3] % 40);
+        """,
+        {"words": words},
+        {"out": out},
+    )
+    for (low, high, selector, shift), found in zip(words.tolist(), out.tolist(), strict=True):
+        both = high << 32 | low
+        given = both.to_bytes(8, "little")
+        nibbles = [selector >> 4 * i & 15 for i in range(4)]
+        signed = [255 * (given[n & 7] >> 7) if n & 8 else given[n] for n in nibbles]
+        by, clamped = shift % 32, min(shift % 40, 32)
+        expected = [int.from_bytes(bytes(signed), "little"), both >> by, both << by >> 32, both >> clamped]
+        assert found == [value & 0xFFFFFFFF for value in expected]
