@@ -538,8 +538,7 @@ __device__ __forceinline__ void read_mask(const Params& params, shared_address s
                 if (!barrier_red_or(kMaskBarrier, 32 * kMaskWarps, visible)) continue;
             }
             if (warp == 0 && lane == 0) store_shared_32(entry + kMaskIndexOffset, block);
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(barriers.mask_full(ring.stage));
+            mbarrier_arrive(barriers.mask_full(ring.stage));
             ring.advance();
         }
     }
@@ -592,8 +591,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         mbarrier_wait(barriers.mask_full(mask_ring.stage), mask_ring.parity);
         MaskedBlock block;
         block.load(shared + kMaskOffset + mask_ring.stage * kMaskStageBytes, warp_row, lane);
-        __syncwarp();
-        release(barriers.mask_empty(mask_ring.stage));
+        mbarrier_arrive(barriers.mask_empty(mask_ring.stage));
         mask_ring.advance();
         return block;
     };
@@ -679,8 +677,8 @@ flash_fwd_hdim128_fp16_dense_sm90(const __grid_constant__ Params params) {
             mbarrier_init(barriers.v_full(stage), 1);
             mbarrier_init(barriers.k_empty(stage), 4 * kConsumers);
             mbarrier_init(barriers.v_empty(stage), 4 * kConsumers);
-            mbarrier_init(barriers.mask_full(stage), kMaskWarps);
-            mbarrier_init(barriers.mask_empty(stage), 4 * kConsumers + 1);
+            mbarrier_init(barriers.mask_full(stage), 32 * kMaskWarps);
+            mbarrier_init(barriers.mask_empty(stage), 128 * kConsumers + 1);
         }
         fence_mbarrier_init();
     }

@@ -79,8 +79,8 @@ def test_wrong_and_unrepeatable_results_are_failures(flashgen, monkeypatch):
 
     right = example.run
 
-    def spoilt(library, variant, given, *, seed):
-        report = right(library, variant, given, seed=seed)
+    def spoilt(library, variant, given, *, seed, device):
+        report = right(library, variant, given, seed=seed, device=device)
         given.out[0, 3, 1, 5] += np.float16(seed)
         return report
 
@@ -92,6 +92,23 @@ def test_wrong_and_unrepeatable_results_are_failures(flashgen, monkeypatch):
     result = flashgen("simulate", NAME, "--seed", 1, "--seeds", 2)
     assert result.exit_code == 1
     assert "the order of threads shows" in result.stdout
+
+
+def test_a_hopper_kernel_on_few_multiprocessors(flashgen):
+    arguments = ("simulate", "flash_fwd_hdim64_fp16_causal_m64_sm90", "--seqlen-q", 200, "--seqlen-kv", 300)
+    found = json.loads(flashgen(*arguments, "--multiprocessors", 3, "--json").stdout)
+    assert found["ok"]
+    assert found["counters"]["blocks"] == 3
+    # Two heads, four tiles of 64 rows each; a tile's rows end where their last key does.
+    keys = [-(-(min(row + 64, 200) + 100) // 128) for row in range(0, 200, 64)]
+    assert found["counters"]["tensor_loads"] == 2 * sum(1 + 2 * count for count in keys)
+    assert found["counters"]["wgmma_f16"] == 2 * sum(keys) * (64 + 128) // 16
+    assert found["tiles"]["skipped_share"] == 1
+    products = [access for access in found["accesses"] if access["kind"] == "wgmma"]
+    assert [access["conflicts"] for access in products] == [0, 0]
+    text = flashgen(*arguments).stdout
+    assert "wgmma" in text
+    assert "of a warpgroup and a block of keys" in text
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from flashgen.dispatch import FAMILY
+from flashgen.params import TENSOR_MAP
 from flashgen.simulator.example import Shape
 from flashgen.simulator.library import supports
 from flashgen.spec import load_specs
@@ -26,12 +27,13 @@ VARIANTS = {
 
 
 def traits(variant: Variant) -> set[tuple]:
-    """What the set must have: each tile of a target with each mask type, and all pairs of axis values,
-    target, loop and name of the tile.
+    """What the set must have: each tile of a target with each mask type, and for each spec all pairs of axis
+    values, target, loop and name of the tile.
     """
-    values = [*variant.axes, ("target", variant.target), ("groups", variant.tile_value("groups"))]
+    values = [*variant.axes, ("target", variant.target), ("groups", dict(variant.tile).get("groups"))]
     values.append(("tile_name", variant.tile_name))
-    return {*combinations(values, 2), (variant.target, variant.tile, variant.mask_type)}
+    pairs = {(variant.spec, *pair) for pair in combinations(values, 2)}
+    return {*pairs, (variant.target, variant.tile, variant.mask_type)}
 
 
 def work(variant: Variant) -> int:
@@ -59,7 +61,9 @@ def shapes(variant: Variant) -> list[Shape]:
     rows, keys = variant.tile_value("block_m"), variant.tile_value("block_n")
     step = 4 if variant.dtype == "fp32" else 8
     smaller = {32: 0, 64: 32, 96: 64, 128: 96, 192: 128, 256: 192}[variant.head_dim]
-    heads, kv_heads = (2, 2) if variant.gqa == "mha" else (3, 1)
+    # A tensor map of packed rows needs a group that divides the tile.
+    mapped = any(param.ctype == TENSOR_MAP for param in variant.params)
+    heads, kv_heads = (2, 2) if variant.gqa == "mha" else (4 if mapped else 3, 1)
     window = {"window": (keys, 3)} if variant.mask_type == "local" else {}
     short = {"head_dim": variant.head_dim - step, "head_dim_v": variant.head_dim_v - 2 * step}
     wide = {"head_dim": smaller + step, "head_dim_v": variant.head_dim_v}

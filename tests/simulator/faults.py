@@ -21,6 +21,7 @@ class Fault:
     shape: Shape
     caught: tuple[str, ...]
     edits: tuple[tuple[str, str], ...]
+    multiprocessors: int | None = None  # of the pretended GPU; None: its own
 
     def plant(self, source: str) -> str:
         """The source with the fault; AssertionError where the kernel is no longer written that way."""
@@ -56,9 +57,17 @@ NUMBERS = (WRONG,)
 BOUNDS = ("global bounds",)
 
 
-def fault(name: str, variant: str, shape: Shape, caught: tuple[str, ...], *texts: str) -> Fault:
+def fault(
+    name: str,
+    variant: str,
+    shape: Shape,
+    caught: tuple[str, ...],
+    *texts: str,
+    multiprocessors: int | None = None,
+) -> Fault:
     """``texts`` are old and new text in turn."""
-    return Fault(name, variant, shape, caught, tuple(zip(texts[::2], texts[1::2], strict=True)))
+    edits = tuple(zip(texts[::2], texts[1::2], strict=True))
+    return Fault(name, variant, shape, caught, edits, multiprocessors)
 
 
 FAULTS = (

@@ -11,16 +11,18 @@ import pytest
 
 from flashgen.errors import SimulationError
 from flashgen.simulator import library
-from flashgen.simulator.launch import Report, execute
+from flashgen.simulator.launch import Report, encode, execute
 from flashgen.simulator.library import Region
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
+
+    from flashgen.tensormap import TensorMap
 
 NAME = "kernel"
 _TYPES = {"float32": "float", "float64": "double", "bool": "bool"}
 _SOURCE = """\
-#include "flashgen/sm80.cuh"
+#include "flashgen/{header}.cuh"
 
 struct Params {{
 {members}
@@ -29,7 +31,7 @@ struct Params {{
 {functions}
 
 extern "C" __global__ void __launch_bounds__({bounds}) {name}(const __grid_constant__ Params params) {{
-    extern __shared__ __align__(128) unsigned char shared_memory[];
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
     const shared_address shared = to_shared(shared_memory);
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
@@ -38,13 +40,24 @@ extern "C" __global__ void __launch_bounds__({bounds}) {name}(const __grid_const
 """
 
 
-def source_of(body: str, arrays: Mapping[str, np.ndarray], functions: str = "", bounds: int = 1024) -> str:
-    """A kernel whose parameters are pointers to ``arrays``. The body also has lane, warp and shared."""
-    members = [
+def source_of(
+    body: str,
+    arrays: Mapping[str, np.ndarray],
+    functions: str = "",
+    bounds: int = 1024,
+    header: str = "sm80",
+    maps: Iterable[str] = (),
+) -> str:
+    """A kernel whose parameters are the tensor maps ``maps``, then pointers to ``arrays``. The body also has
+    lane, warp and shared.
+    """
+    members = [f"    tensor_map {name};" for name in maps]
+    members += [
         f"    {_TYPES.get(str(array.dtype), f'{array.dtype}_t')}* {name};" for name, array in arrays.items()
     ]
     return _SOURCE.format(
         name=NAME,
+        header=header,
         members="\n".join(members) or "    int nothing;",
         functions=functions,
         bounds=bounds,
@@ -59,6 +72,8 @@ def run(
     *,
     functions: str = "",
     bounds: int = 1024,
+    header: str = "sm80",
+    maps: Mapping[str, tuple[TensorMap, np.ndarray]] | None = None,
     grid: tuple[int, int, int] = (1, 1, 1),
     block: int | tuple[int, int, int] = 32,
     shared_bytes: int = 4096,
@@ -66,19 +81,25 @@ def run(
     seed: int = 0,
     threads: int = 1,
 ) -> Report:
-    """Compile and launch a kernel on ``inputs``, which it may only read, and ``outputs``."""
-    inputs, outputs = inputs or {}, outputs or {}
+    """Compile and launch a kernel on ``inputs``, which it may only read, and ``outputs``. ``maps`` describes
+    arrays, which must be among them.
+    """
+    inputs, outputs, maps = inputs or {}, outputs or {}, maps or {}
     arrays = {**inputs, **outputs}
-    loaded = library.load(source_of(body, arrays, functions, bounds), NAME)
+    loaded = library.load(source_of(body, arrays, functions, bounds, header, maps), NAME)
     access = dict.fromkeys(inputs, Region.READABLE | Region.INITIALISED)
     access |= dict.fromkeys(outputs, Region.READABLE | Region.WRITABLE)
     pointers = np.array([array.ctypes.data for array in arrays.values()] or [0], np.uint64)
     regions = [
         Region(array.ctypes.data, array.nbytes, name.encode(), access[name]) for name, array in arrays.items()
     ]
+    params = pointers.tobytes()[: ctypes.sizeof(ctypes.c_int) if not arrays else None]
+    if maps:
+        encoded = [encode(described, array.ctypes.data) for described, array in maps.values()]
+        params = b"".join([*encoded, params.ljust(-(-len(params) // 64) * 64, b"\0")])
     return execute(
         loaded,
-        pointers.tobytes()[: ctypes.sizeof(ctypes.c_int) if not arrays else None],
+        params,
         grid,
         (block, 1, 1) if isinstance(block, int) else block,
         shared_bytes,
@@ -99,7 +120,8 @@ def fault(
     with pytest.raises(SimulationError) as caught:
         run(body, *args, functions=functions, **options)
     arrays = {name: array for group in args for name, array in (group or {}).items()}
-    lines = source_of(body, arrays, functions, options.get("bounds", 1024)).splitlines()
+    rest = options.get("bounds", 1024), options.get("header", "sm80"), options.get("maps") or ()
+    lines = source_of(body, arrays, functions, *rest).splitlines()
     marked = {
         mark: number
         for number, line in enumerate(lines, 1)

@@ -44,24 +44,52 @@ def pairs(low, high):
     return low.astype(np.uint32) | high.astype(np.uint32) << 16
 
 
-WHERE = r",? flashgen::simulator::Location where = flashgen::simulator::Location::current\(\)"
+WHERE = r",? ?flashgen::simulator::Location where = flashgen::simulator::Location::current\(\)"
 
 
 def declarations(header):
     """What a header declares: functions with their parameters but the call's place, types, constants."""
     text = " ".join(line for line in header.splitlines() if not line.startswith(("//", "#")))
     text = re.sub(WHERE, "", re.sub(r" +", " ", text))
-    functions = re.findall(r"(?:__device__(?: __forceinline__)?|inline) ([\w]+) (\w+)\((.*?)\) ?[{;]", text)
+    functions = re.findall(
+        r"(?:__device__(?: __forceinline__)?|inline) ([\w]+) (\w+)(?:<\w+>)?\((.*?)\) ?[{;]", text
+    )
+    # One specialisation of a template for each shape is here what one template is there.
+    functions = {
+        (kind, name, re.sub(r"&d\)\[\d+\]", "&d)[kCount]", given)) for kind, name, given in functions
+    }
     return {*functions, *re.findall(r"\b(?:struct|using|constexpr \w+) (\w+) [={]", text)}
 
 
-@pytest.mark.parametrize("name", ["sm80.cuh", "types.cuh"])
+AHEAD = {
+    "barrier_red_or",
+    "fence_proxy_async",
+    "load_global_128",
+    "load_global_32",
+    "load_global_8",
+    "load_shared_128",
+    "load_shared_32",
+    "store_shared_128",
+    "store_shared_32",
+    "store_shared_8",
+    "tma_store_4d",
+    "tma_store_5d",
+    "tma_store_commit",
+    "tma_store_wait",
+    "tma_store_wait_read",
+}
+
+
+@pytest.mark.parametrize("name", ["sm80.cuh", "sm90.cuh", "ptx.cuh", "types.cuh"])
 def test_a_header_declares_what_the_one_does_that_it_stands_in_for(name):
     real = (paths.templates_dir() / "include" / "flashgen" / name).read_text()
     real = re.sub(r"#if defined\(__CUDACC_RTC__\).*?#else", "", real, flags=re.DOTALL)
     host = (library.INCLUDE / "flashgen" / name).read_text()
     assert len(declarations(real)) >= 3
-    assert declarations(host) - {"kKind"} == declarations(real)
+    # Host bodies may be there before the first kernel that wants them.
+    ahead = declarations(host) - {"kKind"} - declarations(real)
+    assert {name for _, name, _ in ahead} <= (AHEAD if name == "sm90.cuh" else set())
+    assert declarations(real) <= declarations(host)
 
 
 # Matrix products.
@@ -505,3 +533,27 @@ def test_intrinsics_on_bits():
     assert out[:, 3].tolist() == [3, 1, 1, 0]
     assert out[:, 4].tolist() == [7, 0, 0, 32]
     assert out[:, 5].tolist() == [int(f"{int(word):032b}"[::-1], 2) for word in words]
+
+
+def test_bytes_and_bits_across_two_words(rng):
+    words = rng.integers(0, 1 << 32, (32, 4), np.uint32)
+    out = np.zeros((32, 4), np.uint32)
+    run(
+        """
+        const uint32_t* in = params.words + 4 * lane;
+        params.out[4 * lane] = __byte_perm(in[0], in[1], in[2]);
+        params.out[4 * lane + 1] = __funnelshift_r(in[0], in[1], in[3]);
+        params.out[4 * lane + 2] = __funnelshift_l(in[0], in[1], in[3]);
+        params.out[4 * lane + 3] = __funnelshift_rc(in[0], in[1], in[3] % 40);
+        """,
+        {"words": words},
+        {"out": out},
+    )
+    for (low, high, selector, shift), found in zip(words.tolist(), out.tolist(), strict=True):
+        both = high << 32 | low
+        given = both.to_bytes(8, "little")
+        nibbles = [selector >> 4 * i & 15 for i in range(4)]
+        signed = [255 * (given[n & 7] >> 7) if n & 8 else given[n] for n in nibbles]
+        by, clamped = shift % 32, min(shift % 40, 32)
+        expected = [int.from_bytes(bytes(signed), "little"), both >> by, both << by >> 32, both >> clamped]
+        assert found == [value & 0xFFFFFFFF for value in expected]

@@ -147,6 +147,15 @@ def test_the_variable_chooses_the_backend_and_the_architecture(compiler, monkeyp
         flashgen.plan(q, q, q)
 
 
+def test_on_a_pretended_hopper_attention_takes_a_hopper_kernel(compiler, monkeypatch):
+    monkeypatch.setenv("FLASHGEN_BACKEND", "simulator")
+    monkeypatch.setenv("FLASHGEN_SIMULATOR_ARCH", "sm_90")
+    q = np.ones((1, 70, 4, 64), np.float16)
+    assert flashgen.plan(q, q, q).variant.target == "sm90"
+    assert attended(causal=True, shape=(2, 70, 4, 64)).ok
+    assert attended(causal=True, shape=(2, 70, 4, 40), heads_kv=2).ok
+
+
 def test_arrays_on_a_gpu_are_refused():
     with pytest.raises(flashgen.DeviceTypeNotSupported, match="'simulator' cannot compute arrays on GPU 0"):
         backend_for(0, "simulator")
@@ -248,7 +257,7 @@ def test_masked_tiles_of_folded_heads():
 
 
 def test_every_check_has_a_name_of_its_own():
-    assert len(set(CHECKS)) == len(CHECKS) == 14
+    assert len(set(CHECKS)) == len(CHECKS) == 18
 
 
 @pytest.mark.parametrize("arch", hardware.ARCHS)

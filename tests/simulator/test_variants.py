@@ -38,8 +38,10 @@ def test_the_set_has_every_value_of_every_axis_and_every_tile():
 
 @pytest.mark.parametrize("variant", COVERING, ids=lambda variant: variant.name)
 def test_variant(variant, compiler, fresh_seed):
+    """A persistent block takes several tiles."""
+    device = dataclasses.replace(hardware.pretend_for(variant), num_sms=2)
     for shape in shapes(variant):
-        simulated(variant, shape, fresh_seed)
+        simulated(variant, shape, fresh_seed, device=device)
 
 
 SMALL = ("flash_fwd_hdim32_bf16_causal_m64_sm80", "flash_fwd_hdim32_fp16_dense_m64_packgqa_sm80")
@@ -49,6 +51,28 @@ SMALL = ("flash_fwd_hdim32_bf16_causal_m64_sm80", "flash_fwd_hdim32_fp16_dense_m
 @pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(1, 1), (3, 0), (64, 64), (65, 63), (1, 200), (200, 1)])
 def test_lengths_at_the_edges_of_tiles(name, seqlen_q, seqlen_kv, compiler, fresh_seed):
     simulated(VARIANTS[name], Shape(seqlen_q, seqlen_kv), fresh_seed)
+
+
+HOPPER = ("flash_fwd_hdim64_bf16_causal_m64_sm90", "flash_fwd_hdim64_fp16_packgqa_sm90")
+
+
+@pytest.mark.parametrize("name", HOPPER)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(1, 1), (64, 128), (65, 127), (1, 500), (300, 129)])
+def test_lengths_at_the_edges_of_tiles_that_tensor_copies_fetch(
+    name, seqlen_q, seqlen_kv, compiler, fresh_seed
+):
+    simulated(VARIANTS[name], Shape(seqlen_q, seqlen_kv, heads=2), fresh_seed)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 2, 5])
+def test_how_tiles_are_shared_out_changes_no_bit(multiprocessors, compiler, fresh_seed):
+    variant = VARIANTS["flash_fwd_hdim128_bf16_causal_sm90"]
+    shape = Shape(400, 500, heads=2)
+    own = simulated(variant, shape, fresh_seed)
+    device = dataclasses.replace(hardware.pretend_for(variant), num_sms=multiprocessors)
+    few = simulated(variant, shape, fresh_seed, device=device)
+    assert np.array_equal(own.out, few.out)
+    assert np.array_equal(own.lse, few.lse)
 
 
 @pytest.mark.parametrize("window", [(0, 0), (-1, 5), (5, -1), (3, 300), (64, 0)])

@@ -36,7 +36,7 @@ give axes; of several variants that fit, the first in the spec's order is shown,
 @click.argument("name", required=False)
 @click.option("--source", "view", flag_value="source", help="The CUDA source, as rendered.")
 @click.option(
-    "--flat", "view", flag_value="flat", help="The CUDA source with flashgen's own header in it: one file."
+    "--flat", "view", flag_value="flat", help="The CUDA source with flashgen's own headers in it: one file."
 )
 @click.option("--ptx", "view", flag_value="ptx", help="The PTX that NVRTC makes of it.")
 @click.option(

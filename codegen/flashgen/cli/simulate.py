@@ -22,9 +22,14 @@ if TYPE_CHECKING:
 _GAP = 128  # bytes between rows: they begin at a cache line where they would without it
 _KINDS = {
     "mma": ("mma_m16n8k16_f16", "mma_m16n8k16_bf16", "mma_m16n8k8_tf32"),
+    "wgmma, of warpgroups": ("wgmma_f16", "wgmma_bf16"),
     "ldmatrix": ("ldmatrix",),
     "cp.async": ("cp_async",),
     "cp.async waits": ("cp_async_wait",),
+    "tensor loads": ("tensor_loads",),
+    "tensor stores": ("tensor_stores",),
+    "mbarrier arrivals": ("mbarrier_arrivals",),
+    "mbarrier waits (threads)": ("mbarrier_waits",),
     "block barriers": ("barriers",),
     "warp barriers": ("warp_syncs",),
     "shuffles and votes": ("shuffles", "votes"),
@@ -41,6 +46,7 @@ Examples:
   flashgen simulate flash_fwd_hdim64_bf16_packgqa_sm80 --heads 8 --kv-heads 2
   flashgen simulate flash_fwd_hdim64_fp16_local_sm80 --window 64 0 --seeds 20
   flashgen simulate flash_fwd_hdim64_fp16_sm80 --json | jq .accesses
+  flashgen simulate flash_fwd_hdim128_fp16_causal_sm90 --multiprocessors 2
   flashgen simulate flash_fwd_hdim64_fp16_sm80 --debug kernel
 
 NAME is a variant's name as `flashgen list` prints it, or the path of its generated file. Inputs are random; a
@@ -57,6 +63,11 @@ forbids, is too far from float64, or gives other bits under another order.
 @click.option("--head-dim", type=click.IntRange(1), help="Head dim of the call. [default: that of NAME]")
 @click.option("--head-dim-v", type=click.IntRange(1), help="That of v. [default: the same, if NAME holds it]")
 @click.option("--window", type=int, nargs=2, metavar="LEFT RIGHT", help="For local variants; -1 is no bound.")
+@click.option(
+    "--multiprocessors",
+    type=click.IntRange(1),
+    help="Of the pretended GPU: a persistent kernel has no more blocks. [default: that GPU's own]",
+)
 @click.option("--seed", type=int, help="First seed. [default: a fresh one]")
 @click.option("--seeds", type=click.IntRange(1), default=1, show_default=True, help="How many seeds to run.")
 @click.option(
@@ -77,6 +88,7 @@ def command(
     head_dim: int | None,
     head_dim_v: int | None,
     window: tuple[int, int] | None,
+    multiprocessors: int | None,
     seed: int | None,
     seeds: int,
     debug: Path | None,
@@ -99,7 +111,7 @@ def command(
     heads = heads or kv_heads or (2 if variant.gqa == "mha" else 4)
     shape = Shape(seqlen_q, seqlen_kv, heads, kv_heads, batch, head_dim, head_dim_v, window, gap=_GAP)
     first = secrets.randbits(32) if seed is None else seed
-    found = _run(variant, shape, range(first, first + seeds), debug)
+    found = _run(variant, shape, range(first, first + seeds), debug, multiprocessors)
     if as_json:
         print_json(found)
     else:
@@ -108,17 +120,25 @@ def command(
         sys.exit(1)
 
 
-def _run(variant: Variant, shape: Any, seeds: range, debug: Path | None) -> dict[str, Any]:
+def _run(
+    variant: Variant, shape: Any, seeds: range, debug: Path | None, multiprocessors: int | None
+) -> dict[str, Any]:
     """Simulate the same inputs under every seed's order of threads."""
+    from dataclasses import replace
+
     import numpy as np
 
     from flashgen.errors import SimulationError
     from flashgen.render import render
     from flashgen.simulator.example import make, run
     from flashgen.simulator.figures import masked_tiles
+    from flashgen.simulator.hardware import pretend_for
     from flashgen.simulator.library import load, load_in
 
     source = render(variant)
+    device = pretend_for(variant)
+    if multiprocessors is not None:
+        device = replace(device, num_sms=multiprocessors)
     begin = time.perf_counter()
     library = load_in(debug, source, variant.name) if debug else load(source, variant.name)
     compiled = time.perf_counter() - begin
@@ -134,7 +154,7 @@ def _run(variant: Variant, shape: Any, seeds: range, debug: Path | None) -> dict
     for seed in seeds:
         example = make(variant, shape, seeds.start)
         try:
-            report = run(library, variant, example, seed=seed)
+            report = run(library, variant, example, seed=seed, device=device)
         except SimulationError as error:
             raise click.ClickException(f"{error}\nseed {seed}") from error
         examples.append(example)
@@ -196,8 +216,9 @@ def _print(found: dict[str, Any]) -> None:
                           f"{size(counters['global_bytes_written'])} written")
     )  # fmt: skip
     share = tiles["skipped_share"]
+    part = "warpgroup" if counters["wgmma_f16"] + counters["wgmma_bf16"] else "warp"
     skipped = "none is masked" if share is None else f"{share:.0%} of {tiles['masked']} masked ones skipped"
-    pairs.append(("tiles", f"{tiles['total']} of a warp and a block of keys, {skipped}"))
+    pairs.append(("tiles", f"{tiles['total']} of a {part} and a block of keys, {skipped}"))
     print_pairs(pairs, title=found["variant"])
     click.echo()
     columns = [Column("line", number=True), Column("access")]

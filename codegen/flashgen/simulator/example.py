@@ -123,10 +123,10 @@ def run(
     device: Device | None = None,
     threads: int | None = None,
 ) -> Report:
-    """Simulate the variant on the example's arrays; see ``launch.simulate``. ``device`` is by default the
-    pretended one."""
+    """Simulate the variant on the example's arrays; see ``launch.simulate``. ``device`` is by default the GPU
+    that the variant is made for, as the simulator pretends it."""
     pointers = tuple(0 if x is None else x.ctypes.data for x in example.arrays)
-    device = device or hardware.pretend()
+    device = device or hardware.pretend_for(variant)
     return simulate(library, variant, example.problem, pointers, device, seed=seed, threads=threads)
 
 

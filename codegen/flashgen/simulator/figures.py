@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     from flashgen.simulator.launch import Report
     from flashgen.variant import Variant
 
-# Matrix instructions of the tensor cores that one product takes, and the depth of one.
+# Matrix instructions of a warp that one product takes, and the depth of one.
 _PRODUCTS = {"fp16": (1, 16), "bf16": (1, 16), "fp32": (3, 8)}
+# Of a warpgroup, one instruction takes the whole width of a product.
+_WARPGROUP_ROWS, _WARPGROUP_DEPTH = 64, 16
 
 
 @dataclass(frozen=True, slots=True)
 class MaskedTiles:
-    """Tiles of one warp's rows and one block of keys: all of them, those of which every key is hidden, and
-    those that were multiplied. Rows past the last one count as the last one.
+    """Tiles of one warp's rows, or one warpgroup's, and one block of keys: all of them, those of which every
+    key is hidden, and those that were multiplied. Rows past the last one count as the last one.
     """
 
     total: int
@@ -37,20 +39,24 @@ class MaskedTiles:
 
 def masked_tiles(problem: Problem, variant: Variant, mask: np.ndarray | None, report: Report) -> MaskedTiles:
     """What ``report`` says about the tiles of a forward kernel."""
-    block_m, block_n, warps = (variant.tile_value(key) for key in ("block_m", "block_n", "warps"))
-    products, depth = _PRODUCTS[variant.dtype]
-    warp_rows = block_m // warps
-    # Q K^T and P V differ in size only as the head dims do.
-    width = variant.head_dim + variant.head_dim_v
-    each = products * (warp_rows // 16) * (block_n // 8) * (width // depth)
+    block_m, block_n = variant.tile_value("block_m"), variant.tile_value("block_n")
+    if "warps" not in dict(variant.tile):
+        parts, part_rows = block_m // _WARPGROUP_ROWS, _WARPGROUP_ROWS
+        each = (variant.head_dim + block_n) // _WARPGROUP_DEPTH
+    else:
+        parts, part_rows = variant.tile_value("warps"), block_m // variant.tile_value("warps")
+        products, depth = _PRODUCTS[variant.dtype]
+        # Q K^T and P V differ in size only as the head dims do.
+        width = variant.head_dim + variant.head_dim_v
+        each = products * (part_rows // 16) * (block_n // 8) * (width // depth)
     key_blocks = -(-problem.seqlen_kv // block_n)
-    total = tiles(problem, variant) * warps * key_blocks
+    total = tiles(problem, variant) * parts * key_blocks
     seen = _seen(problem, variant, mask)
     row_count, keys = -(-seen.shape[1] // block_m) * block_m, key_blocks * block_n
     padded = np.zeros((seen.shape[0], row_count, keys), bool)
     padded[:, : seen.shape[1], : seen.shape[2]] = seen
     padded[:, seen.shape[1] :] = padded[:, seen.shape[1] - 1, None]
-    by_tile = padded.reshape(seen.shape[0], row_count // warp_rows, warp_rows, key_blocks, block_n)
+    by_tile = padded.reshape(seen.shape[0], row_count // part_rows, part_rows, key_blocks, block_n)
     visible = int(by_tile.any(axis=(2, 4)).sum())
     return MaskedTiles(total, total - visible, report.mma / each)
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from flashgen.device import Device
 from flashgen.errors import BadParam
+
+if TYPE_CHECKING:
+    from flashgen.variant import Variant
 
 DEFAULT_ARCH = "sm_80"
 ARCH_VARIABLE = "FLASHGEN_SIMULATOR_ARCH"
@@ -41,3 +45,9 @@ def pretend(arch: str | None = None) -> Device:
         l2_bytes=l2_bytes,
         name=f"simulated {gpu}",
     )
+
+
+def pretend_for(variant: Variant) -> Device:
+    """The device of the variant's own architecture where the simulator knows it; else as ``pretend``."""
+    arch = variant.min_arch.rstrip("af")
+    return pretend(arch if arch in _GPUS else None)

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from flashgen.errors import InternalError, SimulationError
-from flashgen.launch import POINTERS, geometry, pack, vector_width
-from flashgen.simulator.library import COUNTERS, SITE_KINDS, Launch, RawReport, Region, Site
+from flashgen.launch import POINTERS, geometry, maps, pack, vector_width
+from flashgen.problem import ELEMENT_BYTES
+from flashgen.simulator.library import COUNTERS, SITE_KINDS, Launch, RawReport, RawTensorMap, Region, Site
+from flashgen.tensormap import BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from flashgen.device import Device
     from flashgen.problem import Problem
     from flashgen.simulator.library import Library
+    from flashgen.tensormap import TensorMap
     from flashgen.variant import Variant
 
 _MAX_SITES = 256
@@ -42,6 +45,10 @@ _CHECKS = (
     "uninitialised global memory",
     "operand",
     "uninitialised register",
+    "register in flight",
+    "mbarrier",
+    "proxy",
+    "register pool",
 )
 # The names of SimulationError.check.
 CHECKS = _CHECKS[1:]
@@ -77,8 +84,8 @@ class Report:
 
     @property
     def mma(self) -> int:
-        """Matrix instructions of all shapes, in warps."""
-        return sum(count for name, count in self.counters.items() if name.startswith("mma_"))
+        """Matrix instructions of all shapes, in warps; those of a warpgroup count once."""
+        return sum(count for name, count in self.counters.items() if name.startswith(("mma_", "wgmma_")))
 
 
 def simulate(
@@ -182,7 +189,25 @@ def _parameters(problem: Problem, variant: Variant, device: Device, pointers: Po
         mask = pointers[POINTERS.index("mask")]
         aligned = vector_width(mask, *(problem.mask_strides or (0, 0, 0)))
         words[4 * width : 4 * width + 4] = aligned.to_bytes(4, "little")
+    for offset, position, described in maps(problem, variant):
+        words[offset : offset + BYTES] = encode(described, pointers[position])
     return bytes(values)
+
+
+def encode(described: TensorMap, pointer: int) -> bytes:
+    """What stands for a tensor map in a simulated kernel's parameters: the twin of ``tensormap.encode``."""
+    return bytes(
+        RawTensorMap(
+            magic=RawTensorMap.MAGIC,
+            address=pointer,
+            strides=described.strides,
+            extents=described.extents,
+            box=described.box,
+            rank=len(described.extents),
+            element_bytes=ELEMENT_BYTES[described.dtype],
+            swizzle=described.swizzle,
+        )
+    )
 
 
 def _regions(problem: Problem, pointers: Pointers) -> list[Region]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from flashgen.simulator.hostcompiler import HostCompiler
     from flashgen.variant import Variant
 
-ABI = 1
+ABI = 2
 HERE = Path(__file__).resolve().parent
 INCLUDE = HERE / "include"
 
@@ -46,6 +46,7 @@ _KERNEL_OPTIONS = (
     "-fno-strict-aliasing",
     "-Wno-unknown-pragmas",
     "-Wno-attributes",
+    "-Wno-psabi",
 )
 # A function that is inlined by force has no frame, and no arguments, for a debugger to show.
 _UNOPTIMISED = ("-O0", "-ggdb3", "-Dalways_inline=noinline")
@@ -66,6 +67,23 @@ class Region(ctypes.Structure):
         ("name", ctypes.c_char_p),
         ("access", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
+    )
+
+
+class RawTensorMap(ctypes.Structure):
+    """What the engine reads in place of a driver's tensor map; dimension 0 has no stride."""
+
+    MAGIC = 0x70616D726F736E65
+    _fields_ = (
+        ("magic", ctypes.c_uint64),
+        ("address", ctypes.c_uint64),
+        ("strides", ctypes.c_uint64 * 4),
+        ("extents", ctypes.c_uint32 * 5),
+        ("box", ctypes.c_uint32 * 5),
+        ("rank", ctypes.c_uint32),
+        ("element_bytes", ctypes.c_uint32),
+        ("swizzle", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32 * 7),
     )
 
 
@@ -102,7 +120,7 @@ class Site(ctypes.Structure):
 
 
 class Counters(ctypes.Structure):
-    """What was executed, in warp instructions; exp2 and log2 in threads."""
+    """What was executed, in the units that ``abi.h`` says."""
 
     _fields_ = tuple(
         (name, ctypes.c_uint64)
@@ -111,10 +129,16 @@ class Counters(ctypes.Structure):
             "mma_m16n8k16_f16",
             "mma_m16n8k16_bf16",
             "mma_m16n8k8_tf32",
+            "wgmma_f16",
+            "wgmma_bf16",
             "ldmatrix",
             "cp_async",
             "cp_async_commit",
             "cp_async_wait",
+            "tensor_loads",
+            "tensor_stores",
+            "mbarrier_arrivals",
+            "mbarrier_waits",
             "barriers",
             "warp_syncs",
             "shuffles",
@@ -143,6 +167,9 @@ SITE_KINDS = (
     "global load",
     "global store",
     "global copy",
+    "wgmma",
+    "tensor load",
+    "tensor store",
 )
 
 
@@ -156,7 +183,7 @@ class RawReport(ctypes.Structure):
         ("thread", ctypes.c_int32),
         ("other_thread", ctypes.c_int32),
         ("block", ctypes.c_uint32 * 3),
-        ("message", ctypes.c_char * 1024),
+        ("message", ctypes.c_char * 2048),
         ("counters", Counters),
         ("sites", ctypes.POINTER(Site)),
         ("max_sites", ctypes.c_uint64),

@@ -1,23 +1,13 @@
 // PTX of compute capability 8.0, one instruction to a function, under the instruction's own name.
 //
-// This header is the only place where flashgen's Ampere-class kernels meet the machine. A kernel includes it and nothing
-// else, so that a header of the same name with other bodies (a simulator's, say) can stand in for it.
+// This header, with the one that it includes, is the only place where flashgen's Ampere-class kernels meet the machine. A kernel
+// includes it and nothing else, so that a header of the same name with other bodies (a simulator's, say) can stand in for it.
 #pragma once
 
-#include "flashgen/types.cuh"
-
-// Shared memory as PTX addresses it: bytes from the start of the shared window.
-using shared_address = uint32_t;
+#include "flashgen/ptx.cuh"
 
 __device__ __forceinline__ shared_address to_shared(const void* pointer) {
     return static_cast<shared_address>(__cvta_generic_to_shared(pointer));
-}
-
-// %ctaid.x, read anew: what a kernel computes from it twice, it need not keep in registers in between.
-__device__ __forceinline__ int block_index() {
-    int index;
-    asm volatile("mov.u32 %0, %%ctaid.x;\n" : "=r"(index));
-    return index;
 }
 
 // cp.async.cg.shared.global: 16 bytes, past L1. The first `source_bytes` are read, the rest become 0; with 0 the source
@@ -62,21 +52,11 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&fragment)[4], share
                  : "memory");
 }
 
-// ld.global.u8, st.global.f32, st.global.v4.u32.
+// ld.global.u8.
 __device__ __forceinline__ uint32_t load_global_8(const uint8_t* source) {
     uint32_t value;
     asm volatile("ld.global.u8 %0, [%1];\n" : "=r"(value) : "l"(source) : "memory");
     return value;
-}
-
-__device__ __forceinline__ void store_global_32(float* destination, float value) {
-    asm volatile("st.global.f32 [%0], %1;\n" ::"l"(destination), "f"(value) : "memory");
-}
-
-__device__ __forceinline__ void store_global_128(void* destination, uint4 value) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"l"(destination), "r"(value.x), "r"(value.y),
-                 "r"(value.z), "r"(value.w)
-                 : "memory");
 }
 
 // ld.shared.u32, ld.shared.v4.u32, st.shared.u8, st.shared.u32, st.shared.v2.u32.
@@ -143,36 +123,4 @@ __device__ __forceinline__ void mma_m16n8k8_tf32(float (&accumulator)[4], const 
         "{%0, %1, %2, %3};\n"
         : "+f"(accumulator[0]), "+f"(accumulator[1]), "+f"(accumulator[2]), "+f"(accumulator[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// cvt.rn.{f16x2,bf16x2}.f32: two floats rounded to nearest even, `low` in the lower half.
-template <typename Element>
-__device__ uint32_t pack(float low, float high);
-
-template <>
-__device__ __forceinline__ uint32_t pack<fp16>(float low, float high) {
-    uint32_t pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
-template <>
-__device__ __forceinline__ uint32_t pack<bf16>(float low, float high) {
-    uint32_t pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
-// ex2.approx.ftz.f32: 2^x; exactly 0 for -inf.
-__device__ __forceinline__ float exp2_approx(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// lg2.approx.f32: log2(x).
-__device__ __forceinline__ float log2_approx(float x) {
-    float y;
-    asm("lg2.approx.f32 %0, %1;\n" : "=f"(y) : "f"(x));
-    return y;
 }

@@ -1,30 +1,20 @@
 // PTX of compute capability 9.0a (Hopper), one instruction to a function, under the instruction's own name.
 //
-// This header is the only place where flashgen's Hopper kernels meet the machine. A kernel includes it and nothing else, so
-// that a header of the same name with other bodies (a simulator's, say) can stand in for it.
+// This header, with the one that it includes, is the only place where flashgen's Hopper kernels meet the machine. A kernel
+// includes it and nothing else, so that a header of the same name with other bodies (a simulator's, say) can stand in for it.
 #pragma once
 
-#include "flashgen/types.cuh"
+#include "flashgen/ptx.cuh"
 
 // A CUtensorMap: what the copy engine knows of a tensor in global memory. Made by the host, opaque here.
 struct alignas(64) tensor_map {
     uint64_t opaque[16];
 };
 
-// Shared memory as PTX addresses it: bytes from the start of the shared window.
-using shared_address = uint32_t;
-
 __device__ __forceinline__ shared_address to_shared(const void* pointer) {
     shared_address address;
     asm volatile("{\n.reg .u64 shared;\ncvta.to.shared.u64 shared, %1;\ncvt.u32.u64 %0, shared;\n}\n" : "=r"(address) : "l"(pointer));
     return address;
-}
-
-// %ctaid.x.
-__device__ __forceinline__ int block_index() {
-    int index;
-    asm volatile("mov.u32 %0, %%ctaid.x;\n" : "=r"(index));
-    return index;
 }
 
 // prefetch.tensormap: brings a tensor map into the cache of the copy engine.
@@ -138,38 +128,6 @@ __device__ __forceinline__ void pin_registers(float (&registers)[kCount]) {
     for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
-// cvt.rn.{f16x2,bf16x2}.f32: two floats rounded to nearest even, `low` in the lower half.
-template <typename Element>
-__device__ uint32_t pack(float low, float high);
-
-template <>
-__device__ __forceinline__ uint32_t pack<fp16>(float low, float high) {
-    uint32_t pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
-template <>
-__device__ __forceinline__ uint32_t pack<bf16>(float low, float high) {
-    uint32_t pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
-// ex2.approx.ftz.f32: 2^x; exactly 0 for -inf.
-__device__ __forceinline__ float exp2_approx(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// lg2.approx.f32: log2(x).
-__device__ __forceinline__ float log2_approx(float x) {
-    float y;
-    asm("lg2.approx.f32 %0, %1;\n" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // ld.global.nc, of memory that nobody writes meanwhile.
 __device__ __forceinline__ uint32_t load_global_8(const uint8_t* source) {
     uint32_t value;
@@ -204,17 +162,6 @@ __device__ __forceinline__ void store_shared_8(shared_address destination, uint3
 
 __device__ __forceinline__ void store_shared_32(shared_address destination, uint32_t value) {
     asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(destination), "r"(value) : "memory");
-}
-
-// st.global.f32, st.global.v4.u32.
-__device__ __forceinline__ void store_global_32(float* destination, float value) {
-    asm volatile("st.global.f32 [%0], %1;\n" ::"l"(destination), "f"(value) : "memory");
-}
-
-__device__ __forceinline__ void store_global_128(void* destination, uint4 value) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"l"(destination), "r"(value.x), "r"(value.y),
-                 "r"(value.z), "r"(value.w)
-                 : "memory");
 }
 
 // wgmma.mma_async.m64nNk16: the warpgroup's accumulator (64xN, fp32) = a (64x16) . b (16xN), plus itself if `accumulate`.

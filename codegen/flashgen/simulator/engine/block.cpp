@@ -29,6 +29,11 @@ const char* name_of(Operation operation) {
         case Operation::barrier: return "block barrier";
         case Operation::load_matrices: return "ldmatrix";
         case Operation::multiply_matrices: return "mma";
+        case Operation::set_registers: return "setmaxnreg";
+        case Operation::warpgroup_product: return "wgmma";
+        case Operation::warpgroup_fence: return "wgmma.fence";
+        case Operation::warpgroup_commit: return "wgmma.commit_group";
+        case Operation::warpgroup_wait: return "wgmma.wait_group";
     }
     return "";
 }
@@ -51,9 +56,12 @@ std::string text_of(Location where) {
 Block::Block(LaunchState& launch, unsigned char* shared_memory)
     : launch_(launch),
       order_(static_cast<int>(launch.launch.block[0] * launch.launch.block[1] * launch.launch.block[2])),
-      shared_(shared_memory, static_cast<uint32_t>(launch.launch.shared_bytes), order_),
+      shared_(shared_memory, static_cast<uint32_t>(launch.launch.shared_bytes)),
       threads_(order_.threads()),
       barriers_(kNumBarriers),
+      mbarriers_(*this),
+      tensor_copies_(*this),
+      register_pool_(*this, static_cast<int>(launch.kernel.max_threads), (order_.threads() + 31) / 32),
       stacks_(order_.threads()) {
     const auto& size = launch.launch.block;
     block_dim = {size[0], size[1], size[2]};
@@ -76,7 +84,7 @@ Block::Block(LaunchState& launch, unsigned char* shared_memory)
         thread.lane = i % 32;
         thread.index = i;
     }
-    for (Barrier& barrier : barriers_) barrier.clock.resize(num_threads);
+    for (int i = 0; i < num_threads / kThreadsOfGroup; ++i) warpgroups_.emplace_back(*this, i);
 }
 
 bool Block::run(uint64_t linear_index) {
@@ -87,14 +95,22 @@ bool Block::run(uint64_t linear_index) {
     // Some blocks run in near lockstep, in others a warp runs far ahead: different mistakes need different orders.
     constexpr uint64_t kChanges[] = {1 << 16, 1 << 13, 1 << 9, 1 << 5};
     change_warp_ = kChanges[random_.next() % std::size(kChanges)];
+    // Copies may be there at once, or only when everybody waits for them.
+    constexpr uint64_t kFinishes[] = {1 << 16, 1 << 12, 1 << 8, 0};
+    finish_copy_ = kFinishes[random_.next() % std::size(kFinishes)];
 
     order_.reset();
     shared_.reset();
     for (Barrier& barrier : barriers_) {
         barrier.expected = barrier.arrived = 0;
+        barrier.any = false;
         barrier.waiting.clear();
-        std::fill(barrier.clock.begin(), barrier.clock.end(), 0);
+        barrier.clock.clear();
     }
+    mbarriers_.reset();
+    tensor_copies_.reset();
+    register_pool_.reset();
+    for (Warpgroup& warpgroup : warpgroups_) warpgroup.reset();
     num_running_ = order_.threads();
     for (Thread& thread : threads_) {
         thread.waits_for = nullptr;
@@ -129,6 +145,10 @@ void Block::finish(Thread& thread) {
     complete_meetings_without(thread);
     for (Barrier& barrier : barriers_) {
         if (barrier.expected == kAllThreads) release_if_full(barrier);
+    }
+    if (num_running_ == 0) {
+        tensor_copies_.check_end(thread);
+        register_pool_.check_end();
     }
     switch_to_another(thread);
     __builtin_unreachable();  // nobody goes on with a thread that has returned
@@ -210,12 +230,13 @@ void Block::complete(Warp& warp, size_t index) {
     const Meeting meeting = warp.meetings[index];
     warp.meetings.erase(warp.meetings.begin() + static_cast<ptrdiff_t>(index));
     if (meeting.arrived == (warp.lanes & ~warp.finished)) warp.traffic.flush();
-    meeting.complete(warp, meeting.arrived, meeting.where);
-    // A barrier of the block decides by itself who may go on.
-    if (meeting.operation != Operation::barrier) make_ready(warp, meeting.arrived);
+    if (meeting.complete(warp, meeting.arrived, meeting.where)) make_ready(warp, meeting.arrived);
 }
 
-void Block::arrive(Warp& warp, uint32_t lanes, int id, int threads, Location where) {
+bool Block::arrive(Warp& warp, uint32_t lanes, Location where) {
+    auto operand_of = [&warp](int lane) -> const BarrierOperand& { return *static_cast<BarrierOperand*>(warp.operands[lane]); };
+    const BarrierOperand first = operand_of(std::countr_zero(lanes));
+    const int id = first.id, threads = first.threads;
     ++counters->barriers;
     const Thread& thread = threads_[warp.first_thread() + std::countr_zero(lanes)];
     if (id < 0 || id >= kNumBarriers) fail(thread, SIM_BARRIER, where, format("barrier %d; there are 0 to 15", id));
@@ -240,12 +261,16 @@ void Block::arrive(Warp& warp, uint32_t lanes, int id, int threads, Location whe
              {barrier.where, barrier.first_thread});
     }
     for (int lane = 0; lane < 32; ++lane) {
-        if (lanes >> lane & 1) order_.publish(warp.first_thread() + lane, barrier.clock);
+        if (!(lanes >> lane & 1)) continue;
+        order_.publish(warp.first_thread() + lane, barrier.clock);
+        barrier.any |= operand_of(lane).predicate;
+        if (!first.waits) order_.advance(warp.first_thread() + lane);
     }
     // A barrier counts warps, whether or not all of their lanes are there.
     barrier.arrived += threads == kAllThreads ? std::popcount(lanes) : 32;
-    barrier.waiting.emplace_back(&warp, lanes);
+    if (first.waits) barrier.waiting.emplace_back(&warp, lanes);
     release_if_full(barrier);
+    return !first.waits;
 }
 
 void Block::release_if_full(Barrier& barrier) {
@@ -256,23 +281,26 @@ void Block::release_if_full(Barrier& barrier) {
 void Block::release(Barrier& barrier) {
     for (auto [warp, lanes] : barrier.waiting) {
         for (int lane = 0; lane < 32; ++lane) {
-            if (lanes >> lane & 1) order_.learn(warp->first_thread() + lane, barrier.clock);
+            if (!(lanes >> lane & 1)) continue;
+            order_.learn(warp->first_thread() + lane, barrier.clock);
+            static_cast<BarrierOperand*>(warp->operands[lane])->any = barrier.any;
         }
         make_ready(*warp, lanes);
     }
     barrier.expected = barrier.arrived = 0;
+    barrier.any = false;
     barrier.waiting.clear();
-    std::fill(barrier.clock.begin(), barrier.clock.end(), 0);
-    current_warp_ = random_.bit_of(ready_warps_);
+    barrier.clock.clear();
+    if (ready_warps_ != 0) current_warp_ = random_.bit_of(ready_warps_);
 }
 
 void Block::order_lanes(Warp& warp, uint32_t lanes) {
-    scratch_.assign(order_.threads(), 0);
+    scratch_.clear();
     for (int lane = 0; lane < 32; ++lane) {
         if (lanes >> lane & 1) order_.publish(warp.first_thread() + lane, scratch_);
     }
     for (int lane = 0; lane < 32; ++lane) {
-        if (lanes >> lane & 1) order_.learn(warp.first_thread() + lane, scratch_);
+        if (lanes >> lane & 1) order_.adopt(warp.first_thread() + lane, scratch_);
     }
 }
 
@@ -282,6 +310,31 @@ void Block::make_ready(Warp& warp, uint32_t lanes) {
     for (uint32_t left = lanes; left != 0; left &= left - 1) {
         threads_[warp.first_thread() + std::countr_zero(left)].waits_for = nullptr;
     }
+}
+
+Warpgroup* Block::warpgroup_of(const Warp& warp) {
+    const size_t index = warp.index / kWarpsOfGroup;
+    return index < warpgroups_.size() ? &warpgroups_[index] : nullptr;
+}
+
+Warpgroup& Block::warpgroup(const Warp& warp, Location where) {
+    if (Warpgroup* found = warpgroup_of(warp)) return *found;
+    fail(threads_[warp.first_thread()], SIM_DIVERGENCE, where,
+         format("wgmma in a block of %d threads, where the last %d make no warpgroup of 128", order_.threads(),
+                order_.threads() % kThreadsOfGroup));
+}
+
+void Block::park(Thread& thread, const char* waits_for, Location where) {
+    thread.waits_for = waits_for;
+    thread.waits_at = where;
+    switch_to_another(thread);
+}
+
+void Block::pause(Thread& thread) {
+    if ((random_.next() & 0xffff) >= change_warp_) return;
+    resume(thread);
+    current_warp_ = random_.bit_of(ready_warps_);
+    switch_to_another(thread);
 }
 
 // Goes on with a thread that can run, which may be `from` itself, or with the caller of run() when all have returned.
@@ -298,7 +351,11 @@ void Block::switch_to_another(Thread& from) {
 }
 
 Thread* Block::pick() {
-    if (ready_warps_ == 0) return nullptr;
+    if (tensor_copies_.any_under_way() && (random_.next() & 0xffff) < finish_copy_) tensor_copies_.finish_one(random_);
+    while (ready_warps_ == 0) {
+        if (!tensor_copies_.any_under_way()) return nullptr;
+        tensor_copies_.finish_one(random_);
+    }
     if (!(ready_warps_ >> current_warp_ & 1)) current_warp_ = random_.bit_of(ready_warps_);
     Warp& warp = warps_[current_warp_];
     const int lane = random_.bit_of(warp.ready);
@@ -308,30 +365,45 @@ Thread* Block::pick() {
 }
 
 void Block::fail_stuck() {
+    // Lanes that wait for others of their warp, which wait at another operation of it.
     for (const Warp& warp : warps_) {
-        if (warp.meetings.empty()) continue;
-        const Meeting& meeting = warp.meetings.front();
-        const Thread& missing =
-            threads_[warp.first_thread() + std::countr_zero(meeting.mask & warp.lanes & ~meeting.arrived)];
-        fail(threads_[meeting.first_thread], SIM_DIVERGENCE, meeting.where,
-             format("divergent warp operation: %s waits for thread %d, which waits at %s, %s",
-                    name_of(meeting.operation), missing.index, missing.waits_for,
-                    text_of(missing.waits_at).c_str()),
-             {missing.waits_at, missing.index});
+        uint32_t meeting_lanes = 0;
+        for (const Meeting& meeting : warp.meetings) meeting_lanes |= meeting.arrived;
+        for (const Meeting& meeting : warp.meetings) {
+            const uint32_t missing_lanes = meeting.mask & warp.lanes & ~warp.finished & ~meeting.arrived & meeting_lanes;
+            if (missing_lanes == 0) continue;
+            const Thread& missing = threads_[warp.first_thread() + std::countr_zero(missing_lanes)];
+            fail(threads_[meeting.first_thread], SIM_DIVERGENCE, meeting.where,
+                 format("divergent warp operation: %s waits for thread %d, which waits at %s, %s", name_of(meeting.operation),
+                        missing.index, missing.waits_for, text_of(missing.waits_at).c_str()),
+                 {missing.waits_at, missing.index});
+        }
     }
-    // Everybody who has not returned waits at a barrier.
     std::string text = "deadlock:";
     std::vector<Other> firsts;
+    text += register_pool_.describe(firsts);
+    text += mbarriers_.describe(firsts);
+    for (const Warpgroup& warpgroup : warpgroups_) text += warpgroup.describe(firsts);
+    text += describe_barriers(firsts);
+    text += format(" %d of %d threads have returned", order_.threads() - num_running_, order_.threads());
+    if (firsts.empty()) {
+        const auto stuck = std::ranges::find(threads_, false, &Thread::finished);
+        firsts.push_back({stuck->waits_at, stuck->index});
+    }
+    fail(threads_[firsts[0].thread], SIM_DEADLOCK, firsts[0].where, text, firsts.size() > 1 ? firsts[1] : Other());
+}
+
+std::string Block::describe_barriers(std::vector<Other>& firsts) const {
+    std::string text;
     for (size_t id = 0; id < barriers_.size(); ++id) {
         const Barrier& barrier = barriers_[id];
-        if (barrier.expected == 0) continue;
+        if (barrier.waiting.empty()) continue;
         text += format(" barrier %zu has %d of %d threads, the first of them thread %d at %s;", id, barrier.arrived,
                        barrier.expected == kAllThreads ? num_running_ : barrier.expected, barrier.first_thread,
                        text_of(barrier.where).c_str());
         firsts.push_back({barrier.where, barrier.first_thread});
     }
-    text += format(" %d of %d threads have returned", order_.threads() - num_running_, order_.threads());
-    fail(threads_[firsts[0].thread], SIM_DEADLOCK, firsts[0].where, text, firsts.size() > 1 ? firsts[1] : Other());
+    return text;
 }
 
 void Block::fail(const Thread& thread, SimError error, Location where, const std::string& text, Other other) {

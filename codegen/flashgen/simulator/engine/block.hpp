@@ -2,17 +2,22 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <string>
 #include <vector>
 
 #include "fiber.hpp"
 #include "global_memory.hpp"
+#include "mbarrier.hpp"
 #include "order.hpp"
 #include "random.hpp"
+#include "register_pool.hpp"
 #include "shared_memory.hpp"
 #include "simulator/kernel.hpp"
 #include "simulator/machine.hpp"
+#include "tensor_copy.hpp"
 #include "traffic.hpp"
+#include "warpgroup.hpp"
 
 namespace flashgen::simulator {
 
@@ -20,7 +25,19 @@ class Block;
 struct Warp;
 
 // An operation of which all lanes of a mask make one.
-enum class Operation { shuffle, vote, sync_warp, barrier, load_matrices, multiply_matrices };
+enum class Operation {
+    shuffle,
+    vote,
+    sync_warp,
+    barrier,
+    load_matrices,
+    multiply_matrices,
+    set_registers,
+    warpgroup_product,
+    warpgroup_fence,
+    warpgroup_commit,
+    warpgroup_wait,
+};
 const char* name_of(Operation operation);
 
 // A copy that has been issued and has not arrived.
@@ -47,7 +64,8 @@ struct Thread : ThreadView {
 
 // Lanes of a mask on their way to one operation.
 struct Meeting {
-    using Complete = void (*)(Warp& warp, uint32_t lanes, Location where);
+    // Returns whether the lanes go on now; otherwise somebody else makes them.
+    using Complete = bool (*)(Warp& warp, uint32_t lanes, Location where);
 
     Operation operation;
     bool aligned;
@@ -71,10 +89,20 @@ struct Warp {
     int first_thread() const { return 32 * index; }
 };
 
+// What a lane brings to a barrier of the block.
+struct BarrierOperand {
+    int id;
+    int threads;
+    bool waits;
+    bool predicate;
+    bool any;  // of all the predicates, once the lane goes on
+};
+
 struct Barrier {
     int expected = 0;  // threads; 0 while nobody has arrived, or kAllThreads
     int arrived = 0;
     int first_thread = -1;
+    bool any = false;
     Location where;
     Clock clock;
     std::vector<std::pair<Warp*, uint32_t>> waiting;
@@ -111,6 +139,12 @@ class Block : public BlockView {
     SharedMemory& shared() { return shared_; }
     GlobalMemory& global() { return launch_.global; }
     Order& order() { return order_; }
+    Mbarriers& mbarriers() { return mbarriers_; }
+    TensorCopies& tensor_copies() { return tensor_copies_; }
+    RegisterPool& register_pool() { return register_pool_; }
+    // The warpgroup of a warp; fails, or gives null, where the block ends before the warpgroup does.
+    Warpgroup& warpgroup(const Warp& warp, Location where);
+    Warpgroup* warpgroup_of(const Warp& warp);
     Traffic& traffic() { return launch_.traffic; }
 
     // Brings the running thread to an operation of its warp and returns when all of `mask` have made it. The last to
@@ -119,8 +153,16 @@ class Block : public BlockView {
     void meet(Operation operation, bool aligned, uint32_t mask, void* operand, Meeting::Complete complete,
               Location where);
 
-    // The lanes of a warp, which have just met, arrive at a barrier and wait there.
-    void arrive(Warp& warp, uint32_t lanes, int id, int threads, Location where);
+    // The lanes of a warp, which have just met, arrive at a barrier, and may wait there. Returns whether they go on.
+    bool arrive(Warp& warp, uint32_t lanes, Location where);
+
+    // The running thread, or a warp, stops until somebody resumes it.
+    void park(Thread& thread, const char* waits_for, Location where);
+    void resume(Thread& thread) { make_ready(*thread.warp, 1u << thread.lane); }
+    void resume(Warp& warp) { make_ready(warp, warp.lanes); }
+
+    // The running thread could go on, but others may do something first.
+    void pause(Thread& thread);
 
     // What the lanes have done comes before what they do next.
     void order_lanes(Warp& warp, uint32_t lanes);
@@ -140,6 +182,7 @@ class Block : public BlockView {
     void switch_to_another(Thread& from);
     Thread* pick();
     [[noreturn]] void fail_stuck();
+    std::string describe_barriers(std::vector<Other>& firsts) const;
     [[noreturn]] void stop();
     void check_mask(const Thread& thread, Operation operation, bool aligned, uint32_t mask, Location where);
 
@@ -149,12 +192,17 @@ class Block : public BlockView {
     std::vector<Thread> threads_;
     std::vector<Warp> warps_;
     std::vector<Barrier> barriers_;
+    Mbarriers mbarriers_;
+    TensorCopies tensor_copies_;
+    RegisterPool register_pool_;
+    std::deque<Warpgroup> warpgroups_;
     Stacks stacks_;
     Context main_;
     Random random_{0, 0};
     uint32_t ready_warps_ = 0;
     int current_warp_ = 0;
     uint64_t change_warp_ = 0;  // a meeting of a warp is followed by another warp in so many of 2^16 cases
+    uint64_t finish_copy_ = 0;  // likewise, a change of threads by the end of a copy
     int num_running_ = 0;
     Clock scratch_;
     bool failed_ = false;

@@ -26,9 +26,20 @@ void fail_collision(Block& block, const Thread& thread, const char* what, const 
                        format("%s of the shared byte at offset %u, which nothing has written", what, collision.address));
         case Collision::in_flight:
             block.fail(thread, SIM_COPY_IN_FLIGHT, where,
-                       format("%s of the shared byte at offset %u, to which a cp.async of thread %d is under way that it "
-                              "has not waited for, %s",
-                              what, collision.address, other.thread, text_of(other.where).c_str()),
+                       format("%s of the shared byte at offset %u, on which a %s of thread %d is at work that nobody has "
+                              "waited for, %s",
+                              what, collision.address, name_of(other.touch), other.thread, text_of(other.where).c_str()),
+                       {other.where, other.thread});
+        case Collision::unfenced:
+            block.fail(thread, SIM_PROXY, where,
+                       format("%s of the shared byte at offset %u here, in the async proxy, and %s of thread %d at %s, in the "
+                              "generic one, with no fence.proxy.async between them",
+                              what, collision.address, name_of(other.touch), other.thread, text_of(other.where).c_str()),
+                       {other.where, other.thread});
+        case Collision::mbarrier:
+            block.fail(thread, SIM_MBARRIER, where,
+                       format("%s of the shared byte at offset %u, which belongs to the mbarrier initialised at %s", what,
+                              collision.address, text_of(other.where).c_str()),
                        {other.where, other.thread});
         case Collision::race:
             block.fail(thread, SIM_RACE, where,

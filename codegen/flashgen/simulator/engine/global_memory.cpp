@@ -37,10 +37,10 @@ GlobalMemory::Fault GlobalMemory::load(const void* pointer, int size, int alignm
     return {};
 }
 
-GlobalMemory::Fault GlobalMemory::store(const void* pointer, int size) {
+GlobalMemory::Fault GlobalMemory::store(const void* pointer, int size, int alignment) {
     const auto address = reinterpret_cast<uintptr_t>(pointer);
-    if (address % size != 0) {
-        return {SIM_MISALIGNED, "at " + place(address, size) + format(", which is no multiple of %d", size)};
+    if (address % alignment != 0) {
+        return {SIM_MISALIGNED, "at " + place(address, size) + format(", which is no multiple of %d", alignment)};
     }
     Region* region = find(address, size, SIM_WRITABLE);
     if (region == nullptr) return {SIM_GLOBAL_BOUNDS, "out of bounds: " + place(address, size)};

@@ -21,7 +21,7 @@ class GlobalMemory {
 
     // Checks a load or store of `size` bytes at a multiple of `alignment`, and notes what a store fills.
     Fault load(const void* address, int size, int alignment);
-    Fault store(const void* address, int size);
+    Fault store(const void* address, int size, int alignment);
 
   private:
     struct Region {

@@ -9,15 +9,6 @@
 namespace flashgen::simulator {
 namespace {
 
-// What the compiler's -ftrivial-auto-var-init=pattern fills registers with that the kernel leaves unset.
-#if defined(__clang__)
-constexpr uint32_t kUnsetInteger = 0xaaaaaaaa;
-constexpr uint32_t kUnsetFloat = 0xffffffff;
-#else
-constexpr uint32_t kUnsetInteger = 0xfefefefe;
-constexpr uint32_t kUnsetFloat = 0xfefefefe;
-#endif
-
 constexpr int kRowBytes = 16;  // of an 8x8 matrix of 16-bit elements
 
 struct LoadOperand {
@@ -26,7 +17,7 @@ struct LoadOperand {
     uint32_t* fragment;
 };
 
-void complete_load(Warp& warp, uint32_t, Location where) {
+bool complete_load(Warp& warp, uint32_t, Location where) {
     Block& block = *warp.block;
     uint16_t matrices[4][8][8];
     WarpAccess access;
@@ -36,7 +27,7 @@ void complete_load(Warp& warp, uint32_t, Location where) {
         const Thread& thread = block.thread(warp.first_thread() + lane);
         const uint32_t offset = shared_offset(block, thread, operand.row, kRowBytes, "ldmatrix", where);
         fail_collision(block, thread, "ldmatrix",
-                       block.shared().load(thread.index, offset, kRowBytes, Touch::load_matrices, where), where);
+                       block.shared().load(Party(block.order(), thread.index), offset, kRowBytes, Touch::load_matrices, where), where);
         std::memcpy(matrices[lane / 8][lane % 8], block.shared().bytes() + offset, kRowBytes);
         access.addresses[lane] = offset;
         access.sizes[lane] = kRowBytes;
@@ -55,6 +46,7 @@ void complete_load(Warp& warp, uint32_t, Location where) {
     block.counters->shared_bytes_read += 32 * kRowBytes;
     block.traffic().add(block.traffic().site(where, SIM_LDMATRIX), SIM_LDMATRIX, 32 * kRowBytes,
                         shared_wavefronts(access));
+    return true;
 }
 
 struct MultiplyOperand {
@@ -70,10 +62,10 @@ constexpr int kColumns = 8;
 void check_registers(Block& block, const Thread& thread, const MultiplyOperand& operand, Location where) {
     const char* which = nullptr;
     for (int i = 0; i < 4; ++i) {
-        if (std::bit_cast<uint32_t>(operand.accumulator[i]) == kUnsetFloat) which = "accumulator";
-        if (operand.a[i] == kUnsetInteger) which = "left operand";
+        if (is_unset(operand.accumulator[i])) which = "accumulator";
+        if (is_unset(operand.a[i])) which = "left operand";
     }
-    if (operand.b[0] == kUnsetInteger || operand.b[1] == kUnsetInteger) which = "right operand";
+    if (is_unset(operand.b[0]) || is_unset(operand.b[1])) which = "right operand";
     if (which == nullptr) return;
     block.fail(thread, SIM_UNINITIALISED_REGISTER, where, format("mma with a register of its %s that nothing has set", which));
 }
@@ -131,7 +123,7 @@ void multiply_tf32(const MultiplyOperand* (&operands)[32], float (&accumulator)[
     multiply_add(accumulator, a, b);
 }
 
-void complete_multiply(Warp& warp, uint32_t, Location where) {
+bool complete_multiply(Warp& warp, uint32_t, Location where) {
     Block& block = *warp.block;
     const MultiplyOperand* operands[32];
     float accumulator[kRows][kColumns];
@@ -161,6 +153,7 @@ void complete_multiply(Warp& warp, uint32_t, Location where) {
             operands[lane]->accumulator[e] = accumulator[lane / 4 + e / 2 * 8][lane % 4 * 2 + e % 2];
         }
     }
+    return true;
 }
 
 }  // namespace

@@ -10,6 +10,8 @@ namespace {
 struct Here {
     Thread& thread = running_thread();
     Block& block = *thread.owner;
+
+    Party party() const { return Party(block.order(), thread.index); }
 };
 
 void check(Here& here, const GlobalMemory::Fault& fault, const char* what, int size, Location where) {
@@ -34,7 +36,7 @@ void load_shared(void* value, uint32_t address, int size, Location where) {
     Here here;
     const uint32_t offset = shared_offset(here.block, here.thread, address, size, "load", where);
     fail_collision(here.block, here.thread, "load",
-                   here.block.shared().load(here.thread.index, offset, size, Touch::load, where), where);
+                   here.block.shared().load(here.party(), offset, size, Touch::load, where), where);
     std::memcpy(value, here.block.shared().bytes() + offset, size);
     here.block.counters->shared_bytes_read += size;
     here.thread.warp->traffic.add(here.thread.lane, SIM_SHARED_LOAD, offset, size, where);
@@ -44,7 +46,7 @@ void store_shared(uint32_t address, const void* value, int size, Location where)
     Here here;
     const uint32_t offset = shared_offset(here.block, here.thread, address, size, "store", where);
     fail_collision(here.block, here.thread, "store",
-                   here.block.shared().store(here.thread.index, offset, size, Touch::store, where), where);
+                   here.block.shared().store(here.party(), offset, size, Touch::store, where), where);
     std::memcpy(here.block.shared().bytes() + offset, value, size);
     here.block.counters->shared_bytes_written += size;
     here.thread.warp->traffic.add(here.thread.lane, SIM_SHARED_STORE, offset, size, where);
@@ -60,7 +62,7 @@ void load_global(void* value, const void* address, int size, Location where) {
 
 void store_global(void* address, const void* value, int size, Location where) {
     Here here;
-    check(here, here.block.global().store(address, size), "store", size, where);
+    check(here, here.block.global().store(address, size, size), "store", size, where);
     std::memcpy(address, value, size);
     here.block.counters->global_bytes_written += size;
     here.thread.warp->traffic.add(here.thread.lane, SIM_GLOBAL_STORE, reinterpret_cast<uintptr_t>(address), size, where);
@@ -81,7 +83,7 @@ void copy_async(uint32_t destination, const void* source, int size, int source_b
     }
     // The bytes may arrive at once or as late as the wait, so from here to there nobody can rely on what lies there.
     fail_collision(here.block, here.thread, "cp.async",
-                   here.block.shared().store(here.thread.index, offset, size, Touch::copy_in_flight, where), where);
+                   here.block.shared().store(here.party(), offset, size, Touch::copy_in_flight, where), where);
     here.thread.copies.push_back(
         {offset, static_cast<uint8_t>(size), static_cast<uint8_t>(source_bytes), source});
     ++here.thread.open_copies;
@@ -111,7 +113,8 @@ void copy_wait(int pending) {
         unsigned char* destination = here.block.shared().bytes() + copy->destination;
         if (copy->source_bytes > 0) std::memcpy(destination, copy->source, copy->source_bytes);
         std::memset(destination + copy->source_bytes, 0, copy->size - copy->source_bytes);
-        here.block.shared().arrive(here.thread.index, copy->destination, copy->size);
+        here.block.shared().arrive(here.thread.index, here.block.order().stamp(here.thread.index), copy->destination,
+                                   copy->size, Touch::copy_in_flight, Touch::copy);
         here.block.counters->shared_bytes_written += copy->size;
     }
     copies.erase(copies.begin(), last);

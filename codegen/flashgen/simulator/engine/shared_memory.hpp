@@ -11,22 +11,72 @@ namespace flashgen::simulator {
 
 // Where shared memory begins in the shared window; the first kilobyte belongs to the system, as on compute capability 9.0.
 constexpr uint32_t kSharedWindow = 1024;
+constexpr uint32_t kChunkBytes = 16;
 
-enum class Touch : uint8_t { load, load_matrices, store, copy_in_flight, copy };
+enum class Touch : uint8_t {
+    load,
+    load_matrices,
+    matrix_product,
+    tensor_store_in_flight,
+    tensor_store,
+    store,
+    copy_in_flight,
+    copy,
+    tensor_load_in_flight,
+    tensor_load,
+    mbarrier,
+};
 const char* name_of(Touch touch);
 
 // An access that a later one may collide with.
 struct Access {
     Location where;
     uint32_t stamp;
-    uint16_t thread;
-    uint16_t bytes;  // of the 16-byte chunk, as bits
+    uint16_t party;
+    uint16_t thread;  // that made it, or started it
+    uint16_t bytes;   // of the 16-byte chunk, as bits
     Touch touch;
+};
+
+// Who makes an access: as whom it is noted, and in whose past earlier accesses must lie.
+class Party {
+  public:
+    // A thread on its own.
+    Party(const Order& order, int thread) : Party(order, thread, order.stamp(thread), thread, 1, false) {}
+    // What `count` threads have started from `first` on, which works in the async proxy.
+    Party(const Order& order, int agent, uint32_t stamp, int first, int count) : Party(order, agent, stamp, first, count, true) {}
+
+    bool knows(const Access& access) const { return least_known(access) >= access.stamp; }
+    bool has_fenced(const Access& access) const;
+
+    uint16_t id;
+    uint16_t thread;
+    uint32_t stamp;
+    bool async;
+
+  private:
+    Party(const Order& order, int id, uint32_t stamp, int first, int count, bool async)
+        : id(static_cast<uint16_t>(id)),
+          thread(static_cast<uint16_t>(first)),
+          stamp(stamp),
+          async(async),
+          order_(order),
+          first_(first),
+          count_(count) {}
+
+    uint32_t least_known(const Access& access) const;
+
+    static constexpr int kRemembered = 8;
+    const Order& order_;
+    int first_;
+    int count_;
+    mutable int remembered_[kRemembered] = {-1, -1, -1, -1, -1, -1, -1, -1};
+    mutable uint32_t least_[kRemembered];
 };
 
 // Why an access is wrong.
 struct Collision {
-    enum Kind { none, race, in_flight, uninitialised } kind = none;
+    enum Kind { none, race, in_flight, uninitialised, unfenced, mbarrier } kind = none;
     Access other = {};
     uint32_t address = 0;  // of the first byte concerned
 };
@@ -35,18 +85,18 @@ struct Collision {
 // `offset` counts from the start of the block's shared memory.
 class SharedMemory {
   public:
-    SharedMemory(unsigned char* bytes, uint32_t size, const Order& order);
+    SharedMemory(unsigned char* bytes, uint32_t size);
 
     void reset();
     uint32_t size() const { return size_; }
     unsigned char* bytes() { return bytes_; }
 
     // The bytes may be read when the returned kind is none.
-    Collision load(int thread, uint32_t offset, int size, Touch touch, Location where);
+    Collision load(const Party& party, uint32_t offset, int size, Touch touch, Location where);
     // Notes a store or the start of a copy; the bytes are the caller's to write, at once or at the copy's arrival.
-    Collision store(int thread, uint32_t offset, int size, Touch touch, Location where);
-    // The copy that `thread` started arrives; the bytes hold a value now.
-    void arrive(int thread, uint32_t offset, int size);
+    Collision store(const Party& party, uint32_t offset, int size, Touch touch, Location where);
+    // What `party` noted as `in_flight` is done, and becomes `done` with the stamp. Bytes that it wrote hold a value now.
+    void arrive(int party, uint32_t stamp, uint32_t offset, int size, Touch in_flight, Touch done);
 
   private:
     struct Chunk {
@@ -56,7 +106,6 @@ class SharedMemory {
 
     unsigned char* bytes_;
     uint32_t size_;
-    const Order& order_;
     std::vector<Chunk> chunks_;
 };
 

@@ -16,7 +16,7 @@ const void* identity(Location where) {
     return std::bit_cast<const void*>(where);
 }
 
-bool is_global(SimAccess kind) { return kind >= SIM_GLOBAL_LOAD; }
+bool is_global(SimAccess kind) { return kind >= SIM_GLOBAL_LOAD && kind != SIM_MATRIX_PRODUCT; }
 
 }  // namespace
 

@@ -2,6 +2,7 @@
 #include <bit>
 
 #include "block.hpp"
+#include "simulator/async.hpp"
 
 namespace flashgen::simulator {
 namespace {
@@ -27,7 +28,7 @@ int source_lane(const ShuffleOperand& operand, int lane) {
     return lane;
 }
 
-void complete_shuffle(Warp& warp, uint32_t lanes, Location where) {
+bool complete_shuffle(Warp& warp, uint32_t lanes, Location where) {
     Block& block = *warp.block;
     ++block.counters->shuffles;
     for (uint32_t left = lanes; left != 0; left &= left - 1) {
@@ -41,6 +42,7 @@ void complete_shuffle(Warp& warp, uint32_t lanes, Location where) {
         operand.result = static_cast<ShuffleOperand*>(warp.operands[source])->value;
     }
     block.order_lanes(warp, lanes);
+    return true;
 }
 
 struct VoteOperand {
@@ -48,7 +50,7 @@ struct VoteOperand {
     Votes result;
 };
 
-void complete_vote(Warp& warp, uint32_t lanes, Location) {
+bool complete_vote(Warp& warp, uint32_t lanes, Location) {
     ++warp.block->counters->votes;
     Votes votes = {lanes, 0};
     for (uint32_t left = lanes; left != 0; left &= left - 1) {
@@ -59,30 +61,27 @@ void complete_vote(Warp& warp, uint32_t lanes, Location) {
         static_cast<VoteOperand*>(warp.operands[std::countr_zero(left)])->result = votes;
     }
     warp.block->order_lanes(warp, lanes);
+    return true;
 }
 
-void complete_sync(Warp& warp, uint32_t lanes, Location) {
+bool complete_sync(Warp& warp, uint32_t lanes, Location) {
     ++warp.block->counters->warp_syncs;
     warp.block->order_lanes(warp, lanes);
+    return true;
 }
 
-struct BarrierOperand {
-    int id;
-    int threads;
-};
-
-void complete_barrier(Warp& warp, uint32_t lanes, Location where) {
+bool complete_barrier(Warp& warp, uint32_t lanes, Location where) {
     const auto& operand = *static_cast<BarrierOperand*>(warp.operands[std::countr_zero(lanes)]);
     for (uint32_t left = lanes; left != 0; left &= left - 1) {
         const int lane = std::countr_zero(left);
         const auto& other = *static_cast<BarrierOperand*>(warp.operands[lane]);
-        if (other.id != operand.id || other.threads != operand.threads) {
+        if (other.id != operand.id || other.threads != operand.threads || other.waits != operand.waits) {
             warp.block->fail(warp.block->thread(warp.first_thread() + lane), SIM_BARRIER, where,
                              format("barrier %d for %d threads, and another lane of the warp is at barrier %d for %d",
                                     other.id, other.threads, operand.id, operand.threads));
         }
     }
-    warp.block->arrive(warp, lanes, operand.id, operand.threads, where);
+    return warp.block->arrive(warp, lanes, where);
 }
 
 }  // namespace
@@ -108,8 +107,19 @@ void sync_warp(uint32_t mask, Location where) {
 }
 
 void block_barrier(int id, int threads, Location where) {
-    BarrierOperand own = {id, threads};
+    BarrierOperand own = {id, threads, true, false, false};
     running_thread().owner->meet(Operation::barrier, false, 0xffffffff, &own, complete_barrier, where);
+}
+
+void barrier_arrive(int id, int threads, Location where) {
+    BarrierOperand own = {id, threads, false, false, false};
+    running_thread().owner->meet(Operation::barrier, false, 0xffffffff, &own, complete_barrier, where);
+}
+
+bool barrier_any(int id, int threads, bool predicate, Location where) {
+    BarrierOperand own = {id, threads, true, predicate, false};
+    running_thread().owner->meet(Operation::barrier, false, 0xffffffff, &own, complete_barrier, where);
+    return own.any;
 }
 
 }  // namespace flashgen::simulator

@@ -3,18 +3,13 @@
 // A last argument that no kernel gives says where in the kernel's source the call stands: errors and counts name it.
 #pragma once
 
-#include "flashgen/types.cuh"
+#include "flashgen/ptx.cuh"
 #include "simulator/machine.hpp"
-#include "simulator/numbers.hpp"
-
-using shared_address = uint32_t;
 
 inline shared_address to_shared(const void* pointer,
                                 flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     return flashgen::simulator::to_shared_window(pointer, where);
 }
-
-inline int block_index() { return static_cast<int>(flashgen::simulator::this_thread().block->block_index.x); }
 
 inline void cp_async_16(shared_address destination, const void* source, int source_bytes,
                         flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
@@ -52,16 +47,6 @@ inline uint32_t load_global_8(const uint8_t* source,
     uint8_t value;
     flashgen::simulator::load_global(&value, source, 1, where);
     return value;
-}
-
-inline void store_global_32(float* destination, float value,
-                            flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    flashgen::simulator::store_global(destination, &value, 4, where);
-}
-
-inline void store_global_128(void* destination, uint4 value,
-                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    flashgen::simulator::store_global(destination, &value, 16, where);
 }
 
 inline uint32_t load_shared_32(shared_address source,
@@ -111,24 +96,4 @@ inline void mma_m16n8k8_tf32(float (&accumulator)[4], const uint32_t (&a)[4], ui
                              flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     flashgen::simulator::multiply_matrices(flashgen::simulator::MatrixProduct::m16n8k8_tf32, accumulator, a, b0, b1,
                                            where);
-}
-
-template <typename Element>
-inline uint32_t pack(float low, float high) {
-    static_assert(std::is_same_v<Element, fp16> || std::is_same_v<Element, bf16>);
-    if constexpr (std::is_same_v<Element, fp16>) {
-        return flashgen::simulator::float_to_fp16(low) | uint32_t{flashgen::simulator::float_to_fp16(high)} << 16;
-    } else {
-        return flashgen::simulator::float_to_bf16(low) | uint32_t{flashgen::simulator::float_to_bf16(high)} << 16;
-    }
-}
-
-inline float exp2_approx(float x) {
-    ++flashgen::simulator::this_thread().block->counters->exp2;
-    return flashgen::simulator::exp2_ftz(x);
-}
-
-inline float log2_approx(float x) {
-    ++flashgen::simulator::this_thread().block->counters->log2;
-    return flashgen::simulator::log2_canonical(x);
 }

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define FLASHGEN_SIMULATOR_ABI 1
+#define FLASHGEN_SIMULATOR_ABI 2
 
 /* What a region of global memory allows, as bits. */
 enum SimRegionAccess {
@@ -20,6 +20,21 @@ enum SimRegionAccess {
     SIM_WRITABLE = 2,
     SIM_INITIALISED = 4 /* its bytes hold values before the launch */
 };
+
+/* What stands in a kernel's parameters in place of a CUtensorMap: the arguments of cuTensorMapEncodeTiled. Dimension 0 is
+ * the one whose elements are contiguous; `strides` are those of dimensions 1 and up, in bytes. */
+#define FLASHGEN_TENSOR_MAP 0x70616d726f736e65ull
+typedef struct SimTensorMap {
+    uint64_t magic; /* FLASHGEN_TENSOR_MAP */
+    uint64_t address;
+    uint64_t strides[4];
+    uint32_t extents[5];
+    uint32_t box[5];
+    uint32_t rank; /* 1 to 5 */
+    uint32_t element_bytes;
+    uint32_t swizzle; /* its period in bytes: 32, 64 or 128; 0: none */
+    uint32_t reserved[7];
+} SimTensorMap; /* 128 bytes */
 
 /* Memory that the kernel may touch; anything else is out of bounds. */
 typedef struct SimRegion {
@@ -55,12 +70,16 @@ enum SimError {
     SIM_SHARED_BOUNDS = 6,
     SIM_MISALIGNED = 7,
     SIM_RACE = 8,                 /* two accesses to shared memory that nothing orders */
-    SIM_COPY_IN_FLIGHT = 9,       /* touches the destination of a cp.async that has not been waited for */
+    SIM_COPY_IN_FLIGHT = 9,       /* touches memory on which a copy is at work that has not been waited for */
     SIM_GLOBAL_BOUNDS = 10,
     SIM_GLOBAL_ACCESS = 11,       /* a write of what may only be read, or the reverse */
     SIM_UNINITIALISED_GLOBAL = 12,
     SIM_OPERAND = 13,             /* a value that the instruction does not take */
-    SIM_UNINITIALISED_REGISTER = 14
+    SIM_UNINITIALISED_REGISTER = 14,
+    SIM_REGISTER_IN_FLIGHT = 15,  /* touches a register on which a wgmma is at work */
+    SIM_MBARRIER = 16,            /* an mbarrier that is not there, or that gets more than it was made for */
+    SIM_PROXY = 17,               /* crosses from the generic to the async proxy without a fence */
+    SIM_REGISTER_POOL = 18        /* setmaxnreg beyond what the block has, or not by the whole warpgroup */
 };
 
 enum SimAccess {
@@ -70,7 +89,10 @@ enum SimAccess {
     SIM_SHARED_COPY = 3, /* the destination of cp.async */
     SIM_GLOBAL_LOAD = 4,
     SIM_GLOBAL_STORE = 5,
-    SIM_GLOBAL_COPY = 6 /* the source of cp.async */
+    SIM_GLOBAL_COPY = 6,    /* the source of cp.async */
+    SIM_MATRIX_PRODUCT = 7, /* wgmma, in shared memory */
+    SIM_TENSOR_LOAD = 8,    /* in global memory */
+    SIM_TENSOR_STORE = 9    /* in global memory */
 };
 
 /* What one source line did with one kind of memory. A wavefront is a pass over the 32 banks of shared memory; `actual`
@@ -78,7 +100,7 @@ enum SimAccess {
 typedef struct SimSite {
     uint32_t line;
     uint32_t kind; /* SimAccess */
-    uint64_t instructions; /* of warps */
+    uint64_t instructions; /* of warps; wgmma of warpgroups */
     uint64_t bytes;
     uint64_t ideal;
     uint64_t actual;
@@ -90,10 +112,16 @@ typedef struct SimCounters {
     uint64_t mma_m16n8k16_f16;
     uint64_t mma_m16n8k16_bf16;
     uint64_t mma_m16n8k8_tf32;
+    uint64_t wgmma_f16;  /* of warpgroups */
+    uint64_t wgmma_bf16; /* of warpgroups */
     uint64_t ldmatrix;
     uint64_t cp_async;
     uint64_t cp_async_commit; /* of threads */
     uint64_t cp_async_wait;   /* of threads */
+    uint64_t tensor_loads;    /* of threads */
+    uint64_t tensor_stores;   /* of threads */
+    uint64_t mbarrier_arrivals; /* of threads */
+    uint64_t mbarrier_waits;    /* of threads */
     uint64_t barriers;
     uint64_t warp_syncs;
     uint64_t shuffles;
@@ -118,7 +146,7 @@ typedef struct SimReport {
     int32_t thread;      /* linear in its block; -1: none */
     int32_t other_thread;
     uint32_t block[3];
-    char message[1024]; /* all of it in words */
+    char message[2048]; /* all of it in words */
     SimCounters counters;
     SimSite* sites; /* of the caller, `max_sites` long; may be null */
     uint64_t max_sites;

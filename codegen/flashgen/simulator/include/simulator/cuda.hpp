@@ -59,6 +59,30 @@ inline uint32_t __brev(uint32_t bits) {
     return reversed;
 }
 
+// Four of the eight bytes of `high` and `low`, by three bits of each nibble of `selector`; the fourth bit asks for the sign.
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+    const uint64_t bytes = uint64_t{high} << 32 | low;
+    uint32_t chosen = 0;
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t nibble = selector >> 4 * i & 0xf;
+        uint32_t byte = static_cast<uint32_t>(bytes >> 8 * (nibble & 7)) & 0xff;
+        if (nibble & 8) byte = byte & 0x80 ? 0xff : 0;
+        chosen |= byte << 8 * i;
+    }
+    return chosen;
+}
+
+// Words of `high` and `low` as one of 64 bits, shifted by so many bits modulo 32, or by at most 32.
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
+    return static_cast<uint32_t>((uint64_t{high} << 32 | low) >> (shift & 31));
+}
+inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, uint32_t shift) {
+    return static_cast<uint32_t>((uint64_t{high} << 32 | low) << (shift & 31) >> 32);
+}
+inline uint32_t __funnelshift_rc(uint32_t low, uint32_t high, uint32_t shift) {
+    return static_cast<uint32_t>((uint64_t{high} << 32 | low) >> (shift < 32 ? shift : 32));
+}
+
 // Four products of bytes and a sum.
 inline uint32_t __dp4a(uint32_t a, uint32_t b, uint32_t sum) {
     for (int i = 0; i < 4; ++i) sum += (a >> 8 * i & 0xff) * (b >> 8 * i & 0xff);

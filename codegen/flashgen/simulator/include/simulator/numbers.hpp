@@ -10,6 +10,23 @@ namespace flashgen::simulator {
 constexpr uint16_t kCanonicalNan16 = 0x7fff;
 constexpr uint32_t kCanonicalNan32 = 0x7fffffff;
 
+// What the compiler's -ftrivial-auto-var-init=pattern fills registers with that the kernel leaves unset.
+#if defined(__clang__)
+constexpr uint32_t kUnsetInteger = 0xaaaaaaaa;
+constexpr uint32_t kUnsetFloat = 0xffffffff;
+#else
+constexpr uint32_t kUnsetInteger = 0xfefefefe;
+constexpr uint32_t kUnsetFloat = 0xfefefefe;
+#endif
+
+inline bool is_unset(uint32_t value) { return value == kUnsetInteger; }
+inline bool is_unset(float value) { return std::bit_cast<uint32_t>(value) == kUnsetFloat; }
+
+// What registers hold while a matrix product is at work on them: a signalling NaN. Arithmetic makes it a quiet one, so that
+// both a register that is written and a value that is derived from one are recognised.
+inline float under_way_pattern() { return std::bit_cast<float>(0x7f9a5a5a); }
+inline bool is_under_way(float value) { return (std::bit_cast<uint32_t>(value) & 0x7fbfffff) == 0x7f9a5a5a; }
+
 inline float fp16_to_float(uint16_t bits) {
     // An exponent of all ones stays one; any other moves from bias 15 to bias 127, which a multiplication does for
     // subnormal numbers too.

@@ -1,0 +1,389 @@
+#include "warpgroup.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "block.hpp"
+#include "collision.hpp"
+#include "descriptor.hpp"
+#include "simulator/numbers.hpp"
+
+namespace flashgen::simulator {
+namespace {
+
+constexpr int kRows = 64;
+constexpr int kDepth = 16;
+
+// All lanes of a warp, and all warps of the group, must say the same.
+bool same_product(const WarpgroupProduct& a, const WarpgroupProduct& b) {
+    return a.bf16 == b.bf16 && a.count == b.count && (a.a == nullptr) == (b.a == nullptr) &&
+           a.a_descriptor == b.a_descriptor && a.b_descriptor == b.b_descriptor && a.b_major == b.b_major &&
+           a.accumulate == b.accumulate;
+}
+
+float number(bool bf16, uint16_t bits) { return bf16 ? bf16_to_float(bits) : fp16_to_float(bits); }
+
+// Chunks of an operand, read and checked one by one.
+class Operand {
+  public:
+    Operand(Block& block, const Party& party, const Thread& thread, uint64_t bits, const char* what, Location where)
+        : block_(block), party_(party), thread_(thread), matrix_(decode(bits)), what_(what), where_(where) {
+        // Where the pattern of the swizzle begins elsewhere than at a multiple of its size, a base offset has to say so.
+        const uint32_t phase = matrix_.start >> 7 & (matrix_.swizzle == 0 ? 0 : matrix_.swizzle / 16 - 1);
+        if (matrix_.base_offset != 0 || phase != 0) {
+            block.fail(thread, SIM_OPERAND, where,
+                       format("%s: start address 0x%x and base offset %u under a swizzle of %u bytes; the pattern must begin at a "
+                              "multiple of %u, with base offset 0",
+                              what, matrix_.start, matrix_.base_offset, matrix_.swizzle, 8 * matrix_.swizzle));
+        }
+    }
+
+    void read(Major major, uint32_t row, uint32_t step, uint16_t (&elements)[8]) {
+        const uint32_t address = chunk_address(matrix_, major, row, step);
+        const uint32_t offset = shared_offset(block_, thread_, address, kChunkBytes, what_, where_);
+        fail_collision(block_, thread_, what_, block_.shared().load(party_, offset, kChunkBytes, Touch::matrix_product, where_),
+                       where_);
+        std::memcpy(elements, block_.shared().bytes() + offset, kChunkBytes);
+        // Eight chunks in turn are read together, ideally from all 32 banks.
+        const uint32_t bank = address / kChunkBytes % 8;
+        worst_ = std::max(worst_, ++depths_[bank]);
+        if (++in_turn_ < 8) return;
+        passes.ideal += 1;
+        passes.actual += worst_;
+        in_turn_ = worst_ = 0;
+        std::fill(std::begin(depths_), std::end(depths_), 0);
+    }
+
+    Passes passes = {0, 0};
+
+  private:
+    Block& block_;
+    const Party& party_;
+    const Thread& thread_;
+    MatrixDescriptor matrix_;
+    const char* what_;
+    Location where_;
+    uint32_t depths_[8] = {};
+    uint32_t worst_ = 0;
+    int in_turn_ = 0;
+};
+
+bool complete_multiply(Warp& warp, uint32_t, Location where) {
+    warp.block->warpgroup(warp, where).multiply(warp, where);
+    return true;
+}
+
+bool complete_fence(Warp& warp, uint32_t, Location where) {
+    warp.block->warpgroup(warp, where).fence(warp);
+    return true;
+}
+
+bool complete_commit(Warp& warp, uint32_t, Location where) {
+    warp.block->warpgroup(warp, where).commit(warp);
+    return true;
+}
+
+bool complete_wait(Warp& warp, uint32_t, Location where) {
+    return warp.block->warpgroup(warp, where).wait(warp, *static_cast<int*>(warp.operands[0]), where);
+}
+
+}  // namespace
+
+Warpgroup::Warpgroup(Block& block, int index) : block_(block), index_(index), a_(kRows * kDepth) {}
+
+void Warpgroup::reset() {
+    for (WarpState& state : warps_) state = {};
+    executed_ = 0;
+    first_ = 1;
+    products_.clear();
+    for (auto& accumulators : accumulators_) accumulators.clear();
+}
+
+Accumulator* Warpgroup::find(const Thread& thread, const float* registers) {
+    for (auto& accumulator : accumulators_[thread.index % kThreadsOfGroup]) {
+        if (accumulator->registers == registers) return accumulator.get();
+    }
+    return nullptr;
+}
+
+// What the product works on. `under_way` says whether an earlier one still does.
+Accumulator* Warpgroup::track(const Thread& thread, const WarpgroupProduct& operands, bool& under_way, Location where) {
+    auto& accumulators = accumulators_[thread.index % kThreadsOfGroup];
+    float* const begin = operands.accumulator;
+    Accumulator* found = find(thread, begin);
+    under_way = found != nullptr && !found->done;
+    if (found != nullptr && found->values.size() == static_cast<size_t>(operands.count)) {
+        if (found->done) {
+            pin(block_.thread(thread.index), begin, operands.count, where);
+        } else {
+            return found;
+        }
+    }
+    // Memory of which another array has become the owner.
+    std::erase_if(accumulators, [&](const auto& other) {
+        return begin < other->registers + other->values.size() && other->registers < begin + operands.count;
+    });
+    if (operands.accumulate) {
+        for (int i = 0; i < operands.count; ++i) {
+            if (is_unset(begin[i])) {
+                block_.fail(thread, SIM_UNINITIALISED_REGISTER, where, "wgmma with a register of its accumulator that nothing has set");
+            }
+            if (is_under_way(begin[i])) fail_use(block_.thread(thread.index), where);
+        }
+    }
+    accumulators.push_back(std::make_unique<Accumulator>(
+        Accumulator{begin, std::vector<float>(begin, begin + operands.count), 0, false, where}));
+    std::fill(begin, begin + operands.count, under_way_pattern());
+    return accumulators.back().get();
+}
+
+void Warpgroup::multiply(Warp& warp, Location where) {
+    if (agent_ < 0) agent_ = block_.order().add_agent();
+    WarpState& state = warps_[warp.index % kWarpsOfGroup];
+    const auto& first = *static_cast<WarpgroupProduct*>(warp.operands[0]);
+    const uint32_t number = ++state.made;
+    if (number == first_ + products_.size()) {
+        products_.emplace_back();
+        products_.back().operands = first;
+        products_.back().where = where;
+        products_.back().group = state.groups;
+    }
+    Product& product = this->product(number);
+    bool all_under_way = true;
+    for (int lane = 0; lane < 32; ++lane) {
+        const Thread& thread = block_.thread(warp.first_thread() + lane);
+        const auto& operands = *static_cast<WarpgroupProduct*>(warp.operands[lane]);
+        const int member = thread.index % kThreadsOfGroup;
+        if (!same_product(operands, product.operands) || product.where.line() != where.line() || product.group != state.groups) {
+            block_.fail(thread, SIM_DIVERGENCE, where,
+                        format("wgmma with other operands, or after another number of commits, than other threads of its "
+                               "warpgroup have, at %s",
+                               text_of(product.where).c_str()),
+                        {product.where, -1});
+        }
+        bool under_way;
+        Accumulator* accumulator = track(thread, operands, under_way, where);
+        accumulator->last_product = number;
+        accumulator->where = where;
+        all_under_way &= under_way;
+        product.accumulators[member] = accumulator;
+        product.a[member] = operands.a;
+        if (operands.a == nullptr) continue;
+        for (int i = 0; i < 4; ++i) {
+            product.a_values[member][i] = operands.a[i];
+            if (is_unset(operands.a[i])) {
+                block_.fail(thread, SIM_UNINITIALISED_REGISTER, where, "wgmma with a register of its left operand that nothing has set");
+            }
+        }
+    }
+    if (!state.fenced && !all_under_way) {
+        block_.fail(block_.thread(warp.first_thread()), SIM_REGISTER_IN_FLIGHT, where,
+                    "wgmma on registers that the threads may have written, and no wgmma.fence since they waited last");
+    }
+    if (++product.warps < kWarpsOfGroup) return;
+    execute(product);
+    executed_ = number;
+    for (WarpState& waiting : warps_) {
+        if (waiting.waiting == nullptr || waiting.target > executed_) continue;
+        Warp& parked = *waiting.waiting;
+        end_wait(waiting, parked);
+        block_.resume(parked);
+    }
+}
+
+// Everybody's sums += A . B. Products and their sum are exact up to the precision of double, and cut off towards zero to fp32
+// once for each instruction.
+void Warpgroup::execute(const Product& product) {
+    const WarpgroupProduct& operands = product.operands;
+    const Location where = product.where;
+    const int columns = 2 * operands.count;
+    const bool bf16 = operands.bf16;
+    const int first_thread = index_ * kThreadsOfGroup;
+    const Thread& thread = block_.thread(first_thread);
+    const Party party(block_.order(), agent_, executed_ + 1, first_thread, kThreadsOfGroup);
+    Passes passes = {0, 0};
+    uint64_t bytes = 2 * kDepth * columns;
+    uint16_t elements[8];
+    if (operands.a == nullptr) {
+        Operand a(block_, party, thread, operands.a_descriptor, "wgmma's A", where);
+        for (int step = 0; step < kDepth / 8; ++step) {
+            for (int row = 0; row < kRows; ++row) {
+                a.read(Major::k, row, step, elements);
+                for (int e = 0; e < 8; ++e) a_[row * kDepth + 8 * step + e] = number(bf16, elements[e]);
+            }
+        }
+        passes = a.passes;
+        bytes += 2 * kRows * kDepth;
+    } else {
+        for (int member = 0; member < kThreadsOfGroup; ++member) {
+            const int lane = member % 32;
+            for (int i = 0; i < 4; ++i) {
+                const int row = member / 32 * 16 + lane / 4 + i % 2 * 8, k = i / 2 * 8 + lane % 4 * 2;
+                const uint32_t pair = product.a_values[member][i];
+                a_[row * kDepth + k] = number(bf16, static_cast<uint16_t>(pair));
+                a_[row * kDepth + k + 1] = number(bf16, static_cast<uint16_t>(pair >> 16));
+            }
+        }
+    }
+    b_.resize(kDepth * columns);
+    Operand b(block_, party, thread, operands.b_descriptor, "wgmma's B", where);
+    if (operands.b_major == Major::k) {
+        for (int step = 0; step < kDepth / 8; ++step) {
+            for (int column = 0; column < columns; ++column) {
+                b.read(Major::k, column, step, elements);
+                for (int e = 0; e < 8; ++e) b_[(8 * step + e) * columns + column] = number(bf16, elements[e]);
+            }
+        }
+    } else {
+        for (int k = 0; k < kDepth; ++k) {
+            for (int step = 0; step < columns / 8; ++step) {
+                b.read(Major::mn, k, step, elements);
+                for (int e = 0; e < 8; ++e) b_[k * columns + 8 * step + e] = number(bf16, elements[e]);
+            }
+        }
+    }
+    passes.ideal += b.passes.ideal;
+    passes.actual += b.passes.actual;
+
+    double sums[256];
+    for (int row = 0; row < kRows; ++row) {
+        std::fill(sums, sums + columns, 0.0);
+        for (int k = 0; k < kDepth; ++k) {
+            const double left = a_[row * kDepth + k];
+            const double* right = &b_[k * columns];
+            for (int column = 0; column < columns; ++column) sums[column] += left * right[column];
+        }
+        // Thread (g, t) of a warp has columns 2 t and 2 t + 1 of every eight, in rows g and g + 8.
+        const int half = row % 16 / 8;
+        for (int t = 0; t < 4; ++t) {
+            float* values = product.accumulators[row / 16 * 32 + row % 8 * 4 + t]->values.data();
+            for (int i = 0; i < columns / 8; ++i) {
+                for (int e = 0; e < 2; ++e) {
+                    float& value = values[4 * i + 2 * half + e];
+                    value = truncate_to_float((operands.accumulate ? value : 0.0f) + sums[8 * i + 2 * t + e]);
+                }
+            }
+        }
+    }
+    ++(bf16 ? block_.counters->wgmma_bf16 : block_.counters->wgmma_f16);
+    block_.counters->shared_bytes_read += bytes;
+    block_.traffic().add(block_.traffic().site(where, SIM_MATRIX_PRODUCT), SIM_MATRIX_PRODUCT, bytes, passes);
+}
+
+void Warpgroup::fence(Warp& warp) { warps_[warp.index % kWarpsOfGroup].fenced = true; }
+
+void Warpgroup::commit(Warp& warp) {
+    WarpState& state = warps_[warp.index % kWarpsOfGroup];
+    state.closed.push_back(state.made);
+    ++state.groups;
+}
+
+bool Warpgroup::wait(Warp& warp, int pending, Location where) {
+    WarpState& state = warps_[warp.index % kWarpsOfGroup];
+    state.target = state.waited;
+    if (state.closed.size() > static_cast<size_t>(pending)) {
+        const auto last = state.closed.end() - pending;
+        state.target = *(last - 1);
+        state.closed.erase(state.closed.begin(), last);
+    }
+    state.fenced = false;
+    if (state.target > executed_) {
+        state.waiting = &warp;
+        state.where = where;
+        return false;
+    }
+    end_wait(state, warp);
+    return true;
+}
+
+void Warpgroup::end_wait(WarpState& state, Warp& warp) {
+    state.waiting = nullptr;
+    for (uint32_t number = state.waited + 1; number <= state.target; ++number) {
+        const Product& done = product(number);
+        for (int lane = 0; done.operands.a != nullptr && lane < 32; ++lane) {
+            const Thread& thread = block_.thread(warp.first_thread() + lane);
+            const int member = thread.index % kThreadsOfGroup;
+            if (std::memcmp(done.a[member], done.a_values[member], sizeof done.a_values[member]) == 0) continue;
+            block_.fail(thread, SIM_REGISTER_IN_FLIGHT, done.where,
+                        "a register of the left operand of this wgmma has changed before the wait for it");
+        }
+    }
+    state.waited = state.target;
+    for (int lane = 0; lane < 32; ++lane) {
+        const int thread = warp.first_thread() + lane;
+        if (agent_ >= 0) block_.order().learn(thread, agent_, state.target);
+        for (auto& accumulator : accumulators_[thread % kThreadsOfGroup]) {
+            if (accumulator->last_product <= state.target) accumulator->done = true;
+        }
+    }
+    uint32_t least = UINT32_MAX;
+    for (const WarpState& each : warps_) least = std::min(least, each.waited);
+    for (; first_ <= least; ++first_) products_.pop_front();
+}
+
+void Warpgroup::pin(Thread& thread, float* registers, int count, Location where) {
+    Accumulator* accumulator = find(thread, registers);
+    if (accumulator == nullptr || !accumulator->done || accumulator->values.size() != static_cast<size_t>(count)) return;
+    for (int i = 0; i < count; ++i) {
+        if (std::bit_cast<uint32_t>(registers[i]) == std::bit_cast<uint32_t>(under_way_pattern())) continue;
+        block_.fail(thread, SIM_REGISTER_IN_FLIGHT, where,
+                    format("register %d of an accumulator was written while the wgmma at %s was at work on it, or before it "
+                           "was pinned",
+                           i, text_of(accumulator->where).c_str()),
+                    {accumulator->where, -1});
+    }
+    std::copy(accumulator->values.begin(), accumulator->values.end(), registers);
+    std::erase_if(accumulators_[thread.index % kThreadsOfGroup], [&](const auto& each) { return each.get() == accumulator; });
+}
+
+void Warpgroup::fail_use(Thread& thread, Location where) {
+    for (const auto& accumulator : accumulators_[thread.index % kThreadsOfGroup]) {
+        block_.fail(thread, SIM_REGISTER_IN_FLIGHT, where,
+                    format("a value from a register of the accumulator of the wgmma at %s, %s", text_of(accumulator->where).c_str(),
+                           accumulator->done ? "which no pin_registers after the wait keeps in order" : "which has not been waited for"),
+                    {accumulator->where, -1});
+    }
+    block_.fail(thread, SIM_REGISTER_IN_FLIGHT, where, "a value from a register that was read while a wgmma was at work on it");
+}
+
+std::string Warpgroup::describe(std::vector<Other>& firsts) const {
+    std::string text;
+    for (const WarpState& state : warps_) {
+        if (state.waiting == nullptr) continue;
+        text += format(" warp %d waits for other warps of its warpgroup to make the wgmma that it has made, %s;",
+                       state.waiting->index, text_of(state.where).c_str());
+        firsts.push_back({state.where, state.waiting->first_thread()});
+    }
+    return text;
+}
+
+void multiply_warpgroup(const WarpgroupProduct& product, Location where) {
+    WarpgroupProduct own = product;
+    running_thread().owner->meet(Operation::warpgroup_product, true, 0xffffffff, &own, complete_multiply, where);
+}
+
+void warpgroup_fence(Location where) {
+    running_thread().owner->meet(Operation::warpgroup_fence, true, 0xffffffff, nullptr, complete_fence, where);
+}
+
+void warpgroup_commit(Location where) {
+    running_thread().owner->meet(Operation::warpgroup_commit, true, 0xffffffff, nullptr, complete_commit, where);
+}
+
+void warpgroup_wait(int pending, Location where) {
+    running_thread().owner->meet(Operation::warpgroup_wait, true, 0xffffffff, &pending, complete_wait, where);
+}
+
+void pin(float* registers, int count, Location where) {
+    Thread& thread = running_thread();
+    if (Warpgroup* group = thread.owner->warpgroup_of(*thread.warp)) group->pin(thread, registers, count, where);
+}
+
+void fail_register_under_way(Location where) {
+    Thread& thread = running_thread();
+    if (Warpgroup* group = thread.owner->warpgroup_of(*thread.warp)) group->fail_use(thread, where);
+    thread.owner->fail(thread, SIM_REGISTER_IN_FLIGHT, where, "the pattern of a register on which a wgmma is at work");
+}
+
+}  // namespace flashgen::simulator

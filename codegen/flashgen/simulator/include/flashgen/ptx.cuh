@@ -1,0 +1,49 @@
+// Host bodies for the functions of templates/include/flashgen/ptx.cuh, which says what each one is.
+//
+// A last argument that no kernel gives says where in the kernel's source the call stands: errors and counts name it.
+#pragma once
+
+#include "flashgen/types.cuh"
+#include "simulator/async.hpp"
+#include "simulator/machine.hpp"
+#include "simulator/numbers.hpp"
+
+using shared_address = uint32_t;
+
+inline int block_index() { return static_cast<int>(flashgen::simulator::this_thread().block->block_index.x); }
+
+template <typename Element>
+inline uint32_t pack(float low, float high,
+                     flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::check_register(low, where);
+    flashgen::simulator::check_register(high, where);
+    static_assert(std::is_same_v<Element, fp16> || std::is_same_v<Element, bf16>);
+    if constexpr (std::is_same_v<Element, fp16>) {
+        return flashgen::simulator::float_to_fp16(low) | uint32_t{flashgen::simulator::float_to_fp16(high)} << 16;
+    } else {
+        return flashgen::simulator::float_to_bf16(low) | uint32_t{flashgen::simulator::float_to_bf16(high)} << 16;
+    }
+}
+
+inline float exp2_approx(float x, flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::check_register(x, where);
+    ++flashgen::simulator::this_thread().block->counters->exp2;
+    return flashgen::simulator::exp2_ftz(x);
+}
+
+inline float log2_approx(float x, flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::check_register(x, where);
+    ++flashgen::simulator::this_thread().block->counters->log2;
+    return flashgen::simulator::log2_canonical(x);
+}
+
+inline void store_global_32(float* destination, float value,
+                            flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::check_register(value, where);
+    flashgen::simulator::store_global(destination, &value, 4, where);
+}
+
+inline void store_global_128(void* destination, uint4 value,
+                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::store_global(destination, &value, 16, where);
+}

@@ -1,0 +1,215 @@
+// Host bodies for the functions of templates/include/flashgen/sm90.cuh, which says what each one is.
+//
+// A last argument that no kernel gives says where in the kernel's source the call stands: errors and counts name it.
+#pragma once
+
+#include "flashgen/ptx.cuh"
+#include "simulator/async.hpp"
+#include "simulator/machine.hpp"
+
+struct alignas(64) tensor_map {
+    uint64_t opaque[16];
+};
+static_assert(sizeof(tensor_map) == sizeof(SimTensorMap));
+
+inline shared_address to_shared(const void* pointer,
+                                flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    return flashgen::simulator::to_shared_window(pointer, where);
+}
+
+inline void prefetch_tensormap(const tensor_map& map,
+                               flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::prefetch_tensor_map(&map, where);
+}
+
+inline void mbarrier_init(shared_address barrier, int arrivals,
+                          flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::mbarrier_init(barrier, arrivals, where);
+}
+
+inline void fence_mbarrier_init(flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::fence_mbarrier_init(where);
+}
+
+inline void mbarrier_arrive(shared_address barrier,
+                            flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::mbarrier_arrive(barrier, where);
+}
+
+inline void mbarrier_arrive_expect_tx(shared_address barrier, int bytes,
+                                      flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::mbarrier_expect_tx(barrier, bytes, where);
+    flashgen::simulator::mbarrier_arrive(barrier, where);
+}
+
+inline void mbarrier_wait(shared_address barrier, int parity,
+                          flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::mbarrier_wait(barrier, parity, where);
+}
+
+inline void fence_proxy_async(flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::fence_proxy_async(where);
+}
+
+inline void tma_load_4d(shared_address destination, const tensor_map& map, shared_address barrier, int c0, int c1, int c2,
+                        int c3, flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    const int coordinates[4] = {c0, c1, c2, c3};
+    flashgen::simulator::tensor_load(destination, &map, barrier, coordinates, 4, where);
+}
+
+inline void tma_load_5d(shared_address destination, const tensor_map& map, shared_address barrier, int c0, int c1, int c2,
+                        int c3, int c4, flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    const int coordinates[5] = {c0, c1, c2, c3, c4};
+    flashgen::simulator::tensor_load(destination, &map, barrier, coordinates, 5, where);
+}
+
+inline void tma_store_4d(const tensor_map& map, shared_address source, int c0, int c1, int c2, int c3,
+                         flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    const int coordinates[4] = {c0, c1, c2, c3};
+    flashgen::simulator::tensor_store(&map, source, coordinates, 4, where);
+}
+
+inline void tma_store_5d(const tensor_map& map, shared_address source, int c0, int c1, int c2, int c3, int c4,
+                         flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    const int coordinates[5] = {c0, c1, c2, c3, c4};
+    flashgen::simulator::tensor_store(&map, source, coordinates, 5, where);
+}
+
+inline void tma_store_commit() { flashgen::simulator::tensor_store_commit(); }
+
+template <int kPending>
+inline void tma_store_wait_read() {
+    flashgen::simulator::tensor_store_wait(kPending);
+}
+
+template <int kPending>
+inline void tma_store_wait() {
+    flashgen::simulator::tensor_store_wait(kPending);
+}
+
+inline void barrier_sync(int barrier, int threads,
+                         flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::block_barrier(barrier, threads, where);
+}
+
+inline void barrier_arrive(int barrier, int threads,
+                           flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::barrier_arrive(barrier, threads, where);
+}
+
+inline bool barrier_red_or(int barrier, int threads, bool predicate,
+                           flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    return flashgen::simulator::barrier_any(barrier, threads, predicate, where);
+}
+
+template <int kRegisters>
+inline void setmaxnreg_inc(flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::set_registers(kRegisters, true, where);
+}
+
+template <int kRegisters>
+inline void setmaxnreg_dec(flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::set_registers(kRegisters, false, where);
+}
+
+inline void wgmma_fence(flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::warpgroup_fence(where);
+}
+
+inline void wgmma_commit(flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::warpgroup_commit(where);
+}
+
+template <int kPending>
+inline void wgmma_wait(flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::warpgroup_wait(kPending, where);
+}
+
+template <int kCount>
+inline void pin_registers(float (&registers)[kCount],
+                          flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::pin(registers, kCount, where);
+}
+
+template <typename Element, int kCount>
+inline void wgmma_ss(float (&d)[kCount], uint64_t a, uint64_t b, int accumulate,
+                     flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    static_assert(std::is_same_v<Element, fp16> || std::is_same_v<Element, bf16>);
+    static_assert(kCount % 4 == 0 && kCount <= 128);
+    flashgen::simulator::multiply_warpgroup({.bf16 = std::is_same_v<Element, bf16>,
+                                             .accumulator = d,
+                                             .count = kCount,
+                                             .a = nullptr,
+                                             .a_descriptor = a,
+                                             .b_descriptor = b,
+                                             .b_major = flashgen::simulator::Major::k,
+                                             .accumulate = accumulate != 0},
+                                            where);
+}
+
+template <typename Element, int kCount>
+inline void wgmma_rs(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, int accumulate,
+                     flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    static_assert(std::is_same_v<Element, fp16> || std::is_same_v<Element, bf16>);
+    static_assert(kCount % 4 == 0 && kCount <= 128);
+    flashgen::simulator::multiply_warpgroup({.bf16 = std::is_same_v<Element, bf16>,
+                                             .accumulator = d,
+                                             .count = kCount,
+                                             .a = a,
+                                             .a_descriptor = 0,
+                                             .b_descriptor = b,
+                                             .b_major = flashgen::simulator::Major::mn,
+                                             .accumulate = accumulate != 0},
+                                            where);
+}
+
+inline uint32_t load_global_8(const uint8_t* source,
+                              flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    uint8_t value;
+    flashgen::simulator::load_global(&value, source, 1, where);
+    return value;
+}
+
+inline uint32_t load_global_32(const void* source,
+                               flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    uint32_t value;
+    flashgen::simulator::load_global(&value, source, 4, where);
+    return value;
+}
+
+inline uint4 load_global_128(const void* source,
+                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    uint4 value;
+    flashgen::simulator::load_global(&value, source, 16, where);
+    return value;
+}
+
+inline uint32_t load_shared_32(shared_address source,
+                               flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    uint32_t value;
+    flashgen::simulator::load_shared(&value, source, 4, where);
+    return value;
+}
+
+inline uint4 load_shared_128(shared_address source,
+                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    uint4 value;
+    flashgen::simulator::load_shared(&value, source, 16, where);
+    return value;
+}
+
+inline void store_shared_8(shared_address destination, uint32_t value,
+                           flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    const uint8_t byte = static_cast<uint8_t>(value);
+    flashgen::simulator::store_shared(destination, &byte, 1, where);
+}
+
+inline void store_shared_32(shared_address destination, uint32_t value,
+                            flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::store_shared(destination, &value, 4, where);
+}
+
+inline void store_shared_128(shared_address destination, uint4 value,
+                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::store_shared(destination, &value, 16, where);
+}

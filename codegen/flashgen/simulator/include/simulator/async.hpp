@@ -1,0 +1,61 @@
+// What a simulated kernel of compute capability 9.0 may ask of the machine, besides machine.hpp: work that goes on by itself
+// once a thread has started it, and the barriers and fences that say when it is done.
+#pragma once
+
+#include <cstdint>
+
+#include "simulator/machine.hpp"
+#include "simulator/numbers.hpp"
+
+namespace flashgen::simulator {
+
+// mbarriers, by their address in the shared window.
+void mbarrier_init(uint32_t barrier, int arrivals, Location where);
+void fence_mbarrier_init(Location where);
+void mbarrier_arrive(uint32_t barrier, Location where);
+void mbarrier_expect_tx(uint32_t barrier, int bytes, Location where);
+void mbarrier_wait(uint32_t barrier, int parity, Location where);
+
+// fence.proxy.async.
+void fence_proxy_async(Location where);
+
+// Tensor copies. `map` points to a SimTensorMap; there are as many coordinates as it has dimensions.
+void prefetch_tensor_map(const void* map, Location where);
+void tensor_load(uint32_t destination, const void* map, uint32_t barrier, const int* coordinates, int rank, Location where);
+void tensor_store(const void* map, uint32_t source, const int* coordinates, int rank, Location where);
+// Groups of a thread's tensor stores. A wait for reading ends when their source has been read.
+void tensor_store_commit();
+void tensor_store_wait(int pending);
+
+// bar.arrive; bar.red.or.
+void barrier_arrive(int id, int threads, Location where);
+bool barrier_any(int id, int threads, bool predicate, Location where);
+
+// setmaxnreg.
+void set_registers(int count, bool increase, Location where);
+
+// Matrix products of a warpgroup, 64 x 2 * `count` x 16. `a` is null where the left operand lies under `a_descriptor`.
+enum class Major { k, mn };
+struct WarpgroupProduct {
+    bool bf16;
+    float* accumulator;
+    int count;  // of registers in `accumulator`
+    const uint32_t* a;
+    uint64_t a_descriptor;
+    uint64_t b_descriptor;
+    Major b_major;
+    bool accumulate;
+};
+void multiply_warpgroup(const WarpgroupProduct& product, Location where);
+void warpgroup_fence(Location where);
+void warpgroup_commit(Location where);
+void warpgroup_wait(int pending, Location where);
+// The registers may be used again where the products on them have been waited for.
+void pin(float* registers, int count, Location where);
+// Fails where the number was read from a register on which a product is at work.
+[[noreturn]] void fail_register_under_way(Location where);
+inline void check_register(float value, Location where) {
+    if (is_under_way(value)) fail_register_under_way(where);
+}
+
+}  // namespace flashgen::simulator

@@ -1,0 +1,58 @@
+// PTX that kernels of every architecture use, one instruction to a function, under the instruction's own name. The headers
+// of the architectures include it.
+#pragma once
+
+#include "flashgen/types.cuh"
+
+// Shared memory as PTX addresses it: bytes from the start of the shared window.
+using shared_address = uint32_t;
+
+// %ctaid.x, read anew: what a kernel computes from it twice, it need not keep in registers in between.
+__device__ __forceinline__ int block_index() {
+    int index;
+    asm volatile("mov.u32 %0, %%ctaid.x;\n" : "=r"(index));
+    return index;
+}
+
+// cvt.rn.{f16x2,bf16x2}.f32: two floats rounded to nearest even, `low` in the lower half.
+template <typename Element>
+__device__ uint32_t pack(float low, float high);
+
+template <>
+__device__ __forceinline__ uint32_t pack<fp16>(float low, float high) {
+    uint32_t pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+template <>
+__device__ __forceinline__ uint32_t pack<bf16>(float low, float high) {
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+// ex2.approx.ftz.f32: 2^x; exactly 0 for -inf.
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// lg2.approx.f32: log2(x).
+__device__ __forceinline__ float log2_approx(float x) {
+    float y;
+    asm("lg2.approx.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// st.global.f32, st.global.v4.u32.
+__device__ __forceinline__ void store_global_32(float* destination, float value) {
+    asm volatile("st.global.f32 [%0], %1;\n" ::"l"(destination), "f"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_global_128(void* destination, uint4 value) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"l"(destination), "r"(value.x), "r"(value.y),
+                 "r"(value.z), "r"(value.w)
+                 : "memory");
+}

@@ -1,0 +1,433 @@
+"""Faults to plant into rendered Hopper kernels; see ``faults``."""
+
+from __future__ import annotations
+
+from flashgen.simulator.example import Shape
+from simulator.faults import NUMBERS, WRONG, Fault, fault
+
+# Two computing warpgroups that take turns, two stages; a head in one panel, and in two.
+TURNS = "flash_fwd_hdim64_fp16_m128_sm90"
+PANELS = "flash_fwd_hdim128_bf16_causal_sm90"
+# One computing warpgroup; a swizzle of 64 bytes.
+SINGLE = "flash_fwd_hdim96_fp16_causal_m64_sm90"
+PACKED = "flash_fwd_hdim64_bf16_causal_m64_packgqa_sm90"
+
+# Several tiles to a block, and more blocks of keys than stages.
+LONG = Shape(seqlen_q=200, seqlen_kv=600, heads=2)
+CAUSAL = Shape(seqlen_q=300, seqlen_kv=500, heads=1)
+GROUPED = Shape(seqlen_q=50, seqlen_kv=400, heads=4, kv_heads=1)
+# Scores of a standard deviation of 8, so that the running maximum moves.
+WIDE = Shape(seqlen_q=130, seqlen_kv=600, heads=1, spread=8.0)
+
+ASYNC = ("race", "copy in flight", "uninitialised shared memory")
+STUCK = ("deadlock",)
+REGISTERS = ("register in flight",)
+# With phases out of step anything may come first.
+PHASES = (*ASYNC, "deadlock", "mbarrier", WRONG)
+
+# What a thread does to a word of Q's tile once it is there; the products read it afterwards.
+REWRITE = """            const shared_address word = q_tile + threadIdx.x % 128 * 4;
+            store_shared_32(word, load_shared_32(word));
+            FENCEbarrier_sync(5 + consumer, 128);
+"""
+FIRST_PRODUCT = "            barrier_sync(1 + consumer, 256);\n            start_qk"
+FIRST_WAIT = "q_parity ^= 1;\n            mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);"
+LOOP_WAIT = "                wgmma_wait<1>();\n                pin_registers(scores);\n"
+OUTPUT_WAIT = "                wgmma_wait<0>();\n                pin_registers(output);\n"
+
+
+def planted(
+    name: str, caught: tuple[str, ...], *texts: str, variant: str = TURNS, shape: Shape = LONG
+) -> Fault:
+    """A fault of a kernel whose blocks take several tiles."""
+    return fault(name, variant, shape, caught, *texts, multiprocessors=1)
+
+
+FAULTS = (
+    # Barriers of the pipeline.
+    planted(
+        "consumer waits for the wrong phase of K",
+        PHASES,
+        FIRST_WAIT,
+        FIRST_WAIT.replace("k_ring.parity", "k_ring.parity ^ 1"),
+    ),
+    planted(
+        "consumer does not wait for V",
+        ASYNC,
+        "                mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);\n"
+        "                start_pv",
+        "                start_pv",
+    ),
+    planted(
+        "consumer does not wait for Q",
+        ASYNC,
+        "            mbarrier_wait(barriers.q_full(), q_parity);\n",
+        "",
+    ),
+    planted(
+        "one lane of a warp waits for K",
+        ("race", "copy in flight"),
+        FIRST_WAIT,
+        FIRST_WAIT.replace("mbarrier_wait", "if (lane == 0) mbarrier_wait"),
+        variant=SINGLE,
+        shape=CAUSAL,
+    ),
+    planted(
+        "producer waits for the wrong phase of K",
+        STUCK,
+        "mbarrier_wait(barriers.k_empty(ring.stage), ring.parity ^ 1);",
+        "mbarrier_wait(barriers.k_empty(ring.stage), ring.parity);",
+    ),
+    planted(
+        "producer does not wait for a stage of V",
+        (*ASYNC, "mbarrier"),
+        "            mbarrier_wait(barriers.v_empty(ring.stage), ring.parity ^ 1);\n",
+        "",
+    ),
+    planted(
+        "phase of Q never changes for the producer",
+        (*ASYNC, "mbarrier"),
+        "        q_parity ^= 1;\n        fetch_queries",
+        "        fetch_queries",
+    ),
+    planted(
+        "phase of a ring never changes",
+        PHASES,
+        "        parity ^= stage == 0;\n",
+        "",
+    ),
+    planted(
+        "stages of K never released in the loop",
+        STUCK,
+        LOOP_WAIT + "                release(barriers.k_empty(k_ring.stage));\n",
+        LOOP_WAIT,
+    ),
+    planted(
+        "Q never released",
+        STUCK,
+        "            release(barriers.q_empty());\n",
+        "",
+    ),
+    planted(
+        "Q released before the loop that reads it",
+        ASYNC,
+        "            release(barriers.q_empty());\n",
+        "",
+        "            weights.set(scores);\n\n",
+        "            weights.set(scores);\n            release(barriers.q_empty());\n",
+    ),
+    planted(
+        "stage of K released before its products are done",
+        ASYNC,
+        "            wgmma_wait<0>();\n            pin_registers(scores);\n"
+        "            release(barriers.k_empty(k_ring.stage));\n",
+        "            release(barriers.k_empty(k_ring.stage));\n"
+        "            wgmma_wait<0>();\n            pin_registers(scores);\n",
+    ),
+    planted(
+        "stage of V released before its products are done",
+        ASYNC,
+        OUTPUT_WAIT + "                release(barriers.v_empty(v_ring.stage));\n",
+        "                release(barriers.v_empty(v_ring.stage));\n" + OUTPUT_WAIT,
+    ),
+    planted(
+        "every lane releases",
+        (*PHASES, "divergence"),
+        "if (lane == 0) mbarrier_arrive(empty);",
+        "mbarrier_arrive(empty);",
+    ),
+    planted(
+        "too few arrivals make a stage empty",
+        PHASES,
+        "mbarrier_init(barriers.k_empty(stage), 4 * kConsumers);",
+        "mbarrier_init(barriers.k_empty(stage), 4);",
+    ),
+    planted(
+        "more arrivals than warps make a stage empty",
+        STUCK,
+        "mbarrier_init(barriers.v_empty(stage), 4 * kConsumers);",
+        "mbarrier_init(barriers.v_empty(stage), 4 * kConsumers + 1);",
+    ),
+    planted(
+        "more bytes announced than come",
+        STUCK,
+        "mbarrier_arrive_expect_tx(full, kStageBytes);",
+        "mbarrier_arrive_expect_tx(full, kStageBytes + 16);",
+    ),
+    planted(
+        "fewer bytes announced than come",
+        STUCK,
+        "mbarrier_arrive_expect_tx(full, kQBytes);",
+        "mbarrier_arrive_expect_tx(full, kQBytes - 16);",
+    ),
+    planted(
+        "bytes of one panel announced, two come",
+        (*ASYNC, "mbarrier", "deadlock"),
+        "mbarrier_arrive_expect_tx(full, kStageBytes);",
+        "mbarrier_arrive_expect_tx(full, kStageBytes / 2);",
+        variant=PANELS,
+        shape=CAUSAL,
+    ),
+    planted(
+        "initialised barriers not made visible to the copy engine",
+        ("proxy",),
+        "        fence_mbarrier_init();\n",
+        "",
+    ),
+    planted(
+        "no barrier after the initialisation",
+        ("race", "mbarrier"),
+        "    __syncthreads();\n",
+        "",
+    ),
+    planted(
+        "barriers within the last stage",
+        ("mbarrier",),
+        "kBarrierOffset = kVOffset + kStages * kStageBytes;",
+        "kBarrierOffset = kVOffset + kStages * kStageBytes - 64;",
+        "static_assert(kSharedBytes + 1024 ==",
+        "static_assert(kSharedBytes + 1024 + 64 ==",
+    ),
+    # Copies.
+    planted(
+        "two threads fetch",
+        (*PHASES,),
+        "if (threadIdx.x == 0) produce",
+        "if (threadIdx.x < 2) produce",
+    ),
+    planted(
+        "V fetched to where K lies",
+        (*ASYNC, WRONG),
+        "fetch_block(shared + kVOffset + ring.stage * kStageBytes",
+        "fetch_block(shared + kKOffset + ring.stage * kStageBytes",
+    ),
+    planted(
+        "always the first stage fetched",
+        ASYNC,
+        "fetch_block(shared + kKOffset + ring.stage * kStageBytes",
+        "fetch_block(shared + kKOffset",
+    ),
+    planted(
+        "one block of keys too many fetched",
+        (*PHASES,),
+        "for (int block = blocks.last; block >= blocks.first; --block) {",
+        "for (int block = blocks.last; block >= blocks.first - 1; --block) {",
+    ),
+    planted(
+        "keys from one row too late",
+        NUMBERS,
+        "block * kBlockN, tile.kv_head, tile.batch);\n            mbarrier_wait",
+        "block * kBlockN + 1, tile.kv_head, tile.batch);\n            mbarrier_wait",
+    ),
+    planted(
+        "panels of Q side by side",
+        (*ASYNC, "mbarrier", WRONG),
+        "tma_load_4d(destination + panel * kBlockM * kPanelRowBytes",
+        "tma_load_4d(destination + panel * 64 * kPanelRowBytes",
+        variant=PANELS,
+        shape=CAUSAL,
+    ),
+    planted(
+        "query of a packed tile",
+        NUMBERS,
+        "tile.first_row / params.group_size, tile.kv_head",
+        "tile.first_row, tile.kv_head",
+        variant=PACKED,
+        shape=GROUPED,
+    ),
+    planted(
+        "shared memory begins where the swizzle does not",
+        ("operand",),
+        "(to_shared(shared_memory) + 1023) / 1024 * 1024",
+        "(to_shared(shared_memory) + 1023) / 1024 * 1024 + 128",
+    ),
+    planted(
+        "shared memory not aligned for the copy engine",
+        ("alignment",),
+        "(to_shared(shared_memory) + 1023) / 1024 * 1024",
+        "(to_shared(shared_memory) + 1023) / 1024 * 1024 + 16",
+    ),
+    # Matrix products.
+    planted(
+        "stride of K's descriptor",
+        (*ASYNC, WRONG),
+        "descriptor(k_tile, 16, 8 * kPanelRowBytes)",
+        "descriptor(k_tile, 16, 4 * kPanelRowBytes)",
+    ),
+    planted(
+        "strides of V's descriptor swapped",
+        (*ASYNC, WRONG),
+        "descriptor(v_tile, kBlockN * kPanelRowBytes, 8 * kPanelRowBytes)",
+        "descriptor(v_tile, 8 * kPanelRowBytes, kBlockN * kPanelRowBytes)",
+        variant=PANELS,
+        shape=CAUSAL,
+    ),
+    planted(
+        "swizzle of 64 bytes for 128",
+        (*ASYNC, WRONG, "operand"),
+        "kSwizzle = 1;",
+        "kSwizzle = 2;",
+    ),
+    planted(
+        "swizzle of 128 bytes for 64",
+        (*ASYNC, WRONG, "operand"),
+        "kSwizzle = 2;",
+        "kSwizzle = 1;",
+        variant=SINGLE,
+        shape=CAUSAL,
+    ),
+    planted(
+        "step along K of half its bytes",
+        NUMBERS,
+        "k + ((panel * kBlockN * kPanelRowBytes + 32 * step) >> 4)",
+        "k + ((panel * kBlockN * kPanelRowBytes + 16 * step) >> 4)",
+    ),
+    planted(
+        "scores added to those of the block before",
+        (*REGISTERS, "uninitialised register", WRONG),
+        "panel + step > 0);",
+        "1);",
+    ),
+    planted(
+        "no wait for the scores",
+        REGISTERS,
+        LOOP_WAIT,
+        "                pin_registers(scores);\n",
+    ),
+    planted(
+        "wait for the scores one group short",
+        REGISTERS,
+        LOOP_WAIT,
+        LOOP_WAIT.replace("<1>", "<2>"),
+    ),
+    planted(
+        "wait for the output one group short",
+        (*REGISTERS, *ASYNC),
+        OUTPUT_WAIT,
+        OUTPUT_WAIT.replace("<0>", "<1>"),
+    ),
+    planted(
+        "scores not pinned after the wait",
+        REGISTERS,
+        LOOP_WAIT,
+        "                wgmma_wait<1>();\n",
+    ),
+    planted(
+        "output not pinned after the wait",
+        REGISTERS,
+        "            wgmma_wait<0>();\n            pin_registers(output);\n            release",
+        "            wgmma_wait<0>();\n            release",
+    ),
+    planted(
+        "products not committed",
+        REGISTERS,
+        "        }\n    }\n    wgmma_commit();\n",
+        "        }\n    }\n",
+    ),
+    planted(
+        "no fence before the products of scores",
+        REGISTERS,
+        "    pin_registers(scores);\n    wgmma_fence();\n",
+        "    pin_registers(scores);\n",
+    ),
+    planted(
+        "weights replaced while they are multiplied",
+        REGISTERS,
+        OUTPUT_WAIT,
+        "                weights.set(scores);\n" + OUTPUT_WAIT,
+    ),
+    planted(
+        "output rescaled while it is added to",
+        REGISTERS,
+        OUTPUT_WAIT,
+        "                if (moved) rescale(output, rows);\n" + OUTPUT_WAIT,
+        shape=WIDE,
+    ),
+    planted(
+        "output of a warpgroup not rescaled",
+        NUMBERS,
+        "                if (moved) rescale(output, rows);\n",
+        "",
+        shape=WIDE,
+    ),
+    planted(
+        "a word of Q written without a proxy fence",
+        ("proxy",),
+        FIRST_PRODUCT,
+        REWRITE.replace("FENCE", "") + FIRST_PRODUCT,
+    ),
+    planted(
+        "a word of Q written without a barrier before the products",
+        ("race",),
+        FIRST_WAIT,
+        f"{FIRST_WAIT}\n{REWRITE[: REWRITE.index('FENCE')]}fence_proxy_async();",
+        variant=SINGLE,
+        shape=CAUSAL,
+    ),
+    # Turns and registers.
+    planted(
+        "turn for too few threads",
+        ("barrier", "deadlock"),
+        "                barrier_sync(1 + consumer, 256);\n",
+        "                barrier_sync(1 + consumer, 128);\n",
+    ),
+    planted(
+        "turn passed to oneself",
+        STUCK,
+        "                barrier_arrive(1 + (consumer + 1) % kConsumers, 256);\n",
+        "                barrier_arrive(1 + consumer, 256);\n",
+    ),
+    planted(
+        "nobody has the first turn",
+        STUCK,
+        "    if (consumer == kConsumers - 1) barrier_arrive(1, 256);\n",
+        "",
+    ),
+    planted(
+        "no barrier of that number",
+        ("barrier",),
+        "            barrier_sync(1 + consumer, 256);\n            start_qk",
+        "            barrier_sync(16 + consumer, 256);\n            start_qk",
+    ),
+    planted(
+        "more registers wanted than the block has",
+        STUCK,
+        "setmaxnreg_inc<240>();",
+        "setmaxnreg_inc<248>();",
+    ),
+    planted(
+        "too few registers given back",
+        STUCK,
+        "setmaxnreg_dec<24>();",
+        "setmaxnreg_dec<40>();",
+    ),
+    planted(
+        "registers given back by one warp",
+        ("deadlock", "register pool"),
+        "setmaxnreg_dec<24>();",
+        "if (threadIdx.x < 32) setmaxnreg_dec<24>();",
+    ),
+    planted(
+        "a number of registers that there is not",
+        ("register pool",),
+        "setmaxnreg_inc<240>();",
+        "setmaxnreg_inc<236>();",
+    ),
+)
+
+# What is planted beside a fault, without it.
+HARMLESS = (
+    planted(
+        "a word of Q written with a proxy fence",
+        (),
+        FIRST_PRODUCT,
+        REWRITE.replace("FENCE", "fence_proxy_async();\n            ") + FIRST_PRODUCT,
+    ),
+    # Before that stage of K the producer asks for one of V, which is released after a wait for both.
+    planted(
+        "stage of K released before its products in the loop are done",
+        (),
+        LOOP_WAIT + "                release(barriers.k_empty(k_ring.stage));\n",
+        "                release(barriers.k_empty(k_ring.stage));\n" + LOOP_WAIT,
+    ),
+)

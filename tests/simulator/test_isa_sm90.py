@@ -1,0 +1,383 @@
+"""Instructions of compute capability 9.0 in the simulator against NumPy formulas of what the PTX ISA says,
+and what the engine finds in kernels that use them wrongly.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+
+from flashgen.errors import SimulationError
+from flashgen.tensormap import TensorMap
+from simulator.kernels import fault, run
+
+pytestmark = pytest.mark.usefixtures("compiler")
+
+SWIZZLES = {128: 1, 64: 2, 32: 3}  # in a matrix descriptor
+
+
+@pytest.fixture
+def rng(fresh_seed):
+    return np.random.default_rng(fresh_seed)
+
+
+def aligned(shape, dtype):
+    """Zeros at a multiple of 128 bytes."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = np.zeros(size + 128, np.uint8)
+    first = -memory.ctypes.data % 128
+    return memory[first : first + size].view(dtype).reshape(shape)
+
+
+def swizzled(offsets, period):
+    """Where chunks of 16 bytes lie: bits from 7 up change those from 4 up."""
+    return offsets ^ ((offsets >> 7 & (period // 16 - 1)) << 4)
+
+
+def map_of(array, box, swizzle):
+    """Of a contiguous array (z, y, x, columns) of fp16, the box as (columns, x, y, z)."""
+    strides = tuple(array.strides[::-1][1:])
+    return TensorMap("fp16", array.shape[::-1], strides, box, swizzle)
+
+
+# Tensor copies.
+
+COPY = """
+    const shared_address barrier = shared + 8192;
+    if (threadIdx.x == 0) {{
+        mbarrier_init(barrier, 1);
+        fence_mbarrier_init();
+        mbarrier_arrive_expect_tx(barrier, {bytes});
+        tma_load_4d(shared, params.map, barrier, {coordinates});  // HERE
+    }}
+    __syncthreads();
+    {wait}
+    for (int i = threadIdx.x; i < {bytes} / 4; i += blockDim.x) {{
+        params.out[i] = load_shared_32(shared + 4 * i);  // THERE
+    }}
+"""
+
+
+@pytest.mark.parametrize("swizzle", [128, 64, 32])
+@pytest.mark.parametrize("corner", [(0, 0, 0, 0), (24, 5, 1, 1), (-8, -3, -1, 0), (0, 20, 0, 0)])
+def test_a_tensor_load_swizzles_and_fills_with_zeros(swizzle, corner, rng, fresh_seed):
+    source = aligned((2, 3, 11, 40), np.uint16)
+    source[...] = rng.integers(1, 1 << 16, source.shape)
+    columns, rows = swizzle // 2, (8, 2, 1)
+    box = (columns, *rows)
+    count = columns * 16
+    out = np.zeros(count // 2, np.uint32)
+    body = COPY.format(
+        bytes=2 * count, coordinates=", ".join(map(str, corner)), wait="mbarrier_wait(barrier, 0);"
+    )
+    maps = {"map": (map_of(source, box, swizzle), source)}
+    options = {"header": "sm90", "maps": maps, "block": 64, "shared_bytes": 8200, "seed": fresh_seed}
+    report = run(body, {"source": source}, {"out": out}, **options)
+    # Around the tensor lie zeros.
+    places = [at + np.arange(size) for at, size in zip(corner[::-1], box[::-1], strict=True)]
+    inside = [(at >= 0) & (at < extent) for at, extent in zip(places, source.shape, strict=True)]
+    nearest = [np.clip(at, 0, extent - 1) for at, extent in zip(places, source.shape, strict=True)]
+    cut = np.where(functools.reduce(np.multiply.outer, inside), source[np.ix_(*nearest)], 0)
+    chunks = cut.reshape(-1, 8)
+    places = swizzled(16 * np.arange(len(chunks)), swizzle) // 16
+    np.testing.assert_array_equal(out.view(np.uint16).reshape(-1, 8)[places], chunks)
+    assert report.counters["tensor_loads"] == 1
+    assert report.counters["global_bytes_read"] == 2 * np.count_nonzero(cut)
+
+
+@pytest.mark.parametrize("wait", ["", "if (threadIdx.x == 0) mbarrier_wait(barrier, 0);"])
+def test_bytes_of_a_load_are_there_for_who_waits_for_their_phase(wait):
+    source = aligned((1, 1, 16, 64), np.uint16)
+    body = COPY.format(bytes=2048, coordinates="0, 0, 0, 0", wait=wait)
+    maps = {"map": (map_of(source, (64, 16, 1, 1), 128), source)}
+    for seed in range(8):
+        out = {"out": np.zeros(512, np.uint32)}
+        options = {"header": "sm90", "maps": maps, "block": 64, "shared_bytes": 8200, "seed": seed}
+        assert fault(body, {"source": source}, out, **options).check in ("race", "copy in flight")
+
+
+STORE = """
+    for (int i = threadIdx.x; i < 512; i += 128) store_shared_32(shared + 4 * i, params.values[i]);
+    {fence}
+    {barrier}
+    if (threadIdx.x == 0) {{
+        tma_store_4d(params.map, shared, 8, 3, 0, 0);
+        tma_store_commit();
+        {wait}
+        {after}
+    }}
+"""
+STORE_PARTS = {
+    "fence": "fence_proxy_async();",
+    "barrier": "__syncthreads();",
+    "wait": "tma_store_wait_read<0>();",
+    "after": "store_shared_32(shared, 0);",
+}
+
+
+def stored(seed=0, **parts):
+    """A box of 64 x 16 written to columns 8 and rows 3 up of 40 x 11: its values, and the whole."""
+    out, values = aligned((1, 1, 11, 40), np.uint16), np.arange(1024, dtype=np.uint16) + 1
+    maps = {"map": (map_of(out, (64, 16, 1, 1), 128), out)}
+    body = STORE.format(**STORE_PARTS | parts)
+    options = {"header": "sm90", "maps": maps, "block": 128, "seed": seed}
+    run(body, {"values": values.view(np.uint32)}, {"out": out}, **options)
+    return values, out
+
+
+def test_a_tensor_store_writes_what_lies_in_the_tensor(fresh_seed):
+    values, out = stored(fresh_seed)
+    places = swizzled(16 * np.arange(128), 128) // 16
+    box = values.reshape(-1, 8)[places].reshape(16, 64)
+    expected = np.zeros((11, 40), np.uint16)
+    expected[3:, 8:] = box[:8, :32]
+    np.testing.assert_array_equal(out[0, 0], expected)
+
+
+@pytest.mark.parametrize(
+    ("parts", "checks"),
+    [
+        ({"fence": ""}, ("proxy",)),
+        ({"barrier": ""}, ("race", "uninitialised shared memory")),
+        ({"fence": "", "barrier": "__syncthreads();"}, ("proxy",)),
+        ({"wait": ""}, ("copy in flight",)),
+        ({"wait": "tma_store_wait_read<1>();"}, ("copy in flight",)),
+        ({"wait": "", "after": ""}, ("copy in flight",)),
+    ],
+    ids=str,
+)
+def test_a_tensor_store_reads_in_the_async_proxy_until_it_is_waited_for(parts, checks):
+    for seed in range(4):
+        with pytest.raises(SimulationError) as caught:
+            stored(seed, **parts)
+        assert caught.value.check in checks
+
+
+# Matrix products of a warpgroup.
+
+PRODUCT = """
+    for (int i = threadIdx.x; i < {words}; i += 128) store_shared_32(shared + 4 * i, params.memory[i]);
+    fence_proxy_async();
+    __syncthreads();
+    float d[{columns} / 2];
+    for (int i = 0; i < {columns} / 2; ++i) d[i] = params.c[{columns} / 2 * threadIdx.x + i];
+    const uint64_t strides = uint64_t({stride} >> 4) << 32 | uint64_t({leading} >> 4) << 16;
+    const uint64_t fields = strides | uint64_t({swizzle}) << 62;
+    const uint64_t a_at = shared >> 4 | fields, b_at = (shared + {b_offset}) >> 4 | fields;
+    uint32_t a[4];
+    for (int i = 0; i < 4; ++i) a[i] = params.a[4 * threadIdx.x + i];
+    wgmma_fence();
+    {call};
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin_registers(d);
+    for (int i = 0; i < {columns} / 2; ++i) params.out[{columns} / 2 * threadIdx.x + i] = d[i];
+"""
+THREADS = np.arange(128)
+
+
+def accumulator_places(columns):
+    """(row, column) of each register of each thread."""
+    group, pair = THREADS % 32 // 4, THREADS % 4
+    register = np.arange(columns // 2)
+    rows = 16 * (THREADS // 32)[:, None] + group[:, None] + 8 * (register % 4 // 2)
+    return rows, 8 * (register // 4) + 2 * pair[:, None] + register % 2
+
+
+def multiplied(a, b, c, call, memory, element="fp16", **layout):
+    columns = b.shape[1]
+    rows, places = accumulator_places(columns)
+    group, pair = THREADS % 32 // 4 + 16 * (THREADS // 32), 2 * (THREADS % 4)
+    fragment = np.stack(
+        [a[group + 8 * (i % 2), pair + 8 * (i // 2) + e] for i in range(4) for e in (0, 1)], 1
+    )
+    out = np.zeros((128, columns // 2), np.float32)
+    body = PRODUCT.format(columns=columns, call=call, words=memory.size // 2, **layout)
+    inputs = {
+        "memory": memory.view(np.uint32),
+        "a": np.ascontiguousarray(fragment).view(np.uint32),
+        "c": np.ascontiguousarray(c[rows, places]),
+    }
+    report = run(body, inputs, {"out": out}, header="sm90", block=128, shared_bytes=2 * memory.size)
+    assert report.mma == 1
+    d = np.zeros((64, columns), np.float32)
+    d[rows, places] = out
+    return d
+
+
+def integers(rng, *shape):
+    """Small ones, whose products and sums are exact in every format."""
+    return rng.integers(-8, 9, shape).astype(np.float32)
+
+
+def bits(values, element):
+    return (
+        values.astype(np.float16).view(np.uint16)
+        if element == "fp16"
+        else (values.view(np.uint32) >> 16).astype(np.uint16)
+    )
+
+
+@pytest.mark.parametrize("element", ["fp16", "bf16"])
+@pytest.mark.parametrize("columns", [64, 80, 256])
+@pytest.mark.parametrize("swizzle", [128, 64, 32, 0])
+@pytest.mark.parametrize("accumulate", [0, 1])
+def test_products_of_operands_in_rows(element, columns, swizzle, accumulate, rng):
+    """Both operands with the summed dimension contiguous: a row of 16 within rows as wide as the swizzle."""
+    a, b, c = integers(rng, 64, 16), integers(rng, 16, columns), integers(rng, 64, columns)
+    a_bits, b_bits = bits(a, element), bits(np.ascontiguousarray(b.T), element)
+    b_offset = 64 * max(swizzle, 32)
+    memory = np.zeros((b_offset + columns * max(swizzle, 32)) // 2, np.uint16)
+    for operand, start in ((a_bits, 0), (b_bits, b_offset)):
+        row, half = np.divmod(np.arange(2 * len(operand)), 2)
+        if swizzle:
+            at = swizzled(start + row * swizzle + 16 * half, swizzle)
+        else:  # core matrices of 8 rows and 16 bytes: the halves 128 bytes apart, groups of rows 256
+            at = start + row % 8 * 16 + row // 8 * 256 + half * 128
+        memory.reshape(-1, 8)[at // 16] = operand.reshape(-1, 8)
+    call = f"wgmma_ss<{element}>(d, a_at, b_at, {accumulate})"
+    layout = {
+        "stride": 8 * swizzle or 256,
+        "leading": 128,
+        "swizzle": SWIZZLES.get(swizzle, 0),
+        "b_offset": b_offset,
+    }
+    d = multiplied(a_bits, b, c, call, memory, **layout)
+    np.testing.assert_array_equal(d, a @ b + accumulate * c)
+
+
+@pytest.mark.parametrize("element", ["fp16", "bf16"])
+@pytest.mark.parametrize(("columns", "swizzle"), [(64, 128), (256, 128), (192, 64), (96, 64), (64, 32)])
+def test_products_of_registers_with_an_operand_in_columns(element, columns, swizzle, rng):
+    """B with its columns contiguous: panels as wide as the swizzle one after another, 16 rows each."""
+    a, b, c = integers(rng, 64, 16), integers(rng, 16, columns), integers(rng, 64, columns)
+    b_bits = bits(b, element)
+    memory = np.zeros(16 * columns, np.uint16)
+    k, chunk = np.divmod(np.arange(16 * columns // 8), columns // 8)
+    panel, within = np.divmod(chunk, swizzle // 16)
+    at = swizzled(panel * 16 * swizzle + k * swizzle + 16 * within, swizzle)
+    memory.reshape(-1, 8)[at // 16] = b_bits.reshape(-1, 8)
+    layout = {"stride": 8 * swizzle, "leading": 16 * swizzle, "swizzle": SWIZZLES[swizzle], "b_offset": 0}
+    d = multiplied(bits(a, element), b, c, f"wgmma_rs<{element}>(d, a, b_at, 1)", memory, **layout)
+    np.testing.assert_array_equal(d, a @ b + c)
+
+
+# mbarriers.
+
+RING = """
+    const shared_address full = shared + 1024, empty = full + 8;
+    if (threadIdx.x == 0) {
+        mbarrier_init(full, 32);
+        mbarrier_init(empty, 64);
+    }
+    __syncthreads();
+    for (int turn = 0; turn < 5; ++turn) {
+        if (warp == 0) {
+            mbarrier_wait(empty, turn % 2 ^ 1);
+            store_shared_32(shared + 4 * lane, 100 * turn + lane);
+            mbarrier_arrive(full);
+        } else {
+            mbarrier_wait(full, turn % 2);
+            params.out[160 * (warp - 1) + 32 * turn + lane] = load_shared_32(shared + 4 * (31 - lane));
+            mbarrier_arrive(empty);
+        }
+    }
+"""
+
+
+def test_an_mbarrier_hands_memory_over_and_back(fresh_seed):
+    for seed in range(fresh_seed, fresh_seed + 5):
+        out = np.zeros((2, 5, 32), np.uint32)
+        run(RING, {}, {"out": out}, header="sm90", block=96, seed=seed)
+        expected = 100 * np.arange(5)[:, None] + np.arange(32)[::-1]
+        np.testing.assert_array_equal(out, np.broadcast_to(expected, out.shape))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "checks"),
+    [
+        ("            mbarrier_wait(empty, turn % 2 ^ 1);\n", "", ("race", "mbarrier", "deadlock")),
+        (
+            "mbarrier_init(full, 32)",
+            "mbarrier_init(full, 31)",
+            ("race", "deadlock", "uninitialised shared memory"),
+        ),
+        ("mbarrier_init(empty, 64)", "mbarrier_init(empty, 65)", ("deadlock",)),
+        ("mbarrier_init(full, 32)", "mbarrier_init(full, 0)", ("mbarrier",)),
+        ("mbarrier_wait(full, turn % 2)", "mbarrier_wait(full, turn)", ("operand",)),
+        ("        mbarrier_init(empty, 64);\n", "", ("mbarrier",)),
+        ("        mbarrier_init(empty, 64);\n", "        mbarrier_init(full, 64);\n", ("mbarrier",)),
+        ("full + 8;", "full + 4;", ("alignment",)),
+        ("store_shared_32(shared + 4 * lane", "store_shared_32(shared + 900 + 4 * lane", ("mbarrier",)),
+    ],
+)
+def test_mbarriers_used_wrongly(old, new, checks, fresh_seed):
+    assert RING.count(old) == 1
+    with pytest.raises(SimulationError) as caught:
+        run(
+            RING.replace(old, new),
+            {},
+            {"out": np.zeros(320, np.uint32)},
+            header="sm90",
+            block=96,
+            seed=fresh_seed,
+        )
+    assert caught.value.check in checks, str(caught.value)
+
+
+def test_a_deadlock_names_barriers_phases_counts_and_who_waits():
+    body = """
+        if (threadIdx.x == 0) mbarrier_init(shared, 3);
+        __syncthreads();
+        if (threadIdx.x < 2) mbarrier_arrive(shared);
+        if (warp == 1) mbarrier_wait(shared, 0);  // HERE
+    """
+    error = fault(body, header="sm90", block=64)
+    assert error.check == "deadlock"
+    assert "phase 0 with 2 of 3 arrivals" in str(error)
+    assert "32 of the threads 32 to 63 wait for parity 0" in str(error)
+
+
+# Barriers of the block, and registers.
+
+
+def test_a_barrier_that_is_announced_and_one_that_asks(fresh_seed):
+    body = """
+        if (warp == 0) {
+            store_shared_32(shared + 4 * lane, lane);
+            barrier_arrive(3, 64);
+        } else if (warp == 1) {
+            barrier_sync(3, 64);
+            params.out[lane] = load_shared_32(shared + 4 * (31 - lane));
+        }
+        const bool any = barrier_red_or(5, 96, threadIdx.x == 70);
+        const bool none = barrier_red_or(6, 96, false);
+        params.found[threadIdx.x] = 2 * none + any;
+    """
+    out, found = np.zeros(32, np.uint32), np.zeros(96, np.uint32)
+    run(body, {}, {"out": out, "found": found}, header="sm90", block=96, seed=fresh_seed)
+    np.testing.assert_array_equal(out, np.arange(32)[::-1])
+    assert (found == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("body", "check"),
+    [
+        ("if (warp < 4) setmaxnreg_dec<24>(); else setmaxnreg_inc<240>();", None),
+        ("if (warp < 4) setmaxnreg_dec<24>(); else setmaxnreg_inc<248>();", "deadlock"),
+        ("if (warp < 4) setmaxnreg_inc<240>();", "deadlock"),
+        ("if (warp < 3) setmaxnreg_dec<24>();", "register pool"),
+        ("if (warp < 2) setmaxnreg_dec<24>(); else if (warp < 4) setmaxnreg_dec<32>();", "register pool"),
+        ("setmaxnreg_dec<176>();", "register pool"),
+        ("setmaxnreg_inc<30>();", "register pool"),
+        ("if (lane > 0) setmaxnreg_dec<24>();", "divergence"),
+    ],
+)
+def test_registers_are_handed_over_within_the_block(body, check, fresh_seed):
+    options = {"header": "sm90", "block": 384, "bounds": 384, "seed": fresh_seed}
+    if check is None:
+        run(body, **options)
+        return
+    with pytest.raises(SimulationError) as caught:
+        run(body, **options)
+    assert caught.value.check == check, str(caught.value)
