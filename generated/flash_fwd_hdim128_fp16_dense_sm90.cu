@@ -4,7 +4,7 @@
 //
 // axes      head_dim 128, head_dim_v 128, dtype fp16, mask_type dense, gqa mha
 // tile      block_m 128, block_n 128, stages 2
-// block     384 threads, 169088 bytes of dynamic shared memory
+// block     384 threads, 173232 bytes of dynamic shared memory
 // target    sm90: sm_90a alone, at most 232448 bytes a block
 // spec      flash_fwd_sm90.yaml
 // template  flash_fwd_sm90.cu.j2
@@ -31,16 +31,18 @@ constexpr int kVBytes = kBlockN * kHeadDimV * sizeof(element);  // likewise
 constexpr int kKOffset = kQBytes;
 constexpr int kVOffset = kKOffset + kStages * kKBytes;
 constexpr int kMaskOffset = kVOffset + kStages * kVBytes;
+// K and V are fetched once the mask of their block is known, so that its ring has to run ahead of theirs.
+constexpr int kMaskStages = kStages + 2;
 constexpr int kMaskStageBytes = 16 * kBlockM + 8;
-constexpr int kBarrierOffset = kMaskOffset + kStages * kMaskStageBytes;
-constexpr int kSharedBytes = kBarrierOffset + 8 * (2 + 6 * kStages);
+constexpr int kBarrierOffset = kMaskOffset + kMaskStages * kMaskStageBytes;
+constexpr int kSharedBytes = kBarrierOffset + 8 * (2 + 4 * kStages + 2 * kMaskStages);
 
 constexpr float kLn2 = 0.6931471805599453f;
 
 static_assert(kBlockN % 16 == 0 && kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
 static_assert(kHeadDim % kPanelColumns == 0 && kHeadDimV % kPanelColumns == 0, "panels are whole");
 static_assert(kBlockN <= 128, "a lane holds its share of a row of the mask in 32 bits");
-static_assert(kSharedBytes + 1024 == 169088, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes + 1024 == 173232, "launcher and kernel agree on shared memory");
 
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
@@ -145,16 +147,17 @@ struct Barriers {
     __device__ __forceinline__ shared_address v_full(int stage) const { return first + 16 + 8 * (2 * kStages + stage); }
     __device__ __forceinline__ shared_address v_empty(int stage) const { return first + 16 + 8 * (3 * kStages + stage); }
     __device__ __forceinline__ shared_address mask_full(int stage) const { return first + 16 + 8 * (4 * kStages + stage); }
-    __device__ __forceinline__ shared_address mask_empty(int stage) const { return first + 16 + 8 * (5 * kStages + stage); }
+    __device__ __forceinline__ shared_address mask_empty(int stage) const { return mask_full(kMaskStages + stage); }
 };
 
 // A place in a ring of stages. The parity of a stage's barriers changes each time round.
+template <int kLength>
 struct RingPosition {
     int stage = 0;
     int parity = 0;
 
     __device__ __forceinline__ void advance() {
-        stage = stage == kStages - 1 ? 0 : stage + 1;
+        stage = stage == kLength - 1 ? 0 : stage + 1;
         parity ^= stage == 0;
     }
 };
@@ -301,7 +304,7 @@ struct MaskRow {
 template <bool kWhole>
 __device__ __forceinline__ bool pack_mask(const Params& params, const Tile& tile, shared_address entry, int first_key,
                                           int warp, int lane) {
-    constexpr int kBatch = kWhole ? 3 : 2;  // groups that are read at once
+    constexpr int kBatch = kWhole ? 6 : 2;  // groups that are read at once
     const int end_row = min(tile.first_row + kBlockM, num_rows(params));
     const int end_key = min(first_key + kBlockN, params.seqlen_kv);
     const uint8_t* mask = params.mask + tile.batch * params.mask_batch_stride;
@@ -524,7 +527,7 @@ struct TileSequence {
 __device__ __forceinline__ void read_mask(const Params& params, shared_address shared, const Barriers& barriers) {
     const int warp = threadIdx.x / 32 - 1;
     const int lane = threadIdx.x % 32;
-    RingPosition ring;
+    RingPosition<kMaskStages> ring;
     for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
         const Tile tile = find_tile(params, tiles.index);
         for (int block = (params.seqlen_kv + kBlockN - 1) / kBlockN - 1; block >= -1; --block) {
@@ -546,9 +549,9 @@ __device__ __forceinline__ void read_mask(const Params& params, shared_address s
 
 // The fetching warpgroup's one thread: Q of each tile, and K and V of its blocks, as fast as buffers become empty.
 __device__ __forceinline__ void produce(const Params& params, shared_address shared, const Barriers& barriers) {
-    RingPosition ring;
+    RingPosition<kStages> ring;
     int q_parity = 1;  // the buffers begin empty: the phase before the first has ended
-    RingPosition mask_ring;
+    RingPosition<kMaskStages> mask_ring;
     auto next_block = [&] {
         mbarrier_wait(barriers.mask_full(mask_ring.stage), mask_ring.parity);
         const int block = load_shared_32(shared + kMaskOffset + mask_ring.stage * kMaskStageBytes + kMaskIndexOffset);
@@ -584,9 +587,9 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
     auto release = [&](shared_address empty) {
         if (lane == 0) mbarrier_arrive(empty);
     };
-    RingPosition k_ring, v_ring;
+    RingPosition<kStages> k_ring, v_ring;
     int q_parity = 0;
-    RingPosition mask_ring;
+    RingPosition<kMaskStages> mask_ring;
     auto next_block = [&] {
         mbarrier_wait(barriers.mask_full(mask_ring.stage), mask_ring.parity);
         MaskedBlock block;
@@ -677,6 +680,8 @@ flash_fwd_hdim128_fp16_dense_sm90(const __grid_constant__ Params params) {
             mbarrier_init(barriers.v_full(stage), 1);
             mbarrier_init(barriers.k_empty(stage), 4 * kConsumers);
             mbarrier_init(barriers.v_empty(stage), 4 * kConsumers);
+        }
+        for (int stage = 0; stage < kMaskStages; ++stage) {
             mbarrier_init(barriers.mask_full(stage), 32 * kMaskWarps);
             mbarrier_init(barriers.mask_empty(stage), 128 * kConsumers + 1);
         }

@@ -164,12 +164,13 @@ struct Barriers {
 };
 
 // A place in a ring of stages. The parity of a stage's barriers changes each time round.
+template <int kLength>
 struct RingPosition {
     int stage = 0;
     int parity = 0;
 
     __device__ __forceinline__ void advance() {
-        stage = stage == kStages - 1 ? 0 : stage + 1;
+        stage = stage == kLength - 1 ? 0 : stage + 1;
         parity ^= stage == 0;
     }
 };
@@ -416,7 +417,7 @@ struct TileSequence {
 
 // The fetching warpgroup's one thread: Q of each tile, and K and V of its blocks, as fast as buffers become empty.
 __device__ __forceinline__ void produce(const Params& params, shared_address shared, const Barriers& barriers) {
-    RingPosition ring;
+    RingPosition<kStages> ring;
     int q_parity = 1;  // the buffers begin empty: the phase before the first has ended
     for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
         const Tile tile = find_tile(params, tiles.index);
@@ -446,7 +447,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
     auto release = [&](shared_address empty) {
         if (lane == 0) mbarrier_arrive(empty);
     };
-    RingPosition k_ring, v_ring;
+    RingPosition<kStages> k_ring, v_ring;
     int q_parity = 0;
     // The warpgroups take turns at issuing products, so that one multiplies while the others do their softmax.
     if (consumer == kConsumers - 1) barrier_arrive(1, 256);
