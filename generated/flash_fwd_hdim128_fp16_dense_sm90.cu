@@ -147,7 +147,7 @@ struct Barriers {
     __device__ __forceinline__ shared_address v_full(int stage) const { return first + 16 + 8 * (2 * kStages + stage); }
     __device__ __forceinline__ shared_address v_empty(int stage) const { return first + 16 + 8 * (3 * kStages + stage); }
     __device__ __forceinline__ shared_address mask_full(int stage) const { return first + 16 + 8 * (4 * kStages + stage); }
-    __device__ __forceinline__ shared_address mask_empty(int stage) const { return mask_full(kMaskStages + stage); }
+    __device__ __forceinline__ shared_address mask_empty(int stage) const { return first + 16 + 8 * (4 * kStages + kMaskStages + stage); }
 };
 
 // A place in a ring of stages. The parity of a stage's barriers changes each time round.
