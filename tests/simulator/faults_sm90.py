@@ -10,6 +10,7 @@ TURNS = "flash_fwd_hdim64_fp16_m128_sm90"
 PANELS = "flash_fwd_hdim128_bf16_causal_sm90"
 # One computing warpgroup; a swizzle of 64 bytes.
 SINGLE = "flash_fwd_hdim96_fp16_causal_m64_sm90"
+DENSE = "flash_fwd_hdim64_fp16_dense_m128_sm90"
 PACKED = "flash_fwd_hdim64_bf16_causal_m64_packgqa_sm90"
 
 # Several tiles to a block, and more blocks of keys than stages.
@@ -30,6 +31,7 @@ REWRITE = """            const shared_address word = q_tile + threadIdx.x % 128 
             store_shared_32(word, load_shared_32(word));
             FENCEbarrier_sync(5 + consumer, 128);
 """
+EXPECTED = "mbarrier_arrive_expect_tx(full, kBlockN * kColumns * sizeof(element));"
 FIRST_PRODUCT = "            barrier_sync(1 + consumer, 256);\n            start_qk"
 FIRST_WAIT = "q_parity ^= 1;\n            mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);"
 LOOP_WAIT = "                wgmma_wait<1>();\n                pin_registers(scores);\n"
@@ -151,8 +153,8 @@ FAULTS = (
     planted(
         "more bytes announced than come",
         STUCK,
-        "mbarrier_arrive_expect_tx(full, kStageBytes);",
-        "mbarrier_arrive_expect_tx(full, kStageBytes + 16);",
+        EXPECTED,
+        EXPECTED.replace(");", " + 16);"),
     ),
     planted(
         "fewer bytes announced than come",
@@ -163,8 +165,8 @@ FAULTS = (
     planted(
         "bytes of one panel announced, two come",
         (*ASYNC, "mbarrier", "deadlock"),
-        "mbarrier_arrive_expect_tx(full, kStageBytes);",
-        "mbarrier_arrive_expect_tx(full, kStageBytes / 2);",
+        EXPECTED,
+        EXPECTED.replace(");", " / 2);"),
         variant=PANELS,
         shape=CAUSAL,
     ),
@@ -183,8 +185,8 @@ FAULTS = (
     planted(
         "barriers within the last stage",
         ("mbarrier",),
-        "kBarrierOffset = kVOffset + kStages * kStageBytes;",
-        "kBarrierOffset = kVOffset + kStages * kStageBytes - 64;",
+        "kBarrierOffset = kVOffset + kStages * kVBytes;",
+        "kBarrierOffset = kVOffset + kStages * kVBytes - 64;",
         "static_assert(kSharedBytes + 1024 ==",
         "static_assert(kSharedBytes + 1024 + 64 ==",
     ),
@@ -198,14 +200,14 @@ FAULTS = (
     planted(
         "V fetched to where K lies",
         (*ASYNC, WRONG),
-        "fetch_block(shared + kVOffset + ring.stage * kStageBytes",
-        "fetch_block(shared + kKOffset + ring.stage * kStageBytes",
+        "(shared + kVOffset + ring.stage * kVBytes, params.v",
+        "(shared + kKOffset + ring.stage * kKBytes, params.v",
     ),
     planted(
         "always the first stage fetched",
         ASYNC,
-        "fetch_block(shared + kKOffset + ring.stage * kStageBytes",
-        "fetch_block(shared + kKOffset",
+        "(shared + kKOffset + ring.stage * kKBytes, params.k",
+        "(shared + kKOffset, params.k",
     ),
     planted(
         "one block of keys too many fetched",
@@ -363,6 +365,39 @@ FAULTS = (
         f"{FIRST_WAIT}\n{REWRITE[: REWRITE.index('FENCE')]}fence_proxy_async();",
         variant=SINGLE,
         shape=CAUSAL,
+    ),
+    # Dense masks.
+    planted(
+        "one lane releases an entry for its warp",
+        ("race",),
+        "warp_row, lane);\n        mbarrier_arrive(barriers.mask_empty(mask_ring.stage));\n",
+        "warp_row, lane);\n        if (lane == 0) mbarrier_arrive(barriers.mask_empty(mask_ring.stage));\n",
+        "mbarrier_init(barriers.mask_empty(stage), 128 * kConsumers + 1);",
+        "mbarrier_init(barriers.mask_empty(stage), 4 * kConsumers + 1);",
+        variant=DENSE,
+    ),
+    planted(
+        "bits packed into an entry that is still read",
+        (*PHASES,),
+        "            mbarrier_wait(barriers.mask_empty(ring.stage), ring.parity ^ 1);\n",
+        "",
+        variant=DENSE,
+    ),
+    planted(
+        "entry released before it is read",
+        (*PHASES,),
+        "        MaskedBlock block;\n",
+        "        mbarrier_arrive(barriers.mask_empty(mask_ring.stage));\n        MaskedBlock block;\n",
+        "warp_row, lane);\n        mbarrier_arrive(barriers.mask_empty(mask_ring.stage));\n",
+        "warp_row, lane);\n",
+        variant=DENSE,
+    ),
+    planted(
+        "the thread that fetches does not release an entry",
+        STUCK,
+        "kMaskIndexOffset);\n        mbarrier_arrive(barriers.mask_empty(mask_ring.stage));\n",
+        "kMaskIndexOffset);\n",
+        variant=DENSE,
     ),
     # Turns and registers.
     planted(

@@ -56,3 +56,18 @@ __device__ __forceinline__ void store_global_128(void* destination, uint4 value)
                  "r"(value.z), "r"(value.w)
                  : "memory");
 }
+
+// ld.shared.u32, st.shared.u8, st.shared.u32.
+__device__ __forceinline__ uint32_t load_shared_32(shared_address source) {
+    uint32_t value;
+    asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(value) : "r"(source) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_shared_8(shared_address destination, uint32_t value) {
+    asm volatile("st.shared.u8 [%0], %1;\n" ::"r"(destination), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_32(shared_address destination, uint32_t value) {
+    asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(destination), "r"(value) : "memory");
+}

@@ -59,21 +59,7 @@ __device__ __forceinline__ uint32_t load_global_8(const uint8_t* source) {
     return value;
 }
 
-// ld.shared.u32, ld.shared.v4.u32, st.shared.u8, st.shared.u32, st.shared.v2.u32.
-__device__ __forceinline__ uint32_t load_shared_32(shared_address source) {
-    uint32_t value;
-    asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(value) : "r"(source) : "memory");
-    return value;
-}
-
-__device__ __forceinline__ void store_shared_8(shared_address destination, uint32_t value) {
-    asm volatile("st.shared.u8 [%0], %1;\n" ::"r"(destination), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ void store_shared_32(shared_address destination, uint32_t value) {
-    asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(destination), "r"(value) : "memory");
-}
-
+// st.shared.v2.u32, ld.shared.v4.u32.
 __device__ __forceinline__ void store_shared_64(shared_address destination, uint32_t low, uint32_t high) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};\n" ::"r"(destination), "r"(low), "r"(high) : "memory");
 }

@@ -149,21 +149,6 @@ __device__ __forceinline__ uint4 load_global_128(const void* source) {
     return value;
 }
 
-// ld.shared, st.shared.
-__device__ __forceinline__ uint32_t load_shared_32(shared_address source) {
-    uint32_t value;
-    asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(value) : "r"(source) : "memory");
-    return value;
-}
-
-__device__ __forceinline__ void store_shared_8(shared_address destination, uint32_t value) {
-    asm volatile("st.shared.u8 [%0], %1;\n" ::"r"(destination), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ void store_shared_32(shared_address destination, uint32_t value) {
-    asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(destination), "r"(value) : "memory");
-}
-
 // wgmma.mma_async.m64nNk16: the warpgroup's accumulator (64xN, fp32) = a (64x16) . b (16xN), plus itself if `accumulate`.
 // _ss: a and b in shared memory under descriptors, both with the summed dimension contiguous.
 // _rs: a in registers (rows g and g + 8 of the warp's 16, columns 2 t, 2 t + 1, then + 8), b in shared memory with the

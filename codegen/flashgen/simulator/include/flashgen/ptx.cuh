@@ -47,3 +47,21 @@ inline void store_global_128(void* destination, uint4 value,
                              flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     flashgen::simulator::store_global(destination, &value, 16, where);
 }
+
+inline uint32_t load_shared_32(shared_address source,
+                               flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    uint32_t value;
+    flashgen::simulator::load_shared(&value, source, 4, where);
+    return value;
+}
+
+inline void store_shared_8(shared_address destination, uint32_t value,
+                           flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    const uint8_t byte = static_cast<uint8_t>(value);
+    flashgen::simulator::store_shared(destination, &byte, 1, where);
+}
+
+inline void store_shared_32(shared_address destination, uint32_t value,
+                            flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::store_shared(destination, &value, 4, where);
+}

@@ -49,24 +49,6 @@ inline uint32_t load_global_8(const uint8_t* source,
     return value;
 }
 
-inline uint32_t load_shared_32(shared_address source,
-                               flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    uint32_t value;
-    flashgen::simulator::load_shared(&value, source, 4, where);
-    return value;
-}
-
-inline void store_shared_8(shared_address destination, uint32_t value,
-                           flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    const uint8_t byte = static_cast<uint8_t>(value);
-    flashgen::simulator::store_shared(destination, &byte, 1, where);
-}
-
-inline void store_shared_32(shared_address destination, uint32_t value,
-                            flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    flashgen::simulator::store_shared(destination, &value, 4, where);
-}
-
 inline void store_shared_64(shared_address destination, uint32_t low, uint32_t high,
                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     const uint32_t values[2] = {low, high};

@@ -184,29 +184,11 @@ inline uint4 load_global_128(const void* source,
     return value;
 }
 
-inline uint32_t load_shared_32(shared_address source,
-                               flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    uint32_t value;
-    flashgen::simulator::load_shared(&value, source, 4, where);
-    return value;
-}
-
 inline uint4 load_shared_128(shared_address source,
                              flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     uint4 value;
     flashgen::simulator::load_shared(&value, source, 16, where);
     return value;
-}
-
-inline void store_shared_8(shared_address destination, uint32_t value,
-                           flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    const uint8_t byte = static_cast<uint8_t>(value);
-    flashgen::simulator::store_shared(destination, &byte, 1, where);
-}
-
-inline void store_shared_32(shared_address destination, uint32_t value,
-                            flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    flashgen::simulator::store_shared(destination, &value, 4, where);
 }
 
 inline void store_shared_128(shared_address destination, uint4 value,
