@@ -11,9 +11,9 @@ The rule, which a spec names ``least_time``:
    the target that its spec names first.
 3. Where a tile was tuned on this GPU, the ordinary tile of its point, which it was measured against, is out.
    Other tiles of the point, such as one for small problems, stay in.
-4. Of what is left, tiles and groupings, the least modelled time wins: the rows of queries that fall to the
-   busiest multiprocessor, over the measured ``efficiency`` of the tile. Ties go to fewer tiles, then to the
-   order of the spec.
+4. Of what is left, tiles and groupings, the least modelled time wins: the scores (rows of queries by keys, in
+   whole blocks) that the tiles of the busiest multiprocessor visit, over the measured ``efficiency`` of the
+   tile. Ties go to fewer tiles, then to the order of the spec.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from flashgen.errors import DeviceTypeNotSupported, SpecError
 from flashgen.problem import MAX_SEQLEN
 from flashgen.tensormap import REQUIREMENTS, expressible
 from flashgen.variant import TUNED_TILE
+from flashgen.visited import visited_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -113,8 +114,14 @@ def without_replaced(variants: Iterable[Variant]) -> tuple[Variant, ...]:
 
 def cost(problem: Problem, device: Device, variant: Variant) -> float:
     """Modelled time of a problem, comparable between variants for one problem only."""
-    tiles_of_busiest = -(-tiles(problem, variant) // device.num_sms)
-    return tiles_of_busiest * variant.tile_value("block_m") / variant.efficiency
+    mean, longest = visited_keys(problem, variant, rows(problem, variant))
+    count = tiles(problem, variant)
+    if mean == longest:
+        keys: float = -(-count // device.num_sms) * longest
+    else:
+        # Tiles of different lengths are handed out so that multiprocessors have about the same work.
+        keys = max(count * mean / device.num_sms, longest)
+    return keys * variant.tile_value("block_m") / variant.efficiency
 
 
 def rows(problem: Problem, variant: Variant) -> int:

@@ -1,0 +1,63 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashgen.problem import UNBOUNDED
+from flashgen.spec import load_specs
+from flashgen.visited import visited_keys
+from test_sections import CALL
+
+VARIANTS = {
+    (variant.head_dim, variant.mask_type, variant.gqa): variant
+    for spec in load_specs()
+    for variant in spec.variants()
+    if variant.target == "sm90" and variant.dtype == "fp16" and not variant.tile_name
+}
+
+
+@pytest.mark.parametrize("gqa", ["gqa", "packed"])
+@given(st.integers(1, 700), st.integers(1, 900), st.integers(0, 300), st.integers(0, 50), st.booleans())
+def test_it_counts_the_blocks_with_a_visible_key(gqa, seqlen_q, seqlen_kv, left, right, causal):
+    group = 2
+    call = replace(
+        CALL,
+        seqlen_q=seqlen_q,
+        seqlen_kv=seqlen_kv,
+        num_heads_kv=8,
+        mask_type="causal" if causal else "local",
+        diagonal_offset=seqlen_kv - seqlen_q,
+        window_left=UNBOUNDED if causal else left,
+        window_right=UNBOUNDED if causal else right,
+    )
+    variant = VARIANTS[128, call.mask_type, gqa]
+    block_m, block_n = variant.tile_value("block_m"), variant.tile_value("block_n")
+    rows = seqlen_q * (group if gqa == "packed" else 1)
+    lengths = []
+    for first in range(0, rows, block_m):
+        queries = {
+            row // (group if gqa == "packed" else 1) for row in range(first, min(rows, first + block_m))
+        }
+        diagonals = [query + call.diagonal_offset for query in queries]
+        low = 0 if causal else max(0, min(diagonals) - left)
+        high = min(seqlen_kv, max(diagonals) + (0 if causal else right) + 1)
+        blocks = range(low // block_n, -(-high // block_n)) if high > low else ()
+        lengths.append(len(blocks) * block_n)
+    mean, most = visited_keys(call, variant, rows)
+    # A window that begins behind the last key visits nothing; the model may count the block at its edge.
+    assert most in (max(lengths), max(lengths) + block_n)
+    assert mean == pytest.approx(sum(lengths) / len(lengths), abs=block_n)
+
+
+def test_of_many_row_blocks_a_sample_is_enough():
+    call = replace(CALL, seqlen_q=60000, seqlen_kv=60000)
+    variant = VARIANTS[128, "causal", "mha"]
+    mean, most = visited_keys(call, variant, 60000)
+    assert mean == pytest.approx(30000, rel=0.02)
+    assert most == pytest.approx(60000, rel=0.05)
+
+
+def test_every_tile_visits_all_keys_of_a_call_that_hides_none():
+    call = replace(CALL, mask_type="none", seqlen_kv=1000)
+    assert visited_keys(call, VARIANTS[128, "none", "mha"], 4096) == (1024, 1024)
