@@ -191,17 +191,20 @@ __device__ __forceinline__ void fetch_queries(const Params& params, const Tile& 
     }
 }
 
-// Hides the keys of the block at `first_key` that lie behind the range of their row; the warp's rows begin at `first_row`.
-__device__ __forceinline__ void hide_late_keys(const Params& params, float (&scores)[kBlockN / 2], int first_row,
-                                               int first_key, int lane) {
+// Hides the keys of the block at `first_key` that lie behind the last one.
+__device__ __forceinline__ void hide_late_keys(const Params& params, float (&scores)[kBlockN / 2], int, int first_key,
+                                               int lane) {
+    const int end = params.seqlen_kv - first_key;
+    constexpr int kPart = kBlockN % 32 == 0 ? 32 : 16;  // keys that are passed over together where all are there
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int row = first_row + 8 * half + lane / 4;
-        const int end = keys_of_query(params, query_of_row(params, row)).end - first_key - lane % 4 * 2;
+    for (int part = 0; part < kBlockN; part += kPart) {
+        if (part + kPart <= end) continue;
 #pragma unroll
-        for (int j = 0; j < kBlockN / 8; ++j) {
-            if (8 * j >= end) scores[4 * j + 2 * half] = -INFINITY;
-            if (8 * j + 1 >= end) scores[4 * j + 2 * half + 1] = -INFINITY;
+        for (int j = part / 8; j < (part + kPart) / 8; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                if (8 * j + lane % 4 * 2 + e % 2 >= end) scores[4 * j + e] = -INFINITY;
+            }
         }
     }
 }

@@ -3,8 +3,8 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 96, head_dim_v 96, dtype bf16, mask_type none, gqa mha
-// tile      block_m 128, block_n 128, stages 3
-// block     384 threads, 173168 bytes of dynamic shared memory
+// tile      block_m 192, block_n 80, stages 3
+// block     512 threads, 130160 bytes of dynamic shared memory
 // target    sm90: sm_90a alone, at most 232448 bytes a block
 // spec      flash_fwd_sm90.yaml
 // template  flash_fwd_sm90.cu.j2
@@ -14,8 +14,8 @@ using element = bf16;
 
 constexpr int kHeadDim = 96;  // of Q and K
 constexpr int kHeadDimV = 96;  // of V and the output
-constexpr int kBlockM = 128;  // query rows of a tile
-constexpr int kBlockN = 128;  // keys of a block
+constexpr int kBlockM = 192;  // query rows of a tile
+constexpr int kBlockN = 80;  // keys of a block
 constexpr int kStages = 3;  // blocks of K, and of V, in shared memory
 constexpr int kConsumers = kBlockM / 64;  // warpgroups that compute, 64 rows each; one more fetches
 constexpr int kThreads = 128 * (1 + kConsumers);
@@ -35,7 +35,7 @@ constexpr float kLn2 = 0.6931471805599453f;
 
 static_assert(kBlockN % 16 == 0 && kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
 static_assert(kHeadDim % kPanelColumns == 0 && kHeadDimV % kPanelColumns == 0, "panels are whole");
-static_assert(kSharedBytes + 1024 == 173168, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes + 1024 == 130160, "launcher and kernel agree on shared memory");
 
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
@@ -191,17 +191,20 @@ __device__ __forceinline__ void fetch_queries(const Params& params, const Tile& 
     }
 }
 
-// Hides the keys of the block at `first_key` that lie behind the range of their row; the warp's rows begin at `first_row`.
-__device__ __forceinline__ void hide_late_keys(const Params& params, float (&scores)[kBlockN / 2], int first_row,
-                                               int first_key, int lane) {
+// Hides the keys of the block at `first_key` that lie behind the last one.
+__device__ __forceinline__ void hide_late_keys(const Params& params, float (&scores)[kBlockN / 2], int, int first_key,
+                                               int lane) {
+    const int end = params.seqlen_kv - first_key;
+    constexpr int kPart = kBlockN % 32 == 0 ? 32 : 16;  // keys that are passed over together where all are there
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int row = first_row + 8 * half + lane / 4;
-        const int end = keys_of_query(params, query_of_row(params, row)).end - first_key - lane % 4 * 2;
+    for (int part = 0; part < kBlockN; part += kPart) {
+        if (part + kPart <= end) continue;
 #pragma unroll
-        for (int j = 0; j < kBlockN / 8; ++j) {
-            if (8 * j >= end) scores[4 * j + 2 * half] = -INFINITY;
-            if (8 * j + 1 >= end) scores[4 * j + 2 * half + 1] = -INFINITY;
+        for (int j = part / 8; j < (part + kPart) / 8; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                if (8 * j + lane % 4 * 2 + e % 2 >= end) scores[4 * j + e] = -INFINITY;
+            }
         }
     }
 }
@@ -533,10 +536,10 @@ flash_fwd_hdim96_bf16_sm90(const __grid_constant__ Params params) {
     __syncthreads();
 
     if (warpgroup == 0) {
-        setmaxnreg_dec<24>();
+        setmaxnreg_dec<32>();
         if (threadIdx.x == 0) produce(params, shared, barriers);
     } else {
-        setmaxnreg_inc<240>();
+        setmaxnreg_inc<160>();
         consume(params, shared, barriers, warpgroup - 1);
     }
 }

@@ -13,8 +13,8 @@ _SAMPLES = 32
 
 
 def visited_keys(problem: Problem, variant: Variant, rows: int) -> tuple[float, int]:
-    """Keys that a tile of the variant visits, in whole blocks: the mean over the row blocks of a head, and the
-    most. A head has ``rows`` rows. A dense mask counts as one that hides nothing.
+    """Keys that a tile of the variant visits, in whole blocks: the mean over the row blocks of a head, and
+    the most. A head has ``rows`` rows. A dense mask counts as one that hides nothing.
     """
     block_m = variant.tile_value("block_m")
     block_n = dict(variant.tile).get("block_n", 1)
