@@ -3,8 +3,8 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, gqa gqa
-// tile      block_m 128, block_n 128, stages 2
-// block     384 threads, 164944 bytes of dynamic shared memory
+// tile      block_m 192, block_n 64, stages 3
+// block     512 threads, 148592 bytes of dynamic shared memory
 // target    sm90: sm_90a alone, at most 232448 bytes a block
 // spec      flash_fwd_sm90.yaml
 // template  flash_fwd_sm90.cu.j2
@@ -14,9 +14,9 @@ using element = bf16;
 
 constexpr int kHeadDim = 128;  // of Q and K
 constexpr int kHeadDimV = 128;  // of V and the output
-constexpr int kBlockM = 128;  // query rows of a tile
-constexpr int kBlockN = 128;  // keys of a block
-constexpr int kStages = 2;  // blocks of K, and of V, in shared memory
+constexpr int kBlockM = 192;  // query rows of a tile
+constexpr int kBlockN = 64;  // keys of a block
+constexpr int kStages = 3;  // blocks of K, and of V, in shared memory
 constexpr int kConsumers = kBlockM / 64;  // warpgroups that compute, 64 rows each; one more fetches
 constexpr int kThreads = 128 * (1 + kConsumers);
 
@@ -35,7 +35,7 @@ constexpr float kLn2 = 0.6931471805599453f;
 
 static_assert(kBlockN % 16 == 0 && kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
 static_assert(kHeadDim % kPanelColumns == 0 && kHeadDimV % kPanelColumns == 0, "panels are whole");
-static_assert(kSharedBytes + 1024 == 164944, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes + 1024 == 148592, "launcher and kernel agree on shared memory");
 
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
@@ -543,10 +543,10 @@ flash_fwd_hdim128_bf16_causal_gqa_sm90(const __grid_constant__ Params params) {
     __syncthreads();
 
     if (warpgroup == 0) {
-        setmaxnreg_dec<24>();
+        setmaxnreg_dec<32>();
         if (threadIdx.x == 0) produce(params, shared, barriers);
     } else {
-        setmaxnreg_inc<240>();
+        setmaxnreg_inc<160>();
         consume(params, shared, barriers, warpgroup - 1);
     }
 }

@@ -3,8 +3,8 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 256, head_dim_v 256, dtype fp16, mask_type none, gqa mha
-// tile      block_m 128, block_n 80, stages 2
-// block     384 threads, 230480 bytes of dynamic shared memory
+// tile      block_m 128, block_n 64, stages 2
+// block     384 threads, 197712 bytes of dynamic shared memory
 // target    sm90: sm_90a alone, at most 232448 bytes a block
 // spec      flash_fwd_sm90.yaml
 // template  flash_fwd_sm90.cu.j2
@@ -15,7 +15,7 @@ using element = fp16;
 constexpr int kHeadDim = 256;  // of Q and K
 constexpr int kHeadDimV = 256;  // of V and the output
 constexpr int kBlockM = 128;  // query rows of a tile
-constexpr int kBlockN = 80;  // keys of a block
+constexpr int kBlockN = 64;  // keys of a block
 constexpr int kStages = 2;  // blocks of K, and of V, in shared memory
 constexpr int kConsumers = kBlockM / 64;  // warpgroups that compute, 64 rows each; one more fetches
 constexpr int kThreads = 128 * (1 + kConsumers);
@@ -35,7 +35,7 @@ constexpr float kLn2 = 0.6931471805599453f;
 
 static_assert(kBlockN % 16 == 0 && kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
 static_assert(kHeadDim % kPanelColumns == 0 && kHeadDimV % kPanelColumns == 0, "panels are whole");
-static_assert(kSharedBytes + 1024 == 230480, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes + 1024 == 197712, "launcher and kernel agree on shared memory");
 
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)

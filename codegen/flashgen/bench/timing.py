@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -86,15 +87,16 @@ def time_interleaved(
 
     In every round each step gives one sample: an untimed repetition, so that the host runs ahead of the
     device and no launch gap is measured, then as many repetitions between two events as take about
-    ``sample_ms``. The order rotates by one from round to round, and nothing waits for the device inside a
-    round.
+    ``sample_ms``. The order is drawn anew for each round: under a power limit a kernel's clock depends on the
+    one before it. Nothing waits for the device inside a round.
     """
     repetitions = {name: _repetitions(step, clock, sample_ms) for name, step in steps.items()}
     samples: dict[Key, list[float]] = {name: [] for name in steps}
     names = list(steps)
-    for round_index in range(rounds):
-        first = round_index % len(names)
-        spans = {name: _span(steps[name], repetitions[name], clock) for name in names[first:] + names[:first]}
+    order = random.Random(0)
+    for _ in range(rounds):
+        order.shuffle(names)
+        spans = {name: _span(steps[name], repetitions[name], clock) for name in names}
         clock.synchronize()
         for name, (start, end) in spans.items():
             samples[name].append(clock.elapsed_ms(start, end) / (repetitions[name] * steps[name].launches))
