@@ -34,6 +34,7 @@ def test_a_listed_feature_set_answers_to_its_architecture(tiny_variants):
     hopper = dataclasses.replace(tiny_variants[0], min_arch="sm_90a", archs=("sm_90a",))
     assert pairs([hopper], ["sm_90"]) == [(hopper, "sm_90a")]
     assert pairs([hopper], ["sm_90a"]) == [(hopper, "sm_90a")]
+    assert pairs([hopper], ["sm_90", "sm_90a"]) == [(hopper, "sm_90a")]
     for other in ("sm_80", "sm_100"):
         with pytest.raises(BadParam, match="need sm_90a"):
             pairs([hopper], [other])

@@ -61,3 +61,24 @@ def test_as_dict_is_json_and_has_every_field(tiny_variants):
         assert json.loads(json.dumps(described)) == described
     left_out = {"element_bytes", "header", "priority", "spec_dir"}
     assert {field.name for field in dataclasses.fields(Variant)} - set(described) == left_out
+
+
+@pytest.mark.parametrize(
+    ("min_arch", "archs", "gpu", "code"),
+    [
+        ("sm_90a", ("sm_90a",), "sm_90", "sm_90a"),
+        ("sm_90a", ("sm_90",), "sm_90", "sm_90a"),
+        ("sm_80", ("sm_90", "sm_90a"), "sm_90", "sm_90a"),
+        ("sm_80", ("sm_80", "sm_90"), "sm_90", "sm_90"),
+        ("sm_80", ("sm_80",), "sm_90a", "sm_90"),
+        ("sm_80", ("sm_80",), "sm_89", "sm_89"),
+        ("sm_80", ("sm_100f",), "sm_100", "sm_100f"),
+        ("sm_90a", ("sm_90a",), "sm_100", None),
+        ("sm_80", ("sm_80",), "sm_75", None),
+    ],
+)
+def test_what_to_compile_for_a_gpu(tiny_variants, min_arch, archs, gpu, code):
+    variant = dataclasses.replace(tiny_variants[0], min_arch=min_arch, archs=archs)
+    assert variant.code_for(gpu) == code
+    if gpu == "sm_90":
+        assert variant.code_for("sm_90a") == code

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashgen.device import arch_parts, range_of, reaches
+from flashgen.device import arch_parts, range_of
 from flashgen.errors import BadParam, InternalError
 
 if TYPE_CHECKING:
@@ -77,26 +77,21 @@ def pairs(variants: Sequence[Variant], archs: Sequence[str] = ()) -> list[tuple[
     them.
 
     An architecture that none of the variants lists gets every one whose lowest architecture it reaches.
+    Either way a variant is compiled as for a call (`Variant.code_for`): sm_90 and sm_90a ask for the same.
     Raises BadParam where that leaves nothing for one of `archs`.
     """
     if not archs:
         return [(variant, arch) for variant in variants for arch in variant.archs]
     found = []
-    for arch in dict.fromkeys(archs):
-        listed = [(variant, name) for variant in variants for name in variant.archs if _is(name, arch)]
-        if not listed:
+    for arch in archs:
+        reached = [(variant, code) for variant in variants if (code := variant.code_for(arch))]
+        if not reached:
             lowest = min((variant.min_arch for variant in variants), key=arch_number)
-            listed = [(v, arch) for v in variants if reaches(arch_number(arch), v.min_arch)]
-            if not listed:
-                raise BadParam(f"nothing to compile for {arch}: the chosen variants need {range_of(lowest)}")
-        found += listed
+            raise BadParam(f"nothing to compile for {arch}: the chosen variants need {range_of(lowest)}")
+        listed = [pair for pair in reached if arch_number(arch) in map(arch_number, pair[0].archs)]
+        found += listed or reached
     order = {variant: index for index, variant in enumerate(variants)}
-    return sorted(found, key=lambda pair: (order[pair[0]], arch_number(pair[1])))
-
-
-def _is(listed: str, asked: str) -> bool:
-    """Whether a spec's architecture is the one asked for; sm_90 asks for a listed sm_90a as well."""
-    return asked in (listed, listed.rstrip("af"))
+    return sorted(dict.fromkeys(found), key=lambda pair: (order[pair[0]], arch_number(pair[1])))
 
 
 def build(

@@ -15,7 +15,7 @@ from flashgen import cache as caches
 from flashgen import compile as compiler
 from flashgen import render
 from flashgen.compile import Compiled
-from flashgen.device import activated, arch_parts, range_of, reaches
+from flashgen.device import activated, arch_parts, range_of
 from flashgen.errors import DeviceTypeNotSupported, InternalError
 
 if TYPE_CHECKING:
@@ -108,10 +108,10 @@ def cache_key(variant: Variant, arch: str, version: str | None = None) -> str:
 def arch_for(variant: Variant, device: Device, known: Sequence[int] | None = None) -> str:
     """What to compile ``variant`` for, to run on ``device``: "sm_90", "sm_90a" or "compute_90".
 
-    The device's own architecture, with the suffix under which the spec needs or lists it ("sm_90a": features
-    of that architecture alone). A device that is too new for this NVRTC gets PTX for the highest virtual
-    architecture below its own, which the driver translates when it loads it. ``known`` is by default what
-    this NVRTC supports. Raises DeviceTypeNotSupported for a device older than the variant or than NVRTC.
+    The device's own architecture, as `Variant.code_for` has it ("sm_90a": features of that one alone). A
+    device that is too new for this NVRTC gets PTX for the highest virtual architecture below its own, which
+    the driver translates when it loads it. ``known`` is by default what this NVRTC supports. Raises
+    DeviceTypeNotSupported for a device older than the variant or than NVRTC.
     """
     own = _own_arch(variant, device)
     number, lowest = arch_parts(device.arch)[0], arch_parts(variant.min_arch)[0]
@@ -128,10 +128,10 @@ def arch_for(variant: Variant, device: Device, known: Sequence[int] | None = Non
 
 def _own_arch(variant: Variant, device: Device) -> str:
     """`arch_for` where the compiler knows the device."""
-    if not reaches(arch_parts(device.arch)[0], variant.min_arch):
+    own = variant.code_for(device.arch)
+    if own is None:
         raise DeviceTypeNotSupported(f"{variant.name} needs {range_of(variant.min_arch)}, not {device}")
-    special = (variant.min_arch, *variant.archs)
-    return next((arch for arch in special if arch[:-1] == device.arch), device.arch)
+    return own
 
 
 def _load(variant: Variant, device: Device) -> Kernel:

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from flashgen.device import arch_parts, reaches
+
 if TYPE_CHECKING:
     from flashgen.params import Param
 
@@ -106,6 +108,18 @@ class Variant:
         """
         fixed = {"archs": (), "efficiency": 1.0, "committed": False, "no_spills": False, "priority": 0}
         return dataclasses.replace(self, **fixed)
+
+    def code_for(self, arch: str) -> str | None:
+        """The architecture to compile for, so that GPUs of ``arch`` run the code: "sm_90a" for "sm_90" where
+        the spec needs or lists it with a suffix. None where such GPUs do not run this kernel.
+
+        A suffix of ``arch`` itself has no say: a GPU has none.
+        """
+        number = arch_parts(arch)[0]
+        if not reaches(number, self.min_arch):
+            return None
+        named = [name for name in (self.min_arch, *self.archs) if arch_parts(name)[0] == number]
+        return next((name for name in named if arch_parts(name)[1]), f"sm_{number}")
 
     def must_not_spill(self, arch: str) -> bool:
         """Whether the spec promises that this kernel spills no register on ``arch``, such as "sm_90"."""

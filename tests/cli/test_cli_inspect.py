@@ -92,6 +92,27 @@ def test_resources_and_ptx_need_no_gpu(tiny, flashgen):
     assert f".entry {NAME}(" in ptx
 
 
+@pytest.mark.parametrize("asked", ["sm_90", "sm_90a"])
+@pytest.mark.parametrize(("needed", "target"), [("sm_90a", "sm_90a"), ("sm_80", "sm_90")])
+def test_code_is_for_the_architecture_that_a_call_compiles_for(
+    tiny, edit_spec, flashgen, asked, needed, target
+):
+    pytest.importorskip("cupy", reason="nothing can be compiled without CuPy and NVRTC")
+    old = "sm80: {min_arch: sm_80, max_smem: 166912, compile_for: [sm_80, sm_90]}"
+    edit_spec(old, f"sm80: {{min_arch: {needed}, max_smem: 166912, compile_for: [{target}]}}")
+    ptx = flashgen("inspect", NAME, "--ptx", "--arch", asked).stdout
+    assert f".target {target}\n" in ptx
+    found = json.loads(flashgen("inspect", NAME, "--resources", "--arch", asked, "--json").stdout)
+    assert (found["arch"], found["failure"]) == (target, None)
+
+
+def test_an_architecture_that_the_variant_does_not_run_on_is_named(tiny, flashgen):
+    result = flashgen("inspect", NAME, "--sass", "--arch", "sm_75")
+    assert result.exit_code == 1
+    assert "sm_75" in result.stderr
+    assert "sm_80 or later" in result.stderr
+
+
 def test_sass_counts_what_resources_counts(tiny, flashgen):
     pytest.importorskip("cupy", reason="nothing can be compiled without CuPy and NVRTC")
     try:

@@ -88,7 +88,7 @@ def command(
         else:
             print_code(text, _LEXERS[view])
     else:
-        arch = arch or _default_arch(variant)
+        arch = _arch(variant, arch) if arch else _default_arch(variant)
         if view == "resources":
             _resources(variant, arch, as_json)
             return
@@ -153,6 +153,14 @@ def _source(variant: Variant, flat: bool) -> str:
 
     text = render(variant)
     return flatten(text, include_dirs(variant)) if flat else text
+
+
+def _arch(variant: Variant, asked: str) -> str:
+    """What `flashgen build` compiles the variant for where that architecture is asked for."""
+    from flashgen.build import pairs
+
+    ((_, arch),) = pairs([variant], [asked])
+    return arch
 
 
 def _default_arch(variant: Variant) -> str:

@@ -39,7 +39,10 @@ json_option = click.option(
 
 
 class Architecture(click.ParamType):
-    """A GPU architecture: `sm_90`, `90` or `9.0`, or `native` for the GPU of this machine."""
+    """A GPU architecture: `sm_90`, `90` or `9.0`, or `native` for the GPU of this machine.
+
+    The suffix of `sm_90a` may be there and is left out: which variants need it is in their specs.
+    """
 
     name = "architecture"
 
