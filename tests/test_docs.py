@@ -166,10 +166,10 @@ def test_a_quote_stands_in_the_file(block):
         at += len(quoted)
 
 
-def test_the_reading_names_what_is_in_the_kernel():
+def test_the_reading_names_what_is_in_the_kernels():
     text = READING.read_text(encoding="utf-8")
-    (file,) = {b.mark.removeprefix("quotes: ") for b in blocks(READING)}
-    source = (ROOT / file).read_text(encoding="utf-8")
+    files = {b.mark.removeprefix("quotes: ") for b in blocks(READING)}
+    source = "".join((ROOT / file).read_text(encoding="utf-8") for file in sorted(files))
     names = re.findall(r"`([A-Za-z]\w*(?:\.\w+)?(?:<\d>)?)`", _BLOCK.sub("", text))
     assert names
     assert not [name for name in names if name not in source]

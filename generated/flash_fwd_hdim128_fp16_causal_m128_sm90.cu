@@ -1,0 +1,550 @@
+// flash_fwd_hdim128_fp16_causal_m128_sm90
+//
+// Rendered by flashgen: edit the spec or the template, not this file.
+//
+// axes      head_dim 128, head_dim_v 128, dtype fp16, mask_type causal, gqa mha
+// tile      block_m 128, block_n 128, stages 2 (m128)
+// block     384 threads, 164944 bytes of dynamic shared memory
+// target    sm90: sm_90a alone, at most 232448 bytes a block
+// spec      flash_fwd_sm90.yaml
+// template  flash_fwd_sm90.cu.j2
+#include "flashgen/sm90.cuh"
+
+using element = fp16;
+
+constexpr int kHeadDim = 128;  // of Q and K
+constexpr int kHeadDimV = 128;  // of V and the output
+constexpr int kBlockM = 128;  // query rows of a tile
+constexpr int kBlockN = 128;  // keys of a block
+constexpr int kStages = 2;  // blocks of K, and of V, in shared memory
+constexpr int kConsumers = kBlockM / 64;  // warpgroups that compute, 64 rows each; one more fetches
+constexpr int kThreads = 128 * (1 + kConsumers);
+
+// A tile lies in shared memory as panels of 64 columns, each row of 128 bytes swizzled by the copy engine.
+constexpr int kPanelColumns = 64;
+constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
+constexpr int kQBytes = kBlockM * kHeadDim * sizeof(element);
+constexpr int kKBytes = kBlockN * kHeadDim * sizeof(element);   // of a stage
+constexpr int kVBytes = kBlockN * kHeadDimV * sizeof(element);  // likewise
+constexpr int kKOffset = kQBytes;
+constexpr int kVOffset = kKOffset + kStages * kKBytes;
+constexpr int kBarrierOffset = kVOffset + kStages * kVBytes;
+constexpr int kSharedBytes = kBarrierOffset + 8 * (2 + 4 * kStages);
+
+constexpr float kLn2 = 0.6931471805599453f;
+
+static_assert(kBlockN % 16 == 0 && kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
+static_assert(kHeadDim % kPanelColumns == 0 && kHeadDimV % kPanelColumns == 0, "panels are whole");
+static_assert(kSharedBytes + 1024 == 164944, "launcher and kernel agree on shared memory");
+
+struct Params {
+    tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
+    tensor_map k;                         // (head_dim, seqlen_kv, num_heads_kv, batch)
+    tensor_map v;                         // (head_dim_v, seqlen_kv, num_heads_kv, batch)
+    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim_v), rows 16-byte aligned
+    float* lse;                           // (batch, num_heads_q, seqlen_q), contiguous; may be null
+    int64_t out_batch_stride;             // strides are in elements
+    int64_t out_row_stride;
+    int64_t out_head_stride;
+    int32_t batch_size;
+    int32_t num_heads_q;
+    int32_t num_heads_kv;
+    int32_t seqlen_q;
+    int32_t seqlen_kv;
+    int32_t head_dim_v;                   // of the call, at most kHeadDimV
+    int32_t num_tiles;
+    int32_t num_row_blocks;               // tiles of one head
+    int32_t heads_per_section;            // heads whose tiles are launched together
+    int32_t num_sections;                 // the last has the heads that are left
+    int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
+    float scale_log2;                     // softmax_scale * log2(e)
+};
+static_assert(sizeof(Params) == 512);
+static_assert(offsetof(Params, q) == 0);
+static_assert(offsetof(Params, k) == 128);
+static_assert(offsetof(Params, v) == 256);
+static_assert(offsetof(Params, out) == 384);
+static_assert(offsetof(Params, lse) == 392);
+static_assert(offsetof(Params, out_batch_stride) == 400);
+static_assert(offsetof(Params, out_row_stride) == 408);
+static_assert(offsetof(Params, out_head_stride) == 416);
+static_assert(offsetof(Params, batch_size) == 424);
+static_assert(offsetof(Params, num_heads_q) == 428);
+static_assert(offsetof(Params, num_heads_kv) == 432);
+static_assert(offsetof(Params, seqlen_q) == 436);
+static_assert(offsetof(Params, seqlen_kv) == 440);
+static_assert(offsetof(Params, head_dim_v) == 444);
+static_assert(offsetof(Params, num_tiles) == 448);
+static_assert(offsetof(Params, num_row_blocks) == 452);
+static_assert(offsetof(Params, heads_per_section) == 456);
+static_assert(offsetof(Params, num_sections) == 460);
+static_assert(offsetof(Params, diagonal_offset) == 464);
+static_assert(offsetof(Params, scale_log2) == 468);
+
+// A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
+struct Tile {
+    int batch;
+    int head;
+    int kv_head;
+    int first_row;  // rows are queries
+};
+
+__device__ __forceinline__ Tile find_tile(const Params& params, int index) {
+    // Heads are launched in sections, so that the tiles of a head, which share its keys and values in L2, run at about
+    // the same time. Within a section the row blocks come
+    // one after another for all heads, last block first: the first rows attend to the fewest keys, and short tiles at
+    // the end leave the fewest multiprocessors idle.
+    const int num_heads = params.num_heads_q;
+    const int section = min(index / (params.heads_per_section * params.num_row_blocks), params.num_sections - 1);
+    const int first_head = section * params.heads_per_section;
+    const bool is_last = section == params.num_sections - 1;
+    const int section_heads = is_last ? num_heads * params.batch_size - first_head : params.heads_per_section;
+    const int index_in_section = index - first_head * params.num_row_blocks;
+    const int row_block = index_in_section / section_heads;
+    const int head_of_batch = first_head + index_in_section - row_block * section_heads;
+
+    Tile tile;
+    tile.batch = head_of_batch / num_heads;
+    tile.head = head_of_batch - tile.batch * num_heads;
+    tile.kv_head = tile.head;
+    tile.first_row = (params.num_row_blocks - 1 - row_block) * kBlockM;
+    return tile;
+}
+
+__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
+
+__device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
+
+// Offset in elements, from the start of the batch entry, of the row of q or out that belongs to `row`.
+__device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
+                                              int64_t head_stride) {
+    return row * row_stride + tile.head * head_stride;
+}
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+// The keys that a query attends to: those up to its diagonal.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
+}
+
+// The keys that some row of [first_row, first_row + count) attends to. Ranges move to the right from row to row.
+__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, first_row)).begin,
+            keys_of_query(params, query_of_row(params, last_row)).end};
+}
+
+// The keys that every row of [first_row, first_row + count) attends to.
+__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, last_row)).begin,
+            keys_of_query(params, query_of_row(params, first_row)).end};
+}
+
+__device__ __forceinline__ KeyRange find_keys(const Params& params, const Tile& tile) {
+    return keys_of_some(params, tile.first_row, kBlockM);
+}
+
+// The barriers between the warpgroup that fetches and those that compute: a buffer is full when its bytes have arrived,
+// and empty when every computing warp has finished with it.
+struct Barriers {
+    shared_address first;
+
+    __device__ __forceinline__ shared_address q_full() const { return first; }
+    __device__ __forceinline__ shared_address q_empty() const { return first + 8; }
+    __device__ __forceinline__ shared_address k_full(int stage) const { return first + 16 + 8 * stage; }
+    __device__ __forceinline__ shared_address k_empty(int stage) const { return first + 16 + 8 * (kStages + stage); }
+    __device__ __forceinline__ shared_address v_full(int stage) const { return first + 16 + 8 * (2 * kStages + stage); }
+    __device__ __forceinline__ shared_address v_empty(int stage) const { return first + 16 + 8 * (3 * kStages + stage); }
+};
+
+// A place in a ring of stages. The parity of a stage's barriers changes each time round.
+template <int kLength>
+struct RingPosition {
+    int stage = 0;
+    int parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        stage = stage == kLength - 1 ? 0 : stage + 1;
+        parity ^= stage == 0;
+    }
+};
+
+// Fetches kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
+template <int kColumns>
+__device__ __forceinline__ void fetch_block(shared_address destination, const tensor_map& map, shared_address full,
+                                            int first_row, int head, int batch) {
+    mbarrier_arrive_expect_tx(full, kBlockN * kColumns * sizeof(element));
+#pragma unroll
+    for (int panel = 0; panel < kColumns / kPanelColumns; ++panel) {
+        tma_load_4d(destination + panel * kBlockN * kPanelRowBytes, map, full, panel * kPanelColumns, first_row, head, batch);
+    }
+}
+
+// Fetches the queries of a tile.
+__device__ __forceinline__ void fetch_queries(const Params& params, const Tile& tile, shared_address destination,
+                                              shared_address full) {
+    mbarrier_arrive_expect_tx(full, kQBytes);
+#pragma unroll
+    for (int panel = 0; panel < kHeadDim / kPanelColumns; ++panel) {
+        tma_load_4d(destination + panel * kBlockM * kPanelRowBytes, params.q, full, panel * kPanelColumns, tile.first_row,
+                    tile.head, tile.batch);
+    }
+}
+
+// Hides the keys of the block at `first_key` that lie behind the range of their row; the warp's rows begin at `first_row`.
+__device__ __forceinline__ void hide_late_keys(const Params& params, float (&scores)[kBlockN / 2], int first_row,
+                                               int first_key, int lane) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = first_row + 8 * half + lane / 4;
+        const int end = keys_of_query(params, query_of_row(params, row)).end - first_key - lane % 4 * 2;
+#pragma unroll
+        for (int j = 0; j < kBlockN / 8; ++j) {
+            if (8 * j >= end) scores[4 * j + 2 * half] = -INFINITY;
+            if (8 * j + 1 >= end) scores[4 * j + 2 * half + 1] = -INFINITY;
+        }
+    }
+}
+
+// A matrix descriptor: where an operand lies in shared memory, and the distances between its swizzle atoms of eight rows.
+__device__ __forceinline__ uint64_t descriptor(shared_address start, int leading_bytes, int stride_bytes) {
+    constexpr uint64_t kSwizzle = 1;  // 128 bytes
+    return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
+           kSwizzle << 62;
+}
+
+// Starts scores (64 x kBlockN) = Q . K^T of a warpgroup. Both operands have the head dimension contiguous; a step of 16
+// along it is 32 bytes within the swizzled row.
+__device__ __forceinline__ void start_qk(float (&scores)[kBlockN / 2], shared_address q_tile, shared_address k_tile) {
+    const uint64_t q = descriptor(q_tile, 16, 8 * kPanelRowBytes);
+    const uint64_t k = descriptor(k_tile, 16, 8 * kPanelRowBytes);
+    pin_registers(scores);
+    wgmma_fence();
+#pragma unroll
+    for (int panel = 0; panel < kHeadDim / kPanelColumns; ++panel) {
+#pragma unroll
+        for (int step = 0; step < kPanelColumns / 16; ++step) {
+            wgmma_ss<element>(scores, q + ((panel * kBlockM * kPanelRowBytes + 32 * step) >> 4),
+                              k + ((panel * kBlockN * kPanelRowBytes + 32 * step) >> 4), panel + step > 0);
+        }
+    }
+    wgmma_commit();
+}
+
+// The weights P of a block, rounded and packed: an accumulator's pairs are the left operand as they lie.
+struct Weights {
+    uint32_t fragment[kBlockN / 16][4];
+
+    __device__ __forceinline__ void set(const float (&values)[kBlockN / 2]) {
+#pragma unroll
+        for (int step = 0; step < kBlockN / 16; ++step) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                fragment[step][e] = pack<element>(values[8 * step + 2 * e], values[8 * step + 2 * e + 1]);
+            }
+        }
+    }
+};
+
+// Starts output (64 x kHeadDimV) += P . V. V has the output's columns contiguous: its atoms follow each other by panel along
+// them, and by eight keys down a panel.
+__device__ __forceinline__ void start_pv(float (&output)[kHeadDimV / 2], const Weights& weights, shared_address v_tile) {
+    const uint64_t v = descriptor(v_tile, kBlockN * kPanelRowBytes, 8 * kPanelRowBytes);
+    pin_registers(output);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kBlockN / 16; ++step) {
+        wgmma_rs<element>(output, weights.fragment[step], v + (16 * step * kPanelRowBytes >> 4), 1);
+    }
+    wgmma_commit();
+}
+
+// Online softmax. Scores are kept as the matrix product left them; the scale and log2(e) are folded into one factor, so
+// that weight = 2^(score * scale_log2 - reference) with one multiply-add and one exponential an element.
+//
+// `reference` is a row's running maximum, except that it moves only when a score exceeds it by more than kSlack. Weights
+// may then reach 2^kSlack, which costs no accuracy (they are floating-point numbers, and numerator and denominator share
+// the factor) and spares nearly all rescaling of the output and the exchange of maxima between lanes.
+constexpr float kSlack = 8.0f;
+constexpr float kNoReference = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+__device__ __forceinline__ float quad_max(float value) {
+    value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
+    return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float value) {
+    value += __shfl_xor_sync(0xffffffff, value, 1);
+    return value + __shfl_xor_sync(0xffffffff, value, 2);
+}
+
+struct RowState {
+    float reference[2] = {kNoReference, kNoReference};  // log2 domain; rows g and g + 8 of the warp's 16
+    float sum[2] = {0.0f, 0.0f};                        // this lane's share of the row's sum of weights
+    float correction[2];                                // of the output, if the reference has moved
+};
+
+// Turns the scores of a block into weights and adds them to the rows' sums. Returns whether a reference of the warp has
+// moved, so that the output must be rescaled before anything is added to it.
+__device__ __forceinline__ bool softmax_step(float (&scores)[kBlockN / 2], RowState& rows, float scale_log2) {
+    float block_max[2];
+    bool moves = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float value = fmaxf(scores[2 * half], scores[2 * half + 1]);
+#pragma unroll
+        for (int j = 1; j < kBlockN / 8; ++j) {
+            value = fmaxf(value, fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]));
+        }
+        block_max[half] = value * scale_log2;
+        moves |= block_max[half] > rows.reference[half] + kSlack;
+    }
+    moves = __any_sync(0xffffffff, moves);
+    if (moves) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float previous = rows.reference[half];
+            rows.reference[half] = fmaxf(previous, quad_max(block_max[half]));
+            rows.correction[half] = exp2_approx(previous - rows.reference[half]);
+            rows.sum[half] *= rows.correction[half];
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < kBlockN / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            scores[4 * j + e] = exp2_approx(fmaf(scores[4 * j + e], scale_log2, -rows.reference[e / 2]));
+            rows.sum[e / 2] += scores[4 * j + e];
+        }
+    }
+    return moves;
+}
+
+__device__ __forceinline__ void rescale(float (&output)[kHeadDimV / 2], const RowState& rows) {
+#pragma unroll
+    for (int n = 0; n < kHeadDimV / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) output[4 * n + e] *= rows.correction[e / 2];
+    }
+}
+
+// Transposes a 4x4 matrix of words that four neighbouring lanes hold by rows: lane i gives word j to lane j, which has it
+// as its word i.
+__device__ __forceinline__ uint4 trade(const uint32_t (&mine)[4], int lane_of_four) {
+    // Distance 1, then distance 2: each lane keeps one of a pair of words and swaps the other.
+    const bool odd = lane_of_four & 1;
+    const bool upper = lane_of_four & 2;
+    uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        const uint32_t received = __shfl_xor_sync(0xffffffff, odd ? mine[i] : mine[i + 1], 1);
+        pairs[i] = odd ? received : mine[i];
+        pairs[i + 1] = odd ? mine[i + 1] : received;
+    }
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const uint32_t received = __shfl_xor_sync(0xffffffff, upper ? pairs[i] : pairs[i + 2], 2);
+        words[i] = upper ? received : pairs[i];
+        words[i + 2] = upper ? pairs[i + 2] : received;
+    }
+    return {words[0], words[1], words[2], words[3]};
+}
+
+// Divides the output by the completed sums, rounds it and writes it, and the LSE. A row that attends to nothing has the sum
+// 0 and becomes 0, its LSE -inf.
+__device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2],
+                                           RowState& rows, int first_row, int lane) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = first_row + 8 * half + lane / 4;
+        const float sum = quad_sum(rows.sum[half]);
+        const float factor = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
+        if (params.lse != nullptr && lane % 4 == 0 && row < num_rows(params)) {
+            const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
+            store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
+                            (rows.reference[half] + log2_approx(sum)) * kLn2);
+        }
+        element* out_row = params.out + tile.batch * params.out_batch_stride +
+                           row_offset(params, tile, row, params.out_row_stride, params.out_head_stride);
+        // A lane has two neighbouring columns of every eight. Four lanes trade, so that each gets eight of 32.
+#pragma unroll
+        for (int n = 0; n < kHeadDimV / 8; n += 4) {
+            uint32_t mine[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                mine[i] = pack<element>(output[4 * (n + i) + 2 * half] * factor, output[4 * (n + i) + 2 * half + 1] * factor);
+            }
+            const uint4 chunk = trade(mine, lane % 4);
+            const int column = 8 * (n + lane % 4);
+            if (row < num_rows(params) && column < params.head_dim_v) store_global_128(out_row + column, chunk);
+        }
+    }
+}
+
+// The blocks of keys that a tile visits, from the last to the first.
+struct Blocks {
+    int first;
+    int last;
+};
+
+__device__ __forceinline__ Blocks find_blocks(const Params& params, const Tile& tile) {
+    const KeyRange keys = find_keys(params, tile);
+    return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
+}
+
+// The tiles that a thread block of the persistent grid takes, one after the other.
+struct TileSequence {
+    int index;
+    int step;
+
+    __device__ __forceinline__ TileSequence() : index(block_index()) {
+        step = 2 * (gridDim.x - index) - 1;
+    }
+
+    __device__ __forceinline__ void advance() {
+        index += step;
+        // Tiles become shorter from first to last. Back and forth, a block that drew a long one draws a short one next.
+        step = 2 * gridDim.x - step;
+    }
+};
+
+// The fetching warpgroup's one thread: Q of each tile, and K and V of its blocks, as fast as buffers become empty.
+__device__ __forceinline__ void produce(const Params& params, shared_address shared, const Barriers& barriers) {
+    RingPosition<kStages> ring;
+    int q_parity = 1;  // the buffers begin empty: the phase before the first has ended
+    for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
+        const Tile tile = find_tile(params, tiles.index);
+        const Blocks blocks = find_blocks(params, tile);
+        if (blocks.last < blocks.first) continue;
+        mbarrier_wait(barriers.q_empty(), q_parity);
+        q_parity ^= 1;
+        fetch_queries(params, tile, shared, barriers.q_full());
+        for (int block = blocks.last; block >= blocks.first; --block) {
+            mbarrier_wait(barriers.k_empty(ring.stage), ring.parity ^ 1);
+            fetch_block<kHeadDim>(shared + kKOffset + ring.stage * kKBytes, params.k, barriers.k_full(ring.stage),
+                                  block * kBlockN, tile.kv_head, tile.batch);
+            mbarrier_wait(barriers.v_empty(ring.stage), ring.parity ^ 1);
+            fetch_block<kHeadDimV>(shared + kVOffset + ring.stage * kVBytes, params.v, barriers.v_full(ring.stage),
+                                   block * kBlockN, tile.kv_head, tile.batch);
+            ring.advance();
+        }
+    }
+}
+
+// A computing warpgroup: 64 rows of each tile.
+__device__ __forceinline__ void consume(const Params& params, shared_address shared, const Barriers& barriers,
+                                        int consumer) {
+    const int lane = threadIdx.x % 32;
+    const int warp_row = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first row in the tile
+    const shared_address q_tile = shared + consumer * 64 * kPanelRowBytes;
+    auto release = [&](shared_address empty) {
+        if (lane == 0) mbarrier_arrive(empty);
+    };
+    RingPosition<kStages> k_ring, v_ring;
+    int q_parity = 0;
+    // The warpgroups take turns at issuing products, so that one multiplies while the others do their softmax.
+    if (consumer == kConsumers - 1) barrier_arrive(1, 256);
+
+    for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
+        const Tile tile = find_tile(params, tiles.index);
+        const Blocks blocks = find_blocks(params, tile);
+        const int first_row = tile.first_row + warp_row;
+        float output[kHeadDimV / 2];
+#pragma unroll
+        for (int i = 0; i < kHeadDimV / 2; ++i) output[i] = 0.0f;
+        RowState rows;
+        if (blocks.last >= blocks.first) {
+            const KeyRange every = keys_of_every(params, min(first_row, num_rows(params) - 1), 16);
+            auto mask = [&](float (&scores)[kBlockN / 2], int block) {
+                if ((block + 1) * kBlockN > every.end) hide_late_keys(params, scores, first_row, block * kBlockN, lane);
+            };
+            float scores[kBlockN / 2];
+            Weights weights;
+
+            mbarrier_wait(barriers.q_full(), q_parity);
+            q_parity ^= 1;
+            mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
+            barrier_sync(1 + consumer, 256);
+            start_qk(scores, q_tile, shared + kKOffset + k_ring.stage * kKBytes);
+            barrier_arrive(1 + (consumer + 1) % kConsumers, 256);
+            wgmma_wait<0>();
+            pin_registers(scores);
+            release(barriers.k_empty(k_ring.stage));
+            k_ring.advance();
+            mask(scores, blocks.last);
+            softmax_step(scores, rows, params.scale_log2);
+            weights.set(scores);
+
+            for (int block = blocks.last - 1; block >= blocks.first; --block) {
+                // Q . K^T of this block and P . V of the one before are under way while softmax waits for the first only.
+                mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
+                barrier_sync(1 + consumer, 256);
+                start_qk(scores, q_tile, shared + kKOffset + k_ring.stage * kKBytes);
+                mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
+                start_pv(output, weights, shared + kVOffset + v_ring.stage * kVBytes);
+                barrier_arrive(1 + (consumer + 1) % kConsumers, 256);
+                wgmma_wait<1>();
+                pin_registers(scores);
+                release(barriers.k_empty(k_ring.stage));
+                k_ring.advance();
+                mask(scores, block);
+                const bool moved = softmax_step(scores, rows, params.scale_log2);
+                wgmma_wait<0>();
+                pin_registers(output);
+                release(barriers.v_empty(v_ring.stage));
+                v_ring.advance();
+                // Packed ahead of the branch, so that it fills the gaps between the exponentials.
+                weights.set(scores);
+                if (moved) rescale(output, rows);
+            }
+            release(barriers.q_empty());
+            mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
+            start_pv(output, weights, shared + kVOffset + v_ring.stage * kVBytes);
+            wgmma_wait<0>();
+            pin_registers(output);
+            release(barriers.v_empty(v_ring.stage));
+            v_ring.advance();
+        }
+        store_tile(params, tile, output, rows, first_row, lane);
+    }
+    if (consumer == 0) barrier_sync(1, 256);  // the turn that the last warpgroup passed on last
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+flash_fwd_hdim128_fp16_causal_m128_sm90(const __grid_constant__ Params params) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    const shared_address shared = (to_shared(shared_memory) + 1023) / 1024 * 1024;
+    const Barriers barriers = {shared + kBarrierOffset};
+    const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+
+    if (threadIdx.x == 0) {
+        prefetch_tensormap(params.q);
+        prefetch_tensormap(params.k);
+        prefetch_tensormap(params.v);
+        mbarrier_init(barriers.q_full(), 1);
+        mbarrier_init(barriers.q_empty(), 4 * kConsumers);
+        for (int stage = 0; stage < kStages; ++stage) {
+            mbarrier_init(barriers.k_full(stage), 1);
+            mbarrier_init(barriers.v_full(stage), 1);
+            mbarrier_init(barriers.k_empty(stage), 4 * kConsumers);
+            mbarrier_init(barriers.v_empty(stage), 4 * kConsumers);
+        }
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+
+    if (warpgroup == 0) {
+        setmaxnreg_dec<24>();
+        if (threadIdx.x == 0) produce(params, shared, barriers);
+    } else {
+        setmaxnreg_inc<240>();
+        consume(params, shared, barriers, warpgroup - 1);
+    }
+}
