@@ -126,6 +126,8 @@ def first_uses() -> list[dict[str, Any]]:
     for case in FIRST_USES:
         with tempfile.TemporaryDirectory() as folder:
             environment = os.environ | {"FLASHGEN_CACHE_DIR": folder}
+            # An installed package has its bytecode; without it the modules would be compiled in every process.
+            environment.pop("PYTHONDONTWRITEBYTECODE", None)
             command = [sys.executable, __file__, "--child", json.dumps(case)]
             runs = [
                 json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)

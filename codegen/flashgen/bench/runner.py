@@ -189,7 +189,7 @@ def _protocol(host: Host, rounds: int, sample_ms: float, seed: int) -> dict[str,
     return {
         "arrays": host.name,
         "clock": "CUDA events on the current stream; around graph replays where a case says so",
-        "order": "interleaved rounds in one process, each in its own order; an untimed call before each sample;"
+        "order": "interleaved rounds in one process, in random order; an untimed call before each;"
         " a case in the rounds of its baseline",
         "statistic": "median and quartiles over rounds; ratios are of medians",
         "rounds": rounds,
