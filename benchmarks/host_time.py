@@ -126,7 +126,7 @@ def first_uses() -> list[dict[str, Any]]:
     for case in FIRST_USES:
         with tempfile.TemporaryDirectory() as folder:
             environment = os.environ | {"FLASHGEN_CACHE_DIR": folder}
-            # An installed package has its bytecode; without it the modules would be compiled in every process.
+            # An installed package has its bytecode; without it every process would compile the modules.
             environment.pop("PYTHONDONTWRITEBYTECODE", None)
             command = [sys.executable, __file__, "--child", json.dumps(case)]
             runs = [
