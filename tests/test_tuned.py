@@ -183,7 +183,7 @@ def shipped(write):
     """``shipped(gqa=...)``: the shipped specs, one point of the Hopper family tuned for the H200."""
 
     def load(gqa="mha", efficiency=1.05, block_m=128):
-        point = f"head_dim: 128, head_dim_v: 128, dtype: fp16, mask_type: causal, gqa: {gqa}, target: sm90"
+        point = f"head_dim: 128, head_dim_v: 128, dtype: fp16, mask_type: local, gqa: {gqa}, target: sm90"
         tile = f"block_m: {block_m}, block_n: 64, stages: 2, efficiency: {efficiency}"
         write(f"{{{point}, {tile}}}", spec="flash_fwd_sm90")
         return load_specs(gpu=H200.name)
@@ -194,24 +194,24 @@ def shipped(write):
 def test_dispatch_takes_the_tuned_tile_where_it_would_have_taken_the_ordinary_one(shipped):
     for efficiency in (1.05, 0.9):  # measured, so it stands in for the ordinary one whatever the figure
         specs = shipped(efficiency=efficiency)
-        problem = call(causal=True)
+        problem = call(window_size=(64, 0))
         chosen = select(problem, H200, offers(problem, H200, specs))
         assert chosen.tile_name == "tuned"
         assert "" not in {
             variant.tile_name for variant in candidates(problem, H200, offers(problem, H200, specs))
         }
-    for other in (call(), call(causal=True, heads_kv=2)):
+    for other in (call(), call(window_size=(64, 0), heads_kv=2)):
         assert select(other, H200, offers(other, H200, specs)).tile_name != "tuned"
 
 
 def test_a_tile_for_small_problems_still_serves_them(shipped):
     specs = shipped()
-    small = call(seqlen=128, batch=1, causal=True)
+    small = call(seqlen=128, batch=1, window_size=(64, 0))
     assert select(small, H200, offers(small, H200, specs)).tile_name == "m64"
 
 
 def test_a_tuned_grouping_replaces_only_its_own(shipped):
-    problem = call(causal=True, heads_kv=2)
+    problem = call(window_size=(64, 0), heads_kv=2)
     specs = shipped("packed")
     left = {(v.gqa, v.tile_name) for v in candidates(problem, H200, offers(problem, H200, specs))}
     assert {("gqa", ""), ("packed", "tuned")} <= left
@@ -225,7 +225,7 @@ def test_a_tuned_tile_that_cannot_serve_leaves_the_ordinary_one_in(shipped):
     specs = shipped("packed", block_m=192)
     q = view(np.empty((1, 512, 128, 128), np.float16), "q")
     kv = view(np.empty((1, 512, 1, 128), np.float16), "k")
-    problem = normalise(q, kv, kv, causal=True)
+    problem = normalise(q, kv, kv, window_size=(64, 0))
     left = {(v.gqa, v.tile_name) for v in candidates(problem, H200, offers(problem, H200, specs))}
     assert ("packed", "") in left
     assert ("packed", "tuned") not in left
@@ -241,7 +241,7 @@ def test_a_plan_takes_the_tuned_tile_and_an_unusable_one_is_passed_over(shipped,
     api._specs.cache_clear()
     shape = (4, 4096, 16, 128)
     q, k, v, out = (array(shape, address=(n + 1) << 32) for n in range(4))
-    plan = flashgen.plan(q, k, v, causal=True, out=out)
+    plan = flashgen.plan(q, k, v, window_size=(1024, 0), out=out)
     assert plan.variant.tile_name == "tuned"
 
     load = kernel.load
@@ -253,7 +253,7 @@ def test_a_plan_takes_the_tuned_tile_and_an_unusable_one_is_passed_over(shipped,
 
     monkeypatch.setattr(kernel, "load", refuse)
     with pytest.warns(TunedWarning, match=r"flashgen tune --select.*static_assert"):
-        plan = flashgen.plan(q, k, v, causal=True, out=out)
+        plan = flashgen.plan(q, k, v, window_size=(1024, 0), out=out)
     assert plan.variant.tile_name == ""
     api._specs.cache_clear()
 

@@ -29,6 +29,7 @@ _CODE = (
     "spec",
     "specfile",
     "axes",
+    "device",
     "schema",
     "tiles",
     "searchspace",

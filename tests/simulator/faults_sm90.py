@@ -10,7 +10,7 @@ TURNS = "flash_fwd_hdim64_fp16_m128_sm90"
 PANELS = "flash_fwd_hdim128_bf16_causal_sm90"
 # One computing warpgroup; a swizzle of 64 bytes.
 SINGLE = "flash_fwd_hdim96_fp16_causal_m64_sm90"
-DENSE = "flash_fwd_hdim64_fp16_dense_m128_sm90"
+DENSE = "flash_fwd_hdim64_fp16_dense_sm90"
 PACKED = "flash_fwd_hdim64_bf16_causal_m64_packgqa_sm90"
 
 # Several tiles to a block, and more blocks of keys than stages.

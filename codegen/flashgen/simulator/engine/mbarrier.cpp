@@ -21,9 +21,9 @@ void Mbarriers::init(Thread& thread, uint32_t address, int arrivals, Location wh
     }
     fail_collision(block_, thread, "mbarrier.init",
                    block_.shared().store(Party(block_.order(), thread.index), offset, kBytes, Touch::mbarrier, where), where);
-    if (agents_.size() == barriers_.size()) agents_.push_back(block_.order().add_agent());
-    const int agent = agents_[barriers_.size()];
-    barriers_.push_back({offset, agent, arrivals, arrivals, 0, 0, 0, {}, {}, thread.index,
+    if (actors_.size() == barriers_.size()) actors_.push_back(block_.order().add_actor());
+    const int actor = actors_[barriers_.size()];
+    barriers_.push_back({offset, actor, arrivals, arrivals, 0, 0, 0, {}, {}, thread.index,
                          block_.order().stamp(thread.index), false, where, {}});
 }
 
@@ -121,7 +121,7 @@ void Mbarriers::end_phase_if_complete(Mbarrier& barrier) {
     ++barrier.phase;
     barrier.missing = barrier.count;
     barrier.announced = 0;
-    barrier.clock.set(barrier.agent, barrier.phase);
+    barrier.clock.set(barrier.actor, barrier.phase);
     barrier.completed = barrier.clock;
     for (const Mbarrier::Waiter& waiter : barrier.waiters) block_.resume(*waiter.thread);
     barrier.waiters.clear();

@@ -23,7 +23,7 @@ struct Mbarrier {
     };
 
     uint32_t offset;
-    int agent;  // the party that brings bytes to this barrier; its stamps are phases, the first of them 1
+    int actor;  // the party that brings bytes to this barrier; its stamps are phases, the first of them 1
     int count;  // arrivals of a phase
     int missing;
     int64_t announced;  // bytes in this phase
@@ -64,7 +64,7 @@ class Mbarriers {
 
     Block& block_;
     std::deque<Mbarrier> barriers_;
-    std::vector<int> agents_;
+    std::vector<int> actors_;
 };
 
 }  // namespace flashgen::simulator

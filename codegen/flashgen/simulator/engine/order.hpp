@@ -24,7 +24,7 @@ struct Clock {
     }
 };
 
-// The parties are the threads, and after them agents: what works on its own once a thread has started it.
+// The parties are the threads, and after them actors: what works on its own once a thread has started it.
 class Order {
   public:
     explicit Order(int threads) : threads_(threads), parties_(threads), clocks_(threads) { reset(); }
@@ -39,7 +39,7 @@ class Order {
     }
 
     // One more party, by its number. It stays from block to block.
-    int add_agent() {
+    int add_actor() {
         ++parties_;
         for (Clock& clock : clocks_) {
             clock.past.resize(parties_);
@@ -85,9 +85,9 @@ class Order {
         advance(thread);
     }
 
-    // Tells `thread` that what `agent` has done up to `stamp` lies in the past.
-    void learn(int thread, int agent, uint32_t stamp) {
-        uint32_t& known = clocks_[thread].past[agent];
+    // Tells `thread` that what `actor` has done up to `stamp` lies in the past.
+    void learn(int thread, int actor, uint32_t stamp) {
+        uint32_t& known = clocks_[thread].past[actor];
         known = std::max(known, stamp);
     }
 

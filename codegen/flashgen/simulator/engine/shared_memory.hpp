@@ -44,7 +44,7 @@ class Party {
     // A thread on its own.
     Party(const Order& order, int thread) : Party(order, thread, order.stamp(thread), thread, 1, false) {}
     // What `count` threads have started from `first` on, which works in the async proxy.
-    Party(const Order& order, int agent, uint32_t stamp, int first, int count) : Party(order, agent, stamp, first, count, true) {}
+    Party(const Order& order, int actor, uint32_t stamp, int first, int count) : Party(order, actor, stamp, first, count, true) {}
 
     bool knows(const Access& access) const { return least_known(access) >= access.stamp; }
     bool has_fenced(const Access& access) const;

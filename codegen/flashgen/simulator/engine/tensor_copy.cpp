@@ -122,7 +122,7 @@ void TensorCopies::load(Thread& thread, uint32_t destination, const void* pointe
     block_.counters->global_bytes_read += read;
     block_.traffic().add(block_.traffic().site(where, SIM_TENSOR_LOAD), SIM_TENSOR_LOAD, read, passes);
     // From here on nobody can rely on what lies at the destination, until the phase of the barrier has ended.
-    const Party engine(block_.order(), barrier.agent, barrier.phase + 1, thread.index, 1);
+    const Party engine(block_.order(), barrier.actor, barrier.phase + 1, thread.index, 1);
     for (uint32_t at = 0; at < bytes; at += kChunkBytes) {
         const uint32_t offset = swizzled(destination + at, map.swizzle) - kSharedWindow;
         fail_collision(block_, thread, "tensor load",
@@ -146,7 +146,7 @@ void TensorCopies::finish_one(Random& random) {
         for (uint32_t at = 0; at < row; at += kChunkBytes) {
             const uint32_t offset = swizzled(load.destination + from.index * row + at, load.map.swizzle) - kSharedWindow;
             std::memcpy(block_.shared().bytes() + offset, bytes.data() + at, kChunkBytes);
-            block_.shared().arrive(load.barrier->agent, load.barrier->phase + 1, offset, kChunkBytes,
+            block_.shared().arrive(load.barrier->actor, load.barrier->phase + 1, offset, kChunkBytes,
                                    Touch::tensor_load_in_flight, Touch::tensor_load);
         }
     });

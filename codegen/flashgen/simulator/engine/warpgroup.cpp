@@ -139,7 +139,7 @@ Accumulator* Warpgroup::track(const Thread& thread, const WarpgroupProduct& oper
 }
 
 void Warpgroup::multiply(Warp& warp, Location where) {
-    if (agent_ < 0) agent_ = block_.order().add_agent();
+    if (actor_ < 0) actor_ = block_.order().add_actor();
     WarpState& state = warps_[warp.index % kWarpsOfGroup];
     const auto& first = *static_cast<WarpgroupProduct*>(warp.operands[0]);
     const uint32_t number = ++state.made;
@@ -201,7 +201,7 @@ void Warpgroup::execute(const Product& product) {
     const bool bf16 = operands.bf16;
     const int first_thread = index_ * kThreadsOfGroup;
     const Thread& thread = block_.thread(first_thread);
-    const Party party(block_.order(), agent_, executed_ + 1, first_thread, kThreadsOfGroup);
+    const Party party(block_.order(), actor_, executed_ + 1, first_thread, kThreadsOfGroup);
     Passes passes = {0, 0};
     uint64_t bytes = 2 * kDepth * columns;
     uint16_t elements[8];
@@ -312,7 +312,7 @@ void Warpgroup::end_wait(WarpState& state, Warp& warp) {
     state.waited = state.target;
     for (int lane = 0; lane < 32; ++lane) {
         const int thread = warp.first_thread() + lane;
-        if (agent_ >= 0) block_.order().learn(thread, agent_, state.target);
+        if (actor_ >= 0) block_.order().learn(thread, actor_, state.target);
         for (auto& accumulator : accumulators_[thread % kThreadsOfGroup]) {
             if (accumulator->last_product <= state.target) accumulator->done = true;
         }

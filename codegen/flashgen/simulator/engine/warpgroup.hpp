@@ -80,7 +80,7 @@ class Warpgroup {
 
     Block& block_;
     int index_;
-    int agent_ = -1;
+    int actor_ = -1;
     WarpState warps_[kWarpsOfGroup];
     uint32_t executed_ = 0;
     uint32_t first_ = 1;  // number of the first in products_
