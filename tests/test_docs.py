@@ -166,11 +166,14 @@ def test_a_quote_stands_in_the_file(block):
         at += len(quoted)
 
 
-def test_the_reading_names_what_is_in_the_kernel():
-    text = READING.read_text(encoding="utf-8")
-    (file,) = {b.mark.removeprefix("quotes: ") for b in blocks(READING)}
-    source = (ROOT / file).read_text(encoding="utf-8")
+READING_SECTIONS = re.split(r"^(?=## )", READING.read_text(encoding="utf-8"), flags=re.M)[1:]
+
+
+@pytest.mark.parametrize("text", READING_SECTIONS, ids=lambda text: text.partition("\n")[0].strip("# "))
+def test_the_reading_names_what_is_in_the_kernel(text):
+    (file,) = set(re.findall(r"^<!-- quotes: (.*) -->$", text, re.M))  # a section is about one kernel
     names = re.findall(r"`([A-Za-z]\w*(?:\.\w+)?(?:<\d>)?)`", _BLOCK.sub("", text))
+    source = (ROOT / file).read_text(encoding="utf-8")
     assert names
     assert not [name for name in names if name not in source]
 
