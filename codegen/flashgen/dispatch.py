@@ -134,10 +134,14 @@ def heads(problem: Problem, variant: Variant) -> int:
     return problem.num_heads_kv if variant.gqa == "packed" else problem.num_heads_q
 
 
+def row_blocks(problem: Problem, variant: Variant) -> int:
+    """Tiles of one (batch, head)."""
+    return -(-rows(problem, variant) // variant.tile_value("block_m"))
+
+
 def tiles(problem: Problem, variant: Variant) -> int:
-    """Blocks of the grid."""
-    row_blocks = -(-rows(problem, variant) // variant.tile_value("block_m"))
-    return row_blocks * heads(problem, variant) * problem.batch
+    """Tiles of the grid."""
+    return row_blocks(problem, variant) * heads(problem, variant) * problem.batch
 
 
 def runs_on(variant: Variant, device: Device) -> bool:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from flashgen import tensormap
 from flashgen.device import activated
 from flashgen.device import device as device_of
-from flashgen.dispatch import rows, select, tiles
+from flashgen.dispatch import row_blocks, select, tiles
 from flashgen.errors import BadTensorShape, CompileError, SpecError
 from flashgen.params import TENSOR_MAP, layout
-from flashgen.sections import sections
+from flashgen.sections import blocks_at_a_time, sections
 from flashgen.tuned import TunedWarning
 from flashgen.variant import TUNED_TILE
 
@@ -42,8 +42,7 @@ class Geometry(NamedTuple):
 
 
 def geometry(problem: Problem, variant: Variant, device: Device) -> Geometry:
-    """One block for each tile, or, with a persistent schedule, no more than run at a time: as many on each
-    multiprocessor as the tile key ``min_blocks`` says, or one where the spec has none.
+    """One block for each tile, or, with a persistent schedule, no more than run at a time.
 
     Raises BadTensorShape when there are more tiles than a grid can have.
     """
@@ -54,7 +53,7 @@ def geometry(problem: Problem, variant: Variant, device: Device) -> Geometry:
             f"{blocks} tiles, and one launch has at most {MAX_GRID}; split the batch"
         )
     if variant.schedule == "persistent":
-        blocks = min(blocks, device.num_sms * dict(variant.tile).get("min_blocks", 1))
+        blocks = min(blocks, blocks_at_a_time(variant, device))
     return Geometry(blocks, variant.threads, variant.smem_bytes)
 
 
@@ -63,9 +62,8 @@ def parameters(problem: Problem, variant: Variant, device: Device) -> dict[str, 
 
     Strides are in elements (of the mask: bytes). ``scale_log2`` is the softmax scale times log2(e), for exp2.
     ``num_row_blocks`` is the tiles of one (batch, head). ``heads_per_section`` and ``num_sections`` are those
-    of `flashgen.sections`.
-    ``mask_vector_width`` is the bytes of the mask, 1, 4, 8 or 16, that every row allows to load at once from
-    an aligned pointer.
+    of `flashgen.sections`. ``mask_vector_width`` is the bytes of the mask, 1, 4, 8 or 16, that every row
+    allows to load at once from an aligned pointer.
     """
     group = problem.group_size
     values: dict[str, int | float] = dict.fromkeys(POINTERS, 0)
@@ -87,7 +85,7 @@ def parameters(problem: Problem, variant: Variant, device: Device) -> dict[str, 
         "window_right": problem.window_right,
         "softmax_scale": problem.softmax_scale,
         "scale_log2": problem.softmax_scale * math.log2(math.e),
-        "num_row_blocks": -(-rows(problem, variant) // variant.tile_value("block_m")),
+        "num_row_blocks": row_blocks(problem, variant),
         "num_tiles": tiles(problem, variant),
         "heads_per_section": cut.heads,
         "num_sections": cut.count,

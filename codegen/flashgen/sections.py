@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from flashgen.dispatch import heads, rows
+from flashgen.dispatch import heads, row_blocks
 
 if TYPE_CHECKING:
     from flashgen.device import Device
@@ -32,15 +32,21 @@ def sections(problem: Problem, variant: Variant, device: Device) -> Sections:
     if total == 0:
         return Sections(1, 1)  # not launched, but it has a struct
     group = heads(problem, variant) // problem.num_heads_kv
-    row_blocks = max(1, -(-rows(problem, variant) // variant.tile_value("block_m")))
+    tiles_of_head = max(1, row_blocks(problem, variant))
     uneven = problem.mask_type in ("causal", "local")
     if uneven and variant.schedule == "persistent":
-        running = device.num_sms * dict(variant.tile).get("min_blocks", 1)
-        return _whole_rounds(total, group, row_blocks, running)
-    wanted = -(-device.num_sms // row_blocks)
+        return _whole_rounds(total, group, tiles_of_head, blocks_at_a_time(variant, device))
+    wanted = -(-device.num_sms // tiles_of_head)
     if uneven:
         wanted = max(wanted, device.num_sms // 3)
     return _even(total, group, wanted)
+
+
+def blocks_at_a_time(variant: Variant, device: Device) -> int:
+    """Thread blocks that run together on the GPU, the most of a persistent grid: as many on each
+    multiprocessor as the tile key ``min_blocks`` says, or one where the spec has none.
+    """
+    return device.num_sms * dict(variant.tile).get("min_blocks", 1)
 
 
 def _even(total: int, group: int, wanted: int) -> Sections:
@@ -55,14 +61,14 @@ def _even(total: int, group: int, wanted: int) -> Sections:
     return Sections(size, -(-total // size))
 
 
-def _whole_rounds(total: int, group: int, row_blocks: int, running: int) -> Sections:
+def _whole_rounds(total: int, group: int, tiles_of_head: int, running: int) -> Sections:
     """Sections that a persistent grid of ``running`` blocks goes through in pairs of rounds, forth and back.
 
     A thread block then draws a tile as short as its other one was long, so that all have done the same work
     at the end of a section, wherever the lengths fall linearly. What is left over makes the last section, or
     joins it where it is less than half of one.
     """
-    unit = 2 * running // math.gcd(2 * running, row_blocks)
+    unit = 2 * running // math.gcd(2 * running, tiles_of_head)
     wanted = max(1, running // 4) * group
     size = unit * max(1, round(wanted / unit))
     count = max(1, (2 * total + size) // (2 * size))

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flashgen.cli.options import Architecture, chosen_variants, json_option, select_option, specs_option
+from flashgen.cli.options import (
+    Architecture,
+    chosen_variants,
+    jobs_option,
+    json_option,
+    select_option,
+    specs_option,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,13 +66,7 @@ table), or --check found a difference.
     type=click.Choice(["committed", "all"]),
     help="Which variants. [default: committed, or all with --select]",
 )
-@click.option(
-    "--jobs",
-    "-j",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="How many to compile at once. [default: one for each processor]",
-)
+@jobs_option
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),

@@ -33,6 +33,14 @@ specs_option = click.option(
     "the name of a shipped one replaces it.",
 )
 
+jobs_option = click.option(
+    "--jobs",
+    "-j",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="How many to compile at once. [default: one for each processor]",
+)
+
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document instead of a table."
 )

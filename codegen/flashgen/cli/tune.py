@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flashgen.cli.options import json_option, select_option, specs_option
+from flashgen.cli.options import jobs_option, json_option, select_option, specs_option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,13 +75,7 @@ Needs a GPU that nothing else is using, and some tens of seconds for each kernel
 @click.option(
     "--rounds", type=click.IntRange(min=1), default=15, show_default=True, help="Rounds of all tiles."
 )
-@click.option(
-    "--jobs",
-    "-j",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="How many to compile at once. [default: one for each processor]",
-)
+@jobs_option
 @specs_option
 @json_option
 def command(
