@@ -415,7 +415,8 @@ struct TileSequence {
 
     __device__ __forceinline__ void advance() {
         index += step;
-        // Tiles become shorter from first to last. Back and forth, a block that drew a long one draws a short one next.
+        // The tiles of a section become shorter from first to last. Back and forth, a block that drew a long one draws a
+        // short one next.
         step = 2 * gridDim.x - step;
     }
 };

@@ -146,6 +146,7 @@ struct Barriers {
     __device__ __forceinline__ shared_address k_empty(int stage) const { return first + 16 + 8 * (kStages + stage); }
     __device__ __forceinline__ shared_address v_full(int stage) const { return first + 16 + 8 * (2 * kStages + stage); }
     __device__ __forceinline__ shared_address v_empty(int stage) const { return first + 16 + 8 * (3 * kStages + stage); }
+    // The fetching thread reads an entry of the mask's ring too, and lanes arrive for themselves.
     __device__ __forceinline__ shared_address mask_full(int stage) const { return first + 16 + 8 * (4 * kStages + stage); }
     __device__ __forceinline__ shared_address mask_empty(int stage) const { return first + 16 + 8 * (4 * kStages + kMaskStages + stage); }
 };
