@@ -62,8 +62,12 @@ def driver(monkeypatch):
     from cupy.cuda import runtime
     from cupy_backends.cuda.api import driver as cuda
 
+    from flashgen import dependent
+
     fake = Driver()
     monkeypatch.setattr(cuda, "launchKernel", fake.launch)
+    monkeypatch.setattr(dependent, "driver_function", lambda: fake.launch_dependently)
+    monkeypatch.setattr(dependent, "driver_version", lambda: fake.version)
     monkeypatch.setattr(cuda, "ctxGetCurrent", fake.context)
     monkeypatch.setattr(runtime, "getDevice", fake.get_device)
     monkeypatch.setattr(runtime, "setDevice", fake.set_device)

@@ -16,11 +16,14 @@ H200 = Device(0, "sm_90", (9, 0), 132, 232448, 233472, 50 << 20, "NVIDIA H200")
 class Driver:
     """Stands in for CUDA. ``launches`` has (function, shape of the launch, stream, the parameter struct's
     bytes at the start and at the end of the call, the context that was current). Device n has context
-    1000 + n.
+    1000 + n. ``dependent`` has the attributes of each launch that had a configuration, as {id: value}.
     """
 
     def __init__(self):
         self.launches = []
+        self.dependent = []
+        self.version = 13000
+        self.status = 0
         self.variants = {}
         self.current = {}
         self.delay = 0.0
@@ -45,6 +48,16 @@ class Driver:
         after = ctypes.string_at(address, size)
         shape = ((gx, gy, gz), (bx, by, bz), smem)
         self.launches.append((function, shape, stream, before, after, self.context()))
+
+    def launch_dependently(self, config, kernel, arguments, extra):
+        """For ``cuLaunchKernelEx``, with its arguments as ctypes would hand them over."""
+        assert extra is None
+        (one,) = config
+        attributes = one.attributes[: one.num_attributes]
+        self.dependent.append({attribute.id: attribute.value for attribute in attributes})
+        shape = (*one.grid, *one.block, one.shared_bytes)
+        self.launch(kernel.value, *shape, one.stream or 0, ctypes.addressof(arguments), 0)
+        return self.status
 
     def members(self, index=-1):
         """The parameter struct of a launch, by name."""

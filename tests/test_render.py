@@ -71,9 +71,8 @@ def test_the_header_says_what_the_kernel_is(variant):
 
 
 def test_rendering_is_a_function_of_the_variant(tiny_folder, variant):
-    tuned = dataclasses.replace(
-        variant, efficiency=0.5, committed=False, priority=3, archs=("sm_90",), no_spills=("sm_90",)
-    )
+    changes = {"efficiency": 0.5, "committed": False, "priority": 3, "archs": ("sm_90",)}
+    tuned = dataclasses.replace(variant, no_spills=("sm_90",), dependent_launch=True, **changes)
     assert render(tuned) == render(variant)
     assert source_digest(tuned) == source_digest(variant)
     elsewhere = shutil.copytree(tiny_folder, tiny_folder.parent / "elsewhere")

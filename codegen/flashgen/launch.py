@@ -10,7 +10,7 @@ import warnings
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from flashgen import tensormap
+from flashgen import dependent, tensormap
 from flashgen.device import activated
 from flashgen.device import device as device_of
 from flashgen.dispatch import row_blocks, select, tiles
@@ -125,8 +125,13 @@ class Launcher:
         with activated(device.ordinal) as context:
             self._context = context
         self._current_context = driver.ctxGetCurrent
-        shape = (grid.blocks, 1, 1, grid.threads, 1, 1, grid.smem_bytes)
-        self._launch = partial(driver.launchKernel, kernel.function_ptr, *shape)
+        blocks, threads = (grid.blocks, 1, 1), (grid.threads, 1, 1)
+        self._dependent = dependent.wanted(variant)
+        if self._dependent:
+            self._launch = dependent.bind(kernel.function_ptr, blocks, threads, grid.smem_bytes)
+        else:
+            shape = (*blocks, *threads, grid.smem_bytes)
+            self._launch = partial(driver.launchKernel, kernel.function_ptr, *shape)
 
     @property
     def source(self) -> str:
@@ -153,9 +158,10 @@ class Launcher:
             ctypes.c_int32.from_address(address + 4 * self._width).value = width
         if self._maps:
             self._map(address, pointers, encoded)
-        return partial(self._queue, memory, argument)
+        # CuPy's function takes the array's address, that of a dependent launch the array.
+        return partial(self._queue, memory, memory if self._dependent else argument)
 
-    def _queue(self, memory: ctypes.Array, argument: int, arrays: Arrays, stream: int) -> None:
+    def _queue(self, memory: ctypes.Array, argument: int | ctypes.Array, arrays: Arrays, stream: int) -> None:
         if self._current_context() == self._context:
             self._launch(stream, argument, 0)
         else:

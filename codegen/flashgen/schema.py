@@ -19,6 +19,9 @@ AxisValues = Annotated[list[AxisValue], msgspec.Meta(min_length=1)]
 # What the blocks of a launch do: one tile each, or, no more of them than run at a time, tile after tile.
 SCHEDULES = ("tile_per_block", "persistent")
 
+# The first architecture whose kernels can wait for the one before them.
+FIRST_DEPENDENT = "sm_90"
+
 # The name that conditions use for tile rows without one.
 DEFAULT_TILE = "default"
 
@@ -99,6 +102,7 @@ class File(msgspec.Struct, forbid_unknown_fields=True, rename={"direction": "pas
     tune: list[Any] = []
     no_spills: bool = False
     schedule: Literal[SCHEDULES] = "tile_per_block"
+    dependent_launch: bool = False
     dispatch: Dispatch = msgspec.field(default_factory=Dispatch)
     options: list[str] = []
 

@@ -26,6 +26,7 @@ class Variant:
     bytes, ``max_smem`` what the target allows. ``efficiency`` is the measured rate of this tile relative to
     its siblings and steers dispatch only. ``no_spills`` is whether the spec promises that no register is
     spilled, or the architectures on which it does. ``schedule`` is "tile_per_block" or "persistent".
+    ``dependent_launch`` is whether the kernel itself waits for the one before it in its stream.
     ``priority`` is the position of the target in its spec; lower is preferred.
     """
 
@@ -49,6 +50,7 @@ class Variant:
     no_spills: bool | tuple[str, ...] = False
     options: tuple[str, ...] = ()
     schedule: str = "tile_per_block"
+    dependent_launch: bool = False
     priority: int = 0
     spec_dir: str = field(default="", repr=False)
     name: str = field(init=False, compare=False)
@@ -106,8 +108,15 @@ class Variant:
         Templates see this form and ``render.source_digest`` hashes it, so tuning dispatch, or choosing other
         architectures and promises, neither changes a generated file nor invalidates a compiled one.
         """
-        fixed = {"archs": (), "efficiency": 1.0, "committed": False, "no_spills": False, "priority": 0}
-        return dataclasses.replace(self, **fixed)
+        return dataclasses.replace(
+            self,
+            archs=(),
+            efficiency=1.0,
+            committed=False,
+            no_spills=False,
+            dependent_launch=False,
+            priority=0,
+        )
 
     def code_for(self, arch: str) -> str | None:
         """The architecture to compile for, so that GPUs of ``arch`` run the code: "sm_90a" for "sm_90" where
@@ -146,6 +155,7 @@ class Variant:
             "no_spills": self.no_spills if isinstance(self.no_spills, bool) else list(self.no_spills),
             "options": list(self.options),
             "schedule": self.schedule,
+            "dependent_launch": self.dependent_launch,
             "params": [param.name for param in self.params],
         }
 

@@ -23,9 +23,12 @@ WIDE = Shape(seqlen_q=130, seqlen_kv=600, heads=1, spread=8.0)
 ASYNC = ("race", "copy in flight", "uninitialised shared memory")
 STUCK = ("deadlock",)
 REGISTERS = ("register in flight",)
+DEPENDENT = ("dependency",)
 # With phases out of step anything may come first.
 PHASES = (*ASYNC, "deadlock", "mbarrier", WRONG)
 
+WAIT = "    griddepcontrol_wait();\n"
+STORE = "        store_tile(params, tile, output, rows, first_row, lane);\n    }\n"
 # What a thread does to a word of Q's tile once it is there; the products read it afterwards.
 REWRITE = """            const shared_address word = q_tile + threadIdx.x % 128 * 4;
             store_shared_32(word, load_shared_32(word));
@@ -447,6 +450,40 @@ FAULTS = (
         ("register pool",),
         "setmaxnreg_inc<240>();",
         "setmaxnreg_inc<236>();",
+    ),
+    # Grids ahead of this one in the stream.
+    planted(
+        "nobody waits for the grids ahead",
+        DEPENDENT,
+        WAIT,
+        "",
+    ),
+    planted(
+        "only the fetching warpgroup waits for the grids ahead",
+        DEPENDENT,
+        WAIT,
+        "    if (warpgroup == 0) griddepcontrol_wait();\n",
+    ),
+    planted(
+        "only the computing warpgroups wait for the grids ahead",
+        DEPENDENT,
+        WAIT,
+        "    if (warpgroup != 0) griddepcontrol_wait();\n",
+    ),
+    planted(
+        "warps that read the mask do not wait for the grids ahead",
+        DEPENDENT,
+        WAIT,
+        "    if (warpgroup != 0 || threadIdx.x < 32) griddepcontrol_wait();\n",
+        variant=DENSE,
+    ),
+    planted(
+        "output stored before the wait for the grids ahead",
+        DEPENDENT,
+        WAIT,
+        "    if (warpgroup == 0) griddepcontrol_wait();\n",
+        STORE,
+        STORE + "    griddepcontrol_wait();\n",
     ),
 )
 

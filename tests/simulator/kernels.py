@@ -78,6 +78,7 @@ def run(
     block: int | tuple[int, int, int] = 32,
     shared_bytes: int = 4096,
     max_shared_bytes: int = 0,
+    dependent: bool = False,
     seed: int = 0,
     threads: int = 1,
 ) -> Report:
@@ -105,6 +106,7 @@ def run(
         shared_bytes,
         regions,
         max_shared_bytes=max_shared_bytes,
+        dependent=dependent,
         seed=seed,
         threads=threads,
     )

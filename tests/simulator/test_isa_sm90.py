@@ -381,3 +381,59 @@ def test_registers_are_handed_over_within_the_block(body, check, fresh_seed):
     with pytest.raises(SimulationError) as caught:
         run(body, **options)
     assert caught.value.check == check, str(caught.value)
+
+
+# Dependent launches.
+
+WAIT = "griddepcontrol_wait();"
+ACCESSES = {
+    "load": "store_shared_32(shared, load_global_32(params.values));",
+    "store": "store_global_32(params.out, 1.0f);",
+    "tensor load": "tma_load_4d(shared, params.source, barrier, 0, 0, 0, 0); mbarrier_wait(barrier, 0);",
+    "tensor store": "tma_store_4d(params.target, shared, 0, 0, 0, 0); TMA_DONE",
+}
+DEPENDENT = """
+    const shared_address barrier = shared + 8192;
+    if (threadIdx.x == 0) {{
+        mbarrier_init(barrier, 1);
+        fence_mbarrier_init();
+        mbarrier_arrive_expect_tx(barrier, 2048);
+    }}
+    for (int i = threadIdx.x; i < 512; i += 64) store_shared_32(shared + 4 * i, 0);
+    fence_proxy_async();
+    __syncthreads();
+    {body}
+"""
+
+
+def dependently(body, dependent=True, seed=0):
+    """Launch ``body`` in two warps; ``source`` and ``target`` are boxes of ``values`` and ``out``."""
+    values, out = aligned((1, 1, 16, 64), np.uint16), aligned((1, 1, 16, 64), np.float32)
+    whole = (64, 16, 1, 1)
+    maps = {"source": (map_of(values, whole, 128), values)}
+    maps["target"] = (map_of(out.view(np.uint16), whole, 128), out)
+    body = DEPENDENT.format(body=body.replace("TMA_DONE", "tma_store_commit(); tma_store_wait_read<0>();"))
+    options = {"header": "sm90", "maps": maps, "block": 64, "shared_bytes": 8200, "seed": seed}
+    run(body, {"values": values}, {"out": out}, dependent=dependent, **options)
+
+
+@pytest.mark.parametrize("access", ACCESSES)
+def test_a_dependent_launch_touches_global_memory_after_its_wait(access, fresh_seed):
+    touch = f"if (threadIdx.x == 0) {{ {ACCESSES[access]} }}"
+    dependently(WAIT + touch, seed=fresh_seed)
+    dependently(touch, dependent=False, seed=fresh_seed)
+    # The wait of another thread is none, barrier or not.
+    for body in (touch, touch + WAIT, f"if (warp == 1) {WAIT} __syncthreads(); {touch}"):
+        with pytest.raises(SimulationError, match=r"before griddepcontrol\.wait") as caught:
+            dependently(body, seed=fresh_seed)
+        assert (caught.value.check, caught.value.thread) == ("dependency", 0)
+
+
+def test_a_dependent_launch_does_not_end_before_those_ahead_of_it(fresh_seed):
+    """Even where it touches nothing. One thread of a block is enough."""
+    idle = "prefetch_tensormap(params.source); griddepcontrol_launch_dependents();"
+    dependently(idle, dependent=False, seed=fresh_seed)
+    dependently(f"{idle} if (threadIdx.x == 40) {WAIT}", seed=fresh_seed)
+    with pytest.raises(SimulationError, match="none of its threads has waited") as caught:
+        dependently(idle, seed=fresh_seed)
+    assert caught.value.check == "dependency"

@@ -49,6 +49,7 @@ _CHECKS = (
     "mbarrier",
     "proxy",
     "register pool",
+    "dependency",
 )
 # The names of SimulationError.check.
 CHECKS = _CHECKS[1:]
@@ -118,6 +119,7 @@ def simulate(
         shared,
         regions,
         max_shared_bytes=variant.max_smem,
+        dependent=variant.dependent_launch,
         seed=seed,
         threads=threads,
     )
@@ -132,13 +134,14 @@ def execute(
     regions: Sequence[Region],
     *,
     max_shared_bytes: int = 0,
+    dependent: bool = False,
     seed: int = 0,
     threads: int | None = None,
 ) -> Report:
     """Launch any kernel that takes one struct, ``params``; ``regions`` are all the memory that it may touch.
 
-    ``max_shared_bytes`` is what a block may ask for, 0 for what the largest GPU allows. The rest, and what is
-    raised, as in ``simulate``.
+    ``max_shared_bytes`` is what a block may ask for, 0 for what the largest GPU allows. A ``dependent``
+    launch may begin before those ahead of it have ended. The rest, and what is raised, as in ``simulate``.
     """
     if len(params) != library.params_bytes:
         raise InternalError(
@@ -161,6 +164,7 @@ def execute(
             num_blocks=share[1],
             regions=table,
             num_regions=len(table),
+            flags=Launch.DEPENDENT if dependent else 0,
         )
         raw = RawReport(sites=(Site * _MAX_SITES)(), max_sites=_MAX_SITES)
         library.simulate(launch, raw)

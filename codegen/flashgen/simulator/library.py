@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from flashgen.simulator.hostcompiler import HostCompiler
     from flashgen.variant import Variant
 
-ABI = 2
+ABI = 3
 HERE = Path(__file__).resolve().parent
 INCLUDE = HERE / "include"
 
@@ -88,7 +88,9 @@ class RawTensorMap(ctypes.Structure):
 
 
 class Launch(ctypes.Structure):
-    """One launch, or a range of its blocks."""
+    """One launch, or a range of its blocks. ``flags`` is 0 or DEPENDENT."""
+
+    DEPENDENT = 1
 
     _fields_ = (
         ("params", ctypes.c_void_p),

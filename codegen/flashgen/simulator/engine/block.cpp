@@ -112,9 +112,10 @@ bool Block::run(uint64_t linear_index) {
     register_pool_.reset();
     for (Warpgroup& warpgroup : warpgroups_) warpgroup.reset();
     num_running_ = order_.threads();
+    waited_ = false;
     for (Thread& thread : threads_) {
         thread.waits_for = nullptr;
-        thread.finished = false;
+        thread.finished = thread.waited = false;
         thread.copies.clear();
         thread.copies_of_group.clear();
         thread.open_copies = 0;
@@ -149,9 +150,32 @@ void Block::finish(Thread& thread) {
     if (num_running_ == 0) {
         tensor_copies_.check_end(thread);
         register_pool_.check_end();
+        if (launch_.launch.flags & SIM_DEPENDENT && !waited_) {
+            fail(thread, SIM_DEPENDENCY, {},
+                 "the block of a dependent launch ends and none of its threads has waited for the grids ahead of it, so that "
+                 "the next one may run beside them");
+        }
     }
     switch_to_another(thread);
     __builtin_unreachable();  // nobody goes on with a thread that has returned
+}
+
+GlobalMemory& Block::global(const Thread& thread, Location where) {
+    if (launch_.launch.flags & SIM_DEPENDENT && !thread.waited) {
+        fail(thread, SIM_DEPENDENCY, where,
+             "global memory before griddepcontrol.wait: in a dependent launch, grids ahead of this one may be at work on it");
+    }
+    return launch_.global;
+}
+
+void Block::wait_for_grids(Thread& thread) {
+    thread.waited = waited_ = true;
+    pause(thread);
+}
+
+void wait_for_grids() {
+    Thread& thread = running_thread();
+    thread.owner->wait_for_grids(thread);
 }
 
 // A lane has returned, and others may have been waiting for it alone.

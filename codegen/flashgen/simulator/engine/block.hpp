@@ -57,6 +57,7 @@ struct Thread : ThreadView {
     const char* waits_for = nullptr;  // null while it can run
     Location waits_at;
     bool finished = false;
+    bool waited = false;  // for the grids ahead of this one
     std::vector<PendingCopy> copies;     // oldest first
     std::vector<size_t> copies_of_group;  // of each group that was closed and is under way
     size_t open_copies = 0;              // of the group that is still open
@@ -137,7 +138,9 @@ class Block : public BlockView {
 
     Thread& thread(int index) { return threads_[index]; }
     SharedMemory& shared() { return shared_; }
-    GlobalMemory& global() { return launch_.global; }
+    // For an access of a thread; fails where grids ahead of this one may be at work on it.
+    GlobalMemory& global(const Thread& thread, Location where);
+    void wait_for_grids(Thread& thread);
     Order& order() { return order_; }
     Mbarriers& mbarriers() { return mbarriers_; }
     TensorCopies& tensor_copies() { return tensor_copies_; }
@@ -204,6 +207,7 @@ class Block : public BlockView {
     uint64_t change_warp_ = 0;  // a meeting of a warp is followed by another warp in so many of 2^16 cases
     uint64_t finish_copy_ = 0;  // likewise, a change of threads by the end of a copy
     int num_running_ = 0;
+    bool waited_ = false;  // some thread, for the grids ahead of this one
     Clock scratch_;
     bool failed_ = false;
 };

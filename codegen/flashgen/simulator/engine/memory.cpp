@@ -54,7 +54,7 @@ void store_shared(uint32_t address, const void* value, int size, Location where)
 
 void load_global(void* value, const void* address, int size, Location where) {
     Here here;
-    check(here, here.block.global().load(address, size, size), "load", size, where);
+    check(here, here.block.global(here.thread, where).load(address, size, size), "load", size, where);
     std::memcpy(value, address, size);
     here.block.counters->global_bytes_read += size;
     here.thread.warp->traffic.add(here.thread.lane, SIM_GLOBAL_LOAD, reinterpret_cast<uintptr_t>(address), size, where);
@@ -62,7 +62,7 @@ void load_global(void* value, const void* address, int size, Location where) {
 
 void store_global(void* address, const void* value, int size, Location where) {
     Here here;
-    check(here, here.block.global().store(address, size, size), "store", size, where);
+    check(here, here.block.global(here.thread, where).store(address, size, size), "store", size, where);
     std::memcpy(address, value, size);
     here.block.counters->global_bytes_written += size;
     here.thread.warp->traffic.add(here.thread.lane, SIM_GLOBAL_STORE, reinterpret_cast<uintptr_t>(address), size, where);
@@ -76,7 +76,7 @@ void copy_async(uint32_t destination, const void* source, int size, int source_b
                         format("cp.async of %d bytes of a source of %d", size, source_bytes));
     }
     if (source_bytes > 0) {
-        check(here, here.block.global().load(source, source_bytes, size), "cp.async", source_bytes, where);
+        check(here, here.block.global(here.thread, where).load(source, source_bytes, size), "cp.async", source_bytes, where);
         here.block.counters->global_bytes_read += source_bytes;
         here.thread.warp->traffic.add(here.thread.lane, SIM_GLOBAL_COPY, reinterpret_cast<uintptr_t>(source), source_bytes,
                                       where);

@@ -109,11 +109,12 @@ void TensorCopies::load(Thread& thread, uint32_t destination, const void* pointe
     Mbarrier& barrier = block_.mbarriers().of_copy(thread, barrier_address, where);
     const uint32_t bytes = box_bytes(map);
     box_offset(thread, destination, bytes, "tensor load", where);
+    GlobalMemory& global = block_.global(thread, where);
     uint64_t read = 0;
     Passes passes = {0, 0};
     for_each_row(map, coordinates, [&](const Row& row) {
         if (row.bytes == 0) return;
-        const auto fault = block_.global().load(row.address, static_cast<int>(row.bytes), static_cast<int>(map.element_bytes));
+        const auto fault = global.load(row.address, static_cast<int>(row.bytes), static_cast<int>(map.element_bytes));
         if (fault.error != SIM_OK) block_.fail(thread, fault.error, where, format("tensor load of %u bytes ", row.bytes) + fault.text);
         read += row.bytes;
         passes.ideal += (row.bytes + kSectorBytes - 1) / kSectorBytes;
@@ -160,6 +161,7 @@ void TensorCopies::store(Thread& thread, const void* pointer, uint32_t source, c
     const SimTensorMap map = read_map(thread, pointer, rank, where);
     const uint32_t bytes = box_bytes(map), row = row_bytes(map);
     box_offset(thread, source, bytes, "tensor store", where);
+    GlobalMemory& global = block_.global(thread, where);
     // The source may be read at once or as late as the wait for it. What it holds cannot change in between.
     const Party engine(block_.order(), thread.index, block_.order().stamp(thread.index), thread.index, 1);
     uint64_t written = 0;
@@ -173,8 +175,7 @@ void TensorCopies::store(Thread& thread, const void* pointer, uint32_t source, c
             std::memcpy(values.data() + at, block_.shared().bytes() + offset, kChunkBytes);
         }
         if (to.bytes == 0) return;
-        const auto fault =
-            block_.global().store(to.address, static_cast<int>(to.bytes), static_cast<int>(map.element_bytes));
+        const auto fault = global.store(to.address, static_cast<int>(to.bytes), static_cast<int>(map.element_bytes));
         if (fault.error != SIM_OK) block_.fail(thread, fault.error, where, format("tensor store of %u bytes ", to.bytes) + fault.text);
         std::memcpy(to.address, values.data() + to.skipped, to.bytes);
         written += to.bytes;

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define FLASHGEN_SIMULATOR_ABI 2
+#define FLASHGEN_SIMULATOR_ABI 3
 
 /* What a region of global memory allows, as bits. */
 enum SimRegionAccess {
@@ -45,6 +45,11 @@ typedef struct SimRegion {
     uint32_t reserved;
 } SimRegion;
 
+/* As bits. */
+enum SimLaunchFlag {
+    SIM_DEPENDENT = 1 /* the grid may begin before those ahead of it have ended */
+};
+
 typedef struct SimLaunch {
     const void* params; /* the kernel's parameters as the driver would get them */
     uint64_t params_bytes;
@@ -57,7 +62,7 @@ typedef struct SimLaunch {
     uint64_t num_blocks;       /* 0: to the last one */
     const SimRegion* regions;
     uint64_t num_regions;
-    uint64_t flags; /* 0 */
+    uint64_t flags; /* SimLaunchFlag */
 } SimLaunch;
 
 enum SimError {
@@ -79,7 +84,8 @@ enum SimError {
     SIM_REGISTER_IN_FLIGHT = 15,  /* touches a register on which a wgmma is at work */
     SIM_MBARRIER = 16,            /* an mbarrier that is not there, or that gets more than it was made for */
     SIM_PROXY = 17,               /* crosses from the generic to the async proxy without a fence */
-    SIM_REGISTER_POOL = 18        /* setmaxnreg beyond what the block has, or not by the whole warpgroup */
+    SIM_REGISTER_POOL = 18,       /* setmaxnreg beyond what the block has, or not by the whole warpgroup */
+    SIM_DEPENDENCY = 19           /* of a dependent launch: does not wait for the grids ahead of it, or not in time */
 };
 
 enum SimAccess {

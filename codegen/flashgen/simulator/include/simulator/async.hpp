@@ -9,6 +9,9 @@
 
 namespace flashgen::simulator {
 
+// griddepcontrol.wait.
+void wait_for_grids();
+
 // mbarriers, by their address in the shared window.
 void mbarrier_init(uint32_t barrier, int arrivals, Location where);
 void fence_mbarrier_init(Location where);
