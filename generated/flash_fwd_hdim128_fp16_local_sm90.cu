@@ -202,32 +202,31 @@ __device__ __forceinline__ void fetch_queries(const Params& params, const Tile& 
     }
 }
 
-// Hides the keys of the block at `first_key` that lie behind the range of their row; the warp's rows begin at `first_row`.
-__device__ __forceinline__ void hide_late_keys(const Params& params, float (&scores)[kBlockN / 2], int first_row,
-                                               int first_key, int lane) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int row = first_row + 8 * half + lane / 4;
-        const int end = keys_of_query(params, query_of_row(params, row)).end - first_key - lane % 4 * 2;
-#pragma unroll
-        for (int j = 0; j < kBlockN / 8; ++j) {
-            if (8 * j >= end) scores[4 * j + 2 * half] = -INFINITY;
-            if (8 * j + 1 >= end) scores[4 * j + 2 * half + 1] = -INFINITY;
-        }
-    }
+// Of every eight keys of a row, a lane holds the scores of two: 2 t and 2 t + 1, where t = lane % 4. A word has a bit for each
+// of them, the first key's on top. One instruction makes predicates of seven bits of a byte; a comparison makes one.
+__device__ constexpr uint32_t key_bit(int j, int e) { return uint32_t(1) << 31 - 2 * j - e; }
+
+// The bits of the lane's keys from `key` on, in the block at `first_key`.
+__device__ __forceinline__ uint32_t bits_from(int key, int first_key, int lane) {
+    const int distance = max(key - first_key - lane % 4 * 2 + 6, 0);
+    const int before = (distance + 1) / 8 + distance / 8;  // the lane's keys before `key`: 2 t's, and 2 t + 1's
+    return __funnelshift_rc(0xffffffff, 0, before);  // a shift that is defined for 32, too, and more
 }
 
-// Hides the keys that lie before the range of their row.
-__device__ __forceinline__ void hide_early_keys(const Params& params, float (&scores)[kBlockN / 2], int first_row,
-                                                int first_key, int lane) {
+// Hides the keys of the block at `first_key` that lie outside the range of their row; the warp's rows begin at `first_row`.
+__device__ __forceinline__ void hide_keys(const Params& params, float (&scores)[kBlockN / 2], int first_row,
+                                          int first_key, int lane) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int row = first_row + 8 * half + lane / 4;
-        const int begin = keys_of_query(params, query_of_row(params, row)).begin - first_key - lane % 4 * 2;
+        const KeyRange keys = keys_of_query(params, query_of_row(params, row));
+        const uint32_t hidden = bits_from(keys.end, first_key, lane) | ~bits_from(keys.begin, first_key, lane);
 #pragma unroll
         for (int j = 0; j < kBlockN / 8; ++j) {
-            if (8 * j < begin) scores[4 * j + 2 * half] = -INFINITY;
-            if (8 * j + 1 < begin) scores[4 * j + 2 * half + 1] = -INFINITY;
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                if (hidden & key_bit(j, e)) scores[4 * j + 2 * half + e] = -INFINITY;
+            }
         }
     }
 }
@@ -484,8 +483,8 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         if (blocks.last >= blocks.first) {
             const KeyRange every = keys_of_every(params, min(first_row, num_rows(params) - 1), 16);
             auto mask = [&](float (&scores)[kBlockN / 2], int block) {
-                if ((block + 1) * kBlockN > every.end) hide_late_keys(params, scores, first_row, block * kBlockN, lane);
-                if (block * kBlockN < every.begin) hide_early_keys(params, scores, first_row, block * kBlockN, lane);
+                const bool whole = block * kBlockN >= every.begin && (block + 1) * kBlockN <= every.end;
+                if (!whole) hide_keys(params, scores, first_row, block * kBlockN, lane);
             };
             float scores[kBlockN / 2];
             Weights weights;

@@ -191,19 +191,30 @@ __device__ __forceinline__ void fetch_queries(const Params& params, const Tile& 
     }
 }
 
-// Hides the keys of the block at `first_key` that lie behind the last one.
-__device__ __forceinline__ void hide_late_keys(const Params& params, float (&scores)[kBlockN / 2], int, int first_key,
-                                               int lane) {
-    const int end = params.seqlen_kv - first_key;
+// Of every eight keys of a row, a lane holds the scores of two: 2 t and 2 t + 1, where t = lane % 4. A word has a bit for each
+// of them, the first key's on top. One instruction makes predicates of seven bits of a byte; a comparison makes one.
+__device__ constexpr uint32_t key_bit(int j, int e) { return uint32_t(1) << 31 - 2 * j - e; }
+
+// The bits of the lane's keys from `key` on, in the block at `first_key`.
+__device__ __forceinline__ uint32_t bits_from(int key, int first_key, int lane) {
+    const int distance = max(key - first_key - lane % 4 * 2 + 6, 0);
+    const int before = (distance + 1) / 8 + distance / 8;  // the lane's keys before `key`: 2 t's, and 2 t + 1's
+    return __funnelshift_rc(0xffffffff, 0, before);  // a shift that is defined for 32, too, and more
+}
+
+// Hides the keys of the last block, at `first_key`, that lie behind the sequence.
+__device__ __forceinline__ void hide_keys(const Params& params, float (&scores)[kBlockN / 2], int, int first_key,
+                                          int lane) {
+    const uint32_t hidden = bits_from(params.seqlen_kv, first_key, lane);
     constexpr int kPart = kBlockN % 32 == 0 ? 32 : 16;  // keys that are passed over together where all are there
 #pragma unroll
     for (int part = 0; part < kBlockN; part += kPart) {
-        if (part + kPart <= end) continue;
+        if (first_key + part + kPart <= params.seqlen_kv) continue;
 #pragma unroll
         for (int j = part / 8; j < (part + kPart) / 8; ++j) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                if (8 * j + lane % 4 * 2 + e % 2 >= end) scores[4 * j + e] = -INFINITY;
+                if (hidden & key_bit(j, e % 2)) scores[4 * j + e] = -INFINITY;
             }
         }
     }
@@ -458,7 +469,8 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         if (blocks.last >= blocks.first) {
             const KeyRange every = keys_of_every(params, min(first_row, num_rows(params) - 1), 16);
             auto mask = [&](float (&scores)[kBlockN / 2], int block) {
-                if ((block + 1) * kBlockN > every.end) hide_late_keys(params, scores, first_row, block * kBlockN, lane);
+                const bool whole = (block + 1) * kBlockN <= every.end;
+                if (!whole) hide_keys(params, scores, first_row, block * kBlockN, lane);
             };
             float scores[kBlockN / 2];
             Weights weights;
@@ -489,7 +501,6 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
                 pin_registers(scores);
                 release(barriers.k_empty(k_ring.stage));
                 k_ring.advance();
-                mask(scores, block);
                 const bool moved = softmax_step(scores, rows, params.scale_log2);
                 wgmma_wait<0>();
                 pin_registers(output);

@@ -10,6 +10,7 @@ TURNS = "flash_fwd_hdim64_fp16_m128_sm90"
 PANELS = "flash_fwd_hdim128_bf16_causal_sm90"
 # One computing warpgroup; a swizzle of 64 bytes.
 SINGLE = "flash_fwd_hdim96_fp16_causal_m64_sm90"
+LOCAL = "flash_fwd_hdim64_fp16_local_m64_sm90"
 DENSE = "flash_fwd_hdim64_fp16_dense_sm90"
 PACKED = "flash_fwd_hdim64_bf16_causal_m64_packgqa_sm90"
 
@@ -369,7 +370,21 @@ FAULTS = (
         variant=SINGLE,
         shape=CAUSAL,
     ),
-    # Dense masks.
+    # Masks.
+    planted(
+        "a key behind the last one not hidden",
+        NUMBERS,
+        "(distance + 1) / 8 + distance / 8",
+        "(distance + 2) / 8 + distance / 8",
+    ),
+    planted(
+        "keys before the window not hidden",
+        NUMBERS,
+        "block * kBlockN >= every.begin && ",
+        "",
+        variant=LOCAL,
+        shape=CAUSAL,
+    ),
     planted(
         "one lane releases an entry for its warp",
         ("race",),

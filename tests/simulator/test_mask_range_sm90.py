@@ -1,0 +1,70 @@
+"""Which scores of a block the range masks of Hopper kernels hide, for every place of a range's ends."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from flashgen.render import render
+from simulator.covering import VARIANTS
+from simulator.kernels import run
+
+pytestmark = pytest.mark.usefixtures("compiler")
+
+# What the functions of the mask ask for, with ranges that a test chooses.
+RANGES = """
+struct Ranges {
+    int seqlen_kv;
+    const int32_t* begin;
+    const int32_t* end;
+};
+struct KeyRange {
+    int begin, end;
+};
+inline int query_of_row(const Ranges&, int row) { return row; }
+inline KeyRange keys_of_query(const Ranges& ranges, int row) {
+    return {ranges.begin[row], ranges.end[row]};
+}
+"""
+
+BODY = """
+for (int first_row = 0; first_row < kRows; first_row += 16) {
+    const Ranges ranges = {params.end[first_row], params.begin, params.end};
+    float scores[kBlockN / 2];
+    for (float& score : scores) score = 1.0f;
+    hide_keys(ranges, scores, first_row, kFirstKey, lane);
+    for (int i = 0; i < kBlockN / 2; ++i) {
+        const int row = first_row + i / 2 % 2 * 8 + lane / 4;
+        params.scores[row * kBlockN + i / 4 * 8 + lane % 4 * 2 + i % 2] = scores[i];
+    }
+}
+"""
+
+
+def mask_functions(mask_type, block_n):
+    """Those of a kernel with blocks of so many keys, on ``Ranges``."""
+    variant = next(v for v in VARIANTS.values() if v.target == "sm90" and v.mask_type == mask_type)
+    tile = {**dict(variant.tile), "block_n": block_n}
+    source = render(dataclasses.replace(variant, tile=tuple(tile.items())))
+    functions = source[source.index("// Of every eight keys") : source.index("// A matrix descriptor")]
+    return functions.replace("const Params&", "const Ranges&")
+
+
+@pytest.mark.parametrize("mask_type", ["none", "causal", "local"])
+@pytest.mark.parametrize("block_n", [16, 80, 96, 128, 144, 192])
+def test_what_lies_outside_of_a_range_is_hidden(mask_type, block_n, fresh_seed):
+    rng = np.random.default_rng(fresh_seed)
+    first_key = 3 * block_n
+    # Ends before the block, in it and behind it; and of rows without a key. Without a mask rows share one.
+    places = np.arange(-9, block_n + 10) + first_key
+    end = rng.permutation([*places, 0, 1 << 30]).repeat(16 if mask_type == "none" else 1)
+    end = np.resize(end, -(-len(end) // 16) * 16).astype(np.int32)
+    begin = rng.choice([*places, 0], len(end)) if mask_type == "local" else np.zeros(len(end))
+    begin = begin.astype(np.int32)
+    scores = np.zeros((len(end), block_n), np.float32)
+    sizes = f"constexpr int kBlockN = {block_n}, kFirstKey = {first_key}, kRows = {len(end)};\n"
+    functions = RANGES + sizes + mask_functions(mask_type, block_n)
+    run(BODY, {"begin": begin, "end": end}, {"scores": scores}, functions=functions, header="sm90")
+    keys = np.arange(block_n) + first_key
+    seen = (keys >= begin[:, None]) & (keys < end[:, None])
+    assert (scores == np.where(seen, np.float32(1), np.float32(-np.inf))).all()
