@@ -3,8 +3,8 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype fp16, mask_type causal, gqa mha
-// tile      block_m 128, block_n 128, stages 2 (m128)
-// block     384 threads, 164944 bytes of dynamic shared memory
+// tile      block_m 128, block_n 128, q_stages 2, stages 2 (m128)
+// block     384 threads, 197728 bytes of dynamic shared memory
 // target    sm90: sm_90a alone, at most 232448 bytes a block
 // spec      flash_fwd_sm90.yaml
 // template  flash_fwd_sm90.cu.j2
@@ -16,8 +16,10 @@ constexpr int kHeadDim = 128;  // of Q and K
 constexpr int kHeadDimV = 128;  // of V and the output
 constexpr int kBlockM = 128;  // query rows of a tile
 constexpr int kBlockN = 128;  // keys of a block
-constexpr int kStages = 2;  // blocks of K, and of V, in shared memory
+constexpr int kQStages = 2;  // tiles of Q in shared memory
+constexpr int kStages = 2;   // blocks of K, and of V
 constexpr int kConsumers = kBlockM / 64;  // warpgroups that compute, 64 rows each; one more fetches
+constexpr int kStoreBarrier = 1 + kConsumers;  // that of the first warpgroup's output
 constexpr int kThreads = 128 * (1 + kConsumers);
 
 // A tile lies in shared memory as panels of 64 columns, each row of 128 bytes swizzled by the copy engine.
@@ -26,26 +28,23 @@ constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
 constexpr int kQBytes = kBlockM * kHeadDim * sizeof(element);
 constexpr int kKBytes = kBlockN * kHeadDim * sizeof(element);   // of a stage
 constexpr int kVBytes = kBlockN * kHeadDimV * sizeof(element);  // likewise
-constexpr int kKOffset = kQBytes;
+constexpr int kKOffset = kQStages * kQBytes;
 constexpr int kVOffset = kKOffset + kStages * kKBytes;
 constexpr int kBarrierOffset = kVOffset + kStages * kVBytes;
-constexpr int kSharedBytes = kBarrierOffset + 8 * (2 + 4 * kStages);
+constexpr int kSharedBytes = kBarrierOffset + 8 * (2 * kQStages + 4 * kStages);
 
 constexpr float kLn2 = 0.6931471805599453f;
 
 static_assert(kBlockN % 16 == 0 && kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
 static_assert(kHeadDim % kPanelColumns == 0 && kHeadDimV % kPanelColumns == 0, "panels are whole");
-static_assert(kSharedBytes + 1024 == 164944, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes + 1024 == 197728, "launcher and kernel agree on shared memory");
 
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
     tensor_map k;                         // (head_dim, seqlen_kv, num_heads_kv, batch)
     tensor_map v;                         // (head_dim_v, seqlen_kv, num_heads_kv, batch)
-    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim_v), rows 16-byte aligned
+    tensor_map out;                       // (head_dim_v, seqlen_q, num_heads_q, batch)
     float* lse;                           // (batch, num_heads_q, seqlen_q), contiguous; may be null
-    int64_t out_batch_stride;             // strides are in elements
-    int64_t out_row_stride;
-    int64_t out_head_stride;
     int32_t batch_size;
     int32_t num_heads_q;
     int32_t num_heads_kv;
@@ -59,27 +58,24 @@ struct Params {
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // softmax_scale * log2(e)
 };
-static_assert(sizeof(Params) == 512);
+static_assert(sizeof(Params) == 576);
 static_assert(offsetof(Params, q) == 0);
 static_assert(offsetof(Params, k) == 128);
 static_assert(offsetof(Params, v) == 256);
 static_assert(offsetof(Params, out) == 384);
-static_assert(offsetof(Params, lse) == 392);
-static_assert(offsetof(Params, out_batch_stride) == 400);
-static_assert(offsetof(Params, out_row_stride) == 408);
-static_assert(offsetof(Params, out_head_stride) == 416);
-static_assert(offsetof(Params, batch_size) == 424);
-static_assert(offsetof(Params, num_heads_q) == 428);
-static_assert(offsetof(Params, num_heads_kv) == 432);
-static_assert(offsetof(Params, seqlen_q) == 436);
-static_assert(offsetof(Params, seqlen_kv) == 440);
-static_assert(offsetof(Params, head_dim_v) == 444);
-static_assert(offsetof(Params, num_tiles) == 448);
-static_assert(offsetof(Params, num_row_blocks) == 452);
-static_assert(offsetof(Params, heads_per_section) == 456);
-static_assert(offsetof(Params, num_sections) == 460);
-static_assert(offsetof(Params, diagonal_offset) == 464);
-static_assert(offsetof(Params, scale_log2) == 468);
+static_assert(offsetof(Params, lse) == 512);
+static_assert(offsetof(Params, batch_size) == 520);
+static_assert(offsetof(Params, num_heads_q) == 524);
+static_assert(offsetof(Params, num_heads_kv) == 528);
+static_assert(offsetof(Params, seqlen_q) == 532);
+static_assert(offsetof(Params, seqlen_kv) == 536);
+static_assert(offsetof(Params, head_dim_v) == 540);
+static_assert(offsetof(Params, num_tiles) == 544);
+static_assert(offsetof(Params, num_row_blocks) == 548);
+static_assert(offsetof(Params, heads_per_section) == 552);
+static_assert(offsetof(Params, num_sections) == 556);
+static_assert(offsetof(Params, diagonal_offset) == 560);
+static_assert(offsetof(Params, scale_log2) == 564);
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 struct Tile {
@@ -155,12 +151,14 @@ __device__ __forceinline__ KeyRange find_keys(const Params& params, const Tile& 
 struct Barriers {
     shared_address first;
 
-    __device__ __forceinline__ shared_address q_full() const { return first; }
-    __device__ __forceinline__ shared_address q_empty() const { return first + 8; }
-    __device__ __forceinline__ shared_address k_full(int stage) const { return first + 16 + 8 * stage; }
-    __device__ __forceinline__ shared_address k_empty(int stage) const { return first + 16 + 8 * (kStages + stage); }
-    __device__ __forceinline__ shared_address v_full(int stage) const { return first + 16 + 8 * (2 * kStages + stage); }
-    __device__ __forceinline__ shared_address v_empty(int stage) const { return first + 16 + 8 * (3 * kStages + stage); }
+    __device__ __forceinline__ shared_address q_full(int stage) const { return at(stage); }
+    __device__ __forceinline__ shared_address q_empty(int stage) const { return at(kQStages + stage); }
+    __device__ __forceinline__ shared_address k_full(int stage) const { return at(2 * kQStages + stage); }
+    __device__ __forceinline__ shared_address k_empty(int stage) const { return at(2 * kQStages + kStages + stage); }
+    __device__ __forceinline__ shared_address v_full(int stage) const { return at(2 * kQStages + 2 * kStages + stage); }
+    __device__ __forceinline__ shared_address v_empty(int stage) const { return at(2 * kQStages + 3 * kStages + stage); }
+
+    __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
 };
 
 // A place in a ring of stages. The parity of a stage's barriers changes each time round.
@@ -348,68 +346,62 @@ __device__ __forceinline__ void rescale(float (&output)[kHeadDimV / 2], const Ro
     }
 }
 
-// Transposes a 4x4 matrix of words that four neighbouring lanes hold by rows: lane i gives word j to lane j, which has it
-// as its word i.
-__device__ __forceinline__ uint4 trade(const uint32_t (&mine)[4], int lane_of_four) {
-    // Distance 1, then distance 2: each lane keeps one of a pair of words and swaps the other.
-    const bool odd = lane_of_four & 1;
-    const bool upper = lane_of_four & 2;
-    uint32_t pairs[4];
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-        const uint32_t received = __shfl_xor_sync(0xffffffff, odd ? mine[i] : mine[i + 1], 1);
-        pairs[i] = odd ? received : mine[i];
-        pairs[i + 1] = odd ? mine[i + 1] : received;
-    }
-    uint32_t words[4];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const uint32_t received = __shfl_xor_sync(0xffffffff, upper ? pairs[i] : pairs[i + 2], 2);
-        words[i] = upper ? received : pairs[i];
-        words[i + 2] = upper ? pairs[i + 2] : received;
-    }
-    return {words[0], words[1], words[2], words[3]};
-}
-
-// Divides the output by the completed sums, rounds it and writes it, and the LSE. A row that attends to nothing has the sum
-// 0 and becomes 0, its LSE -inf.
-__device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2],
-                                           RowState& rows, int first_row, int lane) {
+// What the output of rows g and g + 8 of the warp's 16 is multiplied by, now that their sums are complete. Writes the LSE.
+// A row that attends to nothing has the sum 0: its output becomes 0, its LSE -inf.
+__device__ __forceinline__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane,
+                                            float (&factor)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int row = first_row + 8 * half + lane / 4;
         const float sum = quad_sum(rows.sum[half]);
-        const float factor = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
+        factor[half] = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
         if (params.lse != nullptr && lane % 4 == 0 && row < num_rows(params)) {
             const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
             store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
                             (rows.reference[half] + log2_approx(sum)) * kLn2);
         }
-        element* out_row = params.out + tile.batch * params.out_batch_stride +
-                           row_offset(params, tile, row, params.out_row_stride, params.out_head_stride);
-        // A lane has two neighbouring columns of every eight. Four lanes trade, so that each gets eight of 32.
-#pragma unroll
-        for (int n = 0; n < kHeadDimV / 8; n += 4) {
-            uint32_t mine[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                mine[i] = pack<element>(output[4 * (n + i) + 2 * half] * factor, output[4 * (n + i) + 2 * half + 1] * factor);
-            }
-            const uint4 chunk = trade(mine, lane % 4);
-            const int column = 8 * (n + lane % 4);
-            if (row < num_rows(params) && column < params.head_dim_v) store_global_128(out_row + column, chunk);
-        }
     }
 }
 
-// The blocks of keys that a tile visits, from the last to the first.
+// Rounds the output and lets the copy engine write it: through `staging`, the warpgroup's rows of the tile of Q that is done
+// with, and swizzled as those were. One thread of the warpgroup starts the copies.
+__device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2],
+                                           const RowState& rows, int first_row, int lane, shared_address staging, int consumer) {
+    float factor[2];
+    finish_rows(params, tile, rows, first_row, lane, factor);
+    const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
+#pragma unroll
+    for (int n = 0; n < kHeadDimV / 8; n += 2) {
+        uint32_t matrices[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            matrices[i] = pack<element>(output[4 * n + 2 * i] * factor[i % 2], output[4 * n + 2 * i + 1] * factor[i % 2]);
+        }
+        const int chunk = (8 * n % kPanelColumns / 8 + lane / 16) ^ row % 8;
+        const shared_address panel = staging + 8 * n / kPanelColumns * kBlockM * kPanelRowBytes;
+        stmatrix_x4(panel + row * kPanelRowBytes + 16 * chunk, matrices);
+    }
+    fence_proxy_async();
+    barrier_sync(kStoreBarrier + consumer, 128);
+    if (threadIdx.x % 128 == 0) {
+#pragma unroll
+        for (int panel = 0; panel < kHeadDimV / kPanelColumns; ++panel) {
+            tma_store_4d(params.out, staging + panel * kBlockM * kPanelRowBytes, panel * kPanelColumns,
+                         tile.first_row + 64 * consumer, tile.head, tile.batch);
+        }
+        tma_store_commit();
+    }
+}
+
+// Blocks of keys, visited from the last to the first.
 struct Blocks {
     int first;
     int last;
 };
 
-__device__ __forceinline__ Blocks find_blocks(const Params& params, const Tile& tile) {
-    const KeyRange keys = find_keys(params, tile);
+// Those of which one of `count` rows from `first_row` on sees a key.
+__device__ __forceinline__ Blocks find_blocks(const Params& params, int first_row, int count) {
+    const KeyRange keys = keys_of_some(params, first_row, count);
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
 }
 
@@ -432,15 +424,15 @@ struct TileSequence {
 
 // The fetching warpgroup's one thread: Q of each tile, and K and V of its blocks, as fast as buffers become empty.
 __device__ __forceinline__ void produce(const Params& params, shared_address shared, const Barriers& barriers) {
+    // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
-    int q_parity = 1;  // the buffers begin empty: the phase before the first has ended
+    RingPosition<kQStages> q_ring;
     for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
         const Tile tile = find_tile(params, tiles.index);
-        const Blocks blocks = find_blocks(params, tile);
-        if (blocks.last < blocks.first) continue;
-        mbarrier_wait(barriers.q_empty(), q_parity);
-        q_parity ^= 1;
-        fetch_queries(params, tile, shared, barriers.q_full());
+        mbarrier_wait(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
+        fetch_queries(params, tile, shared + q_ring.stage * kQBytes, barriers.q_full(q_ring.stage));
+        q_ring.advance();
+        const Blocks blocks = find_blocks(params, tile.first_row, kBlockM);
         for (int block = blocks.last; block >= blocks.first; --block) {
             mbarrier_wait(barriers.k_empty(ring.stage), ring.parity ^ 1);
             fetch_block<kHeadDim>(shared + kKOffset + ring.stage * kKBytes, params.k, barriers.k_full(ring.stage),
@@ -458,24 +450,54 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
                                         int consumer) {
     const int lane = threadIdx.x % 32;
     const int warp_row = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first row in the tile
-    const shared_address q_tile = shared + consumer * 64 * kPanelRowBytes;
     auto release = [&](shared_address empty) {
         if (lane == 0) mbarrier_arrive(empty);
     };
+    RingPosition<kQStages> q_ring;
     RingPosition<kStages> k_ring, v_ring;
-    int q_parity = 0;
+    // The output of a tile leaves through the buffer of its queries, which is empty once the copies have read it. The thread
+    // that started them waits for that when the next tile is under way.
+    bool storing = false;
+    auto release_previous_queries = [&] {
+        if (storing && threadIdx.x % 128 == 0) {
+            tma_store_wait_read<0>();
+            mbarrier_arrive(barriers.q_empty(q_ring.stage ^ 1));
+        }
+        storing = false;
+    };
     // The warpgroups take turns at issuing products, so that one multiplies while the others do their softmax.
-    if (consumer == kConsumers - 1) barrier_arrive(1, 256);
+    auto begin_turn = [&] { barrier_sync(1 + consumer, 256); };
+    auto end_turn = [&] { barrier_arrive(1 + (consumer + 1) % kConsumers, 256); };
+    if (consumer == kConsumers - 1) end_turn();
+    // A block of which this warpgroup's rows see nothing costs no more than the turn, and stays until all are done with it.
+    auto pass_over = [&] {
+        mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
+        begin_turn();
+        end_turn();
+        release(barriers.k_empty(k_ring.stage));
+        k_ring.advance();
+        mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
+        release(barriers.v_empty(v_ring.stage));
+        v_ring.advance();
+    };
 
     for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
         const Tile tile = find_tile(params, tiles.index);
-        const Blocks blocks = find_blocks(params, tile);
+        const Blocks blocks = find_blocks(params, tile.first_row, kBlockM);
+        int block = blocks.last;
+        // The sequence may end ahead of this warpgroup's rows.
+        const int own_row = tile.first_row + 64 * consumer;
+        const Blocks own = own_row < num_rows(params) ? find_blocks(params, own_row, 64) : Blocks{0, -1};
+#pragma unroll 1
+        for (; block > max(own.last, blocks.first - 1); --block) pass_over();
         const int first_row = tile.first_row + warp_row;
+        const shared_address q_tile = shared + q_ring.stage * kQBytes + consumer * 64 * kPanelRowBytes;
+        mbarrier_wait(barriers.q_full(q_ring.stage), q_ring.parity);
         float output[kHeadDimV / 2];
 #pragma unroll
         for (int i = 0; i < kHeadDimV / 2; ++i) output[i] = 0.0f;
         RowState rows;
-        if (blocks.last >= blocks.first) {
+        if (own.last >= own.first) {
             const KeyRange every = keys_of_every(params, min(first_row, num_rows(params) - 1), 16);
             auto mask = [&](float (&scores)[kBlockN / 2], int block) {
                 const bool whole = (block + 1) * kBlockN <= every.end;
@@ -484,28 +506,27 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
             float scores[kBlockN / 2];
             Weights weights;
 
-            mbarrier_wait(barriers.q_full(), q_parity);
-            q_parity ^= 1;
             mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
-            barrier_sync(1 + consumer, 256);
+            begin_turn();
             start_qk(scores, q_tile, shared + kKOffset + k_ring.stage * kKBytes);
-            barrier_arrive(1 + (consumer + 1) % kConsumers, 256);
+            end_turn();
+            release_previous_queries();
             wgmma_wait<0>();
             pin_registers(scores);
             release(barriers.k_empty(k_ring.stage));
             k_ring.advance();
-            mask(scores, blocks.last);
+            mask(scores, block);
             softmax_step(scores, rows, params.scale_log2);
             weights.set(scores);
 
-            for (int block = blocks.last - 1; block >= blocks.first; --block) {
+            for (--block; block >= own.first; --block) {
                 // Q . K^T of this block and P . V of the one before are under way while softmax waits for the first only.
                 mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
-                barrier_sync(1 + consumer, 256);
+                begin_turn();
                 start_qk(scores, q_tile, shared + kKOffset + k_ring.stage * kKBytes);
                 mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
                 start_pv(output, weights, shared + kVOffset + v_ring.stage * kVBytes);
-                barrier_arrive(1 + (consumer + 1) % kConsumers, 256);
+                end_turn();
                 wgmma_wait<1>();
                 pin_registers(scores);
                 release(barriers.k_empty(k_ring.stage));
@@ -520,7 +541,6 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
                 weights.set(scores);
                 if (moved) rescale(output, rows);
             }
-            release(barriers.q_empty());
             mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
             start_pv(output, weights, shared + kVOffset + v_ring.stage * kVBytes);
             wgmma_wait<0>();
@@ -528,9 +548,13 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
             release(barriers.v_empty(v_ring.stage));
             v_ring.advance();
         }
-        store_tile(params, tile, output, rows, first_row, lane);
+        release_previous_queries();
+        store_tile(params, tile, output, rows, first_row, lane, q_tile, consumer);
+        storing = true;
+        q_ring.advance();
     }
-    if (consumer == 0) barrier_sync(1, 256);  // the turn that the last warpgroup passed on last
+    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory is there until the last copy has read it
+    if (consumer == 0) begin_turn();  // the one that the last warpgroup passed on last
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -544,8 +568,11 @@ flash_fwd_hdim128_fp16_causal_m128_sm90(const __grid_constant__ Params params) {
         prefetch_tensormap(params.q);
         prefetch_tensormap(params.k);
         prefetch_tensormap(params.v);
-        mbarrier_init(barriers.q_full(), 1);
-        mbarrier_init(barriers.q_empty(), 4 * kConsumers);
+        prefetch_tensormap(params.out);
+        for (int stage = 0; stage < kQStages; ++stage) {
+            mbarrier_init(barriers.q_full(stage), 1);
+            mbarrier_init(barriers.q_empty(stage), kConsumers);
+        }
         for (int stage = 0; stage < kStages; ++stage) {
             mbarrier_init(barriers.k_full(stage), 1);
             mbarrier_init(barriers.v_full(stage), 1);

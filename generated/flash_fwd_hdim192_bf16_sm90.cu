@@ -3,7 +3,7 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 192, head_dim_v 192, dtype bf16, mask_type none, gqa mha
-// tile      block_m 128, block_n 96, stages 2
+// tile      block_m 128, block_n 96, q_stages 1, stages 2
 // block     384 threads, 197712 bytes of dynamic shared memory
 // target    sm90: sm_90a alone, at most 232448 bytes a block
 // spec      flash_fwd_sm90.yaml
@@ -16,7 +16,8 @@ constexpr int kHeadDim = 192;  // of Q and K
 constexpr int kHeadDimV = 192;  // of V and the output
 constexpr int kBlockM = 128;  // query rows of a tile
 constexpr int kBlockN = 96;  // keys of a block
-constexpr int kStages = 2;  // blocks of K, and of V, in shared memory
+constexpr int kQStages = 1;  // tiles of Q in shared memory
+constexpr int kStages = 2;   // blocks of K, and of V
 constexpr int kConsumers = kBlockM / 64;  // warpgroups that compute, 64 rows each; one more fetches
 constexpr int kThreads = 128 * (1 + kConsumers);
 
@@ -26,10 +27,10 @@ constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
 constexpr int kQBytes = kBlockM * kHeadDim * sizeof(element);
 constexpr int kKBytes = kBlockN * kHeadDim * sizeof(element);   // of a stage
 constexpr int kVBytes = kBlockN * kHeadDimV * sizeof(element);  // likewise
-constexpr int kKOffset = kQBytes;
+constexpr int kKOffset = kQStages * kQBytes;
 constexpr int kVOffset = kKOffset + kStages * kKBytes;
 constexpr int kBarrierOffset = kVOffset + kStages * kVBytes;
-constexpr int kSharedBytes = kBarrierOffset + 8 * (2 + 4 * kStages);
+constexpr int kSharedBytes = kBarrierOffset + 8 * (2 * kQStages + 4 * kStages);
 
 constexpr float kLn2 = 0.6931471805599453f;
 
@@ -149,12 +150,14 @@ __device__ __forceinline__ KeyRange find_keys(const Params& params, const Tile& 
 struct Barriers {
     shared_address first;
 
-    __device__ __forceinline__ shared_address q_full() const { return first; }
-    __device__ __forceinline__ shared_address q_empty() const { return first + 8; }
-    __device__ __forceinline__ shared_address k_full(int stage) const { return first + 16 + 8 * stage; }
-    __device__ __forceinline__ shared_address k_empty(int stage) const { return first + 16 + 8 * (kStages + stage); }
-    __device__ __forceinline__ shared_address v_full(int stage) const { return first + 16 + 8 * (2 * kStages + stage); }
-    __device__ __forceinline__ shared_address v_empty(int stage) const { return first + 16 + 8 * (3 * kStages + stage); }
+    __device__ __forceinline__ shared_address q_full(int stage) const { return at(stage); }
+    __device__ __forceinline__ shared_address q_empty(int stage) const { return at(kQStages + stage); }
+    __device__ __forceinline__ shared_address k_full(int stage) const { return at(2 * kQStages + stage); }
+    __device__ __forceinline__ shared_address k_empty(int stage) const { return at(2 * kQStages + kStages + stage); }
+    __device__ __forceinline__ shared_address v_full(int stage) const { return at(2 * kQStages + 2 * kStages + stage); }
+    __device__ __forceinline__ shared_address v_empty(int stage) const { return at(2 * kQStages + 3 * kStages + stage); }
+
+    __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
 };
 
 // A place in a ring of stages. The parity of a stage's barriers changes each time round.
@@ -365,20 +368,31 @@ __device__ __forceinline__ uint4 trade(const uint32_t (&mine)[4], int lane_of_fo
     return {words[0], words[1], words[2], words[3]};
 }
 
-// Divides the output by the completed sums, rounds it and writes it, and the LSE. A row that attends to nothing has the sum
-// 0 and becomes 0, its LSE -inf.
-__device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2],
-                                           RowState& rows, int first_row, int lane) {
+// What the output of rows g and g + 8 of the warp's 16 is multiplied by, now that their sums are complete. Writes the LSE.
+// A row that attends to nothing has the sum 0: its output becomes 0, its LSE -inf.
+__device__ __forceinline__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane,
+                                            float (&factor)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int row = first_row + 8 * half + lane / 4;
         const float sum = quad_sum(rows.sum[half]);
-        const float factor = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
+        factor[half] = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
         if (params.lse != nullptr && lane % 4 == 0 && row < num_rows(params)) {
             const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
             store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
                             (rows.reference[half] + log2_approx(sum)) * kLn2);
         }
+    }
+}
+
+// Rounds the output and writes it.
+__device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2],
+                                           const RowState& rows, int first_row, int lane) {
+    float factor[2];
+    finish_rows(params, tile, rows, first_row, lane, factor);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = first_row + 8 * half + lane / 4;
         element* out_row = params.out + tile.batch * params.out_batch_stride +
                            row_offset(params, tile, row, params.out_row_stride, params.out_head_stride);
         // A lane has two neighbouring columns of every eight. Four lanes trade, so that each gets eight of 32.
@@ -387,7 +401,8 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
             uint32_t mine[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                mine[i] = pack<element>(output[4 * (n + i) + 2 * half] * factor, output[4 * (n + i) + 2 * half + 1] * factor);
+                mine[i] = pack<element>(output[4 * (n + i) + 2 * half] * factor[half],
+                                        output[4 * (n + i) + 2 * half + 1] * factor[half]);
             }
             const uint4 chunk = trade(mine, lane % 4);
             const int column = 8 * (n + lane % 4);
@@ -396,14 +411,15 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
     }
 }
 
-// The blocks of keys that a tile visits, from the last to the first.
+// Blocks of keys, visited from the last to the first.
 struct Blocks {
     int first;
     int last;
 };
 
-__device__ __forceinline__ Blocks find_blocks(const Params& params, const Tile& tile) {
-    const KeyRange keys = find_keys(params, tile);
+// Those of which one of `count` rows from `first_row` on sees a key.
+__device__ __forceinline__ Blocks find_blocks(const Params& params, int first_row, int count) {
+    const KeyRange keys = keys_of_some(params, first_row, count);
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
 }
 
@@ -423,15 +439,15 @@ struct TileSequence {
 
 // The fetching warpgroup's one thread: Q of each tile, and K and V of its blocks, as fast as buffers become empty.
 __device__ __forceinline__ void produce(const Params& params, shared_address shared, const Barriers& barriers) {
+    // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
-    int q_parity = 1;  // the buffers begin empty: the phase before the first has ended
+    RingPosition<kQStages> q_ring;
     for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
         const Tile tile = find_tile(params, tiles.index);
-        const Blocks blocks = find_blocks(params, tile);
-        if (blocks.last < blocks.first) continue;
-        mbarrier_wait(barriers.q_empty(), q_parity);
-        q_parity ^= 1;
-        fetch_queries(params, tile, shared, barriers.q_full());
+        mbarrier_wait(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
+        fetch_queries(params, tile, shared + q_ring.stage * kQBytes, barriers.q_full(q_ring.stage));
+        q_ring.advance();
+        const Blocks blocks = find_blocks(params, tile.first_row, kBlockM);
         for (int block = blocks.last; block >= blocks.first; --block) {
             mbarrier_wait(barriers.k_empty(ring.stage), ring.parity ^ 1);
             fetch_block<kHeadDim>(shared + kKOffset + ring.stage * kKBytes, params.k, barriers.k_full(ring.stage),
@@ -449,23 +465,28 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
                                         int consumer) {
     const int lane = threadIdx.x % 32;
     const int warp_row = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first row in the tile
-    const shared_address q_tile = shared + consumer * 64 * kPanelRowBytes;
     auto release = [&](shared_address empty) {
         if (lane == 0) mbarrier_arrive(empty);
     };
+    RingPosition<kQStages> q_ring;
     RingPosition<kStages> k_ring, v_ring;
-    int q_parity = 0;
     // The warpgroups take turns at issuing products, so that one multiplies while the others do their softmax.
-    if (consumer == kConsumers - 1) barrier_arrive(1, 256);
+    auto begin_turn = [&] { barrier_sync(1 + consumer, 256); };
+    auto end_turn = [&] { barrier_arrive(1 + (consumer + 1) % kConsumers, 256); };
+    if (consumer == kConsumers - 1) end_turn();
 
     for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
         const Tile tile = find_tile(params, tiles.index);
-        const Blocks blocks = find_blocks(params, tile);
+        const Blocks blocks = find_blocks(params, tile.first_row, kBlockM);
+        int block = blocks.last;
         const int first_row = tile.first_row + warp_row;
+        const shared_address q_tile = shared + q_ring.stage * kQBytes + consumer * 64 * kPanelRowBytes;
+        mbarrier_wait(barriers.q_full(q_ring.stage), q_ring.parity);
         float output[kHeadDimV / 2];
 #pragma unroll
         for (int i = 0; i < kHeadDimV / 2; ++i) output[i] = 0.0f;
         RowState rows;
+        if (blocks.last < blocks.first) release(barriers.q_empty(q_ring.stage));
         if (blocks.last >= blocks.first) {
             const KeyRange every = keys_of_every(params, min(first_row, num_rows(params) - 1), 16);
             auto mask = [&](float (&scores)[kBlockN / 2], int block) {
@@ -475,28 +496,26 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
             float scores[kBlockN / 2];
             Weights weights;
 
-            mbarrier_wait(barriers.q_full(), q_parity);
-            q_parity ^= 1;
             mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
-            barrier_sync(1 + consumer, 256);
+            begin_turn();
             start_qk(scores, q_tile, shared + kKOffset + k_ring.stage * kKBytes);
-            barrier_arrive(1 + (consumer + 1) % kConsumers, 256);
+            end_turn();
             wgmma_wait<0>();
             pin_registers(scores);
             release(barriers.k_empty(k_ring.stage));
             k_ring.advance();
-            mask(scores, blocks.last);
+            mask(scores, block);
             softmax_step(scores, rows, params.scale_log2);
             weights.set(scores);
 
-            for (int block = blocks.last - 1; block >= blocks.first; --block) {
+            for (--block; block >= blocks.first; --block) {
                 // Q . K^T of this block and P . V of the one before are under way while softmax waits for the first only.
                 mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
-                barrier_sync(1 + consumer, 256);
+                begin_turn();
                 start_qk(scores, q_tile, shared + kKOffset + k_ring.stage * kKBytes);
                 mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
                 start_pv(output, weights, shared + kVOffset + v_ring.stage * kVBytes);
-                barrier_arrive(1 + (consumer + 1) % kConsumers, 256);
+                end_turn();
                 wgmma_wait<1>();
                 pin_registers(scores);
                 release(barriers.k_empty(k_ring.stage));
@@ -510,7 +529,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
                 weights.set(scores);
                 if (moved) rescale(output, rows);
             }
-            release(barriers.q_empty());
+            release(barriers.q_empty(q_ring.stage));
             mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
             start_pv(output, weights, shared + kVOffset + v_ring.stage * kVBytes);
             wgmma_wait<0>();
@@ -519,8 +538,9 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
             v_ring.advance();
         }
         store_tile(params, tile, output, rows, first_row, lane);
+        q_ring.advance();
     }
-    if (consumer == 0) barrier_sync(1, 256);  // the turn that the last warpgroup passed on last
+    if (consumer == 0) begin_turn();  // the one that the last warpgroup passed on last
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -534,8 +554,10 @@ flash_fwd_hdim192_bf16_sm90(const __grid_constant__ Params params) {
         prefetch_tensormap(params.q);
         prefetch_tensormap(params.k);
         prefetch_tensormap(params.v);
-        mbarrier_init(barriers.q_full(), 1);
-        mbarrier_init(barriers.q_empty(), 4 * kConsumers);
+        for (int stage = 0; stage < kQStages; ++stage) {
+            mbarrier_init(barriers.q_full(stage), 1);
+            mbarrier_init(barriers.q_empty(stage), 4 * kConsumers);
+        }
         for (int stage = 0; stage < kStages; ++stage) {
             mbarrier_init(barriers.k_full(stage), 1);
             mbarrier_init(barriers.v_full(stage), 1);

@@ -54,7 +54,7 @@ class Param:
     """One member of the parameter struct. ``ctype`` is one of ``CTYPES``; ``doc`` is its comment in the C
     struct.
 
-    ``when`` lists, per axis, the values for which the member exists; an empty ``when`` means always. ``box``
+    ``when`` lists, per axis or tile key, the values for which the member exists; empty means always. ``box``
     is that of a tensor map in a variant, and None for any other type.
     """
 
@@ -64,9 +64,14 @@ class Param:
     when: tuple[tuple[str, tuple[str | int, ...]], ...] = ()
     box: Box | None = None
 
-    def present(self, axes: Mapping[str, str | int]) -> bool:
-        """Whether a variant with these axis values has the member."""
-        return all(axes[axis] in values for axis, values in self.when)
+    def present(self, values: Mapping[str, str | int]) -> bool:
+        """Whether a variant with these values of axes and tile keys has the member."""
+        return all(values[key] in limit for key, limit in self.when)
+
+    def excludes(self, other: Param) -> bool:
+        """Whether no variant has both: some key is limited to values that have none in common."""
+        limits = dict(other.when)
+        return any(set(limits[key]).isdisjoint(limit) for key, limit in self.when if key in limits)
 
 
 @dataclass(frozen=True, eq=False)

@@ -119,6 +119,12 @@ def conditions(name: str, domain: Mapping[str, Sequence[Any]], fields: Iterable[
     return msgspec.defstruct(name, [*limits, *fields], forbid_unknown_fields=True, kw_only=True)
 
 
+def when_type(domain: Mapping[str, Sequence[Any]], keys: Iterable[str]) -> type:
+    """The type of the condition of a parameter: values of axes and of tile keys."""
+    limit = Count | Annotated[list[Count], msgspec.Meta(min_length=1)] | None
+    return conditions("When", domain, [(key, limit, None) for key in keys])
+
+
 def expression_names(file: File, axes: Iterable[str]) -> frozenset[str]:
     """The names that an expression may use."""
     return frozenset((*axes, *file.tile_keys, "element_bytes", "max_smem"))

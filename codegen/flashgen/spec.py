@@ -87,7 +87,7 @@ class Spec:
         self.axes = content.axes
         self.targets = tuple(content.targets)
         self.text = text
-        self._limiting = tuple(a for a in self.axes if any(a in dict(p.when) for p in content.params))
+        self._limiting = tuple(dict.fromkeys(key for param in content.params for key, _ in param.when))
         self._params_at: dict[tuple[Any, ...], tuple[Param, ...]] = {}
         self._made: dict[tuple[Point, int], Variant] = {}
 
@@ -138,14 +138,14 @@ class Spec:
                 smem_bytes=entry.smem_bytes,
                 committed=entry.committed,
                 element_bytes=content.element_bytes[axes["dtype"]],
-                params=self._params_of(axes, entry.boxes),
+                params=self._params_of(axes | dict(content.rows[entry.row]["tile"]), entry.boxes),
             )
         return self._made[key]
 
-    def _params_of(self, axes: dict[str, str | int], boxes: tuple[Box, ...]) -> tuple[Param, ...]:
-        key = (*(axes[axis] for axis in self._limiting), boxes)
+    def _params_of(self, values: dict[str, str | int], boxes: tuple[Box, ...]) -> tuple[Param, ...]:
+        key = (*(values[name] for name in self._limiting), boxes)
         if key not in self._params_at:
-            present = (param for param in self.content.params if param.present(axes))
+            present = (param for param in self.content.params if param.present(values))
             left = iter(boxes)
             self._params_at[key] = tuple(
                 replace(param, box=next(left)) if param.ctype == TENSOR_MAP else param for param in present

@@ -17,7 +17,7 @@ from flashgen.schema import (
     Positive,
     ShortName,
     Target,
-    conditions,
+    when_type,
 )
 from flashgen.searchspace import SearchSpace
 from flashgen.spec import Content, as_values
@@ -134,18 +134,22 @@ def _element_bytes(document: Document, file: File, axes: dict[str, Values]) -> d
 
 
 def _params(document: Document, file: File, axes: dict[str, Values]) -> tuple[Param, ...]:
-    params: dict[str, Param] = {}
-    condition = conditions("When", axes)
+    params: list[Param] = []
+    condition = when_type(axes, file.tile_keys)
     for i, given in enumerate(file.params):
         row = document.convert(("params", i), given, ParamRow)
-        if row.name in params:
-            raise document.error(("params", i, "name"), f"a second parameter is called `{row.name}`")
         if row.type == TENSOR_MAP and row.box is None:
             raise document.error(("params", i), f"the key `box` is missing; a {TENSOR_MAP} needs it")
         if row.type != TENSOR_MAP and row.box is not None:
             raise document.error(("params", i, "box"), f"only a {TENSOR_MAP} has a box")
         when = document.convert(("params", i, "when"), row.when, condition)
-        limits = ((axis, getattr(when, axis)) for axis in axes)
-        kept = tuple((axis, as_values(limit)) for axis, limit in limits if limit is not None)
-        params[row.name] = Param(row.name, row.type, row.doc, kept)
-    return tuple(params.values())
+        limits = ((key, getattr(when, key)) for key in (*axes, *file.tile_keys))
+        kept = tuple((key, as_values(limit)) for key, limit in limits if limit is not None)
+        param = Param(row.name, row.type, row.doc, kept)
+        if any(other.name == row.name and not param.excludes(other) for other in params):
+            raise document.error(
+                ("params", i, "name"),
+                f"a second parameter is called `{row.name}`, and no key of `when` keeps the two apart",
+            )
+        params.append(param)
+    return tuple(params)

@@ -88,6 +88,40 @@ __device__ __forceinline__ void tma_load_5d(shared_address destination, const te
         : "memory");
 }
 
+// cp.async.bulk.tensor.4d: a box of shared memory to the given coordinates of the tensor; what lies outside is left out.
+__device__ __forceinline__ void tma_store_4d(const tensor_map& map, shared_address source, int c0, int c1, int c2, int c3) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];\n" ::"l"(&map),
+                 "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+                 : "memory");
+}
+
+// cp.async.bulk.tensor.5d.
+__device__ __forceinline__ void tma_store_5d(const tensor_map& map, shared_address source, int c0, int c1, int c2, int c3,
+                                             int c4) {
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];\n" ::"l"(&map),
+                 "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+                 : "memory");
+}
+
+// cp.async.bulk.commit_group: the thread's stores since the last one form a group.
+__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
+
+// cp.async.bulk.wait_group.read: all but the last kPending groups of the thread have read their shared memory.
+template <int kPending>
+__device__ __forceinline__ void tma_store_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kPending) : "memory");
+}
+
+// fence.proxy.async: orders the thread's accesses to shared memory ahead of those of the copy engine.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
+
+// stmatrix.x4: four 8x8 matrices of 16-bit elements, whose rows go where lane 8 i + j says for row j of matrix i.
+__device__ __forceinline__ void stmatrix_x4(shared_address row, const uint32_t (&matrices)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(row), "r"(matrices[0]),
+                 "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
+                 : "memory");
+}
+
 // bar.sync / bar.arrive: named barriers, 0 to 15, that `threads` threads complete.
 __device__ __forceinline__ void barrier_sync(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
