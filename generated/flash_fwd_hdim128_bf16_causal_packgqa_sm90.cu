@@ -3,8 +3,8 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, gqa packed
-// tile      block_m 192, block_n 64, q_stages 2, stages 3
-// block     512 threads, 197760 bytes of dynamic shared memory
+// tile      block_m 192, block_n 80, q_stages 2, stages 3
+// block     512 threads, 222336 bytes of dynamic shared memory
 // target    sm90: sm_90a alone, at most 232448 bytes a block
 // spec      flash_fwd_sm90.yaml
 // template  flash_fwd_sm90.cu.j2
@@ -15,7 +15,7 @@ using element = bf16;
 constexpr int kHeadDim = 128;  // of Q and K
 constexpr int kHeadDimV = 128;  // of V and the output
 constexpr int kBlockM = 192;  // query rows of a tile
-constexpr int kBlockN = 64;  // keys of a block
+constexpr int kBlockN = 80;  // keys of a block
 constexpr int kQStages = 2;  // tiles of Q in shared memory
 constexpr int kStages = 3;   // blocks of K, and of V
 constexpr int kConsumers = kBlockM / 64;  // warpgroups that compute, 64 rows each; one more fetches
@@ -37,7 +37,7 @@ constexpr float kLn2 = 0.6931471805599453f;
 
 static_assert(kBlockN % 16 == 0 && kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
 static_assert(kHeadDim % kPanelColumns == 0 && kHeadDimV % kPanelColumns == 0, "panels are whole");
-static_assert(kSharedBytes + 1024 == 197760, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes + 1024 == 222336, "launcher and kernel agree on shared memory");
 
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
@@ -502,7 +502,8 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
 #pragma unroll
         for (int i = 0; i < kHeadDimV / 2; ++i) output[i] = 0.0f;
         RowState rows;
-        if (own.last >= own.first) {
+        const bool visible = own.last >= own.first;
+        if (visible) {
             const KeyRange every = keys_of_every(params, min(first_row, num_rows(params) - 1), 16);
             auto mask = [&](float (&scores)[kBlockN / 2], int block) {
                 const bool whole = (block + 1) * kBlockN <= every.end;

@@ -627,7 +627,9 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
 #pragma unroll
         for (int i = 0; i < kHeadDimV / 2; ++i) output[i] = 0.0f;
         RowState rows;
-        if (block.index >= 0) {
+        const bool visible = block.index >= 0;
+        if (!visible) release(barriers.q_empty(q_ring.stage));
+        if (visible) {
             float scores[kBlockN / 2];
             Weights weights;
 

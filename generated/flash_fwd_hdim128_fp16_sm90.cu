@@ -472,7 +472,8 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
 #pragma unroll
         for (int i = 0; i < kHeadDimV / 2; ++i) output[i] = 0.0f;
         RowState rows;
-        if (blocks.last >= blocks.first) {
+        const bool visible = blocks.last >= blocks.first;
+        if (visible) {
             const KeyRange every = keys_of_every(params, min(first_row, num_rows(params) - 1), 16);
             auto mask = [&](float (&scores)[kBlockN / 2], int block) {
                 const bool whole = (block + 1) * kBlockN <= every.end;
