@@ -628,7 +628,10 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         for (int i = 0; i < kHeadDimV / 2; ++i) output[i] = 0.0f;
         RowState rows;
         const bool visible = block.index >= 0;
-        if (!visible) release(barriers.q_empty(q_ring.stage));
+        if (!visible) {
+            __syncwarp();  // no lane is left waiting for a phase that another lane lets end
+            release(barriers.q_empty(q_ring.stage));
+        }
         if (visible) {
             float scores[kBlockN / 2];
             Weights weights;

@@ -477,6 +477,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         release(barriers.k_empty(k_ring.stage));
         k_ring.advance();
         mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
+        __syncwarp();  // no lane is left waiting for a phase that another lane lets end
         release(barriers.v_empty(v_ring.stage));
         v_ring.advance();
     };

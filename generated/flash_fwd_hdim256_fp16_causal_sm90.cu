@@ -491,6 +491,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         release(barriers.k_empty(k_ring.stage));
         k_ring.advance();
         mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
+        __syncwarp();  // no lane is left waiting for a phase that another lane lets end
         release(barriers.v_empty(v_ring.stage));
         v_ring.advance();
     };
@@ -512,7 +513,10 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         for (int i = 0; i < kHeadDimV / 2; ++i) output[i] = 0.0f;
         RowState rows;
         const bool visible = own.last >= own.first;
-        if (!visible) release(barriers.q_empty(q_ring.stage));
+        if (!visible) {
+            __syncwarp();  // no lane is left waiting for a phase that another lane lets end
+            release(barriers.q_empty(q_ring.stage));
+        }
         if (visible) {
             const KeyRange every = keys_of_every(params, min(first_row, num_rows(params) - 1), 16);
             auto mask = [&](float (&scores)[kBlockN / 2], int block) {

@@ -205,14 +205,12 @@ __device__ __forceinline__ uint32_t bits_from(int key, int first_key, int lane) 
     return __funnelshift_rc(0xffffffff, 0, before);  // a shift that is defined for 32, too, and more
 }
 
-// Hides the keys of the last block, at `first_key`, that lie behind the sequence.
-__device__ __forceinline__ void hide_keys(const Params& params, float (&scores)[kBlockN / 2], int, int first_key,
-                                          int lane) {
-    const uint32_t hidden = bits_from(params.seqlen_kv, first_key, lane);
-    constexpr int kPart = kBlockN % 32 == 0 ? 32 : 16;  // keys that are passed over together where all are there
+// Hides the keys of the last block, at `first_key`, that lie behind the sequence: those of `hidden`.
+__device__ __forceinline__ void hide_keys(const Params& params, float (&scores)[kBlockN / 2], uint32_t hidden, int first_key) {
+    constexpr int kPart = kBlockN % 32 == 0 ? 32 : 16;  // keys, of which those ahead are left alone once all are there
 #pragma unroll
-    for (int part = 0; part < kBlockN; part += kPart) {
-        if (first_key + part + kPart <= params.seqlen_kv) continue;
+    for (int part = kBlockN - kPart; part >= 0; part -= kPart) {
+        if (first_key + part + kPart <= params.seqlen_kv) break;
 #pragma unroll
         for (int j = part / 8; j < (part + kPart) / 8; ++j) {
 #pragma unroll
@@ -474,6 +472,8 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
     auto begin_turn = [&] { barrier_sync(1 + consumer, 256); };
     auto end_turn = [&] { barrier_arrive(1 + (consumer + 1) % kConsumers, 256); };
     if (consumer == kConsumers - 1) end_turn();
+    // The last block of keys, in which a sequence may end, is the same for all tiles.
+    const uint32_t hidden = bits_from(params.seqlen_kv, (params.seqlen_kv - 1) / kBlockN * kBlockN, lane);
 
     for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
         const Tile tile = find_tile(params, tiles.index);
@@ -487,13 +487,11 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         for (int i = 0; i < kHeadDimV / 2; ++i) output[i] = 0.0f;
         RowState rows;
         const bool visible = blocks.last >= blocks.first;
-        if (!visible) release(barriers.q_empty(q_ring.stage));
+        if (!visible) {
+            __syncwarp();  // no lane is left waiting for a phase that another lane lets end
+            release(barriers.q_empty(q_ring.stage));
+        }
         if (visible) {
-            const KeyRange every = keys_of_every(params, min(first_row, num_rows(params) - 1), 16);
-            auto mask = [&](float (&scores)[kBlockN / 2], int block) {
-                const bool whole = (block + 1) * kBlockN <= every.end;
-                if (!whole) hide_keys(params, scores, first_row, block * kBlockN, lane);
-            };
             float scores[kBlockN / 2];
             Weights weights;
 
@@ -505,7 +503,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
             pin_registers(scores);
             release(barriers.k_empty(k_ring.stage));
             k_ring.advance();
-            mask(scores, block);
+            if ((block + 1) * kBlockN > params.seqlen_kv) hide_keys(params, scores, hidden, block * kBlockN);
             softmax_step(scores, rows, params.scale_log2);
             weights.set(scores);
 

@@ -24,6 +24,7 @@ _KINDS = {
     "mma": ("mma_m16n8k16_f16", "mma_m16n8k16_bf16", "mma_m16n8k8_tf32"),
     "wgmma, of warpgroups": ("wgmma_f16", "wgmma_bf16"),
     "ldmatrix": ("ldmatrix",),
+    "stmatrix": ("stmatrix",),
     "cp.async": ("cp_async",),
     "cp.async waits": ("cp_async_wait",),
     "tensor loads": ("tensor_loads",),

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from flashgen.simulator.hostcompiler import HostCompiler
     from flashgen.variant import Variant
 
-ABI = 3
+ABI = 4
 HERE = Path(__file__).resolve().parent
 INCLUDE = HERE / "include"
 
@@ -134,6 +134,7 @@ class Counters(ctypes.Structure):
             "wgmma_f16",
             "wgmma_bf16",
             "ldmatrix",
+            "stmatrix",
             "cp_async",
             "cp_async_commit",
             "cp_async_wait",

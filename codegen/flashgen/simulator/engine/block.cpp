@@ -28,6 +28,7 @@ const char* name_of(Operation operation) {
         case Operation::sync_warp: return "__syncwarp";
         case Operation::barrier: return "block barrier";
         case Operation::load_matrices: return "ldmatrix";
+        case Operation::store_matrices: return "stmatrix";
         case Operation::multiply_matrices: return "mma";
         case Operation::set_registers: return "setmaxnreg";
         case Operation::warpgroup_product: return "wgmma";

@@ -31,6 +31,7 @@ enum class Operation {
     sync_warp,
     barrier,
     load_matrices,
+    store_matrices,
     multiply_matrices,
     set_registers,
     warpgroup_product,

@@ -1,4 +1,4 @@
-// ldmatrix and mma.sync, by the fragment layouts of the PTX ISA.
+// ldmatrix, stmatrix and mma.sync, by the fragment layouts of the PTX ISA.
 #include <bit>
 #include <cstring>
 
@@ -45,6 +45,41 @@ bool complete_load(Warp& warp, uint32_t, Location where) {
     ++block.counters->ldmatrix;
     block.counters->shared_bytes_read += 32 * kRowBytes;
     block.traffic().add(block.traffic().site(where, SIM_LDMATRIX), SIM_LDMATRIX, 32 * kRowBytes,
+                        shared_wavefronts(access));
+    return true;
+}
+
+struct StoreOperand {
+    uint32_t row;
+    const uint32_t* matrices;
+};
+
+bool complete_store(Warp& warp, uint32_t, Location where) {
+    Block& block = *warp.block;
+    uint16_t matrices[4][8][8];
+    for (int lane = 0; lane < 32; ++lane) {
+        const auto& operand = *static_cast<StoreOperand*>(warp.operands[lane]);
+        const int row = lane / 4, column = lane % 4 * 2;
+        for (int i = 0; i < 4; ++i) {
+            matrices[i][row][column] = static_cast<uint16_t>(operand.matrices[i]);
+            matrices[i][row][column + 1] = static_cast<uint16_t>(operand.matrices[i] >> 16);
+        }
+    }
+    WarpAccess access;
+    access.lanes = ~0u;
+    for (int lane = 0; lane < 32; ++lane) {
+        const auto& operand = *static_cast<StoreOperand*>(warp.operands[lane]);
+        const Thread& thread = block.thread(warp.first_thread() + lane);
+        const uint32_t offset = shared_offset(block, thread, operand.row, kRowBytes, "stmatrix", where);
+        fail_collision(block, thread, "stmatrix",
+                       block.shared().store(Party(block.order(), thread.index), offset, kRowBytes, Touch::store, where), where);
+        std::memcpy(block.shared().bytes() + offset, matrices[lane / 8][lane % 8], kRowBytes);
+        access.addresses[lane] = offset;
+        access.sizes[lane] = kRowBytes;
+    }
+    ++block.counters->stmatrix;
+    block.counters->shared_bytes_written += 32 * kRowBytes;
+    block.traffic().add(block.traffic().site(where, SIM_SHARED_STORE), SIM_SHARED_STORE, 32 * kRowBytes,
                         shared_wavefronts(access));
     return true;
 }
@@ -161,6 +196,11 @@ bool complete_multiply(Warp& warp, uint32_t, Location where) {
 void load_matrices(uint32_t (&fragment)[4], uint32_t row, bool transposed, Location where) {
     LoadOperand own = {row, transposed, fragment};
     running_thread().owner->meet(Operation::load_matrices, true, 0xffffffff, &own, complete_load, where);
+}
+
+void store_matrices(uint32_t row, const uint32_t (&matrices)[4], Location where) {
+    StoreOperand own = {row, matrices};
+    running_thread().owner->meet(Operation::store_matrices, true, 0xffffffff, &own, complete_store, where);
 }
 
 void multiply_matrices(MatrixProduct kind, float (&accumulator)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,

@@ -92,6 +92,11 @@ inline void tma_store_wait() {
     flashgen::simulator::tensor_store_wait(kPending);
 }
 
+inline void stmatrix_x4(shared_address row, const uint32_t (&matrices)[4],
+                        flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::store_matrices(row, matrices, where);
+}
+
 inline void barrier_sync(int barrier, int threads,
                          flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     flashgen::simulator::block_barrier(barrier, threads, where);

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define FLASHGEN_SIMULATOR_ABI 3
+#define FLASHGEN_SIMULATOR_ABI 4
 
 /* What a region of global memory allows, as bits. */
 enum SimRegionAccess {
@@ -121,6 +121,7 @@ typedef struct SimCounters {
     uint64_t wgmma_f16;  /* of warpgroups */
     uint64_t wgmma_bf16; /* of warpgroups */
     uint64_t ldmatrix;
+    uint64_t stmatrix;
     uint64_t cp_async;
     uint64_t cp_async_commit; /* of threads */
     uint64_t cp_async_wait;   /* of threads */
