@@ -294,6 +294,55 @@ def test_a_group_that_does_not_fill_a_box_is_not_packed():
         assert {v.gqa for v in candidates(call, H200, TMA.variants())} == groupings
 
 
+def grouped(group, *, seqlen_q, head_dim, mask_type="none", batch=64):
+    """Contiguous arrays with 8 kv heads and ``group`` query heads to each."""
+    heads = 8 * group
+    q_strides, k_strides = (
+        (rows * count * head_dim, count * head_dim, head_dim)
+        for rows, count in ((seqlen_q, heads), (1024, 8))
+    )
+    return problem(
+        batch=batch,
+        seqlen_q=seqlen_q,
+        num_heads_q=heads,
+        num_heads_kv=8,
+        head_dim=head_dim,
+        mask_type=mask_type,
+        diagonal_offset=1024 - seqlen_q if mask_type == "causal" else 0,
+        window_right=0 if mask_type == "causal" else UNBOUNDED,
+        q_strides=q_strides,
+        k_strides=k_strides,
+        v_strides=k_strides,
+        out_strides=q_strides,
+    )
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask_type", ["none", "causal"])
+def test_packed_groups_of_three_and_six_have_a_hopper_kernel_of_their_own(head_dim, mask_type):
+    """They do not divide the 64 rows that a copy of the output writes; 2, 8 and 64 do."""
+    specs = load_specs()
+    for group, seqlen_q, packed in ((3, 1, {"odd"}), (6, 1, {"odd"}), (8, 24, {"", "odd", "m128", "m64"})):
+        call = grouped(group, seqlen_q=seqlen_q, head_dim=head_dim, mask_type=mask_type)
+        offered = offers(call, H200, specs)
+        suited = candidates(call, H200, offered)
+        assert {v.spec for v in suited} == {"flash_fwd_sm90"}
+        assert {v.tile_name for v in suited if v.gqa == "packed"} == packed
+        # Rows of a single head would leave more of each tile empty.
+        chosen = select(call, H200, offered)
+        assert (chosen.gqa, chosen.tile_name) == ("packed", "" if "" in packed else "odd")
+        assert chosen.tile_value("q_stages") == (2 if "" in packed else 1)
+    # A query on its own for each multiprocessor: nothing is gained by packing three.
+    lone = grouped(3, seqlen_q=1, head_dim=head_dim, mask_type=mask_type, batch=1)
+    assert select(lone, H200, offers(lone, H200, specs)).gqa == "gqa"
+
+
+def test_a_group_without_a_packed_tile_is_served_all_the_same():
+    call = grouped(5, seqlen_q=1, head_dim=64)  # 5 divides no number of rows that a tile has
+    suited = candidates(call, H200, offers(call, H200, load_specs()))
+    assert {(v.spec, v.gqa) for v in suited} == {("flash_fwd_sm90", "gqa")}
+
+
 def test_without_another_family_the_error_says_what_tensor_maps_need():
     call = problem(**CONTIGUOUS | {"q_strides": (1024 * 1024, -1024, 64)})
     with pytest.raises(SpecError, match=r"flash_fwd_hdim64_fp16_tma.*positive multiples of 16 bytes"):

@@ -259,8 +259,8 @@ def test_kernels_and_files_that_are_named_exist(page):
 
 
 def section(title):
-    """A section of the reference without its title."""
-    text = REFERENCE.read_text(encoding="utf-8")
+    """A section of the reference without its title and its blocks."""
+    text = _BLOCK.sub("", REFERENCE.read_text(encoding="utf-8"))
     return re.search(rf"^#+ {title}\n(.*?)(?=^#+ |\Z)", text, re.M | re.S)[1]
 
 

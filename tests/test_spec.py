@@ -1,7 +1,9 @@
 import collections
 import itertools
+import json
 import os
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,6 +16,7 @@ from flashgen.spec import load_spec, load_specs
 from flashgen.variant import Variant
 from flashgen.yamlfile import Document
 
+FIXTURES = Path(__file__).parent / "fixtures"
 TARGETS = "  sm80: {min_arch: sm_80, max_smem: 166912, compile_for: [sm_80, sm_90]}"
 
 # what stands in the file, what replaces it, the text at whose line the error points, what the message says
@@ -271,13 +274,68 @@ WRONG = {
         "{name: scale_log2",
         "{name: out",
         "  - {name: out, type: float",
-        ["a second parameter"],
+        ["params[4].name: a second parameter is called `out`", "no key of `when`"],
+    ),
+    "repeated parameter where both exist": (
+        "{name: scale_log2, type: float}",
+        "{name: diagonal_offset, type: float, when: {mask_type: [none, causal], warps: 8}}",
+        "  - {name: diagonal_offset, type: float",
+        ["params[4].name: a second parameter is called `diagonal_offset`", "no key of `when`"],
+    ),
+    "repeated parameter under conditions on different keys": (
+        "{name: scale_log2, type: float}",
+        "{name: diagonal_offset, type: float, when: {warps: 8, gqa: mha}}",
+        "  - {name: diagonal_offset, type: float",
+        ["params[4].name: a second parameter is called `diagonal_offset`"],
+    ),
+    "parameter that a third one of its name meets": (
+        "{name: scale_log2, type: float}",
+        "{name: diagonal_offset, type: float, when: {mask_type: none}}\n"
+        "  - {name: diagonal_offset, type: int64_t, when: {warps: 8}}",
+        "  - {name: diagonal_offset, type: int64_t",
+        ["params[5].name: a second parameter is called `diagonal_offset`"],
     ),
     "condition of a parameter": (
         "when: {mask_type: causal}",
         "when: {mask_type: casual}",
         "  - {name: diagonal_offset",
         ["params[3].when.mask_type: ", "'casual'", "allowed: causal, none"],
+    ),
+    "condition of a parameter on nothing": (
+        "when: {mask_type: causal}",
+        "when: {warp: 8}",
+        "  - {name: diagonal_offset",
+        ["params[3].when.warp: unknown key; allowed: head_dim, dtype, mask_type, gqa, block_m", "min_blocks"],
+    ),
+    "condition of a parameter on a target": (
+        "when: {mask_type: causal}",
+        "when: {target: sm80}",
+        "  - {name: diagonal_offset",
+        ["params[3].when.target: unknown key"],
+    ),
+    "tile value of a wrong type in a condition": (
+        "when: {mask_type: causal}",
+        "when: {warps: many}",
+        "  - {name: diagonal_offset",
+        ["params[3].when.warps: ", "found 'many'"],
+    ),
+    "tile value below zero in a condition": (
+        "when: {mask_type: causal}",
+        "when: {warps: [8, -1]}",
+        "  - {name: diagonal_offset",
+        ["params[3].when.warps[1]: ", ">= 0", "found -1"],
+    ),
+    "range of tile values in a condition": (
+        "when: {mask_type: causal}",
+        "when: {warps: {from: 4, to: 8, step: 4}}",
+        "  - {name: diagonal_offset",
+        ["params[3].when.warps: "],
+    ),
+    "condition with no tile value": (
+        "when: {mask_type: causal}",
+        "when: {warps: []}",
+        "  - {name: diagonal_offset",
+        ["params[3].when.warps: "],
     ),
     "doc that would continue a comment": (
         "doc: rows",
@@ -370,6 +428,49 @@ def test_shared_memory_follows_the_expression(tiny_variants):
 def test_parameters_exist_where_their_condition_holds(tiny_variants):
     for v in tiny_variants:
         assert ("diagonal_offset" in [p.name for p in v.params]) == (v.mask_type == "causal")
+
+
+@given(
+    params=st.lists(
+        st.tuples(
+            st.sampled_from(["out", "lse"]),
+            st.sets(st.sampled_from(["none", "causal"])),
+            st.sets(st.sampled_from([4, 8, 16])),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_two_parameters_of_one_name_need_conditions_that_keep_them_apart(params, tmp_path_factory):
+    """An empty set stands for no condition. What is refused is decided by key, so it holds for any tile."""
+    rows = []
+    for name, masks, warps in params:
+        when = {key: sorted(values) for key, values in (("mask_type", masks), ("warps", warps)) if values}
+        rows.append(f"  - {{name: {name}, type: element*, when: {json.dumps(when)}}}")
+    text = (FIXTURES / "specs" / "tiny.yaml").read_text()
+    path = tmp_path_factory.mktemp("params") / "tiny.yaml"
+    path.write_text(re.sub(r"(?<=^params:\n)(?:  - .*\n)+", "\n".join(rows) + "\n", text, flags=re.M))
+    every = {"masks": {"none", "causal"}, "warps": {4, 8, 16}}
+    meeting = [
+        (i, j)
+        for (j, (name, masks, warps)), (i, other) in itertools.combinations(enumerate(params), 2)
+        if name == other[0]
+        and (masks or every["masks"]) & (other[1] or every["masks"])
+        and (warps or every["warps"]) & (other[2] or every["warps"])
+    ]
+    if meeting:
+        at = min(i for i, _ in meeting)
+        with pytest.raises(SpecError, match=rf"params\[{at}\].name: a second parameter"):
+            load_spec(path)
+        return
+    for v in load_spec(path).variants():
+        here = [p.name for p in v.params]
+        assert len(set(here)) == len(here)
+        assert here == [
+            name
+            for name, masks, warps in params
+            if v.mask_type in (masks or every["masks"]) and v.tile_value("warps") in (warps or every["warps"])
+        ]
 
 
 def test_commit_marks_points_and_tiles(tiny_variants):

@@ -69,10 +69,13 @@ def test_a_map_of_rows_of_one_head():
     st.integers(1, 40),
     st.integers(1, 3),
     st.permutations(["batch", "row", "head"]),
+    st.sampled_from(["q", "out"]),
     st.booleans(),
     st.data(),
 )
-def test_a_box_holds_the_rows_of_a_tile_in_their_order(group, kv_heads, seqlen, batch, order, packed, data):
+def test_a_box_holds_the_rows_of_a_tile_in_their_order(
+    group, kv_heads, seqlen, batch, order, name, packed, data
+):
     heads = kv_heads * group
     extents = {"batch": batch, "row": seqlen, "head": heads}
     strides, span = {}, 64
@@ -86,11 +89,13 @@ def test_a_box_holds_the_rows_of_a_tile_in_their_order(group, kv_heads, seqlen, 
         num_heads_q=heads,
         num_heads_kv=kv_heads,
         head_dim=64,
-        q_strides=(strides["batch"], strides["row"], strides["head"]),
+        head_dim_v=64,
+        **{f"{name}_strides": (strides["batch"], strides["row"], strides["head"])},
     )
     packed = packed and group > 1
     rows = 24
-    described = describe(call, variant(gqa="packed" if packed else "gqa"), replace(Q, box=Box(64, rows)))
+    param = Param(name, "tensor_map", box=Box(64, rows))
+    described = describe(call, variant(gqa="packed" if packed else "gqa"), param)
     assert described.extents[0] == 64
     tile_heads, tile_rows = (kv_heads, seqlen * group) if packed else (heads, seqlen)
     first = data.draw(st.integers(0, (tile_rows - 1) // rows)) * rows
@@ -112,6 +117,27 @@ def test_the_maps_of_v_and_out_end_where_its_head_dim_does():
             for name in ("q", "k", "v", "out")
         }
         assert extents == {"q": 40, "k": 40, "v": 24, "out": 24}
+
+
+def test_the_map_of_out_has_strides_and_rows_of_its_own():
+    call = replace(PROBLEM, head_dim_v=24, out_strides=(28800, 288, 48))
+    out = replace(OUT, box=Box(64, 48))
+    assert describe(call, GQA, out) == TensorMap(
+        "fp16", (24, 100, 6, 2), (576, 96, 57600), (64, 48, 1, 1), swizzle=128
+    )
+    # Of a group of three heads a copy writes 16 queries.
+    assert describe(call, PACKED, out) == TensorMap(
+        "fp16", (24, 3, 100, 2, 2), (96, 576, 288, 57600), (64, 3, 16, 1, 1), swizzle=128
+    )
+    assert describe(call, PACKED, Q).box == (64, 3, 32, 1, 1)
+
+
+def test_a_group_may_divide_the_rows_that_are_read_and_not_those_that_are_written():
+    assert expressible(PROBLEM, PACKED)
+    narrow = replace(PACKED, params=(Q, K, V, replace(OUT, box=Box(64, 64))))
+    assert describe(PROBLEM, narrow, narrow.params[3]) is None
+    assert not expressible(PROBLEM, narrow)
+    assert expressible(PROBLEM, replace(narrow, axes=GQA.axes))
 
 
 def test_a_group_that_does_not_divide_the_rows_of_a_box_has_no_map():

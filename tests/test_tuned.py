@@ -14,6 +14,7 @@ from flashgen import paths, tuned
 from flashgen.arrays import view
 from flashgen.cache import CubinCache
 from flashgen.dispatch import candidates, offers, select
+from flashgen.params import Box
 from flashgen.problem import normalise
 from flashgen.render import render, source_digest
 from flashgen.spec import load_spec, load_specs
@@ -182,10 +183,10 @@ def call(seqlen=4096, batch=4, **changes):
 def shipped(write):
     """``shipped(gqa=...)``: the shipped specs, one point of the Hopper family tuned for the H200."""
 
-    def load(gqa="mha", efficiency=1.05, block_m=128):
-        point = f"head_dim: 128, head_dim_v: 128, dtype: fp16, mask_type: local, gqa: {gqa}, target: sm90"
-        tile = f"block_m: {block_m}, block_n: 64, stages: 2, efficiency: {efficiency}"
-        write(f"{{{point}, {tile}}}", spec="flash_fwd_sm90")
+    def load(gqa="mha", efficiency=1.05, head_dim=128, mask_type="local", q_stages=2):
+        point = f"head_dim: {head_dim}, head_dim_v: {head_dim}, dtype: fp16, mask_type: {mask_type}"
+        tile = f"block_m: 128, block_n: 64, q_stages: {q_stages}, stages: 2, efficiency: {efficiency}"
+        write(f"{{{point}, gqa: {gqa}, target: sm90, {tile}}}", spec="flash_fwd_sm90")
         return load_specs(gpu=H200.name)
 
     return load
@@ -219,16 +220,36 @@ def test_a_tuned_grouping_replaces_only_its_own(shipped):
 
 
 def test_a_tuned_tile_that_cannot_serve_leaves_the_ordinary_one_in(shipped):
-    """A group of 128 heads fills the 128 rows of the ordinary tile, and does not divide 192."""
+    """A group of 128 heads fills the 128 rows of both, but not the 64 that a copy of the output writes."""
     import numpy as np
 
-    specs = shipped("packed", block_m=192)
-    q = view(np.empty((1, 512, 128, 128), np.float16), "q")
-    kv = view(np.empty((1, 512, 1, 128), np.float16), "k")
-    problem = normalise(q, kv, kv, window_size=(64, 0))
+    specs = shipped("packed", head_dim=192, mask_type="none")
+    q = view(np.empty((1, 512, 128, 192), np.float16), "q")
+    kv = view(np.empty((1, 512, 1, 192), np.float16), "k")
+    problem = normalise(q, kv, kv)
     left = {(v.gqa, v.tile_name) for v in candidates(problem, H200, offers(problem, H200, specs))}
     assert ("packed", "") in left
     assert ("packed", "tuned") not in left
+
+
+@pytest.mark.parametrize("q_stages", [1, 2])
+def test_a_tuned_tile_has_the_parameters_of_its_own_tile_keys(q_stages, shipped, tmp_path):
+    """With two tiles of Q the output leaves by a tensor map. The ordinary tile here has the other number."""
+    point = {1: {"head_dim": 128, "mask_type": "local"}, 2: {"head_dim": 192, "mask_type": "none"}}[q_stages]
+    shipped(**point, q_stages=q_stages)
+    cache = CubinCache(tmp_path / "cache")
+    for source in (None, cache, cache):  # checked, checked and stored, known again
+        spec = load_spec(paths.specs_dir() / "flash_fwd_sm90.yaml", source, H200.name)
+        made = spec.select(**point, head_dim_v=point["head_dim"], dtype="fp16", gqa="mha")
+        stages = {v.tile_name: v.tile_value("q_stages") for v in made}
+        assert (stages[""], stages["tuned"]) == (3 - q_stages, q_stages)
+        for variant in made:
+            params = {param.name: param for param in variant.params}
+            mapped = variant.tile_value("q_stages") == 2
+            assert params["out"].ctype == ("tensor_map" if mapped else "element*")
+            assert params["out"].box == (Box(64, 64) if mapped else None)
+            assert ("out_row_stride" in params) == (not mapped)
+            assert len(params) == len(variant.params)
 
 
 def test_a_plan_takes_the_tuned_tile_and_an_unusable_one_is_passed_over(shipped, fake_gpu, monkeypatch):

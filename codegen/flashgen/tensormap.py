@@ -1,8 +1,9 @@
 """Tensor maps: what the copy engine (TMA) of compute capability 9.0 has to know of an array.
 
-A map tells an array's address, extents and strides, and how much of it one copy brings: a box, whose rows
-the engine swizzles on their way into shared memory. Elements outside the array arrive as zeros. Which arrays
-a map can describe, and the limits below, are those of ``cuTensorMapEncodeTiled`` in NVIDIA's driver API.
+A map tells an array's address, extents and strides, and how much of it one copy brings or writes: a box,
+whose rows lie swizzled in shared memory. Elements outside the array arrive as zeros, and are not written.
+Which arrays a map can describe, and the limits below, are those of ``cuTensorMapEncodeTiled`` in NVIDIA's
+driver API.
 """
 
 from __future__ import annotations

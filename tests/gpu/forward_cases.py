@@ -48,7 +48,7 @@ MASKINGS: dict[str, dict[str, Any]] = {
     "dense": {"mask": Mask()},
 }
 HEADS = {"mha": ((3, 3), (2, 2)), "gqa": ((6, 2), (4, 1)), "packed": ((6, 2), (16, 1))}
-HEADS_THAT_DIVIDE_A_TILE = ((8, 2), (16, 1))  # for a tensor map whose box holds whole groups
+HEADS_THAT_DIVIDE_A_BOX = ((8, 2), (16, 1))  # for a tensor map whose box holds whole groups
 
 
 def of_variant(variant: Variant, smaller: tuple[int, int]) -> list[Case]:
@@ -57,8 +57,11 @@ def of_variant(variant: Variant, smaller: tuple[int, int]) -> list[Case]:
     rows, keys = variant.tile_value("block_m"), variant.tile_value("block_n")
     narrow, narrow_v = (width + STEPS[variant.dtype] for width in smaller)
     own, own_v = variant.head_dim, variant.head_dim_v
-    boxed = variant.gqa == "packed" and any(param.ctype == "tensor_map" for param in variant.params)
-    (q, kv), (other_q, other_kv) = HEADS_THAT_DIVIDE_A_TILE if boxed else HEADS[variant.gqa]
+    heads = HEADS[variant.gqa]
+    boxes = [p.box.rows for p in variant.params if p.box and p.name in ("q", "out")]
+    if variant.gqa == "packed" and any(box % (q // kv) for box in boxes for q, kv in heads):
+        heads = HEADS_THAT_DIVIDE_A_BOX
+    (q, kv), (other_q, other_kv) = heads
     few = 1 if variant.mask_type in ("none", "dense") else 7
     ragged = Case(2, rows + 17, 4 * keys + 5, q, kv, own, variant.dtype)
     exact = Case(1, 2 * rows, 3 * keys, other_q, other_kv, own, variant.dtype, layout="heads_first")
