@@ -23,7 +23,7 @@ constexpr int kMaskWarps = 3;  // of that one, warps that read the mask
 constexpr int kMaskBarrier = 1 + kConsumers;  // theirs; those before it are for turns
 constexpr int kThreads = 128 * (1 + kConsumers);
 
-// A tile lies in shared memory as panels of 64 columns, each row of 128 bytes swizzled by the copy engine.
+// Q, K and V lie in shared memory as panels of 64 columns, each row of 128 bytes swizzled by the copy engine.
 constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
 constexpr int kQBytes = kBlockM * kHeadDim * sizeof(element);
@@ -41,6 +41,7 @@ constexpr int kSharedBytes = kBarrierOffset + 8 * (2 * kQStages + 4 * kStages + 
 constexpr float kLn2 = 0.6931471805599453f;
 
 static_assert(kBlockN % 16 == 0 && kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
+static_assert(kQStages == 1 || kQStages == 2, "the output leaves through the second tile of Q, or from registers");
 static_assert(kHeadDim % kPanelColumns == 0 && kHeadDimV % kPanelColumns == 0, "panels are whole");
 static_assert(kBlockN <= 128, "a lane holds its share of a row of the mask in 32 bits");
 static_assert(kSharedBytes + 1024 == 173232, "launcher and kernel agree on shared memory");
@@ -623,15 +624,13 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         const int first_row = tile.first_row + warp_row;
         const shared_address q_tile = shared + q_ring.stage * kQBytes + consumer * 64 * kPanelRowBytes;
         mbarrier_wait(barriers.q_full(q_ring.stage), q_ring.parity);
+        __syncwarp();  // no lane is left waiting for a phase that another lane lets end
         float output[kHeadDimV / 2];
 #pragma unroll
         for (int i = 0; i < kHeadDimV / 2; ++i) output[i] = 0.0f;
         RowState rows;
         const bool visible = block.index >= 0;
-        if (!visible) {
-            __syncwarp();  // no lane is left waiting for a phase that another lane lets end
-            release(barriers.q_empty(q_ring.stage));
-        }
+        if (!visible) release(barriers.q_empty(q_ring.stage));  // queries come for every tile, also where they see nothing
         if (visible) {
             float scores[kBlockN / 2];
             Weights weights;

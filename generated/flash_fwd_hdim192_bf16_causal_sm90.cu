@@ -16,13 +16,13 @@ constexpr int kHeadDim = 192;  // of Q and K
 constexpr int kHeadDimV = 192;  // of V and the output
 constexpr int kBlockM = 128;  // query rows of a tile
 constexpr int kBlockN = 64;  // keys of a block
-constexpr int kQStages = 2;  // tiles of Q in shared memory
+constexpr int kQStages = 2;  // tiles of Q in shared memory; the output of each leaves through its place
 constexpr int kStages = 2;   // blocks of K, and of V
 constexpr int kConsumers = kBlockM / 64;  // warpgroups that compute, 64 rows each; one more fetches
-constexpr int kStoreBarrier = 1 + kConsumers;  // that of the first warpgroup's output
+constexpr int kStoreBarrier = 1 + kConsumers;  // where the first warpgroup meets when its output is to be copied; the others follow
 constexpr int kThreads = 128 * (1 + kConsumers);
 
-// A tile lies in shared memory as panels of 64 columns, each row of 128 bytes swizzled by the copy engine.
+// Q, K, V and the output lie in shared memory as panels of 64 columns, each row of 128 bytes swizzled by the copy engine.
 constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
 constexpr int kQBytes = kBlockM * kHeadDim * sizeof(element);
@@ -36,6 +36,8 @@ constexpr int kSharedBytes = kBarrierOffset + 8 * (2 * kQStages + 4 * kStages);
 constexpr float kLn2 = 0.6931471805599453f;
 
 static_assert(kBlockN % 16 == 0 && kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
+static_assert(kHeadDimV <= kHeadDim, "the output fits where its queries lay");
+static_assert(kQStages == 1 || kQStages == 2, "the output leaves through the second tile of Q, or from registers");
 static_assert(kHeadDim % kPanelColumns == 0 && kHeadDimV % kPanelColumns == 0, "panels are whole");
 static_assert(kSharedBytes + 1024 == 197728, "launcher and kernel agree on shared memory");
 
@@ -50,7 +52,6 @@ struct Params {
     int32_t num_heads_kv;
     int32_t seqlen_q;
     int32_t seqlen_kv;
-    int32_t head_dim_v;                   // of the call, at most kHeadDimV
     int32_t num_tiles;
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
@@ -69,13 +70,12 @@ static_assert(offsetof(Params, num_heads_q) == 524);
 static_assert(offsetof(Params, num_heads_kv) == 528);
 static_assert(offsetof(Params, seqlen_q) == 532);
 static_assert(offsetof(Params, seqlen_kv) == 536);
-static_assert(offsetof(Params, head_dim_v) == 540);
-static_assert(offsetof(Params, num_tiles) == 544);
-static_assert(offsetof(Params, num_row_blocks) == 548);
-static_assert(offsetof(Params, heads_per_section) == 552);
-static_assert(offsetof(Params, num_sections) == 556);
-static_assert(offsetof(Params, diagonal_offset) == 560);
-static_assert(offsetof(Params, scale_log2) == 564);
+static_assert(offsetof(Params, num_tiles) == 540);
+static_assert(offsetof(Params, num_row_blocks) == 544);
+static_assert(offsetof(Params, heads_per_section) == 548);
+static_assert(offsetof(Params, num_sections) == 552);
+static_assert(offsetof(Params, diagonal_offset) == 556);
+static_assert(offsetof(Params, scale_log2) == 560);
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 struct Tile {
@@ -142,12 +142,9 @@ __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int firs
             keys_of_query(params, query_of_row(params, first_row)).end};
 }
 
-__device__ __forceinline__ KeyRange find_keys(const Params& params, const Tile& tile) {
-    return keys_of_some(params, tile.first_row, kBlockM);
-}
-
 // The barriers between the warpgroup that fetches and those that compute: a buffer is full when its bytes have arrived,
-// and empty when every computing warp has finished with it.
+// and empty when those that compute have finished with it: of K and V every warp says so, of Q one thread of each warpgroup,
+// which has seen the output leave through it.
 struct Barriers {
     shared_address first;
 
@@ -363,8 +360,8 @@ __device__ __forceinline__ void finish_rows(const Params& params, const Tile& ti
     }
 }
 
-// Rounds the output and lets the copy engine write it: through `staging`, the warpgroup's rows of the tile of Q that is done
-// with, and swizzled as those were. One thread of the warpgroup starts the copies.
+// Rounds the output and lets the copy engine write it: through `staging`, the warpgroup's rows of the tile of Q, which are
+// done with and which only it has read; swizzled as those were. One thread of the warpgroup starts the copies.
 __device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2],
                                            const RowState& rows, int first_row, int lane, shared_address staging, int consumer) {
     float factor[2];
@@ -372,6 +369,7 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
     const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
 #pragma unroll
     for (int n = 0; n < kHeadDimV / 8; n += 2) {
+        // Rows 0 to 7 and 8 to 15 of eight columns, then of the next eight.
         uint32_t matrices[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -381,7 +379,7 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
         const shared_address panel = staging + 8 * n / kPanelColumns * kBlockM * kPanelRowBytes;
         stmatrix_x4(panel + row * kPanelRowBytes + 16 * chunk, matrices);
     }
-    fence_proxy_async();
+    fence_proxy_async();  // the copy engine would not see the writes otherwise
     barrier_sync(kStoreBarrier + consumer, 128);
     if (threadIdx.x % 128 == 0) {
 #pragma unroll
@@ -456,20 +454,22 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
     RingPosition<kQStages> q_ring;
     RingPosition<kStages> k_ring, v_ring;
     // The output of a tile leaves through the buffer of its queries, which is empty once the copies have read it. The thread
-    // that started them waits for that when the next tile is under way.
-    bool storing = false;
+    // that started them waits for that when the next tile's first product is under way: what comes into that buffer are the
+    // queries of the tile after it.
+    bool output_leaving = false;
     auto release_previous_queries = [&] {
-        if (storing && threadIdx.x % 128 == 0) {
+        if (output_leaving && threadIdx.x % 128 == 0) {
             tma_store_wait_read<0>();
             mbarrier_arrive(barriers.q_empty(q_ring.stage ^ 1));
         }
-        storing = false;
+        output_leaving = false;
     };
     // The warpgroups take turns at issuing products, so that one multiplies while the others do their softmax.
     auto begin_turn = [&] { barrier_sync(1 + consumer, 256); };
     auto end_turn = [&] { barrier_arrive(1 + (consumer + 1) % kConsumers, 256); };
     if (consumer == kConsumers - 1) end_turn();
-    // A block of which this warpgroup's rows see nothing costs no more than the turn, and stays until all are done with it.
+    // A block of which this warpgroup's rows see nothing is released like any other, since the barriers count every warp, and
+    // takes its turn. Not before it is full: the arrival would count for the round before.
     auto pass_over = [&] {
         mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
         begin_turn();
@@ -486,9 +486,10 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         const Tile tile = find_tile(params, tiles.index);
         const Blocks blocks = find_blocks(params, tile.first_row, kBlockM);
         int block = blocks.last;
-        // The sequence may end ahead of this warpgroup's rows.
+        // The blocks of which this warpgroup's own rows see a key: none where the queries end ahead of them.
         const int own_row = tile.first_row + 64 * consumer;
         const Blocks own = own_row < num_rows(params) ? find_blocks(params, own_row, 64) : Blocks{0, -1};
+        // Those behind their last key, and where they see none at all, every block.
 #pragma unroll 1
         for (; block > max(own.last, blocks.first - 1); --block) pass_over();
         const int first_row = tile.first_row + warp_row;
@@ -550,12 +551,12 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
             release(barriers.v_empty(v_ring.stage));
             v_ring.advance();
         }
-        release_previous_queries();
+        release_previous_queries();  // if there was no product
         store_tile(params, tile, output, rows, first_row, lane, q_tile, consumer);
-        storing = true;
+        output_leaving = true;
         q_ring.advance();
     }
-    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory is there until the last copy has read it
+    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory is there until the last copy has read it; the end of the grid awaits the writes
     if (consumer == 0) begin_turn();  // the one that the last warpgroup passed on last
 }
 

@@ -21,7 +21,7 @@ constexpr int kStages = 2;   // blocks of K, and of V
 constexpr int kConsumers = kBlockM / 64;  // warpgroups that compute, 64 rows each; one more fetches
 constexpr int kThreads = 128 * (1 + kConsumers);
 
-// A tile lies in shared memory as panels of 64 columns, each row of 128 bytes swizzled by the copy engine.
+// Q, K and V lie in shared memory as panels of 64 columns, each row of 128 bytes swizzled by the copy engine.
 constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
 constexpr int kQBytes = kBlockM * kHeadDim * sizeof(element);
@@ -35,6 +35,7 @@ constexpr int kSharedBytes = kBarrierOffset + 8 * (2 * kQStages + 4 * kStages);
 constexpr float kLn2 = 0.6931471805599453f;
 
 static_assert(kBlockN % 16 == 0 && kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
+static_assert(kQStages == 1 || kQStages == 2, "the output leaves through the second tile of Q, or from registers");
 static_assert(kHeadDim % kPanelColumns == 0 && kHeadDimV % kPanelColumns == 0, "panels are whole");
 static_assert(kSharedBytes + 1024 == 197712, "launcher and kernel agree on shared memory");
 
@@ -139,10 +140,6 @@ __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int firs
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, last_row)).begin,
             keys_of_query(params, query_of_row(params, first_row)).end};
-}
-
-__device__ __forceinline__ KeyRange find_keys(const Params& params, const Tile& tile) {
-    return keys_of_some(params, tile.first_row, kBlockM);
 }
 
 // The barriers between the warpgroup that fetches and those that compute: a buffer is full when its bytes have arrived,
@@ -482,15 +479,13 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         const int first_row = tile.first_row + warp_row;
         const shared_address q_tile = shared + q_ring.stage * kQBytes + consumer * 64 * kPanelRowBytes;
         mbarrier_wait(barriers.q_full(q_ring.stage), q_ring.parity);
+        __syncwarp();  // no lane is left waiting for a phase that another lane lets end
         float output[kHeadDimV / 2];
 #pragma unroll
         for (int i = 0; i < kHeadDimV / 2; ++i) output[i] = 0.0f;
         RowState rows;
         const bool visible = blocks.last >= blocks.first;
-        if (!visible) {
-            __syncwarp();  // no lane is left waiting for a phase that another lane lets end
-            release(barriers.q_empty(q_ring.stage));
-        }
+        if (!visible) release(barriers.q_empty(q_ring.stage));  // queries come for every tile, also where they see nothing
         if (visible) {
             float scores[kBlockN / 2];
             Weights weights;

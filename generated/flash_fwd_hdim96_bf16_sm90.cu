@@ -16,13 +16,13 @@ constexpr int kHeadDim = 96;  // of Q and K
 constexpr int kHeadDimV = 96;  // of V and the output
 constexpr int kBlockM = 192;  // query rows of a tile
 constexpr int kBlockN = 96;  // keys of a block
-constexpr int kQStages = 2;  // tiles of Q in shared memory
+constexpr int kQStages = 2;  // tiles of Q in shared memory; the output of each leaves through its place
 constexpr int kStages = 2;   // blocks of K, and of V
 constexpr int kConsumers = kBlockM / 64;  // warpgroups that compute, 64 rows each; one more fetches
-constexpr int kStoreBarrier = 1 + kConsumers;  // that of the first warpgroup's output
+constexpr int kStoreBarrier = 1 + kConsumers;  // where the first warpgroup meets when its output is to be copied; the others follow
 constexpr int kThreads = 128 * (1 + kConsumers);
 
-// A tile lies in shared memory as panels of 32 columns, each row of 64 bytes swizzled by the copy engine.
+// Q, K, V and the output lie in shared memory as panels of 32 columns, each row of 64 bytes swizzled by the copy engine.
 constexpr int kPanelColumns = 32;
 constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
 constexpr int kQBytes = kBlockM * kHeadDim * sizeof(element);
@@ -36,6 +36,8 @@ constexpr int kSharedBytes = kBarrierOffset + 8 * (2 * kQStages + 4 * kStages);
 constexpr float kLn2 = 0.6931471805599453f;
 
 static_assert(kBlockN % 16 == 0 && kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
+static_assert(kHeadDimV <= kHeadDim, "the output fits where its queries lay");
+static_assert(kQStages == 1 || kQStages == 2, "the output leaves through the second tile of Q, or from registers");
 static_assert(kHeadDim % kPanelColumns == 0 && kHeadDimV % kPanelColumns == 0, "panels are whole");
 static_assert(kSharedBytes + 1024 == 148576, "launcher and kernel agree on shared memory");
 
@@ -50,7 +52,6 @@ struct Params {
     int32_t num_heads_kv;
     int32_t seqlen_q;
     int32_t seqlen_kv;
-    int32_t head_dim_v;                   // of the call, at most kHeadDimV
     int32_t num_tiles;
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
@@ -68,12 +69,11 @@ static_assert(offsetof(Params, num_heads_q) == 524);
 static_assert(offsetof(Params, num_heads_kv) == 528);
 static_assert(offsetof(Params, seqlen_q) == 532);
 static_assert(offsetof(Params, seqlen_kv) == 536);
-static_assert(offsetof(Params, head_dim_v) == 540);
-static_assert(offsetof(Params, num_tiles) == 544);
-static_assert(offsetof(Params, num_row_blocks) == 548);
-static_assert(offsetof(Params, heads_per_section) == 552);
-static_assert(offsetof(Params, num_sections) == 556);
-static_assert(offsetof(Params, scale_log2) == 560);
+static_assert(offsetof(Params, num_tiles) == 540);
+static_assert(offsetof(Params, num_row_blocks) == 544);
+static_assert(offsetof(Params, heads_per_section) == 548);
+static_assert(offsetof(Params, num_sections) == 552);
+static_assert(offsetof(Params, scale_log2) == 556);
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 struct Tile {
@@ -136,12 +136,9 @@ __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int firs
             keys_of_query(params, query_of_row(params, first_row)).end};
 }
 
-__device__ __forceinline__ KeyRange find_keys(const Params& params, const Tile& tile) {
-    return keys_of_some(params, tile.first_row, kBlockM);
-}
-
 // The barriers between the warpgroup that fetches and those that compute: a buffer is full when its bytes have arrived,
-// and empty when every computing warp has finished with it.
+// and empty when those that compute have finished with it: of K and V every warp says so, of Q one thread of each warpgroup,
+// which has seen the output leave through it.
 struct Barriers {
     shared_address first;
 
@@ -355,8 +352,8 @@ __device__ __forceinline__ void finish_rows(const Params& params, const Tile& ti
     }
 }
 
-// Rounds the output and lets the copy engine write it: through `staging`, the warpgroup's rows of the tile of Q that is done
-// with, and swizzled as those were. One thread of the warpgroup starts the copies.
+// Rounds the output and lets the copy engine write it: through `staging`, the warpgroup's rows of the tile of Q, which are
+// done with and which only it has read; swizzled as those were. One thread of the warpgroup starts the copies.
 __device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2],
                                            const RowState& rows, int first_row, int lane, shared_address staging, int consumer) {
     float factor[2];
@@ -364,6 +361,7 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
     const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
 #pragma unroll
     for (int n = 0; n < kHeadDimV / 8; n += 2) {
+        // Rows 0 to 7 and 8 to 15 of eight columns, then of the next eight.
         uint32_t matrices[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -373,7 +371,7 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
         const shared_address panel = staging + 8 * n / kPanelColumns * kBlockM * kPanelRowBytes;
         stmatrix_x4(panel + row * kPanelRowBytes + 16 * chunk, matrices);
     }
-    fence_proxy_async();
+    fence_proxy_async();  // the copy engine would not see the writes otherwise
     barrier_sync(kStoreBarrier + consumer, 128);
     if (threadIdx.x % 128 == 0) {
 #pragma unroll
@@ -445,14 +443,15 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
     RingPosition<kQStages> q_ring;
     RingPosition<kStages> k_ring, v_ring;
     // The output of a tile leaves through the buffer of its queries, which is empty once the copies have read it. The thread
-    // that started them waits for that when the next tile is under way.
-    bool storing = false;
+    // that started them waits for that when the next tile's first product is under way: what comes into that buffer are the
+    // queries of the tile after it.
+    bool output_leaving = false;
     auto release_previous_queries = [&] {
-        if (storing && threadIdx.x % 128 == 0) {
+        if (output_leaving && threadIdx.x % 128 == 0) {
             tma_store_wait_read<0>();
             mbarrier_arrive(barriers.q_empty(q_ring.stage ^ 1));
         }
-        storing = false;
+        output_leaving = false;
     };
     // The warpgroups take turns at issuing products, so that one multiplies while the others do their softmax.
     auto begin_turn = [&] { barrier_sync(1 + consumer, 256); };
@@ -518,12 +517,12 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
             release(barriers.v_empty(v_ring.stage));
             v_ring.advance();
         }
-        release_previous_queries();
+        release_previous_queries();  // if there was no product
         store_tile(params, tile, output, rows, first_row, lane, q_tile, consumer);
-        storing = true;
+        output_leaving = true;
         q_ring.advance();
     }
-    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory is there until the last copy has read it
+    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory is there until the last copy has read it; the end of the grid awaits the writes
     if (consumer == 0) begin_turn();  // the one that the last warpgroup passed on last
 }
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 from flashgen.simulator.example import Shape
 from simulator.faults import NUMBERS, WRONG, Fault, fault
 
-# Two computing warpgroups that take turns, two stages; a head in one panel, and in two.
+# Two computing warpgroups that take turns, two stages, two tiles of Q; a head in one panel, and in two.
 TURNS = "flash_fwd_hdim64_fp16_m128_sm90"
 PANELS = "flash_fwd_hdim128_bf16_causal_sm90"
-# One computing warpgroup; a swizzle of 64 bytes.
+# One computing warpgroup and one tile of Q; a swizzle of 64 bytes.
 SINGLE = "flash_fwd_hdim96_fp16_causal_m64_sm90"
 LOCAL = "flash_fwd_hdim64_fp16_local_m64_sm90"
+# Warpgroups that pass over blocks at both ends of a window.
+WINDOW = "flash_fwd_hdim96_fp16_local_sm90"
 DENSE = "flash_fwd_hdim64_fp16_dense_sm90"
 PACKED = "flash_fwd_hdim64_bf16_causal_m64_packgqa_sm90"
 
 # Several tiles to a block, and more blocks of keys than stages.
 LONG = Shape(seqlen_q=200, seqlen_kv=600, heads=2)
 CAUSAL = Shape(seqlen_q=300, seqlen_kv=500, heads=1)
+SLIDING = Shape(seqlen_q=300, seqlen_kv=500, heads=1, window=(150, 20))
 GROUPED = Shape(seqlen_q=50, seqlen_kv=400, heads=4, kv_heads=1)
 # Scores of a standard deviation of 8, so that the running maximum moves.
 WIDE = Shape(seqlen_q=130, seqlen_kv=600, heads=1, spread=8.0)
@@ -29,15 +32,21 @@ DEPENDENT = ("dependency",)
 PHASES = (*ASYNC, "deadlock", "mbarrier", WRONG)
 
 WAIT = "    griddepcontrol_wait();\n"
-STORE = "        store_tile(params, tile, output, rows, first_row, lane);\n    }\n"
+STORE = "        store_tile(params, tile, output, rows, first_row, lane, q_tile, consumer);\n"
+LEAVING = STORE + "        output_leaving = true;\n        q_ring.advance();\n    }\n"
 # What a thread does to a word of Q's tile once it is there; the products read it afterwards.
 REWRITE = """            const shared_address word = q_tile + threadIdx.x % 128 * 4;
             store_shared_32(word, load_shared_32(word));
-            FENCEbarrier_sync(5 + consumer, 128);
+            FENCEbarrier_sync(8 + consumer, 128);
 """
 EXPECTED = "mbarrier_arrive_expect_tx(full, kBlockN * kColumns * sizeof(element));"
-FIRST_PRODUCT = "            barrier_sync(1 + consumer, 256);\n            start_qk"
-FIRST_WAIT = "q_parity ^= 1;\n            mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);"
+FIRST_PRODUCT = "            begin_turn();\n            start_qk"
+FIRST_WAIT = (
+    "            Weights weights;\n\n            mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);"
+)
+RELEASE = "            mbarrier_arrive(barriers.q_empty(q_ring.stage ^ 1));\n"
+READ = "            tma_store_wait_read<0>();\n" + RELEASE
+PASSED = "        release(barriers.v_empty(v_ring.stage));\n        v_ring.advance();\n    };\n"
 LOOP_WAIT = "                wgmma_wait<1>();\n                pin_registers(scores);\n"
 OUTPUT_WAIT = "                wgmma_wait<0>();\n                pin_registers(output);\n"
 
@@ -67,7 +76,7 @@ FAULTS = (
     planted(
         "consumer does not wait for Q",
         ASYNC,
-        "            mbarrier_wait(barriers.q_full(), q_parity);\n",
+        "        mbarrier_wait(barriers.q_full(q_ring.stage), q_ring.parity);\n",
         "",
     ),
     planted(
@@ -92,9 +101,9 @@ FAULTS = (
     ),
     planted(
         "phase of Q never changes for the producer",
-        (*ASYNC, "mbarrier"),
-        "        q_parity ^= 1;\n        fetch_queries",
-        "        fetch_queries",
+        PHASES,
+        "q_ring.parity ^ 1);\n        fetch_queries",
+        "1);\n        fetch_queries",
     ),
     planted(
         "phase of a ring never changes",
@@ -111,16 +120,104 @@ FAULTS = (
     planted(
         "Q never released",
         STUCK,
-        "            release(barriers.q_empty());\n",
+        RELEASE,
         "",
     ),
     planted(
         "Q released before the loop that reads it",
         ASYNC,
-        "            release(barriers.q_empty());\n",
-        "",
+        "            }\n            release(barriers.q_empty(q_ring.stage));\n",
+        "            }\n",
         "            weights.set(scores);\n\n",
-        "            weights.set(scores);\n            release(barriers.q_empty());\n",
+        "            weights.set(scores);\n            release(barriers.q_empty(q_ring.stage));\n",
+        variant=SINGLE,
+        shape=CAUSAL,
+    ),
+    planted(
+        "Q of a tile without keys not released",
+        STUCK,
+        "        if (!visible) release",
+        "        if (false) release",
+        variant=SINGLE,
+        shape=Shape(seqlen_q=300, seqlen_kv=50, heads=1),
+    ),
+    # The output's way through the tile of Q.
+    planted(
+        "output not made visible to the copy engine",
+        ("proxy",),
+        "    fence_proxy_async();",
+        "    ",
+    ),
+    planted(
+        "output copied before all warps have staged it",
+        ("race", "proxy", "uninitialised shared memory"),
+        "    barrier_sync(kStoreBarrier + consumer, 128);\n",
+        "",
+    ),
+    planted(
+        "Q fetched into an output that has not left",
+        ("copy in flight",),
+        READ,
+        RELEASE,
+    ),
+    planted(
+        "the other tile of Q released",
+        (*PHASES,),
+        "barriers.q_empty(q_ring.stage ^ 1)",
+        "barriers.q_empty(q_ring.stage)",
+    ),
+    planted(
+        "output copied out of another panel",
+        NUMBERS,
+        "tma_store_4d(params.out, staging + panel * kBlockM * kPanelRowBytes",
+        "tma_store_4d(params.out, staging",
+        variant=PANELS,
+        shape=CAUSAL,
+    ),
+    planted(
+        "output of each warpgroup to the rows of the first",
+        ("race", WRONG),
+        "tile.first_row + 64 * consumer, tile.head",
+        "tile.first_row, tile.head",
+    ),
+    planted(
+        "output staged without a swizzle",
+        NUMBERS,
+        " ^ row % 8;",
+        ";",
+    ),
+    # Blocks that a warpgroup passes over.
+    planted(
+        "V of a block that is passed over not released",
+        STUCK,
+        PASSED,
+        PASSED.replace("        release(barriers.v_empty(v_ring.stage));\n", ""),
+        variant=WINDOW,
+        shape=SLIDING,
+    ),
+    planted(
+        "no turn taken for a block that is passed over",
+        (*PHASES, "barrier"),
+        "        begin_turn();\n        end_turn();\n",
+        "",
+        variant=WINDOW,
+        shape=SLIDING,
+    ),
+    planted(
+        "a block with keys passed over",
+        NUMBERS,
+        "{keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1}",
+        "{keys.begin / kBlockN + (count == 64), (keys.end + kBlockN - 1) / kBlockN - 1}",
+        variant=WINDOW,
+        shape=SLIDING,
+    ),
+    planted(
+        "lanes left behind at a block that is passed over",
+        (*PHASES,),
+        "        __syncwarp();  // no lane is left waiting for a phase that another lane lets end\n",
+        "",
+        variant=WINDOW,
+        shape=Shape(seqlen_q=500, seqlen_kv=200, heads=2, window=(50, 20)),
     ),
     planted(
         "stage of K released before its products are done",
@@ -421,25 +518,25 @@ FAULTS = (
     planted(
         "turn for too few threads",
         ("barrier", "deadlock"),
-        "                barrier_sync(1 + consumer, 256);\n",
-        "                barrier_sync(1 + consumer, 128);\n",
+        "{ barrier_sync(1 + consumer, 256); }",
+        "{ barrier_sync(1 + consumer, 128); }",
     ),
     planted(
         "turn passed to oneself",
         STUCK,
-        "                barrier_arrive(1 + (consumer + 1) % kConsumers, 256);\n",
-        "                barrier_arrive(1 + consumer, 256);\n",
+        "barrier_arrive(1 + (consumer + 1) % kConsumers, 256);",
+        "barrier_arrive(1 + consumer, 256);",
     ),
     planted(
         "nobody has the first turn",
         STUCK,
-        "    if (consumer == kConsumers - 1) barrier_arrive(1, 256);\n",
+        "    if (consumer == kConsumers - 1) end_turn();\n",
         "",
     ),
     planted(
         "no barrier of that number",
         ("barrier",),
-        "            barrier_sync(1 + consumer, 256);\n            start_qk",
+        FIRST_PRODUCT,
         "            barrier_sync(16 + consumer, 256);\n            start_qk",
     ),
     planted(
@@ -497,8 +594,8 @@ FAULTS = (
         DEPENDENT,
         WAIT,
         "    if (warpgroup == 0) griddepcontrol_wait();\n",
-        STORE,
-        STORE + "    griddepcontrol_wait();\n",
+        LEAVING,
+        LEAVING + "    griddepcontrol_wait();\n",
     ),
 )
 

@@ -296,7 +296,11 @@ def test_an_mbarrier_hands_memory_over_and_back(fresh_seed):
 @pytest.mark.parametrize(
     ("old", "new", "checks"),
     [
-        ("            mbarrier_wait(empty, turn % 2 ^ 1);\n", "", ("race", "mbarrier", "deadlock")),
+        (
+            "            mbarrier_wait(empty, turn % 2 ^ 1);\n",
+            "",
+            ("race", "mbarrier", "deadlock", "uninitialised shared memory"),
+        ),
         (
             "mbarrier_init(full, 32)",
             "mbarrier_init(full, 31)",
