@@ -212,14 +212,6 @@ FAULTS = (
         shape=SLIDING,
     ),
     planted(
-        "lanes left behind at a block that is passed over",
-        (*PHASES,),
-        "        __syncwarp();  // no lane is left waiting for a phase that another lane lets end\n",
-        "",
-        variant=WINDOW,
-        shape=Shape(seqlen_q=500, seqlen_kv=200, heads=2, window=(50, 20)),
-    ),
-    planted(
         "stage of K released before its products are done",
         ASYNC,
         "            wgmma_wait<0>();\n            pin_registers(scores);\n"
