@@ -32,13 +32,20 @@ for (int first_row = 0; first_row < kRows; first_row += 16) {
     const Ranges ranges = {params.end[first_row], params.begin, params.end};
     float scores[kBlockN / 2];
     for (float& score : scores) score = 1.0f;
-    hide_keys(ranges, scores, first_row, kFirstKey, lane);
+    HIDE;
     for (int i = 0; i < kBlockN / 2; ++i) {
         const int row = first_row + i / 2 % 2 * 8 + lane / 4;
         params.scores[row * kBlockN + i / 4 * 8 + lane % 4 * 2 + i % 2] = scores[i];
     }
 }
 """
+
+# A kernel without a mask makes the word of hidden keys once.
+HIDE = {
+    "none": "hide_keys(ranges, scores, bits_from(ranges.seqlen_kv, kFirstKey, lane), kFirstKey)",
+    "causal": "hide_keys(ranges, scores, first_row, kFirstKey, lane)",
+    "local": "hide_keys(ranges, scores, first_row, kFirstKey, lane)",
+}
 
 
 def mask_functions(mask_type, block_n):
@@ -64,7 +71,8 @@ def test_what_lies_outside_of_a_range_is_hidden(mask_type, block_n, fresh_seed):
     scores = np.zeros((len(end), block_n), np.float32)
     sizes = f"constexpr int kBlockN = {block_n}, kFirstKey = {first_key}, kRows = {len(end)};\n"
     functions = RANGES + sizes + mask_functions(mask_type, block_n)
-    run(BODY, {"begin": begin, "end": end}, {"scores": scores}, functions=functions, header="sm90")
+    body = BODY.replace("HIDE", HIDE[mask_type])
+    run(body, {"begin": begin, "end": end}, {"scores": scores}, functions=functions, header="sm90")
     keys = np.arange(block_n) + first_key
     seen = (keys >= begin[:, None]) & (keys < end[:, None])
     assert (scores == np.where(seen, np.float32(1), np.float32(-np.inf))).all()
