@@ -63,7 +63,6 @@ def declarations(header):
 
 AHEAD = {
     "barrier_red_or",
-    "fence_proxy_async",
     "load_global_128",
     "load_global_32",
     "load_global_8",
@@ -72,11 +71,7 @@ AHEAD = {
     "store_shared_128",
     "store_shared_32",
     "store_shared_8",
-    "tma_store_4d",
-    "tma_store_5d",
-    "tma_store_commit",
     "tma_store_wait",
-    "tma_store_wait_read",
 }
 
 

@@ -153,6 +153,104 @@ def test_a_tensor_store_reads_in_the_async_proxy_until_it_is_waited_for(parts, c
         assert caught.value.check in checks
 
 
+# Matrices that a warp stores.
+
+
+def test_stmatrix(rng, fresh_seed):
+    """Lane l gives the place of row l % 8 of matrix l // 8, and holds two columns of row l // 4 of each."""
+    fragment = rng.integers(0, 1 << 16, (32, 4, 2), np.uint16)
+    rows = rng.permutation(64)[:32].astype(np.int32)
+    out = np.zeros((64, 4), np.uint32)
+    body = """
+        for (int i = lane; i < 256; i += 32) store_shared_32(shared + 4 * i, 0);
+        __syncwarp();
+        uint32_t matrices[4];
+        for (int i = 0; i < 4; ++i) matrices[i] = params.fragment[4 * lane + i];
+        stmatrix_x4(shared + 16 * params.rows[lane], matrices);
+        __syncwarp();
+        for (int i = lane; i < 256; i += 32) params.out[i] = load_shared_32(shared + 4 * i);
+    """
+    inputs = {"fragment": fragment.view(np.uint32).reshape(32, 4), "rows": rows}
+    report = run(body, inputs, {"out": out}, header="sm90", seed=fresh_seed)
+    expected = np.zeros((64, 8), np.uint16)
+    expected[rows] = fragment.reshape(8, 4, 4, 2).transpose(2, 0, 1, 3).reshape(32, 8)
+    np.testing.assert_array_equal(out.view(np.uint16), expected)
+    assert report.counters["stmatrix"] == 1
+    assert report.counters["shared_bytes_written"] == 1024 + 512
+
+
+@pytest.mark.parametrize(
+    ("row", "wavefronts"),
+    [("16 * lane", 4), ("64 * lane", 16), ("128 * lane", 32), ("128 * lane + 16 * (lane % 8)", 4)],
+)
+def test_bank_conflicts_of_stmatrix(row, wavefronts):
+    body = f"uint32_t m[4] = {{1, 2, 3, 4}}; stmatrix_x4(shared + {row}, m);"
+    report = run(body, header="sm90")
+    (access,) = report.accesses
+    assert (access.instructions, access.bytes, access.ideal, access.actual) == (1, 512, 4, wavefronts)
+
+
+STAGED = """
+    uint32_t matrices[4] = {{1, 2, 3, 4}};
+    const shared_address row = shared + 512 * warp + 16 * lane;
+    stmatrix_x4(row, matrices);
+    {fence}
+    {barrier}
+    if (threadIdx.x == 0) {{
+        tma_store_4d(params.map, shared, 0, 0, 0, 0);
+        tma_store_commit();
+        {wait}
+    }}
+    {after}
+"""
+STAGED_PARTS = {
+    "fence": "fence_proxy_async();",
+    "barrier": "__syncthreads();",
+    "wait": "tma_store_wait_read<0>();",
+    "after": "__syncthreads(); stmatrix_x4(row, matrices);",
+}
+
+
+@pytest.mark.parametrize(
+    ("parts", "checks"),
+    [
+        ({}, (None,)),
+        ({"fence": ""}, ("proxy",)),
+        ({"fence": "if (warp == 0) fence_proxy_async();"}, ("proxy",)),
+        ({"fence": "", "barrier": "__syncthreads(); fence_proxy_async();"}, (None,)),
+        ({"barrier": ""}, ("race", "uninitialised shared memory")),
+        ({"wait": ""}, ("copy in flight",)),
+        ({"wait": "", "after": ""}, ("copy in flight",)),
+        ({"after": "stmatrix_x4(row, matrices);"}, ("race", "copy in flight", "uninitialised shared memory")),
+    ],
+    ids=str,
+)
+def test_stmatrix_writes_in_the_generic_proxy(parts, checks):
+    """Ahead of a tensor store of what it wrote, and over its source."""
+    for seed in range(4):
+        out = aligned((1, 1, 16, 64), np.uint16)
+        maps = {"map": (map_of(out, (64, 16, 1, 1), 128), out)}
+        body = STAGED.format(**STAGED_PARTS | parts)
+        found = None
+        try:
+            run(body, {}, {"out": out}, header="sm90", maps=maps, block=128, seed=seed)
+        except SimulationError as error:
+            found = error.check
+        assert found in checks
+
+
+def test_two_lanes_that_store_a_row_at_one_place_race():
+    body = "uint32_t m[4] = {1, 2, 3, 4}; stmatrix_x4(shared + 16 * (lane % 31), m);  // HERE"
+    assert fault(body, header="sm90").check == "race"
+
+
+def test_stmatrix_wants_registers_that_are_set_and_the_whole_warp():
+    body = "uint32_t m[4]; stmatrix_x4(shared + 16 * lane, m);  // HERE"
+    assert fault(body, header="sm90").check == "uninitialised register"
+    body = "uint32_t m[4] = {1, 2, 3, 4}; if (lane > 0) stmatrix_x4(shared + 16 * lane, m);"
+    assert fault(body, header="sm90").check == "divergence"
+
+
 # Matrix products of a warpgroup.
 
 PRODUCT = """

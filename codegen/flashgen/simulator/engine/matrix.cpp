@@ -61,6 +61,10 @@ bool complete_store(Warp& warp, uint32_t, Location where) {
         const auto& operand = *static_cast<StoreOperand*>(warp.operands[lane]);
         const int row = lane / 4, column = lane % 4 * 2;
         for (int i = 0; i < 4; ++i) {
+            if (is_unset(operand.matrices[i])) {
+                block.fail(block.thread(warp.first_thread() + lane), SIM_UNINITIALISED_REGISTER, where,
+                           "stmatrix of a register that nothing has set");
+            }
             matrices[i][row][column] = static_cast<uint16_t>(operand.matrices[i]);
             matrices[i][row][column + 1] = static_cast<uint16_t>(operand.matrices[i] >> 16);
         }
