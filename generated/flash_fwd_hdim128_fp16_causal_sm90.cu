@@ -3,8 +3,8 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype fp16, mask_type causal, gqa mha
-// tile      block_m 192, block_n 80, q_stages 2, stages 3
-// block     512 threads, 222336 bytes of dynamic shared memory
+// tile      block_m 192, block_n 64, q_stages 2, stages 3
+// block     512 threads, 197760 bytes of dynamic shared memory
 // target    sm90: sm_90a alone, at most 232448 bytes a block
 // spec      flash_fwd_sm90.yaml
 // template  flash_fwd_sm90.cu.j2
@@ -15,7 +15,7 @@ using element = fp16;
 constexpr int kHeadDim = 128;  // of Q and K
 constexpr int kHeadDimV = 128;  // of V and the output
 constexpr int kBlockM = 192;  // query rows of a tile
-constexpr int kBlockN = 80;  // keys of a block
+constexpr int kBlockN = 64;  // keys of a block
 constexpr int kQStages = 2;  // tiles of Q in shared memory; the output of each leaves through its place
 constexpr int kStages = 3;   // blocks of K, and of V
 constexpr int kConsumers = kBlockM / 64;  // warpgroups that compute, 64 rows each; one more fetches
@@ -39,7 +39,7 @@ static_assert(kBlockN % 16 == 0 && kBlockN * kPanelRowBytes % 1024 == 0, "stages
 static_assert(kHeadDimV <= kHeadDim, "the output fits where its queries lay");
 static_assert(kQStages == 1 || kQStages == 2, "the output leaves through the second tile of Q, or from registers");
 static_assert(kHeadDim % kPanelColumns == 0 && kHeadDimV % kPanelColumns == 0, "panels are whole");
-static_assert(kSharedBytes + 1024 == 222336, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes + 1024 == 197760, "launcher and kernel agree on shared memory");
 
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
@@ -54,6 +54,7 @@ struct Params {
     int32_t seqlen_kv;
     int32_t num_tiles;
     int32_t num_row_blocks;               // tiles of one head
+    int32_t rows_ahead;                   // rows of a head's first tile ahead of its first query
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
@@ -72,17 +73,18 @@ static_assert(offsetof(Params, seqlen_q) == 532);
 static_assert(offsetof(Params, seqlen_kv) == 536);
 static_assert(offsetof(Params, num_tiles) == 540);
 static_assert(offsetof(Params, num_row_blocks) == 544);
-static_assert(offsetof(Params, heads_per_section) == 548);
-static_assert(offsetof(Params, num_sections) == 552);
-static_assert(offsetof(Params, diagonal_offset) == 556);
-static_assert(offsetof(Params, scale_log2) == 560);
+static_assert(offsetof(Params, rows_ahead) == 548);
+static_assert(offsetof(Params, heads_per_section) == 552);
+static_assert(offsetof(Params, num_sections) == 556);
+static_assert(offsetof(Params, diagonal_offset) == 560);
+static_assert(offsetof(Params, scale_log2) == 564);
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 struct Tile {
     int batch;
     int head;
     int kv_head;
-    int first_row;  // rows are queries
+    int first_row;  // rows are queries; below 0 where a first tile is not whole
 };
 
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
@@ -103,7 +105,9 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     tile.batch = head_of_batch / num_heads;
     tile.head = head_of_batch - tile.batch * num_heads;
     tile.kv_head = tile.head;
-    tile.first_row = (params.num_row_blocks - 1 - row_block) * kBlockM;
+    // Where the last tile is whole and the first is not, the missing rows are those with the fewest keys, and tiles become
+    // shorter by the same from one to the next.
+    tile.first_row = (params.num_row_blocks - 1 - row_block) * kBlockM - params.rows_ahead;
     return tile;
 }
 
@@ -352,7 +356,7 @@ __device__ __forceinline__ void finish_rows(const Params& params, const Tile& ti
         const int row = first_row + 8 * half + lane / 4;
         const float sum = quad_sum(rows.sum[half]);
         factor[half] = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
-        if (params.lse != nullptr && lane % 4 == 0 && row < num_rows(params)) {
+        if (params.lse != nullptr && lane % 4 == 0 && row >= 0 && row < num_rows(params)) {
             const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
             store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
                             (rows.reference[half] + log2_approx(sum)) * kLn2);
@@ -381,7 +385,8 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
     }
     fence_proxy_async();  // the copy engine would not see the writes otherwise
     barrier_sync(kStoreBarrier + consumer, 128);
-    if (threadIdx.x % 128 == 0) {
+    // Rows behind the last are left out, but a copy must not begin ahead of the first.
+    if (threadIdx.x % 128 == 0 && tile.first_row + 64 * consumer >= 0) {
 #pragma unroll
         for (int panel = 0; panel < kHeadDimV / kPanelColumns; ++panel) {
             tma_store_4d(params.out, staging + panel * kBlockM * kPanelRowBytes, panel * kPanelColumns,
@@ -399,7 +404,8 @@ struct Blocks {
 
 // Those of which one of `count` rows from `first_row` on sees a key.
 __device__ __forceinline__ Blocks find_blocks(const Params& params, int first_row, int count) {
-    const KeyRange keys = keys_of_some(params, first_row, count);
+    const int skipped = max(-first_row, 0);
+    const KeyRange keys = keys_of_some(params, first_row + skipped, count - skipped);
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
 }
 
@@ -486,18 +492,17 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         const Tile tile = find_tile(params, tiles.index);
         const Blocks blocks = find_blocks(params, tile.first_row, kBlockM);
         int block = blocks.last;
-        // The blocks of which this warpgroup's own rows see a key: none where the queries end ahead of them.
+        // The blocks of which this warpgroup's own rows see a key: none where they lie ahead of the first query or behind the last.
         const int own_row = tile.first_row + 64 * consumer;
-        const Blocks own = own_row < num_rows(params) ? find_blocks(params, own_row, 64) : Blocks{0, -1};
+        const bool has_rows = own_row >= 0 && own_row < num_rows(params);
+        const Blocks own = has_rows ? find_blocks(params, own_row, 64) : Blocks{0, -1};
         // Those behind their last key, and where they see none at all, every block.
 #pragma unroll 1
         for (; block > max(own.last, blocks.first - 1); --block) pass_over();
         const int first_row = tile.first_row + warp_row;
         const shared_address q_tile = shared + q_ring.stage * kQBytes + consumer * 64 * kPanelRowBytes;
         mbarrier_wait(barriers.q_full(q_ring.stage), q_ring.parity);
-        float output[kHeadDimV / 2];
-#pragma unroll
-        for (int i = 0; i < kHeadDimV / 2; ++i) output[i] = 0.0f;
+        float output[kHeadDimV / 2] = {};
         RowState rows;
         const bool visible = own.last >= own.first;
         if (visible) {

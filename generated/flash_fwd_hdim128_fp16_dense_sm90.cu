@@ -625,9 +625,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         const shared_address q_tile = shared + q_ring.stage * kQBytes + consumer * 64 * kPanelRowBytes;
         mbarrier_wait(barriers.q_full(q_ring.stage), q_ring.parity);
         __syncwarp();  // no lane is left waiting for a phase that another lane lets end
-        float output[kHeadDimV / 2];
-#pragma unroll
-        for (int i = 0; i < kHeadDimV / 2; ++i) output[i] = 0.0f;
+        float output[kHeadDimV / 2] = {};
         RowState rows;
         const bool visible = block.index >= 0;
         if (!visible) release(barriers.q_empty(q_ring.stage));  // queries come for every tile, also where they see nothing

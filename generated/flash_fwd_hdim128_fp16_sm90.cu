@@ -443,8 +443,8 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
     RingPosition<kQStages> q_ring;
     RingPosition<kStages> k_ring, v_ring;
     // The output of a tile leaves through the buffer of its queries, which is empty once the copies have read it. The thread
-    // that started them waits for that when the next tile's first product is under way: what comes into that buffer are the
-    // queries of the tile after it.
+    // that started them waits for that after the next tile's first softmax: what comes into that buffer are the queries of
+    // the tile after it.
     bool output_leaving = false;
     auto release_previous_queries = [&] {
         if (output_leaving && threadIdx.x % 128 == 0) {
@@ -458,70 +458,82 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
     auto end_turn = [&] { barrier_arrive(1 + (consumer + 1) % kConsumers, 256); };
     if (consumer == kConsumers - 1) end_turn();
     // The last block of keys, in which a sequence may end, is the same for all tiles.
-    const uint32_t hidden = bits_from(params.seqlen_kv, (params.seqlen_kv - 1) / kBlockN * kBlockN, lane);
+    const int last_block = (params.seqlen_kv - 1) / kBlockN;
+    const uint32_t hidden = bits_from(params.seqlen_kv, last_block * kBlockN, lane);
 
-    for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
-        const Tile tile = find_tile(params, tiles.index);
-        const Blocks blocks = find_blocks(params, tile.first_row, kBlockM);
-        int block = blocks.last;
-        const int first_row = tile.first_row + warp_row;
-        const shared_address q_tile = shared + q_ring.stage * kQBytes + consumer * 64 * kPanelRowBytes;
+    shared_address q_tile;
+    float scores[kBlockN / 2];
+    // Starts the first product of a tile.
+    auto start_tile = [&] {
+        q_tile = shared + q_ring.stage * kQBytes + consumer * 64 * kPanelRowBytes;
         mbarrier_wait(barriers.q_full(q_ring.stage), q_ring.parity);
-        float output[kHeadDimV / 2];
-#pragma unroll
-        for (int i = 0; i < kHeadDimV / 2; ++i) output[i] = 0.0f;
-        RowState rows;
-        const bool visible = blocks.last >= blocks.first;
-        if (visible) {
-            float scores[kBlockN / 2];
-            Weights weights;
+        mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
+        begin_turn();
+        start_qk(scores, q_tile, shared + kKOffset + k_ring.stage * kKBytes);
+        end_turn();
+    };
 
+    TileSequence tiles;
+    Tile tile = find_tile(params, tiles.index);
+    float output[kHeadDimV / 2] = {};
+    RowState rows;
+    start_tile();
+    while (true) {
+        Weights weights;
+        wgmma_wait<0>();
+        pin_registers(scores);
+        release(barriers.k_empty(k_ring.stage));
+        k_ring.advance();
+        if ((last_block + 1) * kBlockN > params.seqlen_kv) hide_keys(params, scores, hidden, last_block * kBlockN);
+        softmax_step(scores, rows, params.scale_log2);
+        weights.set(scores);
+        release_previous_queries();
+
+        for (int block = last_block - 1; block >= 0; --block) {
+            // Q . K^T of this block and P . V of the one before are under way while softmax waits for the first only.
             mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
             begin_turn();
             start_qk(scores, q_tile, shared + kKOffset + k_ring.stage * kKBytes);
+            mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
+            start_pv(output, weights, shared + kVOffset + v_ring.stage * kVBytes);
             end_turn();
-            release_previous_queries();
-            wgmma_wait<0>();
+            wgmma_wait<1>();
             pin_registers(scores);
             release(barriers.k_empty(k_ring.stage));
             k_ring.advance();
-            if ((block + 1) * kBlockN > params.seqlen_kv) hide_keys(params, scores, hidden, block * kBlockN);
-            softmax_step(scores, rows, params.scale_log2);
-            weights.set(scores);
-
-            for (--block; block >= blocks.first; --block) {
-                // Q . K^T of this block and P . V of the one before are under way while softmax waits for the first only.
-                mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
-                begin_turn();
-                start_qk(scores, q_tile, shared + kKOffset + k_ring.stage * kKBytes);
-                mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
-                start_pv(output, weights, shared + kVOffset + v_ring.stage * kVBytes);
-                end_turn();
-                wgmma_wait<1>();
-                pin_registers(scores);
-                release(barriers.k_empty(k_ring.stage));
-                k_ring.advance();
-                const bool moved = softmax_step(scores, rows, params.scale_log2);
-                wgmma_wait<0>();
-                pin_registers(output);
-                release(barriers.v_empty(v_ring.stage));
-                v_ring.advance();
-                // Packed ahead of the branch, so that it fills the gaps between the exponentials.
-                weights.set(scores);
-                if (moved) rescale(output, rows);
-            }
-            mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
-            start_pv(output, weights, shared + kVOffset + v_ring.stage * kVBytes);
+            const bool moved = softmax_step(scores, rows, params.scale_log2);
             wgmma_wait<0>();
             pin_registers(output);
             release(barriers.v_empty(v_ring.stage));
             v_ring.advance();
+            // Packed ahead of the branch, so that it fills the gaps between the exponentials.
+            weights.set(scores);
+            if (moved) rescale(output, rows);
         }
-        release_previous_queries();  // if there was no product
-        store_tile(params, tile, output, rows, first_row, lane, q_tile, consumer);
-        output_leaving = true;
+        mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
+        start_pv(output, weights, shared + kVOffset + v_ring.stage * kVBytes);
+        wgmma_wait<0>();
+        pin_registers(output);
+        release(barriers.v_empty(v_ring.stage));
+        v_ring.advance();
+        tiles.advance();
+        if (tiles.index >= params.num_tiles) break;
+        // The next tile's first product is under way while this one's output is stored.
+        const Tile finished = tile;
+        const shared_address staging = q_tile;
+        tile = find_tile(params, tiles.index);
         q_ring.advance();
+        start_tile();
+        store_tile(params, finished, output, rows, finished.first_row + warp_row, lane, staging, consumer);
+        output_leaving = true;
+        // One thread has started the copies: unless the warp is together again here, the compiler keeps what is the same in all
+        // of its lanes, as the stages are, in a register of each.
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < kHeadDimV / 2; ++i) output[i] = 0.0f;
+        rows = RowState();
     }
+    store_tile(params, tile, output, rows, tile.first_row + warp_row, lane, q_tile, consumer);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory is there until the last copy has read it; the end of the grid awaits the writes
     if (consumer == 0) begin_turn();  // the one that the last warpgroup passed on last
 }

@@ -3,8 +3,8 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 192, head_dim_v 192, dtype bf16, mask_type none, gqa mha
-// tile      block_m 128, block_n 96, q_stages 1, stages 2
-// block     384 threads, 197712 bytes of dynamic shared memory
+// tile      block_m 128, block_n 64, q_stages 2, stages 2
+// block     384 threads, 197728 bytes of dynamic shared memory
 // target    sm90: sm_90a alone, at most 232448 bytes a block
 // spec      flash_fwd_sm90.yaml
 // template  flash_fwd_sm90.cu.j2
@@ -15,13 +15,14 @@ using element = bf16;
 constexpr int kHeadDim = 192;  // of Q and K
 constexpr int kHeadDimV = 192;  // of V and the output
 constexpr int kBlockM = 128;  // query rows of a tile
-constexpr int kBlockN = 96;  // keys of a block
-constexpr int kQStages = 1;  // tiles of Q in shared memory
+constexpr int kBlockN = 64;  // keys of a block
+constexpr int kQStages = 2;  // tiles of Q in shared memory; the output of each leaves through its place
 constexpr int kStages = 2;   // blocks of K, and of V
 constexpr int kConsumers = kBlockM / 64;  // warpgroups that compute, 64 rows each; one more fetches
+constexpr int kStoreBarrier = 1 + kConsumers;  // where the first warpgroup meets when its output is to be copied; the others follow
 constexpr int kThreads = 128 * (1 + kConsumers);
 
-// Q, K and V lie in shared memory as panels of 64 columns, each row of 128 bytes swizzled by the copy engine.
+// Q, K, V and the output lie in shared memory as panels of 64 columns, each row of 128 bytes swizzled by the copy engine.
 constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
 constexpr int kQBytes = kBlockM * kHeadDim * sizeof(element);
@@ -35,51 +36,44 @@ constexpr int kSharedBytes = kBarrierOffset + 8 * (2 * kQStages + 4 * kStages);
 constexpr float kLn2 = 0.6931471805599453f;
 
 static_assert(kBlockN % 16 == 0 && kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
+static_assert(kHeadDimV <= kHeadDim, "the output fits where its queries lay");
 static_assert(kQStages == 1 || kQStages == 2, "the output leaves through the second tile of Q, or from registers");
 static_assert(kHeadDim % kPanelColumns == 0 && kHeadDimV % kPanelColumns == 0, "panels are whole");
-static_assert(kSharedBytes + 1024 == 197712, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes + 1024 == 197728, "launcher and kernel agree on shared memory");
 
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
     tensor_map k;                         // (head_dim, seqlen_kv, num_heads_kv, batch)
     tensor_map v;                         // (head_dim_v, seqlen_kv, num_heads_kv, batch)
-    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim_v), rows 16-byte aligned
+    tensor_map out;                       // (head_dim_v, seqlen_q, num_heads_q, batch)
     float* lse;                           // (batch, num_heads_q, seqlen_q), contiguous; may be null
-    int64_t out_batch_stride;             // strides are in elements
-    int64_t out_row_stride;
-    int64_t out_head_stride;
     int32_t batch_size;
     int32_t num_heads_q;
     int32_t num_heads_kv;
     int32_t seqlen_q;
     int32_t seqlen_kv;
-    int32_t head_dim_v;                   // of the call, at most kHeadDimV
     int32_t num_tiles;
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
     float scale_log2;                     // softmax_scale * log2(e)
 };
-static_assert(sizeof(Params) == 512);
+static_assert(sizeof(Params) == 576);
 static_assert(offsetof(Params, q) == 0);
 static_assert(offsetof(Params, k) == 128);
 static_assert(offsetof(Params, v) == 256);
 static_assert(offsetof(Params, out) == 384);
-static_assert(offsetof(Params, lse) == 392);
-static_assert(offsetof(Params, out_batch_stride) == 400);
-static_assert(offsetof(Params, out_row_stride) == 408);
-static_assert(offsetof(Params, out_head_stride) == 416);
-static_assert(offsetof(Params, batch_size) == 424);
-static_assert(offsetof(Params, num_heads_q) == 428);
-static_assert(offsetof(Params, num_heads_kv) == 432);
-static_assert(offsetof(Params, seqlen_q) == 436);
-static_assert(offsetof(Params, seqlen_kv) == 440);
-static_assert(offsetof(Params, head_dim_v) == 444);
-static_assert(offsetof(Params, num_tiles) == 448);
-static_assert(offsetof(Params, num_row_blocks) == 452);
-static_assert(offsetof(Params, heads_per_section) == 456);
-static_assert(offsetof(Params, num_sections) == 460);
-static_assert(offsetof(Params, scale_log2) == 464);
+static_assert(offsetof(Params, lse) == 512);
+static_assert(offsetof(Params, batch_size) == 520);
+static_assert(offsetof(Params, num_heads_q) == 524);
+static_assert(offsetof(Params, num_heads_kv) == 528);
+static_assert(offsetof(Params, seqlen_q) == 532);
+static_assert(offsetof(Params, seqlen_kv) == 536);
+static_assert(offsetof(Params, num_tiles) == 540);
+static_assert(offsetof(Params, num_row_blocks) == 544);
+static_assert(offsetof(Params, heads_per_section) == 548);
+static_assert(offsetof(Params, num_sections) == 552);
+static_assert(offsetof(Params, scale_log2) == 556);
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 struct Tile {
@@ -143,7 +137,8 @@ __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int firs
 }
 
 // The barriers between the warpgroup that fetches and those that compute: a buffer is full when its bytes have arrived,
-// and empty when every computing warp has finished with it.
+// and empty when those that compute have finished with it: of K and V every warp says so, of Q one thread of each warpgroup,
+// which has seen the output leave through it.
 struct Barriers {
     shared_address first;
 
@@ -340,29 +335,6 @@ __device__ __forceinline__ void rescale(float (&output)[kHeadDimV / 2], const Ro
     }
 }
 
-// Transposes a 4x4 matrix of words that four neighbouring lanes hold by rows: lane i gives word j to lane j, which has it
-// as its word i.
-__device__ __forceinline__ uint4 trade(const uint32_t (&mine)[4], int lane_of_four) {
-    // Distance 1, then distance 2: each lane keeps one of a pair of words and swaps the other.
-    const bool odd = lane_of_four & 1;
-    const bool upper = lane_of_four & 2;
-    uint32_t pairs[4];
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-        const uint32_t received = __shfl_xor_sync(0xffffffff, odd ? mine[i] : mine[i + 1], 1);
-        pairs[i] = odd ? received : mine[i];
-        pairs[i + 1] = odd ? mine[i + 1] : received;
-    }
-    uint32_t words[4];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const uint32_t received = __shfl_xor_sync(0xffffffff, upper ? pairs[i] : pairs[i + 2], 2);
-        words[i] = upper ? received : pairs[i];
-        words[i + 2] = upper ? pairs[i + 2] : received;
-    }
-    return {words[0], words[1], words[2], words[3]};
-}
-
 // What the output of rows g and g + 8 of the warp's 16 is multiplied by, now that their sums are complete. Writes the LSE.
 // A row that attends to nothing has the sum 0: its output becomes 0, its LSE -inf.
 __device__ __forceinline__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane,
@@ -380,29 +352,34 @@ __device__ __forceinline__ void finish_rows(const Params& params, const Tile& ti
     }
 }
 
-// Rounds the output and writes it.
+// Rounds the output and lets the copy engine write it: through `staging`, the warpgroup's rows of the tile of Q, which are
+// done with and which only it has read; swizzled as those were. One thread of the warpgroup starts the copies.
 __device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2],
-                                           const RowState& rows, int first_row, int lane) {
+                                           const RowState& rows, int first_row, int lane, shared_address staging, int consumer) {
     float factor[2];
     finish_rows(params, tile, rows, first_row, lane, factor);
+    const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int row = first_row + 8 * half + lane / 4;
-        element* out_row = params.out + tile.batch * params.out_batch_stride +
-                           row_offset(params, tile, row, params.out_row_stride, params.out_head_stride);
-        // A lane has two neighbouring columns of every eight. Four lanes trade, so that each gets eight of 32.
+    for (int n = 0; n < kHeadDimV / 8; n += 2) {
+        // Rows 0 to 7 and 8 to 15 of eight columns, then of the next eight.
+        uint32_t matrices[4];
 #pragma unroll
-        for (int n = 0; n < kHeadDimV / 8; n += 4) {
-            uint32_t mine[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                mine[i] = pack<element>(output[4 * (n + i) + 2 * half] * factor[half],
-                                        output[4 * (n + i) + 2 * half + 1] * factor[half]);
-            }
-            const uint4 chunk = trade(mine, lane % 4);
-            const int column = 8 * (n + lane % 4);
-            if (row < num_rows(params) && column < params.head_dim_v) store_global_128(out_row + column, chunk);
+        for (int i = 0; i < 4; ++i) {
+            matrices[i] = pack<element>(output[4 * n + 2 * i] * factor[i % 2], output[4 * n + 2 * i + 1] * factor[i % 2]);
         }
+        const int chunk = (8 * n % kPanelColumns / 8 + lane / 16) ^ row % 8;
+        const shared_address panel = staging + 8 * n / kPanelColumns * kBlockM * kPanelRowBytes;
+        stmatrix_x4(panel + row * kPanelRowBytes + 16 * chunk, matrices);
+    }
+    fence_proxy_async();  // the copy engine would not see the writes otherwise
+    barrier_sync(kStoreBarrier + consumer, 128);
+    if (threadIdx.x % 128 == 0) {
+#pragma unroll
+        for (int panel = 0; panel < kHeadDimV / kPanelColumns; ++panel) {
+            tma_store_4d(params.out, staging + panel * kBlockM * kPanelRowBytes, panel * kPanelColumns,
+                         tile.first_row + 64 * consumer, tile.head, tile.batch);
+        }
+        tma_store_commit();
     }
 }
 
@@ -465,75 +442,99 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
     };
     RingPosition<kQStages> q_ring;
     RingPosition<kStages> k_ring, v_ring;
+    // The output of a tile leaves through the buffer of its queries, which is empty once the copies have read it. The thread
+    // that started them waits for that after the next tile's first softmax: what comes into that buffer are the queries of
+    // the tile after it.
+    bool output_leaving = false;
+    auto release_previous_queries = [&] {
+        if (output_leaving && threadIdx.x % 128 == 0) {
+            tma_store_wait_read<0>();
+            mbarrier_arrive(barriers.q_empty(q_ring.stage ^ 1));
+        }
+        output_leaving = false;
+    };
     // The warpgroups take turns at issuing products, so that one multiplies while the others do their softmax.
     auto begin_turn = [&] { barrier_sync(1 + consumer, 256); };
     auto end_turn = [&] { barrier_arrive(1 + (consumer + 1) % kConsumers, 256); };
     if (consumer == kConsumers - 1) end_turn();
     // The last block of keys, in which a sequence may end, is the same for all tiles.
-    const uint32_t hidden = bits_from(params.seqlen_kv, (params.seqlen_kv - 1) / kBlockN * kBlockN, lane);
+    const int last_block = (params.seqlen_kv - 1) / kBlockN;
+    const uint32_t hidden = bits_from(params.seqlen_kv, last_block * kBlockN, lane);
 
-    for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
-        const Tile tile = find_tile(params, tiles.index);
-        const Blocks blocks = find_blocks(params, tile.first_row, kBlockM);
-        int block = blocks.last;
-        const int first_row = tile.first_row + warp_row;
-        const shared_address q_tile = shared + q_ring.stage * kQBytes + consumer * 64 * kPanelRowBytes;
+    shared_address q_tile;
+    float scores[kBlockN / 2];
+    // Starts the first product of a tile.
+    auto start_tile = [&] {
+        q_tile = shared + q_ring.stage * kQBytes + consumer * 64 * kPanelRowBytes;
         mbarrier_wait(barriers.q_full(q_ring.stage), q_ring.parity);
-        __syncwarp();  // no lane is left waiting for a phase that another lane lets end
-        float output[kHeadDimV / 2];
-#pragma unroll
-        for (int i = 0; i < kHeadDimV / 2; ++i) output[i] = 0.0f;
-        RowState rows;
-        const bool visible = blocks.last >= blocks.first;
-        if (!visible) release(barriers.q_empty(q_ring.stage));  // queries come for every tile, also where they see nothing
-        if (visible) {
-            float scores[kBlockN / 2];
-            Weights weights;
+        mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
+        begin_turn();
+        start_qk(scores, q_tile, shared + kKOffset + k_ring.stage * kKBytes);
+        end_turn();
+    };
 
+    TileSequence tiles;
+    Tile tile = find_tile(params, tiles.index);
+    float output[kHeadDimV / 2] = {};
+    RowState rows;
+    start_tile();
+    while (true) {
+        Weights weights;
+        wgmma_wait<0>();
+        pin_registers(scores);
+        release(barriers.k_empty(k_ring.stage));
+        k_ring.advance();
+        if ((last_block + 1) * kBlockN > params.seqlen_kv) hide_keys(params, scores, hidden, last_block * kBlockN);
+        softmax_step(scores, rows, params.scale_log2);
+        weights.set(scores);
+        release_previous_queries();
+
+        for (int block = last_block - 1; block >= 0; --block) {
+            // Q . K^T of this block and P . V of the one before are under way while softmax waits for the first only.
             mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
             begin_turn();
             start_qk(scores, q_tile, shared + kKOffset + k_ring.stage * kKBytes);
+            mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
+            start_pv(output, weights, shared + kVOffset + v_ring.stage * kVBytes);
             end_turn();
-            wgmma_wait<0>();
+            wgmma_wait<1>();
             pin_registers(scores);
             release(barriers.k_empty(k_ring.stage));
             k_ring.advance();
-            if ((block + 1) * kBlockN > params.seqlen_kv) hide_keys(params, scores, hidden, block * kBlockN);
-            softmax_step(scores, rows, params.scale_log2);
-            weights.set(scores);
-
-            for (--block; block >= blocks.first; --block) {
-                // Q . K^T of this block and P . V of the one before are under way while softmax waits for the first only.
-                mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
-                begin_turn();
-                start_qk(scores, q_tile, shared + kKOffset + k_ring.stage * kKBytes);
-                mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
-                start_pv(output, weights, shared + kVOffset + v_ring.stage * kVBytes);
-                end_turn();
-                wgmma_wait<1>();
-                pin_registers(scores);
-                release(barriers.k_empty(k_ring.stage));
-                k_ring.advance();
-                const bool moved = softmax_step(scores, rows, params.scale_log2);
-                wgmma_wait<0>();
-                pin_registers(output);
-                release(barriers.v_empty(v_ring.stage));
-                v_ring.advance();
-                // Packed ahead of the branch, so that it fills the gaps between the exponentials.
-                weights.set(scores);
-                if (moved) rescale(output, rows);
-            }
-            release(barriers.q_empty(q_ring.stage));
-            mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
-            start_pv(output, weights, shared + kVOffset + v_ring.stage * kVBytes);
+            const bool moved = softmax_step(scores, rows, params.scale_log2);
             wgmma_wait<0>();
             pin_registers(output);
             release(barriers.v_empty(v_ring.stage));
             v_ring.advance();
+            // Packed ahead of the branch, so that it fills the gaps between the exponentials.
+            weights.set(scores);
+            if (moved) rescale(output, rows);
         }
-        store_tile(params, tile, output, rows, first_row, lane);
+        mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
+        start_pv(output, weights, shared + kVOffset + v_ring.stage * kVBytes);
+        wgmma_wait<0>();
+        pin_registers(output);
+        release(barriers.v_empty(v_ring.stage));
+        v_ring.advance();
+        tiles.advance();
+        if (tiles.index >= params.num_tiles) break;
+        // The next tile's first product is under way while this one's output is stored.
+        const Tile finished = tile;
+        const shared_address staging = q_tile;
+        tile = find_tile(params, tiles.index);
         q_ring.advance();
+        start_tile();
+        store_tile(params, finished, output, rows, finished.first_row + warp_row, lane, staging, consumer);
+        output_leaving = true;
+        // One thread has started the copies: unless the warp is together again here, the compiler keeps what is the same in all
+        // of its lanes, as the stages are, in a register of each.
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < kHeadDimV / 2; ++i) output[i] = 0.0f;
+        rows = RowState();
     }
+    store_tile(params, tile, output, rows, tile.first_row + warp_row, lane, q_tile, consumer);
+    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory is there until the last copy has read it; the end of the grid awaits the writes
     if (consumer == 0) begin_turn();  // the one that the last warpgroup passed on last
 }
 
@@ -548,9 +549,10 @@ flash_fwd_hdim192_bf16_sm90(const __grid_constant__ Params params) {
         prefetch_tensormap(params.q);
         prefetch_tensormap(params.k);
         prefetch_tensormap(params.v);
+        prefetch_tensormap(params.out);
         for (int stage = 0; stage < kQStages; ++stage) {
             mbarrier_init(barriers.q_full(stage), 1);
-            mbarrier_init(barriers.q_empty(stage), 4 * kConsumers);
+            mbarrier_init(barriers.q_empty(stage), kConsumers);
         }
         for (int stage = 0; stage < kStages; ++stage) {
             mbarrier_init(barriers.k_full(stage), 1);

@@ -56,6 +56,7 @@ struct Params {
     int32_t head_dim_v;                   // of the call, at most kHeadDimV
     int32_t num_tiles;
     int32_t num_row_blocks;               // tiles of one head
+    int32_t rows_ahead;                   // rows of a head's first tile ahead of its first query
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
@@ -78,17 +79,18 @@ static_assert(offsetof(Params, seqlen_kv) == 440);
 static_assert(offsetof(Params, head_dim_v) == 444);
 static_assert(offsetof(Params, num_tiles) == 448);
 static_assert(offsetof(Params, num_row_blocks) == 452);
-static_assert(offsetof(Params, heads_per_section) == 456);
-static_assert(offsetof(Params, num_sections) == 460);
-static_assert(offsetof(Params, diagonal_offset) == 464);
-static_assert(offsetof(Params, scale_log2) == 468);
+static_assert(offsetof(Params, rows_ahead) == 456);
+static_assert(offsetof(Params, heads_per_section) == 460);
+static_assert(offsetof(Params, num_sections) == 464);
+static_assert(offsetof(Params, diagonal_offset) == 468);
+static_assert(offsetof(Params, scale_log2) == 472);
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 struct Tile {
     int batch;
     int head;
     int kv_head;
-    int first_row;  // rows are queries
+    int first_row;  // rows are queries; below 0 where a first tile is not whole
 };
 
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
@@ -109,7 +111,9 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     tile.batch = head_of_batch / num_heads;
     tile.head = head_of_batch - tile.batch * num_heads;
     tile.kv_head = tile.head;
-    tile.first_row = (params.num_row_blocks - 1 - row_block) * kBlockM;
+    // Where the last tile is whole and the first is not, the missing rows are those with the fewest keys, and tiles become
+    // shorter by the same from one to the next.
+    tile.first_row = (params.num_row_blocks - 1 - row_block) * kBlockM - params.rows_ahead;
     return tile;
 }
 
@@ -380,7 +384,7 @@ __device__ __forceinline__ void finish_rows(const Params& params, const Tile& ti
         const int row = first_row + 8 * half + lane / 4;
         const float sum = quad_sum(rows.sum[half]);
         factor[half] = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
-        if (params.lse != nullptr && lane % 4 == 0 && row < num_rows(params)) {
+        if (params.lse != nullptr && lane % 4 == 0 && row >= 0 && row < num_rows(params)) {
             const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
             store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
                             (rows.reference[half] + log2_approx(sum)) * kLn2);
@@ -409,7 +413,7 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
             }
             const uint4 chunk = trade(mine, lane % 4);
             const int column = 8 * (n + lane % 4);
-            if (row < num_rows(params) && column < params.head_dim_v) store_global_128(out_row + column, chunk);
+            if (row >= 0 && row < num_rows(params) && column < params.head_dim_v) store_global_128(out_row + column, chunk);
         }
     }
 }
@@ -422,7 +426,8 @@ struct Blocks {
 
 // Those of which one of `count` rows from `first_row` on sees a key.
 __device__ __forceinline__ Blocks find_blocks(const Params& params, int first_row, int count) {
-    const KeyRange keys = keys_of_some(params, first_row, count);
+    const int skipped = max(-first_row, 0);
+    const KeyRange keys = keys_of_some(params, first_row + skipped, count - skipped);
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
 }
 
@@ -498,9 +503,10 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         const Tile tile = find_tile(params, tiles.index);
         const Blocks blocks = find_blocks(params, tile.first_row, kBlockM);
         int block = blocks.last;
-        // The blocks of which this warpgroup's own rows see a key: none where the queries end ahead of them.
+        // The blocks of which this warpgroup's own rows see a key: none where they lie ahead of the first query or behind the last.
         const int own_row = tile.first_row + 64 * consumer;
-        const Blocks own = own_row < num_rows(params) ? find_blocks(params, own_row, 64) : Blocks{0, -1};
+        const bool has_rows = own_row >= 0 && own_row < num_rows(params);
+        const Blocks own = has_rows ? find_blocks(params, own_row, 64) : Blocks{0, -1};
         // Those behind their last key, and where they see none at all, every block.
 #pragma unroll 1
         for (; block > max(own.last, blocks.first - 1); --block) pass_over();
@@ -508,9 +514,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         const shared_address q_tile = shared + q_ring.stage * kQBytes + consumer * 64 * kPanelRowBytes;
         mbarrier_wait(barriers.q_full(q_ring.stage), q_ring.parity);
         __syncwarp();  // no lane is left waiting for a phase that another lane lets end
-        float output[kHeadDimV / 2];
-#pragma unroll
-        for (int i = 0; i < kHeadDimV / 2; ++i) output[i] = 0.0f;
+        float output[kHeadDimV / 2] = {};
         RowState rows;
         const bool visible = own.last >= own.first;
         if (!visible) release(barriers.q_empty(q_ring.stage));  // queries come for every tile, also where they see nothing

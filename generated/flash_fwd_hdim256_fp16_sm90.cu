@@ -470,67 +470,60 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
     auto end_turn = [&] { barrier_arrive(1 + (consumer + 1) % kConsumers, 256); };
     if (consumer == kConsumers - 1) end_turn();
     // The last block of keys, in which a sequence may end, is the same for all tiles.
-    const uint32_t hidden = bits_from(params.seqlen_kv, (params.seqlen_kv - 1) / kBlockN * kBlockN, lane);
+    const int last_block = (params.seqlen_kv - 1) / kBlockN;
+    const uint32_t hidden = bits_from(params.seqlen_kv, last_block * kBlockN, lane);
 
     for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
         const Tile tile = find_tile(params, tiles.index);
-        const Blocks blocks = find_blocks(params, tile.first_row, kBlockM);
-        int block = blocks.last;
         const int first_row = tile.first_row + warp_row;
         const shared_address q_tile = shared + q_ring.stage * kQBytes + consumer * 64 * kPanelRowBytes;
         mbarrier_wait(barriers.q_full(q_ring.stage), q_ring.parity);
         __syncwarp();  // no lane is left waiting for a phase that another lane lets end
-        float output[kHeadDimV / 2];
-#pragma unroll
-        for (int i = 0; i < kHeadDimV / 2; ++i) output[i] = 0.0f;
+        float output[kHeadDimV / 2] = {};
         RowState rows;
-        const bool visible = blocks.last >= blocks.first;
-        if (!visible) release(barriers.q_empty(q_ring.stage));  // queries come for every tile, also where they see nothing
-        if (visible) {
-            float scores[kBlockN / 2];
-            Weights weights;
+        float scores[kBlockN / 2];
+        Weights weights;
 
+        mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
+        begin_turn();
+        start_qk(scores, q_tile, shared + kKOffset + k_ring.stage * kKBytes);
+        end_turn();
+        wgmma_wait<0>();
+        pin_registers(scores);
+        release(barriers.k_empty(k_ring.stage));
+        k_ring.advance();
+        if ((last_block + 1) * kBlockN > params.seqlen_kv) hide_keys(params, scores, hidden, last_block * kBlockN);
+        softmax_step(scores, rows, params.scale_log2);
+        weights.set(scores);
+
+        for (int block = last_block - 1; block >= 0; --block) {
+            // Q . K^T of this block and P . V of the one before are under way while softmax waits for the first only.
             mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
             begin_turn();
             start_qk(scores, q_tile, shared + kKOffset + k_ring.stage * kKBytes);
+            mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
+            start_pv(output, weights, shared + kVOffset + v_ring.stage * kVBytes);
             end_turn();
-            wgmma_wait<0>();
+            wgmma_wait<1>();
             pin_registers(scores);
             release(barriers.k_empty(k_ring.stage));
             k_ring.advance();
-            if ((block + 1) * kBlockN > params.seqlen_kv) hide_keys(params, scores, hidden, block * kBlockN);
-            softmax_step(scores, rows, params.scale_log2);
-            weights.set(scores);
-
-            for (--block; block >= blocks.first; --block) {
-                // Q . K^T of this block and P . V of the one before are under way while softmax waits for the first only.
-                mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
-                begin_turn();
-                start_qk(scores, q_tile, shared + kKOffset + k_ring.stage * kKBytes);
-                mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
-                start_pv(output, weights, shared + kVOffset + v_ring.stage * kVBytes);
-                end_turn();
-                wgmma_wait<1>();
-                pin_registers(scores);
-                release(barriers.k_empty(k_ring.stage));
-                k_ring.advance();
-                const bool moved = softmax_step(scores, rows, params.scale_log2);
-                wgmma_wait<0>();
-                pin_registers(output);
-                release(barriers.v_empty(v_ring.stage));
-                v_ring.advance();
-                // Packed ahead of the branch, so that it fills the gaps between the exponentials.
-                weights.set(scores);
-                if (moved) rescale(output, rows);
-            }
-            release(barriers.q_empty(q_ring.stage));
-            mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
-            start_pv(output, weights, shared + kVOffset + v_ring.stage * kVBytes);
+            const bool moved = softmax_step(scores, rows, params.scale_log2);
             wgmma_wait<0>();
             pin_registers(output);
             release(barriers.v_empty(v_ring.stage));
             v_ring.advance();
+            // Packed ahead of the branch, so that it fills the gaps between the exponentials.
+            weights.set(scores);
+            if (moved) rescale(output, rows);
         }
+        release(barriers.q_empty(q_ring.stage));
+        mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
+        start_pv(output, weights, shared + kVOffset + v_ring.stage * kVBytes);
+        wgmma_wait<0>();
+        pin_registers(output);
+        release(barriers.v_empty(v_ring.stage));
+        v_ring.advance();
         store_tile(params, tile, output, rows, first_row, lane);
         q_ring.advance();
     }

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashgen.dispatch import candidates, cost, offers, rows, runs_on, select, tiles
+from flashgen.dispatch import candidates, cost, offers, runs_on, select
 from flashgen.errors import DeviceTypeNotSupported, SpecError
 from flashgen.problem import UNBOUNDED, Problem
 from flashgen.spec import Spec, load_spec, load_specs
+from flashgen.tiling import rows, tiles
 from flashgen.variant import Variant
 
 H200 = SimpleNamespace(

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from flashgen.device import Device
-from flashgen.dispatch import runs_on, tiles
+from flashgen.dispatch import runs_on
 from flashgen.launch import geometry
 from flashgen.simulator.example import make
 from flashgen.tensormap import expressible
+from flashgen.tiling import tiles
 from gpu import sanitized
 from gpu.test_sanitizer_gpu import _CLEAN, _FOUND, TOOLS, chosen
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from fake_gpu import H200, Binding
 from flashgen import launch, tensormap
-from flashgen.dispatch import heads, rows, tiles
 from flashgen.errors import BadTensorShape, NoBindingError, SpecError
 from flashgen.launch import POINTERS, geometry, pack, parameters, vector_width
 from flashgen.params import Param, layout
 from flashgen.problem import UNBOUNDED, Problem
 from flashgen.spec import load_spec, load_specs
+from flashgen.tiling import heads, rows, tiles
 
 PROBLEM = Problem(
     batch=2,

@@ -5,10 +5,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fake_gpu import H200
-from flashgen.dispatch import heads, rows
 from flashgen.problem import UNBOUNDED, Problem
 from flashgen.sections import sections
 from flashgen.spec import load_specs
+from flashgen.tiling import heads, rows
 
 CALL = Problem(
     batch=1,

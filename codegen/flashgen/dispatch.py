@@ -25,6 +25,7 @@ from flashgen.device import arch_parts, reaches
 from flashgen.errors import DeviceTypeNotSupported, SpecError
 from flashgen.problem import MAX_SEQLEN
 from flashgen.tensormap import REQUIREMENTS, expressible
+from flashgen.tiling import rows, tiles
 from flashgen.variant import TUNED_TILE
 from flashgen.visited import visited_keys
 
@@ -114,7 +115,7 @@ def without_replaced(variants: Iterable[Variant]) -> tuple[Variant, ...]:
 
 def cost(problem: Problem, device: Device, variant: Variant) -> float:
     """Modelled time of a problem, comparable between variants for one problem only."""
-    mean, longest = visited_keys(problem, variant, rows(problem, variant))
+    mean, longest = visited_keys(problem, variant)
     count = tiles(problem, variant)
     if mean == longest:
         keys: float = -(-count // device.num_sms) * longest
@@ -122,26 +123,6 @@ def cost(problem: Problem, device: Device, variant: Variant) -> float:
         # Tiles of different lengths are handed out so that multiprocessors have about the same work.
         keys = max(count * mean / device.num_sms, longest)
     return keys * variant.tile_value("block_m") / variant.efficiency
-
-
-def rows(problem: Problem, variant: Variant) -> int:
-    """Rows of queries that the tiles of one (batch, head) cut: packed variants fold the group into them."""
-    return problem.seqlen_q * (problem.group_size if variant.gqa == "packed" else 1)
-
-
-def heads(problem: Problem, variant: Variant) -> int:
-    """Heads of the grid: query heads, or kv heads where the group is folded into the rows."""
-    return problem.num_heads_kv if variant.gqa == "packed" else problem.num_heads_q
-
-
-def row_blocks(problem: Problem, variant: Variant) -> int:
-    """Tiles of one (batch, head)."""
-    return -(-rows(problem, variant) // variant.tile_value("block_m"))
-
-
-def tiles(problem: Problem, variant: Variant) -> int:
-    """Tiles of the grid."""
-    return row_blocks(problem, variant) * heads(problem, variant) * problem.batch
 
 
 def runs_on(variant: Variant, device: Device) -> bool:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from flashgen import dependent, tensormap
 from flashgen.device import activated
 from flashgen.device import device as device_of
-from flashgen.dispatch import row_blocks, select, tiles
+from flashgen.dispatch import select
 from flashgen.errors import BadTensorShape, CompileError, SpecError
 from flashgen.params import TENSOR_MAP, layout
 from flashgen.sections import blocks_at_a_time, sections
+from flashgen.tiling import row_blocks, rows_ahead, tiles
 from flashgen.tuned import TunedWarning
 from flashgen.variant import TUNED_TILE
 
@@ -86,6 +87,7 @@ def parameters(problem: Problem, variant: Variant, device: Device) -> dict[str, 
         "softmax_scale": problem.softmax_scale,
         "scale_log2": problem.softmax_scale * math.log2(math.e),
         "num_row_blocks": row_blocks(problem, variant),
+        "rows_ahead": rows_ahead(problem, variant),
         "num_tiles": tiles(problem, variant),
         "heads_per_section": cut.heads,
         "num_sections": cut.count,

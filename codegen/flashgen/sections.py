@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from flashgen.dispatch import heads, row_blocks
+from flashgen.tiling import heads, row_blocks
 
 if TYPE_CHECKING:
     from flashgen.device import Device

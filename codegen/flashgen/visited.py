@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from flashgen.tiling import WARPGROUP_ROWS, row_blocks, rows, rows_ahead, shifts
+
 if TYPE_CHECKING:
     from flashgen.problem import Problem
     from flashgen.variant import Variant
@@ -12,25 +14,37 @@ if TYPE_CHECKING:
 _SAMPLES = 32
 
 
-def visited_keys(problem: Problem, variant: Variant, rows: int) -> tuple[float, int]:
-    """Keys that a tile of the variant visits, in whole blocks: the mean over the row blocks of a head, and
-    the most. A head has ``rows`` rows. A dense mask counts as one that hides nothing.
+def visited_keys(problem: Problem, variant: Variant) -> tuple[float, float]:
+    """Keys that the rows of a tile of the variant visit, in whole blocks: the mean over the row blocks of a
+    head, and the most. Rows visit what their tile does or, where warpgroups pass over blocks, what their
+    warpgroup does. A dense mask counts as one that hides nothing.
     """
     block_m = variant.tile_value("block_m")
     block_n = dict(variant.tile).get("block_n", 1)
     everything = -(-problem.seqlen_kv // block_n) * block_n
-    row_blocks = -(-rows // block_m)
-    if problem.mask_type not in ("causal", "local") or not row_blocks:
+    blocks = row_blocks(problem, variant)
+    if problem.mask_type not in ("causal", "local") or not blocks:
         return everything, everything
-    group = problem.group_size if variant.gqa == "packed" else 1
-    left, right = (problem.window_left, problem.window_right) if problem.mask_type == "local" else (None, 0)
-    count = min(row_blocks, _SAMPLES)
+    count = min(blocks, _SAMPLES)
+    ahead = rows_ahead(problem, variant)
+    part = WARPGROUP_ROWS if shifts(variant) else block_m
     lengths = []
     for sample in range(count):
-        first_row = (2 * sample + 1) * row_blocks // (2 * count) * block_m
-        first = first_row // group + problem.diagonal_offset
-        last = (min(first_row + block_m, rows) - 1) // group + problem.diagonal_offset
-        begin = 0 if left is None else max(0, first - left) // block_n
-        end = -(-min(problem.seqlen_kv, last + right + 1) // block_n)
-        lengths.append(max(0, end - begin) * block_n)
+        first_row = (2 * sample + 1) * blocks // (2 * count) * block_m - ahead
+        parts = range(first_row, first_row + block_m, part)
+        lengths.append(sum(_keys_of(problem, variant, row, part, block_n) for row in parts) / len(parts))
     return sum(lengths) / count, max(lengths)
+
+
+def _keys_of(problem: Problem, variant: Variant, first_row: int, count: int, block_n: int) -> int:
+    """The same for ``count`` rows that visit the same blocks."""
+    end_row = min(first_row + count, rows(problem, variant))
+    if first_row < 0 or end_row <= first_row:
+        return 0
+    group = problem.group_size if variant.gqa == "packed" else 1
+    left, right = (problem.window_left, problem.window_right) if problem.mask_type == "local" else (None, 0)
+    first = first_row // group + problem.diagonal_offset
+    last = (end_row - 1) // group + problem.diagonal_offset
+    begin = 0 if left is None else max(0, first - left) // block_n
+    end = -(-min(problem.seqlen_kv, last + right + 1) // block_n)
+    return max(0, end - begin) * block_n

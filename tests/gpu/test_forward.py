@@ -11,10 +11,11 @@ torch = pytest.importorskip("torch", reason="the float64 reference is computed w
 import flashgen  # noqa: E402
 from flashgen import build, kernel  # noqa: E402
 from flashgen.device import device  # noqa: E402
-from flashgen.dispatch import FAMILY, runs_on, tiles  # noqa: E402
+from flashgen.dispatch import FAMILY, runs_on  # noqa: E402
 from flashgen.launch import Launcher  # noqa: E402
 from flashgen.plans import Plan  # noqa: E402
 from flashgen.spec import load_specs  # noqa: E402
+from flashgen.tiling import tiles  # noqa: E402
 from gpu import forward_cases, reference  # noqa: E402
 from gpu.cases import Arrays, Case, Mask, check, compare, front_door, make, new_seed, problem_of  # noqa: E402
 

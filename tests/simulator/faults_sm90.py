@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashgen.simulator.example import Shape
-from simulator.faults import NUMBERS, WRONG, Fault, fault
+from simulator.faults import BOUNDS, NUMBERS, WRONG, Fault, fault
 
 # Two computing warpgroups that take turns, two stages, two tiles of Q; a head in one panel, and in two.
 TURNS = "flash_fwd_hdim64_fp16_m128_sm90"
@@ -32,23 +32,25 @@ DEPENDENT = ("dependency",)
 PHASES = (*ASYNC, "deadlock", "mbarrier", WRONG)
 
 WAIT = "    griddepcontrol_wait();\n"
-STORE = "        store_tile(params, tile, output, rows, first_row, lane, q_tile, consumer);\n"
-LEAVING = STORE + "        output_leaving = true;\n        q_ring.advance();\n    }\n"
+STORE = (
+    "store_tile(params, finished, output, rows, finished.first_row + warp_row, lane, staging, consumer);\n"
+)
+LAST_STORE = "store_tile(params, tile, output, rows, tile.first_row + warp_row, lane, q_tile, consumer);\n"
 # What a thread does to a word of Q's tile once it is there; the products read it afterwards.
 REWRITE = """            const shared_address word = q_tile + threadIdx.x % 128 * 4;
             store_shared_32(word, load_shared_32(word));
             FENCEbarrier_sync(8 + consumer, 128);
 """
 EXPECTED = "mbarrier_arrive_expect_tx(full, kBlockN * kColumns * sizeof(element));"
-FIRST_PRODUCT = "            begin_turn();\n            start_qk"
-FIRST_WAIT = (
-    "            Weights weights;\n\n            mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);"
-)
+FIRST_PRODUCT = "        begin_turn();\n        start_qk"
+K_WAIT = "mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);\n"
+FIRST_WAIT = f"            Weights weights;\n\n            {K_WAIT}"
+FIRST_TURN = f"        {K_WAIT}{FIRST_PRODUCT}"
 RELEASE = "            mbarrier_arrive(barriers.q_empty(q_ring.stage ^ 1));\n"
 READ = "            tma_store_wait_read<0>();\n" + RELEASE
 PASSED = "        release(barriers.v_empty(v_ring.stage));\n        v_ring.advance();\n    };\n"
-LOOP_WAIT = "                wgmma_wait<1>();\n                pin_registers(scores);\n"
-OUTPUT_WAIT = "                wgmma_wait<0>();\n                pin_registers(output);\n"
+LOOP_WAIT = "            wgmma_wait<1>();\n            pin_registers(scores);\n"
+OUTPUT_WAIT = "            wgmma_wait<0>();\n            pin_registers(output);\n"
 
 
 def planted(
@@ -63,15 +65,14 @@ FAULTS = (
     planted(
         "consumer waits for the wrong phase of K",
         PHASES,
-        FIRST_WAIT,
-        FIRST_WAIT.replace("k_ring.parity", "k_ring.parity ^ 1"),
+        FIRST_TURN,
+        FIRST_TURN.replace("k_ring.parity", "k_ring.parity ^ 1"),
     ),
     planted(
         "consumer does not wait for V",
         ASYNC,
-        "                mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);\n"
-        "                start_pv",
-        "                start_pv",
+        "            mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);\n            start_pv",
+        "            start_pv",
     ),
     planted(
         "consumer does not wait for Q",
@@ -114,7 +115,7 @@ FAULTS = (
     planted(
         "stages of K never released in the loop",
         STUCK,
-        LOOP_WAIT + "                release(barriers.k_empty(k_ring.stage));\n",
+        LOOP_WAIT + "            release(barriers.k_empty(k_ring.stage));\n",
         LOOP_WAIT,
     ),
     planted(
@@ -203,6 +204,42 @@ FAULTS = (
         shape=CAUSAL,
     ),
     planted(
+        "output staged where the next queries lie",
+        (*PHASES,),
+        STORE,
+        STORE.replace("staging", "q_tile"),
+    ),
+    planted(
+        "output stored as that of the next tile",
+        ("race", WRONG),
+        STORE,
+        STORE.replace("finished", "tile"),
+    ),
+    planted(
+        "output of rows ahead of the first copied",
+        ("operand",),
+        " && tile.first_row + 64 * consumer >= 0) {",
+        ") {",
+        variant=PANELS,
+        shape=CAUSAL,
+    ),
+    planted(
+        "log-sum-exp of rows ahead of the first written",
+        (*BOUNDS, "race"),
+        "row >= 0 && row < num_rows(params)",
+        "row < num_rows(params)",
+        variant=PANELS,
+        shape=CAUSAL,
+    ),
+    planted(
+        "tiles shifted by a warpgroup too many",
+        NUMBERS,
+        " - params.rows_ahead;",
+        " - params.rows_ahead - 64;",
+        variant=PANELS,
+        shape=CAUSAL,
+    ),
+    planted(
         "nobody waits until the last output has left",
         ("copy in flight",),
         "    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();",
@@ -252,16 +289,16 @@ FAULTS = (
     planted(
         "stage of K released before its products are done",
         ASYNC,
-        "            wgmma_wait<0>();\n            pin_registers(scores);\n"
-        "            release(barriers.k_empty(k_ring.stage));\n",
-        "            release(barriers.k_empty(k_ring.stage));\n"
-        "            wgmma_wait<0>();\n            pin_registers(scores);\n",
+        "        wgmma_wait<0>();\n        pin_registers(scores);\n"
+        "        release(barriers.k_empty(k_ring.stage));\n",
+        "        release(barriers.k_empty(k_ring.stage));\n"
+        "        wgmma_wait<0>();\n        pin_registers(scores);\n",
     ),
     planted(
         "stage of V released before its products are done",
         ASYNC,
-        OUTPUT_WAIT + "                release(barriers.v_empty(v_ring.stage));\n",
-        "                release(barriers.v_empty(v_ring.stage));\n" + OUTPUT_WAIT,
+        OUTPUT_WAIT + "            release(barriers.v_empty(v_ring.stage));\n",
+        "            release(barriers.v_empty(v_ring.stage));\n" + OUTPUT_WAIT,
     ),
     planted(
         "every lane releases",
@@ -425,7 +462,7 @@ FAULTS = (
         "no wait for the scores",
         REGISTERS,
         LOOP_WAIT,
-        "                pin_registers(scores);\n",
+        "            pin_registers(scores);\n",
     ),
     planted(
         "wait for the scores one group short",
@@ -443,13 +480,13 @@ FAULTS = (
         "scores not pinned after the wait",
         REGISTERS,
         LOOP_WAIT,
-        "                wgmma_wait<1>();\n",
+        "            wgmma_wait<1>();\n",
     ),
     planted(
         "output not pinned after the wait",
         REGISTERS,
-        "            wgmma_wait<0>();\n            pin_registers(output);\n            release",
-        "            wgmma_wait<0>();\n            release",
+        "        wgmma_wait<0>();\n        pin_registers(output);\n        release",
+        "        wgmma_wait<0>();\n        release",
     ),
     planted(
         "products not committed",
@@ -467,19 +504,19 @@ FAULTS = (
         "weights replaced while they are multiplied",
         REGISTERS,
         OUTPUT_WAIT,
-        "                weights.set(scores);\n" + OUTPUT_WAIT,
+        "            weights.set(scores);\n" + OUTPUT_WAIT,
     ),
     planted(
         "output rescaled while it is added to",
         REGISTERS,
         OUTPUT_WAIT,
-        "                if (moved) rescale(output, rows);\n" + OUTPUT_WAIT,
+        "            if (moved) rescale(output, rows);\n" + OUTPUT_WAIT,
         shape=WIDE,
     ),
     planted(
         "output of a warpgroup not rescaled",
         NUMBERS,
-        "                if (moved) rescale(output, rows);\n",
+        "            if (moved) rescale(output, rows);\n",
         "",
         shape=WIDE,
     ),
@@ -567,7 +604,7 @@ FAULTS = (
         "no barrier of that number",
         ("barrier",),
         FIRST_PRODUCT,
-        "            barrier_sync(16 + consumer, 256);\n            start_qk",
+        "        barrier_sync(16 + consumer, 256);\n        start_qk",
     ),
     planted(
         "more registers wanted than the block has",
@@ -624,8 +661,8 @@ FAULTS = (
         DEPENDENT,
         WAIT,
         "    if (warpgroup == 0) griddepcontrol_wait();\n",
-        LEAVING,
-        LEAVING + "    griddepcontrol_wait();\n",
+        LAST_STORE,
+        LAST_STORE + "    griddepcontrol_wait();\n",
     ),
 )
 
@@ -641,7 +678,7 @@ HARMLESS = (
     planted(
         "stage of K released before its products in the loop are done",
         (),
-        LOOP_WAIT + "                release(barriers.k_empty(k_ring.stage));\n",
-        "                release(barriers.k_empty(k_ring.stage));\n" + LOOP_WAIT,
+        LOOP_WAIT + "            release(barriers.k_empty(k_ring.stage));\n",
+        "            release(barriers.k_empty(k_ring.stage));\n" + LOOP_WAIT,
     ),
 )

@@ -101,13 +101,14 @@ STORE = """
     {fence}
     {barrier}
     if (threadIdx.x == 0) {{
-        tma_store_4d(params.map, shared, 8, 3, 0, 0);
+        tma_store_4d(params.map, shared, {coordinates});
         tma_store_commit();
         {wait}
         {after}
     }}
 """
 STORE_PARTS = {
+    "coordinates": "8, 3, 0, 0",
     "fence": "fence_proxy_async();",
     "barrier": "__syncthreads();",
     "wait": "tma_store_wait_read<0>();",
@@ -151,6 +152,13 @@ def test_a_tensor_store_reads_in_the_async_proxy_until_it_is_waited_for(parts, c
         with pytest.raises(SimulationError) as caught:
             stored(seed, **parts)
         assert caught.value.check in checks
+
+
+@pytest.mark.parametrize("coordinates", ["-8, 3, 0, 0", "8, -1, 0, 0", "8, -16, 0, 0", "0, 0, 0, -1"])
+def test_a_tensor_store_that_begins_ahead_of_the_tensor_is_illegal(coordinates):
+    with pytest.raises(SimulationError) as caught:
+        stored(coordinates=coordinates)
+    assert caught.value.check == "operand"
 
 
 # Matrices that a warp stores.

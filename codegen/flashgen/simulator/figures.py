@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flashgen.dispatch import heads, rows, tiles
 from flashgen.simulator.check import visible_keys
+from flashgen.tiling import heads, rows, tiles
 
 if TYPE_CHECKING:
     from flashgen.problem import Problem

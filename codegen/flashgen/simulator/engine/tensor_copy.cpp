@@ -161,6 +161,13 @@ void TensorCopies::store(Thread& thread, const void* pointer, uint32_t source, c
     const SimTensorMap map = read_map(thread, pointer, rank, where);
     const uint32_t bytes = box_bytes(map), row = row_bytes(map);
     box_offset(thread, source, bytes, "tensor store", where);
+    for (int i = 0; i < rank; ++i) {
+        // Loads may begin ahead of the tensor. For a store an H200 calls that an illegal instruction.
+        if (coordinates[i] < 0) {
+            block_.fail(thread, SIM_OPERAND, where,
+                        format("tensor store at %d in dimension %d, where no coordinate may be negative", coordinates[i], i));
+        }
+    }
     GlobalMemory& global = block_.global(thread, where);
     // The source may be read at once or as late as the wait for it. What it holds cannot change in between.
     const Party engine(block_.order(), thread.index, block_.order().stamp(thread.index), thread.index, 1);
