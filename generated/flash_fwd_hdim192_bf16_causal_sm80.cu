@@ -187,19 +187,21 @@ __device__ __forceinline__ void copy_rows(shared_address tile, const element* so
     constexpr int kRowsPerPass = kCopyThreads / kSwizzleChunks;
     constexpr int kPanels = kColumns * sizeof(element) / kSwizzleBytes;
     static_assert(kColumns * sizeof(element) % kSwizzleBytes == 0, "the swizzle permutes whole panels");
+    static_assert(kRowsPerPass % 8 == 0, "the rows of a thread are swizzled alike");
     const int row = threadIdx.x % kCopyThreads / kSwizzleChunks;
     const int chunk = threadIdx.x % kSwizzleChunks;
     const shared_address destination = tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
     source += row * row_stride + chunk * kChunkElements;
-    const int columns_left = head_dim - chunk * kChunkElements;
+    const int rows_left = valid_rows - row;
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
-        const int rows_left = panel * kSwizzleChunks * kChunkElements < columns_left ? valid_rows - row : 0;
+        constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
+        const element* from = source + panel * kPanelElements;
 #pragma unroll
         for (int first = 0; first < kBlockN; first += kRowsPerPass) {
-            cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes,
-                        source + first * row_stride + panel * kSwizzleChunks * kChunkElements,
-                        first < rows_left ? 16 : 0);
+            cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes, from,
+                        first < rows_left && panel * kPanelElements + chunk * kChunkElements < head_dim ? 16 : 0);
+            from += kRowsPerPass * row_stride;  // one addition a row; worked out anew, an address takes five
         }
     }
 }
@@ -207,9 +209,12 @@ __device__ __forceinline__ void copy_rows(shared_address tile, const element* so
 // Starts the copy of the tile's queries, rows past the last one and elements from head_dim on as zeros.
 __device__ __forceinline__ void copy_queries(const Params& params, const Tile& tile, shared_address q_tile,
                                              const element* q) {
+    constexpr int kRowsPerPass = kThreads / kSwizzleChunks;
+    static_assert(kBlockM % kRowsPerPass == 0, "every thread copies as many rows");
     const int chunk = threadIdx.x % kSwizzleChunks;
 #pragma unroll
-    for (int row = threadIdx.x / kSwizzleChunks; row < kBlockM; row += kThreads / kSwizzleChunks) {
+    for (int first = 0; first < kBlockM; first += kRowsPerPass) {
+        const int row = first + threadIdx.x / kSwizzleChunks;
         const bool row_valid = tile.first_row + row < num_rows(params);
         const element* source = q + row_offset(params, tile, tile.first_row + row, params.q_row_stride, params.q_head_stride);
 #pragma unroll
@@ -461,7 +466,8 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
     constexpr int kRowsPerPass = 32 / kSwizzleChunks;
     const int chunk = lane % kSwizzleChunks;
 #pragma unroll
-    for (int row = lane / kSwizzleChunks; row < kWarpRows; row += kRowsPerPass) {
+    for (int first = 0; first < kWarpRows; first += kRowsPerPass) {
+        const int row = first + lane / kSwizzleChunks;
         const int tile_row = tile.first_row + warp * kWarpRows + row;
         if (tile_row >= num_rows(params)) break;
         element* out_row = out + row_offset(params, tile, tile_row, params.out_row_stride, params.out_head_stride);
