@@ -223,10 +223,10 @@ def test_a_tuned_tile_that_cannot_serve_leaves_the_ordinary_one_in(shipped):
     """A group of 128 heads fills the 128 rows of both, but not the 64 that a copy of the output writes."""
     import numpy as np
 
-    specs = shipped("packed", head_dim=192, mask_type="none")
-    q = view(np.empty((1, 512, 128, 192), np.float16), "q")
-    kv = view(np.empty((1, 512, 1, 192), np.float16), "k")
-    problem = normalise(q, kv, kv)
+    specs = shipped("packed", head_dim=64, mask_type="dense")
+    q = view(np.empty((1, 512, 128, 64), np.float16), "q")
+    kv = view(np.empty((1, 512, 1, 64), np.float16), "k")
+    problem = normalise(q, kv, kv, mask=view(np.zeros((512, 512), bool), "mask"))
     left = {(v.gqa, v.tile_name) for v in candidates(problem, H200, offers(problem, H200, specs))}
     assert ("packed", "") in left
     assert ("packed", "tuned") not in left
@@ -235,7 +235,7 @@ def test_a_tuned_tile_that_cannot_serve_leaves_the_ordinary_one_in(shipped):
 @pytest.mark.parametrize("q_stages", [1, 2])
 def test_a_tuned_tile_has_the_parameters_of_its_own_tile_keys(q_stages, shipped, tmp_path):
     """With two tiles of Q the output leaves by a tensor map. The ordinary tile here has the other number."""
-    point = {1: {"head_dim": 128, "mask_type": "local"}, 2: {"head_dim": 192, "mask_type": "none"}}[q_stages]
+    point = {1: {"head_dim": 128, "mask_type": "local"}, 2: {"head_dim": 64, "mask_type": "dense"}}[q_stages]
     shipped(**point, q_stages=q_stages)
     cache = CubinCache(tmp_path / "cache")
     for source in (None, cache, cache):  # checked, checked and stored, known again

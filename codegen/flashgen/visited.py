@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 _SAMPLES = 32
 
 
-def visited_keys(problem: Problem, variant: Variant) -> tuple[float, float]:
-    """Keys that the rows of a tile of the variant visit, in whole blocks: the mean over the row blocks of a
-    head, and the most. Rows visit what their tile does or, where warpgroups pass over blocks, what their
-    warpgroup does. A dense mask counts as one that hides nothing.
+def visited_keys(problem: Problem, variant: Variant) -> tuple[float, int]:
+    """Keys that a tile of the variant visits, in whole blocks: the mean over the row blocks of a head, and
+    the most. Where warpgroups pass over blocks, the mean is over what each of them visits. A dense mask
+    counts as one that hides nothing.
     """
     block_m = variant.tile_value("block_m")
     block_n = dict(variant.tile).get("block_n", 1)
@@ -28,16 +28,18 @@ def visited_keys(problem: Problem, variant: Variant) -> tuple[float, float]:
     count = min(blocks, _SAMPLES)
     ahead = rows_ahead(problem, variant)
     part = WARPGROUP_ROWS if shifts(variant) else block_m
-    lengths = []
+    total, most = 0, 0
     for sample in range(count):
         first_row = (2 * sample + 1) * blocks // (2 * count) * block_m - ahead
-        parts = range(first_row, first_row + block_m, part)
-        lengths.append(sum(_keys_of(problem, variant, row, part, block_n) for row in parts) / len(parts))
-    return sum(lengths) / count, max(lengths)
+        for row in range(first_row, first_row + block_m, part):
+            total += _keys_of(problem, variant, row, part, block_n) * part
+        skipped = max(0, -first_row)
+        most = max(most, _keys_of(problem, variant, first_row + skipped, block_m - skipped, block_n))
+    return total / (count * block_m), most
 
 
 def _keys_of(problem: Problem, variant: Variant, first_row: int, count: int, block_n: int) -> int:
-    """The same for ``count`` rows that visit the same blocks."""
+    """Those of ``count`` rows that visit the same blocks; 0 for rows that there are none of."""
     end_row = min(first_row + count, rows(problem, variant))
     if first_row < 0 or end_row <= first_row:
         return 0
