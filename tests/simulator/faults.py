@@ -374,8 +374,8 @@ FAULTS = (
         PLAIN,
         SHORT_HEAD,
         BOUNDS,
-        "const int columns_left = head_dim - chunk",
-        "const int columns_left = kColumns - chunk",
+        "chunk * kChunkElements < head_dim ? 16",
+        "chunk * kChunkElements < kColumns ? 16",
     ),
     fault(
         "V read as wide as K",
