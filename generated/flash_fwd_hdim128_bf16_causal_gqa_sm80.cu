@@ -3,8 +3,8 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, gqa gqa
-// tile      block_m 128, block_n 64, warps 4, groups 1, min_blocks 2
-// block     128 threads, 65536 bytes of dynamic shared memory
+// tile      block_m 128, block_n 64, warps 4, groups 1, k_stages 2, min_blocks 2
+// block     128 threads, 81952 bytes of dynamic shared memory
 // target    sm80: sm_80 or later, at most 166912 bytes a block
 // spec      flash_fwd_sm80.yaml
 // template  flash_fwd_sm80.cu.j2
@@ -17,19 +17,23 @@ constexpr int kHeadDimV = 128;  // of V and the output
 constexpr int kBlockM = 128;  // query rows of a tile
 constexpr int kBlockN = 64;  // keys of a tile
 constexpr int kWarps = 4;
-constexpr int kStages = 1;  // blocks of K, and of V, in shared memory
+constexpr int kKStages = 2;  // blocks of K in shared memory
+constexpr int kVStages = 1;  // and of V
 constexpr int kThreads = 32 * kWarps;
 constexpr int kCopyThreads = kThreads / 1;  // threads that share the copy of a block of K or V
 constexpr int kWarpRows = kBlockM / kWarps;  // a warp owns whole rows, so that softmax never leaves it
 constexpr int kRowTiles = kWarpRows / 16;    // 16-row matrix tiles of a warp
+constexpr int kRowTileStep = 16 * kWarps;    // from a warp's first matrix tile, in the upper half of the rows, to its second
 constexpr int kKeyTiles = kBlockN / 8;       // 8-key matrix tiles of a key block
 constexpr int kDimTiles = kHeadDimV / 8;     // 8-wide matrix tiles of the output's head dimension
 
 constexpr int kRowBytes = kHeadDim * sizeof(element);  // from row to row in shared memory, of V as well
 constexpr int kKOffset = kBlockM * kRowBytes;  // Q comes first, then the stages of K, then those of V
 constexpr int kStageBytes = kBlockN * kRowBytes;
-constexpr int kVOffset = kKOffset + kStages * kStageBytes;
-constexpr int kSharedBytes = kVOffset + kStages * kStageBytes;
+constexpr int kVOffset = kKOffset + kKStages * kStageBytes;
+constexpr int kNoteOffset = kVOffset + kVStages * kStageBytes;
+constexpr int kNoteBytes = 32;
+constexpr int kSharedBytes = kNoteOffset + kNoteBytes;
 
 constexpr float kLn2 = 0.6931471805599453f;
 
@@ -37,7 +41,8 @@ static_assert(kBlockM % (16 * kWarps) == 0, "a warp owns whole 16-row matrix til
 static_assert(kBlockN % 16 == 0, "keys are fetched by 16");
 static_assert(kHeadDimV <= kHeadDim, "rows of V and of the output fit into those of K and Q");
 static_assert(kRowBytes % 64 == 0, "the swizzle permutes at least four 16-byte chunks");
-static_assert(kSharedBytes == 65536, "launcher and kernel agree on shared memory");
+static_assert(kRowTiles == 2 && kBlockN <= kRowTileStep, "a half has a matrix tile of each warp, and blocks to itself");
+static_assert(kSharedBytes == 81952, "launcher and kernel agree on shared memory");
 
 struct Params {
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
@@ -102,6 +107,16 @@ static_assert(offsetof(Params, heads_per_section) == 172);
 static_assert(offsetof(Params, num_sections) == 176);
 static_assert(offsetof(Params, diagonal_offset) == 180);
 static_assert(offsetof(Params, scale_log2) == 184);
+
+// The matrix tiles [kBegin, kEnd) of a warp's rows.
+template <int kBegin, int kEnd>
+struct RowTiles {
+    static constexpr int kFirstRow = kBegin * kRowTileStep;
+    static constexpr int kRows = (kEnd - kBegin) * kRowTileStep;
+};
+using UpperHalf = RowTiles<0, 1>;
+using LowerHalf = RowTiles<1, 2>;
+using BothHalves = RowTiles<0, 2>;
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 struct Tile {
@@ -194,17 +209,16 @@ __device__ __forceinline__ void copy_rows(shared_address tile, const element* so
     const int chunk = threadIdx.x % kSwizzleChunks;
     const shared_address destination = tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
     source += row * row_stride + chunk * kChunkElements;
+    constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
     const int rows_left = valid_rows - row;
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-        constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
-        const element* from = source + panel * kPanelElements;
+    for (int first = 0; first < kBlockN; first += kRowsPerPass) {
 #pragma unroll
-        for (int first = 0; first < kBlockN; first += kRowsPerPass) {
-            cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes, from,
+        for (int panel = 0; panel < kPanels; ++panel) {
+            cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes, source + panel * kPanelElements,
                         first < rows_left && panel * kPanelElements + chunk * kChunkElements < head_dim ? 16 : 0);
-            from += kRowsPerPass * row_stride;  // one addition a row; worked out anew, an address takes five
         }
+        source += kRowsPerPass * row_stride;  // one addition a row; worked out anew, an address takes five
     }
 }
 
@@ -258,13 +272,15 @@ __device__ __forceinline__ KeyRange find_keys(const Params& params, const Tile& 
 }
 
 // Hides the keys of the block at `first_key` that lie behind the range of their row; the warp's rows begin at `first_row`.
-__device__ __forceinline__ void hide_late_keys(const Params& params, float (&scores)[kRowTiles][kKeyTiles][4],
-                                               int first_row, int first_key, int lane) {
+template <int kBegin, int kEnd>
+__device__ __forceinline__ void hide_late_keys(RowTiles<kBegin, kEnd>, const Params& params,
+                                               float (&scores)[kRowTiles][kKeyTiles][4], int first_row,
+                                               int first_key, int lane) {
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
+    for (int i = kBegin; i < kEnd; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = first_row + 16 * i + 8 * half + lane / 4;
+            const int row = first_row + kRowTileStep * i + 8 * half + lane / 4;
             const int end = keys_of_query(params, query_of_row(params, row)).end - first_key - lane % 4 * 2;
 #pragma unroll
             for (int j = 0; j < kKeyTiles; ++j) {
@@ -275,12 +291,13 @@ __device__ __forceinline__ void hide_late_keys(const Params& params, float (&sco
     }
 }
 
-// scores (kWarpRows x kBlockN) = Q . K^T for the warp's rows, in fp32. Element [i][j][e] of thread (g, t) = (lane / 4,
-// lane % 4) is row 16 i + g + 8 (e / 2), key 8 j + 2 t + e % 2.
-__device__ __forceinline__ void multiply_qk(float (&scores)[kRowTiles][kKeyTiles][4], const LaneAddress& q_lane,
-                                            const LaneAddress& k_lane) {
+// scores = Q . K^T for the given matrix tiles of the warp's rows, in fp32. Element [i][j][e] of thread (g, t) = (lane / 4,
+// lane % 4) is row g + 8 (e / 2) of tile i, key 8 j + 2 t + e % 2.
+template <int kBegin, int kEnd>
+__device__ __forceinline__ void multiply_qk(RowTiles<kBegin, kEnd>, float (&scores)[kRowTiles][kKeyTiles][4],
+                                            const LaneAddress& q_lane, const LaneAddress& k_lane) {
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
+    for (int i = kBegin; i < kEnd; ++i) {
 #pragma unroll
         for (int j = 0; j < kKeyTiles; ++j) {
 #pragma unroll
@@ -291,13 +308,13 @@ __device__ __forceinline__ void multiply_qk(float (&scores)[kRowTiles][kKeyTiles
     for (int step = 0; step < kHeadDim / 16; ++step) {
         uint32_t q_fragment[kRowTiles][4];
 #pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) ldmatrix_x4(q_fragment[i], step_address(q_lane, 16 * i, step));
+        for (int i = kBegin; i < kEnd; ++i) ldmatrix_x4(q_fragment[i], step_address(q_lane, kRowTileStep * i, step));
 #pragma unroll
         for (int j = 0; j < kKeyTiles; j += 2) {
             uint32_t k_fragment[4];
             ldmatrix_x4(k_fragment, step_address(k_lane, 8 * j, step));
 #pragma unroll
-            for (int i = 0; i < kRowTiles; ++i) {
+            for (int i = kBegin; i < kEnd; ++i) {
                 mma_m16n8k16<element>(scores[i][j], q_fragment[i], k_fragment[0], k_fragment[1]);
                 mma_m16n8k16<element>(scores[i][j + 1], q_fragment[i], k_fragment[2], k_fragment[3]);
             }
@@ -316,9 +333,10 @@ struct Weights {
     }
 };
 
-// output (kWarpRows x kHeadDimV) += P . V.
-__device__ __forceinline__ void multiply_pv(float (&output)[kRowTiles][kDimTiles][4], const Weights& weights,
-                                            const LaneAddress& v_lane) {
+// output += P . V for the given matrix tiles.
+template <int kBegin, int kEnd>
+__device__ __forceinline__ void multiply_pv(RowTiles<kBegin, kEnd>, float (&output)[kRowTiles][kDimTiles][4],
+                                            const Weights& weights, const LaneAddress& v_lane) {
 #pragma unroll
     for (int j = 0; j < kBlockN / 16; ++j) {
 #pragma unroll
@@ -326,7 +344,7 @@ __device__ __forceinline__ void multiply_pv(float (&output)[kRowTiles][kDimTiles
             uint32_t v_fragment[4];
             ldmatrix_x4_trans(v_fragment, step_address(v_lane, 16 * j, n / 2));
 #pragma unroll
-            for (int i = 0; i < kRowTiles; ++i) {
+            for (int i = kBegin; i < kEnd; ++i) {
                 mma_m16n8k16<element>(output[i][n], weights.fragment[i][j], v_fragment[0], v_fragment[1]);
                 mma_m16n8k16<element>(output[i][n + 1], weights.fragment[i][j], v_fragment[2], v_fragment[3]);
             }
@@ -359,13 +377,14 @@ struct RowState {
 };
 
 // Turns the scores of a tile into weights, adds them to the rows' sums and rescales the output where a reference moves.
-__device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kKeyTiles][4], RowState& rows,
-                                             float (&output)[kRowTiles][kDimTiles][4], Weights& weights,
-                                             float scale_log2) {
+template <int kBegin, int kEnd>
+__device__ __forceinline__ void softmax_step(RowTiles<kBegin, kEnd>, const float (&scores)[kRowTiles][kKeyTiles][4],
+                                             RowState& rows, float (&output)[kRowTiles][kDimTiles][4],
+                                             Weights& weights, float scale_log2) {
     float tile_max[kRowTiles][2];
     bool moves = false;
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
+    for (int i = kBegin; i < kEnd; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float value = fmaxf(scores[i][0][2 * half], scores[i][0][2 * half + 1]);
@@ -379,7 +398,7 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kK
     }
     if (__any_sync(0xffffffff, moves)) {
 #pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
+        for (int i = kBegin; i < kEnd; ++i) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const float previous = rows.reference[i][half];
@@ -395,7 +414,7 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kK
         }
     }
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
+    for (int i = kBegin; i < kEnd; ++i) {
 #pragma unroll
         for (int j = 0; j < kKeyTiles; ++j) {
             float values[4];
@@ -407,6 +426,44 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kK
             weights.set(i, j, values);
         }
     }
+}
+
+// Registers are too scarce to keep through the loop what is needed once a block or once a tile: it is noted down in shared
+// memory. To work the tile out once more would take three divisions.
+__device__ __forceinline__ void note_tile(const Tile& tile, shared_address note) {
+    store_shared_64(note, tile.batch, tile.head);
+    store_shared_64(note + 8, tile.kv_head, tile.first_row);
+}
+
+__device__ __forceinline__ Tile noted_tile(shared_address note) {
+    const uint4 numbers = load_shared_128(note);
+    Tile tile;
+    tile.batch = numbers.x;
+    tile.head = numbers.y;
+    tile.kv_head = numbers.z;
+    tile.first_row = numbers.w;
+    return tile;
+}
+
+__device__ __forceinline__ int noted_first_row(shared_address note) { return load_shared_32(note + 12); }
+
+// The first keys and values of the tile's head.
+struct Sources {
+    const element* k;
+    const element* v;
+};
+
+__device__ __forceinline__ void note_sources(const Sources& sources, shared_address note) {
+    const uint64_t k = reinterpret_cast<uint64_t>(sources.k);
+    const uint64_t v = reinterpret_cast<uint64_t>(sources.v);
+    store_shared_64(note + 16, k, k >> 32);
+    store_shared_64(note + 24, v, v >> 32);
+}
+
+__device__ __forceinline__ Sources noted_sources(shared_address note) {
+    const uint4 halves = load_shared_128(note + 16);
+    return {reinterpret_cast<const element*>(uint64_t(halves.y) << 32 | halves.x),
+            reinterpret_cast<const element*>(uint64_t(halves.w) << 32 | halves.z)};
 }
 
 // Completes the sums and divides the output by them. A row that attends to nothing has the sum 0 and becomes 0.
@@ -434,7 +491,7 @@ __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = tile.first_row + warp * kWarpRows + 16 * i + 8 * half + lane / 4;
+            const int row = tile.first_row + warp * 16 + kRowTileStep * i + 8 * half + lane / 4;
             if (row < num_rows(params)) {
                 const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
                 store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
@@ -449,12 +506,12 @@ __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile
 __device__ __forceinline__ void store_output(const Params& params, const Tile& tile,
                                              const float (&output)[kRowTiles][kDimTiles][4], shared_address q_tile,
                                              int warp, int lane) {
-    const shared_address warp_tile = q_tile + warp * kWarpRows * kRowBytes;
+    const shared_address warp_tile = q_tile + warp * 16 * kRowBytes;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = 16 * i + 8 * half + lane / 4;
+            const int row = kRowTileStep * i + 8 * half + lane / 4;
 #pragma unroll
             for (int n = 0; n < kDimTiles; ++n) {
                 store_shared_32(warp_tile + row * kRowBytes + 16 * (n ^ swizzle_key(row)) + lane % 4 * 4,
@@ -464,22 +521,34 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
     }
     __syncwarp();
 
-    element* out = params.out + tile.batch * params.out_batch_stride;
+    // All pieces are fetched before the first is stored, so that no store waits for the next fetch.
     constexpr int kRowsPerPass = 32 / kSwizzleChunks;
+    constexpr int kPasses = kWarpRows / kRowsPerPass;
+    constexpr int kPanels = kHeadDimV * sizeof(element) / kSwizzleBytes;
     const int chunk = lane % kSwizzleChunks;
+    auto row_of_pass = [&](int pass) {
+        return pass / (kPasses / 2) * kRowTileStep + pass % (kPasses / 2) * kRowsPerPass + lane / kSwizzleChunks;
+    };
+    uint4 pieces[kPasses][kPanels];
 #pragma unroll
-    for (int first = 0; first < kWarpRows; first += kRowsPerPass) {
-        const int row = first + lane / kSwizzleChunks;
-        const int tile_row = tile.first_row + warp * kWarpRows + row;
-        if (tile_row >= num_rows(params)) break;
+    for (int pass = 0; pass < kPasses; ++pass) {
+        const int row = row_of_pass(pass);
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) {
+            pieces[pass][panel] = load_shared_128(warp_tile + row * kRowBytes + panel * kSwizzleBytes +
+                                                  16 * (chunk ^ swizzle_key(row)));
+        }
+    }
+    element* out = params.out + tile.batch * params.out_batch_stride;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+        const int tile_row = tile.first_row + warp * 16 + row_of_pass(pass);
         element* out_row = out + row_offset(params, tile, tile_row, params.out_row_stride, params.out_head_stride);
 #pragma unroll
-        for (int panel = 0; panel < kHeadDimV * sizeof(element) / kSwizzleBytes; ++panel) {
+        for (int panel = 0; panel < kPanels; ++panel) {
             const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
-            if (element_index < params.head_dim_v) {
-                store_global_128(out_row + element_index,
-                                 load_shared_128(warp_tile + row * kRowBytes + panel * kSwizzleBytes +
-                                                 16 * (chunk ^ swizzle_key(row))));
+            if (tile_row < num_rows(params) && element_index < params.head_dim_v) {
+                store_global_128(out_row + element_index, pieces[pass][panel]);
             }
         }
     }
@@ -495,12 +564,14 @@ flash_fwd_hdim128_bf16_causal_gqa_sm80(const __grid_constant__ Params params) {
     const int lane = threadIdx.x % 32;
 
     const Tile tile = find_tile(params, block_index());
+    const shared_address note = q_tile + kNoteOffset;
+    if (threadIdx.x == 0) note_tile(tile, note);
     const KeyRange keys = find_keys(params, tile);
     // Blocks of keys are visited from the last to the first, so that a ragged last block comes before the steady state.
     const int first_block = keys.begin / kBlockN;
     const int last_block = (keys.end + kBlockN - 1) / kBlockN - 1;
 
-    const LaneAddress q_lane = operand_address(q_tile + warp * kWarpRows * kRowBytes, lane);
+    const LaneAddress q_lane = operand_address(q_tile + warp * 16 * kRowBytes, lane);
     float output[kRowTiles][kDimTiles][4] = {};
     RowState rows;
 #pragma unroll
@@ -509,60 +580,71 @@ flash_fwd_hdim128_bf16_causal_gqa_sm80(const __grid_constant__ Params params) {
         rows.sum[i][0] = rows.sum[i][1] = 0.0f;
     }
 
-    // K and V have one stage each: V of a block is fetched while its scores are computed, K of the next block while P and V
-    // of this one are multiplied. The other thread blocks of the multiprocessor fill the gaps.
-    const element* k = params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
-    const element* v = params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
-    auto copy_k = [&](int block) {
-        copy_rows<kHeadDim>(k_tiles, k + block * kBlockN * params.k_row_stride, params.k_row_stride,
+    // K has two stages and V has one; block b of K lies in stage b % 2. While the scores of a block are computed, V of it and K
+    // of the next block are on their way.
+    //
+    // Each warp has a matrix tile of rows in the upper half of the thread block's rows and one in the lower half. A block of
+    // keys that matters to one half only then costs every warp half of the work. With its rows side by side a warp would
+    // have all of it or none, and who has none waits for the others.
+    auto copy_k = [&](const element* k, shared_address stage, int block) {
+        copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride,
                             params.seqlen_kv - block * kBlockN, params.head_dim);
         cp_async_commit();
     };
-    auto copy_v = [&](int block) {
-        copy_rows<kHeadDimV>(v_tiles, v + block * kBlockN * params.v_row_stride, params.v_row_stride,
+    auto copy_v = [&](const element* v, shared_address stage, int block) {
+        copy_rows<kHeadDimV>(stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride,
                              params.seqlen_kv - block * kBlockN, params.head_dim_v);
         cp_async_commit();
     };
+    const element* first_k = params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
+    const element* first_v = params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
+    auto k_stage = [&](int block) { return k_tiles + block % 2 * kStageBytes; };
 
+    if (threadIdx.x == 0) note_sources({first_k, first_v}, note);
     if (last_block >= first_block) {
         copy_queries(params, tile, q_tile, params.q + tile.batch * params.q_batch_stride);
-        copy_k(last_block);
+        copy_k(first_k, k_stage(last_block), last_block);
     }
-    // The keys that some row of this warp attends to.
-    const KeyRange warp_keys =
-        keys_of_some(params, min(tile.first_row + warp * kWarpRows, num_rows(params) - 1), kWarpRows);
-    const LaneAddress k_lane = transposed_operand_address(k_tiles, lane);
-    const LaneAddress v_lane = operand_address(v_tiles, lane);
-    for (int block = last_block; block >= first_block; --block) {
-        // K of this block is here, and every warp has finished with V of the block before.
+    barrier_sync(kThreads);  // the note is written
+
+    auto visit = [&](auto row_tiles, int block) {
+        const Sources sources = noted_sources(note);
+        // K of this block is here, and every warp has finished with K and V of the block before.
         cp_async_wait<0>();
         barrier_sync(kThreads);
-        copy_v(block);
+        copy_v(sources.v, v_tiles, block);
+        if (block > first_block) {
+            copy_k(sources.k, k_stage(block - 1), block - 1);
+        } else {
+            cp_async_commit();  // nothing, so that V's is the last group but one here, too
+        }
 
+        float scores[kRowTiles][kKeyTiles][4];
         Weights weights;
-        const bool sees = block * kBlockN < warp_keys.end && (block + 1) * kBlockN > warp_keys.begin;
-        if (sees) {  // some row of this warp attends to a key of the block
-            float scores[kRowTiles][kKeyTiles][4];
-            multiply_qk(scores, q_lane, k_lane);
-            // Most blocks are seen by every row from the first key to the last.
-            const int warp_row = tile.first_row + warp * kWarpRows;
-            const KeyRange every = keys_of_every(params, min(warp_row, num_rows(params) - 1), kWarpRows);
-            if ((block + 1) * kBlockN > every.end) hide_late_keys(params, scores, warp_row, block * kBlockN, lane);
-            softmax_step(scores, rows, output, weights, params.scale_log2);
+        multiply_qk(row_tiles, scores, q_lane, transposed_operand_address(k_stage(block), lane));
+        // Most blocks are seen by every row from the first key to the last.
+        const int first_row = noted_first_row(note);
+        const KeyRange every = keys_of_every(params, first_row + row_tiles.kFirstRow, row_tiles.kRows);
+        const int warp_row = first_row + warp * 16;
+        if ((block + 1) * kBlockN > every.end) {
+            hide_late_keys(row_tiles, params, scores, warp_row, block * kBlockN, lane);
         }
+        softmax_step(row_tiles, scores, rows, output, weights, params.scale_log2);
 
-        // V of this block is here, and every warp has finished with K.
-        cp_async_wait<0>();
+        // V of this block is here.
+        cp_async_wait<1>();
         barrier_sync(kThreads);
-        if (block > first_block) copy_k(block - 1);
+        multiply_pv(row_tiles, output, weights, operand_address(v_tiles, lane));
+    };
 
-        if (sees) {
-            multiply_pv(output, weights, v_lane);
-        }
-    }
+    // Ranges of keys move to the right from row to row: the last blocks matter to the lower half alone,
+    const int upper_last = (keys_of_some(params, tile.first_row, kRowTileStep).end + kBlockN - 1) / kBlockN - 1;
+    int block = last_block;
+    for (; block >= first_block && block > upper_last; --block) visit(LowerHalf{}, block);
+    // the others to both.
+    for (; block >= first_block; --block) visit(BothHalves{}, block);
 
-    // The tile once more: registers are too scarce to keep it through the loop.
-    const Tile stored_tile = find_tile(params, block_index());
+    const Tile stored_tile = noted_tile(note);
     normalise(output, rows);
     store_lse(params, stored_tile, rows, warp, lane);
     store_output(params, stored_tile, output, q_tile, warp, lane);

@@ -3,8 +3,8 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype fp32, mask_type causal, gqa mha
-// tile      block_m 64, block_n 32, warps 4, groups 1, min_blocks 2
-// block     128 threads, 65536 bytes of dynamic shared memory
+// tile      block_m 64, block_n 32, warps 4, groups 1, k_stages 1, min_blocks 2
+// block     128 threads, 65552 bytes of dynamic shared memory
 // target    sm80: sm_80 or later, at most 166912 bytes a block
 // spec      flash_fwd_sm80.yaml
 // template  flash_fwd_sm80.cu.j2
@@ -17,19 +17,23 @@ constexpr int kHeadDimV = 128;  // of V and the output
 constexpr int kBlockM = 64;  // query rows of a tile
 constexpr int kBlockN = 32;  // keys of a tile
 constexpr int kWarps = 4;
-constexpr int kStages = 1;  // blocks of K, and of V, in shared memory
+constexpr int kKStages = 1;  // blocks of K in shared memory
+constexpr int kVStages = 1;  // and of V
 constexpr int kThreads = 32 * kWarps;
 constexpr int kCopyThreads = kThreads / 1;  // threads that share the copy of a block of K or V
 constexpr int kWarpRows = kBlockM / kWarps;  // a warp owns whole rows, so that softmax never leaves it
 constexpr int kRowTiles = kWarpRows / 16;    // 16-row matrix tiles of a warp
+constexpr int kRowTileStep = 16;             // rows from a warp's matrix tile to its next
 constexpr int kKeyTiles = kBlockN / 8;       // 8-key matrix tiles of a key block
 constexpr int kDimTiles = kHeadDimV / 8;     // 8-wide matrix tiles of the output's head dimension
 
 constexpr int kRowBytes = kHeadDim * sizeof(element);  // from row to row in shared memory, of V as well
 constexpr int kKOffset = kBlockM * kRowBytes;  // Q comes first, then the stages of K, then those of V
 constexpr int kStageBytes = kBlockN * kRowBytes;
-constexpr int kVOffset = kKOffset + kStages * kStageBytes;
-constexpr int kSharedBytes = kVOffset + kStages * kStageBytes;
+constexpr int kVOffset = kKOffset + kKStages * kStageBytes;
+constexpr int kNoteOffset = kVOffset + kVStages * kStageBytes;
+constexpr int kNoteBytes = 16;
+constexpr int kSharedBytes = kNoteOffset + kNoteBytes;
 
 constexpr float kLn2 = 0.6931471805599453f;
 
@@ -37,7 +41,7 @@ static_assert(kBlockM % (16 * kWarps) == 0, "a warp owns whole 16-row matrix til
 static_assert(kBlockN % 16 == 0, "keys are fetched by 16");
 static_assert(kHeadDimV <= kHeadDim, "rows of V and of the output fit into those of K and Q");
 static_assert(kRowBytes % 64 == 0, "the swizzle permutes at least four 16-byte chunks");
-static_assert(kSharedBytes == 65536, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes == 65552, "launcher and kernel agree on shared memory");
 
 struct Params {
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
@@ -255,13 +259,14 @@ __device__ __forceinline__ KeyRange find_keys(const Params& params, const Tile& 
 }
 
 // Hides the keys of the block at `first_key` that lie behind the range of their row; the warp's rows begin at `first_row`.
-__device__ __forceinline__ void hide_late_keys(const Params& params, float (&scores)[kRowTiles][kKeyTiles][4],
-                                               int first_row, int first_key, int lane) {
+__device__ __forceinline__ void hide_late_keys(const Params& params,
+                                               float (&scores)[kRowTiles][kKeyTiles][4], int first_row,
+                                               int first_key, int lane) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = first_row + 16 * i + 8 * half + lane / 4;
+            const int row = first_row + kRowTileStep * i + 8 * half + lane / 4;
             const int end = keys_of_query(params, query_of_row(params, row)).end - first_key - lane % 4 * 2;
 #pragma unroll
             for (int j = 0; j < kKeyTiles; ++j) {
@@ -316,7 +321,7 @@ __device__ __forceinline__ void multiply_qk(float (&scores)[kRowTiles][kKeyTiles
 #pragma unroll
             for (int i = 0; i < kRowTiles; ++i) {
                 uint32_t values[4];
-                ldmatrix_x4(values, step_address(q_lane, 16 * i, step));
+                ldmatrix_x4(values, step_address(q_lane, kRowTileStep * i, step));
                 split(values, q_fragment[i]);
             }
 #pragma unroll
@@ -434,9 +439,9 @@ struct RowState {
 };
 
 // Turns the scores of a tile into weights, adds them to the rows' sums and rescales the output where a reference moves.
-__device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kKeyTiles][4], RowState& rows,
-                                             float (&output)[kRowTiles][kDimTiles][4], Weights& weights,
-                                             float scale_log2) {
+__device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kKeyTiles][4],
+                                             RowState& rows, float (&output)[kRowTiles][kDimTiles][4],
+                                             Weights& weights, float scale_log2) {
     float tile_max[kRowTiles][2];
     bool moves = false;
 #pragma unroll
@@ -484,6 +489,23 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kK
     }
 }
 
+// Registers are too scarce to keep through the loop what is needed once a block or once a tile: it is noted down in shared
+// memory. To work the tile out once more would take three divisions.
+__device__ __forceinline__ void note_tile(const Tile& tile, shared_address note) {
+    store_shared_64(note, tile.batch, tile.head);
+    store_shared_64(note + 8, tile.kv_head, tile.first_row);
+}
+
+__device__ __forceinline__ Tile noted_tile(shared_address note) {
+    const uint4 numbers = load_shared_128(note);
+    Tile tile;
+    tile.batch = numbers.x;
+    tile.head = numbers.y;
+    tile.kv_head = numbers.z;
+    tile.first_row = numbers.w;
+    return tile;
+}
+
 // Completes the sums and divides the output by them. A row that attends to nothing has the sum 0 and becomes 0.
 __device__ __forceinline__ void normalise(float (&output)[kRowTiles][kDimTiles][4], RowState& rows) {
 #pragma unroll
@@ -509,7 +531,7 @@ __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = tile.first_row + warp * kWarpRows + 16 * i + 8 * half + lane / 4;
+            const int row = tile.first_row + warp * kWarpRows + kRowTileStep * i + 8 * half + lane / 4;
             if (row < num_rows(params)) {
                 const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
                 store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
@@ -529,7 +551,7 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = 16 * i + 8 * half + lane / 4;
+            const int row = kRowTileStep * i + 8 * half + lane / 4;
 #pragma unroll
             for (int n = 0; n < kDimTiles; ++n) {
                 const int chunk = 2 * n + lane % 4 / 2;
@@ -540,22 +562,32 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
     }
     __syncwarp();
 
-    element* out = params.out + tile.batch * params.out_batch_stride;
+    // All pieces are fetched before the first is stored, so that no store waits for the next fetch.
     constexpr int kRowsPerPass = 32 / kSwizzleChunks;
+    constexpr int kPasses = kWarpRows / kRowsPerPass;
+    constexpr int kPanels = kHeadDimV * sizeof(element) / kSwizzleBytes;
     const int chunk = lane % kSwizzleChunks;
+    auto row_of_pass = [&](int pass) { return pass * kRowsPerPass + lane / kSwizzleChunks; };
+    uint4 pieces[kPasses][kPanels];
 #pragma unroll
-    for (int first = 0; first < kWarpRows; first += kRowsPerPass) {
-        const int row = first + lane / kSwizzleChunks;
-        const int tile_row = tile.first_row + warp * kWarpRows + row;
-        if (tile_row >= num_rows(params)) break;
+    for (int pass = 0; pass < kPasses; ++pass) {
+        const int row = row_of_pass(pass);
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) {
+            pieces[pass][panel] = load_shared_128(warp_tile + row * kRowBytes + panel * kSwizzleBytes +
+                                                  16 * (chunk ^ swizzle_key(row)));
+        }
+    }
+    element* out = params.out + tile.batch * params.out_batch_stride;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+        const int tile_row = tile.first_row + warp * kWarpRows + row_of_pass(pass);
         element* out_row = out + row_offset(params, tile, tile_row, params.out_row_stride, params.out_head_stride);
 #pragma unroll
-        for (int panel = 0; panel < kHeadDimV * sizeof(element) / kSwizzleBytes; ++panel) {
+        for (int panel = 0; panel < kPanels; ++panel) {
             const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
-            if (element_index < params.head_dim_v) {
-                store_global_128(out_row + element_index,
-                                 load_shared_128(warp_tile + row * kRowBytes + panel * kSwizzleBytes +
-                                                 16 * (chunk ^ swizzle_key(row))));
+            if (tile_row < num_rows(params) && element_index < params.head_dim_v) {
+                store_global_128(out_row + element_index, pieces[pass][panel]);
             }
         }
     }
@@ -571,6 +603,8 @@ flash_fwd_hdim128_fp32_causal_sm80(const __grid_constant__ Params params) {
     const int lane = threadIdx.x % 32;
 
     const Tile tile = find_tile(params, block_index());
+    const shared_address note = q_tile + kNoteOffset;
+    if (threadIdx.x == 0) note_tile(tile, note);
     const KeyRange keys = find_keys(params, tile);
     // Blocks of keys are visited from the last to the first, so that a ragged last block comes before the steady state.
     const int first_block = keys.begin / kBlockN;
@@ -587,23 +621,24 @@ flash_fwd_hdim128_fp32_causal_sm80(const __grid_constant__ Params params) {
 
     // K and V have one stage each: V of a block is fetched while its scores are computed, K of the next block while P and V
     // of this one are multiplied. The other thread blocks of the multiprocessor fill the gaps.
-    const element* k = params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
-    const element* v = params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
-    auto copy_k = [&](int block) {
-        copy_rows<kHeadDim>(k_tiles, k + block * kBlockN * params.k_row_stride, params.k_row_stride,
+    auto copy_k = [&](const element* k, shared_address stage, int block) {
+        copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride,
                             params.seqlen_kv - block * kBlockN, params.head_dim);
         cp_async_commit();
     };
-    auto copy_v = [&](int block) {
-        copy_rows<kHeadDimV>(v_tiles, v + block * kBlockN * params.v_row_stride, params.v_row_stride,
+    auto copy_v = [&](const element* v, shared_address stage, int block) {
+        copy_rows<kHeadDimV>(stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride,
                              params.seqlen_kv - block * kBlockN, params.head_dim_v);
         cp_async_commit();
     };
-
+    const element* first_k = params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
+    const element* first_v = params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
     if (last_block >= first_block) {
         copy_queries(params, tile, q_tile, params.q + tile.batch * params.q_batch_stride);
-        copy_k(last_block);
+        copy_k(first_k, k_tiles, last_block);
     }
+    barrier_sync(kThreads);  // the note is written
+
     // The keys that some row of this warp attends to.
     const KeyRange warp_keys =
         keys_of_some(params, min(tile.first_row + warp * kWarpRows, num_rows(params) - 1), kWarpRows);
@@ -613,7 +648,7 @@ flash_fwd_hdim128_fp32_causal_sm80(const __grid_constant__ Params params) {
         // K of this block is here, and every warp has finished with V of the block before.
         cp_async_wait<0>();
         barrier_sync(kThreads);
-        copy_v(block);
+        copy_v(first_v, v_tiles, block);
 
         Weights weights;
         const bool sees = block * kBlockN < warp_keys.end && (block + 1) * kBlockN > warp_keys.begin;
@@ -630,15 +665,14 @@ flash_fwd_hdim128_fp32_causal_sm80(const __grid_constant__ Params params) {
         // V of this block is here, and every warp has finished with K.
         cp_async_wait<0>();
         barrier_sync(kThreads);
-        if (block > first_block) copy_k(block - 1);
+        if (block > first_block) copy_k(first_k, k_tiles, block - 1);
 
         if (sees) {
             multiply_pv(output, weights, v_lane);
         }
     }
 
-    // The tile once more: registers are too scarce to keep it through the loop.
-    const Tile stored_tile = find_tile(params, block_index());
+    const Tile stored_tile = noted_tile(note);
     normalise(output, rows);
     store_lse(params, stored_tile, rows, warp, lane);
     store_output(params, stored_tile, output, q_tile, warp, lane);

@@ -3,8 +3,8 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 64, head_dim_v 64, dtype fp16, mask_type none, gqa mha
-// tile      block_m 256, block_n 96, warps 8, groups 2, min_blocks 1
-// block     256 threads, 81920 bytes of dynamic shared memory
+// tile      block_m 256, block_n 96, warps 8, groups 2, k_stages 2, min_blocks 1
+// block     256 threads, 81936 bytes of dynamic shared memory
 // target    sm80: sm_80 or later, at most 166912 bytes a block
 // spec      flash_fwd_sm80.yaml
 // template  flash_fwd_sm80.cu.j2
@@ -17,19 +17,23 @@ constexpr int kHeadDimV = 64;  // of V and the output
 constexpr int kBlockM = 256;  // query rows of a tile
 constexpr int kBlockN = 96;  // keys of a tile
 constexpr int kWarps = 8;
-constexpr int kStages = 2;  // blocks of K, and of V, in shared memory
+constexpr int kKStages = 2;  // blocks of K in shared memory
+constexpr int kVStages = 2;  // and of V
 constexpr int kThreads = 32 * kWarps;
 constexpr int kCopyThreads = kThreads / 2;  // threads that share the copy of a block of K or V
 constexpr int kWarpRows = kBlockM / kWarps;  // a warp owns whole rows, so that softmax never leaves it
 constexpr int kRowTiles = kWarpRows / 16;    // 16-row matrix tiles of a warp
+constexpr int kRowTileStep = 16;             // rows from a warp's matrix tile to its next
 constexpr int kKeyTiles = kBlockN / 8;       // 8-key matrix tiles of a key block
 constexpr int kDimTiles = kHeadDimV / 8;     // 8-wide matrix tiles of the output's head dimension
 
 constexpr int kRowBytes = kHeadDim * sizeof(element);  // from row to row in shared memory, of V as well
 constexpr int kKOffset = kBlockM * kRowBytes;  // Q comes first, then the stages of K, then those of V
 constexpr int kStageBytes = kBlockN * kRowBytes;
-constexpr int kVOffset = kKOffset + kStages * kStageBytes;
-constexpr int kSharedBytes = kVOffset + kStages * kStageBytes;
+constexpr int kVOffset = kKOffset + kKStages * kStageBytes;
+constexpr int kNoteOffset = kVOffset + kVStages * kStageBytes;
+constexpr int kNoteBytes = 16;
+constexpr int kSharedBytes = kNoteOffset + kNoteBytes;
 
 constexpr float kLn2 = 0.6931471805599453f;
 
@@ -37,7 +41,7 @@ static_assert(kBlockM % (16 * kWarps) == 0, "a warp owns whole 16-row matrix til
 static_assert(kBlockN % 16 == 0, "keys are fetched by 16");
 static_assert(kHeadDimV <= kHeadDim, "rows of V and of the output fit into those of K and Q");
 static_assert(kRowBytes % 64 == 0, "the swizzle permutes at least four 16-byte chunks");
-static_assert(kSharedBytes == 81920, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes == 81936, "launcher and kernel agree on shared memory");
 
 struct Params {
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
@@ -250,13 +254,14 @@ __device__ __forceinline__ KeyRange find_keys(const Params& params, const Tile& 
 }
 
 // Hides the keys of the block at `first_key` that lie behind the range of their row; the warp's rows begin at `first_row`.
-__device__ __forceinline__ void hide_late_keys(const Params& params, float (&scores)[kRowTiles][kKeyTiles][4],
-                                               int first_row, int first_key, int lane) {
+__device__ __forceinline__ void hide_late_keys(const Params& params,
+                                               float (&scores)[kRowTiles][kKeyTiles][4], int first_row,
+                                               int first_key, int lane) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = first_row + 16 * i + 8 * half + lane / 4;
+            const int row = first_row + kRowTileStep * i + 8 * half + lane / 4;
             const int end = keys_of_query(params, query_of_row(params, row)).end - first_key - lane % 4 * 2;
 #pragma unroll
             for (int j = 0; j < kKeyTiles; ++j) {
@@ -269,8 +274,8 @@ __device__ __forceinline__ void hide_late_keys(const Params& params, float (&sco
 
 // scores (kWarpRows x kBlockN) = Q . K^T for the warp's rows, in fp32. Element [i][j][e] of thread (g, t) = (lane / 4,
 // lane % 4) is row 16 i + g + 8 (e / 2), key 8 j + 2 t + e % 2.
-__device__ __forceinline__ void multiply_qk(float (&scores)[kRowTiles][kKeyTiles][4], const LaneAddress& q_lane,
-                                            const LaneAddress& k_lane) {
+__device__ __forceinline__ void multiply_qk(float (&scores)[kRowTiles][kKeyTiles][4],
+                                            const LaneAddress& q_lane, const LaneAddress& k_lane) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -283,7 +288,7 @@ __device__ __forceinline__ void multiply_qk(float (&scores)[kRowTiles][kKeyTiles
     for (int step = 0; step < kHeadDim / 16; ++step) {
         uint32_t q_fragment[kRowTiles][4];
 #pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) ldmatrix_x4(q_fragment[i], step_address(q_lane, 16 * i, step));
+        for (int i = 0; i < kRowTiles; ++i) ldmatrix_x4(q_fragment[i], step_address(q_lane, kRowTileStep * i, step));
 #pragma unroll
         for (int j = 0; j < kKeyTiles; j += 2) {
             uint32_t k_fragment[4];
@@ -360,9 +365,9 @@ struct RowState {
 };
 
 // Turns the scores of a tile into weights, adds them to the rows' sums and rescales the output where a reference moves.
-__device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kKeyTiles][4], RowState& rows,
-                                             float (&output)[kRowTiles][kDimTiles][4], Weights& weights,
-                                             float scale_log2) {
+__device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kKeyTiles][4],
+                                             RowState& rows, float (&output)[kRowTiles][kDimTiles][4],
+                                             Weights& weights, float scale_log2) {
     float tile_max[kRowTiles][2];
     bool moves = false;
 #pragma unroll
@@ -410,6 +415,23 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kK
     }
 }
 
+// Registers are too scarce to keep through the loop what is needed once a block or once a tile: it is noted down in shared
+// memory. To work the tile out once more would take three divisions.
+__device__ __forceinline__ void note_tile(const Tile& tile, shared_address note) {
+    store_shared_64(note, tile.batch, tile.head);
+    store_shared_64(note + 8, tile.kv_head, tile.first_row);
+}
+
+__device__ __forceinline__ Tile noted_tile(shared_address note) {
+    const uint4 numbers = load_shared_128(note);
+    Tile tile;
+    tile.batch = numbers.x;
+    tile.head = numbers.y;
+    tile.kv_head = numbers.z;
+    tile.first_row = numbers.w;
+    return tile;
+}
+
 // Completes the sums and divides the output by them. A row that attends to nothing has the sum 0 and becomes 0.
 __device__ __forceinline__ void normalise(float (&output)[kRowTiles][kDimTiles][4], RowState& rows) {
 #pragma unroll
@@ -435,7 +457,7 @@ __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = tile.first_row + warp * kWarpRows + 16 * i + 8 * half + lane / 4;
+            const int row = tile.first_row + warp * kWarpRows + kRowTileStep * i + 8 * half + lane / 4;
             if (row < num_rows(params)) {
                 const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
                 store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
@@ -455,7 +477,7 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = 16 * i + 8 * half + lane / 4;
+            const int row = kRowTileStep * i + 8 * half + lane / 4;
 #pragma unroll
             for (int n = 0; n < kDimTiles; ++n) {
                 store_shared_32(warp_tile + row * kRowBytes + 16 * (n ^ swizzle_key(row)) + lane % 4 * 4,
@@ -465,22 +487,32 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
     }
     __syncwarp();
 
-    element* out = params.out + tile.batch * params.out_batch_stride;
+    // All pieces are fetched before the first is stored, so that no store waits for the next fetch.
     constexpr int kRowsPerPass = 32 / kSwizzleChunks;
+    constexpr int kPasses = kWarpRows / kRowsPerPass;
+    constexpr int kPanels = kHeadDimV * sizeof(element) / kSwizzleBytes;
     const int chunk = lane % kSwizzleChunks;
+    auto row_of_pass = [&](int pass) { return pass * kRowsPerPass + lane / kSwizzleChunks; };
+    uint4 pieces[kPasses][kPanels];
 #pragma unroll
-    for (int first = 0; first < kWarpRows; first += kRowsPerPass) {
-        const int row = first + lane / kSwizzleChunks;
-        const int tile_row = tile.first_row + warp * kWarpRows + row;
-        if (tile_row >= num_rows(params)) break;
+    for (int pass = 0; pass < kPasses; ++pass) {
+        const int row = row_of_pass(pass);
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) {
+            pieces[pass][panel] = load_shared_128(warp_tile + row * kRowBytes + panel * kSwizzleBytes +
+                                                  16 * (chunk ^ swizzle_key(row)));
+        }
+    }
+    element* out = params.out + tile.batch * params.out_batch_stride;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+        const int tile_row = tile.first_row + warp * kWarpRows + row_of_pass(pass);
         element* out_row = out + row_offset(params, tile, tile_row, params.out_row_stride, params.out_head_stride);
 #pragma unroll
-        for (int panel = 0; panel < kHeadDimV * sizeof(element) / kSwizzleBytes; ++panel) {
+        for (int panel = 0; panel < kPanels; ++panel) {
             const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
-            if (element_index < params.head_dim_v) {
-                store_global_128(out_row + element_index,
-                                 load_shared_128(warp_tile + row * kRowBytes + panel * kSwizzleBytes +
-                                                 16 * (chunk ^ swizzle_key(row))));
+            if (tile_row < num_rows(params) && element_index < params.head_dim_v) {
+                store_global_128(out_row + element_index, pieces[pass][panel]);
             }
         }
     }
@@ -496,6 +528,8 @@ flash_fwd_hdim64_fp16_sm80(const __grid_constant__ Params params) {
     const int lane = threadIdx.x % 32;
 
     const Tile tile = find_tile(params, block_index());
+    const shared_address note = q_tile + kNoteOffset;
+    if (threadIdx.x == 0) note_tile(tile, note);
     const KeyRange keys = find_keys(params, tile);
     // Blocks of keys are visited from the last to the first, so that a ragged last block comes before the steady state.
     const int first_block = keys.begin / kBlockN;
@@ -533,6 +567,7 @@ flash_fwd_hdim64_fp16_sm80(const __grid_constant__ Params params) {
         copy_block(last_block);
     }
     cp_async_commit();
+    barrier_sync(kThreads);  // the note is written
 
     if (group == 1) {  // one turn behind
         cp_async_wait<0>();
@@ -590,8 +625,7 @@ flash_fwd_hdim64_fp16_sm80(const __grid_constant__ Params params) {
     }
     if (group == 0) barrier_sync(kThreads);  // the second group's last turn begins here
 
-    // The tile once more: registers are too scarce to keep it through the loop.
-    const Tile stored_tile = find_tile(params, block_index());
+    const Tile stored_tile = noted_tile(note);
     normalise(output, rows);
     store_lse(params, stored_tile, rows, warp, lane);
     store_output(params, stored_tile, output, q_tile, warp, lane);

@@ -10,16 +10,17 @@ from flashgen.visited import visited_keys
 from test_sections import CALL
 
 VARIANTS = {
-    (variant.head_dim, variant.mask_type, variant.gqa): variant
+    (variant.target, variant.head_dim, variant.mask_type, variant.gqa): variant
     for spec in load_specs()
     for variant in spec.variants()
-    if variant.target == "sm90" and variant.dtype == "fp16" and not variant.tile_name
+    if variant.dtype == "fp16" and variant.head_dim == variant.head_dim_v and not variant.tile_name
 }
 
 
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
 @pytest.mark.parametrize("gqa", ["gqa", "packed"])
 @given(st.integers(1, 700), st.integers(1, 900), st.integers(0, 300), st.integers(0, 50), st.booleans())
-def test_it_counts_the_blocks_with_a_visible_key(gqa, seqlen_q, seqlen_kv, left, right, causal):
+def test_it_counts_the_blocks_with_a_visible_key(target, gqa, seqlen_q, seqlen_kv, left, right, causal):
     group = 2
     call = replace(
         CALL,
@@ -31,18 +32,22 @@ def test_it_counts_the_blocks_with_a_visible_key(gqa, seqlen_q, seqlen_kv, left,
         window_left=UNBOUNDED if causal else left,
         window_right=UNBOUNDED if causal else right,
     )
-    variant = VARIANTS[128, call.mask_type, gqa]
+    variant = VARIANTS[target, 32 if target == "sm80" else 128, call.mask_type, gqa]
     block_m, block_n = variant.tile_value("block_m"), variant.tile_value("block_n")
     rows = seqlen_q * (group if gqa == "packed" else 1)
     lengths, most_blocks = [], 0
-    # Tiles end with the last warpgroup that has a row, and each warpgroup visits what its own rows see.
-    for end in range(-(-rows // 64) * 64, 0, -block_m):
+    # Tiles begin with the first row, or end with the last warpgroup that has a row. Each half of the ones and
+    # each warpgroup of the others visits what its own rows see.
+    unit = block_m if target == "sm80" else 64
+    for end in range(-(-rows // unit) * unit, 0, -block_m):
         lengths.append(0)
         seen = set()
         for first in range(max(0, end - block_m), end, 64):
             queries = {
                 row // (group if gqa == "packed" else 1) for row in range(first, min(rows, first + 64))
             }
+            if not queries:
+                continue
             diagonals = [query + call.diagonal_offset for query in queries]
             low = 0 if causal else max(0, min(diagonals) - left)
             high = min(seqlen_kv, max(diagonals) + (0 if causal else right) + 1)
@@ -58,7 +63,7 @@ def test_it_counts_the_blocks_with_a_visible_key(gqa, seqlen_q, seqlen_kv, left,
 
 def test_of_many_row_blocks_a_sample_is_enough():
     call = replace(CALL, seqlen_q=60000, seqlen_kv=60000)
-    variant = VARIANTS[128, "causal", "mha"]
+    variant = VARIANTS["sm90", 128, "causal", "mha"]
     mean, most = visited_keys(call, variant)
     assert mean == pytest.approx(30000, rel=0.02)
     assert most == pytest.approx(60000, rel=0.05)
@@ -66,6 +71,6 @@ def test_of_many_row_blocks_a_sample_is_enough():
 
 def test_every_tile_visits_all_keys_of_a_call_that_hides_none():
     call = replace(CALL, mask_type="none", seqlen_q=4096, seqlen_kv=1000)
-    variant = VARIANTS[256, "none", "mha"]
+    variant = VARIANTS["sm90", 256, "none", "mha"]
     keys = -(-1000 // variant.tile_value("block_n")) * variant.tile_value("block_n")
     assert visited_keys(call, variant) == (keys, keys)

@@ -17,6 +17,17 @@ def shifts(variant: Variant) -> bool:
     return any(param.name == "rows_ahead" for param in variant.params)
 
 
+def rows_together(variant: Variant) -> int:
+    """Rows of a tile that visit the same blocks of keys under a mask with a diagonal: those of a warpgroup,
+    or half of a tile with more stages of K than groups of warps, or all.
+    """
+    if shifts(variant):
+        return WARPGROUP_ROWS
+    tile = dict(variant.tile)
+    halves = tile.get("k_stages", 1) > tile.get("groups", 1)
+    return variant.tile_value("block_m") // (2 if halves else 1)
+
+
 def rows(problem: Problem, variant: Variant) -> int:
     """Rows of queries that the tiles of one (batch, head) cut: packed variants fold the group into them."""
     return problem.seqlen_q * (problem.group_size if variant.gqa == "packed" else 1)

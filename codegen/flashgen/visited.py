@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flashgen.tiling import WARPGROUP_ROWS, row_blocks, rows, rows_ahead, shifts
+from flashgen.tiling import row_blocks, rows, rows_ahead, rows_together
 
 if TYPE_CHECKING:
     from flashgen.problem import Problem
@@ -16,7 +16,7 @@ _SAMPLES = 32
 
 def visited_keys(problem: Problem, variant: Variant) -> tuple[float, int]:
     """Keys that a tile of the variant visits, in whole blocks: the mean over the row blocks of a head, and
-    the most. Where warpgroups pass over blocks, the mean is over what each of them visits. A dense mask
+    the most. Where parts of a tile pass over blocks, the mean is over what each of them visits. A dense mask
     counts as one that hides nothing.
     """
     block_m = variant.tile_value("block_m")
@@ -27,7 +27,7 @@ def visited_keys(problem: Problem, variant: Variant) -> tuple[float, int]:
         return everything, everything
     count = min(blocks, _SAMPLES)
     ahead = rows_ahead(problem, variant)
-    part = WARPGROUP_ROWS if shifts(variant) else block_m
+    part = rows_together(variant)
     total, most = 0, 0
     for sample in range(count):
         first_row = (2 * sample + 1) * blocks // (2 * count) * block_m - ahead

@@ -39,8 +39,11 @@ DENSE = "flash_fwd_hdim32_fp16_dense_m64_sm80"
 GQA = "flash_fwd_hdim32_fp16_m64_gqa_sm80"
 PACKED = "flash_fwd_hdim32_fp16_causal_m64_packgqa_sm80"
 FP32 = "flash_fwd_hdim32_fp32_m64_sm80"
+# Two stages of K, and warps with rows in both halves of a tile.
+HALVES = "flash_fwd_hdim32_fp16_causal_sm80"
+WINDOW_HALVES = "flash_fwd_hdim32_fp16_local_sm80"
 # Two groups of warps in turns.
-TURNS = "flash_fwd_hdim32_fp16_causal_sm80"
+TURNS = "flash_fwd_hdim32_fp16_sm80"
 DENSE_TURNS = "flash_fwd_hdim96_fp16_dense_sm80"
 
 RAGGED = Shape(seqlen_q=100, seqlen_kv=150, heads=2)
@@ -220,16 +223,16 @@ FAULTS = (
         STAGES,
         RAGGED,
         ASYNC,
-        "        barrier_sync(kThreads);\n        copy_v(block);",
-        "        copy_v(block);",
+        "        barrier_sync(kThreads);\n        copy_v(first_v, v_tiles, block);",
+        "        copy_v(first_v, v_tiles, block);",
     ),
     fault(
         "no barrier before V is read",
         STAGES,
         RAGGED,
         ASYNC,
-        "        barrier_sync(kThreads);\n        if (block > first_block) copy_k(block - 1);",
-        "        if (block > first_block) copy_k(block - 1);",
+        "        barrier_sync(kThreads);\n        if (block > first_block) copy_k(",
+        "        if (block > first_block) copy_k(",
     ),
     fault(
         "wait for K one group short",
@@ -246,6 +249,78 @@ FAULTS = (
         ("copy in flight",),
         "cp_async_wait<0>();\n        barrier_sync(kThreads);\n        if (block",
         "cp_async_wait<1>();\n        barrier_sync(kThreads);\n        if (block",
+    ),
+    fault(
+        "note read before it is written",
+        HALVES,
+        LONG,
+        ("race", "uninitialised shared memory"),
+        "    barrier_sync(kThreads);  // the note is written\n",
+        "",
+    ),
+    fault(
+        "note of a tile without keys read before it is written",
+        STAGES,
+        Shape(seqlen_q=70, seqlen_kv=0),
+        ("race", "uninitialised shared memory"),
+        "    barrier_sync(kThreads);  // the note is written\n",
+        "",
+    ),
+    fault(
+        "no barrier before V is read, with the next K under way",
+        HALVES,
+        LONG,
+        ASYNC,
+        "cp_async_wait<1>();\n        barrier_sync(kThreads);\n",
+        "cp_async_wait<1>();\n",
+    ),
+    fault(
+        "wait for V one group short, with the next K under way",
+        HALVES,
+        LONG,
+        ("copy in flight",),
+        "cp_async_wait<1>();",
+        "cp_async_wait<2>();",
+    ),
+    fault(
+        "no empty group behind the V of the last block that is visited",
+        HALVES,
+        LONG,
+        ("copy in flight",),
+        "cp_async_commit();  // nothing, so that V's is the last group but one here, too",
+        "",
+    ),
+    fault(
+        "next K into the stage of this one",
+        HALVES,
+        LONG,
+        (*ASYNC, WRONG),
+        "copy_k(sources.k, k_stage(block - 1), block - 1);",
+        "copy_k(sources.k, k_stage(block), block - 1);",
+    ),
+    fault(
+        "upper half ends a block too soon",
+        HALVES,
+        LONG,
+        NUMBERS,
+        "kRowTileStep).end + kBlockN - 1) / kBlockN - 1;",
+        "kRowTileStep).end + kBlockN - 1) / kBlockN - 2;",
+    ),
+    fault(
+        "lower half begins a block too late",
+        WINDOW_HALVES,
+        LONG,
+        NUMBERS,
+        "block >= lower_first; --block)",
+        "block > lower_first; --block)",
+    ),
+    fault(
+        "window of one half checked with the rows of both",
+        WINDOW_HALVES,
+        LONG,
+        NUMBERS,
+        "keys_of_every(params, first_row + row_tiles.kFirstRow, row_tiles.kRows)",
+        "keys_of_every(params, first_row, kRowTileStep)",
     ),
     fault(
         "no wait before products in turns",
@@ -321,8 +396,8 @@ FAULTS = (
         PLAIN,
         RAGGED,
         RACE,
-        "    __syncwarp();\n\n    element* out",
-        "    element* out",
+        "    __syncwarp();\n\n    // All pieces",
+        "    // All pieces",
     ),
     fault(
         "no warp barrier between a mask's copy and its use",
@@ -346,9 +421,9 @@ FAULTS = (
         PLAIN,
         RAGGED,
         BOUNDS,
-        "copy_rows<kHeadDim>(k_tiles, k + block * kBlockN * params.k_row_stride, params.k_row_stride,\n"
+        "copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride,\n"
         "                            params.seqlen_kv - block * kBlockN,",
-        "copy_rows<kHeadDim>(k_tiles, k + block * kBlockN * params.k_row_stride, params.k_row_stride,\n"
+        "copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride,\n"
         "                            kBlockN,",
     ),
     fault(
@@ -356,9 +431,9 @@ FAULTS = (
         PLAIN,
         RAGGED,
         BOUNDS,
-        "copy_rows<kHeadDimV>(v_tiles, v + block * kBlockN * params.v_row_stride, params.v_row_stride,\n"
+        "copy_rows<kHeadDimV>(stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride,\n"
         "                             params.seqlen_kv - block * kBlockN,",
-        "copy_rows<kHeadDimV>(v_tiles, v + block * kBlockN * params.v_row_stride, params.v_row_stride,\n"
+        "copy_rows<kHeadDimV>(stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride,\n"
         "                             kBlockN,",
     ),
     fault(
@@ -390,8 +465,8 @@ FAULTS = (
         PLAIN,
         NARROW_V,
         BOUNDS,
-        "if (element_index < params.head_dim_v) {",
-        "if (element_index < params.head_dim) {",
+        "if (tile_row < num_rows(params) && element_index < params.head_dim_v) {",
+        "if (tile_row < num_rows(params) && element_index < params.head_dim) {",
     ),
     fault(
         "mask read past its last key",
@@ -422,16 +497,16 @@ FAULTS = (
         PLAIN,
         RAGGED,
         BOUNDS,
-        "if (tile_row >= num_rows(params)) break;",
-        "",
+        "if (tile_row < num_rows(params) && element_index < params.head_dim_v) {",
+        "if (element_index < params.head_dim_v) {",
     ),
     fault(
         "output written past a short head dim",
         PLAIN,
         SHORT_HEAD,
         BOUNDS,
-        "if (element_index < params.head_dim_v) {",
-        "{",
+        "if (tile_row < num_rows(params) && element_index < params.head_dim_v) {",
+        "if (tile_row < num_rows(params)) {",
     ),
     fault(
         "log-sum-exp written past its last row",

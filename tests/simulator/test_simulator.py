@@ -245,6 +245,18 @@ def test_a_causal_kernel_skips_every_masked_tile(compiler):
     assert tiles.multiplied == tiles.total - tiles.masked
 
 
+def test_halves_of_a_tile_skip_what_only_the_other_half_sees(compiler):
+    keys, length = 64, 512
+    variant = VARIANTS["flash_fwd_hdim32_fp16_local_sm80"]
+    example = make(variant, Shape(length, length, heads=1, window=(127, 0)), 0)
+    report = run(library.load(render(variant), variant.name), variant, example)
+    tiles = masked_tiles(example.problem, variant, None, report)
+    blocks = length // keys
+    # Each warp has 16 rows in each half; 64 rows see their own block and two before it.
+    assert tiles.total == 4 * blocks**2
+    assert tiles.multiplied == tiles.total - tiles.masked == 4 * (3 * blocks - 3)
+
+
 def test_masked_tiles_of_folded_heads():
     variant = VARIANTS["flash_fwd_hdim64_fp16_causal_m64_packgqa_sm80"]
     example = make(variant, Shape(16, 128, heads=8, kv_heads=1), 0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flashgen.simulator.check import visible_keys
-from flashgen.tiling import heads, rows, tiles
+from flashgen.tiling import heads, rows, rows_together, tiles
 
 if TYPE_CHECKING:
     from flashgen.problem import Problem
@@ -23,8 +23,8 @@ _WARPGROUP_ROWS, _WARPGROUP_DEPTH = 64, 16
 
 @dataclass(frozen=True, slots=True)
 class MaskedTiles:
-    """Tiles of one warp's rows, or one warpgroup's, and one block of keys: all of them, those of which every
-    key is hidden, and those that were multiplied. Rows past the last one count as the last one.
+    """Tiles of the rows that one warp, or one warpgroup, has in one place, and one block of keys: all, those
+    of which every key is hidden, and those that were multiplied. Rows past the last one count as the last one.
     """
 
     total: int
@@ -45,6 +45,8 @@ def masked_tiles(problem: Problem, variant: Variant, mask: np.ndarray | None, re
         each = (variant.head_dim + block_n) // _WARPGROUP_DEPTH
     else:
         parts, part_rows = variant.tile_value("warps"), block_m // variant.tile_value("warps")
+        if rows_together(variant) < block_m:  # a warp's rows lie in two places
+            parts, part_rows = 2 * parts, part_rows // 2
         products, depth = _PRODUCTS[variant.dtype]
         # Q K^T and P V differ in size only as the head dims do.
         width = variant.head_dim + variant.head_dim_v
