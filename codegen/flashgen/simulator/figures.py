@@ -23,8 +23,8 @@ _WARPGROUP_ROWS, _WARPGROUP_DEPTH = 64, 16
 
 @dataclass(frozen=True, slots=True)
 class MaskedTiles:
-    """Tiles of the rows that a warp, or a warpgroup, has in one place, and a block of keys: all, those of which
-    every key is hidden, and those that were multiplied. Rows past the last one count as the last one.
+    """Tiles of the rows that a warp, or a warpgroup, has in one place and a block of keys: all, those of
+    which every key is hidden, and those that were multiplied. Rows past the last one count as the last one.
     """
 
     total: int
