@@ -44,11 +44,17 @@ def test_variant(variant, compiler, fresh_seed):
         simulated(variant, shape, fresh_seed, device=device)
 
 
-SMALL = ("flash_fwd_hdim32_bf16_causal_m64_sm80", "flash_fwd_hdim32_fp16_dense_m64_packgqa_sm80")
+SMALL = (
+    "flash_fwd_hdim32_bf16_causal_m64_sm80",
+    "flash_fwd_hdim32_fp16_dense_m64_packgqa_sm80",
+    "flash_fwd_hdim32_fp16_causal_sm80",
+    "flash_fwd_hdim32_bf16_local_sm80",
+)
+EDGES = [(1, 1), (3, 0), (64, 64), (65, 63), (1, 200), (200, 1), (129, 192)]
 
 
 @pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(1, 1), (3, 0), (64, 64), (65, 63), (1, 200), (200, 1)])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), EDGES)
 def test_lengths_at_the_edges_of_tiles(name, seqlen_q, seqlen_kv, compiler, fresh_seed):
     simulated(VARIANTS[name], Shape(seqlen_q, seqlen_kv), fresh_seed)
 
