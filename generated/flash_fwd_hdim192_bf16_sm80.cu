@@ -406,8 +406,8 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kK
     }
 }
 
-// Registers are too scarce to keep through the loop what is needed once a block or once a tile: it is noted down in shared
-// memory. To work the tile out once more would take three divisions.
+// Registers are too scarce to keep the tile through the loop: it is noted down in shared memory for the epilogue. To work
+// it out once more would take three divisions.
 __device__ __forceinline__ void note_tile(const Tile& tile, shared_address note) {
     store_shared_64(note, tile.batch, tile.head);
     store_shared_64(note + 8, tile.kv_head, tile.first_row);
@@ -478,7 +478,8 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
     }
     __syncwarp();
 
-    // All pieces are fetched before the first is stored, so that no store waits for the next fetch.
+    // All pieces are fetched before the first is stored: their latencies overlap, where one by one each store would wait for
+    // its own.
     constexpr int kRowsPerPass = 32 / kSwizzleChunks;
     constexpr int kPasses = kWarpRows / kRowsPerPass;
     constexpr int kPanels = kHeadDimV * sizeof(element) / kSwizzleBytes;
@@ -536,7 +537,8 @@ flash_fwd_hdim192_bf16_sm80(const __grid_constant__ Params params) {
     }
 
     // K and V have one stage each: V of a block is fetched while its scores are computed, K of the next block while P and V
-    // of this one are multiplied. The other thread blocks of the multiprocessor fill the gaps.
+    // of this one are multiplied. Other thread blocks of the multiprocessor, where there is
+    // room for them, fill the gaps.
     auto copy_k = [&](const element* k, shared_address stage, int block) {
         copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride,
                             params.seqlen_kv - block * kBlockN, params.head_dim);
@@ -553,7 +555,7 @@ flash_fwd_hdim192_bf16_sm80(const __grid_constant__ Params params) {
         copy_queries(params, tile, q_tile, params.q + tile.batch * params.q_batch_stride);
         copy_k(first_k, k_tiles, last_block);
     }
-    barrier_sync(kThreads);  // the note is written
+    barrier_sync(kThreads);  // the note is written: a tile without keys meets no other barrier
 
     const LaneAddress k_lane = transposed_operand_address(k_tiles, lane);
     const LaneAddress v_lane = operand_address(v_tiles, lane);

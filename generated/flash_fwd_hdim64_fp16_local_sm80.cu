@@ -23,7 +23,7 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kCopyThreads = kThreads / 1;  // threads that share the copy of a block of K or V
 constexpr int kWarpRows = kBlockM / kWarps;  // a warp owns whole rows, so that softmax never leaves it
 constexpr int kRowTiles = kWarpRows / 16;    // 16-row matrix tiles of a warp
-constexpr int kRowTileStep = 16 * kWarps;    // from a warp's first matrix tile, in the upper half of the rows, to its second
+constexpr int kRowTileStep = 16 * kWarps;    // rows of a half; from a warp's matrix tile in the upper one to that in the lower
 constexpr int kKeyTiles = kBlockN / 8;       // 8-key matrix tiles of a key block
 constexpr int kDimTiles = kHeadDimV / 8;     // 8-wide matrix tiles of the output's head dimension
 
@@ -41,7 +41,8 @@ static_assert(kBlockM % (16 * kWarps) == 0, "a warp owns whole 16-row matrix til
 static_assert(kBlockN % 16 == 0, "keys are fetched by 16");
 static_assert(kHeadDimV <= kHeadDim, "rows of V and of the output fit into those of K and Q");
 static_assert(kRowBytes % 64 == 0, "the swizzle permutes at least four 16-byte chunks");
-static_assert(kRowTiles == 2 && kBlockN <= kRowTileStep, "a half has a matrix tile of each warp, and blocks to itself");
+static_assert(kRowTiles == 2, "each half has a matrix tile of each warp");
+static_assert(kBlockN <= kRowTileStep, "a block of keys is no wider than the rows of a half");
 static_assert(kSharedBytes == 40992, "launcher and kernel agree on shared memory");
 
 struct Params {
@@ -110,7 +111,8 @@ static_assert(offsetof(Params, window_left) == 180);
 static_assert(offsetof(Params, window_right) == 184);
 static_assert(offsetof(Params, scale_log2) == 188);
 
-// The matrix tiles [kBegin, kEnd) of a warp's rows.
+// The matrix tiles [kBegin, kEnd) of a warp's rows: an empty argument that chooses them at compile time. The upper half is the
+// first kRowTileStep rows of the tile.
 template <int kBegin, int kEnd>
 struct RowTiles {
     static constexpr int kFirstRow = kBegin * kRowTileStep;
@@ -452,7 +454,7 @@ __device__ __forceinline__ void softmax_step(RowTiles<kBegin, kEnd>, const float
 }
 
 // Registers are too scarce to keep through the loop what is needed once a block or once a tile: it is noted down in shared
-// memory. To work the tile out once more would take three divisions.
+// memory. The sources and the first row are read back at each block, the rest by the epilogue.
 __device__ __forceinline__ void note_tile(const Tile& tile, shared_address note) {
     store_shared_64(note, tile.batch, tile.head);
     store_shared_64(note + 8, tile.kv_head, tile.first_row);
@@ -484,9 +486,9 @@ __device__ __forceinline__ void note_sources(const Sources& sources, shared_addr
 }
 
 __device__ __forceinline__ Sources noted_sources(shared_address note) {
-    const uint4 halves = load_shared_128(note + 16);
-    return {reinterpret_cast<const element*>(uint64_t(halves.y) << 32 | halves.x),
-            reinterpret_cast<const element*>(uint64_t(halves.w) << 32 | halves.z)};
+    const uint4 words = load_shared_128(note + 16);
+    return {reinterpret_cast<const element*>(uint64_t(words.y) << 32 | words.x),
+            reinterpret_cast<const element*>(uint64_t(words.w) << 32 | words.z)};
 }
 
 // Completes the sums and divides the output by them. A row that attends to nothing has the sum 0 and becomes 0.
@@ -544,7 +546,8 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
     }
     __syncwarp();
 
-    // All pieces are fetched before the first is stored, so that no store waits for the next fetch.
+    // All pieces are fetched before the first is stored: their latencies overlap, where one by one each store would wait for
+    // its own.
     constexpr int kRowsPerPass = 32 / kSwizzleChunks;
     constexpr int kPasses = kWarpRows / kRowsPerPass;
     constexpr int kPanels = kHeadDimV * sizeof(element) / kSwizzleBytes;
@@ -628,11 +631,13 @@ flash_fwd_hdim64_fp16_local_sm80(const __grid_constant__ Params params) {
         copy_queries(params, tile, q_tile, params.q + tile.batch * params.q_batch_stride);
         copy_k(first_k, k_stage(last_block), last_block);
     }
-    barrier_sync(kThreads);  // the note is written
+    barrier_sync(kThreads);  // the note is written: visits read it ahead of their barriers, and a tile may have none
 
+    // Addresses are worked out or read back for each block: there are no registers to keep them.
     auto visit = [&](auto row_tiles, int block) {
         const Sources sources = noted_sources(note);
-        // K of this block is here, and every warp has finished with K and V of the block before.
+        // K of this block is here, at the first one with Q: a thread waits for its own copies, and the barrier for everybody's.
+        // And every warp has finished with K and V of the block before.
         cp_async_wait<0>();
         barrier_sync(kThreads);
         copy_v(sources.v, v_tiles, block);
@@ -657,17 +662,17 @@ flash_fwd_hdim64_fp16_local_sm80(const __grid_constant__ Params params) {
         }
         softmax_step(row_tiles, scores, rows, output, weights, params.scale_log2);
 
-        // V of this block is here.
+        // V of this block is here; K of the next may still be on its way.
         cp_async_wait<1>();
         barrier_sync(kThreads);
         multiply_pv(row_tiles, output, weights, operand_address(v_tiles, lane));
     };
 
-    // Ranges of keys move to the right from row to row: the last blocks matter to the lower half alone,
+    // Ranges of keys move to the right from row to row. From the last block on, blocks matter to the lower half alone, then
+    // to both, then to the upper half alone; all of them to the upper half where the lower one lies past the last row.
     const int upper_last = (keys_of_some(params, tile.first_row, kRowTileStep).end + kBlockN - 1) / kBlockN - 1;
     int block = last_block;
     for (; block >= first_block && block > upper_last; --block) visit(LowerHalf{}, block);
-    // and the first ones to the upper half, as do all where the lower half is past the last row.
     const int lower_row = tile.first_row + kRowTileStep;
     const int lower_first = lower_row < num_rows(params)
                                 ? keys_of_query(params, query_of_row(params, lower_row)).begin / kBlockN

@@ -421,8 +421,8 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kK
     }
 }
 
-// Registers are too scarce to keep through the loop what is needed once a block or once a tile: it is noted down in shared
-// memory. To work the tile out once more would take three divisions.
+// Registers are too scarce to keep the tile through the loop: it is noted down in shared memory for the epilogue. To work
+// it out once more would take three divisions.
 __device__ __forceinline__ void note_tile(const Tile& tile, shared_address note) {
     store_shared_64(note, tile.batch, tile.head);
     store_shared_64(note + 8, tile.kv_head, tile.first_row);
@@ -493,7 +493,8 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
     }
     __syncwarp();
 
-    // All pieces are fetched before the first is stored, so that no store waits for the next fetch.
+    // All pieces are fetched before the first is stored: their latencies overlap, where one by one each store would wait for
+    // its own.
     constexpr int kRowsPerPass = 32 / kSwizzleChunks;
     constexpr int kPasses = kWarpRows / kRowsPerPass;
     constexpr int kPanels = kHeadDimV * sizeof(element) / kSwizzleBytes;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flashgen.tiling import row_blocks, rows, rows_ahead, rows_together
+from flashgen.tiling import row_blocks, rows, rows_ahead, rows_together, shifts
 
 if TYPE_CHECKING:
     from flashgen.problem import Problem
@@ -28,11 +28,16 @@ def visited_keys(problem: Problem, variant: Variant) -> tuple[float, int]:
     count = min(blocks, _SAMPLES)
     ahead = rows_ahead(problem, variant)
     part = rows_together(variant)
+    # A half of which no row is there visits what the other one does, unless the mask has windows.
+    idles = shifts(variant) or problem.mask_type == "local"
     total, most = 0, 0
     for sample in range(count):
         first_row = (2 * sample + 1) * blocks // (2 * count) * block_m - ahead
+        keys = 0
         for row in range(first_row, first_row + block_m, part):
-            total += _keys_of(problem, variant, row, part, block_n) * part
+            if idles or row < rows(problem, variant):
+                keys = _keys_of(problem, variant, row, part, block_n)
+            total += keys * part
         skipped = max(0, -first_row)
         most = max(most, _keys_of(problem, variant, first_row + skipped, block_m - skipped, block_n))
     return total / (count * block_m), most

@@ -7,7 +7,7 @@
 // Shared memory as PTX addresses it: bytes from the start of the shared window.
 using shared_address = uint32_t;
 
-// %ctaid.x, read anew: what a kernel computes from it twice, it need not keep in registers in between.
+// %ctaid.x, read anew: it need not be kept in a register.
 __device__ __forceinline__ int block_index() {
     int index;
     asm volatile("mov.u32 %0, %%ctaid.x;\n" : "=r"(index));
