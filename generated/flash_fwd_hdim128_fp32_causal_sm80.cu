@@ -277,6 +277,16 @@ __device__ __forceinline__ void hide_late_keys(const Params& params,
     }
 }
 
+// Hides the keys of a block that lie outside the range of their row. `tile_row` is the tile's first row.
+__device__ __forceinline__ void hide_keys(const Params& params,
+                                          float (&scores)[kRowTiles][kKeyTiles][4], int tile_row, int warp, int lane,
+                                          int block) {
+    // Most blocks are seen by every row from the first key to the last.
+    const int warp_row = tile_row + warp * kWarpRows;
+    const KeyRange every = keys_of_every(params, min(warp_row, num_rows(params) - 1), kWarpRows);
+    if ((block + 1) * kBlockN > every.end) hide_late_keys(params, scores, warp_row, block * kBlockN, lane);
+}
+
 // A float as the sum of two TF32 numbers: itself rounded to the upper bits, and what that leaves, of which the matrix
 // instruction reads the upper bits in turn. With a = a_high + a_low and b = b_high + b_low, a b is a_low b_high +
 // a_high b_low + a_high b_high up to 2^-21 of its size: three products on the tensor cores for nearly the accuracy of fp32.
@@ -657,10 +667,7 @@ flash_fwd_hdim128_fp32_causal_sm80(const __grid_constant__ Params params) {
         if (sees) {  // some row of this warp attends to a key of the block
             float scores[kRowTiles][kKeyTiles][4];
             multiply_qk(scores, q_lane, k_lane);
-            // Most blocks are seen by every row from the first key to the last.
-            const int warp_row = tile.first_row + warp * kWarpRows;
-            const KeyRange every = keys_of_every(params, min(warp_row, num_rows(params) - 1), kWarpRows);
-            if ((block + 1) * kBlockN > every.end) hide_late_keys(params, scores, warp_row, block * kBlockN, lane);
+            hide_keys(params, scores, tile.first_row, warp, lane, block);
             softmax_step(scores, rows, output, weights, params.scale_log2);
         }
 

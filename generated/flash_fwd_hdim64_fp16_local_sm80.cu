@@ -114,10 +114,7 @@ static_assert(offsetof(Params, scale_log2) == 188);
 // The matrix tiles [kBegin, kEnd) of a warp's rows: an empty argument that chooses them at compile time. The upper half is the
 // first kRowTileStep rows of the tile.
 template <int kBegin, int kEnd>
-struct RowTiles {
-    static constexpr int kFirstRow = kBegin * kRowTileStep;
-    static constexpr int kRows = (kEnd - kBegin) * kRowTileStep;
-};
+struct RowTiles {};
 using UpperHalf = RowTiles<0, 1>;
 using LowerHalf = RowTiles<1, 2>;
 using BothHalves = RowTiles<0, 2>;
@@ -314,6 +311,18 @@ __device__ __forceinline__ void hide_early_keys(RowTiles<kBegin, kEnd>, const Pa
             }
         }
     }
+}
+
+// Hides the keys of a block that lie outside the range of their row. `tile_row` is the tile's first row.
+template <int kBegin, int kEnd>
+__device__ __forceinline__ void hide_keys(RowTiles<kBegin, kEnd>, const Params& params,
+                                          float (&scores)[kRowTiles][kKeyTiles][4], int tile_row, int warp, int lane,
+                                          int block) {
+    // Most blocks are seen by every row from the first key to the last.
+    const KeyRange every = keys_of_every(params, tile_row + kBegin * kRowTileStep, (kEnd - kBegin) * kRowTileStep);
+    const int warp_row = tile_row + warp * 16;
+    if ((block + 1) * kBlockN > every.end) hide_late_keys(RowTiles<kBegin, kEnd>{}, params, scores, warp_row, block * kBlockN, lane);
+    if (block * kBlockN < every.begin) hide_early_keys(RowTiles<kBegin, kEnd>{}, params, scores, warp_row, block * kBlockN, lane);
 }
 
 // scores = Q . K^T for the given matrix tiles of the warp's rows, in fp32. Element [i][j][e] of thread (g, t) = (lane / 4,
@@ -650,16 +659,7 @@ flash_fwd_hdim64_fp16_local_sm80(const __grid_constant__ Params params) {
         float scores[kRowTiles][kKeyTiles][4];
         Weights weights;
         multiply_qk(row_tiles, scores, q_lane, transposed_operand_address(k_stage(block), lane));
-        // Most blocks are seen by every row from the first key to the last.
-        const int first_row = noted_first_row(note);
-        const KeyRange every = keys_of_every(params, first_row + row_tiles.kFirstRow, row_tiles.kRows);
-        const int warp_row = first_row + warp * 16;
-        if ((block + 1) * kBlockN > every.end) {
-            hide_late_keys(row_tiles, params, scores, warp_row, block * kBlockN, lane);
-        }
-        if (block * kBlockN < every.begin) {
-            hide_early_keys(row_tiles, params, scores, warp_row, block * kBlockN, lane);
-        }
+        hide_keys(row_tiles, params, scores, noted_first_row(note), warp, lane, block);
         softmax_step(row_tiles, scores, rows, output, weights, params.scale_log2);
 
         // V of this block is here; K of the next may still be on its way.

@@ -276,6 +276,16 @@ __device__ __forceinline__ void hide_late_keys(const Params& params,
     }
 }
 
+// Hides the keys of a block that lie outside the range of their row. `tile_row` is the tile's first row.
+__device__ __forceinline__ void hide_keys(const Params& params,
+                                          float (&scores)[kRowTiles][kKeyTiles][4], int tile_row, int warp, int lane,
+                                          int block) {
+    // Most blocks are seen by every row from the first key to the last.
+    const int warp_row = tile_row + warp * kWarpRows;
+    const KeyRange every = keys_of_every(params, min(warp_row, num_rows(params) - 1), kWarpRows);
+    if ((block + 1) * kBlockN > every.end) hide_late_keys(params, scores, warp_row, block * kBlockN, lane);
+}
+
 // scores (kWarpRows x kBlockN) = Q . K^T for the warp's rows, in fp32. Element [i][j][e] of thread (g, t) = (lane / 4,
 // lane % 4) is row 16 i + g + 8 (e / 2), key 8 j + 2 t + e % 2.
 __device__ __forceinline__ void multiply_qk(float (&scores)[kRowTiles][kKeyTiles][4],
@@ -573,10 +583,7 @@ flash_fwd_hdim64_fp16_m64_packgqa_sm80(const __grid_constant__ Params params) {
         {
             float scores[kRowTiles][kKeyTiles][4];
             multiply_qk(scores, q_lane, k_lane);
-            // Most blocks are seen by every row from the first key to the last.
-            const int warp_row = tile.first_row + warp * kWarpRows;
-            const KeyRange every = keys_of_every(params, min(warp_row, num_rows(params) - 1), kWarpRows);
-            if ((block + 1) * kBlockN > every.end) hide_late_keys(params, scores, warp_row, block * kBlockN, lane);
+            hide_keys(params, scores, tile.first_row, warp, lane, block);
             softmax_step(scores, rows, output, weights, params.scale_log2);
         }
 

@@ -319,8 +319,8 @@ FAULTS = (
         WINDOW_HALVES,
         LONG,
         NUMBERS,
-        "keys_of_every(params, first_row + row_tiles.kFirstRow, row_tiles.kRows)",
-        "keys_of_every(params, first_row, kRowTileStep)",
+        "keys_of_every(params, tile_row + kBegin * kRowTileStep, (kEnd - kBegin) * kRowTileStep)",
+        "keys_of_every(params, tile_row, kRowTileStep)",
     ),
     fault(
         "no wait before products in turns",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flashgen.simulator.check import visible_keys
-from flashgen.tiling import heads, rows, rows_together, tiles
+from flashgen.tiling import WARPGROUP_ROWS, heads, rows, rows_together, tiles
 
 if TYPE_CHECKING:
     from flashgen.problem import Problem
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # Matrix instructions of a warp that one product takes, and the depth of one.
 _PRODUCTS = {"fp16": (1, 16), "bf16": (1, 16), "fp32": (3, 8)}
 # Of a warpgroup, one instruction takes the whole width of a product.
-_WARPGROUP_ROWS, _WARPGROUP_DEPTH = 64, 16
+_WARPGROUP_DEPTH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def masked_tiles(problem: Problem, variant: Variant, mask: np.ndarray | None, re
     """What ``report`` says about the tiles of a forward kernel."""
     block_m, block_n = variant.tile_value("block_m"), variant.tile_value("block_n")
     if "warps" not in dict(variant.tile):
-        parts, part_rows = block_m // _WARPGROUP_ROWS, _WARPGROUP_ROWS
+        parts, part_rows = block_m // WARPGROUP_ROWS, WARPGROUP_ROWS
         each = (variant.head_dim + block_n) // _WARPGROUP_DEPTH
     else:
         parts, part_rows = variant.tile_value("warps"), block_m // variant.tile_value("warps")
