@@ -115,7 +115,9 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
 
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
 
-__device__ __forceinline__ int query_of_row(const Params& params, int row) { return row / params.group_size; }
+__device__ __forceinline__ int query_of_row(const Params& params, int row) {
+    return row / params.group_size;
+}
 
 // Offset in elements, from the start of the batch entry, of the row of q or out that belongs to `row`.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,

@@ -3,8 +3,8 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype fp16, mask_type causal, gqa packed
-// tile      block_m 128, block_n 64, warps 4, groups 1, k_stages 1, min_blocks 2
-// block     128 threads, 65552 bytes of dynamic shared memory
+// tile      block_m 128, block_n 64, warps 4, groups 1, k_stages 2, min_blocks 2
+// block     128 threads, 81952 bytes of dynamic shared memory
 // target    sm80: sm_80 or later, at most 166912 bytes a block
 // spec      flash_fwd_sm80.yaml
 // template  flash_fwd_sm80.cu.j2
@@ -17,13 +17,13 @@ constexpr int kHeadDimV = 128;  // of V and the output
 constexpr int kBlockM = 128;  // query rows of a tile
 constexpr int kBlockN = 64;  // keys of a tile
 constexpr int kWarps = 4;
-constexpr int kKStages = 1;  // blocks of K in shared memory
+constexpr int kKStages = 2;  // blocks of K in shared memory
 constexpr int kVStages = 1;  // and of V
 constexpr int kThreads = 32 * kWarps;
 constexpr int kCopyThreads = kThreads / 1;  // threads that share the copy of a block of K or V
 constexpr int kWarpRows = kBlockM / kWarps;  // a warp owns whole rows, so that softmax never leaves it
 constexpr int kRowTiles = kWarpRows / 16;    // 16-row matrix tiles of a warp
-constexpr int kRowTileStep = 16;             // rows from a warp's matrix tile to its next
+constexpr int kRowTileStep = 16 * kWarps;    // rows of a half; from a warp's matrix tile in the upper one to that in the lower
 constexpr int kKeyTiles = kBlockN / 8;       // 8-key matrix tiles of a key block
 constexpr int kDimTiles = kHeadDimV / 8;     // 8-wide matrix tiles of the output's head dimension
 
@@ -32,7 +32,7 @@ constexpr int kKOffset = kBlockM * kRowBytes;  // Q comes first, then the stages
 constexpr int kStageBytes = kBlockN * kRowBytes;
 constexpr int kVOffset = kKOffset + kKStages * kStageBytes;
 constexpr int kNoteOffset = kVOffset + kVStages * kStageBytes;
-constexpr int kNoteBytes = 16;
+constexpr int kNoteBytes = 32;
 constexpr int kSharedBytes = kNoteOffset + kNoteBytes;
 
 constexpr float kLn2 = 0.6931471805599453f;
@@ -41,7 +41,9 @@ static_assert(kBlockM % (16 * kWarps) == 0, "a warp owns whole 16-row matrix til
 static_assert(kBlockN % 16 == 0, "keys are fetched by 16");
 static_assert(kHeadDimV <= kHeadDim, "rows of V and of the output fit into those of K and Q");
 static_assert(kRowBytes % 64 == 0, "the swizzle permutes at least four 16-byte chunks");
-static_assert(kSharedBytes == 65552, "launcher and kernel agree on shared memory");
+static_assert(kRowTiles == 2, "each half has a matrix tile of each warp");
+static_assert(kBlockN <= kRowTileStep, "a block of keys is no wider than the rows of a half");
+static_assert(kSharedBytes == 81952, "launcher and kernel agree on shared memory");
 
 struct Params {
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
@@ -72,10 +74,15 @@ struct Params {
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
+    uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
+    uint64_t group_size_divisor;          // of num_heads_q / num_heads_kv
+    uint64_t section_tiles_divisor;       // of the tiles of a section
+    uint64_t section_heads_divisor;       // of heads_per_section
+    uint64_t last_section_heads_divisor;  // of the heads of the last section
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // softmax_scale * log2(e)
 };
-static_assert(sizeof(Params) == 192);
+static_assert(sizeof(Params) == 232);
 static_assert(offsetof(Params, q) == 0);
 static_assert(offsetof(Params, k) == 8);
 static_assert(offsetof(Params, v) == 16);
@@ -104,8 +111,28 @@ static_assert(offsetof(Params, head_dim_v) == 164);
 static_assert(offsetof(Params, num_row_blocks) == 168);
 static_assert(offsetof(Params, heads_per_section) == 172);
 static_assert(offsetof(Params, num_sections) == 176);
-static_assert(offsetof(Params, diagonal_offset) == 180);
-static_assert(offsetof(Params, scale_log2) == 184);
+static_assert(offsetof(Params, num_heads_divisor) == 184);
+static_assert(offsetof(Params, group_size_divisor) == 192);
+static_assert(offsetof(Params, section_tiles_divisor) == 200);
+static_assert(offsetof(Params, section_heads_divisor) == 208);
+static_assert(offsetof(Params, last_section_heads_divisor) == 216);
+static_assert(offsetof(Params, diagonal_offset) == 224);
+static_assert(offsetof(Params, scale_log2) == 228);
+
+// The matrix tiles [kBegin, kEnd) of a warp's rows: an empty argument that chooses them at compile time. The upper half is the
+// first kRowTileStep rows of the tile.
+template <int kBegin, int kEnd>
+struct RowTiles {};
+using UpperHalf = RowTiles<0, 1>;
+using LowerHalf = RowTiles<1, 2>;
+using BothHalves = RowTiles<0, 2>;
+
+// Whether all keys of a block exist: an empty argument that says so at compile time. Of the blocks that a tile visits only the
+// last may reach past the sequence's end.
+template <bool kWhole>
+struct IsWhole {};
+using Whole = IsWhole<true>;
+using MaybeRagged = IsWhole<false>;
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 struct Tile {
@@ -115,22 +142,28 @@ struct Tile {
     int first_row;  // rows are (query, head in group) pairs, heads fastest
 };
 
+// n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
+// that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
+__device__ __forceinline__ int divide(int n, uint64_t divisor) {
+    return uint64_t(n) * uint32_t(divisor) >> (divisor >> 32);
+}
+
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     // Heads are launched in sections, so that the tiles of a head, which share its keys and values in L2, run at about
     // the same time. Within a section the row blocks come
     // one after another for all heads, last block first: the first rows attend to the fewest keys, and short tiles at
     // the end leave the fewest multiprocessors idle.
     const int num_heads = params.num_heads_kv;
-    const int section = min(index / (params.heads_per_section * params.num_row_blocks), params.num_sections - 1);
+    const int section = min(divide(index, params.section_tiles_divisor), params.num_sections - 1);
     const int first_head = section * params.heads_per_section;
     const bool is_last = section == params.num_sections - 1;
     const int section_heads = is_last ? num_heads * params.batch_size - first_head : params.heads_per_section;
     const int index_in_section = index - first_head * params.num_row_blocks;
-    const int row_block = index_in_section / section_heads;
+    const int row_block = divide(index_in_section, is_last ? params.last_section_heads_divisor : params.section_heads_divisor);
     const int head_of_batch = first_head + index_in_section - row_block * section_heads;
 
     Tile tile;
-    tile.batch = head_of_batch / num_heads;
+    tile.batch = divide(head_of_batch, params.num_heads_divisor);
     tile.kv_head = head_of_batch - tile.batch * num_heads;
     tile.head = tile.kv_head * params.group_size;
     tile.first_row = (params.num_row_blocks - 1 - row_block) * kBlockM;
@@ -139,12 +172,14 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
 
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
 
-__device__ __forceinline__ int query_of_row(const Params& params, int row) { return row / params.group_size; }
+__device__ __forceinline__ int query_of_row(const Params& params, int row) {
+    return divide(row, params.group_size_divisor);
+}
 
 // Offset in elements, from the start of the batch entry, of the row of q or out that belongs to `row`.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
-    const int query = row / params.group_size;
+    const int query = divide(row, params.group_size_divisor);
     const int head = tile.head + row - query * params.group_size;
     return query * row_stride + head * head_stride;
 }
@@ -158,14 +193,11 @@ constexpr int kSwizzleChunks = 8;  // a row spans all 32 banks a whole number of
 __device__ __forceinline__ int swizzle_key(int row) { return row % 8; }
 constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
-// Where a lane finds its part of a matrix fragment: its row, and its chunk in that row before any step along the row.
-struct LaneAddress {
-    shared_address row;
-    int chunk_bytes;
-};
+// Where a lane finds its part of a matrix fragment, before any step along the row.
+using LaneAddress = shared_address;
 
 __device__ __forceinline__ LaneAddress lane_address(shared_address tile, int row, int chunk) {
-    return {tile + row * kRowBytes, 16 * (chunk ^ swizzle_key(row))};
+    return tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
 }
 
 // A 16x16 operand of which ldmatrix fetches the four 8x8 quarters: downwards first for Q and (transposed on the way) V,
@@ -178,20 +210,19 @@ __device__ __forceinline__ LaneAddress transposed_operand_address(shared_address
     return lane_address(tile, lane / 16 * 8 + lane % 8, lane / 8 % 2);
 }
 
-// The lane's address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right. The
-// permutation only touches the low bits of the chunk number, so all but one exclusive or is a constant.
+// The lane's address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right. Tiles and rows
+// begin at multiples of kSwizzleBytes, so that a step within the swizzle is an exclusive or of the address itself.
 __device__ __forceinline__ shared_address step_address(const LaneAddress& lane, int row_step, int chunk_pair) {
     const int step_bytes = 32 * chunk_pair;
-    return lane.row + row_step * kRowBytes + step_bytes / kSwizzleBytes * kSwizzleBytes +
-           (step_bytes % kSwizzleBytes ^ lane.chunk_bytes);
+    return (lane ^ step_bytes % kSwizzleBytes) + row_step * kRowBytes + step_bytes / kSwizzleBytes * kSwizzleBytes;
 }
 
 // Starts the copy of kBlockN rows of K or V, kColumns wide, into shared memory. kSwizzleChunks threads stand side by side
-// along a row and each takes every kSwizzleChunks-th chunk of its rows. Rows from `valid_rows` on, and elements from
-// `head_dim` on, become zeros. `row_stride` is in elements.
-template <int kColumns>
-__device__ __forceinline__ void copy_rows(shared_address tile, const element* source, int64_t row_stride, int valid_rows,
-                                          int head_dim) {
+// along a row and each takes every kSwizzleChunks-th chunk of its rows. Rows from `valid_rows` on, of which a whole block has
+// none, and elements from `head_dim` on, become zeros. `row_stride` is in elements.
+template <int kColumns, bool kWhole>
+__device__ __forceinline__ void copy_rows(IsWhole<kWhole>, shared_address tile, const element* source,
+                                          int64_t row_stride, int valid_rows, int head_dim) {
     constexpr int kRowsPerPass = kCopyThreads / kSwizzleChunks;
     constexpr int kPanels = kColumns * sizeof(element) / kSwizzleBytes;
     static_assert(kColumns * sizeof(element) % kSwizzleBytes == 0, "the swizzle permutes whole panels");
@@ -200,17 +231,19 @@ __device__ __forceinline__ void copy_rows(shared_address tile, const element* so
     const int chunk = threadIdx.x % kSwizzleChunks;
     const shared_address destination = tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
     source += row * row_stride + chunk * kChunkElements;
+    constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
     const int rows_left = valid_rows - row;
+    // One pointer steps from row to row, an addition each. The compiler would work out an address for each copy, which takes
+    // five, if it saw through the pointer.
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-        constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
-        const element* from = source + panel * kPanelElements;
+    for (int first = 0; first < kBlockN; first += kRowsPerPass) {
 #pragma unroll
-        for (int first = 0; first < kBlockN; first += kRowsPerPass) {
-            cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes, from,
-                        first < rows_left && panel * kPanelElements + chunk * kChunkElements < head_dim ? 16 : 0);
-            from += kRowsPerPass * row_stride;  // one addition a row; worked out anew, an address takes five
+        for (int panel = 0; panel < kPanels; ++panel) {
+            cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes, source + panel * kPanelElements,
+                        (kWhole || first < rows_left) && panel * kPanelElements + chunk * kChunkElements < head_dim ? 16 : 0);
         }
+        if (first + kRowsPerPass < kBlockN) source += kRowsPerPass * row_stride;
+        opaque(source);
     }
 }
 
@@ -219,17 +252,20 @@ __device__ __forceinline__ void copy_queries(const Params& params, const Tile& t
                                              const element* q) {
     constexpr int kRowsPerPass = kThreads / kSwizzleChunks;
     static_assert(kBlockM % kRowsPerPass == 0, "every thread copies as many rows");
+    static_assert(kRowsPerPass % 8 == 0, "the rows of a thread are swizzled alike");
+    const int row = threadIdx.x / kSwizzleChunks;
     const int chunk = threadIdx.x % kSwizzleChunks;
+    const int rows_left = num_rows(params) - tile.first_row - row;
+    const shared_address destination = q_tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
 #pragma unroll
     for (int first = 0; first < kBlockM; first += kRowsPerPass) {
-        const int row = first + threadIdx.x / kSwizzleChunks;
-        const bool row_valid = tile.first_row + row < num_rows(params);
-        const element* source = q + row_offset(params, tile, tile.first_row + row, params.q_row_stride, params.q_head_stride);
+        const element* source =
+            q + row_offset(params, tile, tile.first_row + first + row, params.q_row_stride, params.q_head_stride);
 #pragma unroll
         for (int panel = 0; panel < kRowBytes / kSwizzleBytes; ++panel) {
             const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
-            cp_async_16(q_tile + row * kRowBytes + panel * kSwizzleBytes + 16 * (chunk ^ swizzle_key(row)),
-                        source + element_index, row_valid && element_index < params.head_dim ? 16 : 0);
+            cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes, source + element_index,
+                        first < rows_left && element_index < params.head_dim ? 16 : 0);
         }
     }
 }
@@ -264,11 +300,12 @@ __device__ __forceinline__ KeyRange find_keys(const Params& params, const Tile& 
 }
 
 // Hides the keys of the block at `first_key` that lie behind the range of their row; the warp's rows begin at `first_row`.
-__device__ __forceinline__ void hide_late_keys(const Params& params,
+template <int kBegin, int kEnd>
+__device__ __forceinline__ void hide_late_keys(RowTiles<kBegin, kEnd>, const Params& params,
                                                float (&scores)[kRowTiles][kKeyTiles][4], int first_row,
                                                int first_key, int lane) {
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
+    for (int i = kBegin; i < kEnd; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = first_row + kRowTileStep * i + 8 * half + lane / 4;
@@ -283,21 +320,25 @@ __device__ __forceinline__ void hide_late_keys(const Params& params,
 }
 
 // Hides the keys of a block that lie outside the range of their row. `tile_row` is the tile's first row.
-__device__ __forceinline__ void hide_keys(const Params& params,
+template <int kBegin, int kEnd>
+__device__ __forceinline__ void hide_keys(RowTiles<kBegin, kEnd>, const Params& params,
                                           float (&scores)[kRowTiles][kKeyTiles][4], int tile_row, int warp, int lane,
                                           int block) {
     // Most blocks are seen by every row from the first key to the last.
-    const int warp_row = tile_row + warp * kWarpRows;
-    const KeyRange every = keys_of_every(params, min(warp_row, num_rows(params) - 1), kWarpRows);
-    if ((block + 1) * kBlockN > every.end) hide_late_keys(params, scores, warp_row, block * kBlockN, lane);
+    const KeyRange every = keys_of_every(params, tile_row + kBegin * kRowTileStep, (kEnd - kBegin) * kRowTileStep);
+    const int warp_row = tile_row + warp * 16;
+    if ((block + 1) * kBlockN > every.end) {
+        hide_late_keys(RowTiles<kBegin, kEnd>{}, params, scores, warp_row, block * kBlockN, lane);
+    }
 }
 
-// scores (kWarpRows x kBlockN) = Q . K^T for the warp's rows, in fp32. Element [i][j][e] of thread (g, t) = (lane / 4,
-// lane % 4) is row 16 i + g + 8 (e / 2), key 8 j + 2 t + e % 2.
-__device__ __forceinline__ void multiply_qk(float (&scores)[kRowTiles][kKeyTiles][4],
+// scores = Q . K^T for the given matrix tiles of the warp's rows, in fp32. Element [i][j][e] of thread (g, t) = (lane / 4,
+// lane % 4) is row g + 8 (e / 2) of tile i, key 8 j + 2 t + e % 2.
+template <int kBegin, int kEnd>
+__device__ __forceinline__ void multiply_qk(RowTiles<kBegin, kEnd>, float (&scores)[kRowTiles][kKeyTiles][4],
                                             const LaneAddress& q_lane, const LaneAddress& k_lane) {
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
+    for (int i = kBegin; i < kEnd; ++i) {
 #pragma unroll
         for (int j = 0; j < kKeyTiles; ++j) {
 #pragma unroll
@@ -308,13 +349,13 @@ __device__ __forceinline__ void multiply_qk(float (&scores)[kRowTiles][kKeyTiles
     for (int step = 0; step < kHeadDim / 16; ++step) {
         uint32_t q_fragment[kRowTiles][4];
 #pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) ldmatrix_x4(q_fragment[i], step_address(q_lane, kRowTileStep * i, step));
+        for (int i = kBegin; i < kEnd; ++i) ldmatrix_x4(q_fragment[i], step_address(q_lane, kRowTileStep * i, step));
 #pragma unroll
         for (int j = 0; j < kKeyTiles; j += 2) {
             uint32_t k_fragment[4];
             ldmatrix_x4(k_fragment, step_address(k_lane, 8 * j, step));
 #pragma unroll
-            for (int i = 0; i < kRowTiles; ++i) {
+            for (int i = kBegin; i < kEnd; ++i) {
                 mma_m16n8k16<element>(scores[i][j], q_fragment[i], k_fragment[0], k_fragment[1]);
                 mma_m16n8k16<element>(scores[i][j + 1], q_fragment[i], k_fragment[2], k_fragment[3]);
             }
@@ -333,8 +374,9 @@ struct Weights {
     }
 };
 
-// output (kWarpRows x kHeadDimV) += P . V.
-__device__ __forceinline__ void multiply_pv(float (&output)[kRowTiles][kDimTiles][4],
+// output += P . V for the given matrix tiles.
+template <int kBegin, int kEnd>
+__device__ __forceinline__ void multiply_pv(RowTiles<kBegin, kEnd>, float (&output)[kRowTiles][kDimTiles][4],
                                             const Weights& weights, const LaneAddress& v_lane) {
 #pragma unroll
     for (int j = 0; j < kBlockN / 16; ++j) {
@@ -343,7 +385,7 @@ __device__ __forceinline__ void multiply_pv(float (&output)[kRowTiles][kDimTiles
             uint32_t v_fragment[4];
             ldmatrix_x4_trans(v_fragment, step_address(v_lane, 16 * j, n / 2));
 #pragma unroll
-            for (int i = 0; i < kRowTiles; ++i) {
+            for (int i = kBegin; i < kEnd; ++i) {
                 mma_m16n8k16<element>(output[i][n], weights.fragment[i][j], v_fragment[0], v_fragment[1]);
                 mma_m16n8k16<element>(output[i][n + 1], weights.fragment[i][j], v_fragment[2], v_fragment[3]);
             }
@@ -376,13 +418,14 @@ struct RowState {
 };
 
 // Turns the scores of a tile into weights, adds them to the rows' sums and rescales the output where a reference moves.
-__device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kKeyTiles][4],
+template <int kBegin, int kEnd>
+__device__ __forceinline__ void softmax_step(RowTiles<kBegin, kEnd>, const float (&scores)[kRowTiles][kKeyTiles][4],
                                              RowState& rows, float (&output)[kRowTiles][kDimTiles][4],
                                              Weights& weights, float scale_log2) {
     float tile_max[kRowTiles][2];
     bool moves = false;
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
+    for (int i = kBegin; i < kEnd; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float value = fmaxf(scores[i][0][2 * half], scores[i][0][2 * half + 1]);
@@ -396,7 +439,7 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kK
     }
     if (__any_sync(0xffffffff, moves)) {
 #pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
+        for (int i = kBegin; i < kEnd; ++i) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const float previous = rows.reference[i][half];
@@ -412,7 +455,7 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kK
         }
     }
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
+    for (int i = kBegin; i < kEnd; ++i) {
 #pragma unroll
         for (int j = 0; j < kKeyTiles; ++j) {
             float values[4];
@@ -426,8 +469,8 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kK
     }
 }
 
-// Registers are too scarce to keep the tile through the loop: it is noted down in shared memory for the epilogue. To work
-// it out once more would take three divisions.
+// Registers are too scarce to keep through the loop what is needed once a block or once a tile: it is noted down in shared
+// memory. The sources are read back at each block after the first, the first row at each block, the rest by the epilogue.
 __device__ __forceinline__ void note_tile(const Tile& tile, shared_address note) {
     store_shared_64(note, tile.batch, tile.head);
     store_shared_64(note + 8, tile.kv_head, tile.first_row);
@@ -441,6 +484,27 @@ __device__ __forceinline__ Tile noted_tile(shared_address note) {
     tile.kv_head = numbers.z;
     tile.first_row = numbers.w;
     return tile;
+}
+
+__device__ __forceinline__ int noted_first_row(shared_address note) { return load_shared_32(note + 12); }
+
+// The first keys and values of the tile's head.
+struct Sources {
+    const element* k;
+    const element* v;
+};
+
+__device__ __forceinline__ void note_sources(const Sources& sources, shared_address note) {
+    const uint64_t k = reinterpret_cast<uint64_t>(sources.k);
+    const uint64_t v = reinterpret_cast<uint64_t>(sources.v);
+    store_shared_64(note + 16, k, k >> 32);
+    store_shared_64(note + 24, v, v >> 32);
+}
+
+__device__ __forceinline__ Sources noted_sources(shared_address note) {
+    const uint4 words = load_shared_128(note + 16);
+    return {reinterpret_cast<const element*>(uint64_t(words.y) << 32 | words.x),
+            reinterpret_cast<const element*>(uint64_t(words.w) << 32 | words.z)};
 }
 
 // Completes the sums and divides the output by them. A row that attends to nothing has the sum 0 and becomes 0.
@@ -468,7 +532,7 @@ __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = tile.first_row + warp * kWarpRows + kRowTileStep * i + 8 * half + lane / 4;
+            const int row = tile.first_row + warp * 16 + kRowTileStep * i + 8 * half + lane / 4;
             if (row < num_rows(params)) {
                 const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
                 store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
@@ -483,7 +547,7 @@ __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile
 __device__ __forceinline__ void store_output(const Params& params, const Tile& tile,
                                              const float (&output)[kRowTiles][kDimTiles][4], shared_address q_tile,
                                              int warp, int lane) {
-    const shared_address warp_tile = q_tile + warp * kWarpRows * kRowBytes;
+    const shared_address warp_tile = q_tile + warp * 16 * kRowBytes;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -504,7 +568,9 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
     constexpr int kPasses = kWarpRows / kRowsPerPass;
     constexpr int kPanels = kHeadDimV * sizeof(element) / kSwizzleBytes;
     const int chunk = lane % kSwizzleChunks;
-    auto row_of_pass = [&](int pass) { return pass * kRowsPerPass + lane / kSwizzleChunks; };
+    auto row_of_pass = [&](int pass) {
+        return pass / (kPasses / 2) * kRowTileStep + pass % (kPasses / 2) * kRowsPerPass + lane / kSwizzleChunks;
+    };
     uint4 pieces[kPasses][kPanels];
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
@@ -515,10 +581,11 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
                                                   16 * (chunk ^ swizzle_key(row)));
         }
     }
+    const int first_row = tile.first_row + warp * 16;
     element* out = params.out + tile.batch * params.out_batch_stride;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-        const int tile_row = tile.first_row + warp * kWarpRows + row_of_pass(pass);
+        const int tile_row = first_row + row_of_pass(pass);
         element* out_row = out + row_offset(params, tile, tile_row, params.out_row_stride, params.out_head_stride);
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
@@ -547,7 +614,7 @@ flash_fwd_hdim128_fp16_causal_packgqa_sm80(const __grid_constant__ Params params
     const int first_block = keys.begin / kBlockN;
     const int last_block = (keys.end + kBlockN - 1) / kBlockN - 1;
 
-    const LaneAddress q_lane = operand_address(q_tile + warp * kWarpRows * kRowBytes, lane);
+    const LaneAddress q_lane = operand_address(q_tile + warp * 16 * kRowBytes, lane);
     float output[kRowTiles][kDimTiles][4] = {};
     RowState rows;
 #pragma unroll
@@ -556,56 +623,79 @@ flash_fwd_hdim128_fp16_causal_packgqa_sm80(const __grid_constant__ Params params
         rows.sum[i][0] = rows.sum[i][1] = 0.0f;
     }
 
-    // K and V have one stage each: V of a block is fetched while its scores are computed, K of the next block while P and V
-    // of this one are multiplied. Other thread blocks of the multiprocessor, where there is
-    // room for them, fill the gaps.
-    auto copy_k = [&](const element* k, shared_address stage, int block) {
-        copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride,
+    static_assert(sizeof(element) == 2, "the fragments of V are loaded by ldmatrix");
+
+    // K has two stages and V has one; block b of K lies in stage b % 2. While the scores of a block are computed, V of it and K
+    // of the next block are on their way.
+    //
+    // Each warp has a matrix tile of rows in the upper half of the thread block's rows and one in the lower half. A block of
+    // keys that matters to one half only then costs every warp half of the work. With its rows side by side a warp would
+    // have all of it or none, and who has none waits for the others.
+    auto copy_k = [&](auto is_whole, const element* k, shared_address stage, int block) {
+        copy_rows<kHeadDim>(is_whole, stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride,
                             params.seqlen_kv - block * kBlockN, params.head_dim);
         cp_async_commit();
     };
-    auto copy_v = [&](const element* v, shared_address stage, int block) {
-        copy_rows<kHeadDimV>(stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride,
+    auto copy_v = [&](auto is_whole, const element* v, shared_address stage, int block) {
+        copy_rows<kHeadDimV>(is_whole, stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride,
                              params.seqlen_kv - block * kBlockN, params.head_dim_v);
         cp_async_commit();
     };
     const element* first_k = params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
     const element* first_v = params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
+    auto k_stage = [&](int block) { return k_tiles + (block & 1) * kStageBytes; };
+    auto copy_next_k = [&](const element* k, int block) {
+        if (block > first_block) {
+            copy_k(Whole{}, k, k_stage(block - 1), block - 1);
+        } else {
+            cp_async_commit();  // nothing, so that V's is the last group but one here, too
+        }
+    };
+
+    if (threadIdx.x == 0) note_sources({first_k, first_v}, note);
     if (last_block >= first_block) {
         copy_queries(params, tile, q_tile, params.q + tile.batch * params.q_batch_stride);
-        copy_k(first_k, k_tiles, last_block);
+        copy_k(MaybeRagged{}, first_k, k_stage(last_block), last_block);
+        copy_v(MaybeRagged{}, first_v, v_tiles, last_block);
+        copy_next_k(first_k, last_block);
+    } else {
+        barrier_sync(kThreads);  // the note is written: a tile without keys meets no other barrier
     }
-    barrier_sync(kThreads);  // the note is written: a tile without keys meets no other barrier
 
-    // The keys that some row of this warp attends to.
-    const KeyRange warp_keys =
-        keys_of_some(params, min(tile.first_row + warp * kWarpRows, num_rows(params) - 1), kWarpRows);
-    const LaneAddress k_lane = transposed_operand_address(k_tiles, lane);
-    const LaneAddress v_lane = operand_address(v_tiles, lane);
-    for (int block = last_block; block >= first_block; --block) {
-        // K of this block is here, and every warp has finished with V of the block before.
-        cp_async_wait<0>();
-        barrier_sync(kThreads);
-        copy_v(first_v, v_tiles, block);
+    // Addresses are worked out or read back for each block: there are no registers to keep them.
+    auto visit = [&](auto row_tiles, int block) {
+        // K of this block is here, at the first one with Q: a thread waits for its own copies, and the barrier for everybody's.
+        // And every warp has finished with K and V of the block before. V of the first block and K of the one after it are on
+        // their way already.
+        if (block == last_block) {
+            cp_async_wait<2>();
+            barrier_sync(kThreads);
+        } else {
+            const Sources sources = noted_sources(note);
+            cp_async_wait<0>();
+            barrier_sync(kThreads);
+            copy_v(Whole{}, sources.v, v_tiles, block);
+            copy_next_k(sources.k, block);
+        }
 
+        float scores[kRowTiles][kKeyTiles][4];
         Weights weights;
-        const bool sees = block * kBlockN < warp_keys.end && (block + 1) * kBlockN > warp_keys.begin;
-        if (sees) {  // some row of this warp attends to a key of the block
-            float scores[kRowTiles][kKeyTiles][4];
-            multiply_qk(scores, q_lane, k_lane);
-            hide_keys(params, scores, tile.first_row, warp, lane, block);
-            softmax_step(scores, rows, output, weights, params.scale_log2);
-        }
+        multiply_qk(row_tiles, scores, q_lane, transposed_operand_address(k_stage(block), lane));
+        hide_keys(row_tiles, params, scores, noted_first_row(note), warp, lane, block);
+        softmax_step(row_tiles, scores, rows, output, weights, params.scale_log2);
 
-        // V of this block is here, and every warp has finished with K.
-        cp_async_wait<0>();
+        // V of this block is here; K of the next may still be on its way.
+        cp_async_wait<1>();
         barrier_sync(kThreads);
-        if (block > first_block) copy_k(first_k, k_tiles, block - 1);
+        multiply_pv(row_tiles, output, weights, operand_address(v_tiles, lane));
+    };
 
-        if (sees) {
-            multiply_pv(output, weights, v_lane);
-        }
-    }
+    // Ranges of keys end further right from row to row: the last blocks matter to the lower half alone, the others to both. A
+    // lower half that lies past the last row is multiplied all the same; its rows are zeros, and are not stored.
+    const int upper_last = (keys_of_some(params, tile.first_row, kRowTileStep).end + kBlockN - 1) / kBlockN - 1;
+    int block = last_block;
+    for (; block >= first_block && block > upper_last; --block) visit(LowerHalf{}, block);
+    for (; block >= first_block; --block) visit(BothHalves{}, block);
 
     const Tile stored_tile = noted_tile(note);
     normalise(output, rows);

@@ -71,10 +71,14 @@ struct Params {
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
+    uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
+    uint64_t section_tiles_divisor;       // of the tiles of a section
+    uint64_t section_heads_divisor;       // of heads_per_section
+    uint64_t last_section_heads_divisor;  // of the heads of the last section
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // softmax_scale * log2(e)
 };
-static_assert(sizeof(Params) == 184);
+static_assert(sizeof(Params) == 216);
 static_assert(offsetof(Params, q) == 0);
 static_assert(offsetof(Params, k) == 8);
 static_assert(offsetof(Params, v) == 16);
@@ -102,8 +106,12 @@ static_assert(offsetof(Params, head_dim_v) == 160);
 static_assert(offsetof(Params, num_row_blocks) == 164);
 static_assert(offsetof(Params, heads_per_section) == 168);
 static_assert(offsetof(Params, num_sections) == 172);
-static_assert(offsetof(Params, diagonal_offset) == 176);
-static_assert(offsetof(Params, scale_log2) == 180);
+static_assert(offsetof(Params, num_heads_divisor) == 176);
+static_assert(offsetof(Params, section_tiles_divisor) == 184);
+static_assert(offsetof(Params, section_heads_divisor) == 192);
+static_assert(offsetof(Params, last_section_heads_divisor) == 200);
+static_assert(offsetof(Params, diagonal_offset) == 208);
+static_assert(offsetof(Params, scale_log2) == 212);
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 struct Tile {
@@ -113,22 +121,28 @@ struct Tile {
     int first_row;  // rows are queries
 };
 
+// n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
+// that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
+__device__ __forceinline__ int divide(int n, uint64_t divisor) {
+    return uint64_t(n) * uint32_t(divisor) >> (divisor >> 32);
+}
+
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     // Heads are launched in sections, so that the tiles of a head, which share its keys and values in L2, run at about
     // the same time. Within a section the row blocks come
     // one after another for all heads, last block first: the first rows attend to the fewest keys, and short tiles at
     // the end leave the fewest multiprocessors idle.
     const int num_heads = params.num_heads_q;
-    const int section = min(index / (params.heads_per_section * params.num_row_blocks), params.num_sections - 1);
+    const int section = min(divide(index, params.section_tiles_divisor), params.num_sections - 1);
     const int first_head = section * params.heads_per_section;
     const bool is_last = section == params.num_sections - 1;
     const int section_heads = is_last ? num_heads * params.batch_size - first_head : params.heads_per_section;
     const int index_in_section = index - first_head * params.num_row_blocks;
-    const int row_block = index_in_section / section_heads;
+    const int row_block = divide(index_in_section, is_last ? params.last_section_heads_divisor : params.section_heads_divisor);
     const int head_of_batch = first_head + index_in_section - row_block * section_heads;
 
     Tile tile;
-    tile.batch = head_of_batch / num_heads;
+    tile.batch = divide(head_of_batch, params.num_heads_divisor);
     tile.head = head_of_batch - tile.batch * num_heads;
     tile.kv_head = tile.head;
     tile.first_row = (params.num_row_blocks - 1 - row_block) * kBlockM;
@@ -154,14 +168,11 @@ constexpr int kSwizzleChunks = 8;  // a row spans all 32 banks a whole number of
 __device__ __forceinline__ int swizzle_key(int row) { return row % 8; }
 constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
-// Where a lane finds its part of a matrix fragment: its row, and its chunk in that row before any step along the row.
-struct LaneAddress {
-    shared_address row;
-    int chunk_bytes;
-};
+// Where a lane finds its part of a matrix fragment, before any step along the row.
+using LaneAddress = shared_address;
 
 __device__ __forceinline__ LaneAddress lane_address(shared_address tile, int row, int chunk) {
-    return {tile + row * kRowBytes, 16 * (chunk ^ swizzle_key(row))};
+    return tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
 }
 
 // A 16x16 operand of which ldmatrix fetches the four 8x8 quarters: downwards first for Q and (transposed on the way) V,
@@ -174,20 +185,19 @@ __device__ __forceinline__ LaneAddress transposed_operand_address(shared_address
     return lane_address(tile, lane / 16 * 8 + lane % 8, lane / 8 % 2);
 }
 
-// The lane's address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right. The
-// permutation only touches the low bits of the chunk number, so all but one exclusive or is a constant.
+// The lane's address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right. Tiles and rows
+// begin at multiples of kSwizzleBytes, so that a step within the swizzle is an exclusive or of the address itself.
 __device__ __forceinline__ shared_address step_address(const LaneAddress& lane, int row_step, int chunk_pair) {
     const int step_bytes = 32 * chunk_pair;
-    return lane.row + row_step * kRowBytes + step_bytes / kSwizzleBytes * kSwizzleBytes +
-           (step_bytes % kSwizzleBytes ^ lane.chunk_bytes);
+    return (lane ^ step_bytes % kSwizzleBytes) + row_step * kRowBytes + step_bytes / kSwizzleBytes * kSwizzleBytes;
 }
 
 // Starts the copy of kBlockN rows of K or V, kColumns wide, into shared memory. kSwizzleChunks threads stand side by side
-// along a row and each takes every kSwizzleChunks-th chunk of its rows. Rows from `valid_rows` on, and elements from
-// `head_dim` on, become zeros. `row_stride` is in elements.
+// along a row and each takes every kSwizzleChunks-th chunk of its rows. Rows from `valid_rows` on
+// and elements from `head_dim` on become zeros. `row_stride` is in elements.
 template <int kColumns>
-__device__ __forceinline__ void copy_rows(shared_address tile, const element* source, int64_t row_stride, int valid_rows,
-                                          int head_dim) {
+__device__ __forceinline__ void copy_rows(shared_address tile, const element* source,
+                                          int64_t row_stride, int valid_rows, int head_dim) {
     constexpr int kRowsPerPass = kCopyThreads / kSwizzleChunks;
     constexpr int kPanels = kColumns * sizeof(element) / kSwizzleBytes;
     static_assert(kColumns * sizeof(element) % kSwizzleBytes == 0, "the swizzle permutes whole panels");
@@ -214,18 +224,23 @@ __device__ __forceinline__ void copy_queries(const Params& params, const Tile& t
                                              const element* q) {
     constexpr int kRowsPerPass = kThreads / kSwizzleChunks;
     static_assert(kBlockM % kRowsPerPass == 0, "every thread copies as many rows");
+    static_assert(kRowsPerPass % 8 == 0, "the rows of a thread are swizzled alike");
+    const int row = threadIdx.x / kSwizzleChunks;
     const int chunk = threadIdx.x % kSwizzleChunks;
+    const int rows_left = num_rows(params) - tile.first_row - row;
+    const shared_address destination = q_tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
+    // One pointer steps from row to row; the compiler would work out the addresses of all copies ahead.
+    const element* source = q + row_offset(params, tile, tile.first_row + row, params.q_row_stride, params.q_head_stride);
 #pragma unroll
     for (int first = 0; first < kBlockM; first += kRowsPerPass) {
-        const int row = first + threadIdx.x / kSwizzleChunks;
-        const bool row_valid = tile.first_row + row < num_rows(params);
-        const element* source = q + row_offset(params, tile, tile.first_row + row, params.q_row_stride, params.q_head_stride);
 #pragma unroll
         for (int panel = 0; panel < kRowBytes / kSwizzleBytes; ++panel) {
             const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
-            cp_async_16(q_tile + row * kRowBytes + panel * kSwizzleBytes + 16 * (chunk ^ swizzle_key(row)),
-                        source + element_index, row_valid && element_index < params.head_dim ? 16 : 0);
+            cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes, source + element_index,
+                        first < rows_left && element_index < params.head_dim ? 16 : 0);
         }
+        if (first + kRowsPerPass < kBlockM) source += kRowsPerPass * params.q_row_stride;
+        opaque(source);
     }
 }
 
@@ -284,7 +299,9 @@ __device__ __forceinline__ void hide_keys(const Params& params,
     // Most blocks are seen by every row from the first key to the last.
     const int warp_row = tile_row + warp * kWarpRows;
     const KeyRange every = keys_of_every(params, min(warp_row, num_rows(params) - 1), kWarpRows);
-    if ((block + 1) * kBlockN > every.end) hide_late_keys(params, scores, warp_row, block * kBlockN, lane);
+    if ((block + 1) * kBlockN > every.end) {
+        hide_late_keys(params, scores, warp_row, block * kBlockN, lane);
+    }
 }
 
 // A float as the sum of two TF32 numbers: itself rounded to the upper bits, and what that leaves, of which the matrix
@@ -377,8 +394,8 @@ struct ElementAddress {
 
 __device__ __forceinline__ ElementAddress element_address(shared_address tile, int lane) {
     ElementAddress address = {lane_address(tile, lane % 4 * 2, lane / 16), lane_address(tile, lane % 4 * 2 + 1, lane / 16)};
-    address.even_key.row += lane / 4 % 4 * sizeof(float);
-    address.odd_key.row += lane / 4 % 4 * sizeof(float);
+    address.even_key += lane / 4 % 4 * sizeof(float);
+    address.odd_key += lane / 4 % 4 * sizeof(float);
     return address;
 }
 
@@ -499,8 +516,8 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kK
     }
 }
 
-// Registers are too scarce to keep the tile through the loop: it is noted down in shared memory for the epilogue. To work
-// it out once more would take three divisions.
+// Registers are too scarce to keep the tile through the loop: it is noted down in shared memory for the epilogue. Reading it
+// back takes less than working it out again.
 __device__ __forceinline__ void note_tile(const Tile& tile, shared_address note) {
     store_shared_64(note, tile.batch, tile.head);
     store_shared_64(note + 8, tile.kv_head, tile.first_row);
@@ -589,11 +606,14 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
                                                   16 * (chunk ^ swizzle_key(row)));
         }
     }
+    const int first_row = tile.first_row + warp * kWarpRows;
     element* out = params.out + tile.batch * params.out_batch_stride;
+    // One pointer steps from row to row; the compiler would work out the addresses of all stores ahead.
+    element* out_row =
+        out + row_offset(params, tile, first_row + row_of_pass(0), params.out_row_stride, params.out_head_stride);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-        const int tile_row = tile.first_row + warp * kWarpRows + row_of_pass(pass);
-        element* out_row = out + row_offset(params, tile, tile_row, params.out_row_stride, params.out_head_stride);
+        const int tile_row = first_row + row_of_pass(pass);
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
             const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
@@ -601,6 +621,8 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
                 store_global_128(out_row + element_index, pieces[pass][panel]);
             }
         }
+        if (pass + 1 < kPasses) out_row += (row_of_pass(pass + 1) - row_of_pass(pass)) * params.out_row_stride;
+        opaque(out_row);
     }
 }
 

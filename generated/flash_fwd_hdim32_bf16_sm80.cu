@@ -3,8 +3,8 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 32, head_dim_v 32, dtype bf16, mask_type none, gqa mha
-// tile      block_m 256, block_n 128, warps 8, groups 2, k_stages 2, min_blocks 1
-// block     256 threads, 49168 bytes of dynamic shared memory
+// tile      block_m 128, block_n 64, warps 4, groups 1, k_stages 2, min_blocks 3
+// block     128 threads, 20512 bytes of dynamic shared memory
 // target    sm80: sm_80 or later, at most 166912 bytes a block
 // spec      flash_fwd_sm80.yaml
 // template  flash_fwd_sm80.cu.j2
@@ -14,13 +14,13 @@ using element = bf16;
 
 constexpr int kHeadDim = 32;  // of Q and K
 constexpr int kHeadDimV = 32;  // of V and the output
-constexpr int kBlockM = 256;  // query rows of a tile
-constexpr int kBlockN = 128;  // keys of a tile
-constexpr int kWarps = 8;
+constexpr int kBlockM = 128;  // query rows of a tile
+constexpr int kBlockN = 64;  // keys of a tile
+constexpr int kWarps = 4;
 constexpr int kKStages = 2;  // blocks of K in shared memory
-constexpr int kVStages = 2;  // and of V
+constexpr int kVStages = 1;  // and of V
 constexpr int kThreads = 32 * kWarps;
-constexpr int kCopyThreads = kThreads / 2;  // threads that share the copy of a block of K or V
+constexpr int kCopyThreads = kThreads / 1;  // threads that share the copy of a block of K or V
 constexpr int kWarpRows = kBlockM / kWarps;  // a warp owns whole rows, so that softmax never leaves it
 constexpr int kRowTiles = kWarpRows / 16;    // 16-row matrix tiles of a warp
 constexpr int kRowTileStep = 16;             // rows from a warp's matrix tile to its next
@@ -32,7 +32,7 @@ constexpr int kKOffset = kBlockM * kRowBytes;  // Q comes first, then the stages
 constexpr int kStageBytes = kBlockN * kRowBytes;
 constexpr int kVOffset = kKOffset + kKStages * kStageBytes;
 constexpr int kNoteOffset = kVOffset + kVStages * kStageBytes;
-constexpr int kNoteBytes = 16;
+constexpr int kNoteBytes = 32;
 constexpr int kSharedBytes = kNoteOffset + kNoteBytes;
 
 constexpr float kLn2 = 0.6931471805599453f;
@@ -41,7 +41,7 @@ static_assert(kBlockM % (16 * kWarps) == 0, "a warp owns whole 16-row matrix til
 static_assert(kBlockN % 16 == 0, "keys are fetched by 16");
 static_assert(kHeadDimV <= kHeadDim, "rows of V and of the output fit into those of K and Q");
 static_assert(kRowBytes % 64 == 0, "the swizzle permutes at least four 16-byte chunks");
-static_assert(kSharedBytes == 49168, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes == 20512, "launcher and kernel agree on shared memory");
 
 struct Params {
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
@@ -71,9 +71,13 @@ struct Params {
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
+    uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
+    uint64_t section_tiles_divisor;       // of the tiles of a section
+    uint64_t section_heads_divisor;       // of heads_per_section
+    uint64_t last_section_heads_divisor;  // of the heads of the last section
     float scale_log2;                     // softmax_scale * log2(e)
 };
-static_assert(sizeof(Params) == 184);
+static_assert(sizeof(Params) == 216);
 static_assert(offsetof(Params, q) == 0);
 static_assert(offsetof(Params, k) == 8);
 static_assert(offsetof(Params, v) == 16);
@@ -101,7 +105,18 @@ static_assert(offsetof(Params, head_dim_v) == 160);
 static_assert(offsetof(Params, num_row_blocks) == 164);
 static_assert(offsetof(Params, heads_per_section) == 168);
 static_assert(offsetof(Params, num_sections) == 172);
-static_assert(offsetof(Params, scale_log2) == 176);
+static_assert(offsetof(Params, num_heads_divisor) == 176);
+static_assert(offsetof(Params, section_tiles_divisor) == 184);
+static_assert(offsetof(Params, section_heads_divisor) == 192);
+static_assert(offsetof(Params, last_section_heads_divisor) == 200);
+static_assert(offsetof(Params, scale_log2) == 208);
+
+// Whether all keys of a block exist: an empty argument that says so at compile time. Of the blocks that a tile visits only the
+// last may reach past the sequence's end.
+template <bool kWhole>
+struct IsWhole {};
+using Whole = IsWhole<true>;
+using MaybeRagged = IsWhole<false>;
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 struct Tile {
@@ -111,21 +126,27 @@ struct Tile {
     int first_row;  // rows are queries
 };
 
+// n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
+// that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
+__device__ __forceinline__ int divide(int n, uint64_t divisor) {
+    return uint64_t(n) * uint32_t(divisor) >> (divisor >> 32);
+}
+
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     // Heads are launched in sections, so that the tiles of a head, which share its keys and values in L2, run at about
     // the same time. Within a section the row blocks come
     // one after another for all heads.
     const int num_heads = params.num_heads_q;
-    const int section = min(index / (params.heads_per_section * params.num_row_blocks), params.num_sections - 1);
+    const int section = min(divide(index, params.section_tiles_divisor), params.num_sections - 1);
     const int first_head = section * params.heads_per_section;
     const bool is_last = section == params.num_sections - 1;
     const int section_heads = is_last ? num_heads * params.batch_size - first_head : params.heads_per_section;
     const int index_in_section = index - first_head * params.num_row_blocks;
-    const int row_block = index_in_section / section_heads;
+    const int row_block = divide(index_in_section, is_last ? params.last_section_heads_divisor : params.section_heads_divisor);
     const int head_of_batch = first_head + index_in_section - row_block * section_heads;
 
     Tile tile;
-    tile.batch = head_of_batch / num_heads;
+    tile.batch = divide(head_of_batch, params.num_heads_divisor);
     tile.head = head_of_batch - tile.batch * num_heads;
     tile.kv_head = tile.head;
     tile.first_row = row_block * kBlockM;
@@ -151,14 +172,11 @@ constexpr int kSwizzleChunks = 4;  // odd rows start at the middle bank, so half
 __device__ __forceinline__ int swizzle_key(int row) { return row / 2 % 4; }
 constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
-// Where a lane finds its part of a matrix fragment: its row, and its chunk in that row before any step along the row.
-struct LaneAddress {
-    shared_address row;
-    int chunk_bytes;
-};
+// Where a lane finds its part of a matrix fragment, before any step along the row.
+using LaneAddress = shared_address;
 
 __device__ __forceinline__ LaneAddress lane_address(shared_address tile, int row, int chunk) {
-    return {tile + row * kRowBytes, 16 * (chunk ^ swizzle_key(row))};
+    return tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
 }
 
 // A 16x16 operand of which ldmatrix fetches the four 8x8 quarters: downwards first for Q and (transposed on the way) V,
@@ -171,20 +189,19 @@ __device__ __forceinline__ LaneAddress transposed_operand_address(shared_address
     return lane_address(tile, lane / 16 * 8 + lane % 8, lane / 8 % 2);
 }
 
-// The lane's address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right. The
-// permutation only touches the low bits of the chunk number, so all but one exclusive or is a constant.
+// The lane's address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right. Tiles and rows
+// begin at multiples of kSwizzleBytes, so that a step within the swizzle is an exclusive or of the address itself.
 __device__ __forceinline__ shared_address step_address(const LaneAddress& lane, int row_step, int chunk_pair) {
     const int step_bytes = 32 * chunk_pair;
-    return lane.row + row_step * kRowBytes + step_bytes / kSwizzleBytes * kSwizzleBytes +
-           (step_bytes % kSwizzleBytes ^ lane.chunk_bytes);
+    return (lane ^ step_bytes % kSwizzleBytes) + row_step * kRowBytes + step_bytes / kSwizzleBytes * kSwizzleBytes;
 }
 
 // Starts the copy of kBlockN rows of K or V, kColumns wide, into shared memory. kSwizzleChunks threads stand side by side
-// along a row and each takes every kSwizzleChunks-th chunk of its rows. Rows from `valid_rows` on, and elements from
-// `head_dim` on, become zeros. `row_stride` is in elements.
-template <int kColumns>
-__device__ __forceinline__ void copy_rows(shared_address tile, const element* source, int64_t row_stride, int valid_rows,
-                                          int head_dim) {
+// along a row and each takes every kSwizzleChunks-th chunk of its rows. Rows from `valid_rows` on, of which a whole block has
+// none, and elements from `head_dim` on, become zeros. `row_stride` is in elements.
+template <int kColumns, bool kWhole>
+__device__ __forceinline__ void copy_rows(IsWhole<kWhole>, shared_address tile, const element* source,
+                                          int64_t row_stride, int valid_rows, int head_dim) {
     constexpr int kRowsPerPass = kCopyThreads / kSwizzleChunks;
     constexpr int kPanels = kColumns * sizeof(element) / kSwizzleBytes;
     static_assert(kColumns * sizeof(element) % kSwizzleBytes == 0, "the swizzle permutes whole panels");
@@ -193,17 +210,19 @@ __device__ __forceinline__ void copy_rows(shared_address tile, const element* so
     const int chunk = threadIdx.x % kSwizzleChunks;
     const shared_address destination = tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
     source += row * row_stride + chunk * kChunkElements;
+    constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
     const int rows_left = valid_rows - row;
+    // One pointer steps from row to row, an addition each. The compiler would work out an address for each copy, which takes
+    // five, if it saw through the pointer.
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-        constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
-        const element* from = source + panel * kPanelElements;
+    for (int first = 0; first < kBlockN; first += kRowsPerPass) {
 #pragma unroll
-        for (int first = 0; first < kBlockN; first += kRowsPerPass) {
-            cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes, from,
-                        first < rows_left && panel * kPanelElements + chunk * kChunkElements < head_dim ? 16 : 0);
-            from += kRowsPerPass * row_stride;  // one addition a row; worked out anew, an address takes five
+        for (int panel = 0; panel < kPanels; ++panel) {
+            cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes, source + panel * kPanelElements,
+                        (kWhole || first < rows_left) && panel * kPanelElements + chunk * kChunkElements < head_dim ? 16 : 0);
         }
+        if (first + kRowsPerPass < kBlockN) source += kRowsPerPass * row_stride;
+        opaque(source);
     }
 }
 
@@ -212,18 +231,23 @@ __device__ __forceinline__ void copy_queries(const Params& params, const Tile& t
                                              const element* q) {
     constexpr int kRowsPerPass = kThreads / kSwizzleChunks;
     static_assert(kBlockM % kRowsPerPass == 0, "every thread copies as many rows");
+    static_assert(kRowsPerPass % 8 == 0, "the rows of a thread are swizzled alike");
+    const int row = threadIdx.x / kSwizzleChunks;
     const int chunk = threadIdx.x % kSwizzleChunks;
+    const int rows_left = num_rows(params) - tile.first_row - row;
+    const shared_address destination = q_tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
+    // One pointer steps from row to row; the compiler would work out the addresses of all copies ahead.
+    const element* source = q + row_offset(params, tile, tile.first_row + row, params.q_row_stride, params.q_head_stride);
 #pragma unroll
     for (int first = 0; first < kBlockM; first += kRowsPerPass) {
-        const int row = first + threadIdx.x / kSwizzleChunks;
-        const bool row_valid = tile.first_row + row < num_rows(params);
-        const element* source = q + row_offset(params, tile, tile.first_row + row, params.q_row_stride, params.q_head_stride);
 #pragma unroll
         for (int panel = 0; panel < kRowBytes / kSwizzleBytes; ++panel) {
             const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
-            cp_async_16(q_tile + row * kRowBytes + panel * kSwizzleBytes + 16 * (chunk ^ swizzle_key(row)),
-                        source + element_index, row_valid && element_index < params.head_dim ? 16 : 0);
+            cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes, source + element_index,
+                        first < rows_left && element_index < params.head_dim ? 16 : 0);
         }
+        if (first + kRowsPerPass < kBlockM) source += kRowsPerPass * params.q_row_stride;
+        opaque(source);
     }
 }
 
@@ -279,7 +303,9 @@ __device__ __forceinline__ void hide_keys(const Params& params,
     // Most blocks are seen by every row from the first key to the last.
     const int warp_row = tile_row + warp * kWarpRows;
     const KeyRange every = keys_of_every(params, min(warp_row, num_rows(params) - 1), kWarpRows);
-    if ((block + 1) * kBlockN > every.end) hide_late_keys(params, scores, warp_row, block * kBlockN, lane);
+    if ((block + 1) * kBlockN > every.end) {
+        hide_late_keys(params, scores, warp_row, block * kBlockN, lane);
+    }
 }
 
 // scores (kWarpRows x kBlockN) = Q . K^T for the warp's rows, in fp32. Element [i][j][e] of thread (g, t) = (lane / 4,
@@ -323,28 +349,19 @@ struct Weights {
     }
 };
 
-// The right operands of P . V for 16 keys.
-using VFragments = uint32_t[kDimTiles / 2][4];
-
-__device__ __forceinline__ void load_v(VFragments& fragments, const LaneAddress& v_lane, int first_key) {
-#pragma unroll
-    for (int n = 0; n < kDimTiles / 2; ++n) ldmatrix_x4_trans(fragments[n], step_address(v_lane, first_key, n));
-}
-
-// output (kWarpRows x kHeadDimV) += P . V. The caller has loaded the fragments of the first 16 keys; those of the next 16
-// are fetched while the ones before them multiply.
-__device__ __forceinline__ void multiply_pv(float (&output)[kRowTiles][kDimTiles][4], const Weights& weights,
-                                            VFragments (&v_fragments)[2], const LaneAddress& v_lane) {
+// output (kWarpRows x kHeadDimV) += P . V.
+__device__ __forceinline__ void multiply_pv(float (&output)[kRowTiles][kDimTiles][4],
+                                            const Weights& weights, const LaneAddress& v_lane) {
 #pragma unroll
     for (int j = 0; j < kBlockN / 16; ++j) {
-        if (j + 1 < kBlockN / 16) load_v(v_fragments[(j + 1) % 2], v_lane, 16 * (j + 1));
 #pragma unroll
-        for (int n = 0; n < kDimTiles; ++n) {
-            const uint32_t(&v_fragment)[4] = v_fragments[j % 2][n / 2];
+        for (int n = 0; n < kDimTiles; n += 2) {
+            uint32_t v_fragment[4];
+            ldmatrix_x4_trans(v_fragment, step_address(v_lane, 16 * j, n / 2));
 #pragma unroll
             for (int i = 0; i < kRowTiles; ++i) {
-                mma_m16n8k16<element>(output[i][n], weights.fragment[i][j], v_fragment[n % 2 * 2],
-                                      v_fragment[n % 2 * 2 + 1]);
+                mma_m16n8k16<element>(output[i][n], weights.fragment[i][j], v_fragment[0], v_fragment[1]);
+                mma_m16n8k16<element>(output[i][n + 1], weights.fragment[i][j], v_fragment[2], v_fragment[3]);
             }
         }
     }
@@ -425,8 +442,8 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kK
     }
 }
 
-// Registers are too scarce to keep the tile through the loop: it is noted down in shared memory for the epilogue. To work
-// it out once more would take three divisions.
+// Registers are too scarce to keep through the loop what is needed once a block or once a tile: it is noted down in shared
+// memory. The sources are read back at each block after the first, the rest by the epilogue.
 __device__ __forceinline__ void note_tile(const Tile& tile, shared_address note) {
     store_shared_64(note, tile.batch, tile.head);
     store_shared_64(note + 8, tile.kv_head, tile.first_row);
@@ -440,6 +457,25 @@ __device__ __forceinline__ Tile noted_tile(shared_address note) {
     tile.kv_head = numbers.z;
     tile.first_row = numbers.w;
     return tile;
+}
+
+// The first keys and values of the tile's head.
+struct Sources {
+    const element* k;
+    const element* v;
+};
+
+__device__ __forceinline__ void note_sources(const Sources& sources, shared_address note) {
+    const uint64_t k = reinterpret_cast<uint64_t>(sources.k);
+    const uint64_t v = reinterpret_cast<uint64_t>(sources.v);
+    store_shared_64(note + 16, k, k >> 32);
+    store_shared_64(note + 24, v, v >> 32);
+}
+
+__device__ __forceinline__ Sources noted_sources(shared_address note) {
+    const uint4 words = load_shared_128(note + 16);
+    return {reinterpret_cast<const element*>(uint64_t(words.y) << 32 | words.x),
+            reinterpret_cast<const element*>(uint64_t(words.w) << 32 | words.z)};
 }
 
 // Completes the sums and divides the output by them. A row that attends to nothing has the sum 0 and becomes 0.
@@ -514,11 +550,14 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
                                                   16 * (chunk ^ swizzle_key(row)));
         }
     }
+    const int first_row = tile.first_row + warp * kWarpRows;
     element* out = params.out + tile.batch * params.out_batch_stride;
+    // One pointer steps from row to row; the compiler would work out the addresses of all stores ahead.
+    element* out_row =
+        out + row_offset(params, tile, first_row + row_of_pass(0), params.out_row_stride, params.out_head_stride);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-        const int tile_row = tile.first_row + warp * kWarpRows + row_of_pass(pass);
-        element* out_row = out + row_offset(params, tile, tile_row, params.out_row_stride, params.out_head_stride);
+        const int tile_row = first_row + row_of_pass(pass);
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
             const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
@@ -526,10 +565,12 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
                 store_global_128(out_row + element_index, pieces[pass][panel]);
             }
         }
+        if (pass + 1 < kPasses) out_row += (row_of_pass(pass + 1) - row_of_pass(pass)) * params.out_row_stride;
+        opaque(out_row);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, 3)
 flash_fwd_hdim32_bf16_sm80(const __grid_constant__ Params params) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     const shared_address q_tile = to_shared(shared_memory);
@@ -555,83 +596,75 @@ flash_fwd_hdim32_bf16_sm80(const __grid_constant__ Params params) {
         rows.sum[i][0] = rows.sum[i][1] = 0.0f;
     }
 
-    static_assert(sizeof(element) == 2, "the fragments of V are loaded by ldmatrix before a turn begins");
-    static_assert(kWarps == 8, "four warps a group, one for each scheduler");
+    static_assert(sizeof(element) == 2, "the fragments of V are loaded by ldmatrix");
 
-    // K and V have two stages each; block b lies in stage b % 2. The warps form two groups that take turns: while one
-    // multiplies, the other, on the same four schedulers, does its softmax and starts a copy, the first group of K, the
-    // second of V. A turn ends at a barrier for all.
-    const int group = warp / (kWarps / 2);
-    const shared_address copy_tiles = group == 0 ? k_tiles : v_tiles;
-    const int copy_head_dim = group == 0 ? params.head_dim : params.head_dim_v;
-    const int64_t copy_stride = group == 0 ? params.k_row_stride : params.v_row_stride;
-    const element* copy_source =
-        group == 0 ? params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride
-                   : params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
-    auto copy_block = [&](int block) {
-        copy_rows<kHeadDim>(copy_tiles + block % 2 * kStageBytes, copy_source + block * kBlockN * copy_stride, copy_stride,
-                            params.seqlen_kv - block * kBlockN, copy_head_dim);
-    };
-
-    if (last_block >= first_block) {
-        copy_queries(params, tile, q_tile, params.q + tile.batch * params.q_batch_stride);
-        copy_block(last_block);
-    }
-    cp_async_commit();
-    barrier_sync(kThreads);  // the note is written
-
-    if (group == 1) {  // one turn behind
-        cp_async_wait<0>();
-        barrier_sync(kThreads);
-    }
-
-    auto begin_products = [&]() {
-        // Everybody's share of the copies that were started before the previous products is here.
-        cp_async_wait<0>();
-        barrier_sync(kThreads);
-    };
-    auto end_products = [&](int block) {
-        // Everybody has finished with the stages that the next copies overwrite.
-        barrier_sync(kThreads);
-        if (block > first_block) {
-            copy_block(block - 1);
-        }
+    // K has two stages and V has one; block b of K lies in stage b % 2. While the scores of a block are computed, V of it and K
+    // of the next block are on their way.
+    auto copy_k = [&](auto is_whole, const element* k, shared_address stage, int block) {
+        copy_rows<kHeadDim>(is_whole, stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride,
+                            params.seqlen_kv - block * kBlockN, params.head_dim);
         cp_async_commit();
     };
-    const LaneAddress k_lane = transposed_operand_address(k_tiles, lane);
-    const LaneAddress v_lane = operand_address(v_tiles, lane);
-    auto in_stage = [&](const LaneAddress& address, int block) -> LaneAddress {
-        return {address.row + block % 2 * kStageBytes, address.chunk_bytes};
+    auto copy_v = [&](auto is_whole, const element* v, shared_address stage, int block) {
+        copy_rows<kHeadDimV>(is_whole, stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride,
+                             params.seqlen_kv - block * kBlockN, params.head_dim_v);
+        cp_async_commit();
+    };
+    const element* first_k = params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
+    const element* first_v = params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
+    auto k_stage = [&](int block) { return k_tiles + (block & 1) * kStageBytes; };
+    auto copy_next_k = [&](const element* k, int block) {
+        if (block > first_block) {
+            copy_k(Whole{}, k, k_stage(block - 1), block - 1);
+        } else {
+            cp_async_commit();  // nothing, so that V's is the last group but one here, too
+        }
     };
 
-    int block = last_block;
-    begin_products();
-    if (block >= first_block) {
+    if (threadIdx.x == 0) note_sources({first_k, first_v}, note);
+    if (last_block >= first_block) {
+        copy_queries(params, tile, q_tile, params.q + tile.batch * params.q_batch_stride);
+        copy_k(MaybeRagged{}, first_k, k_stage(last_block), last_block);
+        copy_v(MaybeRagged{}, first_v, v_tiles, last_block);
+        copy_next_k(first_k, last_block);
+    } else {
+        barrier_sync(kThreads);  // the note is written: a tile without keys meets no other barrier
+    }
+
+    // The compiler would work these out anew for each block. The result of a shuffle, even from the lane itself, it has to
+    // keep.
+    auto kept = [&](LaneAddress address) { return __shfl_sync(0xffffffff, address, lane); };
+    const LaneAddress kept_q = kept(q_lane);
+    const LaneAddress kept_k = kept(transposed_operand_address(k_tiles, lane));
+    const LaneAddress kept_v = kept(operand_address(v_tiles, lane));
+    auto visit = [&](int block) {
+        // K of this block is here, at the first one with Q: a thread waits for its own copies, and the barrier for everybody's.
+        // And every warp has finished with K and V of the block before. V of the first block and K of the one after it are on
+        // their way already.
+        if (block == last_block) {
+            cp_async_wait<2>();
+            barrier_sync(kThreads);
+        } else {
+            const Sources sources = noted_sources(note);
+            cp_async_wait<0>();
+            barrier_sync(kThreads);
+            copy_v(Whole{}, sources.v, v_tiles, block);
+            copy_next_k(sources.k, block);
+        }
+
         float scores[kRowTiles][kKeyTiles][4];
         Weights weights;
-        multiply_qk(scores, q_lane, in_stage(k_lane, block));
-        end_products(block);
-        while (true) {
-            hide_keys(params, scores, tile.first_row, warp, lane, block);
-            softmax_step(scores, rows, output, weights, params.scale_log2);
-            if (block == first_block) break;
+        multiply_qk(scores, kept_q, kept_k + (block & 1) * kStageBytes);
+        hide_keys(params, scores, tile.first_row, warp, lane, block);
+        softmax_step(scores, rows, output, weights, params.scale_log2);
 
-            // The products of P and V of this block and of Q and K of the next stand together: a long run of matrix
-            // instructions without a barrier.
-            VFragments v_fragments[2];
-            load_v(v_fragments[0], in_stage(v_lane, block), 0);
-            begin_products();
-            multiply_pv(output, weights, v_fragments, in_stage(v_lane, block));
-            multiply_qk(scores, q_lane, in_stage(k_lane, block - 1));
-            --block;
-            end_products(block);
-        }
-        VFragments v_fragments[2];
-        load_v(v_fragments[0], in_stage(v_lane, block), 0);
-        begin_products();
-        multiply_pv(output, weights, v_fragments, in_stage(v_lane, block));
-    }
-    if (group == 0) barrier_sync(kThreads);  // the second group's last turn begins here
+        // V of this block is here; K of the next may still be on its way.
+        cp_async_wait<1>();
+        barrier_sync(kThreads);
+        multiply_pv(output, weights, kept_v);
+    };
+
+    for (int block = last_block; block >= first_block; --block) visit(block);
 
     const Tile stored_tile = noted_tile(note);
     normalise(output, rows);

@@ -73,12 +73,16 @@ struct Params {
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
+    uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
+    uint64_t section_tiles_divisor;       // of the tiles of a section
+    uint64_t section_heads_divisor;       // of heads_per_section
+    uint64_t last_section_heads_divisor;  // of the heads of the last section
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     int32_t window_left;                  // keys before the diagonal that a query attends to
     int32_t window_right;                 // and after it
     float scale_log2;                     // softmax_scale * log2(e)
 };
-static_assert(sizeof(Params) == 192);
+static_assert(sizeof(Params) == 224);
 static_assert(offsetof(Params, q) == 0);
 static_assert(offsetof(Params, k) == 8);
 static_assert(offsetof(Params, v) == 16);
@@ -106,10 +110,14 @@ static_assert(offsetof(Params, head_dim_v) == 160);
 static_assert(offsetof(Params, num_row_blocks) == 164);
 static_assert(offsetof(Params, heads_per_section) == 168);
 static_assert(offsetof(Params, num_sections) == 172);
-static_assert(offsetof(Params, diagonal_offset) == 176);
-static_assert(offsetof(Params, window_left) == 180);
-static_assert(offsetof(Params, window_right) == 184);
-static_assert(offsetof(Params, scale_log2) == 188);
+static_assert(offsetof(Params, num_heads_divisor) == 176);
+static_assert(offsetof(Params, section_tiles_divisor) == 184);
+static_assert(offsetof(Params, section_heads_divisor) == 192);
+static_assert(offsetof(Params, last_section_heads_divisor) == 200);
+static_assert(offsetof(Params, diagonal_offset) == 208);
+static_assert(offsetof(Params, window_left) == 212);
+static_assert(offsetof(Params, window_right) == 216);
+static_assert(offsetof(Params, scale_log2) == 220);
 
 // The matrix tiles [kBegin, kEnd) of a warp's rows: an empty argument that chooses them at compile time. The upper half is the
 // first kRowTileStep rows of the tile.
@@ -119,6 +127,13 @@ using UpperHalf = RowTiles<0, 1>;
 using LowerHalf = RowTiles<1, 2>;
 using BothHalves = RowTiles<0, 2>;
 
+// Whether all keys of a block exist: an empty argument that says so at compile time. Of the blocks that a tile visits only the
+// last may reach past the sequence's end.
+template <bool kWhole>
+struct IsWhole {};
+using Whole = IsWhole<true>;
+using MaybeRagged = IsWhole<false>;
+
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 struct Tile {
     int batch;
@@ -127,22 +142,28 @@ struct Tile {
     int first_row;  // rows are queries
 };
 
+// n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
+// that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
+__device__ __forceinline__ int divide(int n, uint64_t divisor) {
+    return uint64_t(n) * uint32_t(divisor) >> (divisor >> 32);
+}
+
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     // Heads are launched in sections, so that the tiles of a head, which share its keys and values in L2, run at about
     // the same time. Within a section the row blocks come
     // one after another for all heads, last block first: the first rows attend to the fewest keys, and short tiles at
     // the end leave the fewest multiprocessors idle.
     const int num_heads = params.num_heads_q;
-    const int section = min(index / (params.heads_per_section * params.num_row_blocks), params.num_sections - 1);
+    const int section = min(divide(index, params.section_tiles_divisor), params.num_sections - 1);
     const int first_head = section * params.heads_per_section;
     const bool is_last = section == params.num_sections - 1;
     const int section_heads = is_last ? num_heads * params.batch_size - first_head : params.heads_per_section;
     const int index_in_section = index - first_head * params.num_row_blocks;
-    const int row_block = index_in_section / section_heads;
+    const int row_block = divide(index_in_section, is_last ? params.last_section_heads_divisor : params.section_heads_divisor);
     const int head_of_batch = first_head + index_in_section - row_block * section_heads;
 
     Tile tile;
-    tile.batch = head_of_batch / num_heads;
+    tile.batch = divide(head_of_batch, params.num_heads_divisor);
     tile.head = head_of_batch - tile.batch * num_heads;
     tile.kv_head = tile.head;
     tile.first_row = (params.num_row_blocks - 1 - row_block) * kBlockM;
@@ -168,14 +189,11 @@ constexpr int kSwizzleChunks = 8;  // a row spans all 32 banks a whole number of
 __device__ __forceinline__ int swizzle_key(int row) { return row % 8; }
 constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
-// Where a lane finds its part of a matrix fragment: its row, and its chunk in that row before any step along the row.
-struct LaneAddress {
-    shared_address row;
-    int chunk_bytes;
-};
+// Where a lane finds its part of a matrix fragment, before any step along the row.
+using LaneAddress = shared_address;
 
 __device__ __forceinline__ LaneAddress lane_address(shared_address tile, int row, int chunk) {
-    return {tile + row * kRowBytes, 16 * (chunk ^ swizzle_key(row))};
+    return tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
 }
 
 // A 16x16 operand of which ldmatrix fetches the four 8x8 quarters: downwards first for Q and (transposed on the way) V,
@@ -188,20 +206,19 @@ __device__ __forceinline__ LaneAddress transposed_operand_address(shared_address
     return lane_address(tile, lane / 16 * 8 + lane % 8, lane / 8 % 2);
 }
 
-// The lane's address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right. The
-// permutation only touches the low bits of the chunk number, so all but one exclusive or is a constant.
+// The lane's address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right. Tiles and rows
+// begin at multiples of kSwizzleBytes, so that a step within the swizzle is an exclusive or of the address itself.
 __device__ __forceinline__ shared_address step_address(const LaneAddress& lane, int row_step, int chunk_pair) {
     const int step_bytes = 32 * chunk_pair;
-    return lane.row + row_step * kRowBytes + step_bytes / kSwizzleBytes * kSwizzleBytes +
-           (step_bytes % kSwizzleBytes ^ lane.chunk_bytes);
+    return (lane ^ step_bytes % kSwizzleBytes) + row_step * kRowBytes + step_bytes / kSwizzleBytes * kSwizzleBytes;
 }
 
 // Starts the copy of kBlockN rows of K or V, kColumns wide, into shared memory. kSwizzleChunks threads stand side by side
-// along a row and each takes every kSwizzleChunks-th chunk of its rows. Rows from `valid_rows` on, and elements from
-// `head_dim` on, become zeros. `row_stride` is in elements.
-template <int kColumns>
-__device__ __forceinline__ void copy_rows(shared_address tile, const element* source, int64_t row_stride, int valid_rows,
-                                          int head_dim) {
+// along a row and each takes every kSwizzleChunks-th chunk of its rows. Rows from `valid_rows` on, of which a whole block has
+// none, and elements from `head_dim` on, become zeros. `row_stride` is in elements.
+template <int kColumns, bool kWhole>
+__device__ __forceinline__ void copy_rows(IsWhole<kWhole>, shared_address tile, const element* source,
+                                          int64_t row_stride, int valid_rows, int head_dim) {
     constexpr int kRowsPerPass = kCopyThreads / kSwizzleChunks;
     constexpr int kPanels = kColumns * sizeof(element) / kSwizzleBytes;
     static_assert(kColumns * sizeof(element) % kSwizzleBytes == 0, "the swizzle permutes whole panels");
@@ -212,14 +229,17 @@ __device__ __forceinline__ void copy_rows(shared_address tile, const element* so
     source += row * row_stride + chunk * kChunkElements;
     constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
     const int rows_left = valid_rows - row;
+    // One pointer steps from row to row, an addition each. The compiler would work out an address for each copy, which takes
+    // five, if it saw through the pointer.
 #pragma unroll
     for (int first = 0; first < kBlockN; first += kRowsPerPass) {
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
             cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes, source + panel * kPanelElements,
-                        first < rows_left && panel * kPanelElements + chunk * kChunkElements < head_dim ? 16 : 0);
+                        (kWhole || first < rows_left) && panel * kPanelElements + chunk * kChunkElements < head_dim ? 16 : 0);
         }
-        source += kRowsPerPass * row_stride;  // one addition a row; worked out anew, an address takes five
+        if (first + kRowsPerPass < kBlockN) source += kRowsPerPass * row_stride;
+        opaque(source);
     }
 }
 
@@ -228,18 +248,23 @@ __device__ __forceinline__ void copy_queries(const Params& params, const Tile& t
                                              const element* q) {
     constexpr int kRowsPerPass = kThreads / kSwizzleChunks;
     static_assert(kBlockM % kRowsPerPass == 0, "every thread copies as many rows");
+    static_assert(kRowsPerPass % 8 == 0, "the rows of a thread are swizzled alike");
+    const int row = threadIdx.x / kSwizzleChunks;
     const int chunk = threadIdx.x % kSwizzleChunks;
+    const int rows_left = num_rows(params) - tile.first_row - row;
+    const shared_address destination = q_tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
+    // One pointer steps from row to row; the compiler would work out the addresses of all copies ahead.
+    const element* source = q + row_offset(params, tile, tile.first_row + row, params.q_row_stride, params.q_head_stride);
 #pragma unroll
     for (int first = 0; first < kBlockM; first += kRowsPerPass) {
-        const int row = first + threadIdx.x / kSwizzleChunks;
-        const bool row_valid = tile.first_row + row < num_rows(params);
-        const element* source = q + row_offset(params, tile, tile.first_row + row, params.q_row_stride, params.q_head_stride);
 #pragma unroll
         for (int panel = 0; panel < kRowBytes / kSwizzleBytes; ++panel) {
             const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
-            cp_async_16(q_tile + row * kRowBytes + panel * kSwizzleBytes + 16 * (chunk ^ swizzle_key(row)),
-                        source + element_index, row_valid && element_index < params.head_dim ? 16 : 0);
+            cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes, source + element_index,
+                        first < rows_left && element_index < params.head_dim ? 16 : 0);
         }
+        if (first + kRowsPerPass < kBlockM) source += kRowsPerPass * params.q_row_stride;
+        opaque(source);
     }
 }
 
@@ -321,8 +346,12 @@ __device__ __forceinline__ void hide_keys(RowTiles<kBegin, kEnd>, const Params& 
     // Most blocks are seen by every row from the first key to the last.
     const KeyRange every = keys_of_every(params, tile_row + kBegin * kRowTileStep, (kEnd - kBegin) * kRowTileStep);
     const int warp_row = tile_row + warp * 16;
-    if ((block + 1) * kBlockN > every.end) hide_late_keys(RowTiles<kBegin, kEnd>{}, params, scores, warp_row, block * kBlockN, lane);
-    if (block * kBlockN < every.begin) hide_early_keys(RowTiles<kBegin, kEnd>{}, params, scores, warp_row, block * kBlockN, lane);
+    if ((block + 1) * kBlockN > every.end) {
+        hide_late_keys(RowTiles<kBegin, kEnd>{}, params, scores, warp_row, block * kBlockN, lane);
+    }
+    if (block * kBlockN < every.begin) {
+        hide_early_keys(RowTiles<kBegin, kEnd>{}, params, scores, warp_row, block * kBlockN, lane);
+    }
 }
 
 // scores = Q . K^T for the given matrix tiles of the warp's rows, in fp32. Element [i][j][e] of thread (g, t) = (lane / 4,
@@ -463,7 +492,7 @@ __device__ __forceinline__ void softmax_step(RowTiles<kBegin, kEnd>, const float
 }
 
 // Registers are too scarce to keep through the loop what is needed once a block or once a tile: it is noted down in shared
-// memory. The sources and the first row are read back at each block, the rest by the epilogue.
+// memory. The sources are read back at each block after the first, the first row at each block, the rest by the epilogue.
 __device__ __forceinline__ void note_tile(const Tile& tile, shared_address note) {
     store_shared_64(note, tile.batch, tile.head);
     store_shared_64(note + 8, tile.kv_head, tile.first_row);
@@ -574,11 +603,14 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
                                                   16 * (chunk ^ swizzle_key(row)));
         }
     }
+    const int first_row = tile.first_row + warp * 16;
     element* out = params.out + tile.batch * params.out_batch_stride;
+    // One pointer steps from row to row; the compiler would work out the addresses of all stores ahead.
+    element* out_row =
+        out + row_offset(params, tile, first_row + row_of_pass(0), params.out_row_stride, params.out_head_stride);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-        const int tile_row = tile.first_row + warp * 16 + row_of_pass(pass);
-        element* out_row = out + row_offset(params, tile, tile_row, params.out_row_stride, params.out_head_stride);
+        const int tile_row = first_row + row_of_pass(pass);
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
             const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
@@ -586,6 +618,8 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
                 store_global_128(out_row + element_index, pieces[pass][panel]);
             }
         }
+        if (pass + 1 < kPasses) out_row += (row_of_pass(pass + 1) - row_of_pass(pass)) * params.out_row_stride;
+        opaque(out_row);
     }
 }
 
@@ -615,57 +649,76 @@ flash_fwd_hdim64_fp16_local_sm80(const __grid_constant__ Params params) {
         rows.sum[i][0] = rows.sum[i][1] = 0.0f;
     }
 
+    static_assert(sizeof(element) == 2, "the fragments of V are loaded by ldmatrix");
+
     // K has two stages and V has one; block b of K lies in stage b % 2. While the scores of a block are computed, V of it and K
     // of the next block are on their way.
     //
     // Each warp has a matrix tile of rows in the upper half of the thread block's rows and one in the lower half. A block of
     // keys that matters to one half only then costs every warp half of the work. With its rows side by side a warp would
     // have all of it or none, and who has none waits for the others.
-    auto copy_k = [&](const element* k, shared_address stage, int block) {
-        copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride,
+    auto copy_k = [&](auto is_whole, const element* k, shared_address stage, int block) {
+        copy_rows<kHeadDim>(is_whole, stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride,
                             params.seqlen_kv - block * kBlockN, params.head_dim);
         cp_async_commit();
     };
-    auto copy_v = [&](const element* v, shared_address stage, int block) {
-        copy_rows<kHeadDimV>(stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride,
+    auto copy_v = [&](auto is_whole, const element* v, shared_address stage, int block) {
+        copy_rows<kHeadDimV>(is_whole, stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride,
                              params.seqlen_kv - block * kBlockN, params.head_dim_v);
         cp_async_commit();
     };
     const element* first_k = params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
     const element* first_v = params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
-    auto k_stage = [&](int block) { return k_tiles + block % 2 * kStageBytes; };
+    auto k_stage = [&](int block) { return k_tiles + (block & 1) * kStageBytes; };
+    auto copy_next_k = [&](const element* k, int block) {
+        if (block > first_block) {
+            copy_k(Whole{}, k, k_stage(block - 1), block - 1);
+        } else {
+            cp_async_commit();  // nothing, so that V's is the last group but one here, too
+        }
+    };
 
     if (threadIdx.x == 0) note_sources({first_k, first_v}, note);
     if (last_block >= first_block) {
         copy_queries(params, tile, q_tile, params.q + tile.batch * params.q_batch_stride);
-        copy_k(first_k, k_stage(last_block), last_block);
+        copy_k(MaybeRagged{}, first_k, k_stage(last_block), last_block);
+        copy_v(MaybeRagged{}, first_v, v_tiles, last_block);
+        copy_next_k(first_k, last_block);
+    } else {
+        barrier_sync(kThreads);  // the note is written: a tile without keys meets no other barrier
     }
-    barrier_sync(kThreads);  // the note is written: visits read it ahead of their barriers, and a tile may have none
 
-    // Addresses are worked out or read back for each block: there are no registers to keep them.
+    // The compiler would work these out anew for each block. The result of a shuffle, even from the lane itself, it has to
+    // keep.
+    auto kept = [&](LaneAddress address) { return __shfl_sync(0xffffffff, address, lane); };
+    const LaneAddress kept_q = kept(q_lane);
+    const LaneAddress kept_k = kept(transposed_operand_address(k_tiles, lane));
+    const LaneAddress kept_v = kept(operand_address(v_tiles, lane));
     auto visit = [&](auto row_tiles, int block) {
-        const Sources sources = noted_sources(note);
         // K of this block is here, at the first one with Q: a thread waits for its own copies, and the barrier for everybody's.
-        // And every warp has finished with K and V of the block before.
-        cp_async_wait<0>();
-        barrier_sync(kThreads);
-        copy_v(sources.v, v_tiles, block);
-        if (block > first_block) {
-            copy_k(sources.k, k_stage(block - 1), block - 1);
+        // And every warp has finished with K and V of the block before. V of the first block and K of the one after it are on
+        // their way already.
+        if (block == last_block) {
+            cp_async_wait<2>();
+            barrier_sync(kThreads);
         } else {
-            cp_async_commit();  // nothing, so that V's is the last group but one here, too
+            const Sources sources = noted_sources(note);
+            cp_async_wait<0>();
+            barrier_sync(kThreads);
+            copy_v(Whole{}, sources.v, v_tiles, block);
+            copy_next_k(sources.k, block);
         }
 
         float scores[kRowTiles][kKeyTiles][4];
         Weights weights;
-        multiply_qk(row_tiles, scores, q_lane, transposed_operand_address(k_stage(block), lane));
+        multiply_qk(row_tiles, scores, kept_q, kept_k + (block & 1) * kStageBytes);
         hide_keys(row_tiles, params, scores, noted_first_row(note), warp, lane, block);
         softmax_step(row_tiles, scores, rows, output, weights, params.scale_log2);
 
         // V of this block is here; K of the next may still be on its way.
         cp_async_wait<1>();
         barrier_sync(kThreads);
-        multiply_pv(row_tiles, output, weights, operand_address(v_tiles, lane));
+        multiply_pv(row_tiles, output, weights, kept_v);
     };
 
     // Ranges of keys move to the right from row to row. From the last block on, blocks matter to the lower half alone, then

@@ -170,6 +170,62 @@ def test_a_small_grid_takes_the_small_tile_and_a_large_one_the_efficient_tile():
     assert select(problem(batch=64, seqlen_q=4096), H200, EVERY).tile_name == ""
 
 
+@given(problems, st.sampled_from([H200, GEFORCE]))
+def test_a_start_is_paid_by_no_more_tiles_than_the_busiest_multiprocessor_has(call, device):
+    for plain in candidates(call, device, EVERY):
+        cheap, dear = cost(call, device, plain), cost(call, device, replace(plain, start=2))
+        block_m, count = plain.tile_value("block_m"), tiles(call, plain)
+        paid = (dear - cheap) * plain.efficiency / (2 * block_m * block_m)
+        assert min(1, count / device.num_sms) - 1e-9 <= paid <= -(-count // device.num_sms) + 1e-9
+
+
+def test_a_tile_alone_where_three_have_room_is_slower_than_the_one_that_has_all_the_room():
+    call = problem(batch=1, num_heads_q=H200.num_sms, num_heads_kv=H200.num_sms, seqlen_q=128)
+    alone, beside = (variant(min_blocks=room, fill=0.5) for room in (1, 3))
+    assert cost(call, H200, beside) == pytest.approx(cost(call, H200, alone) * 3**0.5)
+    # Three to a multiprocessor reach the rate of all.
+    full = replace(call, batch=3)
+    assert cost(full, H200, beside) == pytest.approx(cost(full, H200, alone))
+
+
+# Problems for which one tile of the shipped spec was clearly faster than another on an H200: head_dim, mask
+# type, grouping, batch, seqlen, query heads, kv heads, rows of the best tile.
+MEASURED = [
+    (64, "none", "mha", 1, 512, 32, 32, 128),
+    (64, "none", "mha", 1, 1024, 32, 32, 256),
+    (64, "none", "mha", 1, 2048, 32, 32, 256),
+    (64, "causal", "mha", 1, 512, 32, 32, 64),
+    (64, "causal", "mha", 4, 512, 32, 32, 128),
+    (64, "causal", "mha", 1, 2048, 32, 32, 256),
+    (64, "causal", "mha", 16, 1024, 32, 32, 128),
+    (64, "causal", "packed", 1, 512, 32, 4, 64),
+    (64, "causal", "packed", 32, 512, 32, 4, 128),
+    (128, "none", "mha", 1, 1024, 16, 16, 128),
+    (128, "causal", "mha", 4, 512, 16, 16, 64),
+    (128, "causal", "mha", 4, 1024, 16, 16, 128),
+    (96, "none", "mha", 2, 1024, 21, 21, 128),
+    (32, "none", "mha", 1, 1024, 64, 64, 128),
+]
+
+
+@pytest.mark.parametrize("measured", MEASURED, ids=lambda row: "-".join(map(str, row)))
+def test_the_tile_that_was_measured_fastest_is_taken(measured):
+    head_dim, mask_type, gqa, batch, seqlen, heads_q, heads_kv, block_m = measured
+    call = problem(
+        batch=batch,
+        seqlen_q=seqlen,
+        seqlen_kv=seqlen,
+        num_heads_q=heads_q,
+        num_heads_kv=heads_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        mask_type=mask_type,
+    )
+    (spec,) = (spec for spec in load_specs() if spec.name == "flash_fwd_sm80")
+    offered = spec.select(head_dim=head_dim, dtype="fp16", mask_type=mask_type, gqa=gqa, target="sm80")
+    assert select(call, H200, offered).tile_value("block_m") == block_m
+
+
 @pytest.mark.parametrize("head_dim", [32, 256])
 def test_the_target_follows_the_shared_memory_of_the_device(head_dim):
     call = problem(head_dim=head_dim)  # at 32 the tile for the larger class would fit the smaller too

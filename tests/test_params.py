@@ -91,7 +91,8 @@ def test_the_compiler_agrees_with_the_offsets_and_notices_a_change():
     kernel = '\nextern "C" __global__ void kernel(Params params) {}\n'
     text = PRELUDE + struct_text(params) + kernel
     compile_cubin(text, "kernel", "sm_80")
-    wider = text.replace("  int32_t m9;", "  int64_t m9;")
+    member = f"m{CTYPES.index('int32_t')};"
+    wider = text.replace(f"  int32_t {member}", f"  int64_t {member}")
     assert wider != text
     with pytest.raises(CompileError, match="static assertion failed"):
         compile_cubin(wider, "kernel", "sm_80")

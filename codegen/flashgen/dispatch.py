@@ -12,8 +12,8 @@ The rule, which a spec names ``least_time``:
 3. Where a tile was tuned on this GPU, the ordinary tile of its point, which it was measured against, is out.
    Other tiles of the point, such as one for small problems, stay in.
 4. Of what is left, tiles and groupings, the least modelled time wins: the scores (rows of queries by keys, in
-   whole blocks) that the tiles of the busiest multiprocessor visit, over the measured ``efficiency`` of the
-   tile. Ties go to fewer tiles, then to the order of the spec.
+   whole blocks) that the tiles of the busiest multiprocessor visit, and what else a tile takes, over the
+   measured ``efficiency`` of the tile; see ``cost``. Ties go to fewer tiles, then to the order of the spec.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flashgen.device import arch_parts, reaches
 from flashgen.errors import DeviceTypeNotSupported, SpecError
 from flashgen.problem import MAX_SEQLEN
 from flashgen.tensormap import REQUIREMENTS, expressible
-from flashgen.tiling import rows, tiles
+from flashgen.tiling import blocks_per_sm, rows, tiles
 from flashgen.variant import TUNED_TILE
 from flashgen.visited import visited_keys
 
@@ -114,15 +114,23 @@ def without_replaced(variants: Iterable[Variant]) -> tuple[Variant, ...]:
 
 
 def cost(problem: Problem, device: Device, variant: Variant) -> float:
-    """Modelled time of a problem, comparable between variants for one problem only."""
-    mean, longest = visited_keys(problem, variant)
+    """Modelled time of a problem, comparable between variants for one problem only.
+
+    A tile takes the time of ``start`` * block_m keys more than it visits. With only a share x of the thread
+    blocks that a multiprocessor has room for, it reaches x ** ``fill`` of its full rate, which the blocks
+    beside one another share; at 0 it counts as having room for one.
+    """
+    block_m, room = variant.tile_value("block_m"), blocks_per_sm(variant) if variant.fill else 1
+    mean, longest = (keys + variant.start * block_m for keys in visited_keys(problem, variant))
     count = tiles(problem, variant)
     if mean == longest:
-        keys: float = -(-count // device.num_sms) * longest
+        rounds, rest = divmod(-(-count // device.num_sms), room)
+        keys = (rounds * room + (rest / (rest / room) ** variant.fill if rest else 0)) * longest
     else:
         # Tiles of different lengths are handed out so that multiprocessors have about the same work.
-        keys = max(count * mean / device.num_sms, longest)
-    return keys * variant.tile_value("block_m") / variant.efficiency
+        beside = min(room, max(1, count / device.num_sms))
+        keys = max(count * mean / device.num_sms, beside * longest) / (beside / room) ** variant.fill
+    return keys * block_m / variant.efficiency
 
 
 def runs_on(variant: Variant, device: Device) -> bool:

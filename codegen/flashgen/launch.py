@@ -14,10 +14,11 @@ from flashgen import dependent, tensormap
 from flashgen.device import activated
 from flashgen.device import device as device_of
 from flashgen.dispatch import select
+from flashgen.divisor import divisor
 from flashgen.errors import BadTensorShape, CompileError, SpecError
 from flashgen.params import TENSOR_MAP, layout
 from flashgen.sections import blocks_at_a_time, sections
-from flashgen.tiling import row_blocks, rows_ahead, tiles
+from flashgen.tiling import heads, row_blocks, rows_ahead, tiles
 from flashgen.tuned import TunedWarning
 from flashgen.variant import TUNED_TILE
 
@@ -63,8 +64,8 @@ def parameters(problem: Problem, variant: Variant, device: Device) -> dict[str, 
 
     Strides are in elements (of the mask: bytes). ``scale_log2`` is the softmax scale times log2(e), for exp2.
     ``num_row_blocks`` is the tiles of one (batch, head). ``heads_per_section`` and ``num_sections`` are those
-    of `flashgen.sections`. ``mask_vector_width`` is the bytes of the mask, 1, 4, 8 or 16, that every row
-    allows to load at once from an aligned pointer.
+    of `flashgen.sections`; what ends in ``_divisor`` is a `flashgen.divisor`. ``mask_vector_width`` is the
+    bytes of the mask, 1, 4, 8 or 16, that every row allows to load at once from an aligned pointer.
     """
     group = problem.group_size
     values: dict[str, int | float] = dict.fromkeys(POINTERS, 0)
@@ -77,6 +78,8 @@ def parameters(problem: Problem, variant: Variant, device: Device) -> dict[str, 
         )
     mask_strides = problem.mask_strides or (0, 0, 0)
     cut = sections(problem, variant, device)
+    heads_in_grid = heads(problem, variant)
+    last_section = heads_in_grid * problem.batch - (cut.count - 1) * cut.heads
     values |= zip(("mask_batch_stride", "mask_head_stride", "mask_row_stride"), mask_strides, strict=True)
     values |= {
         "batch_size": problem.batch,
@@ -91,6 +94,12 @@ def parameters(problem: Problem, variant: Variant, device: Device) -> dict[str, 
         "num_tiles": tiles(problem, variant),
         "heads_per_section": cut.heads,
         "num_sections": cut.count,
+        # A grid without tiles is not launched, but it has a struct.
+        "num_heads_divisor": divisor(max(1, heads_in_grid)),
+        "group_size_divisor": divisor(group),
+        "section_tiles_divisor": divisor(max(1, cut.heads * row_blocks(problem, variant))),
+        "section_heads_divisor": divisor(max(1, cut.heads)),
+        "last_section_heads_divisor": divisor(max(1, last_section)),
         "mask_vector_width": vector_width(*mask_strides),
     }
     return values

@@ -31,6 +31,7 @@ _CTYPES: dict[str, tuple[int, str, str]] = {
     "const int32_t*": (8, "Q", "<u8"),
     "int32_t*": (8, "Q", "<u8"),
     "int64_t": (8, "q", "<i8"),
+    "uint64_t": (8, "Q", "<u8"),
     "int32_t": (4, "i", "<i4"),
     "uint32_t": (4, "I", "<u4"),
     "float": (4, "f", "<f4"),

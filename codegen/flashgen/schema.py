@@ -79,6 +79,8 @@ class Dispatch(msgspec.Struct, forbid_unknown_fields=True):
     """The rule by which dispatch chooses among the variants that can serve a call."""
 
     prefer: Literal["least_time"] = "least_time"
+    start: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
+    fill: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
 
 
 class File(msgspec.Struct, forbid_unknown_fields=True, rename={"direction": "pass"}):

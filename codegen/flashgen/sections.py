@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from flashgen.tiling import heads, row_blocks
+from flashgen.tiling import blocks_per_sm, heads, row_blocks
 
 if TYPE_CHECKING:
     from flashgen.device import Device
@@ -43,10 +43,8 @@ def sections(problem: Problem, variant: Variant, device: Device) -> Sections:
 
 
 def blocks_at_a_time(variant: Variant, device: Device) -> int:
-    """Thread blocks that run together on the GPU, the most of a persistent grid: as many on each
-    multiprocessor as the tile key ``min_blocks`` says, or one where the spec has none.
-    """
-    return device.num_sms * dict(variant.tile).get("min_blocks", 1)
+    """Thread blocks that run together on the GPU, the most of a persistent grid."""
+    return device.num_sms * blocks_per_sm(variant)
 
 
 def _even(total: int, group: int, wanted: int) -> Sections:

@@ -81,6 +81,8 @@ def examine(path: Path, text: bytes) -> Checked:
             "options": tuple(file.options),
             "schedule": file.schedule,
             "dependent_launch": file.dependent_launch,
+            "start": file.dispatch.start,
+            "fill": file.dispatch.fill,
         },
         targets={
             name: {

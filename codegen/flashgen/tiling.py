@@ -18,13 +18,13 @@ def shifts(variant: Variant) -> bool:
 
 
 def rows_together(variant: Variant) -> int:
-    """Rows of a tile that visit the same blocks of keys under a mask with a diagonal: those of a warpgroup,
-    or half of a tile with more stages of K than groups of warps, or all.
+    """Rows of a tile that visit the same blocks of keys: those of a warpgroup, or half of a tile with more
+    stages of K than groups of warps under a mask with a diagonal, or all.
     """
     if shifts(variant):
         return WARPGROUP_ROWS
     tile = dict(variant.tile)
-    halves = tile.get("k_stages", 1) > tile.get("groups", 1)
+    halves = variant.mask_type in ("causal", "local") and tile.get("k_stages", 1) > tile.get("groups", 1)
     return variant.tile_value("block_m") // (2 if halves else 1)
 
 
@@ -55,6 +55,13 @@ def rows_ahead(problem: Problem, variant: Variant) -> int:
         return 0
     warpgroups = -(-rows(problem, variant) // WARPGROUP_ROWS)
     return row_blocks(problem, variant) * variant.tile_value("block_m") - warpgroups * WARPGROUP_ROWS
+
+
+def blocks_per_sm(variant: Variant) -> int:
+    """Thread blocks that a multiprocessor has room for, by the tile key ``min_blocks``, of which there may be
+    more in fact; one where the spec has none.
+    """
+    return dict(variant.tile).get("min_blocks", 1)
 
 
 def tiles(problem: Problem, variant: Variant) -> int:

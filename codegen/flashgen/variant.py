@@ -24,9 +24,10 @@ class Variant:
     ``axes`` and ``tile`` keep the order of the spec. ``name`` is derived from them; it is the stem of the
     generated file and the symbol of the kernel. ``smem_bytes`` is the dynamic shared memory of a block in
     bytes, ``max_smem`` what the target allows. ``efficiency`` is the measured rate of this tile relative to
-    its siblings and steers dispatch only. ``no_spills`` is whether the spec promises that no register is
-    spilled, or the architectures on which it does. ``schedule`` is "tile_per_block" or "persistent".
-    ``dependent_launch`` is whether the kernel itself waits for the one before it in its stream.
+    its siblings; it, ``start`` and ``fill`` (`dispatch.cost`) steer dispatch only. ``no_spills`` is whether
+    the spec promises that no register is spilled, or the architectures on which it does. ``schedule`` is
+    "tile_per_block" or "persistent". ``dependent_launch`` is whether the kernel itself waits for the one
+    before it in its stream.
     ``priority`` is the position of the target in its spec; lower is preferred.
     """
 
@@ -46,6 +47,8 @@ class Variant:
     params: tuple[Param, ...]
     header: str
     efficiency: float = 1.0
+    start: float = 0.0
+    fill: float = 0.0
     committed: bool = False
     no_spills: bool | tuple[str, ...] = False
     options: tuple[str, ...] = ()
@@ -112,6 +115,8 @@ class Variant:
             self,
             archs=(),
             efficiency=1.0,
+            start=0.0,
+            fill=0.0,
             committed=False,
             no_spills=False,
             dependent_launch=False,
@@ -151,6 +156,8 @@ class Variant:
             "smem_bytes": self.smem_bytes,
             "max_smem": self.max_smem,
             "efficiency": self.efficiency,
+            "start": self.start,
+            "fill": self.fill,
             "committed": self.committed,
             "no_spills": self.no_spills if isinstance(self.no_spills, bool) else list(self.no_spills),
             "options": list(self.options),

@@ -43,7 +43,7 @@ def test_what_tuning_finds_is_what_a_call_gets(slow_specs, tmp_path, monkeypatch
     import flashgen
     from flashgen import kernel
 
-    q, k, v = (np.random.default_rng().standard_normal((1, 700, 32, 64), np.float32) for _ in "qkv")
+    q, k, v = (np.random.default_rng().standard_normal((4, 700, 32, 64), np.float32) for _ in "qkv")
     on_gpu = [cupy.asarray(x) for x in (q, k, v)]
     assert dict(flashgen.plan(*on_gpu, causal=True).variant.tile) == SLOW
 

@@ -39,11 +39,12 @@ DENSE = "flash_fwd_hdim32_fp16_dense_m64_sm80"
 GQA = "flash_fwd_hdim32_fp16_m64_gqa_sm80"
 PACKED = "flash_fwd_hdim32_fp16_causal_m64_packgqa_sm80"
 FP32 = "flash_fwd_hdim32_fp32_m64_sm80"
-# Two stages of K, and warps with rows in both halves of a tile.
+# Two stages of K, without and with rows of a warp in both halves of a tile.
+AHEAD = "flash_fwd_hdim32_fp16_sm80"
 HALVES = "flash_fwd_hdim32_fp16_causal_sm80"
 WINDOW_HALVES = "flash_fwd_hdim32_fp16_local_sm80"
 # Two groups of warps in turns.
-TURNS = "flash_fwd_hdim32_fp16_sm80"
+TURNS = "flash_fwd_hdim64_fp16_sm80"
 DENSE_TURNS = "flash_fwd_hdim96_fp16_dense_sm80"
 
 RAGGED = Shape(seqlen_q=100, seqlen_kv=150, heads=2)
@@ -112,8 +113,8 @@ FAULTS = (
         STAGES,
         RAGGED,
         NUMBERS,
-        "if ((block + 1) * kBlockN > every.end) hide_late_keys",
-        "if (false) hide_late_keys",
+        "if ((block + 1) * kBlockN > every.end) {\n        hide_late_keys",
+        "if (false) {\n        hide_late_keys",
     ),
     fault(
         "mask word of the wrong lane",
@@ -251,12 +252,12 @@ FAULTS = (
         "cp_async_wait<1>();\n        barrier_sync(kThreads);\n        if (block",
     ),
     fault(
-        "note read before it is written",
+        "note of a tile without keys read before it is written, K a block ahead",
         HALVES,
-        LONG,
+        Shape(seqlen_q=70, seqlen_kv=0),
         ("race", "uninitialised shared memory"),
-        "barrier_sync(kThreads);  // the note is written: visits",
-        "// visits",
+        "barrier_sync(kThreads);  // the note is written: a tile",
+        "// a tile",
     ),
     fault(
         "note of a tile without keys read before it is written",
@@ -295,8 +296,40 @@ FAULTS = (
         HALVES,
         LONG,
         (*ASYNC, WRONG),
-        "copy_k(sources.k, k_stage(block - 1), block - 1);",
-        "copy_k(sources.k, k_stage(block), block - 1);",
+        "copy_k(Whole{}, k, k_stage(block - 1), block - 1);",
+        "copy_k(Whole{}, k, k_stage(block), block - 1);",
+    ),
+    fault(
+        "first visit does not wait for Q and K",
+        AHEAD,
+        LONG,
+        ASYNC,
+        "cp_async_wait<2>();",
+        "cp_async_wait<3>();",
+    ),
+    fault(
+        "last block of K taken for a whole one",
+        AHEAD,
+        RAGGED,
+        BOUNDS,
+        "copy_k(MaybeRagged{}, first_k,",
+        "copy_k(Whole{}, first_k,",
+    ),
+    fault(
+        "last block of V taken for a whole one",
+        HALVES,
+        RAGGED,
+        BOUNDS,
+        "copy_v(MaybeRagged{}, first_v,",
+        "copy_v(Whole{}, first_v,",
+    ),
+    fault(
+        "V of the first visit copied once more, into another block's place",
+        AHEAD,
+        LONG,
+        (*ASYNC, WRONG),
+        "if (block == last_block) {\n            cp_async_wait<2>();",
+        "if (block == last_block - 1) {\n            cp_async_wait<2>();",
     ),
     fault(
         "upper half ends a block too soon",
@@ -413,8 +446,8 @@ FAULTS = (
         PLAIN,
         RAGGED,
         NUMBERS,
-        "tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));",
-        "tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row + 2));",
+        "destination = tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));",
+        "destination = tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row + 2));",
     ),
     fault(
         "K read past its last row",
@@ -441,7 +474,7 @@ FAULTS = (
         PLAIN,
         RAGGED,
         BOUNDS,
-        "row_valid && element_index < params.head_dim ? 16 : 0",
+        "first < rows_left && element_index < params.head_dim ? 16 : 0",
         "element_index < params.head_dim ? 16 : 0",
     ),
     fault(
@@ -530,7 +563,7 @@ FAULTS = (
         GQA,
         GROUPED,
         NUMBERS,
-        "tile.kv_head = tile.head / params.group_size;",
+        "tile.kv_head = divide(tile.head, params.group_size_divisor);",
         "tile.kv_head = tile.head % params.num_heads_kv;",
     ),
     fault(
@@ -538,8 +571,8 @@ FAULTS = (
         PACKED,
         GROUPED,
         NUMBERS,
-        "int query_of_row(const Params& params, int row) { return row / params.group_size; }",
-        "int query_of_row(const Params& params, int row) { return (row + 1) / params.group_size; }",
+        "int row) {\n    return divide(row, params.group_size_divisor);",
+        "int row) {\n    return divide(row + 1, params.group_size_divisor);",
     ),
     fault(
         "head of a packed row",

@@ -10,6 +10,12 @@ __device__ __forceinline__ shared_address to_shared(const void* pointer) {
     return static_cast<shared_address>(__cvta_generic_to_shared(pointer));
 }
 
+// No instruction: the compiler forgets what it knows of the pointer's value.
+template <typename T>
+__device__ __forceinline__ void opaque(T*& pointer) {
+    asm volatile("" : "+l"(pointer));
+}
+
 // cp.async.cg.shared.global: 16 bytes, past L1. The first `source_bytes` are read, the rest become 0; with 0 the source
 // need not be a valid address.
 __device__ __forceinline__ void cp_async_16(shared_address destination, const void* source, int source_bytes) {

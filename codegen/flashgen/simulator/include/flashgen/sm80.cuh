@@ -11,6 +11,11 @@ inline shared_address to_shared(const void* pointer,
     return flashgen::simulator::to_shared_window(pointer, where);
 }
 
+template <typename T>
+inline void opaque(T*& pointer) {
+    static_cast<void>(pointer);
+}
+
 inline void cp_async_16(shared_address destination, const void* source, int source_bytes,
                         flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     flashgen::simulator::copy_async(destination, source, 16, source_bytes, where);
