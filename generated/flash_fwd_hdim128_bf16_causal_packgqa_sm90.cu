@@ -122,7 +122,7 @@ __device__ __forceinline__ int query_of_row(const Params& params, int row) {
 // Offset in elements, from the start of the batch entry, of the row of q or out that belongs to `row`.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
-    const int query = row / params.group_size;
+    const int query = query_of_row(params, row);
     const int head = tile.head + row - query * params.group_size;
     return query * row_stride + head * head_stride;
 }

@@ -159,7 +159,7 @@ __device__ __forceinline__ int query_of_row(const Params& params, int row) {
 // Offset in elements, from the start of the batch entry, of the row of q or out that belongs to `row`.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
-    const int query = divide(row, params.group_size_divisor);
+    const int query = query_of_row(params, row);
     const int head = tile.head + row - query * params.group_size;
     return query * row_stride + head * head_stride;
 }
@@ -630,8 +630,8 @@ flash_fwd_hdim128_fp16_packgqa_sm80(const __grid_constant__ Params params) {
     };
     const LaneAddress k_lane = transposed_operand_address(k_tiles, lane);
     const LaneAddress v_lane = operand_address(v_tiles, lane);
-    auto in_stage = [&](const LaneAddress& lane_address, int block) -> LaneAddress {
-        return {lane_address.address, block % 2 * kStageBytes};
+    auto in_stage = [&](const LaneAddress& in_first, int block) -> LaneAddress {
+        return {in_first.address, block % 2 * kStageBytes};
     };
 
     int block = last_block;

@@ -647,8 +647,7 @@ flash_fwd_hdim128_fp32_sm80(const __grid_constant__ Params params) {
     }
 
     // K and V have one stage each: V of a block is fetched while its scores are computed, K of the next block while P and V
-    // of this one are multiplied. Other thread blocks of the multiprocessor, where there is
-    // room for them, fill the gaps.
+    // of this one are multiplied. Other thread blocks of the multiprocessor, where there is room for them, fill the gaps.
     auto copy_k = [&](const element* k, shared_address stage, int block) {
         copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride,
                             params.seqlen_kv - block * kBlockN, params.head_dim);

@@ -162,7 +162,7 @@ __device__ __forceinline__ int query_of_row(const Params& params, int row) {
 // Offset in elements, from the start of the batch entry, of the row of q or out that belongs to `row`.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
-    const int query = divide(row, params.group_size_divisor);
+    const int query = query_of_row(params, row);
     const int head = tile.head + row - query * params.group_size;
     return query * row_stride + head * head_stride;
 }
@@ -636,8 +636,8 @@ flash_fwd_hdim64_fp16_causal_packgqa_sm80(const __grid_constant__ Params params)
     };
     const LaneAddress k_lane = transposed_operand_address(k_tiles, lane);
     const LaneAddress v_lane = operand_address(v_tiles, lane);
-    auto in_stage = [&](const LaneAddress& lane_address, int block) -> LaneAddress {
-        return {lane_address.address, block % 2 * kStageBytes};
+    auto in_stage = [&](const LaneAddress& in_first, int block) -> LaneAddress {
+        return {in_first.address, block % 2 * kStageBytes};
     };
 
     // The blocks that this warp's rows attend to; it sits the others out, at the same barriers as everybody.

@@ -340,17 +340,17 @@ __device__ __forceinline__ void hide_early_keys(RowTiles<kBegin, kEnd>, const Pa
 
 // Hides the keys of a block that lie outside the range of their row. `tile_row` is the tile's first row.
 template <int kBegin, int kEnd>
-__device__ __forceinline__ void hide_keys(RowTiles<kBegin, kEnd>, const Params& params,
+__device__ __forceinline__ void hide_keys(RowTiles<kBegin, kEnd> row_tiles, const Params& params,
                                           float (&scores)[kRowTiles][kKeyTiles][4], int tile_row, int warp, int lane,
                                           int block) {
     // Most blocks are seen by every row from the first key to the last.
     const KeyRange every = keys_of_every(params, tile_row + kBegin * kRowTileStep, (kEnd - kBegin) * kRowTileStep);
     const int warp_row = tile_row + warp * 16;
     if ((block + 1) * kBlockN > every.end) {
-        hide_late_keys(RowTiles<kBegin, kEnd>{}, params, scores, warp_row, block * kBlockN, lane);
+        hide_late_keys(row_tiles, params, scores, warp_row, block * kBlockN, lane);
     }
     if (block * kBlockN < every.begin) {
-        hide_early_keys(RowTiles<kBegin, kEnd>{}, params, scores, warp_row, block * kBlockN, lane);
+        hide_early_keys(row_tiles, params, scores, warp_row, block * kBlockN, lane);
     }
 }
 

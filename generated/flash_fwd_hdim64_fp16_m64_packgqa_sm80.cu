@@ -159,7 +159,7 @@ __device__ __forceinline__ int query_of_row(const Params& params, int row) {
 // Offset in elements, from the start of the batch entry, of the row of q or out that belongs to `row`.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
-    const int query = divide(row, params.group_size_divisor);
+    const int query = query_of_row(params, row);
     const int head = tile.head + row - query * params.group_size;
     return query * row_stride + head * head_stride;
 }
@@ -571,8 +571,7 @@ flash_fwd_hdim64_fp16_m64_packgqa_sm80(const __grid_constant__ Params params) {
     }
 
     // K and V have one stage each: V of a block is fetched while its scores are computed, K of the next block while P and V
-    // of this one are multiplied. Other thread blocks of the multiprocessor, where there is
-    // room for them, fill the gaps.
+    // of this one are multiplied. Other thread blocks of the multiprocessor, where there is room for them, fill the gaps.
     auto copy_k = [&](const element* k, shared_address stage, int block) {
         copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride,
                             params.seqlen_kv - block * kBlockN, params.head_dim);

@@ -628,8 +628,8 @@ flash_fwd_hdim64_fp16_sm80(const __grid_constant__ Params params) {
     };
     const LaneAddress k_lane = transposed_operand_address(k_tiles, lane);
     const LaneAddress v_lane = operand_address(v_tiles, lane);
-    auto in_stage = [&](const LaneAddress& lane_address, int block) -> LaneAddress {
-        return {lane_address.address, block % 2 * kStageBytes};
+    auto in_stage = [&](const LaneAddress& in_first, int block) -> LaneAddress {
+        return {in_first.address, block % 2 * kStageBytes};
     };
 
     int block = last_block;

@@ -634,8 +634,8 @@ flash_fwd_hdim96_bf16_causal_sm80(const __grid_constant__ Params params) {
     };
     const LaneAddress k_lane = transposed_operand_address(k_tiles, lane);
     const LaneAddress v_lane = operand_address(v_tiles, lane);
-    auto in_stage = [&](const LaneAddress& lane_address, int block) -> LaneAddress {
-        return {lane_address.address, block % 2 * kStageBytes};
+    auto in_stage = [&](const LaneAddress& in_first, int block) -> LaneAddress {
+        return {in_first.address, block % 2 * kStageBytes};
     };
 
     // The blocks that this warp's rows attend to; it sits the others out, at the same barriers as everybody.

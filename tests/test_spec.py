@@ -587,5 +587,5 @@ def test_loading_costs_by_the_line_and_makes_no_variant(monkeypatch):
     assert set(places.values()) == {1}
     assert len(computed) == 2 * sum(map(len, spec.content.entries.values()))
     assert not made
-    chosen = spec.select(head_dim=64, dtype="fp16", mask_type="none", gqa="mha", target="sm80")
-    assert len(made) == len(chosen) < sum(map(len, spec.content.entries.values()))
+    spec.select(head_dim=64, dtype="fp16", mask_type="none", gqa="mha", target="sm80")
+    assert len(made) == 3

@@ -98,7 +98,7 @@ def parameters(problem: Problem, variant: Variant, device: Device) -> dict[str, 
         "num_heads_divisor": divisor(max(1, heads_in_grid)),
         "group_size_divisor": divisor(group),
         "section_tiles_divisor": divisor(max(1, cut.heads * row_blocks(problem, variant))),
-        "section_heads_divisor": divisor(max(1, cut.heads)),
+        "section_heads_divisor": divisor(cut.heads),
         "last_section_heads_divisor": divisor(max(1, last_section)),
         "mask_vector_width": vector_width(*mask_strides),
     }
