@@ -129,7 +129,7 @@ struct Tile {
 // n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
 // that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
 __device__ __forceinline__ int divide(int n, uint64_t divisor) {
-    return uint64_t(n) * uint32_t(divisor) >> (divisor >> 32);
+    return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
@@ -209,7 +209,7 @@ __device__ __forceinline__ void copy_rows(IsWhole<kWhole>, shared_address tile, 
     const int row = threadIdx.x % kCopyThreads / kSwizzleChunks;
     const int chunk = threadIdx.x % kSwizzleChunks;
     const shared_address destination = tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
-    source += row * row_stride + chunk * kChunkElements;
+    source += uint32_t(row) * row_stride + chunk * kChunkElements;
     constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
     const int rows_left = valid_rows - row;
     // One pointer steps from row to row, an addition each. The compiler would work out an address for each copy, which takes
@@ -413,16 +413,20 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kK
     if (__any_sync(0xffffffff, moves)) {
 #pragma unroll
         for (int i = 0; i < kRowTiles; ++i) {
+            float correction[2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const float previous = rows.reference[i][half];
                 rows.reference[i][half] = fmaxf(previous, quad_max(tile_max[i][half]));
-                const float correction = exp2_approx(previous - rows.reference[i][half]);
-                rows.sum[i][half] *= correction;
+                correction[half] = exp2_approx(previous - rows.reference[i][half]);
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                rows.sum[i][half] *= correction[half];
 #pragma unroll
                 for (int n = 0; n < kDimTiles; ++n) {
-                    output[i][n][2 * half] *= correction;
-                    output[i][n][2 * half + 1] *= correction;
+                    output[i][n][2 * half] *= correction[half];
+                    output[i][n][2 * half + 1] *= correction[half];
                 }
             }
         }
@@ -601,12 +605,12 @@ flash_fwd_hdim32_bf16_sm80(const __grid_constant__ Params params) {
     // K has two stages and V has one; block b of K lies in stage b % 2. While the scores of a block are computed, V of it and K
     // of the next block are on their way.
     auto copy_k = [&](auto is_whole, const element* k, shared_address stage, int block) {
-        copy_rows<kHeadDim>(is_whole, stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride,
+        copy_rows<kHeadDim>(is_whole, stage, k + uint32_t(block * kBlockN) * params.k_row_stride, params.k_row_stride,
                             params.seqlen_kv - block * kBlockN, params.head_dim);
         cp_async_commit();
     };
     auto copy_v = [&](auto is_whole, const element* v, shared_address stage, int block) {
-        copy_rows<kHeadDimV>(is_whole, stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride,
+        copy_rows<kHeadDimV>(is_whole, stage, v + uint32_t(block * kBlockN) * params.v_row_stride, params.v_row_stride,
                              params.seqlen_kv - block * kBlockN, params.head_dim_v);
         cp_async_commit();
     };

@@ -128,7 +128,7 @@ struct Tile {
 // n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
 // that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
 __device__ __forceinline__ int divide(int n, uint64_t divisor) {
-    return uint64_t(n) * uint32_t(divisor) >> (divisor >> 32);
+    return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
@@ -219,7 +219,7 @@ __device__ __forceinline__ void copy_rows(shared_address tile, const element* so
     const int row = threadIdx.x % kCopyThreads / kSwizzleChunks;
     const int chunk = threadIdx.x % kSwizzleChunks;
     const shared_address destination = tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
-    source += row * row_stride + chunk * kChunkElements;
+    source += uint32_t(row) * row_stride + chunk * kChunkElements;
     const int rows_left = valid_rows - row;
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
@@ -431,16 +431,20 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kK
     if (__any_sync(0xffffffff, moves)) {
 #pragma unroll
         for (int i = 0; i < kRowTiles; ++i) {
+            float correction[2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const float previous = rows.reference[i][half];
                 rows.reference[i][half] = fmaxf(previous, quad_max(tile_max[i][half]));
-                const float correction = exp2_approx(previous - rows.reference[i][half]);
-                rows.sum[i][half] *= correction;
+                correction[half] = exp2_approx(previous - rows.reference[i][half]);
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                rows.sum[i][half] *= correction[half];
 #pragma unroll
                 for (int n = 0; n < kDimTiles; ++n) {
-                    output[i][n][2 * half] *= correction;
-                    output[i][n][2 * half + 1] *= correction;
+                    output[i][n][2 * half] *= correction[half];
+                    output[i][n][2 * half + 1] *= correction[half];
                 }
             }
         }

@@ -43,6 +43,8 @@ FP32 = "flash_fwd_hdim32_fp32_m64_sm80"
 AHEAD = "flash_fwd_hdim32_fp16_sm80"
 HALVES = "flash_fwd_hdim32_fp16_causal_sm80"
 WINDOW_HALVES = "flash_fwd_hdim32_fp16_local_sm80"
+# The same at head_dim 128, where matrix tiles that need no masking or rescaling are left out.
+WINDOW_TRIMMED = "flash_fwd_hdim128_fp16_local_sm80"
 # Two groups of warps in turns.
 TURNS = "flash_fwd_hdim64_fp16_sm80"
 DENSE_TURNS = "flash_fwd_hdim96_fp16_dense_sm80"
@@ -130,7 +132,7 @@ FAULTS = (
         PLAIN,
         WIDE,
         NUMBERS,
-        "output[i][n][2 * half] *= correction;",
+        "output[i][n][2 * half] *= correction[half];",
         "",
     ),
     fault(
@@ -138,7 +140,7 @@ FAULTS = (
         PLAIN,
         WIDE,
         NUMBERS,
-        "rows.sum[i][half] *= correction;",
+        "rows.sum[i][half] *= correction[half];",
         "",
     ),
     fault(
@@ -354,6 +356,30 @@ FAULTS = (
         NUMBERS,
         "keys_of_every(params, tile_row + kBegin * kRowTileStep, (kEnd - kBegin) * kRowTileStep)",
         "keys_of_every(params, tile_row, kRowTileStep)",
+    ),
+    fault(
+        "rows taken to see the end of a block of which they see the begin",
+        WINDOW_TRIMMED,
+        LONG,
+        NUMBERS,
+        "first_key + kBlockN <= least_end",
+        "first_key <= least_end",
+    ),
+    fault(
+        "rows taken to see the begin of a block of which they see the end",
+        WINDOW_TRIMMED,
+        LONG,
+        NUMBERS,
+        "first_key >= greatest_begin",
+        "first_key + kBlockN > greatest_begin",
+    ),
+    fault(
+        "rescaling left out",
+        WINDOW_TRIMMED,
+        WIDE,
+        NUMBERS,
+        "rows.sum[i][0] != 0.0f || rows.sum[i][1] != 0.0f",
+        "false",
     ),
     fault(
         "no wait before products in turns",

@@ -10,11 +10,13 @@ __device__ __forceinline__ shared_address to_shared(const void* pointer) {
     return static_cast<shared_address>(__cvta_generic_to_shared(pointer));
 }
 
-// No instruction: the compiler forgets what it knows of the pointer's value.
+// No instruction: the compiler forgets what it knows of the value.
 template <typename T>
 __device__ __forceinline__ void opaque(T*& pointer) {
     asm volatile("" : "+l"(pointer));
 }
+
+__device__ __forceinline__ void opaque(int& value) { asm volatile("" : "+r"(value)); }
 
 // cp.async.cg.shared.global: 16 bytes, past L1. The first `source_bytes` are read, the rest become 0; with 0 the source
 // need not be a valid address.
