@@ -45,6 +45,9 @@ HALVES = "flash_fwd_hdim32_fp16_causal_sm80"
 WINDOW_HALVES = "flash_fwd_hdim32_fp16_local_sm80"
 # The same at head_dim 128, where matrix tiles that need no masking or rescaling are left out.
 WINDOW_TRIMMED = "flash_fwd_hdim128_fp16_local_sm80"
+# Pairs of warps that share their rows.
+PAIRS = "flash_fwd_hdim256_fp16_sm80"
+WINDOW_PAIRS = "flash_fwd_hdim256_fp16_local_sm80"
 # Two groups of warps in turns.
 TURNS = "flash_fwd_hdim64_fp16_sm80"
 DENSE_TURNS = "flash_fwd_hdim96_fp16_dense_sm80"
@@ -380,6 +383,70 @@ FAULTS = (
         NUMBERS,
         "rows.sum[i][0] != 0.0f || rows.sum[i][1] != 0.0f",
         "false",
+    ),
+    fault(
+        "weights fetched before the partner has stored them",
+        PAIRS,
+        RAGGED,
+        ASYNC,
+        "        cp_async_wait<0>();\n        barrier_sync(kThreads);\n        if (block > first_block)",
+        "        cp_async_wait<0>();\n        if (block > first_block)",
+    ),
+    fault(
+        "weights stored before the partner has fetched those of the block before",
+        PAIRS,
+        RAGGED,
+        ASYNC,
+        "        cp_async_wait<0>();\n        barrier_sync(kThreads);\n        copy_v(",
+        "        cp_async_wait<0>();\n        copy_v(",
+    ),
+    fault(
+        "own weights fetched for the partner's",
+        PAIRS,
+        RAGGED,
+        NUMBERS,
+        "16 * ((1 - part) * kKeyTiles + 2 * j + lane / 16 ^ lane % 8)",
+        "16 * (part * kKeyTiles + 2 * j + lane / 16 ^ lane % 8)",
+    ),
+    fault(
+        "references of the partner left alone",
+        PAIRS,
+        WIDE,
+        NUMBERS,
+        "if (moved || partner_moved) {",
+        "if (moved) {",
+    ),
+    fault(
+        "partner taken to have moved with oneself",
+        PAIRS,
+        WIDE,
+        NUMBERS,
+        "(partner_moved ? partner_moves + 4 : own_moves)",
+        "(partner_moves + 4)",
+    ),
+    fault(
+        "weights of the partner not rescaled",
+        PAIRS,
+        WIDE,
+        NUMBERS,
+        "partner_weights.scale(i, partner_correction);",
+        "",
+    ),
+    fault(
+        "sums of half of the keys",
+        PAIRS,
+        RAGGED,
+        NUMBERS,
+        "__uint_as_float(load_shared_32(partner_moves + 16 + 8 * row_in_pair(i, half)))",
+        "0.0f",
+    ),
+    fault(
+        "masks of both parts as of the first",
+        WINDOW_PAIRS,
+        RAGGED,
+        NUMBERS,
+        "block * kBlockN + warp / kPairs * kPartKeys",
+        "block * kBlockN",
     ),
     fault(
         "no wait before products in turns",

@@ -436,6 +436,27 @@ def test_a_barrier_is_met_from_different_lines(fresh_seed):
 # Numbers.
 
 
+def test_unpack_gives_back_what_was_packed(rng):
+    bits = rng.integers(0, 1 << 32, 1 << 12, np.uint32)
+    out = np.zeros((2, len(bits), 2), np.float32)
+    run(
+        f"""
+        for (int i = lane; i < {len(bits)}; i += 32) {{
+            const float2 half = unpack<fp16>(params.values[i]), brain = unpack<bf16>(params.values[i]);
+            params.out[2 * i] = half.x;
+            params.out[2 * i + 1] = half.y;
+            params.out[{2 * len(bits)} + 2 * i] = brain.x;
+            params.out[{2 * len(bits)} + 2 * i + 1] = brain.y;
+        }}
+        """,
+        {"values": bits},
+        {"out": out},
+    )
+    words = bits.view(np.uint16).reshape(-1, 2)
+    np.testing.assert_array_equal(out[0], words.view(np.float16).astype(np.float32))
+    np.testing.assert_array_equal(out[1], (words.astype(np.uint32) << 16).view(np.float32))
+
+
 def test_pack_rounds_to_nearest_even(rng):
     every_half = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
     halfway = (every_half[:-1] + every_half[1:]) / 2

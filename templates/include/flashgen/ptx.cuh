@@ -32,6 +32,24 @@ __device__ __forceinline__ uint32_t pack<bf16>(float low, float high) {
     return pair;
 }
 
+// Back again: cvt.f32.f16 of each half; a bf16 is the upper half of a float.
+template <typename Element>
+__device__ float2 unpack(uint32_t pair);
+
+template <>
+__device__ __forceinline__ float2 unpack<fp16>(uint32_t pair) {
+    float2 values;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}\n"
+        : "=f"(values.x), "=f"(values.y)
+        : "r"(pair));
+    return values;
+}
+
+template <>
+__device__ __forceinline__ float2 unpack<bf16>(uint32_t pair) {
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
+}
+
 // ex2.approx.ftz.f32: 2^x; exactly 0 for -inf.
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;

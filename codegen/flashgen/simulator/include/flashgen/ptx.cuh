@@ -25,6 +25,19 @@ inline uint32_t pack(float low, float high,
     }
 }
 
+template <typename Element>
+inline float2 unpack(uint32_t pair,
+                     flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::check_register(pair, where);
+    static_assert(std::is_same_v<Element, fp16> || std::is_same_v<Element, bf16>);
+    const uint16_t low = static_cast<uint16_t>(pair), high = static_cast<uint16_t>(pair >> 16);
+    if constexpr (std::is_same_v<Element, fp16>) {
+        return {flashgen::simulator::fp16_to_float(low), flashgen::simulator::fp16_to_float(high)};
+    } else {
+        return {flashgen::simulator::bf16_to_float(low), flashgen::simulator::bf16_to_float(high)};
+    }
+}
+
 inline float exp2_approx(float x, flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     flashgen::simulator::check_register(x, where);
     ++flashgen::simulator::this_thread().block->counters->exp2;
