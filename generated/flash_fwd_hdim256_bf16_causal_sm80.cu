@@ -635,7 +635,9 @@ flash_fwd_hdim256_bf16_causal_sm80(const __grid_constant__ Params params) {
     const int part = warp / kPairs;
     const int partner = (1 - part) * kPairs + pair;
     const LaneAddress k_lane = transposed_operand_address(k_tiles, lane) + part * kPartKeys * kRowBytes;
-    const LaneAddress v_lane = operand_address(v_tiles, lane) + part * kPartDims * sizeof(element);
+    const LaneAddress v_part = operand_address(v_tiles, lane) + part * kPartDims * sizeof(element);
+    // The compiler would work this out anew for each block. The result of a shuffle, even from the lane itself, it has to keep.
+    const LaneAddress v_lane = __shfl_sync(0xffffffff, v_part, lane);
 
     // Weights of the pair's rows, all keys of a block side by side. Chunks of 16 bytes are permuted by the row modulo 8. A lane stores
     // as an accumulator lies (rows g and g + 8, keys 2 t and 2 t + 1 of every eight) and fetches as ldmatrix does.
@@ -677,7 +679,6 @@ flash_fwd_hdim256_bf16_causal_sm80(const __grid_constant__ Params params) {
         // V of this block is here, every warp has finished with K, and the weights are complete.
         cp_async_wait<0>();
         barrier_sync(kThreads);
-        if (block > first_block) copy_k(first_k, k_tiles, block - 1);
 
         const shared_address fetched_weights = pair_weights + lane % 16 * kWeightsRowBytes;
         Weights partner_weights;
@@ -691,6 +692,7 @@ flash_fwd_hdim256_bf16_causal_sm80(const __grid_constant__ Params params) {
             }
         }
         const bool partner_moved = load_shared_32(partner_moves);
+        if (block > first_block) copy_k(first_k, k_tiles, block - 1);
         if (moved || partner_moved) {
             // Both had the same references before the block, and take the greater ones now.
 #pragma unroll

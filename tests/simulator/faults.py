@@ -389,8 +389,8 @@ FAULTS = (
         PAIRS,
         RAGGED,
         ASYNC,
-        "        cp_async_wait<0>();\n        barrier_sync(kThreads);\n        if (block > first_block)",
-        "        cp_async_wait<0>();\n        if (block > first_block)",
+        "        barrier_sync(kThreads);\n\n        const shared_address fetched_weights",
+        "\n        const shared_address fetched_weights",
     ),
     fault(
         "weights stored before the partner has fetched those of the block before",
