@@ -22,7 +22,7 @@ constexpr int kVStages = 1;  // and of V
 constexpr int kThreads = 32 * kWarps;
 constexpr int kCopyThreads = kThreads / 1;  // threads that share the copy of a block of K or V
 constexpr int kPairs = kWarps / 2;           // of warps that share their rows: warps p and p + kPairs
-constexpr int kWarpRows = kBlockM / kPairs;  // rows of a pair
+constexpr int kWarpRows = kBlockM / kPairs;  // rows of a warp, which it shares with its partner
 constexpr int kRowTiles = kWarpRows / 16;    // 16-row matrix tiles of a warp
 constexpr int kRowTileStep = 16;             // rows from a warp's matrix tile to its next
 constexpr int kPartKeys = kBlockN / 2;       // keys of a block whose scores a warp has
@@ -277,7 +277,7 @@ __device__ __forceinline__ KeyRange find_keys(const Params& params, const Tile& 
     return keys_of_some(params, tile.first_row, kBlockM);
 }
 
-// Hides the keys of the block at `first_key` that lie behind the range of their row; the warp's rows begin at `first_row`.
+// Hides keys that lie behind the range of their row. The warp's keys begin at `first_key`, its rows at `first_row`.
 __device__ __forceinline__ void hide_late_keys(const Params& params,
                                                float (&scores)[kRowTiles][kKeyTiles][4], int first_row,
                                                int first_key, int lane) {
@@ -339,8 +339,8 @@ __device__ __forceinline__ void multiply_qk(float (&scores)[kRowTiles][kKeyTiles
     }
 }
 
-// The weights P of a key block, rounded and packed as they come out of softmax. Two neighbouring key tiles of an
-// accumulator, packed, are a left operand of the matrix instruction as they lie: P never leaves its registers.
+// The weights P of half of a block's keys, rounded and packed as they come out of softmax. Two neighbouring key tiles of an
+// accumulator, packed, are a left operand of the matrix instruction as they lie. The partner gets them through shared memory.
 struct Weights {
     uint32_t fragment[kRowTiles][kPartKeys / 16][4];
 
@@ -405,7 +405,7 @@ struct RowState {
 };
 
 // Turns the scores of a tile into weights, adds them to the rows' sums and rescales the output where a reference moves.
-// Returns whether one does, for all lanes alike; then all of them are noted down, of each row the one before and the one after.
+// Returns whether one does, the same for all lanes. If so, the references of all rows are noted down, each before and after.
 __device__ __forceinline__ bool softmax_step(const float (&scores)[kRowTiles][kKeyTiles][4],
                                              RowState& rows, float (&output)[kRowTiles][kDimTiles][4],
                                              Weights& weights, float scale_log2, shared_address noted_references, int lane) {
@@ -604,9 +604,10 @@ flash_fwd_hdim256_bf16_sm80(const __grid_constant__ Params params) {
 
     static_assert(sizeof(element) == 2, "weights are the left operand as they lie in shared memory");
 
-    // K and V have one stage each, as in the loop for one group of warps. Shared memory is the limit at a large head dimension: each
-    // warp reads all of K and V for its rows. Here two warps share twice as many rows. Each has the scores of half of the keys of a
-    // block, and half of the output's columns: it reads half of K and half of V, and the weights of the other's keys.
+    // K and V have one stage each: V of a block is fetched while its scores are computed, K of the next block while P and V of this
+    // one are multiplied. At a large head dimension shared memory is the limit: a warp with rows of its own would read all of K and V
+    // for them. Here two warps share twice as many rows. Each computes the scores of half of the keys of a block, and half of the
+    // output's columns: it reads half of the rows of K, half of the columns of V, and the weights of the other's keys.
     auto copy_k = [&](const element* k, shared_address stage, int block) {
         copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride,
                             params.seqlen_kv - block * kBlockN, params.head_dim);
@@ -623,7 +624,7 @@ flash_fwd_hdim256_bf16_sm80(const __grid_constant__ Params params) {
         copy_queries(params, tile, q_tile, params.q + tile.batch * params.q_batch_stride);
         copy_k(first_k, k_tiles, last_block);
     }
-    barrier_sync(kThreads);  // the note is written: a tile without keys meets no barrier of a block
+    barrier_sync(kThreads);  // the note is written
 
     const int pair = warp % kPairs;
     const int part = warp / kPairs;
@@ -637,7 +638,8 @@ flash_fwd_hdim256_bf16_sm80(const __grid_constant__ Params params) {
     // as an accumulator lies (rows g and g + 8, keys 2 t and 2 t + 1 of every eight) and fetches as ldmatrix does.
     const shared_address pair_weights = q_tile + kWeightsOffset + pair * kWarpRows * kWeightsRowBytes;
 
-    // Of each warp: whether references moved in this block, then of each row the one before and the one after.
+    // Moves of a warp: in the first of 16 bytes whether references moved in this block; then, if so, of each row the one before and
+    // the one after.
     const shared_address own_moves = q_tile + kMovesOffset + warp * kMovesBytes;
     const shared_address partner_moves = q_tile + kMovesOffset + partner * kMovesBytes;
     auto row_in_pair = [&](int i, int half) { return 16 * i + 8 * half + lane / 4; };
@@ -663,14 +665,14 @@ flash_fwd_hdim256_bf16_sm80(const __grid_constant__ Params params) {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     store_shared_32(stored_weights + (16 * i + 8 * half) * kWeightsRowBytes +
-                                        16 * (part * kKeyTiles + j ^ lane / 4),
+                                        16 * ((part * kKeyTiles + j) ^ lane / 4),
                                     weights.fragment[i][j / 2][j % 2 * 2 + half]);
                 }
             }
         }
         if (lane == 0) store_shared_32(own_moves, moved);
 
-        // V of this block is here, every warp has finished with K, and the weights are complete.
+        // V of this block is here, every warp has finished with K, and weights and moves are complete.
         cp_async_wait<0>();
         barrier_sync(kThreads);
 
@@ -682,13 +684,14 @@ flash_fwd_hdim256_bf16_sm80(const __grid_constant__ Params params) {
             for (int j = 0; j < kKeyTiles / 2; ++j) {
                 ldmatrix_x4(partner_weights.fragment[i][j],
                             fetched_weights + 16 * i * kWeightsRowBytes +
-                                16 * ((1 - part) * kKeyTiles + 2 * j + lane / 16 ^ lane % 8));
+                                16 * (((1 - part) * kKeyTiles + 2 * j + lane / 16) ^ lane % 8));
             }
         }
         const bool partner_moved = load_shared_32(partner_moves);
         if (block > first_block) copy_k(first_k, k_tiles, block - 1);
         if (moved || partner_moved) {
-            // Both had the same references before the block, and take the greater ones now.
+            // Both had the same references before the block, and take the greater ones now. A partner that has not moved still has
+            // those from before, which this warp noted down when it moved.
 #pragma unroll
             for (int i = 0; i < kRowTiles; ++i) {
                 float correction[2], partner_correction[2];

@@ -274,7 +274,7 @@ __device__ __forceinline__ KeyRange find_keys(const Params& params, const Tile& 
     return keys_of_some(params, tile.first_row, kBlockM);
 }
 
-// Hides the keys of the block at `first_key` that lie behind the range of their row; the warp's rows begin at `first_row`.
+// Hides keys that lie behind the range of their row. The warp's keys begin at `first_key`, its rows at `first_row`.
 __device__ __forceinline__ void hide_late_keys(const Params& params,
                                                float (&scores)[kRowTiles][kKeyTiles][4], int first_row,
                                                int first_key, int lane) {

@@ -405,8 +405,8 @@ FAULTS = (
         PAIRS,
         RAGGED,
         NUMBERS,
-        "16 * ((1 - part) * kKeyTiles + 2 * j + lane / 16 ^ lane % 8)",
-        "16 * (part * kKeyTiles + 2 * j + lane / 16 ^ lane % 8)",
+        "16 * (((1 - part) * kKeyTiles + 2 * j + lane / 16) ^ lane % 8)",
+        "16 * ((part * kKeyTiles + 2 * j + lane / 16) ^ lane % 8)",
     ),
     fault(
         "references of the partner left alone",

@@ -32,7 +32,7 @@ __device__ __forceinline__ uint32_t pack<bf16>(float low, float high) {
     return pair;
 }
 
-// Back again: cvt.f32.f16 of each half; a bf16 is the upper half of a float.
+// The two halves of a pair as floats: cvt.f32.f16 of each; a bf16 is the upper half of a float.
 template <typename Element>
 __device__ float2 unpack(uint32_t pair);
 
