@@ -20,7 +20,7 @@ constexpr int kWarps = 4;
 constexpr int kKStages = 1;  // blocks of K in shared memory
 constexpr int kVStages = 1;  // and of V
 constexpr int kThreads = 32 * kWarps;
-constexpr int kCopyThreads = kThreads / 1;  // threads that share the copy of a block of K or V
+constexpr int kCopyThreads = kThreads;  // threads that share the copy of a block of K or V
 constexpr int kPairs = kWarps / 2;           // of warps that share their rows: warps p and p + kPairs
 constexpr int kWarpRows = kBlockM / kPairs;  // rows of a warp, which it shares with its partner
 constexpr int kRowTiles = kWarpRows / 16;    // 16-row matrix tiles of a warp
@@ -180,6 +180,10 @@ using LaneAddress = shared_address;
 __device__ __forceinline__ LaneAddress lane_address(shared_address tile, int row, int chunk) {
     return tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
 }
+
+// The same address. The compiler would work it out anew for each block; the result of a shuffle, even from the lane itself, it has
+// to keep.
+__device__ __forceinline__ LaneAddress kept(LaneAddress address, int lane) { return __shfl_sync(0xffffffff, address, lane); }
 
 // A 16x16 operand of which ldmatrix fetches the four 8x8 quarters: downwards first for Q and (transposed on the way) V,
 __device__ __forceinline__ LaneAddress operand_address(shared_address tile, int lane) {
@@ -404,6 +408,20 @@ struct RowState {
     float sum[kRowTiles][2];        // this lane's share of the row's sum of weights
 };
 
+// Multiplies what has been summed up for the rows g and g + 8 of matrix tile i.
+__device__ __forceinline__ void rescale(int i, const float (&correction)[2], RowState& rows,
+                                        float (&output)[kRowTiles][kDimTiles][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        rows.sum[i][half] *= correction[half];
+#pragma unroll
+        for (int n = 0; n < kDimTiles; ++n) {
+            output[i][n][2 * half] *= correction[half];
+            output[i][n][2 * half + 1] *= correction[half];
+        }
+    }
+}
+
 // Turns the scores of a tile into weights, adds them to the rows' sums and rescales the output where a reference moves.
 // Returns whether one does, the same for all lanes. If so, the references of all rows are noted down, each before and after.
 __device__ __forceinline__ bool softmax_step(const float (&scores)[kRowTiles][kKeyTiles][4],
@@ -439,15 +457,7 @@ __device__ __forceinline__ bool softmax_step(const float (&scores)[kRowTiles][kK
                                     __float_as_uint(rows.reference[i][half]));
                 }
             }
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                rows.sum[i][half] *= correction[half];
-#pragma unroll
-                for (int n = 0; n < kDimTiles; ++n) {
-                    output[i][n][2 * half] *= correction[half];
-                    output[i][n][2 * half + 1] *= correction[half];
-                }
-            }
+            rescale(i, correction, rows, output);
         }
     }
 #pragma unroll
@@ -491,7 +501,6 @@ __device__ __forceinline__ void normalise(float (&output)[kRowTiles][kDimTiles][
         for (int half = 0; half < 2; ++half) {
             const float sum = rows.sum[i][half];
             const float factor = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
-            rows.sum[i][half] = sum;
 #pragma unroll
             for (int n = 0; n < kDimTiles; ++n) {
                 output[i][n][2 * half] *= factor;
@@ -630,9 +639,7 @@ flash_fwd_hdim256_bf16_sm80(const __grid_constant__ Params params) {
     const int part = warp / kPairs;
     const int partner = (1 - part) * kPairs + pair;
     const LaneAddress k_lane = transposed_operand_address(k_tiles, lane) + part * kPartKeys * kRowBytes;
-    const LaneAddress v_part = operand_address(v_tiles, lane) + part * kPartDims * sizeof(element);
-    // The compiler would work this out anew for each block. The result of a shuffle, even from the lane itself, it has to keep.
-    const LaneAddress v_lane = __shfl_sync(0xffffffff, v_part, lane);
+    const LaneAddress v_lane = kept(operand_address(v_tiles, lane) + part * kPartDims * sizeof(element), lane);
 
     // Weights of the pair's rows, all keys of a block side by side. Chunks of 16 bytes are permuted by the row modulo 8. A lane stores
     // as an accumulator lies (rows g and g + 8, keys 2 t and 2 t + 1 of every eight) and fetches as ldmatrix does.
@@ -704,13 +711,8 @@ flash_fwd_hdim256_bf16_sm80(const __grid_constant__ Params params) {
                     correction[half] = exp2_approx(rows.reference[i][half] - reference);
                     partner_correction[half] = exp2_approx(partner_reference - reference);
                     rows.reference[i][half] = reference;
-                    rows.sum[i][half] *= correction[half];
-#pragma unroll
-                    for (int n = 0; n < kDimTiles; ++n) {
-                        output[i][n][2 * half] *= correction[half];
-                        output[i][n][2 * half + 1] *= correction[half];
-                    }
                 }
+                rescale(i, correction, rows, output);
                 weights.scale(i, correction);
                 partner_weights.scale(i, partner_correction);
             }

@@ -20,7 +20,7 @@ constexpr int kWarps = 4;
 constexpr int kKStages = 2;  // blocks of K in shared memory
 constexpr int kVStages = 1;  // and of V
 constexpr int kThreads = 32 * kWarps;
-constexpr int kCopyThreads = kThreads / 1;  // threads that share the copy of a block of K or V
+constexpr int kCopyThreads = kThreads;  // threads that share the copy of a block of K or V
 constexpr int kWarpRows = kBlockM / kWarps;  // a warp owns whole rows, so that softmax never leaves it
 constexpr int kRowTiles = kWarpRows / 16;    // 16-row matrix tiles of a warp
 constexpr int kRowTileStep = 16 * kWarps;    // rows of a half; from a warp's matrix tile in the upper one to that in the lower
@@ -204,6 +204,10 @@ __device__ __forceinline__ LaneAddress lane_address(shared_address tile, int row
     return tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
 }
 
+// The same address. The compiler would work it out anew for each block; the result of a shuffle, even from the lane itself, it has
+// to keep.
+__device__ __forceinline__ LaneAddress kept(LaneAddress address, int lane) { return __shfl_sync(0xffffffff, address, lane); }
+
 // A 16x16 operand of which ldmatrix fetches the four 8x8 quarters: downwards first for Q and (transposed on the way) V,
 __device__ __forceinline__ LaneAddress operand_address(shared_address tile, int lane) {
     return lane_address(tile, lane % 16, lane / 16);
@@ -352,11 +356,12 @@ __device__ __forceinline__ void hide_keys(RowTiles<kBegin, kEnd> row_tiles, cons
     // Most blocks are seen by every row from the first key to the last.
     const KeyRange every = keys_of_every(params, tile_row + kBegin * kRowTileStep, (kEnd - kBegin) * kRowTileStep);
     const int warp_row = tile_row + warp * 16;
+    const int first_key = block * kBlockN;
     if ((block + 1) * kBlockN > every.end) {
-        hide_late_keys(row_tiles, params, scores, warp_row, block * kBlockN, lane);
+        hide_late_keys(row_tiles, params, scores, warp_row, first_key, lane);
     }
     if (block * kBlockN < every.begin) {
-        hide_early_keys(row_tiles, params, scores, warp_row, block * kBlockN, lane);
+        hide_early_keys(row_tiles, params, scores, warp_row, first_key, lane);
     }
 }
 
@@ -445,6 +450,20 @@ struct RowState {
     float sum[kRowTiles][2];        // this lane's share of the row's sum of weights
 };
 
+// Multiplies what has been summed up for the rows g and g + 8 of matrix tile i.
+__device__ __forceinline__ void rescale(int i, const float (&correction)[2], RowState& rows,
+                                        float (&output)[kRowTiles][kDimTiles][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        rows.sum[i][half] *= correction[half];
+#pragma unroll
+        for (int n = 0; n < kDimTiles; ++n) {
+            output[i][n][2 * half] *= correction[half];
+            output[i][n][2 * half + 1] *= correction[half];
+        }
+    }
+}
+
 // Turns the scores of a tile into weights, adds them to the rows' sums and rescales the output where a reference moves.
 template <int kBegin, int kEnd>
 __device__ __forceinline__ void softmax_step(RowTiles<kBegin, kEnd>, const float (&scores)[kRowTiles][kKeyTiles][4],
@@ -475,15 +494,7 @@ __device__ __forceinline__ void softmax_step(RowTiles<kBegin, kEnd>, const float
                 rows.reference[i][half] = fmaxf(previous, quad_max(tile_max[i][half]));
                 correction[half] = exp2_approx(previous - rows.reference[i][half]);
             }
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                rows.sum[i][half] *= correction[half];
-#pragma unroll
-                for (int n = 0; n < kDimTiles; ++n) {
-                    output[i][n][2 * half] *= correction[half];
-                    output[i][n][2 * half + 1] *= correction[half];
-                }
-            }
+            rescale(i, correction, rows, output);
         }
     }
 #pragma unroll
@@ -545,9 +556,9 @@ __device__ __forceinline__ void normalise(float (&output)[kRowTiles][kDimTiles][
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float sum = quad_sum(rows.sum[i][half]);
+            rows.sum[i][half] = quad_sum(rows.sum[i][half]);
+            const float sum = rows.sum[i][half];
             const float factor = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
-            rows.sum[i][half] = sum;
 #pragma unroll
             for (int n = 0; n < kDimTiles; ++n) {
                 output[i][n][2 * half] *= factor;
@@ -694,12 +705,9 @@ flash_fwd_hdim64_fp16_local_packgqa_sm80(const __grid_constant__ Params params) 
         barrier_sync(kThreads);  // the note is written: a tile without keys meets no other barrier
     }
 
-    // The compiler would work these out anew for each block. The result of a shuffle, even from the lane itself, it has to
-    // keep.
-    auto kept = [&](LaneAddress address) { return __shfl_sync(0xffffffff, address, lane); };
-    const LaneAddress kept_q = kept(q_lane);
-    const LaneAddress kept_k = kept(transposed_operand_address(k_tiles, lane));
-    const LaneAddress kept_v = kept(operand_address(v_tiles, lane));
+    const LaneAddress kept_q = kept(q_lane, lane);
+    const LaneAddress kept_k = kept(transposed_operand_address(k_tiles, lane), lane);
+    const LaneAddress kept_v = kept(operand_address(v_tiles, lane), lane);
     auto visit = [&](auto row_tiles, int block) {
         // K of this block is here, at the first one with Q: a thread waits for its own copies, and the barrier for everybody's.
         // And every warp has finished with K and V of the block before. V of the first block and K of the one after it are on

@@ -306,8 +306,9 @@ __device__ __forceinline__ void hide_keys(const Params& params,
     // Most blocks are seen by every row from the first key to the last.
     const int warp_row = tile_row + warp * kWarpRows;
     const KeyRange every = keys_of_every(params, min(warp_row, num_rows(params) - 1), kWarpRows);
+    const int first_key = block * kBlockN;
     if ((block + 1) * kBlockN > every.end) {
-        hide_late_keys(params, scores, warp_row, block * kBlockN, lane);
+        hide_late_keys(params, scores, warp_row, first_key, lane);
     }
 }
 
@@ -403,6 +404,20 @@ struct RowState {
     float sum[kRowTiles][2];        // this lane's share of the row's sum of weights
 };
 
+// Multiplies what has been summed up for the rows g and g + 8 of matrix tile i.
+__device__ __forceinline__ void rescale(int i, const float (&correction)[2], RowState& rows,
+                                        float (&output)[kRowTiles][kDimTiles][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        rows.sum[i][half] *= correction[half];
+#pragma unroll
+        for (int n = 0; n < kDimTiles; ++n) {
+            output[i][n][2 * half] *= correction[half];
+            output[i][n][2 * half + 1] *= correction[half];
+        }
+    }
+}
+
 // Turns the scores of a tile into weights, adds them to the rows' sums and rescales the output where a reference moves.
 __device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kKeyTiles][4],
                                              RowState& rows, float (&output)[kRowTiles][kDimTiles][4],
@@ -432,15 +447,7 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kK
                 rows.reference[i][half] = fmaxf(previous, quad_max(tile_max[i][half]));
                 correction[half] = exp2_approx(previous - rows.reference[i][half]);
             }
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                rows.sum[i][half] *= correction[half];
-#pragma unroll
-                for (int n = 0; n < kDimTiles; ++n) {
-                    output[i][n][2 * half] *= correction[half];
-                    output[i][n][2 * half + 1] *= correction[half];
-                }
-            }
+            rescale(i, correction, rows, output);
         }
     }
 #pragma unroll
@@ -481,9 +488,9 @@ __device__ __forceinline__ void normalise(float (&output)[kRowTiles][kDimTiles][
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float sum = quad_sum(rows.sum[i][half]);
+            rows.sum[i][half] = quad_sum(rows.sum[i][half]);
+            const float sum = rows.sum[i][half];
             const float factor = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
-            rows.sum[i][half] = sum;
 #pragma unroll
             for (int n = 0; n < kDimTiles; ++n) {
                 output[i][n][2 * half] *= factor;
