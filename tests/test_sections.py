@@ -32,6 +32,9 @@ CALL = Problem(
     return_lse=False,
 )
 SHIPPED = [variant for spec in load_specs() for variant in spec.variants() if variant.dtype != "bf16"]
+UNEVEN = [
+    v for v in SHIPPED if v.schedule != "persistent" and v.gqa == "mha" and v.mask_type in ("causal", "local")
+]
 PERSISTENT = [v for v in SHIPPED if v.schedule == "persistent" and v.gqa == "mha" and v.mask_type == "causal"]
 
 
@@ -73,6 +76,28 @@ def test_sections_are_none_empty_and_hold_every_head_once(variant, batch, kv_hea
     assert size >= 1
     assert count >= 1
     assert (count - 1) * size < total <= count * size + size // 2
+
+
+@given(st.sampled_from(UNEVEN), st.integers(1, 64), st.integers(1, 32), st.integers(1, 16384))
+def test_a_section_is_small_or_its_keys_stay_in_l2(variant, batch, num_heads, seqlen):
+    """And enough tiles of a head run at a time to share them."""
+    call = replace(call_for(variant, batch, num_heads, seqlen), seqlen_kv=seqlen)
+    size, _ = sections(call, variant, H200)
+    tiles = -(-H200.num_sms // row_blocks_of(call, variant))
+    if size > max(tiles, H200.num_sms // 3):
+        assert call.mask_type == "causal"
+        assert size * seqlen * 2 * CALL.head_dim * variant.element_bytes <= H200.l2_bytes
+        running = H200.num_sms * variant.tile_value("min_blocks")
+        assert running / size >= 3
+        assert running / size * variant.tile_value("block_m") >= 384
+
+
+@pytest.mark.parametrize(("seqlen", "expected"), [(1024, (86, 3)), (2048, (43, 3)), (4096, (32, 2))])
+def test_short_causal_sequences_come_in_large_sections(seqlen, expected):
+    """Which balance better, as long as L2 holds the keys."""
+    (variant,) = (v for v in UNEVEN if v.name == "flash_fwd_hdim128_fp16_causal_sm80")
+    call = replace(call_for(variant, 16384 // seqlen, 16, seqlen), seqlen_kv=seqlen)
+    assert sections(call, variant, H200) == expected
 
 
 @given(st.sampled_from(PERSISTENT), st.integers(1, 64), st.integers(1, 32), st.integers(600, 16384))

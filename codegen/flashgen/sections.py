@@ -26,7 +26,9 @@ def sections(problem: Problem, variant: Variant, device: Device) -> Sections:
 
     A section of as many tiles as multiprocessors is enough to share keys and values. Where tiles differ in
     length (causal, local) they also have to balance, and the section is larger, but with more heads than a
-    third of the multiprocessors too few tiles of a head run at a time.
+    third of the multiprocessors too few tiles of a head run at a time. Under a causal mask, where lengths
+    differ most, there may be more heads as long as L2 holds their keys and values, and as three tiles of a
+    head and 384 of its rows run at a time.
     """
     total = heads(problem, variant) * problem.batch
     if total == 0:
@@ -39,12 +41,21 @@ def sections(problem: Problem, variant: Variant, device: Device) -> Sections:
     wanted = -(-device.num_sms // tiles_of_head)
     if uneven:
         wanted = max(wanted, device.num_sms // 3)
+    if problem.mask_type == "causal":
+        together = max(3, 384 // variant.tile_value("block_m"))
+        kept = device.l2_bytes // max(1, _key_bytes(problem, variant))
+        wanted = max(wanted, min(blocks_at_a_time(variant, device) // together, kept))
     return _even(total, group, wanted)
 
 
 def blocks_at_a_time(variant: Variant, device: Device) -> int:
     """Thread blocks that run together on the GPU, the most of a persistent grid."""
     return device.num_sms * blocks_per_sm(variant)
+
+
+def _key_bytes(problem: Problem, variant: Variant) -> int:
+    """Bytes of the keys and values of a head."""
+    return problem.seqlen_kv * (problem.head_dim + problem.head_dim_v) * variant.element_bytes
 
 
 def _even(total: int, group: int, wanted: int) -> Sections:
