@@ -39,12 +39,9 @@ PROBLEM = Problem(
     return_lse=False,
 )
 POINTERS = (16, 32, 48, 0, 64, 0)
-(SM90,) = (
-    variant
-    for spec in load_specs()
-    for variant in spec.variants()
-    if variant.name == "flash_fwd_hdim64_fp16_sm90"
-)
+SHIPPED = {variant.name: variant for spec in load_specs() for variant in spec.variants()}
+SM90 = SHIPPED["flash_fwd_hdim64_fp16_sm90"]
+SM80 = SHIPPED["flash_fwd_hdim64_fp16_m64_sm80"]
 CUDA = ("/usr/local/cuda/include", "/usr/include", "/usr/include/cuda")
 
 
@@ -55,14 +52,14 @@ def binding(monkeypatch):
 
 @pytest.fixture
 def make(driver, binding, monkeypatch):
-    """``make(variant, switch)`` is a launcher for PROBLEM."""
+    """``make(variant, switch, device)`` is a launcher for PROBLEM."""
 
-    def launcher(variant=SM90, switch=None):
+    def launcher(variant=SM90, switch=None, device=H200):
         if switch is None:
             monkeypatch.delenv(dependent.SWITCH, raising=False)
         else:
             monkeypatch.setenv(dependent.SWITCH, switch)
-        return launch.Launcher(PROBLEM, variant, H200, driver.load(variant, H200))
+        return launch.Launcher(PROBLEM, variant, device, driver.load(variant, device))
 
     return launcher
 
@@ -132,18 +129,36 @@ def test_who_is_launched_dependently(says, version, switch, expected, make, driv
     assert len(driver.launches) == 1
 
 
+@pytest.mark.parametrize(
+    ("arch", "expected"),
+    [
+        ("sm_80", False),
+        ("sm_86", False),
+        ("sm_89", False),
+        ("sm_90", True),
+        ("sm_100", True),
+        ("sm_120", True),
+    ],
+)
+def test_a_gpu_that_knows_nothing_of_it_gets_an_ordinary_launch(arch, expected, make, driver):
+    """The same kernel, for which the header then has no instruction to wait with."""
+    run(make(SM80, device=replace(H200, arch=arch)))
+    assert driver.dependent == ([{6: 1}] if expected else [])
+    assert len(driver.launches) == 1
+
+
 def test_a_switch_that_is_neither_on_nor_off(make):
     with pytest.raises(BadParam, match=r"FLASHGEN_DEPENDENT_LAUNCH is 'off'; expected 0 or 1"):
         make(switch="off")
 
 
-def test_every_variant_that_waits_says_so():
+def test_every_variant_that_waits_says_so(tiny_variants):
     """The key of the spec stands for what the template does."""
     from flashgen.render import render
 
-    variants = [v for spec in load_specs() for v in spec.variants() if v.head_dim == 64]
-    assert {v.dependent_launch for v in variants} == {True, False}
-    for variant in variants:
+    variants = [variant for variant in SHIPPED.values() if variant.head_dim == 64]
+    assert {variant.template for variant in variants} == {v.template for v in SHIPPED.values()}
+    for variant in (*variants, *tiny_variants):
         assert variant.dependent_launch == ("griddepcontrol_wait();" in render(variant))
 
 

@@ -43,12 +43,6 @@ WRONG = {
         "dependent_launch:",
         ["dependent_launch: expected `bool`", "found 1"],
     ),
-    "dependent launch on a target that cannot": (
-        "no_spills: true",
-        "dependent_launch: true",
-        TARGETS,
-        ["targets.sm80.min_arch: `dependent_launch: true` needs sm_90 or later", "found `sm_80`"],
-    ),
     "empty axis": ("[none, causal]", "[]", "  mask_type:", ["axes.mask_type: "]),
     "repeated axis value": ("[none, causal]", "[none, none]", "  mask_type:", ["axes.mask_type: ", "twice"]),
     "axis value of a wrong kind": (

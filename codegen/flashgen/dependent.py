@@ -12,14 +12,18 @@ import functools
 import os
 from typing import TYPE_CHECKING, Any
 
+from flashgen.device import arch_parts, reaches
 from flashgen.errors import BadParam
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from flashgen.device import Device
     from flashgen.variant import Variant
 
 SWITCH = "FLASHGEN_DEPENDENT_LAUNCH"
+# The first architecture whose kernels can wait for the one before them.
+MIN_ARCH = "sm_90"
 # The first CUDA version whose graphs have edges of this kind. A launch that an older driver could not capture
 # would make a plan fail inside a graph that works outside of it.
 MIN_DRIVER = 12030
@@ -52,16 +56,17 @@ class LaunchConfig(ctypes.Structure):
     )
 
 
-def wanted(variant: Variant) -> bool:
-    """Whether to launch ``variant`` dependently: its spec says that it waits, the driver can capture such a
-    launch, and FLASHGEN_DEPENDENT_LAUNCH is not 0.
+def wanted(variant: Variant, device: Device) -> bool:
+    """Whether to launch ``variant`` dependently: its spec says that it waits, ``device`` knows how to, the
+    driver can capture such a launch, and FLASHGEN_DEPENDENT_LAUNCH is not 0.
 
     Raises BadParam where that variable is something else than 0, 1 or empty.
     """
     switch = os.environ.get(SWITCH, "")
     if switch not in ("", "0", "1"):
         raise BadParam(f"{SWITCH} is {switch!r}; expected 0 or 1")
-    return variant.dependent_launch and switch != "0" and driver_version() >= MIN_DRIVER
+    able = reaches(arch_parts(device.arch)[0], MIN_ARCH)
+    return variant.dependent_launch and able and switch != "0" and driver_version() >= MIN_DRIVER
 
 
 @functools.cache

@@ -137,7 +137,7 @@ class Launcher:
             self._context = context
         self._current_context = driver.ctxGetCurrent
         blocks, threads = (grid.blocks, 1, 1), (grid.threads, 1, 1)
-        self._dependent = dependent.wanted(variant)
+        self._dependent = dependent.wanted(variant, device)
         if self._dependent:
             self._launch = dependent.bind(kernel.function_ptr, blocks, threads, grid.smem_bytes)
         else:

@@ -19,9 +19,6 @@ AxisValues = Annotated[list[AxisValue], msgspec.Meta(min_length=1)]
 # What the blocks of a launch do: one tile each, or, no more of them than run at a time, tile after tile.
 SCHEDULES = ("tile_per_block", "persistent")
 
-# The first architecture whose kernels can wait for the one before them.
-FIRST_DEPENDENT = "sm_90"
-
 # The name that conditions use for tile rows without one.
 DEFAULT_TILE = "default"
 

@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from flashgen import tunedfile
 from flashgen.axes import read_axes
 from flashgen.boxes import Boxes
-from flashgen.device import arch_parts, reaches
 from flashgen.errors import SpecError
 from flashgen.params import TENSOR_MAP, Param
 from flashgen.schema import (
-    FIRST_DEPENDENT,
     File,
     ParamRow,
     Positive,
@@ -111,12 +109,7 @@ def _targets(document: Document, file: File) -> dict[str, Target]:
     targets = {}
     for name, given in file.targets.items():
         document.convert(("targets", name), name, ShortName)
-        target = targets[name] = document.convert(("targets", name), given, Target)
-        if file.dependent_launch and not reaches(arch_parts(target.min_arch)[0], FIRST_DEPENDENT):
-            raise document.error(
-                ("targets", name, "min_arch"),
-                f"`dependent_launch: true` needs {FIRST_DEPENDENT} or later; found `{target.min_arch}`",
-            )
+        targets[name] = document.convert(("targets", name), given, Target)
     if not targets:
         raise document.error(("targets",), "there is no target")
     return targets

@@ -385,6 +385,22 @@ FAULTS = (
         "false",
     ),
     fault(
+        "nobody waits for the grids ahead",
+        PLAIN,
+        RAGGED,
+        ("dependency",),
+        "    griddepcontrol_wait();\n",
+        "",
+    ),
+    fault(
+        "one warp waits for the grids ahead",
+        PLAIN,
+        RAGGED,
+        ("dependency",),
+        "    griddepcontrol_wait();\n",
+        "    if (warp == 0) griddepcontrol_wait();\n",
+    ),
+    fault(
         "weights fetched before the partner has stored them",
         PAIRS,
         RAGGED,

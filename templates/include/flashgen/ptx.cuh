@@ -14,6 +14,22 @@ __device__ __forceinline__ int block_index() {
     return index;
 }
 
+// griddepcontrol.wait: returns when the grids before this one, which a dependent launch need not have awaited, have ended and
+// their writes are visible. Nothing before sm_90, where launches are not dependent.
+__device__ __forceinline__ void griddepcontrol_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;\n" ::: "memory");
+#endif
+}
+
+// griddepcontrol.launch_dependents: once all blocks have come here or ended, the next grid may begin if it is launched
+// dependently. Nothing before sm_90.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+#endif
+}
+
 // cvt.rn.{f16x2,bf16x2}.f32: two floats rounded to nearest even, `low` in the lower half.
 template <typename Element>
 __device__ uint32_t pack(float low, float high);

@@ -17,18 +17,6 @@ __device__ __forceinline__ shared_address to_shared(const void* pointer) {
     return address;
 }
 
-// griddepcontrol.wait: returns when the grids before this one, which a dependent launch need not have awaited, have ended and
-// their writes are visible.
-__device__ __forceinline__ void griddepcontrol_wait() {
-    asm volatile("griddepcontrol.wait;\n" ::: "memory");
-}
-
-// griddepcontrol.launch_dependents: once all blocks have come here or ended, the next grid may begin if it is launched
-// dependently.
-__device__ __forceinline__ void griddepcontrol_launch_dependents() {
-    asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
-}
-
 // prefetch.tensormap: brings a tensor map into the cache of the copy engine.
 __device__ __forceinline__ void prefetch_tensormap(const tensor_map& map) {
     asm volatile("prefetch.tensormap [%0];\n" ::"l"(&map) : "memory");

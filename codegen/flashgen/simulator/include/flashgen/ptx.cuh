@@ -12,6 +12,11 @@ using shared_address = uint32_t;
 
 inline int block_index() { return static_cast<int>(flashgen::simulator::this_thread().block->block_index.x); }
 
+inline void griddepcontrol_wait() { flashgen::simulator::wait_for_grids(); }
+
+// Blocks of other launches are not simulated.
+inline void griddepcontrol_launch_dependents() {}
+
 template <typename Element>
 inline uint32_t pack(float low, float high,
                      flashgen::simulator::Location where = flashgen::simulator::Location::current()) {

@@ -17,11 +17,6 @@ inline shared_address to_shared(const void* pointer,
     return flashgen::simulator::to_shared_window(pointer, where);
 }
 
-inline void griddepcontrol_wait() { flashgen::simulator::wait_for_grids(); }
-
-// Blocks of other launches are not simulated.
-inline void griddepcontrol_launch_dependents() {}
-
 inline void prefetch_tensormap(const tensor_map& map,
                                flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     flashgen::simulator::prefetch_tensor_map(&map, where);

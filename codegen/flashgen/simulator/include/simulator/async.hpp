@@ -1,5 +1,5 @@
-// What a simulated kernel of compute capability 9.0 may ask of the machine, besides machine.hpp: work that goes on by itself
-// once a thread has started it, and the barriers and fences that say when it is done.
+// What a simulated kernel of compute capability 9.0 may ask of the machine, besides machine.hpp: to wait for the grids ahead, and
+// work that goes on by itself once a thread has started it, with the barriers and fences that say when it is done.
 #pragma once
 
 #include <cstdint>
