@@ -3,8 +3,8 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 192, head_dim_v 192, dtype bf16, mask_type none, gqa mha
-// tile      block_m 64, block_n 64, warps 4, groups 1, k_stages 1, min_blocks 2
-// block     128 threads, 73744 bytes of dynamic shared memory
+// tile      block_m 64, block_n 64, warps 4, groups 2, k_stages 1, min_blocks 2
+// block     128 threads, 82512 bytes of dynamic shared memory
 // target    sm80: sm_80 or later, at most 166912 bytes a block
 // spec      flash_fwd_sm80.yaml
 // template  flash_fwd_sm80.cu.j2
@@ -21,11 +21,14 @@ constexpr int kKStages = 1;  // blocks of K in shared memory
 constexpr int kVStages = 1;  // and of V
 constexpr int kThreads = 32 * kWarps;
 constexpr int kCopyThreads = kThreads;  // threads that share the copy of a block of K or V
-constexpr int kWarpRows = kBlockM / kWarps;  // a warp owns whole rows, so that softmax never leaves it
+constexpr int kPairs = kWarps / 2;           // of warps that share their rows: warps p and p + kPairs
+constexpr int kWarpRows = kBlockM / kPairs;  // rows of a warp, which it shares with its partner
 constexpr int kRowTiles = kWarpRows / 16;    // 16-row matrix tiles of a warp
 constexpr int kRowTileStep = 16;             // rows from a warp's matrix tile to its next
-constexpr int kKeyTiles = kBlockN / 8;       // 8-key matrix tiles of a key block
-constexpr int kDimTiles = kHeadDimV / 8;     // 8-wide matrix tiles of the output's head dimension
+constexpr int kPartKeys = kBlockN / 2;       // keys of a block whose scores a warp has
+constexpr int kPartDims = kHeadDimV / 2;     // columns of the output that it has
+constexpr int kKeyTiles = kPartKeys / 8;     // 8-key matrix tiles of its scores
+constexpr int kDimTiles = kPartDims / 8;     // 8-wide matrix tiles of its output
 
 constexpr int kRowBytes = kHeadDim * sizeof(element);  // from row to row in shared memory, of V as well
 constexpr int kKOffset = kBlockM * kRowBytes;  // Q comes first, then the stages of K, then those of V
@@ -33,15 +36,22 @@ constexpr int kStageBytes = kBlockN * kRowBytes;
 constexpr int kVOffset = kKOffset + kKStages * kStageBytes;
 constexpr int kNoteOffset = kVOffset + kVStages * kStageBytes;
 constexpr int kNoteBytes = 16;
-constexpr int kSharedBytes = kNoteOffset + kNoteBytes;
+constexpr int kWeightsOffset = kNoteOffset + kNoteBytes;
+constexpr int kWeightsRowBytes = kBlockN * sizeof(element);
+constexpr int kMovesOffset = kWeightsOffset + kBlockM * kWeightsRowBytes;
+constexpr int kMovesBytes = 16 + kWarpRows * 4;  // of a warp
+constexpr int kSharedBytes = kMovesOffset + kWarps * kMovesBytes;
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-static_assert(kBlockM % (16 * kWarps) == 0, "a warp owns whole 16-row matrix tiles");
+static_assert(kWarps % 2 == 0 && kBlockM % (16 * kPairs) == 0, "a pair of warps owns whole 16-row matrix tiles");
+static_assert(kWeightsRowBytes % 128 == 0, "a row of weights spans all 32 banks a whole number of times");
+static_assert(kRowTiles == 2, "each lane of a quad keeps a reference of one of its rows");
+static_assert(kHeadDimV * sizeof(element) == 3 * 128, "a row of V is three swizzled panels, the middle one for both parts");
 static_assert(kBlockN % 16 == 0, "keys are fetched by 16");
 static_assert(kHeadDimV <= kHeadDim, "rows of V and of the output fit into those of K and Q");
 static_assert(kRowBytes % 64 == 0, "the swizzle permutes at least four 16-byte chunks");
-static_assert(kSharedBytes == 73744, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes == 82512, "launcher and kernel agree on shared memory");
 
 struct Params {
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
@@ -172,6 +182,10 @@ __device__ __forceinline__ LaneAddress lane_address(shared_address tile, int row
     return tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
 }
 
+// The same address. The compiler would work it out anew for each block; the result of a shuffle, even from the lane itself, it has
+// to keep.
+__device__ __forceinline__ LaneAddress kept(LaneAddress address, int lane) { return __shfl_sync(0xffffffff, address, lane); }
+
 // A 16x16 operand of which ldmatrix fetches the four 8x8 quarters: downwards first for Q and (transposed on the way) V,
 __device__ __forceinline__ LaneAddress operand_address(shared_address tile, int lane) {
     return lane_address(tile, lane % 16, lane / 16);
@@ -292,15 +306,15 @@ __device__ __forceinline__ void hide_keys(const Params& params,
                                           float (&scores)[kRowTiles][kKeyTiles][4], int tile_row, int warp, int lane,
                                           int block) {
     // Most blocks are seen by every row from the first key to the last.
-    const int warp_row = tile_row + warp * kWarpRows;
+    const int warp_row = tile_row + warp % kPairs * kWarpRows;
     const KeyRange every = keys_of_every(params, min(warp_row, num_rows(params) - 1), kWarpRows);
-    const int first_key = block * kBlockN;
+    const int first_key = block * kBlockN + warp / kPairs * kPartKeys;
     if ((block + 1) * kBlockN > every.end) {
         hide_late_keys(params, scores, warp_row, first_key, lane);
     }
 }
 
-// scores (kWarpRows x kBlockN) = Q . K^T for the warp's rows, in fp32. Element [i][j][e] of thread (g, t) = (lane / 4,
+// scores (kWarpRows x kPartKeys) = Q . K^T for the warp's rows and keys, in fp32. Element [i][j][e] of thread (g, t) = (lane / 4,
 // lane % 4) is row 16 i + g + 8 (e / 2), key 8 j + 2 t + e % 2.
 __device__ __forceinline__ void multiply_qk(float (&scores)[kRowTiles][kKeyTiles][4],
                                             const LaneAddress& q_lane, const LaneAddress& k_lane) {
@@ -330,22 +344,49 @@ __device__ __forceinline__ void multiply_qk(float (&scores)[kRowTiles][kKeyTiles
     }
 }
 
-// The weights P of a key block, rounded and packed as they come out of softmax. Two neighbouring key tiles of an
-// accumulator, packed, are a left operand of the matrix instruction as they lie: P never leaves its registers.
+// The weights P of half of a block's keys, rounded and packed as they come out of softmax. Two neighbouring key tiles of an
+// accumulator, packed, are a left operand of the matrix instruction as they lie. The partner gets them through shared memory.
 struct Weights {
-    uint32_t fragment[kRowTiles][kBlockN / 16][4];
+    uint32_t fragment[kRowTiles][kPartKeys / 16][4];
 
     __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
         fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
         fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
     }
+
+    // Multiplies the rows g and g + 8 of tile i by factors up to 1.
+    __device__ __forceinline__ void scale(int i, const float (&factors)[2]) {
+#pragma unroll
+        for (int j = 0; j < kKeyTiles / 2; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const float2 pair = unpack<element>(fragment[i][j][e]);
+                fragment[i][j][e] = pack<element>(pair.x * factors[e % 2], pair.y * factors[e % 2]);
+            }
+        }
+    }
 };
 
-// output (kWarpRows x kHeadDimV) += P . V.
+// Half of V's columns is not whole panels: a part has a panel of its own and half of the one in the middle. The address of a lane in
+// either, before any step.
+struct PartAddress {
+    LaneAddress own_panel;
+    LaneAddress split_panel;
+
+    __device__ __forceinline__ PartAddress operator+(int bytes) const { return {own_panel + bytes, split_panel + bytes}; }
+};
+
+__device__ __forceinline__ shared_address step_address(const PartAddress& lane, int row_step, int chunk_pair) {
+    constexpr int kOwnPairs = kSwizzleChunks / 2;  // of chunks
+    return chunk_pair < kOwnPairs ? step_address(lane.own_panel, row_step, chunk_pair)
+                                  : step_address(lane.split_panel, row_step, chunk_pair - kOwnPairs);
+}
+
+// output (kWarpRows x kPartDims) += P . V for the kPartKeys keys of some weights.
 __device__ __forceinline__ void multiply_pv(float (&output)[kRowTiles][kDimTiles][4],
-                                            const Weights& weights, const LaneAddress& v_lane) {
+                                            const Weights& weights, const PartAddress& v_lane) {
 #pragma unroll
-    for (int j = 0; j < kBlockN / 16; ++j) {
+    for (int j = 0; j < kPartKeys / 16; ++j) {
 #pragma unroll
         for (int n = 0; n < kDimTiles; n += 2) {
             uint32_t v_fragment[4];
@@ -398,9 +439,11 @@ __device__ __forceinline__ void rescale(int i, const float (&correction)[2], Row
 }
 
 // Turns the scores of a tile into weights, adds them to the rows' sums and rescales the output where a reference moves.
-__device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kKeyTiles][4],
+// Returns whether one does, the same for all lanes. If so, the references of all rows are noted down, and lane t of a quad keeps
+// the one before of row t of the quad's four.
+__device__ __forceinline__ bool softmax_step(const float (&scores)[kRowTiles][kKeyTiles][4],
                                              RowState& rows, float (&output)[kRowTiles][kDimTiles][4],
-                                             Weights& weights, float scale_log2) {
+                                             Weights& weights, float scale_log2, float& kept_reference, shared_address noted_references, int lane) {
     float tile_max[kRowTiles][2];
     bool moves = false;
 #pragma unroll
@@ -416,7 +459,8 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kK
             moves |= tile_max[i][half] > rows.reference[i][half] + kSlack;
         }
     }
-    if (__any_sync(0xffffffff, moves)) {
+    moves = __any_sync(0xffffffff, moves);
+    if (moves) {
 #pragma unroll
         for (int i = 0; i < kRowTiles; ++i) {
             float correction[2];
@@ -425,6 +469,10 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kK
                 const float previous = rows.reference[i][half];
                 rows.reference[i][half] = fmaxf(previous, quad_max(tile_max[i][half]));
                 correction[half] = exp2_approx(previous - rows.reference[i][half]);
+                if (lane % 4 == 2 * i + half) {
+                    kept_reference = previous;
+                    store_shared_32(noted_references + 4 * (16 * i + 8 * half + lane / 4), __float_as_uint(rows.reference[i][half]));
+                }
             }
             rescale(i, correction, rows, output);
         }
@@ -442,6 +490,7 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kK
             weights.set(i, j, values);
         }
     }
+    return moves;
 }
 
 // Registers are too scarce to keep the tile through the loop: it is noted down in shared memory for the epilogue. Reading it
@@ -461,13 +510,12 @@ __device__ __forceinline__ Tile noted_tile(shared_address note) {
     return tile;
 }
 
-// Completes the sums and divides the output by them. A row that attends to nothing has the sum 0 and becomes 0.
+// Divides the output by the sums. A row that attends to nothing has the sum 0 and becomes 0.
 __device__ __forceinline__ void normalise(float (&output)[kRowTiles][kDimTiles][4], RowState& rows) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            rows.sum[i][half] = quad_sum(rows.sum[i][half]);
             const float sum = rows.sum[i][half];
             const float factor = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
 #pragma unroll
@@ -481,12 +529,12 @@ __device__ __forceinline__ void normalise(float (&output)[kRowTiles][kDimTiles][
 
 // lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing. (batch, num_heads_q, seqlen_q).
 __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile, const RowState& rows, int warp, int lane) {
-    if (params.lse == nullptr || lane % 4 != 0) return;
+    if (params.lse == nullptr || lane % 4 != 0 || warp >= kPairs) return;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = tile.first_row + warp * kWarpRows + kRowTileStep * i + 8 * half + lane / 4;
+            const int row = tile.first_row + warp % kPairs * kWarpRows + kRowTileStep * i + 8 * half + lane / 4;
             if (row < num_rows(params)) {
                 const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
                 store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
@@ -496,30 +544,38 @@ __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile
     }
 }
 
-// Rounds the output and writes it by way of the warp's own rows of the Q tile, which nobody reads any more, so that
-// global memory sees whole rows in 16-byte pieces.
+// Rounds the output and writes it by way of the Q tile, which nobody reads any more, so that global memory sees whole rows in
+// 16-byte pieces: a pair of warps puts the columns of its rows together, and each warp stores half of the rows.
 __device__ __forceinline__ void store_output(const Params& params, const Tile& tile,
                                              const float (&output)[kRowTiles][kDimTiles][4], shared_address q_tile,
                                              int warp, int lane) {
-    const shared_address warp_tile = q_tile + warp * kWarpRows * kRowBytes;
+    const int part = warp / kPairs;
+    const shared_address pair_tile = q_tile + warp % kPairs * kWarpRows * kRowBytes;
+    // Where the lane's first row of the output goes, in either panel of the part.
+    const shared_address lane_row = pair_tile + lane / 4 * kRowBytes + 16 * swizzle_key(lane / 4) + lane % 4 * 4;
+    const shared_address own_panel = lane_row + part * 2 * kSwizzleBytes;
+    const shared_address split_panel = (lane_row ^ part * kSwizzleBytes / 2) + kSwizzleBytes;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = kRowTileStep * i + 8 * half + lane / 4;
 #pragma unroll
             for (int n = 0; n < kDimTiles; ++n) {
-                store_shared_32(warp_tile + row * kRowBytes + 16 * (n ^ swizzle_key(row)) + lane % 4 * 4,
+                const shared_address panel = n < kSwizzleChunks ? own_panel : split_panel;
+                store_shared_32((panel ^ 16 * (n % kSwizzleChunks)) + (16 * i + 8 * half) * kRowBytes,
                                 pack<element>(output[i][n][2 * half], output[i][n][2 * half + 1]));
             }
         }
     }
-    __syncwarp();
+    barrier_sync(kThreads);
+    constexpr int kStoredRows = kWarpRows / 2;
+    const int first_stored_row = warp % kPairs * kWarpRows + part * kStoredRows;
+    const shared_address warp_tile = q_tile + first_stored_row * kRowBytes;
 
     // All pieces are fetched before the first is stored: their latencies overlap, where one by one each store would wait for
     // its own.
     constexpr int kRowsPerPass = 32 / kSwizzleChunks;
-    constexpr int kPasses = kWarpRows / kRowsPerPass;
+    constexpr int kPasses = kStoredRows / kRowsPerPass;
     constexpr int kPanels = kHeadDimV * sizeof(element) / kSwizzleBytes;
     const int chunk = lane % kSwizzleChunks;
     auto row_of_pass = [&](int pass) { return pass * kRowsPerPass + lane / kSwizzleChunks; };
@@ -533,7 +589,7 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
                                                   16 * (chunk ^ swizzle_key(row)));
         }
     }
-    const int first_row = tile.first_row + warp * kWarpRows;
+    const int first_row = tile.first_row + first_stored_row;
     element* out = params.out + tile.batch * params.out_batch_stride;
     // One pointer steps from row to row; the compiler would work out the addresses of all stores ahead.
     element* out_row =
@@ -570,7 +626,7 @@ flash_fwd_hdim192_bf16_sm80(const __grid_constant__ Params params) {
     const int first_block = keys.begin / kBlockN;
     const int last_block = (keys.end + kBlockN - 1) / kBlockN - 1;
 
-    const LaneAddress q_lane = operand_address(q_tile + warp * kWarpRows * kRowBytes, lane);
+    const LaneAddress q_lane = operand_address(q_tile + warp % kPairs * kWarpRows * kRowBytes, lane);
     float output[kRowTiles][kDimTiles][4] = {};
     RowState rows;
 #pragma unroll
@@ -579,8 +635,18 @@ flash_fwd_hdim192_bf16_sm80(const __grid_constant__ Params params) {
         rows.sum[i][0] = rows.sum[i][1] = 0.0f;
     }
 
-    // K and V have one stage each: V of a block is fetched while its scores are computed, K of the next block while P and V
-    // of this one are multiplied. Other thread blocks of the multiprocessor, where there is room for them, fill the gaps.
+    // The grid before this one in the stream may still be writing what this one reads, or reading what this one writes.
+    griddepcontrol_wait();
+    // The next grid may now take its place wherever this one leaves room. Not ahead of the wait, for the next may count on
+    // every grid before this one to have ended.
+    griddepcontrol_launch_dependents();
+
+    static_assert(sizeof(element) == 2, "weights are the left operand as they lie in shared memory");
+
+    // K and V have one stage each: V of a block is fetched while its scores are computed, K of the next block while P and V of this
+    // one are multiplied. At a large head dimension shared memory is the limit: a warp with rows of its own would read all of K and V
+    // for them. Here two warps share twice as many rows. Each computes the scores of half of the keys of a block, and half of the
+    // output's columns: it reads half of the rows of K, half of the columns of V, and the weights of the other's keys.
     auto copy_k = [&](const element* k, shared_address stage, int block) {
         copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride,
                             params.seqlen_kv - block * kBlockN, params.head_dim);
@@ -597,31 +663,112 @@ flash_fwd_hdim192_bf16_sm80(const __grid_constant__ Params params) {
         copy_queries(params, tile, q_tile, params.q + tile.batch * params.q_batch_stride);
         copy_k(first_k, k_tiles, last_block);
     }
-    barrier_sync(kThreads);  // the note is written: a tile without keys meets no other barrier
+    barrier_sync(kThreads);  // the note is written
 
-    const LaneAddress k_lane = transposed_operand_address(k_tiles, lane);
-    const LaneAddress v_lane = operand_address(v_tiles, lane);
+    const int pair = warp % kPairs;
+    const int part = warp / kPairs;
+    const int partner = (1 - part) * kPairs + pair;
+    const LaneAddress k_lane = transposed_operand_address(k_tiles, lane) + part * kPartKeys * kRowBytes;
+    // Half of V's columns: panel 0 with the first half of panel 1, or panel 2 with the second half.
+    const PartAddress v_lane = {kept(operand_address(v_tiles, lane) + part * 2 * kSwizzleBytes, lane),
+                                kept((operand_address(v_tiles, lane) ^ part * kSwizzleBytes / 2) + kSwizzleBytes, lane)};
+
+    // Weights of the pair's rows, all keys of a block side by side. Chunks of 16 bytes are permuted by the row modulo 8. A lane stores
+    // as an accumulator lies (rows g and g + 8, keys 2 t and 2 t + 1 of every eight) and fetches as ldmatrix does.
+    const shared_address pair_weights = q_tile + kWeightsOffset + pair * kWarpRows * kWeightsRowBytes;
+
+    // Moves of a warp: in the first of 16 bytes whether references moved in this block; then, if so, those of its rows.
+    const shared_address own_moves = q_tile + kMovesOffset + warp * kMovesBytes;
+    const shared_address partner_moves = q_tile + kMovesOffset + partner * kMovesBytes;
+    auto row_in_pair = [&](int i, int half) { return 16 * i + 8 * half + lane / 4; };
+    float previous = 0.0f;  // of one of the four rows that the lanes of a quad share: the reference before it moved last
+
     for (int block = last_block; block >= first_block; --block) {
-        // K of this block is here, and every warp has finished with V of the block before.
+        // K of this block is here, and every warp has finished with V, weights and moves of the block before.
         cp_async_wait<0>();
         barrier_sync(kThreads);
         copy_v(first_v, v_tiles, block);
 
+        float scores[kRowTiles][kKeyTiles][4];
         Weights weights;
-        {
-            float scores[kRowTiles][kKeyTiles][4];
-            multiply_qk(scores, q_lane, k_lane);
-            hide_keys(params, scores, tile.first_row, warp, lane, block);
-            softmax_step(scores, rows, output, weights, params.scale_log2);
-        }
+        multiply_qk(scores, q_lane, k_lane);
+        hide_keys(params, scores, tile.first_row, warp, lane, block);
+        const bool moved = softmax_step(scores, rows, output, weights, params.scale_log2, previous, own_moves + 16, lane);
 
-        // V of this block is here, and every warp has finished with K.
+        const shared_address stored_weights = pair_weights + lane / 4 * kWeightsRowBytes + lane % 4 * 4;
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+            for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    store_shared_32(stored_weights + (16 * i + 8 * half) * kWeightsRowBytes +
+                                        16 * ((part * kKeyTiles + j) ^ lane / 4),
+                                    weights.fragment[i][j / 2][j % 2 * 2 + half]);
+                }
+            }
+        }
+        if (lane == 0) store_shared_32(own_moves, moved);
+
+        // V of this block is here, every warp has finished with K, and weights and moves are complete.
         cp_async_wait<0>();
         barrier_sync(kThreads);
-        if (block > first_block) copy_k(first_k, k_tiles, block - 1);
 
-        {
-            multiply_pv(output, weights, v_lane);
+        const shared_address fetched_weights = pair_weights + lane % 16 * kWeightsRowBytes;
+        Weights partner_weights;
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+            for (int j = 0; j < kKeyTiles / 2; ++j) {
+                ldmatrix_x4(partner_weights.fragment[i][j],
+                            fetched_weights + 16 * i * kWeightsRowBytes +
+                                16 * (((1 - part) * kKeyTiles + 2 * j + lane / 16) ^ lane % 8));
+            }
+        }
+        const bool partner_moved = load_shared_32(partner_moves);
+        if (block > first_block) copy_k(first_k, k_tiles, block - 1);
+        if (moved || partner_moved) {
+            // Both had the same references before the block, and take the greater ones now. A partner that has not moved still has
+            // those from before: the lanes of a quad have kept one each.
+#pragma unroll
+            for (int i = 0; i < kRowTiles; ++i) {
+                float correction[2], partner_correction[2];
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const float partner_reference =
+                        partner_moved ? __uint_as_float(load_shared_32(partner_moves + 16 + 4 * row_in_pair(i, half)))
+                                      : __shfl_sync(0xffffffff, previous, 2 * i + half, 4);
+                    const float reference = fmaxf(rows.reference[i][half], partner_reference);
+                    correction[half] = exp2_approx(rows.reference[i][half] - reference);
+                    partner_correction[half] = exp2_approx(partner_reference - reference);
+                    rows.reference[i][half] = reference;
+                }
+                rescale(i, correction, rows, output);
+                weights.scale(i, correction);
+                partner_weights.scale(i, partner_correction);
+            }
+        }
+        multiply_pv(output, weights, v_lane + part * kPartKeys * kRowBytes);
+        multiply_pv(output, partner_weights, v_lane + (1 - part) * kPartKeys * kRowBytes);
+    }
+
+    // Each warp has summed up the weights of its keys. Nobody reads K any more, and the sums pass through its place.
+    const shared_address own_sums = k_tiles + warp * kWarpRows * 4;
+    const shared_address partner_sums = k_tiles + partner * kWarpRows * 4;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            rows.sum[i][half] = quad_sum(rows.sum[i][half]);
+            if (lane % 4 == 0) store_shared_32(own_sums + 4 * row_in_pair(i, half), __float_as_uint(rows.sum[i][half]));
+        }
+    }
+    barrier_sync(kThreads);
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            rows.sum[i][half] += __uint_as_float(load_shared_32(partner_sums + 4 * row_in_pair(i, half)));
         }
     }
 

@@ -4,7 +4,7 @@
 //
 // axes      head_dim 256, head_dim_v 256, dtype bf16, mask_type none, gqa mha
 // tile      block_m 64, block_n 64, warps 4, groups 2, k_stages 1, min_blocks 2
-// block     128 threads, 107600 bytes of dynamic shared memory
+// block     128 threads, 107088 bytes of dynamic shared memory
 // target    sm80: sm_80 or later, at most 166912 bytes a block
 // spec      flash_fwd_sm80.yaml
 // template  flash_fwd_sm80.cu.j2
@@ -39,18 +39,19 @@ constexpr int kNoteBytes = 16;
 constexpr int kWeightsOffset = kNoteOffset + kNoteBytes;
 constexpr int kWeightsRowBytes = kBlockN * sizeof(element);
 constexpr int kMovesOffset = kWeightsOffset + kBlockM * kWeightsRowBytes;
-constexpr int kMovesBytes = 16 + kWarpRows * 8;  // of a warp
+constexpr int kMovesBytes = 16 + kWarpRows * 4;  // of a warp
 constexpr int kSharedBytes = kMovesOffset + kWarps * kMovesBytes;
 
 constexpr float kLn2 = 0.6931471805599453f;
 
 static_assert(kWarps % 2 == 0 && kBlockM % (16 * kPairs) == 0, "a pair of warps owns whole 16-row matrix tiles");
 static_assert(kWeightsRowBytes % 128 == 0, "a row of weights spans all 32 banks a whole number of times");
+static_assert(kRowTiles == 2, "each lane of a quad keeps a reference of one of its rows");
 static_assert(kPartDims * sizeof(element) % 128 == 0, "half of a row of V is whole swizzled panels");
 static_assert(kBlockN % 16 == 0, "keys are fetched by 16");
 static_assert(kHeadDimV <= kHeadDim, "rows of V and of the output fit into those of K and Q");
 static_assert(kRowBytes % 64 == 0, "the swizzle permutes at least four 16-byte chunks");
-static_assert(kSharedBytes == 107600, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes == 107088, "launcher and kernel agree on shared memory");
 
 struct Params {
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
@@ -423,10 +424,11 @@ __device__ __forceinline__ void rescale(int i, const float (&correction)[2], Row
 }
 
 // Turns the scores of a tile into weights, adds them to the rows' sums and rescales the output where a reference moves.
-// Returns whether one does, the same for all lanes. If so, the references of all rows are noted down, each before and after.
+// Returns whether one does, the same for all lanes. If so, the references of all rows are noted down, and lane t of a quad keeps
+// the one before of row t of the quad's four.
 __device__ __forceinline__ bool softmax_step(const float (&scores)[kRowTiles][kKeyTiles][4],
                                              RowState& rows, float (&output)[kRowTiles][kDimTiles][4],
-                                             Weights& weights, float scale_log2, shared_address noted_references, int lane) {
+                                             Weights& weights, float scale_log2, float& kept_reference, shared_address noted_references, int lane) {
     float tile_max[kRowTiles][2];
     bool moves = false;
 #pragma unroll
@@ -452,9 +454,9 @@ __device__ __forceinline__ bool softmax_step(const float (&scores)[kRowTiles][kK
                 const float previous = rows.reference[i][half];
                 rows.reference[i][half] = fmaxf(previous, quad_max(tile_max[i][half]));
                 correction[half] = exp2_approx(previous - rows.reference[i][half]);
-                if (lane % 4 == 0) {
-                    store_shared_64(noted_references + 8 * (16 * i + 8 * half + lane / 4), __float_as_uint(previous),
-                                    __float_as_uint(rows.reference[i][half]));
+                if (lane % 4 == 2 * i + half) {
+                    kept_reference = previous;
+                    store_shared_32(noted_references + 4 * (16 * i + 8 * half + lane / 4), __float_as_uint(rows.reference[i][half]));
                 }
             }
             rescale(i, correction, rows, output);
@@ -527,13 +529,14 @@ __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile
     }
 }
 
-// Rounds the output and writes it by way of the warp's own part of the Q tile, which nobody reads any more, so that
-// global memory sees whole rows in 16-byte pieces.
+// Rounds the output and writes it by way of the Q tile, which nobody reads any more, so that global memory sees whole rows in
+// 16-byte pieces: a pair of warps puts the columns of its rows together, and each warp stores half of the rows.
 __device__ __forceinline__ void store_output(const Params& params, const Tile& tile,
                                              const float (&output)[kRowTiles][kDimTiles][4], shared_address q_tile,
                                              int warp, int lane) {
-    const int first_column = warp / kPairs * kPartDims;
-    const shared_address warp_tile = q_tile + warp % kPairs * kWarpRows * kRowBytes + first_column * sizeof(element);
+    const int part = warp / kPairs;
+    const shared_address pair_tile = q_tile + warp % kPairs * kWarpRows * kRowBytes;
+    const shared_address part_tile = pair_tile + part * kPartDims * sizeof(element);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -541,18 +544,21 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
             const int row = kRowTileStep * i + 8 * half + lane / 4;
 #pragma unroll
             for (int n = 0; n < kDimTiles; ++n) {
-                store_shared_32(warp_tile + row * kRowBytes + 16 * (n ^ swizzle_key(row)) + lane % 4 * 4,
+                store_shared_32(part_tile + row * kRowBytes + 16 * (n ^ swizzle_key(row)) + lane % 4 * 4,
                                 pack<element>(output[i][n][2 * half], output[i][n][2 * half + 1]));
             }
         }
     }
-    __syncwarp();
+    barrier_sync(kThreads);
+    constexpr int kStoredRows = kWarpRows / 2;
+    const int first_stored_row = warp % kPairs * kWarpRows + part * kStoredRows;
+    const shared_address warp_tile = q_tile + first_stored_row * kRowBytes;
 
     // All pieces are fetched before the first is stored: their latencies overlap, where one by one each store would wait for
     // its own.
     constexpr int kRowsPerPass = 32 / kSwizzleChunks;
-    constexpr int kPasses = kWarpRows / kRowsPerPass;
-    constexpr int kPanels = kPartDims * sizeof(element) / kSwizzleBytes;
+    constexpr int kPasses = kStoredRows / kRowsPerPass;
+    constexpr int kPanels = kHeadDimV * sizeof(element) / kSwizzleBytes;
     const int chunk = lane % kSwizzleChunks;
     auto row_of_pass = [&](int pass) { return pass * kRowsPerPass + lane / kSwizzleChunks; };
     uint4 pieces[kPasses][kPanels];
@@ -565,7 +571,7 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
                                                   16 * (chunk ^ swizzle_key(row)));
         }
     }
-    const int first_row = tile.first_row + warp % kPairs * kWarpRows;
+    const int first_row = tile.first_row + first_stored_row;
     element* out = params.out + tile.batch * params.out_batch_stride;
     // One pointer steps from row to row; the compiler would work out the addresses of all stores ahead.
     element* out_row =
@@ -575,7 +581,7 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
         const int tile_row = first_row + row_of_pass(pass);
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
-            const int element_index = first_column + (panel * kSwizzleChunks + chunk) * kChunkElements;
+            const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
             if (tile_row < num_rows(params) && element_index < params.head_dim_v) {
                 store_global_128(out_row + element_index, pieces[pass][panel]);
             }
@@ -611,6 +617,12 @@ flash_fwd_hdim256_bf16_sm80(const __grid_constant__ Params params) {
         rows.sum[i][0] = rows.sum[i][1] = 0.0f;
     }
 
+    // The grid before this one in the stream may still be writing what this one reads, or reading what this one writes.
+    griddepcontrol_wait();
+    // The next grid may now take its place wherever this one leaves room. Not ahead of the wait, for the next may count on
+    // every grid before this one to have ended.
+    griddepcontrol_launch_dependents();
+
     static_assert(sizeof(element) == 2, "weights are the left operand as they lie in shared memory");
 
     // K and V have one stage each: V of a block is fetched while its scores are computed, K of the next block while P and V of this
@@ -645,11 +657,11 @@ flash_fwd_hdim256_bf16_sm80(const __grid_constant__ Params params) {
     // as an accumulator lies (rows g and g + 8, keys 2 t and 2 t + 1 of every eight) and fetches as ldmatrix does.
     const shared_address pair_weights = q_tile + kWeightsOffset + pair * kWarpRows * kWeightsRowBytes;
 
-    // Moves of a warp: in the first of 16 bytes whether references moved in this block; then, if so, of each row the one before and
-    // the one after.
+    // Moves of a warp: in the first of 16 bytes whether references moved in this block; then, if so, those of its rows.
     const shared_address own_moves = q_tile + kMovesOffset + warp * kMovesBytes;
     const shared_address partner_moves = q_tile + kMovesOffset + partner * kMovesBytes;
     auto row_in_pair = [&](int i, int half) { return 16 * i + 8 * half + lane / 4; };
+    float previous = 0.0f;  // of one of the four rows that the lanes of a quad share: the reference before it moved last
 
     for (int block = last_block; block >= first_block; --block) {
         // K of this block is here, and every warp has finished with V, weights and moves of the block before.
@@ -661,8 +673,7 @@ flash_fwd_hdim256_bf16_sm80(const __grid_constant__ Params params) {
         Weights weights;
         multiply_qk(scores, q_lane, k_lane);
         hide_keys(params, scores, tile.first_row, warp, lane, block);
-        const bool moved =
-            softmax_step(scores, rows, output, weights, params.scale_log2, own_moves + 16, lane);
+        const bool moved = softmax_step(scores, rows, output, weights, params.scale_log2, previous, own_moves + 16, lane);
 
         const shared_address stored_weights = pair_weights + lane / 4 * kWeightsRowBytes + lane % 4 * 4;
 #pragma unroll
@@ -698,15 +709,15 @@ flash_fwd_hdim256_bf16_sm80(const __grid_constant__ Params params) {
         if (block > first_block) copy_k(first_k, k_tiles, block - 1);
         if (moved || partner_moved) {
             // Both had the same references before the block, and take the greater ones now. A partner that has not moved still has
-            // those from before, which this warp noted down when it moved.
+            // those from before: the lanes of a quad have kept one each.
 #pragma unroll
             for (int i = 0; i < kRowTiles; ++i) {
                 float correction[2], partner_correction[2];
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const shared_address other =
-                        (partner_moved ? partner_moves + 4 : own_moves) + 16 + 8 * row_in_pair(i, half);
-                    const float partner_reference = __uint_as_float(load_shared_32(other));
+                    const float partner_reference =
+                        partner_moved ? __uint_as_float(load_shared_32(partner_moves + 16 + 4 * row_in_pair(i, half)))
+                                      : __shfl_sync(0xffffffff, previous, 2 * i + half, 4);
                     const float reference = fmaxf(rows.reference[i][half], partner_reference);
                     correction[half] = exp2_approx(rows.reference[i][half] - reference);
                     partner_correction[half] = exp2_approx(partner_reference - reference);
@@ -721,13 +732,15 @@ flash_fwd_hdim256_bf16_sm80(const __grid_constant__ Params params) {
         multiply_pv(output, partner_weights, v_lane + (1 - part) * kPartKeys * kRowBytes);
     }
 
-    // Each warp has summed up the weights of its keys. Sums go where references before a move were, which only their warp reads.
+    // Each warp has summed up the weights of its keys. Nobody reads K any more, and the sums pass through its place.
+    const shared_address own_sums = k_tiles + warp * kWarpRows * 4;
+    const shared_address partner_sums = k_tiles + partner * kWarpRows * 4;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             rows.sum[i][half] = quad_sum(rows.sum[i][half]);
-            if (lane % 4 == 0) store_shared_32(own_moves + 16 + 8 * row_in_pair(i, half), __float_as_uint(rows.sum[i][half]));
+            if (lane % 4 == 0) store_shared_32(own_sums + 4 * row_in_pair(i, half), __float_as_uint(rows.sum[i][half]));
         }
     }
     barrier_sync(kThreads);
@@ -735,7 +748,7 @@ flash_fwd_hdim256_bf16_sm80(const __grid_constant__ Params params) {
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            rows.sum[i][half] += __uint_as_float(load_shared_32(partner_moves + 16 + 8 * row_in_pair(i, half)));
+            rows.sum[i][half] += __uint_as_float(load_shared_32(partner_sums + 4 * row_in_pair(i, half)));
         }
     }
 

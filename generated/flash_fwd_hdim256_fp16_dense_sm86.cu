@@ -677,6 +677,12 @@ flash_fwd_hdim256_fp16_dense_sm86(const __grid_constant__ Params params) {
         rows.sum[i][0] = rows.sum[i][1] = 0.0f;
     }
 
+    // The grid before this one in the stream may still be writing what this one reads, or reading what this one writes.
+    griddepcontrol_wait();
+    // The next grid may now take its place wherever this one leaves room. Not ahead of the wait, for the next may count on
+    // every grid before this one to have ended.
+    griddepcontrol_launch_dependents();
+
     // K and V have one stage each: V of a block is fetched while its scores are computed, K of the next block while P and V
     // of this one are multiplied. Other thread blocks of the multiprocessor, where there is room for them, fill the gaps.
     auto copy_k = [&](const element* k, shared_address stage, int block) {

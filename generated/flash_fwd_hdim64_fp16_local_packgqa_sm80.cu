@@ -131,6 +131,12 @@ using UpperHalf = RowTiles<0, 1>;
 using LowerHalf = RowTiles<1, 2>;
 using BothHalves = RowTiles<0, 2>;
 
+// Whether some key of a block is hidden from some row: an empty argument, likewise.
+template <bool kSome>
+struct IsHidden {};
+using SomeHidden = IsHidden<true>;
+using NoneHidden = IsHidden<false>;
+
 // Whether all keys of a block exist: an empty argument that says so at compile time. Of the blocks that a tile visits only the
 // last may reach past the sequence's end.
 template <bool kWhole>
@@ -349,11 +355,11 @@ __device__ __forceinline__ void hide_early_keys(RowTiles<kBegin, kEnd>, const Pa
 }
 
 // Hides the keys of a block that lie outside the range of their row. `tile_row` is the tile's first row.
-template <int kBegin, int kEnd>
-__device__ __forceinline__ void hide_keys(RowTiles<kBegin, kEnd> row_tiles, const Params& params,
+template <int kBegin, int kEnd, bool kSome>
+__device__ __forceinline__ void hide_keys(RowTiles<kBegin, kEnd> row_tiles, IsHidden<kSome>, const Params& params,
                                           float (&scores)[kRowTiles][kKeyTiles][4], int tile_row, int warp, int lane,
                                           int block) {
-    // Most blocks are seen by every row from the first key to the last.
+    if constexpr (!kSome) return;
     const KeyRange every = keys_of_every(params, tile_row + kBegin * kRowTileStep, (kEnd - kBegin) * kRowTileStep);
     const int warp_row = tile_row + warp * 16;
     const int first_key = block * kBlockN;
@@ -666,6 +672,12 @@ flash_fwd_hdim64_fp16_local_packgqa_sm80(const __grid_constant__ Params params) 
         rows.sum[i][0] = rows.sum[i][1] = 0.0f;
     }
 
+    // The grid before this one in the stream may still be writing what this one reads, or reading what this one writes.
+    griddepcontrol_wait();
+    // The next grid may now take its place wherever this one leaves room. Not ahead of the wait, for the next may count on
+    // every grid before this one to have ended.
+    griddepcontrol_launch_dependents();
+
     static_assert(sizeof(element) == 2, "the fragments of V are loaded by ldmatrix");
 
     // K has two stages and V has one; block b of K lies in stage b % 2. While the scores of a block are computed, V of it and K
@@ -708,7 +720,7 @@ flash_fwd_hdim64_fp16_local_packgqa_sm80(const __grid_constant__ Params params) 
     const LaneAddress kept_q = kept(q_lane, lane);
     const LaneAddress kept_k = kept(transposed_operand_address(k_tiles, lane), lane);
     const LaneAddress kept_v = kept(operand_address(v_tiles, lane), lane);
-    auto visit = [&](auto row_tiles, int block) {
+    auto visit = [&](auto row_tiles, auto is_hidden, int block) {
         // K of this block is here, at the first one with Q: a thread waits for its own copies, and the barrier for everybody's.
         // And every warp has finished with K and V of the block before. V of the first block and K of the one after it are on
         // their way already.
@@ -726,7 +738,7 @@ flash_fwd_hdim64_fp16_local_packgqa_sm80(const __grid_constant__ Params params) 
         float scores[kRowTiles][kKeyTiles][4];
         Weights weights;
         multiply_qk(row_tiles, scores, kept_q, kept_k + (block & 1) * kStageBytes);
-        hide_keys(row_tiles, params, scores, noted_first_row(note), warp, lane, block);
+        hide_keys(row_tiles, is_hidden, params, scores, noted_first_row(note), warp, lane, block);
         softmax_step(row_tiles, scores, rows, output, weights, params.scale_log2);
 
         // V of this block is here; K of the next may still be on its way.
@@ -738,14 +750,21 @@ flash_fwd_hdim64_fp16_local_packgqa_sm80(const __grid_constant__ Params params) 
     // Ranges of keys move to the right from row to row. From the last block on, blocks matter to the lower half alone, then
     // to both, then to the upper half alone; all of them to the upper half where the lower one lies past the last row.
     const int upper_last = (keys_of_some(params, tile.first_row, kRowTileStep).end + kBlockN - 1) / kBlockN - 1;
-    int block = last_block;
-    for (; block >= first_block && block > upper_last; --block) visit(LowerHalf{}, block);
     const int lower_row = tile.first_row + kRowTileStep;
     const int lower_first = lower_row < num_rows(params)
-                                ? keys_of_query(params, query_of_row(params, lower_row)).begin / kBlockN
+                                ? max(first_block, keys_of_query(params, query_of_row(params, lower_row)).begin / kBlockN)
                                 : last_block + 1;
-    for (; block >= first_block && block >= lower_first; --block) visit(BothHalves{}, block);
-    for (; block >= first_block; --block) visit(UpperHalf{}, block);
+    // Blocks that every row sees from the first key to the last, most of them, have a form of the visit that hides nothing.
+    const KeyRange every = keys_of_every(params, tile.first_row, kBlockM);
+    const int whole_end = every.end / kBlockN;
+    const int whole_begin = max(lower_first, (every.begin + kBlockN - 1) / kBlockN);
+    int block = last_block;
+    for (; block >= first_block && block > upper_last; --block) visit(LowerHalf{}, SomeHidden{}, block);
+    while (block >= lower_first) {
+        if (block >= whole_end || block < whole_begin) visit(BothHalves{}, SomeHidden{}, block--);
+        for (; block >= whole_begin && block < whole_end; --block) visit(BothHalves{}, NoneHidden{}, block);
+    }
+    for (; block >= first_block; --block) visit(UpperHalf{}, SomeHidden{}, block);
 
     const Tile stored_tile = noted_tile(note);
     normalise(output, rows);

@@ -664,6 +664,12 @@ flash_fwd_hdim64_fp16_local_sm80(const __grid_constant__ Params params) {
         rows.sum[i][0] = rows.sum[i][1] = 0.0f;
     }
 
+    // The grid before this one in the stream may still be writing what this one reads, or reading what this one writes.
+    griddepcontrol_wait();
+    // The next grid may now take its place wherever this one leaves room. Not ahead of the wait, for the next may count on
+    // every grid before this one to have ended.
+    griddepcontrol_launch_dependents();
+
     static_assert(sizeof(element) == 2, "the fragments of V are loaded by ldmatrix");
 
     // K has two stages and V has one; block b of K lies in stage b % 2. While the scores of a block are computed, V of it and K

@@ -43,11 +43,14 @@ FP32 = "flash_fwd_hdim32_fp32_m64_sm80"
 AHEAD = "flash_fwd_hdim32_fp16_sm80"
 HALVES = "flash_fwd_hdim32_fp16_causal_sm80"
 WINDOW_HALVES = "flash_fwd_hdim32_fp16_local_sm80"
+# With a form of the visit for blocks that hide nothing.
+WINDOW_APART = "flash_fwd_hdim32_fp16_local_packgqa_sm80"
 # The same at head_dim 128, where matrix tiles that need no masking or rescaling are left out.
 WINDOW_TRIMMED = "flash_fwd_hdim128_fp16_local_sm80"
 # Pairs of warps that share their rows.
 PAIRS = "flash_fwd_hdim256_fp16_sm80"
 WINDOW_PAIRS = "flash_fwd_hdim256_fp16_local_sm80"
+SPLIT_PAIRS = "flash_fwd_hdim192_fp16_causal_sm80"
 # Two groups of warps in turns.
 TURNS = "flash_fwd_hdim64_fp16_sm80"
 DENSE_TURNS = "flash_fwd_hdim96_fp16_dense_sm80"
@@ -58,6 +61,7 @@ NARROW_V = Shape(seqlen_q=70, seqlen_kv=100, heads=2, head_dim=24, head_dim_v=8)
 LONG = Shape(seqlen_q=300, seqlen_kv=520, heads=1)
 # Scores of a standard deviation of 8, so that the running maximum moves.
 WIDE = Shape(seqlen_q=100, seqlen_kv=300, heads=2, spread=8.0)
+GROUPED_WIDE = Shape(seqlen_q=150, seqlen_kv=600, heads=4, kv_heads=2, window=(300, 0))
 GROUPED = Shape(seqlen_q=50, seqlen_kv=100, heads=4, kv_heads=2)
 
 RACE = ("race",)
@@ -401,6 +405,30 @@ FAULTS = (
         "    if (warp == 0) griddepcontrol_wait();\n",
     ),
     fault(
+        "a block that hides late keys taken for whole",
+        HALVES,
+        LONG,
+        NUMBERS,
+        "const int whole_end = keys_of_every(params, tile.first_row, kBlockM).end / kBlockN;",
+        "const int whole_end = keys_of_every(params, tile.first_row, kBlockM).end / kBlockN + 1;",
+    ),
+    fault(
+        "a folded block that hides late keys taken for whole",
+        WINDOW_APART,
+        GROUPED_WIDE,
+        NUMBERS,
+        "const int whole_end = every.end / kBlockN;",
+        "const int whole_end = every.end / kBlockN + 1;",
+    ),
+    fault(
+        "a folded block that hides early keys taken for whole",
+        WINDOW_APART,
+        GROUPED_WIDE,
+        NUMBERS,
+        "const int whole_begin = max(lower_first, (every.begin + kBlockN - 1) / kBlockN);",
+        "const int whole_begin = max(lower_first, every.begin / kBlockN);",
+    ),
+    fault(
         "weights fetched before the partner has stored them",
         PAIRS,
         RAGGED,
@@ -437,8 +465,16 @@ FAULTS = (
         PAIRS,
         WIDE,
         NUMBERS,
-        "(partner_moved ? partner_moves + 4 : own_moves)",
-        "(partner_moves + 4)",
+        "partner_moved ? __uint_as_float(load_shared_32(partner_moves + 16 + 4 * row_in_pair(i, half)))",
+        "true ? __uint_as_float(load_shared_32(partner_moves + 16 + 4 * row_in_pair(i, half)))",
+    ),
+    fault(
+        "reference before a move taken from another lane",
+        PAIRS,
+        WIDE,
+        NUMBERS,
+        "__shfl_sync(0xffffffff, previous, 2 * i + half, 4)",
+        "__shfl_sync(0xffffffff, previous, 2 * i, 4)",
     ),
     fault(
         "weights of the partner not rescaled",
@@ -453,8 +489,42 @@ FAULTS = (
         PAIRS,
         RAGGED,
         NUMBERS,
-        "__uint_as_float(load_shared_32(partner_moves + 16 + 8 * row_in_pair(i, half)))",
+        "__uint_as_float(load_shared_32(partner_sums + 4 * row_in_pair(i, half)))",
         "0.0f",
+    ),
+    fault(
+        "sums fetched before the partner has stored them",
+        PAIRS,
+        RAGGED,
+        ASYNC,
+        "    }\n    barrier_sync(kThreads);\n#pragma unroll\n    for (int i = 0; i < kRowTiles; ++i) {\n"
+        "#pragma unroll\n        for (int half = 0; half < 2; ++half) {\n            rows.sum[i][half] +=",
+        "    }\n#pragma unroll\n    for (int i = 0; i < kRowTiles; ++i) {\n"
+        "#pragma unroll\n        for (int half = 0; half < 2; ++half) {\n            rows.sum[i][half] +=",
+    ),
+    fault(
+        "output stored before the partner's columns are there",
+        PAIRS,
+        RAGGED,
+        RACE,
+        "    barrier_sync(kThreads);\n    constexpr int kStoredRows",
+        "    __syncwarp();\n    constexpr int kStoredRows",
+    ),
+    fault(
+        "halves of the middle panel of V exchanged",
+        SPLIT_PAIRS,
+        RAGGED,
+        NUMBERS,
+        "(operand_address(v_tiles, lane) ^ part * kSwizzleBytes / 2)",
+        "(operand_address(v_tiles, lane) ^ (1 - part) * kSwizzleBytes / 2)",
+    ),
+    fault(
+        "halves of the middle panel of the output exchanged",
+        SPLIT_PAIRS,
+        RAGGED,
+        NUMBERS,
+        "(lane_row ^ part * kSwizzleBytes / 2)",
+        "(lane_row ^ (1 - part) * kSwizzleBytes / 2)",
     ),
     fault(
         "masks of both parts as of the first",
