@@ -15,7 +15,10 @@ import pytest
 import flashgen
 from flashgen import dependent, kernel, launch
 from flashgen.device import device
+from flashgen.dispatch import offers
 from flashgen.paths import templates_dir
+from flashgen.plans import Plan
+from flashgen.spec import load_specs
 
 cupy = pytest.importorskip("cupy")
 
@@ -28,6 +31,7 @@ SHAPES = [
     ((2, 256, 1024, 8, 128), True),
     ((1, 2048, 2048, 16, 128), False),
 ]
+TEMPLATES = ("flash_fwd_sm80.cu.j2", "flash_fwd_sm90.cu.j2")
 WAIT = "    griddepcontrol_wait();\n"
 
 
@@ -37,15 +41,20 @@ def hopper():
         pytest.skip("needs compute capability 9.0 and a driver of CUDA 12.3")
 
 
+@pytest.fixture(params=TEMPLATES)
+def template(request):
+    return request.param
+
+
 @pytest.fixture(params=SHAPES, ids=str)
-def chain(request):
-    return Chain(*request.param)
+def chain(request, template):
+    return Chain(*request.param, template)
 
 
 class Chain:
-    """Arrays of one shape, and the plan of their calls."""
+    """Arrays of one shape, and the plan of their calls with the best kernel of one template."""
 
-    def __init__(self, shape, causal, seed=0):
+    def __init__(self, shape, causal, template, seed=0):
         batch, seqlen_q, seqlen_kv, heads, head_dim = shape
         rng = cupy.random.default_rng(seed)
 
@@ -55,12 +64,15 @@ class Chain:
 
         self.first, self.k, self.v = normal(seqlen_q, 8), normal(seqlen_kv, 1), normal(seqlen_kv, 8)
         self.lse_shape = (STEPS, batch, heads, seqlen_q)
-        self.causal = causal
+        self.causal, self.template = causal, template
         self.plan = self.planned()
-        assert dependent.wanted(self.plan.variant)
+        assert dependent.wanted(self.plan.variant, device(0))
 
     def planned(self):
-        return flashgen.plan(self.first, self.k, self.v, causal=self.causal, return_lse=True)
+        problem = flashgen.plan(self.first, self.k, self.v, causal=self.causal, return_lse=True).problem
+        offered = offers(problem, device(0), load_specs())
+        runner = launch.prepare(problem, 0, tuple(v for v in offered if v.template == self.template))
+        return Plan(problem, runner, (self.first, self.k, self.v, None, None, None))
 
     def start(self):
         """Two buffers to go back and forth between, and room for what each call says of its queries."""
@@ -112,7 +124,7 @@ def test_the_switch_changes_no_bit(chain, monkeypatch):
     monkeypatch.setenv(dependent.SWITCH, "0")
     ordinary = copy.copy(chain)
     ordinary.plan = chain.planned()
-    assert not dependent.wanted(ordinary.plan.variant)
+    assert not dependent.wanted(ordinary.plan.variant, device(0))
     buffers = chain.start()
     ordinary.queue(buffers, cupy.cuda.Stream.null)
     assert same(bits(buffers), expected)
@@ -134,9 +146,9 @@ def test_a_chain_in_a_graph(chain):
         assert same(bits(buffers), expected)
 
 
-def test_chains_in_two_streams(busy):
+def test_chains_in_two_streams(template, busy):
     """Each of them alone, at the same time."""
-    chains = [Chain(shape, causal, seed) for seed, (shape, causal) in enumerate(SHAPES[:2])]
+    chains = [Chain(shape, causal, template, seed) for seed, (shape, causal) in enumerate(SHAPES[:2])]
     expected = [chain.one_by_one() for chain in chains]
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in chains]
     for _ in range(3):
@@ -213,13 +225,13 @@ def test_other_kernels_before_and_behind(chain, captured, busy):
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_a_chain_tells_a_missing_wait(captured, busy, tmp_path, monkeypatch):
+def test_a_chain_tells_a_missing_wait(captured, template, busy, tmp_path, monkeypatch):
     """The same kernel without the line: launches overlap, and the results are wrong."""
-    chain = Chain(*SHAPES[0])
-    name = chain.plan.variant.template
+    chain = Chain(*SHAPES[0], template)
+    name = "lib/dependent_launch.cuh.j2"
     text = (templates_dir() / name).read_text()
     assert text.count(WAIT) == 1
-    (tmp_path / "templates").mkdir()
+    (tmp_path / "templates" / "lib").mkdir(parents=True)
     (tmp_path / "templates" / name).write_text(text.replace(WAIT, ""))
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(kernel, "_kernels", {})
@@ -251,11 +263,11 @@ def test_a_chain_tells_a_missing_wait(captured, busy, tmp_path, monkeypatch):
     assert found, "launches did not overlap, so the other tests of this module show nothing"
 
 
-def test_what_the_driver_refuses():
+def test_what_the_driver_refuses(template):
     """As CuPy's own launches raise it."""
     from cupy_backends.cuda.api import driver
 
-    chain = Chain(*SHAPES[1])
+    chain = Chain(*SHAPES[1], template)
     gpu = device(0)
     loaded = kernel.load(chain.plan.variant, gpu)
     made = launch.Launcher(chain.plan.problem, chain.plan.variant, gpu, loaded)
