@@ -599,10 +599,10 @@ flash_fwd_hdim128_fp16_local_sm90(const __grid_constant__ Params params) {
     }
     __syncthreads();
 
-    // The grid before this one in the stream may still be writing what this one reads, or reading what this one writes.
+    // From sm_90 on the grid before this one in the stream may still be writing what this one reads, or reading what this one writes.
     griddepcontrol_wait();
-    // The next grid may now take its place wherever this one leaves room. Not ahead of the wait, for the next may count on
-    // every grid before this one to have ended.
+    // Blocks of the next grid may now come wherever this one leaves room. Not ahead of the wait, for the next may count on every
+    // grid before this one to have ended.
     griddepcontrol_launch_dependents();
 
     if (warpgroup == 0) {

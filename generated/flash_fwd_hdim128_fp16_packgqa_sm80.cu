@@ -72,6 +72,7 @@ struct Params {
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
+    int32_t blocks_at_a_time;             // thread blocks that run together on the GPU
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
     uint64_t group_size_divisor;          // of num_heads_q / num_heads_kv
     uint64_t section_tiles_divisor;       // of the tiles of a section
@@ -108,6 +109,7 @@ static_assert(offsetof(Params, head_dim_v) == 164);
 static_assert(offsetof(Params, num_row_blocks) == 168);
 static_assert(offsetof(Params, heads_per_section) == 172);
 static_assert(offsetof(Params, num_sections) == 176);
+static_assert(offsetof(Params, blocks_at_a_time) == 180);
 static_assert(offsetof(Params, num_heads_divisor) == 184);
 static_assert(offsetof(Params, group_size_divisor) == 192);
 static_assert(offsetof(Params, section_tiles_divisor) == 200);
@@ -596,10 +598,10 @@ flash_fwd_hdim128_fp16_packgqa_sm80(const __grid_constant__ Params params) {
         rows.sum[i][0] = rows.sum[i][1] = 0.0f;
     }
 
-    // The grid before this one in the stream may still be writing what this one reads, or reading what this one writes.
+    // From sm_90 on the grid before this one in the stream may still be writing what this one reads, or reading what this one writes.
     griddepcontrol_wait();
-    // The next grid may now take its place wherever this one leaves room. Not ahead of the wait, for the next may count on
-    // every grid before this one to have ended.
+    // Blocks of the next grid may now come wherever this one leaves room. Not ahead of the wait, for the next may count on every
+    // grid before this one to have ended.
     griddepcontrol_launch_dependents();
 
     static_assert(sizeof(element) == 2, "the fragments of V are loaded by ldmatrix before a turn begins");

@@ -81,6 +81,7 @@ struct Params {
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
+    int32_t blocks_at_a_time;             // thread blocks that run together on the GPU
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
     uint64_t section_tiles_divisor;       // of the tiles of a section
     uint64_t section_heads_divisor;       // of heads_per_section
@@ -88,7 +89,7 @@ struct Params {
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // softmax_scale * log2(e)
 };
-static_assert(sizeof(Params) == 216);
+static_assert(sizeof(Params) == 224);
 static_assert(offsetof(Params, q) == 0);
 static_assert(offsetof(Params, k) == 8);
 static_assert(offsetof(Params, v) == 16);
@@ -116,12 +117,13 @@ static_assert(offsetof(Params, head_dim_v) == 160);
 static_assert(offsetof(Params, num_row_blocks) == 164);
 static_assert(offsetof(Params, heads_per_section) == 168);
 static_assert(offsetof(Params, num_sections) == 172);
-static_assert(offsetof(Params, num_heads_divisor) == 176);
-static_assert(offsetof(Params, section_tiles_divisor) == 184);
-static_assert(offsetof(Params, section_heads_divisor) == 192);
-static_assert(offsetof(Params, last_section_heads_divisor) == 200);
-static_assert(offsetof(Params, diagonal_offset) == 208);
-static_assert(offsetof(Params, scale_log2) == 212);
+static_assert(offsetof(Params, blocks_at_a_time) == 176);
+static_assert(offsetof(Params, num_heads_divisor) == 184);
+static_assert(offsetof(Params, section_tiles_divisor) == 192);
+static_assert(offsetof(Params, section_heads_divisor) == 200);
+static_assert(offsetof(Params, last_section_heads_divisor) == 208);
+static_assert(offsetof(Params, diagonal_offset) == 216);
+static_assert(offsetof(Params, scale_log2) == 220);
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 struct Tile {
@@ -430,11 +432,11 @@ __device__ __forceinline__ void rescale(int i, const float (&correction)[2], Row
 }
 
 // Turns the scores of a tile into weights, adds them to the rows' sums and rescales the output where a reference moves.
-// Returns whether one does, the same for all lanes. If so, the references of all rows are noted down, and lane t of a quad keeps
-// the one before of row t of the quad's four.
+// Returns whether one does, the same for all lanes. If so, the new references of all rows are noted down. Of a quad's four rows
+// lane t keeps the reference that row t had before, in `previous_reference`.
 __device__ __forceinline__ bool softmax_step(const float (&scores)[kRowTiles][kKeyTiles][4],
                                              RowState& rows, float (&output)[kRowTiles][kDimTiles][4],
-                                             Weights& weights, float scale_log2, float& kept_reference, shared_address noted_references, int lane) {
+                                             Weights& weights, float scale_log2, float& previous_reference, shared_address noted_references, int lane) {
     float tile_max[kRowTiles][2];
     bool moves = false;
 #pragma unroll
@@ -461,7 +463,7 @@ __device__ __forceinline__ bool softmax_step(const float (&scores)[kRowTiles][kK
                 rows.reference[i][half] = fmaxf(previous, quad_max(tile_max[i][half]));
                 correction[half] = exp2_approx(previous - rows.reference[i][half]);
                 if (lane % 4 == 2 * i + half) {
-                    kept_reference = previous;
+                    previous_reference = previous;
                     store_shared_32(noted_references + 4 * (16 * i + 8 * half + lane / 4), __float_as_uint(rows.reference[i][half]));
                 }
             }
@@ -623,10 +625,10 @@ flash_fwd_hdim256_bf16_causal_sm80(const __grid_constant__ Params params) {
         rows.sum[i][0] = rows.sum[i][1] = 0.0f;
     }
 
-    // The grid before this one in the stream may still be writing what this one reads, or reading what this one writes.
+    // From sm_90 on the grid before this one in the stream may still be writing what this one reads, or reading what this one writes.
     griddepcontrol_wait();
-    // The next grid may now take its place wherever this one leaves room. Not ahead of the wait, for the next may count on
-    // every grid before this one to have ended.
+    // Blocks of the next grid may now come wherever this one leaves room. Not ahead of the wait, for the next may count on every
+    // grid before this one to have ended.
     griddepcontrol_launch_dependents();
 
     static_assert(sizeof(element) == 2, "weights are the left operand as they lie in shared memory");
@@ -663,11 +665,11 @@ flash_fwd_hdim256_bf16_causal_sm80(const __grid_constant__ Params params) {
     // as an accumulator lies (rows g and g + 8, keys 2 t and 2 t + 1 of every eight) and fetches as ldmatrix does.
     const shared_address pair_weights = q_tile + kWeightsOffset + pair * kWarpRows * kWeightsRowBytes;
 
-    // Moves of a warp: in the first of 16 bytes whether references moved in this block; then, if so, those of its rows.
+    // Moves of a warp: the first word says whether references moved in this block; if so, the new ones of its rows begin 16 bytes in.
     const shared_address own_moves = q_tile + kMovesOffset + warp * kMovesBytes;
     const shared_address partner_moves = q_tile + kMovesOffset + partner * kMovesBytes;
     auto row_in_pair = [&](int i, int half) { return 16 * i + 8 * half + lane / 4; };
-    float previous = 0.0f;  // of one of the four rows that the lanes of a quad share: the reference before it moved last
+    float previous_reference = 0.0f;  // of row t of the quad's four, in its lane t: from before the last move
 
     for (int block = last_block; block >= first_block; --block) {
         // K of this block is here, and every warp has finished with V, weights and moves of the block before.
@@ -679,7 +681,7 @@ flash_fwd_hdim256_bf16_causal_sm80(const __grid_constant__ Params params) {
         Weights weights;
         multiply_qk(scores, q_lane, k_lane);
         hide_keys(params, scores, tile.first_row, warp, lane, block);
-        const bool moved = softmax_step(scores, rows, output, weights, params.scale_log2, previous, own_moves + 16, lane);
+        const bool moved = softmax_step(scores, rows, output, weights, params.scale_log2, previous_reference, own_moves + 16, lane);
 
         const shared_address stored_weights = pair_weights + lane / 4 * kWeightsRowBytes + lane % 4 * 4;
 #pragma unroll
@@ -723,7 +725,7 @@ flash_fwd_hdim256_bf16_causal_sm80(const __grid_constant__ Params params) {
                 for (int half = 0; half < 2; ++half) {
                     const float partner_reference =
                         partner_moved ? __uint_as_float(load_shared_32(partner_moves + 16 + 4 * row_in_pair(i, half)))
-                                      : __shfl_sync(0xffffffff, previous, 2 * i + half, 4);
+                                      : __shfl_sync(0xffffffff, previous_reference, 2 * i + half, 4);
                     const float reference = fmaxf(rows.reference[i][half], partner_reference);
                     correction[half] = exp2_approx(rows.reference[i][half] - reference);
                     partner_correction[half] = exp2_approx(partner_reference - reference);

@@ -73,6 +73,7 @@ struct Params {
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
+    int32_t blocks_at_a_time;             // thread blocks that run together on the GPU
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
     uint64_t section_tiles_divisor;       // of the tiles of a section
     uint64_t section_heads_divisor;       // of heads_per_section
@@ -80,7 +81,7 @@ struct Params {
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // softmax_scale * log2(e)
 };
-static_assert(sizeof(Params) == 216);
+static_assert(sizeof(Params) == 224);
 static_assert(offsetof(Params, q) == 0);
 static_assert(offsetof(Params, k) == 8);
 static_assert(offsetof(Params, v) == 16);
@@ -108,25 +109,25 @@ static_assert(offsetof(Params, head_dim_v) == 160);
 static_assert(offsetof(Params, num_row_blocks) == 164);
 static_assert(offsetof(Params, heads_per_section) == 168);
 static_assert(offsetof(Params, num_sections) == 172);
-static_assert(offsetof(Params, num_heads_divisor) == 176);
-static_assert(offsetof(Params, section_tiles_divisor) == 184);
-static_assert(offsetof(Params, section_heads_divisor) == 192);
-static_assert(offsetof(Params, last_section_heads_divisor) == 200);
-static_assert(offsetof(Params, diagonal_offset) == 208);
-static_assert(offsetof(Params, scale_log2) == 212);
+static_assert(offsetof(Params, blocks_at_a_time) == 176);
+static_assert(offsetof(Params, num_heads_divisor) == 184);
+static_assert(offsetof(Params, section_tiles_divisor) == 192);
+static_assert(offsetof(Params, section_heads_divisor) == 200);
+static_assert(offsetof(Params, last_section_heads_divisor) == 208);
+static_assert(offsetof(Params, diagonal_offset) == 216);
+static_assert(offsetof(Params, scale_log2) == 220);
 
 // The matrix tiles [kBegin, kEnd) of a warp's rows: an empty argument that chooses them at compile time. The upper half is the
 // first kRowTileStep rows of the tile.
 template <int kBegin, int kEnd>
 struct RowTiles {};
-using UpperHalf = RowTiles<0, 1>;
 using LowerHalf = RowTiles<1, 2>;
 using BothHalves = RowTiles<0, 2>;
 
-// Whether some key of a block is hidden from some row: an empty argument, likewise.
-template <bool kSome>
+// Whether keys of a block may be hidden from some row: an empty argument, likewise.
+template <bool kMaybe>
 struct IsHidden {};
-using SomeHidden = IsHidden<true>;
+using MaybeHidden = IsHidden<true>;
 using NoneHidden = IsHidden<false>;
 
 // Whether all keys of a block exist: an empty argument that says so at compile time. Of the blocks that a tile visits only the
@@ -324,11 +325,11 @@ __device__ __forceinline__ void hide_late_keys(RowTiles<kBegin, kEnd>, const Par
 }
 
 // Hides the keys of a block that lie outside the range of their row. `tile_row` is the tile's first row.
-template <int kBegin, int kEnd, bool kSome>
-__device__ __forceinline__ void hide_keys(RowTiles<kBegin, kEnd> row_tiles, IsHidden<kSome>, const Params& params,
+template <int kBegin, int kEnd, bool kMaybe>
+__device__ __forceinline__ void hide_keys(RowTiles<kBegin, kEnd> row_tiles, IsHidden<kMaybe>, const Params& params,
                                           float (&scores)[kRowTiles][kKeyTiles][4], int tile_row, int warp, int lane,
                                           int block) {
-    if constexpr (!kSome) return;
+    if constexpr (!kMaybe) return;
     const KeyRange every = keys_of_every(params, tile_row + kBegin * kRowTileStep, (kEnd - kBegin) * kRowTileStep);
     const int warp_row = tile_row + warp * 16;
     const int first_key = block * kBlockN;
@@ -642,10 +643,10 @@ flash_fwd_hdim32_bf16_causal_sm80(const __grid_constant__ Params params) {
         rows.sum[i][0] = rows.sum[i][1] = 0.0f;
     }
 
-    // The grid before this one in the stream may still be writing what this one reads, or reading what this one writes.
+    // From sm_90 on the grid before this one in the stream may still be writing what this one reads, or reading what this one writes.
     griddepcontrol_wait();
-    // The next grid may now take its place wherever this one leaves room. Not ahead of the wait, for the next may count on
-    // every grid before this one to have ended.
+    // Blocks of the next grid may now come wherever this one leaves room. Not ahead of the wait, for the next may count on every
+    // grid before this one to have ended.
     griddepcontrol_launch_dependents();
 
     static_assert(sizeof(element) == 2, "the fragments of V are loaded by ldmatrix");
@@ -723,8 +724,8 @@ flash_fwd_hdim32_bf16_causal_sm80(const __grid_constant__ Params params) {
     // Blocks that every row sees from the first key to the last, most of them, have a form of the visit that hides nothing.
     const int whole_end = keys_of_every(params, tile.first_row, kBlockM).end / kBlockN;
     int block = last_block;
-    for (; block >= first_block && block > upper_last; --block) visit(LowerHalf{}, SomeHidden{}, block);
-    for (; block >= first_block && block >= whole_end; --block) visit(BothHalves{}, SomeHidden{}, block);
+    for (; block >= first_block && block > upper_last; --block) visit(LowerHalf{}, MaybeHidden{}, block);
+    for (; block >= first_block && block >= whole_end; --block) visit(BothHalves{}, MaybeHidden{}, block);
     for (; block >= first_block; --block) visit(BothHalves{}, NoneHidden{}, block);
 
     const Tile stored_tile = noted_tile(note);

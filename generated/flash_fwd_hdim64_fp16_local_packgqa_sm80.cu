@@ -74,6 +74,7 @@ struct Params {
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
+    int32_t blocks_at_a_time;             // thread blocks that run together on the GPU
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
     uint64_t group_size_divisor;          // of num_heads_q / num_heads_kv
     uint64_t section_tiles_divisor;       // of the tiles of a section
@@ -113,6 +114,7 @@ static_assert(offsetof(Params, head_dim_v) == 164);
 static_assert(offsetof(Params, num_row_blocks) == 168);
 static_assert(offsetof(Params, heads_per_section) == 172);
 static_assert(offsetof(Params, num_sections) == 176);
+static_assert(offsetof(Params, blocks_at_a_time) == 180);
 static_assert(offsetof(Params, num_heads_divisor) == 184);
 static_assert(offsetof(Params, group_size_divisor) == 192);
 static_assert(offsetof(Params, section_tiles_divisor) == 200);
@@ -131,10 +133,10 @@ using UpperHalf = RowTiles<0, 1>;
 using LowerHalf = RowTiles<1, 2>;
 using BothHalves = RowTiles<0, 2>;
 
-// Whether some key of a block is hidden from some row: an empty argument, likewise.
-template <bool kSome>
+// Whether keys of a block may be hidden from some row: an empty argument, likewise.
+template <bool kMaybe>
 struct IsHidden {};
-using SomeHidden = IsHidden<true>;
+using MaybeHidden = IsHidden<true>;
 using NoneHidden = IsHidden<false>;
 
 // Whether all keys of a block exist: an empty argument that says so at compile time. Of the blocks that a tile visits only the
@@ -355,11 +357,11 @@ __device__ __forceinline__ void hide_early_keys(RowTiles<kBegin, kEnd>, const Pa
 }
 
 // Hides the keys of a block that lie outside the range of their row. `tile_row` is the tile's first row.
-template <int kBegin, int kEnd, bool kSome>
-__device__ __forceinline__ void hide_keys(RowTiles<kBegin, kEnd> row_tiles, IsHidden<kSome>, const Params& params,
+template <int kBegin, int kEnd, bool kMaybe>
+__device__ __forceinline__ void hide_keys(RowTiles<kBegin, kEnd> row_tiles, IsHidden<kMaybe>, const Params& params,
                                           float (&scores)[kRowTiles][kKeyTiles][4], int tile_row, int warp, int lane,
                                           int block) {
-    if constexpr (!kSome) return;
+    if constexpr (!kMaybe) return;
     const KeyRange every = keys_of_every(params, tile_row + kBegin * kRowTileStep, (kEnd - kBegin) * kRowTileStep);
     const int warp_row = tile_row + warp * 16;
     const int first_key = block * kBlockN;
@@ -672,10 +674,10 @@ flash_fwd_hdim64_fp16_local_packgqa_sm80(const __grid_constant__ Params params) 
         rows.sum[i][0] = rows.sum[i][1] = 0.0f;
     }
 
-    // The grid before this one in the stream may still be writing what this one reads, or reading what this one writes.
+    // From sm_90 on the grid before this one in the stream may still be writing what this one reads, or reading what this one writes.
     griddepcontrol_wait();
-    // The next grid may now take its place wherever this one leaves room. Not ahead of the wait, for the next may count on
-    // every grid before this one to have ended.
+    // Blocks of the next grid may now come wherever this one leaves room. Not ahead of the wait, for the next may count on every
+    // grid before this one to have ended.
     griddepcontrol_launch_dependents();
 
     static_assert(sizeof(element) == 2, "the fragments of V are loaded by ldmatrix");
@@ -754,17 +756,21 @@ flash_fwd_hdim64_fp16_local_packgqa_sm80(const __grid_constant__ Params params) 
     const int lower_first = lower_row < num_rows(params)
                                 ? max(first_block, keys_of_query(params, query_of_row(params, lower_row)).begin / kBlockN)
                                 : last_block + 1;
-    // Blocks that every row sees from the first key to the last, most of them, have a form of the visit that hides nothing.
+    // Blocks that every row sees from the first key to the last, most of them, have a form of the visit that hides nothing. Masked
+    // blocks lie behind them and ahead of them: one loop around both forms, so that each stands in the code only once.
     const KeyRange every = keys_of_every(params, tile.first_row, kBlockM);
     const int whole_end = every.end / kBlockN;
     const int whole_begin = max(lower_first, (every.begin + kBlockN - 1) / kBlockN);
     int block = last_block;
-    for (; block >= first_block && block > upper_last; --block) visit(LowerHalf{}, SomeHidden{}, block);
+    for (; block >= first_block && block > upper_last; --block) visit(LowerHalf{}, MaybeHidden{}, block);
     while (block >= lower_first) {
-        if (block >= whole_end || block < whole_begin) visit(BothHalves{}, SomeHidden{}, block--);
+        if (block >= whole_end || block < whole_begin) {
+            visit(BothHalves{}, MaybeHidden{}, block);
+            --block;
+        }
         for (; block >= whole_begin && block < whole_end; --block) visit(BothHalves{}, NoneHidden{}, block);
     }
-    for (; block >= first_block; --block) visit(UpperHalf{}, SomeHidden{}, block);
+    for (; block >= first_block; --block) visit(UpperHalf{}, MaybeHidden{}, block);
 
     const Tile stored_tile = noted_tile(note);
     normalise(output, rows);

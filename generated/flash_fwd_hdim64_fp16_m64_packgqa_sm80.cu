@@ -72,6 +72,7 @@ struct Params {
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
+    int32_t blocks_at_a_time;             // thread blocks that run together on the GPU
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
     uint64_t group_size_divisor;          // of num_heads_q / num_heads_kv
     uint64_t section_tiles_divisor;       // of the tiles of a section
@@ -108,6 +109,7 @@ static_assert(offsetof(Params, head_dim_v) == 164);
 static_assert(offsetof(Params, num_row_blocks) == 168);
 static_assert(offsetof(Params, heads_per_section) == 172);
 static_assert(offsetof(Params, num_sections) == 176);
+static_assert(offsetof(Params, blocks_at_a_time) == 180);
 static_assert(offsetof(Params, num_heads_divisor) == 184);
 static_assert(offsetof(Params, group_size_divisor) == 192);
 static_assert(offsetof(Params, section_tiles_divisor) == 200);
@@ -555,6 +557,24 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
     }
 }
 
+// Asks for what the tile reads first, the queries and the keys and values of the last two blocks, to be brought into L2. A thread
+// takes whole rows.
+__device__ __forceinline__ void prefetch_first(const Params& params, const Tile& tile, int first_block, int last_block) {
+    const int head_bytes = params.head_dim * sizeof(element);
+    const element* q = params.q + tile.batch * params.q_batch_stride;
+    const int rows_end = min(tile.first_row + kBlockM, num_rows(params));
+    for (int row = tile.first_row + threadIdx.x; row < rows_end; row += kThreads) {
+        prefetch_l2(q + row_offset(params, tile, row, params.q_row_stride, params.q_head_stride), head_bytes);
+    }
+    const element* k = params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
+    const element* v = params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
+    const int keys_end = min((last_block + 1) * kBlockN, params.seqlen_kv);
+    for (int key = max(first_block, last_block - 1) * kBlockN + threadIdx.x; key < keys_end; key += kThreads) {
+        prefetch_l2(k + key * params.k_row_stride, head_bytes);
+        prefetch_l2(v + key * params.v_row_stride, params.head_dim_v * sizeof(element));
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, 3)
 flash_fwd_hdim64_fp16_m64_packgqa_sm80(const __grid_constant__ Params params) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
@@ -581,10 +601,12 @@ flash_fwd_hdim64_fp16_m64_packgqa_sm80(const __grid_constant__ Params params) {
         rows.sum[i][0] = rows.sum[i][1] = 0.0f;
     }
 
-    // The grid before this one in the stream may still be writing what this one reads, or reading what this one writes.
+    // The thread blocks that run first may find the grid ahead still at work, and what they read in memory.
+    if (block_index() < params.blocks_at_a_time) prefetch_first(params, tile, first_block, last_block);
+    // From sm_90 on the grid before this one in the stream may still be writing what this one reads, or reading what this one writes.
     griddepcontrol_wait();
-    // The next grid may now take its place wherever this one leaves room. Not ahead of the wait, for the next may count on
-    // every grid before this one to have ended.
+    // Blocks of the next grid may now come wherever this one leaves room. Not ahead of the wait, for the next may count on every
+    // grid before this one to have ended.
     griddepcontrol_launch_dependents();
 
     // K and V have one stage each: V of a block is fetched while its scores are computed, K of the next block while P and V

@@ -140,7 +140,7 @@ def test_who_is_launched_dependently(says, version, switch, expected, make, driv
         ("sm_120", True),
     ],
 )
-def test_a_gpu_that_knows_nothing_of_it_gets_an_ordinary_launch(arch, expected, make, driver):
+def test_gpus_before_hopper_get_an_ordinary_launch_and_later_ones_a_dependent(arch, expected, make, driver):
     """The same kernel, for which the header then has no instruction to wait with."""
     run(make(SM80, device=replace(H200, arch=arch)))
     assert driver.dependent == ([{6: 1}] if expected else [])

@@ -27,8 +27,8 @@ def sections(problem: Problem, variant: Variant, device: Device) -> Sections:
     A section of as many tiles as multiprocessors is enough to share keys and values. Where tiles differ in
     length (causal, local) they also have to balance, and the section is larger, but with more heads than a
     third of the multiprocessors too few tiles of a head run at a time. Under a causal mask, where lengths
-    differ most, there may be more heads as long as L2 holds their keys and values, and as three tiles of a
-    head and 384 of its rows run at a time.
+    differ most, a section may have more heads, as long as L2 holds their keys and values and at least three
+    tiles and 384 rows of each head run at a time.
     """
     total = heads(problem, variant) * problem.batch
     if total == 0:
@@ -42,7 +42,7 @@ def sections(problem: Problem, variant: Variant, device: Device) -> Sections:
     if uneven:
         wanted = max(wanted, device.num_sms // 3)
     if problem.mask_type == "causal":
-        together = max(3, 384 // variant.tile_value("block_m"))
+        together = max(3, -(-384 // variant.tile_value("block_m")))
         kept = device.l2_bytes // max(1, _key_bytes(problem, variant))
         wanted = max(wanted, min(blocks_at_a_time(variant, device) // together, kept))
     return _even(total, group, wanted)

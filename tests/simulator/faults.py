@@ -43,10 +43,10 @@ FP32 = "flash_fwd_hdim32_fp32_m64_sm80"
 AHEAD = "flash_fwd_hdim32_fp16_sm80"
 HALVES = "flash_fwd_hdim32_fp16_causal_sm80"
 WINDOW_HALVES = "flash_fwd_hdim32_fp16_local_sm80"
-# With a form of the visit for blocks that hide nothing.
-WINDOW_APART = "flash_fwd_hdim32_fp16_local_packgqa_sm80"
 # The same at head_dim 128, where matrix tiles that need no masking or rescaling are left out.
 WINDOW_TRIMMED = "flash_fwd_hdim128_fp16_local_sm80"
+# With a form of the visit for blocks that hide nothing.
+WINDOW_APART = "flash_fwd_hdim32_fp16_local_packgqa_sm80"
 # Pairs of warps that share their rows.
 PAIRS = "flash_fwd_hdim256_fp16_sm80"
 WINDOW_PAIRS = "flash_fwd_hdim256_fp16_local_sm80"
@@ -389,7 +389,7 @@ FAULTS = (
         "false",
     ),
     fault(
-        "nobody waits for the grids ahead",
+        "no warp waits for the grids ahead",
         PLAIN,
         RAGGED,
         ("dependency",),
@@ -403,6 +403,22 @@ FAULTS = (
         ("dependency",),
         "    griddepcontrol_wait();\n",
         "    if (warp == 0) griddepcontrol_wait();\n",
+    ),
+    fault(
+        "queries past the last one asked into L2",
+        PLAIN,
+        RAGGED,
+        BOUNDS,
+        "min(tile.first_row + kBlockM, num_rows(params))",
+        "tile.first_row + kBlockM",
+    ),
+    fault(
+        "keys past the last one asked into L2",
+        PLAIN,
+        RAGGED,
+        BOUNDS,
+        "const int keys_end = min((last_block + 1) * kBlockN, params.seqlen_kv);",
+        "const int keys_end = (last_block + 1) * kBlockN;",
     ),
     fault(
         "a block that hides late keys taken for whole",
@@ -473,8 +489,8 @@ FAULTS = (
         PAIRS,
         WIDE,
         NUMBERS,
-        "__shfl_sync(0xffffffff, previous, 2 * i + half, 4)",
-        "__shfl_sync(0xffffffff, previous, 2 * i, 4)",
+        "__shfl_sync(0xffffffff, previous_reference, 2 * i + half, 4)",
+        "__shfl_sync(0xffffffff, previous_reference, 2 * i, 4)",
     ),
     fault(
         "weights of the partner not rescaled",

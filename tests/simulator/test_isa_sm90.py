@@ -532,6 +532,7 @@ def test_a_dependent_launch_touches_global_memory_after_its_wait(access, fresh_s
     touch = f"if (threadIdx.x == 0) {{ {ACCESSES[access]} }}"
     dependently(WAIT + touch, seed=fresh_seed)
     dependently(touch, dependent=False, seed=fresh_seed)
+    dependently("prefetch_l2(params.values, 256);" + WAIT + touch, seed=fresh_seed)  # no access
     # The wait of another thread is none, barrier or not.
     for body in (touch, touch + WAIT, f"if (warp == 1) {WAIT} __syncthreads(); {touch}"):
         with pytest.raises(SimulationError, match=r"before griddepcontrol\.wait") as caught:

@@ -15,7 +15,7 @@ __device__ __forceinline__ int block_index() {
 }
 
 // griddepcontrol.wait: returns when the grids before this one, which a dependent launch need not have awaited, have ended and
-// their writes are visible. Nothing before sm_90, where launches are not dependent.
+// their writes are visible. Compiles to nothing before sm_90, where no launch is dependent.
 __device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;\n" ::: "memory");
@@ -23,10 +23,18 @@ __device__ __forceinline__ void griddepcontrol_wait() {
 }
 
 // griddepcontrol.launch_dependents: once all blocks have come here or ended, the next grid may begin if it is launched
-// dependently. Nothing before sm_90.
+// dependently. Compiles to nothing before sm_90.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+#endif
+}
+
+// cp.async.bulk.prefetch.L2: asks for `bytes` of global memory, a multiple of 16 as the address is, to be brought into L2. It reads
+// nothing, so grids ahead may still be writing there: their writes go to L2 as well. Compiles to nothing before sm_90.
+__device__ __forceinline__ void prefetch_l2(const void* source, int bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(source), "r"(bytes) : "memory");
 #endif
 }
 

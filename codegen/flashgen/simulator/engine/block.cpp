@@ -169,6 +169,8 @@ GlobalMemory& Block::global(const Thread& thread, Location where) {
     return launch_.global;
 }
 
+GlobalMemory& Block::global_ahead() { return launch_.global; }
+
 void Block::wait_for_grids(Thread& thread) {
     thread.waited = waited_ = true;
     pause(thread);

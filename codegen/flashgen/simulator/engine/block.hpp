@@ -141,6 +141,8 @@ class Block : public BlockView {
     SharedMemory& shared() { return shared_; }
     // For an access of a thread; fails where grids ahead of this one may be at work on it.
     GlobalMemory& global(const Thread& thread, Location where);
+    // For a prefetch, which is none.
+    GlobalMemory& global_ahead();
     void wait_for_grids(Thread& thread);
     Order& order() { return order_; }
     Mbarriers& mbarriers() { return mbarriers_; }

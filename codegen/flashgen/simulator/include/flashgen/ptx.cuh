@@ -17,6 +17,11 @@ inline void griddepcontrol_wait() { flashgen::simulator::wait_for_grids(); }
 // Blocks of other launches are not simulated.
 inline void griddepcontrol_launch_dependents() {}
 
+inline void prefetch_l2(const void* source, int bytes,
+                        flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::prefetch_global(source, bytes, where);
+}
+
 template <typename Element>
 inline uint32_t pack(float low, float high,
                      flashgen::simulator::Location where = flashgen::simulator::Location::current()) {

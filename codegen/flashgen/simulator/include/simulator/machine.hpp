@@ -50,6 +50,7 @@ void store_shared(uint32_t address, const void* value, int size, Location where)
 // Global memory.
 void load_global(void* value, const void* address, int size, Location where);
 void store_global(void* address, const void* value, int size, Location where);
+void prefetch_global(const void* address, int bytes, Location where);
 
 // Asynchronous copies of a thread, and its groups of them.
 void copy_async(uint32_t destination, const void* source, int size, int source_bytes, Location where);
