@@ -555,19 +555,24 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
     }
 }
 
-// Asks for what the tile reads first, the queries and the keys and values of the last two blocks, to be brought into L2. A thread
-// takes whole rows.
-__device__ __forceinline__ void prefetch_first(const Params& params, const Tile& tile, int first_block, int last_block) {
+// Asks for what is read first to be brought into L2: the tile's queries, and a share of the keys and values of its head, which
+// tiles of other rows read as well. The share is as large a part of the keys as the tile is of the rows, or the last four blocks of
+// that. A thread takes whole rows; most threads take one, so the loops stay loops.
+__device__ __forceinline__ void prefetch_first(const Params& params, const Tile& tile) {
     const int head_bytes = params.head_dim * sizeof(element);
     const element* q = params.q + tile.batch * params.q_batch_stride;
     const int rows_end = min(tile.first_row + kBlockM, num_rows(params));
+#pragma unroll 1
     for (int row = tile.first_row + threadIdx.x; row < rows_end; row += kThreads) {
         prefetch_l2(q + row_offset(params, tile, row, params.q_row_stride, params.q_head_stride), head_bytes);
     }
     const element* k = params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
     const element* v = params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
-    const int keys_end = min((last_block + 1) * kBlockN, params.seqlen_kv);
-    for (int key = max(first_block, last_block - 1) * kBlockN + threadIdx.x; key < keys_end; key += kThreads) {
+    const int share = (params.seqlen_kv + params.num_row_blocks - 1) / params.num_row_blocks;
+    const int keys_begin = tile.first_row / kBlockM * share;
+    const int keys_end = min(keys_begin + share, params.seqlen_kv);
+#pragma unroll 1
+    for (int key = max(keys_begin, keys_end - 4 * kBlockN) + threadIdx.x; key < keys_end; key += kThreads) {
         prefetch_l2(k + key * params.k_row_stride, head_bytes);
         prefetch_l2(v + key * params.v_row_stride, params.head_dim_v * sizeof(element));
     }
@@ -600,7 +605,7 @@ flash_fwd_hdim64_fp16_m64_sm80(const __grid_constant__ Params params) {
     }
 
     // The thread blocks that run first may find the grid ahead still at work, and what they read in memory.
-    if (block_index() < params.blocks_at_a_time) prefetch_first(params, tile, first_block, last_block);
+    if (block_index() < params.blocks_at_a_time) prefetch_first(params, tile);
     // From sm_90 on the grid before this one in the stream may still be writing what this one reads, or reading what this one writes.
     griddepcontrol_wait();
     // Blocks of the next grid may now come wherever this one leaves room. Not ahead of the wait, for the next may count on every

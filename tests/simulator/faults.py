@@ -56,6 +56,7 @@ TURNS = "flash_fwd_hdim64_fp16_sm80"
 DENSE_TURNS = "flash_fwd_hdim96_fp16_dense_sm80"
 
 RAGGED = Shape(seqlen_q=100, seqlen_kv=150, heads=2)
+ODD = Shape(seqlen_q=100, seqlen_kv=151, heads=2)
 SHORT_HEAD = Shape(seqlen_q=70, seqlen_kv=100, heads=2, head_dim=24)
 NARROW_V = Shape(seqlen_q=70, seqlen_kv=100, heads=2, head_dim=24, head_dim_v=8)
 LONG = Shape(seqlen_q=300, seqlen_kv=520, heads=1)
@@ -415,10 +416,10 @@ FAULTS = (
     fault(
         "keys past the last one asked into L2",
         PLAIN,
-        RAGGED,
+        ODD,
         BOUNDS,
-        "const int keys_end = min((last_block + 1) * kBlockN, params.seqlen_kv);",
-        "const int keys_end = (last_block + 1) * kBlockN;",
+        "const int keys_end = min(keys_begin + share, params.seqlen_kv);",
+        "const int keys_end = keys_begin + share;",
     ),
     fault(
         "a block that hides late keys taken for whole",
