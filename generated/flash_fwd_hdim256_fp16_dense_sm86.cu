@@ -204,6 +204,19 @@ __device__ __forceinline__ shared_address step_address(const LaneAddress& lane, 
     return (lane ^ step_bytes % kSwizzleBytes) + row_step * kRowBytes + step_bytes / kSwizzleBytes * kSwizzleBytes;
 }
 
+// Where the queries of the tile's batch entry begin, and the keys and values of its head.
+__device__ __forceinline__ const element* batch_q(const Params& params, const Tile& tile) {
+    return params.q + tile.batch * params.q_batch_stride;
+}
+
+__device__ __forceinline__ const element* head_k(const Params& params, const Tile& tile) {
+    return params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
+}
+
+__device__ __forceinline__ const element* head_v(const Params& params, const Tile& tile) {
+    return params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
+}
+
 // Starts the copy of kBlockN rows of K or V, kColumns wide, into shared memory. kSwizzleChunks threads stand side by side
 // along a row and each takes every kSwizzleChunks-th chunk of its rows. Rows from `valid_rows` on
 // and elements from `head_dim` on become zeros. `row_stride` is in elements.
@@ -233,8 +246,8 @@ __device__ __forceinline__ void copy_rows(shared_address tile, const element* so
 }
 
 // Starts the copy of the tile's queries, rows past the last one and elements from head_dim on as zeros.
-__device__ __forceinline__ void copy_queries(const Params& params, const Tile& tile, shared_address q_tile,
-                                             const element* q) {
+__device__ __forceinline__ void copy_queries(const Params& params, const Tile& tile, shared_address q_tile) {
+    const element* q = batch_q(params, tile);
     constexpr int kRowsPerPass = kThreads / kSwizzleChunks;
     static_assert(kBlockM % kRowsPerPass == 0, "every thread copies as many rows");
     static_assert(kRowsPerPass % 8 == 0, "the rows of a thread are swizzled alike");
@@ -514,7 +527,8 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kK
             moves |= tile_max[i][half] > rows.reference[i][half] + kSlack;
         }
     }
-    if (__any_sync(0xffffffff, moves)) {
+    moves = __any_sync(0xffffffff, moves);
+    if (moves) {
 #pragma unroll
         for (int i = 0; i < kRowTiles; ++i) {
             float correction[2];
@@ -698,10 +712,10 @@ flash_fwd_hdim256_fp16_dense_sm86(const __grid_constant__ Params params) {
                              params.seqlen_kv - block * kBlockN, params.head_dim_v);
         cp_async_commit();
     };
-    const element* first_k = params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
-    const element* first_v = params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
+    const element* first_k = head_k(params, tile);
+    const element* first_v = head_v(params, tile);
     if (last_block >= first_block) {
-        copy_queries(params, tile, q_tile, params.q + tile.batch * params.q_batch_stride);
+        copy_queries(params, tile, q_tile);
         copy_k(first_k, k_tiles, last_block);
     }
     barrier_sync(kThreads);  // the note is written: a tile without keys meets no other barrier

@@ -233,6 +233,19 @@ __device__ __forceinline__ shared_address step_address(const LaneAddress& lane, 
     return (lane ^ step_bytes % kSwizzleBytes) + row_step * kRowBytes + step_bytes / kSwizzleBytes * kSwizzleBytes;
 }
 
+// Where the queries of the tile's batch entry begin, and the keys and values of its head.
+__device__ __forceinline__ const element* batch_q(const Params& params, const Tile& tile) {
+    return params.q + tile.batch * params.q_batch_stride;
+}
+
+__device__ __forceinline__ const element* head_k(const Params& params, const Tile& tile) {
+    return params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
+}
+
+__device__ __forceinline__ const element* head_v(const Params& params, const Tile& tile) {
+    return params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
+}
+
 // Starts the copy of kBlockN rows of K or V, kColumns wide, into shared memory. kSwizzleChunks threads stand side by side
 // along a row and each takes every kSwizzleChunks-th chunk of its rows. Rows from `valid_rows` on, of which a whole block has
 // none, and elements from `head_dim` on, become zeros. `row_stride` is in elements.
@@ -264,8 +277,8 @@ __device__ __forceinline__ void copy_rows(IsWhole<kWhole>, shared_address tile, 
 }
 
 // Starts the copy of the tile's queries, rows past the last one and elements from head_dim on as zeros.
-__device__ __forceinline__ void copy_queries(const Params& params, const Tile& tile, shared_address q_tile,
-                                             const element* q) {
+__device__ __forceinline__ void copy_queries(const Params& params, const Tile& tile, shared_address q_tile) {
+    const element* q = batch_q(params, tile);
     constexpr int kRowsPerPass = kThreads / kSwizzleChunks;
     static_assert(kBlockM % kRowsPerPass == 0, "every thread copies as many rows");
     static_assert(kRowsPerPass % 8 == 0, "the rows of a thread are swizzled alike");
@@ -492,7 +505,8 @@ __device__ __forceinline__ void softmax_step(RowTiles<kBegin, kEnd>, const float
             moves |= tile_max[i][half] > rows.reference[i][half] + kSlack;
         }
     }
-    if (__any_sync(0xffffffff, moves)) {
+    moves = __any_sync(0xffffffff, moves);
+    if (moves) {
 #pragma unroll
         for (int i = kBegin; i < kEnd; ++i) {
             float correction[2];
@@ -698,8 +712,8 @@ flash_fwd_hdim64_fp16_local_packgqa_sm80(const __grid_constant__ Params params) 
                              params.seqlen_kv - block * kBlockN, params.head_dim_v);
         cp_async_commit();
     };
-    const element* first_k = params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
-    const element* first_v = params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
+    const element* first_k = head_k(params, tile);
+    const element* first_v = head_v(params, tile);
     auto k_stage = [&](int block) { return k_tiles + (block & 1) * kStageBytes; };
     auto copy_next_k = [&](const element* k, int block) {
         if (block > first_block) {
@@ -711,7 +725,7 @@ flash_fwd_hdim64_fp16_local_packgqa_sm80(const __grid_constant__ Params params) 
 
     if (threadIdx.x == 0) note_sources({first_k, first_v}, note);
     if (last_block >= first_block) {
-        copy_queries(params, tile, q_tile, params.q + tile.batch * params.q_batch_stride);
+        copy_queries(params, tile, q_tile);
         copy_k(MaybeRagged{}, first_k, k_stage(last_block), last_block);
         copy_v(MaybeRagged{}, first_v, v_tiles, last_block);
         copy_next_k(first_k, last_block);
@@ -752,12 +766,12 @@ flash_fwd_hdim64_fp16_local_packgqa_sm80(const __grid_constant__ Params params) 
     // Ranges of keys move to the right from row to row. From the last block on, blocks matter to the lower half alone, then
     // to both, then to the upper half alone; all of them to the upper half where the lower one lies past the last row.
     const int upper_last = (keys_of_some(params, tile.first_row, kRowTileStep).end + kBlockN - 1) / kBlockN - 1;
+    // Blocks that every row sees from the first key to the last, most of them, have a form of the visit that hides nothing.
+    // Masked blocks lie behind them and ahead of them: one loop around both forms, so that each stands in the code only once.
     const int lower_row = tile.first_row + kRowTileStep;
     const int lower_first = lower_row < num_rows(params)
                                 ? max(first_block, keys_of_query(params, query_of_row(params, lower_row)).begin / kBlockN)
                                 : last_block + 1;
-    // Blocks that every row sees from the first key to the last, most of them, have a form of the visit that hides nothing. Masked
-    // blocks lie behind them and ahead of them: one loop around both forms, so that each stands in the code only once.
     const KeyRange every = keys_of_every(params, tile.first_row, kBlockM);
     const int whole_end = every.end / kBlockN;
     const int whole_begin = max(lower_first, (every.begin + kBlockN - 1) / kBlockN);

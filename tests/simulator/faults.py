@@ -172,8 +172,8 @@ FAULTS = (
         PLAIN,
         WIDE,
         ("divergence", "deadlock"),
-        "if (__any_sync(0xffffffff, moves)) {",
-        "if (moves) {",
+        "    moves = __any_sync(0xffffffff, moves);\n",
+        "",
     ),
     # Registers.
     fault(
