@@ -578,7 +578,7 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
 }
 
 // Asks for what is read first to be brought into L2: the tile's queries, and a share of the keys and values of its head, which
-// tiles of other rows read as well. The share is as large a part of the keys as the tile is of the rows, or the last four blocks of
+// tiles of other rows read as well. The share is as large a part of the keys as the tile is of the rows, or the last block of
 // that. A thread takes whole rows; most threads take one, so the loops stay loops.
 __device__ __forceinline__ void prefetch_first(const Params& params, const Tile& tile) {
     const int head_bytes = params.head_dim * sizeof(element);
@@ -594,7 +594,7 @@ __device__ __forceinline__ void prefetch_first(const Params& params, const Tile&
     const int keys_begin = tile.first_row / kBlockM * share;
     const int keys_end = min(keys_begin + share, params.seqlen_kv);
 #pragma unroll 1
-    for (int key = max(keys_begin, keys_end - 4 * kBlockN) + threadIdx.x; key < keys_end; key += kThreads) {
+    for (int key = max(keys_begin, keys_end - kBlockN) + threadIdx.x; key < keys_end; key += kThreads) {
         prefetch_l2(k + key * params.k_row_stride, head_bytes);
         prefetch_l2(v + key * params.v_row_stride, params.head_dim_v * sizeof(element));
     }

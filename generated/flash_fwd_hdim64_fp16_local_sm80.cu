@@ -4,7 +4,7 @@
 //
 // axes      head_dim 64, head_dim_v 64, dtype fp16, mask_type local, gqa mha
 // tile      block_m 128, block_n 64, warps 4, groups 1, k_stages 2, min_blocks 2
-// block     128 threads, 40992 bytes of dynamic shared memory
+// block     128 threads, 41024 bytes of dynamic shared memory
 // target    sm80: sm_80 or later, at most 166912 bytes a block
 // spec      flash_fwd_sm80.yaml
 // template  flash_fwd_sm80.cu.j2
@@ -32,7 +32,7 @@ constexpr int kKOffset = kBlockM * kRowBytes;  // Q comes first, then the stages
 constexpr int kStageBytes = kBlockN * kRowBytes;
 constexpr int kVOffset = kKOffset + kKStages * kStageBytes;
 constexpr int kNoteOffset = kVOffset + kVStages * kStageBytes;
-constexpr int kNoteBytes = 32;
+constexpr int kNoteBytes = 64;
 constexpr int kSharedBytes = kNoteOffset + kNoteBytes;
 
 constexpr float kLn2 = 0.6931471805599453f;
@@ -43,7 +43,7 @@ static_assert(kHeadDimV <= kHeadDim, "rows of V and of the output fit into those
 static_assert(kRowBytes % 64 == 0, "the swizzle permutes at least four 16-byte chunks");
 static_assert(kRowTiles == 2, "each half has a matrix tile of each warp");
 static_assert(kBlockN <= kRowTileStep, "a block of keys is no wider than the rows of a half");
-static_assert(kSharedBytes == 40992, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes == 41024, "launcher and kernel agree on shared memory");
 
 struct Params {
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned

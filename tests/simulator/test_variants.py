@@ -139,3 +139,32 @@ def test_neither_the_order_of_threads_nor_their_number_changes_a_bit(compiler, f
         run(library, variant, example, seed=seed, threads=threads)
         results.append((example.out.tobytes(), example.lse.tobytes()))
     assert len(set(results)) == 1
+
+
+# Ends of windows against blocks of keys, and against both ends of the sequence.
+WINDOWS = [
+    Shape(300, 520, heads=1, window=(192, 0)),
+    Shape(300, 520, heads=1, window=(191, 0)),
+    Shape(300, 520, heads=1, window=(200, 0)),
+    Shape(400, 400, heads=1, window=(200, 0)),
+    Shape(600, 600, heads=1, window=(256, 0)),
+    Shape(400, 390, heads=1, window=(300, 50)),
+    Shape(400, 200, heads=1, window=(150, 20)),
+    Shape(700, 100, heads=1, window=(130, 10)),
+    Shape(400, 400, heads=1, window=(129, -1)),
+    Shape(129, 700, heads=1, window=(500, 30)),
+    Shape(300, 300, heads=1, window=(0, 0)),
+    Shape(300, 300, heads=1, window=(0, 100)),
+    Shape(260, 300, heads=1, window=(3, 5)),
+    Shape(200, 517, heads=1, window=(300, 300), spread=8.0),
+]
+
+
+@pytest.mark.parametrize("shape", WINDOWS, ids=lambda s: f"{s.seqlen_q}x{s.seqlen_kv} {s.window}")
+@pytest.mark.parametrize(
+    "name", ["flash_fwd_hdim32_fp16_local_sm80", "flash_fwd_hdim128_bf16_local_gqa_sm80"]
+)
+def test_ends_of_windows(name, shape, compiler, fresh_seed):
+    if VARIANTS[name].gqa == "gqa":
+        shape = dataclasses.replace(shape, heads=2, kv_heads=1)
+    simulated(VARIANTS[name], shape, fresh_seed)

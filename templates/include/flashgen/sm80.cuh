@@ -16,8 +16,6 @@ __device__ __forceinline__ void opaque(T*& pointer) {
     asm volatile("" : "+l"(pointer));
 }
 
-__device__ __forceinline__ void opaque(int& value) { asm volatile("" : "+r"(value)); }
-
 // cp.async.cg.shared.global: 16 bytes, past L1. The first `source_bytes` are read, the rest become 0; with 0 the source
 // need not be a valid address.
 __device__ __forceinline__ void cp_async_16(shared_address destination, const void* source, int source_bytes) {

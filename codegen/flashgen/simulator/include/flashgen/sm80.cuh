@@ -16,8 +16,6 @@ inline void opaque(T*& pointer) {
     static_cast<void>(pointer);
 }
 
-inline void opaque(int& value) { static_cast<void>(value); }
-
 inline void cp_async_16(shared_address destination, const void* source, int source_bytes,
                         flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     flashgen::simulator::copy_async(destination, source, 16, source_bytes, where);
