@@ -104,8 +104,9 @@ def test_early_and_late_keys_of_windows_count_once_between_them(seqlen_q, seqlen
         for row in range(seqlen_q)
     )
     if seen > 0:
-        # Whole blocks, cut into by both ends of the sequence, and no fewer than the tile has rows.
-        assert min(seen, block_m) <= most <= max(seen, block_m) + 2 * block_n + 16
+        # Whole blocks, cut into by both ends of the sequence, and no fewer than the tile has rows; of the
+        # visits to the edges little may be left.
+        assert min(seen, block_m) <= most <= max(seen, block_m) + block_m + 2 * block_n + 16
 
 
 def test_the_template_joins_the_edges_of_the_same_windows():
