@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fake_gpu import H200, Binding, Driver
-from flashgen.spec import load_spec
+from flashgen.spec.load import load_spec
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -62,7 +62,7 @@ def driver(monkeypatch):
     from cupy.cuda import runtime
     from cupy_backends.cuda.api import driver as cuda
 
-    from flashgen import dependent
+    from flashgen.runtime import dependent
 
     fake = Driver()
     monkeypatch.setattr(cuda, "launchKernel", fake.launch)
@@ -82,7 +82,8 @@ def fake_gpu(driver, monkeypatch):
     """
     import cupy
 
-    from flashgen import api, arrays, device, kernel, launch, tensormap
+    from flashgen import api
+    from flashgen.runtime import arrays, device, kernel, launch, tensormap
 
     for module, name in ((device, "device"), (launch, "device_of")):
         monkeypatch.setattr(module, name, lambda ordinal: H200)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import flashgen
-from flashgen import api, device, errors
+from flashgen import api, errors
+from flashgen.runtime import device
 
 
 @pytest.fixture(autouse=True)

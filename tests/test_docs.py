@@ -27,10 +27,10 @@ import click
 import pytest
 
 from flashgen.cli import main
-from flashgen.launch import parameters
-from flashgen.params import CTYPES
-from flashgen.schema import RESERVED, File, ParamRow, Target
-from flashgen.spec import load_specs
+from flashgen.runtime.launch import parameters
+from flashgen.spec.load import load_specs
+from flashgen.spec.params import CTYPES
+from flashgen.spec.schema import RESERVED, File, ParamRow, Target
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -215,7 +215,7 @@ def test_a_command_line_parses(arguments):
 
 
 def select_some(selection):
-    from flashgen.select import select
+    from flashgen.spec.selection import select
 
     return select([variant for spec in load_specs() for variant in spec.variants()], [selection])
 
@@ -281,9 +281,9 @@ def test_the_reference_has_the_keys_that_are_checked(title, struct):
 def test_the_reference_has_the_parameters_that_the_launcher_knows():
     import numpy as np
 
-    from flashgen.arrays import view
-    from flashgen.device import Device
-    from flashgen.problem import normalise
+    from flashgen.operators.attention import normalise
+    from flashgen.runtime.arrays import view
+    from flashgen.runtime.device import Device
 
     q = view(np.zeros((1, 1, 1, 64), np.float16), "q")
     gpu = Device(0, "sm_90", (9, 0), 132, 232448, 233472, 50 << 20, "some GPU")

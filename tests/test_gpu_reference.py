@@ -10,11 +10,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the checks of tests/gpu are written with PyTorch")
 
-from flashgen import cpu  # noqa: E402
-from flashgen.arrays import ArrayView  # noqa: E402
-from flashgen.dispatch import FAMILY  # noqa: E402
-from flashgen.problem import normalise  # noqa: E402
-from flashgen.spec import load_specs  # noqa: E402
+from flashgen.cpu.attention import attention as cpu  # noqa: E402
+from flashgen.operators.attention import normalise  # noqa: E402
+from flashgen.runtime.arrays import ArrayView  # noqa: E402
+from flashgen.schedule.dispatch import FAMILY  # noqa: E402
+from flashgen.spec.load import load_specs  # noqa: E402
 from gpu import forward_cases, reference  # noqa: E402
 from gpu.cases import (  # noqa: E402
     INPUT_LAYOUTS,

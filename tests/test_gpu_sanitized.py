@@ -7,12 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from flashgen.device import Device
-from flashgen.dispatch import runs_on
-from flashgen.launch import geometry
+from flashgen.runtime.device import Device
+from flashgen.runtime.launch import geometry
+from flashgen.schedule.dispatch import runs_on
+from flashgen.schedule.grid import tiles
+from flashgen.schedule.tensormap import expressible
 from flashgen.simulator.example import make
-from flashgen.tensormap import expressible
-from flashgen.tiling import tiles
 from gpu import sanitized
 from gpu.test_sanitizer_gpu import _CLEAN, _FOUND, TOOLS, chosen
 

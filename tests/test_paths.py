@@ -38,7 +38,8 @@ def test_an_installed_copy_finds_specs_and_renders(tmp_path):
     for name in ("specs", "templates"):
         shutil.copytree(paths.data_dir(name), package / "_data" / name)
     code = (
-        "from flashgen.spec import load_specs; from flashgen.render import render, source_digest\n"
+        "from flashgen.spec.load import load_specs\n"
+        "from flashgen.source.render import render, source_digest\n"
         "v = load_specs()[0].select(head_dim=64)[0]; print(v.spec_dir); print(source_digest(v)); render(v)"
     )
     done = subprocess.run(
@@ -51,8 +52,8 @@ def test_an_installed_copy_finds_specs_and_renders(tmp_path):
     assert done.returncode == 0, done.stderr
     spec_dir, digest = done.stdout.split()
     assert spec_dir == str(package / "_data" / "specs")
-    from flashgen.render import source_digest
-    from flashgen.spec import load_specs
+    from flashgen.source.render import source_digest
+    from flashgen.spec.load import load_specs
 
     assert digest == source_digest(load_specs()[0].select(head_dim=64)[0]), "the digest depends on the place"
 
@@ -68,7 +69,7 @@ def test_cache_dir_can_be_chosen(monkeypatch, tmp_path):
 
 def test_importing_flashgen_imports_nothing_heavy():
     code = (
-        "import sys, flashgen, flashgen.spec, flashgen.render, flashgen.generate, flashgen.paths\n"
+        "import sys, flashgen, flashgen.spec.load, flashgen.source.render, flashgen.source.generated\n"
         "print(*{'jinja2', 'click', 'rich', 'cupy', 'torch', 'numpy', 'platformdirs'} & set(sys.modules))"
     )
     source = str(Path(flashgen.__path__[0]).parent)

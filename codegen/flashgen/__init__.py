@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         SimulationError,
         SpecError,
     )
-    from flashgen.plans import Plan
+    from flashgen.runtime.plans import Plan
 
 __version__ = "0.1.0"
 
@@ -52,7 +52,7 @@ __all__ = [
     "plan",
 ]
 
-_HOMES = {"attention": "flashgen.api", "plan": "flashgen.api", "Plan": "flashgen.plans"}
+_HOMES = {"attention": "flashgen.api", "plan": "flashgen.api", "Plan": "flashgen.runtime.plans"}
 
 
 def __getattr__(name: str) -> Any:

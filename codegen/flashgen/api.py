@@ -7,14 +7,15 @@ import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from flashgen import arrays, problem
 from flashgen.errors import BadParam, DeviceTypeNotSupported
-from flashgen.plans import Plan, run_adopted
+from flashgen.operators import attention as problem
+from flashgen.runtime import arrays
+from flashgen.runtime.plans import Plan, run_adopted
 
 if TYPE_CHECKING:
-    from flashgen.plans import Runner
-    from flashgen.problem import Problem
-    from flashgen.spec import Spec
+    from flashgen.operators.attention import Problem
+    from flashgen.runtime.plans import Runner
+    from flashgen.spec.model import Spec
 
 BACKENDS = ("cuda", "cpu", "simulator")
 _ON_HOST = ("cpu", "simulator")
@@ -200,17 +201,17 @@ def backend_for(device: int | None, backend: str | None = None) -> str:
 def _runner(call: Problem, backend: str | None) -> Runner:
     chosen = backend_for(call.device, backend)
     if chosen == "cpu":
-        from flashgen.cpu import Runner
+        from flashgen.cpu.attention import Runner
 
         return Runner(call)
     folders = os.environ.get("FLASHGEN_SPECS", "")
     if chosen == "simulator":
-        from flashgen.simulator import runner
+        from flashgen.simulator import backend as runner
 
         return runner.prepare(call, _specs(folders))
-    from flashgen.device import device
-    from flashgen.dispatch import offers
-    from flashgen.launch import prepare
+    from flashgen.runtime.device import device
+    from flashgen.runtime.launch import prepare
+    from flashgen.schedule.dispatch import offers
 
     here = device(call.device)
     specs = _specs(folders, os.environ.get("FLASHGEN_TUNED", ""), here.name)
@@ -221,8 +222,8 @@ def _runner(call: Problem, backend: str | None) -> Runner:
 def _specs(folders: str, tuned: str = "", gpu: str | None = None) -> tuple[Spec, ...]:
     """The shipped specs and those in ``folders``, with what is tuned for ``gpu``; ``folders`` and ``tuned``
     are the values of FLASHGEN_SPECS and FLASHGEN_TUNED. Read once for each set of these."""
-    from flashgen import cache as caches
-    from flashgen.spec import load_specs
+    from flashgen.spec.load import load_specs
+    from flashgen.toolchain import cache as caches
 
     return load_specs(cache=caches.default(), gpu=gpu)
 

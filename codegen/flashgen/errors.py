@@ -63,7 +63,7 @@ class NoHostCompilerError(InternalError):
 class SimulationError(InternalError):
     """A kernel did in the simulator what a GPU forbids or leaves undefined.
 
-    ``check`` says what found it, one of ``flashgen.simulator.launch.CHECKS``, such as "race". ``kernel`` is
+    ``check`` says what found it, one of ``flashgen.simulator.execute.CHECKS``, such as "race". ``kernel`` is
     the variant's name; ``block``, ``thread`` and ``line``, of the rendered source, are None where the error
     has no such place. ``other_thread`` and ``other_line`` are the second party of a race.
     """
@@ -92,3 +92,11 @@ class SimulationError(InternalError):
 
 class SpecError(FlashgenError, ValueError):
     """A spec file is wrong; the message names file, line, key and what is allowed."""
+
+
+class CacheWarning(UserWarning):
+    """The disk cache is damaged or cannot be used; results stay right, only slower to come by."""
+
+
+class TunedWarning(UserWarning):
+    """A tile that was tuned on this machine no longer fits; what is shipped serves instead."""

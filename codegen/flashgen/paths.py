@@ -1,7 +1,9 @@
-"""Where flashgen's own files lie: specs, templates, the generated slice and the disk cache."""
+"""Where flashgen's own files lie: specs, templates, its code, the generated slice and the disk cache."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 from pathlib import Path
 
@@ -40,6 +42,16 @@ def specs_dir() -> Path:
 def templates_dir() -> Path:
     """The folder of the shipped templates, with ``lib/`` and ``include/flashgen/`` below it."""
     return data_dir("templates")
+
+
+@functools.cache
+def code_digest(*rooms: str) -> bytes:
+    """SHA-256 over the code of some rooms of this package, to tell apart what different versions made."""
+    digest = hashlib.sha256()
+    for room in rooms:
+        for module in sorted((_PACKAGE / room).glob("*.py")):
+            digest.update(module.name.encode() + b"\0" + module.read_bytes())
+    return digest.digest()
 
 
 def generated_dir() -> Path:

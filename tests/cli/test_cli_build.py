@@ -3,9 +3,9 @@ import re
 
 import pytest
 
-from flashgen.cache import default
-from flashgen.kernel import recall
-from flashgen.spec import load_specs
+from flashgen.spec.load import load_specs
+from flashgen.toolchain.cache import default
+from flashgen.toolchain.obtain import recall
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 ONE = ("--select", "tiny_fwd_hdim64_fp16_sm80")
@@ -38,7 +38,7 @@ def test_what_is_built_is_all_that_a_first_call_looks_for(tiny, flashgen, monkey
     def unchecked(*_):
         raise AssertionError("checked again")
 
-    monkeypatch.setattr("flashgen.specfile.check", unchecked)
+    monkeypatch.setattr("flashgen.spec.check.check", unchecked)
     spec = load_specs(cache=default())[-1]
     (variant,) = (v for v in spec.variants() if v.name == ONE[1])
     assert recall(variant, "sm_90").name == variant.name

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from flashgen.cache import CubinCache
+from flashgen.toolchain.cache import CubinCache
 
 KEYS = [f"{n:064x}" for n in range(3)]
 

@@ -3,8 +3,8 @@ import json
 import numpy as np
 import pytest
 
-from flashgen.device import Device
 from flashgen.errors import NoCompilerError, SimulationError
+from flashgen.runtime.device import Device
 from flashgen.simulator import hostcompiler
 
 
@@ -13,8 +13,8 @@ def no_gpu(tmp_path, monkeypatch):
     """Neither a GPU nor a C++ compiler."""
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("flashgen.simulator.hostcompiler.why_unavailable", lambda: "install another")
-    monkeypatch.setattr("flashgen.device.available", lambda: False)
-    monkeypatch.setattr("flashgen.device.why_unavailable", lambda: "there is none")
+    monkeypatch.setattr("flashgen.runtime.device.available", lambda: False)
+    monkeypatch.setattr("flashgen.runtime.device.why_unavailable", lambda: "there is none")
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def no_compiler(monkeypatch):
     def missing():
         raise NoCompilerError("install one")
 
-    monkeypatch.setattr("flashgen.compile.nvrtc", missing)
+    monkeypatch.setattr("flashgen.toolchain.compile.nvrtc", missing)
 
 
 @pytest.fixture
@@ -75,12 +75,12 @@ def test_a_result_that_was_never_written_is_a_failure(no_gpu, no_compiler, short
 @pytest.mark.parametrize("reason", ["no kernel runs on", "install one"])
 def test_a_gpu_that_cannot_be_used_leaves_the_cpu(no_gpu, short, flashgen, monkeypatch, reason, request):
     turing = Device(0, "sm_75", (7, 5), 40, 65536, 65536, 4 << 20, "Tesla T4")
-    monkeypatch.setattr("flashgen.device.available", lambda: True)
-    monkeypatch.setattr("flashgen.device.device", lambda ordinal: turing)
-    monkeypatch.setattr("flashgen.compile.nvrtc", lambda: None)
+    monkeypatch.setattr("flashgen.runtime.device.available", lambda: True)
+    monkeypatch.setattr("flashgen.runtime.device.device", lambda ordinal: turing)
+    monkeypatch.setattr("flashgen.toolchain.compile.nvrtc", lambda: None)
     if reason == "install one":
         request.getfixturevalue("no_compiler")
-    monkeypatch.setattr("flashgen.build.build", lambda wanted: [])
+    monkeypatch.setattr("flashgen.toolchain.build.build", lambda wanted: [])
     result = flashgen("demo", "--json")
     assert result.exit_code == 0
     found = json.loads(result.stdout)
@@ -94,8 +94,8 @@ def simulating(no_compiler, short, monkeypatch):
     reason = hostcompiler.why_unavailable()
     if reason:
         pytest.skip(reason)
-    monkeypatch.setattr("flashgen.device.available", lambda: False)
-    monkeypatch.setattr("flashgen.device.why_unavailable", lambda: "there is none")
+    monkeypatch.setattr("flashgen.runtime.device.available", lambda: False)
+    monkeypatch.setattr("flashgen.runtime.device.why_unavailable", lambda: "there is none")
 
 
 def test_with_a_host_compiler_the_cuda_is_simulated(simulating, flashgen):
@@ -111,7 +111,7 @@ def test_a_kernel_that_the_simulator_faults_is_a_failure(simulating, flashgen, m
     def fault(*arguments, **options):
         raise SimulationError("two threads race", check="race")
 
-    monkeypatch.setattr("flashgen.simulator.runner.simulate", fault)
+    monkeypatch.setattr("flashgen.simulator.backend.simulate", fault)
     result = flashgen("demo")
     assert result.exit_code == 1
     assert "two threads race !" in result.stdout

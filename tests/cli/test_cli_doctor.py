@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from flashgen.device import Device
+from flashgen.runtime.device import Device
 
 H100 = Device(0, "sm_90", (9, 0), 132, 232448, 233472, 50 << 20, "NVIDIA H100")
 TURING = Device(0, "sm_75", (7, 5), 40, 65536, 65536, 4 << 20, "Tesla T4")
@@ -17,9 +17,11 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "cache"))
 
     def pretend(device=None, smi=""):
-        monkeypatch.setattr("flashgen.device.available", lambda: device is not None)
-        monkeypatch.setattr("flashgen.device.why_unavailable", lambda: "" if device else "no such luck")
-        monkeypatch.setattr("flashgen.device.device", lambda ordinal: device)
+        monkeypatch.setattr("flashgen.runtime.device.available", lambda: device is not None)
+        monkeypatch.setattr(
+            "flashgen.runtime.device.why_unavailable", lambda: "" if device else "no such luck"
+        )
+        monkeypatch.setattr("flashgen.runtime.device.device", lambda ordinal: device)
         tool = tmp_path / "nvidia-smi"
         tool.write_text(f"#!/bin/sh\nprintf '{smi}'\n")
         tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
@@ -128,7 +130,7 @@ def test_a_library_that_breaks_when_loaded_is_reported(machine, flashgen, monkey
     def broken():
         raise RuntimeError("symbol not found")
 
-    monkeypatch.setattr("flashgen.compile.compiler_version", broken)
+    monkeypatch.setattr("flashgen.toolchain.compile.compiler_version", broken)
     code, found = examined(flashgen)
     assert code == 1
     assert [problem for problem in found["problems"] if "Error" in problem] == [

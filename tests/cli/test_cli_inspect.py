@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from flashgen.disassemble import NoDisassemblerError, mnemonics, nvdisasm
-from flashgen.render import flatten, include_dirs, render
-from flashgen.spec import load_specs
+from flashgen.source.render import flatten, include_dirs, render
+from flashgen.spec.load import load_specs
+from flashgen.toolchain.disassemble import NoDisassemblerError, mnemonics, nvdisasm
 
 NAME = "tiny_fwd_hdim64_fp16_causal_sm80"
 
@@ -133,7 +133,7 @@ def test_sass_without_a_disassembler_says_what_to_install(tiny, flashgen, monkey
     def missing():
         raise NoDisassemblerError("install it so")
 
-    monkeypatch.setattr("flashgen.disassemble.nvdisasm", missing)
+    monkeypatch.setattr("flashgen.toolchain.disassemble.nvdisasm", missing)
     result = flashgen("inspect", NAME, "--sass", "--arch", "sm_86")
     assert result.exit_code == 1
     assert "Error: install it so" in result.stderr

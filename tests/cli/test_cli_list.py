@@ -1,7 +1,7 @@
 import json
 import re
 
-from flashgen.spec import load_specs
+from flashgen.spec.load import load_specs
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 

@@ -14,8 +14,8 @@ POINT = {"head_dim": 64, "dtype": "fp16", "mask_type": "causal", "gqa": "mha", "
 def bench(tiny, edit_spec, monkeypatch):
     """The tiny family as that of the front door, on an H200 where 72 keys a block are best."""
     edit_spec("family: tiny_fwd", "family: flash_fwd")
-    monkeypatch.setattr("flashgen.device.available", lambda: True)
-    monkeypatch.setattr("flashgen.device.device", lambda ordinal: H200)
+    monkeypatch.setattr("flashgen.runtime.device.available", lambda: True)
+    monkeypatch.setattr("flashgen.runtime.device.device", lambda ordinal: H200)
     fake = FakeBench()
     fake.ms = lambda variant, case: 0.8 if dict(variant.tile)["block_n"] == 72 else 1.0
     monkeypatch.setattr("flashgen.tune.contest.build", fake.build)
@@ -140,8 +140,8 @@ def test_a_damaged_file_stops_the_command_ahead_of_the_work(bench, flashgen, tmp
 
 
 def test_without_a_gpu_the_command_says_so(tiny, flashgen, monkeypatch):
-    monkeypatch.setattr("flashgen.device.available", lambda: False)
-    monkeypatch.setattr("flashgen.device.why_unavailable", lambda: "no such luck")
+    monkeypatch.setattr("flashgen.runtime.device.available", lambda: False)
+    monkeypatch.setattr("flashgen.runtime.device.why_unavailable", lambda: "no such luck")
     result = flashgen("tune", "--select", "head_dim=64")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "tuning measures on a GPU, and no such luck" in result.stderr

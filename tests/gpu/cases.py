@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import flashgen
-from flashgen.arrays import view as view_of
-from flashgen.problem import normalise
+from flashgen.operators.attention import normalise
+from flashgen.runtime.arrays import view as view_of
 from gpu import reference
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Generator, Tensor
 
-    from flashgen.problem import Problem
+    from flashgen.operators.attention import Problem
 
     Attend = Callable[["Arrays"], tuple[Tensor, Tensor]]
 

@@ -5,9 +5,10 @@ import os
 import numpy as np
 import pytest
 
-from flashgen import cpu, device
-from flashgen.arrays import view
-from flashgen.problem import UNBOUNDED, normalise
+from flashgen.cpu.attention import attention as cpu
+from flashgen.operators.attention import UNBOUNDED, normalise
+from flashgen.runtime import device
+from flashgen.runtime.arrays import view
 
 # JAX would keep three quarters of the GPU's memory from the other libraries.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flashgen.dispatch import FAMILY
+from flashgen.schedule.dispatch import FAMILY
 from flashgen.simulator.example import Example, Shape, make
-from flashgen.spec import load_specs
+from flashgen.spec.load import load_specs
 
 if TYPE_CHECKING:
-    from flashgen.variant import Variant
+    from flashgen.spec.variant import Variant
 
 VARIANTS = {v.name: v for spec in load_specs() if spec.family == FAMILY for v in spec.variants()}
 # Few enough that a persistent block takes several tiles of the problems below.
@@ -72,9 +72,9 @@ def launch(variant: Variant, example: Example) -> None:
     """
     import cupy
 
-    from flashgen import kernel
-    from flashgen.device import device
-    from flashgen.launch import Launcher
+    from flashgen.runtime import kernel
+    from flashgen.runtime.device import device
+    from flashgen.runtime.launch import Launcher
 
     gpu = device(0)
     few = dataclasses.replace(gpu, num_sms=MULTIPROCESSORS)

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from flashgen.cli import main
-from flashgen.device import available, device, why_unavailable
+from flashgen.runtime.device import available, device, why_unavailable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not available(), reason=why_unavailable())]
 
@@ -36,7 +36,7 @@ def test_what_build_compiles_for_this_gpu_is_what_a_call_finds(flashgen):
     import cupy
 
     import flashgen as package
-    from flashgen import kernel
+    from flashgen.runtime import kernel
 
     kernel._kernels.clear()
     shape = (1, 4096, 16, 128)

@@ -9,13 +9,14 @@ import pytest
 torch = pytest.importorskip("torch", reason="the float64 reference is computed with PyTorch on the GPU")
 
 import flashgen  # noqa: E402
-from flashgen import build, kernel  # noqa: E402
-from flashgen.device import device  # noqa: E402
-from flashgen.dispatch import FAMILY, runs_on  # noqa: E402
-from flashgen.launch import Launcher  # noqa: E402
-from flashgen.plans import Plan  # noqa: E402
-from flashgen.spec import load_specs  # noqa: E402
-from flashgen.tiling import tiles  # noqa: E402
+from flashgen.runtime import kernel  # noqa: E402
+from flashgen.runtime.device import device  # noqa: E402
+from flashgen.runtime.launch import Launcher  # noqa: E402
+from flashgen.runtime.plans import Plan  # noqa: E402
+from flashgen.schedule.dispatch import FAMILY, runs_on  # noqa: E402
+from flashgen.schedule.grid import tiles  # noqa: E402
+from flashgen.spec.load import load_specs  # noqa: E402
+from flashgen.toolchain import build, obtain  # noqa: E402
 from gpu import forward_cases, reference  # noqa: E402
 from gpu.cases import Arrays, Case, Mask, check, compare, front_door, make, new_seed, problem_of  # noqa: E402
 
@@ -46,7 +47,7 @@ def compiled(request, tmp_path_factory):
         folder = folder.parent  # the cache lets its processes build each kernel once
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLASHGEN_CACHE_DIR", str(folder / "kernels"))
-        build.build([(variant, kernel.arch_for(variant, gpu)) for variant in wanted])
+        build.build([(variant, obtain.arch_for(variant, gpu)) for variant in wanted])
         yield
 
 

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from flashgen import compile as fc
-from flashgen import kernel
-from flashgen.device import available, device, why_unavailable
 from flashgen.errors import DeviceTypeNotSupported
+from flashgen.runtime import kernel
+from flashgen.runtime.device import available, device, why_unavailable
+from flashgen.toolchain import compile as fc
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not available(), reason=why_unavailable())]
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from flashgen import build, kernel
-from flashgen.device import device
-from flashgen.dispatch import runs_on
+from flashgen.runtime.device import device
+from flashgen.schedule.dispatch import runs_on
+from flashgen.toolchain import build, obtain
 from gpu.sanitized import PLANTED, VARIANTS
 from simulator.covering import covering, work
 
@@ -77,7 +77,7 @@ def kernels(tmp_path_factory):
     gpu = device(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
-        built = build.build([(variant, kernel.arch_for(variant, gpu)) for variant in chosen(gpu)])
+        built = build.build([(variant, obtain.arch_for(variant, gpu)) for variant in chosen(gpu)])
         failures = [each.failure for each in built if each.failure]
         assert not failures, "\n".join(failures)
         yield

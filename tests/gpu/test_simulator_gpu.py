@@ -12,14 +12,14 @@ import secrets
 import numpy as np
 import pytest
 
-from flashgen import kernel
-from flashgen.device import device
-from flashgen.dispatch import runs_on
-from flashgen.launch import Launcher
-from flashgen.render import render
+from flashgen.runtime import kernel
+from flashgen.runtime.device import device
+from flashgen.runtime.launch import Launcher
+from flashgen.schedule.dispatch import runs_on
 from flashgen.simulator import hostcompiler
 from flashgen.simulator.example import make, run
 from flashgen.simulator.library import load
+from flashgen.source.render import render
 from simulator.covering import VARIANTS, covering, shapes
 
 pytestmark = pytest.mark.gpu

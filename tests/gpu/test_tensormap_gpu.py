@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import flashgen
-from flashgen import kernel
-from flashgen.arrays import view
-from flashgen.device import available, device, why_unavailable
-from flashgen.launch import Launcher
-from flashgen.problem import normalise
-from flashgen.spec import load_spec, load_specs
-from flashgen.tensormap import expressible
+from flashgen.operators.attention import normalise
+from flashgen.runtime import kernel
+from flashgen.runtime.arrays import view
+from flashgen.runtime.device import available, device, why_unavailable
+from flashgen.runtime.launch import Launcher
+from flashgen.schedule.tensormap import expressible
+from flashgen.spec.load import load_spec, load_specs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not available(), reason=why_unavailable())]
 

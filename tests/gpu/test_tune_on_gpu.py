@@ -7,10 +7,10 @@ import pytest
 from click.testing import CliRunner
 
 from flashgen.cli import main
-from flashgen.device import device
-from flashgen.dispatch import preferred, runs_on
 from flashgen.paths import specs_dir
-from flashgen.spec import load_specs
+from flashgen.runtime.device import device
+from flashgen.schedule.dispatch import preferred, runs_on
+from flashgen.spec.load import load_specs
 from flashgen.tune.gpu import GpuBench, host_for
 from flashgen.tune.shapes import cases
 
@@ -41,7 +41,7 @@ def test_what_tuning_finds_is_what_a_call_gets(slow_specs, tmp_path, monkeypatch
     import cupy
 
     import flashgen
-    from flashgen import kernel
+    from flashgen.runtime import kernel
 
     q, k, v = (np.random.default_rng().standard_normal((4, 700, 32, 64), np.float32) for _ in "qkv")
     on_gpu = [cupy.asarray(x) for x in (q, k, v)]

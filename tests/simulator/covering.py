@@ -5,16 +5,16 @@ from __future__ import annotations
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from flashgen.dispatch import FAMILY
-from flashgen.params import TENSOR_MAP
+from flashgen.schedule.dispatch import FAMILY
 from flashgen.simulator.example import Shape
 from flashgen.simulator.library import supports
-from flashgen.spec import load_specs
+from flashgen.spec.load import load_specs
+from flashgen.spec.params import TENSOR_MAP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from flashgen.variant import Variant
+    from flashgen.spec.variant import Variant
 
 # The shipped forward variants that can be simulated, by name.
 VARIANTS = {

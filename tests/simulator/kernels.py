@@ -11,13 +11,13 @@ import pytest
 
 from flashgen.errors import SimulationError
 from flashgen.simulator import library
-from flashgen.simulator.launch import Report, encode, execute
+from flashgen.simulator.execute import Report, encode, execute
 from flashgen.simulator.library import Region
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from flashgen.tensormap import TensorMap
+    from flashgen.schedule.tensormap import TensorMap
 
 NAME = "kernel"
 _TYPES = {"float32": "float", "float64": "double", "bool": "bool"}

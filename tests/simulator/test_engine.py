@@ -7,7 +7,7 @@ import pytest
 
 from flashgen.errors import SimulationError
 from flashgen.simulator import library
-from flashgen.simulator.launch import execute
+from flashgen.simulator.execute import execute
 from simulator.kernels import fault, run
 
 pytestmark = pytest.mark.usefixtures("compiler")

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from flashgen.errors import SimulationError
-from flashgen.render import render
 from flashgen.simulator import hardware
 from flashgen.simulator.example import make, run
 from flashgen.simulator.library import load
+from flashgen.source.render import render
 from simulator import faults, faults_sm90
 from simulator.covering import VARIANTS
 from simulator.faults import WRONG

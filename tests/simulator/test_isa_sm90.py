@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flashgen.errors import SimulationError
-from flashgen.tensormap import TensorMap
+from flashgen.schedule.tensormap import TensorMap
 from simulator.kernels import fault, run
 
 pytestmark = pytest.mark.usefixtures("compiler")

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from flashgen.render import render
+from flashgen.source.render import render
 from simulator.covering import VARIANTS
 from simulator.kernels import run
 

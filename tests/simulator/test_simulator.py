@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 import flashgen
 from flashgen import paths
 from flashgen.api import backend_for
-from flashgen.cache import CubinCache
-from flashgen.render import render
 from flashgen.simulator import check, hardware, hostcompiler, library
 from flashgen.simulator.example import Shape, make, run
+from flashgen.simulator.execute import CHECKS, _runs, execute
 from flashgen.simulator.figures import masked_tiles
-from flashgen.simulator.launch import CHECKS, _runs, execute
+from flashgen.source.render import render
+from flashgen.toolchain.cache import CubinCache
 from simulator.covering import VARIANTS
 
 CAUSAL = VARIANTS["flash_fwd_hdim64_fp16_causal_m64_sm80"]

@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from flashgen.render import render
 from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make, run
 from flashgen.simulator.library import load
+from flashgen.source.render import render
 from simulator.covering import VARIANTS, covering, shapes, traits
 
 COVERING = covering(VARIANTS.values())

@@ -6,7 +6,7 @@ import pytest
 
 from fake_bench import FakeBench
 from fake_gpu import H200
-from flashgen.spec import load_spec
+from flashgen.spec.load import load_spec
 from flashgen.tune import contest
 from flashgen.tune.subjects import subjects
 

@@ -1,8 +1,8 @@
 """Which tiles compete."""
 
 from fake_gpu import H200
-from flashgen import tuned
-from flashgen.spec import load_spec
+from flashgen.spec import tuned
+from flashgen.spec.load import load_spec
 from flashgen.tune.candidates import fields
 from flashgen.tune.userfile import Measured, merge
 

@@ -9,8 +9,8 @@ import pytest
 from fake_gpu import H200
 from flashgen.bench.hosts import Inputs
 from flashgen.errors import InternalError
-from flashgen.simulator.runner import Runner
-from flashgen.spec import load_specs
+from flashgen.simulator.backend import Runner
+from flashgen.spec.load import load_specs
 from flashgen.tune import gpu
 from flashgen.tune.shapes import cases
 

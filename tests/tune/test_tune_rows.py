@@ -6,7 +6,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashgen.spec import as_values
+from flashgen.spec.model import as_values
 from flashgen.tune.rows import conditions, row_text
 
 DOMAIN = {

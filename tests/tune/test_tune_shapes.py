@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from fake_gpu import H200
-from flashgen.arrays import view
-from flashgen.dispatch import candidates
 from flashgen.errors import BadParam
-from flashgen.problem import normalise
-from flashgen.spec import load_specs
+from flashgen.operators.attention import normalise
+from flashgen.runtime.arrays import view
+from flashgen.schedule.dispatch import candidates
+from flashgen.spec.load import load_specs
 from flashgen.tune.shapes import DEFAULT, cases
 
 ORDINARY = [v for spec in load_specs() for v in spec.variants() if not v.tile_name and v.target != "sm86"]

@@ -7,7 +7,7 @@ import pytest
 
 from flashgen.errors import SpecError
 from flashgen.paths import specs_dir
-from flashgen.spec import load_spec
+from flashgen.spec.load import load_spec
 from flashgen.tune.specedit import edited
 from flashgen.tune.userfile import Measured
 

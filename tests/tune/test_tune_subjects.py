@@ -3,11 +3,11 @@
 import pytest
 
 from fake_gpu import H200
-from flashgen.device import Device
-from flashgen.dispatch import preferred, runs_on
 from flashgen.errors import BadParam, DeviceTypeNotSupported
-from flashgen.select import select
-from flashgen.spec import load_specs
+from flashgen.runtime.device import Device
+from flashgen.schedule.dispatch import preferred, runs_on
+from flashgen.spec.load import load_specs
+from flashgen.spec.selection import select
 from flashgen.tune.subjects import subjects
 
 L40S = Device(0, "sm_89", (8, 9), 142, 101376, 102400, 96 << 20, "NVIDIA L40S")

@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from fake_gpu import H200
-from flashgen import tuned
 from flashgen.errors import SpecError
-from flashgen.spec import load_spec
+from flashgen.spec import tuned
+from flashgen.spec.load import load_spec
 from flashgen.tune.userfile import Measured, merge
 
 TILE = {"block_m": 64, "block_n": 96, "warps": 4, "stages": 2, "min_blocks": 1}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashgen.errors import BadParam
-from flashgen.problem import ELEMENT_BYTES
+from flashgen.operators.attention import ELEMENT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

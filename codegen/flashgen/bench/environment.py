@@ -68,8 +68,8 @@ def _commit() -> str | None:
 
 
 def _nvrtc() -> str | None:
-    from flashgen.compile import compiler_version
     from flashgen.errors import NoCompilerError
+    from flashgen.toolchain.compile import compiler_version
 
     try:
         return compiler_version()
@@ -89,7 +89,7 @@ def _torch() -> dict[str, Any]:
 
 def gpu() -> dict[str, Any]:
     """The current device and its driver; None for each where there is no device."""
-    from flashgen import device
+    from flashgen.runtime import device
 
     if not device.available():
         return {"gpu": None, "arch": None, "sms": None, "driver": None}

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from flashgen.device import device
 from flashgen.errors import DeviceTypeNotSupported
+from flashgen.runtime.device import device
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,8 +21,8 @@ from flashgen.cli.options import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flashgen.build import Built
-    from flashgen.variant import Variant
+    from flashgen.spec.variant import Variant
+    from flashgen.toolchain.build import Built
 
 _FAILURES_SHOWN = 3
 
@@ -99,8 +99,8 @@ def command(
     Ends with a table: variant, architecture, registers, bytes of spilled registers, shared memory, and the
     seconds that it took, or that it was in the cache.
     """
-    from flashgen import cache as caches
     from flashgen.cli.output import counted, print_json
+    from flashgen.toolchain import cache as caches
 
     whole = not selections and slice_ != "all"
     # What is compiled ahead is there for a first call, which looks for the checked specs as well.
@@ -135,8 +135,8 @@ def _write(variants: Sequence[Variant], out: Path | None, whole: bool) -> list[s
 
     Returns the names of the files that changed or went away.
     """
-    from flashgen.generate import generated_files, write_generated
     from flashgen.paths import checkout, generated_dir
+    from flashgen.source.generated import generated_files, write_generated
 
     files = generated_files(variants)
     if out is None and not (whole and checkout()):
@@ -148,8 +148,8 @@ def _write(variants: Sequence[Variant], out: Path | None, whole: bool) -> list[s
 def _check(variants: Sequence[Variant], whole: bool, out: Path | None, as_json: bool) -> None:
     """Compare, say how they differ, and exit with 1 if they do."""
     from flashgen.cli.output import counted, print_json
-    from flashgen.generate import diff_generated, generated_files
     from flashgen.paths import generated_dir
+    from flashgen.source.generated import diff_generated, generated_files
 
     folder = out or generated_dir()
     found = diff_generated(generated_files(variants), folder, complete=whole)
@@ -169,8 +169,8 @@ def _check(variants: Sequence[Variant], whole: bool, out: Path | None, as_json: 
 
 
 def _compile(variants: Sequence[Variant], archs: Sequence[str], jobs: int | None) -> list[Built]:
-    from flashgen.build import build, pairs
     from flashgen.cli.progress import progress
+    from flashgen.toolchain.build import build, pairs
 
     wanted = pairs(variants, archs)
     with progress(len(wanted)) as step:

@@ -30,8 +30,8 @@ def command() -> None:
 @json_option
 def info(as_json: bool) -> None:
     """Where the cache is, how full, and whether it can be written."""
-    from flashgen.cache import CubinCache
     from flashgen.cli.output import print_json, print_pairs, size
+    from flashgen.toolchain.cache import CubinCache
 
     found = CubinCache().info()
     if as_json:
@@ -56,8 +56,8 @@ def verify(as_json: bool) -> None:
 
     Damaged ones are removed, and built again when they are needed. Exit code 1 when there was one.
     """
-    from flashgen.cache import CubinCache
     from flashgen.cli.output import print_json
+    from flashgen.toolchain.cache import CubinCache
 
     report = CubinCache().verify()
     if as_json:
@@ -75,8 +75,8 @@ def verify(as_json: bool) -> None:
 @json_option
 def clear(yes: bool, as_json: bool) -> None:
     """Remove every entry. Kernels that a running process has loaded keep working."""
-    from flashgen.cache import CubinCache
     from flashgen.cli.output import print_json
+    from flashgen.toolchain.cache import CubinCache
 
     cache = CubinCache()
     if not yes:

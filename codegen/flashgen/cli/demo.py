@@ -14,10 +14,10 @@ from flashgen.cli.options import json_option, load_variants
 if TYPE_CHECKING:
     import numpy as np
 
-    from flashgen.build import Built
-    from flashgen.device import Device
-    from flashgen.problem import Problem
-    from flashgen.variant import Variant
+    from flashgen.operators.attention import Problem
+    from flashgen.runtime.device import Device
+    from flashgen.spec.variant import Variant
+    from flashgen.toolchain.build import Built
 
 _REPEATS = 10
 
@@ -72,11 +72,11 @@ def command(as_json: bool) -> None:
     attention runs on the CPU, and one small problem runs the generated CUDA in the simulator, if there is a
     C++ compiler.
     """
-    from flashgen.build import build
     from flashgen.cli.kernels import places, print_kernels
     from flashgen.cli.output import print_json
     from flashgen.errors import NoCompilerError
-    from flashgen.kernel import arch_for
+    from flashgen.toolchain.build import build
+    from flashgen.toolchain.obtain import arch_for
 
     gpu, why = _place()
     report: dict[str, Any] = {"place": gpu.name if gpu else "CPU", "why": why, "no_compiler": ""}
@@ -125,10 +125,10 @@ class Call:
 
 def _place() -> tuple[Device | None, str]:
     """The GPU that attention() can use, or None and why there is none."""
-    from flashgen.compile import nvrtc
-    from flashgen.device import available, device, why_unavailable
-    from flashgen.dispatch import runs_on
     from flashgen.errors import NoCompilerError
+    from flashgen.runtime.device import available, device, why_unavailable
+    from flashgen.schedule.dispatch import runs_on
+    from flashgen.toolchain.compile import nvrtc
 
     if not available():
         return None, why_unavailable()
@@ -146,10 +146,10 @@ def _call(case: Case, gpu: Device | None) -> Call:
     """Fresh inputs, and the variant that dispatch takes on this GPU, or by its axes where there is none."""
     import numpy as np
 
-    from flashgen.arrays import view
-    from flashgen.dispatch import select as dispatch
-    from flashgen.problem import normalise
-    from flashgen.select import find_by_axes
+    from flashgen.operators.attention import normalise
+    from flashgen.runtime.arrays import view
+    from flashgen.schedule.dispatch import select as dispatch
+    from flashgen.spec.selection import find_by_axes
 
     tokens = case.tokens if gpu else _CPU_TOKENS
     rng = np.random.default_rng()

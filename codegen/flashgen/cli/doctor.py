@@ -20,8 +20,8 @@ from flashgen.cli.output import counted, size
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flashgen.device import Device
-    from flashgen.variant import Variant
+    from flashgen.runtime.device import Device
+    from flashgen.spec.variant import Variant
 
 # Import name of a library -> distributions that provide it.
 _LIBRARIES = {
@@ -145,8 +145,8 @@ def _gpus(report: Report) -> list[dict[str, Any]]:
 
 def _compiler(report: Report) -> dict[str, Any]:
     """NVRTC, tried on a kernel that includes one of CUDA's own headers."""
-    from flashgen.compile import compile_cubin, compiler_version, supported_archs
     from flashgen.errors import FlashgenError
+    from flashgen.toolchain.compile import compile_cubin, compiler_version, supported_archs
 
     probe = (
         '#include <cuda_fp16.h>\nextern "C" __global__ void probe(__half* x) { *x = __float2half(1.0f); }\n'
@@ -168,8 +168,8 @@ def _compiler(report: Report) -> dict[str, Any]:
 
 
 def _disassembler(report: Report) -> dict[str, Any]:
-    from flashgen.disassemble import nvdisasm
     from flashgen.errors import FlashgenError
+    from flashgen.toolchain.disassemble import nvdisasm
 
     try:
         return {"path": str(nvdisasm()), "why": None}
@@ -196,7 +196,7 @@ def _simulator(report: Report) -> dict[str, Any]:
 
 
 def _specs(report: Report) -> dict[str, Any]:
-    from flashgen.spec import load_specs
+    from flashgen.spec.load import load_specs
 
     specs = load_specs()
     return {
@@ -209,10 +209,11 @@ def _tuned(report: Report) -> dict[str, Any]:
     """The tiles that were tuned on the first GPU; one that no longer fits is a problem."""
     import warnings
 
+    from flashgen.errors import TunedWarning
     from flashgen.paths import tuned_dir
-    from flashgen.spec import load_specs
-    from flashgen.tuned import TunedWarning, path_for, present_gpu
-    from flashgen.variant import TUNED_TILE
+    from flashgen.spec.load import load_specs
+    from flashgen.spec.tuned import path_for, present_gpu
+    from flashgen.spec.variant import TUNED_TILE
 
     gpu = present_gpu()
     if gpu is None:
@@ -232,7 +233,7 @@ def _tuned(report: Report) -> dict[str, Any]:
 
 
 def _cache(report: Report) -> dict[str, Any]:
-    from flashgen.cache import CubinCache
+    from flashgen.toolchain.cache import CubinCache
 
     info = CubinCache().info()
     if info.problem:
@@ -269,8 +270,8 @@ def _host_path(report: Report) -> dict[str, Any]:
 
 def _gpu_path(report: Report) -> dict[str, Any]:
     from flashgen.api import backend_for
-    from flashgen.device import available, device, why_unavailable
     from flashgen.errors import FlashgenError
+    from flashgen.runtime.device import available, device, why_unavailable
 
     gpus = report.facts["gpus"] or []
     if not available():
@@ -302,10 +303,10 @@ def _typical_variant(here: Device) -> Variant:
     """What dispatch takes for a causal fp16 call of 4,096 tokens, 16 heads and head_dim 128."""
     import numpy as np
 
-    from flashgen.arrays import view
     from flashgen.cli.options import load_variants
-    from flashgen.dispatch import select
-    from flashgen.problem import normalise
+    from flashgen.operators.attention import normalise
+    from flashgen.runtime.arrays import view
+    from flashgen.schedule.dispatch import select
 
     q = view(np.empty((1, 4096, 16, 128), np.float16), "q")  # never touched, so no memory behind it
     return select(normalise(q, q, q, causal=True), here, load_variants(None))

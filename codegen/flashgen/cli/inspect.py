@@ -12,7 +12,7 @@ from flashgen.cli.options import Architecture, json_option, load_variants, specs
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from flashgen.variant import Variant
+    from flashgen.spec.variant import Variant
 
 # View -> the lexer that colours it.
 _LEXERS = {"source": "cuda", "flat": "cuda", "ptx": "ptx", "sass": "gas"}
@@ -103,7 +103,7 @@ def command(
 def _resolve(name: str | None, axes: dict[str, str | int | None], specs: Path | None) -> Variant:
     """The variant that NAME or the axes mean."""
     from flashgen.cli.output import note
-    from flashgen.select import find_by_axes, find_one
+    from flashgen.spec.selection import find_by_axes, find_one
 
     wanted = {key: str(value) for key, value in axes.items() if value is not None}
     if name and wanted:
@@ -129,9 +129,9 @@ def _described(variant: Variant) -> dict[str, Any]:
 
 def _card(variant: Variant) -> list[tuple[str, str]]:
     """What the variant is, for a person."""
+    from flashgen.arch import range_of
     from flashgen.cli.kernels import places
-    from flashgen.device import range_of
-    from flashgen.params import layout
+    from flashgen.source.params import layout
 
     files = places(variant)
     smem = f"{variant.smem_bytes:,} bytes of dynamic shared memory, of at most {variant.max_smem:,}"
@@ -149,7 +149,7 @@ def _card(variant: Variant) -> list[tuple[str, str]]:
 
 
 def _source(variant: Variant, flat: bool) -> str:
-    from flashgen.render import flatten, include_dirs, render
+    from flashgen.source.render import flatten, include_dirs, render
 
     text = render(variant)
     return flatten(text, include_dirs(variant)) if flat else text
@@ -157,7 +157,7 @@ def _source(variant: Variant, flat: bool) -> str:
 
 def _arch(variant: Variant, asked: str) -> str:
     """What `flashgen build` compiles the variant for where that architecture is asked for."""
-    from flashgen.build import pairs
+    from flashgen.toolchain.build import pairs
 
     ((_, arch),) = pairs([variant], [asked])
     return arch
@@ -165,9 +165,9 @@ def _arch(variant: Variant, asked: str) -> str:
 
 def _default_arch(variant: Variant) -> str:
     """This machine's GPU where the variant runs on it, else the first architecture of the spec."""
-    from flashgen.device import available, device
-    from flashgen.dispatch import runs_on
-    from flashgen.kernel import arch_for
+    from flashgen.runtime.device import available, device
+    from flashgen.schedule.dispatch import runs_on
+    from flashgen.toolchain.obtain import arch_for
 
     if available() and runs_on(variant, device(0)):
         return arch_for(variant, device(0))
@@ -175,25 +175,25 @@ def _default_arch(variant: Variant) -> str:
 
 
 def _ptx(variant: Variant, arch: str) -> str:
-    from flashgen.compile import compile_ptx
-    from flashgen.render import headers, include_dirs, render
+    from flashgen.source.render import headers, include_dirs, render
+    from flashgen.toolchain.compile import compile_ptx
 
     source = render(variant)
     return compile_ptx(source, variant.name, arch, variant.options, headers(source, include_dirs(variant)))
 
 
 def _sass(variant: Variant, arch: str) -> str:
-    from flashgen.disassemble import sass
-    from flashgen.kernel import obtain
+    from flashgen.toolchain.disassemble import sass
+    from flashgen.toolchain.obtain import obtain
 
     return sass(obtain(variant, arch)[0].cubin)
 
 
 def _resources(variant: Variant, arch: str, as_json: bool) -> None:
-    from flashgen.build import build
     from flashgen.cli.output import print_json, print_pairs
-    from flashgen.disassemble import NoDisassemblerError, sass, summary
     from flashgen.errors import CompileError
+    from flashgen.toolchain.build import build
+    from flashgen.toolchain.disassemble import NoDisassemblerError, sass, summary
 
     (built,) = build([(variant, arch)])
     made = built.compiled

@@ -11,8 +11,8 @@ from flashgen.cli.output import Column, kilobytes, print_table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flashgen.build import Built
-    from flashgen.variant import Variant
+    from flashgen.spec.variant import Variant
+    from flashgen.toolchain.build import Built
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Places:
 def places(variant: Variant) -> Places:
     """Where a variant comes from."""
     from flashgen.paths import checkout
-    from flashgen.render import search_path
+    from flashgen.source.render import search_path
 
     folders = [Path(folder) for folder in search_path(variant)]
     template = next((path for folder in folders if (path := folder / variant.template).is_file()), None)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import click
 
 from flashgen.cli.options import chosen_variants, json_option, select_option, specs_option
-from flashgen.variant import TUNED_TILE
+from flashgen.spec.variant import TUNED_TILE
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from flashgen.variant import Variant
+    from flashgen.spec.variant import Variant
 
 
 @click.command(

@@ -11,8 +11,8 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flashgen.cache import CubinCache
-    from flashgen.variant import Variant
+    from flashgen.spec.variant import Variant
+    from flashgen.toolchain.cache import CubinCache
 
 NATIVE = "native"
 
@@ -57,7 +57,7 @@ class Architecture(click.ParamType):
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The name that nvcc uses, such as sm_90."""
         if value == NATIVE:
-            from flashgen.device import available, device, why_unavailable
+            from flashgen.runtime.device import available, device, why_unavailable
 
             if not available():
                 self.fail(f"there is no GPU to be native to: {why_unavailable()}", param, ctx)
@@ -74,8 +74,8 @@ def load_variants(specs: Path | None, cache: CubinCache | None = None) -> tuple[
 
     ``cache`` keeps the checked specs for the calls to come.
     """
-    from flashgen.spec import load_specs
-    from flashgen.tuned import present_gpu
+    from flashgen.spec.load import load_specs
+    from flashgen.spec.tuned import present_gpu
 
     loaded = load_specs(specs, cache, present_gpu())
     return tuple(variant for spec in loaded for variant in spec.variants())
@@ -85,6 +85,6 @@ def chosen_variants(
     specs: Path | None, selections: Sequence[str], cache: CubinCache | None = None
 ) -> tuple[Variant, ...]:
     """The variants that --specs and --select leave; ``cache`` as in `load_variants`."""
-    from flashgen.select import select
+    from flashgen.spec.selection import select
 
     return select(load_variants(specs, cache), selections)

@@ -16,8 +16,8 @@ from flashgen.cli.options import json_option, load_variants, specs_option
 
 if TYPE_CHECKING:
     from flashgen.simulator.example import Example
-    from flashgen.simulator.launch import Access, Report
-    from flashgen.variant import Variant
+    from flashgen.simulator.execute import Access, Report
+    from flashgen.spec.variant import Variant
 
 _GAP = 128  # bytes between rows: they begin at a cache line where they would without it
 _KINDS = {
@@ -102,9 +102,9 @@ def command(
     divergent warps are errors that name block, thread and source line.
     """
     from flashgen.cli.output import print_json
-    from flashgen.select import find_one
     from flashgen.simulator.example import Shape
     from flashgen.simulator.library import supports
+    from flashgen.spec.selection import find_one
 
     variant = find_one(load_variants(specs), name)
     if not supports(variant):
@@ -130,11 +130,11 @@ def _run(
     import numpy as np
 
     from flashgen.errors import SimulationError
-    from flashgen.render import render
     from flashgen.simulator.example import make, run
     from flashgen.simulator.figures import masked_tiles
     from flashgen.simulator.hardware import pretend_for
     from flashgen.simulator.library import load, load_in
+    from flashgen.source.render import render
 
     source = render(variant)
     device = pretend_for(variant)

@@ -130,10 +130,10 @@ def _subjects(
     selections: Sequence[str], specs: Path | None, spec_file: Path | None
 ) -> tuple[Any, list[Subject]]:
     """The GPU, and what is to be tuned on it."""
-    from flashgen import device
     from flashgen.errors import DeviceTypeNotSupported
-    from flashgen.select import select
-    from flashgen.spec import load_spec, load_specs
+    from flashgen.runtime import device
+    from flashgen.spec.load import load_spec, load_specs
+    from flashgen.spec.selection import select
     from flashgen.tune.subjects import subjects
 
     if not device.available():

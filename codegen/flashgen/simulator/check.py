@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flashgen.problem import UNBOUNDED
+from flashgen.operators.attention import UNBOUNDED
 
 if TYPE_CHECKING:
-    from flashgen.problem import Problem
+    from flashgen.operators.attention import Problem
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flashgen.arrays import ArrayView
 from flashgen.errors import BadParam
-from flashgen.problem import UNBOUNDED, Problem, normalise
+from flashgen.operators.attention import UNBOUNDED, Problem, normalise
+from flashgen.runtime.arrays import ArrayView
 from flashgen.simulator import hardware
 from flashgen.simulator.check import Verdict, bfloat16_bits, judge
-from flashgen.simulator.launch import simulate
+from flashgen.simulator.execute import simulate
 
 if TYPE_CHECKING:
-    from flashgen.device import Device
-    from flashgen.simulator.launch import Report
+    from flashgen.runtime.device import Device
+    from flashgen.simulator.execute import Report
     from flashgen.simulator.library import Library
-    from flashgen.variant import Variant
+    from flashgen.spec.variant import Variant
 
 Window = tuple[int, int]
 

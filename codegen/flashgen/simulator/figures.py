@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flashgen.schedule.grid import WARPGROUP_ROWS, heads, rows, rows_together, tiles
 from flashgen.simulator.check import visible_keys
-from flashgen.tiling import WARPGROUP_ROWS, heads, rows, rows_together, tiles
 
 if TYPE_CHECKING:
-    from flashgen.problem import Problem
-    from flashgen.simulator.launch import Report
-    from flashgen.variant import Variant
+    from flashgen.operators.attention import Problem
+    from flashgen.simulator.execute import Report
+    from flashgen.spec.variant import Variant
 
 # Matrix instructions of a warp that one product takes, and the depth of one.
 _PRODUCTS = {"fp16": (1, 16), "bf16": (1, 16), "fp32": (3, 8)}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from flashgen.device import Device
 from flashgen.errors import BadParam
+from flashgen.runtime.device import Device
 
 if TYPE_CHECKING:
-    from flashgen.variant import Variant
+    from flashgen.spec.variant import Variant
 
 DEFAULT_ARCH = "sm_80"
 ARCH_VARIABLE = "FLASHGEN_SIMULATOR_ARCH"

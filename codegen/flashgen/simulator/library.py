@@ -19,16 +19,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flashgen import cache as caches
 from flashgen.errors import InternalError
 from flashgen.simulator import hostcompiler
+from flashgen.toolchain import cache as caches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from flashgen.cache import CubinCache
     from flashgen.simulator.hostcompiler import HostCompiler
-    from flashgen.variant import Variant
+    from flashgen.spec.variant import Variant
+    from flashgen.toolchain.cache import CubinCache
 
 ABI = 4
 HERE = Path(__file__).resolve().parent

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashgen.errors import SpecError
-from flashgen.spec import Entry, Spec
-from flashgen.specfile import examine
-from flashgen.tunedfile import TunedRow, combine
-from flashgen.variant import TUNED_TILE
+from flashgen.spec.check import examine
+from flashgen.spec.model import Entry, Spec
+from flashgen.spec.tunedrows import TunedRow, combine
+from flashgen.spec.variant import TUNED_TILE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from flashgen.spec.variant import Variant
     from flashgen.tune.subjects import Subject
-    from flashgen.variant import Variant
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from flashgen.build import build
 from flashgen.errors import InternalError
+from flashgen.toolchain.build import build
 from flashgen.tune.candidates import Dropped
 from flashgen.tune.ranking import Trial, rank
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
     from flashgen.bench.cases import Case
     from flashgen.bench.timing import Timing
-    from flashgen.build import Built
+    from flashgen.spec.variant import Variant
+    from flashgen.toolchain.build import Built
     from flashgen.tune.candidates import Field
     from flashgen.tune.ranking import Ranking
-    from flashgen.variant import Variant
 
 
 class Bench(Protocol):

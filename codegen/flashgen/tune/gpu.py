@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flashgen import kernel
-from flashgen.arrays import view
 from flashgen.bench import check
 from flashgen.bench.cases import Case
 from flashgen.bench.hosts import CupyHost, TorchHost
 from flashgen.bench.timing import graph_step, rotation, stream_step, time_interleaved
 from flashgen.errors import BadParam, InternalError
-from flashgen.launch import prepare
-from flashgen.plans import Plan
-from flashgen.problem import normalise
+from flashgen.operators.attention import normalise
+from flashgen.runtime import kernel
+from flashgen.runtime.arrays import view
+from flashgen.runtime.launch import prepare
+from flashgen.runtime.plans import Plan
 from flashgen.simulator.check import bfloat16_bits, judge
+from flashgen.toolchain import obtain
 from flashgen.tune.contest import label
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
     from flashgen.bench.hosts import Host, Inputs
     from flashgen.bench.timing import Step, Timing
-    from flashgen.device import Device
-    from flashgen.variant import Variant
+    from flashgen.runtime.device import Device
+    from flashgen.spec.variant import Variant
 
 # The problem of the check: no multiple of any tile, and more than one of each.
 _SEQLEN_Q, _SEQLEN_KV = 333, 517
@@ -56,7 +57,7 @@ class GpuBench:
         self._rounds, self._sample_ms, self._seed = rounds, sample_ms, seed
 
     def arch(self, variant: Variant) -> str:
-        return kernel.arch_for(variant, self._device)
+        return obtain.arch_for(variant, self._device)
 
     def wrong(self, variant: Variant) -> str:
         """Compare a ragged problem with float64, all elements, by the criterion of ``judge``; then run it

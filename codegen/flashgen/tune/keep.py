@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flashgen import __version__, atomic
+from flashgen import __version__
 from flashgen.bench import environment
-from flashgen.compile import compiler_version
+from flashgen.toolchain import atomic
+from flashgen.toolchain.compile import compiler_version
 from flashgen.tune.specedit import edited
 from flashgen.tune.userfile import Measured, Written, merge
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from flashgen.spec import Point, Spec
+    from flashgen.spec.model import Point, Spec
     from flashgen.tune.ranking import Ranking
 
 

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
     from flashgen.bench.cases import Case
     from flashgen.bench.timing import Timing
-    from flashgen.build import Built
+    from flashgen.spec.variant import Variant
+    from flashgen.toolchain.build import Built
     from flashgen.tune.candidates import Dropped
     from flashgen.tune.subjects import Subject
-    from flashgen.variant import Variant
 
 # What a tile must gain over the ordinary one to take its place. Below, the gain may be noise.
 MIN_GAIN = 1.01

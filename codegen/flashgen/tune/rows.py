@@ -9,7 +9,7 @@ import yaml
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from flashgen.spec import Point
+    from flashgen.spec.model import Point
 
 
 def row_text(members: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from flashgen.errors import BadParam
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flashgen.variant import Variant
+    from flashgen.spec.variant import Variant
 
 DEFAULT = ("1k", "4k", "16k")
 TOKENS = 16_384

@@ -11,8 +11,8 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.errors import SpecError
-from flashgen.spec import as_values
-from flashgen.specfile import examine
+from flashgen.spec.check import examine
+from flashgen.spec.model import as_values
 from flashgen.tune.rows import conditions, row_text
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     import yaml
 
-    from flashgen.spec import Content, Point
-    from flashgen.specfile import Checked
+    from flashgen.spec.check import Checked
+    from flashgen.spec.model import Content, Point
     from flashgen.tune.userfile import Measured
 
 Tile = tuple[tuple[str, int], ...]

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flashgen.dispatch import FAMILY, preferred, runs_on
 from flashgen.errors import BadParam, DeviceTypeNotSupported
-from flashgen.variant import TUNED_TILE
+from flashgen.schedule.dispatch import FAMILY, preferred, runs_on
+from flashgen.spec.variant import TUNED_TILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from flashgen.device import Device
-    from flashgen.spec import Point, Spec
-    from flashgen.variant import Variant
+    from flashgen.runtime.device import Device
+    from flashgen.spec.model import Point, Spec
+    from flashgen.spec.variant import Variant
 
 
 @dataclass(frozen=True)

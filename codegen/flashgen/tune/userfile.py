@@ -6,18 +6,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from filelock import FileLock
 
-from flashgen import atomic, tunedfile
-from flashgen.specfile import examine
+from flashgen.spec import tunedrows
+from flashgen.spec.check import examine
+from flashgen.spec.tuned import Tuned, path_for
+from flashgen.toolchain import atomic
 from flashgen.tune.rows import row_text
-from flashgen.tuned import Tuned, path_for
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
     from pathlib import Path
 
-    from flashgen.spec import Point, Spec
-    from flashgen.tunedfile import TunedRow
+    from flashgen.spec.model import Point, Spec
+    from flashgen.spec.tunedrows import TunedRow
 
 
 class Measured(NamedTuple):
@@ -69,7 +70,7 @@ def merge(
 def read(
     spec: Spec, gpu: str, folder: str | os.PathLike[str] | None = None
 ) -> tuple[list[TunedRow], list[str]]:
-    """The rows that the file has now, if there is one, and what is wrong with others; see `tunedfile.read`.
+    """The rows that the file has now, if there is one, and what is wrong with others; see `tunedrows.read`.
 
     Raises SpecError for a file that is damaged or another GPU's.
     """
@@ -77,7 +78,7 @@ def read(
     if not path.exists():
         return [], []
     checked = examine(spec.path, spec.text)
-    return tunedfile.read(Tuned(path, gpu, path.read_bytes()), checked.file, checked.content, checked.table)
+    return tunedrows.read(Tuned(path, gpu, path.read_bytes()), checked.file, checked.content, checked.table)
 
 
 def _members(point: Mapping[str, Any], row: Measured) -> dict[str, Any]:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from flashgen.bench.cases import Case
     from flashgen.bench.hosts import Inputs
     from flashgen.bench.peers.base import Run
-    from flashgen.plans import Plan
+    from flashgen.runtime.plans import Plan
 
 
 class Flashgen:
@@ -24,7 +24,7 @@ class Flashgen:
         self._grouping = grouping
 
     def unavailable(self) -> str | None:
-        from flashgen import device
+        from flashgen.runtime import device
 
         return None if device.available() else device.why_unavailable()
 
@@ -59,11 +59,11 @@ class Flashgen:
 
 def _pinned(plan: Plan, inputs: Inputs, grouping: str) -> Plan:
     """The same plan with the best variant of one grouping, whatever dispatch would take."""
-    from flashgen.device import device
-    from flashgen.dispatch import offers
-    from flashgen.launch import prepare
-    from flashgen.plans import Plan
-    from flashgen.spec import load_specs
+    from flashgen.runtime.device import device
+    from flashgen.runtime.launch import prepare
+    from flashgen.runtime.plans import Plan
+    from flashgen.schedule.dispatch import offers
+    from flashgen.spec.load import load_specs
 
     problem = plan.problem
     here = device(problem.device)

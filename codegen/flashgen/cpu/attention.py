@@ -1,0 +1,238 @@
+"""Attention on the CPU: blockwise online softmax over BLAS, with the contract of ``problem.py``. Also the
+tests' reference.
+
+Rows of queries are cut into blocks, and for each the keys are walked in blocks with a running maximum and
+sum, as in Milakov and Gimelshein, https://arxiv.org/abs/1805.02867; memory beyond inputs and outputs is that
+of one block of scores for each thread. The query heads of one kv head share a block.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+from threadpoolctl import ThreadpoolController
+
+from flashgen.errors import BadParam
+from flashgen.operators.attention import UNBOUNDED
+from flashgen.runtime.arrays import host_array
+
+if TYPE_CHECKING:
+    from flashgen.operators.attention import Problem
+    from flashgen.runtime.arrays import Pointers
+    from flashgen.runtime.plans import Arrays, Work
+
+BLOCK_ROWS = 512
+BLOCK_KEYS = 256
+# Below this many multiplications, starting threads costs more than they save.
+_PARALLEL_WORK = 1 << 27
+
+
+class _SharedLimit:
+    """Keeps BLAS to one thread while any call is inside: the blocks are what runs in parallel.
+
+    The setting is the process's, so calls that overlap must not each save and restore it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._limit = ThreadpoolController().limit(limits=1, user_api="blas")
+                self._limit.__enter__()
+            self._inside += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                self._limit.__exit__(*exception)
+
+
+_ONE_BLAS_THREAD = _SharedLimit()
+
+
+class Runner:
+    """Computes one problem at once, in the calling thread and helpers; see ``plans.Runner``."""
+
+    variant = None
+    source = ""
+    workspace_bytes = 0
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+
+    def at(self, pointers: Pointers) -> Work:
+        return self._run
+
+    def _run(self, arrays: Arrays, stream: int) -> None:
+        q, k, v, mask, out, lse = (None if x is None else host_array(x) for x in arrays)
+        for name, written in (("out", out), ("lse", lse)):
+            if written is not None and not written.flags.writeable:
+                raise BadParam(f"{name} is read-only; pass an array that can be written to")
+        attention(self._problem, q, k, v, mask, out=out, lse=lse)
+
+
+def attention(
+    problem: Problem,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    mask: np.ndarray | None = None,
+    *,
+    dtype: type[np.floating] = np.float32,
+    out: np.ndarray | None = None,
+    lse: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """``(out, lse)`` of a problem, computed in ``dtype``: float32, or float64 for a reference.
+
+    q, k, v and mask have the shapes of the contract; bfloat16 elements are of ml_dtypes, or their bits in
+    uint16. ``out`` (``problem.out_shape``; rounded to its own dtype, or to bfloat16 bits where q has these)
+    and ``lse`` receive the results; where they are missing, arrays of ``dtype`` are made.
+    """
+    if out is None:
+        out = np.empty(problem.out_shape, dtype)
+    if lse is None:
+        lse = np.empty(problem.lse_shape, dtype)
+    q4, k4, v4, out4 = (_bits(x) if problem.batched else _bits(x)[None] for x in (q, k, v, out))
+    lse3 = lse if problem.batched else lse[None]
+    if mask is not None:
+        full = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_kv)
+        mask = np.broadcast_to(mask, full)
+    block = max(1, BLOCK_ROWS // problem.group_size)
+    tasks = [
+        (batch, head, start, min(start + block, problem.seqlen_q))
+        for batch in range(problem.batch)
+        for head in range(problem.num_heads_kv)
+        for start in range(0, problem.seqlen_q, block)
+    ]
+    attend = partial(_attend, problem, q4, k4, v4, mask, out4, lse3, dtype)
+    pairs = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_kv
+    work = pairs * (problem.head_dim + problem.head_dim_v)
+    threads = min(len(tasks), _cores())
+    if threads < 2 or work < _PARALLEL_WORK:
+        for task in tasks:
+            attend(task)
+    else:
+        with _ONE_BLAS_THREAD, ThreadPoolExecutor(threads) as pool:
+            for _ in pool.map(attend, tasks):
+                pass
+    return out, lse
+
+
+@np.errstate(all="ignore")
+def _attend(
+    problem: Problem,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    mask: np.ndarray | None,
+    out: np.ndarray,
+    lse: np.ndarray,
+    dtype: type[np.floating],
+    task: tuple[int, int, int, int],
+) -> None:
+    """One block of query rows of the heads that share one kv head."""
+    batch, kv_head, start, stop = task
+    group, rows = problem.group_size, stop - start
+    width, width_v = problem.head_dim, problem.head_dim_v
+    heads = slice(kv_head * group, (kv_head + 1) * group)
+    queries = (
+        _widen(q[batch, start:stop, heads], problem, dtype).transpose(1, 0, 2).reshape(group * rows, width)
+    )
+    queries = queries * dtype(problem.softmax_scale)
+
+    highest = np.full(group * rows, -np.inf, dtype)
+    total = np.zeros(group * rows, dtype)
+    result = np.zeros((group * rows, width_v), dtype)
+    positions = np.arange(start, stop)[:, None] + problem.diagonal_offset
+    low, high = _band(problem, start, stop)
+    for first in range(low, high, BLOCK_KEYS):
+        last = min(first + BLOCK_KEYS, high)
+        hidden = _hidden(problem, mask, batch, heads, positions, first, last)
+        if hidden is not None and hidden.all():
+            continue
+        keys = _widen(k[batch, first:last, kv_head], problem, dtype)
+        scores = queries @ keys.T
+        if hidden is not None:
+            np.copyto(scores.reshape(group, rows, last - first), -np.inf, where=hidden)
+        raised = np.maximum(highest, scores.max(axis=1))
+        # A row that has seen no key yet keeps -inf, which must not be subtracted from itself.
+        finite = np.where(np.isneginf(raised), dtype(0), raised)
+        scores -= finite[:, None]
+        np.exp(scores, out=scores)
+        decay = np.exp(highest - finite)
+        total = total * decay + scores.sum(axis=1)
+        result *= decay[:, None]
+        result += scores @ _widen(v[batch, first:last, kv_head], problem, dtype)
+        highest = raised
+
+    seen = total != 0
+    result /= np.where(seen, total, 1)[:, None]
+    lse[batch, heads, start:stop] = (highest + np.log(total)).reshape(group, rows)
+    _store(out[batch, start:stop, heads], result.reshape(group, rows, width_v).transpose(1, 0, 2), problem)
+
+
+def _band(problem: Problem, start: int, stop: int) -> tuple[int, int]:
+    """The keys that some row of a block may see."""
+    low, high = 0, problem.seqlen_kv
+    if problem.window_left < UNBOUNDED:
+        low = max(0, start + problem.diagonal_offset - problem.window_left)
+    if problem.window_right < UNBOUNDED:
+        high = min(high, stop + problem.diagonal_offset + problem.window_right)
+    return low, high
+
+
+def _hidden(
+    problem: Problem,
+    mask: np.ndarray | None,
+    batch: int,
+    heads: slice,
+    positions: np.ndarray,
+    first: int,
+    last: int,
+) -> np.ndarray | None:
+    """What a block of keys hides, broadcastable to (group, rows, keys), or None if nothing."""
+    if mask is not None:
+        return mask[batch, heads, positions[0, 0] : positions[-1, 0] + 1, first:last] != 0
+    hidden = None
+    if problem.window_right < UNBOUNDED and last - 1 > positions[0, 0] + problem.window_right:
+        hidden = np.arange(first, last) > positions + problem.window_right
+    if problem.window_left < UNBOUNDED and first < positions[-1, 0] - problem.window_left:
+        before = np.arange(first, last) < positions - problem.window_left
+        hidden = before if hidden is None else hidden | before
+    return hidden
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    return x.view(np.uint16) if x.dtype.name == "bfloat16" else x
+
+
+def _widen(x: np.ndarray, problem: Problem, dtype: type[np.floating]) -> np.ndarray:
+    if problem.dtype == "bf16" and x.dtype == np.uint16:
+        x = (x.astype(np.uint32) << 16).view(np.float32)
+    return np.ascontiguousarray(x, dtype)
+
+
+def _store(target: np.ndarray, values: np.ndarray, problem: Problem) -> None:
+    if problem.dtype == "bf16" and target.dtype == np.uint16:
+        values = _bfloat16_bits(np.ascontiguousarray(values, np.float32))
+    target[...] = values
+
+
+def _bfloat16_bits(x: np.ndarray) -> np.ndarray:
+    """The upper halves of fp32 numbers, rounded to nearest, ties to even; a NaN stays one."""
+    bits = x.view(np.uint32)
+    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
+    return np.where(np.isnan(x), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

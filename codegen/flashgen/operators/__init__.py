@@ -1,0 +1,1 @@
+"""What is computed: contracts, masks, and the problems that they make."""

@@ -1,0 +1,1 @@
+"""From a plan and arrays to queued kernels: arrays, plans, launches, devices."""

@@ -1,0 +1,119 @@
+"""The GPUs of this machine, as far as choosing and launching kernels needs them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flashgen.errors import DeviceTypeNotSupported
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_INSTALL = 'pip install "flashgen[cuda13]" (or "flashgen[cuda12]" for a driver older than 580)'
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One GPU: its place among the visible ones, what it can run, and the sizes that dispatch counts with.
+
+    ``arch`` is "sm_90" for ``compute_capability`` (9, 0). ``smem_per_block`` is the most shared memory in
+    bytes that a block may ask for, ``smem_per_sm`` what a multiprocessor has, ``l2_bytes`` the size of the
+    L2 cache.
+    """
+
+    ordinal: int
+    arch: str
+    compute_capability: tuple[int, int]
+    num_sms: int
+    smem_per_block: int
+    smem_per_sm: int
+    l2_bytes: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"GPU {self.ordinal} ({self.name}, {self.arch})"
+
+
+@functools.cache
+def device(ordinal: int) -> Device:
+    """The GPU with this CUDA ordinal. Raises DeviceTypeNotSupported where there is none, which says why."""
+    reason = why_unavailable()
+    if reason:
+        raise DeviceTypeNotSupported(reason)
+    from cupy.cuda import runtime
+
+    count = runtime.getDeviceCount()
+    if not 0 <= ordinal < count:
+        raise DeviceTypeNotSupported(f"there is no GPU {ordinal}; the visible ones are 0 to {count - 1}")
+    properties = runtime.getDeviceProperties(ordinal)
+    major, minor = properties["major"], properties["minor"]
+    return Device(
+        ordinal=ordinal,
+        arch=f"sm_{major}{minor}",
+        compute_capability=(major, minor),
+        num_sms=properties["multiProcessorCount"],
+        smem_per_block=properties["sharedMemPerBlockOptin"],
+        smem_per_sm=properties["sharedMemPerMultiprocessor"],
+        l2_bytes=properties["l2CacheSize"],
+        name=properties["name"].decode(),
+    )
+
+
+def available() -> bool:
+    """Whether CuPy and the driver work and at least one GPU is visible, of whatever architecture."""
+    return not why_unavailable()
+
+
+@functools.cache
+def why_unavailable() -> str:
+    """What stands between this process and a GPU, and what to do about it; "" where nothing does."""
+    try:
+        from cupy.cuda import runtime
+    except ImportError as error:
+        return f"CuPy cannot be imported ({error}); {_INSTALL}"
+    try:
+        count = runtime.getDeviceCount()
+    except RuntimeError as error:
+        return _why_no_count(error)
+    return "" if count else "no GPU is visible; look at CUDA_VISIBLE_DEVICES and nvidia-smi"
+
+
+def _why_no_count(error: RuntimeError) -> str:
+    from cupy.cuda import runtime
+
+    try:
+        driver, toolkit = runtime.driverGetVersion(), runtime.runtimeGetVersion()
+    except RuntimeError:
+        return f"CUDA does not start ({error})"
+    if driver == 0:
+        return "there is no NVIDIA driver on this machine"
+    if driver < toolkit:
+        return (
+            f"the driver is for CUDA {_dotted(driver)} and CuPy for CUDA {_dotted(toolkit)}; "
+            "update the driver or install the flashgen extra of its CUDA version"
+        )
+    if "NoDevice" in str(error):
+        return "no GPU is visible; look at CUDA_VISIBLE_DEVICES and nvidia-smi"
+    return f"CUDA does not start ({error})"
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+@contextlib.contextmanager
+def activated(ordinal: int) -> Iterator[int]:
+    """Make a GPU the current one of this thread, for a while; gives the handle of its primary context."""
+    from cupy.cuda import runtime
+    from cupy_backends.cuda.api import driver
+
+    previous = runtime.getDevice()
+    runtime.setDevice(ordinal)
+    try:
+        yield driver.ctxGetCurrent()
+    finally:
+        if previous != ordinal:
+            runtime.setDevice(previous)

@@ -1,0 +1,116 @@
+"""From a Variant to a kernel that is loaded on a GPU, through the caches in memory and on disk.
+
+Everything that a launch could trip over happens here: compiling, loading, and raising the limit of shared
+memory. A kernel that is loaded is found with one look-up, without a call that allocates or waits, so it may
+be used while a CUDA graph is captured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flashgen.errors import DeviceTypeNotSupported, InternalError
+from flashgen.runtime.device import activated
+from flashgen.toolchain import compile as compiler
+from flashgen.toolchain.obtain import arch_for, obtain, own_arch, recall
+
+if TYPE_CHECKING:
+    from flashgen.runtime.device import Device
+    from flashgen.spec.variant import Variant
+    from flashgen.toolchain.compile import Compiled
+
+
+class Kernel(NamedTuple):
+    """A variant on a device. ``function_ptr`` is the CUfunction; CuPy's ``function`` keeps the module loaded.
+
+    ``cached`` tells whether the disk cache had it.
+    """
+
+    variant: Variant
+    device: Device
+    function: Any
+    function_ptr: int
+    compiled: Compiled
+    cached: bool
+
+
+_kernels: dict[tuple[Variant, int, int], Kernel] = {}
+_loading: dict[tuple[Variant, int, int], threading.Lock] = {}
+_guard = threading.Lock()
+
+
+def load(variant: Variant, device: Device) -> Kernel:
+    """The kernel of ``variant`` in the primary context of ``device``; made for the first caller.
+
+    Threads that ask for one kernel wait for each other; different kernels are made side by side. Raises
+    DeviceTypeNotSupported where the device lacks the architecture or the shared memory, and what `obtain`
+    raises.
+    """
+    with activated(device.ordinal) as context:
+        key = (variant, device.ordinal, context)
+        kernel = _kernels.get(key)
+        if kernel is not None:
+            return kernel
+        with _guard:
+            lock = _loading.setdefault(key, threading.Lock())
+        with lock:
+            kernel = _kernels.get(key)
+            if kernel is None:
+                kernel = _kernels[key] = _load(variant, device)
+    return kernel
+
+
+def _load(variant: Variant, device: Device) -> Kernel:
+    from cupy.cuda.function import Module
+    from cupy_backends.cuda.api import driver
+
+    arch = own_arch(variant, device)
+    _check_smem(variant, device, variant.smem_bytes)
+    compiled, cached = recall(variant, arch), True
+    if compiled is None:
+        arch = arch_for(variant, device)
+        compiled, cached = obtain(variant, arch)
+    _check_smem(variant, device, variant.smem_bytes + (compiled.smem_static or 0))
+    module = Module()
+    try:
+        module.load(compiled.cubin)
+        function = module.get_function(variant.name)
+        # Under lazy loading this is also what brings the code onto the device, ahead of the first launch.
+        limit = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        driver.funcSetAttribute(function.ptr, limit, variant.smem_bytes)
+        if compiled.is_ptx:
+            compiled = dataclasses.replace(compiled, **_resources(driver, function.ptr))
+    except driver.CUDADriverError as error:
+        raise InternalError(_why_not_loaded(variant, device, arch, error)) from error
+    return Kernel(variant, device, function, function.ptr, compiled, cached)
+
+
+def _check_smem(variant: Variant, device: Device, needed: int) -> None:
+    if needed > device.smem_per_block:
+        raise DeviceTypeNotSupported(
+            f"{variant.name} needs {needed} bytes of shared memory a block and {device} has "
+            f"{device.smem_per_block}; a tile row with smaller blocks or fewer stages would fit"
+        )
+
+
+def _resources(driver: Any, function: int) -> dict[str, int]:
+    """What only the driver knows of a kernel that it translated itself."""
+    return {
+        "registers": driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_NUM_REGS, function),
+        "stack": driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, function),
+        "smem_static": driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function),
+    }
+
+
+def _why_not_loaded(variant: Variant, device: Device, arch: str, error: Exception) -> str:
+    message = f"{variant.name} for {arch} cannot be loaded on {device}: {error}"
+    if "STREAM_CAPTURE" in message:
+        return f"{message}. Call it once, or make a flashgen.plan, before the capture begins"
+    if any(word in message for word in ("PTX_VERSION", "NO_BINARY", "INVALID_IMAGE", "INVALID_SOURCE")):
+        return (
+            f"{message}. The driver may be older than {compiler.compiler_version()}: update it, or install "
+            "the flashgen extra of the driver's CUDA version"
+        )
+    return message

@@ -1,0 +1,177 @@
+"""Which variant serves a problem. A pure function of the problem, the device and the variants; no GPU is
+needed.
+
+The rule, which a spec names ``least_time``:
+
+1. A variant can serve a problem whose dtype and mask type are its own, whose head dims (of q and k, and of
+   v) it holds, and whose grouping it implements: ``mha`` for one query head per kv head, ``gqa`` or
+   ``packed`` for several. Where it reads arrays by tensor maps, there must be maps of them. The device must
+   have its architecture and its shared memory.
+2. Of these only the smallest head dims count, by the work that they make, then the newest architecture, then
+   the target that its spec names first.
+3. Where a tile was tuned on this GPU, the ordinary tile of its point, which it was measured against, is out.
+   Other tiles of the point, such as one for small problems, stay in.
+4. Of what is left, tiles and groupings, the least modelled time wins: the scores (rows of queries by keys, in
+   whole blocks) that the tiles of the busiest multiprocessor visit, and what else a tile takes, over the
+   measured ``efficiency`` of the tile; see ``cost``. Ties go to fewer tiles, then to the order of the spec.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+from flashgen.arch import arch_parts, reaches
+from flashgen.errors import DeviceTypeNotSupported, SpecError
+from flashgen.operators.attention import MAX_SEQLEN
+from flashgen.schedule.grid import blocks_per_sm, rows, tiles
+from flashgen.schedule.tensormap import REQUIREMENTS, expressible
+from flashgen.schedule.visited import visited_keys
+from flashgen.spec.variant import TUNED_TILE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from flashgen.operators.attention import Problem
+    from flashgen.runtime.device import Device
+    from flashgen.spec.model import Spec
+    from flashgen.spec.variant import Variant
+
+FAMILY = "flash_fwd"
+
+
+def offers(problem: Problem, device: Device, specs: Iterable[Spec]) -> tuple[Variant, ...]:
+    """The variants of ``specs`` among which ``select`` has a choice, without making the others.
+
+    Head dims are gone through by their work, only as far as the first that the device has a variant for.
+    """
+    forward = [spec for spec in specs if spec.family == FAMILY]
+    axes = {"dtype": problem.dtype, "mask_type": problem.mask_type, "gqa": _groupings(problem)}
+    offered: list[Variant] = []
+    for head_dim, head_dim_v in sorted(_holding(problem, forward), key=_work):
+        made = (variant for spec in forward for variant in spec.select(head_dim=head_dim, **axes))
+        found = [variant for variant in made if variant.head_dim_v == head_dim_v]
+        offered += found
+        if any(runs_on(variant, device) and expressible(problem, variant) for variant in found):
+            break
+    return tuple(offered)
+
+
+def select(problem: Problem, device: Device, variants: Iterable[Variant]) -> Variant:
+    """The variant that serves ``problem`` on ``device`` in the least modelled time.
+
+    Raises DeviceTypeNotSupported when no variant runs on the device, SpecError when none is written for the
+    problem.
+    """
+    return min(
+        candidates(problem, device, variants),
+        key=lambda variant: (cost(problem, device, variant), tiles(problem, variant)),
+    )
+
+
+def candidates(problem: Problem, device: Device, variants: Iterable[Variant]) -> tuple[Variant, ...]:
+    """The variants of steps 1 to 3 of the rule, at least one. Raises as ``select``."""
+    computing = [variant for variant in variants if _computes(problem, variant)]
+    suited = [variant for variant in computing if expressible(problem, variant)]
+    if computing and not suited:
+        raise SpecError(
+            f"the {FAMILY} variants for this call, such as {computing[0]}, read arrays by tensor maps, which "
+            f"need {REQUIREMENTS}; pass contiguous copies, or add a variant without tensor maps"
+        )
+    if not suited:
+        grouping = "mha" if problem.group_size == 1 else "gqa or packed"
+        raise SpecError(
+            f"no spec has a {FAMILY} variant for head_dim {problem.head_dim}, head_dim_v "
+            f"{problem.head_dim_v}, dtype {problem.dtype}, mask_type {problem.mask_type}, gqa {grouping}; "
+            "add one, or see: flashgen list"
+        )
+    runnable = [variant for variant in suited if runs_on(variant, device)]
+    if not runnable:
+        needs = sorted({f"{v.min_arch} with {v.smem_bytes} bytes of shared memory" for v in suited})
+        raise DeviceTypeNotSupported(
+            f"{device.name} ({device.arch}, {device.smem_per_block} bytes of shared memory a block) runs "
+            f"none of the variants for this call; they need {' or '.join(needs)}"
+        )
+    least = min(_work(_head_dims(variant)) for variant in runnable)
+    holding = [variant for variant in runnable if _work(_head_dims(variant)) == least]
+    return without_replaced(preferred(holding))
+
+
+def preferred(variants: Iterable[Variant]) -> tuple[Variant, ...]:
+    """The variants of the newest architecture, and of these the ones on the target that comes first."""
+    variants = tuple(variants)
+    newest = max(arch_parts(variant.min_arch)[0] for variant in variants)
+    current = [variant for variant in variants if arch_parts(variant.min_arch)[0] == newest]
+    first = min(variant.priority for variant in current)
+    return tuple(variant for variant in current if variant.priority == first)
+
+
+def without_replaced(variants: Iterable[Variant]) -> tuple[Variant, ...]:
+    """The variants without the ordinary tiles of points that have a tuned one."""
+    variants = tuple(variants)
+    tuned = {(v.spec, v.target, v.axes) for v in variants if v.tile_name == TUNED_TILE}
+    return tuple(v for v in variants if v.tile_name or (v.spec, v.target, v.axes) not in tuned)
+
+
+def cost(problem: Problem, device: Device, variant: Variant) -> float:
+    """Modelled time of a problem, comparable between variants for one problem only.
+
+    A tile takes the time of ``start`` * block_m keys more than it visits. With only a share x of the thread
+    blocks that a multiprocessor has room for, it reaches x ** ``fill`` of its full rate, which the blocks
+    beside one another share; at 0 it counts as having room for one.
+    """
+    block_m, room = variant.tile_value("block_m"), blocks_per_sm(variant) if variant.fill else 1
+    mean, longest = (keys + variant.start * block_m for keys in visited_keys(problem, variant))
+    count = tiles(problem, variant)
+    if mean == longest:
+        rounds, rest = divmod(-(-count // device.num_sms), room)
+        keys = (rounds * room + (rest / (rest / room) ** variant.fill if rest else 0)) * longest
+    else:
+        # Tiles of different lengths are handed out so that multiprocessors have about the same work.
+        beside = min(room, max(1, count / device.num_sms))
+        keys = max(count * mean / device.num_sms, beside * longest) / (beside / room) ** variant.fill
+    return keys * block_m / variant.efficiency
+
+
+def runs_on(variant: Variant, device: Device) -> bool:
+    """Whether the device has the architecture of the variant and the shared memory of its target."""
+    major, minor = device.compute_capability
+    return reaches(major * 10 + minor, variant.min_arch) and variant.max_smem <= device.smem_per_block
+
+
+def _head_dims(variant: Variant) -> tuple[int, int]:
+    return variant.head_dim, variant.head_dim_v
+
+
+def _work(head_dims: tuple[int, int]) -> tuple[int, int]:
+    """What to compare head dims by: the multiplications for a query and a key, then those for the score."""
+    return sum(head_dims), head_dims[0]
+
+
+def _holding(problem: Problem, specs: Iterable[Spec]) -> set[tuple[int, int]]:
+    """The head dims, of q and k and of v, that hold those of ``problem``; a spec need not have every pair."""
+    return {
+        pair
+        for spec in specs
+        for pair in itertools.product(
+            spec.axes["head_dim"], spec.axes.get("head_dim_v", spec.axes["head_dim"])
+        )
+        if pair[0] >= problem.head_dim and pair[1] >= problem.head_dim_v
+    }
+
+
+def _groupings(problem: Problem) -> tuple[str, ...]:
+    return ("mha",) if problem.group_size == 1 else ("gqa", "packed")
+
+
+def _computes(problem: Problem, variant: Variant) -> bool:
+    """Whether the variant computes such problems, however their arrays lie in memory."""
+    return (
+        variant.family == FAMILY
+        and variant.dtype == problem.dtype
+        and variant.mask_type == problem.mask_type
+        and variant.gqa in _groupings(problem)
+        and variant.head_dim >= problem.head_dim
+        and variant.head_dim_v >= problem.head_dim_v
+        and rows(problem, variant) <= MAX_SEQLEN
+    )

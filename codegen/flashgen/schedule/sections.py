@@ -1,0 +1,84 @@
+"""The order of a grid's tiles: heads are launched in sections, so that the tiles of a head, which share its
+keys and values in L2, run at about the same time."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from flashgen.schedule.grid import blocks_per_sm, heads, row_blocks
+
+if TYPE_CHECKING:
+    from flashgen.operators.attention import Problem
+    from flashgen.runtime.device import Device
+    from flashgen.spec.variant import Variant
+
+
+class Sections(NamedTuple):
+    """``count`` sections of ``heads`` heads each, counted over the batch; the last one takes what is left."""
+
+    heads: int
+    count: int
+
+
+def sections(problem: Problem, variant: Variant, device: Device) -> Sections:
+    """How a variant's grid is cut.
+
+    A section of as many tiles as multiprocessors is enough to share keys and values. Where tiles differ in
+    length (causal, local) they also have to balance, and the section is larger, but with more heads than a
+    third of the multiprocessors too few tiles of a head run at a time. Under a causal mask, where lengths
+    differ most, a section may have more heads, as long as L2 holds their keys and values and at least three
+    tiles and 384 rows of each head run at a time.
+    """
+    total = heads(problem, variant) * problem.batch
+    if total == 0:
+        return Sections(1, 1)  # not launched, but it has a struct
+    group = heads(problem, variant) // problem.num_heads_kv
+    tiles_of_head = max(1, row_blocks(problem, variant))
+    uneven = problem.mask_type in ("causal", "local")
+    if uneven and variant.schedule == "persistent":
+        return _whole_rounds(total, group, tiles_of_head, blocks_at_a_time(variant, device))
+    wanted = -(-device.num_sms // tiles_of_head)
+    if uneven:
+        wanted = max(wanted, device.num_sms // 3)
+    if problem.mask_type == "causal":
+        together = max(3, -(-384 // variant.tile_value("block_m")))
+        kept = device.l2_bytes // max(1, _key_bytes(problem, variant))
+        wanted = max(wanted, min(blocks_at_a_time(variant, device) // together, kept))
+    return _even(total, group, wanted)
+
+
+def blocks_at_a_time(variant: Variant, device: Device) -> int:
+    """Thread blocks that run together on the GPU, the most of a persistent grid."""
+    return device.num_sms * blocks_per_sm(variant)
+
+
+def _key_bytes(problem: Problem, variant: Variant) -> int:
+    """Bytes of the keys and values of a head."""
+    return problem.seqlen_kv * (problem.head_dim + problem.head_dim_v) * variant.element_bytes
+
+
+def _even(total: int, group: int, wanted: int) -> Sections:
+    """Sections of equal sizes, of whole groups of heads that share keys.
+
+    The hardware hands out tiles as multiprocessors become free; a small last section would leave some idle
+    while its longest tiles run.
+    """
+    kv_heads = total // group
+    count = -(-kv_heads // max(1, wanted))
+    size = -(-kv_heads // count) * group
+    return Sections(size, -(-total // size))
+
+
+def _whole_rounds(total: int, group: int, tiles_of_head: int, running: int) -> Sections:
+    """Sections that a persistent grid of ``running`` blocks goes through in pairs of rounds, forth and back.
+
+    A thread block then draws a tile as short as its other one was long, so that all have done the same work
+    at the end of a section, wherever the lengths fall linearly. What is left over makes the last section, or
+    joins it where it is less than half of one.
+    """
+    unit = 2 * running // math.gcd(2 * running, tiles_of_head)
+    wanted = max(1, running // 4) * group
+    size = unit * max(1, round(wanted / unit))
+    count = max(1, (2 * total + size) // (2 * size))
+    return Sections(min(size, total), count)

@@ -1,0 +1,111 @@
+"""Tensor maps: which arrays TMA can read and write, and how a map describes one.
+
+A map tells an array's extents and strides, and how much of it one TMA operation brings or writes: a box,
+whose rows lie swizzled in shared memory. Elements outside the array arrive as zeros, and are not written.
+Which arrays a map can describe, and the limits below, are those of ``cuTensorMapEncodeTiled`` in NVIDIA's
+driver API.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flashgen.errors import SpecError
+from flashgen.spec.params import TENSOR_MAP
+
+if TYPE_CHECKING:
+    from flashgen.operators.attention import Problem, Strides
+    from flashgen.spec.params import Param
+    from flashgen.spec.variant import Variant
+
+ALIGNMENT = 16
+_MAX_EXTENT = 1 << 32
+_MAX_STRIDE = 1 << 40
+REQUIREMENTS = (
+    "at least one element in each array, strides that are positive multiples of 16 bytes and less than 2^40, "
+    "and in a packed variant a group size that divides the rows of a box"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMap:
+    """A map but for its address. All tuples begin with the dimension whose elements are contiguous.
+
+    ``extents`` and ``box`` are in elements, ``strides`` (of all dimensions but the first) in bytes.
+    ``swizzle`` is the period of the swizzle in bytes, which is also the size of a box's rows.
+    """
+
+    dtype: str
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+
+
+def describe(problem: Problem, variant: Variant, param: Param) -> TensorMap | None:
+    """The map of the array that ``param`` names, or None for an array that no map can describe.
+
+    The dimensions are (head_dim, seqlen, heads, batch), those of v and out begin with head_dim_v, and the box
+    is (columns, rows, 1, 1). Where the variant is packed, so that the rows of its tiles are pairs of a query
+    and a query head of the group, q and out are (head_dim, group, seqlen_q, num_heads_kv, batch), their box
+    (columns, group, rows / group, 1, 1).
+
+    Raises SpecError for an array that there is no map of.
+    """
+    arrays: dict[str, tuple[int, int, int, Strides]] = {
+        "q": (problem.head_dim, problem.seqlen_q, problem.num_heads_q, problem.q_strides),
+        "k": (problem.head_dim, problem.seqlen_kv, problem.num_heads_kv, problem.k_strides),
+        "v": (problem.head_dim_v, problem.seqlen_kv, problem.num_heads_kv, problem.v_strides),
+        "out": (problem.head_dim_v, problem.seqlen_q, problem.num_heads_q, problem.out_strides),
+    }
+    if param.name not in arrays or param.box is None:
+        raise SpecError(
+            f"{variant.spec}: params asks for a {TENSOR_MAP} of {param.name}; there are those of "
+            f"{', '.join(arrays)}"
+        )
+    columns, seqlen, heads, (batch_stride, row_stride, head_stride) = arrays[param.name]
+    group, rows, size = problem.group_size, param.box.rows, problem.element_bytes
+    if variant.gqa == "packed" and param.name in ("q", "out"):
+        if rows % group:
+            return None
+        extents = (group, seqlen, heads // group, problem.batch)
+        strides = (head_stride, row_stride, group * head_stride, batch_stride)
+        box = (param.box.columns, group, rows // group, 1, 1)
+    else:
+        extents = (seqlen, heads, problem.batch)
+        strides = (row_stride, head_stride, batch_stride)
+        box = (param.box.columns, rows, 1, 1)
+    extents = (columns, *extents)
+    if not all(1 <= extent < _MAX_EXTENT for extent in extents):
+        return None
+    in_bytes = _stride_bytes(extents, tuple(stride * size for stride in strides), size)
+    if in_bytes is None:
+        return None
+    return TensorMap(problem.dtype, extents, in_bytes, box, param.box.columns * size)
+
+
+def expressible(problem: Problem, variant: Variant) -> bool:
+    """Whether there is a map of each array of which the variant wants one."""
+    return all(
+        describe(problem, variant, param) is not None for param in variant.params if param.ctype == TENSOR_MAP
+    )
+
+
+def _stride_bytes(extents: tuple[int, ...], strides: tuple[int, ...], size: int) -> tuple[int, ...] | None:
+    """The strides, with those that are never multiplied made to look contiguous; None where one will not do.
+
+    NVIDIA's limits do not rule out 0, but in its formula each stride spans what lies within the dimension, so
+    an array that is broadcast has no map here.
+    """
+    found: list[int] = []
+    span = math.ceil(extents[0] * size / ALIGNMENT) * ALIGNMENT  # bytes of what lies within a dimension
+    for extent, stride in zip(extents[1:], strides, strict=True):
+        if extent <= 1:
+            stride = min(span, _MAX_STRIDE - ALIGNMENT)
+        elif not 0 < stride < _MAX_STRIDE or stride % ALIGNMENT:
+            return None
+        found.append(stride)
+        span = max(span, extent * stride)
+    return tuple(found)

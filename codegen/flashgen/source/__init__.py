@@ -1,0 +1,1 @@
+"""From a Variant to CUDA source."""

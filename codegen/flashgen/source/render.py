@@ -1,0 +1,261 @@
+"""From a Variant to CUDA source.
+
+Templates are Jinja with delimiters that leave C++ alone: ``//%`` starts a line statement, ``//#`` a comment,
+and ``${ x }`` prints a value; undefined names are errors. A template finds every axis and every tile key by
+name, and beside them ``header`` (the file's first comment), ``params_struct`` (the C struct), ``name``,
+``target``, ``element_bytes``, ``threads``, ``smem_bytes`` and ``variant``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flashgen.arch import range_of
+from flashgen.errors import InternalError, SpecError
+from flashgen.paths import code_digest, templates_dir
+from flashgen.source.params import struct_text
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    import jinja2
+
+    from flashgen.spec.variant import Variant
+
+# The line of the header comment by which a rendered file is known.
+RENDERED_BY = "Rendered by flashgen: edit the spec or the template, not this file."
+
+# Statements that bring in another template: {% include "x" %} and //% from "x" import y.
+_REFERENCE = re.compile(
+    r"(?:\{%|^[ \t]*//%)[-+]?[ \t]*(?:include|import|from|extends)\b[ \t]*(\"[^\"]*\"|'[^']*')?", re.MULTILINE
+)
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"(flashgen/[^"]+)"[^\n]*\n?', re.MULTILINE)
+# Jinja's own line statements swallow the blank lines behind them, and its line comments leave one.
+_STATEMENT_LINE = re.compile(r"^[ \t]*//%([-+]?)(.*?)[ \t]*$", re.MULTILINE)
+_COMMENT_LINE = re.compile(r"^[ \t]*//#.*$", re.MULTILINE)
+_BLANK_LINES = re.compile(r"\n(?:[ \t]*\n){2,}")
+_PRAGMA_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*\n", re.MULTILINE)
+
+
+def render(variant: Variant, template_dirs: Sequence[str | os.PathLike[str]] | None = None) -> str:
+    """The CUDA source of one variant; ends with a newline.
+
+    ``template_dirs`` replaces the folders that are searched (see ``search_path``). Raises SpecError when
+    there is no such template, and InternalError when a template is wrong: the message names its file and
+    line.
+    """
+    import jinja2
+
+    folders = _folders(variant, template_dirs)
+    form = variant.rendered_form()
+    environment = _environment(folders)
+    try:
+        text = environment.get_template(variant.template).render(_context(form))
+    except jinja2.TemplateSyntaxError as error:
+        raise InternalError(f"{error.filename or error.name}:{error.lineno}: {error.message}") from error
+    except jinja2.TemplateNotFound as error:
+        raise _missing(error.name, variant, folders) from error
+    except Exception as error:
+        raise InternalError(
+            f"{_template_line(error, folders)}: {error} (rendering {variant.name})"
+        ) from error
+    text = _BLANK_LINES.sub("\n\n", text).strip("\n") + "\n"
+    if not text.startswith(header_comment(form)):
+        raise InternalError(f"{variant.template}: a template starts with ${{ header }}; this one does not")
+    return text
+
+
+def search_path(variant: Variant) -> tuple[str, ...]:
+    """Folders in which a variant's templates are looked for, first match wins.
+
+    The folder ``templates`` beside the spec's own folder, the spec's own folder, then the shipped templates.
+    Headers lie in the folder ``include`` of any of them.
+    """
+    folders = [str(templates_dir())]
+    if variant.spec_dir:
+        own = Path(variant.spec_dir)
+        folders = [str(own.parent / "templates"), str(own), *folders]
+    return tuple(dict.fromkeys(folders))
+
+
+def header_comment(variant: Variant) -> str:
+    """The comment at the top of a generated file: what the kernel is, and from what it was rendered."""
+    axes = ", ".join(f"{axis} {value}" for axis, value in variant.axes)
+    tile = ", ".join(f"{key} {value}" for key, value in variant.tile)
+    rows = {
+        "axes": axes,
+        "tile": tile + (f" ({variant.tile_name})" if variant.tile_name else ""),
+        "block": f"{variant.threads} threads, {variant.smem_bytes} bytes of dynamic shared memory",
+        "target": f"{variant.target}: {range_of(variant.min_arch)}, at most {variant.max_smem} bytes a block",
+        "spec": f"{variant.spec}.yaml",
+        "template": variant.template,
+    }
+    lines = [variant.name, "", RENDERED_BY, ""]
+    lines += [f"{key:<10}{value}" for key, value in rows.items()]
+    return "\n".join(f"// {line}".rstrip() for line in lines)
+
+
+def headers(source: str, include_dirs: Sequence[str | os.PathLike[str]] | None = None) -> dict[str, str]:
+    """The text of each ``flashgen/...`` header that ``source`` includes, directly or through another, by its
+    name.
+
+    ``include_dirs`` are the folders that hold ``flashgen/``; the shipped one by default. Raises InternalError
+    for a header that is in none of them.
+    """
+    folders = _include_dirs(include_dirs)
+    found: dict[str, str] = {}
+    waiting = _INCLUDE.findall(source)
+    while waiting:
+        name = waiting.pop(0)
+        if name not in found:
+            found[name] = _locate(name, folders).read_text(encoding="utf-8")
+            waiting += _INCLUDE.findall(found[name])
+    return found
+
+
+def include_dirs(variant: Variant) -> tuple[str, ...]:
+    """Where the headers of a variant are looked for: ``include`` in each folder of ``search_path`` that has
+    one.
+    """
+    folders = (Path(folder, "include") for folder in search_path(variant))
+    return tuple(str(folder) for folder in folders if folder.is_dir())
+
+
+def flatten(source: str, include_dirs: Sequence[str | os.PathLike[str]] | None = None) -> str:
+    """``source`` as a single file: each ``flashgen/...`` header stands in place of its first ``#include``.
+
+    ``include_dirs`` as for ``headers``. CUDA's own headers stay includes.
+    """
+    texts = headers(source, include_dirs)
+    done: set[str] = set()
+
+    def inline(text: str) -> str:
+        return _INCLUDE.sub(replace, text)
+
+    def replace(match: re.Match[str]) -> str:
+        name = match[1]
+        if name in done:
+            return ""
+        done.add(name)
+        body = inline(_PRAGMA_ONCE.sub("", texts[name])).strip("\n")
+        return f"// begin {name}\n{body}\n// end {name}\n"
+
+    return inline(source)
+
+
+def source_digest(variant: Variant) -> str:
+    """Hex SHA-256 over all that the source depends on: the variant, its templates and headers, and this
+    renderer.
+
+    Costs a few file reads and no Jinja, so a kernel in the disk cache is found without rendering it. Equal
+    digests mean equal sources; a changed comment changes the digest.
+    """
+    folders = search_path(variant)
+    digest = hashlib.sha256(repr(variant.rendered_form()).encode())
+    digest.update(code_digest("source"))
+    for name, text in _closure(variant, folders).items():
+        digest.update(f"\0{name}\0{len(text)}\0".encode())
+        digest.update(text.encode())
+    return digest.hexdigest()
+
+
+def _context(form: Variant) -> dict[str, Any]:
+    return {
+        **dict(form.axes),
+        **dict(form.tile),
+        "variant": form,
+        "name": form.name,
+        "target": form.target,
+        "header": header_comment(form),
+        "params_struct": struct_text(form.params),
+        "element_bytes": form.element_bytes,
+        "threads": form.threads,
+        "smem_bytes": form.smem_bytes,
+    }
+
+
+@lru_cache(maxsize=8)
+def _environment(folders: tuple[str, ...]) -> jinja2.Environment:
+    import jinja2.ext
+
+    class LineStatements(jinja2.ext.Extension):
+        def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
+            return _COMMENT_LINE.sub("{##}", _STATEMENT_LINE.sub(r"{%\1\2 %}", source))
+
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folders),
+        extensions=[LineStatements],
+        undefined=jinja2.StrictUndefined,
+        line_comment_prefix="//#",
+        variable_start_string="${",
+        variable_end_string="}",
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+
+
+def _closure(variant: Variant, folders: tuple[str, ...]) -> dict[str, str]:
+    """Templates and headers that rendering and compiling the variant may read, by name."""
+    found: dict[str, str] = {}
+    waiting = [variant.template]
+    while waiting:
+        name = waiting.pop(0)
+        if name in found:
+            continue
+        path = _find(name, folders)
+        if path is None:
+            raise _missing(name, variant, folders)
+        found[name] = text = path.read_text(encoding="utf-8")
+        for match in _REFERENCE.finditer(text):
+            if match[1] is None:
+                line = text.count("\n", 0, match.start()) + 1
+                raise InternalError(
+                    f"{path}:{line}: an included template is named by a plain string, nothing computed"
+                )
+            waiting.append(match[1][1:-1])
+    included = "".join([*(text + "\n" for text in found.values()), f'#include "{variant.header}"\n'])
+    return found | headers(included, include_dirs(variant))
+
+
+def _folders(variant: Variant, template_dirs: Sequence[str | os.PathLike[str]] | None) -> tuple[str, ...]:
+    return search_path(variant) if template_dirs is None else tuple(str(folder) for folder in template_dirs)
+
+
+def _include_dirs(include_dirs: Sequence[str | os.PathLike[str]] | None) -> tuple[str, ...]:
+    return (str(templates_dir() / "include"),) if include_dirs is None else tuple(map(str, include_dirs))
+
+
+def _find(name: str, folders: Sequence[str]) -> Path | None:
+    paths = (Path(folder, name) for folder in folders)
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _locate(name: str, folders: Sequence[str]) -> Path:
+    path = _find(name, folders)
+    if path is None:
+        raise InternalError(
+            f'#include "{name}": no such header; searched {", ".join(folders) or "no folder"}'
+        )
+    return path
+
+
+def _missing(name: str, variant: Variant, folders: Sequence[str]) -> SpecError:
+    return SpecError(f"{variant.spec}: template: {name} is in none of {', '.join(folders)}")
+
+
+def _template_line(error: BaseException, folders: Sequence[str]) -> str:
+    """``file:line`` of the innermost template frame of an error raised while rendering."""
+    where, trace = folders[0] if folders else "template", error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if any(file.startswith(folder) for folder in folders):
+            where = f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return where

@@ -1,0 +1,94 @@
+"""The boxes of a spec's tensor maps: how much of an array one copy brings, at each point and tile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flashgen.spec.expression import Expression
+from flashgen.spec.params import TENSOR_MAP, Box, Param
+from flashgen.spec.schema import File, expression_names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from flashgen.spec.yamlfile import Document, Keys
+
+# Limits of ``cuTensorMapEncodeTiled``. SWIZZLES are the bytes of a box's rows for which there is a swizzle.
+DTYPES = ("fp16", "bf16", "fp32")
+SWIZZLES = (32, 64, 128)
+MAX_BOX = 256
+
+
+class Boxes:
+    """The boxes of one spec, as expressions. Raises SpecError for one that is no expression."""
+
+    def __init__(
+        self,
+        document: Document,
+        file: File,
+        axes: Mapping[str, Sequence[str | int]],
+        params: tuple[Param, ...],
+    ) -> None:
+        self._document = document
+        self._names = expression_names(file, axes)
+        self._maps = [
+            (
+                param,
+                ("params", i, "box"),
+                self._expression(i, given, "columns"),
+                self._expression(i, given, "rows"),
+            )
+            for i, (param, given) in enumerate(zip(params, file.params, strict=True))
+            if param.ctype == TENSOR_MAP
+        ]
+
+    def at(self, values: Mapping[str, str | int], where: Callable[[], str]) -> tuple[Box, ...]:
+        """The boxes of the tensor maps that exist where axes and tile keys have these ``values``.
+
+        Raises SpecError, which says ``where``, for a box that the copy engine cannot bring.
+        """
+        return tuple(
+            self._box(keys, columns, rows, values, where)
+            for param, keys, columns, rows in self._maps
+            if param.present(values)
+        )
+
+    def _expression(self, index: int, given: Mapping[str, Mapping[str, int | str]], key: str) -> Expression:
+        try:
+            return Expression(given["box"][key], self._names)
+        except ValueError as error:
+            raise self._document.error(("params", index, "box", key), str(error)) from None
+
+    def _box(
+        self,
+        keys: Keys,
+        columns: Expression,
+        rows: Expression,
+        values: Mapping[str, str | int],
+        where: Callable[[], str],
+    ) -> Box:
+        if values["dtype"] not in DTYPES:
+            why = f"dtype {values['dtype']} has no tensor map ({where()}); allowed: {', '.join(DTYPES)}"
+            raise self._document.error(keys, why)
+        box = Box(
+            self._number((*keys, "columns"), columns, values, where),
+            self._number((*keys, "rows"), rows, values, where),
+        )
+        row_bytes = box.columns * values["element_bytes"]
+        if row_bytes not in SWIZZLES:
+            found = f"{box.columns} columns are {row_bytes} bytes for {where()}"
+            why = f"{found}; allowed: the bytes of a swizzle, {', '.join(map(str, SWIZZLES))}"
+            raise self._document.error((*keys, "columns"), why)
+        if not 1 <= box.rows <= MAX_BOX:
+            raise self._document.error(
+                (*keys, "rows"), f"{box.rows} rows for {where()}; allowed: 1 to {MAX_BOX}"
+            )
+        return box
+
+    def _number(
+        self, keys: Keys, expression: Expression, values: Mapping[str, str | int], where: Callable[[], str]
+    ) -> int:
+        try:
+            return expression(values)
+        except ValueError as error:
+            raise self._document.error(keys, f"{where()}: {error}") from None

@@ -1,0 +1,98 @@
+"""Loading spec files: which folders hold them, and what was checked before.
+
+Checking a file is the work of ``check``, which needs a YAML parser and a validator. This module needs
+neither: a text that was checked once is known again by its snapshot in the disk cache (``snapshot``).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flashgen.errors import SpecError
+from flashgen.paths import specs_dir
+from flashgen.spec.model import Spec
+
+if TYPE_CHECKING:
+    from flashgen.spec.model import Content
+    from flashgen.toolchain.cache import CubinCache
+
+
+def load_spec(path: str | os.PathLike[str], cache: CubinCache | None = None, gpu: str | None = None) -> Spec:
+    """Load and check one spec file, or know from its snapshot in ``cache`` that it was checked before.
+
+    With the name of a ``gpu``, tiles that the user tuned on it are added; one that does not fit is left out
+    with a TunedWarning. Raises SpecError; its message has the file, the line, the key, what was found and
+    what is allowed.
+    """
+    path = Path(path).absolute()
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read: {error}") from error
+
+    tuned = None
+    if gpu is not None:
+        from flashgen.spec.tuned import find
+
+        tuned = find(path.stem, gpu)
+
+    def check() -> Content:
+        from flashgen.spec.check import check
+
+        return check(path, text, tuned)
+
+    if cache is None:
+        content = check()
+    else:
+        from flashgen.spec.snapshot import recall
+
+        # No YAML holds a NUL, so these bytes stand for these three texts alone.
+        known_by = text if tuned is None else b"\0".join((text, tuned.gpu.encode(), tuned.text))
+        content = recall(known_by, cache, check)
+    for problem in content.problems:
+        tuned.warn(problem)
+    return Spec(path, text, content)
+
+
+def load_specs(
+    extra: str | os.PathLike[str] | None = None, cache: CubinCache | None = None, gpu: str | None = None
+) -> tuple[Spec, ...]:
+    """All specs: the shipped folder, then the folders in ``FLASHGEN_SPECS``, then ``extra``.
+
+    ``FLASHGEN_SPECS`` separates folders as ``PATH`` does. A file whose stem an earlier folder has as well
+    takes its place; any other file adds a family. ``cache`` keeps what was checked for later processes;
+    ``gpu`` is as for `load_spec`.
+    Raises SpecError for a wrong file, for a folder without specs, and when two specs would give their kernels
+    the same names.
+    """
+    folders = [Path(part) for part in os.environ.get("FLASHGEN_SPECS", "").split(os.pathsep) if part]
+    if extra is not None:
+        folders.append(Path(extra))
+    paths: dict[str, Path] = {}
+    for folder in (specs_dir(), *(folder.expanduser() for folder in folders)):
+        paths |= {path.stem: path for path in _spec_files(folder)}
+    specs = tuple(load_spec(path, cache, gpu) for path in paths.values())
+    owners: dict[tuple[str, str], Spec] = {}
+    for spec in specs:
+        for target in spec.targets:
+            owner = owners.setdefault((spec.family, target), spec)
+            if owner is not spec:
+                why = f"{owner.path} has a family `{spec.family}` with a target `{target}` as well"
+                raise spec.error(("family",), f"{why}; rename one of them")
+    return specs
+
+
+def _spec_files(folder: Path) -> list[Path]:
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        raise SpecError(f"{folder}: this spec folder cannot be read: {error.strerror}") from error
+    for path in paths:
+        if path.suffix == ".yml":
+            raise SpecError(f"{path}: spec files end in .yaml; rename it")
+    found = [path for path in paths if path.suffix == ".yaml"]
+    if not found:
+        raise SpecError(f"{folder}: a spec folder needs at least one .yaml file; this one has none")
+    return found

@@ -1,0 +1,62 @@
+"""The parameters of a kernel: the members of the struct that is its only argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# A parameter of this type holds what the copy engine has to know of an array (``tensormap``).
+TENSOR_MAP = "tensor_map"
+# C type -> (size in bytes, struct code, numpy code)
+C_TYPES: dict[str, tuple[int, str, str]] = {
+    "const element*": (8, "Q", "<u8"),
+    "element*": (8, "Q", "<u8"),
+    "const float*": (8, "Q", "<u8"),
+    "float*": (8, "Q", "<u8"),
+    "const uint8_t*": (8, "Q", "<u8"),
+    "uint8_t*": (8, "Q", "<u8"),
+    "const int32_t*": (8, "Q", "<u8"),
+    "int32_t*": (8, "Q", "<u8"),
+    "int64_t": (8, "q", "<i8"),
+    "uint64_t": (8, "Q", "<u8"),
+    "int32_t": (4, "i", "<i4"),
+    "uint32_t": (4, "I", "<u4"),
+    "float": (4, "f", "<f4"),
+    TENSOR_MAP: (128, "128s", "V128"),
+}
+CTYPES = tuple(C_TYPES)
+
+
+class Box(NamedTuple):
+    """What one copy by a tensor map brings: ``rows`` rows of ``columns`` elements each."""
+
+    columns: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One member of the parameter struct. ``ctype`` is one of ``CTYPES``; ``doc`` is its comment in the C
+    struct.
+
+    ``when`` lists, per axis or tile key, the values for which the member exists; empty means always. ``box``
+    is that of a tensor map in a variant, and None for any other type.
+    """
+
+    name: str
+    ctype: str
+    doc: str = ""
+    when: tuple[tuple[str, tuple[str | int, ...]], ...] = ()
+    box: Box | None = None
+
+    def present(self, values: Mapping[str, str | int]) -> bool:
+        """Whether a variant with these values of axes and tile keys has the member."""
+        return all(values[key] in limit for key, limit in self.when)
+
+    def excludes(self, other: Param) -> bool:
+        """Whether no variant has both: some key is limited to values that have none in common."""
+        limits = dict(other.when)
+        return any(set(limits[key]).isdisjoint(limit) for key, limit in self.when if key in limits)

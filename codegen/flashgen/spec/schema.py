@@ -1,0 +1,160 @@
+"""The shape of a spec file, as types that msgspec checks it against."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from flashgen.spec.params import CTYPES
+
+Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]*$")]
+ShortName = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9]*$")]
+Arch = Annotated[str, msgspec.Meta(pattern=r"^sm_[0-9]+[af]?$")]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Rate = Annotated[float, msgspec.Meta(gt=0)]
+AxisValue = Count | ShortName
+AxisValues = Annotated[list[AxisValue], msgspec.Meta(min_length=1)]
+
+# What the blocks of a launch do: one tile each, or, no more of them than run at a time, tile after tile.
+SCHEDULES = ("tile_per_block", "persistent")
+
+# The name that conditions use for tile rows without one.
+DEFAULT_TILE = "default"
+
+# Names with a meaning in templates, tile rows or expressions; no axis or tile key may take one.
+RESERVED = frozenset(
+    (
+        *("variant", "name", "header", "params_struct", "target"),
+        *("element_bytes", "threads", "smem_bytes", "max_smem", "min", "max"),
+        *("efficiency", "no_spills", "tile"),
+    )
+)
+
+
+class Target(msgspec.Struct, forbid_unknown_fields=True):
+    """A class of devices that share tiles. ``max_smem`` is in bytes a block."""
+
+    min_arch: Arch
+    max_smem: Positive
+    compile_for: Annotated[list[Arch], msgspec.Meta(min_length=1)]
+
+
+class DefaultAxis(msgspec.Struct, forbid_unknown_fields=True):
+    """An axis with the value of another, ``default``, and at some of these with further ones, ``also``."""
+
+    default: str
+    also: dict[str, Any] = {}
+
+
+class BoxRow(msgspec.Struct, forbid_unknown_fields=True):
+    """What one copy by a tensor map brings, as expressions."""
+
+    columns: int | str
+    rows: int | str
+
+
+class ParamRow(msgspec.Struct, forbid_unknown_fields=True):
+    """One member of the parameter struct."""
+
+    name: Name
+    type: Literal[CTYPES]
+    doc: Annotated[str, msgspec.Meta(pattern=r"^[^\n\\]*$")] = ""
+    when: dict[str, Any] = {}
+    box: BoxRow | None = None
+
+
+class Range(msgspec.Struct, forbid_unknown_fields=True, rename={"first": "from", "last": "to"}):
+    """The values ``first``, ``first + step``, ... up to ``last`` of a tile key."""
+
+    first: Count
+    last: Count
+    step: Positive
+
+
+class Dispatch(msgspec.Struct, forbid_unknown_fields=True):
+    """The rule by which dispatch chooses among the variants that can serve a call."""
+
+    prefer: Literal["least_time"] = "least_time"
+    start: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
+    fill: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+
+
+class File(msgspec.Struct, forbid_unknown_fields=True, rename={"direction": "pass"}):
+    """The whole file. Members typed Any are checked one by one, most of them once the axes are known."""
+
+    family: Name
+    template: str
+    header: str
+    direction: Literal["forward", "backward"]
+    axes: dict[str, Any]
+    targets: dict[str, Any]
+    element_bytes: dict[str, Any]
+    threads: int | str
+    smem_bytes: int | str
+    tile_keys: Annotated[list[Name], msgspec.Meta(min_length=1)]
+    tiles: Annotated[list[Any], msgspec.Meta(min_length=1)]
+    params: Annotated[list[Any], msgspec.Meta(min_length=1)]
+    description: str = ""
+    exclude: list[Any] = []
+    commit: list[Any] = []
+    tune: list[Any] = []
+    no_spills: bool = False
+    schedule: Literal[SCHEDULES] = "tile_per_block"
+    dependent_launch: bool = False
+    dispatch: Dispatch = msgspec.field(default_factory=Dispatch)
+    options: list[str] = []
+
+
+def conditions(name: str, domain: Mapping[str, Sequence[Any]], fields: Iterable[Any] = ()) -> type:
+    """A type whose keys are those of ``domain``, each holding one of its values, several, or left out.
+
+    ``fields`` adds further keys, written as for ``msgspec.defstruct``.
+    """
+    limits = []
+    for axis, values in domain.items():
+        value = Literal[tuple(values)]
+        limits.append((axis, value | Annotated[list[value], msgspec.Meta(min_length=1)] | None, None))
+    return msgspec.defstruct(name, [*limits, *fields], forbid_unknown_fields=True, kw_only=True)
+
+
+def when_type(domain: Mapping[str, Sequence[Any]], keys: Iterable[str]) -> type:
+    """The type of the condition of a parameter: values of axes and of tile keys."""
+    limit = Count | Annotated[list[Count], msgspec.Meta(min_length=1)] | None
+    return conditions("When", domain, [(key, limit, None) for key in keys])
+
+
+def expression_names(file: File, axes: Iterable[str]) -> frozenset[str]:
+    """The names that an expression may use."""
+    return frozenset((*axes, *file.tile_keys, "element_bytes", "max_smem"))
+
+
+def tile_row(domain: Mapping[str, Sequence[Any]], keys: Iterable[str], no_spills: bool) -> type:
+    """The type of a row of the tile table: conditions, the tile keys, and what else a row may say.
+
+    ``no_spills`` is what holds for a row that does not say it.
+    """
+    promise = bool | Annotated[list[Arch], msgspec.Meta(min_length=1)]
+    extra = [("name", ShortName | None, None), ("efficiency", Rate, 1.0), ("no_spills", promise, no_spills)]
+    return conditions("Tile", domain, [*((key, Count) for key in keys), *extra])
+
+
+def tune_row(domain: Mapping[str, Sequence[Any]], keys: Iterable[str]) -> type:
+    """The type of a row of ``tune``: conditions, and for tile keys the values to try."""
+    choice = Count | Annotated[list[Count], msgspec.Meta(min_length=1)] | Range
+    return conditions("Tune", domain, [(key, choice | None, None) for key in keys])
+
+
+class TunedFile(msgspec.Struct, forbid_unknown_fields=True):
+    """A file of tiles that were measured on one GPU; its rows are checked one by one."""
+
+    gpu: str
+    tiles: list[Any]
+
+
+def tuned_row(domain: Mapping[str, Sequence[Any]], keys: Iterable[str]) -> type:
+    """The type of such a row: one point, its tile, and how that was measured."""
+    fields = [(axis, Literal[tuple(values)]) for axis, values in domain.items()]
+    fields += [(key, Count) for key in keys]
+    fields += [("efficiency", Rate), ("measured", dict[str, Any], {})]
+    return msgspec.defstruct("Tuned", fields, forbid_unknown_fields=True, kw_only=True)

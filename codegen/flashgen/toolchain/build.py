@@ -1,0 +1,127 @@
+"""Compiling many variants ahead of their first call: which of them for which architectures, and all at once.
+
+What is compiled lands in the disk cache, under the keys that a call looks for.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flashgen.arch import arch_parts, range_of
+from flashgen.errors import BadParam, InternalError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from flashgen.spec.variant import Variant
+    from flashgen.toolchain.compile import Compiled
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """One variant compiled for one architecture, or the error that came instead.
+
+    `seconds` is the time it took here: to compile, or to read it from the cache when `cached`.
+    """
+
+    variant: Variant
+    arch: str
+    seconds: float
+    cached: bool = False
+    compiled: Compiled | None = None
+    error: str = ""
+
+    @property
+    def spilled(self) -> int:
+        """Bytes of registers that the kernel stores to and loads from local memory."""
+        made = self.compiled
+        return (made.spill_stores or 0) + (made.spill_loads or 0) if made else 0
+
+    @property
+    def failure(self) -> str:
+        """Why this is not acceptable, or an empty string."""
+        if self.error:
+            return self.error
+        if self.spilled and self.variant.must_not_spill(self.arch):
+            return f"spills {self.spilled} bytes of registers, and {self.variant.spec} says no_spills"
+        return ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types for JSON; sizes in bytes."""
+        made = self.compiled
+        return {
+            "variant": self.variant.name,
+            "arch": self.arch,
+            "registers": made.registers if made else None,
+            "spill_stores": made.spill_stores if made else None,
+            "spill_loads": made.spill_loads if made else None,
+            "stack": made.stack if made else None,
+            "smem_dynamic": self.variant.smem_bytes,
+            "smem_static": made.smem_static if made else None,
+            "threads": self.variant.threads,
+            "seconds": round(self.seconds, 4),
+            "cached": self.cached,
+            "failure": self.failure or None,
+        }
+
+
+def arch_number(arch: str) -> int:
+    """90 for sm_90 and sm_90a."""
+    return arch_parts(arch)[0]
+
+
+def pairs(variants: Sequence[Variant], archs: Sequence[str] = ()) -> list[tuple[Variant, str]]:
+    """What to compile: each variant for the architectures that its spec lists, or for those of `archs` among
+    them.
+
+    An architecture that none of the variants lists gets every one whose lowest architecture it reaches.
+    Either way a variant is compiled as for a call (`Variant.code_for`): sm_90 and sm_90a ask for the same.
+    Raises BadParam where that leaves nothing for one of `archs`.
+    """
+    if not archs:
+        return [(variant, arch) for variant in variants for arch in variant.archs]
+    found = []
+    for arch in archs:
+        reached = [(variant, code) for variant in variants if (code := variant.code_for(arch))]
+        if not reached:
+            lowest = min((variant.min_arch for variant in variants), key=arch_number)
+            raise BadParam(f"nothing to compile for {arch}: the chosen variants need {range_of(lowest)}")
+        listed = [pair for pair in reached if arch_number(arch) in map(arch_number, pair[0].archs)]
+        found += listed or reached
+    order = {variant: index for index, variant in enumerate(variants)}
+    return sorted(dict.fromkeys(found), key=lambda pair: (order[pair[0]], arch_number(pair[1])))
+
+
+def build(
+    wanted: Iterable[tuple[Variant, str]],
+    jobs: int | None = None,
+    on_done: Callable[[Built], None] | None = None,
+) -> list[Built]:
+    """Compile every pair, or find it in the disk cache, on `jobs` threads; by default one for each processor.
+
+    The results are in the order of `wanted`; `on_done` hears of each as it ends. A kernel that does not
+    compile is a Built with an error and stops nothing. Raises NoCompilerError where there is no compiler.
+    """
+    from flashgen.toolchain.compile import in_parallel, nvrtc
+
+    nvrtc()  # a missing compiler is one error, not one for each kernel
+
+    def report(_: tuple[Variant, str], built: Built) -> None:
+        if on_done is not None:
+            on_done(built)
+
+    return in_parallel(_build_one, wanted, jobs, report)
+
+
+def _build_one(pair: tuple[Variant, str]) -> Built:
+    from flashgen.toolchain.obtain import obtain
+
+    variant, arch = pair
+    start = time.perf_counter()
+    try:
+        compiled, cached = obtain(variant, arch)
+    except InternalError as error:
+        return Built(variant, arch, time.perf_counter() - start, error=str(error))
+    return Built(variant, arch, time.perf_counter() - start, cached, compiled)

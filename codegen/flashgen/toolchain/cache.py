@@ -1,0 +1,288 @@
+"""Compiled kernels, and checked specs, on disk: content-addressed, verified on read, bounded, never a reason
+for a wrong answer.
+
+An entry is one file: a magic number, the SHA-256 of what follows, the key, the payload. It appears under its
+name by an atomic rename, so a reader sees all of it or none, whatever is killed when. Trouble with the disk
+costs speed and a `CacheWarning`, not correctness: what cannot be written is kept in memory, what cannot be
+trusted is built again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from flashgen import paths
+from flashgen.errors import CacheWarning
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+MAX_BYTES = 1 << 30
+
+_MAGIC = b"flashgen-cache-1\n"
+_DIGEST_END = len(_MAGIC) + 32
+_KEY_END = _DIGEST_END + 32
+_TOUCH_AFTER = 3600.0  # seconds; a write for each read would cost more than a precise order of use is worth
+_STALE_AFTER = 3600.0  # seconds; no build takes that long, so an older temporary file is left over
+_LOCK_TIMEOUT = 120.0  # seconds; a stopped process may hold a lock for ever, and building twice is harmless
+_LOST = "kernels compiled now are lost when this process ends; FLASHGEN_CACHE_DIR names another folder"
+_KEEP = 0.9  # evict down to this share of the bound, so that a full cache does not evict on every write
+
+
+class CacheInfo(NamedTuple):
+    """Where the cache lies, its files and bytes, the bound, and why it cannot be written ("" if it can)."""
+
+    root: Path
+    entries: int
+    bytes: int
+    max_bytes: int
+    problem: str
+
+
+class CacheReport(NamedTuple):
+    """What `CubinCache.verify` found: intact entries, and the damaged files, which it removed."""
+
+    intact: int
+    damaged: tuple[Path, ...]
+
+
+def key_for(source_digest: str, arch: str, options: Sequence[str], compiler_version: str) -> str:
+    """The key of a compiled kernel: 64 hexadecimal digits over everything that decides its bytes."""
+    return hashlib.sha256(repr((source_digest, arch, tuple(options), compiler_version)).encode()).hexdigest()
+
+
+def default() -> CubinCache:
+    """The cache of this process in the folder that `paths.cache_dir` names now."""
+    return _at(paths.cache_dir())
+
+
+@functools.cache
+def _at(root: Path) -> CubinCache:
+    return CubinCache(root)
+
+
+class CubinCache:
+    """Byte strings by 64-digit hexadecimal key, shared by all processes and threads that use one folder.
+
+    ``root`` is by default `paths.cache_dir`; it is created when something is stored. The least recently read
+    entries go when the entries exceed ``max_bytes``; each writing process may be a 64th late to notice.
+    """
+
+    def __init__(self, root: Path | None = None, max_bytes: int = MAX_BYTES) -> None:
+        self.root = Path(root) if root is not None else paths.cache_dir()
+        self.max_bytes = max_bytes
+        self._memory: dict[str, bytes] = {}
+        self._warned: set[str] = set()
+        self._room = 0  # bytes to write before the folder's size is looked at again
+        self._guard = threading.Lock()
+        self._locks: dict[str, threading.Lock] = {}
+
+    def get(self, key: str) -> bytes | None:
+        """The payload under ``key``, or None. A damaged entry is removed, with a warning, and is none."""
+        if key in self._memory:
+            return self._memory[key]
+        path = self._path(key)
+        try:
+            data = path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            self._warn_once("read", f"cannot read the kernel cache in {self.root} ({_reason(error)})")
+            return None
+        payload = _unpack(data, key)
+        if payload is None:
+            _remove(path)
+            warnings.warn(f"{path} is damaged; it will be built again", CacheWarning, stacklevel=2)
+            return None
+        _touch(path)
+        return payload
+
+    def put(self, key: str, payload: bytes) -> None:
+        """Store ``payload``; on any failure of the disk keep it in this process instead, with one warning."""
+        path = self._path(key)
+        temporary = self._temporary()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.parent.mkdir(exist_ok=True)
+            _write_durably(temporary, _pack(key, payload))
+            temporary.replace(path)
+        except OSError as error:
+            _remove(temporary)
+            self._memory[key] = payload
+            message = f"cannot write the kernel cache in {self.root} ({_reason(error)}); {_LOST}"
+            self._warn_once("write", message)
+        else:
+            self._room -= len(payload)
+            if self._room < 0:
+                self._tidy(path)
+
+    def get_or_build(self, key: str, build: Callable[[], bytes]) -> bytes:
+        """The payload under ``key``, else what ``build`` returns, which is stored.
+
+        Among the processes and threads that ask at once, one builds and the others wait for it. An exception
+        of ``build`` passes through and the next in line builds.
+        """
+        payload = self.get(key)
+        if payload is not None:
+            return payload
+        with self._locked(key):
+            payload = self.get(key)
+            if payload is None:
+                payload = build()
+                self.put(key, payload)
+        return payload
+
+    def info(self) -> CacheInfo:
+        """Size and state. Whether it can be written is tried out."""
+        sizes = [size for _, size, _ in self._entries()]
+        return CacheInfo(self.root, len(sizes), sum(sizes), self.max_bytes, self._write_problem())
+
+    def verify(self) -> CacheReport:
+        """Read every entry, check it, and remove the damaged ones."""
+        damaged = []
+        intact = 0
+        for name, _, _ in self._entries():
+            path = Path(name)
+            try:
+                sound = _unpack(path.read_bytes(), path.name) is not None
+            except FileNotFoundError:
+                continue
+            except OSError:
+                sound = False
+            if sound:
+                intact += 1
+            else:
+                damaged.append(path)
+                _remove(path)
+        return CacheReport(intact, tuple(damaged))
+
+    def clear(self) -> int:
+        """Remove all; returns how many entries there were. Kernels that are loaded stay usable."""
+        self._memory.clear()
+        removed = sum(_remove(Path(name)) for name, _, _ in self._entries())
+        for name, _, _ in (*_files(self.root / "tmp"), *_files(self.root / "locks")):
+            _remove(Path(name))
+        return removed
+
+    def _path(self, key: str) -> Path:
+        return self.root / "entries" / key[:2] / key
+
+    def _temporary(self) -> Path:
+        return self.root / "tmp" / os.urandom(12).hex()
+
+    def _entries(self) -> Iterator[tuple[str, int, float]]:
+        """Path, bytes and time of last use of each entry."""
+        for folder in _folders(self.root / "entries"):
+            yield from _files(folder)
+
+    def _tidy(self, fresh: Path) -> None:
+        """Drop what killed processes left and the least recently used beyond the bound, but not ``fresh``."""
+        for name, _, used in _files(self.root / "tmp"):
+            if time.time() - used > _STALE_AFTER:
+                _remove(Path(name))
+        entries = list(self._entries())
+        total = sum(size for _, size, _ in entries)
+        if total > self.max_bytes:
+            for name, size, _ in sorted(entries, key=lambda entry: entry[2]):
+                if Path(name) != fresh and _remove(Path(name)):
+                    total -= size
+                if total <= _KEEP * self.max_bytes:
+                    break
+        self._room = max((self.max_bytes - total) // 8, self.max_bytes // 64)
+
+    @contextlib.contextmanager
+    def _locked(self, key: str) -> Iterator[None]:
+        """Hold the lock of ``key`` among processes and threads; in a folder without locks, among threads."""
+        import filelock
+
+        # A lock file cannot be removed safely, so keys share 4096; sharing one only makes a build wait.
+        path = self.root / "locks" / f"{key[:3]}.lock"
+        lock = filelock.FileLock(path, timeout=_LOCK_TIMEOUT)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            held = lock.acquire(poll_interval=0.01)
+        except (OSError, NotImplementedError, filelock.Timeout):
+            with self._guard:
+                held = self._locks.setdefault(key, threading.Lock())
+        with held:
+            yield
+
+    def _write_problem(self) -> str:
+        probe = self._temporary()
+        try:
+            probe.parent.mkdir(parents=True, exist_ok=True)
+            _write_durably(probe, b"probe")
+        except OSError as error:
+            return _reason(error)
+        finally:
+            _remove(probe)
+        return ""
+
+    def _warn_once(self, kind: str, message: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(message, CacheWarning, stacklevel=3)
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def _pack(key: str, payload: bytes) -> bytes:
+    body = bytes.fromhex(key) + payload
+    return _MAGIC + hashlib.sha256(body).digest() + body
+
+
+def _unpack(data: bytes, key: str) -> bytes | None:
+    """The payload, or None if ``data`` is not an intact entry of ``key``."""
+    view = memoryview(data)
+    if data[: len(_MAGIC)] != _MAGIC or data[_DIGEST_END:_KEY_END].hex() != key:
+        return None
+    if hashlib.sha256(view[_DIGEST_END:]).digest() != data[len(_MAGIC) : _DIGEST_END]:
+        return None
+    return data[_KEY_END:]
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _touch(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        if time.time() - path.stat().st_mtime > _TOUCH_AFTER:
+            os.utime(path)
+
+
+def _remove(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        path.unlink()
+        return True
+    return False
+
+
+def _folders(root: Path) -> list[Path]:
+    with contextlib.suppress(OSError), os.scandir(root) as found:
+        return [Path(entry.path) for entry in found if entry.is_dir(follow_symlinks=False)]
+    return []
+
+
+def _files(folder: Path) -> list[tuple[str, int, float]]:
+    """Path, bytes and modification time of each; what another process removes meanwhile is left out."""
+    files = []
+    with contextlib.suppress(OSError), os.scandir(folder) as found:
+        for entry in found:
+            with contextlib.suppress(OSError):
+                status = entry.stat(follow_symlinks=False)
+                files.append((entry.path, status.st_size, status.st_mtime))
+    return files

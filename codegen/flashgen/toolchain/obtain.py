@@ -1,0 +1,88 @@
+"""From a Variant to machine code, through the disk cache. Needs no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from flashgen.arch import arch_parts, range_of
+from flashgen.errors import DeviceTypeNotSupported
+from flashgen.source import render
+from flashgen.toolchain import cache as caches
+from flashgen.toolchain import compile as compiler
+from flashgen.toolchain.compile import Compiled
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from flashgen.runtime.device import Device
+    from flashgen.spec.variant import Variant
+    from flashgen.toolchain.cache import CubinCache
+
+
+def obtain(variant: Variant, arch: str, cache: CubinCache | None = None) -> tuple[Compiled, bool]:
+    """The machine code of ``variant`` for ``arch``, and whether the disk cache had it. Needs no GPU.
+
+    Raises CompileError, NoCompilerError, and InternalError or SpecError where the template does not render.
+    """
+    made: list[Compiled] = []
+
+    def build() -> bytes:
+        source = render.render(variant)
+        headers = render.headers(source, render.include_dirs(variant))
+        made.append(compiler.compile_cubin(source, variant.name, arch, variant.options, headers))
+        return made[0].to_bytes()
+
+    payload = (cache or caches.default()).get_or_build(cache_key(variant, arch), build)
+    return (made[0], False) if made else (Compiled.from_bytes(payload), True)
+
+
+def recall(variant: Variant, arch: str, cache: CubinCache | None = None) -> Compiled | None:
+    """What the disk cache has of ``variant`` for ``arch`` from the compiler that is installed as a wheel.
+
+    Neither NVRTC nor Jinja is loaded to find it, so this is the quick way to what `obtain` gives.
+    """
+    version = compiler.installed_version()
+    if version is None:
+        return None
+    payload = (cache or caches.default()).get(cache_key(variant, arch, version))
+    return None if payload is None else Compiled.from_bytes(payload)
+
+
+def cache_key(variant: Variant, arch: str, version: str | None = None) -> str:
+    """The key of ``variant`` for ``arch`` in the disk cache; ``version`` is by default that of the compiler
+    that is loaded.
+    """
+    layout = ",".join(field.name for field in dataclasses.fields(Compiled))
+    options = (*compiler.BASE_OPTIONS, *variant.options, layout)
+    version = version or compiler.compiler_version()
+    return caches.key_for(render.source_digest(variant), arch, options, version)
+
+
+def arch_for(variant: Variant, device: Device, known: Sequence[int] | None = None) -> str:
+    """What to compile ``variant`` for, to run on ``device``: "sm_90", "sm_90a" or "compute_90".
+
+    The device's own architecture, as `Variant.code_for` has it ("sm_90a": features of that one alone). A
+    device that is too new for this NVRTC gets PTX for the highest virtual architecture below its own, which
+    the driver translates when it loads it. ``known`` is by default what this NVRTC supports. Raises
+    DeviceTypeNotSupported for a device older than the variant or than NVRTC.
+    """
+    own = own_arch(variant, device)
+    number, lowest = arch_parts(device.arch)[0], arch_parts(variant.min_arch)[0]
+    known = compiler.supported_archs() if known is None else known
+    if number in known:
+        return own
+    virtual = [arch for arch in known if lowest <= arch < number]
+    if not virtual:
+        raise DeviceTypeNotSupported(
+            f"{compiler.compiler_version()} cannot compile {variant.name} for {device}"
+        )
+    return f"compute_{max(virtual)}"
+
+
+def own_arch(variant: Variant, device: Device) -> str:
+    """`arch_for` where the compiler knows the device."""
+    own = variant.code_for(device.arch)
+    if own is None:
+        raise DeviceTypeNotSupported(f"{variant.name} needs {range_of(variant.min_arch)}, not {device}")
+    return own

@@ -1,0 +1,785 @@
+"""The benchmark's arithmetic, protocol and outputs, with synthetic clocks and peers: no GPU is needed."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+import re
+import warnings
+from dataclasses import astuple, replace
+from itertools import pairwise, product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from flashgen.bench import chart, check, environment
+from flashgen.bench.cases import GRIDS, Case, find_grid
+from flashgen.bench.hosts import Inputs, shapes
+from flashgen.bench.peers import all_peers, choose_peers, registry, torch_sdpa
+from flashgen.bench.peers.own import Flashgen
+from flashgen.bench.results import Measurement, Report, Row
+from flashgen.bench.runner import measure, run
+from flashgen.bench.table import cell, line, print_tables, tables
+from flashgen.bench.timing import Step, Timing, graph_step, rotation, stream_step, summarize, time_interleaved
+from flashgen.errors import BadParam, DeviceTypeNotSupported
+
+
+def a_case(**changes) -> Case:
+    shape = {"batch": 2, "seqlen_q": 48, "seqlen_kv": 64, "num_heads_q": 4, "num_heads_kv": 2, "head_dim": 16}
+    return Case(name=changes.pop("name", "a"), **(shape | changes))
+
+
+def visible(case: Case) -> np.ndarray:
+    hidden = case.hidden(np.random.default_rng(0)) if case.is_dense else None
+    return case.visible_rows(np.arange(case.seqlen_q), hidden)
+
+
+# Cases
+
+
+@given(
+    seqlen_q=st.integers(1, 40),
+    seqlen_kv=st.integers(1, 40),
+    window=st.integers(0, 50),
+    mask=st.sampled_from(["none", "window", "documents"]),
+    documents=st.integers(1, 5),
+)
+def test_counted_pairs_are_the_visible_ones(seqlen_q, seqlen_kv, window, mask, documents):
+    case = a_case(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, window=window, mask=mask, documents=documents)
+    assert case.pairs == np.count_nonzero(visible(case))
+
+
+def test_window_counts_itself_and_the_keys_before_it():
+    case = a_case(seqlen_q=4096, seqlen_kv=4096, mask="window", window=1024)
+    assert case.pairs == sum(min(row, 1024) + 1 for row in range(4096))
+
+
+def test_flops_are_four_per_pair_and_channel_and_halved_by_causal():
+    full, causal = a_case(), a_case(mask="causal")
+    assert full.flops == 4 * 2 * 4 * 48 * 64 * 16
+    assert causal.flops == full.flops / 2
+
+
+def test_a_narrower_v_makes_less_work_and_moves_less():
+    case = a_case(head_dim=24, head_dim_v=8, dtype="fp16")
+    assert case.flops == a_case().flops
+    host = FakeHost()
+    q, k, v, out, _ = astuple(host.inputs(case, 0))
+    assert out.shape == (*q.shape[:-1], 8)
+    assert case.bytes_moved == 2 * (q.size + k.size + v.size + out.size)
+
+
+def test_bytes_count_every_array_once():
+    case = a_case(dtype="fp32")
+    q = np.zeros((2, 48, 4, 16), np.float32)
+    k = np.zeros((2, 64, 2, 16), np.float32)
+    assert case.bytes_moved == 2 * q.nbytes + 2 * k.nbytes
+
+
+@pytest.mark.parametrize(
+    ("grid", "head_dims", "lengths"),
+    [("prefill", (64, 128, 256), (1024, 2048, 4096, 8192, 16_384)), ("head_dims", (32, 96, 192), (4096,))],
+)
+def test_sweeps_hold_tokens_and_width_and_exactly_their_cells(grid, head_dims, lengths):
+    cases = GRIDS[grid].cases
+    cells = [(c.dtype, c.head_dim, c.mask, c.seqlen_q) for c in cases]
+    assert sorted(cells) == sorted(product(("fp16", "bf16"), head_dims, ("none", "causal"), lengths))
+    assert all(c.batch * c.seqlen_q == 16_384 for c in cases)
+    assert all(c.num_heads_q == 2048 // c.head_dim for c in cases)
+
+
+def test_ragged_lengths_stand_beside_the_next_multiple_of_every_tile():
+    cases = {case.name: case for case in GRIDS["ragged"].cases}
+    ragged = [case for case in cases.values() if case.baseline]
+    cells = [(c.dtype, c.head_dim, c.mask, c.seqlen_q) for c in ragged]
+    assert sorted(cells) == sorted(
+        product(("fp16", "bf16"), (64, 128, 256), ("none", "causal"), (1000, 4095, 8191))
+    )
+    for case in ragged:
+        base = cases[case.baseline]
+        rounded = -(-case.seqlen_q // 1024) * 1024
+        assert replace(case, name="", seqlen_q=0, seqlen_kv=0, baseline=None, loss_limit=None) == replace(
+            base, name="", seqlen_q=0, seqlen_kv=0
+        )
+        assert (base.seqlen_q, base.seqlen_kv) == (rounded, rounded)
+        assert case.loss_limit == 0.05
+
+
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=lambda grid: grid.name)
+def test_groups_hold_each_case_once_beside_its_baseline(grid):
+    groups = grid.groups()
+    assert sorted(c.name for group in groups for c in group) == sorted(c.name for c in grid.cases)
+    for first, *others in groups:
+        assert first.baseline is None
+        assert all(case.baseline == first.name for case in others)
+
+
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=lambda grid: grid.name)
+def test_names_are_unique_and_baselines_exist_before_their_users(grid):
+    names = [case.name for case in grid.cases]
+    assert len(set(names)) == len(names)
+    for index, case in enumerate(grid.cases):
+        assert case.baseline is None or case.baseline in names[:index]
+        assert case.num_heads_q % case.num_heads_kv == 0
+
+
+def test_a_grouping_is_pinned_whatever_dispatch_would_take(fake_gpu):
+    from fake_gpu import array
+
+    case = a_case(head_dim=64, num_heads_q=16, mask="causal")
+    q, kv = (2, 48, 16, 64), (2, 64, 2, 64)
+    inputs = Inputs(*(array(shape, address=(n + 1) << 32) for n, shape in enumerate((q, kv, kv, q))), None)
+    for grouping in ("gqa", "packed"):
+        peer = Flashgen(grouping)
+        peer.prepare(case, [inputs])(0)
+        function, *_ = fake_gpu.launches[-1]
+        assert fake_gpu.variants[function].gqa == grouping
+        assert fake_gpu.variants[function].name == peer.variant
+
+
+def test_choosing_keeps_baselines_and_refuses_the_unknown():
+    grid = find_grid("masks").choose(where={"mask": ["window"]})
+    assert [case.name for case in grid.cases] == ["causal", "window 1k"]
+    assert {c.dtype for c in find_grid("prefill").choose(["bf16"]).cases} == {"bf16"}
+    with pytest.raises(BadParam, match="head_dims"):
+        find_grid("masks").choose(where={"head_dims": [64]})
+    with pytest.raises(BadParam, match="no case"):
+        find_grid("masks").choose(["e4m3"])
+    with pytest.raises(BadParam, match="prefill"):
+        find_grid("prefil")
+
+
+# Timing
+
+
+class FakeClock:
+    """A device whose time passes only when something is launched on it."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.launched = []
+        self.open = 0
+
+    def launch(self, name, ms):
+        self.launched.append(name)
+        self.now += ms
+
+    def record(self):
+        self.open += 1
+        return SimpleNamespace(at=self.now, passed=False, clock=self)
+
+    def synchronize(self):
+        self.open = 0
+
+    def elapsed_ms(self, start, end):
+        assert self.open == 0, "events were read before the device was waited for"
+        return end.at - start.at
+
+    def capture(self, body):
+        before = self.now
+        body()
+        took, self.now = self.now - before, before
+        return lambda: self.launch("replay", took)
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=40))
+def test_summary_orders_its_quartiles_within_the_samples(samples):
+    timing = summarize(samples, 1)
+    assert min(samples) <= timing.q25_ms <= timing.median_ms <= timing.q75_ms <= max(samples) * (1 + 1e-12)
+    assert timing.rounds == len(samples)
+
+
+def test_one_outlier_moves_neither_median_nor_spread():
+    timing = summarize([1.0] * 9 + [100.0], 1)
+    assert (timing.median_ms, timing.spread) == (1.0, 0.0)
+
+
+def test_interleaving_finds_each_time_and_every_round_has_an_order_of_its_own():
+    clock = FakeClock()
+    costs = {"a": 0.5, "b": 2.0, "c": 40.0}
+    steps = {name: stream_step(lambda _, n=name: clock.launch(n, costs[n]), 1) for name in costs}
+    timings = time_interleaved(steps, clock, rounds=60, sample_ms=4.0)
+    assert {name: timing.median_ms for name, timing in timings.items()} == pytest.approx(costs)
+    assert {name: timing.calls for name, timing in timings.items()} == {"a": 8, "b": 2, "c": 1}
+    # A launch run of equal names is one sample, or two where rounds meet. Each follows each.
+    runs = [name for i, name in enumerate(clock.launched) if i == 0 or clock.launched[i - 1] != name]
+    assert set(itertools.pairwise(runs[3:])) == set(itertools.permutations("abc", 2))
+
+
+def test_drift_during_a_run_cancels_in_the_ratio():
+    clock = FakeClock()
+    slowing = {"x": 1.0}
+
+    def launch(name, ms):
+        slowing["x"] *= 1.002
+        clock.launch(name, ms * slowing["x"])
+
+    steps = {n: stream_step(lambda _, n=n, ms=ms: launch(n, ms), 1) for n, ms in (("a", 1.0), ("b", 3.0))}
+    timings = time_interleaved(steps, clock, rounds=30, sample_ms=3.0)
+    assert timings["b"].median_ms / timings["a"].median_ms == pytest.approx(3.0, rel=0.02)
+
+
+def test_a_stream_step_rotates_among_its_sets():
+    seen = []
+    step = stream_step(seen.append, 3)
+    for _ in range(7):
+        step.run()
+    assert seen == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_a_graph_is_captured_once_and_timed_per_launch():
+    clock = FakeClock()
+    sets_seen = []
+
+    def call(index):
+        sets_seen.append(index)
+        clock.launch("kernel", 0.005)
+
+    step = graph_step(call, 8, clock)
+    timing = time_interleaved({"g": step}, clock, rounds=3, sample_ms=4.0)["g"]
+    assert sets_seen == list(range(8))
+    assert timing.median_ms == pytest.approx(0.005)
+    assert timing.calls == 100 * 8
+
+
+@given(st.integers(1, 10**10), st.integers(1, 10**8))
+def test_rotated_sets_exceed_twice_the_l2_and_no_fewer_would(set_bytes, l2_bytes):
+    count = rotation(set_bytes, l2_bytes, limit=10**9)
+    assert count * set_bytes >= 2 * l2_bytes
+    assert count == 1 or (count - 1) * set_bytes < 2 * l2_bytes
+    assert rotation(1, 10**12) == 128
+
+
+# Checks and the runner, on NumPy arrays
+
+
+def attention64(case: Case, inputs: Inputs) -> np.ndarray:
+    """softmax(QKᵀ / √d)V in float64, key by visibility, for whole arrays."""
+    k, v = (np.repeat(x, case.group_size, axis=2) for x in (inputs.k, inputs.v))
+    scores = np.einsum("bqhd,bkhd->bhqk", inputs.q, k) / math.sqrt(case.head_dim)
+    seen = visible(case) if inputs.mask is None else ~inputs.mask
+    scores = np.where(seen, scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(axis=-1, keepdims=True), v)
+
+
+class FakeHost(FakeClock):
+    """NumPy arrays and the synthetic clock."""
+
+    name = "numpy"
+    l2_bytes = 10_000
+
+    def inputs(self, case, seed):
+        rng = np.random.default_rng(seed)
+        q, k, v, out = (rng.standard_normal(shape) for shape in shapes(case))
+        return Inputs(q, k, v, np.zeros_like(out), case.hidden(rng) if case.is_dense else None)
+
+    def copy(self, array):
+        return array.copy()
+
+    def poison(self, array):
+        array.fill(np.nan)
+
+    def numpy(self, array):
+        return array
+
+    def relative_error(self, array, reference):
+        return float(np.linalg.norm(array - reference) / np.linalg.norm(reference))
+
+
+class FakePeer:
+    """Computes in float64 and takes ``ms`` of synthetic time; ``flaw`` may spoil its output."""
+
+    hosts = ("cupy",)
+
+    def __init__(self, name, host, ms, flaw=lambda out: out, declined=None):
+        self.name, self.host, self.ms, self.flaw, self.declined = name, host, ms, flaw, declined
+
+    def unavailable(self):
+        return None
+
+    def declines(self, case):
+        return self.declined
+
+    def prepare(self, case, sets):
+        def call(index):
+            self.host.launch(self.name, self.ms)
+            out = sets[index].out
+            out[:] = self.flaw(attention64(case, sets[index]))
+            return out
+
+        return call
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "window", "random", "documents"])
+def test_sampled_rows_accept_the_formula_and_reject_another_mask(mask):
+    host = FakeHost()
+    case = a_case(mask=mask, window=9, documents=3)
+    inputs = host.inputs(case, 1)
+    out = attention64(case, inputs)
+    assert check.sampled_error(case, inputs, out, host, np.random.default_rng(2)) < 1e-12
+    other = replace(case, mask="none" if mask == "causal" else "causal")
+    wrong = attention64(other, replace(inputs, mask=None))
+    assert (
+        check.sampled_error(case, inputs, wrong, host, np.random.default_rng(2)) > check.OWN_TOLERANCE["bf16"]
+    )
+
+
+def test_sampled_rows_notice_an_unwritten_last_row():
+    host = FakeHost()
+    case = a_case()
+    inputs = host.inputs(case, 1)
+    out = attention64(case, inputs)
+    out[:, -1] = np.nan
+    assert math.isnan(check.sampled_error(case, inputs, out, host, np.random.default_rng(0)))
+
+
+def drop_last_row(out):
+    out[:, -1] = np.nan
+    return out
+
+
+def fail(_out):
+    warnings.warn("head_dim is odd", stacklevel=1)
+    raise RuntimeError("no kernel")
+
+
+@pytest.mark.parametrize("clock", ["stream", "graph"])
+def test_a_row_has_ratios_for_agreeing_peers_and_reasons_for_the_others(clock):
+    host = FakeHost()
+    peers = [
+        FakePeer("flashgen", host, 1.0),
+        FakePeer("slow", host, 1.5),
+        FakePeer("wrong", host, 0.1, flaw=lambda out: out * 1.1),
+        FakePeer("partial", host, 0.1, flaw=drop_last_row),
+        FakePeer("broken", host, 1.0, flaw=fail),
+        FakePeer("narrow", host, 1.0, declined="not this one"),
+    ]
+    (row,) = measure([a_case(clock=clock)], peers, host, rounds=4, sample_ms=4.0, seed=3)
+    assert ("replay" in host.launched) == (clock == "graph")
+    assert row.ratio("slow") == pytest.approx(1.5)
+    assert row.measurements["slow"].relative_error == 0.0
+    assert [row.ratio(name) for name in ("wrong", "partial", "broken", "narrow")] == [None] * 4
+    assert row.measurements["wrong"].agrees is False
+    assert row.measurements["partial"].agrees is False
+    assert row.measurements["broken"].note == "RuntimeError: no kernel; head_dim is odd"
+    assert row.measurements["narrow"].note == "not this one"
+    assert [name for name, m in row.measurements.items() if m.failed] == ["broken"]
+    assert list(row.measurements) == [peer.name for peer in peers]
+
+
+@pytest.mark.filterwarnings("ignore:head_dim")
+def test_flashgen_failing_is_raised_not_noted():
+    host = FakeHost()
+    with pytest.raises(RuntimeError, match="no kernel"):
+        measure(
+            [a_case()], [FakePeer("flashgen", host, 1.0, flaw=fail)], host, rounds=1, sample_ms=1.0, seed=0
+        )
+
+
+def test_a_wrong_flashgen_has_no_ratio():
+    host = FakeHost()
+    peers = [FakePeer("flashgen", host, 1.0, flaw=lambda out: out + 1), FakePeer("slow", host, 2.0)]
+    (row,) = measure([a_case()], peers, host, rounds=2, sample_ms=1.0, seed=0)
+    assert row.measurements["flashgen"].agrees is False
+    assert row.ratio("slow") is None
+
+
+def test_a_case_and_its_baseline_are_timed_in_the_same_rounds():
+    host = FakeHost()
+    slowing = {"x": 1.0}
+
+    class Slowing(FakePeer):
+        def prepare(self, case, sets):
+            call = super().prepare(case, sets)
+
+            def slower(index):
+                slowing["x"] *= 1.01
+                self.ms = slowing["x"] * case.seqlen_q
+                return call(index)
+
+            return slower
+
+    base = a_case(name="base")
+    half = a_case(name="half", seqlen_q=24, baseline="base", loss_limit=0.05)
+    report = Report("ragged", "TFLOP/s", {}, {})
+    report.rows = measure(
+        [base, half], [Slowing("flashgen", host, 1.0)], host, rounds=20, sample_ms=1.0, seed=1
+    )
+    assert [row.case for row in report.rows] == [base, half]
+    # One after the other, the second would have been slower by a factor above 1.01 ** 40.
+    assert report.baseline_ratio(report.rows[1]) == pytest.approx(1.0, abs=0.03)
+    (loss,) = report.losses()
+    assert (loss.cases, loss.largest_case, loss.limit) == (1, "half", 0.05)
+    assert loss.largest == pytest.approx(1 - report.baseline_ratio(report.rows[1]))
+
+
+def test_run_says_which_peer_failed_and_why(monkeypatch):
+    host = FakeHost()
+    peers = {p.name: p for p in (FakePeer("flashgen", host, 1.0), FakePeer("broken", host, 1.0, flaw=fail))}
+    monkeypatch.setitem(GRIDS, "tiny", replace(GRIDS["prefill"], name="tiny", cases=(a_case(),)))
+    monkeypatch.setattr(registry, "all_peers", lambda: peers)
+    monkeypatch.setattr("flashgen.bench.runner._host", lambda _: host)
+    console = Console(record=True, width=200, file=io.StringIO())
+    run("tiny", rounds=1, console=console)
+    assert "broken failed: RuntimeError: no kernel" in console.export_text()
+
+
+def test_run_writes_json_charts_and_tables(tmp_path, monkeypatch):
+    host = FakeHost()
+    host.l2_bytes = 1
+    peers = {p.name: p for p in (FakePeer("flashgen", host, 1.0), FakePeer("slow", host, 1.25))}
+    small = [
+        a_case(name=f"{dtype} {s}", seqlen_q=s, seqlen_kv=s, dtype=dtype)
+        for dtype in ("fp16", "bf16")
+        for s in (16, 32)
+    ]
+    monkeypatch.setitem(GRIDS, "tiny", replace(GRIDS["prefill"], name="tiny", cases=tuple(small)))
+    monkeypatch.setattr(registry, "all_peers", lambda: peers)
+    monkeypatch.setattr("flashgen.bench.runner._host", lambda _: host)
+    console = Console(record=True, width=200, file=io.StringIO())
+    report = run(
+        "tiny",
+        rounds=2,
+        json_path=tmp_path / "out" / "r.json",
+        png_path=tmp_path / "c.png",
+        seed=5,
+        console=console,
+    )
+
+    data = json.loads((tmp_path / "out" / "r.json").read_text())
+    assert data["protocol"]["seed"] == 5
+    assert [s["geometric_mean"] for s in data["summary"]] == pytest.approx([1.25, 1.25])
+    assert [r["results"][1]["flashgen_ratio"] for r in data["rows"]] == pytest.approx([1.25] * 4)
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("c.png", "c-bf16.png"))
+    assert "1.250×" in console.export_text()
+    assert Report.load(tmp_path / "out" / "r.json").as_dict() == report.as_dict()
+
+
+def test_run_without_a_gpu_says_so():
+    from flashgen.runtime import device
+
+    if device.available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(DeviceTypeNotSupported, match="flashgen cannot be timed here"):
+        run("small")
+
+
+# Reports
+
+
+def a_report(metric="TFLOP/s", **times) -> Report:
+    """Times in ms by peer, one list entry per sequence length."""
+    lengths = (1024, 4096, 16384)
+    rows = []
+    for index, seqlen in enumerate(lengths):
+        for mask in ("none", "causal"):
+            case = a_case(name=f"{mask} {seqlen}", seqlen_q=seqlen, seqlen_kv=seqlen, mask=mask)
+            measurements = {
+                peer: Measurement(peer, Timing(ms[index], ms[index], ms[index], 5, 1), 1e-4, True, 0.1)
+                for peer, ms in times.items()
+            }
+            rows.append(Row(case, measurements))
+    return Report("prefill", metric, {}, {"gpu": "test"}, rows)
+
+
+def test_summary_is_the_geometric_mean_and_names_the_lowest():
+    report = a_report(flashgen=[1.0, 2.0, 4.0], peer=[0.5, 2.0, 16.0])
+    (summary,) = report.summaries()
+    assert summary.geometric_mean == pytest.approx((0.5 * 1.0 * 4.0) ** (1 / 3))
+    assert (summary.lowest, summary.cases) == (0.5, 6)
+    assert "1024" in summary.lowest_case
+
+
+def test_the_best_of_the_rivals_is_taken_cell_by_cell():
+    report = a_report(
+        **{"flashgen": [1.0, 1.0, 1.0], "torch-cudnn": [0.8, 2.0, 1.0], "flash-attn-4": [1.6, 0.5, 4.0]}
+    )
+    assert [row.best_rival() for row in report.rows[::2]] == [
+        (0.8, "torch-cudnn"),
+        (0.5, "flash-attn-4"),
+        (1.0, "torch-cudnn"),
+    ]
+    best = report.summaries()[-1]
+    assert best.peer == report.best_of == "best of torch-cudnn, flash-attn-4"
+    assert best.geometric_mean == pytest.approx((0.8 * 0.5) ** (1 / 3))
+    assert (best.lowest, best.cases) == (0.5, 6)
+    text = Console(record=True, width=200, file=io.StringIO())
+    print_tables(report, text)
+    assert "0.50× flash-attn-4" in text.export_text()
+    data = report.as_dict()["rows"][2]
+    assert (data["best_rival"], data["best_rival_ratio"]) == ("flash-attn-4", 0.5)
+
+
+def test_one_rival_alone_has_no_column_of_the_best():
+    report = a_report(
+        **{"flashgen": [1.0, 1.0, 1.0], "torch-cudnn": [0.8, 2.0, 1.0], "other": [0.1, 0.1, 0.1]}
+    )
+    assert report.best_of is None
+    assert {summary.peer for summary in report.summaries()} == {"torch-cudnn", "other"}
+    assert report.rows[0].best_rival() == (0.8, "torch-cudnn")
+
+
+def test_a_loss_is_in_percent_of_the_baseline_and_has_its_limit_beside_it():
+    report = a_report(flashgen=[1.0, 1.0, 1.0])
+    base = report.rows[2].case
+    for seqlen, share in ((4095, 0.98), (4000, 0.93), (4001, 1.01)):
+        case = replace(base, name=f"n{seqlen}", seqlen_q=seqlen, baseline=base.name, loss_limit=0.05)
+        ms = case.flops / base.flops / share
+        report.rows.append(
+            Row(case, {"flashgen": Measurement("flashgen", Timing(ms, ms, ms, 5, 1), agrees=True)})
+        )
+    (loss,) = report.losses()
+    assert (loss.dtype, loss.cases, loss.largest_case, loss.limit) == ("fp16", 3, "n4000", 0.05)
+    assert (loss.mean, loss.largest) == pytest.approx((0.08 / 3, 0.07))
+    text = Console(record=True, width=200, file=io.StringIO())
+    print_tables(report, text)
+    shown = text.export_text()
+    assert f"-7.0% on {base.name}" in shown
+    assert f"+1.0% on {base.name}" in shown
+    assert re.search(r"fp16 +│ +3 +│ +2.7% +│ +7.0% +│ +5% +│ n4000", shown)
+
+
+def test_summaries_keep_dtypes_apart():
+    report = a_report(flashgen=[1.0, 1.0, 1.0], peer=[2.0, 2.0, 2.0])
+    report.rows[0] = Row(replace(report.rows[0].case, dtype="bf16"), report.rows[0].measurements)
+    assert [(s.dtype, s.cases) for s in report.summaries()] == [("bf16", 1), ("fp16", 5)]
+
+
+def test_tflops_and_cells():
+    report = a_report(flashgen=[1.0, 1.0, 1.0], peer=[1.1, 1.1, 1.1])
+    row = report.rows[0]
+    flops = 4 * 2 * 4 * 1024 * 1024 * 16
+    assert row.measurements["flashgen"].tflops(row.case) == pytest.approx(flops / 1e-3 / 1e12)
+    assert cell(report, row, "flashgen") == "0.5 ±0.0%"
+    assert cell(report, row, "peer").endswith("(1.10×)")
+    assert cell(report, row, "absent") == "–"
+    report.metric = "µs"
+    assert cell(report, row, "peer") == "1100.0 (1.10×)"
+    assert line(report, row).startswith(row.case.name)
+
+
+def test_a_case_is_set_against_its_baseline_by_rate():
+    report = a_report(flashgen=[1.0, 1.0, 1.0])
+    window = replace(report.rows[1].case, name="w", mask="window", window=128, baseline="causal 1024")
+    report.rows.append(
+        Row(window, {"flashgen": Measurement("flashgen", Timing(0.5, 0.5, 0.5, 5, 1), agrees=True)})
+    )
+    expected = (window.flops / 0.5) / (report.rows[1].case.flops / 1.0)
+    assert report.baseline_ratio(report.rows[-1]) == pytest.approx(expected)
+    text = Console(record=True, width=200, file=io.StringIO())
+    for table in tables(report):
+        text.print(table)
+    assert f"{expected:.2f} × causal 1024" in text.export_text()
+
+
+def test_tables_keep_every_figure_where_the_console_is_narrow():
+    report = a_report(**{peer: [1.0, 1.0, 1.0] for peer in all_peers()})
+    text = Console(record=True, width=40, file=io.StringIO())
+    print_tables(report, text)
+    shown = text.export_text()
+    assert "…" not in shown
+    assert all(f"{peer} (ratio)" in shown for peer in all_peers() if peer != registry.OURS)
+    assert shown.count("(1.00×)") == 6 * (len(all_peers()) - 1)
+
+
+def test_another_schema_is_refused(tmp_path):
+    path = tmp_path / "r.json"
+    path.write_text('{"schema": 99}')
+    with pytest.raises(BadParam, match="99"):
+        Report.load(path)
+
+
+def test_a_sweep_has_a_panel_per_head_dim_and_mask_and_a_line_per_peer():
+    from matplotlib.figure import Figure
+
+    report = a_report(flashgen=[1.0, 2.0, 3.0], peer=[2.0, 2.0, 2.0])
+    panels = chart._panels(report.rows)
+    assert list(panels) == [(16, False), (16, True)]
+    figure = chart._sweep(Figure, report, panels)
+    axes = [axis for axis in figure.axes if axis.get_visible()]
+    assert [axis.get_title() for axis in axes] == ["head_dim 16, full", "head_dim 16, causal"]
+    for axis, rows in zip(axes, panels.values(), strict=True):
+        assert [line.get_label() for line in axis.lines] == ["flashgen", "peer"]
+        tflops = [row.measurements["flashgen"].tflops(row.case) for row in rows]
+        np.testing.assert_allclose(axis.lines[0].get_ydata(), tflops)
+        assert list(axis.lines[0].get_xdata()) == [1024, 4096, 16384]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["flashgen", "peer"]
+
+
+def test_no_two_labels_of_lengths_overlap():
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = [
+        Row(case, {"flashgen": Measurement("flashgen", Timing(1.0, 1.0, 1.0, 5, 1), agrees=True)})
+        for case in GRIDS["prefill"].choose(["fp16"]).cases
+    ]
+    report = Report("prefill", "TFLOP/s", {}, {}, rows)
+    figure = chart._sweep(Figure, report, chart._panels(rows))
+    FigureCanvasAgg(figure).draw()
+    assert len(figure.axes) == 6
+    for axis in figure.axes:
+        labels = axis.get_xticklabels()
+        assert [label.get_text() for label in labels] == ["1k", "2k", "4k", "8k", "16k"]
+        boxes = [label.get_window_extent() for label in labels]
+        assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
+
+
+def test_no_line_leaves_its_panel():
+    from matplotlib.figure import Figure
+
+    report = a_report(flashgen=[1.0, 2.0, 3.0])
+    for seqlen in (1024, 4096):
+        case = a_case(name=f"wide {seqlen}", seqlen_q=seqlen, seqlen_kv=seqlen, head_dim=256)
+        report.rows.append(
+            Row(case, {"flashgen": Measurement("flashgen", Timing(0.1, 0.1, 0.1, 5, 1), agrees=True)})
+        )
+    figure = chart._sweep(Figure, report, chart._panels(report.rows))
+    for axis in figure.axes:
+        low, high = axis.get_ylim()
+        assert all(low == 0 <= value <= high for line in axis.lines for value in line.get_ydata())
+
+
+def test_a_grid_that_is_no_sweep_has_no_panels():
+    report = a_report(flashgen=[1.0, 2.0, 3.0])
+    short = replace(report.rows[0].case, name="short", seqlen_q=1)
+    assert chart._panels([*report.rows, Row(short, report.rows[0].measurements)]) == {}
+    assert chart._panels(report.rows[:2]) == {}
+    beside = replace(report.rows[0].case, name="ragged", seqlen_q=1000, seqlen_kv=1000, baseline="none 1024")
+    assert chart._panels([*report.rows, Row(beside, report.rows[0].measurements)]) == {}
+
+
+def test_bars_leave_out_what_was_not_timed():
+    from matplotlib.figure import Figure
+
+    report = a_report(flashgen=[1.0, 2.0, 3.0], peer=[2.0, 2.0, 2.0])
+    report.rows[0].measurements["peer"] = Measurement("peer", note="declined")
+    figure = chart._bars(Figure, report, report.rows)
+    assert len(figure.axes[0].patches) == 2 * len(report.rows) - 1
+
+
+def test_an_empty_report_draws_nothing(tmp_path):
+    with pytest.raises(BadParam, match="nothing was timed"):
+        chart.draw(Report("prefill", "TFLOP/s", {}, {}), tmp_path / "c.png")
+
+
+# Peers and the environment
+
+
+def test_every_peer_has_a_colour_of_its_own():
+    assert len(all_peers()) <= len(chart._STYLES)
+    assert next(iter(all_peers())) == registry.OURS
+
+
+def test_an_unknown_peer_is_refused_with_the_names():
+    with pytest.raises(BadParam, match=r"torch-flahs.*torch-flash"):
+        choose_peers(["torch-flahs"])
+
+
+def test_an_unusable_peer_is_refused_when_named_and_left_out_otherwise(monkeypatch):
+    host = FakeHost()
+    missing = FakePeer("missing", host, 1.0)
+    missing.unavailable = lambda: "it is not installed"
+    ours = FakePeer("flashgen", host, 1.0)
+    monkeypatch.setattr(registry, "all_peers", lambda: {"flashgen": ours, "missing": missing})
+    with pytest.raises(BadParam, match="not installed"):
+        choose_peers(["missing"])
+    assert choose_peers(None) == ([ours], {"missing": "it is not installed"})
+    assert choose_peers([]) == ([ours], {})
+    ours.unavailable = lambda: "no GPU"
+    with pytest.raises(DeviceTypeNotSupported, match="no GPU"):
+        choose_peers(None)
+
+
+DECLINED = {
+    # name: cases that it must decline, out of the test's; it must take every other
+    "flashgen": set(),
+    "flashgen-gqa": {"plain", "window", "dense", "fp32", "wide", "skewed", "192/128", "64/128"},
+    "flashgen-packed": {"plain", "window", "dense", "fp32", "wide", "skewed", "192/128", "64/128"},
+    "torch-flash": {"window", "dense", "fp32", "skewed", "192/128", "64/128"},
+    "torch-cudnn": {"window", "fp32", "skewed"},
+    "torch-efficient": {"window", "grouped", "skewed"},
+    "flash-attn-4": {"dense", "fp32"},
+    "flashinfer-fa2": {"dense", "fp32", "wide", "64/128"},
+    "flashinfer-fa3": {"dense", "fp32", "wide", "64/128"},
+    "flex-attention": {"plain", "fp32", "wide", "grouped", "skewed", "192/128", "64/128"},
+}
+
+
+def test_peers_decline_exactly_what_they_cannot_do():
+    plain = a_case(num_heads_kv=4, seqlen_q=64, head_dim=64)
+    cases = {
+        "plain": plain,
+        "window": replace(plain, mask="window", window=4),
+        "dense": replace(plain, mask="random"),
+        "fp32": replace(plain, dtype="fp32"),
+        "wide": replace(plain, head_dim=96),
+        "grouped": replace(plain, num_heads_kv=2),
+        "192/128": replace(plain, head_dim=192, head_dim_v=128),
+        "64/128": replace(plain, head_dim_v=128),
+        "skewed": replace(plain, mask="causal", seqlen_q=8),
+    }
+    found = {
+        name: {kind for kind, case in cases.items() if peer.declines(case)}
+        for name, peer in all_peers().items()
+    }
+    assert found == DECLINED
+
+
+@pytest.mark.parametrize("changes", [{}, {"mask": "causal"}, {"mask": "random"}, {"num_heads_kv": 2}])
+def test_sdpa_gets_views_scale_and_mask_the_right_way_round(changes):
+    torch = pytest.importorskip("torch")
+    from torch.nn.attention import SDPBackend
+
+    case = a_case(**({"seqlen_q": 64, "num_heads_kv": 4} | changes))
+    arrays = FakeHost().inputs(case, 4)
+    tensors = Inputs(*(None if x is None else torch.from_numpy(x) for x in astuple(arrays)))
+    peer = torch_sdpa.TorchSdpa("flash")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_sdpa, "_BACKENDS", {"flash": SDPBackend.MATH.name})
+        out = peer.prepare(case, [tensors])(0)
+    np.testing.assert_allclose(out.numpy(), attention64(case, arrays), atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mask": "window", "window": 9, "num_heads_kv": 2},
+        {"mask": "window", "window": 9, "seqlen_q": 48},
+        {"mask": "random"},
+        {"mask": "documents", "documents": 3},
+    ],
+)
+def test_flex_attention_gets_the_rule_and_the_heads(changes):
+    torch = pytest.importorskip("torch")
+    case = a_case(**({"seqlen_q": 64, "num_heads_kv": 4} | changes))
+    sets = [FakeHost().inputs(case, seed) for seed in (4, 5)]
+    tensors = [Inputs(*(None if x is None else torch.from_numpy(x) for x in astuple(s))) for s in sets]
+    peer = all_peers()["flex-attention"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function, **options: function)
+        call = peer.prepare(case, tensors)
+    for index, arrays in enumerate(sets):
+        np.testing.assert_allclose(call(index).numpy(), attention64(case, arrays), atol=1e-12)
+
+
+def test_the_environment_is_json_and_names_the_kernels():
+    found = environment.describe()
+    assert json.loads(json.dumps(found)) == found
+    assert found["kernels"] == environment.kernels_digest()
+    assert len(found["kernels"]) == 12
+    assert {"gpu", "driver", "torch", "cudnn", "cupy", "nvrtc", "flashgen", "commit"} <= set(found)
+
+
+def test_steps_say_how_many_launches_they_hold():
+    assert stream_step(lambda _: None, 4).launches == 1
+    assert graph_step(lambda _: None, 4, FakeClock()).launches == 4
+    assert Step(lambda: None, 1).launches == 1

@@ -1,0 +1,203 @@
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flashgen
+from flashgen.cpu import attention as cpu
+from flashgen.operators.attention import normalise
+from flashgen.runtime.arrays import view
+
+DTYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "fp32": np.float32}
+
+
+def plain(q, k, v, hidden, scale):
+    """The formula in float64: (out, lse), given which scores are hidden."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    group = q.shape[2] // k.shape[2]
+    k, v = np.repeat(k, group, axis=2), np.repeat(v, group, axis=2)
+    scores = np.where(hidden, -np.inf, np.einsum("bihd,bjhd->bhij", q, k) * scale)
+    highest = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
+    weights = np.exp(scores - np.where(np.isinf(highest), 0, highest))
+    total = weights.sum(-1, keepdims=True)
+    out = np.einsum("bhij,bjhd->bihd", weights / np.where(total == 0, 1, total), v)
+    with np.errstate(divide="ignore"):
+        return out, (np.log(total) + np.where(np.isinf(highest), 0, highest))[..., 0]
+
+
+def hidden_by(options, batch, heads, rows, keys):
+    """The contract's masks, written out per element: True where key j is hidden from query i."""
+    i, j = np.arange(rows)[:, None], np.arange(keys)
+    hidden = np.zeros((batch, heads, rows, keys), bool)
+    if options.get("causal") or options.get("mask_type") == "causal_bottom_right":
+        hidden |= j > i + keys - rows
+    if options.get("mask_type") == "causal_top_left":
+        hidden |= j > i
+    left, right = options.get("window_size", (-1, -1))
+    if left >= 0:
+        hidden |= j < i + keys - rows - left
+    if right >= 0:
+        hidden |= j > i + keys - rows + right
+    if "mask" in options:
+        hidden |= options["mask"] != 0
+    return hidden
+
+
+windows = st.tuples(st.integers(-1, 30), st.integers(-1, 30)).map(lambda w: {"window_size": w})
+OPTIONS = st.one_of(
+    st.just({}),
+    st.just({"causal": True}),
+    st.just({"mask_type": "causal_top_left"}),
+    windows,
+    st.integers(0, 30).map(lambda left: {"causal": True, "window_size": (left, 0)}),
+    st.sampled_from(["row", "rows", "heads", "batch"]).map(lambda shape: {"mask": shape}),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.integers(0, 40), st.integers(0, 40), st.sampled_from([(1, 1), (1, 3), (2, 2)]), OPTIONS)
+def test_float64_is_the_formula_for_every_mask(data, rows, keys, heads, options):
+    kv_heads, group = heads
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    q = rng.standard_normal((2, rows, kv_heads * group, 8), np.float32)
+    k = rng.standard_normal((2, keys, kv_heads, 8), np.float32)
+    v = rng.standard_normal((2, keys, kv_heads, data.draw(st.sampled_from([4, 8, 20]))), np.float32)
+    if "mask" in options:
+        shapes = {"row": (keys,), "rows": (rows, keys), "heads": (kv_heads * group, 1, keys)}
+        shape = shapes.get(options["mask"], (2, 1, rows, keys))
+        options = {"mask": rng.integers(0, 256, shape).astype(np.uint8) * (rng.random(shape) < 0.7)}
+    mask = options.get("mask")
+    views = {} if mask is None else {"mask": view(mask, "mask")}
+    rest = {name: value for name, value in options.items() if name != "mask"}
+    problem = normalise(view(q, "q"), view(k, "k"), view(v, "v"), **views, **rest)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "BLOCK_ROWS", data.draw(st.sampled_from([1, 4, 16, 512])))
+        patch.setattr(cpu, "BLOCK_KEYS", data.draw(st.sampled_from([1, 7, 16, 512])))
+        out, lse = cpu.attention(problem, q, k, v, mask, dtype=np.float64)
+    hidden = hidden_by(options, 2, kv_heads * group, rows, keys)
+    expected, expected_lse = plain(q, k, v, hidden, 8**-0.5)
+    assert out.dtype == lse.dtype == np.float64
+    np.testing.assert_allclose(out, expected, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (200, 3)}], ids=str)
+def test_error_in_each_dtype(dtype, options):
+    rng = np.random.default_rng(sum(map(ord, dtype)))
+    q = rng.standard_normal((2, 600, 4, 64), np.float32).astype(DTYPES[dtype])
+    k, v = (rng.standard_normal((2, 700, 2, d), np.float32).astype(DTYPES[dtype]) for d in (64, 40))
+    out, lse = flashgen.attention(q, k, v, return_lse=True, **options)
+    expected, expected_lse = plain(q, k, v, hidden_by(options, 2, 4, 600, 700), 64**-0.5)
+    assert out.dtype == DTYPES[dtype]
+    assert lse.dtype == np.float32
+    error = np.abs(out.astype(np.float64) - expected).max()
+    # Rounding the result itself may cost half a step of the dtype at the largest value.
+    step = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 1e-6}[dtype]
+    assert error <= step * np.abs(expected).max() + 1e-6
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_see_nothing_are_zero(dtype):
+    rng = np.random.default_rng(1)
+    q = rng.standard_normal((1, 9, 2, 8)).astype(DTYPES[dtype])
+    k = rng.standard_normal((1, 4, 2, 8)).astype(DTYPES[dtype])
+    out, lse = flashgen.attention(q, k, k, causal=True, return_lse=True)
+    assert np.all(out[:, :5].astype(np.float32) == 0)
+    assert np.all(np.isneginf(lse[..., :5]))
+    assert np.all(np.isfinite(lse[..., 5:]))
+    nothing = k[:, :0]
+    out, lse = flashgen.attention(q, nothing, nothing, return_lse=True)
+    assert np.all(out.astype(np.float32) == 0)
+    assert np.all(np.isneginf(lse))
+
+
+def test_scores_far_apart_do_not_overflow():
+    q = np.full((1, 3, 1, 8), 100, np.float32)
+    k = np.stack([np.full((1, 1, 8), scale, np.float32) for scale in (-100, 0, 100)], axis=1)
+    v = np.arange(24, dtype=np.float32).reshape(1, 3, 1, 8)
+    out, lse = flashgen.attention(q, k, v, return_lse=True)
+    np.testing.assert_array_equal(out, np.broadcast_to(v[:, 2:], out.shape))
+    np.testing.assert_allclose(lse, 80000 / math.sqrt(8), rtol=1e-6)
+
+
+def test_a_scale_of_zero_weighs_all_visible_keys_alike():
+    rng = np.random.default_rng(2)
+    q, k, v = rng.standard_normal((3, 1, 6, 1, 8), np.float32)
+    out, lse = flashgen.attention(q, k, v, softmax_scale=0, causal=True, return_lse=True)
+    counts = np.arange(1, 7)
+    np.testing.assert_allclose(
+        out[0, :, 0], np.cumsum(v[0, :, 0], axis=0) / counts[:, None], rtol=1e-5, atol=1e-6
+    )
+    np.testing.assert_allclose(lse[0, 0], np.log(counts), rtol=1e-6, atol=1e-30)
+
+
+def test_a_nan_stays_in_its_row():
+    rng = np.random.default_rng(3)
+    q, k, v = rng.standard_normal((3, 1, 6, 1, 8), np.float32)
+    q[0, 2] = np.nan
+    out = flashgen.attention(q, k, v)
+    assert np.isnan(out[0, 2]).all()
+    assert np.isfinite(np.delete(out, 2, axis=1)).all()
+
+
+def test_any_strides_give_the_same_bits():
+    rng = np.random.default_rng(4)
+    packed = rng.standard_normal((2, 50, 3, 4, 16), np.float32)
+    q, k, v = (packed[:, :, part] for part in range(3))
+    expected = flashgen.attention(*(np.ascontiguousarray(x) for x in (q, k, v)), causal=True)
+    np.testing.assert_array_equal(flashgen.attention(q, k, v, causal=True), expected)
+    turned = [x.transpose(1, 0, 2, 3).copy().transpose(1, 0, 2, 3)[::-1] for x in (q, k, v)]
+    out = np.full((50, 2, 4, 16), np.nan, np.float32).transpose(1, 0, 2, 3)
+    assert flashgen.attention(*turned, causal=True, out=out) is out
+    np.testing.assert_array_equal(out[::-1], expected)
+
+
+def test_threads_give_the_bits_of_one_thread(monkeypatch):
+    rng = np.random.default_rng(5)
+    q, k, v = rng.standard_normal((3, 2, 300, 4, 32), np.float32)
+    alone = flashgen.attention(q, k, v, causal=True)
+    monkeypatch.setattr(cpu, "_PARALLEL_WORK", 0)
+    monkeypatch.setattr(cpu, "_cores", lambda: 4)
+    monkeypatch.setattr(cpu, "BLOCK_ROWS", 512)
+    np.testing.assert_array_equal(flashgen.attention(q, k, v, causal=True), alone)
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_bfloat16_rounds_as_ml_dtypes_does(bits):
+    numbers = np.array([bits, bits | 0xFFFF, bits & 0xFFFF8000, bits & 0xFFFF0000], np.uint32).view(
+        np.float32
+    )
+    expected = numbers.astype(ml_dtypes.bfloat16)
+    got = cpu._bfloat16_bits(numbers).view(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(got.astype(np.float32), expected.astype(np.float32))
+
+
+def test_memory_does_not_grow_with_the_matrix_of_scores():
+    import tracemalloc
+
+    q, k, v = np.random.default_rng(6).standard_normal((3, 1, 4096, 1, 8), np.float32)
+    tracemalloc.start()
+    try:
+        flashgen.attention(q, k, v)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 4096 * 4096 * 4 / 4
+
+
+def test_blas_gets_its_threads_back_after_calls_that_overlap():
+    from threadpoolctl import threadpool_info
+
+    before = threadpool_info()
+    limit = cpu._SharedLimit()
+    limit.__enter__()
+    limit.__enter__()
+    limit.__exit__(None, None, None)
+    assert {lib["num_threads"] for lib in threadpool_info() if lib["user_api"] == "blas"} == {1}
+    limit.__exit__(None, None, None)
+    assert threadpool_info() == before

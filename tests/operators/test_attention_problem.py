@@ -1,0 +1,367 @@
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashgen import errors
+from flashgen.operators.attention import MAX_SEQLEN, MIN_SCALE, UNBOUNDED, check_memory, normalise, simplify
+from flashgen.runtime.arrays import ArrayView
+
+
+def view(shape, dtype="fp16", *, strides=None, device=0):
+    if strides is None:
+        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return ArrayView("cupy", 4096, shape, strides, dtype, device, None)
+
+
+def call(q=(2, 5, 4, 64), kv=(2, 7, 2, 64), dtype="fp16", **options):
+    return normalise(view(q, dtype), view(kv, dtype), view(kv, dtype), **options)
+
+
+def visible(mask_type, seqlen_q, seqlen_kv, offset, left, right):
+    row = np.arange(seqlen_q)[:, None] + offset
+    key = np.arange(seqlen_kv)
+    seen = np.full((seqlen_q, seqlen_kv), True)
+    if mask_type in ("causal", "local") and right < UNBOUNDED:
+        seen &= key <= row + right
+    if mask_type == "local" and left < UNBOUNDED:
+        seen &= key >= row - left
+    return seen
+
+
+sides = st.integers(0, 12) | st.just(UNBOUNDED)
+
+
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(-12, 12), sides, sides)
+def test_simplify_hides_the_same_keys_and_leaves_no_side_that_hides_nothing(rows, keys, offset, left, right):
+    before = visible("local", rows, keys, offset, left, right)
+    kind, offset, left, right = simplify("local", rows, keys, offset, left, right)
+    assert np.array_equal(visible(kind, rows, keys, offset, left, right), before)
+    hides_late = ~visible("local", rows, keys, offset, UNBOUNDED, right)
+    hides_early = ~visible("local", rows, keys, offset, left, UNBOUNDED)
+    expected = "local" if hides_early.any() else "causal" if hides_late.any() else "none"
+    assert kind == expected
+    assert (kind != "causal") or (left, right) == (UNBOUNDED, 0)
+
+
+def test_simplify_keeps_a_dense_mask():
+    assert simplify("dense", 1, 1, 3, 4, 5) == ("dense", 0, UNBOUNDED, UNBOUNDED)
+
+
+@given(st.integers(0, 6), st.integers(0, 6), st.integers(-1, 8), st.integers(-1, 8), st.booleans())
+def test_window_is_aligned_bottom_right_and_causal_bounds_its_right(rows, keys, left, right, causal):
+    if causal and right > 0:
+        right = 0
+    problem = call((1, rows, 2, 64), (1, keys, 2, 64), window_size=(left, right), causal=causal)
+    seen = np.full((rows, keys), True)
+    for i in range(rows):
+        for j in range(keys):
+            distance = j - (i + keys - rows)
+            seen[i, j] = (left < 0 or distance >= -left) and (right < 0 or distance <= right)
+            if causal:
+                seen[i, j] &= distance <= 0
+    got = visible(
+        problem.mask_type, rows, keys, problem.diagonal_offset, problem.window_left, problem.window_right
+    )
+    assert np.array_equal(got, seen)
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), list(enumerate(["none", "dense", "causal_top_left", "causal_bottom_right"]))
+)
+def test_mask_types_go_by_number_and_by_name(number, name):
+    mask = view((5, 7), "bool") if name == "dense" else None
+    assert call(mask_type=number, mask=mask) == call(mask_type=name, mask=mask)
+
+
+def test_the_alignments_of_causal():
+    assert call(mask_type="causal_top_left").diagonal_offset == 0
+    assert call(mask_type="causal_bottom_right").diagonal_offset == 2
+    assert call(causal=True) == call(mask_type=3) == call(window_size=(-1, 0))
+
+
+def test_positions_windows_and_offsets_fit_in_32_bits_at_the_longest_sequences():
+    most = MAX_SEQLEN
+    for rows, keys in ((most, 1), (1, most), (most, most)):
+        problem = call(
+            (1, rows, 1, 64), (1, keys, 1, 64), window_size=(1 << 40, 1 << 40) if rows < keys else (3, most)
+        )
+        last = rows + 1024 + problem.diagonal_offset
+        for number in (problem.diagonal_offset - problem.window_left, last + problem.window_right):
+            assert -(2**31) <= number < 2**31
+
+
+def test_scale():
+    assert call().softmax_scale == 64**-0.5
+    assert call(softmax_scale=0).softmax_scale == MIN_SCALE
+    assert call(softmax_scale=np.float32(0.5)).softmax_scale == 0.5
+    for scale in (math.nan, math.inf, -math.inf, -1.0, 1e39, "1", 1j):
+        with pytest.raises(errors.BadParam, match="softmax_scale"):
+            call(softmax_scale=scale)
+
+
+def test_a_problem_is_a_key():
+    assert len({call(), call(), call(causal=True), call(return_lse=True)}) == 3
+
+
+def test_strides_of_extents_of_one_do_not_matter():
+    shape = (1, 5, 1, 64)
+    odd = normalise(view(shape, strides=(3, 64, 7, 1)), view(shape), view(shape))
+    assert odd == normalise(view(shape), view(shape), view(shape))
+
+
+def test_shapes_without_batch():
+    problem = call((5, 4, 64), (7, 2, 64))
+    assert (problem.batch, problem.out_shape, problem.lse_shape) == (1, (5, 4, 64), (4, 5))
+    assert problem.q_strides == (0, 256, 64)
+
+
+MASKS = [
+    ((7,), (0, 0, 0)),
+    ((5, 7), (0, 0, 7)),
+    ((1, 7), (0, 0, 0)),
+    ((4, 5, 7), (0, 35, 7)),
+    ((1, 5, 7), (0, 0, 7)),
+    ((2, 4, 5, 7), (140, 35, 7)),
+    ((2, 1, 5, 7), (35, 0, 7)),
+    ((2, 1, 1, 7), (7, 0, 0)),
+]
+
+
+@pytest.mark.parametrize(("shape", "strides"), MASKS)
+@pytest.mark.parametrize("dtype", ["bool", "uint8"])
+def test_masks_broadcast_from_the_right(shape, strides, dtype):
+    problem = call(mask=view(shape, dtype))
+    assert (problem.mask_type, problem.mask_strides) == ("dense", strides)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (6,), (5, 1), (7, 5), (2, 5, 7), (4, 4, 5, 7), (1, 2, 4, 5, 7)])
+def test_masks_of_another_shape_are_refused(shape):
+    with pytest.raises(errors.BadTensorShape, match="mask"):
+        call(mask=view(shape, "bool"))
+
+
+SHAPE_ERRORS = [
+    ((5, 64), (7, 64), "q has shape"),
+    ((2, 5, 4, 64), (7, 2, 64), "k has shape"),
+    ((2, 5, 4, 64), (3, 7, 2, 64), "batch"),
+    ((2, 5, 4, 64), (2, 7, 3, 64), "heads"),
+    ((2, 5, 4, 64), (2, 7, 8, 64), "heads"),
+    ((2, 5, 0, 64), (2, 7, 2, 64), "heads"),
+    ((2, 5, 4, 64), (2, 7, 0, 64), "heads"),
+    ((2, 5, 4, 64), (2, 7, 2, 32), "head_dim"),
+    ((2, 5, 4, 0), (2, 7, 2, 0), "head_dim"),
+    ((2, 5, 4, 20), (2, 7, 2, 20), "multiple of 8"),
+    ((2, 5, 4, 264), (2, 7, 2, 264), "256"),
+    ((1, (1 << 30) + 1, 4, 64), (1, 7, 2, 64), "longest"),
+]
+
+
+@pytest.mark.parametrize(("q", "kv", "says"), SHAPE_ERRORS)
+def test_wrong_shapes(q, kv, says):
+    with pytest.raises(errors.BadTensorShape, match=says):
+        call(q, kv)
+
+
+def test_k_and_v_agree():
+    with pytest.raises(errors.BadTensorShape, match="v has shape"):
+        normalise(view((2, 5, 4, 64)), view((2, 7, 2, 64)), view((2, 8, 2, 64)))
+
+
+def test_v_and_out_have_a_head_dim_of_their_own():
+    q, k, v = (2, 5, 4, 192), (2, 7, 2, 192), (2, 7, 2, 128)
+    problem = normalise(view(q), view(k), view(v))
+    assert (problem.head_dim, problem.head_dim_v) == (192, 128)
+    assert problem.softmax_scale == 192**-0.5
+    assert problem.out_shape == (2, 5, 4, 128)
+    assert problem.out_strides == (5 * 4 * 128, 4 * 128, 128)
+    assert problem == normalise(view(q), view(k), view(v), out=view((2, 5, 4, 128)))
+    ends = dict(zip(("q", "k", "v", "mask", "out", "lse"), problem.extents(), strict=True))
+    sizes = {"q": 2 * 5 * 4 * 192, "k": 2 * 7 * 2 * 192, "v": 2 * 7 * 2 * 128, "out": 2 * 5 * 4 * 128}
+    assert {name: ends[name] for name in sizes} == {name: (0, 2 * size) for name, size in sizes.items()}
+    with pytest.raises(errors.BadTensorShape, match=r"out has shape .*192.*last dimension of v, .*128"):
+        normalise(view(q), view(k), view(v), out=view(q))
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "step"), [(0, "fp16", 8), (260, "bf16", 8), (20, "fp16", 8), (6, "fp32", 4)]
+)
+def test_the_head_dim_of_v_has_the_rules_of_q(width, dtype, step):
+    with pytest.raises(
+        errors.BadTensorShape, match=f"^head_dim_v is {width}; {dtype} needs a multiple of {step}"
+    ):
+        normalise(*(view((2, 5, 4, last), dtype) for last in (64, 64, width)))
+
+
+def test_head_dim_in_steps_of_16_bytes():
+    assert call((1, 5, 1, 20), (1, 7, 1, 20), "fp32").head_dim == 20
+    with pytest.raises(errors.BadTensorShape, match="multiple of 4"):
+        call((1, 5, 1, 18), (1, 7, 1, 18), "fp32")
+
+
+def test_dtypes():
+    with pytest.raises(errors.BadTensorDtype, match="float64"):
+        call(dtype="float64")
+    q, kv = (2, 5, 4, 64), (2, 7, 2, 64)
+    with pytest.raises(errors.BadTensorDtype, match="v has dtype bf16"):
+        normalise(view(q), view(kv), view(kv, "bf16"))
+    with pytest.raises(errors.BadTensorDtype, match="out has dtype fp32"):
+        call(out=view(q, "fp32"))
+    with pytest.raises(errors.BadTensorDtype, match="mask has dtype int32"):
+        call(mask=view((5, 7), "int32"))
+
+
+def test_devices():
+    with pytest.raises(errors.DeviceTypeNotSupported, match="k is on GPU 1 but q is on GPU 0"):
+        normalise(view((2, 5, 4, 64)), view((2, 7, 2, 64), device=1), view((2, 7, 2, 64)))
+    with pytest.raises(errors.DeviceTypeNotSupported, match="mask is in host memory"):
+        call(mask=view((5, 7), "bool", device=None))
+
+
+STRIDE_ERRORS = [
+    ((1280, 256, 64, 2), "contiguous"),
+    ((1280, 260, 64, 1), "16 bytes"),
+    ((1280, 256, 68, 1), "16 bytes"),
+    ((1284, 256, 64, 1), "16 bytes"),
+    (None, "whole number"),
+]
+
+
+@pytest.mark.parametrize(("strides", "says"), STRIDE_ERRORS)
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_wrong_strides(name, strides, says):
+    shape = (2, 5, 4, 64)
+    views = {which: view(shape) for which in ("q", "k", "v", "out")}
+    views[name] = ArrayView("cupy", 4096, shape, strides, "fp16", 0, None)
+    with pytest.raises(errors.BadTensorStrides, match=rf"^{name} .*{says}"):
+        normalise(**views)
+
+
+def test_broadcast_and_reversed_inputs_are_read_in_place():
+    strides = (0, -256, 0, 1)
+    problem = normalise(
+        view((2, 5, 4, 64), strides=strides), *[view((2, 7, 2, 64), strides=(2**33, -64, 0, 1))] * 2
+    )
+    assert problem.q_strides == (0, -256, 0)
+    assert problem.k_strides == (2**33, -64, 0)
+
+
+@pytest.mark.parametrize(
+    "strides", [(0, 256, 64, 1), (1280, 0, 64, 1), (1280, 256, 32, 1), (1280, 192, 64, 1)]
+)
+def test_out_must_not_share_elements(strides):
+    with pytest.raises(errors.BadTensorStrides, match="share one address"):
+        call(out=view((2, 5, 4, 64), strides=strides))
+
+
+@pytest.mark.parametrize("strides", [(-1280, 256, 64, 1), (64, 512, 128, 1), (320, 64, 640, 1)])
+def test_out_may_have_any_order(strides):
+    assert call(out=view((2, 5, 4, 64), strides=strides)).out_strides == strides[:3]
+
+
+def test_out_has_the_shape_of_q():
+    with pytest.raises(errors.BadTensorShape, match="out has shape"):
+        call(out=view((2, 5, 4, 32)))
+
+
+def test_mask_strides():
+    assert call(mask=view((5, 7), "bool", strides=(-9, 1))).mask_strides == (0, 0, -9)
+    with pytest.raises(errors.BadTensorStrides, match="mask"):
+        call(mask=view((5, 7), "bool", strides=(7, 0)))
+    assert call((1, 5, 1, 64), (1, 1, 1, 64), mask=view((5, 1), "bool", strides=(3, 0))).mask_strides[2] == 3
+
+
+MASK = view((5, 7), "bool")
+CONTRADICTIONS = [
+    {"mask": MASK, "causal": True},
+    {"mask": MASK, "mask_type": "none"},
+    {"mask": MASK, "mask_type": 2},
+    {"mask": MASK, "window_size": (3, 0)},
+    {"causal": True, "mask_type": 0},
+    {"causal": True, "mask_type": "causal_top_left"},
+    {"causal": True, "window_size": (3, 1)},
+    {"mask_type": 3, "window_size": (-1, 4)},
+    {"mask_type": 2, "window_size": (3, 0)},
+    {"mask_type": 4},
+    {"mask_type": -1},
+    {"mask_type": "causal"},
+    {"mask_type": 1.0},
+    {"window_size": (-2, 0)},
+    {"window_size": (1,)},
+    {"window_size": 3},
+    {"window_size": (1.5, 0)},
+    {"window_size": None},
+]
+
+
+@pytest.mark.parametrize("options", CONTRADICTIONS, ids=str)
+def test_options_that_contradict_each_other(options):
+    with pytest.raises(errors.BadParam):
+        call(**options)
+
+
+def test_dense_without_a_mask():
+    with pytest.raises(errors.NullPointer, match="mask"):
+        call(mask_type="dense")
+
+
+def test_every_error_is_the_builtin_that_a_caller_would_catch():
+    assert issubclass(errors.BadTensorShape, ValueError)
+    assert issubclass(errors.BadTensorDtype, TypeError)
+    assert issubclass(errors.DeviceTypeNotSupported, RuntimeError)
+
+
+@settings(max_examples=50)
+@given(
+    st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 3)),
+    st.permutations(range(3)),
+    st.tuples(*[st.sampled_from([1, -1])] * 3),
+)
+def test_extents_are_the_bytes_that_numpy_touches(counts, order, signs):
+    shape = (*counts, 8)
+    base = np.zeros([*(counts[axis] for axis in order), 8], np.float16)
+    array = base.transpose([*np.argsort(order), 3])[tuple(slice(None, None, sign) for sign in signs)]
+    pointer = array.__array_interface__["data"][0]
+    q = ArrayView("numpy", pointer, shape, tuple(s // 2 for s in array.strides), "fp16", None, array)
+    problem = normalise(q, q, q)
+    low, high = problem.extents()[0]
+    if array.size:
+        bounds = np.lib.array_utils.byte_bounds(array)
+        assert (pointer + low, pointer + high) == bounds
+    else:
+        assert (low, high) == (0, 0)
+
+
+def test_overlap_is_found_exactly_where_address_ranges_meet():
+    extents = call(return_lse=True, mask=view((2, 4, 5, 7), "bool")).extents()
+    sizes = [high for _, high in extents]
+    for target, other in combinations(range(6), 2):
+        if not {target, other} & {4, 5}:
+            continue
+        pointers = [(1 << 20) * (n + 1) for n in range(6)]
+        written = tuple({target, other} & {4, 5})
+        pointers[target] = pointers[other] - sizes[target] // 16 * 16 - (16 if sizes[target] % 16 else 0)
+        check_memory(extents, tuple(pointers), written)
+        pointers[target] += 16
+        with pytest.raises(errors.BadTensorStrides, match="overlaps"):
+            check_memory(extents, tuple(pointers), written)
+
+
+def test_pointers():
+    extents = call(mask=view((5, 7), "bool")).extents()
+    good = (4096, 8192, 16384, 3, 1 << 20, 0)
+    check_memory(extents, good, (4,))
+    for position, name in enumerate(["q", "k", "v", None, "out"]):
+        if name is None:
+            continue
+        for value, error in ((0, errors.NullPointer), (good[position] + 8, errors.BadTensorStrides)):
+            with pytest.raises(error, match=f"^{name} "):
+                check_memory(extents, (*good[:position], value, *good[position + 1 :]), (4,))
+
+
+def test_an_empty_array_needs_no_memory():
+    extents = call((2, 0, 4, 64), (2, 0, 2, 64)).extents()
+    check_memory(extents, (0, 0, 0, 0, 0, 0), ())

@@ -1,0 +1,210 @@
+import sys
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from flashgen.errors import BadParam, BadTensorDtype, DeviceTypeNotSupported, NullPointer
+from flashgen.runtime import arrays
+
+
+class Exporter:
+    """A library that flashgen has never heard of, speaking DLPack for host memory."""
+
+    def __init__(self, array, device=(1, 0)):
+        self.array, self.device = array, device
+        self.dtype = array.dtype
+
+    def __dlpack_device__(self):
+        return self.device
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __array_namespace__(self):
+        return SimpleNamespace(from_dlpack=lambda native: Exporter(np.from_dlpack(native)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (np.float16, "fp16"),
+        (np.float32, "fp32"),
+        (ml_dtypes.bfloat16, "bf16"),
+        (np.bool_, "bool"),
+        (np.uint8, "uint8"),
+        (np.float64, "float64"),
+        (">f4", ">f4"),
+    ],
+)
+def test_numpy(dtype, name):
+    base = np.zeros((4, 6, 8), dtype)
+    x = base[::-2, 1:, :]
+    view = arrays.view(x, "x")
+    assert (view.kind, view.dtype, view.shape, view.device) == ("numpy", name, (2, 5, 8), None)
+    assert view.strides == (-96, 8, 1)
+    assert view.pointer == x.ctypes.data
+
+
+def test_strides_that_are_no_whole_number_of_elements():
+    raw = np.zeros(300, np.uint8)
+    odd = np.ndarray((4, 8), np.float32, raw, strides=(33, 4))
+    assert arrays.view(odd, "x").strides is None
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "bool", "uint8"])
+def test_cupy_needs_no_gpu_to_be_read(dtype):
+    cupy = pytest.importorskip("cupy")
+    memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(4096, 1 << 20, None, 3), 256)
+    dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    x = cupy.ndarray((4, 6, 8), dtype, memory)[:, ::2]
+    view = arrays.view(x, "x")
+    expected = arrays.view(np.zeros((4, 6, 8), dtype)[:, ::2], "x")
+    assert (view.kind, view.pointer, view.device) == ("cupy", 4096 + 256, 3)
+    assert (view.dtype, view.shape, view.strides) == (expected.dtype, expected.shape, expected.strides)
+
+
+class TestTorch:
+    torch = property(lambda self: pytest.importorskip("torch"))
+
+    @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "uint8", "bool"])
+    def test_layout(self, name):
+        x = self.torch.zeros(4, 6, 8, dtype=getattr(self.torch, name))[:, ::2]
+        view = arrays.view(x, "x")
+        assert (view.kind, view.shape, view.strides, view.device) == ("torch", (4, 3, 8), (48, 16, 1), None)
+        assert view.pointer == x.data_ptr()
+        assert view.dtype == {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}.get(name, name)
+
+    def test_host_array_shares_memory_and_bits(self):
+        x = self.torch.tensor([1.5, -2.0], dtype=self.torch.bfloat16)
+        bits = arrays.host_array(x)
+        assert bits.view(ml_dtypes.bfloat16).tolist() == [1.5, -2.0]
+        bits[0] = 0
+        assert x[0] == 0
+
+    def test_gradients_are_not_dropped_silently(self):
+        torch = self.torch
+        x = torch.zeros(2, 8, requires_grad=True)
+        with pytest.raises(BadParam, match=r"^q: .*detach"):
+            arrays.view(x, "q")
+        kind = arrays.kind_of(x)
+        tracked = kind.layout(x)
+        with torch.no_grad():
+            assert arrays.view(x, "q").dtype == "fp32"
+            assert kind.layout(x) != tracked
+
+    def test_devices_that_are_no_cuda_gpu(self):
+        x = self.torch.zeros(2, 8, device="meta")
+        with pytest.raises(DeviceTypeNotSupported, match="meta"):
+            arrays.view(x, "q")
+
+    def test_sparse(self):
+        with pytest.raises(BadTensorDtype, match="sparse"):
+            arrays.view(self.torch.zeros(2, 8).to_sparse(), "q")
+
+    def test_parameters_are_tensors(self):
+        x = self.torch.nn.Parameter(self.torch.zeros(2), requires_grad=False)
+        assert arrays.kind_of(x) is arrays.kind_of(self.torch.zeros(2))
+
+
+class TestJax:
+    jax = property(lambda self: pytest.importorskip("jax"))
+
+    @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "bool", "uint8"])
+    def test_there_and_back(self, name):
+        x = self.jax.numpy.arange(24).reshape(3, 8).astype(name)
+        native = arrays.adopt(x, "x")
+        assert isinstance(native, np.ndarray)
+        assert native.dtype.name == name
+        np.testing.assert_array_equal(native, np.asarray(x))
+        back = arrays.hand_back(native.copy(), x, (native,))
+        assert isinstance(back, self.jax.Array)
+        assert back.dtype == x.dtype
+        np.testing.assert_array_equal(np.asarray(back), np.asarray(x))
+        assert arrays.immutable(x)
+
+    def test_no_copy_is_made(self):
+        x = self.jax.numpy.zeros((3, 8))
+        assert arrays.view(arrays.adopt(x, "x"), "x").pointer == x.unsafe_buffer_pointer()
+
+    def test_tracers(self):
+        with pytest.raises(BadParam, match=r"k is traced by JAX.*jit"):
+            self.jax.jit(lambda x: arrays.adopt(x, "k"))(self.jax.numpy.zeros(3))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.bool_])
+def test_an_unknown_library_with_dlpack(dtype):
+    x = Exporter(np.arange(12).reshape(3, 4).astype(dtype)[:, ::2])
+    native = arrays.adopt(x, "x")
+    assert np.shares_memory(native, x.array)
+    assert native.strides == x.array.strides
+    assert isinstance(arrays.hand_back(native, x, ()), Exporter)
+
+
+def test_devices_behind_dlpack_that_nobody_serves():
+    with pytest.raises(DeviceTypeNotSupported, match="DLPack type 8"):
+        arrays.adopt(Exporter(np.zeros(4), (8, 0)), "x")
+
+
+def test_a_gpu_array_without_cupy(monkeypatch):
+    monkeypatch.setattr(arrays, "_KINDS", {})
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    from flashgen.errors import NoCompilerError
+
+    for x in (Exporter(np.zeros(4), (2, 0)), SimpleNamespace(__cuda_array_interface__={})):
+        with pytest.raises(NoCompilerError, match="pip install"):
+            arrays.adopt(x, "x")
+
+
+@pytest.mark.parametrize("x", [[1, 2], "q", 3.0, object()])
+def test_what_is_no_array(x):
+    for read in (arrays.view, arrays.adopt):
+        with pytest.raises(BadTensorDtype, match=f"^k is a {type(x).__name__}"):
+            read(x, "k")
+
+
+def test_none():
+    for read in (arrays.view, arrays.adopt):
+        with pytest.raises(NullPointer, match=r"^v is None"):
+            read(None, "v")
+
+
+def test_native_arrays_are_not_adopted():
+    x = np.zeros(3)
+    assert arrays.adopt(x, "x") is x
+    assert arrays.hand_back(x, x, ()) is x
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        7,
+        np.int64(7),
+        SimpleNamespace(ptr=7),
+        SimpleNamespace(cuda_stream=7),
+        type("Stream", (), {"__cuda_stream__": lambda self: (0, 7)})(),
+    ],
+)
+def test_streams(stream):
+    assert arrays.stream_pointer(stream) == 7
+
+
+def test_what_is_no_stream():
+    with pytest.raises(BadParam, match="stream is 'fast'"):
+        arrays.stream_pointer("fast")
+
+
+def test_a_layout_is_a_key_without_the_pointer():
+    a, b = np.zeros((2, 4, 8)), np.zeros((2, 4, 8))
+    kind = arrays.kind_of(a)
+    assert (
+        len({kind.layout(a), kind.layout(b), kind.layout(a[:, ::2]), kind.layout(a.astype(np.float32))}) == 3
+    )
+
+
+def test_empty_is_contiguous_and_of_the_same_kind():
+    x = np.zeros((3, 4, 8), np.float16)[:, ::2]
+    kind = arrays.kind_of(x)
+    out, lse = kind.empty((3, 2, 8), x, None), kind.empty((3, 2), x, None, "fp32")
+    assert (out.dtype, lse.dtype, out.flags.c_contiguous) == (np.float16, np.float32, True)

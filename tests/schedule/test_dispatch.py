@@ -1,0 +1,408 @@
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashgen.errors import DeviceTypeNotSupported, SpecError
+from flashgen.operators.attention import UNBOUNDED, Problem
+from flashgen.schedule.dispatch import candidates, cost, offers, runs_on, select
+from flashgen.schedule.grid import rows, tiles
+from flashgen.spec.load import load_spec, load_specs
+from flashgen.spec.model import Spec
+from flashgen.spec.variant import Variant
+
+H200 = SimpleNamespace(
+    name="H200",
+    ordinal=0,
+    arch="sm_90",
+    compute_capability=(9, 0),
+    num_sms=132,
+    smem_per_block=232448,
+    l2_bytes=50 << 20,
+)
+GEFORCE = SimpleNamespace(
+    **{
+        **vars(H200),
+        "name": "GeForce",
+        "arch": "sm_89",
+        "compute_capability": (8, 9),
+        "smem_per_block": 101376,
+    }
+)
+TURING = SimpleNamespace(**{**vars(H200), "name": "Turing", "arch": "sm_75", "compute_capability": (7, 5)})
+
+
+def problem(**changes):
+    fields = {
+        "batch": 2,
+        "seqlen_q": 1024,
+        "seqlen_kv": 1024,
+        "num_heads_q": 16,
+        "num_heads_kv": 16,
+        "head_dim": 64,
+        "head_dim_v": changes.get("head_dim", 64),
+        "dtype": "fp16",
+        "mask_type": "none",
+        "diagonal_offset": 0,
+        "window_left": UNBOUNDED,
+        "window_right": UNBOUNDED,
+        "softmax_scale": 0.125,
+        "q_strides": (1, 1, 1),
+        "k_strides": (1, 1, 1),
+        "v_strides": (1, 1, 1),
+        "out_strides": (1, 1, 1),
+        "mask_strides": None,
+        "return_lse": False,
+    }
+    return Problem(**(fields | changes))
+
+
+def variant(head_dim=64, dtype="fp16", mask_type="none", gqa="mha", **changes):
+    tile = {"block_m": changes.pop("block_m", 128), "min_blocks": changes.pop("min_blocks", 2)}
+    fields = {
+        "family": "flash_fwd",
+        "spec": "flash_fwd_sm80",
+        "template": "flash_fwd_sm80.cu.j2",
+        "target": "sm80",
+        "min_arch": "sm_80",
+        "archs": ("sm_80",),
+        "max_smem": changes.get("smem_bytes", 65536),
+        "axes": (("head_dim", head_dim), ("dtype", dtype), ("mask_type", mask_type), ("gqa", gqa)),
+        "tile": tuple(tile.items()),
+        "tile_name": "",
+        "threads": 128,
+        "smem_bytes": 65536,
+        "element_bytes": 2,
+        "params": (),
+        "header": "flashgen/sm80.cuh",
+    }
+    return Variant(**(fields | changes))
+
+
+def two_dims(head_dim, head_dim_v):
+    plain = variant(head_dim)
+    return replace(plain, axes=(("head_dim", head_dim), ("head_dim_v", head_dim_v), *plain.axes[1:]))
+
+
+EVERY = [
+    variant(head_dim, dtype, mask_type, gqa, block_m=block_m, tile_name=name, efficiency=efficiency, **target)
+    for head_dim in (32, 64, 128, 256)
+    for dtype in ("fp16", "fp32")
+    for mask_type in ("none", "causal")
+    for gqa in ("mha", "gqa", "packed")
+    for target in (
+        {"target": "sm80", "priority": 0, "smem_bytes": 600 * head_dim, "max_smem": 166912},
+        {"target": "sm86", "priority": 1, "smem_bytes": 300 * head_dim, "max_smem": 101376},
+    )
+    for name, block_m, efficiency in (("", 128, 1.0), ("m64", 64, 0.8))
+]
+
+problems = st.builds(
+    lambda group, num_heads_kv, **fields: problem(
+        num_heads_q=group * num_heads_kv, num_heads_kv=num_heads_kv, **fields
+    ),
+    batch=st.integers(1, 8),
+    seqlen_q=st.integers(0, 5000),
+    num_heads_kv=st.integers(1, 16),
+    group=st.sampled_from([1, 2, 8]),
+    head_dim=st.integers(1, 32).map(lambda n: 8 * n),
+    dtype=st.sampled_from(["fp16", "fp32"]),
+    mask_type=st.sampled_from(["none", "causal"]),
+)
+
+
+@given(problems, st.sampled_from([H200, GEFORCE]))
+def test_the_choice_serves_the_problem_and_no_other_that_does_is_cheaper(call, device):
+    chosen = select(call, device, EVERY)
+    assert chosen.dtype == call.dtype
+    assert chosen.mask_type == call.mask_type
+    assert chosen.head_dim == min(d for d in (32, 64, 128, 256) if d >= call.head_dim)
+    assert (chosen.gqa == "mha") == (call.group_size == 1)
+    assert chosen.smem_bytes <= device.smem_per_block
+    siblings = [v for v in EVERY if v.axes[:3] == chosen.axes[:3] and v.target == chosen.target]
+    siblings = [v for v in siblings if (v.gqa == "mha") == (call.group_size == 1)]
+    assert cost(call, device, chosen) == min(cost(call, device, v) for v in siblings)
+
+
+@given(problems, st.randoms())
+def test_what_cannot_serve_does_not_change_the_choice(call, random):
+    useful = set(candidates(call, H200, EVERY))
+    fewer = [v for v in EVERY if v in useful or random.random() < 0.5]
+    assert select(call, H200, fewer) == select(call, H200, EVERY)
+
+
+@given(problems)
+def test_tiles_cover_all_rows_of_all_heads(call):
+    for v in candidates(call, H200, EVERY):
+        covered = tiles(call, v) * v.tile_value("block_m")
+        needed = call.batch * call.num_heads_q * call.seqlen_q
+        assert covered >= needed
+        assert (
+            rows(call, v) * (call.num_heads_kv if v.gqa == "packed" else call.num_heads_q) * call.batch
+            == needed
+        )
+
+
+@given(problems, st.sampled_from([H200, GEFORCE]), st.randoms())
+def test_a_tuned_tile_takes_the_place_of_the_ordinary_one_and_of_no_other(call, device, random):
+    """At some points, whatever its efficiency."""
+    at = [v for v in EVERY if not v.tile_name and random.random() < 0.5]
+    tuned = [replace(v, tile_name="tuned", efficiency=random.choice([0.5, 1.2])) for v in at]
+    before, after = (set(candidates(call, device, variants)) for variants in (EVERY, [*EVERY, *tuned]))
+    replaced = {v for v in before if v in at}
+    assert after == before - replaced | {t for v, t in zip(at, tuned, strict=True) if v in replaced}
+
+
+def test_short_queries_of_a_group_are_packed():
+    call = problem(num_heads_q=16, num_heads_kv=2, seqlen_q=4, seqlen_kv=4096)
+    assert select(call, H200, EVERY).gqa == "packed"
+
+
+def test_rows_that_a_tile_could_not_count_are_not_packed():
+    call = problem(num_heads_q=64, num_heads_kv=1, seqlen_q=1 << 26, batch=1)
+    assert {v.gqa for v in candidates(call, H200, EVERY)} == {"gqa"}
+
+
+def test_a_small_grid_takes_the_small_tile_and_a_large_one_the_efficient_tile():
+    assert select(problem(batch=1, seqlen_q=128), H200, EVERY).tile_name == "m64"
+    assert select(problem(batch=64, seqlen_q=4096), H200, EVERY).tile_name == ""
+
+
+@given(problems, st.sampled_from([H200, GEFORCE]))
+def test_a_start_is_paid_by_no_more_tiles_than_the_busiest_multiprocessor_has(call, device):
+    for plain in candidates(call, device, EVERY):
+        cheap, dear = cost(call, device, plain), cost(call, device, replace(plain, start=2))
+        block_m, count = plain.tile_value("block_m"), tiles(call, plain)
+        paid = (dear - cheap) * plain.efficiency / (2 * block_m * block_m)
+        assert min(1, count / device.num_sms) - 1e-9 <= paid <= -(-count // device.num_sms) + 1e-9
+
+
+def test_a_tile_alone_where_three_have_room_is_slower_than_the_one_that_has_all_the_room():
+    call = problem(batch=1, num_heads_q=H200.num_sms, num_heads_kv=H200.num_sms, seqlen_q=128)
+    alone, beside = (variant(min_blocks=room, fill=0.5) for room in (1, 3))
+    assert cost(call, H200, beside) == pytest.approx(cost(call, H200, alone) * 3**0.5)
+    # Three to a multiprocessor reach the rate of all.
+    full = replace(call, batch=3)
+    assert cost(full, H200, beside) == pytest.approx(cost(full, H200, alone))
+
+
+# Problems for which one tile of the shipped spec was clearly faster than another on an H200: head_dim, mask
+# type, grouping, batch, seqlen, query heads, kv heads, rows of the best tile.
+MEASURED = [
+    (64, "none", "mha", 1, 512, 32, 32, 128),
+    (64, "none", "mha", 1, 1024, 32, 32, 256),
+    (64, "none", "mha", 1, 2048, 32, 32, 256),
+    (64, "causal", "mha", 1, 512, 32, 32, 64),
+    (64, "causal", "mha", 4, 512, 32, 32, 128),
+    (64, "causal", "mha", 1, 2048, 32, 32, 256),
+    (64, "causal", "mha", 16, 1024, 32, 32, 128),
+    (64, "causal", "packed", 1, 512, 32, 4, 64),
+    (64, "causal", "packed", 32, 512, 32, 4, 128),
+    (128, "none", "mha", 1, 1024, 16, 16, 128),
+    (128, "causal", "mha", 4, 512, 16, 16, 64),
+    (128, "causal", "mha", 4, 1024, 16, 16, 128),
+    (96, "none", "mha", 2, 1024, 21, 21, 128),
+    (32, "none", "mha", 1, 1024, 64, 64, 128),
+]
+
+
+@pytest.mark.parametrize("measured", MEASURED, ids=lambda row: "-".join(map(str, row)))
+def test_the_tile_that_was_measured_fastest_is_taken(measured):
+    head_dim, mask_type, gqa, batch, seqlen, heads_q, heads_kv, block_m = measured
+    call = problem(
+        batch=batch,
+        seqlen_q=seqlen,
+        seqlen_kv=seqlen,
+        num_heads_q=heads_q,
+        num_heads_kv=heads_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        mask_type=mask_type,
+    )
+    (spec,) = (spec for spec in load_specs() if spec.name == "flash_fwd_sm80")
+    offered = spec.select(head_dim=head_dim, dtype="fp16", mask_type=mask_type, gqa=gqa, target="sm80")
+    assert select(call, H200, offered).tile_value("block_m") == block_m
+
+
+@pytest.mark.parametrize("head_dim", [32, 256])
+def test_the_target_follows_the_shared_memory_of_the_device(head_dim):
+    call = problem(head_dim=head_dim)  # at 32 the tile for the larger class would fit the smaller too
+    assert select(call, H200, EVERY).target == "sm80"
+    assert select(call, GEFORCE, EVERY).target == "sm86"
+
+
+def test_a_newer_spec_is_preferred_where_it_runs():
+    newer = variant(spec="flash_fwd_sm90", target="sm90", min_arch="sm_90a", smem_bytes=200000)
+    assert select(problem(), H200, [variant(), newer]) == newer
+    assert select(problem(), GEFORCE, [variant(), newer]) == variant()
+
+
+@pytest.mark.parametrize(
+    ("min_arch", "runs"),
+    [("sm_80", True), ("sm_90", True), ("sm_90a", True), ("sm_100", False), ("sm_100f", False)],
+)
+def test_architectures_of_a_hopper(min_arch, runs):
+    assert runs_on(variant(min_arch=min_arch), H200) == runs
+    assert runs_on(variant(min_arch=min_arch, smem_bytes=232449), H200) is False
+
+
+def test_an_arch_specific_kernel_runs_on_that_arch_only():
+    blackwell = SimpleNamespace(**{**vars(H200), "compute_capability": (10, 3)})
+    assert not runs_on(variant(min_arch="sm_90a"), blackwell)
+    assert not runs_on(variant(min_arch="sm_100a"), blackwell)
+    assert runs_on(variant(min_arch="sm_100f"), blackwell)
+
+
+def test_an_old_device_is_told_what_is_needed():
+    with pytest.raises(DeviceTypeNotSupported, match=r"Turing \(sm_75.*sm_80"):
+        select(problem(), TURING, EVERY)
+
+
+def test_a_missing_variant_is_an_error_of_the_specs():
+    with pytest.raises(SpecError, match="head_dim 64, head_dim_v 64, dtype bf16"):
+        select(problem(dtype="bf16"), H200, EVERY)
+
+
+def test_another_family_is_not_attention():
+    with pytest.raises(SpecError):
+        select(problem(), H200, [replace(variant(), family="flash_bwd")])
+
+
+def test_the_least_work_that_holds_both_head_dims():
+    variants = [variant(64), variant(128), two_dims(192, 128), variant(192), two_dims(128, 256), variant(256)]
+    for call, held in {
+        (192, 128): (192, 128),
+        (136, 8): (192, 128),
+        (128, 128): (128, 128),
+        (64, 128): (128, 128),
+        (128, 64): (128, 128),
+        (160, 136): (192, 192),
+        (128, 192): (128, 256),  # as much work as 192 and 192, less of it for scores
+        (8, 200): (128, 256),
+        (200, 8): (256, 256),
+    }.items():
+        chosen = select(problem(head_dim=call[0], head_dim_v=call[1]), H200, variants)
+        assert (chosen.head_dim, chosen.head_dim_v) == held
+
+
+def test_what_is_offered_is_enough_to_choose_among_the_shipped_variants():
+    specs = load_specs()
+    every = [v for spec in specs for v in spec.variants()]
+    for head_dim, head_dim_v in ((8, 8), (40, 64), (128, 128), (192, 128), (136, 8), (192, 136), (64, 256)):
+        for dtype in ("fp16", "bf16", "fp32"):
+            for mask_type in ("none", "causal", "local", "dense"):
+                for heads in (2, 16):
+                    widths = {"head_dim": head_dim, "head_dim_v": head_dim_v}
+                    call = problem(**widths, dtype=dtype, mask_type=mask_type, num_heads_kv=heads)
+                    for device in (H200, GEFORCE):
+                        offered = offers(call, device, specs)
+                        assert select(call, device, offered) == select(call, device, every)
+                        assert {v.head_dim for v in offered} == {select(call, device, every).head_dim}
+
+
+def test_a_larger_head_dim_is_offered_where_the_smallest_does_not_run():
+    (spec,) = (spec for spec in load_specs() if spec.name == "flash_fwd_sm80")
+    entries = {
+        point: () if point[0] == 64 and point[-1] == "sm86" else tiles
+        for point, tiles in spec.content.entries.items()
+    }
+    spec = Spec(spec.path, b"", spec.content._replace(entries=entries))
+    for device, head_dim in ((H200, 64), (GEFORCE, 96)):
+        call = problem(head_dim=40)
+        chosen = select(call, device, offers(call, device, [spec]))
+        assert chosen == select(call, device, spec.select(head_dim=[64, 96, 128, 192, 256]))
+        assert chosen.head_dim == head_dim
+
+
+TMA = load_spec(Path(__file__).parents[1] / "fixtures" / "tma" / "specs" / "copy_tma.yaml")
+CONTIGUOUS = {
+    "q_strides": (1024 * 1024, 1024, 64),
+    "k_strides": (1024 * 1024, 1024, 64),
+    "v_strides": (1024 * 1024, 1024, 64),
+    "out_strides": (1024 * 1024, 1024, 64),
+}
+
+
+def test_arrays_that_tensor_maps_cannot_describe_go_to_the_family_without_them():
+    specs = [*load_specs(), TMA]
+    every = [v for spec in specs for v in spec.variants()]
+    newer = problem(**CONTIGUOUS)
+    older = problem(**CONTIGUOUS | {"k_strides": (1024 * 1024, 1024, 0)})
+    for offered in (offers(newer, H200, specs), offers(older, H200, specs), every):
+        assert select(newer, H200, offered).target == "tma"
+        assert select(older, H200, offered).spec == "flash_fwd_sm80"
+        assert select(newer, GEFORCE, offered).spec == "flash_fwd_sm80"
+
+
+def test_a_head_dim_that_only_tensor_maps_serve_is_passed_over():
+    specs = [*load_specs(), TMA]  # the shipped family has no head_dim 16
+    call = problem(**CONTIGUOUS | {"head_dim": 16})
+    assert select(call, H200, offers(call, H200, specs)).head_dim == 16
+    call = replace(call, q_strides=(0, 1024, 64))
+    chosen = select(call, H200, offers(call, H200, specs))
+    assert (chosen.spec, chosen.head_dim) == ("flash_fwd_sm80", 32)
+
+
+def test_a_group_that_does_not_fill_a_box_is_not_packed():
+    for heads, groupings in ((4, {"gqa", "packed"}), (3, {"gqa"})):
+        call = problem(**CONTIGUOUS, num_heads_q=heads, num_heads_kv=1)
+        assert {v.gqa for v in candidates(call, H200, TMA.variants())} == groupings
+
+
+def grouped(group, *, seqlen_q, head_dim, mask_type="none", batch=64):
+    """Contiguous arrays with 8 kv heads and ``group`` query heads to each."""
+    heads = 8 * group
+    q_strides, k_strides = (
+        (rows * count * head_dim, count * head_dim, head_dim)
+        for rows, count in ((seqlen_q, heads), (1024, 8))
+    )
+    return problem(
+        batch=batch,
+        seqlen_q=seqlen_q,
+        num_heads_q=heads,
+        num_heads_kv=8,
+        head_dim=head_dim,
+        mask_type=mask_type,
+        diagonal_offset=1024 - seqlen_q if mask_type == "causal" else 0,
+        window_right=0 if mask_type == "causal" else UNBOUNDED,
+        q_strides=q_strides,
+        k_strides=k_strides,
+        v_strides=k_strides,
+        out_strides=q_strides,
+    )
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask_type", ["none", "causal"])
+def test_packed_groups_of_three_and_six_have_a_hopper_kernel_of_their_own(head_dim, mask_type):
+    """They do not divide the 64 rows that a copy of the output writes; 2, 8 and 64 do."""
+    specs = load_specs()
+    for group, seqlen_q, packed in ((3, 1, {"odd"}), (6, 1, {"odd"}), (8, 24, {"", "odd", "m128", "m64"})):
+        call = grouped(group, seqlen_q=seqlen_q, head_dim=head_dim, mask_type=mask_type)
+        offered = offers(call, H200, specs)
+        suited = candidates(call, H200, offered)
+        assert {v.spec for v in suited} == {"flash_fwd_sm90"}
+        assert {v.tile_name for v in suited if v.gqa == "packed"} == packed
+        # Rows of a single head would leave more of each tile empty.
+        chosen = select(call, H200, offered)
+        usual = "m128" if (head_dim, mask_type) == (128, "causal") else ""
+        assert (chosen.gqa, chosen.tile_name) == ("packed", usual if "" in packed else "odd")
+        assert chosen.tile_value("q_stages") == (2 if "" in packed else 1)
+    # A query on its own for each multiprocessor: nothing is gained by packing three.
+    lone = grouped(3, seqlen_q=1, head_dim=head_dim, mask_type=mask_type, batch=1)
+    assert select(lone, H200, offers(lone, H200, specs)).gqa == "gqa"
+
+
+def test_a_group_without_a_packed_tile_is_served_all_the_same():
+    call = grouped(5, seqlen_q=1, head_dim=64)  # 5 divides no number of rows that a tile has
+    suited = candidates(call, H200, offers(call, H200, load_specs()))
+    assert {(v.spec, v.gqa) for v in suited} == {("flash_fwd_sm90", "gqa")}
+
+
+def test_without_another_family_the_error_says_what_tensor_maps_need():
+    call = problem(**CONTIGUOUS | {"q_strides": (1024 * 1024, -1024, 64)})
+    with pytest.raises(SpecError, match=r"flash_fwd_hdim64_fp16_tma.*positive multiples of 16 bytes"):
+        select(call, H200, TMA.variants())

@@ -1,0 +1,135 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from fake_gpu import H200
+from flashgen.operators.attention import UNBOUNDED, Problem
+from flashgen.schedule.grid import heads, rows
+from flashgen.schedule.sections import sections
+from flashgen.spec.load import load_specs
+
+CALL = Problem(
+    batch=1,
+    seqlen_q=4096,
+    seqlen_kv=4096,
+    num_heads_q=16,
+    num_heads_kv=16,
+    head_dim=128,
+    head_dim_v=128,
+    dtype="fp16",
+    mask_type="causal",
+    diagonal_offset=0,
+    window_left=UNBOUNDED,
+    window_right=UNBOUNDED,
+    softmax_scale=0.25,
+    q_strides=(4096 * 2048, 2048, 128),
+    k_strides=(4096 * 2048, 2048, 128),
+    v_strides=(4096 * 2048, 2048, 128),
+    out_strides=(4096 * 2048, 2048, 128),
+    mask_strides=None,
+    return_lse=False,
+)
+SHIPPED = [variant for spec in load_specs() for variant in spec.variants() if variant.dtype != "bf16"]
+UNEVEN = [
+    v for v in SHIPPED if v.schedule != "persistent" and v.gqa == "mha" and v.mask_type in ("causal", "local")
+]
+PERSISTENT = [v for v in SHIPPED if v.schedule == "persistent" and v.gqa == "mha" and v.mask_type == "causal"]
+
+
+def call_for(variant, batch, kv_heads, seqlen, group=1):
+    return replace(
+        CALL,
+        batch=batch,
+        seqlen_q=seqlen,
+        num_heads_kv=kv_heads,
+        num_heads_q=kv_heads * group,
+        mask_type=variant.mask_type,
+        mask_strides=(0, 0, 4096) if variant.mask_type == "dense" else None,
+    )
+
+
+def row_blocks_of(call, variant):
+    return max(1, -(-rows(call, variant) // variant.tile_value("block_m")))
+
+
+def order(call, variant):
+    """Head and row block of each tile, as find_tile in the kernels numbers them."""
+    size, count = sections(call, variant, H200)
+    total, row_blocks = heads(call, variant) * call.batch, row_blocks_of(call, variant)
+    for section in range(count):
+        first = section * size
+        last = total if section == count - 1 else first + size
+        for block in reversed(range(row_blocks)):
+            for head in range(first, last):
+                yield head, block
+
+
+@given(
+    st.sampled_from(SHIPPED), st.integers(0, 9), st.integers(1, 40), st.integers(0, 9000), st.integers(1, 8)
+)
+def test_sections_are_none_empty_and_hold_every_head_once(variant, batch, kv_heads, seqlen, group):
+    call = call_for(variant, batch, kv_heads, seqlen, 1 if variant.gqa == "mha" else group)
+    size, count = sections(call, variant, H200)
+    total = max(1, heads(call, variant) * batch)
+    assert size >= 1
+    assert count >= 1
+    assert (count - 1) * size < total <= count * size + size // 2
+
+
+@given(st.sampled_from(UNEVEN), st.integers(1, 64), st.integers(1, 32), st.integers(1, 16384))
+def test_a_section_is_small_or_its_keys_stay_in_l2(variant, batch, num_heads, seqlen):
+    """And enough tiles of a head run at a time to share them."""
+    call = replace(call_for(variant, batch, num_heads, seqlen), seqlen_kv=seqlen)
+    size, _ = sections(call, variant, H200)
+    tiles = -(-H200.num_sms // row_blocks_of(call, variant))
+    if size > max(tiles, H200.num_sms // 3):
+        assert call.mask_type == "causal"
+        assert size * seqlen * 2 * CALL.head_dim * variant.element_bytes <= H200.l2_bytes
+        running = H200.num_sms * variant.tile_value("min_blocks")
+        assert running / size >= 3
+        assert running / size * variant.tile_value("block_m") >= 384
+
+
+@pytest.mark.parametrize(("seqlen", "expected"), [(1024, (86, 3)), (2048, (43, 3)), (4096, (32, 2))])
+def test_short_causal_sequences_come_in_large_sections(seqlen, expected):
+    """Which balance better, as long as L2 holds the keys."""
+    (variant,) = (v for v in UNEVEN if v.name == "flash_fwd_hdim128_fp16_causal_sm80")
+    call = replace(call_for(variant, 16384 // seqlen, 16, seqlen), seqlen_kv=seqlen)
+    assert sections(call, variant, H200) == expected
+
+
+@given(st.sampled_from(PERSISTENT), st.integers(1, 64), st.integers(1, 32), st.integers(600, 16384))
+def test_thread_blocks_of_a_persistent_causal_grid_have_the_same_work(variant, batch, num_heads, seqlen):
+    call = call_for(variant, batch, num_heads, seqlen)
+    row_blocks = row_blocks_of(call, variant)
+    assume(6 * H200.num_sms <= batch * num_heads * row_blocks <= 20000)
+    load = [0] * H200.num_sms
+    for index, (_, block) in enumerate(order(call, variant)):
+        turn, place = divmod(index, H200.num_sms)
+        load[place if turn % 2 == 0 else -1 - place] += block + 1
+    # What is left over at the end may cost the longest tile.
+    assert max(load) <= 1.03 * sum(load) / len(load) + row_blocks
+
+
+@pytest.mark.parametrize("seqlen", [1024, 2048, 4096, 8192, 16384])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_common_shapes_balance_within_five_percent(head_dim, seqlen):
+    variant = next(v for v in PERSISTENT if v.head_dim == head_dim and v.tile_name == "")
+    call = call_for(variant, 16384 // seqlen, 2048 // head_dim, seqlen)
+    load = [0] * H200.num_sms
+    for index, (_, block) in enumerate(order(call, variant)):
+        turn, place = divmod(index, H200.num_sms)
+        load[place if turn % 2 == 0 else -1 - place] += block + 1
+    assert max(load) <= 1.05 * sum(load) / len(load)
+
+
+def test_tiles_that_are_equally_long_go_in_sections_of_one_wave():
+    variant = next(
+        v for v in SHIPPED if v.schedule == "persistent" and v.mask_type == "none" and v.head_dim == 256
+    )
+    call = call_for(variant, 16, 16, 1024)
+    size, count = sections(call, variant, H200)
+    # 17 heads would be the first to fill the device; 256 of them are cut evenly.
+    assert (size, count, row_blocks_of(call, variant)) == (16, 16, 8)

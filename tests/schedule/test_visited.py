@@ -1,0 +1,116 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_sections import CALL
+
+from flashgen.operators.attention import UNBOUNDED
+from flashgen.schedule.grid import joins_edges
+from flashgen.schedule.visited import visited_keys
+from flashgen.source.render import render
+from flashgen.spec.load import load_specs
+
+VARIANTS = {
+    (variant.target, variant.head_dim, variant.mask_type, variant.gqa): variant
+    for spec in load_specs()
+    for variant in spec.variants()
+    if variant.dtype == "fp16" and variant.head_dim == variant.head_dim_v and not variant.tile_name
+}
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+@pytest.mark.parametrize("gqa", ["gqa", "packed"])
+@given(st.integers(1, 700), st.integers(1, 900), st.integers(0, 300), st.integers(0, 50), st.booleans())
+def test_it_counts_the_blocks_with_a_visible_key(target, gqa, seqlen_q, seqlen_kv, left, right, causal):
+    group = 2
+    call = replace(
+        CALL,
+        seqlen_q=seqlen_q,
+        seqlen_kv=seqlen_kv,
+        num_heads_kv=8,
+        mask_type="causal" if causal else "local",
+        diagonal_offset=seqlen_kv - seqlen_q,
+        window_left=UNBOUNDED if causal else left,
+        window_right=UNBOUNDED if causal else right,
+    )
+    variant = VARIANTS[
+        target,
+        64 if target == "sm80" and not causal else 32 if target == "sm80" else 128,
+        call.mask_type,
+        gqa,
+    ]
+    block_m, block_n = variant.tile_value("block_m"), variant.tile_value("block_n")
+    rows = seqlen_q * (group if gqa == "packed" else 1)
+    lengths, most_blocks = [], 0
+    # Tiles begin with the first row, or end with the last warpgroup that has a row. Each half of the ones and
+    # each warpgroup of the others visits what its own rows see.
+    unit = block_m if target == "sm80" else 64
+    for end in range(-(-rows // unit) * unit, 0, -block_m):
+        lengths.append(0)
+        seen, blocks = set(), range(0)
+        for first in range(max(0, end - block_m), end, 64):
+            queries = {
+                row // (group if gqa == "packed" else 1) for row in range(first, min(rows, first + 64))
+            }
+            # Without rows, a half is left out under a window, and goes with the other one under causal masks.
+            if not queries:
+                lengths[-1] += len(blocks) * block_n * 64 / block_m if causal else 0
+                continue
+            diagonals = [query + call.diagonal_offset for query in queries]
+            low = 0 if causal else max(0, min(diagonals) - left)
+            high = min(seqlen_kv, max(diagonals) + (0 if causal else right) + 1)
+            blocks = range(low // block_n, -(-high // block_n)) if high > low else ()
+            lengths[-1] += len(blocks) * block_n * 64 / block_m
+            seen.update(blocks)
+        most_blocks = max(most_blocks, len(seen))
+    mean, most = visited_keys(call, variant)
+    # A window that begins behind the last key visits nothing; the model may count the block at its edge.
+    assert most in (most_blocks * block_n, (most_blocks + 1) * block_n)
+    assert mean == pytest.approx(sum(lengths) / len(lengths), abs=block_n)
+
+
+def test_of_many_row_blocks_a_sample_is_enough():
+    call = replace(CALL, seqlen_q=60000, seqlen_kv=60000)
+    variant = VARIANTS["sm90", 128, "causal", "mha"]
+    mean, most = visited_keys(call, variant)
+    assert mean == pytest.approx(30000, rel=0.02)
+    assert most == pytest.approx(60000, rel=0.05)
+
+
+def test_every_tile_visits_all_keys_of_a_call_that_hides_none():
+    call = replace(CALL, mask_type="none", seqlen_q=4096, seqlen_kv=1000)
+    variant = VARIANTS["sm90", 256, "none", "mha"]
+    keys = -(-1000 // variant.tile_value("block_n")) * variant.tile_value("block_n")
+    assert visited_keys(call, variant) == (keys, keys)
+
+
+@given(st.integers(1, 700), st.integers(1, 900), st.integers(0, 400), st.integers(0, 60))
+def test_early_and_late_keys_of_windows_count_once_between_them(seqlen_q, seqlen_kv, left, right):
+    call = replace(
+        CALL,
+        seqlen_q=seqlen_q,
+        seqlen_kv=seqlen_kv,
+        mask_type="local",
+        diagonal_offset=seqlen_kv - seqlen_q,
+        window_left=left,
+        window_right=right,
+    )
+    variant = VARIANTS["sm80", 32, "local", "mha"]
+    block_m, block_n = variant.tile_value("block_m"), variant.tile_value("block_n")
+    _, most = visited_keys(call, variant)
+    seen = max(
+        min(seqlen_kv, row + call.diagonal_offset + right + 1) - max(0, row + call.diagonal_offset - left)
+        for row in range(seqlen_q)
+    )
+    if seen > 0:
+        # Whole blocks, cut into by both ends of the sequence, and no fewer than the tile has rows; of the
+        # visits to the edges little may be left.
+        assert min(seen, block_m) <= most <= max(seen, block_m) + block_m + 2 * block_n + 16
+
+
+def test_the_template_joins_the_edges_of_the_same_windows():
+    windows = [v for spec in load_specs() for v in spec.variants() if v.mask_type == "local"]
+    windows = [v for v in windows if v.dtype == "fp16" and "sm80" in v.spec]
+    assert {joins_edges(v) for v in windows} == {True, False}
+    assert all(("window_keys(" in render(v)) == joins_edges(v) for v in windows)

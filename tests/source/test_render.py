@@ -1,0 +1,222 @@
+import dataclasses
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from flashgen.errors import InternalError, SpecError
+from flashgen.source.render import (
+    flatten,
+    header_comment,
+    headers,
+    include_dirs,
+    render,
+    search_path,
+    source_digest,
+)
+from flashgen.spec.load import load_spec, load_specs
+from flashgen.toolchain.compile import compile_cubin
+
+TEMPLATE = "templates/tiny.cu.j2"
+
+
+@pytest.fixture
+def variant(tiny_folder):
+    """A causal variant of the copy that a test may change."""
+    return load_variant(tiny_folder)
+
+
+def load_variant(folder, **axes):
+    point = {"head_dim": 64, "dtype": "fp16", "mask_type": "causal", "gqa": "mha", **axes}
+    return load_spec(folder / "specs" / "tiny.yaml").select(**point, target="sm80")[0]
+
+
+def test_every_variant_renders_only_its_branches(tiny_variants):
+    for v in tiny_variants:
+        text = render(v)
+        assert text.startswith(f"// {v.name}\n")
+        assert text.endswith("}\n")
+        assert f"constexpr int kHeadDim = {v.head_dim};" in text
+        assert ("behind the diagonal" in text) == (v.mask_type == "causal")
+        assert ("kPacked" in text) == (v.gqa == "packed")
+        assert not re.search(r"//[%#]|\{%|\$\{|Never rendered", text)
+        assert "\n\n\n" not in text
+
+
+def test_blank_lines_stay_where_the_template_has_them(variant):
+    lines = render(variant).splitlines()
+    first = lines.index('#include "flashgen/tiny.cuh"')
+    assert lines[first : first + 12] == [
+        '#include "flashgen/tiny.cuh"',
+        "",
+        "using element = fp16;",
+        "",
+        "constexpr int kHeadDim = 64;",
+        "constexpr int kBlockM = 128;",
+        "",
+        "// Keys behind the diagonal are hidden.",
+        "",
+        "struct Params {",
+        "    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim)",
+        "    int32_t seqlen_q;                     // rows",
+    ]
+
+
+def test_the_header_says_what_the_kernel_is(variant):
+    text = header_comment(variant)
+    for part in (
+        "axes      head_dim 64, dtype fp16, mask_type causal, gqa mha",
+        "tile      block_m 128, block_n 64, warps 8, stages 2, min_blocks 1",
+        "256 threads, 49152 bytes",
+        "sm80: sm_80",
+        "tiny.yaml",
+        "tiny.cu.j2",
+    ):
+        assert part in text
+    assert all(line.startswith("//") for line in text.splitlines())
+
+
+def test_rendering_is_a_function_of_the_variant(tiny_folder, variant):
+    changes = {"efficiency": 0.5, "committed": False, "priority": 3, "archs": ("sm_90",)}
+    tuned = dataclasses.replace(variant, no_spills=("sm_90",), dependent_launch=True, **changes)
+    assert render(tuned) == render(variant)
+    assert source_digest(tuned) == source_digest(variant)
+    elsewhere = shutil.copytree(tiny_folder, tiny_folder.parent / "elsewhere")
+    moved = load_variant(elsewhere)
+    assert moved != variant
+    assert (render(moved), source_digest(moved)) == (render(variant), source_digest(variant))
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        (TEMPLATE, "Keys behind the diagonal", "The keys behind the diagonal"),
+        ("templates/lib/names.j2", "constexpr int ${", "constexpr auto ${"),
+        ("templates/include/flashgen/tiny.cuh", "int block,", "int block_index,"),
+        ("specs/tiny.yaml", 'doc: "rows"', 'doc: "rows of q"'),
+        ("specs/tiny.yaml", "block_m: 128, block_n: 64", "block_m: 64, block_n: 64"),
+    ],
+)
+def test_the_digest_follows_all_that_goes_in(file, old, new, tiny_folder, variant, edit):
+    before = source_digest(variant), flatten(render(variant), include_dirs(variant))
+    edit(file, old, new)
+    variant = load_variant(tiny_folder)
+    after = source_digest(variant), flatten(render(variant), include_dirs(variant))
+    assert before[0] != after[0]
+    assert before[1] != after[1]
+
+
+def test_digests_of_variants_differ(tiny_variants):
+    assert len({source_digest(v) for v in tiny_variants}) == len(tiny_variants)
+
+
+def test_the_digest_needs_no_jinja():
+    code = (
+        "import sys\nfrom flashgen.spec.load import load_specs\n"
+        "from flashgen.source.render import source_digest\n"
+        "source_digest(load_specs()[0].select(head_dim=64)[0]); print('jinja2' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True
+    )
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_a_computed_template_name_is_refused_where_it_would_escape_the_digest(variant, edit):
+    path = edit(TEMPLATE, '//% from "lib/names.j2" import constant', "//% from name_of_it import constant")
+    with pytest.raises(InternalError, match=rf"{re.escape(str(path))}:5: .*plain string"):
+        source_digest(variant)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "said"),
+    [
+        ("${ dtype }", "${ dtyp }", 6, "'dtyp' is undefined"),
+        ("${ dtype }", "${ dtype", 6, "end of print statement"),
+        ("${ dtype }", "${ variant.tile_value('k') }", 6, "'k'"),
+        ('//% if gqa == "packed"', '//% if gqa = "packed"', 15, "expected token"),
+    ],
+)
+def test_a_wrong_template_names_its_line(old, new, line, said, variant, edit):
+    path = edit(TEMPLATE, old, new)
+    with pytest.raises(InternalError) as caught:
+        render(variant)
+    assert said in str(caught.value)
+    assert str(caught.value).startswith(f"{path}:{line}: ")
+
+
+def test_a_macro_error_names_the_macros_line(variant, edit):
+    path = edit("templates/lib/names.j2", "${ value }", "${ valeu }")
+    with pytest.raises(InternalError, match=rf"^{re.escape(str(path))}:2: 'valeu' is undefined"):
+        render(variant)
+
+
+def test_a_template_without_the_header_is_refused(variant, edit):
+    edit(TEMPLATE, "${ header }\n", "")
+    with pytest.raises(InternalError, match=r"tiny\.cu\.j2: .*\$\{ header \}"):
+        render(variant)
+
+
+@pytest.mark.parametrize("action", [render, source_digest])
+def test_a_missing_template_says_where_it_was_sought(action, tiny_folder, variant):
+    (tiny_folder / "templates" / "lib" / "names.j2").unlink()
+    with pytest.raises(SpecError, match=r"names\.j2 is in none of") as caught:
+        action(variant)
+    assert all(folder in str(caught.value) for folder in search_path(variant))
+
+
+def test_a_spec_folder_may_hold_its_own_templates(tiny_folder):
+    """Files beside the spec serve as well as a sibling folder does, which goes first."""
+    flat = tiny_folder.parent / "flat"
+    shutil.copytree(tiny_folder / "templates", flat)
+    shutil.copy(tiny_folder / "specs" / "tiny.yaml", flat / "tiny.yaml")
+    variant = load_spec(flat / "tiny.yaml").variants()[0]
+    assert include_dirs(variant)[0] == str(flat / "include")
+    assert render(variant) == render(load_spec(tiny_folder / "specs" / "tiny.yaml").variants()[0])
+    assert search_path(variant)[:2] == (str(tiny_folder.parent / "templates"), str(flat))
+
+
+def test_template_dirs_can_be_given(tiny_folder, variant):
+    other = tiny_folder.parent / "other"
+    other.mkdir()
+    (other / "tiny.cu.j2").write_text("${ header }\nint threads = ${ threads };\n")
+    assert render(variant, [other]).splitlines()[-1] == "int threads = 256;"
+
+
+def test_flatten_inlines_each_header_once(variant):
+    folders = include_dirs(variant)
+    source = render(variant)
+    twice = source.replace(
+        '#include "flashgen/tiny.cuh"', '#include "flashgen/types.cuh"\n#include "flashgen/tiny.cuh"'
+    )
+    for text in (source, twice):
+        flat = flatten(text, folders)
+        assert '#include "flashgen' not in flat
+        assert "#pragma once" not in flat
+        assert flat.count("row_of(int block") == flat.count("struct fp16") == 1
+        assert flat.index("struct fp16") < flat.index("row_of(int block") < flat.index("struct Params")
+    assert set(headers(source, folders)) == {"flashgen/tiny.cuh", "flashgen/types.cuh"}
+
+
+def test_a_missing_header_is_named(variant, edit):
+    edit("templates/include/flashgen/tiny.cuh", "flashgen/types.cuh", "flashgen/tipes.cuh")
+    with pytest.raises(InternalError, match=r"flashgen/tipes\.cuh.*no such header"):
+        flatten(render(variant), include_dirs(variant))
+
+
+def test_flat_and_plain_source_compile(tiny_folder):
+    variant = load_variant(tiny_folder, dtype="fp32", gqa="gqa")
+    source, folders = render(variant), include_dirs(variant)
+    plain = compile_cubin(source, variant.name, "sm_80", headers=headers(source, folders))
+    flat = compile_cubin(flatten(source, folders), variant.name, "sm_80", headers={})
+    assert plain.registers == flat.registers > 0
+
+
+def test_shipped_templates_render_for_every_variant():
+    for spec in load_specs():
+        for v in spec.variants():
+            text = render(v)
+            assert f"{v.name}(" in text
+            assert "\t" not in text

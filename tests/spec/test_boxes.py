@@ -1,0 +1,51 @@
+from pathlib import Path
+
+import pytest
+
+from flashgen.errors import SpecError
+from flashgen.spec.load import load_spec
+from flashgen.spec.params import Box
+
+TMA = Path(__file__).parents[1] / "fixtures" / "tma" / "specs" / "copy_tma.yaml"
+ROWS, K_BOX = "rows: block_m\n", "box: {columns: 16, rows: block_n}"
+
+
+def boxes(variant):
+    return {param.name: param.box for param in variant.params if param.box}
+
+
+def test_a_box_follows_point_and_tile():
+    spec = load_spec(TMA)
+    by_axes = {(v.head_dim, v.gqa): boxes(v) for v in spec.select(dtype="fp16", mask_type="none")}
+    assert by_axes[64, "mha"] == {"q": Box(64, 128), "k": Box(16, 64)}
+    assert by_axes[96, "gqa"] == {"q": Box(32, 192), "k": Box(16, 80)}
+    assert by_axes[16, "packed"] == {"q": Box(16, 128)}
+    assert all(
+        (param.ctype == "tensor_map") == (param.box is not None)
+        for v in spec.variants()
+        for param in v.params
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        (ROWS, "rows: block_q\n", 28, r"params\[0\].box.rows: unknown name 'block_q'"),
+        (ROWS, "rows: 3 * block_m\n", 28, r"params\[0\].box.rows: 384 rows for .*; allowed: 1 to 256"),
+        (ROWS, "rows: 0\n", 28, r"box.rows: 0 rows for head_dim=16"),
+        ("else 32 if", "else 48 if", 27, r"params\[0\].box.columns: 48 columns are 96 bytes.*32, 64, 128"),
+        ("else 32 if", "else 1 // 0 if", 27, "box.columns: head_dim=96 .* cannot be computed"),
+        (K_BOX, "box: {columns: 16, row: 8}", 29, r"params\[1\].box.row: unknown key; .*columns, rows"),
+        (K_BOX, "box: {columns: 16}", 29, "the key `rows` is missing"),
+        (f", {K_BOX}", "", 29, r"params\[1\]: the key `box`"),
+        ("type: element*}", f"type: element*, {K_BOX}}}", 30, r"params\[2\].box: only a tensor_map"),
+        ("[fp16, bf16]", "[fp16, e4m3]", 26, "dtype e4m3 has no tensor map .*; allowed: fp16, bf16, fp32"),
+    ],
+)
+def test_a_wrong_box_names_line_and_key(tmp_path, old, new, line, message):
+    text = TMA.read_text()
+    assert text.count(old) == 1
+    path = tmp_path / "copy_tma.yaml"
+    path.write_text(text.replace(old, new).replace("bf16: 2", "e4m3: 1" if "e4m3" in new else "bf16: 2"))
+    with pytest.raises(SpecError, match=rf"copy_tma.yaml:{line}: .*{message}"):
+        load_spec(path)

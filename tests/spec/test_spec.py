@@ -1,0 +1,585 @@
+import collections
+import itertools
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashgen.errors import BadParam, FlashgenError, SpecError
+from flashgen.paths import specs_dir
+from flashgen.spec.expression import Expression
+from flashgen.spec.load import load_spec, load_specs
+from flashgen.spec.variant import Variant
+from flashgen.spec.yamlfile import Document
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+TARGETS = "  sm80: {min_arch: sm_80, max_smem: 166912, compile_for: [sm_80, sm_90]}"
+
+# what stands in the file, what replaces it, the text at whose line the error points, what the message says
+WRONG = {
+    "unknown top-level key": (
+        "no_spills: true",
+        "no_spill: true",
+        "no_spill:",
+        ["no_spill: unknown key", "allowed: family, template", "no_spills"],
+    ),
+    "missing key": ("template: tiny.cu.j2\n", "", "family:", ["`template` is missing"]),
+    "wrong type": ("family: tiny_fwd", "family: 7", "family:", ["family: expected `str`", "found 7"]),
+    "malformed name": ("family: tiny_fwd", "family: Tiny fwd", "family:", ["family: ", "found 'Tiny fwd'"]),
+    "wrong pass": ("pass: forward", "pass: sideways", "pass:", ["pass: ", "'sideways'", "backward, forward"]),
+    "unknown dispatch rule": (
+        "{prefer: least_time}",
+        "{prefer: newest}",
+        "dispatch:",
+        ["dispatch.prefer: ", "'newest'", "allowed: least_time"],
+    ),
+    "dependent launch that is no boolean": (
+        "no_spills: true",
+        "dependent_launch: 1",
+        "dependent_launch:",
+        ["dependent_launch: expected `bool`", "found 1"],
+    ),
+    "empty axis": ("[none, causal]", "[]", "  mask_type:", ["axes.mask_type: "]),
+    "repeated axis value": ("[none, causal]", "[none, none]", "  mask_type:", ["axes.mask_type: ", "twice"]),
+    "axis value of a wrong kind": (
+        "[none, causal]",
+        "[none, 1.5]",
+        "  mask_type:",
+        ["axes.mask_type[1]: ", "1.5"],
+    ),
+    "axis with a reserved name": (
+        "  head_dim: [32, 64]",
+        "  threads: [32, 64]",
+        "  threads:",
+        ["`threads` is reserved"],
+    ),
+    "tile key that is an axis": (
+        "[block_m, block_n, warps, stages, min_blocks]",
+        "[block_m, block_n, warps, stages, min_blocks, dtype]",
+        "tile_keys:",
+        ["tile_keys[5]: ", "`dtype` is already"],
+    ),
+    "value of two axes": (
+        "[none, causal]",
+        "[none, fp16]",
+        "  mask_type:",
+        ["`fp16` stands in dtype as well"],
+    ),
+    "no dtype axis": (
+        "  dtype: [fp16, fp32]",
+        "  type: [fp16, fp32]",
+        "axes:",
+        ["axes: ", "`dtype` is missing"],
+    ),
+    "value in exclude": (
+        "{dtype: fp32, gqa: packed}",
+        "{dtype: fp64, gqa: packed}",
+        "  - {dtype: fp64",
+        ["exclude[0].dtype: ", "'fp64'", "allowed: fp16, fp32"],
+    ),
+    "unknown axis in exclude": (
+        "{dtype: fp32, gqa: packed}",
+        "{dtyp: fp32, gqa: packed}",
+        "  - {dtyp:",
+        ["exclude[0].dtyp: unknown key", "allowed: head_dim, dtype, mask_type, gqa, target"],
+    ),
+    "unknown key of a target": (
+        TARGETS,
+        TARGETS.replace("max_smem", "smem"),
+        "  sm80:",
+        ["targets.sm80.smem: unknown key", "min_arch, max_smem, compile_for"],
+    ),
+    "malformed architecture": (
+        TARGETS,
+        TARGETS.replace("sm_90]", "sm90]"),
+        "  sm80:",
+        ["compile_for[1]", "'sm90'"],
+    ),
+    "element size of an unknown dtype": (
+        "{fp16: 2, fp32: 4}",
+        "{fp16: 2, fp32: 4, e4m3: 1}",
+        "element_bytes:",
+        ["element_bytes.e4m3: ", "allowed: fp16, fp32"],
+    ),
+    "element size missing": ("{fp16: 2, fp32: 4}", "{fp16: 2}", "element_bytes:", ["`fp32` is missing"]),
+    "unknown name in an expression": (
+        "threads: 32 * warps",
+        "threads: 32 * wraps",
+        "threads:",
+        ["threads: unknown name 'wraps'", "warps"],
+    ),
+    "code in an expression": (
+        "threads: 32 * warps",
+        "threads: __import__('os').getpid()",
+        "threads:",
+        ["threads: ", "is not allowed", "min(), max()"],
+    ),
+    "thread count that is no block": (
+        "threads: 32 * warps",
+        "threads: 33 * warps",
+        "  - {block_m: 128, block_n: 32",
+        ["tiles[1]: 132 threads", "head_dim=32", "multiples of 32"],
+    ),
+    "division by zero": (
+        "threads: 32 * warps",
+        "threads: 32 * warps // (stages - 1)",
+        "  - {block_m: 128, block_n: 32",
+        ["tiles[1]: ", "cannot be computed"],
+    ),
+    "unknown key of a row": (
+        "block_m: 64, block_n: 32",
+        "block_m: 64, blok_n: 32",
+        "  - {name: m64",
+        ["tiles[2].blok_n: unknown key", "allowed: head_dim", "block_n"],
+    ),
+    "tile key missing": (
+        "stages: 2, min_blocks",
+        "min_blocks",
+        "  - {target: sm80",
+        ["tiles[0]: ", "`stages` is missing"],
+    ),
+    "tile value of a wrong type": (
+        "block_m: 64,",
+        "block_m: big,",
+        "  - {name: m64",
+        ["tiles[2].block_m: expected `int`", "found 'big'"],
+    ),
+    "unknown target of a row": (
+        "{target: sm80, head_dim: 64, block_m",
+        "{target: sm90, head_dim: 64, block_m",
+        "  - {target: sm90",
+        ["tiles[0].target: ", "'sm90'", "allowed: sm80, sm86"],
+    ),
+    "axis value of a row": (
+        "{target: sm80, head_dim: 64, block_m",
+        "{target: sm80, head_dim: [64, 96], block_m",
+        "  - {target: sm80",
+        ["tiles[0].head_dim[1]: ", "96", "allowed: 32, 64"],
+    ),
+    "too much shared memory": (
+        "block_m: 128, block_n: 32, warps",
+        "block_m: 128, block_n: 512, warps",
+        "  - {block_m: 128, block_n: 512",
+        ["tiles[1]: 147456 bytes", "head_dim=32 dtype=fp32", "target=sm86", "at most 101376"],
+    ),
+    "uncovered point": (
+        "  - {block_m: 128, block_n: 32",
+        "  - {head_dim: 32, block_m: 128, block_n: 32",
+        "tiles:",
+        ["no row without a name serves head_dim=64 dtype=fp16 mask_type=none gqa=mha target=sm86"],
+    ),
+    "row that never applies": (
+        "  - {name: m64",
+        "  - {target: sm86, block_m: 64, block_n: 32, warps: 4, stages: 1, min_blocks: 2}\n  - {name: m64",
+        "  - {target: sm86, block_m",
+        ["tiles[2]: the row never applies"],
+    ),
+    "promise for an architecture that is not compiled": (
+        "efficiency: 0.75",
+        "target: sm86, no_spills: [sm_86, sm_90]",
+        "  - {name: m64",
+        ["tiles[2].no_spills[1]: no target of the row is compiled for sm_90; allowed: sm_86"],
+    ),
+    "promise made twice": (
+        "efficiency: 0.75",
+        "no_spills: [sm_80, sm_86, sm_80]",
+        "  - {name: m64",
+        ["tiles[2].no_spills[2]: sm_80 stands twice"],
+    ),
+    "promise for nothing": (
+        "efficiency: 0.75",
+        "no_spills: []",
+        "  - {name: m64",
+        ["tiles[2].no_spills: "],
+    ),
+    "promise that is neither": (
+        "efficiency: 0.75",
+        "no_spills: some",
+        "  - {name: m64",
+        ["tiles[2].no_spills: ", "'some'"],
+    ),
+    "rate of zero": ("efficiency: 0.75", "efficiency: 0", "  - {name: m64", ["tiles[2].efficiency: ", "> 0"]),
+    "reserved tile name": (
+        "name: m64",
+        "name: default",
+        "  - {name: default, dtype",
+        ["tiles[2].name: `default`"],
+    ),
+    "tile named as an axis value": (
+        "name: m64",
+        "name: causal",
+        "  mask_type:",
+        ["`causal` stands in tiles as well"],
+    ),
+    "the name of tuned tiles": ("name: m64", "name: tuned", "  - {name: tuned", ["tiles[2].name: `tuned`"]),
+    "axis value that would name a tuned tile": (
+        "[none, causal]",
+        "[none, tuned]",
+        "  mask_type:",
+        ["`tuned` stands in tiles as well"],
+    ),
+    "unknown key of a range": (
+        "{from: 32, to: 112, step: 40}",
+        "{from: 32, to: 112, by: 40}",
+        "  - {head_dim: 64, block_m: [64",
+        ["tune[0].block_n.by: unknown key", "allowed: from, to, step"],
+    ),
+    "empty range": (
+        "{from: 32, to: 112, step: 40}",
+        "{from: 112, to: 32, step: 40}",
+        "  - {head_dim: 64, block_m: [64",
+        ["tune[0].block_n: from 112 to 32 is empty"],
+    ),
+    "step of zero": (
+        "{from: 32, to: 112, step: 40}",
+        "{from: 32, to: 112, step: 0}",
+        "  - {head_dim: 64, block_m: [64",
+        ["tune[0].block_n.step: "],
+    ),
+    "value to try of a wrong type": (
+        "warps: [4, 8]",
+        "warps: [4, many]",
+        "  - {head_dim: 64, block_m: [64",
+        ["tune[0].warps[1]: ", "'many'"],
+    ),
+    "nothing to try": (
+        "{dtype: fp16, block_m: 64}",
+        "{dtype: fp16}",
+        "  - {dtype: fp16}",
+        ["tune[1]: no values to try; name some of block_m, block_n"],
+    ),
+    "search where there is no kernel": (
+        "{dtype: fp16, block_m: 64}",
+        "{dtype: fp32, gqa: packed, block_m: 64}",
+        "  - {dtype: fp32, gqa: packed, block_m: 64}",
+        ["tune[1]: the row never applies"],
+    ),
+    "unknown C type": (
+        "type: int32_t, doc: rows",
+        "type: int16_t, doc: rows",
+        "  - {name: seqlen_q",
+        ["allowed: const element*"],
+    ),
+    "repeated parameter": (
+        "{name: scale_log2",
+        "{name: out",
+        "  - {name: out, type: float",
+        ["params[4].name: a second parameter is called `out`", "no key of `when`"],
+    ),
+    "repeated parameter where both exist": (
+        "{name: scale_log2, type: float}",
+        "{name: diagonal_offset, type: float, when: {mask_type: [none, causal], warps: 8}}",
+        "  - {name: diagonal_offset, type: float",
+        ["params[4].name: a second parameter is called `diagonal_offset`", "no key of `when`"],
+    ),
+    "repeated parameter under conditions on different keys": (
+        "{name: scale_log2, type: float}",
+        "{name: diagonal_offset, type: float, when: {warps: 8, gqa: mha}}",
+        "  - {name: diagonal_offset, type: float",
+        ["params[4].name: a second parameter is called `diagonal_offset`"],
+    ),
+    "parameter that a third one of its name meets": (
+        "{name: scale_log2, type: float}",
+        "{name: diagonal_offset, type: float, when: {mask_type: none}}\n"
+        "  - {name: diagonal_offset, type: int64_t, when: {warps: 8}}",
+        "  - {name: diagonal_offset, type: int64_t",
+        ["params[5].name: a second parameter is called `diagonal_offset`"],
+    ),
+    "condition of a parameter": (
+        "when: {mask_type: causal}",
+        "when: {mask_type: casual}",
+        "  - {name: diagonal_offset",
+        ["params[3].when.mask_type: ", "'casual'", "allowed: causal, none"],
+    ),
+    "condition of a parameter on nothing": (
+        "when: {mask_type: causal}",
+        "when: {warp: 8}",
+        "  - {name: diagonal_offset",
+        ["params[3].when.warp: unknown key; allowed: head_dim, dtype, mask_type, gqa, block_m", "min_blocks"],
+    ),
+    "condition of a parameter on a target": (
+        "when: {mask_type: causal}",
+        "when: {target: sm80}",
+        "  - {name: diagonal_offset",
+        ["params[3].when.target: unknown key"],
+    ),
+    "tile value of a wrong type in a condition": (
+        "when: {mask_type: causal}",
+        "when: {warps: many}",
+        "  - {name: diagonal_offset",
+        ["params[3].when.warps: ", "found 'many'"],
+    ),
+    "tile value below zero in a condition": (
+        "when: {mask_type: causal}",
+        "when: {warps: [8, -1]}",
+        "  - {name: diagonal_offset",
+        ["params[3].when.warps[1]: ", ">= 0", "found -1"],
+    ),
+    "range of tile values in a condition": (
+        "when: {mask_type: causal}",
+        "when: {warps: {from: 4, to: 8, step: 4}}",
+        "  - {name: diagonal_offset",
+        ["params[3].when.warps: "],
+    ),
+    "condition with no tile value": (
+        "when: {mask_type: causal}",
+        "when: {warps: []}",
+        "  - {name: diagonal_offset",
+        ["params[3].when.warps: "],
+    ),
+    "doc that would continue a comment": (
+        "doc: rows",
+        "doc: 'rows\\'",
+        "  - {name: seqlen_q",
+        ["params[1].doc: "],
+    ),
+    "unknown tile in commit": (
+        "name: default}",
+        "name: m32}",
+        "  - {head_dim: 64, dtype",
+        ["allowed: default, m64"],
+    ),
+    "repeated key": (
+        "family: tiny_fwd",
+        "family: tiny_fwd\nfamily: other",
+        "family: other",
+        ["family: ", "twice"],
+    ),
+    "broken YAML": ("axes:", "axes: [", "  dtype:", ["not valid YAML"]),
+    "a scalar that is not what its tag says": (
+        "max_smem: 101376",
+        "max_smem: !!int lots",
+        "  sm86:",
+        ["'lots'"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_spec_names_file_line_and_key(case, tiny_folder, edit_spec):
+    old, new, pointed, said = WRONG[case]
+    # One quoting style for values keeps the table of cases readable.
+    path = tiny_folder / "specs" / "tiny.yaml"
+    path.write_text(path.read_text().replace('doc: "rows"', "doc: rows"))
+    path = edit_spec(old, new)
+    with pytest.raises(SpecError) as caught:
+        load_spec(path)
+    message = str(caught.value)
+    for part in said:
+        assert part in message
+    file, line = re.match(r"(.*?):(\d+): ", message).groups()
+    assert file == str(path)
+    lines = path.read_text().splitlines()
+    assert lines[int(line) - 1].startswith(pointed), f"line {line} of {message}"
+
+
+def test_spec_error_is_what_callers_catch():
+    assert issubclass(SpecError, FlashgenError)
+    assert issubclass(SpecError, ValueError)
+
+
+@pytest.mark.parametrize("text", ["", "- a list\n", "a: &a [*a]\n", "\xff"])
+def test_a_file_that_is_no_mapping(text, tmp_path):
+    path = tmp_path / "odd.yaml"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(SpecError, match=re.escape(str(path))):
+        load_spec(path)
+
+
+def test_variants_are_the_product_without_the_excluded(tiny_spec):
+    points = {
+        (v.head_dim, v.dtype, v.mask_type, v.gqa, v.target) for v in tiny_spec.variants() if not v.tile_name
+    }
+    product = itertools.product(*tiny_spec.axes.values(), tiny_spec.targets)
+    assert points == {point for point in product if (point[1], point[3]) != ("fp32", "packed")}
+
+
+def test_names_are_unique_and_say_the_point(tiny_variants):
+    names = [v.name for v in tiny_variants]
+    assert len(set(names)) == len(names)
+    assert "tiny_fwd_hdim32_fp16_causal_m64_packgqa_sm86" in names
+
+
+def test_first_matching_row_wins_for_each_tile_name(tiny_spec):
+    (default, m64) = tiny_spec.select(head_dim=64, dtype="fp16", mask_type="none", gqa="mha", target="sm80")
+    assert (default.tile_name, default.tile_value("warps"), default.threads) == ("", 8, 256)
+    assert (m64.tile_name, m64.tile_value("warps"), m64.efficiency) == ("m64", 4, 0.75)
+    (other, _) = tiny_spec.select(head_dim=64, dtype="fp16", mask_type="none", gqa="mha", target="sm86")
+    assert other.tile_value("warps") == 4
+
+
+def test_shared_memory_follows_the_expression(tiny_variants):
+    for v in tiny_variants:
+        tile = dict(v.tile)
+        rows = tile["block_m"] + 2 * tile["stages"] * tile["block_n"]
+        assert v.smem_bytes == rows * v.head_dim * {"fp16": 2, "fp32": 4}[v.dtype] <= v.max_smem
+
+
+def test_parameters_exist_where_their_condition_holds(tiny_variants):
+    for v in tiny_variants:
+        assert ("diagonal_offset" in [p.name for p in v.params]) == (v.mask_type == "causal")
+
+
+@given(
+    params=st.lists(
+        st.tuples(
+            st.sampled_from(["out", "lse"]),
+            st.sets(st.sampled_from(["none", "causal"])),
+            st.sets(st.sampled_from([4, 8, 16])),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_two_parameters_of_one_name_need_conditions_that_keep_them_apart(params, tmp_path_factory):
+    """An empty set stands for no condition. What is refused is decided by key, so it holds for any tile."""
+    rows = []
+    for name, masks, warps in params:
+        when = {key: sorted(values) for key, values in (("mask_type", masks), ("warps", warps)) if values}
+        rows.append(f"  - {{name: {name}, type: element*, when: {json.dumps(when)}}}")
+    text = (FIXTURES / "specs" / "tiny.yaml").read_text()
+    path = tmp_path_factory.mktemp("params") / "tiny.yaml"
+    path.write_text(re.sub(r"(?<=^params:\n)(?:  - .*\n)+", "\n".join(rows) + "\n", text, flags=re.M))
+    every = {"masks": {"none", "causal"}, "warps": {4, 8, 16}}
+    meeting = [
+        (i, j)
+        for (j, (name, masks, warps)), (i, other) in itertools.combinations(enumerate(params), 2)
+        if name == other[0]
+        and (masks or every["masks"]) & (other[1] or every["masks"])
+        and (warps or every["warps"]) & (other[2] or every["warps"])
+    ]
+    if meeting:
+        at = min(i for i, _ in meeting)
+        with pytest.raises(SpecError, match=rf"params\[{at}\].name: a second parameter"):
+            load_spec(path)
+        return
+    for v in load_spec(path).variants():
+        here = [p.name for p in v.params]
+        assert len(set(here)) == len(here)
+        assert here == [
+            name
+            for name, masks, warps in params
+            if v.mask_type in (masks or every["masks"]) and v.tile_value("warps") in (warps or every["warps"])
+        ]
+
+
+def test_commit_marks_points_and_tiles(tiny_variants):
+    for v in tiny_variants:
+        first = (v.head_dim, v.dtype, v.target, v.tile_name) == (64, "fp16", "sm80", "")
+        second = (v.head_dim, v.mask_type, v.gqa) == (32, "causal", "mha")
+        assert v.committed == (first or second)
+
+
+def test_priority_follows_the_order_of_targets(tiny_variants):
+    assert {(v.target, v.priority) for v in tiny_variants} == {("sm80", 0), ("sm86", 1)}
+
+
+def test_a_point_can_be_excluded_on_one_target(edit_spec):
+    spec = load_spec(edit_spec("{dtype: fp32, gqa: packed}", "{dtype: fp32, head_dim: 64, target: sm86}"))
+    assert spec.select(dtype="fp32", head_dim=64, target="sm80")
+    assert not spec.select(dtype="fp32", head_dim=64, target="sm86")
+
+
+@given(data=st.data())
+def test_select_is_filtered_variants(data, tiny_spec):
+    wanted = {}
+    for axis, values in tiny_spec.axes.items():
+        choice = data.draw(
+            st.none() | st.sampled_from(values) | st.lists(st.sampled_from(values), unique=True)
+        )
+        if choice is not None:
+            wanted[axis] = choice
+    allowed = {axis: choice if isinstance(choice, list) else [choice] for axis, choice in wanted.items()}
+    expected = [v for v in tiny_spec.variants() if all(v.axis(axis) in allowed[axis] for axis in allowed)]
+    assert set(tiny_spec.select(**wanted)) == set(expected)
+
+
+def test_select_knows_its_axes(tiny_spec):
+    assert tiny_spec.select(head_dim=33) == ()
+    with pytest.raises(BadParam, match="no axis headdim; it has head_dim"):
+        tiny_spec.select(headdim=32)
+
+
+def test_a_users_folder_adds_and_overrides(tiny_folder, edit_spec, monkeypatch, tmp_path):
+    monkeypatch.delenv("FLASHGEN_SPECS", raising=False)
+    shipped = [spec.name for spec in load_specs()]
+    assert [spec.name for spec in load_specs(tiny_folder / "specs")] == [*shipped, "tiny"]
+    override = tmp_path / "mine"
+    override.mkdir()
+    text = (tiny_folder / "specs" / "tiny.yaml").read_text()
+    (override / "tiny.yaml").write_text(
+        text.replace("head_dim: [32, 64]", "head_dim: [64]").replace("head_dim: 32", "head_dim: 64")
+    )
+    monkeypatch.setenv("FLASHGEN_SPECS", os.pathsep.join([str(tiny_folder / "specs"), str(override)]))
+    specs = {spec.name: spec for spec in load_specs()}
+    assert list(specs) == [*shipped, "tiny"]
+    assert specs["tiny"].axes["head_dim"] == (64,)
+    assert load_specs(tiny_folder / "specs")[-1].axes["head_dim"] == (32, 64)
+
+
+def test_two_families_must_not_share_names(tiny_folder):
+    spec = tiny_folder / "specs" / "tiny.yaml"
+    spec.with_name("twin.yaml").write_text(spec.read_text())
+    with pytest.raises(SpecError, match=r"twin\.yaml:2: family: .*tiny\.yaml has a family `tiny_fwd`"):
+        load_specs(spec.parent)
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_folder_without_specs(exists, tmp_path):
+    folder = tmp_path / "empty"
+    if exists:
+        folder.mkdir()
+    with pytest.raises(SpecError, match=re.escape(str(folder))):
+        load_specs(folder)
+
+
+def test_another_ending_is_not_passed_over(tiny_folder):
+    (tiny_folder / "specs" / "tiny.yaml").rename(tiny_folder / "specs" / "tiny.yml")
+    with pytest.raises(SpecError, match=r"tiny\.yml: .*rename"):
+        load_specs(tiny_folder / "specs")
+
+
+def test_shipped_specs_are_complete():
+    """The product that the shipped family promises, and a committed slice that a person can review."""
+    variants = [v for spec in load_specs() for v in spec.variants()]
+    assert 1 <= sum(v.committed for v in variants) <= 60
+    forward = [v for v in variants if v.spec == "flash_fwd_sm80"]
+    points = {((v.head_dim, v.head_dim_v), v.dtype, v.mask_type, v.gqa, v.target) for v in forward}
+    alike = [(width, width) for width in (32, 64, 96, 128, 192, 256)]
+    rest = (("none", "causal", "local", "dense"), ("mha", "gqa", "packed"), ("sm80", "sm86"))
+    assert points == {
+        *itertools.product(alike, ("fp16", "bf16", "fp32"), *rest),
+        *itertools.product([(192, 128)], ("fp16", "bf16"), *rest),
+    }
+
+
+def test_loading_costs_by_the_line_and_makes_no_variant(monkeypatch):
+    """However many variants a file describes, it is parsed once, each of its places is checked once, what a
+    tile needs is computed once, and no variant is made before someone asks for it."""
+    calls = collections.defaultdict(list)
+
+    def record(owner, name):
+        """The arguments of each call of a method from now on."""
+        method = getattr(owner, name)
+
+        def recorded(self, *arguments, **members):
+            calls[method].append(arguments)
+            return method(self, *arguments, **members)
+
+        monkeypatch.setattr(owner, name, recorded)
+        return calls[method]
+
+    parsed, checked = record(Document, "__init__"), record(Document, "convert")
+    computed, made = record(Expression, "__call__"), record(Variant, "__init__")
+    spec = load_spec(specs_dir() / "flash_fwd_sm80.yaml")
+    assert len(parsed) == 1
+    places = collections.Counter((place, type) for place, _, type in checked)
+    assert set(places.values()) == {1}
+    assert len(computed) == 2 * sum(map(len, spec.content.entries.values()))
+    assert not made
+    spec.select(head_dim=64, dtype="fp16", mask_type="none", gqa="mha", target="sm80")
+    assert len(made) == 3

@@ -1,0 +1,376 @@
+"""The disk cache under damage, kills, full disks, many processes and many threads."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashgen.errors import CacheWarning
+from flashgen.toolchain import cache as fcache
+from flashgen.toolchain.cache import CubinCache, key_for
+
+
+def key_of(n: int) -> str:
+    return hashlib.sha256(str(n).encode()).hexdigest()
+
+
+def payload_of(key: str, size: int = 40_000) -> bytes:
+    return hashlib.shake_256(key.encode()).digest(size)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return CubinCache(tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    return CubinCache(tmp_path_factory.mktemp("cache"))
+
+
+def entry(cache: CubinCache, key: str) -> Path:
+    (path,) = cache.root.rglob(key)
+    return path
+
+
+def python(script: str, *arguments: object) -> subprocess.Popen:
+    env = os.environ | {"PYTHONPATH": str(Path(fcache.__file__).parent.parent)}
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+
+
+@given(payload=st.binary(max_size=500))
+def test_what_is_put_is_got(shared, payload):
+    key = hashlib.sha256(payload).hexdigest()
+    shared.put(key, payload)
+    assert CubinCache(shared.root).get(key) == payload
+
+
+def test_absent_is_none_and_creates_nothing(cache):
+    assert cache.get(key_of(1)) is None
+    assert not cache.root.exists()
+
+
+@settings(deadline=None)
+@given(position=st.integers(min_value=0), bit=st.integers(0, 7))
+def test_any_flipped_bit_is_noticed(shared, position, bit):
+    key = key_of(1)
+    shared.put(key, payload_of(key, 300))
+    path = entry(shared, key)
+    data = bytearray(path.read_bytes())
+    data[position % len(data)] ^= 1 << bit
+    path.write_bytes(data)
+    with pytest.warns(CacheWarning, match="is damaged"):
+        assert shared.get(key) is None
+    assert not path.exists()
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_any_truncation_is_noticed_and_rebuilt(shared, data):
+    key = key_of(2)
+    shared.put(key, payload_of(key, 300))
+    path = entry(shared, key)
+    size = path.stat().st_size
+    os.truncate(path, data.draw(st.integers(0, size - 1)))
+    with pytest.warns(CacheWarning, match="is damaged"):
+        assert shared.get_or_build(key, lambda: b"again") == b"again"
+    assert shared.get(key) == b"again"
+
+
+def test_an_entry_under_another_name_is_refused(cache):
+    cache.put(key_of(1), b"one")
+    cache.put(key_of(2), b"two")
+    entry(cache, key_of(1)).replace(entry(cache, key_of(2)))
+    with pytest.warns(CacheWarning, match="is damaged"):
+        assert cache.get(key_of(2)) is None
+
+
+def test_verify_finds_and_removes_exactly_the_damaged(cache):
+    for n in range(10):
+        cache.put(key_of(n), payload_of(key_of(n)))
+    victim = entry(cache, key_of(3))
+    victim.write_bytes(victim.read_bytes()[:-1] + b"?")
+    foreign = victim.with_name("notes.txt")
+    foreign.write_text("hello")
+    report = cache.verify()
+    assert report.intact == 9
+    assert set(report.damaged) == {victim, foreign}
+    assert cache.verify().damaged == ()
+    assert cache.info().entries == 9
+
+
+def test_clear_leaves_nothing(cache):
+    for n in range(3):
+        cache.get_or_build(key_of(n), lambda: b"x")
+    assert cache.clear() == 3
+    assert [path for path in cache.root.rglob("*") if path.is_file()] == []
+    assert cache.info().bytes == 0
+
+
+KILLED = """
+import sys, hashlib
+from pathlib import Path
+from flashgen.toolchain.cache import CubinCache
+cache = CubinCache(Path(sys.argv[1]))
+print("ready", flush=True)
+n = int(sys.argv[2])
+while True:
+    key = hashlib.sha256(str(n % 50).encode()).hexdigest()
+    cache.put(key, hashlib.shake_256(key.encode()).digest(40_000))
+    n += 1
+"""
+
+
+def test_a_kill_at_any_moment_leaves_no_wrong_entry(cache):
+    for n in range(12):
+        process = python(KILLED, cache.root, n * 7)
+        process.stdout.readline()
+        time.sleep(0.002 + 0.0047 * n)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = [key_of(n) for n in range(50) if cache.get(key_of(n)) is not None]
+        assert found
+        assert all(cache.get(key) == payload_of(key) for key in found)
+    assert cache.verify().damaged == ()
+
+
+def test_what_killed_writers_left_goes_when_it_is_old(cache):
+    cache.put(key_of(1), b"x")
+    old, fresh = cache.root / "tmp" / "old", cache.root / "tmp" / "fresh"
+    old.write_bytes(b"half")
+    fresh.write_bytes(b"half")
+    os.utime(old, (time.time() - 7200,) * 2)
+    CubinCache(cache.root).put(key_of(2), b"y")
+    assert not old.exists()
+    assert fresh.exists()
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from flashgen.toolchain.cache import CubinCache
+def build():
+    print("building", flush=True)
+    time.sleep(60)
+CubinCache(Path(sys.argv[1])).get_or_build(sys.argv[2], build)
+"""
+
+
+def test_a_builder_killed_while_others_wait_is_replaced(cache):
+    process = python(HOLDER, cache.root, key_of(1))
+    assert process.stdout.readline() == "building\n"
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(cache.get_or_build, key_of(1), lambda: b"mine")
+        time.sleep(0.1)
+        assert not waiting.done()
+        process.kill()
+        process.communicate()
+        assert waiting.result(timeout=10) == b"mine"
+
+
+BUILDER = """
+import os, sys, time
+from pathlib import Path
+from flashgen.toolchain.cache import CubinCache
+def build():
+    with open(sys.argv[3], "a") as log:
+        log.write("built\\n")
+    time.sleep(0.3)
+    return b"payload"
+sys.stdout.write(CubinCache(Path(sys.argv[1])).get_or_build(sys.argv[2], build).decode())
+"""
+
+
+def test_processes_that_ask_at_once_build_once(cache, tmp_path):
+    log = tmp_path / "log"
+    processes = [python(BUILDER, cache.root, key_of(1), log) for _ in range(4)]
+    assert [process.communicate()[0] for process in processes] == ["payload"] * 4
+    assert log.read_text() == "built\n"
+
+
+@pytest.mark.parametrize("usable", [True, False])
+@pytest.mark.filterwarnings("ignore::flashgen.errors.CacheWarning")
+def test_threads_that_ask_at_once_build_once(tmp_path, usable):
+    if not usable:
+        (tmp_path / "cache").write_text("a file where the folder should be")
+    cache = CubinCache(tmp_path / "cache")
+    built = []
+    barrier = threading.Barrier(24)
+
+    def ask(n: int) -> bytes:
+        key = key_of(n % 3)
+
+        def build() -> bytes:
+            built.append(key)
+            time.sleep(0.02)
+            return payload_of(key)
+
+        barrier.wait()
+        return cache.get_or_build(key, build)
+
+    with ThreadPoolExecutor(24) as pool:
+        results = list(pool.map(ask, range(24)))
+    assert results == [payload_of(key_of(n % 3)) for n in range(24)]
+    assert sorted(built) == sorted({key_of(n) for n in range(3)})
+
+
+def test_a_failed_build_passes_through_and_can_be_repeated(cache):
+    def fail() -> bytes:
+        raise KeyError("no")
+
+    with pytest.raises(KeyError):
+        cache.get_or_build(key_of(1), fail)
+    assert cache.get_or_build(key_of(1), lambda: b"yes") == b"yes"
+
+
+def test_eviction_under_many_threads_never_gives_a_wrong_payload(tmp_path):
+    cache = CubinCache(tmp_path, max_bytes=100_000)
+
+    def ask(n: int) -> bool:
+        key = key_of(n % 20)
+        return cache.get_or_build(key, lambda: payload_of(key, 10_000)) == payload_of(key, 10_000)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(ask, range(400)))
+    assert cache.info().bytes <= 100_000
+
+
+def test_the_least_recently_read_go_first(tmp_path):
+    cache = CubinCache(tmp_path, max_bytes=50_000)
+    for n in range(4):
+        cache.put(key_of(n), payload_of(key_of(n), 10_000))
+        os.utime(entry(cache, key_of(n)), (time.time() - 20_000 + n,) * 2)
+    cache.get(key_of(0))
+    cache.put(key_of(4), payload_of(key_of(4), 10_000))
+    assert [n for n in range(5) if cache.get(key_of(n))] == [0, 2, 3, 4]
+    assert cache.info().bytes <= 50_000
+
+
+def test_an_entry_larger_than_the_bound_is_still_kept_for_now(tmp_path):
+    cache = CubinCache(tmp_path, max_bytes=1000)
+    cache.put(key_of(1), payload_of(key_of(1)))
+    assert cache.get(key_of(1)) == payload_of(key_of(1))
+
+
+def test_reading_touches_at_most_once_an_hour(cache):
+    cache.put(key_of(1), b"x")
+    path = entry(cache, key_of(1))
+    half_an_hour_ago = time.time() - 1800
+    os.utime(path, (half_an_hour_ago,) * 2)
+    cache.get(key_of(1))
+    assert path.stat().st_mtime == pytest.approx(half_an_hour_ago, abs=1)
+    os.utime(path, (time.time() - 4000,) * 2)
+    cache.get(key_of(1))
+    assert path.stat().st_mtime == pytest.approx(time.time(), abs=10)
+
+
+def test_a_full_disk_warns_once_and_goes_on_in_memory(cache, monkeypatch):
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.warns(CacheWarning, match="No space left on device") as caught:
+        results = [cache.get_or_build(key_of(n), lambda n=n: payload_of(key_of(n))) for n in range(3)]
+    assert results == [payload_of(key_of(n)) for n in range(3)]
+    assert len(caught) == 1
+    assert cache.get(key_of(2)) == payload_of(key_of(2))
+    assert list((cache.root / "tmp").iterdir()) == []
+    assert cache.info().entries == 0
+    assert cache.info().problem == "No space left on device"
+
+
+def test_a_read_only_folder_is_read_without_a_word(cache, monkeypatch):
+    cache.put(key_of(1), b"x")
+    os.utime(entry(cache, key_of(1)), (0, 0))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for name in ("mkdir", "unlink", "replace"):
+        monkeypatch.setattr(Path, name, refuse)
+    monkeypatch.setattr(os, "utime", refuse)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cache.get_or_build(key_of(1), lambda: b"never") == b"x"
+    with pytest.warns(CacheWarning, match=r"Read-only file system.*FLASHGEN_CACHE_DIR") as caught:
+        results = [cache.get_or_build(key_of(n), lambda: b"y") for n in (2, 3)]
+    assert results == [b"y", b"y"]
+    assert len(caught) == 1
+    assert cache.get(key_of(2)) == b"y"
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="permissions do not bind root")
+def test_a_folder_without_permission(cache):
+    cache.put(key_of(1), b"x")
+    entry(cache, key_of(1)).chmod(0)
+    with pytest.warns(CacheWarning, match="cannot read"):
+        assert cache.get(key_of(1)) is None
+
+
+def test_info_of_a_good_folder(cache):
+    cache.put(key_of(1), b"x" * 1000)
+    info = cache.info()
+    assert (info.root, info.entries, info.problem) == (cache.root, 1, "")
+    assert 1000 < info.bytes < 1200
+    assert list((cache.root / "tmp").iterdir()) == []
+
+
+def test_place_by_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "there"))
+    assert CubinCache().root == tmp_path / "there"
+    assert fcache.default().root == tmp_path / "there"
+    assert fcache.default() is fcache.default()
+
+
+def test_a_hit_imports_neither_filelock_nor_platformdirs(cache):
+    cache.put(key_of(1), b"x")
+    script = """
+import sys
+from flashgen.toolchain.cache import CubinCache
+assert CubinCache().get_or_build(sys.argv[1], None) == b"x"
+print({"filelock", "platformdirs", "cupy", "numpy"} & set(sys.modules))
+"""
+    env = {"FLASHGEN_CACHE_DIR": str(cache.root), "PYTHONPATH": str(Path(fcache.__file__).parent.parent)}
+    command = [sys.executable, "-c", script, key_of(1)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | env)
+    assert run.stdout == "set()\n"
+
+
+def test_a_hit_is_quick(cache):
+    cache.put(key_of(1), payload_of(key_of(1), 100_000))
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        cache.get(key_of(1))
+        return time.perf_counter() - start
+
+    assert statistics.median(seconds() for _ in range(30)) < 0.002
+
+
+def test_every_part_of_a_key_counts():
+    parts = [
+        ("d", "sm_90", ("-a", "-b"), "nvrtc 13.0"),
+        ("e", "sm_90", ("-a", "-b"), "nvrtc 13.0"),
+        ("d", "sm_80", ("-a", "-b"), "nvrtc 13.0"),
+        ("d", "sm_90", ("-a -b",), "nvrtc 13.0"),
+        ("d", "sm_90", ("-a", "-b"), "nvrtc 13.1"),
+    ]
+    assert len({key_for(*part) for part in parts}) == len(parts)
+    assert key_for("d", "sm_90", ["-a"], "v") == key_for("d", "sm_90", ("-a",), "v")
