@@ -27,7 +27,7 @@ import click
 import pytest
 
 from flashgen.cli import main
-from flashgen.runtime.launch import parameters
+from flashgen.schedule.parameters import parameters
 from flashgen.spec.load import load_specs
 from flashgen.spec.params import CTYPES
 from flashgen.spec.schema import RESERVED, File, ParamRow, Target

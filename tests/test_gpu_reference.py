@@ -13,7 +13,6 @@ torch = pytest.importorskip("torch", reason="the checks of tests/gpu are written
 from flashgen.cpu.attention import attention as cpu  # noqa: E402
 from flashgen.operators.attention import normalise  # noqa: E402
 from flashgen.runtime.arrays import ArrayView  # noqa: E402
-from flashgen.schedule.dispatch import FAMILY  # noqa: E402
 from flashgen.spec.load import load_specs  # noqa: E402
 from gpu import forward_cases, reference  # noqa: E402
 from gpu.cases import (  # noqa: E402
@@ -29,7 +28,7 @@ from gpu.cases import (  # noqa: E402
     problem_of,
 )
 
-VARIANTS = [variant for spec in load_specs() for variant in spec.variants() if spec.family == FAMILY]
+VARIANTS = [variant for spec in load_specs() for variant in spec.variants() if not spec.on_request]
 LISTS = (
     "every_seqlen",
     "every_head_dim",

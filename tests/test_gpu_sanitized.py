@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from flashgen.runtime.device import Device
-from flashgen.runtime.launch import geometry
 from flashgen.schedule.dispatch import runs_on
-from flashgen.schedule.grid import tiles
+from flashgen.schedule.grid import launch_of, tiles
 from flashgen.schedule.tensormap import expressible
 from flashgen.simulator.example import make
 from gpu import sanitized
@@ -44,8 +43,8 @@ def test_the_problems_are_the_variants_own_and_small(variant):
         assert problem.group_size > 1 or variant.gqa == "mha"
         assert expressible(problem, variant)
         assert tiles(problem, variant) <= 24
-        if variant.schedule == "persistent":
-            assert tiles(problem, variant) > geometry(problem, variant, few).blocks
+        if variant.grid.persistent:
+            assert tiles(problem, variant) > launch_of(problem, variant, few).blocks
     ragged = make(variant, sanitized.shapes(variant)[0], 1).problem
     assert ragged.seqlen_kv > 3 * variant.tile_value("block_n")
     assert ragged.head_dim < variant.head_dim

@@ -8,12 +8,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import BadParam, DeviceTypeNotSupported
-from flashgen.operators import attention as problem
+from flashgen.operators import ATTENTION
 from flashgen.runtime import arrays
 from flashgen.runtime.plans import Plan, run_adopted
 
 if TYPE_CHECKING:
-    from flashgen.operators.attention import Problem
+    from flashgen.operators.operator import Operator, Problem
     from flashgen.runtime.plans import Runner
     from flashgen.spec.model import Spec
 
@@ -78,55 +78,8 @@ def attention(
     Raises a FlashgenError, before anything is queued or written: BadParam, BadTensorShape, BadTensorDtype,
     BadTensorStrides, NullPointer, DeviceTypeNotSupported, NoCompilerError, or CompileError.
     """
-    kind_of = arrays.kind_of
-    kind = kind_of(q)
-    if (
-        kind is None
-        or kind_of(k) is not kind
-        or kind_of(v) is not kind
-        or (mask is not None and kind_of(mask) is not kind)
-        or (out is not None and kind_of(out) is not kind)
-    ):
-        options = {"causal": causal, "mask_type": mask_type, "window_size": window_size, "backend": backend}
-        options |= {"softmax_scale": softmax_scale, "return_lse": return_lse}
-        if all(x is None or kind_of(x) is not None for x in (q, k, v, mask, out)):
-            plan(q, k, v, mask=mask, out=out, **options)  # raises: the kinds differ
-        return run_adopted(attention, q, k, v, mask=mask, out=out, stream=stream, **options)
-    backend = backend or os.environ.get("FLASHGEN_BACKEND")
-    layouts, out_layout, pointers = kind.read(q, k, v, out)
-    key = (
-        kind,
-        layouts,
-        None if mask is None else kind.layout(mask),
-        out_layout,
-        causal,
-        mask_type,
-        window_size,
-        softmax_scale,
-        return_lse,
-        backend,
-    )
-    try:
-        known = _plans.get(key)
-    except TypeError:  # an option is not hashable, such as a window in a list
-        key = known = None
-    if known is None:
-        known = plan(
-            q,
-            k,
-            v,
-            causal=causal,
-            mask=mask,
-            mask_type=mask_type,
-            window_size=window_size,
-            softmax_scale=softmax_scale,
-            out=out,
-            return_lse=return_lse,
-            backend=backend,
-        )
-        if key is not None:
-            _remember(key, known)
-    return known.run(q, k, v, mask, out, None, stream, pointers)
+    options = (causal, mask_type, window_size, return_lse)
+    return _call(ATTENTION, (q, k, v, mask, out, None), options, (softmax_scale,), stream, backend)
 
 
 def plan(
@@ -149,34 +102,83 @@ def plan(
     the plan only queue it. The elements of the arrays are not read. An ``out`` here fixes the layout of every
     later ``out``; otherwise it is contiguous.
     """
-    given = [
-        None if x is None and name in ("mask", "out") else arrays.adopt(x, name)
-        for name, x in (("q", q), ("k", k), ("v", v), ("mask", mask), ("out", out))
-    ]
-    views = [
-        None if x is None else arrays.view(x, name)
-        for name, x in zip(("q", "k", "v", "mask", "out"), given, strict=True)
-    ]
-    for view, name in zip(views[1:], ("k", "v", "mask", "out"), strict=True):
+    options = (causal, mask_type, window_size, return_lse)
+    return _plan(ATTENTION, (q, k, v, mask, out, None), options, (softmax_scale,), backend)
+
+
+def _call(
+    operator: Operator,
+    given: tuple[Any, ...],
+    options: tuple[Any, ...],
+    scalars: tuple[Any, ...],
+    stream: Any,
+    backend: str | None,
+) -> Any:
+    """Compute ``given``, an array or None for each argument of the operator, with a plan that is kept."""
+    kind_of = arrays.kind_of
+    kind = kind_of(given[0])
+    if kind is None or any(x is not None and kind_of(x) is not kind for x in given):
+        return _call_adopted(operator, given, options, scalars, stream, backend)
+    backend = backend or os.environ.get("FLASHGEN_BACKEND")
+    layouts, pointers = kind.read(given)
+    key = (operator.name, layouts, options, backend)
+    try:
+        known = _plans.get(key)
+    except TypeError:  # an option is not hashable, such as a window in a list
+        key = known = None
+    if known is None:
+        known = _plan(operator, given, options, scalars, backend, keeps_scalars=False)
+        if key is not None:
+            _remember(key, known)
+    return known.run(given, pointers, scalars, stream)
+
+
+def _plan(
+    operator: Operator,
+    given: tuple[Any, ...],
+    options: tuple[Any, ...],
+    scalars: tuple[Any, ...],
+    backend: str | None,
+    keeps_scalars: bool = True,
+) -> Plan:
+    """A plan whose scalars are these, or, where it does not keep them, those that a call leaves out."""
+    native = tuple(
+        None if x is None and (argument.optional or argument.is_output) else arrays.adopt(x, argument.name)
+        for argument, x in zip(operator.arguments, given, strict=True)
+    )
+    views = tuple(
+        None if x is None else arrays.view(x, argument.name)
+        for argument, x in zip(operator.arguments, native, strict=True)
+    )
+    for view, argument in zip(views[1:], operator.arguments[1:], strict=True):
         # Each library has its own current stream, so work on arrays of two of them would be in no order.
         if view is not None and view.kind != views[0].kind and view.device == views[0].device:
             raise BadParam(
-                f"{name} is a {view.kind} array but q is a {views[0].kind} one; convert it, which by DLPack "
-                f"costs no copy"
+                f"{argument.name} is a {view.kind} array but {operator.arguments[0].name} is a "
+                f"{views[0].kind} one; convert it, which by DLPack costs no copy"
             )
-    call = problem.normalise(
-        views[0],
-        views[1],
-        views[2],
-        mask=views[3],
-        out=views[4],
-        causal=causal,
-        mask_type=mask_type,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        return_lse=return_lse,
-    )
-    return Plan(call, _runner(call, backend), (*given, None))
+    problem = operator.normalise(views, options, (None,) * len(scalars))
+    called = problem.with_scalars(scalars)  # raises what is wrong with them, ahead of compiling
+    return Plan(called if keeps_scalars else problem, _runner(problem, backend), native)
+
+
+def _call_adopted(
+    operator: Operator,
+    given: tuple[Any, ...],
+    options: tuple[Any, ...],
+    scalars: tuple[Any, ...],
+    stream: Any,
+    backend: str | None,
+) -> Any:
+    """`_call` where not all arrays are of one native library."""
+    if all(x is None or arrays.kind_of(x) is not None for x in given):
+        _plan(operator, given, options, scalars, backend)  # raises: the kinds differ
+    names = [argument.name for argument in operator.arguments]
+
+    def call(*, stream: Any, **native: Any) -> Any:
+        return _call(operator, tuple(native[name] for name in names), options, scalars, stream, backend)
+
+    return run_adopted(call, operator, dict(zip(names, given, strict=True)), stream)
 
 
 def backend_for(device: int | None, backend: str | None = None) -> str:
@@ -198,24 +200,24 @@ def backend_for(device: int | None, backend: str | None = None) -> str:
     return wanted
 
 
-def _runner(call: Problem, backend: str | None) -> Runner:
-    chosen = backend_for(call.device, backend)
+def _runner(problem: Problem, backend: str | None) -> Runner:
+    chosen = backend_for(problem.device, backend)
     if chosen == "cpu":
         from flashgen.cpu.attention import Runner
 
-        return Runner(call)
+        return Runner()
     folders = os.environ.get("FLASHGEN_SPECS", "")
     if chosen == "simulator":
-        from flashgen.simulator import backend as runner
+        from flashgen.simulator.backend import prepare as simulated
 
-        return runner.prepare(call, _specs(folders))
+        return simulated(problem, _specs(folders))
     from flashgen.runtime.device import device
     from flashgen.runtime.launch import prepare
     from flashgen.schedule.dispatch import offers
 
-    here = device(call.device)
+    here = device(problem.device)
     specs = _specs(folders, os.environ.get("FLASHGEN_TUNED", ""), here.name)
-    return prepare(call, call.device, offers(call, here, specs))
+    return prepare(problem, problem.device, offers(problem, here, specs))
 
 
 @lru_cache(maxsize=8)

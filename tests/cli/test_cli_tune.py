@@ -13,7 +13,7 @@ POINT = {"head_dim": 64, "dtype": "fp16", "mask_type": "causal", "gqa": "mha", "
 @pytest.fixture
 def bench(tiny, edit_spec, monkeypatch):
     """The tiny family as that of the front door, on an H200 where 72 keys a block are best."""
-    edit_spec("family: tiny_fwd", "family: flash_fwd")
+    edit_spec("{prefer: on_request}", "{prefer: least_time}")
     monkeypatch.setattr("flashgen.runtime.device.available", lambda: True)
     monkeypatch.setattr("flashgen.runtime.device.device", lambda ordinal: H200)
     fake = FakeBench()

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flashgen.schedule.dispatch import FAMILY
 from flashgen.simulator.example import Example, Shape, make
 from flashgen.spec.load import load_specs
 
 if TYPE_CHECKING:
     from flashgen.spec.variant import Variant
 
-VARIANTS = {v.name: v for spec in load_specs() if spec.family == FAMILY for v in spec.variants()}
+VARIANTS = {v.name: v for spec in load_specs() if not spec.on_request for v in spec.variants()}
 # Few enough that a persistent block takes several tiles of the problems below.
 MULTIPROCESSORS = 2
 # Heads on kv heads. A group of four divides every tile, which a tensor map of packed rows needs.

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashgen import errors
-from flashgen.operators.attention import MAX_SEQLEN, MIN_SCALE, UNBOUNDED, check_memory, normalise, simplify
+from flashgen.operators.arguments import check_memory
+from flashgen.operators.attention import ARGUMENTS, MAX_SEQLEN, MIN_SCALE, UNBOUNDED, normalise, simplify
 from flashgen.runtime.arrays import ArrayView
 
 
@@ -116,7 +117,7 @@ def test_strides_of_extents_of_one_do_not_matter():
 def test_shapes_without_batch():
     problem = call((5, 4, 64), (7, 2, 64))
     assert (problem.batch, problem.out_shape, problem.lse_shape) == (1, (5, 4, 64), (4, 5))
-    assert problem.q_strides == (0, 256, 64)
+    assert problem.array("q").strides == (0, 256, 64)
 
 
 MASKS = [
@@ -135,7 +136,7 @@ MASKS = [
 @pytest.mark.parametrize("dtype", ["bool", "uint8"])
 def test_masks_broadcast_from_the_right(shape, strides, dtype):
     problem = call(mask=view(shape, dtype))
-    assert (problem.mask_type, problem.mask_strides) == ("dense", strides)
+    assert (problem.mask_type, problem.array("mask").strides) == ("dense", strides)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (6,), (5, 1), (7, 5), (2, 5, 7), (4, 4, 5, 7), (1, 2, 4, 5, 7)])
@@ -177,9 +178,9 @@ def test_v_and_out_have_a_head_dim_of_their_own():
     assert (problem.head_dim, problem.head_dim_v) == (192, 128)
     assert problem.softmax_scale == 192**-0.5
     assert problem.out_shape == (2, 5, 4, 128)
-    assert problem.out_strides == (5 * 4 * 128, 4 * 128, 128)
+    assert problem.array("out").strides == (5 * 4 * 128, 4 * 128, 128)
     assert problem == normalise(view(q), view(k), view(v), out=view((2, 5, 4, 128)))
-    ends = dict(zip(("q", "k", "v", "mask", "out", "lse"), problem.extents(), strict=True))
+    ends = dict(zip(("q", "k", "v", "mask", "out", "lse"), problem.spans(), strict=True))
     sizes = {"q": 2 * 5 * 4 * 192, "k": 2 * 7 * 2 * 192, "v": 2 * 7 * 2 * 128, "out": 2 * 5 * 4 * 128}
     assert {name: ends[name] for name in sizes} == {name: (0, 2 * size) for name, size in sizes.items()}
     with pytest.raises(errors.BadTensorShape, match=r"out has shape .*192.*last dimension of v, .*128"):
@@ -245,8 +246,8 @@ def test_broadcast_and_reversed_inputs_are_read_in_place():
     problem = normalise(
         view((2, 5, 4, 64), strides=strides), *[view((2, 7, 2, 64), strides=(2**33, -64, 0, 1))] * 2
     )
-    assert problem.q_strides == (0, -256, 0)
-    assert problem.k_strides == (2**33, -64, 0)
+    assert problem.array("q").strides == (0, -256, 0)
+    assert problem.array("k").strides == (2**33, -64, 0)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,7 @@ def test_out_must_not_share_elements(strides):
 
 @pytest.mark.parametrize("strides", [(-1280, 256, 64, 1), (64, 512, 128, 1), (320, 64, 640, 1)])
 def test_out_may_have_any_order(strides):
-    assert call(out=view((2, 5, 4, 64), strides=strides)).out_strides == strides[:3]
+    assert call(out=view((2, 5, 4, 64), strides=strides)).array("out").strides == strides[:3]
 
 
 def test_out_has_the_shape_of_q():
@@ -268,10 +269,13 @@ def test_out_has_the_shape_of_q():
 
 
 def test_mask_strides():
-    assert call(mask=view((5, 7), "bool", strides=(-9, 1))).mask_strides == (0, 0, -9)
+    assert call(mask=view((5, 7), "bool", strides=(-9, 1))).array("mask").strides == (0, 0, -9)
     with pytest.raises(errors.BadTensorStrides, match="mask"):
         call(mask=view((5, 7), "bool", strides=(7, 0)))
-    assert call((1, 5, 1, 64), (1, 1, 1, 64), mask=view((5, 1), "bool", strides=(3, 0))).mask_strides[2] == 3
+    assert (
+        call((1, 5, 1, 64), (1, 1, 1, 64), mask=view((5, 1), "bool", strides=(3, 0))).array("mask").strides[2]
+        == 3
+    )
 
 
 MASK = view((5, 7), "bool")
@@ -327,7 +331,7 @@ def test_extents_are_the_bytes_that_numpy_touches(counts, order, signs):
     pointer = array.__array_interface__["data"][0]
     q = ArrayView("numpy", pointer, shape, tuple(s // 2 for s in array.strides), "fp16", None, array)
     problem = normalise(q, q, q)
-    low, high = problem.extents()[0]
+    low, high = problem.spans()[0]
     if array.size:
         bounds = np.lib.array_utils.byte_bounds(array)
         assert (pointer + low, pointer + high) == bounds
@@ -336,7 +340,7 @@ def test_extents_are_the_bytes_that_numpy_touches(counts, order, signs):
 
 
 def test_overlap_is_found_exactly_where_address_ranges_meet():
-    extents = call(return_lse=True, mask=view((2, 4, 5, 7), "bool")).extents()
+    extents = call(return_lse=True, mask=view((2, 4, 5, 7), "bool")).spans()
     sizes = [high for _, high in extents]
     for target, other in combinations(range(6), 2):
         if not {target, other} & {4, 5}:
@@ -344,24 +348,24 @@ def test_overlap_is_found_exactly_where_address_ranges_meet():
         pointers = [(1 << 20) * (n + 1) for n in range(6)]
         written = tuple({target, other} & {4, 5})
         pointers[target] = pointers[other] - sizes[target] // 16 * 16 - (16 if sizes[target] % 16 else 0)
-        check_memory(extents, tuple(pointers), written)
+        check_memory(ARGUMENTS, extents, tuple(pointers), written)
         pointers[target] += 16
         with pytest.raises(errors.BadTensorStrides, match="overlaps"):
-            check_memory(extents, tuple(pointers), written)
+            check_memory(ARGUMENTS, extents, tuple(pointers), written)
 
 
 def test_pointers():
-    extents = call(mask=view((5, 7), "bool")).extents()
+    extents = call(mask=view((5, 7), "bool")).spans()
     good = (4096, 8192, 16384, 3, 1 << 20, 0)
-    check_memory(extents, good, (4,))
+    check_memory(ARGUMENTS, extents, good, (4,))
     for position, name in enumerate(["q", "k", "v", None, "out"]):
         if name is None:
             continue
         for value, error in ((0, errors.NullPointer), (good[position] + 8, errors.BadTensorStrides)):
             with pytest.raises(error, match=f"^{name} "):
-                check_memory(extents, (*good[:position], value, *good[position + 1 :]), (4,))
+                check_memory(ARGUMENTS, extents, (*good[:position], value, *good[position + 1 :]), (4,))
 
 
 def test_an_empty_array_needs_no_memory():
-    extents = call((2, 0, 4, 64), (2, 0, 2, 64)).extents()
-    check_memory(extents, (0, 0, 0, 0, 0, 0), ())
+    extents = call((2, 0, 4, 64), (2, 0, 2, 64)).spans()
+    check_memory(ARGUMENTS, extents, (0, 0, 0, 0, 0, 0), ())

@@ -4,20 +4,21 @@ import shutil
 import subprocess
 import threading
 import weakref
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fake_gpu import H200, Binding
 from flashgen.errors import BadParam
-from flashgen.operators.attention import UNBOUNDED, Problem
+from flashgen.operators.attention import UNBOUNDED
 from flashgen.runtime import dependent, launch, tensormap
 from flashgen.runtime.dependent import LaunchAttribute, LaunchConfig
-from flashgen.runtime.launch import geometry
+from flashgen.schedule.grid import launch_of
+from flashgen.schedule.plan import plan_steps
 from flashgen.spec.load import load_specs
+from problems import problem, replace
 
-PROBLEM = Problem(
+PROBLEM = problem(
     batch=2,
     seqlen_q=100,
     seqlen_kv=300,
@@ -59,13 +60,14 @@ def make(driver, binding, monkeypatch):
             monkeypatch.delenv(dependent.SWITCH, raising=False)
         else:
             monkeypatch.setenv(dependent.SWITCH, switch)
-        return launch.Launcher(PROBLEM, variant, device, driver.load(variant, device))
+        (step,) = plan_steps(PROBLEM, variant, device).steps
+        return launch.Launcher(step, device, driver.load(variant, device))
 
     return launcher
 
 
 def run(launcher, stream=0, pointers=POINTERS):
-    launcher.at(pointers)((None,) * 6, stream)
+    launcher.at(pointers, PROBLEM)((None,) * 6, stream)
 
 
 def test_the_structs_are_those_of_cuda_h():
@@ -167,7 +169,7 @@ def test_a_dependent_launch_is_the_ordinary_one_otherwise(make, driver):
     run(make(), 5)
     (_, *ordinary), (_, *launched) = driver.launches
     assert launched == ordinary
-    grid = geometry(PROBLEM, SM90, H200)
+    grid = launch_of(PROBLEM, SM90, H200)
     assert launched[0] == ((grid.blocks, 1, 1), (grid.threads, 1, 1), grid.smem_bytes)
     assert launched[1] == 5
 
@@ -183,7 +185,7 @@ def test_streams_come_and_go_and_threads_share_a_launcher(make, driver, monkeypa
 
     monkeypatch.setattr(dependent, "config", watched)
     made, streams = make(), [0, *(1 << 40 | n for n in range(2 * dependent.MAX_CONFIGS))]
-    work = made.at(POINTERS)
+    work = made.at(POINTERS, PROBLEM)
 
     def thread(first):
         for at in range(len(streams)):
@@ -198,7 +200,7 @@ def test_streams_come_and_go_and_threads_share_a_launcher(make, driver, monkeypa
     assert len(configs) > len(streams)
     assert sum(each() is not None for each in configs) <= dependent.MAX_CONFIGS
     thread(0)
-    grid = geometry(PROBLEM, SM90, H200)
+    grid = launch_of(PROBLEM, SM90, H200)
     assert sorted(seen[2] for seen in driver.launches) == sorted(5 * streams)
     assert {seen[1] for seen in driver.launches} == {
         ((grid.blocks, 1, 1), (grid.threads, 1, 1), grid.smem_bytes)
@@ -221,8 +223,8 @@ def test_what_the_driver_refuses_is_raised(make, driver, monkeypatch):
         run(made)
 
 
-def test_the_device_becomes_current_for_it(driver, binding):
-    made = launch.Launcher(PROBLEM, SM90, replace(H200, ordinal=3), driver.load(SM90, H200))
+def test_the_device_becomes_current_for_it(driver, make):
+    made = make(device=replace(H200, ordinal=3))
     run(made)
     assert driver.launches[0][5] == 1003
     assert driver.get_device() == 0

@@ -178,7 +178,10 @@ from flashgen.runtime import kernel
 from flashgen.schedule import dispatch
 from flashgen.spec import load
 from flashgen.toolchain import cache, obtain
-call = SimpleNamespace(head_dim=64, head_dim_v=64, dtype="fp16", mask_type="causal", group_size=1)
+from flashgen.operators.attention import normalise
+from flashgen.runtime.arrays import ArrayView
+view = ArrayView("cupy", 4096, (1, 64, 2, 64), (8192, 128, 64, 1), "fp16", 0, None)
+call = normalise(view, view, view, causal=True)
 device = SimpleNamespace(compute_capability=(9, 0), smem_per_block=232448)
 variant = dispatch.offers(call, device, load.load_specs(cache=cache.default()))[0]
 if len(sys.argv) > 1:

@@ -1,7 +1,6 @@
 import gc
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +10,18 @@ from hypothesis import strategies as st
 
 from fake_gpu import H200, Binding
 from flashgen.errors import BadTensorShape, NoBindingError, SpecError
-from flashgen.operators.attention import UNBOUNDED, Problem
+from flashgen.operators.attention import UNBOUNDED
 from flashgen.runtime import launch, tensormap
-from flashgen.runtime.launch import POINTERS, geometry, pack, parameters, vector_width
-from flashgen.schedule.grid import heads, rows, tiles
+from flashgen.runtime.launch import Launcher
+from flashgen.schedule.grid import heads, launch_of, rows, tiles
+from flashgen.schedule.parameters import pack, parameters, vector_width
+from flashgen.schedule.plan import plan_steps
 from flashgen.source.params import layout
 from flashgen.spec.load import load_spec, load_specs
 from flashgen.spec.params import Param
+from problems import NAMES, problem, replace
 
-PROBLEM = Problem(
+PROBLEM = problem(
     batch=2,
     seqlen_q=1000,
     seqlen_kv=3000,
@@ -50,20 +52,23 @@ def unpacked(variant, template):
 
 @pytest.mark.parametrize("variant", SHIPPED, ids=str)
 def test_the_struct_of_every_shipped_variant_holds_the_problem(variant):
-    template, pointers, width = pack(PROBLEM, variant, H200)
-    members = unpacked(variant, template)
+    # A tensor map has no negative strides.
+    mappable = {"q_strides": (2**33, 640, 40), "v_strides": (480000, 160, 40)}
+    call = replace(PROBLEM, **mappable) if variant.target == "sm90" else PROBLEM
+    made = pack(call, variant, H200)
+    members = unpacked(variant, made.template)
     expected = {"q_batch_stride": 2**33, "q_row_stride": -640, "v_head_stride": 0, "out_row_stride": 640}
-    expected |= {"seqlen_kv": 3000, "scale_log2": np.float32(0.25 * np.log2(np.e))}
+    expected |= {"seqlen_kv": 3000}
     assert {"seqlen_kv", "scale_log2"} <= set(members.dtype.names)
     assert all(members[name] == value for name, value in expected.items() if name in members.dtype.names)
     table = layout(variant.params)
     mapped = {param.name for param in variant.params if param.ctype == "tensor_map"}
     # A map knows the strides of its array; a pointer does not.
     assert ("out_row_stride" in members.dtype.names) == ("out" not in mapped)
-    named = {POINTERS[position]: word * 8 for word, position in pointers}
-    assert named == {name: table.offsets[name] for name in POINTERS if name in table.offsets.keys() - mapped}
+    named = {NAMES[source]: offset for offset, source, _ in made.pointers}
+    assert named == {name: table.offsets[name] for name in NAMES if name in table.offsets.keys() - mapped}
     assert {"q", "k", "v", "out", "lse"} <= named.keys() | mapped
-    assert ("mask" in named) == (variant.mask_type == "dense") == (width is not None)
+    assert ("mask" in named) == (variant.mask_type == "dense") == bool(made.widths)
 
 
 def test_a_parameter_that_nobody_can_give_is_an_error_of_the_spec():
@@ -110,16 +115,21 @@ def test_vector_width_is_the_widest_that_divides(numbers):
 def test_a_grid_that_is_too_large():
     call = replace(PROBLEM, batch=1 << 20, seqlen_q=1 << 30)
     with pytest.raises(BadTensorShape, match="split the batch"):
-        geometry(call, DENSE_PACKED, H200)
+        launch_of(call, DENSE_PACKED, H200)
 
 
 def launcher(driver):
     device = replace(H200, ordinal=3, l2_bytes=1)
-    return launch.Launcher(PROBLEM, DENSE_PACKED, device, driver.load(DENSE_PACKED, device))
+    return launcher_of(PROBLEM, DENSE_PACKED, device, driver)
+
+
+def launcher_of(problem, variant, device, driver):
+    (step,) = plan_steps(problem, variant, device).steps
+    return Launcher(step, device, driver.load(variant, device))
 
 
 def run(launcher, pointers, stream=0):
-    launcher.at(pointers)((None,) * 6, stream)
+    launcher.at(pointers, PROBLEM)((None,) * 6, stream)
 
 
 def test_a_launch(driver):
@@ -153,7 +163,7 @@ def test_threads_do_not_see_each_others_pointers(driver):
     def addresses(n):
         return tuple(16 * (6 * n + i + 1) for i in range(6))
 
-    shared = made.at(addresses(99))
+    shared = made.at(addresses(99), PROBLEM)
 
     def thread(n):
         for _ in range(5):
@@ -175,9 +185,9 @@ def test_threads_do_not_see_each_others_pointers(driver):
 
 
 def test_work_outlives_its_launcher(driver):
-    work = launcher(driver).at((16, 32, 48, 64, 80, 96))
+    work = launcher(driver).at((16, 32, 48, 64, 80, 96), PROBLEM)
     gc.collect()
-    scribble = [launcher(driver).at((0,) * 6) for _ in range(100)]
+    scribble = [launcher(driver).at((0,) * 6, PROBLEM) for _ in range(100)]
     work((None,) * 6, 0)
     assert [int(driver.members()[name]) for name in ("q", "lse")] == [16, 96]
     assert scribble
@@ -207,12 +217,14 @@ def test_a_persistent_grid_is_no_larger_than_what_runs_at_a_time():
     assert dict(variant.tile)["min_blocks"] == 2
     assert tiles(MAPPED, variant) == 256
     for num_sms, blocks in ((132, 256), (100, 200), (1, 2)):
-        assert geometry(MAPPED, variant, replace(H200, num_sms=num_sms)).blocks == blocks
-    one = replace(variant, tile=(("block_m", 128),))
-    assert geometry(MAPPED, one, H200).blocks == 132
-    assert geometry(MAPPED, replace(one, schedule="tile_per_block"), H200).blocks == 256
+        assert launch_of(MAPPED, variant, replace(H200, num_sms=num_sms)).blocks == blocks
+    one = replace(variant, grid=replace(variant.grid, blocks_per_sm=1))
+    assert launch_of(MAPPED, one, H200).blocks == 132
+    assert (
+        launch_of(MAPPED, replace(one, grid=replace(one.grid, schedule="tile_per_block")), H200).blocks == 256
+    )
     assert parameters(MAPPED, variant, replace(H200, num_sms=1))["num_tiles"] == 256
-    assert geometry(replace(MAPPED, batch=0), variant, H200).blocks == 0
+    assert launch_of(replace(MAPPED, batch=0), variant, H200).blocks == 0
 
 
 @pytest.fixture
@@ -224,7 +236,7 @@ def binding(monkeypatch):
 
 def test_tensor_maps_are_encoded_once_and_then_moved(driver, binding):
     variant = tma_variant()
-    made = launch.Launcher(MAPPED, variant, H200, driver.load(variant, H200))
+    made = launcher_of(MAPPED, variant, H200, driver)
     first, other, third = (16, 32, 48, 0, 64, 80), (16, 96, 48, 0, 112, 80), (1 << 50, 32, 48, 0, 64, 80)
     for pointers in (first, other, third, first):
         run(made, pointers)
@@ -243,13 +255,13 @@ def test_tensor_maps_are_encoded_once_and_then_moved(driver, binding):
 
 def test_a_struct_copied_while_another_thread_encodes_is_encoded_itself(driver, binding):
     variant = tma_variant()
-    made = launch.Launcher(MAPPED, variant, H200, driver.load(variant, H200))
+    made = launcher_of(MAPPED, variant, H200, driver)
     copy = made._copy
 
     def interrupted(*arguments):
         copy(*arguments)
         made._copy = copy
-        made.at((32,) * 6)  # as a thread would that comes in between
+        made.at((32,) * 6, PROBLEM)  # as a thread would that comes in between
 
     made._copy = interrupted
     run(made, (16,) * 6)
@@ -259,7 +271,7 @@ def test_a_struct_copied_while_another_thread_encodes_is_encoded_itself(driver, 
 
 def test_packed_rows_have_a_map_of_their_own(driver, binding):
     variant = tma_variant("packed")
-    run(launch.Launcher(MAPPED, variant, H200, driver.load(variant, H200)), (16,) * 6)
+    run(launcher_of(MAPPED, variant, H200, driver), (16,) * 6)
     assert binding.calls[0][3] == [40, 4, 1000, 4, 2]
 
 
@@ -268,7 +280,7 @@ def test_tensor_maps_are_made_where_the_device_is_current(driver, binding):
     variant, seen = tma_variant(), []
     for name, function in list(binding.items()):
         binding[name] = lambda *a, call=function: seen.append(driver.context()) or call(*a)
-    made = launch.Launcher(MAPPED, variant, replace(H200, ordinal=3), driver.load(variant, H200))
+    made = launcher_of(MAPPED, variant, replace(H200, ordinal=3), driver)
     for address in (16, 32):
         run(made, (address,) * 6)
     assert seen == [1003] * 4
@@ -278,9 +290,9 @@ def test_tensor_maps_are_made_where_the_device_is_current(driver, binding):
 def test_every_struct_is_aligned_as_its_members_need(driver, binding):
     """Wherever memory is to be had; the driver of the tests looks at each address."""
     for variant in (DENSE_PACKED, tma_variant()):
-        problem = MAPPED if variant.schedule == "persistent" else PROBLEM
-        made = launch.Launcher(problem, variant, H200, driver.load(variant, H200))
-        works = [made.at((16 * n,) * 6) for n in range(1, 200)]
+        problem = MAPPED if variant.grid.persistent else PROBLEM
+        made = launcher_of(problem, variant, H200, driver)
+        works = [made.at((16 * n,) * 6, PROBLEM) for n in range(1, 200)]
         for n, work in enumerate(works, 1):
             work((None,) * 6, 0)
             assert driver.members()["out"] == 16 * n
@@ -289,7 +301,7 @@ def test_every_struct_is_aligned_as_its_members_need(driver, binding):
 def test_a_map_that_cannot_be_is_no_launch(driver, binding):
     variant = tma_variant()
     with pytest.raises(SpecError, match=r"tensor map of k.*strides that are positive"):
-        launch.Launcher(replace(MAPPED, k_strides=(0, 160, 40)), variant, H200, driver.load(variant, H200))
+        launcher_of(replace(MAPPED, k_strides=(0, 160, 40)), variant, H200, driver)
 
 
 def test_a_missing_binding_is_noticed_before_compiling(monkeypatch):

@@ -101,37 +101,41 @@ def test_each_property_of_a_layout_is_compared_on_each_call(calls, name, gpu):
         array(SHAPE, address=address, strides=(256, 32, 128, 4)),
         array(SHAPE, address=address, device=1),
     ):
-        with pytest.raises(errors.BadTensorShape, match="layout"):
+        with pytest.raises((errors.BadTensorShape, errors.BadTensorDtype, errors.BadTensorStrides)) as caught:
             plan(**(right | {name: wrong}))
+        assert str(caught.value).startswith(name)
     changed = right[name]
     changed.shape = (1, 2, 4, 8)
-    with pytest.raises(errors.BadTensorShape, match="layout"):
+    with pytest.raises(errors.BadTensorShape, match=name):
         plan(**right)
     changed.shape = SHAPE
     plan(**right)
     assert len(gpu.launches) == calls + 1
 
 
-def test_the_same_arrays_again_are_not_read_again(gpu, monkeypatch):
+def test_what_was_not_planned_for_is_refused(gpu):
     plan = plan_of()
-    q, k, v, out = (array(SHAPE, address=address) for address in (Q, K, V, OUT))
-    for _ in range(3):
-        plan(q, k, v, out=out)
-    monkeypatch.setattr(arrays.kind_of(q), "read", None)
-    read, plan._read = plan._read, None
-    for stream in (0, 7):
-        assert plan(q, k, v, out=out, stream=stream) is out
-        assert gpu.launches[-1][2] == stream
-        assert [int(gpu.members()[name]) for name in ("q", "k", "v", "out")] == [Q, K, V, OUT]
-    plan._read = read
-    other = array(SHAPE, address=OUT + ROOM)
-    assert plan(q, k, v, out=other) is other
-    assert int(gpu.members()["out"]) == OUT + ROOM
-    with pytest.raises(errors.BadParam, match="mask was given"):
-        plan(q, k, v, out=out, mask=array(MASK, bool))
-    with pytest.raises(errors.BadParam, match="lse was given"):
-        plan(q, k, v, out=out, lse=array((1, 2, 4), np.float32))
-    assert len(gpu.launches) == 6
+    given = [array(SHAPE, address=address) for address in (Q, K, V)]
+    for name, wrong in {"mask": array(MASK, bool), "lse": array((1, 2, 4), np.float32)}.items():
+        with pytest.raises(errors.BadParam, match=f"{name} was given to a plan made without"):
+            plan(*given, out=array(SHAPE, address=OUT), **{name: wrong})
+    with pytest.raises(errors.BadParam, match=r"softcap is no argument.*softmax_scale"):
+        plan(*given, softcap=3.0)
+    with pytest.raises(errors.BadParam, match="q was given twice"):
+        plan(*given, q=given[0])
+    assert not gpu.launches
+
+
+def test_a_scalar_may_differ_from_call_to_call(gpu):
+    plan = plan_of(softmax_scale=0.5)
+    given = [array(SHAPE, address=address) for address in (Q, K, V)]
+    for scale, expected in ((None, 0.5), (0.25, 0.25), (2, 2.0), (None, 0.5)):
+        plan(*given, out=array(SHAPE, address=OUT), softmax_scale=scale)
+        assert gpu.members()["scale_log2"] == np.float32(expected * np.log2(np.e))
+    for wrong in (-1.0, float("nan"), [1.0], "1"):
+        with pytest.raises(errors.BadParam, match="softmax_scale"):
+            plan(*given, out=array(SHAPE, address=OUT), softmax_scale=wrong)
+    assert len(gpu.launches) == 4
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])

@@ -3,24 +3,24 @@ import itertools
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_dispatch import variant
 
 from fake_gpu import Binding
 from flashgen.errors import InternalError, NoBindingError, SpecError
-from flashgen.operators.attention import UNBOUNDED, Problem
+from flashgen.operators.attention import UNBOUNDED
 from flashgen.runtime import tensormap
 from flashgen.runtime.device import available
 from flashgen.runtime.tensormap import encode, move
 from flashgen.schedule.tensormap import TensorMap, describe, expressible
 from flashgen.spec.params import Box, Param
+from problems import problem, replace
+from variants import variant
 
-PROBLEM = Problem(
+PROBLEM = problem(
     batch=2,
     seqlen_q=100,
     seqlen_kv=300,

@@ -1,4 +1,3 @@
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,12 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashgen.errors import DeviceTypeNotSupported, SpecError
-from flashgen.operators.attention import UNBOUNDED, Problem
+from flashgen.operators.attention import UNBOUNDED
 from flashgen.schedule.dispatch import candidates, cost, offers, runs_on, select
 from flashgen.schedule.grid import rows, tiles
 from flashgen.spec.load import load_spec, load_specs
 from flashgen.spec.model import Spec
-from flashgen.spec.variant import Variant
+from problems import problem as make_problem
+from problems import replace
+from variants import variant
 
 H200 = SimpleNamespace(
     name="H200",
@@ -57,29 +58,7 @@ def problem(**changes):
         "mask_strides": None,
         "return_lse": False,
     }
-    return Problem(**(fields | changes))
-
-
-def variant(head_dim=64, dtype="fp16", mask_type="none", gqa="mha", **changes):
-    tile = {"block_m": changes.pop("block_m", 128), "min_blocks": changes.pop("min_blocks", 2)}
-    fields = {
-        "family": "flash_fwd",
-        "spec": "flash_fwd_sm80",
-        "template": "flash_fwd_sm80.cu.j2",
-        "target": "sm80",
-        "min_arch": "sm_80",
-        "archs": ("sm_80",),
-        "max_smem": changes.get("smem_bytes", 65536),
-        "axes": (("head_dim", head_dim), ("dtype", dtype), ("mask_type", mask_type), ("gqa", gqa)),
-        "tile": tuple(tile.items()),
-        "tile_name": "",
-        "threads": 128,
-        "smem_bytes": 65536,
-        "element_bytes": 2,
-        "params": (),
-        "header": "flashgen/sm80.cuh",
-    }
-    return Variant(**(fields | changes))
+    return make_problem(**(fields | changes))
 
 
 def two_dims(head_dim, head_dim_v):
@@ -266,9 +245,9 @@ def test_a_missing_variant_is_an_error_of_the_specs():
         select(problem(dtype="bf16"), H200, EVERY)
 
 
-def test_another_family_is_not_attention():
+def test_another_operator_is_not_attention():
     with pytest.raises(SpecError):
-        select(problem(), H200, [replace(variant(), family="flash_bwd")])
+        select(problem(), H200, [replace(variant(), operator="attention_backward")])
 
 
 def test_the_least_work_that_holds_both_head_dims():

@@ -1,16 +1,15 @@
-from dataclasses import replace
-
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fake_gpu import H200
-from flashgen.operators.attention import UNBOUNDED, Problem
+from flashgen.operators.attention import UNBOUNDED
 from flashgen.schedule.grid import heads, rows
 from flashgen.schedule.sections import sections
 from flashgen.spec.load import load_specs
+from problems import problem, replace
 
-CALL = Problem(
+CALL = problem(
     batch=1,
     seqlen_q=4096,
     seqlen_kv=4096,
@@ -33,9 +32,9 @@ CALL = Problem(
 )
 SHIPPED = [variant for spec in load_specs() for variant in spec.variants() if variant.dtype != "bf16"]
 UNEVEN = [
-    v for v in SHIPPED if v.schedule != "persistent" and v.gqa == "mha" and v.mask_type in ("causal", "local")
+    v for v in SHIPPED if not v.grid.persistent and v.gqa == "mha" and v.mask_type in ("causal", "local")
 ]
-PERSISTENT = [v for v in SHIPPED if v.schedule == "persistent" and v.gqa == "mha" and v.mask_type == "causal"]
+PERSISTENT = [v for v in SHIPPED if v.grid.persistent and v.gqa == "mha" and v.mask_type == "causal"]
 
 
 def call_for(variant, batch, kv_heads, seqlen, group=1):
@@ -126,9 +125,7 @@ def test_the_common_shapes_balance_within_five_percent(head_dim, seqlen):
 
 
 def test_tiles_that_are_equally_long_go_in_sections_of_one_wave():
-    variant = next(
-        v for v in SHIPPED if v.schedule == "persistent" and v.mask_type == "none" and v.head_dim == 256
-    )
+    variant = next(v for v in SHIPPED if v.grid.persistent and v.mask_type == "none" and v.head_dim == 256)
     call = call_for(variant, 16, 16, 1024)
     size, count = sections(call, variant, H200)
     # 17 heads would be the first to fill the device; 256 of them are cut evenly.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from flashgen.schedule.dispatch import FAMILY
 from flashgen.simulator.example import Shape
 from flashgen.simulator.library import supports
 from flashgen.spec.load import load_specs
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 VARIANTS = {
     variant.name: variant
     for spec in load_specs()
-    if spec.family == FAMILY
+    if not spec.on_request
     for variant in spec.variants()
     if supports(variant)
 }

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from flashgen.errors import BadParam, FlashgenError, SpecError
 from flashgen.paths import specs_dir
 from flashgen.spec.expression import Expression
+from flashgen.spec.grid import Visits
 from flashgen.spec.load import load_spec, load_specs
 from flashgen.spec.variant import Variant
 from flashgen.spec.yamlfile import Document
@@ -25,17 +26,40 @@ WRONG = {
         "no_spills: true",
         "no_spill: true",
         "no_spill:",
-        ["no_spill: unknown key", "allowed: family, template", "no_spills"],
+        ["no_spill: unknown key", "allowed: family, operator", "no_spills"],
     ),
     "missing key": ("template: tiny.cu.j2\n", "", "family:", ["`template` is missing"]),
     "wrong type": ("family: tiny_fwd", "family: 7", "family:", ["family: expected `str`", "found 7"]),
     "malformed name": ("family: tiny_fwd", "family: Tiny fwd", "family:", ["family: ", "found 'Tiny fwd'"]),
-    "wrong pass": ("pass: forward", "pass: sideways", "pass:", ["pass: ", "'sideways'", "backward, forward"]),
+    "unknown operator": (
+        "operator: attention",
+        "operator: convolution",
+        "operator:",
+        ["operator: ", "'convolution'", "allowed: attention"],
+    ),
+    "axis that nobody claims": (
+        "  gqa: [mha, gqa, packed]",
+        "  gqa: [mha, gqa, packed]\n  cap: [tanh, none]",
+        "  cap:",
+        ["axes.cap: ", "does not say how a call chooses", "it claims head_dim, head_dim_v, dtype"],
+    ),
+    "value that no call asks for": (
+        "mask_type: [none, causal]",
+        "mask_type: [none, tree]",
+        "  mask_type:",
+        ["axes.mask_type: no call asks for `tree`", "allowed: none, causal, local, dense"],
+    ),
+    "dimension that the operator does not have": (
+        "{query_rows: block_m, heads: 1, batch: 1}",
+        "{query_rows: block_m, heads: 1, batches: 1}",
+        "  covers:",
+        ["grid.covers.batches: ", "allowed: query_rows, key_rows, heads, kv_heads, batch"],
+    ),
     "unknown dispatch rule": (
-        "{prefer: least_time}",
+        "{prefer: on_request}",
         "{prefer: newest}",
         "dispatch:",
-        ["dispatch.prefer: ", "'newest'", "allowed: least_time"],
+        ["dispatch.prefer: ", "'newest'", "allowed: least_time, on_request"],
     ),
     "dependent launch that is no boolean": (
         "no_spills: true",
@@ -579,7 +603,8 @@ def test_loading_costs_by_the_line_and_makes_no_variant(monkeypatch):
     assert len(parsed) == 1
     places = collections.Counter((place, type) for place, _, type in checked)
     assert set(places.values()) == {1}
-    assert len(computed) == 2 * sum(map(len, spec.content.entries.values()))
+    of_a_tile = 2 + len(spec.content.steps[0].covers) + 2 + len(Visits._fields)
+    assert len(computed) == of_a_tile * sum(map(len, spec.content.entries.values()))
     assert not made
     spec.select(head_dim=64, dtype="fp16", mask_type="none", gqa="mha", target="sm80")
     assert len(made) == 3

@@ -13,8 +13,8 @@ from flashgen.tune.subjects import subjects
 
 @pytest.fixture
 def spec_file(tiny_folder, edit_spec):
-    """The tiny spec, in the family of the front door."""
-    return edit_spec("family: tiny_fwd", "family: flash_fwd")
+    """The tiny spec, as one that the front door takes."""
+    return edit_spec("{prefer: on_request}", "{prefer: least_time}")
 
 
 @pytest.fixture

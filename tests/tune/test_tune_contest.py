@@ -80,7 +80,7 @@ def test_tiles_may_spill_where_the_ordinary_one_may(subject, bench, case, edit_s
 
 def test_an_ordinary_tile_that_is_wrong_stops_everything(subject, bench, case):
     bench.faults = {64: "wrong result: error 3"}
-    with pytest.raises(InternalError, match=r"flash_fwd_hdim64_fp16_sm80.*wrong result"):
+    with pytest.raises(InternalError, match=r"tiny_fwd_hdim64_fp16_sm80.*wrong result"):
         compete(subject, bench, case("1k"))
 
 

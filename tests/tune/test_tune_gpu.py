@@ -9,6 +9,7 @@ import pytest
 from fake_gpu import H200
 from flashgen.bench.hosts import Inputs
 from flashgen.errors import InternalError
+from flashgen.schedule.plan import plan_steps
 from flashgen.simulator.backend import Runner
 from flashgen.spec.load import load_specs
 from flashgen.tune import gpu
@@ -65,8 +66,8 @@ def bench(monkeypatch):
     made.spoil = lambda arrays: None
 
     class Spoiling(Runner):
-        def at(self, pointers):
-            work = super().at(pointers)
+        def at(self, pointers, problem):
+            work = super().at(pointers, problem)
 
             def spoiled(arrays, stream):
                 work(arrays, stream)
@@ -74,9 +75,10 @@ def bench(monkeypatch):
 
             return spoiled
 
-    monkeypatch.setattr(
-        gpu, "prepare", lambda problem, ordinal, variants: Spoiling(problem, variants[0], H200)
-    )
+    def prepare(problem, ordinal, variants):
+        return Spoiling(plan_steps(problem, variants[0], H200), variants[0])
+
+    monkeypatch.setattr(gpu, "prepare", prepare)
     monkeypatch.setattr(gpu, "_SEQLEN_Q", 70)
     monkeypatch.setattr(gpu, "_SEQLEN_KV", 90)
     monkeypatch.setattr(gpu, "_WINDOW", (30, 10))

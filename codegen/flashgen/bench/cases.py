@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashgen.errors import BadParam
-from flashgen.operators.attention import ELEMENT_BYTES
+from flashgen.operators.arguments import total_bytes
+from flashgen.operators.attention import ARGUMENTS, DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -53,7 +54,11 @@ class Case:
     loss_limit: float | None = None
 
     def __post_init__(self) -> None:
-        for value, allowed in ((self.mask, MASKS), (self.clock, CLOCKS), (self.dtype, tuple(ELEMENT_BYTES))):
+        for value, allowed in (
+            (self.mask, MASKS),
+            (self.clock, CLOCKS),
+            (self.dtype, DTYPES),
+        ):
             if value not in allowed:
                 raise BadParam(f"bench case {self.name!r}: {value!r} is none of {', '.join(allowed)}")
 
@@ -101,8 +106,10 @@ class Case:
     @property
     def bytes_moved(self) -> int:
         """Fewest bytes that must pass through device memory: q, k, v read once and out written once."""
-        rows = self.seqlen_q * self.num_heads_q + self.seqlen_kv * self.num_heads_kv
-        return self.batch * rows * (self.head_dim + self.width_v) * ELEMENT_BYTES[self.dtype]
+        sizes = {name: getattr(self, name) for name in ("batch", "seqlen_q", "seqlen_kv", "head_dim")}
+        sizes |= {"num_heads_q": self.num_heads_q, "num_heads_kv": self.num_heads_kv}
+        required = [argument for argument in ARGUMENTS if not argument.optional]
+        return total_bytes(required, sizes | {"head_dim_v": self.width_v}, self.dtype)
 
     def hidden(self, rng: np.random.Generator) -> np.ndarray:
         """The dense mask, bool (seqlen_q, seqlen_kv), True where the key is hidden. Only for dense cases."""

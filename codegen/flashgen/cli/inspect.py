@@ -139,7 +139,7 @@ def _card(variant: Variant) -> list[tuple[str, str]]:
         *((key, str(value)) for key, value in variant.axes),
         ("tile", ", ".join(f"{key} {value}" for key, value in variant.tile)),
         ("block", f"{variant.threads} threads\n{smem}"),
-        ("schedule", variant.schedule.replace("_", " ")),
+        ("schedule", variant.grid.schedule.replace("_", " ")),
         ("target", f"{variant.target}: {range_of(variant.min_arch)}; built for {', '.join(variant.archs)}"),
         ("parameters", f"{layout(variant.params).size} bytes: {', '.join(p.name for p in variant.params)}"),
         ("spec", files.spec),

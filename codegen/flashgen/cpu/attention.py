@@ -1,5 +1,5 @@
-"""Attention on the CPU: blockwise online softmax over BLAS, with the contract of ``problem.py``. Also the
-tests' reference.
+"""Attention on the CPU: blockwise online softmax over BLAS, with the contract of
+``operators.attention``.
 
 Rows of queries are cut into blocks, and for each the keys are walked in blocks with a running maximum and
 sum, as in Milakov and Gimelshein, https://arxiv.org/abs/1805.02867; memory beyond inputs and outputs is that
@@ -17,14 +17,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-from flashgen.errors import BadParam
 from flashgen.operators.attention import UNBOUNDED
-from flashgen.runtime.arrays import host_array
+from flashgen.runtime.arrays import check_writable, host_array
 
 if TYPE_CHECKING:
     from flashgen.operators.attention import Problem
-    from flashgen.runtime.arrays import Pointers
-    from flashgen.runtime.plans import Arrays, Work
+    from flashgen.runtime.plans import Arrays, Pointers, Work
 
 BLOCK_ROWS = 512
 BLOCK_KEYS = 256
@@ -60,24 +58,20 @@ _ONE_BLAS_THREAD = _SharedLimit()
 
 
 class Runner:
-    """Computes one problem at once, in the calling thread and helpers; see ``plans.Runner``."""
+    """Computes a problem at once, in the calling thread and helpers; see ``plans.Runner``."""
 
     variant = None
-    source = ""
+    steps = ()
     workspace_bytes = 0
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+    def at(self, pointers: Pointers, problem: Problem) -> Work:
+        return partial(_run, problem)
 
-    def at(self, pointers: Pointers) -> Work:
-        return self._run
 
-    def _run(self, arrays: Arrays, stream: int) -> None:
-        q, k, v, mask, out, lse = (None if x is None else host_array(x) for x in arrays)
-        for name, written in (("out", out), ("lse", lse)):
-            if written is not None and not written.flags.writeable:
-                raise BadParam(f"{name} is read-only; pass an array that can be written to")
-        attention(self._problem, q, k, v, mask, out=out, lse=lse)
+def _run(problem: Problem, arrays: Arrays, stream: int) -> None:
+    check_writable(problem, arrays)
+    q, k, v, mask, out, lse = (None if x is None else host_array(x) for x in arrays)
+    attention(problem, q, k, v, mask, out=out, lse=lse)
 
 
 def attention(

@@ -1,1 +1,13 @@
-"""What is computed: contracts, masks, and the problems that they make."""
+"""What is computed: arguments, contracts, masks, and the problems that calls make."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flashgen.operators.attention import ATTENTION
+
+if TYPE_CHECKING:
+    from flashgen.operators.operator import Operator
+
+# By the name that a spec gives under ``operator``.
+OPERATORS: dict[str, Operator] = {operator.name: operator for operator in (ATTENTION,)}

@@ -1,12 +1,11 @@
-"""One call of attention, normalised: the operator contract is checked here and nowhere else.
+"""The operator ``attention``: its arguments, its contract, and the problems of its calls.
 
-A ``Problem`` holds everything about a call except its pointers, so it is hashable and the same for every call
-of one shape. ``normalise`` makes it from array views; ``check_memory`` checks what only the pointers of a
-call can tell.
+The contract is checked here and nowhere else. `normalise` makes the Problem of a call from array views.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 import operator
@@ -17,17 +16,28 @@ from flashgen.errors import (
     BadParam,
     BadTensorDtype,
     BadTensorShape,
-    BadTensorStrides,
     DeviceTypeNotSupported,
     NullPointer,
 )
+from flashgen.operators.arguments import (
+    DTYPE_BYTES,
+    ROW_ALIGNMENT,
+    Argument,
+    check_broadcast,
+    check_strides,
+    place,
+)
+from flashgen.operators.operator import Axis, Number, Operator, Problem, Value
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from flashgen.runtime.arrays import ArrayView
 
-ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
+DTYPES = ("fp16", "bf16", "fp32")
 MASK_TYPES = ("none", "dense", "causal_top_left", "causal_bottom_right")
-ROW_ALIGNMENT = 16
+# What a kernel implements; see `AttentionProblem`.
+KERNEL_MASKS = ("none", "causal", "local", "dense")
 MAX_HEAD_DIM = 256
 # The sum of a position, also one in the last tile's unused rows, and a window stays below 2**31.
 UNBOUNDED = 1 << 30
@@ -36,19 +46,42 @@ MAX_SEQLEN = UNBOUNDED - 4096
 MIN_SCALE = 2.0**-126
 MAX_SCALE = 3.0e38
 
-Strides = tuple[int, int, int]
+ARGUMENTS = (
+    Argument("q", "input", "batch seqlen_q num_heads_q head_dim"),
+    Argument("k", "input", "batch seqlen_kv num_heads_kv head_dim"),
+    Argument("v", "input", "batch seqlen_kv num_heads_kv head_dim_v"),
+    Argument(
+        "mask",
+        "input",
+        "batch num_heads_q seqlen_q seqlen_kv",
+        dtypes=("bool", "uint8"),
+        layout="broadcast",
+        alignment=1,
+        optional=True,
+    ),
+    Argument("out", "output", "batch seqlen_q num_heads_q head_dim_v"),
+    Argument(
+        "lse",
+        "output",
+        "batch num_heads_q seqlen_q",
+        dtypes=("fp32",),
+        layout="contiguous",
+        alignment=4,
+        optional=True,
+    ),
+)
+OPTIONS = ("causal", "mask_type", "window_size", "return_lse")
+SCALARS = ("softmax_scale",)
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Shapes, strides and options of one call.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionProblem(Problem):
+    """Shapes, strides and options of one call of attention.
 
-    Strides are (batch, row, head) in elements, and 0 for an extent of at most 1; those of the mask are
-    (batch, head, row) in bytes, or None without a mask. Key j is visible to query i iff
-    ``p - window_left <= j <= p + window_right``, where ``p = i + diagonal_offset``, and the dense mask, if
-    any, is zero there; a side that is ``UNBOUNDED`` hides nothing. ``mask_type`` is what a kernel must
-    implement: ``none``, ``causal`` (bounded on the right only, ``window_right`` 0), ``local`` or ``dense``.
-    ``device`` is a CUDA ordinal, or None for host memory. ``batched`` is False for three dimensions.
+    Key j is visible to query i iff ``p - window_left <= j <= p + window_right``, where
+    ``p = i + diagonal_offset``, and the dense mask, if any, is zero there; a side that is ``UNBOUNDED`` hides
+    nothing. ``mask_type`` is what a kernel must implement: ``none``, ``causal`` (bounded on the right only,
+    ``window_right`` 0), ``local`` or ``dense``.
     """
 
     batch: int
@@ -58,20 +91,11 @@ class Problem:
     num_heads_kv: int
     head_dim: int
     head_dim_v: int
-    dtype: str
     mask_type: str
     diagonal_offset: int
     window_left: int
     window_right: int
     softmax_scale: float
-    q_strides: Strides
-    k_strides: Strides
-    v_strides: Strides
-    out_strides: Strides
-    mask_strides: Strides | None
-    return_lse: bool
-    batched: bool = True
-    device: int | None = None
 
     @property
     def group_size(self) -> int:
@@ -79,44 +103,76 @@ class Problem:
         return self.num_heads_q // self.num_heads_kv
 
     @property
-    def element_bytes(self) -> int:
-        return ELEMENT_BYTES[self.dtype]
+    def sizes(self) -> dict[str, int]:
+        return {
+            "batch": self.batch,
+            "seqlen_q": self.seqlen_q,
+            "seqlen_kv": self.seqlen_kv,
+            "num_heads_q": self.num_heads_q,
+            "num_heads_kv": self.num_heads_kv,
+            "head_dim": self.head_dim,
+            "head_dim_v": self.head_dim_v,
+        }
+
+    @property
+    def return_lse(self) -> bool:
+        return self.strides[_LSE] is not None
 
     @property
     def out_shape(self) -> tuple[int, ...]:
         """Shape of ``out``: that of ``q``, with the head dim of ``v``."""
-        shape = (self.batch, self.seqlen_q, self.num_heads_q, self.head_dim_v)
-        return shape if self.batched else shape[1:]
+        return self.shape(_OUT)
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
         """Shape of the log-sum-exp: (batch, num_heads_q, seqlen_q), without batch if ``q`` has none."""
-        shape = (self.batch, self.num_heads_q, self.seqlen_q)
-        return shape if self.batched else shape[1:]
+        return self.shape(_LSE)
 
     @property
     def empty(self) -> bool:
-        """Whether there is no output element to write."""
         return self.batch * self.seqlen_q == 0
 
-    def extents(self) -> tuple[tuple[int, int], ...]:
-        """For q, k, v, mask, out, lse: the first byte touched and the one past the last, from the pointer."""
-        size = self.element_bytes
-        q = (self.batch, self.seqlen_q, self.num_heads_q)
-        kv = (self.batch, self.seqlen_kv, self.num_heads_kv)
-        row, row_v = self.head_dim * size, self.head_dim_v * size
-        mask = (0, 0)
-        if self.mask_strides is not None:
-            shape = (self.batch, self.num_heads_q, self.seqlen_q)
-            mask = _extent(shape, self.mask_strides, 1, self.seqlen_kv)
+    def wanted(self) -> str:
+        grouping = "mha" if self.group_size == 1 else "gqa or packed"
         return (
-            _extent(q, self.q_strides, size, row),
-            _extent(kv, self.k_strides, size, row),
-            _extent(kv, self.v_strides, size, row_v),
-            mask,
-            _extent(q, self.out_strides, size, row_v),
-            (0, 4 * math.prod(self.lse_shape)),
+            f"head_dim {self.head_dim}, head_dim_v {self.head_dim_v}, dtype {self.dtype}, "
+            f"mask_type {self.mask_type}, gqa {grouping}"
         )
+
+    def grid_extents(self, axes: Mapping[str, Value]) -> dict[str, int]:
+        """``query_rows`` of a head of the grid: packed variants fold the heads of a group into them, and have
+        kv heads in ``heads``.
+        """
+        packed = axes["gqa"] == "packed"
+        return {
+            "query_rows": self.seqlen_q * (self.group_size if packed else 1),
+            "key_rows": self.seqlen_kv,
+            "heads": self.num_heads_kv if packed else self.num_heads_q,
+            "kv_heads": self.num_heads_kv,
+            "batch": self.batch,
+        }
+
+    def values(self, axes: Mapping[str, Value]) -> dict[str, Number]:
+        return {
+            "batch_size": self.batch,
+            "group_size": self.group_size,
+            "diagonal_offset": self.diagonal_offset,
+            "window_left": self.window_left,
+            "window_right": self.window_right,
+        } | self.scalar_values()
+
+    def scalar_values(self) -> dict[str, Number]:
+        """``scale_log2`` is the softmax scale times log2(e), for exp2."""
+        return {
+            "softmax_scale": self.softmax_scale,
+            "scale_log2": self.softmax_scale * math.log2(math.e),
+        }
+
+    def with_scalars(self, given: Sequence[Any]) -> AttentionProblem:
+        (softmax_scale,) = given
+        if softmax_scale is None:
+            return self
+        return dataclasses.replace(self, softmax_scale=_scale(softmax_scale, self.head_dim))
 
 
 def normalise(
@@ -131,7 +187,7 @@ def normalise(
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
     return_lse: bool = False,
-) -> Problem:
+) -> AttentionProblem:
     """The Problem of a call, or the error of the contract that it breaks. Arguments as in ``attention``.
 
     Raises BadTensorShape, BadTensorDtype, BadTensorStrides, DeviceTypeNotSupported, NullPointer or BadParam.
@@ -141,43 +197,34 @@ def normalise(
         views["out"] = out
     _check_devices(views if mask is None else views | {"mask": mask})
     dtype = _check_dtypes(views)
-    batch, seqlen_q, heads_q, head_dim, head_dim_v = _check_shapes(q, k, v, out, dtype)
-    _, seqlen_kv, heads_kv, _ = _batched(k.shape)
-    for name, view in views.items():
-        _check_strides(name, view, ELEMENT_BYTES[dtype])
-
+    sizes = _check_shapes(q, k, v, out, dtype)
+    for argument in ARGUMENTS:
+        if argument.name in views:
+            check_strides(argument, views[argument.name], DTYPE_BYTES[dtype])
+    seqlen_q, seqlen_kv = sizes["seqlen_q"], sizes["seqlen_kv"]
     kind, offset, left, right = _mask_semantics(
         causal, mask_type, window_size, mask is not None, seqlen_q, seqlen_kv
     )
     kind, offset, left, right = simplify(kind, seqlen_q, seqlen_kv, offset, left, right)
-    mask_strides = None
     if mask is not None:
-        mask_strides = _mask_strides(mask, (batch, heads_q, seqlen_q, seqlen_kv))
-    if out is None:
-        out_shape, row = (batch, seqlen_q, heads_q, head_dim_v), heads_q * head_dim_v
-        out_strides = _strides(out_shape, (seqlen_q * row, row, head_dim_v, 1))
-    else:
-        out_strides = _view_strides(out)
-    return Problem(
-        batch=batch,
-        seqlen_q=seqlen_q,
-        seqlen_kv=seqlen_kv,
-        num_heads_q=heads_q,
-        num_heads_kv=heads_kv,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
+        _check_mask(mask, sizes)
+    given = views | {"mask": mask}
+    absent = {"mask"} if mask is None else set()
+    absent |= set() if return_lse else {"lse"}
+    return AttentionProblem(
+        **sizes,
         dtype=dtype,
         mask_type=kind,
         diagonal_offset=offset,
         window_left=left,
         window_right=right,
-        softmax_scale=_scale(softmax_scale, head_dim),
-        q_strides=_view_strides(q),
-        k_strides=_view_strides(k),
-        v_strides=_view_strides(v),
-        out_strides=out_strides,
-        mask_strides=mask_strides,
-        return_lse=bool(return_lse),
+        softmax_scale=_scale(softmax_scale, sizes["head_dim"]),
+        strides=tuple(
+            None
+            if argument.name in absent
+            else place(argument, given.get(argument.name), sizes, dtype).strides
+            for argument in ARGUMENTS
+        ),
         batched=len(q.shape) == 4,
         device=q.device,
     )
@@ -205,42 +252,6 @@ def simplify(
     return "none", 0, UNBOUNDED, UNBOUNDED
 
 
-def check_memory(
-    extents: tuple[tuple[int, int], ...], pointers: tuple[int, ...], written: tuple[int, ...]
-) -> None:
-    """Check the pointers of one call: ``extents`` is ``Problem.extents()``, ``pointers`` in the same order.
-
-    ``written`` lists the positions of the outputs that the caller passed, whose overlap with another array
-    must be ruled out. Two arrays overlap when their address ranges do, even if they interleave without
-    sharing an element.
-
-    Raises NullPointer for an array without memory, BadTensorStrides for a misaligned or overlapping one.
-    """
-    for position, ((low, high), pointer) in enumerate(zip(extents, pointers, strict=True)):
-        if high == low:
-            continue
-        name = _NAMES[position]
-        if pointer == 0 and name not in ("mask", "lse"):
-            raise NullPointer(f"{name} has no memory behind it")
-        alignment = _ALIGNMENTS[position]
-        if pointer % alignment:
-            raise BadTensorStrides(
-                f"{name} starts at address {pointer:#x}, which is not a multiple of {alignment} bytes; "
-                "pass a copy or a slice that starts at an aligned element"
-            )
-    for target in written:
-        start, end = pointers[target] + extents[target][0], pointers[target] + extents[target][1]
-        for other, ((low, high), pointer) in enumerate(zip(extents, pointers, strict=True)):
-            if other != target and low < high and pointer + low < end and start < pointer + high:
-                raise BadTensorStrides(
-                    f"{_NAMES[target]} overlaps {_NAMES[other]} in memory; pass memory of its own"
-                )
-
-
-_NAMES = ("q", "k", "v", "mask", "out", "lse")
-_ALIGNMENTS = (ROW_ALIGNMENT, ROW_ALIGNMENT, ROW_ALIGNMENT, 1, ROW_ALIGNMENT, 4)
-
-
 def _check_devices(views: dict[str, ArrayView]) -> None:
     first = views["q"]
     for name, view in views.items():
@@ -256,8 +267,8 @@ def _place(view: ArrayView) -> str:
 
 def _check_dtypes(views: dict[str, ArrayView]) -> str:
     dtype = views["q"].dtype
-    if dtype not in ELEMENT_BYTES:
-        raise BadTensorDtype(f"q has dtype {dtype}; supported are {', '.join(ELEMENT_BYTES)}")
+    if dtype not in DTYPES:
+        raise BadTensorDtype(f"q has dtype {dtype}; supported are {', '.join(DTYPES)}")
     for name, view in views.items():
         if view.dtype != dtype:
             raise BadTensorDtype(f"{name} has dtype {view.dtype} but q has {dtype}; they must be the same")
@@ -266,7 +277,7 @@ def _check_dtypes(views: dict[str, ArrayView]) -> str:
 
 def _check_shapes(
     q: ArrayView, k: ArrayView, v: ArrayView, out: ArrayView | None, dtype: str
-) -> tuple[int, int, int, int, int]:
+) -> dict[str, int]:
     if len(q.shape) not in (3, 4):
         raise BadTensorShape(
             f"q has shape {q.shape}; expected (batch, seqlen_q, num_heads_q, head_dim), or that without batch"
@@ -286,7 +297,7 @@ def _check_shapes(
         raise BadTensorShape(f"k has batch {batch_kv} but q has {batch}; they must be the same")
     if head_dim_kv != head_dim:
         raise BadTensorShape(f"k has head_dim {head_dim_kv} but q has {head_dim}; they must be the same")
-    step = ROW_ALIGNMENT // ELEMENT_BYTES[dtype]
+    step = ROW_ALIGNMENT // DTYPE_BYTES[dtype]
     head_dim_v = v.shape[-1]
     for name, width in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
         if not 1 <= width <= MAX_HEAD_DIM or width % step:
@@ -307,39 +318,15 @@ def _check_shapes(
         raise BadTensorShape(
             f"out has shape {out.shape}; expected that of q with the last dimension of v, {out_shape}"
         )
-    return batch, seqlen_q, heads_q, head_dim, head_dim_v
-
-
-def _check_strides(name: str, view: ArrayView, element_bytes: int) -> None:
-    if 0 in view.shape:
-        return
-    if view.strides is None:
-        raise BadTensorStrides(f"{name} has rows that do not start at a whole number of elements")
-    if view.strides[-1] != 1:
-        raise BadTensorStrides(
-            f"{name} has strides {view.strides} (in elements); the last dimension must be contiguous"
-        )
-    for extent, stride in zip(view.shape[:-1], view.strides[:-1], strict=True):
-        if extent > 1 and stride * element_bytes % ROW_ALIGNMENT:
-            raise BadTensorStrides(
-                f"{name} has strides {view.strides} (in elements); each row must start at a multiple of "
-                f"{ROW_ALIGNMENT} bytes, that is {ROW_ALIGNMENT // element_bytes} elements"
-            )
-    if name == "out" and _shares_elements(view):
-        raise BadTensorStrides(
-            f"out has shape {view.shape} and strides {view.strides}: several elements share one address"
-        )
-
-
-def _shares_elements(view: ArrayView) -> bool:
-    reach = 0
-    pairs = sorted((abs(stride), extent) for extent, stride in zip(view.shape, view.strides, strict=True))
-    for stride, extent in pairs:
-        if extent > 1:
-            if stride <= reach:
-                return True
-            reach += stride * (extent - 1)
-    return False
+    return {
+        "batch": batch,
+        "seqlen_q": seqlen_q,
+        "seqlen_kv": seqlen_kv,
+        "num_heads_q": heads_q,
+        "num_heads_kv": heads_kv,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim_v,
+    }
 
 
 def _mask_semantics(
@@ -418,50 +405,46 @@ def _scale(softmax_scale: float | None, head_dim: int) -> float:
     return max(scale, MIN_SCALE)
 
 
-def _mask_strides(mask: ArrayView, shape: tuple[int, int, int, int]) -> Strides:
-    if mask.dtype not in ("bool", "uint8"):
+def _check_mask(mask: ArrayView, sizes: Mapping[str, int]) -> None:
+    argument = ARGUMENTS[_MASK]
+    if mask.dtype not in argument.dtypes:
         raise BadTensorDtype(
-            f"mask has dtype {mask.dtype}; expected bool or uint8, nonzero where a key is hidden"
+            f"mask has dtype {mask.dtype}; expected {' or '.join(argument.dtypes)}, "
+            "nonzero where a key is hidden"
         )
-    rank = len(mask.shape)
-    fits = 1 <= rank <= 4 and mask.shape[-1] == shape[-1]
-    for extent, full in zip(mask.shape[:-1], shape[4 - rank : -1], strict=False):
-        fits = fits and extent in (1, full)
-    if not fits:
-        raise BadTensorShape(
-            f"mask has shape {mask.shape}; it must broadcast, from the right, to (batch, num_heads_q, "
-            f"seqlen_q, seqlen_kv) = {shape}, and its last dimension must be seqlen_kv itself"
-        )
-    if mask.shape[-1] > 1 and 0 not in mask.shape and (mask.strides is None or mask.strides[-1] != 1):
-        raise BadTensorStrides(
-            f"mask has strides {mask.strides} (in elements); its last dimension must be contiguous"
-        )
-    if 0 in mask.shape or mask.strides is None:
-        return (0, 0, 0)
-    return _strides((1,) * (4 - rank) + mask.shape, (0,) * (4 - rank) + mask.strides)
+    check_broadcast(argument, mask, argument.extents(sizes))
 
 
 def _batched(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape if len(shape) == 4 else (1, *shape)
 
 
-def _view_strides(view: ArrayView) -> Strides:
-    if 0 in view.shape or view.strides is None:
-        return (0, 0, 0)
-    strides = view.strides if len(view.shape) == 4 else (0, *view.strides)
-    return _strides(_batched(view.shape), strides)
+def _normalise(views: Sequence[ArrayView | None], options: Sequence[Any], scalars: Sequence[Any]) -> Problem:
+    q, k, v, mask, out, _ = views
+    named = dict(zip((*OPTIONS, *SCALARS), (*options, *scalars), strict=True))
+    return normalise(q, k, v, mask=mask, out=out, **named)
 
 
-def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> Strides:
-    """The leading three strides, with those that are never multiplied set to 0."""
-    first, second, third = (
-        stride if extent > 1 else 0 for extent, stride in zip(shape[:3], strides[:3], strict=True)
-    )
-    return first, second, third
+def _serves_grouping(problem: AttentionProblem, gqa: Value) -> bool:
+    return (gqa == "mha") == (problem.group_size == 1)
 
 
-def _extent(shape: tuple[int, ...], strides: Strides, size: int, row: int) -> tuple[int, int]:
-    if 0 in shape or row == 0:
-        return 0, 0
-    steps = [(extent - 1) * stride * size for extent, stride in zip(shape, strides, strict=True)]
-    return sum(step for step in steps if step < 0), sum(step for step in steps if step > 0) + row
+ATTENTION = Operator(
+    name="attention",
+    arguments=ARGUMENTS,
+    options=OPTIONS,
+    scalars=SCALARS,
+    axes={
+        "head_dim": Axis(lambda problem, value: value >= problem.head_dim, size=True),
+        "head_dim_v": Axis(
+            lambda problem, value: value >= problem.head_dim_v, size=True, default_from="head_dim"
+        ),
+        "dtype": Axis(lambda problem, value: value == problem.dtype, DTYPES),
+        "mask_type": Axis(lambda problem, value: value == problem.mask_type, KERNEL_MASKS, default="none"),
+        "gqa": Axis(_serves_grouping, ("mha", "gqa", "packed"), default="mha"),
+    },
+    grid_dimensions=("query_rows", "key_rows", "heads", "kv_heads", "batch"),
+    normalise=_normalise,
+)
+AttentionProblem.operator = ATTENTION
+_MASK, _OUT, _LSE = (ATTENTION.position(name) for name in ("mask", "out", "lse"))

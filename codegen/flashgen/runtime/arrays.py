@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 from flashgen.errors import BadParam, BadTensorDtype, DeviceTypeNotSupported, NoCompilerError, NullPointer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
-Pointers = tuple[int, int, int, int, int, int]
-Read = tuple[tuple, tuple | None, Pointers]
+    from flashgen.operators.operator import Problem
+
+# A key over the layouts of a call's arrays, and their pointers; None and 0 for an array that is absent.
+Read = tuple[tuple, tuple[int, ...]]
 
 # DLPack's device types and type codes: https://dmlc.github.io/dlpack/latest/c_api.html
 _DL_HOST = (1, 3)
@@ -48,22 +50,20 @@ class NumpyKind:
     """Arrays in host memory."""
 
     name = "numpy"
-    # Whether the strides, the dtype and the memory of an array are what they were as long as its shape is.
-    steady = False
 
     def layout(self, x: Any) -> tuple:
         """Everything about ``x`` but its pointer, cheap to make, to compare and to hash."""
         return x.shape, x.strides, x.dtype
 
-    def read(self, q: Any, k: Any, v: Any, out: Any) -> Read:
-        """The layouts of q, k and v as one key, that of ``out``, and the pointers of all, no mask and no lse;
-        None and 0 where ``out`` is None. All at once, for most of a call's host time is spent here.
+    def read(self, arrays: Iterable[Any]) -> Read:
+        """The layouts of a call's arrays, and their pointers. All at once, for most of a call's host time is
+        spent here.
         """
-        pointer = self.pointer
-        layouts = self.layout(q), self.layout(k), self.layout(v)
-        if out is None:
-            return layouts, None, (pointer(q), pointer(k), pointer(v), 0, 0, 0)
-        return layouts, self.layout(out), (pointer(q), pointer(k), pointer(v), 0, pointer(out), 0)
+        layout, pointer = self.layout, self.pointer
+        return (
+            tuple([None if x is None else layout(x) for x in arrays]),
+            tuple([0 if x is None else pointer(x) for x in arrays]),
+        )
 
     def pointer(self, x: Any) -> int:
         return x.__array_interface__["data"][0]
@@ -75,11 +75,15 @@ class NumpyKind:
     def empty(self, shape: tuple[int, ...], like: Any, stream: Any, dtype: str | None = None) -> Any:
         """A new contiguous array on the device of ``like``, for use on ``stream`` or the current one.
 
-        ``dtype`` is "fp32", or None for that of ``like``.
+        ``dtype`` is "fp32", "uint8", or None for that of ``like``.
         """
         import numpy as np
 
-        return np.empty(shape, np.float32 if dtype == "fp32" else like.dtype)
+        return np.empty(shape, like.dtype if dtype is None else _NUMPY_NAMES[dtype])
+
+    def nbytes(self, x: Any) -> int:
+        """Bytes of the elements of ``x``."""
+        return x.nbytes
 
     def current_stream(self, device: int | None) -> int:
         """Handle of the library's current stream of a GPU; 0 for host memory (None)."""
@@ -90,32 +94,29 @@ class CupyKind:
     """Arrays on a GPU."""
 
     name = "cupy"
-    steady = True  # of all properties only the shape can be assigned to
 
     def __init__(self, cupy: Any) -> None:
         self._ndarray = cupy.ndarray
         self._cuda = cupy.cuda
         self._get_device = cupy.cuda.runtime.getDevice
         self._get_stream = cupy.cuda.get_current_stream
-        self._dtypes = {"fp32": _dtype("float32")}
+        self._dtypes = {name: _dtype(known) for name, known in _NUMPY_NAMES.items()}
 
     def layout(self, x: Any) -> tuple:
         return x.shape, x.strides, x.dtype, x.data.device_id
 
-    def read(self, q: Any, k: Any, v: Any, out: Any) -> Read:
-        at_q, at_k, at_v = q.data, k.data, v.data
-        # fmt: off
-        layouts = (
-            q.shape, q.strides, q.dtype, at_q.device_id,
-            k.shape, k.strides, k.dtype, at_k.device_id,
-            v.shape, v.strides, v.dtype, at_v.device_id,
-        )
-        # fmt: on
-        if out is None:
-            return layouts, None, (at_q.ptr, at_k.ptr, at_v.ptr, 0, 0, 0)
-        at_out = out.data
-        layout = out.shape, out.strides, out.dtype, at_out.device_id
-        return layouts, layout, (at_q.ptr, at_k.ptr, at_v.ptr, 0, at_out.ptr, 0)
+    def read(self, arrays: Iterable[Any]) -> Read:
+        layouts: list[tuple | None] = []
+        pointers: list[int] = []
+        for x in arrays:
+            if x is None:
+                layouts.append(None)
+                pointers.append(0)
+            else:
+                memory = x.data
+                layouts.append((x.shape, x.strides, x.dtype, memory.device_id))
+                pointers.append(memory.ptr)
+        return tuple(layouts), tuple(pointers)
 
     def pointer(self, x: Any) -> int:
         return x.data.ptr
@@ -127,7 +128,7 @@ class CupyKind:
 
     def empty(self, shape: tuple[int, ...], like: Any, stream: Any, dtype: str | None = None) -> Any:
         device = like.data.device_id
-        numpy_dtype = self._dtypes["fp32"] if dtype == "fp32" else like.dtype
+        numpy_dtype = like.dtype if dtype is None else self._dtypes[dtype]
         if stream is None and self._get_device() == device:
             return self._ndarray(shape, numpy_dtype)
         # CuPy's pool keeps memory per stream: what is allocated for a stream is only reused on it.
@@ -136,6 +137,9 @@ class CupyKind:
 
     def current_stream(self, device: int | None) -> int:
         return self._get_stream(device).ptr
+
+    def nbytes(self, x: Any) -> int:
+        return x.nbytes
 
     def use(self, stream: Any) -> contextlib.AbstractContextManager:
         """Makes ``stream``, one of the current device, the current one; None changes nothing."""
@@ -150,10 +154,11 @@ class TorchKind:
     """PyTorch tensors, in host memory or on a GPU."""
 
     name = "torch"
-    steady = False
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
+        self._is_grad_enabled = torch.is_grad_enabled
+        self._made = {"fp32": torch.float32, "uint8": torch.uint8}
         self._dtypes = {
             torch.float16: "fp16",
             torch.bfloat16: "bf16",
@@ -163,15 +168,20 @@ class TorchKind:
         }
 
     def layout(self, x: Any) -> tuple:
-        tracked = x.requires_grad and self._torch.is_grad_enabled()
-        return x.shape, x.stride(), x.dtype, x.device, tracked
+        return x.shape, x.stride(), x.dtype, x.device, self._is_grad_enabled() and x.requires_grad
 
-    def read(self, q: Any, k: Any, v: Any, out: Any) -> Read:
-        layout = self.layout
-        layouts = layout(q), layout(k), layout(v)
-        if out is None:
-            return layouts, None, (q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, 0, 0)
-        return layouts, layout(out), (q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, out.data_ptr(), 0)
+    def read(self, arrays: Iterable[Any]) -> Read:
+        layouts: list[tuple | None] = []
+        pointers: list[int] = []
+        grad = self._is_grad_enabled()
+        for x in arrays:
+            if x is None:
+                layouts.append(None)
+                pointers.append(0)
+            else:
+                layouts.append((x.shape, x.stride(), x.dtype, x.device, grad and x.requires_grad))
+                pointers.append(x.data_ptr())
+        return tuple(layouts), tuple(pointers)
 
     def pointer(self, x: Any) -> int:
         return x.data_ptr()
@@ -200,12 +210,15 @@ class TorchKind:
 
     def empty(self, shape: tuple[int, ...], like: Any, stream: Any, dtype: str | None = None) -> Any:
         torch = self._torch
-        torch_dtype = torch.float32 if dtype == "fp32" else like.dtype
+        torch_dtype = like.dtype if dtype is None else self._made[dtype]
         if stream is None:
             return torch.empty(shape, dtype=torch_dtype, device=like.device)
         # The caching allocator reuses memory in the order of the stream it was allocated under.
         with torch.cuda.stream(self._stream(stream_pointer(stream), like.device)):
             return torch.empty(shape, dtype=torch_dtype, device=like.device)
+
+    def nbytes(self, x: Any) -> int:
+        return x.numel() * x.element_size()
 
     def _stream(self, handle: int, device: Any) -> Any:
         cuda = self._torch.cuda
@@ -245,6 +258,11 @@ def _resolve(x: Any) -> Kind | None:
             _KIND_BY_TYPE[type(x)] = kind
             return kind
     return None
+
+
+def array_type(kind: Kind) -> type:
+    """The class of a library's own arrays, of which most calls have no other."""
+    return getattr(sys.modules[kind.name], "Tensor" if kind.name == "torch" else "ndarray")
 
 
 def view(x: Any, name: str) -> ArrayView:
@@ -299,6 +317,13 @@ def host_array(x: Any) -> Any:
         x = x.detach()
         return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
     return x.view(np.uint16) if x.dtype.name == "bfloat16" else x
+
+
+def check_writable(problem: Problem, arrays: Sequence[Any]) -> None:
+    """That the outputs of a call in host memory can be written to. Raises BadParam."""
+    for argument, array in zip(problem.operator.arguments, arrays, strict=True):
+        if argument.is_output and array is not None and not host_array(array).flags.writeable:
+            raise BadParam(f"{argument.name} is read-only; pass an array that can be written to")
 
 
 def adopt(x: Any, name: str, stream: Any = None) -> Any:
@@ -461,6 +486,7 @@ def _dtype(name: Any) -> Any:
     return np.dtype(name)
 
 
+_NUMPY_NAMES = {"fp32": "float32", "uint8": "uint8"}
 _NUMPY_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "bool": "bool", "uint8": "uint8"}
 
 

@@ -2,107 +2,100 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, BadTensorStrides, NullPointer
-from flashgen.operators.attention import ROW_ALIGNMENT, Problem, check_memory
-from flashgen.runtime import arrays
+from flashgen.errors import (
+    BadParam,
+    BadTensorDtype,
+    BadTensorShape,
+    BadTensorStrides,
+    InsufficientWorkspace,
+    NullPointer,
+)
+from flashgen.operators.arguments import check_array, check_memory, is_contiguous
+from flashgen.runtime import arrays as libraries
 
 if TYPE_CHECKING:
-    from flashgen.runtime.arrays import ArrayView, Pointers
+    from flashgen.operators.operator import Problem
+    from flashgen.runtime.arrays import ArrayView
+    from flashgen.schedule.plan import Step
     from flashgen.spec.variant import Variant
 
-Arrays = tuple[Any, Any, Any, Any, Any, Any]
-Work = Callable[[Arrays, int], None]  # queues a kernel on the stream of a CUDA handle
-# Sets of addresses that a plan remembers the work of.
-MAX_WORKS = 64
-_OUT, _LSE = 4, 5
+# One for each argument of the operator, in its order; 0 and None for what is absent. Pointers end with that
+# of the workspace, where there is one.
+Pointers = tuple[int, ...]
+Arrays = tuple[Any, ...]
+Work = Callable[[Arrays, int], None]  # queues the steps on the stream of a CUDA handle
+# Sets of addresses and scalars that a plan remembers the work of.
+MAX_WORKS = 256
+# Bytes to which the workspace is aligned; any allocation of a GPU is.
+WORKSPACE_ALIGNMENT = 256
 
 
 class Runner(Protocol):
     """What a backend makes of a Problem."""
 
     variant: Variant | None
-    source: str
+    steps: tuple[Step, ...]
     workspace_bytes: int
 
-    def at(self, pointers: Pointers) -> Work:
-        """The work for arrays at these addresses, to be queued any number of times, by many threads.
-
-        Pointers and arrays are those of q, k, v, mask, out and lse, with 0 and None for what is absent.
+    def at(self, pointers: Pointers, problem: Problem) -> Work:
+        """The work for arrays at these addresses, with the scalars of ``problem``, to be queued any number of
+        times, by many threads.
         """
 
 
 class Plan:
-    """Attention for one set of shapes, strides, dtypes and options; made by ``flashgen.plan``.
+    """One call of an operator, for one set of shapes, strides, dtypes and options; made by ``flashgen.plan``.
 
-    ``problem`` is what it computes, ``variant`` the kernel (None on the CPU), ``source`` its CUDA,
-    ``workspace_bytes`` the memory it needs beyond inputs and outputs. A plan may be called from many threads.
+    ``problem`` is what it computes, ``variant`` the main kernel (None on the CPU). ``steps`` are its kernel
+    launches, in order (none on the CPU): each has its ``variant``, ``launch`` and ``source``. ``source`` is
+    the CUDA of the main kernel, ``workspace_bytes`` the memory it needs beyond inputs and outputs. A plan may
+    be called from many threads.
     """
 
     __slots__ = (
         "_current_stream",
         "_device",
-        "_distances",
         "_empty",
-        "_extents",
-        "_kind",
-        "_known_lse",
-        "_known_out",
+        "_known",
         "_layouts",
-        "_lse_shape",
-        "_mask_layout",
-        "_out_layout",
-        "_out_shape",
-        "_pointer",
-        "_previous",
         "_read",
-        "_recent",
-        "_return_lse",
-        "_returns",
         "_runner",
-        "_type",
+        "_types",
         "_works",
+        "kind",
         "problem",
     )
 
     def __init__(self, problem: Problem, runner: Runner, examples: Arrays) -> None:
-        """``examples``: q, k, v, mask, out and lse of the layouts to come. None of the arrays is kept."""
-        q, k, v, mask, out, _ = examples
-        kind = arrays.kind_of(q)
-        self.problem = problem
+        """``examples``: arrays of the layouts to come, for each argument. None of them is kept."""
+        kind = libraries.kind_of(examples[0])
+        self.problem, self.kind = problem, kind
         self._runner = runner
-        self._kind = kind
-        self._type = type(q)
-        self._layouts, self._out_layout, *_ = kind.read(q, k, v, out)
-        self._mask_layout = None if mask is None else kind.layout(mask)
+        self._read, self._current_stream, self._device = kind.read, kind.current_stream, problem.device
+        self._empty = problem.empty
+        self._layouts = kind.read(examples)[0]
         # Layouts that were found to fit, so that the next call need not look again.
-        self._known_out, self._known_lse = self._out_layout, None
-        # What to queue, by pointers at which memory was sound. There these layouts are sound again: had the
-        # plan allocated an output itself, that one overlaps nothing.
-        self._works: dict[Pointers, Work] = {}
-        # For callers with one set of arrays, of a kind of which only the shape can change: the last q, and,
-        # where it came twice in a row, references to all of them, their shapes, and the work.
-        self._returns = kind.steady and mask is None and not problem.return_lse
-        self._previous: Callable[[], Any] = _nothing
-        self._recent: tuple[Any, ...] | None = None
-        # What a call needs is bound here: each look-up on the way to it would count.
-        self._read, self._pointer = kind.read, kind.pointer
-        self._current_stream, self._device = kind.current_stream, problem.device
-        self._out_shape, self._lse_shape, self._empty = problem.out_shape, problem.lse_shape, problem.empty
-        self._return_lse = problem.return_lse
-        self._extents = problem.extents()
-        self._distances = _overlapping_distances(self._extents)
+        self._known = {self._layouts}
+        # What to queue, by pointers at which memory was sound, and by scalars.
+        self._works: dict[Any, Work] = {}
+        self._types = {libraries.array_type(kind), type(None)}
 
     @property
     def variant(self) -> Variant | None:
         return self._runner.variant
 
     @property
+    def steps(self) -> tuple[Step, ...]:
+        return self._runner.steps
+
+    @property
     def source(self) -> str:
-        return self._runner.source
+        from flashgen.source.render import render
+
+        return "" if self.variant is None else render(self.variant)
 
     @property
     def workspace_bytes(self) -> int:
@@ -111,251 +104,220 @@ class Plan:
     def __repr__(self) -> str:
         return f"<flashgen.Plan {self.variant.name if self.variant else 'cpu'}: {self.problem}>"
 
-    def __call__(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        *,
-        mask: Any = None,
-        out: Any = None,
-        lse: Any = None,
-        stream: Any = None,
-    ) -> Any:
-        """Compute attention of arrays that have the layouts of the plan; see ``flashgen.attention``.
+    def __call__(self, *inputs: Any, stream: Any = None, workspace: Any = None, **named: Any) -> Any:
+        """Compute arrays that have the layouts of the plan: the inputs in the order of the operator, or any
+        argument by its name; see ``flashgen.attention``.
 
-        ``out`` and ``lse`` receive the results where given. ``out`` has the layout that it had when the plan
-        was made, or is contiguous if there was none. ``lse``, contiguous fp32 of shape (batch, num_heads_q,
-        seqlen_q), is allowed where the plan was made with ``return_lse``. Returns ``out``, or ``(out, lse)``
-        with ``return_lse``.
+        Outputs, such as ``out`` and ``lse``, receive the results where given: with the layout that they had
+        when the plan was made, or contiguous if they were not there. ``lse`` is allowed where the plan was
+        made with ``return_lse``. A scalar, such as ``softmax_scale``, may differ from that of the plan.
+        ``workspace`` is an array of at least ``workspace_bytes``, contiguous, on the plan's device; without
+        it memory is allocated for the call. Returns ``out``, or ``(out, lse)`` with ``return_lse``.
 
-        Raises BadTensorShape where an array's layout is not the plan's, and the errors of ``attention`` for
-        its memory.
+        Raises BadTensorShape where an array's layout is not the plan's, InsufficientWorkspace, and the errors
+        of ``attention`` for its memory.
         """
-        if self._recent is not None and mask is None and lse is None:
-            q_ref, k_ref, v_ref, out_ref, shapes, work = self._recent
-            if (
-                (q_ref() is q and k_ref() is k and v_ref() is v and out_ref() is out)
-                and not (q is None or k is None or v is None or out is None)  # a dead reference gives None
-                and (q.shape, k.shape, v.shape, out.shape) == shapes
-            ):
-                work((q, k, v, None, out, None), self._handle(stream))
-                return out
-        if type(q) is type(k) is type(v) is self._type and (out is None or type(out) is self._type):
-            layouts, out_layout, pointers = self._read(q, k, v, out)
-            if (
-                layouts == self._layouts
-                and (out is None or out_layout == self._known_out or self._accepts_out(out))
-                and (mask is None if self._mask_layout is None else self._accepts_mask(mask))
-                and (lse is None or self._accepts_lse(lse))
-            ):
-                if self._returns and out is not None:
-                    if self._previous() is q:
-                        self._remember(q, k, v, out, pointers)
-                    else:
-                        self._previous = weakref.ref(q)
-                return self.run(q, k, v, mask, out, lse, stream, pointers)
-        if any(x is not None and arrays.kind_of(x) is None for x in (q, k, v, mask, out, lse)):
-            return run_adopted(self, q, k, v, mask=mask, out=out, lse=lse, stream=stream)
-        self._check(q, k, v, mask, out, lse)
-        return self.run(q, k, v, mask, out, lse, stream, self._read(q, k, v, out)[2])
+        arrays, scalars = self._bound(inputs, named)
+        if not self._types.issuperset(map(type, arrays)) and any(
+            x is not None and libraries.kind_of(x) is None for x in arrays
+        ):
+            operator = self.problem.operator
+            rest = dict(zip(operator.scalars, scalars, strict=True)) | {"workspace": workspace}
+            names = [argument.name for argument in operator.arguments]
+            return run_adopted(self, operator, dict(zip(names, arrays, strict=True)), stream, **rest)
+        if not all(x is None or libraries.kind_of(x) is self.kind for x in arrays):
+            self._check(arrays)
+        layouts, pointers = self._read(arrays)
+        if layouts not in self._known:
+            self._check(arrays)
+            self._known.add(layouts)
+        return self.run(arrays, pointers, scalars, stream, workspace)
 
     def run(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        mask: Any,
-        out: Any,
-        lse: Any,
-        stream: Any,
-        pointers: Pointers,
+        self, arrays: Arrays, pointers: Pointers, scalars: tuple[Any, ...], stream: Any, workspace: Any = None
     ) -> Any:
         """``__call__`` for native arrays whose layouts are known to be the plan's, with their pointers."""
-        handle = self._handle(stream)
-        given = out is not None, lse is not None
-        if out is None or mask is not None or self._return_lse:
-            if out is None:
-                out = self._kind.empty(self._out_shape, q, stream)
-            if self._return_lse and lse is None:
-                lse = self._kind.empty(self._lse_shape, q, stream, "fp32")
-            at_mask = 0 if mask is None else self._pointer(mask)
-            at_lse = 0 if lse is None else self._pointer(lse)
-            pointers = (*pointers[:3], at_mask, self._pointer(out), at_lse)
-        work = self._works.get(pointers)
-        if work is None:
-            work = self._prepare(pointers, *given)
-        work((q, k, v, mask, out, lse), handle)
-        return (out, lse) if self._return_lse else out
-
-    def _handle(self, stream: Any) -> int:
-        """The CUDA handle of ``stream``, or of the current one."""
         if stream is None:
-            return self._current_stream(self._device)
-        if self._device is None:
+            handle = self._current_stream(self._device)
+        elif self._device is None:
             raise BadParam("stream was given, but the arrays are in host memory, where there are no streams")
-        return arrays.stream_pointer(stream)
+        else:
+            handle = libraries.stream_pointer(stream)
+        results = self.problem.results
+        given = pointers
+        for position in results:
+            if arrays[position] is None:
+                arrays, pointers = self._allocated(position, arrays, pointers, stream)
+        memory = None  # lives until the work is queued; an allocator reuses it in the order of the stream
+        if self._runner.workspace_bytes:
+            memory, address = self._workspace(workspace, arrays[0], stream)
+            pointers = (*pointers, address)
+        key = given, pointers, scalars
+        try:
+            work = self._works.get(key)
+        except TypeError:  # a scalar that is no number; _prepare says so
+            key = work = None
+        if work is None:
+            work = self._prepare(key, given, pointers, scalars)
+        work(arrays, handle)
+        del memory
+        return arrays[results[0]] if len(results) == 1 else tuple([arrays[place] for place in results])
 
-    def _remember(self, q: Any, k: Any, v: Any, out: Any, pointers: Pointers) -> None:
-        """Keep all that the work of these arrays depends on, so that the next call need not read it."""
-        work = self._works.get(pointers)
-        if work is not None:
-            refs = weakref.ref(q), weakref.ref(k), weakref.ref(v), weakref.ref(out)
-            self._recent = (*refs, (q.shape, k.shape, v.shape, out.shape), work)
+    def _bound(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Arrays, tuple[Any, ...]]:
+        """Arrays in the operator's order, and scalars in theirs."""
+        operator = self.problem.operator
+        if len(inputs) > len(operator.arguments):
+            raise BadParam(f"{len(inputs)} arrays were given; {operator.name} has {len(operator.arguments)}")
+        arrays: list[Any] = [*inputs, *(None,) * (len(operator.arguments) - len(inputs))]
+        scalars: list[Any] = [None] * len(operator.scalars)
+        for name, value in named.items():
+            position = operator.positions.get(name)
+            if position is None and name in operator.scalars:
+                scalars[operator.scalars.index(name)] = value
+            elif position is None or position < len(inputs):
+                known = ", ".join((*operator.positions, *operator.scalars, "stream", "workspace"))
+                why = "is no argument" if position is None else "was given twice"
+                raise BadParam(f"{name} {why}; the arguments are {known}")
+            else:
+                arrays[position] = value
+        return tuple(arrays), tuple(scalars)
 
-    def _prepare(self, pointers: Pointers, out_given: bool, lse_given: bool) -> Work:
-        """What to queue for arrays at ``pointers``, if their memory is sound. Raises what it is not."""
-        self._check_memory(pointers, out_given, lse_given)
-        work = _no_work if self._empty else self._runner.at(pointers)
-        if len(self._works) >= MAX_WORKS:
-            self._works = {}  # where addresses keep changing, choosing what to forget would cost more
-        self._works[pointers] = work
+    def _allocated(
+        self, position: int, arrays: Arrays, pointers: Pointers, stream: Any
+    ) -> tuple[Arrays, Pointers]:
+        """The arrays with a new output at a position, and its pointer."""
+        problem, kind = self.problem, self.kind
+        argument = problem.operator.arguments[position]
+        dtype = argument.dtypes[0] if argument.dtypes else None
+        new = kind.empty(problem.shape(position), arrays[0], stream, dtype)
+        arrays = (*arrays[:position], new, *arrays[position + 1 :])
+        return arrays, (*pointers[:position], kind.pointer(new), *pointers[position + 1 :])
+
+    def _workspace(self, workspace: Any, like: Any, stream: Any) -> tuple[Any, int]:
+        """The caller's workspace, or a new one, and its address."""
+        needed = self._runner.workspace_bytes
+        if workspace is None:
+            memory = self.kind.empty((needed + WORKSPACE_ALIGNMENT,), like, stream, "uint8")
+            return memory, -(-self.kind.pointer(memory) // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+        view = libraries.view(workspace, "workspace")
+        if view.device != self._device or not is_contiguous(view):
+            raise BadParam("workspace must be a contiguous array on the device of the plan")
+        size = self.kind.nbytes(workspace)
+        if size < needed:
+            raise InsufficientWorkspace(f"workspace has {size} bytes; the plan needs {needed}")
+        if view.pointer % WORKSPACE_ALIGNMENT:
+            raise BadTensorStrides(
+                f"workspace starts at address {view.pointer:#x}; it must be a multiple of "
+                f"{WORKSPACE_ALIGNMENT} bytes"
+            )
+        return workspace, view.pointer
+
+    def _prepare(self, key: Any, given: Pointers, pointers: Pointers, scalars: tuple[Any, ...]) -> Work:
+        """What to queue for arrays at ``pointers``, if their memory is sound; ``given`` has 0 for outputs
+        that were just allocated. Raises what is wrong.
+        """
+        problem = self.problem
+        arguments, count = problem.operator.arguments, len(problem.operator.arguments)
+        written = [place for place in problem.results if given[place]]
+        check_memory(arguments, problem.spans(), pointers[:count], written)
+        called = problem.with_scalars(scalars)
+        work = _no_work if self._empty else self._runner.at(pointers, called)
+        if key is not None:
+            if len(self._works) >= MAX_WORKS:
+                self._works = {}  # where addresses keep changing, choosing what to forget would cost more
+            self._works[key] = work
         return work
 
-    def _check_memory(self, pointers: Pointers, out_given: bool, lse_given: bool) -> None:
-        """``check_memory``, but the usual case of aligned arrays far apart is seen at a glance."""
-        at_q, at_k, at_v, at_mask, at_out, _ = pointers
-        written: tuple[int, ...] = (_LSE,) if lse_given else ()
-        if out_given:
-            q_low, q_high, k_low, k_high, v_low, v_high, mask_low, mask_high = self._distances
-            if (
-                q_low < at_out - at_q < q_high
-                or k_low < at_out - at_k < k_high
-                or v_low < at_out - at_v < v_high
-                or mask_low < at_out - at_mask < mask_high
-            ):
-                written += (_OUT,)
-        if (
-            written
-            or (at_q | at_k | at_v | at_out) % ROW_ALIGNMENT
-            or not (at_q and at_k and at_v and at_out)
-        ):
-            check_memory(self._extents, pointers, written)
-
-    def _accepts_mask(self, mask: Any) -> bool:
-        if mask is None or self._mask_layout is None:
-            return mask is None and self._mask_layout is None
-        return arrays.kind_of(mask) is self._kind and self._kind.layout(mask) == self._mask_layout
-
-    def _accepts_out(self, out: Any) -> bool:
-        if out is None:
-            return True
-        if arrays.kind_of(out) is not self._kind:
-            return False
-        layout = self._kind.layout(out)
-        if self._out_layout is not None:
-            return layout == self._out_layout
-        view = self._kind.view(out)
-        problem = self.problem
-        expected = (problem.out_shape, problem.dtype, problem.device)
-        fits = (view.shape, view.dtype, view.device) == expected and _contiguous(view)
-        if fits:
-            self._known_out = layout
-        return fits
-
-    def _accepts_lse(self, lse: Any) -> bool:
-        if lse is None:
-            return True
-        if arrays.kind_of(lse) is not self._kind:
-            return False
-        layout = self._kind.layout(lse)
-        if layout == self._known_lse:
-            return True
-        problem = self.problem
-        if not problem.return_lse:
-            raise BadParam("lse was given to a plan made without return_lse=True")
-        view = arrays.view(lse, "lse")
-        if view.dtype != "fp32" or view.device != problem.device:
-            raise BadTensorDtype(f"lse has dtype {view.dtype}; expected fp32, on the device of q")
-        if view.shape != problem.lse_shape:
-            raise BadTensorShape(f"lse has shape {view.shape}; expected {problem.lse_shape}")
-        if not _contiguous(view):
-            raise BadTensorStrides(f"lse has strides {view.strides} (in elements); it must be contiguous")
-        self._known_lse = layout
-        return True
-
-    def _check(self, q: Any, k: Any, v: Any, mask: Any, out: Any, lse: Any) -> None:
+    def _check(self, arrays: Arrays) -> None:
         """Raise the error of arrays that do not fit the plan."""
-        for name, array in (("q", q), ("k", k), ("v", v), ("mask", mask), ("out", out), ("lse", lse)):
-            if array is None and name in ("mask", "out", "lse"):
+        problem, kind = self.problem, self.kind
+        examples = self._layouts
+        sizes = problem.sizes
+        for position, (argument, array) in enumerate(zip(problem.operator.arguments, arrays, strict=True)):
+            name, planned = argument.name, problem.strides[position]
+            if array is None:
+                if not argument.is_output and planned is not None:
+                    why = ", but the plan was made with one" if argument.optional else "; expected an array"
+                    raise NullPointer(f"{name} is None{why}")
                 continue
-            view = arrays.view(array, name)
-            if view.kind != self._kind.name:
-                raise BadParam(
-                    f"{name} is a {view.kind} array, but the plan was made for {self._kind.name} arrays"
-                )
-        layouts = self._read(q, k, v, None)[0]
-        if layouts != self._layouts:
-            raise BadTensorShape(
-                f"q, k and v have layouts {layouts}, but the plan was made for {self._layouts}"
-            )
-        if mask is None and self._mask_layout is not None:
-            raise NullPointer("mask is None, but the plan was made with a mask")
-        if mask is not None and self._mask_layout is None:
-            raise BadParam("mask was given to a plan made without one")
-        if mask is not None and not self._accepts_mask(mask):
-            raise BadTensorShape(
-                f"mask has layout {self._kind.layout(mask)}, but the plan was made for {self._mask_layout}"
-            )
-        self._accepts_lse(lse)
-        if out is not None and not self._accepts_out(out):
-            expected = self._out_layout or f"a contiguous array of shape {self._out_shape}"
-            raise BadTensorShape(
-                f"out has layout {self._kind.layout(out)}, but the plan was made for {expected}"
+            view = libraries.view(array, name)
+            if view.kind != kind.name:
+                raise BadParam(f"{name} is a {view.kind} array, but the plan was made for {kind.name} arrays")
+            if planned is None:
+                without = "return_lse=True" if argument.is_output else "one"
+                raise BadParam(f"{name} was given to a plan made without {without}")
+            if examples[position] is not None:
+                if kind.layout(array) != examples[position]:
+                    _explain(argument.name, view, problem, position)
+            else:
+                self._check_new(view, position, sizes)
+
+    def _check_new(self, view: ArrayView, position: int, sizes: dict[str, int]) -> None:
+        """An output that was not there when the plan was made: contiguous, as the plan would allocate it."""
+        problem = self.problem
+        argument = problem.operator.arguments[position]
+        if view.device != problem.device:
+            raise BadTensorDtype(f"{argument.name} is not on the device of the plan")
+        check_array(argument, view, sizes, problem.dtype)
+        if not is_contiguous(view):
+            raise BadTensorStrides(
+                f"{argument.name} has strides {view.strides} (in elements); the plan was made without "
+                f"{argument.name}, so it must be contiguous"
             )
 
 
-def _nothing() -> None:
-    """A reference to an array that is gone."""
+def _explain(name: str, view: ArrayView, problem: Problem, position: int) -> None:
+    """Raise what is different about an array whose layout is not that of the plan."""
+    placed = problem.placed()[position]
+    shape = problem.shape(position)
+    if view.dtype != placed.dtype and view.dtype not in placed.argument.dtypes:
+        raise BadTensorDtype(f"{name} has dtype {view.dtype}; the plan was made for {placed.dtype}")
+    if placed.argument.layout != "broadcast" and view.shape != shape:
+        symbols = placed.argument.symbols[len(placed.extents) - len(shape) :]
+        if len(view.shape) == len(shape):
+            for symbol, found, expected in zip(symbols, view.shape, shape, strict=True):
+                if found != expected:
+                    raise BadTensorShape(f"{name} has {symbol} {found}; the plan was made for {expected}")
+        raise BadTensorShape(f"{name} has shape {view.shape}; the plan was made for {shape}")
+    raise BadTensorShape(
+        f"{name} has shape {view.shape}, strides {view.strides} (in elements) and lies on device "
+        f"{view.device}; the plan was made for another layout: shape {shape}, strides {placed.strides} and "
+        f"device {problem.device}"
+    )
 
 
 def _no_work(arrays: Arrays, stream: int) -> None:
     """What a call without elements comes to."""
 
 
-def _contiguous(view: ArrayView) -> bool:
-    """In C order, whatever the strides that are never multiplied."""
-    if 0 in view.shape:
-        return True
-    if view.strides is None:
-        return False
-    expected = 1
-    for extent, stride in zip(reversed(view.shape), reversed(view.strides), strict=True):
-        if extent > 1 and stride != expected:
-            return False
-        expected *= extent
-    return True
+def run_adopted(call: Any, operator: Any, given: dict[str, Any], stream: Any, **rest: Any) -> Any:
+    """``call`` for arrays that flashgen does not read directly: adopt them, call, hand the results back.
 
-
-def _overlapping_distances(extents: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-    """For q, k, v and mask in turn: both ends of the open interval of distances from it to ``out`` at which
-    the two overlap."""
-    out_low, out_high = extents[_OUT]
-    distances: list[int] = []
-    for low, high in extents[:4]:
-        distances += (low - out_high, high - out_low) if high > low else (0, 0)
-    return tuple(distances)
-
-
-def run_adopted(call: Any, q: Any, k: Any, v: Any, *, mask: Any, out: Any, stream: Any, **rest: Any) -> Any:
-    """``call`` for arrays that flashgen does not read directly: adopt them, call, hand the result back."""
-    lse = rest.get("lse")
-    for name, given in (("out", out), ("lse", lse)):
-        if given is not None and arrays.immutable(given):
+    ``given`` has an array or None for each argument of the operator.
+    """
+    first = given[operator.arguments[0].name]
+    for argument in operator.arguments:
+        array = given[argument.name]
+        if argument.is_output and array is not None and libraries.immutable(array):
             raise BadParam(
-                f"{name} is a {type(given).__name__}, which cannot be written to; leave {name} out"
+                f"{argument.name} is a {type(array).__name__}, which cannot be written to; "
+                f"leave {argument.name} out"
             )
-    inputs = [arrays.adopt(x, name, stream) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
-    if mask is not None:
-        mask = arrays.adopt(mask, "mask", stream)
-    if lse is not None:
-        rest["lse"] = arrays.adopt(lse, "lse", stream)
-    native_out = None if out is None else arrays.adopt(out, "out", stream)
-    result = call(*inputs, mask=mask, out=native_out, stream=stream, **rest)
+    native = {
+        argument.name: None
+        if given[argument.name] is None and (argument.is_output or argument.optional)
+        else libraries.adopt(given[argument.name], argument.name, stream)
+        for argument in operator.arguments
+    }
+    results = call(**native, stream=stream, **rest)
+    outputs = [argument.name for argument in operator.arguments if argument.is_output]
+    inputs = tuple(native[argument.name] for argument in operator.arguments if not argument.is_output)
 
-    def handed(native: Any, given: Any) -> Any:
-        return arrays.hand_back(native, q, (*inputs, mask), stream) if given is None else given
+    def handed(result: Any, name: str) -> Any:
+        if given[name] is not None:
+            return given[name]
+        return libraries.hand_back(result, first, inputs, stream)
 
-    if isinstance(result, tuple):
-        return handed(result[0], out), handed(result[1], lse)
-    return handed(result, out)
+    if isinstance(results, tuple):
+        return tuple(handed(result, name) for result, name in zip(results, outputs, strict=True))
+    return handed(results, outputs[0])

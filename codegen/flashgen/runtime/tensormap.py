@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from flashgen.schedule.tensormap import TensorMap
 
 
-BYTES = 128
 # The driver's enumerations, as numbered in cuda.h.
 _DATA_TYPES = {"fp16": 6, "fp32": 7, "bf16": 9}
 _SWIZZLES = {32: 1, 64: 2, 128: 3}

@@ -3,10 +3,10 @@ needed.
 
 The rule, which a spec names ``least_time``:
 
-1. A variant can serve a problem whose dtype and mask type are its own, whose head dims (of q and k, and of
-   v) it holds, and whose grouping it implements: ``mha`` for one query head per kv head, ``gqa`` or
-   ``packed`` for several. Where it reads arrays by tensor maps, there must be maps of them. The device must
-   have its architecture and its shared memory.
+1. A variant can serve a problem where the operator says so of each of its axes: dtype and mask type are the
+   problem's own, head dims hold the problem's, and the grouping is ``mha`` for one query head per kv head,
+   ``gqa`` or ``packed`` for several. Where it reads arrays by tensor maps, there must be maps of them. The
+   device must have its architecture and its shared memory. A family that is ``on_request`` is left out.
 2. Of these only the smallest head dims count, by the work that they make, then the newest architecture, then
    the target that its spec names first.
 3. Where a tile was tuned on this GPU, the ordinary tile of its point, which it was measured against, is out.
@@ -23,34 +23,35 @@ from typing import TYPE_CHECKING
 
 from flashgen.arch import arch_parts, reaches
 from flashgen.errors import DeviceTypeNotSupported, SpecError
-from flashgen.operators.attention import MAX_SEQLEN
-from flashgen.schedule.grid import blocks_per_sm, rows, tiles
+from flashgen.operators.attention import MAX_SEQLEN as MAX_EXTENT
+from flashgen.schedule.grid import extents, tiles
 from flashgen.schedule.tensormap import REQUIREMENTS, expressible
 from flashgen.schedule.visited import visited_keys
 from flashgen.spec.variant import TUNED_TILE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
-    from flashgen.operators.attention import Problem
+    from flashgen.operators.operator import Problem, Value
     from flashgen.runtime.device import Device
     from flashgen.spec.model import Spec
     from flashgen.spec.variant import Variant
-
-FAMILY = "flash_fwd"
 
 
 def offers(problem: Problem, device: Device, specs: Iterable[Spec]) -> tuple[Variant, ...]:
     """The variants of ``specs`` among which ``select`` has a choice, without making the others.
 
-    Head dims are gone through by their work, only as far as the first that the device has a variant for.
+    Sizes such as head dims are gone through by their work, only as far as the first that the device has a
+    variant for.
     """
-    forward = [spec for spec in specs if spec.family == FAMILY]
-    axes = {"dtype": problem.dtype, "mask_type": problem.mask_type, "gqa": _groupings(problem)}
     offered: list[Variant] = []
-    for head_dim, head_dim_v in sorted(_holding(problem, forward), key=_work):
-        made = (variant for spec in forward for variant in spec.select(head_dim=head_dim, **axes))
-        found = [variant for variant in made if variant.head_dim_v == head_dim_v]
+    by_work: dict[tuple[int, ...], list[tuple[Spec, dict[str, Value]]]] = {}
+    for spec in specs:
+        if spec.operator == problem.operator.name and not spec.on_request:
+            for axes in _serving(problem, spec):
+                by_work.setdefault(problem.operator.work(axes), []).append((spec, axes))
+    for _, alike in sorted(by_work.items()):
+        found = [variant for spec, axes in alike for variant in spec.select(**axes) if variant.is_main]
         offered += found
         if any(runs_on(variant, device) and expressible(problem, variant) for variant in found):
             break
@@ -71,30 +72,28 @@ def select(problem: Problem, device: Device, variants: Iterable[Variant]) -> Var
 
 def candidates(problem: Problem, device: Device, variants: Iterable[Variant]) -> tuple[Variant, ...]:
     """The variants of steps 1 to 3 of the rule, at least one. Raises as ``select``."""
+    operator = problem.operator
     computing = [variant for variant in variants if _computes(problem, variant)]
     suited = [variant for variant in computing if expressible(problem, variant)]
     if computing and not suited:
         raise SpecError(
-            f"the {FAMILY} variants for this call, such as {computing[0]}, read arrays by tensor maps, which "
-            f"need {REQUIREMENTS}; pass contiguous copies, or add a variant without tensor maps"
+            f"the {operator.name} variants for this call, such as {computing[0]}, read arrays by tensor "
+            f"maps, which need {REQUIREMENTS}; pass contiguous copies, or add a variant without tensor maps"
         )
     if not suited:
-        grouping = "mha" if problem.group_size == 1 else "gqa or packed"
         raise SpecError(
-            f"no spec has a {FAMILY} variant for head_dim {problem.head_dim}, head_dim_v "
-            f"{problem.head_dim_v}, dtype {problem.dtype}, mask_type {problem.mask_type}, gqa {grouping}; "
-            "add one, or see: flashgen list"
+            f"no spec has a variant of {operator.name} for {problem.wanted()}; add one, or see: flashgen list"
         )
-    runnable = [variant for variant in suited if runs_on(variant, device)]
-    if not runnable:
+    running = [variant for variant in suited if runs_on(variant, device)]
+    if not running:
         needs = sorted({f"{v.min_arch} with {v.smem_bytes} bytes of shared memory" for v in suited})
         raise DeviceTypeNotSupported(
             f"{device.name} ({device.arch}, {device.smem_per_block} bytes of shared memory a block) runs "
             f"none of the variants for this call; they need {' or '.join(needs)}"
         )
-    least = min(_work(_head_dims(variant)) for variant in runnable)
-    holding = [variant for variant in runnable if _work(_head_dims(variant)) == least]
-    return without_replaced(preferred(holding))
+    least = min(operator.work(dict(variant.axes)) for variant in running)
+    smallest = [variant for variant in running if operator.work(dict(variant.axes)) == least]
+    return without_replaced(preferred(smallest))
 
 
 def preferred(variants: Iterable[Variant]) -> tuple[Variant, ...]:
@@ -120,7 +119,7 @@ def cost(problem: Problem, device: Device, variant: Variant) -> float:
     blocks that a multiprocessor has room for, it reaches x ** ``fill`` of its full rate, which the blocks
     beside one another share; at 0 it counts as having room for one.
     """
-    block_m, room = variant.tile_value("block_m"), blocks_per_sm(variant) if variant.fill else 1
+    block_m, room = variant.grid.covers[0][1], variant.grid.blocks_per_sm if variant.fill else 1
     mean, longest = (keys + variant.start * block_m for keys in visited_keys(problem, variant))
     count = tiles(problem, variant)
     if mean == longest:
@@ -139,39 +138,20 @@ def runs_on(variant: Variant, device: Device) -> bool:
     return reaches(major * 10 + minor, variant.min_arch) and variant.max_smem <= device.smem_per_block
 
 
-def _head_dims(variant: Variant) -> tuple[int, int]:
-    return variant.head_dim, variant.head_dim_v
-
-
-def _work(head_dims: tuple[int, int]) -> tuple[int, int]:
-    """What to compare head dims by: the multiplications for a query and a key, then those for the score."""
-    return sum(head_dims), head_dims[0]
-
-
-def _holding(problem: Problem, specs: Iterable[Spec]) -> set[tuple[int, int]]:
-    """The head dims, of q and k and of v, that hold those of ``problem``; a spec need not have every pair."""
-    return {
-        pair
-        for spec in specs
-        for pair in itertools.product(
-            spec.axes["head_dim"], spec.axes.get("head_dim_v", spec.axes["head_dim"])
-        )
-        if pair[0] >= problem.head_dim and pair[1] >= problem.head_dim_v
-    }
-
-
-def _groupings(problem: Problem) -> tuple[str, ...]:
-    return ("mha",) if problem.group_size == 1 else ("gqa", "packed")
+def _serving(problem: Problem, spec: Spec) -> Iterator[dict[str, Value]]:
+    """The axes of each point of ``spec`` that computes ``problem``; the spec may exclude some of them."""
+    operator = problem.operator
+    for values in itertools.product(*spec.axes.values()):
+        axes = dict(zip(spec.axes, values, strict=True))
+        if operator.serves(problem, axes):
+            yield axes
 
 
 def _computes(problem: Problem, variant: Variant) -> bool:
     """Whether the variant computes such problems, however their arrays lie in memory."""
     return (
-        variant.family == FAMILY
-        and variant.dtype == problem.dtype
-        and variant.mask_type == problem.mask_type
-        and variant.gqa in _groupings(problem)
-        and variant.head_dim >= problem.head_dim
-        and variant.head_dim_v >= problem.head_dim_v
-        and rows(problem, variant) <= MAX_SEQLEN
+        variant.is_main
+        and variant.operator == problem.operator.name
+        and problem.operator.serves(problem, dict(variant.axes))
+        and max(extents(problem, variant).values()) <= MAX_EXTENT
     )

@@ -1,84 +1,88 @@
-"""How a variant's tiles cut a problem: rows of queries, heads of the grid, tiles."""
+"""How a variant's grid cuts a problem: tiles, row blocks and heads, read from what its spec says."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from flashgen.errors import BadTensorShape
 
 if TYPE_CHECKING:
-    from flashgen.operators.attention import Problem
+    from flashgen.operators.operator import Problem
+    from flashgen.runtime.device import Device
     from flashgen.spec.variant import Variant
 
-# Rows of a Hopper tile that one warpgroup computes: the rows of its matrix instruction.
-WARPGROUP_ROWS = 64
+MAX_BLOCKS = 2**31 - 1
+ROWS, HEADS = "query_rows", "heads"
 
 
-def shifts(variant: Variant) -> bool:
-    """Whether tiles are counted from the last row, and warpgroups pass over what only others see."""
-    return any(param.name == "rows_ahead" for param in variant.params)
+class Launch(NamedTuple):
+    """A one-dimensional launch: blocks, threads of a block, and dynamic shared memory of a block in bytes."""
+
+    blocks: int
+    threads: int
+    smem_bytes: int
 
 
-def rows_together(variant: Variant) -> int:
-    """Rows of a tile that visit the same blocks of keys: those of a warpgroup, or half of a tile with more
-    stages of K than groups of warps under a mask with a diagonal, unless it joins edges, or all.
-    """
-    if shifts(variant):
-        return WARPGROUP_ROWS
-    halves = variant.mask_type in ("causal", "local") and _keeps_ahead(variant) and not joins_edges(variant)
-    return variant.tile_value("block_m") // (2 if halves else 1)
-
-
-def joins_edges(variant: Variant) -> bool:
-    """Whether a tile visits the first keys of its windows together with the last ones: must match the
-    template's ``windows``.
-    """
-    windows = variant.mask_type == "local" and variant.gqa != "packed" and variant.head_dim != 64
-    tile = dict(variant.tile)
-    fits = tuple(tile.get(key) for key in ("block_m", "block_n", "warps")) == (128, 64, 4)
-    return windows and fits and _keeps_ahead(variant)
-
-
-def _keeps_ahead(variant: Variant) -> bool:
-    """Whether there are more stages of K than groups of warps (must match the template's ``ahead``)."""
-    tile = dict(variant.tile)
-    return tile.get("k_stages", 1) > tile.get("groups", 1)
+def extents(problem: Problem, variant: Variant) -> dict[str, int]:
+    """The size of each dimension that a grid of the variant may cover."""
+    return problem.grid_extents(problem.operator.axis_values(dict(variant.axes)))
 
 
 def rows(problem: Problem, variant: Variant) -> int:
     """Rows of queries that the tiles of one (batch, head) cut: packed variants fold the group into them."""
-    return problem.seqlen_q * (problem.group_size if variant.gqa == "packed" else 1)
+    return extents(problem, variant)[ROWS]
 
 
 def heads(problem: Problem, variant: Variant) -> int:
     """Heads of the grid: query heads, or kv heads where the group is folded into the rows."""
-    return problem.num_heads_kv if variant.gqa == "packed" else problem.num_heads_q
+    return extents(problem, variant)[HEADS]
 
 
 def row_blocks(problem: Problem, variant: Variant) -> int:
-    """Tiles of one (batch, head)."""
-    return -(-rows(problem, variant) // variant.tile_value("block_m"))
-
-
-def rows_ahead(problem: Problem, variant: Variant) -> int:
-    """Rows of a head's first tile that lie ahead of its first row, a multiple of 64.
-
-    Not 0 only for variants with a parameter of that name. Their tiles are counted from the last row, by whole
-    warpgroups, unless a group of heads then began within one: of tiles in one place rows are missing, and the
-    first has the fewest keys.
-    """
-    group = problem.group_size if variant.gqa == "packed" else 1
-    if WARPGROUP_ROWS % group or not shifts(variant):
-        return 0
-    warpgroups = -(-rows(problem, variant) // WARPGROUP_ROWS)
-    return row_blocks(problem, variant) * variant.tile_value("block_m") - warpgroups * WARPGROUP_ROWS
-
-
-def blocks_per_sm(variant: Variant) -> int:
-    """Thread blocks that a multiprocessor has room for, by the tile key ``min_blocks``, of which there may be
-    more in fact; one where the spec has none.
-    """
-    return dict(variant.tile).get("min_blocks", 1)
+    """Tiles of one (batch, head) along the first dimension that the grid covers."""
+    dimension, tile = variant.grid.covers[0]
+    return -(-extents(problem, variant)[dimension] // tile)
 
 
 def tiles(problem: Problem, variant: Variant) -> int:
     """Tiles of the grid."""
-    return row_blocks(problem, variant) * heads(problem, variant) * problem.batch
+    sizes = extents(problem, variant)
+    return math.prod(-(-sizes[dimension] // tile) for dimension, tile in variant.grid.covers)
+
+
+def rows_ahead(problem: Problem, variant: Variant) -> int:
+    """Rows of a head's first tile that lie ahead of its first row, where tiles are counted from the last one.
+
+    They are counted in whole units, unless a group of heads then began within one: of tiles in one place rows
+    are missing, and the first has the fewest keys.
+    """
+    unit = variant.grid.from_last_row
+    if not unit:
+        return 0
+    count, tile = rows(problem, variant), variant.grid.tile(ROWS)
+    group = count // problem.sizes["seqlen_q"] if count else 1
+    if unit % group:
+        return 0
+    return row_blocks(problem, variant) * tile - -(-count // unit) * unit
+
+
+def blocks_at_a_time(variant: Variant, device: Device) -> int:
+    """Thread blocks that run together on the GPU, the most of a persistent grid."""
+    return device.num_sms * variant.grid.blocks_per_sm
+
+
+def launch_of(problem: Problem, variant: Variant, device: Device) -> Launch:
+    """One block for each tile, or, with a persistent schedule, no more than run at a time.
+
+    Raises BadTensorShape when there are more tiles than a grid can have.
+    """
+    blocks = tiles(problem, variant)
+    if blocks > MAX_BLOCKS:
+        sizes = ", ".join(f"{name} {size}" for name, size in problem.sizes.items())
+        raise BadTensorShape(
+            f"{sizes} make {blocks} tiles, and one launch has at most {MAX_BLOCKS}; split the batch"
+        )
+    if variant.grid.persistent:
+        blocks = min(blocks, blocks_at_a_time(variant, device))
+    return Launch(blocks, variant.threads, variant.smem_bytes)

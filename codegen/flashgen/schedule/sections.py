@@ -6,10 +6,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from flashgen.schedule.grid import blocks_per_sm, heads, row_blocks
+from flashgen.schedule.grid import ROWS, blocks_at_a_time, heads, row_blocks
 
 if TYPE_CHECKING:
-    from flashgen.operators.attention import Problem
+    from flashgen.operators.attention import AttentionProblem
     from flashgen.runtime.device import Device
     from flashgen.spec.variant import Variant
 
@@ -21,7 +21,7 @@ class Sections(NamedTuple):
     count: int
 
 
-def sections(problem: Problem, variant: Variant, device: Device) -> Sections:
+def sections(problem: AttentionProblem, variant: Variant, device: Device) -> Sections:
     """How a variant's grid is cut.
 
     A section of as many tiles as multiprocessors is enough to share keys and values. Where tiles differ in
@@ -36,24 +36,19 @@ def sections(problem: Problem, variant: Variant, device: Device) -> Sections:
     group = heads(problem, variant) // problem.num_heads_kv
     tiles_of_head = max(1, row_blocks(problem, variant))
     uneven = problem.mask_type in ("causal", "local")
-    if uneven and variant.schedule == "persistent":
+    if uneven and variant.grid.persistent:
         return _whole_rounds(total, group, tiles_of_head, blocks_at_a_time(variant, device))
     wanted = -(-device.num_sms // tiles_of_head)
     if uneven:
         wanted = max(wanted, device.num_sms // 3)
     if problem.mask_type == "causal":
-        together = max(3, -(-384 // variant.tile_value("block_m")))
+        together = max(3, -(-384 // variant.grid.tile(ROWS)))
         kept = device.l2_bytes // max(1, _key_bytes(problem, variant))
         wanted = max(wanted, min(blocks_at_a_time(variant, device) // together, kept))
     return _even(total, group, wanted)
 
 
-def blocks_at_a_time(variant: Variant, device: Device) -> int:
-    """Thread blocks that run together on the GPU, the most of a persistent grid."""
-    return device.num_sms * blocks_per_sm(variant)
-
-
-def _key_bytes(problem: Problem, variant: Variant) -> int:
+def _key_bytes(problem: AttentionProblem, variant: Variant) -> int:
     """Bytes of the keys and values of a head."""
     return problem.seqlen_kv * (problem.head_dim + problem.head_dim_v) * variant.element_bytes
 

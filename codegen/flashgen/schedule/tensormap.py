@@ -16,10 +16,11 @@ from flashgen.errors import SpecError
 from flashgen.spec.params import TENSOR_MAP
 
 if TYPE_CHECKING:
-    from flashgen.operators.attention import Problem, Strides
+    from flashgen.operators.operator import Problem
     from flashgen.spec.params import Param
     from flashgen.spec.variant import Variant
 
+BYTES = 128  # of an encoded map
 ALIGNMENT = 16
 _MAX_EXTENT = 1 << 32
 _MAX_STRIDE = 1 << 40
@@ -47,34 +48,35 @@ class TensorMap:
 def describe(problem: Problem, variant: Variant, param: Param) -> TensorMap | None:
     """The map of the array that ``param`` names, or None for an array that no map can describe.
 
-    The dimensions are (head_dim, seqlen, heads, batch), those of v and out begin with head_dim_v, and the box
-    is (columns, rows, 1, 1). Where the variant is packed, so that the rows of its tiles are pairs of a query
-    and a query head of the group, q and out are (head_dim, group, seqlen_q, num_heads_kv, batch), their box
-    (columns, group, rows / group, 1, 1).
+    The dimensions are those of the argument from the last to the first, with the rows of a sequence ahead of
+    its heads: (head_dim, seqlen, heads, batch) for q, and the box is (columns, rows, 1, 1). Where the variant
+    is packed, so that the rows of its tiles are pairs of a query and a query head of the group, an array of
+    query heads is (head_dim, group, seqlen_q, num_heads_kv, batch), its box (columns, group, rows / group, 1,
+    1).
 
     Raises SpecError for an array that there is no map of.
     """
-    arrays: dict[str, tuple[int, int, int, Strides]] = {
-        "q": (problem.head_dim, problem.seqlen_q, problem.num_heads_q, problem.q_strides),
-        "k": (problem.head_dim, problem.seqlen_kv, problem.num_heads_kv, problem.k_strides),
-        "v": (problem.head_dim_v, problem.seqlen_kv, problem.num_heads_kv, problem.v_strides),
-        "out": (problem.head_dim_v, problem.seqlen_q, problem.num_heads_q, problem.out_strides),
-    }
-    if param.name not in arrays or param.box is None:
+    array = None
+    if param.name in problem.operator.positions:
+        array = problem.array(param.name)
+    if array is None or len(array.extents) != 4 or param.box is None:
+        mapped = [a.name for a in problem.operator.arguments if len(a.symbols) == 4 and a.layout == "rows"]
         raise SpecError(
             f"{variant.spec}: params asks for a {TENSOR_MAP} of {param.name}; there are those of "
-            f"{', '.join(arrays)}"
+            f"{', '.join(mapped)}"
         )
-    columns, seqlen, heads, (batch_stride, row_stride, head_stride) = arrays[param.name]
-    group, rows, size = problem.group_size, param.box.rows, problem.element_bytes
-    if variant.gqa == "packed" and param.name in ("q", "out"):
+    batch, seqlen, heads, columns = array.extents
+    batch_stride, row_stride, head_stride = array.strides
+    rows, size = param.box.rows, array.element_bytes
+    if variant.gqa == "packed" and "num_heads_q" in array.argument.symbols:
+        group = heads // problem.sizes["num_heads_kv"]
         if rows % group:
             return None
-        extents = (group, seqlen, heads // group, problem.batch)
+        extents = (group, seqlen, heads // group, batch)
         strides = (head_stride, row_stride, group * head_stride, batch_stride)
         box = (param.box.columns, group, rows // group, 1, 1)
     else:
-        extents = (seqlen, heads, problem.batch)
+        extents = (seqlen, heads, batch)
         strides = (row_stride, head_stride, batch_stride)
         box = (param.box.columns, rows, 1, 1)
     extents = (columns, *extents)
@@ -83,7 +85,7 @@ def describe(problem: Problem, variant: Variant, param: Param) -> TensorMap | No
     in_bytes = _stride_bytes(extents, tuple(stride * size for stride in strides), size)
     if in_bytes is None:
         return None
-    return TensorMap(problem.dtype, extents, in_bytes, box, param.box.columns * size)
+    return TensorMap(array.dtype, extents, in_bytes, box, param.box.columns * size)
 
 
 def expressible(problem: Problem, variant: Variant) -> bool:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flashgen.errors import BadParam
-from flashgen.operators.attention import UNBOUNDED, Problem, normalise
+from flashgen.operators.attention import UNBOUNDED, AttentionProblem, normalise
 from flashgen.runtime.arrays import ArrayView
+from flashgen.schedule.plan import plan_steps
 from flashgen.simulator import hardware
 from flashgen.simulator.check import Verdict, bfloat16_bits, judge
 from flashgen.simulator.execute import simulate
@@ -60,7 +61,7 @@ class Example:
     """A problem with its arrays in host memory. bfloat16 elements are their bits in uint16; ``mask`` may be
     None."""
 
-    problem: Problem
+    problem: AttentionProblem
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
@@ -123,11 +124,13 @@ def run(
     device: Device | None = None,
     threads: int | None = None,
 ) -> Report:
-    """Simulate the variant on the example's arrays; see ``launch.simulate``. ``device`` is by default the GPU
-    that the variant is made for, as the simulator pretends it."""
+    """Simulate the variant on the example's arrays; see ``execute.simulate``. ``device`` is by default the
+    GPU that the variant is made for, as the simulator pretends it.
+    """
     pointers = tuple(0 if x is None else x.ctypes.data for x in example.arrays)
-    device = device or hardware.pretend_for(variant)
-    return simulate(library, variant, example.problem, pointers, device, seed=seed, threads=threads)
+    planned = plan_steps(example.problem, variant, device or hardware.pretend_for(variant))
+    (report,) = simulate([library], planned, example.problem, pointers, seed=seed, threads=threads)
+    return report
 
 
 def _kv_heads(variant: Variant, shape: Shape) -> int:
@@ -139,7 +142,7 @@ def _kv_heads(variant: Variant, shape: Shape) -> int:
     return 1 if shape.kv_heads is None else shape.kv_heads
 
 
-def _masked(problem: Problem, variant: Variant, shape: Shape) -> Problem:
+def _masked(problem: AttentionProblem, variant: Variant, shape: Shape) -> AttentionProblem:
     """The problem with the variant's own mask type, even where a simpler kernel would hide the same keys."""
     offset = 0 if shape.top_left else problem.seqlen_kv - problem.seqlen_q
     if variant.mask_type == "causal":

@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from flashgen.errors import InternalError, SimulationError
-from flashgen.operators.attention import ELEMENT_BYTES
-from flashgen.runtime.launch import POINTERS, geometry, maps, pack, vector_width
-from flashgen.runtime.tensormap import BYTES
+from flashgen.operators.arguments import DTYPE_BYTES
+from flashgen.schedule.parameters import filled
+from flashgen.schedule.tensormap import BYTES
 from flashgen.simulator.library import COUNTERS, SITE_KINDS, Launch, RawReport, RawTensorMap, Region, Site
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flashgen.operators.attention import Problem
-    from flashgen.runtime.arrays import Pointers
-    from flashgen.runtime.device import Device
+    from flashgen.operators.operator import Problem
+    from flashgen.runtime.plans import Pointers
+    from flashgen.schedule.plan import Step, Steps
     from flashgen.schedule.tensormap import TensorMap
     from flashgen.simulator.library import Library
     from flashgen.spec.variant import Variant
@@ -90,39 +90,45 @@ class Report:
 
 
 def simulate(
-    library: Library,
-    variant: Variant,
+    libraries: Sequence[Library],
+    planned: Steps,
     problem: Problem,
     pointers: Pointers,
-    device: Device,
     *,
     seed: int = 0,
     threads: int | None = None,
-) -> Report:
-    """Run the kernel on host memory: ``pointers`` are those of q, k, v, mask, out and lse, 0 where absent.
+) -> tuple[Report, ...]:
+    """Run the steps of a call on host memory, in order: ``pointers`` are those of the operator's arguments, 0
+    where absent, and then that of the workspace, if there is one.
 
-    ``seed`` fixes the order in which the threads of a block take their turns. ``threads``, by default as many
-    as there are cores, run blocks side by side; neither changes what a correct kernel computes.
+    ``libraries`` has the compiled kernel of each step. ``seed`` fixes the order in which the threads of a
+    block take their turns. ``threads``, by default as many as there are cores, run blocks side by side;
+    neither changes what a correct kernel computes.
 
     Raises SimulationError where a block does something wrong, of the first such block of the grid that was
     reached, and InternalError where source and package disagree on the parameters.
     """
-    size = geometry(problem, variant, device)
-    params = _parameters(problem, variant, device, pointers)
-    regions = _regions(problem, pointers)
-    blocks, shared = (size.blocks, 1, 1), size.smem_bytes
-    return execute(
-        library,
-        params,
-        blocks,
-        (size.threads, 1, 1),
-        shared,
-        regions,
-        max_shared_bytes=variant.max_smem,
-        dependent=variant.dependent_launch,
-        seed=seed,
-        threads=threads,
-    )
+    reports = []
+    written: set[str] = set()  # slices of the workspace that an earlier step may have filled
+    for library, step in zip(libraries, planned.steps, strict=True):
+        variant, grid = step.variant, step.launch
+        regions = _regions(problem, pointers) + _slices(planned, variant, pointers, written)
+        reports.append(
+            execute(
+                library,
+                _parameters(step, problem, pointers),
+                (grid.blocks, 1, 1),
+                (grid.threads, 1, 1),
+                grid.smem_bytes,
+                regions,
+                max_shared_bytes=variant.max_smem,
+                dependent=variant.dependent_launch,
+                seed=seed,
+                threads=threads,
+            )
+        )
+        written |= {param.name for param in variant.params if not param.ctype.startswith("const ")}
+    return tuple(reports)
 
 
 def execute(
@@ -182,20 +188,12 @@ def execute(
     return _merged(raws)
 
 
-def _parameters(problem: Problem, variant: Variant, device: Device, pointers: Pointers) -> bytes:
+def _parameters(step: Step, problem: Problem, pointers: Pointers) -> bytes:
     """The parameter struct, as the launcher of a GPU fills it in."""
-    template, slots, width = pack(problem, variant, device)
-    values = bytearray(template)
-    words = memoryview(values)
-    for word, position in slots:
-        words[8 * word : 8 * word + 8] = pointers[position].to_bytes(8, "little")
-    if width is not None:
-        mask = pointers[POINTERS.index("mask")]
-        aligned = vector_width(mask, *(problem.mask_strides or (0, 0, 0)))
-        words[4 * width : 4 * width + 4] = aligned.to_bytes(4, "little")
-    for offset, position, described in maps(problem, variant):
-        words[offset : offset + BYTES] = encode(described, pointers[position])
-    return bytes(values)
+    memory = filled(step.struct, pointers, problem.scalar_values())
+    for offset, source, described in step.struct.maps:
+        memory[offset : offset + BYTES] = encode(described, pointers[source])
+    return bytes(memory)
 
 
 def encode(described: TensorMap, pointer: int) -> bytes:
@@ -208,7 +206,7 @@ def encode(described: TensorMap, pointer: int) -> bytes:
             extents=described.extents,
             box=described.box,
             rank=len(described.extents),
-            element_bytes=ELEMENT_BYTES[described.dtype],
+            element_bytes=DTYPE_BYTES[described.dtype],
             swizzle=described.swizzle,
         )
     )
@@ -216,28 +214,29 @@ def encode(described: TensorMap, pointer: int) -> bytes:
 
 def _regions(problem: Problem, pointers: Pointers) -> list[Region]:
     """The memory of the arrays, without the gaps between their rows."""
-    size = problem.element_bytes
-    row, row_v = problem.head_dim * size, problem.head_dim_v * size
-    q = (problem.batch, problem.seqlen_q, problem.num_heads_q)
-    kv = (problem.batch, problem.seqlen_kv, problem.num_heads_kv)
-    rows = (problem.batch, problem.num_heads_q, problem.seqlen_q)
-    lse = (problem.num_heads_q * problem.seqlen_q * 4, problem.seqlen_q * 4, 4)
     inputs, outputs = Region.READABLE | Region.INITIALISED, Region.READABLE | Region.WRITABLE
-    arrays = {
-        b"q": (q, problem.q_strides, size, row, inputs),
-        b"k": (kv, problem.k_strides, size, row, inputs),
-        b"v": (kv, problem.v_strides, size, row_v, inputs),
-        b"mask": (rows, problem.mask_strides or (0, 0, 0), 1, problem.seqlen_kv, inputs),
-        b"out": (q, problem.out_strides, size, row_v, outputs),
-        b"lse": (rows, lse, 1, 4, outputs),
-    }
     found = []
-    for (name, (shape, strides, unit, length, access)), pointer in zip(arrays.items(), pointers, strict=True):
-        if pointer:
+    for array, pointer in zip(problem.placed(), pointers, strict=False):
+        if array is not None and pointer:
+            strides = tuple(stride * array.element_bytes for stride in array.strides)
+            access = outputs if array.argument.is_output else inputs
             found += [
-                Region(pointer + start, stop - start, name, access)
-                for start, stop in _runs(shape, tuple(stride * unit for stride in strides), length)
+                Region(pointer + start, stop - start, array.argument.name.encode(), access)
+                for start, stop in _runs(array.extents[:-1], strides, array.row_bytes)
             ]
+    return found
+
+
+def _slices(planned: Steps, variant: Variant, pointers: Pointers, written: set[str]) -> list[Region]:
+    """The slices of the workspace that a step has parameters for; it may read what an earlier one wrote."""
+    types = {param.name: param.ctype for param in variant.params}
+    found = []
+    for name, offset, nbytes in planned.workspace.slices:
+        if name in types and nbytes:
+            access = Region.READABLE
+            access |= 0 if types[name].startswith("const ") else Region.WRITABLE
+            access |= Region.INITIALISED if name in written else 0
+            found.append(Region(pointers[-1] + offset, nbytes, name.encode(), access))
     return found
 
 

@@ -7,18 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flashgen.schedule.grid import WARPGROUP_ROWS, heads, rows, rows_together, tiles
+from flashgen.schedule.grid import ROWS, heads, rows, tiles
 from flashgen.simulator.check import visible_keys
 
 if TYPE_CHECKING:
-    from flashgen.operators.attention import Problem
+    from flashgen.operators.attention import AttentionProblem
     from flashgen.simulator.execute import Report
     from flashgen.spec.variant import Variant
-
-# Matrix instructions of a warp that one product takes, and the depth of one.
-_PRODUCTS = {"fp16": (1, 16), "bf16": (1, 16), "fp32": (3, 8)}
-# Of a warpgroup, one instruction takes the whole width of a product.
-_WARPGROUP_DEPTH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +32,14 @@ class MaskedTiles:
         return (self.total - self.multiplied) / self.masked if self.masked else None
 
 
-def masked_tiles(problem: Problem, variant: Variant, mask: np.ndarray | None, report: Report) -> MaskedTiles:
+def masked_tiles(
+    problem: AttentionProblem, variant: Variant, mask: np.ndarray | None, report: Report
+) -> MaskedTiles:
     """What ``report`` says about the tiles of a forward kernel."""
-    block_m, block_n = variant.tile_value("block_m"), variant.tile_value("block_n")
-    if "warps" not in dict(variant.tile):
-        parts, part_rows = block_m // WARPGROUP_ROWS, WARPGROUP_ROWS
-        each = (variant.head_dim + block_n) // _WARPGROUP_DEPTH
-    else:
-        parts, part_rows = variant.tile_value("warps"), block_m // variant.tile_value("warps")
-        if rows_together(variant) < block_m:  # a warp's rows lie in two places
-            parts, part_rows = 2 * parts, part_rows // 2
-        products, depth = _PRODUCTS[variant.dtype]
-        # Q K^T and P V differ in size only as the head dims do.
-        width = variant.head_dim + variant.head_dim_v
-        each = products * (part_rows // 16) * (block_n // 8) * (width // depth)
+    visits, block_m = variant.visits, variant.grid.tile(ROWS)
+    block_n, part_rows = visits.keys, visits.mma_rows
     key_blocks = -(-problem.seqlen_kv // block_n)
-    total = tiles(problem, variant) * parts * key_blocks
+    total = tiles(problem, variant) * (block_m // part_rows) * key_blocks
     seen = _seen(problem, variant, mask)
     row_count, keys = -(-seen.shape[1] // block_m) * block_m, key_blocks * block_n
     padded = np.zeros((seen.shape[0], row_count, keys), bool)
@@ -60,10 +47,10 @@ def masked_tiles(problem: Problem, variant: Variant, mask: np.ndarray | None, re
     padded[:, seen.shape[1] :] = padded[:, seen.shape[1] - 1, None]
     by_tile = padded.reshape(seen.shape[0], row_count // part_rows, part_rows, key_blocks, block_n)
     visible = int(by_tile.any(axis=(2, 4)).sum())
-    return MaskedTiles(total, total - visible, report.mma / each)
+    return MaskedTiles(total, total - visible, report.mma / visits.mma)
 
 
-def _seen(problem: Problem, variant: Variant, mask: np.ndarray | None) -> np.ndarray:
+def _seen(problem: AttentionProblem, variant: Variant, mask: np.ndarray | None) -> np.ndarray:
     """Which keys each row of the grid's heads sees, bool (batch * heads, rows, seqlen_kv)."""
     shape = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_kv)
     visible = np.broadcast_to(visible_keys(problem, mask), shape)

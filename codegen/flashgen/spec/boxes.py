@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashgen.spec.expression import Expression
 from flashgen.spec.params import TENSOR_MAP, Box, Param
-from flashgen.spec.schema import File, expression_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -20,25 +19,26 @@ MAX_BOX = 256
 
 
 class Boxes:
-    """The boxes of one spec, as expressions. Raises SpecError for one that is no expression."""
+    """The boxes of one step, as expressions. Raises SpecError for one that is no expression."""
 
     def __init__(
         self,
         document: Document,
-        file: File,
-        axes: Mapping[str, Sequence[str | int]],
+        keys: Keys,
+        names: frozenset[str],
         params: tuple[Param, ...],
+        rows: Sequence[Mapping[str, Any]],
     ) -> None:
-        self._document = document
-        self._names = expression_names(file, axes)
+        """``rows`` are the ``params`` as the file gives them, at ``keys``; ``names`` may stand in a box."""
+        self._document, self._keys, self._names = document, keys, names
         self._maps = [
             (
                 param,
-                ("params", i, "box"),
+                (*keys, i, "box"),
                 self._expression(i, given, "columns"),
                 self._expression(i, given, "rows"),
             )
-            for i, (param, given) in enumerate(zip(params, file.params, strict=True))
+            for i, (param, given) in enumerate(zip(params, rows, strict=True))
             if param.ctype == TENSOR_MAP
         ]
 
@@ -53,11 +53,11 @@ class Boxes:
             if param.present(values)
         )
 
-    def _expression(self, index: int, given: Mapping[str, Mapping[str, int | str]], key: str) -> Expression:
+    def _expression(self, index: int, given: Mapping[str, Any], key: str) -> Expression:
         try:
             return Expression(given["box"][key], self._names)
         except ValueError as error:
-            raise self._document.error(("params", index, "box", key), str(error)) from None
+            raise self._document.error((*self._keys, index, "box", key), str(error)) from None
 
     def _box(
         self,

@@ -5,20 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.errors import SpecError
+from flashgen.operators import OPERATORS
 from flashgen.spec import tunedrows
 from flashgen.spec.axes import read_axes
-from flashgen.spec.boxes import Boxes
-from flashgen.spec.model import Content, as_values
-from flashgen.spec.params import TENSOR_MAP, Param
-from flashgen.spec.schema import (
-    File,
-    ParamRow,
-    Positive,
-    ShortName,
-    Target,
-    when_type,
-)
+from flashgen.spec.expression import Expression
+from flashgen.spec.grid import Buffer
+from flashgen.spec.model import Content
+from flashgen.spec.schema import File, Positive, ShortName, Target, expression_names
 from flashgen.spec.searchspace import SearchSpace
+from flashgen.spec.steps import read_steps
 from flashgen.spec.tiletable import TileTable, check_names
 from flashgen.spec.yamlfile import Document
 
@@ -61,24 +56,24 @@ def examine(path: Path, text: bytes) -> Checked:
     axes = read_axes(document, file)
     targets = _targets(document, file)
     check_names(document, file, axes.values)
+    _check_claims(document, file, axes.values)
     element_bytes = _element_bytes(document, file, axes.values)
-    params = _params(document, file, axes.values)
-    boxes = Boxes(document, file, axes.values, params)
-    table = TileTable(document, file, axes, targets, element_bytes, boxes)
+    steps, main = read_steps(document, file, axes.values)
+    table = TileTable(document, file, axes, targets, element_bytes, steps)
     space = SearchSpace(document, file, axes.values, table.entries)
     content = Content(
-        direction=file.direction,
+        operator=file.operator,
         description=file.description,
         axes=axes.values,
         element_bytes=element_bytes,
-        params=params,
+        steps=tuple(step.step for step in steps),
+        main=main,
+        workspace=_workspace(document, file, axes.values),
         family={
             "family": file.family,
-            "template": file.template,
             "header": file.header,
             "options": tuple(file.options),
-            "schedule": file.schedule,
-            "dependent_launch": file.dependent_launch,
+            "on_request": file.dispatch.prefer == "on_request",
             "start": file.dispatch.start,
             "fill": file.dispatch.fill,
         },
@@ -128,23 +123,39 @@ def _element_bytes(document: Document, file: File, axes: dict[str, Values]) -> d
     return given
 
 
-def _params(document: Document, file: File, axes: dict[str, Values]) -> tuple[Param, ...]:
-    params: list[Param] = []
-    condition = when_type(axes, file.tile_keys)
-    for i, given in enumerate(file.params):
-        row = document.convert(("params", i), given, ParamRow)
-        if row.type == TENSOR_MAP and row.box is None:
-            raise document.error(("params", i), f"the key `box` is missing; a {TENSOR_MAP} needs it")
-        if row.type != TENSOR_MAP and row.box is not None:
-            raise document.error(("params", i, "box"), f"only a {TENSOR_MAP} has a box")
-        when = document.convert(("params", i, "when"), row.when, condition)
-        limits = ((key, getattr(when, key)) for key in (*axes, *file.tile_keys))
-        kept = tuple((key, as_values(limit)) for key, limit in limits if limit is not None)
-        param = Param(row.name, row.type, row.doc, kept)
-        if any(other.name == row.name and not param.excludes(other) for other in params):
-            raise document.error(
-                ("params", i, "name"),
-                f"a second parameter is called `{row.name}`, and no key of `when` keeps the two apart",
+def _check_claims(document: Document, file: File, axes: dict[str, Values]) -> None:
+    """That the operator says of each axis how a call gives its value, and takes every value."""
+    claimed = OPERATORS[file.operator].axes
+    for axis, values in axes.items():
+        if axis not in claimed:
+            why = (
+                f"the operator {file.operator} does not say how a call chooses a value of this axis; "
+                f"it claims {', '.join(claimed)}"
             )
-        params.append(param)
-    return tuple(params)
+            raise document.error(("axes", axis), why)
+        known = claimed[axis].known
+        for value in values:
+            if value not in known if known else not isinstance(value, int) or value < 1:
+                allowed = ", ".join(map(str, known)) if known else "whole numbers above 0"
+                raise document.error(("axes", axis), f"no call asks for `{value}`; allowed: {allowed}")
+    for axis, claim in claimed.items():
+        if claim.required and axis not in axes:
+            raise document.error(("axes",), f"the axis `{axis}` is missing")
+
+
+def _workspace(document: Document, file: File, axes: dict[str, Values]) -> tuple[Buffer, ...]:
+    """The slices of the workspace, their extents checked as expressions."""
+    operator = OPERATORS[file.operator]
+    taken = {argument.name for argument in operator.arguments}
+    names = expression_names(file, axes) | operator.symbols | set(operator.grid_dimensions)
+    buffers = []
+    for name, row in file.workspace.items():
+        if name in taken:
+            raise document.error(("workspace", name), f"an argument of {file.operator} has this name")
+        for i, extent in enumerate(row.shape):
+            try:
+                Expression(extent, names)
+            except ValueError as error:
+                raise document.error(("workspace", name, "shape", i), str(error)) from None
+        buffers.append(Buffer(name, row.dtype, tuple(map(str, row.shape))))
+    return tuple(buffers)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.errors import BadParam, SpecError
+from flashgen.spec.grid import Grid
 from flashgen.spec.params import TENSOR_MAP
 from flashgen.spec.variant import Variant
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+    from flashgen.spec.grid import Buffer, Visits
     from flashgen.spec.params import Box, Param
     from flashgen.spec.yamlfile import Keys
 
@@ -29,33 +31,58 @@ Point = tuple[Any, ...]
 Members = dict[str, Any]
 
 
-class Entry(NamedTuple):
-    """A point's tile: the index of its row in ``Content.rows``, and what follows from the two together.
+class Resources(NamedTuple):
+    """What one step takes with a tile at a point: threads and dynamic shared memory of a block, the boxes of
+    the tensor maps among its parameters, in their order, and the numbers of its grid.
+    """
 
-    ``boxes`` are those of the tensor maps among its parameters, in their order.
+    threads: int
+    smem_bytes: int
+    boxes: tuple[Box, ...]
+    covers: tuple[int, ...]
+    blocks_per_sm: int
+    from_last_row: int
+    visits: Visits | None
+
+
+class Entry(NamedTuple):
+    """A point's tile: the index of its row in ``Content.rows``, and for each step what follows from the two
+    together.
     """
 
     row: int
-    threads: int
-    smem_bytes: int
     committed: bool
-    boxes: tuple[Box, ...] = ()
+    steps: tuple[Resources, ...]
+
+
+class Step(NamedTuple):
+    """One kernel of a family: what its variants share. ``covers`` names the dimensions of its grid."""
+
+    name: str
+    template: str
+    params: tuple[Param, ...]
+    covers: tuple[str, ...]
+    schedule: str
+    dependent_launch: bool
 
 
 class Content(NamedTuple):
     """What a checked spec file says, in plain values.
 
-    Variants are put together from ``family``, which all of them share, from their target, their tile row and
-    their entry. ``targets`` are in order of preference; ``entries`` has the tiles of each point, the default
-    one first, and no point that is excluded. ``problems`` says, line by line, what is left out of a file of
-    tuned tiles.
+    Variants are put together from ``family``, which all of them share, from their step, their target, their
+    tile row and their entry. ``steps`` are in the order of a call; ``main`` is the one whose variant dispatch
+    chooses. ``targets`` are in order of preference; ``entries`` has the tiles of each point, the default one
+    first, and no point that is excluded. ``problems`` says, line by line, what is left out of a file of tuned
+    tiles.
     """
 
-    direction: str
+    operator: str
     description: str
     axes: dict[str, tuple[str | int, ...]]
     element_bytes: dict[str, int]
-    params: tuple[Param, ...]
+    steps: tuple[Step, ...]
+    main: int
+    workspace: tuple[Buffer, ...]
     family: Members
     targets: dict[str, Members]
     rows: tuple[Members, ...]
@@ -66,8 +93,8 @@ class Content(NamedTuple):
 class Spec:
     """One loaded spec file.
 
-    ``name`` is the file's stem, ``direction`` "forward" or "backward". ``axes`` maps each axis to its values;
-    ``targets`` names the targets, preferred first. ``content`` is what ``check.check`` made of
+    ``name`` is the file's stem, ``operator`` the name of what its kernels compute. ``axes`` maps each axis to
+    its values; ``targets`` names the targets, preferred first. ``content`` is what ``check.check`` made of
     ``text``, and may have tuned tiles besides.
     """
 
@@ -76,20 +103,22 @@ class Spec:
         self.name = path.stem
         self.content = content
         self.family: str = content.family["family"]
-        self.direction = content.direction
+        self.operator = content.operator
+        self.on_request: bool = content.family["on_request"]
         self.description = content.description
         self.axes = content.axes
         self.targets = tuple(content.targets)
         self.text = text
-        self._limiting = tuple(dict.fromkeys(key for param in content.params for key, _ in param.when))
         self._params_at: dict[tuple[Any, ...], tuple[Param, ...]] = {}
-        self._made: dict[tuple[Point, int], Variant] = {}
+        self._made: dict[tuple[Point, int], tuple[Variant, ...]] = {}
 
     def __repr__(self) -> str:
         return f"Spec({str(self.path)!r})"
 
     def variants(self) -> tuple[Variant, ...]:
-        """Every variant: in the order of the axes' values, then of the targets, then of the tile names."""
+        """Every variant: in the order of the axes' values, then of the targets, then of the tile names, then
+        of the steps.
+        """
         return self._at(self.content.entries)
 
     def select(self, *, target: str | Iterable[str] | None = None, **axes: Any) -> tuple[Variant, ...]:
@@ -113,33 +142,69 @@ class Spec:
 
     def _at(self, points: Iterable[Point]) -> tuple[Variant, ...]:
         entries = self.content.entries
-        return tuple(self._variant(point, entry) for point in points for entry in entries.get(point, ()))
+        return tuple(
+            variant
+            for point in points
+            for entry in entries.get(point, ())
+            for variant in self._variants(point, entry)
+        )
 
-    def _variant(self, point: Point, entry: Entry) -> Variant:
+    def _variants(self, point: Point, entry: Entry) -> tuple[Variant, ...]:
+        """The kernels of one tile at a point, in the order of a call."""
         key = point, entry.row
         if key not in self._made:
-            content, target = self.content, point[-1]
-            axes = dict(zip(self.axes, point, strict=False))
-            self._made[key] = Variant(
-                **content.family,
-                **content.targets[target],
-                **content.rows[entry.row],
-                spec=self.name,
-                spec_dir=str(self.path.parent),
-                target=target,
-                axes=tuple(axes.items()),
-                threads=entry.threads,
-                smem_bytes=entry.smem_bytes,
-                committed=entry.committed,
-                element_bytes=content.element_bytes[axes["dtype"]],
-                params=self._params_of(axes | dict(content.rows[entry.row]["tile"]), entry.boxes),
-            )
+            content = self.content
+            before = tuple(self._variant(point, entry, index) for index in range(content.main))
+            rest = range(content.main + 1, len(content.steps))
+            after = tuple(self._variant(point, entry, index) for index in rest)
+            main = self._variant(point, entry, content.main, is_main=True, before=before, after=after)
+            self._made[key] = main.steps
         return self._made[key]
 
-    def _params_of(self, values: dict[str, str | int], boxes: tuple[Box, ...]) -> tuple[Param, ...]:
-        key = (*(values[name] for name in self._limiting), boxes)
+    def _variant(
+        self, point: Point, entry: Entry, index: int, is_main: bool = False, **around: tuple[Variant, ...]
+    ) -> Variant:
+        content, target = self.content, point[-1]
+        step, takes = content.steps[index], entry.steps[index]
+        axes = dict(zip(self.axes, point, strict=False))
+        values = axes | dict(content.rows[entry.row]["tile"])
+        return Variant(
+            **content.family,
+            **content.targets[target],
+            **content.rows[entry.row],
+            spec=self.name,
+            spec_dir=str(self.path.parent),
+            operator=self.operator,
+            step=step.name,
+            template=step.template,
+            dependent_launch=step.dependent_launch,
+            workspace=content.workspace,
+            target=target,
+            axes=tuple(axes.items()),
+            threads=takes.threads,
+            smem_bytes=takes.smem_bytes,
+            grid=Grid(
+                tuple(zip(step.covers, takes.covers, strict=True)),
+                step.schedule,
+                takes.blocks_per_sm,
+                takes.from_last_row,
+            ),
+            visits=takes.visits,
+            committed=entry.committed,
+            element_bytes=content.element_bytes[axes["dtype"]],
+            params=self._params_of(index, values, takes.boxes),
+            is_main=is_main,
+            **around,
+        )
+
+    def _params_of(
+        self, index: int, values: dict[str, str | int], boxes: tuple[Box, ...]
+    ) -> tuple[Param, ...]:
+        params = self.content.steps[index].params
+        limiting = dict.fromkeys(key for param in params for key, _ in param.when)
+        key = (index, *(values[name] for name in limiting), boxes)
         if key not in self._params_at:
-            present = (param for param in self.content.params if param.present(values))
+            present = (param for param in params if param.present(values))
             left = iter(boxes)
             self._params_at[key] = tuple(
                 replace(param, box=next(left)) if param.ctype == TENSOR_MAP else param for param in present

@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from flashgen.operators import OPERATORS
+from flashgen.spec.grid import SCHEDULES
 from flashgen.spec.params import CTYPES
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]*$")]
@@ -16,9 +18,6 @@ Rate = Annotated[float, msgspec.Meta(gt=0)]
 AxisValue = Count | ShortName
 AxisValues = Annotated[list[AxisValue], msgspec.Meta(min_length=1)]
 
-# What the blocks of a launch do: one tile each, or, no more of them than run at a time, tile after tile.
-SCHEDULES = ("tile_per_block", "persistent")
-
 # The name that conditions use for tile rows without one.
 DEFAULT_TILE = "default"
 
@@ -27,7 +26,7 @@ RESERVED = frozenset(
     (
         *("variant", "name", "header", "params_struct", "target"),
         *("element_bytes", "threads", "smem_bytes", "max_smem", "min", "max"),
-        *("efficiency", "no_spills", "tile"),
+        *("efficiency", "no_spills", "tile", "step"),
     )
 )
 
@@ -72,36 +71,84 @@ class Range(msgspec.Struct, forbid_unknown_fields=True, rename={"first": "from",
     step: Positive
 
 
+Number = int | str
+
+
+class GridRow(msgspec.Struct, forbid_unknown_fields=True):
+    """What a launch covers: the extent of a tile in each dimension, and how blocks go through the tiles."""
+
+    covers: dict[str, Number]
+    schedule: Literal[SCHEDULES] = "tile_per_block"
+    blocks_per_sm: Number = 1
+    from_last_row: Number = 0
+
+
+class VisitsRow(msgspec.Struct, forbid_unknown_fields=True):
+    """How a tile walks the scores; see `grid.Visits`."""
+
+    rows: Number
+    keys: Number
+    mma_rows: Number
+    mma: Number
+
+
+class StepRow(msgspec.Struct, forbid_unknown_fields=True):
+    """One kernel of a family that takes several in a call."""
+
+    name: ShortName
+    template: str
+    threads: Number
+    smem_bytes: Number
+    grid: GridRow
+    params: Annotated[list[Any], msgspec.Meta(min_length=1)]
+    visits: VisitsRow | None = None
+    dependent_launch: bool = False
+    main: bool = False
+
+
+class BufferRow(msgspec.Struct, forbid_unknown_fields=True):
+    """A slice of the workspace."""
+
+    dtype: Literal["fp16", "bf16", "fp32", "int32", "element"]
+    shape: Annotated[list[Number], msgspec.Meta(min_length=1)]
+
+
 class Dispatch(msgspec.Struct, forbid_unknown_fields=True):
     """The rule by which dispatch chooses among the variants that can serve a call."""
 
-    prefer: Literal["least_time"] = "least_time"
+    prefer: Literal["least_time", "on_request"] = "least_time"
     start: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
     fill: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
 
 
-class File(msgspec.Struct, forbid_unknown_fields=True, rename={"direction": "pass"}):
-    """The whole file. Members typed Any are checked one by one, most of them once the axes are known."""
+class File(msgspec.Struct, forbid_unknown_fields=True):
+    """The whole file. Members typed Any are checked one by one, most of them once the axes are known.
+
+    A family of one kernel says what a step says at the top of the file, and leaves ``steps`` out.
+    """
 
     family: Name
-    template: str
+    operator: Literal[tuple(OPERATORS)]
     header: str
-    direction: Literal["forward", "backward"]
     axes: dict[str, Any]
     targets: dict[str, Any]
     element_bytes: dict[str, Any]
-    threads: int | str
-    smem_bytes: int | str
     tile_keys: Annotated[list[Name], msgspec.Meta(min_length=1)]
     tiles: Annotated[list[Any], msgspec.Meta(min_length=1)]
-    params: Annotated[list[Any], msgspec.Meta(min_length=1)]
+    template: str | None = None
+    threads: Number | None = None
+    smem_bytes: Number | None = None
+    grid: GridRow | None = None
+    visits: VisitsRow | None = None
+    params: list[Any] | None = None
+    dependent_launch: bool = False
+    steps: list[Any] = []
+    workspace: dict[Name, BufferRow] = {}
     description: str = ""
     exclude: list[Any] = []
     commit: list[Any] = []
     tune: list[Any] = []
     no_spills: bool = False
-    schedule: Literal[SCHEDULES] = "tile_per_block"
-    dependent_launch: bool = False
     dispatch: Dispatch = msgspec.field(default_factory=Dispatch)
     options: list[str] = []
 

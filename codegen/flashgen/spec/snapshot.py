@@ -1,23 +1,23 @@
 """Snapshots: what checking a spec file gave, kept in the disk cache for the next process.
 
 Parsing and checking the shipped spec, with the imports of a YAML parser and a validator, takes longer than
-all else that the first call of a cached kernel does. So the `Content` of a text that passed is stored under a
-key over the text itself and over the code that checked it: an edited file, or an edited check, has another
-key and is read anew. The cache verifies on read that a snapshot is the one that was written; a text that is
-wrong has none. Nothing else is remembered, neither a path nor a time of change.
+all else that the first call of a cached kernel does. So the `Content` of a text that passed is stored, as
+JSON, under a key over the text itself and over the code that checked it: an edited file, or an edited check,
+has another key and is read anew. The cache verifies on read that a snapshot is the one that was written; a
+text that is wrong has none. Nothing else is remembered, neither a path nor a time of change.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
-import pickle
+import json
 import warnings
 from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import CacheWarning
 from flashgen.paths import code_digest
-from flashgen.spec.model import Content, Entry
+from flashgen.spec.grid import Buffer, Visits
+from flashgen.spec.model import Content, Entry, Resources, Step
 from flashgen.spec.params import Box, Param
 
 if TYPE_CHECKING:
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 # The rooms whose code decides what a text means.
 _ROOMS = ("operators", "spec")
-# What pickle says of bytes that it did not write.
-_UNREADABLE = (pickle.UnpicklingError, AttributeError, EOFError, IndexError, KeyError, TypeError, ValueError)
-_CLASSES = {(kind.__module__, kind.__qualname__): kind for kind in (Box, Content, Entry, Param)}
 
 
 def recall(text: bytes, cache: CubinCache, check: Callable[[], Content]) -> Content:
@@ -41,11 +38,11 @@ def recall(text: bytes, cache: CubinCache, check: Callable[[], Content]) -> Cont
     stored = cache.get(key)
     if stored is not None:
         try:
-            return _read(stored)
-        except _UNREADABLE as error:
+            return decode(stored)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             warnings.warn(f"{key} is no snapshot of a spec ({error}); replaced", CacheWarning, stacklevel=2)
     content = check()
-    cache.put(key, pickle.dumps(content, protocol=5))
+    cache.put(key, encode(content))
     return content
 
 
@@ -54,18 +51,52 @@ def snapshot_key(text: bytes) -> str:
     return hashlib.sha256(b"spec\0" + code_digest(*_ROOMS) + text).hexdigest()
 
 
-def _read(stored: bytes) -> Content:
-    content = _Reader(io.BytesIO(stored)).load()
-    if type(content) is not Content:
-        raise pickle.UnpicklingError(f"found a {type(content).__name__}")
-    return content
+def encode(content: Content) -> bytes:
+    """A content as JSON."""
+    steps = [
+        step._replace(params=[[param.name, param.ctype, param.doc, param.when] for param in step.params])
+        for step in content.steps
+    ]
+    plain = content._replace(steps=steps, entries=list(content.entries.items()))
+    return json.dumps(plain, separators=(",", ":")).encode()
 
 
-class _Reader(pickle.Unpickler):
-    """Reads plain values and the records that a Content is made of; runs no other code."""
+def decode(stored: bytes) -> Content:
+    """The content that `encode` made these bytes of."""
+    plain = _frozen(json.loads(stored))
+    if not isinstance(plain, tuple):
+        raise TypeError(f"found {type(plain).__name__}")
+    content = Content._make(plain)
+    return content._replace(
+        steps=tuple(_step(step) for step in content.steps),
+        workspace=tuple(Buffer._make(buffer) for buffer in content.workspace),
+        entries={
+            point: tuple(
+                Entry(row, committed, tuple(_resources(each) for each in steps))
+                for row, committed, steps in entries
+            )
+            for point, entries in content.entries
+        },
+    )
 
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return _CLASSES[module, name]
-        except KeyError:
-            raise pickle.UnpicklingError(f"{module}.{name} is not part of a spec") from None
+
+def _step(plain: tuple[Any, ...]) -> Step:
+    step = Step._make(plain)
+    return step._replace(params=tuple(Param(*param) for param in step.params))
+
+
+def _resources(plain: tuple[Any, ...]) -> Resources:
+    takes = Resources._make(plain)
+    return takes._replace(
+        boxes=tuple(Box._make(box) for box in takes.boxes),
+        visits=None if takes.visits is None else Visits._make(takes.visits),
+    )
+
+
+def _frozen(value: Any) -> Any:
+    """JSON's lists as tuples, at every depth."""
+    if isinstance(value, list):
+        return tuple([_frozen(item) for item in value])
+    if isinstance(value, dict):
+        return {key: _frozen(item) for key, item in value.items()}
+    return value

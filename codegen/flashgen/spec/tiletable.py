@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashgen.spec.expression import Expression
 from flashgen.spec.model import Entry, as_values
-from flashgen.spec.schema import DEFAULT_TILE, RESERVED, File, Target, conditions, expression_names, tile_row
+from flashgen.spec.schema import DEFAULT_TILE, RESERVED, File, Target, conditions, tile_row
 from flashgen.spec.variant import TUNED_TILE, name_part
 
 if TYPE_CHECKING:
@@ -15,9 +14,8 @@ if TYPE_CHECKING:
 
     from flashgen.errors import SpecError
     from flashgen.spec.axes import Axes
-    from flashgen.spec.boxes import Boxes
-    from flashgen.spec.model import Point
-    from flashgen.spec.params import Box
+    from flashgen.spec.model import Point, Resources
+    from flashgen.spec.steps import StepTable
     from flashgen.spec.yamlfile import Document
 
 
@@ -37,14 +35,11 @@ class TileTable:
         axes: Axes,
         targets: Mapping[str, Target],
         element_bytes: Mapping[str, int],
-        boxes: Boxes,
+        steps: Sequence[StepTable],
     ) -> None:
         self._document, self._file, self._axes = document, file, axes.values
-        self._targets, self._element_bytes, self._boxes = targets, element_bytes, boxes
+        self._targets, self._element_bytes, self._steps = targets, element_bytes, steps
         domain = {**axes.values, "target": tuple(targets)}
-        names = expression_names(file, axes.values)
-        self._threads = self._expression("threads", names)
-        self._smem_bytes = self._expression("smem_bytes", names)
         self.rows = self._load("tiles", tile_row(domain, file.tile_keys, file.no_spills))
         self._by_name = self._names()
         self._matching = Matcher(domain, self.rows)
@@ -81,12 +76,6 @@ class TileTable:
             masks[name] = masks.get(name, 0) | 1 << index
         return masks
 
-    def _expression(self, key: str, names: frozenset[str]) -> Expression:
-        try:
-            return Expression(getattr(self._file, key), names)
-        except ValueError as error:
-            raise self._document.error((key,), str(error)) from None
-
     def _tiles_at(self, point: Point) -> tuple[Entry, ...]:
         """For each tile name the first row that matches the point."""
         matching, committed = self._matching.at(point), self._committed.at(point)
@@ -98,11 +87,11 @@ class TileTable:
                 self._used.add(index)
                 tile = {key: getattr(self.rows[index], key) for key in self._file.tile_keys}
                 error = partial(self._document.error, ("tiles", index))
-                threads, smem_bytes, boxes = self.resources(tile, point, error)
+                steps = self.resources(tile, point, error)
                 listed = committed and any(
                     committed >> i & 1 and row.name in (None, name) for i, row in enumerate(self._commit)
                 )
-                entries.append(Entry(index, threads, smem_bytes, bool(listed), boxes))
+                entries.append(Entry(index, bool(listed), steps))
             elif name == DEFAULT_TILE:
                 why = f"no row without a name serves {self.describe(point)}; add a row, or exclude the point"
                 raise self._document.error(("tiles",), why)
@@ -110,29 +99,17 @@ class TileTable:
 
     def resources(
         self, tile: Mapping[str, int], point: Point, error: Callable[[str], SpecError]
-    ) -> tuple[int, int, tuple[Box, ...]]:
-        """Threads and bytes of shared memory of a block with this tile, and the boxes of its tensor maps.
+    ) -> tuple[Resources, ...]:
+        """What each step takes with this tile.
 
-        Raises what ``error`` makes of a message where a block may not have them, and SpecError for a box.
+        Raises what ``error`` makes of a message where a block may not have it, and SpecError for a box.
         """
         limit = self._targets[point[-1]].max_smem
         values = dict(zip(self._axes, point, strict=False))
         values["element_bytes"] = self._element_bytes[values["dtype"]]
         values["max_smem"] = limit
         values |= tile
-        try:
-            threads, smem_bytes = self._threads(values), self._smem_bytes(values)
-        except ValueError as cause:
-            raise error(f"{self.describe(point)}: {cause}") from None
-        if not 32 <= threads <= 1024 or threads % 32:
-            raise error(
-                f"{threads} threads for {self.describe(point)}; allowed: multiples of 32 from 32 to 1024"
-            )
-        if not 0 <= smem_bytes <= limit:
-            raise error(
-                f"{smem_bytes} bytes of shared memory for {self.describe(point)}; allowed: at most {limit}"
-            )
-        return threads, smem_bytes, self._boxes.at(values, lambda: self.describe(point))
+        return tuple(step.at(values, limit, lambda: self.describe(point), error) for step in self._steps)
 
     def _check_promise(self, index: int) -> None:
         """That ``no_spills`` names architectures that `flashgen build` would find wanting."""

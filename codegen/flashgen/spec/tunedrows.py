@@ -79,12 +79,12 @@ def combine(content: Content, rows: Sequence[TunedRow], problems: Sequence[str] 
 
 def _entry(tuned: Tuned, table: TileTable, tile: dict[str, int], point: Point, error: Any) -> Entry:
     try:
-        threads, smem_bytes, boxes = table.resources(tile, point, error)
+        steps = table.resources(tile, point, error)
     except SpecError as wrong:
         if str(wrong).startswith(f"{tuned.path}:"):
             raise
         raise error(str(wrong)) from None  # about a box of the spec, which this tile does not fit
-    return Entry(-1, threads, smem_bytes, False, boxes)
+    return Entry(-1, False, steps)
 
 
 def without_path(tuned: Tuned, error: SpecError) -> str:

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flashgen.arch import arch_parts, reaches
+from flashgen.spec.grid import Grid
 
 if TYPE_CHECKING:
+    from flashgen.spec.grid import Buffer, Visits
     from flashgen.spec.params import Param
 
 # Name of the tile that `flashgen tune` measured on the GPU at hand; no row of a spec may take it.
@@ -25,10 +27,14 @@ class Variant:
     generated file and the symbol of the kernel. ``smem_bytes`` is the dynamic shared memory of a block in
     bytes, ``max_smem`` what the target allows. ``efficiency`` is the measured rate of this tile relative to
     its siblings; it, ``start`` and ``fill`` (`dispatch.cost`) steer dispatch only. ``no_spills`` is whether
-    the spec promises that no register is spilled, or the architectures on which it does. ``schedule`` is
-    "tile_per_block" or "persistent". ``dependent_launch`` is whether the kernel itself waits for the one
-    before it in its stream.
+    the spec promises that no register is spilled, or the architectures on which it does. ``grid`` says what a
+    launch covers, ``visits`` how a tile walks the scores (None: the kernel has no such walk).
+    ``dependent_launch`` is whether the kernel itself waits for the one before it in its stream.
     ``priority`` is the position of the target in its spec; lower is preferred.
+
+    ``step`` names the kernel among those of its family, and is empty where there is one. The variant that
+    dispatch chooses ``is_main``; those of the other steps of a call come ``before`` and ``after`` it, and
+    share the ``workspace``. ``on_request`` is whether only a call that names the family takes it.
     """
 
     family: str
@@ -46,21 +52,29 @@ class Variant:
     element_bytes: int
     params: tuple[Param, ...]
     header: str
+    operator: str = "attention"
+    step: str = ""
     efficiency: float = 1.0
     start: float = 0.0
     fill: float = 0.0
     committed: bool = False
     no_spills: bool | tuple[str, ...] = False
     options: tuple[str, ...] = ()
-    schedule: str = "tile_per_block"
+    grid: Grid = Grid()  # noqa: RUF009
+    visits: Visits | None = None
+    workspace: tuple[Buffer, ...] = ()
     dependent_launch: bool = False
+    on_request: bool = False
     priority: int = 0
+    is_main: bool = True
+    before: tuple[Variant, ...] = field(default=(), repr=False)
+    after: tuple[Variant, ...] = field(default=(), repr=False)
     spec_dir: str = field(default="", repr=False)
     name: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(
-            self, "name", variant_name(self.family, dict(self.axes), self.target, self.tile_name)
+            self, "name", variant_name(self.family, dict(self.axes), self.target, self.tile_name, self.step)
         )
 
     def __hash__(self) -> int:
@@ -120,8 +134,20 @@ class Variant:
             committed=False,
             no_spills=False,
             dependent_launch=False,
+            grid=Grid(),
+            visits=None,
+            workspace=(),
+            on_request=False,
             priority=0,
+            is_main=True,
+            before=(),
+            after=(),
         )
+
+    @property
+    def steps(self) -> tuple[Variant, ...]:
+        """The kernels of a call that dispatch gives this one, in order."""
+        return (*self.before, self, *self.after)
 
     def code_for(self, arch: str) -> str | None:
         """The architecture to compile for, so that GPUs of ``arch`` run the code: "sm_90a" for "sm_90" where
@@ -161,20 +187,24 @@ class Variant:
             "committed": self.committed,
             "no_spills": self.no_spills if isinstance(self.no_spills, bool) else list(self.no_spills),
             "options": list(self.options),
-            "schedule": self.schedule,
+            "operator": self.operator,
+            "step": self.step,
+            "grid": {"covers": dict(self.grid.covers), "schedule": self.grid.schedule},
             "dependent_launch": self.dependent_launch,
             "params": [param.name for param in self.params],
         }
 
 
-def variant_name(family: str, axes: dict[str, str | int], target: str, tile_name: str = "") -> str:
+def variant_name(
+    family: str, axes: dict[str, str | int], target: str, tile_name: str = "", step: str = ""
+) -> str:
     """File stem and symbol: ``flash_fwd_hdim128_fp16_causal_m64_gqa_sm80``.
 
-    The order is family, head dim (``hdim192_128`` where that of v is another), dtype, mask type, any further
-    axis, tile, grouping, target. A value of ``none`` (and ``mha`` for the grouping) says the ordinary and is
-    left out; a numeric axis carries its own name in front.
+    The order is family, step, head dim (``hdim192_128`` where that of v is another), dtype, mask type, any
+    further axis, tile, grouping, target. A value of ``none`` (and ``mha`` for the grouping) says the ordinary
+    and is left out; a numeric axis carries its own name in front.
     """
-    parts = [family]
+    parts = [family, step]
     for axis, value in axes.items():
         ordinary = value == "none" or (axis == "head_dim_v" and value == axes.get("head_dim"))
         if axis != "gqa" and not ordinary:

@@ -60,9 +60,7 @@ def fields(subjects: Sequence[Subject]) -> list[Field]:
             except SpecError as error:
                 dropped.append(Dropped(tile, str(error)))
                 continue
-            threads, smem_bytes, boxes = resources
-            entry = Entry(-1, threads, smem_bytes, False, boxes)
-            rows.append(TunedRow(subject.point, tile, 1.0, {}, entry))
+            rows.append(TunedRow(subject.point, tile, 1.0, {}, Entry(-1, False, resources)))
         spec = Spec(subject.spec.path, subject.spec.text, combine(known.content, rows))
         variants = spec.select(target=subject.ordinary.target, **dict(subject.ordinary.axes))
         candidates = tuple(variant for variant in variants if variant.tile_name == TUNED_TILE)

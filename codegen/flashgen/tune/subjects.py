@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashgen.errors import BadParam, DeviceTypeNotSupported
-from flashgen.schedule.dispatch import FAMILY, preferred, runs_on
+from flashgen.schedule.dispatch import preferred, runs_on
 from flashgen.spec.variant import TUNED_TILE
 
 if TYPE_CHECKING:
@@ -36,11 +36,11 @@ def subjects(specs: Sequence[Spec], selected: Iterable[Variant], device: Device)
     dispatch would consider on ``device``.
 
     ``specs`` are those of the selected. Raises DeviceTypeNotSupported where none of the selected runs on the
-    device, BadParam where only tiles with names were selected or another family than that of dispatch.
+    device, BadParam where only tiles with names were selected, or kernels that dispatch does not choose.
     """
-    selected = [variant for variant in selected if variant.family == FAMILY]
+    selected = [variant for variant in selected if variant.is_main and not variant.on_request]
     if not selected:
-        raise BadParam(f"nothing to tune: only kernels of the family {FAMILY} are")
+        raise BadParam("nothing to tune: no call takes any of the selected kernels unless it asks for it")
     ordinary = [variant for variant in selected if variant.tile_name in ("", TUNED_TILE)]
     if not ordinary:
         names = ", ".join(sorted({variant.tile_name for variant in selected}))

@@ -1,0 +1,273 @@
+"""The argument table: what an operator states about its arrays, once.
+
+Layout and overlap checks, the order of pointers, tensor maps, parameter structs, regions of the simulator,
+example arrays and byte counts derive from it. A shape is written in symbols, as in einops:
+``"batch seqlen_q num_heads_q head_dim"``; a problem gives each symbol a size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from flashgen.errors import BadTensorDtype, BadTensorShape, BadTensorStrides, NullPointer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from flashgen.runtime.arrays import ArrayView
+
+DTYPE_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "bool": 1, "uint8": 1, "int32": 4}
+# Bytes to which the address and the rows of an array of elements are aligned.
+ROW_ALIGNMENT = 16
+
+Strides = tuple[int, ...]
+# What a symbol is called in the name of a stride: q_row_stride, mask_head_stride.
+_STRIDE_WORDS = {"batch": "batch", "seqlen": "row", "num_heads": "head"}
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One array of an operator.
+
+    ``shape`` lists the symbols of its dimensions; a leading ``batch`` may be left out by the caller, an empty
+    shape is a scalar in device memory. ``dtypes`` are those allowed; none means the element type of the call.
+    ``layout`` is "rows" (any strides, but the last dimension is contiguous and rows are aligned),
+    "contiguous", or "broadcast" (from the right, as in NumPy, but for the last dimension, which is
+    contiguous). ``alignment`` is in bytes. A missing optional input is a null pointer; a missing output is
+    allocated.
+    """
+
+    name: str
+    role: Literal["input", "output"]
+    shape: str
+    dtypes: tuple[str, ...] = ()
+    layout: Literal["rows", "contiguous", "broadcast"] = "rows"
+    alignment: int = ROW_ALIGNMENT
+    optional: bool = False
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """The symbols of the dimensions, in order."""
+        return tuple(self.shape.split())
+
+    @property
+    def is_output(self) -> bool:
+        return self.role == "output"
+
+    def dtype(self, element: str) -> str:
+        """The dtype as kernels see it, where the call's elements are ``element``."""
+        return self.dtypes[-1] if self.dtypes else element
+
+    def stride_names(self) -> tuple[str, ...]:
+        """The parameters that hold its strides, in elements: all dimensions but the last."""
+        words = (symbol.removesuffix("_q").removesuffix("_kv") for symbol in self.symbols[:-1])
+        return tuple(f"{self.name}_{_STRIDE_WORDS.get(word, word)}_stride" for word in words)
+
+    def extents(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The size of each dimension."""
+        return tuple(sizes[symbol] for symbol in self.symbols)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An argument as one call lays it out: the size of each dimension, the strides of all but the last in
+    elements (0 where never multiplied), and the bytes of an element.
+    """
+
+    argument: Argument
+    extents: tuple[int, ...]
+    strides: Strides
+    dtype: str
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row: the last dimension."""
+        return (self.extents[-1] if self.extents else 1) * self.element_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its distinct elements, those of a broadcast dimension once."""
+        rows = (
+            1 if stride == 0 and self.argument.layout == "broadcast" else extent
+            for extent, stride in zip(self.extents[:-1], self.strides, strict=True)
+        )
+        return math.prod(rows) * self.row_bytes
+
+    def span(self) -> tuple[int, int]:
+        """The first byte touched and the one past the last, from the pointer."""
+        if 0 in self.extents:
+            return 0, 0
+        steps = [
+            (extent - 1) * stride * self.element_bytes
+            for extent, stride in zip(self.extents[:-1], self.strides, strict=True)
+        ]
+        below, above = (step for step in steps if step < 0), (step for step in steps if step > 0)
+        return sum(below), sum(above) + self.row_bytes
+
+
+def contiguous_strides(extents: Sequence[int]) -> Strides:
+    """Strides in elements of all dimensions but the last, in C order; 0 for an extent of at most 1."""
+    strides, step = [], math.prod(extents[-1:])
+    for extent in reversed(extents[:-1]):
+        strides.append(step)
+        step *= extent
+    return normal_strides(extents, tuple(reversed(strides)))
+
+
+def normal_strides(extents: Sequence[int], strides: Sequence[int]) -> Strides:
+    """``strides`` with those that are never multiplied set to 0, so that equal layouts are equal."""
+    if 0 in extents:
+        return (0,) * (len(extents) - 1)
+    return tuple(stride if extent > 1 else 0 for extent, stride in zip(extents[:-1], strides, strict=False))
+
+
+def is_contiguous(view: ArrayView) -> bool:
+    """In C order, whatever the strides that are never multiplied."""
+    if 0 in view.shape or not view.shape:
+        return True
+    if view.strides is None:
+        return False
+    last = view.shape[-1] <= 1 or view.strides[-1] == 1
+    return last and normal_strides(view.shape, view.strides) == contiguous_strides(view.shape)
+
+
+def place(argument: Argument, view: ArrayView | None, sizes: Mapping[str, int], element: str) -> Placed:
+    """How ``view`` lies, once it is known to fit; None: a new contiguous array. A missing batch is added."""
+    extents = argument.extents(sizes)
+    if view is None:
+        strides = contiguous_strides(extents)
+    elif 0 in view.shape or view.strides is None:
+        strides = (0,) * max(0, len(extents) - 1)
+    else:
+        missing = len(extents) - len(view.shape)
+        shape, steps = (1,) * missing + tuple(view.shape), (0,) * missing + tuple(view.strides)
+        strides = normal_strides(shape, steps[:-1])
+    return Placed(argument, extents, strides, argument.dtype(element))
+
+
+def total_bytes(arguments: Sequence[Argument], sizes: Mapping[str, int], element: str) -> int:
+    """Bytes of contiguous arrays: what a call must read and write at least once."""
+    placed = (
+        Placed(argument, extents, contiguous_strides(extents), argument.dtype(element))
+        for argument in arguments
+        for extents in [argument.extents(sizes)]
+    )
+    return sum(array.nbytes for array in placed)
+
+
+def check_array(argument: Argument, view: ArrayView, sizes: Mapping[str, int], element: str) -> None:
+    """That an array has the dtype, the shape and the layout that its argument asks for.
+
+    Raises BadTensorDtype, BadTensorShape or BadTensorStrides.
+    """
+    name, allowed = argument.name, argument.dtypes or (element,)
+    if view.dtype not in allowed:
+        raise BadTensorDtype(f"{name} has dtype {view.dtype}; expected {' or '.join(allowed)}")
+    expected = argument.extents(sizes)
+    if argument.layout == "broadcast":
+        check_broadcast(argument, view, expected)
+        return
+    if view.shape != expected and (argument.symbols[:1] != ("batch",) or view.shape != expected[1:]):
+        raise BadTensorShape(f"{name} has shape {view.shape}; expected {expected}")
+    check_strides(argument, view, DTYPE_BYTES[view.dtype])
+
+
+def check_strides(argument: Argument, view: ArrayView, element_bytes: int) -> None:
+    """That the last dimension is contiguous and rows are aligned, and that no two elements of an output share
+    an address. Raises BadTensorStrides.
+    """
+    name = argument.name
+    if 0 in view.shape or not view.shape:
+        return
+    if view.strides is None:
+        raise BadTensorStrides(f"{name} has rows that do not start at a whole number of elements")
+    if argument.layout == "contiguous":
+        if not is_contiguous(view):
+            raise BadTensorStrides(f"{name} has strides {view.strides} (in elements); it must be contiguous")
+        return
+    if view.strides[-1] != 1:
+        raise BadTensorStrides(
+            f"{name} has strides {view.strides} (in elements); the last dimension must be contiguous"
+        )
+    for extent, stride in zip(view.shape[:-1], view.strides[:-1], strict=True):
+        if extent > 1 and stride * element_bytes % argument.alignment:
+            raise BadTensorStrides(
+                f"{name} has strides {view.strides} (in elements); each row must start at a multiple of "
+                f"{argument.alignment} bytes, that is {argument.alignment // element_bytes} elements"
+            )
+    if argument.is_output and _shares_elements(view):
+        raise BadTensorStrides(
+            f"{name} has shape {view.shape} and strides {view.strides}: several elements share one address"
+        )
+
+
+def check_broadcast(argument: Argument, view: ArrayView, expected: tuple[int, ...]) -> None:
+    """That an array broadcasts, from the right, to ``expected``, and has its last dimension in full.
+
+    Raises BadTensorShape or BadTensorStrides.
+    """
+    rank = len(view.shape)
+    fits = 1 <= rank <= len(expected) and view.shape[-1] == expected[-1]
+    for extent, full in zip(view.shape[:-1], expected[len(expected) - rank : -1], strict=False):
+        fits = fits and extent in (1, full)
+    if not fits:
+        raise BadTensorShape(
+            f"{argument.name} has shape {view.shape}; it must broadcast, from the right, to "
+            f"({', '.join(argument.symbols)}) = {expected}, and its last dimension must be "
+            f"{argument.symbols[-1]} itself"
+        )
+    if view.shape[-1] > 1 and 0 not in view.shape and (view.strides is None or view.strides[-1] != 1):
+        raise BadTensorStrides(
+            f"{argument.name} has strides {view.strides} (in elements); its last dimension must be contiguous"
+        )
+
+
+def check_memory(
+    arguments: Sequence[Argument],
+    spans: Sequence[tuple[int, int]],
+    pointers: Sequence[int],
+    written: Sequence[int],
+) -> None:
+    """Check the pointers of one call; ``spans`` and ``pointers`` are in the order of ``arguments``.
+
+    ``written`` lists the positions of the outputs that the caller passed, whose overlap with another array
+    must be ruled out. Two arrays overlap when their address ranges do, even if they interleave without
+    sharing an element.
+
+    Raises NullPointer for an array without memory, BadTensorStrides for a misaligned or overlapping one.
+    """
+    for argument, (low, high), pointer in zip(arguments, spans, pointers, strict=True):
+        if high == low:
+            continue
+        if pointer == 0 and not argument.optional:
+            raise NullPointer(f"{argument.name} has no memory behind it")
+        if pointer % argument.alignment:
+            raise BadTensorStrides(
+                f"{argument.name} starts at address {pointer:#x}, which is not a multiple of "
+                f"{argument.alignment} bytes; pass a copy or a slice that starts at an aligned element"
+            )
+    for target in written:
+        start, end = pointers[target] + spans[target][0], pointers[target] + spans[target][1]
+        for other, ((low, high), pointer) in enumerate(zip(spans, pointers, strict=True)):
+            if other != target and low < high and pointer + low < end and start < pointer + high:
+                raise BadTensorStrides(
+                    f"{arguments[target].name} overlaps {arguments[other].name} in memory; "
+                    "pass memory of its own"
+                )
+
+
+def _shares_elements(view: ArrayView) -> bool:
+    reach = 0
+    pairs = sorted((abs(stride), extent) for extent, stride in zip(view.shape, view.strides, strict=True))
+    for stride, extent in pairs:
+        if extent > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (extent - 1)
+    return False

@@ -1,0 +1,178 @@
+"""What an operator is: its arguments, the axes that tell its kernels apart, and the problems of its calls."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from flashgen.operators.arguments import Argument, Placed, Strides
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
+
+Value = str | int
+Number = int | float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One call, normalised: everything but its pointers, so it is hashable and the same for every call of one
+    layout.
+
+    ``dtype`` is that of its elements. ``strides`` has, for each argument of the operator, the strides of all
+    dimensions but the last, in elements and 0 where never multiplied; None for an array that is absent.
+    ``device`` is a CUDA ordinal, or None for host memory. ``batched`` is False where the caller left out the
+    batch dimension.
+    """
+
+    dtype: str
+    strides: tuple[Strides | None, ...]
+    device: int | None = None
+    batched: bool = True
+    operator: ClassVar[Operator]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each symbol in the shapes of the arguments."""
+        raise NotImplementedError
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no output element to write."""
+        raise NotImplementedError
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """The positions of the outputs that the caller gets, in order."""
+        return tuple(
+            position
+            for position, (argument, strides) in enumerate(
+                zip(self.operator.arguments, self.strides, strict=True)
+            )
+            if argument.is_output and strides is not None
+        )
+
+    def placed(self) -> tuple[Placed | None, ...]:
+        """How each argument lies in memory, in the operator's order; None for one that is absent."""
+        sizes = self.sizes
+        return tuple(
+            None
+            if strides is None
+            else Placed(argument, argument.extents(sizes), strides, argument.dtype(self.dtype))
+            for argument, strides in zip(self.operator.arguments, self.strides, strict=True)
+        )
+
+    def array(self, name: str) -> Placed | None:
+        """How the argument called ``name`` lies in memory."""
+        return self.placed()[self.operator.position(name)]
+
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """For each argument the first byte touched and the one past the last, from its pointer."""
+        return tuple((0, 0) if placed is None else placed.span() for placed in self.placed())
+
+    def shape(self, position: int) -> tuple[int, ...]:
+        """The shape of an argument as the caller has it: without batch where he left it out."""
+        argument = self.operator.arguments[position]
+        extents = argument.extents(self.sizes)
+        return extents if self.batched or argument.symbols[:1] != ("batch",) else extents[1:]
+
+    def wanted(self) -> str:
+        """What a variant has to be to compute it, for a message: ``head_dim 64, dtype fp16, ...``."""
+        raise NotImplementedError
+
+    def grid_extents(self, axes: Mapping[str, Value]) -> dict[str, int]:
+        """The dimensions that a grid may cover, for a variant with these axes: rows, heads, ..."""
+        raise NotImplementedError
+
+    def values(self, axes: Mapping[str, Value]) -> dict[str, Number]:
+        """The numbers that parameters of a variant with these axes may name, beside sizes and strides."""
+        raise NotImplementedError
+
+    def scalar_values(self) -> dict[str, Number]:
+        """Those of `values` that follow from the scalars alone."""
+        raise NotImplementedError
+
+    def with_scalars(self, given: Sequence[Any]) -> Problem:
+        """This problem with other scalars, in the operator's order; None keeps one. Raises BadParam."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """How an operator claims an axis of its families' specs.
+
+    ``serves`` tells whether a variant with a value computes a problem. ``known`` lists the values that a spec
+    may give the axis; None: any whole number above 0. Of an axis that is a ``size`` the smallest value that
+    serves is the best. ``default`` is what a spec without the axis stands for, and ``default_from`` the axis
+    that has this value; with neither, every spec has the axis.
+    """
+
+    serves: Callable[[Any, Value], bool]
+    known: tuple[Value, ...] | None = None
+    size: bool = False
+    default: Value | None = None
+    default_from: str | None = None
+
+    @property
+    def required(self) -> bool:
+        return self.default is None and self.default_from is None
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """One operation: ``arguments`` in the order of pointers; ``options``, which decide what is computed;
+    ``scalars``, numbers that may differ from call to call of a plan; ``axes``, which tell its kernels apart;
+    ``grid_dimensions``, which a kernel's grid may cover (`Problem.grid_extents`).
+
+    ``normalise(views, options, scalars)`` makes the Problem of a call, or raises the error of the contract
+    that it breaks. ``views`` has an ArrayView, or None, for each argument.
+    """
+
+    name: str
+    arguments: tuple[Argument, ...]
+    options: tuple[str, ...]
+    scalars: tuple[str, ...]
+    axes: Mapping[str, Axis]
+    grid_dimensions: tuple[str, ...]
+    normalise: Callable[..., Problem] = field(repr=False)
+
+    @property
+    def symbols(self) -> frozenset[str]:
+        """The symbols in the shapes of its arguments."""
+        return frozenset(symbol for argument in self.arguments for symbol in argument.symbols)
+
+    @functools.cached_property
+    def positions(self) -> dict[str, int]:
+        return {argument.name: position for position, argument in enumerate(self.arguments)}
+
+    def position(self, name: str) -> int:
+        """The position of an argument among pointers and arrays."""
+        return self.positions[name]
+
+    def in_order(self, **by_name: Any) -> tuple[Any, ...]:
+        """Values given by the names of arguments, in their order; None for the others."""
+        unknown = by_name.keys() - self.positions.keys()
+        if unknown:
+            raise KeyError(f"{self.name} has no argument {', '.join(sorted(unknown))}")
+        return tuple(by_name.get(argument.name) for argument in self.arguments)
+
+    def axis_values(self, axes: Mapping[str, Value]) -> dict[str, Value]:
+        """The value of each claimed axis for a variant, by default where its spec has no such axis."""
+        found = dict(axes)
+        for name, axis in self.axes.items():
+            if name not in found:
+                found[name] = axis.default if axis.default_from is None else found[axis.default_from]
+        return found
+
+    def serves(self, problem: Problem, axes: Mapping[str, Value]) -> bool:
+        """Whether a variant with these axes computes ``problem``, however its arrays lie in memory."""
+        values = self.axis_values(axes)
+        return all(axis.serves(problem, values[name]) for name, axis in self.axes.items())
+
+    def work(self, axes: Mapping[str, Value]) -> tuple[int, ...]:
+        """What to compare variants by, the least first: the sum of their sizes, then each."""
+        values = self.axis_values(axes)
+        sizes = tuple(values[name] for name, axis in self.axes.items() if axis.size)
+        return (sum(sizes), *sizes)

@@ -1,0 +1,164 @@
+"""The parameter struct of a step: every value that a spec may name in ``params``, and where a call's pointers
+go."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flashgen.errors import SpecError
+from flashgen.schedule.divisor import divisor
+from flashgen.schedule.grid import blocks_at_a_time, heads, row_blocks, rows_ahead, tiles
+from flashgen.schedule.sections import sections
+from flashgen.schedule.tensormap import BYTES, REQUIREMENTS, TensorMap, describe
+from flashgen.source.params import layout
+from flashgen.spec.params import C_TYPES, TENSOR_MAP
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from flashgen.operators.operator import Number, Problem
+    from flashgen.runtime.device import Device
+    from flashgen.schedule.plan import Workspace
+    from flashgen.spec.variant import Variant
+
+_VECTOR_WIDTHS = {1: 1, 2: 1, 4: 4, 8: 8, 16: 16}
+_VECTOR_WIDTH = "_vector_width"
+_OF_SECTIONS = (
+    "heads_per_section",
+    "num_sections",
+    "section_tiles_divisor",
+    "section_heads_divisor",
+    "last_section_heads_divisor",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Struct:
+    """A step's parameter struct for one problem, and what a call has to fill in.
+
+    ``template`` has everything but pointers and tensor maps. ``pointers`` lists (offset, source, distance):
+    the address of a source, plus a distance in bytes, goes to an offset. Sources are the operator's arguments
+    in their order, then the workspace. ``maps`` lists (offset, source, map), ``widths`` (offset, source,
+    strides in bytes) of each ``..._vector_width``, and ``scalars`` (offset, struct code, name) of each number
+    that follows from the scalars of a call. Offsets are in bytes.
+    """
+
+    template: bytes
+    alignment: int
+    pointers: tuple[tuple[int, int, int], ...]
+    maps: tuple[tuple[int, int, TensorMap], ...]
+    widths: tuple[tuple[int, int, tuple[int, ...]], ...]
+    scalars: tuple[tuple[int, str, str], ...]
+
+
+def parameters(problem: Problem, variant: Variant, device: Device) -> dict[str, Number]:
+    """Every number that a spec may name in ``params``, by name.
+
+    Sizes have the names of the operator's symbols, strides are in elements: ``q_row_stride``. The rest are
+    `Problem.values` and those of the grid. ``num_row_blocks`` is the tiles of one (batch, head).
+    ``heads_per_section`` and ``num_sections`` are those of `sections`; what ends in ``_divisor`` is a
+    `divisor`.
+    """
+    values: dict[str, Number] = dict(problem.sizes)
+    for argument, strides in zip(problem.operator.arguments, problem.strides, strict=True):
+        names = argument.stride_names()
+        values |= zip(names, strides or (0,) * len(names), strict=True)
+    values |= problem.values(problem.operator.axis_values(dict(variant.axes)))
+    blocks = row_blocks(problem, variant)
+    values |= {
+        "num_row_blocks": blocks,
+        "num_tiles": tiles(problem, variant),
+        "blocks_at_a_time": blocks_at_a_time(variant, device),
+        "rows_ahead": rows_ahead(problem, variant),
+        # A grid without tiles is not launched, but it has a struct.
+        "num_heads_divisor": divisor(max(1, heads(problem, variant))),
+        "group_size_divisor": divisor(int(values["group_size"])),
+    }
+    if any(param.name in _OF_SECTIONS for param in variant.params):
+        values |= _sections(problem, variant, device)
+    return values
+
+
+def _sections(problem: Problem, variant: Variant, device: Device) -> dict[str, int]:
+    cut = sections(problem, variant, device)
+    last = heads(problem, variant) * problem.sizes["batch"] - (cut.count - 1) * cut.heads
+    tiles_of_section = cut.heads * row_blocks(problem, variant)
+    numbers = (
+        cut.heads,
+        cut.count,
+        divisor(max(1, tiles_of_section)),
+        divisor(cut.heads),
+        divisor(max(1, last)),
+    )
+    return dict(zip(_OF_SECTIONS, numbers, strict=True))
+
+
+def vector_width(*numbers: int) -> int:
+    """The widest of 1, 4, 8 and 16 bytes that divides every number, be it an address or a stride."""
+    bits = 16
+    for number in numbers:
+        bits |= number
+    return _VECTOR_WIDTHS[bits & -bits]
+
+
+def pack(problem: Problem, variant: Variant, device: Device, workspace: Workspace | None = None) -> Struct:
+    """The parameter struct of one step.
+
+    Raises SpecError for a parameter that nobody can give, one that overflows, and an array that a tensor map
+    cannot describe; dispatch does not choose such a variant.
+    """
+    operator, table = problem.operator, layout(variant.params)
+    slices: Mapping[str, int] = workspace.offsets if workspace else {}
+    numbers = parameters(problem, variant, device)
+    values: dict[str, Number | bytes] = dict(numbers)
+    pointers, maps, widths, scalars = [], [], [], []
+    of_scalars = problem.scalar_values().keys()
+    for param in variant.params:
+        name, offset = param.name, table.offsets[param.name]
+        base = name.removesuffix(_VECTOR_WIDTH)
+        if param.ctype == TENSOR_MAP:
+            described = describe(problem, variant, param)
+            if described is None:
+                raise SpecError(f"{variant.name} needs, for its tensor map of {name}, {REQUIREMENTS}")
+            maps.append((offset, operator.position(name), described))
+            values[name] = bytes(BYTES)
+        elif name in operator.positions:
+            pointers.append((offset, operator.position(name), 0))
+            values[name] = 0
+        elif name in slices:
+            pointers.append((offset, len(operator.arguments), slices[name]))
+            values[name] = 0
+        elif base != name and base in operator.positions:
+            array = problem.array(base)
+            strides = tuple(stride * array.element_bytes for stride in array.strides) if array else ()
+            widths.append((offset, operator.position(base), strides))
+            values[name] = vector_width(*strides)
+        elif name in of_scalars:
+            scalars.append((offset, C_TYPES[param.ctype][1], name))
+        elif name not in numbers:
+            raise SpecError(
+                f"{variant.spec}: params names {name}, which the launcher cannot give; it knows "
+                f"{', '.join(sorted({*operator.positions, *slices, *numbers, *_OF_SECTIONS}))}"
+            )
+    try:
+        template = table.pack(values)
+    except struct.error as error:
+        raise SpecError(
+            f"{variant.spec}: a parameter of {variant.name} does not hold its value: {error}"
+        ) from error
+    alignment = max(8, table.alignment)
+    return Struct(template, alignment, tuple(pointers), tuple(maps), tuple(widths), tuple(scalars))
+
+
+def filled(made: Struct, pointers: tuple[int, ...], scalars: Mapping[str, Number]) -> bytearray:
+    """The struct of one call but for its tensor maps: ``pointers`` by source, ``scalars`` by name."""
+    memory = bytearray(made.template)
+    for offset, source, distance in made.pointers:
+        memory[offset : offset + 8] = (pointers[source] + distance).to_bytes(8, "little")
+    for offset, source, strides in made.widths:
+        memory[offset : offset + 4] = vector_width(pointers[source], *strides).to_bytes(4, "little")
+    for offset, code, name in made.scalars:
+        struct.pack_into(f"<{code}", memory, offset, scalars[name])
+    return memory

@@ -1,0 +1,58 @@
+"""What a kernel's grid covers, and how a tile of it walks the scores: what a spec says of a step's launch.
+
+Scheduling reads these numbers; nothing there repeats what a template decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+# What the blocks of a launch do: one tile each, or, no more of them than run at a time, tile after tile.
+SCHEDULES = ("tile_per_block", "persistent")
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The work tiles of a launch.
+
+    ``covers`` names the dimensions of the operator that are cut into tiles, with a tile's extent in each;
+    their product is the number of tiles. ``schedule`` is one of SCHEDULES. ``blocks_per_sm`` is the thread
+    blocks that a multiprocessor has room for. ``from_last_row`` is 0 where tiles are counted from the first
+    row of a head; else they are counted from the last one, in multiples of so many rows.
+    """
+
+    covers: tuple[tuple[str, int], ...] = ()
+    schedule: str = "tile_per_block"
+    blocks_per_sm: int = 1
+    from_last_row: int = 0
+
+    @property
+    def persistent(self) -> bool:
+        return self.schedule == "persistent"
+
+    def tile(self, dimension: str) -> int:
+        """A tile's extent in a dimension; 0 where the grid does not cover it."""
+        return dict(self.covers).get(dimension, 0)
+
+
+class Visits(NamedTuple):
+    """How a work tile walks the scores: ``rows`` of it visit the same KV blocks, of ``keys`` keys each. A
+    warp (``wgmma``: a warpgroup) multiplies ``mma_rows`` rows as one, and takes ``mma`` matrix instructions
+    for them and a KV block.
+    """
+
+    rows: int
+    keys: int
+    mma_rows: int
+    mma: int
+
+
+class Buffer(NamedTuple):
+    """A slice of the workspace: an array of the family's own that its steps share. The extents in ``shape``
+    are expressions over sizes of the call, axes, tile keys and the dimensions of grids.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[str, ...]

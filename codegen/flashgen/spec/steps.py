@@ -1,0 +1,147 @@
+"""The kernels of a family, step by step: their keys checked, and what each takes at a point with a tile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flashgen.operators import OPERATORS
+from flashgen.spec.boxes import Boxes
+from flashgen.spec.expression import Expression
+from flashgen.spec.grid import Visits
+from flashgen.spec.model import Resources, Step, as_values
+from flashgen.spec.params import TENSOR_MAP, Param
+from flashgen.spec.schema import File, ParamRow, StepRow, expression_names, when_type
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from flashgen.errors import SpecError
+    from flashgen.spec.axes import Values
+    from flashgen.spec.yamlfile import Document, Keys
+
+# What a family of one kernel says at the top of its file.
+_OF_A_STEP = ("template", "threads", "smem_bytes", "grid", "params")
+_MAY_HAVE = ("visits", "dependent_launch")
+
+
+def read_steps(document: Document, file: File, axes: Mapping[str, Values]) -> tuple[list[StepTable], int]:
+    """The steps of a family, and which of them dispatch chooses. Raises SpecError where they are wrong."""
+    if not file.steps:
+        for key in _OF_A_STEP:
+            if getattr(file, key) is None:
+                raise document.error((), f"the key `{key}` is missing")
+        given = {key: getattr(file, key) for key in (*_OF_A_STEP, *_MAY_HAVE)}
+        return [StepTable(document, file, axes, (), StepRow(name="only", **given))], 0
+    for key in _OF_A_STEP:
+        if getattr(file, key) is not None:
+            raise document.error((key,), "each of `steps` has its own; leave this one out")
+    rows = [document.convert(("steps", i), row, StepRow) for i, row in enumerate(file.steps)]
+    names = [row.name for row in rows]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise document.error(("steps", i, "name"), f"a second step is called `{name}`")
+    main = [i for i, row in enumerate(rows) if row.main]
+    if len(main) != 1:
+        raise document.error(("steps",), f"{len(main)} steps say `main: true`; one of them must")
+    return [StepTable(document, file, axes, ("steps", i), row) for i, row in enumerate(rows)], main[0]
+
+
+class StepTable:
+    """One kernel of a family. Raises SpecError for an expression, a parameter or a grid that is wrong."""
+
+    def __init__(
+        self, document: Document, file: File, axes: Mapping[str, Values], keys: Keys, row: StepRow
+    ) -> None:
+        self._document, self._keys = document, keys
+        self._names = expression_names(file, axes)
+        params = _params(document, file, axes, keys, row.params)
+        self.step = Step(
+            row.name if keys else "",
+            row.template,
+            params,
+            tuple(row.grid.covers),
+            row.grid.schedule,
+            row.dependent_launch,
+        )
+        self._threads = self._expression(("threads",), row.threads)
+        self._smem_bytes = self._expression(("smem_bytes",), row.smem_bytes)
+        known = OPERATORS[file.operator].grid_dimensions
+        for name in row.grid.covers:
+            if name not in known:
+                why = f"{file.operator} has no such dimension; allowed: {', '.join(known)}"
+                raise document.error((*keys, "grid", "covers", name), why)
+        self._covers = [
+            self._expression(("grid", "covers", name), extent) for name, extent in row.grid.covers.items()
+        ]
+        self._blocks_per_sm = self._expression(("grid", "blocks_per_sm"), row.grid.blocks_per_sm)
+        self._from_last_row = self._expression(("grid", "from_last_row"), row.grid.from_last_row)
+        self._visits = None
+        if row.visits is not None:
+            self._visits = [
+                self._expression(("visits", key), getattr(row.visits, key)) for key in Visits._fields
+            ]
+        self._boxes = Boxes(document, (*keys, "params"), self._names, params, row.params)
+
+    def at(
+        self,
+        values: Mapping[str, str | int],
+        limit: int,
+        where: Callable[[], str],
+        error: Callable[[str], SpecError],
+    ) -> Resources:
+        """What the step takes where axes and tile keys have these ``values``; ``limit`` is the shared memory
+        in bytes that a block may have.
+
+        Raises what ``error`` makes of a message for what a block may not have, and SpecError for a box.
+        """
+        try:
+            threads, smem_bytes = self._threads(values), self._smem_bytes(values)
+            covers = tuple(extent(values) for extent in self._covers)
+            blocks_per_sm, from_last_row = self._blocks_per_sm(values), self._from_last_row(values)
+            visits = None
+            if self._visits is not None:
+                visits = Visits(*(number(values) for number in self._visits))
+        except ValueError as cause:
+            raise error(f"{where()}: {cause}") from None
+        if not 32 <= threads <= 1024 or threads % 32:
+            raise error(f"{threads} threads for {where()}; allowed: multiples of 32 from 32 to 1024")
+        if not 0 <= smem_bytes <= limit:
+            raise error(f"{smem_bytes} bytes of shared memory for {where()}; allowed: at most {limit}")
+        positive = (*covers, blocks_per_sm, *(visits or ()))
+        if min(positive) < 1 or from_last_row < 0:
+            raise error(f"an extent of `grid` or `visits` is below 1 for {where()}")
+        boxes = self._boxes.at(values, where)
+        return Resources(threads, smem_bytes, boxes, covers, blocks_per_sm, from_last_row, visits)
+
+    def _expression(self, keys: Keys, text: str | int) -> Expression:
+        try:
+            return Expression(text, self._names)
+        except ValueError as error:
+            raise self._document.error((*self._keys, *keys), str(error)) from None
+
+
+def _params(
+    document: Document, file: File, axes: Mapping[str, Values], step: Keys, given: list[Any]
+) -> tuple[Param, ...]:
+    params: list[Param] = []
+    condition = when_type(axes, file.tile_keys)
+    if not given:
+        raise document.error((*step, "params"), "expected `array` of length >= 1, found []")
+    for i, each in enumerate(given):
+        keys = (*step, "params", i)
+        row = document.convert(keys, each, ParamRow)
+        if row.type == TENSOR_MAP and row.box is None:
+            raise document.error(keys, f"the key `box` is missing; a {TENSOR_MAP} needs it")
+        if row.type != TENSOR_MAP and row.box is not None:
+            raise document.error((*keys, "box"), f"only a {TENSOR_MAP} has a box")
+        when = document.convert((*keys, "when"), row.when, condition)
+        limits = ((key, getattr(when, key)) for key in (*axes, *file.tile_keys))
+        kept = tuple((key, tuple(as_values(limit))) for key, limit in limits if limit is not None)
+        param = Param(row.name, row.type, row.doc, kept)
+        if any(other.name == row.name and not param.excludes(other) for other in params):
+            raise document.error(
+                (*keys, "name"),
+                f"a second parameter is called `{row.name}`, and no key of `when` keeps the two apart",
+            )
+        params.append(param)
+    return tuple(params)

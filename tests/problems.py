@@ -1,0 +1,30 @@
+"""Problems of attention for tests, with the strides of each array by its name."""
+
+import dataclasses
+
+from flashgen.operators.attention import ATTENTION, AttentionProblem
+
+NAMES = tuple(argument.name for argument in ATTENTION.arguments)
+
+
+def problem(**fields):
+    """A problem whose strides are given as ``q_strides``, ...; ``return_lse`` gives it a contiguous lse."""
+    fields["strides"] = _strides(fields, (None,) * len(NAMES))
+    return AttentionProblem(**fields)
+
+
+def replace(made, **changes):
+    """``dataclasses.replace``; of a problem, strides by name."""
+    if isinstance(made, AttentionProblem):
+        changes["strides"] = _strides(changes, made.strides)
+    return dataclasses.replace(made, **changes)
+
+
+def _strides(fields, before):
+    found = dict(zip(NAMES, before, strict=True))
+    for name in NAMES:
+        if f"{name}_strides" in fields:
+            found[name] = fields.pop(f"{name}_strides")
+    if "return_lse" in fields:
+        found["lse"] = (0, 0) if fields.pop("return_lse") else None
+    return tuple(found.values())
