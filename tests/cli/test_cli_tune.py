@@ -34,7 +34,7 @@ def test_without_write_nothing_changes(bench, flashgen, tmp_path):
     result = flashgen("tune", "--select", SELECT, "--shapes", "1k,4k")
     assert result.exit_code == 0, result.output
     title, header, *rows, best = [line for line in result.stdout.splitlines() if line]
-    assert title == "flash_fwd_hdim64_fp16_causal_sm80: 14 tiles timed, 0 dropped"
+    assert title == "tiny_fwd_hdim64_fp16_causal_sm80: 14 tiles timed, 0 dropped"
     assert header.split()[:5] == ["block_m", "block_n", "warps", "stages", "min_blocks"]
     assert all(name in header for name in ("regs", "spills", "blocks/SM", "16x1k 32/32 TFLOP/s", "speed"))
     assert [row.split()[-1] for row in rows[:5]] == ["1.250"] * 4 + ["*"]
@@ -60,7 +60,7 @@ def test_write_keeps_the_winner_for_this_gpu_and_list_and_doctor_show_it(bench, 
     assert (row["measured"]["compiler"], row["measured"]["driver"]) == ("NVRTC 13.0", "580.10")
 
     (listed,) = tuned(flashgen)
-    assert listed["name"] == "flash_fwd_hdim64_fp16_causal_tuned_sm80"
+    assert listed["name"] == "tiny_fwd_hdim64_fp16_causal_tuned_sm80"
     assert listed["tile"] == kernel["best"]
     assert "1 tuned on this GPU" in flashgen("list").stderr
     facts = json.loads(flashgen("doctor", "--json").stdout)["tuned"]
