@@ -61,24 +61,13 @@ struct Params {
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // softmax_scale * log2(e)
 };
-static_assert(sizeof(Params) == 576);
-static_assert(offsetof(Params, q) == 0);
-static_assert(offsetof(Params, k) == 128);
-static_assert(offsetof(Params, v) == 256);
-static_assert(offsetof(Params, out) == 384);
-static_assert(offsetof(Params, lse) == 512);
-static_assert(offsetof(Params, batch_size) == 520);
-static_assert(offsetof(Params, num_heads_q) == 524);
-static_assert(offsetof(Params, num_heads_kv) == 528);
-static_assert(offsetof(Params, group_size) == 532);
-static_assert(offsetof(Params, seqlen_q) == 536);
-static_assert(offsetof(Params, seqlen_kv) == 540);
-static_assert(offsetof(Params, num_tiles) == 544);
-static_assert(offsetof(Params, num_row_blocks) == 548);
-static_assert(offsetof(Params, rows_ahead) == 552);
-static_assert(offsetof(Params, heads_per_section) == 556);
-static_assert(offsetof(Params, num_sections) == 560);
-static_assert(offsetof(Params, diagonal_offset) == 564);
+static_assert(sizeof(Params) == 576 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
+static_assert(offsetof(Params, out) == 384 && offsetof(Params, lse) == 512 && offsetof(Params, batch_size) == 520);
+static_assert(offsetof(Params, num_heads_q) == 524 && offsetof(Params, num_heads_kv) == 528);
+static_assert(offsetof(Params, group_size) == 532 && offsetof(Params, seqlen_q) == 536 && offsetof(Params, seqlen_kv) == 540);
+static_assert(offsetof(Params, num_tiles) == 544 && offsetof(Params, num_row_blocks) == 548);
+static_assert(offsetof(Params, rows_ahead) == 552 && offsetof(Params, heads_per_section) == 556);
+static_assert(offsetof(Params, num_sections) == 560 && offsetof(Params, diagonal_offset) == 564);
 static_assert(offsetof(Params, scale_log2) == 568);
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
@@ -227,6 +216,51 @@ __device__ __forceinline__ void hide_keys(const Params& params, float (&scores)[
     }
 }
 
+// The matrix instructions of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
+// if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
+// 8 j + 2 t + e % 2.
+#ifndef FLASHGEN_SIMULATOR  // which has C++ in their place
+
+// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both with the summed dimension contiguous.
+__device__ __forceinline__ void wgmma_m64n64k16_bf16_ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, p, 1, 1, 0, 0;\n}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// wgmma.mma_async.m64n128k16: a in registers, as an accumulator's columns 2 t, 2 t + 1 and those 8 further lie in its rows g and
+// g + 8, rounded; b in shared memory with its columns contiguous.
+__device__ __forceinline__ void wgmma_m64n128k16_bf16_rs(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, {"
+        "%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+#endif
+
 // A matrix descriptor: where an operand lies in shared memory, and the distances between its swizzle atoms of eight rows.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int leading_bytes, int stride_bytes) {
     constexpr uint64_t kSwizzle = 1;  // 128 bytes
@@ -245,8 +279,8 @@ __device__ __forceinline__ void start_qk(float (&scores)[kBlockN / 2], shared_ad
     for (int panel = 0; panel < kHeadDim / kPanelColumns; ++panel) {
 #pragma unroll
         for (int step = 0; step < kPanelColumns / 16; ++step) {
-            wgmma_ss<element>(scores, q + ((panel * kBlockM * kPanelRowBytes + 32 * step) >> 4),
-                              k + ((panel * kBlockN * kPanelRowBytes + 32 * step) >> 4), panel + step > 0);
+            wgmma_m64n64k16_bf16_ss(scores, q + ((panel * kBlockM * kPanelRowBytes + 32 * step) >> 4),
+                                  k + ((panel * kBlockN * kPanelRowBytes + 32 * step) >> 4), panel + step > 0);
         }
     }
     wgmma_commit();
@@ -275,7 +309,7 @@ __device__ __forceinline__ void start_pv(float (&output)[kHeadDimV / 2], const W
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kBlockN / 16; ++step) {
-        wgmma_rs<element>(output, weights.fragment[step], v + (16 * step * kPanelRowBytes >> 4), 1);
+        wgmma_m64n128k16_bf16_rs(output, weights.fragment[step], v + (16 * step * kPanelRowBytes >> 4), 1);
     }
     wgmma_commit();
 }

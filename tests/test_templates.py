@@ -1,13 +1,18 @@
-"""Properties of the CUDA text itself: PTX in its place, loads where they are written, no parameter unread."""
+"""Properties of the CUDA text itself: PTX in its place, loads where they are written."""
 
 import re
 
 import pytest
 
 from flashgen import paths
+from flashgen.render import render
+from flashgen.spec import load_specs
 
 HEADERS = sorted((paths.templates_dir() / "include" / "flashgen").glob("*.cuh"))
 ASM = re.compile(r"\basm\b( volatile)?\s*\((.*?)\);", re.DOTALL)
+# What a kernel has besides its header: the matrix instructions of its shapes.
+IN_KERNEL = re.compile(r"^#ifndef FLASHGEN_SIMULATOR.*?^#endif$", re.DOTALL | re.MULTILINE)
+COMMITTED = [variant for spec in load_specs() for variant in spec.variants() if variant.committed]
 
 
 @pytest.mark.parametrize("header", HEADERS, ids=lambda path: path.name)
@@ -20,3 +25,13 @@ def test_a_load_of_global_memory_stays_behind_the_wait_for_the_grids_ahead(heade
             assert volatile, body
             assert '"memory"' in body
             assert ".nc" not in body
+
+
+@pytest.mark.parametrize("variant", COMMITTED, ids=str)
+def test_a_kernel_has_no_asm_but_its_matrix_instructions(variant):
+    source = render(variant)
+    assert not re.search(r"\basm\b", IN_KERNEL.sub("", source))
+    apart = "".join(IN_KERNEL.findall(source))
+    functions = re.findall(r"^__device__ __forceinline__ void (\w+)\(.*?^}", apart, re.DOTALL | re.MULTILINE)
+    assert len(functions) == len(ASM.findall(apart)) == apart.count("wgmma.mma_async.sync")
+    assert all(name in IN_KERNEL.sub("", source) for name in functions)
