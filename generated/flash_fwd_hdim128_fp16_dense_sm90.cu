@@ -61,7 +61,6 @@ struct Params {
     int64_t mask_head_stride;
     int32_t batch_size;
     int32_t num_heads_q;
-    int32_t num_heads_kv;
     int32_t seqlen_q;
     int32_t seqlen_kv;
     int32_t head_dim_v;                   // of the call, at most kHeadDimV
@@ -77,12 +76,11 @@ static_assert(offsetof(Params, out) == 384 && offsetof(Params, lse) == 392 && of
 static_assert(offsetof(Params, out_batch_stride) == 408 && offsetof(Params, out_row_stride) == 416);
 static_assert(offsetof(Params, out_head_stride) == 424 && offsetof(Params, mask_batch_stride) == 432);
 static_assert(offsetof(Params, mask_row_stride) == 440 && offsetof(Params, mask_head_stride) == 448);
-static_assert(offsetof(Params, batch_size) == 456 && offsetof(Params, num_heads_q) == 460);
-static_assert(offsetof(Params, num_heads_kv) == 464 && offsetof(Params, seqlen_q) == 468 && offsetof(Params, seqlen_kv) == 472);
-static_assert(offsetof(Params, head_dim_v) == 476 && offsetof(Params, num_tiles) == 480);
-static_assert(offsetof(Params, num_row_blocks) == 484 && offsetof(Params, heads_per_section) == 488);
-static_assert(offsetof(Params, num_sections) == 492 && offsetof(Params, mask_vector_width) == 496);
-static_assert(offsetof(Params, scale_log2) == 500);
+static_assert(offsetof(Params, batch_size) == 456 && offsetof(Params, num_heads_q) == 460 && offsetof(Params, seqlen_q) == 464);
+static_assert(offsetof(Params, seqlen_kv) == 468 && offsetof(Params, head_dim_v) == 472 && offsetof(Params, num_tiles) == 476);
+static_assert(offsetof(Params, num_row_blocks) == 480 && offsetof(Params, heads_per_section) == 484);
+static_assert(offsetof(Params, num_sections) == 488 && offsetof(Params, mask_vector_width) == 492);
+static_assert(offsetof(Params, scale_log2) == 496);
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 struct Tile {

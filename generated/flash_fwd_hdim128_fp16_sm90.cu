@@ -49,7 +49,6 @@ struct Params {
     float* lse;                           // (batch, num_heads_q, seqlen_q), contiguous; may be null
     int32_t batch_size;
     int32_t num_heads_q;
-    int32_t num_heads_kv;
     int32_t seqlen_q;
     int32_t seqlen_kv;
     int32_t num_tiles;
@@ -60,10 +59,10 @@ struct Params {
 };
 static_assert(sizeof(Params) == 576 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
 static_assert(offsetof(Params, out) == 384 && offsetof(Params, lse) == 512 && offsetof(Params, batch_size) == 520);
-static_assert(offsetof(Params, num_heads_q) == 524 && offsetof(Params, num_heads_kv) == 528 && offsetof(Params, seqlen_q) == 532);
-static_assert(offsetof(Params, seqlen_kv) == 536 && offsetof(Params, num_tiles) == 540);
-static_assert(offsetof(Params, num_row_blocks) == 544 && offsetof(Params, heads_per_section) == 548);
-static_assert(offsetof(Params, num_sections) == 552 && offsetof(Params, scale_log2) == 556);
+static_assert(offsetof(Params, num_heads_q) == 524 && offsetof(Params, seqlen_q) == 528 && offsetof(Params, seqlen_kv) == 532);
+static_assert(offsetof(Params, num_tiles) == 536 && offsetof(Params, num_row_blocks) == 540);
+static_assert(offsetof(Params, heads_per_section) == 544 && offsetof(Params, num_sections) == 548);
+static_assert(offsetof(Params, scale_log2) == 552);
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 struct Tile {

@@ -50,7 +50,6 @@ struct Params {
     int64_t out_head_stride;
     int32_t batch_size;
     int32_t num_heads_q;
-    int32_t num_heads_kv;
     int32_t seqlen_q;
     int32_t seqlen_kv;
     int32_t head_dim_v;                   // of the call, at most kHeadDimV
@@ -63,11 +62,10 @@ struct Params {
 static_assert(sizeof(Params) == 512 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
 static_assert(offsetof(Params, out) == 384 && offsetof(Params, lse) == 392 && offsetof(Params, out_batch_stride) == 400);
 static_assert(offsetof(Params, out_row_stride) == 408 && offsetof(Params, out_head_stride) == 416);
-static_assert(offsetof(Params, batch_size) == 424 && offsetof(Params, num_heads_q) == 428);
-static_assert(offsetof(Params, num_heads_kv) == 432 && offsetof(Params, seqlen_q) == 436 && offsetof(Params, seqlen_kv) == 440);
-static_assert(offsetof(Params, head_dim_v) == 444 && offsetof(Params, num_tiles) == 448);
-static_assert(offsetof(Params, num_row_blocks) == 452 && offsetof(Params, heads_per_section) == 456);
-static_assert(offsetof(Params, num_sections) == 460 && offsetof(Params, scale_log2) == 464);
+static_assert(offsetof(Params, batch_size) == 424 && offsetof(Params, num_heads_q) == 428 && offsetof(Params, seqlen_q) == 432);
+static_assert(offsetof(Params, seqlen_kv) == 436 && offsetof(Params, head_dim_v) == 440 && offsetof(Params, num_tiles) == 444);
+static_assert(offsetof(Params, num_row_blocks) == 448 && offsetof(Params, heads_per_section) == 452);
+static_assert(offsetof(Params, num_sections) == 456 && offsetof(Params, scale_log2) == 460);
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 struct Tile {

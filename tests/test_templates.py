@@ -35,3 +35,13 @@ def test_a_kernel_has_no_asm_but_its_matrix_instructions(variant):
     functions = re.findall(r"^__device__ __forceinline__ void (\w+)\(.*?^}", apart, re.DOTALL | re.MULTILINE)
     assert len(functions) == len(ASM.findall(apart)) == apart.count("wgmma.mma_async.sync")
     assert all(name in IN_KERNEL.sub("", source) for name in functions)
+
+
+def test_a_hopper_kernel_reads_each_of_its_parameters():
+    unread = {}
+    for variant in next(spec for spec in load_specs() if spec.name == "flash_fwd_sm90").variants():
+        source = render(variant)
+        names = [p.name for p in variant.params if not re.search(rf"\bparams\.{p.name}\b", source)]
+        if names:
+            unread[variant.name] = names
+    assert unread == {}
