@@ -7,7 +7,7 @@
 
 #include "flashgen/ptx.cuh"
 
-// A CUtensorMap: what the copy engine knows of a tensor in global memory. Made by the host, opaque here.
+// A CUtensorMap: what TMA knows of a tensor in global memory. Made by the host, opaque here.
 struct alignas(64) tensor_map {
     uint64_t opaque[16];
 };
@@ -18,7 +18,7 @@ __device__ __forceinline__ shared_address to_shared(const void* pointer) {
     return address;
 }
 
-// prefetch.tensormap: brings a tensor map into the cache of the copy engine.
+// prefetch.tensormap: brings a tensor map into TMA's cache.
 __device__ __forceinline__ void prefetch_tensormap(const tensor_map& map) {
     asm volatile("prefetch.tensormap [%0];\n" ::"l"(&map) : "memory");
 }
@@ -28,7 +28,7 @@ __device__ __forceinline__ void mbarrier_init(shared_address barrier, int arriva
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// fence.mbarrier_init: makes initialised barriers visible to the copy engine.
+// fence.mbarrier_init: makes initialised barriers visible to TMA.
 __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
 }
@@ -101,7 +101,7 @@ __device__ __forceinline__ void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kPending) : "memory");
 }
 
-// fence.proxy.async: orders the thread's accesses to shared memory ahead of those of the copy engine.
+// fence.proxy.async: orders the thread's accesses to shared memory ahead of those of TMA.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 
 // stmatrix.x4: four 8x8 matrices of 16-bit elements, whose rows go where lane 8 i + j says for row j of matrix i.
