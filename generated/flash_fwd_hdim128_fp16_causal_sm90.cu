@@ -348,6 +348,10 @@ __device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], const Pac
 // 2^kSlack. That costs no accuracy, since O and row_sum share the factor, and spares nearly all rescaling of O and the exchange of
 // maxima between lanes.
 constexpr float kSlack = 8.0f;
+// row_max is kept kPBias below the maximum, so that P, which is rounded to fp16, uses the upper half of its exponents: what is
+// below its normal numbers, 2^-14, is that much less of the row. O, row_sum and the LSE come out the same.
+constexpr float kPBias = 7.0f;
+static_assert(kSlack + kPBias <= 15.0f, "fp16 ends below 2^16");
 constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
 
 __device__ __forceinline__ float quad_max(float value) {
@@ -379,14 +383,14 @@ __device__ __forceinline__ bool softmax_step(float (&scores)[kBlockN / 2], RowSt
             value = fmaxf(value, fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]));
         }
         block_max[half] = value * scale_log2;
-        moves |= block_max[half] > rows.row_max[half] + kSlack;
+        moves |= block_max[half] > rows.row_max[half] + (kSlack + kPBias);
     }
     moves = __any_sync(0xffffffff, moves);
     if (moves) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float previous = rows.row_max[half];
-            rows.row_max[half] = fmaxf(previous, quad_max(block_max[half]));
+            rows.row_max[half] = fmaxf(previous, quad_max(block_max[half]) - kPBias);
             rows.correction[half] = exp2_approx(previous - rows.row_max[half]);
             rows.row_sum[half] *= rows.correction[half];
         }

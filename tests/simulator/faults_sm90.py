@@ -23,6 +23,7 @@ SLIDING = Shape(seqlen_q=300, seqlen_kv=500, heads=1, window=(150, 20))
 GROUPED = Shape(seqlen_q=50, seqlen_kv=400, heads=4, kv_heads=1)
 # Scores of a standard deviation of 8, so that the running maximum moves.
 WIDE = Shape(seqlen_q=130, seqlen_kv=600, heads=1, spread=8.0)
+STEEP = Shape(seqlen_q=130, seqlen_kv=600, heads=1, spread=40.0)
 
 ASYNC = ("race", "copy in flight", "uninitialised shared memory")
 STUCK = ("deadlock",)
@@ -519,6 +520,13 @@ FAULTS = (
         "            if (moved) rescale(output, rows);\n",
         "",
         shape=WIDE,
+    ),
+    planted(
+        "P past the largest number of fp16",
+        NUMBERS,
+        "(kSlack + kPBias)",
+        "(kSlack + 2 * kPBias)",
+        shape=STEEP,
     ),
     planted(
         "a word of Q written without a proxy fence",
