@@ -13,21 +13,29 @@
 using element = fp16;
 
 constexpr int kHeadDim = 64;  // of Q and K
-constexpr int kHeadDimV = 64;  // of V and the output
+constexpr int kHeadDimV = 64;  // of V and O
 constexpr int kBlockM = 192;  // query rows of a tile
-constexpr int kBlockN = 128;  // keys of a block
-constexpr int kQStages = 2;  // tiles of Q in shared memory; the output of each leaves through its place
-constexpr int kStages = 3;   // blocks of K, and of V
-constexpr int kConsumers = kBlockM / 64;  // warpgroups that compute, 64 rows each; one more fetches
-constexpr int kStoreBarrier = 1 + kConsumers;  // where the first warpgroup meets when its output is to be copied; the others follow
-constexpr int kThreads = 128 * (1 + kConsumers);
+constexpr int kBlockN = 128;  // keys of a KV block
+constexpr int kQStages = 2;  // Q buffers; the O of a tile leaves through the buffer of its Q
+constexpr int kStages = 3;  // K buffers, and V buffers
+constexpr int kConsumers = 3;  // consumer warpgroups, 64 rows each
+constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
-// Q, K, V and the output lie in shared memory as panels of 64 columns, each row of 128 bytes swizzled by the copy engine.
+// Registers of a thread, by setmaxnreg. The register file has 512 for each of a warpgroup's threads, over all warpgroups.
+constexpr int kProducerRegisters = 32;
+constexpr int kConsumerRegisters = kConsumers == 1 ? 240 : (512 - kProducerRegisters) / kConsumers / 8 * 8;
+
+// Named barriers: 1 to kConsumers are the consumers' turns.
+constexpr int kStoreBarrier = 1 + kConsumers;  // the first consumer's, when its O is in shared memory; the others' follow
+
+// Shared memory holds panels of 64 columns, each row of 128 bytes swizzled by TMA.
 constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
-constexpr int kQBytes = kBlockM * kHeadDim * sizeof(element);
-constexpr int kKBytes = kBlockN * kHeadDim * sizeof(element);   // of a stage
-constexpr int kVBytes = kBlockN * kHeadDimV * sizeof(element);  // likewise
+constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q and K
+constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;  // of V and O
+constexpr int kQBytes = kPanels * kBlockM * kPanelRowBytes;
+constexpr int kKBytes = kPanels * kBlockN * kPanelRowBytes;
+constexpr int kVBytes = kPanelsV * kBlockN * kPanelRowBytes;
 constexpr int kKOffset = kQStages * kQBytes;
 constexpr int kVOffset = kKOffset + kStages * kKBytes;
 constexpr int kBarrierOffset = kVOffset + kStages * kVBytes;
@@ -35,10 +43,10 @@ constexpr int kSharedBytes = kBarrierOffset + 8 * (2 * kQStages + 4 * kStages);
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-static_assert(kBlockN % 16 == 0 && kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
-static_assert(kHeadDimV <= kHeadDim, "the output fits where its queries lay");
-static_assert(kQStages == 1 || kQStages == 2, "the output leaves through the second tile of Q, or from registers");
-static_assert(kHeadDim % kPanelColumns == 0 && kHeadDimV % kPanelColumns == 0, "panels are whole");
+static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole matrix instructions");
+static_assert(kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
+static_assert(kHeadDimV <= kHeadDim, "O fits where its Q was");
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 512, "the register file");
 static_assert(kSharedBytes + 1024 == 148608, "launcher and kernel agree on shared memory");
 
 struct Params {
@@ -49,7 +57,6 @@ struct Params {
     float* lse;                           // (batch, num_heads_q, seqlen_q), contiguous; may be null
     int32_t batch_size;
     int32_t num_heads_q;
-    int32_t num_heads_kv;
     int32_t seqlen_q;
     int32_t seqlen_kv;
     int32_t num_tiles;
@@ -58,29 +65,19 @@ struct Params {
     int32_t num_sections;                 // the last has the heads that are left
     float scale_log2;                     // softmax_scale * log2(e)
 };
-static_assert(sizeof(Params) == 576);
-static_assert(offsetof(Params, q) == 0);
-static_assert(offsetof(Params, k) == 128);
-static_assert(offsetof(Params, v) == 256);
-static_assert(offsetof(Params, out) == 384);
-static_assert(offsetof(Params, lse) == 512);
-static_assert(offsetof(Params, batch_size) == 520);
-static_assert(offsetof(Params, num_heads_q) == 524);
-static_assert(offsetof(Params, num_heads_kv) == 528);
-static_assert(offsetof(Params, seqlen_q) == 532);
-static_assert(offsetof(Params, seqlen_kv) == 536);
-static_assert(offsetof(Params, num_tiles) == 540);
-static_assert(offsetof(Params, num_row_blocks) == 544);
-static_assert(offsetof(Params, heads_per_section) == 548);
-static_assert(offsetof(Params, num_sections) == 552);
-static_assert(offsetof(Params, scale_log2) == 556);
+static_assert(sizeof(Params) == 576 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
+static_assert(offsetof(Params, out) == 384 && offsetof(Params, lse) == 512 && offsetof(Params, batch_size) == 520);
+static_assert(offsetof(Params, num_heads_q) == 524 && offsetof(Params, seqlen_q) == 528 && offsetof(Params, seqlen_kv) == 532);
+static_assert(offsetof(Params, num_tiles) == 536 && offsetof(Params, num_row_blocks) == 540);
+static_assert(offsetof(Params, heads_per_section) == 544 && offsetof(Params, num_sections) == 548);
+static_assert(offsetof(Params, scale_log2) == 552);
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 struct Tile {
     int batch;
     int head;
     int kv_head;
-    int first_row;  // rows are queries
+    int first_row;
 };
 
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
@@ -136,9 +133,9 @@ __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int firs
             keys_of_query(params, query_of_row(params, first_row)).end};
 }
 
-// The barriers between the warpgroup that fetches and those that compute: a buffer is full when its bytes have arrived,
-// and empty when those that compute have finished with it: of K and V every warp says so, of Q one thread of each warpgroup,
-// which has seen the output leave through it.
+// The mbarriers between the producer and the consumers. A buffer is full when TMA has written its bytes,
+// and empty when the consumers have released it: K and V every warp, Q one thread of each warpgroup, which has seen O leave
+// through the buffer.
 struct Barriers {
     shared_address first;
 
@@ -150,6 +147,20 @@ struct Barriers {
     __device__ __forceinline__ shared_address v_empty(int stage) const { return at(2 * kQStages + 3 * kStages + stage); }
 
     __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
+
+    // One thread's work, before any other uses them.
+    __device__ __forceinline__ void init() const {
+        for (int stage = 0; stage < kQStages; ++stage) {
+            mbarrier_init(q_full(stage), 1);
+            mbarrier_init(q_empty(stage), kConsumers);
+        }
+        for (int stage = 0; stage < kStages; ++stage) {
+            mbarrier_init(k_full(stage), 1);
+            mbarrier_init(v_full(stage), 1);
+            mbarrier_init(k_empty(stage), 4 * kConsumers);
+            mbarrier_init(v_empty(stage), 4 * kConsumers);
+        }
+    }
 };
 
 // A place in a ring of stages. The parity of a stage's barriers changes each time round.
@@ -164,54 +175,109 @@ struct RingPosition {
     }
 };
 
-// Fetches kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
-template <int kColumns>
-__device__ __forceinline__ void fetch_block(shared_address destination, const tensor_map& map, shared_address full,
-                                            int first_row, int head, int batch) {
-    mbarrier_arrive_expect_tx(full, kBlockN * kColumns * sizeof(element));
+// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
+template <int kPanelCount>
+__device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
+                                              int first_key, int head, int batch) {
+    mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);
 #pragma unroll
-    for (int panel = 0; panel < kColumns / kPanelColumns; ++panel) {
-        tma_load_4d(destination + panel * kBlockN * kPanelRowBytes, map, full, panel * kPanelColumns, first_row, head, batch);
+    for (int panel = 0; panel < kPanelCount; ++panel) {
+        tma_load_4d(destination + panel * kBlockN * kPanelRowBytes, map, full, panel * kPanelColumns, first_key, head, batch);
     }
 }
 
-// Fetches the queries of a tile.
-__device__ __forceinline__ void fetch_queries(const Params& params, const Tile& tile, shared_address destination,
-                                              shared_address full) {
+// Loads Q of a tile.
+__device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full) {
     mbarrier_arrive_expect_tx(full, kQBytes);
 #pragma unroll
-    for (int panel = 0; panel < kHeadDim / kPanelColumns; ++panel) {
+    for (int panel = 0; panel < kPanels; ++panel) {
         tma_load_4d(destination + panel * kBlockM * kPanelRowBytes, params.q, full, panel * kPanelColumns, tile.first_row,
                     tile.head, tile.batch);
     }
 }
 
-// Of every eight keys of a row, a lane holds the scores of two: 2 t and 2 t + 1, where t = lane % 4. A word has a bit for each
-// of them, the first key's on top. One instruction makes predicates of seven bits of a byte; a comparison makes one.
-__device__ constexpr uint32_t key_bit(int j, int e) { return uint32_t(1) << 31 - 2 * j - e; }
+// The one walk over the scores that a lane holds of a KV block: visit(row, key, score), where `row` (0 or 8) counts from the lane's
+// first row, the warp's plus lane / 4, and `key` (8 j or 8 j + 1, from `begin` up to `end`) from its first key, the block's plus
+// lane % 4 * 2. Both are constants once unrolled.
+template <typename Visit>
+__device__ __forceinline__ void for_each_score(float (&scores)[kBlockN / 2], Visit visit, int begin = 0, int end = kBlockN) {
+#pragma unroll
+    for (int row = 0; row <= 8; row += 8) {
+#pragma unroll
+        for (int key = begin; key < end; key += 8) {
+            visit(row, key, scores[key / 2 + row / 4]);
+            visit(row, key + 1, scores[key / 2 + row / 4 + 1]);
+        }
+    }
+}
 
-// The bits of the lane's keys from `key` on, in the block at `first_key`.
+// A lane holds two of every eight keys of a row. A word has a bit for each of them, the first key's on top: one instruction makes
+// predicates of seven bits of a byte, where a comparison makes one.
+__device__ constexpr uint32_t key_bit(int key) { return uint32_t(1) << 31 - key / 8 * 2 - key % 8; }
+
+// The bits of the lane's keys from `key` on, in the KV block at `first_key`.
 __device__ __forceinline__ uint32_t bits_from(int key, int first_key, int lane) {
     const int distance = max(key - first_key - lane % 4 * 2 + 6, 0);
     const int before = (distance + 1) / 8 + distance / 8;  // the lane's keys before `key`: 2 t's, and 2 t + 1's
     return __funnelshift_rc(0xffffffff, 0, before);  // a shift that is defined for 32, too, and more
 }
 
-// Hides the keys of the last block, at `first_key`, that lie behind the sequence: those of `hidden`.
-__device__ __forceinline__ void hide_keys(const Params& params, float (&scores)[kBlockN / 2], uint32_t hidden, int first_key) {
+// Hides the keys of the last KV block, at `first_key`, that lie behind the sequence: those of `hidden`.
+__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockN / 2], uint32_t hidden, int first_key) {
     constexpr int kPart = kBlockN % 32 == 0 ? 32 : 16;  // keys, of which those ahead are left alone once all are there
 #pragma unroll
     for (int part = kBlockN - kPart; part >= 0; part -= kPart) {
         if (first_key + part + kPart <= params.seqlen_kv) break;
-#pragma unroll
-        for (int j = part / 8; j < (part + kPart) / 8; ++j) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                if (hidden & key_bit(j, e % 2)) scores[4 * j + e] = -INFINITY;
-            }
-        }
+        for_each_score(scores, [&](int, int key, float& score) {
+            if (hidden & key_bit(key)) score = -INFINITY;
+        }, part, part + kPart);
     }
 }
+
+// The matrix instructions of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
+// if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
+// 8 j + 2 t + e % 2.
+#ifndef FLASHGEN_SIMULATOR  // which has C++ in their place
+
+// wgmma.mma_async.m64n128k16: a and b in shared memory under descriptors, both with the summed dimension contiguous.
+__device__ __forceinline__ void wgmma_m64n128k16_fp16_ss(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, %64, %65, p, 1, 1, 0, 0;\n}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// wgmma.mma_async.m64n64k16: a in registers, as an accumulator's columns 2 t, 2 t + 1 and those 8 further lie in its rows g and
+// g + 8, rounded; b in shared memory with its columns contiguous.
+__device__ __forceinline__ void wgmma_m64n64k16_fp16_rs(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, {"
+        "%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+#endif
 
 // A matrix descriptor: where an operand lies in shared memory, and the distances between its swizzle atoms of eight rows.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int leading_bytes, int stride_bytes) {
@@ -220,60 +286,62 @@ __device__ __forceinline__ uint64_t descriptor(shared_address start, int leading
            kSwizzle << 62;
 }
 
-// Starts scores (64 x kBlockN) = Q . K^T of a warpgroup. Both operands have the head dimension contiguous; a step of 16
-// along it is 32 bytes within the swizzled row.
-__device__ __forceinline__ void start_qk(float (&scores)[kBlockN / 2], shared_address q_tile, shared_address k_tile) {
-    const uint64_t q = descriptor(q_tile, 16, 8 * kPanelRowBytes);
-    const uint64_t k = descriptor(k_tile, 16, 8 * kPanelRowBytes);
+// Starts S (64 x kBlockN) = Q . K^T of a warpgroup. The head dimension is contiguous in both operands; a step of 16 along it is
+// 32 bytes within the swizzled row.
+__device__ __forceinline__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem) {
+    const uint64_t q = descriptor(q_smem, 16, 8 * kPanelRowBytes);
+    const uint64_t k = descriptor(k_smem, 16, 8 * kPanelRowBytes);
     pin_registers(scores);
     wgmma_fence();
 #pragma unroll
-    for (int panel = 0; panel < kHeadDim / kPanelColumns; ++panel) {
-#pragma unroll
-        for (int step = 0; step < kPanelColumns / 16; ++step) {
-            wgmma_ss<element>(scores, q + ((panel * kBlockM * kPanelRowBytes + 32 * step) >> 4),
-                              k + ((panel * kBlockN * kPanelRowBytes + 32 * step) >> 4), panel + step > 0);
-        }
+    for (int column = 0; column < kHeadDim; column += 16) {
+        const int panel = column / kPanelColumns, byte = column % kPanelColumns * sizeof(element);
+        wgmma_m64n128k16_fp16_ss(scores, q + ((panel * kBlockM * kPanelRowBytes + byte) >> 4),
+                                 k + ((panel * kBlockN * kPanelRowBytes + byte) >> 4), column > 0);
     }
     wgmma_commit();
 }
 
-// The weights P of a block, rounded and packed: an accumulator's pairs are the left operand as they lie.
-struct Weights {
+// P of a KV block, rounded and packed: an accumulator's pairs are the left operand as they lie.
+struct PackedP {
     uint32_t fragment[kBlockN / 16][4];
 
-    __device__ __forceinline__ void set(const float (&values)[kBlockN / 2]) {
+    __device__ __forceinline__ void set(const float (&p)[kBlockN / 2]) {
 #pragma unroll
         for (int step = 0; step < kBlockN / 16; ++step) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                fragment[step][e] = pack<element>(values[8 * step + 2 * e], values[8 * step + 2 * e + 1]);
+                fragment[step][e] = pack<element>(p[8 * step + 2 * e], p[8 * step + 2 * e + 1]);
             }
         }
     }
 };
 
-// Starts output (64 x kHeadDimV) += P . V. V has the output's columns contiguous: its atoms follow each other by panel along
+// Starts O (64 x kHeadDimV) += P . V. The columns of O are contiguous in V: its swizzle atoms follow each other by panel along
 // them, and by eight keys down a panel.
-__device__ __forceinline__ void start_pv(float (&output)[kHeadDimV / 2], const Weights& weights, shared_address v_tile) {
-    const uint64_t v = descriptor(v_tile, kBlockN * kPanelRowBytes, 8 * kPanelRowBytes);
+__device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], const PackedP& p, shared_address v_smem) {
+    const uint64_t v = descriptor(v_smem, kBlockN * kPanelRowBytes, 8 * kPanelRowBytes);
     pin_registers(output);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kBlockN / 16; ++step) {
-        wgmma_rs<element>(output, weights.fragment[step], v + (16 * step * kPanelRowBytes >> 4), 1);
+        wgmma_m64n64k16_fp16_rs(output, p.fragment[step], v + (16 * step * kPanelRowBytes >> 4), 1);
     }
     wgmma_commit();
 }
 
-// Online softmax. Scores are kept as the matrix product left them; the scale and log2(e) are folded into one factor, so
-// that weight = 2^(score * scale_log2 - reference) with one multiply-add and one exponential an element.
+// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
+// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
 //
-// `reference` is a row's running maximum, except that it moves only when a score exceeds it by more than kSlack. Weights
-// may then reach 2^kSlack, which costs no accuracy (they are floating-point numbers, and numerator and denominator share
-// the factor) and spares nearly all rescaling of the output and the exchange of maxima between lanes.
+// row_max is the running maximum of a row, except that it moves only when a score exceeds it by more than kSlack. P may then reach
+// 2^kSlack. That costs no accuracy, since O and row_sum share the factor, and spares nearly all rescaling of O and the exchange of
+// maxima between lanes.
 constexpr float kSlack = 8.0f;
-constexpr float kNoReference = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+// row_max is kept kPBias below the maximum, so that P, which is rounded to fp16, uses the upper half of its exponents: what is
+// below its normal numbers, 2^-14, is that much less of the row. O, row_sum and the LSE come out the same.
+constexpr float kPBias = 7.0f;
+static_assert(kSlack + kPBias <= 15.0f, "fp16 ends below 2^16");
+constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
 
 __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
@@ -286,13 +354,13 @@ __device__ __forceinline__ float quad_sum(float value) {
 }
 
 struct RowState {
-    float reference[2] = {kNoReference, kNoReference};  // log2 domain; rows g and g + 8 of the warp's 16
-    float sum[2] = {0.0f, 0.0f};                        // this lane's share of the row's sum of weights
-    float correction[2];                                // of the output, if the reference has moved
+    float row_max[2] = {kNoRowMax, kNoRowMax};  // log2 domain; rows g and g + 8 of the warp's 16
+    float row_sum[2] = {0.0f, 0.0f};            // this lane's share of the sum of P
+    float correction[2];                        // of O, if row_max has moved
 };
 
-// Turns the scores of a block into weights and adds them to the rows' sums. Returns whether a reference of the warp has
-// moved, so that the output must be rescaled before anything is added to it.
+// Turns S of a KV block into P and adds it to row_sum. Returns whether a row_max of the warp has moved, so that O must be rescaled
+// before anything is added to it.
 __device__ __forceinline__ bool softmax_step(float (&scores)[kBlockN / 2], RowState& rows, float scale_log2) {
     float block_max[2];
     bool moves = false;
@@ -304,24 +372,24 @@ __device__ __forceinline__ bool softmax_step(float (&scores)[kBlockN / 2], RowSt
             value = fmaxf(value, fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]));
         }
         block_max[half] = value * scale_log2;
-        moves |= block_max[half] > rows.reference[half] + kSlack;
+        moves |= block_max[half] > rows.row_max[half] + (kSlack + kPBias);
     }
     moves = __any_sync(0xffffffff, moves);
     if (moves) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float previous = rows.reference[half];
-            rows.reference[half] = fmaxf(previous, quad_max(block_max[half]));
-            rows.correction[half] = exp2_approx(previous - rows.reference[half]);
-            rows.sum[half] *= rows.correction[half];
+            const float previous = rows.row_max[half];
+            rows.row_max[half] = fmaxf(previous, quad_max(block_max[half]) - kPBias);
+            rows.correction[half] = exp2_approx(previous - rows.row_max[half]);
+            rows.row_sum[half] *= rows.correction[half];
         }
     }
 #pragma unroll
     for (int j = 0; j < kBlockN / 8; ++j) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            scores[4 * j + e] = exp2_approx(fmaf(scores[4 * j + e], scale_log2, -rows.reference[e / 2]));
-            rows.sum[e / 2] += scores[4 * j + e];
+            scores[4 * j + e] = exp2_approx(fmaf(scores[4 * j + e], scale_log2, -rows.row_max[e / 2]));
+            rows.row_sum[e / 2] += scores[4 * j + e];
         }
     }
     return moves;
@@ -335,25 +403,35 @@ __device__ __forceinline__ void rescale(float (&output)[kHeadDimV / 2], const Ro
     }
 }
 
-// What the output of rows g and g + 8 of the warp's 16 is multiplied by, now that their sums are complete. Writes the LSE.
-// A row that attends to nothing has the sum 0: its output becomes 0, its LSE -inf.
+// Whether a tile's row is one of the head's.
+__device__ __forceinline__ bool is_row(const Params& params, int row) {
+    return row < num_rows(params);
+}
+
+// The factors that normalise O, 1 / row_sum, of rows g and g + 8 of the warp's 16, now that row_sum is complete. Writes the LSE.
+// A row that attends to nothing has row_sum 0: its O becomes 0, its LSE -inf.
 __device__ __forceinline__ void finish_rows(const Params& params, const Tile& tile, const RowState& rows, int first_row, int lane,
                                             float (&factor)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int row = first_row + 8 * half + lane / 4;
-        const float sum = quad_sum(rows.sum[half]);
-        factor[half] = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
-        if (params.lse != nullptr && lane % 4 == 0 && row < num_rows(params)) {
+        const float row_sum = quad_sum(rows.row_sum[half]);
+        factor[half] = row_sum == 0.0f ? 0.0f : __fdividef(1.0f, row_sum);
+        if (params.lse != nullptr && lane % 4 == 0 && is_row(params, row)) {
             const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
             store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
-                            (rows.reference[half] + log2_approx(sum)) * kLn2);
+                            (rows.row_max[half] + log2_approx(row_sum)) * kLn2);
         }
     }
 }
 
-// Rounds the output and lets the copy engine write it: through `staging`, the warpgroup's rows of the tile of Q, which are
-// done with and which only it has read; swizzled as those were. One thread of the warpgroup starts the copies.
+// The 16-byte chunk of a swizzled row that holds `chunk`.
+__device__ __forceinline__ int swizzled(int row, int chunk) {
+    return chunk ^ row % 8;
+}
+
+// Normalises O, rounds it and lets TMA write it: through `staging`, the warpgroup's rows of the Q buffer, which only it has read
+// and is done with; swizzled as Q was. One thread of the warpgroup starts the copies.
 __device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2],
                                            const RowState& rows, int first_row, int lane, shared_address staging, int consumer) {
     float factor[2];
@@ -367,15 +445,15 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
         for (int i = 0; i < 4; ++i) {
             matrices[i] = pack<element>(output[4 * n + 2 * i] * factor[i % 2], output[4 * n + 2 * i + 1] * factor[i % 2]);
         }
-        const int chunk = (8 * n % kPanelColumns / 8 + lane / 16) ^ row % 8;
         const shared_address panel = staging + 8 * n / kPanelColumns * kBlockM * kPanelRowBytes;
-        stmatrix_x4(panel + row * kPanelRowBytes + 16 * chunk, matrices);
+        stmatrix_x4(panel + row * kPanelRowBytes + 16 * swizzled(row, 8 * n % kPanelColumns / 8 + lane / 16), matrices);
     }
-    fence_proxy_async();  // the copy engine would not see the writes otherwise
+    fence_proxy_async();  // TMA would not see the writes otherwise
     barrier_sync(kStoreBarrier + consumer, 128);
-    if (threadIdx.x % 128 == 0) {
+    const bool stores = threadIdx.x % 128 == 0;
+    if (stores) {
 #pragma unroll
-        for (int panel = 0; panel < kHeadDimV / kPanelColumns; ++panel) {
+        for (int panel = 0; panel < kPanelsV; ++panel) {
             tma_store_4d(params.out, staging + panel * kBlockM * kPanelRowBytes, panel * kPanelColumns,
                          tile.first_row + 64 * consumer, tile.head, tile.batch);
         }
@@ -383,14 +461,14 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
     }
 }
 
-// Blocks of keys, visited from the last to the first.
-struct Blocks {
+// KV blocks, visited from the last to the first.
+struct KvBlocks {
     int first;
     int last;
 };
 
 // Those of which one of `count` rows from `first_row` on sees a key.
-__device__ __forceinline__ Blocks find_blocks(const Params& params, int first_row, int count) {
+__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
     const KeyRange keys = keys_of_some(params, first_row, count);
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
 }
@@ -409,7 +487,7 @@ struct TileSequence {
     }
 };
 
-// The fetching warpgroup's one thread: Q of each tile, and K and V of its blocks, as fast as buffers become empty.
+// The producer thread: Q of each tile, and K and V of its KV blocks, as fast as buffers become empty.
 __device__ __forceinline__ void produce(const Params& params, shared_address shared, const Barriers& barriers) {
     // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
@@ -417,110 +495,115 @@ __device__ __forceinline__ void produce(const Params& params, shared_address sha
     for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
         const Tile tile = find_tile(params, tiles.index);
         mbarrier_wait(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
-        fetch_queries(params, tile, shared + q_ring.stage * kQBytes, barriers.q_full(q_ring.stage));
+        load_q(params, tile, shared + q_ring.stage * kQBytes, barriers.q_full(q_ring.stage));
         q_ring.advance();
-        const Blocks blocks = find_blocks(params, tile.first_row, kBlockM);
+        const KvBlocks blocks = find_kv_blocks(params, tile.first_row, kBlockM);
         for (int block = blocks.last; block >= blocks.first; --block) {
             mbarrier_wait(barriers.k_empty(ring.stage), ring.parity ^ 1);
-            fetch_block<kHeadDim>(shared + kKOffset + ring.stage * kKBytes, params.k, barriers.k_full(ring.stage),
-                                  block * kBlockN, tile.kv_head, tile.batch);
-            mbarrier_wait(barriers.v_empty(ring.stage), ring.parity ^ 1);
-            fetch_block<kHeadDimV>(shared + kVOffset + ring.stage * kVBytes, params.v, barriers.v_full(ring.stage),
+            load_kv_block<kPanels>(shared + kKOffset + ring.stage * kKBytes, params.k, barriers.k_full(ring.stage),
                                    block * kBlockN, tile.kv_head, tile.batch);
+            mbarrier_wait(barriers.v_empty(ring.stage), ring.parity ^ 1);
+            load_kv_block<kPanelsV>(shared + kVOffset + ring.stage * kVBytes, params.v, barriers.v_full(ring.stage),
+                                    block * kBlockN, tile.kv_head, tile.batch);
             ring.advance();
         }
     }
 }
 
-// A computing warpgroup: 64 rows of each tile.
-__device__ __forceinline__ void consume(const Params& params, shared_address shared, const Barriers& barriers,
-                                        int consumer) {
+// A consumer warpgroup: 64 rows of each tile.
+__device__ __forceinline__ void consume(const Params& params, shared_address shared, const Barriers& barriers, int consumer) {
     const int lane = threadIdx.x % 32;
     const int warp_row = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first row in the tile
+    RingPosition<kQStages> q_ring;
+    RingPosition<kStages> k_ring, v_ring;
     auto release = [&](shared_address empty) {
         if (lane == 0) mbarrier_arrive(empty);
     };
-    RingPosition<kQStages> q_ring;
-    RingPosition<kStages> k_ring, v_ring;
-    // The output of a tile leaves through the buffer of its queries, which is empty once the copies have read it. The thread
-    // that started them waits for that after the next tile's first softmax: what comes into that buffer are the queries of
-    // the tile after it.
+    // Consumers take turns at issuing MMAs, so that one's run while the others do their softmax.
+    auto begin_turn = [&] { barrier_sync(1 + consumer, 256); };
+    auto end_turn = [&] { barrier_arrive(1 + (consumer + 1) % kConsumers, 256); };
+    if (consumer == kConsumers - 1) end_turn();
+    // O of a tile leaves through the buffer of its Q, which is empty once TMA has read it. The thread that started the copies waits
+    // for that when the next tile is under way: what comes into the buffer is Q of the tile after it.
     bool output_leaving = false;
-    auto release_previous_queries = [&] {
+    auto release_previous_q = [&] {
         if (output_leaving && threadIdx.x % 128 == 0) {
             tma_store_wait_read<0>();
             mbarrier_arrive(barriers.q_empty(q_ring.stage ^ 1));
         }
         output_leaving = false;
     };
-    // The warpgroups take turns at issuing products, so that one multiplies while the others do their softmax.
-    auto begin_turn = [&] { barrier_sync(1 + consumer, 256); };
-    auto end_turn = [&] { barrier_arrive(1 + (consumer + 1) % kConsumers, 256); };
-    if (consumer == kConsumers - 1) end_turn();
-    // The last block of keys, in which a sequence may end, is the same for all tiles.
+    // The last KV block, in which a sequence may end, is the same for all tiles.
     const int last_block = (params.seqlen_kv - 1) / kBlockN;
     const uint32_t hidden = bits_from(params.seqlen_kv, last_block * kBlockN, lane);
 
-    shared_address q_tile;
+    TileSequence tiles;
+    Tile tile = find_tile(params, tiles.index);
+    shared_address q_smem;
     float scores[kBlockN / 2];
-    // Starts the first product of a tile.
+    float output[kHeadDimV / 2] = {};
+    RowState rows;
+    // Starts the first MMA of a tile.
     auto start_tile = [&] {
-        q_tile = shared + q_ring.stage * kQBytes + consumer * 64 * kPanelRowBytes;
+        q_smem = shared + q_ring.stage * kQBytes + consumer * 64 * kPanelRowBytes;
         mbarrier_wait(barriers.q_full(q_ring.stage), q_ring.parity);
         mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
         begin_turn();
-        start_qk(scores, q_tile, shared + kKOffset + k_ring.stage * kKBytes);
+        mma_qk(scores, q_smem, shared + kKOffset + k_ring.stage * kKBytes);
         end_turn();
     };
+    // S of each KV block between Q . K^T and softmax: the one place for what changes a score by its query, key and head, and behind
+    // that for the mask.
+    auto finish_scores = [&](float (&scores)[kBlockN / 2], int block, bool is_last) {
+        if (is_last && (block + 1) * kBlockN > params.seqlen_kv) apply_mask(params, scores, hidden, block * kBlockN);
+    };
 
-    TileSequence tiles;
-    Tile tile = find_tile(params, tiles.index);
-    float output[kHeadDimV / 2] = {};
-    RowState rows;
     start_tile();
     while (true) {
-        Weights weights;
+        int block = last_block;
         wgmma_wait<0>();
         pin_registers(scores);
         release(barriers.k_empty(k_ring.stage));
         k_ring.advance();
-        if ((last_block + 1) * kBlockN > params.seqlen_kv) hide_keys(params, scores, hidden, last_block * kBlockN);
+        finish_scores(scores, block, true);
         softmax_step(scores, rows, params.scale_log2);
-        weights.set(scores);
-        release_previous_queries();
+        PackedP p;
+        p.set(scores);
+        release_previous_q();
 
-        for (int block = last_block - 1; block >= 0; --block) {
+        for (--block; block >= 0; --block) {
             // Q . K^T of this block and P . V of the one before are under way while softmax waits for the first only.
             mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
             begin_turn();
-            start_qk(scores, q_tile, shared + kKOffset + k_ring.stage * kKBytes);
+            mma_qk(scores, q_smem, shared + kKOffset + k_ring.stage * kKBytes);
             mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
-            start_pv(output, weights, shared + kVOffset + v_ring.stage * kVBytes);
+            mma_pv(output, p, shared + kVOffset + v_ring.stage * kVBytes);
             end_turn();
             wgmma_wait<1>();
             pin_registers(scores);
             release(barriers.k_empty(k_ring.stage));
             k_ring.advance();
+            finish_scores(scores, block, false);
             const bool moved = softmax_step(scores, rows, params.scale_log2);
             wgmma_wait<0>();
             pin_registers(output);
             release(barriers.v_empty(v_ring.stage));
             v_ring.advance();
             // Packed ahead of the branch, so that it fills the gaps between the exponentials.
-            weights.set(scores);
+            p.set(scores);
             if (moved) rescale(output, rows);
         }
         mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
-        start_pv(output, weights, shared + kVOffset + v_ring.stage * kVBytes);
+        mma_pv(output, p, shared + kVOffset + v_ring.stage * kVBytes);
         wgmma_wait<0>();
         pin_registers(output);
         release(barriers.v_empty(v_ring.stage));
         v_ring.advance();
         tiles.advance();
         if (tiles.index >= params.num_tiles) break;
-        // The next tile's first product is under way while this one's output is stored.
+        // The next tile's first MMA is under way while this one's O is stored.
         const Tile finished = tile;
-        const shared_address staging = q_tile;
+        const shared_address staging = q_smem;
         tile = find_tile(params, tiles.index);
         q_ring.advance();
         start_tile();
@@ -533,9 +616,9 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         for (int i = 0; i < kHeadDimV / 2; ++i) output[i] = 0.0f;
         rows = RowState();
     }
-    store_tile(params, tile, output, rows, tile.first_row + warp_row, lane, q_tile, consumer);
-    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory is there until the last copy has read it; the end of the grid awaits the writes
-    if (consumer == 0) begin_turn();  // the one that the last warpgroup passed on last
+    store_tile(params, tile, output, rows, tile.first_row + warp_row, lane, q_smem, consumer);
+    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
+    if (consumer == 0) begin_turn();  // which the last consumer ended last
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -550,16 +633,7 @@ flash_fwd_hdim64_fp16_sm90(const __grid_constant__ Params params) {
         prefetch_tensormap(params.k);
         prefetch_tensormap(params.v);
         prefetch_tensormap(params.out);
-        for (int stage = 0; stage < kQStages; ++stage) {
-            mbarrier_init(barriers.q_full(stage), 1);
-            mbarrier_init(barriers.q_empty(stage), kConsumers);
-        }
-        for (int stage = 0; stage < kStages; ++stage) {
-            mbarrier_init(barriers.k_full(stage), 1);
-            mbarrier_init(barriers.v_full(stage), 1);
-            mbarrier_init(barriers.k_empty(stage), 4 * kConsumers);
-            mbarrier_init(barriers.v_empty(stage), 4 * kConsumers);
-        }
+        barriers.init();
         fence_mbarrier_init();
     }
     __syncthreads();
@@ -571,10 +645,10 @@ flash_fwd_hdim64_fp16_sm90(const __grid_constant__ Params params) {
     griddepcontrol_launch_dependents();
 
     if (warpgroup == 0) {
-        setmaxnreg_dec<32>();
+        setmaxnreg_dec<kProducerRegisters>();
         if (threadIdx.x == 0) produce(params, shared, barriers);
     } else {
-        setmaxnreg_inc<160>();
+        setmaxnreg_inc<kConsumerRegisters>();
         consume(params, shared, barriers, warpgroup - 1);
     }
 }

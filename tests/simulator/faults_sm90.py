@@ -5,24 +5,25 @@ from __future__ import annotations
 from flashgen.simulator.example import Shape
 from simulator.faults import BOUNDS, NUMBERS, WRONG, Fault, fault
 
-# Two computing warpgroups that take turns, two stages, two tiles of Q; a head in one panel, and in two.
+# Two consumers that take turns, two stages, two Q buffers; a head in one panel, and in two.
 TURNS = "flash_fwd_hdim64_fp16_m128_sm90"
 PANELS = "flash_fwd_hdim128_bf16_causal_sm90"
-# One computing warpgroup and one tile of Q; a swizzle of 64 bytes.
+# One consumer and one Q buffer; a swizzle of 64 bytes.
 SINGLE = "flash_fwd_hdim96_fp16_causal_m64_sm90"
 LOCAL = "flash_fwd_hdim64_fp16_local_m64_sm90"
-# Warpgroups that pass over blocks at both ends of a window.
+# Warpgroups that skip KV blocks at both ends of a window.
 WINDOW = "flash_fwd_hdim96_fp16_local_sm90"
 DENSE = "flash_fwd_hdim64_fp16_dense_sm90"
 PACKED = "flash_fwd_hdim64_bf16_causal_m64_packgqa_sm90"
 
-# Several tiles to a block, and more blocks of keys than stages.
+# Several tiles to a thread block, and more KV blocks than stages.
 LONG = Shape(seqlen_q=200, seqlen_kv=600, heads=2)
 CAUSAL = Shape(seqlen_q=300, seqlen_kv=500, heads=1)
 SLIDING = Shape(seqlen_q=300, seqlen_kv=500, heads=1, window=(150, 20))
 GROUPED = Shape(seqlen_q=50, seqlen_kv=400, heads=4, kv_heads=1)
 # Scores of a standard deviation of 8, so that the running maximum moves.
 WIDE = Shape(seqlen_q=130, seqlen_kv=600, heads=1, spread=8.0)
+STEEP = Shape(seqlen_q=130, seqlen_kv=600, heads=1, spread=40.0)
 
 ASYNC = ("race", "copy in flight", "uninitialised shared memory")
 STUCK = ("deadlock",)
@@ -35,20 +36,20 @@ WAIT = "    griddepcontrol_wait();\n"
 STORE = (
     "store_tile(params, finished, output, rows, finished.first_row + warp_row, lane, staging, consumer);\n"
 )
-LAST_STORE = "store_tile(params, tile, output, rows, tile.first_row + warp_row, lane, q_tile, consumer);\n"
-# What a thread does to a word of Q's tile once it is there; the products read it afterwards.
-REWRITE = """            const shared_address word = q_tile + threadIdx.x % 128 * 4;
+LAST_STORE = "store_tile(params, tile, output, rows, tile.first_row + warp_row, lane, q_smem, consumer);\n"
+# What a thread does to a word of Q's buffer once it is full; the MMA reads it afterwards.
+REWRITE = """            const shared_address word = q_smem + threadIdx.x % 128 * 4;
             store_shared_32(word, load_shared_32(word));
             FENCEbarrier_sync(8 + consumer, 128);
 """
-EXPECTED = "mbarrier_arrive_expect_tx(full, kBlockN * kColumns * sizeof(element));"
-FIRST_PRODUCT = "        begin_turn();\n        start_qk"
+EXPECTED = "mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);"
+FIRST_MMA = "        begin_turn();\n        mma_qk"
 K_WAIT = "mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);\n"
-FIRST_WAIT = f"            Weights weights;\n\n            {K_WAIT}"
-FIRST_TURN = f"        {K_WAIT}{FIRST_PRODUCT}"
+FIRST_WAIT = f"            float scores[kBlockN / 2];\n            {K_WAIT}"
+FIRST_TURN = f"        {K_WAIT}{FIRST_MMA}"
 RELEASE = "            mbarrier_arrive(barriers.q_empty(q_ring.stage ^ 1));\n"
 READ = "            tma_store_wait_read<0>();\n" + RELEASE
-PASSED = "        release(barriers.v_empty(v_ring.stage));\n        v_ring.advance();\n    };\n"
+SKIPPED = "        release(barriers.v_empty(v_ring.stage));\n        v_ring.advance();\n    };\n"
 LOOP_WAIT = "            wgmma_wait<1>();\n            pin_registers(scores);\n"
 OUTPUT_WAIT = "            wgmma_wait<0>();\n            pin_registers(output);\n"
 
@@ -71,8 +72,8 @@ FAULTS = (
     planted(
         "consumer does not wait for V",
         ASYNC,
-        "            mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);\n            start_pv",
-        "            start_pv",
+        "            mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);\n            mma_pv",
+        "            mma_pv",
     ),
     planted(
         "consumer does not wait for Q",
@@ -103,8 +104,8 @@ FAULTS = (
     planted(
         "phase of Q never changes for the producer",
         PHASES,
-        "q_ring.parity ^ 1);\n        fetch_queries",
-        "1);\n        fetch_queries",
+        "q_ring.parity ^ 1);\n        load_q",
+        "1);\n        load_q",
     ),
     planted(
         "phase of a ring never changes",
@@ -129,8 +130,8 @@ FAULTS = (
         ASYNC,
         "            }\n            release(barriers.q_empty(q_ring.stage));\n",
         "            }\n",
-        "            weights.set(scores);\n\n",
-        "            weights.set(scores);\n            release(barriers.q_empty(q_ring.stage));\n",
+        "            p.set(scores);\n\n",
+        "            p.set(scores);\n            release(barriers.q_empty(q_ring.stage));\n",
         variant=SINGLE,
         shape=CAUSAL,
     ),
@@ -142,9 +143,9 @@ FAULTS = (
         variant=SINGLE,
         shape=Shape(seqlen_q=300, seqlen_kv=50, heads=1),
     ),
-    # The output's way through the tile of Q.
+    # O's way through the Q buffer.
     planted(
-        "output not made visible to the copy engine",
+        "output not made visible to TMA",
         ("proxy",),
         "    fence_proxy_async();",
         "    ",
@@ -156,13 +157,13 @@ FAULTS = (
         "",
     ),
     planted(
-        "Q fetched into an output that has not left",
+        "Q loaded into an output that has not left",
         ("copy in flight",),
         READ,
         RELEASE,
     ),
     planted(
-        "the other tile of Q released",
+        "the other Q buffer released",
         (*PHASES,),
         "barriers.q_empty(q_ring.stage ^ 1)",
         "barriers.q_empty(q_ring.stage)",
@@ -184,14 +185,14 @@ FAULTS = (
     planted(
         "output staged without a swizzle",
         NUMBERS,
-        " ^ row % 8;",
-        ";",
+        "chunk ^ row % 8;",
+        "chunk;",
     ),
     planted(
         "output of 64 bytes a row staged under another swizzle",
         NUMBERS,
-        " ^ row / 2 % 4;",
-        " ^ row % 4;",
+        "chunk ^ row / 2 % 4;",
+        "chunk ^ row % 4;",
         variant=WINDOW,
         shape=SLIDING,
     ),
@@ -207,7 +208,7 @@ FAULTS = (
         "output staged where the next queries lie",
         (*PHASES,),
         STORE,
-        STORE.replace("staging", "q_tile"),
+        STORE.replace("staging", "q_smem"),
     ),
     planted(
         "output stored as that of the next tile",
@@ -218,16 +219,16 @@ FAULTS = (
     planted(
         "output of rows ahead of the first copied",
         ("operand",),
-        " && tile.first_row + 64 * consumer >= 0) {",
-        ") {",
+        " && tile.first_row + 64 * consumer >= 0;",
+        ";",
         variant=PANELS,
         shape=CAUSAL,
     ),
     planted(
         "log-sum-exp of rows ahead of the first written",
         (*BOUNDS, "race"),
-        "row >= 0 && row < num_rows(params)",
-        "row < num_rows(params)",
+        "return row >= 0 && row < num_rows(params);",
+        "return row < num_rows(params);",
         variant=PANELS,
         shape=CAUSAL,
     ),
@@ -245,9 +246,9 @@ FAULTS = (
         "    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();",
         "    ",
     ),
-    # Blocks that a warpgroup passes over.
+    # KV blocks that a warpgroup skips.
     planted(
-        "K of a block that is passed over not released",
+        "K of a block that is skipped not released",
         STUCK,
         "        end_turn();\n        release(barriers.k_empty(k_ring.stage));\n",
         "        end_turn();\n",
@@ -255,7 +256,7 @@ FAULTS = (
         shape=CAUSAL,
     ),
     planted(
-        "the block of the diagonal passed over",
+        "the block of the diagonal skipped",
         NUMBERS,
         "(keys.end + kBlockN - 1) / kBlockN - 1}",
         "(keys.end + kBlockN - 1) / kBlockN - 1 - (count == 64)}",
@@ -263,15 +264,15 @@ FAULTS = (
         shape=CAUSAL,
     ),
     planted(
-        "V of a block that is passed over not released",
+        "V of a block that is skipped not released",
         STUCK,
-        PASSED,
-        PASSED.replace("        release(barriers.v_empty(v_ring.stage));\n", ""),
+        SKIPPED,
+        SKIPPED.replace("        release(barriers.v_empty(v_ring.stage));\n", ""),
         variant=WINDOW,
         shape=SLIDING,
     ),
     planted(
-        "no turn taken for a block that is passed over",
+        "no turn taken for a block that is skipped",
         (*PHASES, "barrier"),
         "        begin_turn();\n        end_turn();\n",
         "",
@@ -279,7 +280,7 @@ FAULTS = (
         shape=SLIDING,
     ),
     planted(
-        "a block with keys passed over",
+        "a block with keys skipped",
         NUMBERS,
         "{keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1}",
         "{keys.begin / kBlockN + (count == 64), (keys.end + kBlockN - 1) / kBlockN - 1}",
@@ -287,7 +288,7 @@ FAULTS = (
         shape=SLIDING,
     ),
     planted(
-        "stage of K released before its products are done",
+        "stage of K released before its MMAs are done",
         ASYNC,
         "        wgmma_wait<0>();\n        pin_registers(scores);\n"
         "        release(barriers.k_empty(k_ring.stage));\n",
@@ -295,7 +296,7 @@ FAULTS = (
         "        wgmma_wait<0>();\n        pin_registers(scores);\n",
     ),
     planted(
-        "stage of V released before its products are done",
+        "stage of V released before its MMAs are done",
         ASYNC,
         OUTPUT_WAIT + "            release(barriers.v_empty(v_ring.stage));\n",
         "            release(barriers.v_empty(v_ring.stage));\n" + OUTPUT_WAIT,
@@ -309,14 +310,14 @@ FAULTS = (
     planted(
         "too few arrivals make a stage empty",
         PHASES,
-        "mbarrier_init(barriers.k_empty(stage), 4 * kConsumers);",
-        "mbarrier_init(barriers.k_empty(stage), 4);",
+        "mbarrier_init(k_empty(stage), 4 * kConsumers);",
+        "mbarrier_init(k_empty(stage), 4);",
     ),
     planted(
         "more arrivals than warps make a stage empty",
         STUCK,
-        "mbarrier_init(barriers.v_empty(stage), 4 * kConsumers);",
-        "mbarrier_init(barriers.v_empty(stage), 4 * kConsumers + 1);",
+        "mbarrier_init(v_empty(stage), 4 * kConsumers);",
+        "mbarrier_init(v_empty(stage), 4 * kConsumers + 1);",
     ),
     planted(
         "more bytes announced than come",
@@ -339,7 +340,7 @@ FAULTS = (
         shape=CAUSAL,
     ),
     planted(
-        "initialised barriers not made visible to the copy engine",
+        "initialised barriers not made visible to TMA",
         ("proxy",),
         "        fence_mbarrier_init();\n",
         "",
@@ -360,25 +361,25 @@ FAULTS = (
     ),
     # Copies.
     planted(
-        "two threads fetch",
+        "two threads produce",
         (*PHASES,),
         "if (threadIdx.x == 0) produce",
         "if (threadIdx.x < 2) produce",
     ),
     planted(
-        "V fetched to where K lies",
+        "V loaded to where K lies",
         (*ASYNC, WRONG),
         "(shared + kVOffset + ring.stage * kVBytes, params.v",
         "(shared + kKOffset + ring.stage * kKBytes, params.v",
     ),
     planted(
-        "always the first stage fetched",
+        "always the first stage loaded",
         ASYNC,
         "(shared + kKOffset + ring.stage * kKBytes, params.k",
         "(shared + kKOffset, params.k",
     ),
     planted(
-        "one block of keys too many fetched",
+        "one KV block too many loaded",
         (*PHASES,),
         "for (int block = blocks.last; block >= blocks.first; --block) {",
         "for (int block = blocks.last; block >= blocks.first - 1; --block) {",
@@ -412,23 +413,23 @@ FAULTS = (
         "(to_shared(shared_memory) + 1023) / 1024 * 1024 + 128",
     ),
     planted(
-        "shared memory not aligned for the copy engine",
+        "shared memory not aligned for TMA",
         ("alignment",),
         "(to_shared(shared_memory) + 1023) / 1024 * 1024",
         "(to_shared(shared_memory) + 1023) / 1024 * 1024 + 16",
     ),
-    # Matrix products.
+    # MMAs.
     planted(
         "stride of K's descriptor",
         (*ASYNC, WRONG),
-        "descriptor(k_tile, 16, 8 * kPanelRowBytes)",
-        "descriptor(k_tile, 16, 4 * kPanelRowBytes)",
+        "descriptor(k_smem, 16, 8 * kPanelRowBytes)",
+        "descriptor(k_smem, 16, 4 * kPanelRowBytes)",
     ),
     planted(
         "strides of V's descriptor swapped",
         (*ASYNC, WRONG),
-        "descriptor(v_tile, kBlockN * kPanelRowBytes, 8 * kPanelRowBytes)",
-        "descriptor(v_tile, 8 * kPanelRowBytes, kBlockN * kPanelRowBytes)",
+        "descriptor(v_smem, kBlockN * kPanelRowBytes, 8 * kPanelRowBytes)",
+        "descriptor(v_smem, 8 * kPanelRowBytes, kBlockN * kPanelRowBytes)",
         variant=PANELS,
         shape=CAUSAL,
     ),
@@ -449,13 +450,13 @@ FAULTS = (
     planted(
         "step along K of half its bytes",
         NUMBERS,
-        "k + ((panel * kBlockN * kPanelRowBytes + 32 * step) >> 4)",
-        "k + ((panel * kBlockN * kPanelRowBytes + 16 * step) >> 4)",
+        "k + ((panel * kBlockN * kPanelRowBytes + byte) >> 4)",
+        "k + ((panel * kBlockN * kPanelRowBytes + byte / 2) >> 4)",
     ),
     planted(
         "scores added to those of the block before",
         (*REGISTERS, "uninitialised register", WRONG),
-        "panel + step > 0);",
+        "column > 0);",
         "1);",
     ),
     planted(
@@ -489,22 +490,22 @@ FAULTS = (
         "        wgmma_wait<0>();\n        release",
     ),
     planted(
-        "products not committed",
+        "MMAs not committed",
         REGISTERS,
-        "        }\n    }\n    wgmma_commit();\n",
-        "        }\n    }\n",
+        "column > 0);\n    }\n    wgmma_commit();\n",
+        "column > 0);\n    }\n",
     ),
     planted(
-        "no fence before the products of scores",
+        "no fence before the MMAs of S",
         REGISTERS,
         "    pin_registers(scores);\n    wgmma_fence();\n",
         "    pin_registers(scores);\n",
     ),
     planted(
-        "weights replaced while they are multiplied",
+        "P replaced while it is multiplied",
         REGISTERS,
         OUTPUT_WAIT,
-        "            weights.set(scores);\n" + OUTPUT_WAIT,
+        "            p.set(scores);\n" + OUTPUT_WAIT,
     ),
     planted(
         "output rescaled while it is added to",
@@ -521,13 +522,20 @@ FAULTS = (
         shape=WIDE,
     ),
     planted(
-        "a word of Q written without a proxy fence",
-        ("proxy",),
-        FIRST_PRODUCT,
-        REWRITE.replace("FENCE", "") + FIRST_PRODUCT,
+        "P past the largest number of fp16",
+        NUMBERS,
+        "(kSlack + kPBias)",
+        "(kSlack + 2 * kPBias)",
+        shape=STEEP,
     ),
     planted(
-        "a word of Q written without a barrier before the products",
+        "a word of Q written without a proxy fence",
+        ("proxy",),
+        FIRST_MMA,
+        REWRITE.replace("FENCE", "") + FIRST_MMA,
+    ),
+    planted(
+        "a word of Q written without a barrier before the MMAs",
         ("race",),
         FIRST_WAIT,
         f"{FIRST_WAIT}\n{REWRITE[: REWRITE.index('FENCE')]}fence_proxy_async();",
@@ -544,7 +552,7 @@ FAULTS = (
     planted(
         "keys before the window not hidden",
         NUMBERS,
-        "block * kBlockN >= every.begin && ",
+        "block * kBlockN >= seen_by_all.begin && ",
         "",
         variant=LOCAL,
         shape=CAUSAL,
@@ -554,8 +562,8 @@ FAULTS = (
         ("race",),
         "warp_row, lane);\n        mbarrier_arrive(barriers.mask_empty(mask_ring.stage));\n",
         "warp_row, lane);\n        if (lane == 0) mbarrier_arrive(barriers.mask_empty(mask_ring.stage));\n",
-        "mbarrier_init(barriers.mask_empty(stage), 128 * kConsumers + 1);",
-        "mbarrier_init(barriers.mask_empty(stage), 4 * kConsumers + 1);",
+        "mbarrier_init(mask_empty(stage), 128 * kConsumers + 1);",
+        "mbarrier_init(mask_empty(stage), 4 * kConsumers + 1);",
         variant=DENSE,
     ),
     planted(
@@ -575,7 +583,7 @@ FAULTS = (
         variant=DENSE,
     ),
     planted(
-        "the thread that fetches does not release an entry",
+        "the producer thread does not release an entry",
         STUCK,
         "kMaskIndexOffset);\n        mbarrier_arrive(barriers.mask_empty(mask_ring.stage));\n",
         "kMaskIndexOffset);\n",
@@ -603,32 +611,32 @@ FAULTS = (
     planted(
         "no barrier of that number",
         ("barrier",),
-        FIRST_PRODUCT,
-        "        barrier_sync(16 + consumer, 256);\n        start_qk",
+        FIRST_MMA,
+        "        barrier_sync(16 + consumer, 256);\n        mma_qk",
     ),
     planted(
         "more registers wanted than the block has",
         STUCK,
-        "setmaxnreg_inc<240>();",
-        "setmaxnreg_inc<248>();",
+        "setmaxnreg_inc<kConsumerRegisters>();",
+        "setmaxnreg_inc<kConsumerRegisters + 8>();",
     ),
     planted(
         "too few registers given back",
         STUCK,
-        "setmaxnreg_dec<24>();",
-        "setmaxnreg_dec<40>();",
+        "setmaxnreg_dec<kProducerRegisters>();",
+        "setmaxnreg_dec<kProducerRegisters + 16>();",
     ),
     planted(
         "registers given back by one warp",
         ("deadlock", "register pool"),
-        "setmaxnreg_dec<24>();",
-        "if (threadIdx.x < 32) setmaxnreg_dec<24>();",
+        "setmaxnreg_dec<kProducerRegisters>();",
+        "if (threadIdx.x < 32) setmaxnreg_dec<kProducerRegisters>();",
     ),
     planted(
         "a number of registers that there is not",
         ("register pool",),
-        "setmaxnreg_inc<240>();",
-        "setmaxnreg_inc<236>();",
+        "setmaxnreg_inc<kConsumerRegisters>();",
+        "setmaxnreg_inc<kConsumerRegisters - 4>();",
     ),
     # Grids ahead of this one in the stream.
     planted(
@@ -638,13 +646,13 @@ FAULTS = (
         "",
     ),
     planted(
-        "only the fetching warpgroup waits for the grids ahead",
+        "only the producer waits for the grids ahead",
         DEPENDENT,
         WAIT,
         "    if (warpgroup == 0) griddepcontrol_wait();\n",
     ),
     planted(
-        "only the computing warpgroups wait for the grids ahead",
+        "only the consumers wait for the grids ahead",
         DEPENDENT,
         WAIT,
         "    if (warpgroup != 0) griddepcontrol_wait();\n",
@@ -671,12 +679,12 @@ HARMLESS = (
     planted(
         "a word of Q written with a proxy fence",
         (),
-        FIRST_PRODUCT,
-        REWRITE.replace("FENCE", "fence_proxy_async();\n            ") + FIRST_PRODUCT,
+        FIRST_MMA,
+        REWRITE.replace("FENCE", "fence_proxy_async();\n            ") + FIRST_MMA,
     ),
     # Before that stage of K the producer asks for one of V, which is released after a wait for both.
     planted(
-        "stage of K released before its products in the loop are done",
+        "stage of K released before its MMAs in the loop are done",
         (),
         LOOP_WAIT + "            release(barriers.k_empty(k_ring.stage));\n",
         "            release(barriers.k_empty(k_ring.stage));\n" + LOOP_WAIT,

@@ -54,10 +54,6 @@ def declarations(header):
     functions = re.findall(
         r"(?:__device__(?: __forceinline__)?|inline) ([\w]+) (\w+)(?:<\w+>)?\((.*?)\) ?[{;]", text
     )
-    # One specialisation of a template for each shape is here what one template is there.
-    functions = {
-        (kind, name, re.sub(r"&d\)\[\d+\]", "&d)[kCount]", given)) for kind, name, given in functions
-    }
     return {*functions, *re.findall(r"\b(?:struct|using|constexpr \w+) (\w+) [={]", text)}
 
 

@@ -341,7 +341,7 @@ def test_products_of_operands_in_rows(element, columns, swizzle, accumulate, rng
         else:  # core matrices of 8 rows and 16 bytes: the halves 128 bytes apart, groups of rows 256
             at = start + row % 8 * 16 + row // 8 * 256 + half * 128
         memory.reshape(-1, 8)[at // 16] = operand.reshape(-1, 8)
-    call = f"wgmma_ss<{element}>(d, a_at, b_at, {accumulate})"
+    call = f"wgmma_m64n{columns}k16_{element}_ss(d, a_at, b_at, {accumulate})"
     layout = {
         "stride": 8 * swizzle or 256,
         "leading": 128,
@@ -364,7 +364,8 @@ def test_products_of_registers_with_an_operand_in_columns(element, columns, swiz
     at = swizzled(panel * 16 * swizzle + k * swizzle + 16 * within, swizzle)
     memory.reshape(-1, 8)[at // 16] = b_bits.reshape(-1, 8)
     layout = {"stride": 8 * swizzle, "leading": 16 * swizzle, "swizzle": SWIZZLES[swizzle], "b_offset": 0}
-    d = multiplied(bits(a, element), b, c, f"wgmma_rs<{element}>(d, a, b_at, 1)", memory, **layout)
+    call = f"wgmma_m64n{columns}k16_{element}_rs(d, a, b_at, 1)"
+    d = multiplied(bits(a, element), b, c, call, memory, **layout)
     np.testing.assert_array_equal(d, a @ b + c)
 
 

@@ -1,4 +1,4 @@
-"""Which scores of a block the range masks of Hopper kernels hide, for every place of a range's ends."""
+"""Which scores of a KV block the range masks of Hopper kernels hide, for every place of a range's ends."""
 
 import dataclasses
 
@@ -42,9 +42,9 @@ for (int first_row = 0; first_row < kRows; first_row += 16) {
 
 # A kernel without a mask makes the word of hidden keys once.
 HIDE = {
-    "none": "hide_keys(ranges, scores, bits_from(ranges.seqlen_kv, kFirstKey, lane), kFirstKey)",
-    "causal": "hide_keys(ranges, scores, first_row, kFirstKey, lane)",
-    "local": "hide_keys(ranges, scores, first_row, kFirstKey, lane)",
+    "none": "apply_mask(ranges, scores, bits_from(ranges.seqlen_kv, kFirstKey, lane), kFirstKey)",
+    "causal": "apply_mask(ranges, scores, first_row, kFirstKey, lane)",
+    "local": "apply_mask(ranges, scores, first_row, kFirstKey, lane)",
 }
 
 
@@ -53,7 +53,7 @@ def mask_functions(mask_type, block_n):
     variant = next(v for v in VARIANTS.values() if v.target == "sm90" and v.mask_type == mask_type)
     tile = {**dict(variant.tile), "block_n": block_n}
     source = render(dataclasses.replace(variant, tile=tuple(tile.items())))
-    functions = source[source.index("// Of every eight keys") : source.index("// A matrix descriptor")]
+    functions = source[source.index("// The one walk over") : source.index("// The matrix instructions")]
     return functions.replace("const Params&", "const Ranges&")
 
 

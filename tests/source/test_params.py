@@ -87,6 +87,14 @@ def test_text_has_docs_behind_members():
     assert text.startswith("struct Params {")
 
 
+def test_every_offset_is_asserted_in_a_third_of_the_lines():
+    params = params_of([*CTYPES, *CTYPES])
+    asserts = [line for line in struct_text(params).splitlines() if line.startswith("static_assert")]
+    found = dict(re.findall(r"offsetof\(Params, (\w+)\) == (\d+)", "\n".join(asserts)))
+    assert found == {name: str(offset) for name, offset in layout(params).offsets.items()}
+    assert len(asserts) <= len(params) // 3 + 1
+
+
 def test_the_compiler_agrees_with_the_offsets_and_notices_a_change():
     params = params_of(ctype for ctype in (*CTYPES, *CTYPES[::-1]))
     kernel = '\nextern "C" __global__ void kernel(Params params) {}\n'

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _MAX_ALIGNMENT = 64  # of a tensor map; everything else is aligned to its size
 _DOC_COLUMN = 42
+_ASSERT_COLUMNS = 130
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,8 +81,8 @@ def layout(params: tuple[Param, ...]) -> Layout:
 
 
 def struct_text(params: tuple[Param, ...], name: str = "Params") -> str:
-    """The C struct with each member's doc behind it, then the assertions on its size and offsets. No final
-    newline.
+    """The C struct with each member's doc behind it, then the assertions on its size and offsets, several
+    members to a line. No final newline.
 
     Needs ``element``, ``offsetof`` and the fixed-width integers in scope.
     """
@@ -90,8 +91,18 @@ def struct_text(params: tuple[Param, ...], name: str = "Params") -> str:
     for param in params:
         member = f"    {param.ctype} {param.name};"
         lines.append(f"{member:<{_DOC_COLUMN}}// {param.doc}" if param.doc else member)
-    lines += ["};", f"static_assert(sizeof({name}) == {table.size});"]
-    lines += [
-        f"static_assert(offsetof({name}, {member}) == {offset});" for member, offset in table.offsets.items()
-    ]
-    return "\n".join(lines)
+    checks = [f"sizeof({name}) == {table.size}"]
+    checks += [f"offsetof({name}, {member}) == {offset}" for member, offset in table.offsets.items()]
+    return "\n".join([*lines, "};", *_assertions(checks)])
+
+
+def _assertions(conditions: list[str]) -> list[str]:
+    """Lines that assert as many of the conditions as fit on each."""
+    lines: list[str] = []
+    for condition in conditions:
+        longer = f"{lines[-1].removesuffix(');')} && {condition});" if lines else ""
+        if lines and len(longer) <= _ASSERT_COLUMNS:
+            lines[-1] = longer
+        else:
+            lines.append(f"static_assert({condition});")
+    return lines

@@ -136,37 +136,42 @@ inline void pin_registers(float (&registers)[kCount],
     flashgen::simulator::pin(registers, kCount, where);
 }
 
-template <typename Element, int kCount>
-inline void wgmma_ss(float (&d)[kCount], uint64_t a, uint64_t b, int accumulate,
-                     flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    static_assert(std::is_same_v<Element, fp16> || std::is_same_v<Element, bf16>);
-    static_assert(kCount % 4 == 0 && kCount <= 128);
-    flashgen::simulator::multiply_warpgroup({.bf16 = std::is_same_v<Element, bf16>,
-                                             .accumulator = d,
-                                             .count = kCount,
-                                             .a = nullptr,
-                                             .a_descriptor = a,
-                                             .b_descriptor = b,
-                                             .b_major = flashgen::simulator::Major::k,
-                                             .accumulate = accumulate != 0},
-                                            where);
-}
-
-template <typename Element, int kCount>
-inline void wgmma_rs(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, int accumulate,
-                     flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    static_assert(std::is_same_v<Element, fp16> || std::is_same_v<Element, bf16>);
-    static_assert(kCount % 4 == 0 && kCount <= 128);
-    flashgen::simulator::multiply_warpgroup({.bf16 = std::is_same_v<Element, bf16>,
-                                             .accumulator = d,
-                                             .count = kCount,
-                                             .a = a,
-                                             .a_descriptor = 0,
-                                             .b_descriptor = b,
-                                             .b_major = flashgen::simulator::Major::mn,
-                                             .accumulate = accumulate != 0},
-                                            where);
-}
+// wgmma_m64nNk16_fp16_ss and its like, of every width: a kernel leaves its own out where FLASHGEN_SIMULATOR is defined.
+#define FLASHGEN_SIMULATOR
+#define FLASHGEN_WGMMA_OF(n, type)                                                                                    \
+    inline void wgmma_m64n##n##k16_##type##_ss(                                                                       \
+        float (&d)[n / 2], uint64_t a, uint64_t b, int accumulate,                                                    \
+        flashgen::simulator::Location where = flashgen::simulator::Location::current()) {                             \
+        flashgen::simulator::multiply_warpgroup({.bf16 = std::is_same_v<type, bf16>,                                  \
+                                                 .accumulator = d,                                                    \
+                                                 .count = n / 2,                                                      \
+                                                 .a = nullptr,                                                        \
+                                                 .a_descriptor = a,                                                   \
+                                                 .b_descriptor = b,                                                   \
+                                                 .b_major = flashgen::simulator::Major::k,                            \
+                                                 .accumulate = accumulate != 0},                                      \
+                                                where);                                                               \
+    }                                                                                                                 \
+    inline void wgmma_m64n##n##k16_##type##_rs(                                                                       \
+        float (&d)[n / 2], const uint32_t (&a)[4], uint64_t b, int accumulate,                                        \
+        flashgen::simulator::Location where = flashgen::simulator::Location::current()) {                             \
+        flashgen::simulator::multiply_warpgroup({.bf16 = std::is_same_v<type, bf16>,                                  \
+                                                 .accumulator = d,                                                    \
+                                                 .count = n / 2,                                                      \
+                                                 .a = a,                                                              \
+                                                 .a_descriptor = 0,                                                   \
+                                                 .b_descriptor = b,                                                   \
+                                                 .b_major = flashgen::simulator::Major::mn,                           \
+                                                 .accumulate = accumulate != 0},                                      \
+                                                where);                                                               \
+    }
+#define FLASHGEN_WGMMA(n) FLASHGEN_WGMMA_OF(n, fp16) FLASHGEN_WGMMA_OF(n, bf16)
+FLASHGEN_WGMMA(8) FLASHGEN_WGMMA(16) FLASHGEN_WGMMA(24) FLASHGEN_WGMMA(32) FLASHGEN_WGMMA(40) FLASHGEN_WGMMA(48) FLASHGEN_WGMMA(56) FLASHGEN_WGMMA(64)
+FLASHGEN_WGMMA(72) FLASHGEN_WGMMA(80) FLASHGEN_WGMMA(88) FLASHGEN_WGMMA(96) FLASHGEN_WGMMA(104) FLASHGEN_WGMMA(112) FLASHGEN_WGMMA(120) FLASHGEN_WGMMA(128)
+FLASHGEN_WGMMA(136) FLASHGEN_WGMMA(144) FLASHGEN_WGMMA(152) FLASHGEN_WGMMA(160) FLASHGEN_WGMMA(168) FLASHGEN_WGMMA(176) FLASHGEN_WGMMA(184) FLASHGEN_WGMMA(192)
+FLASHGEN_WGMMA(200) FLASHGEN_WGMMA(208) FLASHGEN_WGMMA(216) FLASHGEN_WGMMA(224) FLASHGEN_WGMMA(232) FLASHGEN_WGMMA(240) FLASHGEN_WGMMA(248) FLASHGEN_WGMMA(256)
+#undef FLASHGEN_WGMMA
+#undef FLASHGEN_WGMMA_OF
 
 inline uint32_t load_global_8(const uint8_t* source,
                               flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
