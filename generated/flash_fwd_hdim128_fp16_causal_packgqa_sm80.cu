@@ -74,7 +74,6 @@ struct Params {
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
-    int32_t blocks_at_a_time;             // thread blocks that run together on the GPU
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
     uint64_t group_size_divisor;          // of num_heads_q / num_heads_kv
     uint64_t section_tiles_divisor;       // of the tiles of a section
@@ -112,7 +111,6 @@ static_assert(offsetof(Params, head_dim_v) == 164);
 static_assert(offsetof(Params, num_row_blocks) == 168);
 static_assert(offsetof(Params, heads_per_section) == 172);
 static_assert(offsetof(Params, num_sections) == 176);
-static_assert(offsetof(Params, blocks_at_a_time) == 180);
 static_assert(offsetof(Params, num_heads_divisor) == 184);
 static_assert(offsetof(Params, group_size_divisor) == 192);
 static_assert(offsetof(Params, section_tiles_divisor) == 200);
@@ -244,7 +242,7 @@ __device__ __forceinline__ void copy_rows(IsWhole<kWhole>, shared_address tile, 
     const int row = threadIdx.x % kCopyThreads / kSwizzleChunks;
     const int chunk = threadIdx.x % kSwizzleChunks;
     const shared_address destination = tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
-    source += uint32_t(row) * row_stride + chunk * kChunkElements;
+    source += row * row_stride + chunk * kChunkElements;
     constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
     const int rows_left = valid_rows - row;
     // One pointer steps from row to row, an addition each. The compiler would work out an address for each copy, which takes
@@ -664,12 +662,12 @@ flash_fwd_hdim128_fp16_causal_packgqa_sm80(const __grid_constant__ Params params
     // keys that matters to one half only then costs every warp half of the work. With its rows side by side a warp would
     // have all of it or none, and who has none waits for the others.
     auto copy_k = [&](auto is_whole, const element* k, shared_address stage, int block) {
-        copy_rows<kHeadDim>(is_whole, stage, k + uint32_t(block * kBlockN) * params.k_row_stride, params.k_row_stride,
+        copy_rows<kHeadDim>(is_whole, stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride,
                             params.seqlen_kv - block * kBlockN, params.head_dim);
         cp_async_commit();
     };
     auto copy_v = [&](auto is_whole, const element* v, shared_address stage, int block) {
-        copy_rows<kHeadDimV>(is_whole, stage, v + uint32_t(block * kBlockN) * params.v_row_stride, params.v_row_stride,
+        copy_rows<kHeadDimV>(is_whole, stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride,
                              params.seqlen_kv - block * kBlockN, params.head_dim_v);
         cp_async_commit();
     };

@@ -71,14 +71,13 @@ struct Params {
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
-    int32_t blocks_at_a_time;             // thread blocks that run together on the GPU
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
     uint64_t section_tiles_divisor;       // of the tiles of a section
     uint64_t section_heads_divisor;       // of heads_per_section
     uint64_t last_section_heads_divisor;  // of the heads of the last section
     float scale_log2;                     // softmax_scale * log2(e)
 };
-static_assert(sizeof(Params) == 224);
+static_assert(sizeof(Params) == 216);
 static_assert(offsetof(Params, q) == 0);
 static_assert(offsetof(Params, k) == 8);
 static_assert(offsetof(Params, v) == 16);
@@ -106,12 +105,11 @@ static_assert(offsetof(Params, head_dim_v) == 160);
 static_assert(offsetof(Params, num_row_blocks) == 164);
 static_assert(offsetof(Params, heads_per_section) == 168);
 static_assert(offsetof(Params, num_sections) == 172);
-static_assert(offsetof(Params, blocks_at_a_time) == 176);
-static_assert(offsetof(Params, num_heads_divisor) == 184);
-static_assert(offsetof(Params, section_tiles_divisor) == 192);
-static_assert(offsetof(Params, section_heads_divisor) == 200);
-static_assert(offsetof(Params, last_section_heads_divisor) == 208);
-static_assert(offsetof(Params, scale_log2) == 216);
+static_assert(offsetof(Params, num_heads_divisor) == 176);
+static_assert(offsetof(Params, section_tiles_divisor) == 184);
+static_assert(offsetof(Params, section_heads_divisor) == 192);
+static_assert(offsetof(Params, last_section_heads_divisor) == 200);
+static_assert(offsetof(Params, scale_log2) == 208);
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 struct Tile {
@@ -223,7 +221,7 @@ __device__ __forceinline__ void copy_rows(shared_address tile, const element* so
     const int row = threadIdx.x % kCopyThreads / kSwizzleChunks;
     const int chunk = threadIdx.x % kSwizzleChunks;
     const shared_address destination = tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
-    source += uint32_t(row) * row_stride + chunk * kChunkElements;
+    source += row * row_stride + chunk * kChunkElements;
     const int rows_left = valid_rows - row;
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {

@@ -73,7 +73,6 @@ struct Params {
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
-    int32_t blocks_at_a_time;             // thread blocks that run together on the GPU
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
     uint64_t section_tiles_divisor;       // of the tiles of a section
     uint64_t section_heads_divisor;       // of heads_per_section
@@ -81,7 +80,7 @@ struct Params {
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // softmax_scale * log2(e)
 };
-static_assert(sizeof(Params) == 224);
+static_assert(sizeof(Params) == 216);
 static_assert(offsetof(Params, q) == 0);
 static_assert(offsetof(Params, k) == 8);
 static_assert(offsetof(Params, v) == 16);
@@ -109,13 +108,12 @@ static_assert(offsetof(Params, head_dim_v) == 160);
 static_assert(offsetof(Params, num_row_blocks) == 164);
 static_assert(offsetof(Params, heads_per_section) == 168);
 static_assert(offsetof(Params, num_sections) == 172);
-static_assert(offsetof(Params, blocks_at_a_time) == 176);
-static_assert(offsetof(Params, num_heads_divisor) == 184);
-static_assert(offsetof(Params, section_tiles_divisor) == 192);
-static_assert(offsetof(Params, section_heads_divisor) == 200);
-static_assert(offsetof(Params, last_section_heads_divisor) == 208);
-static_assert(offsetof(Params, diagonal_offset) == 216);
-static_assert(offsetof(Params, scale_log2) == 220);
+static_assert(offsetof(Params, num_heads_divisor) == 176);
+static_assert(offsetof(Params, section_tiles_divisor) == 184);
+static_assert(offsetof(Params, section_heads_divisor) == 192);
+static_assert(offsetof(Params, last_section_heads_divisor) == 200);
+static_assert(offsetof(Params, diagonal_offset) == 208);
+static_assert(offsetof(Params, scale_log2) == 212);
 
 // The matrix tiles [kBegin, kEnd) of a warp's rows: an empty argument that chooses them at compile time. The upper half is the
 // first kRowTileStep rows of the tile.
@@ -123,12 +121,6 @@ template <int kBegin, int kEnd>
 struct RowTiles {};
 using LowerHalf = RowTiles<1, 2>;
 using BothHalves = RowTiles<0, 2>;
-
-// Whether keys of a block may be hidden from some row: an empty argument, likewise.
-template <bool kMaybe>
-struct IsHidden {};
-using MaybeHidden = IsHidden<true>;
-using NoneHidden = IsHidden<false>;
 
 // Whether all keys of a block exist: an empty argument that says so at compile time. Of the blocks that a tile visits only the
 // last may reach past the sequence's end.
@@ -246,7 +238,7 @@ __device__ __forceinline__ void copy_rows(IsWhole<kWhole>, shared_address tile, 
     const int row = threadIdx.x % kCopyThreads / kSwizzleChunks;
     const int chunk = threadIdx.x % kSwizzleChunks;
     const shared_address destination = tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
-    source += uint32_t(row) * row_stride + chunk * kChunkElements;
+    source += row * row_stride + chunk * kChunkElements;
     constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
     const int rows_left = valid_rows - row;
     // One pointer steps from row to row, an addition each. The compiler would work out an address for each copy, which takes
@@ -338,11 +330,11 @@ __device__ __forceinline__ void hide_late_keys(RowTiles<kBegin, kEnd>, const Par
 }
 
 // Hides the keys of a block that lie outside the range of their row. `tile_row` is the tile's first row.
-template <int kBegin, int kEnd, bool kMaybe>
-__device__ __forceinline__ void hide_keys(RowTiles<kBegin, kEnd> row_tiles, IsHidden<kMaybe>, const Params& params,
+template <int kBegin, int kEnd>
+__device__ __forceinline__ void hide_keys(RowTiles<kBegin, kEnd> row_tiles, const Params& params,
                                           float (&scores)[kRowTiles][kKeyTiles][4], int tile_row, int warp, int lane,
                                           int block) {
-    if constexpr (!kMaybe) return;
+    // Most blocks are seen by every row from the first key to the last.
     const KeyRange every = keys_of_every(params, tile_row + kBegin * kRowTileStep, (kEnd - kBegin) * kRowTileStep);
     const int warp_row = tile_row + warp * 16;
     const int first_key = block * kBlockN;
@@ -672,12 +664,12 @@ flash_fwd_hdim32_bf16_causal_sm80(const __grid_constant__ Params params) {
     // keys that matters to one half only then costs every warp half of the work. With its rows side by side a warp would
     // have all of it or none, and who has none waits for the others.
     auto copy_k = [&](auto is_whole, const element* k, shared_address stage, int block) {
-        copy_rows<kHeadDim>(is_whole, stage, k + uint32_t(block * kBlockN) * params.k_row_stride, params.k_row_stride,
+        copy_rows<kHeadDim>(is_whole, stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride,
                             params.seqlen_kv - block * kBlockN, params.head_dim);
         cp_async_commit();
     };
     auto copy_v = [&](auto is_whole, const element* v, shared_address stage, int block) {
-        copy_rows<kHeadDimV>(is_whole, stage, v + uint32_t(block * kBlockN) * params.v_row_stride, params.v_row_stride,
+        copy_rows<kHeadDimV>(is_whole, stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride,
                              params.seqlen_kv - block * kBlockN, params.head_dim_v);
         cp_async_commit();
     };
@@ -705,7 +697,7 @@ flash_fwd_hdim32_bf16_causal_sm80(const __grid_constant__ Params params) {
     const LaneAddress kept_q = kept(q_lane, lane);
     const LaneAddress kept_k = kept(transposed_operand_address(k_tiles, lane), lane);
     const LaneAddress kept_v = kept(operand_address(v_tiles, lane), lane);
-    auto visit = [&](auto row_tiles, auto is_hidden, int block) {
+    auto visit = [&](auto row_tiles, int block) {
         // K of this block is here, at the first one with Q: a thread waits for its own copies, and the barrier for everybody's.
         // And every warp has finished with K and V of the block before. V of the first block and K of the one after it are on
         // their way already.
@@ -723,7 +715,7 @@ flash_fwd_hdim32_bf16_causal_sm80(const __grid_constant__ Params params) {
         float scores[kRowTiles][kKeyTiles][4];
         Weights weights;
         multiply_qk(row_tiles, scores, kept_q, kept_k + (block & 1) * kStageBytes);
-        hide_keys(row_tiles, is_hidden, params, scores, noted_first_row(note), warp, lane, block);
+        hide_keys(row_tiles, params, scores, noted_first_row(note), warp, lane, block);
         softmax_step(row_tiles, scores, rows, output, weights, params.scale_log2);
 
         // V of this block is here; K of the next may still be on its way.
@@ -735,12 +727,9 @@ flash_fwd_hdim32_bf16_causal_sm80(const __grid_constant__ Params params) {
     // Ranges of keys end further right from row to row: the last blocks matter to the lower half alone, the others to both. A
     // lower half that lies past the last row is multiplied all the same; its rows are zeros, and are not stored.
     const int upper_last = (keys_of_some(params, tile.first_row, kRowTileStep).end + kBlockN - 1) / kBlockN - 1;
-    // Blocks that every row sees from the first key to the last, most of them, have a form of the visit that hides nothing.
-    const int whole_end = keys_of_every(params, tile.first_row, kBlockM).end / kBlockN;
     int block = last_block;
-    for (; block >= first_block && block > upper_last; --block) visit(LowerHalf{}, MaybeHidden{}, block);
-    for (; block >= first_block && block >= whole_end; --block) visit(BothHalves{}, MaybeHidden{}, block);
-    for (; block >= first_block; --block) visit(BothHalves{}, NoneHidden{}, block);
+    for (; block >= first_block && block > upper_last; --block) visit(LowerHalf{}, block);
+    for (; block >= first_block; --block) visit(BothHalves{}, block);
 
     const Tile stored_tile = noted_tile(note);
     normalise(output, rows);

@@ -79,7 +79,6 @@ struct Params {
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
-    int32_t blocks_at_a_time;             // thread blocks that run together on the GPU
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
     uint64_t group_size_divisor;          // of num_heads_q / num_heads_kv
     uint64_t section_tiles_divisor;       // of the tiles of a section
@@ -121,7 +120,6 @@ static_assert(offsetof(Params, head_dim_v) == 196);
 static_assert(offsetof(Params, num_row_blocks) == 200);
 static_assert(offsetof(Params, heads_per_section) == 204);
 static_assert(offsetof(Params, num_sections) == 208);
-static_assert(offsetof(Params, blocks_at_a_time) == 212);
 static_assert(offsetof(Params, num_heads_divisor) == 216);
 static_assert(offsetof(Params, group_size_divisor) == 224);
 static_assert(offsetof(Params, section_tiles_divisor) == 232);

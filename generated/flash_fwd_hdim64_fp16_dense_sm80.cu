@@ -78,7 +78,6 @@ struct Params {
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
-    int32_t blocks_at_a_time;             // thread blocks that run together on the GPU
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
     uint64_t section_tiles_divisor;       // of the tiles of a section
     uint64_t section_heads_divisor;       // of heads_per_section
@@ -86,7 +85,7 @@ struct Params {
     int32_t mask_vector_width;            // bytes to which the mask's rows are aligned: 16, 4 or 1
     float scale_log2;                     // softmax_scale * log2(e)
 };
-static_assert(sizeof(Params) == 256);
+static_assert(sizeof(Params) == 248);
 static_assert(offsetof(Params, q) == 0);
 static_assert(offsetof(Params, k) == 8);
 static_assert(offsetof(Params, v) == 16);
@@ -118,13 +117,12 @@ static_assert(offsetof(Params, head_dim_v) == 192);
 static_assert(offsetof(Params, num_row_blocks) == 196);
 static_assert(offsetof(Params, heads_per_section) == 200);
 static_assert(offsetof(Params, num_sections) == 204);
-static_assert(offsetof(Params, blocks_at_a_time) == 208);
-static_assert(offsetof(Params, num_heads_divisor) == 216);
-static_assert(offsetof(Params, section_tiles_divisor) == 224);
-static_assert(offsetof(Params, section_heads_divisor) == 232);
-static_assert(offsetof(Params, last_section_heads_divisor) == 240);
-static_assert(offsetof(Params, mask_vector_width) == 248);
-static_assert(offsetof(Params, scale_log2) == 252);
+static_assert(offsetof(Params, num_heads_divisor) == 208);
+static_assert(offsetof(Params, section_tiles_divisor) == 216);
+static_assert(offsetof(Params, section_heads_divisor) == 224);
+static_assert(offsetof(Params, last_section_heads_divisor) == 232);
+static_assert(offsetof(Params, mask_vector_width) == 240);
+static_assert(offsetof(Params, scale_log2) == 244);
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 struct Tile {

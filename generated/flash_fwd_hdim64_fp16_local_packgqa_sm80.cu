@@ -4,7 +4,7 @@
 //
 // axes      head_dim 64, head_dim_v 64, dtype fp16, mask_type local, gqa packed
 // tile      block_m 128, block_n 64, warps 4, groups 1, k_stages 2, min_blocks 2
-// block     128 threads, 41024 bytes of dynamic shared memory
+// block     128 threads, 40992 bytes of dynamic shared memory
 // target    sm80: sm_80 or later, at most 166912 bytes a block
 // spec      flash_fwd_sm80.yaml
 // template  flash_fwd_sm80.cu.j2
@@ -32,7 +32,7 @@ constexpr int kKOffset = kBlockM * kRowBytes;  // Q comes first, then the stages
 constexpr int kStageBytes = kBlockN * kRowBytes;
 constexpr int kVOffset = kKOffset + kKStages * kStageBytes;
 constexpr int kNoteOffset = kVOffset + kVStages * kStageBytes;
-constexpr int kNoteBytes = 64;
+constexpr int kNoteBytes = 32;
 constexpr int kSharedBytes = kNoteOffset + kNoteBytes;
 
 constexpr float kLn2 = 0.6931471805599453f;
@@ -43,7 +43,7 @@ static_assert(kHeadDimV <= kHeadDim, "rows of V and of the output fit into those
 static_assert(kRowBytes % 64 == 0, "the swizzle permutes at least four 16-byte chunks");
 static_assert(kRowTiles == 2, "each half has a matrix tile of each warp");
 static_assert(kBlockN <= kRowTileStep, "a block of keys is no wider than the rows of a half");
-static_assert(kSharedBytes == 41024, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes == 40992, "launcher and kernel agree on shared memory");
 
 struct Params {
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
@@ -74,7 +74,6 @@ struct Params {
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
-    int32_t blocks_at_a_time;             // thread blocks that run together on the GPU
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
     uint64_t group_size_divisor;          // of num_heads_q / num_heads_kv
     uint64_t section_tiles_divisor;       // of the tiles of a section
@@ -114,7 +113,6 @@ static_assert(offsetof(Params, head_dim_v) == 164);
 static_assert(offsetof(Params, num_row_blocks) == 168);
 static_assert(offsetof(Params, heads_per_section) == 172);
 static_assert(offsetof(Params, num_sections) == 176);
-static_assert(offsetof(Params, blocks_at_a_time) == 180);
 static_assert(offsetof(Params, num_heads_divisor) == 184);
 static_assert(offsetof(Params, group_size_divisor) == 192);
 static_assert(offsetof(Params, section_tiles_divisor) == 200);
@@ -132,12 +130,6 @@ struct RowTiles {};
 using UpperHalf = RowTiles<0, 1>;
 using LowerHalf = RowTiles<1, 2>;
 using BothHalves = RowTiles<0, 2>;
-
-// Whether keys of a block may be hidden from some row: an empty argument, likewise.
-template <bool kMaybe>
-struct IsHidden {};
-using MaybeHidden = IsHidden<true>;
-using NoneHidden = IsHidden<false>;
 
 // Whether all keys of a block exist: an empty argument that says so at compile time. Of the blocks that a tile visits only the
 // last may reach past the sequence's end.
@@ -259,7 +251,7 @@ __device__ __forceinline__ void copy_rows(IsWhole<kWhole>, shared_address tile, 
     const int row = threadIdx.x % kCopyThreads / kSwizzleChunks;
     const int chunk = threadIdx.x % kSwizzleChunks;
     const shared_address destination = tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
-    source += uint32_t(row) * row_stride + chunk * kChunkElements;
+    source += row * row_stride + chunk * kChunkElements;
     constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
     const int rows_left = valid_rows - row;
     // One pointer steps from row to row, an addition each. The compiler would work out an address for each copy, which takes
@@ -370,11 +362,11 @@ __device__ __forceinline__ void hide_early_keys(RowTiles<kBegin, kEnd>, const Pa
 }
 
 // Hides the keys of a block that lie outside the range of their row. `tile_row` is the tile's first row.
-template <int kBegin, int kEnd, bool kMaybe>
-__device__ __forceinline__ void hide_keys(RowTiles<kBegin, kEnd> row_tiles, IsHidden<kMaybe>, const Params& params,
+template <int kBegin, int kEnd>
+__device__ __forceinline__ void hide_keys(RowTiles<kBegin, kEnd> row_tiles, const Params& params,
                                           float (&scores)[kRowTiles][kKeyTiles][4], int tile_row, int warp, int lane,
                                           int block) {
-    if constexpr (!kMaybe) return;
+    // Most blocks are seen by every row from the first key to the last.
     const KeyRange every = keys_of_every(params, tile_row + kBegin * kRowTileStep, (kEnd - kBegin) * kRowTileStep);
     const int warp_row = tile_row + warp * 16;
     const int first_key = block * kBlockN;
@@ -703,12 +695,12 @@ flash_fwd_hdim64_fp16_local_packgqa_sm80(const __grid_constant__ Params params) 
     // keys that matters to one half only then costs every warp half of the work. With its rows side by side a warp would
     // have all of it or none, and who has none waits for the others.
     auto copy_k = [&](auto is_whole, const element* k, shared_address stage, int block) {
-        copy_rows<kHeadDim>(is_whole, stage, k + uint32_t(block * kBlockN) * params.k_row_stride, params.k_row_stride,
+        copy_rows<kHeadDim>(is_whole, stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride,
                             params.seqlen_kv - block * kBlockN, params.head_dim);
         cp_async_commit();
     };
     auto copy_v = [&](auto is_whole, const element* v, shared_address stage, int block) {
-        copy_rows<kHeadDimV>(is_whole, stage, v + uint32_t(block * kBlockN) * params.v_row_stride, params.v_row_stride,
+        copy_rows<kHeadDimV>(is_whole, stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride,
                              params.seqlen_kv - block * kBlockN, params.head_dim_v);
         cp_async_commit();
     };
@@ -736,7 +728,7 @@ flash_fwd_hdim64_fp16_local_packgqa_sm80(const __grid_constant__ Params params) 
     const LaneAddress kept_q = kept(q_lane, lane);
     const LaneAddress kept_k = kept(transposed_operand_address(k_tiles, lane), lane);
     const LaneAddress kept_v = kept(operand_address(v_tiles, lane), lane);
-    auto visit = [&](auto row_tiles, auto is_hidden, int block) {
+    auto visit = [&](auto row_tiles, int block) {
         // K of this block is here, at the first one with Q: a thread waits for its own copies, and the barrier for everybody's.
         // And every warp has finished with K and V of the block before. V of the first block and K of the one after it are on
         // their way already.
@@ -754,7 +746,7 @@ flash_fwd_hdim64_fp16_local_packgqa_sm80(const __grid_constant__ Params params) 
         float scores[kRowTiles][kKeyTiles][4];
         Weights weights;
         multiply_qk(row_tiles, scores, kept_q, kept_k + (block & 1) * kStageBytes);
-        hide_keys(row_tiles, is_hidden, params, scores, noted_first_row(note), warp, lane, block);
+        hide_keys(row_tiles, params, scores, noted_first_row(note), warp, lane, block);
         softmax_step(row_tiles, scores, rows, output, weights, params.scale_log2);
 
         // V of this block is here; K of the next may still be on its way.
@@ -766,25 +758,14 @@ flash_fwd_hdim64_fp16_local_packgqa_sm80(const __grid_constant__ Params params) 
     // Ranges of keys move to the right from row to row. From the last block on, blocks matter to the lower half alone, then
     // to both, then to the upper half alone; all of them to the upper half where the lower one lies past the last row.
     const int upper_last = (keys_of_some(params, tile.first_row, kRowTileStep).end + kBlockN - 1) / kBlockN - 1;
-    // Blocks that every row sees from the first key to the last, most of them, have a form of the visit that hides nothing.
-    // Masked blocks lie behind them and ahead of them: one loop around both forms, so that each stands in the code only once.
+    int block = last_block;
+    for (; block >= first_block && block > upper_last; --block) visit(LowerHalf{}, block);
     const int lower_row = tile.first_row + kRowTileStep;
     const int lower_first = lower_row < num_rows(params)
-                                ? max(first_block, keys_of_query(params, query_of_row(params, lower_row)).begin / kBlockN)
+                                ? keys_of_query(params, query_of_row(params, lower_row)).begin / kBlockN
                                 : last_block + 1;
-    const KeyRange every = keys_of_every(params, tile.first_row, kBlockM);
-    const int whole_end = every.end / kBlockN;
-    const int whole_begin = max(lower_first, (every.begin + kBlockN - 1) / kBlockN);
-    int block = last_block;
-    for (; block >= first_block && block > upper_last; --block) visit(LowerHalf{}, MaybeHidden{}, block);
-    while (block >= lower_first) {
-        if (block >= whole_end || block < whole_begin) {
-            visit(BothHalves{}, MaybeHidden{}, block);
-            --block;
-        }
-        for (; block >= whole_begin && block < whole_end; --block) visit(BothHalves{}, NoneHidden{}, block);
-    }
-    for (; block >= first_block; --block) visit(UpperHalf{}, MaybeHidden{}, block);
+    for (; block >= first_block && block >= lower_first; --block) visit(BothHalves{}, block);
+    for (; block >= first_block; --block) visit(UpperHalf{}, block);
 
     const Tile stored_tile = noted_tile(note);
     normalise(output, rows);

@@ -72,7 +72,6 @@ struct Params {
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
-    int32_t blocks_at_a_time;             // thread blocks that run together on the GPU
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
     uint64_t group_size_divisor;          // of num_heads_q / num_heads_kv
     uint64_t section_tiles_divisor;       // of the tiles of a section
@@ -109,7 +108,6 @@ static_assert(offsetof(Params, head_dim_v) == 164);
 static_assert(offsetof(Params, num_row_blocks) == 168);
 static_assert(offsetof(Params, heads_per_section) == 172);
 static_assert(offsetof(Params, num_sections) == 176);
-static_assert(offsetof(Params, blocks_at_a_time) == 180);
 static_assert(offsetof(Params, num_heads_divisor) == 184);
 static_assert(offsetof(Params, group_size_divisor) == 192);
 static_assert(offsetof(Params, section_tiles_divisor) == 200);
@@ -571,29 +569,6 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
     }
 }
 
-// Asks for what is read first to be brought into L2: the tile's queries, and a share of the keys and values of its head, which
-// tiles of other rows read as well. The share is as large a part of the keys as the tile is of the rows, or the last block of
-// that. A thread takes whole rows; most threads take one, so the loops stay loops.
-__device__ __forceinline__ void prefetch_first(const Params& params, const Tile& tile) {
-    const int head_bytes = params.head_dim * sizeof(element);
-    const element* q = batch_q(params, tile);
-    const int rows_end = min(tile.first_row + kBlockM, num_rows(params));
-#pragma unroll 1
-    for (int row = tile.first_row + threadIdx.x; row < rows_end; row += kThreads) {
-        prefetch_l2(q + row_offset(params, tile, row, params.q_row_stride, params.q_head_stride), head_bytes);
-    }
-    const element* k = head_k(params, tile);
-    const element* v = head_v(params, tile);
-    const int share = (params.seqlen_kv + params.num_row_blocks - 1) / params.num_row_blocks;
-    const int keys_begin = tile.first_row / kBlockM * share;
-    const int keys_end = min(keys_begin + share, params.seqlen_kv);
-#pragma unroll 1
-    for (int key = max(keys_begin, keys_end - kBlockN) + threadIdx.x; key < keys_end; key += kThreads) {
-        prefetch_l2(k + key * params.k_row_stride, head_bytes);
-        prefetch_l2(v + key * params.v_row_stride, params.head_dim_v * sizeof(element));
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, 3)
 flash_fwd_hdim64_fp16_m64_packgqa_sm80(const __grid_constant__ Params params) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
@@ -620,8 +595,6 @@ flash_fwd_hdim64_fp16_m64_packgqa_sm80(const __grid_constant__ Params params) {
         rows.sum[i][0] = rows.sum[i][1] = 0.0f;
     }
 
-    // The thread blocks that run first may find the grid ahead still at work, and what they read in memory.
-    if (block_index() < params.blocks_at_a_time) prefetch_first(params, tile);
     // From sm_90 on the grid before this one in the stream may still be writing what this one reads, or reading what this one writes.
     griddepcontrol_wait();
     // Blocks of the next grid may now come wherever this one leaves room. Not ahead of the wait, for the next may count on every

@@ -72,7 +72,6 @@ struct Params {
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
-    int32_t blocks_at_a_time;             // thread blocks that run together on the GPU
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
     uint64_t group_size_divisor;          // of num_heads_q / num_heads_kv
     uint64_t section_tiles_divisor;       // of the tiles of a section
@@ -109,7 +108,6 @@ static_assert(offsetof(Params, head_dim_v) == 164);
 static_assert(offsetof(Params, num_row_blocks) == 168);
 static_assert(offsetof(Params, heads_per_section) == 172);
 static_assert(offsetof(Params, num_sections) == 176);
-static_assert(offsetof(Params, blocks_at_a_time) == 180);
 static_assert(offsetof(Params, num_heads_divisor) == 184);
 static_assert(offsetof(Params, group_size_divisor) == 192);
 static_assert(offsetof(Params, section_tiles_divisor) == 200);
@@ -231,7 +229,7 @@ __device__ __forceinline__ void copy_rows(shared_address tile, const element* so
     const int row = threadIdx.x % kCopyThreads / kSwizzleChunks;
     const int chunk = threadIdx.x % kSwizzleChunks;
     const shared_address destination = tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
-    source += uint32_t(row) * row_stride + chunk * kChunkElements;
+    source += row * row_stride + chunk * kChunkElements;
     const int rows_left = valid_rows - row;
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {

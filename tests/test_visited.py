@@ -5,9 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashgen.problem import UNBOUNDED
-from flashgen.render import render
 from flashgen.spec import load_specs
-from flashgen.tiling import joins_edges
 from flashgen.visited import visited_keys
 from test_sections import CALL
 
@@ -34,12 +32,7 @@ def test_it_counts_the_blocks_with_a_visible_key(target, gqa, seqlen_q, seqlen_k
         window_left=UNBOUNDED if causal else left,
         window_right=UNBOUNDED if causal else right,
     )
-    variant = VARIANTS[
-        target,
-        64 if target == "sm80" and not causal else 32 if target == "sm80" else 128,
-        call.mask_type,
-        gqa,
-    ]
+    variant = VARIANTS[target, 32 if target == "sm80" else 128, call.mask_type, gqa]
     block_m, block_n = variant.tile_value("block_m"), variant.tile_value("block_n")
     rows = seqlen_q * (group if gqa == "packed" else 1)
     lengths, most_blocks = [], 0
@@ -83,34 +76,3 @@ def test_every_tile_visits_all_keys_of_a_call_that_hides_none():
     variant = VARIANTS["sm90", 256, "none", "mha"]
     keys = -(-1000 // variant.tile_value("block_n")) * variant.tile_value("block_n")
     assert visited_keys(call, variant) == (keys, keys)
-
-
-@given(st.integers(1, 700), st.integers(1, 900), st.integers(0, 400), st.integers(0, 60))
-def test_early_and_late_keys_of_windows_count_once_between_them(seqlen_q, seqlen_kv, left, right):
-    call = replace(
-        CALL,
-        seqlen_q=seqlen_q,
-        seqlen_kv=seqlen_kv,
-        mask_type="local",
-        diagonal_offset=seqlen_kv - seqlen_q,
-        window_left=left,
-        window_right=right,
-    )
-    variant = VARIANTS["sm80", 32, "local", "mha"]
-    block_m, block_n = variant.tile_value("block_m"), variant.tile_value("block_n")
-    _, most = visited_keys(call, variant)
-    seen = max(
-        min(seqlen_kv, row + call.diagonal_offset + right + 1) - max(0, row + call.diagonal_offset - left)
-        for row in range(seqlen_q)
-    )
-    if seen > 0:
-        # Whole blocks, cut into by both ends of the sequence, and no fewer than the tile has rows; of the
-        # visits to the edges little may be left.
-        assert min(seen, block_m) <= most <= max(seen, block_m) + block_m + 2 * block_n + 16
-
-
-def test_the_template_joins_the_edges_of_the_same_windows():
-    windows = [v for spec in load_specs() for v in spec.variants() if v.mask_type == "local"]
-    windows = [v for v in windows if v.dtype == "fp16" and "sm80" in v.spec]
-    assert {joins_edges(v) for v in windows} == {True, False}
-    assert all(("window_keys(" in render(v)) == joins_edges(v) for v in windows)

@@ -19,22 +19,12 @@ def shifts(variant: Variant) -> bool:
 
 def rows_together(variant: Variant) -> int:
     """Rows of a tile that visit the same blocks of keys: those of a warpgroup, or half of a tile with more
-    stages of K than groups of warps under a mask with a diagonal, unless it joins edges, or all.
+    stages of K than groups of warps under a mask with a diagonal, or all.
     """
     if shifts(variant):
         return WARPGROUP_ROWS
-    halves = variant.mask_type in ("causal", "local") and _keeps_ahead(variant) and not joins_edges(variant)
+    halves = variant.mask_type in ("causal", "local") and _keeps_ahead(variant)
     return variant.tile_value("block_m") // (2 if halves else 1)
-
-
-def joins_edges(variant: Variant) -> bool:
-    """Whether a tile visits the first keys of its windows together with the last ones: must match the
-    template's ``windows``.
-    """
-    windows = variant.mask_type == "local" and variant.gqa != "packed" and variant.head_dim != 64
-    tile = dict(variant.tile)
-    fits = tuple(tile.get(key) for key in ("block_m", "block_n", "warps")) == (128, 64, 4)
-    return windows and fits and _keeps_ahead(variant)
 
 
 def _keeps_ahead(variant: Variant) -> bool:

@@ -42,11 +42,7 @@ FP32 = "flash_fwd_hdim32_fp32_m64_sm80"
 # Two stages of K, without and with rows of a warp in both halves of a tile.
 AHEAD = "flash_fwd_hdim32_fp16_sm80"
 HALVES = "flash_fwd_hdim32_fp16_causal_sm80"
-WINDOW_HALVES = "flash_fwd_hdim64_fp16_local_sm80"
-# Two stages of K, and the first keys of windows visited together with the last.
-WINDOW_EDGES = "flash_fwd_hdim32_fp16_local_sm80"
-# With a form of the visit for blocks that hide nothing.
-WINDOW_APART = "flash_fwd_hdim32_fp16_local_packgqa_sm80"
+WINDOW_HALVES = "flash_fwd_hdim32_fp16_local_sm80"
 # Pairs of warps that share their rows.
 PAIRS = "flash_fwd_hdim256_fp16_sm80"
 WINDOW_PAIRS = "flash_fwd_hdim256_fp16_local_sm80"
@@ -56,19 +52,11 @@ TURNS = "flash_fwd_hdim64_fp16_sm80"
 DENSE_TURNS = "flash_fwd_hdim96_fp16_dense_sm80"
 
 RAGGED = Shape(seqlen_q=100, seqlen_kv=150, heads=2)
-ODD = Shape(seqlen_q=100, seqlen_kv=151, heads=2)
 SHORT_HEAD = Shape(seqlen_q=70, seqlen_kv=100, heads=2, head_dim=24)
 NARROW_V = Shape(seqlen_q=70, seqlen_kv=100, heads=2, head_dim=24, head_dim_v=8)
 LONG = Shape(seqlen_q=300, seqlen_kv=520, heads=1)
-# Windows of whole blocks and a key, of whole blocks, and of neither; and such that the sequence begins within
-# a block between their ends.
-WHOLE_BLOCKS_AND_A_KEY = Shape(seqlen_q=300, seqlen_kv=520, heads=1, window=(192, 0))
-WHOLE_BLOCKS = Shape(seqlen_q=300, seqlen_kv=520, heads=1, window=(191, 0))
-ODD_WINDOW = Shape(seqlen_q=300, seqlen_kv=520, heads=1, window=(170, 0))
-CUT_OFF = Shape(seqlen_q=400, seqlen_kv=391, heads=1, window=(170, 60))
 # Scores of a standard deviation of 8, so that the running maximum moves.
 WIDE = Shape(seqlen_q=100, seqlen_kv=300, heads=2, spread=8.0)
-GROUPED_WIDE = Shape(seqlen_q=150, seqlen_kv=600, heads=4, kv_heads=2, window=(300, 0))
 GROUPED = Shape(seqlen_q=50, seqlen_kv=100, heads=4, kv_heads=2)
 
 RACE = ("race",)
@@ -372,94 +360,6 @@ FAULTS = (
         "keys_of_every(params, tile_row, kRowTileStep)",
     ),
     fault(
-        "late slice that all rows see left out",
-        WINDOW_EDGES,
-        WHOLE_BLOCKS,
-        NUMBERS,
-        "if (!visit.has_early) break;",
-        "break;",
-    ),
-    fault(
-        "lower matrix tile takes early keys in the place of the upper one",
-        WINDOW_EDGES,
-        WHOLE_BLOCKS,
-        NUMBERS,
-        "(i == 1 && j == 0) || ",
-        "",
-    ),
-    fault(
-        "first key of a window hidden",
-        WINDOW_EDGES,
-        WHOLE_BLOCKS,
-        NUMBERS,
-        "lane % 4 * 2 + e < lane / 4",
-        "lane % 4 * 2 + e <= lane / 4",
-    ),
-    fault(
-        "last key of a window hidden where it is a key longer than whole blocks",
-        WINDOW_EDGES,
-        WHOLE_BLOCKS_AND_A_KEY,
-        NUMBERS,
-        ">= lane / 4 + has_odd_key",
-        ">= lane / 4",
-    ),
-    fault(
-        "key behind a window of whole blocks seen",
-        WINDOW_EDGES,
-        WHOLE_BLOCKS,
-        NUMBERS,
-        "window.span == reach",
-        "true",
-    ),
-    fault(
-        "last rows of the late block in order",
-        WINDOW_EDGES,
-        WHOLE_BLOCKS,
-        NUMBERS,
-        "first + row >= rows_in_order",
-        "first + row >= kBlockN",
-    ),
-    fault(
-        "late values copied over keys that others still read",
-        WINDOW_EDGES,
-        LONG,
-        RACE,
-        "        // The late values take the place of the early keys.\n        barrier_sync(kThreads);\n",
-        "",
-    ),
-    fault(
-        "late values not waited for",
-        WINDOW_EDGES,
-        LONG,
-        ASYNC,
-        "may still be on its way.\n        cp_async_wait<1>();",
-        "may still be on its way.\n        cp_async_wait<2>();",
-    ),
-    fault(
-        "block in which the sequence begins taken to be whole",
-        WINDOW_EDGES,
-        CUT_OFF,
-        (*BOUNDS, *NUMBERS),
-        "max(found.inner_begin, found.first + round_up(-found.first))",
-        "found.inner_begin",
-    ),
-    fault(
-        "block in which the first window ends taken to be whole",
-        WINDOW_EDGES,
-        ODD_WINDOW,
-        NUMBERS,
-        "min(found.inner_end, found.first + (first_row_end - found.first) / kBlockN * kBlockN)",
-        "found.inner_end",
-    ),
-    fault(
-        "rescaling left out",
-        WINDOW_EDGES,
-        WIDE,
-        NUMBERS,
-        "rows.sum[i][0] != 0.0f || rows.sum[i][1] != 0.0f",
-        "false",
-    ),
-    fault(
         "no warp waits for the grids ahead",
         PLAIN,
         RAGGED,
@@ -474,46 +374,6 @@ FAULTS = (
         ("dependency",),
         "    griddepcontrol_wait();\n",
         "    if (warp == 0) griddepcontrol_wait();\n",
-    ),
-    fault(
-        "queries past the last one asked into L2",
-        PLAIN,
-        RAGGED,
-        BOUNDS,
-        "min(tile.first_row + kBlockM, num_rows(params))",
-        "tile.first_row + kBlockM",
-    ),
-    fault(
-        "keys past the last one asked into L2",
-        PLAIN,
-        ODD,
-        BOUNDS,
-        "const int keys_end = min(keys_begin + share, params.seqlen_kv);",
-        "const int keys_end = keys_begin + share;",
-    ),
-    fault(
-        "a block that hides late keys taken for whole",
-        HALVES,
-        LONG,
-        NUMBERS,
-        "const int whole_end = keys_of_every(params, tile.first_row, kBlockM).end / kBlockN;",
-        "const int whole_end = keys_of_every(params, tile.first_row, kBlockM).end / kBlockN + 1;",
-    ),
-    fault(
-        "a folded block that hides late keys taken for whole",
-        WINDOW_APART,
-        GROUPED_WIDE,
-        NUMBERS,
-        "const int whole_end = every.end / kBlockN;",
-        "const int whole_end = every.end / kBlockN + 1;",
-    ),
-    fault(
-        "a folded block that hides early keys taken for whole",
-        WINDOW_APART,
-        GROUPED_WIDE,
-        NUMBERS,
-        "const int whole_begin = max(lower_first, (every.begin + kBlockN - 1) / kBlockN);",
-        "const int whole_begin = max(lower_first, every.begin / kBlockN);",
     ),
     fault(
         "weights fetched before the partner has stored them",
