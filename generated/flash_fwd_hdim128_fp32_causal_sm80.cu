@@ -3,7 +3,7 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype fp32, mask_type causal, gqa mha
-// tile      block_m 64, block_n 32, warps 4, groups 1, k_stages 1, min_blocks 2
+// tile      block_m 64, block_n 32, warps 4, loop stages, min_blocks 2
 // block     128 threads, 65552 bytes of dynamic shared memory
 // target    sm80: sm_80 or later, at most 166912 bytes a block
 // spec      flash_fwd_sm80.yaml

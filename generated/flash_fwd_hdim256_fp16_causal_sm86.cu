@@ -3,7 +3,7 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 256, head_dim_v 256, dtype fp16, mask_type causal, gqa mha
-// tile      block_m 64, block_n 64, warps 4, groups 1, k_stages 1, min_blocks 1
+// tile      block_m 64, block_n 64, warps 4, loop stages, min_blocks 1
 // block     128 threads, 98320 bytes of dynamic shared memory
 // target    sm86: sm_80 or later, at most 101376 bytes a block
 // spec      flash_fwd_sm80.yaml

@@ -3,7 +3,7 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 96, head_dim_v 96, dtype bf16, mask_type causal, gqa mha
-// tile      block_m 256, block_n 64, warps 8, groups 2, k_stages 2, min_blocks 1
+// tile      block_m 256, block_n 64, warps 8, loop turns, min_blocks 1
 // block     256 threads, 98320 bytes of dynamic shared memory
 // target    sm80: sm_80 or later, at most 166912 bytes a block
 // spec      flash_fwd_sm80.yaml

@@ -15,6 +15,7 @@ from flashgen.schema import (
     Positive,
     ShortName,
     Target,
+    tile_types,
     when_type,
 )
 from flashgen.searchspace import SearchSpace
@@ -130,7 +131,7 @@ def _element_bytes(document: Document, file: File, axes: dict[str, Values]) -> d
 
 def _params(document: Document, file: File, axes: dict[str, Values]) -> tuple[Param, ...]:
     params: list[Param] = []
-    condition = when_type(axes, file.tile_keys)
+    condition = when_type(axes, tile_types(file))
     for i, given in enumerate(file.params):
         row = document.convert(("params", i), given, ParamRow)
         if row.type == TENSOR_MAP and row.box is None:

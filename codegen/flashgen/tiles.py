@@ -6,7 +6,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashgen.expression import Expression
-from flashgen.schema import DEFAULT_TILE, RESERVED, File, Target, conditions, expression_names, tile_row
+from flashgen.schema import (
+    DEFAULT_TILE,
+    RESERVED,
+    File,
+    Target,
+    conditions,
+    expression_names,
+    tile_row,
+    tile_types,
+)
 from flashgen.spec import Entry, as_values
 from flashgen.variant import TUNED_TILE, name_part
 
@@ -45,7 +54,7 @@ class TileTable:
         names = expression_names(file, axes.values)
         self._threads = self._expression("threads", names)
         self._smem_bytes = self._expression("smem_bytes", names)
-        self.rows = self._load("tiles", tile_row(domain, file.tile_keys, file.no_spills))
+        self.rows = self._load("tiles", tile_row(domain, tile_types(file), file.no_spills))
         self._by_name = self._names()
         self._matching = Matcher(domain, self.rows)
         self._excluded = Matcher(domain, self._load("exclude", conditions("Exclude", domain)))
@@ -109,7 +118,7 @@ class TileTable:
         return tuple(entries)
 
     def resources(
-        self, tile: Mapping[str, int], point: Point, error: Callable[[str], SpecError]
+        self, tile: Mapping[str, int | str], point: Point, error: Callable[[str], SpecError]
     ) -> tuple[int, int, tuple[Box, ...]]:
         """Threads and bytes of shared memory of a block with this tile, and the boxes of its tensor maps.
 
@@ -166,6 +175,10 @@ def check_names(document: Document, file: File, axes: Mapping[str, Sequence[Any]
         if name in seen:
             raise document.error(keys, f"`{name}` is already an axis or a tile key")
         seen.add(name)
+    for key in file.tile_values:
+        if key not in file.tile_keys:
+            why = f"no tile key; the tile keys are {', '.join(file.tile_keys)}"
+            raise document.error(("tile_values", key), why)
     owners = {
         TUNED_TILE: "tiles",
         **dict.fromkeys(file.targets, "targets"),

@@ -18,19 +18,13 @@ def shifts(variant: Variant) -> bool:
 
 
 def rows_together(variant: Variant) -> int:
-    """Rows of a tile that visit the same blocks of keys: those of a warpgroup, or half of a tile with more
-    stages of K than groups of warps under a mask with a diagonal, or all.
+    """Rows of a tile that visit the same blocks of keys: those of a warpgroup, half of a tile whose loop
+    says so, or all.
     """
     if shifts(variant):
         return WARPGROUP_ROWS
-    halves = variant.mask_type in ("causal", "local") and _keeps_ahead(variant)
+    halves = dict(variant.tile).get("loop") == "halves"
     return variant.tile_value("block_m") // (2 if halves else 1)
-
-
-def _keeps_ahead(variant: Variant) -> bool:
-    """Whether there are more stages of K than groups of warps (must match the template's ``ahead``)."""
-    tile = dict(variant.tile)
-    return tile.get("k_stages", 1) > tile.get("groups", 1)
 
 
 def rows(problem: Problem, variant: Variant) -> int:

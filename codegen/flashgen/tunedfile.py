@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.errors import SpecError
-from flashgen.schema import TunedFile, tuned_row
+from flashgen.schema import TunedFile, tile_types, tuned_row
 from flashgen.spec import Content, Entry
 from flashgen.variant import TUNED_TILE
 from flashgen.yamlfile import Document
@@ -40,7 +40,7 @@ def read(tuned: Tuned, file: File, content: Content, table: TileTable) -> tuple[
     given = document.convert((), document.value, TunedFile)
     if given.gpu != tuned.gpu:
         raise document.error(("gpu",), f"found {given.gpu!r}; the GPU is {tuned.gpu!r}")
-    kind = tuned_row({**content.axes, "target": tuple(content.targets)}, file.tile_keys)
+    kind = tuned_row({**content.axes, "target": tuple(content.targets)}, tile_types(file))
     rows: dict[Point, TunedRow] = {}
     problems = []
     for index, value in enumerate(given.tiles):
