@@ -94,7 +94,6 @@ def parameters(problem: Problem, variant: Variant, device: Device) -> dict[str, 
         "num_tiles": tiles(problem, variant),
         "heads_per_section": cut.heads,
         "num_sections": cut.count,
-        "blocks_at_a_time": blocks_at_a_time(variant, device),
         # A grid without tiles is not launched, but it has a struct.
         "num_heads_divisor": divisor(max(1, heads_in_grid)),
         "group_size_divisor": divisor(group),
