@@ -397,6 +397,10 @@ __device__ __forceinline__ void start_pv(float (&output)[kHeadDimV / 2], const W
 // may then reach 2^kSlack, which costs no accuracy (they are floating-point numbers, and numerator and denominator share
 // the factor) and spares nearly all rescaling of the output and the exchange of maxima between lanes.
 constexpr float kSlack = 8.0f;
+// row_max is kept kPBias below the maximum, so that P, which is rounded to fp16, uses the upper half of its exponents: what is
+// below its normal numbers, 2^-14, is that much less of the row. O, row_sum and the LSE come out the same.
+constexpr float kPBias = 7.0f;
+static_assert(kSlack + kPBias <= 15.0f, "fp16 ends below 2^16");
 constexpr float kNoReference = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
 
 __device__ __forceinline__ float quad_max(float value) {

@@ -565,8 +565,8 @@ __device__ __forceinline__ void finish_scores(const Params& params, const Tile& 
     apply_mask(params, scores, tile.first_row + row_in_tile, first_key, lane);
 }
 
-// The greatest scores of a block that this lane has of each row, and whether some row of the warp has one that its row_max has to
-// follow.
+// The greatest scores of a block that this lane has of each row, as row_max has them, and whether some row of the warp has one that
+// its row_max has to follow.
 template <int kTiles>
 __device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
                                                 float (&block_max)[kTiles][2]) {

@@ -307,6 +307,10 @@ __device__ __forceinline__ Tile stashed_tile(shared_address smem) {
 // may then reach 2^kSlack, which costs no accuracy (they are floating-point numbers, and numerator and denominator share
 // the factor) and spares nearly all rescaling of the output and the exchange of maxima between lanes.
 constexpr float kSlack = 8.0f;
+// row_max is kept kPBias below the maximum, so that P, which is rounded to fp16, uses the upper half of its exponents: what is
+// below its normal numbers, 2^-14, is that much less of the row. O, row_sum and the LSE come out the same.
+constexpr float kPBias = 7.0f;
+static_assert(kSlack + kPBias <= 15.0f, "fp16 ends below 2^16");
 constexpr float kNoReference = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
 
 __device__ __forceinline__ float quad_max(float value) {
@@ -506,8 +510,8 @@ __device__ __forceinline__ void finish_scores(const Params& params, const Tile& 
     apply_mask(params, scores, tile.first_row + row_in_tile, first_key, lane);
 }
 
-// The greatest scores of a block that this lane has of each row, and whether some row of the warp has one that its row_max has to
-// follow.
+// The greatest scores of a block that this lane has of each row, as row_max has them, and whether some row of the warp has one that
+// its row_max has to follow.
 template <int kTiles>
 __device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
                                                 float (&block_max)[kTiles][2]) {
@@ -521,7 +525,7 @@ __device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kK
             for (int j = 1; j < kKeyTiles; ++j) {
                 value = fmaxf(value, fmaxf(scores[i][j][2 * half], scores[i][j][2 * half + 1]));
             }
-            block_max[i][half] = value * scale_log2;
+            block_max[i][half] = fmaf(value, scale_log2, -kPBias);
             exceeds |= block_max[i][half] > rows[i].row_max[half] + kSlack;
         }
     }
