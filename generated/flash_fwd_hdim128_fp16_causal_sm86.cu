@@ -3,7 +3,7 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype fp16, mask_type causal, gqa mha
-// tile      block_m 128, block_n 32, warps 4, groups 1, k_stages 1, min_blocks 2
+// tile      block_m 128, block_n 32, warps 4, loop stages, min_blocks 2
 // block     128 threads, 49168 bytes of dynamic shared memory
 // target    sm86: sm_80 or later, at most 101376 bytes a block
 // spec      flash_fwd_sm80.yaml
@@ -13,33 +13,33 @@
 using element = fp16;
 
 constexpr int kHeadDim = 128;  // of Q and K
-constexpr int kHeadDimV = 128;  // of V and the output
+constexpr int kHeadDimV = 128;  // of V and O
 constexpr int kBlockM = 128;  // query rows of a tile
-constexpr int kBlockN = 32;  // keys of a tile
+constexpr int kBlockN = 32;  // keys of a KV block
 constexpr int kWarps = 4;
-constexpr int kKStages = 1;  // blocks of K in shared memory
-constexpr int kVStages = 1;  // and of V
 constexpr int kThreads = 32 * kWarps;
 constexpr int kCopyThreads = kThreads;  // threads that share the copy of a block of K or V
-constexpr int kWarpRows = kBlockM / kWarps;  // a warp owns whole rows, so that softmax never leaves it
-constexpr int kRowTiles = kWarpRows / 16;    // 16-row matrix tiles of a warp
-constexpr int kRowTileStep = 16;             // rows from a warp's matrix tile to its next
-constexpr int kKeyTiles = kBlockN / 8;       // 8-key matrix tiles of a key block
-constexpr int kDimTiles = kHeadDimV / 8;     // 8-wide matrix tiles of the output's head dimension
 
-constexpr int kRowBytes = kHeadDim * sizeof(element);  // from row to row in shared memory, of V as well
-constexpr int kKOffset = kBlockM * kRowBytes;  // Q comes first, then the stages of K, then those of V
+constexpr int kWarpRows = kBlockM / kWarps;  // a warp owns whole rows, so that softmax never leaves it
+constexpr int kKeyTiles = kBlockN / 8;       // MMA tiles of S along the keys
+constexpr int kDimTiles = kHeadDimV / 8;     // MMA tiles of O along the head dimension
+constexpr int kRowTiles = kWarpRows / 16;    // MMA tiles of a warp along its rows
+constexpr int kRowTileStep = 16;             // rows from a warp's MMA tile to its next
+
+// Shared memory: Q, the stages of K, those of V, and what the loop adds. Rows of V are as long as those of K.
+constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kStageBytes = kBlockN * kRowBytes;
-constexpr int kVOffset = kKOffset + kKStages * kStageBytes;
-constexpr int kNoteOffset = kVOffset + kVStages * kStageBytes;
-constexpr int kNoteBytes = 16;
-constexpr int kSharedBytes = kNoteOffset + kNoteBytes;
+constexpr int kKOffset = kBlockM * kRowBytes;
+constexpr int kVOffset = kKOffset + 1 * kStageBytes;
+constexpr int kStashOffset = kVOffset + 1 * kStageBytes;
+constexpr int kStashBytes = 16;
+constexpr int kSharedBytes = kStashOffset + kStashBytes;
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-static_assert(kBlockM % (16 * kWarps) == 0, "a warp owns whole 16-row matrix tiles");
-static_assert(kBlockN % 16 == 0, "keys are fetched by 16");
-static_assert(kHeadDimV <= kHeadDim, "rows of V and of the output fit into those of K and Q");
+static_assert(kWarpRows % 16 == 0, "a warp owns whole 16-row MMA tiles");
+static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
+static_assert(kHeadDimV <= kHeadDim, "rows of V and O fit into those of K and Q");
 static_assert(kRowBytes % 64 == 0, "the swizzle permutes at least four 16-byte chunks");
 static_assert(kSharedBytes == 49168, "launcher and kernel agree on shared memory");
 
@@ -63,7 +63,6 @@ struct Params {
     int64_t out_head_stride;
     int32_t batch_size;
     int32_t num_heads_q;
-    int32_t num_heads_kv;
     int32_t seqlen_q;
     int32_t seqlen_kv;
     int32_t head_dim;                     // of the call, at most kHeadDim; the rest is predicated
@@ -71,7 +70,6 @@ struct Params {
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
-    int32_t blocks_at_a_time;             // thread blocks that run together on the GPU
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
     uint64_t section_tiles_divisor;       // of the tiles of a section
     uint64_t section_heads_divisor;       // of heads_per_section
@@ -79,48 +77,28 @@ struct Params {
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // softmax_scale * log2(e)
 };
-static_assert(sizeof(Params) == 224);
-static_assert(offsetof(Params, q) == 0);
-static_assert(offsetof(Params, k) == 8);
-static_assert(offsetof(Params, v) == 16);
-static_assert(offsetof(Params, out) == 24);
-static_assert(offsetof(Params, lse) == 32);
-static_assert(offsetof(Params, q_batch_stride) == 40);
-static_assert(offsetof(Params, q_row_stride) == 48);
-static_assert(offsetof(Params, q_head_stride) == 56);
-static_assert(offsetof(Params, k_batch_stride) == 64);
-static_assert(offsetof(Params, k_row_stride) == 72);
-static_assert(offsetof(Params, k_head_stride) == 80);
-static_assert(offsetof(Params, v_batch_stride) == 88);
-static_assert(offsetof(Params, v_row_stride) == 96);
-static_assert(offsetof(Params, v_head_stride) == 104);
-static_assert(offsetof(Params, out_batch_stride) == 112);
-static_assert(offsetof(Params, out_row_stride) == 120);
-static_assert(offsetof(Params, out_head_stride) == 128);
-static_assert(offsetof(Params, batch_size) == 136);
-static_assert(offsetof(Params, num_heads_q) == 140);
-static_assert(offsetof(Params, num_heads_kv) == 144);
-static_assert(offsetof(Params, seqlen_q) == 148);
-static_assert(offsetof(Params, seqlen_kv) == 152);
-static_assert(offsetof(Params, head_dim) == 156);
-static_assert(offsetof(Params, head_dim_v) == 160);
-static_assert(offsetof(Params, num_row_blocks) == 164);
-static_assert(offsetof(Params, heads_per_section) == 168);
-static_assert(offsetof(Params, num_sections) == 172);
-static_assert(offsetof(Params, blocks_at_a_time) == 176);
-static_assert(offsetof(Params, num_heads_divisor) == 184);
-static_assert(offsetof(Params, section_tiles_divisor) == 192);
-static_assert(offsetof(Params, section_heads_divisor) == 200);
-static_assert(offsetof(Params, last_section_heads_divisor) == 208);
-static_assert(offsetof(Params, diagonal_offset) == 216);
-static_assert(offsetof(Params, scale_log2) == 220);
+static_assert(sizeof(Params) == 216 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
+static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, q_batch_stride) == 40);
+static_assert(offsetof(Params, q_row_stride) == 48 && offsetof(Params, q_head_stride) == 56);
+static_assert(offsetof(Params, k_batch_stride) == 64 && offsetof(Params, k_row_stride) == 72);
+static_assert(offsetof(Params, k_head_stride) == 80 && offsetof(Params, v_batch_stride) == 88);
+static_assert(offsetof(Params, v_row_stride) == 96 && offsetof(Params, v_head_stride) == 104);
+static_assert(offsetof(Params, out_batch_stride) == 112 && offsetof(Params, out_row_stride) == 120);
+static_assert(offsetof(Params, out_head_stride) == 128 && offsetof(Params, batch_size) == 136);
+static_assert(offsetof(Params, num_heads_q) == 140 && offsetof(Params, seqlen_q) == 144 && offsetof(Params, seqlen_kv) == 148);
+static_assert(offsetof(Params, head_dim) == 152 && offsetof(Params, head_dim_v) == 156);
+static_assert(offsetof(Params, num_row_blocks) == 160 && offsetof(Params, heads_per_section) == 164);
+static_assert(offsetof(Params, num_sections) == 168 && offsetof(Params, num_heads_divisor) == 176);
+static_assert(offsetof(Params, section_tiles_divisor) == 184 && offsetof(Params, section_heads_divisor) == 192);
+static_assert(offsetof(Params, last_section_heads_divisor) == 200 && offsetof(Params, diagonal_offset) == 208);
+static_assert(offsetof(Params, scale_log2) == 212);
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 struct Tile {
     int batch;
     int head;
     int kv_head;
-    int first_row;  // rows are queries
+    int first_row;
 };
 
 // n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
@@ -161,44 +139,50 @@ __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, i
     return row * row_stride + tile.head * head_stride;
 }
 
-// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that
-// eight consecutive rows of one logical column, which is what ldmatrix reads at a time, lie in eight different groups
-// of banks.
+// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
+// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
 constexpr int kChunkElements = 16 / sizeof(element);
 constexpr int kSwizzleChunks = 8;  // a row spans all 32 banks a whole number of times: permute by the row modulo 8
 
 __device__ __forceinline__ int swizzle_key(int row) { return row % 8; }
 constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
-// Where a lane finds its part of a matrix fragment, before any step along the row.
-using LaneAddress = shared_address;
+// Where a lane finds its part of an MMA fragment, before any step along the row: an address, which the swizzle of a step is applied to,
+// and bytes that are added behind it. Addresses that differ in these bytes alone share the work of the swizzle.
+struct LaneAddress {
+    shared_address swizzled;
+    int offset;
 
-__device__ __forceinline__ LaneAddress lane_address(shared_address tile, int row, int chunk) {
-    return tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
+    // `bytes` further on, of which no step's exclusive or meets a bit: a multiple of kSwizzleBytes, or less than a chunk.
+    __device__ __forceinline__ LaneAddress operator+(int bytes) const { return {swizzled + bytes, offset}; }
+};
+
+__device__ __forceinline__ LaneAddress lane_address(shared_address block, int row, int chunk) {
+    return {block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row)), 0};
 }
 
-// A 16x16 operand of which ldmatrix fetches the four 8x8 quarters: downwards first for Q and (transposed on the way) V,
-__device__ __forceinline__ LaneAddress operand_address(shared_address tile, int lane) {
-    return lane_address(tile, lane % 16, lane / 16);
-}
-
-// and along the rows first for K, whose rows are the matrix instruction's columns.
-__device__ __forceinline__ LaneAddress transposed_operand_address(shared_address tile, int lane) {
-    return lane_address(tile, lane / 16 * 8 + lane % 8, lane / 8 % 2);
-}
-
-// The lane's address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right. Tiles and rows
-// begin at multiples of kSwizzleBytes, so that a step within the swizzle is an exclusive or of the address itself.
+// The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right. Blocks and rows begin at multiples
+// of kSwizzleBytes, so that a step within the swizzle is an exclusive or of the address itself.
 __device__ __forceinline__ shared_address step_address(const LaneAddress& lane, int row_step, int chunk_pair) {
     const int step_bytes = 32 * chunk_pair;
-    return (lane ^ step_bytes % kSwizzleBytes) + row_step * kRowBytes + step_bytes / kSwizzleBytes * kSwizzleBytes;
+    return (lane.swizzled ^ step_bytes % kSwizzleBytes) + lane.offset + row_step * kRowBytes +
+           step_bytes / kSwizzleBytes * kSwizzleBytes;
 }
 
-// Where the queries of the tile's batch entry begin, and the keys and values of its head.
-__device__ __forceinline__ const element* batch_q(const Params& params, const Tile& tile) {
-    return params.q + tile.batch * params.q_batch_stride;
+// ldmatrix fetches the four 8x8 quarters of a 16x16 operand: downwards first for Q and (transposed on the way) V,
+__device__ __forceinline__ LaneAddress operand_address(shared_address block, int lane) {
+    return lane_address(block, lane % 16, lane / 16);
 }
 
+// and along the rows first for K, whose rows are the columns of the MMA.
+__device__ __forceinline__ LaneAddress transposed_operand_address(shared_address block, int lane) {
+    return lane_address(block, lane / 16 * 8 + lane % 8, lane / 8 % 2);
+}
+
+// A warp's first row in the tile.
+__device__ __forceinline__ int first_row_of(int warp) { return warp * kWarpRows; }
+
+// Where K and V of the tile's head begin.
 __device__ __forceinline__ const element* head_k(const Params& params, const Tile& tile) {
     return params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
 }
@@ -207,44 +191,57 @@ __device__ __forceinline__ const element* head_v(const Params& params, const Til
     return params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
 }
 
-// Starts the copy of kBlockN rows of K or V, kColumns wide, into shared memory. kSwizzleChunks threads stand side by side
-// along a row and each takes every kSwizzleChunks-th chunk of its rows. Rows from `valid_rows` on
-// and elements from `head_dim` on become zeros. `row_stride` is in elements.
+// Starts the copy of a KV block of K or V, kColumns wide, into shared memory. kSwizzleChunks threads stand side by side along a row
+// and each takes every kSwizzleChunks-th chunk of its rows. Rows from `valid_rows` on and elements from `head_dim` on become zeros.
+// `row_stride` is in elements.
 template <int kColumns>
-__device__ __forceinline__ void copy_rows(shared_address tile, const element* source,
-                                          int64_t row_stride, int valid_rows, int head_dim) {
+__device__ __forceinline__ void copy_rows(shared_address block, const element* source, int64_t row_stride, int valid_rows,
+                                          int head_dim) {
     constexpr int kRowsPerPass = kCopyThreads / kSwizzleChunks;
     constexpr int kPanels = kColumns * sizeof(element) / kSwizzleBytes;
+    constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
     static_assert(kColumns * sizeof(element) % kSwizzleBytes == 0, "the swizzle permutes whole panels");
     static_assert(kRowsPerPass % 8 == 0, "the rows of a thread are swizzled alike");
     const int row = threadIdx.x % kCopyThreads / kSwizzleChunks;
     const int chunk = threadIdx.x % kSwizzleChunks;
-    const shared_address destination = tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
-    source += row * row_stride + chunk * kChunkElements;
     const int rows_left = valid_rows - row;
+    const shared_address destination = block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
+    source += row * row_stride + chunk * kChunkElements;
+    // One pointer steps from row to row, an addition each. The compiler would work out an address for each copy, which takes
+    // five, if it saw through the pointer.
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-        constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
-        const element* from = source + panel * kPanelElements;
+    for (int first = 0; first < kBlockN; first += kRowsPerPass) {
 #pragma unroll
-        for (int first = 0; first < kBlockN; first += kRowsPerPass) {
-            cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes, from,
-                        first < rows_left && panel * kPanelElements + chunk * kChunkElements < head_dim ? 16 : 0);
-            from += kRowsPerPass * row_stride;  // one addition a row; worked out anew, an address takes five
+        for (int panel = 0; panel < kPanels; ++panel) {
+            const bool valid = first < rows_left && panel * kPanelElements + chunk * kChunkElements < head_dim;
+            cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes, source + panel * kPanelElements, valid ? 16 : 0);
         }
+        if (first + kRowsPerPass < kBlockN) source += kRowsPerPass * row_stride;
+        opaque(source);
     }
 }
 
-// Starts the copy of the tile's queries, rows past the last one and elements from head_dim on as zeros.
-__device__ __forceinline__ void copy_queries(const Params& params, const Tile& tile, shared_address q_tile) {
-    const element* q = batch_q(params, tile);
+// Starts the copy of KV block `block` of a head of K, and of V.
+__device__ __forceinline__ void copy_k(const Params& params, const element* k, shared_address stage, int block) {
+    copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride, params.seqlen_kv - block * kBlockN,
+                        params.head_dim);
+}
+
+__device__ __forceinline__ void copy_v(const Params& params, const element* v, shared_address stage, int block) {
+    copy_rows<kHeadDimV>(stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride, params.seqlen_kv - block * kBlockN,
+                         params.head_dim_v);
+}
+
+// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros.
+__device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address smem) {
     constexpr int kRowsPerPass = kThreads / kSwizzleChunks;
     static_assert(kBlockM % kRowsPerPass == 0, "every thread copies as many rows");
     static_assert(kRowsPerPass % 8 == 0, "the rows of a thread are swizzled alike");
+    const element* q = params.q + tile.batch * params.q_batch_stride;
     const int row = threadIdx.x / kSwizzleChunks;
     const int chunk = threadIdx.x % kSwizzleChunks;
     const int rows_left = num_rows(params) - tile.first_row - row;
-    const shared_address destination = q_tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
+    const shared_address destination = smem + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
     // One pointer steps from row to row; the compiler would work out the addresses of all copies ahead.
     const element* source = q + row_offset(params, tile, tile.first_row + row, params.q_row_stride, params.q_head_stride);
 #pragma unroll
@@ -257,6 +254,143 @@ __device__ __forceinline__ void copy_queries(const Params& params, const Tile& t
         }
         if (first + kRowsPerPass < kBlockM) source += kRowsPerPass * params.q_row_stride;
         opaque(source);
+    }
+}
+
+// Registers are too scarce to keep the tile through the loop for the epilogue: it is stashed in shared memory. Reading it back takes
+// less than working it out again.
+__device__ __forceinline__ void stash_tile(const Tile& tile, shared_address smem) {
+    store_shared_64(smem + kStashOffset, tile.batch, tile.head);
+    store_shared_64(smem + kStashOffset + 8, tile.kv_head, tile.first_row);
+}
+
+__device__ __forceinline__ Tile stashed_tile(shared_address smem) {
+    const uint4 words = load_shared_128(smem + kStashOffset);
+    Tile tile;
+    tile.batch = words.x;
+    tile.head = words.y;
+    tile.kv_head = words.z;
+    tile.first_row = words.w;
+    return tile;
+}
+
+// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
+// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
+//
+// row_max is the running maximum of a row, except that it moves only when a score exceeds it by more than kSlack. P may then reach
+// 2^kSlack. That costs no accuracy, since O and row_sum share the factor, and spares nearly all rescaling of O and the exchange of
+// maxima between lanes.
+constexpr float kSlack = 8.0f;
+// row_max is kept kPBias below the maximum, so that P, which is rounded to fp16, uses the upper half of its exponents: what is
+// below its normal numbers, 2^-14, is that much less of the row. O, row_sum and the LSE come out the same.
+constexpr float kPBias = 7.0f;
+static_assert(kSlack + kPBias <= 15.0f, "fp16 ends below 2^16");
+constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+__device__ __forceinline__ float quad_max(float value) {
+    value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
+    return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float value) {
+    value += __shfl_xor_sync(0xffffffff, value, 1);
+    return value + __shfl_xor_sync(0xffffffff, value, 2);
+}
+
+// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
+struct RowTile {
+    float row_max[2];  // log2 domain
+    float row_sum[2];  // this lane's share
+    float output[kDimTiles][4];
+};
+
+__device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+        rows[i].row_max[0] = rows[i].row_max[1] = kNoRowMax;
+        rows[i].row_sum[0] = rows[i].row_sum[1] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kDimTiles; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) rows[i].output[n][e] = 0.0f;
+        }
+    }
+}
+
+// Multiplies what has been summed up for both rows.
+__device__ __forceinline__ void rescale(RowTile& rows, const float (&correction)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        rows.row_sum[half] *= correction[half];
+#pragma unroll
+        for (int n = 0; n < kDimTiles; ++n) {
+            rows.output[n][2 * half] *= correction[half];
+            rows.output[n][2 * half + 1] *= correction[half];
+        }
+    }
+}
+
+// S = Q . K^T of kTiles MMA tiles of rows, in fp32. Element [i][j][e] of thread (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2) of
+// tile i, key 8 j + 2 t + e % 2.
+template <int kTiles>
+__device__ __forceinline__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) scores[i][j][e] = 0.0f;
+        }
+    }
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+        uint32_t q_fragment[kTiles][4];
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) ldmatrix_x4(q_fragment[i], step_address(q_lane, kRowTileStep * i, step));
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; j += 2) {
+            uint32_t k_fragment[4];
+            ldmatrix_x4(k_fragment, step_address(k_lane, 8 * j, step));
+#pragma unroll
+            for (int i = 0; i < kTiles; ++i) {
+                mma_m16n8k16<element>(scores[i][j], q_fragment[i], k_fragment[0], k_fragment[1]);
+                mma_m16n8k16<element>(scores[i][j + 1], q_fragment[i], k_fragment[2], k_fragment[3]);
+            }
+        }
+    }
+}
+
+// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax. Two neighbouring key tiles of an accumulator, packed,
+// are a left operand of the MMA as they lie.
+template <int kTiles>
+struct P {
+    uint32_t fragment[kTiles][kKeyTiles / 2][4];
+
+    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
+        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
+        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
+    }
+};
+
+using VAddress = LaneAddress;
+
+__device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return operand_address(block, lane); }
+
+// O += P . V.
+template <int kTiles>
+__device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane) {
+#pragma unroll
+    for (int j = 0; j < kKeyTiles / 2; ++j) {
+#pragma unroll
+        for (int n = 0; n < kDimTiles; n += 2) {
+            uint32_t v_fragment[4];
+            ldmatrix_x4_trans(v_fragment, step_address(v_lane, 16 * j, n / 2));
+#pragma unroll
+            for (int i = 0; i < kTiles; ++i) {
+                mma_m16n8k16<element>(rows[i].output[n], p.fragment[i][j], v_fragment[0], v_fragment[1]);
+                mma_m16n8k16<element>(rows[i].output[n + 1], p.fragment[i][j], v_fragment[2], v_fragment[3]);
+            }
+        }
     }
 }
 
@@ -285,147 +419,74 @@ __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int firs
             keys_of_query(params, query_of_row(params, first_row)).end};
 }
 
-__device__ __forceinline__ KeyRange find_keys(const Params& params, const Tile& tile) {
-    return keys_of_some(params, tile.first_row, kBlockM);
-}
-
-// Hides keys that lie behind the range of their row. The warp's keys begin at `first_key`, its rows at `first_row`.
-__device__ __forceinline__ void hide_late_keys(const Params& params,
-                                               float (&scores)[kRowTiles][kKeyTiles][4], int first_row,
-                                               int first_key, int lane) {
+// Walks S, the one place where scores are told their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and
+// key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
+// that this lane has of the row: that of key lane_key + step. The steps are constants, so that comparing one takes one instruction.
+template <int kTiles, typename AtRow>
+__device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key, int lane,
+                                               AtRow at_row) {
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
+    for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = first_row + kRowTileStep * i + 8 * half + lane / 4;
-            const int end = keys_of_query(params, query_of_row(params, row)).end - first_key - lane % 4 * 2;
+            auto at_score = at_row(first_row + kRowTileStep * i + 8 * half + lane / 4, first_key + lane % 4 * 2);
 #pragma unroll
             for (int j = 0; j < kKeyTiles; ++j) {
-                if (8 * j >= end) scores[i][j][2 * half] = -INFINITY;
-                if (8 * j + 1 >= end) scores[i][j][2 * half + 1] = -INFINITY;
+#pragma unroll
+                for (int e = 0; e < 2; ++e) at_score(8 * j + e, scores[i][j][2 * half + e]);
             }
         }
     }
 }
 
-// Hides the keys of a block that lie outside the range of their row. `tile_row` is the tile's first row.
-__device__ __forceinline__ void hide_keys(const Params& params,
-                                          float (&scores)[kRowTiles][kKeyTiles][4], int tile_row, int warp, int lane,
-                                          int block) {
-    // Most blocks are seen by every row from the first key to the last.
-    const int warp_row = tile_row + warp * kWarpRows;
-    const KeyRange every = keys_of_every(params, min(warp_row, num_rows(params) - 1), kWarpRows);
-    const int first_key = block * kBlockN;
-    if ((block + 1) * kBlockN > every.end) {
-        hide_late_keys(params, scores, warp_row, first_key, lane);
-    }
-}
-
-// scores (kWarpRows x kBlockN) = Q . K^T for the warp's rows, in fp32. Element [i][j][e] of thread (g, t) = (lane / 4,
-// lane % 4) is row 16 i + g + 8 (e / 2), key 8 j + 2 t + e % 2.
-__device__ __forceinline__ void multiply_qk(float (&scores)[kRowTiles][kKeyTiles][4],
-                                            const LaneAddress& q_lane, const LaneAddress& k_lane) {
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-        for (int j = 0; j < kKeyTiles; ++j) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) scores[i][j][e] = 0.0f;
-        }
-    }
-#pragma unroll
-    for (int step = 0; step < kHeadDim / 16; ++step) {
-        uint32_t q_fragment[kRowTiles][4];
-#pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) ldmatrix_x4(q_fragment[i], step_address(q_lane, kRowTileStep * i, step));
-#pragma unroll
-        for (int j = 0; j < kKeyTiles; j += 2) {
-            uint32_t k_fragment[4];
-            ldmatrix_x4(k_fragment, step_address(k_lane, 8 * j, step));
-#pragma unroll
-            for (int i = 0; i < kRowTiles; ++i) {
-                mma_m16n8k16<element>(scores[i][j], q_fragment[i], k_fragment[0], k_fragment[1]);
-                mma_m16n8k16<element>(scores[i][j + 1], q_fragment[i], k_fragment[2], k_fragment[3]);
-            }
-        }
-    }
-}
-
-// The weights P of a key block, rounded and packed as they come out of softmax. Two neighbouring key tiles of an
-// accumulator, packed, are a left operand of the matrix instruction as they lie: P never leaves its registers.
-struct Weights {
-    uint32_t fragment[kRowTiles][kBlockN / 16][4];
-
-    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
-        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
-        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
-    }
+// KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
+struct KvBlocks {
+    int first;
+    int last;  // below `first` where there are none
 };
 
-// output (kWarpRows x kHeadDimV) += P . V.
-__device__ __forceinline__ void multiply_pv(float (&output)[kRowTiles][kDimTiles][4],
-                                            const Weights& weights, const LaneAddress& v_lane) {
-#pragma unroll
-    for (int j = 0; j < kBlockN / 16; ++j) {
-#pragma unroll
-        for (int n = 0; n < kDimTiles; n += 2) {
-            uint32_t v_fragment[4];
-            ldmatrix_x4_trans(v_fragment, step_address(v_lane, 16 * j, n / 2));
-#pragma unroll
-            for (int i = 0; i < kRowTiles; ++i) {
-                mma_m16n8k16<element>(output[i][n], weights.fragment[i][j], v_fragment[0], v_fragment[1]);
-                mma_m16n8k16<element>(output[i][n + 1], weights.fragment[i][j], v_fragment[2], v_fragment[3]);
-            }
-        }
+// The blocks with a key that some row of [first_row, first_row + count) attends to.
+__device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
+    const KeyRange keys = keys_of_some(params, first_row, count);
+    return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
+}
+
+// The blocks that a tile visits.
+__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, const Tile& tile) {
+    return kv_blocks_of(params, tile.first_row, kBlockM);
+}
+
+// Hides the keys that lie outside the range of their row. Most blocks are seen by every row from the first key to the last.
+template <int kTiles>
+__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+                                           int lane) {
+    const KeyRange every = keys_of_every(params, min(first_row, num_rows(params) - 1), kRowTileStep * (kTiles - 1) + 16);
+    if (first_key + 8 * kKeyTiles > every.end) {
+        for_each_score(scores, first_row, first_key, lane, [&](int row, int lane_key) {
+            const int end = keys_of_query(params, query_of_row(params, row)).end - lane_key;
+            return [=](int step, float& score) {
+                if (step >= end) score = -INFINITY;
+            };
+        });
     }
 }
 
-// Online softmax. Scores are kept as the matrix product left them; the scale and log2(e) are folded into one factor, so
-// that weight = 2^(score * scale_log2 - reference) with one multiply-add and one exponential an element.
-//
-// `reference` is a row's running maximum, except that it moves only when a score exceeds it by more than kSlack. Weights
-// may then reach 2^kSlack, which costs no accuracy (they are floating-point numbers, and numerator and denominator share
-// the factor) and spares nearly all rescaling of the output and the exchange of maxima between lanes.
-constexpr float kSlack = 8.0f;
-constexpr float kNoReference = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
-
-__device__ __forceinline__ float quad_max(float value) {
-    value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
-    return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
+// What happens to S between Q . K^T and softmax, block by block, masked or not. The scores are those of a warp's MMA tiles from row
+// `row_in_tile` of the tile and key `first_key` on.
+template <int kTiles>
+__device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
+                                              int row_in_tile, int first_key, int lane) {
+    apply_mask(params, scores, tile.first_row + row_in_tile, first_key, lane);
 }
 
-__device__ __forceinline__ float quad_sum(float value) {
-    value += __shfl_xor_sync(0xffffffff, value, 1);
-    return value + __shfl_xor_sync(0xffffffff, value, 2);
-}
-
-struct RowState {
-    float reference[kRowTiles][2];  // log2 domain; rows g and g + 8 of a 16-row tile
-    float sum[kRowTiles][2];        // this lane's share of the row's sum of weights
-};
-
-// Multiplies what has been summed up for the rows g and g + 8 of matrix tile i.
-__device__ __forceinline__ void rescale(int i, const float (&correction)[2], RowState& rows,
-                                        float (&output)[kRowTiles][kDimTiles][4]) {
+// The greatest scores of a block that this lane has of each row, as row_max has them, and whether some row of the warp has one that
+// its row_max has to follow.
+template <int kTiles>
+__device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
+                                                float (&block_max)[kTiles][2]) {
+    bool exceeds = false;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        rows.sum[i][half] *= correction[half];
-#pragma unroll
-        for (int n = 0; n < kDimTiles; ++n) {
-            output[i][n][2 * half] *= correction[half];
-            output[i][n][2 * half + 1] *= correction[half];
-        }
-    }
-}
-
-// Turns the scores of a tile into weights, adds them to the rows' sums and rescales the output where a reference moves.
-__device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kKeyTiles][4],
-                                             RowState& rows, float (&output)[kRowTiles][kDimTiles][4],
-                                             Weights& weights, float scale_log2) {
-    float tile_max[kRowTiles][2];
-    bool moves = false;
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
+    for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float value = fmaxf(scores[i][0][2 * half], scores[i][0][2 * half + 1]);
@@ -433,97 +494,144 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kRowTiles][kK
             for (int j = 1; j < kKeyTiles; ++j) {
                 value = fmaxf(value, fmaxf(scores[i][j][2 * half], scores[i][j][2 * half + 1]));
             }
-            tile_max[i][half] = value * scale_log2;
-            moves |= tile_max[i][half] > rows.reference[i][half] + kSlack;
+            block_max[i][half] = fmaf(value, scale_log2, -kPBias);
+            exceeds |= block_max[i][half] > rows[i].row_max[half] + kSlack;
         }
     }
-    moves = __any_sync(0xffffffff, moves);
-    if (moves) {
+    return __any_sync(0xffffffff, exceeds);
+}
+
+// Raises row_max to the greatest scores of a block, and rescales what has been summed up.
+template <int kTiles>
+__device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows) {
 #pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
-            float correction[2];
+    for (int i = 0; i < kTiles; ++i) {
+        float correction[2];
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float previous = rows.reference[i][half];
-                rows.reference[i][half] = fmaxf(previous, quad_max(tile_max[i][half]));
-                correction[half] = exp2_approx(previous - rows.reference[i][half]);
-            }
-            rescale(i, correction, rows, output);
+        for (int half = 0; half < 2; ++half) {
+            const float previous = rows[i].row_max[half];
+            rows[i].row_max[half] = fmaxf(previous, quad_max(block_max[i][half]));
+            correction[half] = exp2_approx(previous - rows[i].row_max[half]);
         }
+        rescale(rows[i], correction);
     }
+}
+
+// P of the scores, which is added to row_sum.
+template <int kTiles>
+__device__ __forceinline__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+                                             P<kTiles>& p) {
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
+    for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
         for (int j = 0; j < kKeyTiles; ++j) {
             float values[4];
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                values[e] = exp2_approx(fmaf(scores[i][j][e], scale_log2, -rows.reference[i][e / 2]));
-                rows.sum[i][e / 2] += values[e];
+                values[e] = exp2_approx(fmaf(scores[i][j][e], scale_log2, -rows[i].row_max[e / 2]));
+                rows[i].row_sum[e / 2] += values[e];
             }
-            weights.set(i, j, values);
+            p.set(i, j, values);
         }
     }
 }
 
-// Registers are too scarce to keep the tile through the loop: it is noted down in shared memory for the epilogue. Reading it
-// back takes less than working it out again.
-__device__ __forceinline__ void note_tile(const Tile& tile, shared_address note) {
-    store_shared_64(note, tile.batch, tile.head);
-    store_shared_64(note + 8, tile.kv_head, tile.first_row);
+// A step of online softmax: from the scores of a block to P, with row_max and row_sum brought up to date.
+template <int kTiles>
+__device__ __forceinline__ void softmax_step(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+                                             P<kTiles>& p) {
+    float block_max[kTiles][2];
+    if (exceeds_row_max(scores, rows, scale_log2, block_max)) raise_row_max(block_max, rows);
+    exponentiate(scores, rows, scale_log2, p);
 }
 
-__device__ __forceinline__ Tile noted_tile(shared_address note) {
-    const uint4 numbers = load_shared_128(note);
-    Tile tile;
-    tile.batch = numbers.x;
-    tile.head = numbers.y;
-    tile.kv_head = numbers.z;
-    tile.first_row = numbers.w;
-    return tile;
+// The main loop: rows take S, softmax and P . V of one KV block after another. K and V have one stage each: V of a block is fetched
+// while its scores are computed, K of the next block during P . V of this one. Other thread blocks of the multiprocessor, where there
+// is room for them, fill the gaps.
+__device__ __forceinline__ void main_loop(const Params& params, const Tile& tile, const KvBlocks& blocks, RowTile (&rows)[kRowTiles],
+                                          shared_address smem, int warp, int lane) {
+    const shared_address k_stage = smem + kKOffset;
+    const shared_address v_stage = smem + kVOffset;
+    const element* k = head_k(params, tile);
+    const element* v = head_v(params, tile);
+    const LaneAddress q_lane = operand_address(smem + first_row_of(warp) * kRowBytes, lane);
+    const LaneAddress k_lane = transposed_operand_address(k_stage, lane);
+    const VAddress v_lane = v_address(v_stage, lane);
+    // The blocks with a key that some row of this warp attends to.
+    const KvBlocks warp_blocks = kv_blocks_of(params, min(tile.first_row + first_row_of(warp), num_rows(params) - 1), kWarpRows);
+
+    auto fetch_k = [&](int block) {
+        copy_k(params, k, k_stage, block);
+        cp_async_commit();
+    };
+    auto compute_p = [&](P<kRowTiles>& p, int block) {
+        float scores[kRowTiles][kKeyTiles][4];
+        mma_qk(scores, q_lane, k_lane);
+        finish_scores(params, tile, scores, first_row_of(warp), block * kBlockN, lane);
+        softmax_step(scores, rows, params.scale_log2, p);
+    };
+
+    if (blocks.last >= blocks.first) fetch_k(blocks.last);
+    barrier_sync(kThreads);  // the stash is written: a tile without keys meets no other barrier
+
+    for (int block = blocks.last; block >= blocks.first; --block) {
+        // K of this block is here, and every warp has finished with V of the block before.
+        cp_async_wait<0>();
+        barrier_sync(kThreads);
+        copy_v(params, v, v_stage, block);
+        cp_async_commit();
+
+        P<kRowTiles> p;
+        const bool sees = block >= warp_blocks.first && block <= warp_blocks.last;
+        if (sees) compute_p(p, block);  // some row of this warp attends to a key of the block
+
+        // V of this block is here, and every warp has finished with K.
+        cp_async_wait<0>();
+        barrier_sync(kThreads);
+        if (block > blocks.first) fetch_k(block - 1);
+        if (sees) mma_pv(rows, p, v_lane);
+    }
 }
 
-// Completes the sums and divides the output by them. A row that attends to nothing has the sum 0 and becomes 0.
-__device__ __forceinline__ void normalise(float (&output)[kRowTiles][kDimTiles][4], RowState& rows) {
+// Completes row_sum and divides O by it. A row that attends to nothing has the sum 0 and becomes 0.
+__device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            rows.sum[i][half] = quad_sum(rows.sum[i][half]);
-            const float sum = rows.sum[i][half];
+            rows[i].row_sum[half] = quad_sum(rows[i].row_sum[half]);
+            const float sum = rows[i].row_sum[half];
             const float factor = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
 #pragma unroll
             for (int n = 0; n < kDimTiles; ++n) {
-                output[i][n][2 * half] *= factor;
-                output[i][n][2 * half + 1] *= factor;
+                rows[i].output[n][2 * half] *= factor;
+                rows[i].output[n][2 * half + 1] *= factor;
             }
         }
     }
 }
 
 // lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing. (batch, num_heads_q, seqlen_q).
-__device__ __forceinline__ void store_lse(const Params& params, const Tile& tile, const RowState& rows, int warp, int lane) {
+__device__ __forceinline__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp,
+                                          int lane) {
     if (params.lse == nullptr || lane % 4 != 0) return;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = tile.first_row + warp * kWarpRows + kRowTileStep * i + 8 * half + lane / 4;
+            const int row = tile.first_row + first_row_of(warp) + kRowTileStep * i + 8 * half + lane / 4;
             if (row < num_rows(params)) {
                 const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
                 store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
-                                (rows.reference[i][half] + log2_approx(rows.sum[i][half])) * kLn2);
+                                (rows[i].row_max[half] + log2_approx(rows[i].row_sum[half])) * kLn2);
             }
         }
     }
 }
 
-// Rounds the output and writes it by way of the warp's own rows of the Q tile, which nobody reads any more, so that
-// global memory sees whole rows in 16-byte pieces.
-__device__ __forceinline__ void store_output(const Params& params, const Tile& tile,
-                                             const float (&output)[kRowTiles][kDimTiles][4], shared_address q_tile,
-                                             int warp, int lane) {
-    const shared_address warp_tile = q_tile + warp * kWarpRows * kRowBytes;
+// Rounds O and puts it into the Q tile, which nobody reads any more.
+__device__ __forceinline__ void stage_output(const RowTile (&rows)[kRowTiles], shared_address smem, int warp, int lane) {
+    const shared_address warp_rows = smem + first_row_of(warp) * kRowBytes;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -531,38 +639,46 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
             const int row = kRowTileStep * i + 8 * half + lane / 4;
 #pragma unroll
             for (int n = 0; n < kDimTiles; ++n) {
-                store_shared_32(warp_tile + row * kRowBytes + 16 * (n ^ swizzle_key(row)) + lane % 4 * 4,
-                                pack<element>(output[i][n][2 * half], output[i][n][2 * half + 1]));
+                const float low = rows[i].output[n][2 * half];
+                const float high = rows[i].output[n][2 * half + 1];
+                store_shared_32(warp_rows + row * kRowBytes + 16 * (n ^ swizzle_key(row)) + lane % 4 * 4, pack<element>(low, high));
             }
         }
     }
+}
+
+// Writes O by way of the Q tile, so that global memory sees whole rows in 16-byte pieces.
+__device__ __forceinline__ void store_output(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles],
+                                             shared_address smem, int warp, int lane) {
+    stage_output(rows, smem, warp, lane);
+    constexpr int kRowsPerPass = 32 / kSwizzleChunks;
+    constexpr int kPanels = kHeadDimV * sizeof(element) / kSwizzleBytes;
     __syncwarp();
+    constexpr int kPasses = kWarpRows / kRowsPerPass;
+    const int first_row = first_row_of(warp);
+    auto row_of_pass = [&](int pass) { return pass * kRowsPerPass + lane / kSwizzleChunks; };
+    const shared_address warp_rows = smem + first_row * kRowBytes;
+    const int chunk = lane % kSwizzleChunks;
 
     // All pieces are fetched before the first is stored: their latencies overlap, where one by one each store would wait for
     // its own.
-    constexpr int kRowsPerPass = 32 / kSwizzleChunks;
-    constexpr int kPasses = kWarpRows / kRowsPerPass;
-    constexpr int kPanels = kHeadDimV * sizeof(element) / kSwizzleBytes;
-    const int chunk = lane % kSwizzleChunks;
-    auto row_of_pass = [&](int pass) { return pass * kRowsPerPass + lane / kSwizzleChunks; };
     uint4 pieces[kPasses][kPanels];
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
         const int row = row_of_pass(pass);
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
-            pieces[pass][panel] = load_shared_128(warp_tile + row * kRowBytes + panel * kSwizzleBytes +
-                                                  16 * (chunk ^ swizzle_key(row)));
+            pieces[pass][panel] =
+                load_shared_128(warp_rows + row * kRowBytes + panel * kSwizzleBytes + 16 * (chunk ^ swizzle_key(row)));
         }
     }
-    const int first_row = tile.first_row + warp * kWarpRows;
     element* out = params.out + tile.batch * params.out_batch_stride;
     // One pointer steps from row to row; the compiler would work out the addresses of all stores ahead.
-    element* out_row =
-        out + row_offset(params, tile, first_row + row_of_pass(0), params.out_row_stride, params.out_head_stride);
+    element* out_row = out + row_offset(params, tile, tile.first_row + first_row + row_of_pass(0), params.out_row_stride,
+                                        params.out_head_stride);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-        const int tile_row = first_row + row_of_pass(pass);
+        const int tile_row = tile.first_row + first_row + row_of_pass(pass);
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
             const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
@@ -578,28 +694,15 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
 flash_fwd_hdim128_fp16_causal_sm86(const __grid_constant__ Params params) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
-    const shared_address q_tile = to_shared(shared_memory);
-    const shared_address k_tiles = q_tile + kKOffset;
-    const shared_address v_tiles = q_tile + kVOffset;
+    const shared_address smem = to_shared(shared_memory);
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
 
     const Tile tile = find_tile(params, block_index());
-    const shared_address note = q_tile + kNoteOffset;
-    if (threadIdx.x == 0) note_tile(tile, note);
-    const KeyRange keys = find_keys(params, tile);
-    // Blocks of keys are visited from the last to the first, so that a ragged last block comes before the steady state.
-    const int first_block = keys.begin / kBlockN;
-    const int last_block = (keys.end + kBlockN - 1) / kBlockN - 1;
-
-    const LaneAddress q_lane = operand_address(q_tile + warp * kWarpRows * kRowBytes, lane);
-    float output[kRowTiles][kDimTiles][4] = {};
-    RowState rows;
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-        rows.reference[i][0] = rows.reference[i][1] = kNoReference;
-        rows.sum[i][0] = rows.sum[i][1] = 0.0f;
-    }
+    if (threadIdx.x == 0) stash_tile(tile, smem);
+    const KvBlocks blocks = find_kv_blocks(params, tile);
+    RowTile rows[kRowTiles];
+    clear(rows);
 
     // From sm_90 on the grid before this one in the stream may still be writing what this one reads, or reading what this one writes.
     griddepcontrol_wait();
@@ -607,58 +710,11 @@ flash_fwd_hdim128_fp16_causal_sm86(const __grid_constant__ Params params) {
     // grid before this one to have ended.
     griddepcontrol_launch_dependents();
 
-    // K and V have one stage each: V of a block is fetched while its scores are computed, K of the next block while P and V
-    // of this one are multiplied. Other thread blocks of the multiprocessor, where there is room for them, fill the gaps.
-    auto copy_k = [&](const element* k, shared_address stage, int block) {
-        copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride,
-                            params.seqlen_kv - block * kBlockN, params.head_dim);
-        cp_async_commit();
-    };
-    auto copy_v = [&](const element* v, shared_address stage, int block) {
-        copy_rows<kHeadDimV>(stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride,
-                             params.seqlen_kv - block * kBlockN, params.head_dim_v);
-        cp_async_commit();
-    };
-    const element* first_k = head_k(params, tile);
-    const element* first_v = head_v(params, tile);
-    if (last_block >= first_block) {
-        copy_queries(params, tile, q_tile);
-        copy_k(first_k, k_tiles, last_block);
-    }
-    barrier_sync(kThreads);  // the note is written: a tile without keys meets no other barrier
+    if (blocks.last >= blocks.first) load_q(params, tile, smem);
+    main_loop(params, tile, blocks, rows, smem, warp, lane);
 
-    // The keys that some row of this warp attends to.
-    const KeyRange warp_keys =
-        keys_of_some(params, min(tile.first_row + warp * kWarpRows, num_rows(params) - 1), kWarpRows);
-    const LaneAddress k_lane = transposed_operand_address(k_tiles, lane);
-    const LaneAddress v_lane = operand_address(v_tiles, lane);
-    for (int block = last_block; block >= first_block; --block) {
-        // K of this block is here, and every warp has finished with V of the block before.
-        cp_async_wait<0>();
-        barrier_sync(kThreads);
-        copy_v(first_v, v_tiles, block);
-
-        Weights weights;
-        const bool sees = block * kBlockN < warp_keys.end && (block + 1) * kBlockN > warp_keys.begin;
-        if (sees) {  // some row of this warp attends to a key of the block
-            float scores[kRowTiles][kKeyTiles][4];
-            multiply_qk(scores, q_lane, k_lane);
-            hide_keys(params, scores, tile.first_row, warp, lane, block);
-            softmax_step(scores, rows, output, weights, params.scale_log2);
-        }
-
-        // V of this block is here, and every warp has finished with K.
-        cp_async_wait<0>();
-        barrier_sync(kThreads);
-        if (block > first_block) copy_k(first_k, k_tiles, block - 1);
-
-        if (sees) {
-            multiply_pv(output, weights, v_lane);
-        }
-    }
-
-    const Tile stored_tile = noted_tile(note);
-    normalise(output, rows);
+    const Tile stored_tile = stashed_tile(smem);
+    normalise(rows);
     store_lse(params, stored_tile, rows, warp, lane);
-    store_output(params, stored_tile, output, q_tile, warp, lane);
+    store_output(params, stored_tile, rows, smem, warp, lane);
 }

@@ -3,7 +3,7 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 256, head_dim_v 256, dtype bf16, mask_type none, gqa mha
-// tile      block_m 64, block_n 64, warps 4, groups 2, k_stages 1, min_blocks 2
+// tile      block_m 64, block_n 64, warps 4, loop pairs, min_blocks 2
 // block     128 threads, 107088 bytes of dynamic shared memory
 // target    sm80: sm_80 or later, at most 166912 bytes a block
 // spec      flash_fwd_sm80.yaml
@@ -13,43 +13,40 @@
 using element = bf16;
 
 constexpr int kHeadDim = 256;  // of Q and K
-constexpr int kHeadDimV = 256;  // of V and the output
+constexpr int kHeadDimV = 256;  // of V and O
 constexpr int kBlockM = 64;  // query rows of a tile
-constexpr int kBlockN = 64;  // keys of a tile
+constexpr int kBlockN = 64;  // keys of a KV block
 constexpr int kWarps = 4;
-constexpr int kKStages = 1;  // blocks of K in shared memory
-constexpr int kVStages = 1;  // and of V
 constexpr int kThreads = 32 * kWarps;
 constexpr int kCopyThreads = kThreads;  // threads that share the copy of a block of K or V
+
 constexpr int kPairs = kWarps / 2;           // of warps that share their rows: warps p and p + kPairs
 constexpr int kWarpRows = kBlockM / kPairs;  // rows of a warp, which it shares with its partner
-constexpr int kRowTiles = kWarpRows / 16;    // 16-row matrix tiles of a warp
-constexpr int kRowTileStep = 16;             // rows from a warp's matrix tile to its next
-constexpr int kPartKeys = kBlockN / 2;       // keys of a block whose scores a warp has
-constexpr int kPartDims = kHeadDimV / 2;     // columns of the output that it has
-constexpr int kKeyTiles = kPartKeys / 8;     // 8-key matrix tiles of its scores
-constexpr int kDimTiles = kPartDims / 8;     // 8-wide matrix tiles of its output
+constexpr int kPartKeys = kBlockN / 2;       // keys of a KV block whose scores a warp has
+constexpr int kPartDims = kHeadDimV / 2;     // columns of O that it has
+constexpr int kKeyTiles = kPartKeys / 8;     // MMA tiles of S along the keys
+constexpr int kDimTiles = kPartDims / 8;     // MMA tiles of O along the head dimension
+constexpr int kRowTiles = kWarpRows / 16;    // MMA tiles of a warp along its rows
+constexpr int kRowTileStep = 16;             // rows from a warp's MMA tile to its next
 
-constexpr int kRowBytes = kHeadDim * sizeof(element);  // from row to row in shared memory, of V as well
-constexpr int kKOffset = kBlockM * kRowBytes;  // Q comes first, then the stages of K, then those of V
+// Shared memory: Q, the stages of K, those of V, and what the loop adds. Rows of V are as long as those of K.
+constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kStageBytes = kBlockN * kRowBytes;
-constexpr int kVOffset = kKOffset + kKStages * kStageBytes;
-constexpr int kNoteOffset = kVOffset + kVStages * kStageBytes;
-constexpr int kNoteBytes = 16;
-constexpr int kWeightsOffset = kNoteOffset + kNoteBytes;
-constexpr int kWeightsRowBytes = kBlockN * sizeof(element);
-constexpr int kMovesOffset = kWeightsOffset + kBlockM * kWeightsRowBytes;
+constexpr int kKOffset = kBlockM * kRowBytes;
+constexpr int kVOffset = kKOffset + 1 * kStageBytes;
+constexpr int kStashOffset = kVOffset + 1 * kStageBytes;
+constexpr int kStashBytes = 16;
+constexpr int kPOffset = kStashOffset + kStashBytes;
+constexpr int kPRowBytes = kBlockN * sizeof(element);
+constexpr int kMovesOffset = kPOffset + kBlockM * kPRowBytes;
 constexpr int kMovesBytes = 16 + kWarpRows * 4;  // of a warp
 constexpr int kSharedBytes = kMovesOffset + kWarps * kMovesBytes;
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-static_assert(kWarps % 2 == 0 && kBlockM % (16 * kPairs) == 0, "a pair of warps owns whole 16-row matrix tiles");
-static_assert(kWeightsRowBytes % 128 == 0, "a row of weights spans all 32 banks a whole number of times");
-static_assert(kRowTiles == 2, "each lane of a quad keeps a reference of one of its rows");
-static_assert(kPartDims * sizeof(element) % 128 == 0, "half of a row of V is whole swizzled panels");
-static_assert(kBlockN % 16 == 0, "keys are fetched by 16");
-static_assert(kHeadDimV <= kHeadDim, "rows of V and of the output fit into those of K and Q");
+static_assert(kWarpRows % 16 == 0, "a warp owns whole 16-row MMA tiles");
+static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
+static_assert(kHeadDimV <= kHeadDim, "rows of V and O fit into those of K and Q");
 static_assert(kRowBytes % 64 == 0, "the swizzle permutes at least four 16-byte chunks");
 static_assert(kSharedBytes == 107088, "launcher and kernel agree on shared memory");
 
@@ -73,7 +70,6 @@ struct Params {
     int64_t out_head_stride;
     int32_t batch_size;
     int32_t num_heads_q;
-    int32_t num_heads_kv;
     int32_t seqlen_q;
     int32_t seqlen_kv;
     int32_t head_dim;                     // of the call, at most kHeadDim; the rest is predicated
@@ -81,54 +77,33 @@ struct Params {
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
-    int32_t blocks_at_a_time;             // thread blocks that run together on the GPU
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
     uint64_t section_tiles_divisor;       // of the tiles of a section
     uint64_t section_heads_divisor;       // of heads_per_section
     uint64_t last_section_heads_divisor;  // of the heads of the last section
     float scale_log2;                     // softmax_scale * log2(e)
 };
-static_assert(sizeof(Params) == 224);
-static_assert(offsetof(Params, q) == 0);
-static_assert(offsetof(Params, k) == 8);
-static_assert(offsetof(Params, v) == 16);
-static_assert(offsetof(Params, out) == 24);
-static_assert(offsetof(Params, lse) == 32);
-static_assert(offsetof(Params, q_batch_stride) == 40);
-static_assert(offsetof(Params, q_row_stride) == 48);
-static_assert(offsetof(Params, q_head_stride) == 56);
-static_assert(offsetof(Params, k_batch_stride) == 64);
-static_assert(offsetof(Params, k_row_stride) == 72);
-static_assert(offsetof(Params, k_head_stride) == 80);
-static_assert(offsetof(Params, v_batch_stride) == 88);
-static_assert(offsetof(Params, v_row_stride) == 96);
-static_assert(offsetof(Params, v_head_stride) == 104);
-static_assert(offsetof(Params, out_batch_stride) == 112);
-static_assert(offsetof(Params, out_row_stride) == 120);
-static_assert(offsetof(Params, out_head_stride) == 128);
-static_assert(offsetof(Params, batch_size) == 136);
-static_assert(offsetof(Params, num_heads_q) == 140);
-static_assert(offsetof(Params, num_heads_kv) == 144);
-static_assert(offsetof(Params, seqlen_q) == 148);
-static_assert(offsetof(Params, seqlen_kv) == 152);
-static_assert(offsetof(Params, head_dim) == 156);
-static_assert(offsetof(Params, head_dim_v) == 160);
-static_assert(offsetof(Params, num_row_blocks) == 164);
-static_assert(offsetof(Params, heads_per_section) == 168);
-static_assert(offsetof(Params, num_sections) == 172);
-static_assert(offsetof(Params, blocks_at_a_time) == 176);
-static_assert(offsetof(Params, num_heads_divisor) == 184);
-static_assert(offsetof(Params, section_tiles_divisor) == 192);
-static_assert(offsetof(Params, section_heads_divisor) == 200);
-static_assert(offsetof(Params, last_section_heads_divisor) == 208);
-static_assert(offsetof(Params, scale_log2) == 216);
+static_assert(sizeof(Params) == 216 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
+static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, q_batch_stride) == 40);
+static_assert(offsetof(Params, q_row_stride) == 48 && offsetof(Params, q_head_stride) == 56);
+static_assert(offsetof(Params, k_batch_stride) == 64 && offsetof(Params, k_row_stride) == 72);
+static_assert(offsetof(Params, k_head_stride) == 80 && offsetof(Params, v_batch_stride) == 88);
+static_assert(offsetof(Params, v_row_stride) == 96 && offsetof(Params, v_head_stride) == 104);
+static_assert(offsetof(Params, out_batch_stride) == 112 && offsetof(Params, out_row_stride) == 120);
+static_assert(offsetof(Params, out_head_stride) == 128 && offsetof(Params, batch_size) == 136);
+static_assert(offsetof(Params, num_heads_q) == 140 && offsetof(Params, seqlen_q) == 144 && offsetof(Params, seqlen_kv) == 148);
+static_assert(offsetof(Params, head_dim) == 152 && offsetof(Params, head_dim_v) == 156);
+static_assert(offsetof(Params, num_row_blocks) == 160 && offsetof(Params, heads_per_section) == 164);
+static_assert(offsetof(Params, num_sections) == 168 && offsetof(Params, num_heads_divisor) == 176);
+static_assert(offsetof(Params, section_tiles_divisor) == 184 && offsetof(Params, section_heads_divisor) == 192);
+static_assert(offsetof(Params, last_section_heads_divisor) == 200 && offsetof(Params, scale_log2) == 208);
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 struct Tile {
     int batch;
     int head;
     int kv_head;
-    int first_row;  // rows are queries
+    int first_row;
 };
 
 // n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
@@ -168,48 +143,56 @@ __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, i
     return row * row_stride + tile.head * head_stride;
 }
 
-// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that
-// eight consecutive rows of one logical column, which is what ldmatrix reads at a time, lie in eight different groups
-// of banks.
+// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
+// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
 constexpr int kChunkElements = 16 / sizeof(element);
 constexpr int kSwizzleChunks = 8;  // a row spans all 32 banks a whole number of times: permute by the row modulo 8
 
 __device__ __forceinline__ int swizzle_key(int row) { return row % 8; }
 constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
-// Where a lane finds its part of a matrix fragment, before any step along the row.
-using LaneAddress = shared_address;
+// Where a lane finds its part of an MMA fragment, before any step along the row: an address, which the swizzle of a step is applied to,
+// and bytes that are added behind it. Addresses that differ in these bytes alone share the work of the swizzle.
+struct LaneAddress {
+    shared_address swizzled;
+    int offset;
 
-__device__ __forceinline__ LaneAddress lane_address(shared_address tile, int row, int chunk) {
-    return tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
+    // `bytes` further on, of which no step's exclusive or meets a bit: a multiple of kSwizzleBytes, or less than a chunk.
+    __device__ __forceinline__ LaneAddress operator+(int bytes) const { return {swizzled + bytes, offset}; }
+};
+
+__device__ __forceinline__ LaneAddress lane_address(shared_address block, int row, int chunk) {
+    return {block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row)), 0};
+}
+
+// The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right. Blocks and rows begin at multiples
+// of kSwizzleBytes, so that a step within the swizzle is an exclusive or of the address itself.
+__device__ __forceinline__ shared_address step_address(const LaneAddress& lane, int row_step, int chunk_pair) {
+    const int step_bytes = 32 * chunk_pair;
+    return (lane.swizzled ^ step_bytes % kSwizzleBytes) + lane.offset + row_step * kRowBytes +
+           step_bytes / kSwizzleBytes * kSwizzleBytes;
 }
 
 // The same address. The compiler would work it out anew for each block; the result of a shuffle, even from the lane itself, it has
 // to keep.
-__device__ __forceinline__ LaneAddress kept(LaneAddress address, int lane) { return __shfl_sync(0xffffffff, address, lane); }
-
-// A 16x16 operand of which ldmatrix fetches the four 8x8 quarters: downwards first for Q and (transposed on the way) V,
-__device__ __forceinline__ LaneAddress operand_address(shared_address tile, int lane) {
-    return lane_address(tile, lane % 16, lane / 16);
+__device__ __forceinline__ LaneAddress kept(const LaneAddress& address, int lane) {
+    return {__shfl_sync(0xffffffff, address.swizzled, lane), address.offset};
 }
 
-// and along the rows first for K, whose rows are the matrix instruction's columns.
-__device__ __forceinline__ LaneAddress transposed_operand_address(shared_address tile, int lane) {
-    return lane_address(tile, lane / 16 * 8 + lane % 8, lane / 8 % 2);
+// ldmatrix fetches the four 8x8 quarters of a 16x16 operand: downwards first for Q and (transposed on the way) V,
+__device__ __forceinline__ LaneAddress operand_address(shared_address block, int lane) {
+    return lane_address(block, lane % 16, lane / 16);
 }
 
-// The lane's address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right. Tiles and rows
-// begin at multiples of kSwizzleBytes, so that a step within the swizzle is an exclusive or of the address itself.
-__device__ __forceinline__ shared_address step_address(const LaneAddress& lane, int row_step, int chunk_pair) {
-    const int step_bytes = 32 * chunk_pair;
-    return (lane ^ step_bytes % kSwizzleBytes) + row_step * kRowBytes + step_bytes / kSwizzleBytes * kSwizzleBytes;
+// and along the rows first for K, whose rows are the columns of the MMA.
+__device__ __forceinline__ LaneAddress transposed_operand_address(shared_address block, int lane) {
+    return lane_address(block, lane / 16 * 8 + lane % 8, lane / 8 % 2);
 }
 
-// Where the queries of the tile's batch entry begin, and the keys and values of its head.
-__device__ __forceinline__ const element* batch_q(const Params& params, const Tile& tile) {
-    return params.q + tile.batch * params.q_batch_stride;
-}
+// A warp's first row in the tile, which it shares with its partner.
+__device__ __forceinline__ int first_row_of(int warp) { return warp % kPairs * kWarpRows; }
 
+// Where K and V of the tile's head begin.
 __device__ __forceinline__ const element* head_k(const Params& params, const Tile& tile) {
     return params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
 }
@@ -218,44 +201,57 @@ __device__ __forceinline__ const element* head_v(const Params& params, const Til
     return params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
 }
 
-// Starts the copy of kBlockN rows of K or V, kColumns wide, into shared memory. kSwizzleChunks threads stand side by side
-// along a row and each takes every kSwizzleChunks-th chunk of its rows. Rows from `valid_rows` on
-// and elements from `head_dim` on become zeros. `row_stride` is in elements.
+// Starts the copy of a KV block of K or V, kColumns wide, into shared memory. kSwizzleChunks threads stand side by side along a row
+// and each takes every kSwizzleChunks-th chunk of its rows. Rows from `valid_rows` on and elements from `head_dim` on become zeros.
+// `row_stride` is in elements.
 template <int kColumns>
-__device__ __forceinline__ void copy_rows(shared_address tile, const element* source,
-                                          int64_t row_stride, int valid_rows, int head_dim) {
+__device__ __forceinline__ void copy_rows(shared_address block, const element* source, int64_t row_stride, int valid_rows,
+                                          int head_dim) {
     constexpr int kRowsPerPass = kCopyThreads / kSwizzleChunks;
     constexpr int kPanels = kColumns * sizeof(element) / kSwizzleBytes;
+    constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
     static_assert(kColumns * sizeof(element) % kSwizzleBytes == 0, "the swizzle permutes whole panels");
     static_assert(kRowsPerPass % 8 == 0, "the rows of a thread are swizzled alike");
     const int row = threadIdx.x % kCopyThreads / kSwizzleChunks;
     const int chunk = threadIdx.x % kSwizzleChunks;
-    const shared_address destination = tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
-    source += row * row_stride + chunk * kChunkElements;
     const int rows_left = valid_rows - row;
+    const shared_address destination = block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
+    source += row * row_stride + chunk * kChunkElements;
+    // One pointer steps from row to row, an addition each. The compiler would work out an address for each copy, which takes
+    // five, if it saw through the pointer.
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-        constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
-        const element* from = source + panel * kPanelElements;
+    for (int first = 0; first < kBlockN; first += kRowsPerPass) {
 #pragma unroll
-        for (int first = 0; first < kBlockN; first += kRowsPerPass) {
-            cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes, from,
-                        first < rows_left && panel * kPanelElements + chunk * kChunkElements < head_dim ? 16 : 0);
-            from += kRowsPerPass * row_stride;  // one addition a row; worked out anew, an address takes five
+        for (int panel = 0; panel < kPanels; ++panel) {
+            const bool valid = first < rows_left && panel * kPanelElements + chunk * kChunkElements < head_dim;
+            cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes, source + panel * kPanelElements, valid ? 16 : 0);
         }
+        if (first + kRowsPerPass < kBlockN) source += kRowsPerPass * row_stride;
+        opaque(source);
     }
 }
 
-// Starts the copy of the tile's queries, rows past the last one and elements from head_dim on as zeros.
-__device__ __forceinline__ void copy_queries(const Params& params, const Tile& tile, shared_address q_tile) {
-    const element* q = batch_q(params, tile);
+// Starts the copy of KV block `block` of a head of K, and of V.
+__device__ __forceinline__ void copy_k(const Params& params, const element* k, shared_address stage, int block) {
+    copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride, params.seqlen_kv - block * kBlockN,
+                        params.head_dim);
+}
+
+__device__ __forceinline__ void copy_v(const Params& params, const element* v, shared_address stage, int block) {
+    copy_rows<kHeadDimV>(stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride, params.seqlen_kv - block * kBlockN,
+                         params.head_dim_v);
+}
+
+// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros.
+__device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address smem) {
     constexpr int kRowsPerPass = kThreads / kSwizzleChunks;
     static_assert(kBlockM % kRowsPerPass == 0, "every thread copies as many rows");
     static_assert(kRowsPerPass % 8 == 0, "the rows of a thread are swizzled alike");
+    const element* q = params.q + tile.batch * params.q_batch_stride;
     const int row = threadIdx.x / kSwizzleChunks;
     const int chunk = threadIdx.x % kSwizzleChunks;
     const int rows_left = num_rows(params) - tile.first_row - row;
-    const shared_address destination = q_tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
+    const shared_address destination = smem + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
     // One pointer steps from row to row; the compiler would work out the addresses of all copies ahead.
     const element* source = q + row_offset(params, tile, tile.first_row + row, params.q_row_stride, params.q_head_stride);
 #pragma unroll
@@ -268,6 +264,139 @@ __device__ __forceinline__ void copy_queries(const Params& params, const Tile& t
         }
         if (first + kRowsPerPass < kBlockM) source += kRowsPerPass * params.q_row_stride;
         opaque(source);
+    }
+}
+
+// Registers are too scarce to keep the tile through the loop for the epilogue: it is stashed in shared memory. Reading it back takes
+// less than working it out again.
+__device__ __forceinline__ void stash_tile(const Tile& tile, shared_address smem) {
+    store_shared_64(smem + kStashOffset, tile.batch, tile.head);
+    store_shared_64(smem + kStashOffset + 8, tile.kv_head, tile.first_row);
+}
+
+__device__ __forceinline__ Tile stashed_tile(shared_address smem) {
+    const uint4 words = load_shared_128(smem + kStashOffset);
+    Tile tile;
+    tile.batch = words.x;
+    tile.head = words.y;
+    tile.kv_head = words.z;
+    tile.first_row = words.w;
+    return tile;
+}
+
+// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
+// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
+//
+// row_max is the running maximum of a row, except that it moves only when a score exceeds it by more than kSlack. P may then reach
+// 2^kSlack. That costs no accuracy, since O and row_sum share the factor, and spares nearly all rescaling of O and the exchange of
+// maxima between lanes.
+constexpr float kSlack = 8.0f;
+constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+__device__ __forceinline__ float quad_max(float value) {
+    value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
+    return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float value) {
+    value += __shfl_xor_sync(0xffffffff, value, 1);
+    return value + __shfl_xor_sync(0xffffffff, value, 2);
+}
+
+// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
+struct RowTile {
+    float row_max[2];  // log2 domain
+    float row_sum[2];  // this lane's share
+    float output[kDimTiles][4];
+};
+
+__device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+        rows[i].row_max[0] = rows[i].row_max[1] = kNoRowMax;
+        rows[i].row_sum[0] = rows[i].row_sum[1] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kDimTiles; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) rows[i].output[n][e] = 0.0f;
+        }
+    }
+}
+
+// Multiplies what has been summed up for both rows.
+__device__ __forceinline__ void rescale(RowTile& rows, const float (&correction)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        rows.row_sum[half] *= correction[half];
+#pragma unroll
+        for (int n = 0; n < kDimTiles; ++n) {
+            rows.output[n][2 * half] *= correction[half];
+            rows.output[n][2 * half + 1] *= correction[half];
+        }
+    }
+}
+
+// S = Q . K^T of kTiles MMA tiles of rows, in fp32. Element [i][j][e] of thread (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2) of
+// tile i, key 8 j + 2 t + e % 2.
+template <int kTiles>
+__device__ __forceinline__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) scores[i][j][e] = 0.0f;
+        }
+    }
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+        uint32_t q_fragment[kTiles][4];
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) ldmatrix_x4(q_fragment[i], step_address(q_lane, kRowTileStep * i, step));
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; j += 2) {
+            uint32_t k_fragment[4];
+            ldmatrix_x4(k_fragment, step_address(k_lane, 8 * j, step));
+#pragma unroll
+            for (int i = 0; i < kTiles; ++i) {
+                mma_m16n8k16<element>(scores[i][j], q_fragment[i], k_fragment[0], k_fragment[1]);
+                mma_m16n8k16<element>(scores[i][j + 1], q_fragment[i], k_fragment[2], k_fragment[3]);
+            }
+        }
+    }
+}
+
+// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax. Two neighbouring key tiles of an accumulator, packed,
+// are a left operand of the MMA as they lie.
+template <int kTiles>
+struct P {
+    uint32_t fragment[kTiles][kKeyTiles / 2][4];
+
+    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
+        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
+        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
+    }
+};
+
+using VAddress = LaneAddress;
+
+__device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return operand_address(block, lane); }
+
+// O += P . V.
+template <int kTiles>
+__device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane) {
+#pragma unroll
+    for (int j = 0; j < kKeyTiles / 2; ++j) {
+#pragma unroll
+        for (int n = 0; n < kDimTiles; n += 2) {
+            uint32_t v_fragment[4];
+            ldmatrix_x4_trans(v_fragment, step_address(v_lane, 16 * j, n / 2));
+#pragma unroll
+            for (int i = 0; i < kTiles; ++i) {
+                mma_m16n8k16<element>(rows[i].output[n], p.fragment[i][j], v_fragment[0], v_fragment[1]);
+                mma_m16n8k16<element>(rows[i].output[n + 1], p.fragment[i][j], v_fragment[2], v_fragment[3]);
+            }
+        }
     }
 }
 
@@ -293,161 +422,74 @@ __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int firs
             keys_of_query(params, query_of_row(params, first_row)).end};
 }
 
-__device__ __forceinline__ KeyRange find_keys(const Params& params, const Tile& tile) {
-    return keys_of_some(params, tile.first_row, kBlockM);
-}
-
-// Hides keys that lie behind the range of their row. The warp's keys begin at `first_key`, its rows at `first_row`.
-__device__ __forceinline__ void hide_late_keys(const Params& params,
-                                               float (&scores)[kRowTiles][kKeyTiles][4], int first_row,
-                                               int first_key, int lane) {
+// Walks S, the one place where scores are told their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and
+// key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
+// that this lane has of the row: that of key lane_key + step. The steps are constants, so that comparing one takes one instruction.
+template <int kTiles, typename AtRow>
+__device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key, int lane,
+                                               AtRow at_row) {
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
+    for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = first_row + kRowTileStep * i + 8 * half + lane / 4;
-            const int end = keys_of_query(params, query_of_row(params, row)).end - first_key - lane % 4 * 2;
+            auto at_score = at_row(first_row + kRowTileStep * i + 8 * half + lane / 4, first_key + lane % 4 * 2);
 #pragma unroll
             for (int j = 0; j < kKeyTiles; ++j) {
-                if (8 * j >= end) scores[i][j][2 * half] = -INFINITY;
-                if (8 * j + 1 >= end) scores[i][j][2 * half + 1] = -INFINITY;
+#pragma unroll
+                for (int e = 0; e < 2; ++e) at_score(8 * j + e, scores[i][j][2 * half + e]);
             }
         }
     }
 }
 
-// Hides the keys of a block that lie outside the range of their row. `tile_row` is the tile's first row.
-__device__ __forceinline__ void hide_keys(const Params& params,
-                                          float (&scores)[kRowTiles][kKeyTiles][4], int tile_row, int warp, int lane,
-                                          int block) {
-    // Most blocks are seen by every row from the first key to the last.
-    const int warp_row = tile_row + warp % kPairs * kWarpRows;
-    const KeyRange every = keys_of_every(params, min(warp_row, num_rows(params) - 1), kWarpRows);
-    const int first_key = block * kBlockN + warp / kPairs * kPartKeys;
-    if ((block + 1) * kBlockN > every.end) {
-        hide_late_keys(params, scores, warp_row, first_key, lane);
-    }
-}
-
-// scores (kWarpRows x kPartKeys) = Q . K^T for the warp's rows and keys, in fp32. Element [i][j][e] of thread (g, t) = (lane / 4,
-// lane % 4) is row 16 i + g + 8 (e / 2), key 8 j + 2 t + e % 2.
-__device__ __forceinline__ void multiply_qk(float (&scores)[kRowTiles][kKeyTiles][4],
-                                            const LaneAddress& q_lane, const LaneAddress& k_lane) {
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-        for (int j = 0; j < kKeyTiles; ++j) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) scores[i][j][e] = 0.0f;
-        }
-    }
-#pragma unroll
-    for (int step = 0; step < kHeadDim / 16; ++step) {
-        uint32_t q_fragment[kRowTiles][4];
-#pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) ldmatrix_x4(q_fragment[i], step_address(q_lane, kRowTileStep * i, step));
-#pragma unroll
-        for (int j = 0; j < kKeyTiles; j += 2) {
-            uint32_t k_fragment[4];
-            ldmatrix_x4(k_fragment, step_address(k_lane, 8 * j, step));
-#pragma unroll
-            for (int i = 0; i < kRowTiles; ++i) {
-                mma_m16n8k16<element>(scores[i][j], q_fragment[i], k_fragment[0], k_fragment[1]);
-                mma_m16n8k16<element>(scores[i][j + 1], q_fragment[i], k_fragment[2], k_fragment[3]);
-            }
-        }
-    }
-}
-
-// The weights P of half of a block's keys, rounded and packed as they come out of softmax. Two neighbouring key tiles of an
-// accumulator, packed, are a left operand of the matrix instruction as they lie. The partner gets them through shared memory.
-struct Weights {
-    uint32_t fragment[kRowTiles][kPartKeys / 16][4];
-
-    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
-        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
-        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
-    }
-
-    // Multiplies the rows g and g + 8 of tile i by factors up to 1.
-    __device__ __forceinline__ void scale(int i, const float (&factors)[2]) {
-#pragma unroll
-        for (int j = 0; j < kKeyTiles / 2; ++j) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const float2 pair = unpack<element>(fragment[i][j][e]);
-                fragment[i][j][e] = pack<element>(pair.x * factors[e % 2], pair.y * factors[e % 2]);
-            }
-        }
-    }
+// KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
+struct KvBlocks {
+    int first;
+    int last;  // below `first` where there are none
 };
 
-// output (kWarpRows x kPartDims) += P . V for the kPartKeys keys of some weights.
-__device__ __forceinline__ void multiply_pv(float (&output)[kRowTiles][kDimTiles][4],
-                                            const Weights& weights, const LaneAddress& v_lane) {
-#pragma unroll
-    for (int j = 0; j < kPartKeys / 16; ++j) {
-#pragma unroll
-        for (int n = 0; n < kDimTiles; n += 2) {
-            uint32_t v_fragment[4];
-            ldmatrix_x4_trans(v_fragment, step_address(v_lane, 16 * j, n / 2));
-#pragma unroll
-            for (int i = 0; i < kRowTiles; ++i) {
-                mma_m16n8k16<element>(output[i][n], weights.fragment[i][j], v_fragment[0], v_fragment[1]);
-                mma_m16n8k16<element>(output[i][n + 1], weights.fragment[i][j], v_fragment[2], v_fragment[3]);
-            }
-        }
+// The blocks with a key that some row of [first_row, first_row + count) attends to.
+__device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
+    const KeyRange keys = keys_of_some(params, first_row, count);
+    return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
+}
+
+// The blocks that a tile visits.
+__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, const Tile& tile) {
+    return kv_blocks_of(params, tile.first_row, kBlockM);
+}
+
+// Hides the keys that lie outside the range of their row. Most blocks are seen by every row from the first key to the last.
+template <int kTiles>
+__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+                                           int lane) {
+    const KeyRange every = keys_of_every(params, min(first_row, num_rows(params) - 1), kRowTileStep * (kTiles - 1) + 16);
+    if (first_key + 8 * kKeyTiles > every.end) {
+        for_each_score(scores, first_row, first_key, lane, [&](int row, int lane_key) {
+            const int end = keys_of_query(params, query_of_row(params, row)).end - lane_key;
+            return [=](int step, float& score) {
+                if (step >= end) score = -INFINITY;
+            };
+        });
     }
 }
 
-// Online softmax. Scores are kept as the matrix product left them; the scale and log2(e) are folded into one factor, so
-// that weight = 2^(score * scale_log2 - reference) with one multiply-add and one exponential an element.
-//
-// `reference` is a row's running maximum, except that it moves only when a score exceeds it by more than kSlack. Weights
-// may then reach 2^kSlack, which costs no accuracy (they are floating-point numbers, and numerator and denominator share
-// the factor) and spares nearly all rescaling of the output and the exchange of maxima between lanes.
-constexpr float kSlack = 8.0f;
-constexpr float kNoReference = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
-
-__device__ __forceinline__ float quad_max(float value) {
-    value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
-    return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
+// What happens to S between Q . K^T and softmax, block by block, masked or not. The scores are those of a warp's MMA tiles from row
+// `row_in_tile` of the tile and key `first_key` on.
+template <int kTiles>
+__device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
+                                              int row_in_tile, int first_key, int lane) {
+    apply_mask(params, scores, tile.first_row + row_in_tile, first_key, lane);
 }
 
-__device__ __forceinline__ float quad_sum(float value) {
-    value += __shfl_xor_sync(0xffffffff, value, 1);
-    return value + __shfl_xor_sync(0xffffffff, value, 2);
-}
-
-struct RowState {
-    float reference[kRowTiles][2];  // log2 domain; rows g and g + 8 of a 16-row tile
-    float sum[kRowTiles][2];        // this lane's share of the row's sum of weights
-};
-
-// Multiplies what has been summed up for the rows g and g + 8 of matrix tile i.
-__device__ __forceinline__ void rescale(int i, const float (&correction)[2], RowState& rows,
-                                        float (&output)[kRowTiles][kDimTiles][4]) {
+// The greatest scores of a block that this lane has of each row, as row_max has them, and whether some row of the warp has one that
+// its row_max has to follow.
+template <int kTiles>
+__device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
+                                                float (&block_max)[kTiles][2]) {
+    bool exceeds = false;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        rows.sum[i][half] *= correction[half];
-#pragma unroll
-        for (int n = 0; n < kDimTiles; ++n) {
-            output[i][n][2 * half] *= correction[half];
-            output[i][n][2 * half + 1] *= correction[half];
-        }
-    }
-}
-
-// Turns the scores of a tile into weights, adds them to the rows' sums and rescales the output where a reference moves.
-// Returns whether one does, the same for all lanes. If so, the new references of all rows are noted down. Of a quad's four rows
-// lane t keeps the reference that row t had before, in `previous_reference`.
-__device__ __forceinline__ bool softmax_step(const float (&scores)[kRowTiles][kKeyTiles][4],
-                                             RowState& rows, float (&output)[kRowTiles][kDimTiles][4],
-                                             Weights& weights, float scale_log2, float& previous_reference, shared_address noted_references, int lane) {
-    float tile_max[kRowTiles][2];
-    bool moves = false;
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
+    for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float value = fmaxf(scores[i][0][2 * half], scores[i][0][2 * half + 1]);
@@ -455,103 +497,272 @@ __device__ __forceinline__ bool softmax_step(const float (&scores)[kRowTiles][kK
             for (int j = 1; j < kKeyTiles; ++j) {
                 value = fmaxf(value, fmaxf(scores[i][j][2 * half], scores[i][j][2 * half + 1]));
             }
-            tile_max[i][half] = value * scale_log2;
-            moves |= tile_max[i][half] > rows.reference[i][half] + kSlack;
+            block_max[i][half] = value * scale_log2;
+            exceeds |= block_max[i][half] > rows[i].row_max[half] + kSlack;
         }
     }
-    moves = __any_sync(0xffffffff, moves);
-    if (moves) {
+    return __any_sync(0xffffffff, exceeds);
+}
+
+// Raises row_max to the greatest scores of a block, and rescales what has been summed up.
+template <int kTiles>
+__device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows) {
 #pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
-            float correction[2];
+    for (int i = 0; i < kTiles; ++i) {
+        float correction[2];
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float previous = rows.reference[i][half];
-                rows.reference[i][half] = fmaxf(previous, quad_max(tile_max[i][half]));
-                correction[half] = exp2_approx(previous - rows.reference[i][half]);
-                if (lane % 4 == 2 * i + half) {
-                    previous_reference = previous;
-                    store_shared_32(noted_references + 4 * (16 * i + 8 * half + lane / 4), __float_as_uint(rows.reference[i][half]));
-                }
-            }
-            rescale(i, correction, rows, output);
+        for (int half = 0; half < 2; ++half) {
+            const float previous = rows[i].row_max[half];
+            rows[i].row_max[half] = fmaxf(previous, quad_max(block_max[i][half]));
+            correction[half] = exp2_approx(previous - rows[i].row_max[half]);
         }
+        rescale(rows[i], correction);
     }
+}
+
+// P of the scores, which is added to row_sum.
+template <int kTiles>
+__device__ __forceinline__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+                                             P<kTiles>& p) {
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
+    for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
         for (int j = 0; j < kKeyTiles; ++j) {
             float values[4];
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                values[e] = exp2_approx(fmaf(scores[i][j][e], scale_log2, -rows.reference[i][e / 2]));
-                rows.sum[i][e / 2] += values[e];
+                values[e] = exp2_approx(fmaf(scores[i][j][e], scale_log2, -rows[i].row_max[e / 2]));
+                rows[i].row_sum[e / 2] += values[e];
             }
-            weights.set(i, j, values);
+            p.set(i, j, values);
         }
     }
-    return moves;
 }
 
-// Registers are too scarce to keep the tile through the loop: it is noted down in shared memory for the epilogue. Reading it
-// back takes less than working it out again.
-__device__ __forceinline__ void note_tile(const Tile& tile, shared_address note) {
-    store_shared_64(note, tile.batch, tile.head);
-    store_shared_64(note + 8, tile.kv_head, tile.first_row);
+static_assert(sizeof(element) == 2, "P is a left operand of the MMA as it lies in shared memory");
+static_assert(kWarps % 2 == 0, "warps come in pairs");
+static_assert(kPRowBytes % 128 == 0, "a row of P spans all 32 banks a whole number of times");
+static_assert(kRowTiles == 2, "each lane of a quad keeps the row_max of one of its rows");
+static_assert(kPartDims * sizeof(element) % 128 == 0, "half of a row of V is whole swizzled panels");
+
+// At a large head dimension shared memory is the limit: a warp with rows of its own would read all of K and V for them. Here two warps,
+// a pair, share twice as many rows. Each is a part of the pair: it computes the scores of half of the keys of a KV block and half of
+// the columns of O, so it reads half of the rows of K, half of the columns of V, and P of the partner's keys.
+struct Pair {
+    int part;                // of this warp: 0 or 1
+    shared_address p;        // P of the pair's rows, all keys of a block side by side, 16-byte chunks permuted by the row modulo 8
+    shared_address moves;    // of this warp: a word that says whether row_max moved in this block; if so, 16 bytes in, what it is now
+    shared_address partner_moves;
+    shared_address sums;     // of this warp; K has been there until the loop ends
+    shared_address partner_sums;
+};
+
+__device__ __forceinline__ Pair find_pair(shared_address smem, int warp) {
+    const int pair = warp % kPairs;
+    const int part = warp / kPairs;
+    const int partner = (1 - part) * kPairs + pair;
+    return {part,
+            smem + kPOffset + pair * kWarpRows * kPRowBytes,
+            smem + kMovesOffset + warp * kMovesBytes,
+            smem + kMovesOffset + partner * kMovesBytes,
+            smem + kKOffset + warp * kWarpRows * 4,
+            smem + kKOffset + partner * kWarpRows * 4};
 }
 
-__device__ __forceinline__ Tile noted_tile(shared_address note) {
-    const uint4 numbers = load_shared_128(note);
-    Tile tile;
-    tile.batch = numbers.x;
-    tile.head = numbers.y;
-    tile.kv_head = numbers.z;
-    tile.first_row = numbers.w;
-    return tile;
+// Where the float of the lane's row g or g + 8 of MMA tile i lies in an array with one for each of the pair's rows.
+__device__ __forceinline__ int row_bytes(int i, int half, int lane) { return 4 * (16 * i + 8 * half + lane / 4); }
+
+// Calls function(i, half) for the lane's rows g (half 0) and g + 8 of each MMA tile i.
+template <typename Function>
+__device__ __forceinline__ void for_each_row(Function function) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) function(i, half);
+    }
 }
 
-// Divides the output by the sums. A row that attends to nothing has the sum 0 and becomes 0.
-__device__ __forceinline__ void normalise(float (&output)[kRowTiles][kDimTiles][4], RowState& rows) {
+// Stores P of the warp's keys for the partner, as an accumulator lies: rows g and g + 8, keys 2 t and 2 t + 1 of every eight.
+__device__ __forceinline__ void store_p(const Pair& pair, const P<kRowTiles>& p, int lane) {
+    const shared_address lane_p = pair.p + lane / 4 * kPRowBytes + lane % 4 * 4;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                store_shared_32(lane_p + (16 * i + 8 * half) * kPRowBytes + 16 * ((pair.part * kKeyTiles + j) ^ lane / 4),
+                                p.fragment[i][j / 2][j % 2 * 2 + half]);
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void load_partner_p(const Pair& pair, P<kRowTiles>& partner_p, int lane) {
+    const shared_address lane_p = pair.p + lane % 16 * kPRowBytes;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < kKeyTiles / 2; ++j) {
+            ldmatrix_x4(partner_p.fragment[i][j], lane_p + 16 * i * kPRowBytes +
+                                                      16 * (((1 - pair.part) * kKeyTiles + 2 * j + lane / 16) ^ lane % 8));
+        }
+    }
+}
+
+// Multiplies P of the rows g and g + 8 of MMA tile i by factors up to 1.
+__device__ __forceinline__ void scale_p(P<kRowTiles>& p, int i, const float (&factors)[2]) {
+#pragma unroll
+    for (int j = 0; j < kKeyTiles / 2; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const float2 values = unpack<element>(p.fragment[i][j][e]);
+            p.fragment[i][j][e] = pack<element>(values.x * factors[e % 2], values.y * factors[e % 2]);
+        }
+    }
+}
+
+// Both parts had the same row_max before the block, and take the greater one now, with P and the sums rescaled to it. A partner that
+// has not moved still has that from before: `previous_max`, of row t of the quad's four in its lane t.
+__device__ __forceinline__ void agree_on_row_max(const Pair& pair, bool partner_moved, float previous_max, RowTile (&rows)[kRowTiles],
+                                                 P<kRowTiles>& p, P<kRowTiles>& partner_p, int lane) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+        float correction[2], partner_correction[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float partner_max = partner_moved
+                                          ? __uint_as_float(load_shared_32(pair.partner_moves + 16 + row_bytes(i, half, lane)))
+                                          : __shfl_sync(0xffffffff, previous_max, 2 * i + half, 4);
+            const float row_max = fmaxf(rows[i].row_max[half], partner_max);
+            correction[half] = exp2_approx(rows[i].row_max[half] - row_max);
+            partner_correction[half] = exp2_approx(partner_max - row_max);
+            rows[i].row_max[half] = row_max;
+        }
+        rescale(rows[i], correction);
+        scale_p(p, i, correction);
+        scale_p(partner_p, i, partner_correction);
+    }
+}
+
+// Each part has summed up P of its keys. Nobody reads K any more, and the sums pass through its place.
+__device__ __forceinline__ void add_partner_sums(const Pair& pair, RowTile (&rows)[kRowTiles], int lane) {
+    for_each_row([&](int i, int half) {
+        rows[i].row_sum[half] = quad_sum(rows[i].row_sum[half]);
+        if (lane % 4 == 0) store_shared_32(pair.sums + row_bytes(i, half, lane), __float_as_uint(rows[i].row_sum[half]));
+    });
+    barrier_sync(kThreads);
+    for_each_row([&](int i, int half) {
+        rows[i].row_sum[half] += __uint_as_float(load_shared_32(pair.partner_sums + row_bytes(i, half, lane)));
+    });
+}
+
+// The main loop: rows take S, softmax and P . V of one KV block after another. K and V have one stage each: V of a block is fetched
+// while its scores are computed, K of the next block during P . V of this one.
+__device__ __forceinline__ void main_loop(const Params& params, const Tile& tile, const KvBlocks& blocks, RowTile (&rows)[kRowTiles],
+                                          shared_address smem, int warp, int lane) {
+    const shared_address k_stage = smem + kKOffset;
+    const shared_address v_stage = smem + kVOffset;
+    const element* k = head_k(params, tile);
+    const element* v = head_v(params, tile);
+    if (blocks.last >= blocks.first) {
+        copy_k(params, k, k_stage, blocks.last);
+        cp_async_commit();
+    }
+    barrier_sync(kThreads);  // the stash is written
+
+    const Pair pair = find_pair(smem, warp);
+    const int first_key = pair.part * kPartKeys;  // of the warp's keys in a block
+    const LaneAddress q_lane = operand_address(smem + first_row_of(warp) * kRowBytes, lane);
+    const LaneAddress k_lane = transposed_operand_address(k_stage, lane) + first_key * kRowBytes;
+    const VAddress v_lane = kept(v_address(v_stage, lane) + pair.part * kPartDims * sizeof(element), lane);
+    float previous_max = 0.0f;  // of row t of the quad's four, in its lane t: row_max before it last moved
+
+    for (int block = blocks.last; block >= blocks.first; --block) {
+        // K of this block is here, and every warp has finished with V, P and moves of the block before.
+        cp_async_wait<0>();
+        barrier_sync(kThreads);
+        copy_v(params, v, v_stage, block);
+        cp_async_commit();
+
+        float scores[kRowTiles][kKeyTiles][4];
+        float block_max[kRowTiles][2];
+        P<kRowTiles> p;
+        mma_qk(scores, q_lane, k_lane);
+        finish_scores(params, tile, scores, first_row_of(warp), block * kBlockN + first_key, lane);
+        const bool moved = exceeds_row_max(scores, rows, params.scale_log2, block_max);
+        if (moved) {
+            for_each_row([&](int i, int half) {
+                if (lane % 4 == 2 * i + half) previous_max = rows[i].row_max[half];
+            });
+            raise_row_max(block_max, rows);
+            for_each_row([&](int i, int half) {
+                if (lane % 4 == 2 * i + half) {
+                    store_shared_32(pair.moves + 16 + row_bytes(i, half, lane), __float_as_uint(rows[i].row_max[half]));
+                }
+            });
+        }
+        exponentiate(scores, rows, params.scale_log2, p);
+        store_p(pair, p, lane);
+        if (lane == 0) store_shared_32(pair.moves, moved);
+
+        // V of this block is here, every warp has finished with K, and P and moves are complete.
+        cp_async_wait<0>();
+        barrier_sync(kThreads);
+        P<kRowTiles> partner_p;
+        load_partner_p(pair, partner_p, lane);
+        const bool partner_moved = load_shared_32(pair.partner_moves);
+        if (block > blocks.first) {
+            copy_k(params, k, k_stage, block - 1);
+            cp_async_commit();
+        }
+        if (moved || partner_moved) agree_on_row_max(pair, partner_moved, previous_max, rows, p, partner_p, lane);
+        mma_pv(rows, p, v_lane + first_key * kRowBytes);
+        mma_pv(rows, partner_p, v_lane + (kPartKeys - first_key) * kRowBytes);
+    }
+    add_partner_sums(pair, rows, lane);
+}
+
+// Divides O by row_sum. A row that attends to nothing has the sum 0 and becomes 0.
+__device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float sum = rows.sum[i][half];
+            const float sum = rows[i].row_sum[half];
             const float factor = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
 #pragma unroll
             for (int n = 0; n < kDimTiles; ++n) {
-                output[i][n][2 * half] *= factor;
-                output[i][n][2 * half + 1] *= factor;
+                rows[i].output[n][2 * half] *= factor;
+                rows[i].output[n][2 * half + 1] *= factor;
             }
         }
     }
 }
 
 // lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing. (batch, num_heads_q, seqlen_q).
-__device__ __forceinline__ void store_lse(const Params& params, const Tile& tile, const RowState& rows, int warp, int lane) {
-    if (params.lse == nullptr || lane % 4 != 0 || warp >= kPairs) return;
+__device__ __forceinline__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp,
+                                          int lane) {
+    if (params.lse == nullptr || lane % 4 != 0) return;
+    if (warp >= kPairs) return;  // the partner has the same
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = tile.first_row + warp % kPairs * kWarpRows + kRowTileStep * i + 8 * half + lane / 4;
+            const int row = tile.first_row + first_row_of(warp) + kRowTileStep * i + 8 * half + lane / 4;
             if (row < num_rows(params)) {
                 const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
                 store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
-                                (rows.reference[i][half] + log2_approx(rows.sum[i][half])) * kLn2);
+                                (rows[i].row_max[half] + log2_approx(rows[i].row_sum[half])) * kLn2);
             }
         }
     }
 }
 
-// Rounds the output and writes it by way of the Q tile, which nobody reads any more, so that global memory sees whole rows in
-// 16-byte pieces: a pair of warps puts the columns of its rows together, and each warp stores half of the rows.
-__device__ __forceinline__ void store_output(const Params& params, const Tile& tile,
-                                             const float (&output)[kRowTiles][kDimTiles][4], shared_address q_tile,
-                                             int warp, int lane) {
+// Rounds O and puts it into the Q tile, which nobody reads any more.
+__device__ __forceinline__ void stage_output(const RowTile (&rows)[kRowTiles], shared_address smem, int warp, int lane) {
+    const shared_address warp_rows = smem + first_row_of(warp) * kRowBytes;
     const int part = warp / kPairs;
-    const shared_address pair_tile = q_tile + warp % kPairs * kWarpRows * kRowBytes;
-    const shared_address part_tile = pair_tile + part * kPartDims * sizeof(element);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -559,41 +770,49 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
             const int row = kRowTileStep * i + 8 * half + lane / 4;
 #pragma unroll
             for (int n = 0; n < kDimTiles; ++n) {
-                store_shared_32(part_tile + row * kRowBytes + 16 * (n ^ swizzle_key(row)) + lane % 4 * 4,
-                                pack<element>(output[i][n][2 * half], output[i][n][2 * half + 1]));
+                const float low = rows[i].output[n][2 * half];
+                const float high = rows[i].output[n][2 * half + 1];
+                const int chunk = part * kPartDims / kChunkElements + n;
+                store_shared_32(warp_rows + row * kRowBytes + 16 * (chunk ^ swizzle_key(row)) + lane % 4 * 4,
+                                pack<element>(low, high));
             }
         }
     }
+}
+
+// Writes O by way of the Q tile, so that global memory sees whole rows in 16-byte pieces.
+// A pair of warps puts the columns of its rows together there, and each stores half of the rows.
+__device__ __forceinline__ void store_output(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles],
+                                             shared_address smem, int warp, int lane) {
+    stage_output(rows, smem, warp, lane);
+    constexpr int kRowsPerPass = 32 / kSwizzleChunks;
+    constexpr int kPanels = kHeadDimV * sizeof(element) / kSwizzleBytes;
     barrier_sync(kThreads);
-    constexpr int kStoredRows = kWarpRows / 2;
-    const int first_stored_row = warp % kPairs * kWarpRows + part * kStoredRows;
-    const shared_address warp_tile = q_tile + first_stored_row * kRowBytes;
+    constexpr int kPasses = kWarpRows / 2 / kRowsPerPass;
+    const int first_row = first_row_of(warp) + warp / kPairs * (kWarpRows / 2);
+    auto row_of_pass = [&](int pass) { return pass * kRowsPerPass + lane / kSwizzleChunks; };
+    const shared_address warp_rows = smem + first_row * kRowBytes;
+    const int chunk = lane % kSwizzleChunks;
 
     // All pieces are fetched before the first is stored: their latencies overlap, where one by one each store would wait for
     // its own.
-    constexpr int kRowsPerPass = 32 / kSwizzleChunks;
-    constexpr int kPasses = kStoredRows / kRowsPerPass;
-    constexpr int kPanels = kHeadDimV * sizeof(element) / kSwizzleBytes;
-    const int chunk = lane % kSwizzleChunks;
-    auto row_of_pass = [&](int pass) { return pass * kRowsPerPass + lane / kSwizzleChunks; };
     uint4 pieces[kPasses][kPanels];
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
         const int row = row_of_pass(pass);
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
-            pieces[pass][panel] = load_shared_128(warp_tile + row * kRowBytes + panel * kSwizzleBytes +
-                                                  16 * (chunk ^ swizzle_key(row)));
+            pieces[pass][panel] =
+                load_shared_128(warp_rows + row * kRowBytes + panel * kSwizzleBytes + 16 * (chunk ^ swizzle_key(row)));
         }
     }
-    const int first_row = tile.first_row + first_stored_row;
     element* out = params.out + tile.batch * params.out_batch_stride;
     // One pointer steps from row to row; the compiler would work out the addresses of all stores ahead.
-    element* out_row =
-        out + row_offset(params, tile, first_row + row_of_pass(0), params.out_row_stride, params.out_head_stride);
+    element* out_row = out + row_offset(params, tile, tile.first_row + first_row + row_of_pass(0), params.out_row_stride,
+                                        params.out_head_stride);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-        const int tile_row = first_row + row_of_pass(pass);
+        const int tile_row = tile.first_row + first_row + row_of_pass(pass);
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
             const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
@@ -609,28 +828,15 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
 flash_fwd_hdim256_bf16_sm80(const __grid_constant__ Params params) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
-    const shared_address q_tile = to_shared(shared_memory);
-    const shared_address k_tiles = q_tile + kKOffset;
-    const shared_address v_tiles = q_tile + kVOffset;
+    const shared_address smem = to_shared(shared_memory);
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
 
     const Tile tile = find_tile(params, block_index());
-    const shared_address note = q_tile + kNoteOffset;
-    if (threadIdx.x == 0) note_tile(tile, note);
-    const KeyRange keys = find_keys(params, tile);
-    // Blocks of keys are visited from the last to the first, so that a ragged last block comes before the steady state.
-    const int first_block = keys.begin / kBlockN;
-    const int last_block = (keys.end + kBlockN - 1) / kBlockN - 1;
-
-    const LaneAddress q_lane = operand_address(q_tile + warp % kPairs * kWarpRows * kRowBytes, lane);
-    float output[kRowTiles][kDimTiles][4] = {};
-    RowState rows;
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-        rows.reference[i][0] = rows.reference[i][1] = kNoReference;
-        rows.sum[i][0] = rows.sum[i][1] = 0.0f;
-    }
+    if (threadIdx.x == 0) stash_tile(tile, smem);
+    const KvBlocks blocks = find_kv_blocks(params, tile);
+    RowTile rows[kRowTiles];
+    clear(rows);
 
     // From sm_90 on the grid before this one in the stream may still be writing what this one reads, or reading what this one writes.
     griddepcontrol_wait();
@@ -638,137 +844,11 @@ flash_fwd_hdim256_bf16_sm80(const __grid_constant__ Params params) {
     // grid before this one to have ended.
     griddepcontrol_launch_dependents();
 
-    static_assert(sizeof(element) == 2, "weights are the left operand as they lie in shared memory");
+    if (blocks.last >= blocks.first) load_q(params, tile, smem);
+    main_loop(params, tile, blocks, rows, smem, warp, lane);
 
-    // K and V have one stage each: V of a block is fetched while its scores are computed, K of the next block while P and V of this
-    // one are multiplied. At a large head dimension shared memory is the limit: a warp with rows of its own would read all of K and V
-    // for them. Here two warps share twice as many rows. Each computes the scores of half of the keys of a block, and half of the
-    // output's columns: it reads half of the rows of K, half of the columns of V, and the weights of the other's keys.
-    auto copy_k = [&](const element* k, shared_address stage, int block) {
-        copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride,
-                            params.seqlen_kv - block * kBlockN, params.head_dim);
-        cp_async_commit();
-    };
-    auto copy_v = [&](const element* v, shared_address stage, int block) {
-        copy_rows<kHeadDimV>(stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride,
-                             params.seqlen_kv - block * kBlockN, params.head_dim_v);
-        cp_async_commit();
-    };
-    const element* first_k = head_k(params, tile);
-    const element* first_v = head_v(params, tile);
-    if (last_block >= first_block) {
-        copy_queries(params, tile, q_tile);
-        copy_k(first_k, k_tiles, last_block);
-    }
-    barrier_sync(kThreads);  // the note is written
-
-    const int pair = warp % kPairs;
-    const int part = warp / kPairs;
-    const int partner = (1 - part) * kPairs + pair;
-    const LaneAddress k_lane = transposed_operand_address(k_tiles, lane) + part * kPartKeys * kRowBytes;
-    const LaneAddress v_lane = kept(operand_address(v_tiles, lane) + part * kPartDims * sizeof(element), lane);
-
-    // Weights of the pair's rows, all keys of a block side by side. Chunks of 16 bytes are permuted by the row modulo 8. A lane stores
-    // as an accumulator lies (rows g and g + 8, keys 2 t and 2 t + 1 of every eight) and fetches as ldmatrix does.
-    const shared_address pair_weights = q_tile + kWeightsOffset + pair * kWarpRows * kWeightsRowBytes;
-
-    // Moves of a warp: the first word says whether references moved in this block; if so, the new ones of its rows begin 16 bytes in.
-    const shared_address own_moves = q_tile + kMovesOffset + warp * kMovesBytes;
-    const shared_address partner_moves = q_tile + kMovesOffset + partner * kMovesBytes;
-    auto row_in_pair = [&](int i, int half) { return 16 * i + 8 * half + lane / 4; };
-    float previous_reference = 0.0f;  // of row t of the quad's four, in its lane t: from before the last move
-
-    for (int block = last_block; block >= first_block; --block) {
-        // K of this block is here, and every warp has finished with V, weights and moves of the block before.
-        cp_async_wait<0>();
-        barrier_sync(kThreads);
-        copy_v(first_v, v_tiles, block);
-
-        float scores[kRowTiles][kKeyTiles][4];
-        Weights weights;
-        multiply_qk(scores, q_lane, k_lane);
-        hide_keys(params, scores, tile.first_row, warp, lane, block);
-        const bool moved = softmax_step(scores, rows, output, weights, params.scale_log2, previous_reference, own_moves + 16, lane);
-
-        const shared_address stored_weights = pair_weights + lane / 4 * kWeightsRowBytes + lane % 4 * 4;
-#pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-            for (int j = 0; j < kKeyTiles; ++j) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    store_shared_32(stored_weights + (16 * i + 8 * half) * kWeightsRowBytes +
-                                        16 * ((part * kKeyTiles + j) ^ lane / 4),
-                                    weights.fragment[i][j / 2][j % 2 * 2 + half]);
-                }
-            }
-        }
-        if (lane == 0) store_shared_32(own_moves, moved);
-
-        // V of this block is here, every warp has finished with K, and weights and moves are complete.
-        cp_async_wait<0>();
-        barrier_sync(kThreads);
-
-        const shared_address fetched_weights = pair_weights + lane % 16 * kWeightsRowBytes;
-        Weights partner_weights;
-#pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-            for (int j = 0; j < kKeyTiles / 2; ++j) {
-                ldmatrix_x4(partner_weights.fragment[i][j],
-                            fetched_weights + 16 * i * kWeightsRowBytes +
-                                16 * (((1 - part) * kKeyTiles + 2 * j + lane / 16) ^ lane % 8));
-            }
-        }
-        const bool partner_moved = load_shared_32(partner_moves);
-        if (block > first_block) copy_k(first_k, k_tiles, block - 1);
-        if (moved || partner_moved) {
-            // Both had the same references before the block, and take the greater ones now. A partner that has not moved still has
-            // those from before: the lanes of a quad have kept one each.
-#pragma unroll
-            for (int i = 0; i < kRowTiles; ++i) {
-                float correction[2], partner_correction[2];
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const float partner_reference =
-                        partner_moved ? __uint_as_float(load_shared_32(partner_moves + 16 + 4 * row_in_pair(i, half)))
-                                      : __shfl_sync(0xffffffff, previous_reference, 2 * i + half, 4);
-                    const float reference = fmaxf(rows.reference[i][half], partner_reference);
-                    correction[half] = exp2_approx(rows.reference[i][half] - reference);
-                    partner_correction[half] = exp2_approx(partner_reference - reference);
-                    rows.reference[i][half] = reference;
-                }
-                rescale(i, correction, rows, output);
-                weights.scale(i, correction);
-                partner_weights.scale(i, partner_correction);
-            }
-        }
-        multiply_pv(output, weights, v_lane + part * kPartKeys * kRowBytes);
-        multiply_pv(output, partner_weights, v_lane + (1 - part) * kPartKeys * kRowBytes);
-    }
-
-    // Each warp has summed up the weights of its keys. Nobody reads K any more, and the sums pass through its place.
-    const shared_address own_sums = k_tiles + warp * kWarpRows * 4;
-    const shared_address partner_sums = k_tiles + partner * kWarpRows * 4;
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            rows.sum[i][half] = quad_sum(rows.sum[i][half]);
-            if (lane % 4 == 0) store_shared_32(own_sums + 4 * row_in_pair(i, half), __float_as_uint(rows.sum[i][half]));
-        }
-    }
-    barrier_sync(kThreads);
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            rows.sum[i][half] += __uint_as_float(load_shared_32(partner_sums + 4 * row_in_pair(i, half)));
-        }
-    }
-
-    const Tile stored_tile = noted_tile(note);
-    normalise(output, rows);
+    const Tile stored_tile = stashed_tile(smem);
+    normalise(rows);
     store_lse(params, stored_tile, rows, warp, lane);
-    store_output(params, stored_tile, output, q_tile, warp, lane);
+    store_output(params, stored_tile, rows, smem, warp, lane);
 }

@@ -15,8 +15,8 @@ from flashgen.tune.gpu import GpuBench, host_for
 from flashgen.tune.shapes import cases
 
 POINT = {"head_dim": 64, "dtype": "fp32", "mask_type": "causal", "gqa": "mha"}
-SLOW = {"block_m": 32, "block_n": 16, "warps": 2, "groups": 1, "k_stages": 1, "min_blocks": 2}
-FAST = {"block_m": 128, "block_n": 32, "warps": 4, "groups": 1, "k_stages": 1, "min_blocks": 2}
+SLOW = {"block_m": 32, "block_n": 16, "warps": 2, "loop": "stages", "min_blocks": 2}
+FAST = {"block_m": 128, "block_n": 32, "warps": 4, "loop": "stages", "min_blocks": 2}
 
 
 def row(members):

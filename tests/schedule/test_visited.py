@@ -31,12 +31,7 @@ def test_it_counts_the_blocks_with_a_visible_key(target, gqa, seqlen_q, seqlen_k
         window_left=UNBOUNDED if causal else left,
         window_right=UNBOUNDED if causal else right,
     )
-    variant = VARIANTS[
-        target,
-        64 if target == "sm80" and not causal else 32 if target == "sm80" else 128,
-        call.mask_type,
-        gqa,
-    ]
+    variant = VARIANTS[target, 32 if target == "sm80" else 128, call.mask_type, gqa]
     block_m, block_n = variant.tile_value("block_m"), variant.tile_value("block_n")
     rows = seqlen_q * (group if gqa == "packed" else 1)
     lengths, most_blocks = [], 0

@@ -29,7 +29,7 @@ def traits(variant: Variant) -> set[tuple]:
     """What the set must have: each tile of a target with each mask type, and for each spec all pairs of axis
     values, target, loop and name of the tile.
     """
-    values = [*variant.axes, ("target", variant.target), ("groups", dict(variant.tile).get("groups"))]
+    values = [*variant.axes, ("target", variant.target), ("loop", dict(variant.tile).get("loop"))]
     values.append(("tile_name", variant.tile_name))
     pairs = {(variant.spec, *pair) for pair in combinations(values, 2)}
     return {*pairs, (variant.target, variant.tile, variant.mask_type)}

@@ -42,11 +42,7 @@ FP32 = "flash_fwd_hdim32_fp32_m64_sm80"
 # Two stages of K, without and with rows of a warp in both halves of a tile.
 AHEAD = "flash_fwd_hdim32_fp16_sm80"
 HALVES = "flash_fwd_hdim32_fp16_causal_sm80"
-WINDOW_HALVES = "flash_fwd_hdim64_fp16_local_sm80"
-# Two stages of K, and the first keys of windows visited together with the last.
-WINDOW_EDGES = "flash_fwd_hdim32_fp16_local_sm80"
-# With a form of the visit for blocks that hide nothing.
-WINDOW_APART = "flash_fwd_hdim32_fp16_local_packgqa_sm80"
+WINDOW_HALVES = "flash_fwd_hdim32_fp16_local_sm80"
 # Pairs of warps that share their rows.
 PAIRS = "flash_fwd_hdim256_fp16_sm80"
 WINDOW_PAIRS = "flash_fwd_hdim256_fp16_local_sm80"
@@ -56,19 +52,11 @@ TURNS = "flash_fwd_hdim64_fp16_sm80"
 DENSE_TURNS = "flash_fwd_hdim96_fp16_dense_sm80"
 
 RAGGED = Shape(seqlen_q=100, seqlen_kv=150, heads=2)
-ODD = Shape(seqlen_q=100, seqlen_kv=151, heads=2)
 SHORT_HEAD = Shape(seqlen_q=70, seqlen_kv=100, heads=2, head_dim=24)
 NARROW_V = Shape(seqlen_q=70, seqlen_kv=100, heads=2, head_dim=24, head_dim_v=8)
 LONG = Shape(seqlen_q=300, seqlen_kv=520, heads=1)
-# Windows of whole blocks and a key, of whole blocks, and of neither; and such that the sequence begins within
-# a block between their ends.
-WHOLE_BLOCKS_AND_A_KEY = Shape(seqlen_q=300, seqlen_kv=520, heads=1, window=(192, 0))
-WHOLE_BLOCKS = Shape(seqlen_q=300, seqlen_kv=520, heads=1, window=(191, 0))
-ODD_WINDOW = Shape(seqlen_q=300, seqlen_kv=520, heads=1, window=(170, 0))
-CUT_OFF = Shape(seqlen_q=400, seqlen_kv=391, heads=1, window=(170, 60))
 # Scores of a standard deviation of 8, so that the running maximum moves.
 WIDE = Shape(seqlen_q=100, seqlen_kv=300, heads=2, spread=8.0)
-GROUPED_WIDE = Shape(seqlen_q=150, seqlen_kv=600, heads=4, kv_heads=2, window=(300, 0))
 GROUPED = Shape(seqlen_q=50, seqlen_kv=100, heads=4, kv_heads=2)
 
 RACE = ("race",)
@@ -121,24 +109,24 @@ FAULTS = (
         PLAIN,
         Shape(seqlen_q=64, seqlen_kv=72),
         NUMBERS,
-        "if (8 * j >= end) scores",
-        "if (8 * j > end) scores",
+        "if (step >= end) score",
+        "if (step > end) score",
     ),
     fault(
         "hidden block of keys not skipped but not masked either",
         STAGES,
         RAGGED,
         NUMBERS,
-        "if ((block + 1) * kBlockN > every.end) {\n        hide_late_keys",
-        "if (false) {\n        hide_late_keys",
+        "if (first_key + 8 * kKeyTiles > every.end) {",
+        "if (false) {",
     ),
     fault(
         "mask word of the wrong lane",
         DENSE,
         RAGGED,
         NUMBERS,
-        "const int owner = row * kLanesPerRow + 8 * first / kLaneKeys;",
-        "const int owner = row * kLanesPerRow + 8 * first / kLaneKeys ^ 1;",
+        "const int owner = row * kLanesPerRow + i * kKeysPerWord / kLaneKeys;",
+        "const int owner = row * kLanesPerRow + i * kKeysPerWord / kLaneKeys ^ 1;",
     ),
     # Softmax.
     fault(
@@ -146,7 +134,7 @@ FAULTS = (
         PLAIN,
         WIDE,
         NUMBERS,
-        "output[i][n][2 * half] *= correction[half];",
+        "rows.output[n][2 * half] *= correction[half];",
         "",
     ),
     fault(
@@ -154,7 +142,7 @@ FAULTS = (
         PLAIN,
         WIDE,
         NUMBERS,
-        "rows.sum[i][half] *= correction[half];",
+        "rows.row_sum[half] *= correction[half];",
         "",
     ),
     fault(
@@ -170,16 +158,16 @@ FAULTS = (
         PLAIN,
         RAGGED,
         NUMBERS,
-        "rows.reference[i][half] + log2_approx",
-        "rows.reference[i][half] - log2_approx",
+        "rows[i].row_max[half] + log2_approx",
+        "rows[i].row_max[half] - log2_approx",
     ),
     fault(
         "lanes of a warp part before a shuffle",
         PLAIN,
         WIDE,
         ("divergence", "deadlock"),
-        "    moves = __any_sync(0xffffffff, moves);\n",
-        "",
+        "return __any_sync(0xffffffff, exceeds);",
+        "return exceeds;",
     ),
     # Registers.
     fault(
@@ -195,8 +183,8 @@ FAULTS = (
         FP32,
         RAGGED,
         ("uninitialised register", WRONG),
-        "float sums[kRowTiles][kTilesPerSum][4] = {};",
-        "float sums[kRowTiles][kTilesPerSum][4];",
+        "float sums[kTiles][kTilesPerSum][4] = {};",
+        "float sums[kTiles][kTilesPerSum][4];",
     ),
     fault(
         "halves of K's fragment swapped",
@@ -240,16 +228,16 @@ FAULTS = (
         STAGES,
         RAGGED,
         ASYNC,
-        "        barrier_sync(kThreads);\n        copy_v(first_v, v_tiles, block);",
-        "        copy_v(first_v, v_tiles, block);",
+        "        barrier_sync(kThreads);\n        copy_v(params, v, v_stage, block);",
+        "        copy_v(params, v, v_stage, block);",
     ),
     fault(
         "no barrier before V is read",
         STAGES,
         RAGGED,
         ASYNC,
-        "        barrier_sync(kThreads);\n        if (block > first_block) copy_k(",
-        "        if (block > first_block) copy_k(",
+        "        barrier_sync(kThreads);\n        if (block > blocks.first) fetch_k(",
+        "        if (block > blocks.first) fetch_k(",
     ),
     fault(
         "wait for K one group short",
@@ -268,19 +256,19 @@ FAULTS = (
         "cp_async_wait<1>();\n        barrier_sync(kThreads);\n        if (block",
     ),
     fault(
-        "note of a tile without keys read before it is written, K a block ahead",
+        "stash of a tile without keys read before it is written, K a block ahead",
         HALVES,
         Shape(seqlen_q=70, seqlen_kv=0),
         ("race", "uninitialised shared memory"),
-        "barrier_sync(kThreads);  // the note is written: a tile",
+        "barrier_sync(kThreads);  // the stash is written: a tile",
         "// a tile",
     ),
     fault(
-        "note of a tile without keys read before it is written",
+        "stash of a tile without keys read before it is written",
         STAGES,
         Shape(seqlen_q=70, seqlen_kv=0),
         ("race", "uninitialised shared memory"),
-        "barrier_sync(kThreads);  // the note is written: a tile",
+        "barrier_sync(kThreads);  // the stash is written: a tile",
         "// a tile",
     ),
     fault(
@@ -304,16 +292,16 @@ FAULTS = (
         HALVES,
         LONG,
         ("copy in flight",),
-        "cp_async_commit();  // nothing, so that V's is the last group but one here, too",
-        "",
+        "cp_async_commit();  // nothing at the last block,",
+        "if (block > blocks.first) cp_async_commit();  //",
     ),
     fault(
         "next K into the stage of this one",
         HALVES,
         LONG,
         (*ASYNC, WRONG),
-        "copy_k(Whole{}, k, k_stage(block - 1), block - 1);",
-        "copy_k(Whole{}, k, k_stage(block), block - 1);",
+        "copy_whole_k(params, k, k_stage(block - 1), block - 1);",
+        "copy_whole_k(params, k, k_stage(block), block - 1);",
     ),
     fault(
         "first visit does not wait for Q and K",
@@ -328,32 +316,32 @@ FAULTS = (
         AHEAD,
         RAGGED,
         BOUNDS,
-        "copy_k(MaybeRagged{}, first_k,",
-        "copy_k(Whole{}, first_k,",
+        "copy_k(params, head.k, k_stage(blocks.last)",
+        "copy_whole_k(params, head.k, k_stage(blocks.last)",
     ),
     fault(
         "last block of V taken for a whole one",
         HALVES,
         RAGGED,
         BOUNDS,
-        "copy_v(MaybeRagged{}, first_v,",
-        "copy_v(Whole{}, first_v,",
+        "copy_v(params, head.v, v_stage, blocks.last)",
+        "copy_whole_v(params, head.v, v_stage, blocks.last)",
     ),
     fault(
         "V of the first visit copied once more, into another block's place",
         AHEAD,
         LONG,
         (*ASYNC, WRONG),
-        "if (block == last_block) {\n            cp_async_wait<2>();",
-        "if (block == last_block - 1) {\n            cp_async_wait<2>();",
+        "if (block == blocks.last) {\n            cp_async_wait<2>();",
+        "if (block == blocks.last - 1) {\n            cp_async_wait<2>();",
     ),
     fault(
         "upper half ends a block too soon",
         HALVES,
         LONG,
         NUMBERS,
-        "kRowTileStep).end + kBlockN - 1) / kBlockN - 1;",
-        "kRowTileStep).end + kBlockN - 1) / kBlockN - 2;",
+        "kv_blocks_of(params, tile.first_row, kRowTileStep).last;",
+        "kv_blocks_of(params, tile.first_row, kRowTileStep).last - 1;",
     ),
     fault(
         "lower half begins a block too late",
@@ -364,100 +352,12 @@ FAULTS = (
         "block > lower_first; --block)",
     ),
     fault(
-        "window of one half checked with the rows of both",
+        "lower half masked as the upper one",
         WINDOW_HALVES,
         LONG,
         NUMBERS,
-        "keys_of_every(params, tile_row + kBegin * kRowTileStep, (kEnd - kBegin) * kRowTileStep)",
-        "keys_of_every(params, tile_row, kRowTileStep)",
-    ),
-    fault(
-        "late slice that all rows see left out",
-        WINDOW_EDGES,
-        WHOLE_BLOCKS,
-        NUMBERS,
-        "if (!visit.has_early) break;",
-        "break;",
-    ),
-    fault(
-        "lower matrix tile takes early keys in the place of the upper one",
-        WINDOW_EDGES,
-        WHOLE_BLOCKS,
-        NUMBERS,
-        "(i == 1 && j == 0) || ",
-        "",
-    ),
-    fault(
-        "first key of a window hidden",
-        WINDOW_EDGES,
-        WHOLE_BLOCKS,
-        NUMBERS,
-        "lane % 4 * 2 + e < lane / 4",
-        "lane % 4 * 2 + e <= lane / 4",
-    ),
-    fault(
-        "last key of a window hidden where it is a key longer than whole blocks",
-        WINDOW_EDGES,
-        WHOLE_BLOCKS_AND_A_KEY,
-        NUMBERS,
-        ">= lane / 4 + has_odd_key",
-        ">= lane / 4",
-    ),
-    fault(
-        "key behind a window of whole blocks seen",
-        WINDOW_EDGES,
-        WHOLE_BLOCKS,
-        NUMBERS,
-        "window.span == reach",
-        "true",
-    ),
-    fault(
-        "last rows of the late block in order",
-        WINDOW_EDGES,
-        WHOLE_BLOCKS,
-        NUMBERS,
-        "first + row >= rows_in_order",
-        "first + row >= kBlockN",
-    ),
-    fault(
-        "late values copied over keys that others still read",
-        WINDOW_EDGES,
-        LONG,
-        RACE,
-        "        // The late values take the place of the early keys.\n        barrier_sync(kThreads);\n",
-        "",
-    ),
-    fault(
-        "late values not waited for",
-        WINDOW_EDGES,
-        LONG,
-        ASYNC,
-        "may still be on its way.\n        cp_async_wait<1>();",
-        "may still be on its way.\n        cp_async_wait<2>();",
-    ),
-    fault(
-        "block in which the sequence begins taken to be whole",
-        WINDOW_EDGES,
-        CUT_OFF,
-        (*BOUNDS, *NUMBERS),
-        "max(found.inner_begin, found.first + round_up(-found.first))",
-        "found.inner_begin",
-    ),
-    fault(
-        "block in which the first window ends taken to be whole",
-        WINDOW_EDGES,
-        ODD_WINDOW,
-        NUMBERS,
-        "min(found.inner_end, found.first + (first_row_end - found.first) / kBlockN * kBlockN)",
-        "found.inner_end",
-    ),
-    fault(
-        "rescaling left out",
-        WINDOW_EDGES,
-        WIDE,
-        NUMBERS,
-        "rows.sum[i][0] != 0.0f || rows.sum[i][1] != 0.0f",
-        "false",
+        "first_row_of(warp) + kFirst * kRowTileStep, block * kBlockN, lane)",
+        "first_row_of(warp), block * kBlockN, lane)",
     ),
     fault(
         "no warp waits for the grids ahead",
@@ -476,55 +376,15 @@ FAULTS = (
         "    if (warp == 0) griddepcontrol_wait();\n",
     ),
     fault(
-        "queries past the last one asked into L2",
-        PLAIN,
-        RAGGED,
-        BOUNDS,
-        "min(tile.first_row + kBlockM, num_rows(params))",
-        "tile.first_row + kBlockM",
-    ),
-    fault(
-        "keys past the last one asked into L2",
-        PLAIN,
-        ODD,
-        BOUNDS,
-        "const int keys_end = min(keys_begin + share, params.seqlen_kv);",
-        "const int keys_end = keys_begin + share;",
-    ),
-    fault(
-        "a block that hides late keys taken for whole",
-        HALVES,
-        LONG,
-        NUMBERS,
-        "const int whole_end = keys_of_every(params, tile.first_row, kBlockM).end / kBlockN;",
-        "const int whole_end = keys_of_every(params, tile.first_row, kBlockM).end / kBlockN + 1;",
-    ),
-    fault(
-        "a folded block that hides late keys taken for whole",
-        WINDOW_APART,
-        GROUPED_WIDE,
-        NUMBERS,
-        "const int whole_end = every.end / kBlockN;",
-        "const int whole_end = every.end / kBlockN + 1;",
-    ),
-    fault(
-        "a folded block that hides early keys taken for whole",
-        WINDOW_APART,
-        GROUPED_WIDE,
-        NUMBERS,
-        "const int whole_begin = max(lower_first, (every.begin + kBlockN - 1) / kBlockN);",
-        "const int whole_begin = max(lower_first, every.begin / kBlockN);",
-    ),
-    fault(
-        "weights fetched before the partner has stored them",
+        "P fetched before the partner has stored it",
         PAIRS,
         RAGGED,
         ASYNC,
-        "        barrier_sync(kThreads);\n\n        const shared_address fetched_weights",
-        "\n        const shared_address fetched_weights",
+        "        barrier_sync(kThreads);\n        P<kRowTiles> partner_p;",
+        "        P<kRowTiles> partner_p;",
     ),
     fault(
-        "weights stored before the partner has fetched those of the block before",
+        "P stored before the partner has fetched that of the block before",
         PAIRS,
         RAGGED,
         ASYNC,
@@ -532,43 +392,43 @@ FAULTS = (
         "        cp_async_wait<0>();\n        copy_v(",
     ),
     fault(
-        "own weights fetched for the partner's",
+        "own P fetched for the partner's",
         PAIRS,
         RAGGED,
         NUMBERS,
-        "16 * (((1 - part) * kKeyTiles + 2 * j + lane / 16) ^ lane % 8)",
-        "16 * ((part * kKeyTiles + 2 * j + lane / 16) ^ lane % 8)",
+        "16 * (((1 - pair.part) * kKeyTiles + 2 * j + lane / 16) ^ lane % 8)",
+        "16 * ((pair.part * kKeyTiles + 2 * j + lane / 16) ^ lane % 8)",
     ),
     fault(
-        "references of the partner left alone",
+        "row_max of the partner left alone",
         PAIRS,
         WIDE,
         NUMBERS,
-        "if (moved || partner_moved) {",
-        "if (moved) {",
+        "if (moved || partner_moved) agree",
+        "if (moved) agree",
     ),
     fault(
         "partner taken to have moved with oneself",
         PAIRS,
         WIDE,
         NUMBERS,
-        "partner_moved ? __uint_as_float(load_shared_32(partner_moves + 16 + 4 * row_in_pair(i, half)))",
-        "true ? __uint_as_float(load_shared_32(partner_moves + 16 + 4 * row_in_pair(i, half)))",
+        "const float partner_max = partner_moved\n",
+        "const float partner_max = true\n",
     ),
     fault(
-        "reference before a move taken from another lane",
+        "row_max before a move taken from another lane",
         PAIRS,
         WIDE,
         NUMBERS,
-        "__shfl_sync(0xffffffff, previous_reference, 2 * i + half, 4)",
-        "__shfl_sync(0xffffffff, previous_reference, 2 * i, 4)",
+        "__shfl_sync(0xffffffff, previous_max, 2 * i + half, 4)",
+        "__shfl_sync(0xffffffff, previous_max, 2 * i, 4)",
     ),
     fault(
-        "weights of the partner not rescaled",
+        "P of the partner not rescaled",
         PAIRS,
         WIDE,
         NUMBERS,
-        "partner_weights.scale(i, partner_correction);",
+        "scale_p(partner_p, i, partner_correction);",
         "",
     ),
     fault(
@@ -576,7 +436,7 @@ FAULTS = (
         PAIRS,
         RAGGED,
         NUMBERS,
-        "__uint_as_float(load_shared_32(partner_sums + 4 * row_in_pair(i, half)))",
+        "__uint_as_float(load_shared_32(pair.partner_sums + row_bytes(i, half, lane)))",
         "0.0f",
     ),
     fault(
@@ -584,45 +444,43 @@ FAULTS = (
         PAIRS,
         RAGGED,
         ASYNC,
-        "    }\n    barrier_sync(kThreads);\n#pragma unroll\n    for (int i = 0; i < kRowTiles; ++i) {\n"
-        "#pragma unroll\n        for (int half = 0; half < 2; ++half) {\n            rows.sum[i][half] +=",
-        "    }\n#pragma unroll\n    for (int i = 0; i < kRowTiles; ++i) {\n"
-        "#pragma unroll\n        for (int half = 0; half < 2; ++half) {\n            rows.sum[i][half] +=",
+        "    });\n    barrier_sync(kThreads);\n",
+        "    });\n",
     ),
     fault(
         "output stored before the partner's columns are there",
         PAIRS,
         RAGGED,
         RACE,
-        "    barrier_sync(kThreads);\n    constexpr int kStoredRows",
-        "    __syncwarp();\n    constexpr int kStoredRows",
+        "    barrier_sync(kThreads);\n    constexpr int kPasses",
+        "    __syncwarp();\n    constexpr int kPasses",
     ),
     fault(
         "halves of the middle panel of V exchanged",
         SPLIT_PAIRS,
         RAGGED,
         NUMBERS,
-        "(operand_address(v_tiles, lane) ^ part * kSwizzleBytes / 2)",
-        "(operand_address(v_tiles, lane) ^ (1 - part) * kSwizzleBytes / 2)",
+        "v_panel.swizzled ^ pair.part * kSwizzleBytes / 2",
+        "v_panel.swizzled ^ (1 - pair.part) * kSwizzleBytes / 2",
     ),
     fault(
         "halves of the middle panel of the output exchanged",
         SPLIT_PAIRS,
         RAGGED,
         NUMBERS,
-        "(lane_row ^ part * kSwizzleBytes / 2)",
-        "(lane_row ^ (1 - part) * kSwizzleBytes / 2)",
+        "part * kSwizzleChunks / 2 + n;",
+        "(1 - part) * kSwizzleChunks / 2 + n;",
     ),
     fault(
         "masks of both parts as of the first",
         WINDOW_PAIRS,
         RAGGED,
         NUMBERS,
-        "block * kBlockN + warp / kPairs * kPartKeys",
-        "block * kBlockN",
+        "block * kBlockN + first_key, lane)",
+        "block * kBlockN, lane)",
     ),
     fault(
-        "no wait before products in turns",
+        "no wait before a turn",
         TURNS,
         LONG,
         ASYNC,
@@ -630,7 +488,7 @@ FAULTS = (
         "is here.\n",
     ),
     fault(
-        "no barrier before products in turns",
+        "no barrier before a turn",
         TURNS,
         LONG,
         (*ASYNC, "barrier", "deadlock"),
@@ -638,7 +496,7 @@ FAULTS = (
         "is here.\n        cp_async_wait<0>();\n",
     ),
     fault(
-        "no barrier after products in turns",
+        "no barrier after a turn",
         TURNS,
         LONG,
         (*ASYNC, "barrier", "deadlock"),
@@ -650,8 +508,7 @@ FAULTS = (
         TURNS,
         LONG,
         (*ASYNC, "barrier", "deadlock"),
-        "    if (group == 1) {  // one turn behind\n        cp_async_wait<0>();\n"
-        "        barrier_sync(kThreads);\n    }\n",
+        "    if (group == 1) begin_turn();  // one turn behind\n",
         "",
     ),
     fault(
@@ -663,40 +520,40 @@ FAULTS = (
         "",
     ),
     fault(
-        "group releases its stages before the products",
+        "group releases its stages before its MMAs",
         TURNS,
         LONG,
         ASYNC,
-        "multiply_pv(output, weights, v_fragments, in_stage(v_lane, block));\n"
-        "            multiply_qk(scores, q_lane, in_stage(k_lane, block - 1));\n            --block;\n"
-        "            end_products(block);",
-        "--block;\n            end_products(block);\n"
-        "            multiply_pv(output, weights, v_fragments, in_stage(v_lane, block + 1));\n"
-        "            multiply_qk(scores, q_lane, in_stage(k_lane, block));",
+        "mma_pv(rows, p, v_fragments, v_lane(block));\n"
+        "            mma_qk(scores, q_lane, k_lane(block - 1));\n            --block;\n"
+        "            end_turn(block);",
+        "--block;\n            end_turn(block);\n"
+        "            mma_pv(rows, p, v_fragments, v_lane(block + 1));\n"
+        "            mma_qk(scores, q_lane, k_lane(block));",
     ),
     fault(
         "copies always into the first stage",
         TURNS,
         LONG,
         ASYNC,
-        "copy_rows<kHeadDim>(copy_tiles + block % 2 * kStageBytes,",
-        "copy_rows<kHeadDim>(copy_tiles,",
+        "copy_rows<kHeadDim>(copy_stages + block % 2 * kStageBytes,",
+        "copy_rows<kHeadDim>(copy_stages,",
     ),
     fault(
         "K of the wrong stage",
         TURNS,
         LONG,
         (*ASYNC, WRONG),
-        "in_stage(k_lane, block - 1)",
-        "in_stage(k_lane, block)",
+        "k_lane(block - 1)",
+        "k_lane(block)",
     ),
     fault(
         "no warp barrier in the epilogue",
         PLAIN,
         RAGGED,
         RACE,
-        "    __syncwarp();\n\n    // All pieces",
-        "    // All pieces",
+        "    __syncwarp();\n    constexpr int kPasses",
+        "    constexpr int kPasses",
     ),
     fault(
         "no warp barrier between a mask's copy and its use",
@@ -712,28 +569,24 @@ FAULTS = (
         PLAIN,
         RAGGED,
         NUMBERS,
-        "destination = tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));",
-        "destination = tile + row * kRowBytes + 16 * (chunk ^ swizzle_key(row + 2));",
+        "destination = block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));",
+        "destination = block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row + 2));",
     ),
     fault(
         "K read past its last row",
         PLAIN,
         RAGGED,
         BOUNDS,
-        "copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride,\n"
-        "                            params.seqlen_kv - block * kBlockN,",
-        "copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride,\n"
-        "                            kBlockN,",
+        "params.k_row_stride, params.seqlen_kv - block * kBlockN,",
+        "params.k_row_stride, kBlockN,",
     ),
     fault(
         "V read past its last row",
         PLAIN,
         RAGGED,
         BOUNDS,
-        "copy_rows<kHeadDimV>(stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride,\n"
-        "                             params.seqlen_kv - block * kBlockN,",
-        "copy_rows<kHeadDimV>(stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride,\n"
-        "                             kBlockN,",
+        "params.v_row_stride, params.seqlen_kv - block * kBlockN,",
+        "params.v_row_stride, kBlockN,",
     ),
     fault(
         "Q read past its last row",
@@ -748,16 +601,16 @@ FAULTS = (
         PLAIN,
         SHORT_HEAD,
         BOUNDS,
-        "chunk * kChunkElements < head_dim ? 16",
-        "chunk * kChunkElements < kColumns ? 16",
+        "chunk * kChunkElements < head_dim;",
+        "chunk * kChunkElements < kColumns;",
     ),
     fault(
         "V read as wide as K",
         PLAIN,
         NARROW_V,
         BOUNDS,
-        "params.seqlen_kv - block * kBlockN, params.head_dim_v);",
-        "params.seqlen_kv - block * kBlockN, params.head_dim);",
+        "                         params.head_dim_v);",
+        "                         params.head_dim);",
     ),
     fault(
         "output written as wide as Q",
@@ -830,7 +683,7 @@ FAULTS = (
         GROUPED,
         NUMBERS,
         "tile.kv_head = divide(tile.head, params.group_size_divisor);",
-        "tile.kv_head = tile.head % params.num_heads_kv;",
+        "tile.kv_head = tile.head % 2;",
     ),
     fault(
         "query of a packed row, where keys are hidden",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -168,3 +169,21 @@ def test_ends_of_windows(name, shape, compiler, fresh_seed):
     if VARIANTS[name].gqa == "gqa":
         shape = dataclasses.replace(shape, heads=2, kv_heads=1)
     simulated(VARIANTS[name], shape, fresh_seed)
+
+
+@pytest.mark.parametrize(
+    "name", ["flash_fwd_hdim32_fp16_m64_sm80", "flash_fwd_hdim64_fp16_sm80", "flash_fwd_hdim256_fp16_sm80"]
+)
+def test_p_far_below_the_largest_of_its_row_keeps_its_bits(name, compiler):
+    """P of 2^-22.5, which fp16 would round to three of its smallest steps if the largest P were 1."""
+    variant = VARIANTS[name]
+    example = make(variant, Shape(64, 256, heads=1), seed=0)
+    example.q[...], example.k[...], example.v[...] = 0, 0, 100
+    score = 22.5 / math.log2(math.e)
+    example.q[..., 0] = 8
+    example.k[0, -1, 0, 0] = score / (8 * example.problem.softmax_scale)
+    example.v[0, -1] = 0
+    run(load(render(variant), name), variant, example)
+    p = math.exp(-8 * float(example.k[0, -1, 0, 0]) * example.problem.softmax_scale)
+    expected = 255 * p * 100 / (1 + 255 * p)
+    assert example.out == pytest.approx(expected, rel=2**-9)

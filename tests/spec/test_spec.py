@@ -87,6 +87,18 @@ WRONG = {
         "tile_keys:",
         ["tile_keys[5]: ", "`dtype` is already"],
     ),
+    "tile value of a key that is none": (
+        "tile_keys: [block_m, block_n, warps, stages, min_blocks]",
+        "tile_keys: [block_m, block_n, warps, stages, min_blocks]\ntile_values: {loop: [turns]}",
+        "tile_values:",
+        ["tile_values.loop: ", "no tile key", "block_m, block_n"],
+    ),
+    "tile value that is none of the names": (
+        "tile_keys: [block_m, block_n, warps, stages, min_blocks]",
+        "tile_keys: [block_m, block_n, warps, stages, min_blocks]\ntile_values: {stages: [one, two]}",
+        "  - {",
+        ["tiles[0].stages: "],
+    ),
     "value of two axes": (
         "[none, causal]",
         "[none, fp16]",

@@ -62,7 +62,7 @@ def _table(variants: tuple[Variant, ...]) -> tuple[list, list[list[str]]]:
     columns = [
         Column("variant"),
         Column("tile"),
-        *(Column(key, number=True, optional=key not in ("warps", "groups")) for key in rest),
+        *(Column(key, number=key != "loop", optional=key not in ("warps", "loop")) for key in rest),
         Column("threads", number=True, optional=True),
         Column("smem KB", number=True),
         Column("from", optional=True),

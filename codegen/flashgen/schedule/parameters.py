@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from flashgen.errors import SpecError
 from flashgen.schedule.divisor import divisor
-from flashgen.schedule.grid import blocks_at_a_time, heads, row_blocks, rows_ahead, tiles
+from flashgen.schedule.grid import heads, row_blocks, rows_ahead, tiles
 from flashgen.schedule.sections import sections
 from flashgen.schedule.tensormap import BYTES, REQUIREMENTS, TensorMap, describe
 from flashgen.source.params import layout
@@ -70,7 +70,6 @@ def parameters(problem: Problem, variant: Variant, device: Device) -> dict[str, 
     values |= {
         "num_row_blocks": blocks,
         "num_tiles": tiles(problem, variant),
-        "blocks_at_a_time": blocks_at_a_time(variant, device),
         "rows_ahead": rows_ahead(problem, variant),
         # A grid without tiles is not launched, but it has a struct.
         "num_heads_divisor": divisor(max(1, heads(problem, variant))),

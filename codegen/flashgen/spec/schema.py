@@ -145,6 +145,7 @@ class File(msgspec.Struct, forbid_unknown_fields=True):
     steps: list[Any] = []
     workspace: dict[Name, BufferRow] = {}
     description: str = ""
+    tile_values: dict[Name, Annotated[list[ShortName], msgspec.Meta(min_length=1)]] = {}
     exclude: list[Any] = []
     commit: list[Any] = []
     tune: list[Any] = []
@@ -165,10 +166,21 @@ def conditions(name: str, domain: Mapping[str, Sequence[Any]], fields: Iterable[
     return msgspec.defstruct(name, [*limits, *fields], forbid_unknown_fields=True, kw_only=True)
 
 
-def when_type(domain: Mapping[str, Sequence[Any]], keys: Iterable[str]) -> type:
+def tile_types(file: File) -> dict[str, Any]:
+    """The type of each tile key's value: one of its names in ``tile_values``, or a number."""
+    return {
+        key: Literal[tuple(file.tile_values[key])] if key in file.tile_values else Count
+        for key in file.tile_keys
+    }
+
+
+def when_type(domain: Mapping[str, Sequence[Any]], keys: Mapping[str, Any]) -> type:
     """The type of the condition of a parameter: values of axes and of tile keys."""
-    limit = Count | Annotated[list[Count], msgspec.Meta(min_length=1)] | None
-    return conditions("When", domain, [(key, limit, None) for key in keys])
+    limits = [
+        (key, value | Annotated[list[value], msgspec.Meta(min_length=1)] | None, None)
+        for key, value in keys.items()
+    ]
+    return conditions("When", domain, limits)
 
 
 def expression_names(file: File, axes: Iterable[str]) -> frozenset[str]:
@@ -176,20 +188,23 @@ def expression_names(file: File, axes: Iterable[str]) -> frozenset[str]:
     return frozenset((*axes, *file.tile_keys, "element_bytes", "max_smem"))
 
 
-def tile_row(domain: Mapping[str, Sequence[Any]], keys: Iterable[str], no_spills: bool) -> type:
+def tile_row(domain: Mapping[str, Sequence[Any]], keys: Mapping[str, Any], no_spills: bool) -> type:
     """The type of a row of the tile table: conditions, the tile keys, and what else a row may say.
 
     ``no_spills`` is what holds for a row that does not say it.
     """
     promise = bool | Annotated[list[Arch], msgspec.Meta(min_length=1)]
     extra = [("name", ShortName | None, None), ("efficiency", Rate, 1.0), ("no_spills", promise, no_spills)]
-    return conditions("Tile", domain, [*((key, Count) for key in keys), *extra])
+    return conditions("Tile", domain, [*keys.items(), *extra])
 
 
-def tune_row(domain: Mapping[str, Sequence[Any]], keys: Iterable[str]) -> type:
+def tune_row(domain: Mapping[str, Sequence[Any]], keys: Mapping[str, Any]) -> type:
     """The type of a row of ``tune``: conditions, and for tile keys the values to try."""
-    choice = Count | Annotated[list[Count], msgspec.Meta(min_length=1)] | Range
-    return conditions("Tune", domain, [(key, choice | None, None) for key in keys])
+    fields = []
+    for key, value in keys.items():
+        choice = value | Annotated[list[value], msgspec.Meta(min_length=1)] | None
+        fields.append((key, choice | Range if value is Count else choice, None))
+    return conditions("Tune", domain, fields)
 
 
 class TunedFile(msgspec.Struct, forbid_unknown_fields=True):
@@ -199,9 +214,9 @@ class TunedFile(msgspec.Struct, forbid_unknown_fields=True):
     tiles: list[Any]
 
 
-def tuned_row(domain: Mapping[str, Sequence[Any]], keys: Iterable[str]) -> type:
+def tuned_row(domain: Mapping[str, Sequence[Any]], keys: Mapping[str, Any]) -> type:
     """The type of such a row: one point, its tile, and how that was measured."""
     fields = [(axis, Literal[tuple(values)]) for axis, values in domain.items()]
-    fields += [(key, Count) for key in keys]
+    fields += keys.items()
     fields += [("efficiency", Rate), ("measured", dict[str, Any], {})]
     return msgspec.defstruct("Tuned", fields, forbid_unknown_fields=True, kw_only=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from flashgen.spec.schema import File, Range, tune_row
+from flashgen.spec.model import as_values
+from flashgen.spec.schema import File, Range, tile_types, tune_row
 from flashgen.spec.tiletable import Matcher
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class SearchSpace:
         points: Iterable[Point],
     ) -> None:
         domain = {**axes, "target": tuple(file.targets)}
-        kind = tune_row(domain, file.tile_keys)
+        kind = tune_row(domain, tile_types(file))
         rows = [document.convert(("tune", i), given, kind) for i, given in enumerate(file.tune)]
         self._choices = [_choices(document, i, row, file.tile_keys) for i, row in enumerate(rows)]
         self._matching = Matcher(domain, rows)
@@ -41,13 +42,13 @@ class SearchSpace:
                 why = "the row never applies: `exclude` removes all of its points"
                 raise document.error(("tune", i), why)
 
-    def at(self, point: Point, tile: Mapping[str, int]) -> list[dict[str, int]]:
+    def at(self, point: Point, tile: Mapping[str, int | str]) -> list[dict[str, int | str]]:
         """The tiles to try at a point, each once, in the order of the rows.
 
         Every row that holds adds all combinations of its values; a key that it leaves out is as in ``tile``.
         """
         holding = self._matching.at(point)
-        found: dict[tuple[int, ...], dict[str, int]] = {}
+        found: dict[tuple[int | str, ...], dict[str, int | str]] = {}
         for i, choices in enumerate(self._choices):
             if holding >> i & 1:
                 for values in itertools.product(*choices.values()):
@@ -56,9 +57,9 @@ class SearchSpace:
         return list(found.values())
 
 
-def _choices(document: Document, index: int, row: Any, keys: Iterable[str]) -> dict[str, Sequence[int]]:
+def _choices(document: Document, index: int, row: Any, keys: Iterable[str]) -> dict[str, Sequence[int | str]]:
     """The values of each tile key that the row names."""
-    choices: dict[str, Sequence[int]] = {}
+    choices: dict[str, Sequence[int | str]] = {}
     for key in keys:
         given = getattr(row, key)
         if isinstance(given, Range):
@@ -67,7 +68,7 @@ def _choices(document: Document, index: int, row: Any, keys: Iterable[str]) -> d
                 raise document.error(("tune", index, key), why)
             choices[key] = range(given.first, given.last + 1, given.step)
         elif given is not None:
-            choices[key] = (given,) if isinstance(given, int) else tuple(given)
+            choices[key] = as_values(given)
     if not choices:
         raise document.error(("tune", index), f"no values to try; name some of {', '.join(keys)}")
     return choices

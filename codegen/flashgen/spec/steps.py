@@ -10,7 +10,7 @@ from flashgen.spec.expression import Expression
 from flashgen.spec.grid import Visits
 from flashgen.spec.model import Resources, Step, as_values
 from flashgen.spec.params import TENSOR_MAP, Param
-from flashgen.spec.schema import File, ParamRow, StepRow, expression_names, when_type
+from flashgen.spec.schema import File, ParamRow, StepRow, expression_names, tile_types, when_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -124,7 +124,7 @@ def _params(
     document: Document, file: File, axes: Mapping[str, Values], step: Keys, given: list[Any]
 ) -> tuple[Param, ...]:
     params: list[Param] = []
-    condition = when_type(axes, file.tile_keys)
+    condition = when_type(axes, tile_types(file))
     if not given:
         raise document.error((*step, "params"), "expected `array` of length >= 1, found []")
     for i, each in enumerate(given):

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashgen.spec.model import Entry, as_values
-from flashgen.spec.schema import DEFAULT_TILE, RESERVED, File, Target, conditions, tile_row
+from flashgen.spec.schema import DEFAULT_TILE, RESERVED, File, Target, conditions, tile_row, tile_types
 from flashgen.spec.variant import TUNED_TILE, name_part
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class TileTable:
         self._document, self._file, self._axes = document, file, axes.values
         self._targets, self._element_bytes, self._steps = targets, element_bytes, steps
         domain = {**axes.values, "target": tuple(targets)}
-        self.rows = self._load("tiles", tile_row(domain, file.tile_keys, file.no_spills))
+        self.rows = self._load("tiles", tile_row(domain, tile_types(file), file.no_spills))
         self._by_name = self._names()
         self._matching = Matcher(domain, self.rows)
         self._excluded = Matcher(domain, self._load("exclude", conditions("Exclude", domain)))
@@ -98,7 +98,7 @@ class TileTable:
         return tuple(entries)
 
     def resources(
-        self, tile: Mapping[str, int], point: Point, error: Callable[[str], SpecError]
+        self, tile: Mapping[str, int | str], point: Point, error: Callable[[str], SpecError]
     ) -> tuple[Resources, ...]:
         """What each step takes with this tile.
 
@@ -143,6 +143,10 @@ def check_names(document: Document, file: File, axes: Mapping[str, Sequence[Any]
         if name in seen:
             raise document.error(keys, f"`{name}` is already an axis or a tile key")
         seen.add(name)
+    for key in file.tile_values:
+        if key not in file.tile_keys:
+            why = f"no tile key; the tile keys are {', '.join(file.tile_keys)}"
+            raise document.error(("tile_values", key), why)
     owners = {
         TUNED_TILE: "tiles",
         **dict.fromkeys(file.targets, "targets"),

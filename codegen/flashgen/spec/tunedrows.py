@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.errors import SpecError
 from flashgen.spec.model import Content, Entry
-from flashgen.spec.schema import TunedFile, tuned_row
+from flashgen.spec.schema import TunedFile, tile_types, tuned_row
 from flashgen.spec.variant import TUNED_TILE
 from flashgen.spec.yamlfile import Document
 
@@ -40,7 +40,7 @@ def read(tuned: Tuned, file: File, content: Content, table: TileTable) -> tuple[
     given = document.convert((), document.value, TunedFile)
     if given.gpu != tuned.gpu:
         raise document.error(("gpu",), f"found {given.gpu!r}; the GPU is {tuned.gpu!r}")
-    kind = tuned_row({**content.axes, "target": tuple(content.targets)}, file.tile_keys)
+    kind = tuned_row({**content.axes, "target": tuple(content.targets)}, tile_types(file))
     rows: dict[Point, TunedRow] = {}
     problems = []
     for index, value in enumerate(given.tiles):

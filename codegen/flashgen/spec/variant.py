@@ -45,7 +45,7 @@ class Variant:
     archs: tuple[str, ...]
     max_smem: int
     axes: tuple[tuple[str, str | int], ...]
-    tile: tuple[tuple[str, int], ...]
+    tile: tuple[tuple[str, int | str], ...]
     tile_name: str
     threads: int
     smem_bytes: int
@@ -87,9 +87,9 @@ class Variant:
         """The value of one axis. Raises KeyError for an axis that the spec does not have."""
         return _lookup(self.axes, name)
 
-    def tile_value(self, name: str) -> int:
-        """The value of one tile key, such as ``block_m``. Raises KeyError for a key that the spec does not
-        have.
+    def tile_value(self, name: str) -> int | str:
+        """The value of one tile key, such as ``block_m`` or ``loop``. Raises KeyError for a key that the spec
+        does not have.
         """
         return _lookup(self.tile, name)
 

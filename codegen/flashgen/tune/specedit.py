@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flashgen.spec.model import Content, Point
     from flashgen.tune.userfile import Measured
 
-Tile = tuple[tuple[str, int], ...]
+Tile = tuple[tuple[str, int | str], ...]
 
 
 class _Edit(NamedTuple):
