@@ -210,15 +210,17 @@ def installed_version() -> str | None:
 
 
 def _wheel_version(major: int, prefix: str) -> str | None:
-    import importlib.metadata
+    from importlib import metadata
 
     for wheel in ("nvidia-cuda-nvrtc", f"nvidia-cuda-nvrtc-cu{major}"):
         try:
-            version = importlib.metadata.version(wheel)
-        except importlib.metadata.PackageNotFoundError:
+            text = metadata.distribution(wheel).read_text("METADATA")
+        except metadata.PackageNotFoundError:
             continue
-        if version.startswith(prefix):
-            return f"nvrtc {version}"
+        # `metadata.version` would import a parser of e-mail for this line.
+        found = re.search(r"^Version: *(\S+)", text or "", re.MULTILINE)
+        if found and found[1].startswith(prefix):
+            return f"nvrtc {found[1]}"
     return None
 
 
