@@ -16,7 +16,8 @@ FILE lies in benchmarks/results; while it does not, the page says so. The kinds,
     by-length     one column per sequence length; to=PEER is who the ratio is to
     summary       geometric mean and lowest ratio per peer and dtype
     losses        what ragged lengths lose
-    host-time     of host_time.py, the time of calls; first-use: of first uses
+    host-time     of host_time.py, the time of calls
+    first-use     of first_use.py, each variant; stages: what these times consist of
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from flashgen.bench.cases import Case, short_length
 from flashgen.bench.peers.registry import OURS
@@ -203,21 +205,41 @@ def _host_time(files: list[Path], options: Options) -> list[str]:
     calls = json.loads(file.read_text(encoding="utf-8"))["calls_us"]
     rows = []
     for name, times in calls.items():
-        *scale, call = name.rpartition("for scale: ")
+        prefix, colon, call = name.rpartition(": ")
         shown = f"`{call}`" if "(" in call else call
-        rows.append(("".join(scale) + shown, *(f"{us:.1f} µs" for us in times)))
+        rows.append((prefix + colon + shown, *(f"{us:.1f} µs" for us in times)))
     return _markdown(("", "median", "10th percentile"), rows)
 
 
+_FIRST_USES = ("uncached", "cached", "no bytecode")
+
+
 def _first_use(files: list[Path], options: Options) -> list[str]:
+    uses = _uses(files)
+    rows = [(f"`{use['variant']}`", *(_ms(use[kind]["ms"]) for kind in _FIRST_USES)) for use in uses]
+    medians = (statistics.median(use[kind]["ms"] for use in uses) for kind in _FIRST_USES)
+    rows.append(("median", *map(_ms, medians)))
+    return _markdown(("", *_FIRST_USES), rows)
+
+
+def _stages(files: list[Path], options: Options) -> list[str]:
+    uses = _uses(files)
+
+    def typical(stage: str, kind: str) -> str:
+        return _ms(statistics.median(use[kind]["stages_ms"].get(stage, 0.0) for use in uses))
+
+    stages = dict.fromkeys(stage for use in uses for stage in use["uncached"]["stages_ms"])
+    rows = [(stage, *(typical(stage, kind) for kind in _FIRST_USES)) for stage in stages]
+    return _markdown(("median over the variants", *_FIRST_USES), rows)
+
+
+def _uses(files: list[Path]) -> list[dict[str, Any]]:
     (file,) = files
-    uses = json.loads(file.read_text(encoding="utf-8"))["first_use_s"]
-    rows = []
-    for key, name in (("uncached", "nothing cached"), ("cached", "in the disk cache")):
-        seconds = [use[key] for use in uses]
-        figures = (f"{1000 * s:.0f} ms" for s in (statistics.median(seconds), min(seconds), max(seconds)))
-        rows.append((f"first use of a variant, {name}", *figures))
-    return _markdown(("", "median", "lowest", "highest"), rows)
+    return json.loads(file.read_text(encoding="utf-8"))["first_use"]
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:.0f} ms" if milliseconds >= 10 else f"{milliseconds:.1f} ms"
 
 
 KINDS: dict[str, Callable[[list[Path], Options], list[str]]] = {
@@ -228,6 +250,7 @@ KINDS: dict[str, Callable[[list[Path], Options], list[str]]] = {
     "losses": _losses,
     "host-time": _host_time,
     "first-use": _first_use,
+    "stages": _stages,
 }
 
 

@@ -19,7 +19,6 @@ METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
 DISTRIBUTIONS = {"yaml": "pyyaml"}
 # Needed only where the caller already has them, or by an extra.
 OPTIONAL = {
-    "cuda",
     "cupy",
     "cupy_backends",
     "torch",
@@ -134,11 +133,11 @@ def test_every_import_is_the_standard_library_a_dependency_or_optional():
 
 
 @pytest.mark.parametrize("major", ["12", "13"])
-def test_a_cuda_extra_has_cupy_nvrtc_bindings_and_headers_but_no_toolkit(major):
+def test_a_cuda_extra_has_cupy_nvrtc_and_headers_but_no_toolkit(major):
     extra = names(METADATA["optional-dependencies"][f"cuda{major}"])
     suffix = "-cu12" if major == "12" else ""
     wheels = {f"nvidia-cuda-nvrtc{suffix}", f"nvidia-cuda-runtime{suffix}"}
-    assert extra == {f"cupy-cuda{major}x", "cuda-bindings", *wheels}
+    assert extra == {f"cupy-cuda{major}x", *wheels}
 
 
 def test_importing_flashgen_imports_nothing_heavy():

@@ -67,10 +67,28 @@ def test_cache_dir_can_be_chosen(monkeypatch, tmp_path):
     assert paths.cache_dir().name == "flashgen"
 
 
+@pytest.mark.parametrize(
+    ("variable", "folder", "default"),
+    [
+        ("XDG_CACHE_HOME", paths.cache_dir, ".cache/flashgen"),
+        ("XDG_CONFIG_HOME", paths.tuned_dir, ".config/flashgen/tuned"),
+    ],
+)
+def test_folders_of_the_user(variable, folder, default, monkeypatch, tmp_path):
+    for name in ("FLASHGEN_CACHE_DIR", "FLASHGEN_TUNED", variable):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert folder() == tmp_path / default
+    monkeypatch.setenv(variable, str(tmp_path / "mine"))
+    assert folder() == tmp_path / "mine" / default.partition("/")[2]
+    monkeypatch.setenv(variable, "not/absolute")
+    assert folder() == tmp_path / default
+
+
 def test_importing_flashgen_imports_nothing_heavy():
     code = (
         "import sys, flashgen, flashgen.spec.load, flashgen.source.render, flashgen.source.generated\n"
-        "print(*{'jinja2', 'click', 'rich', 'cupy', 'torch', 'numpy', 'platformdirs'} & set(sys.modules))"
+        "print(*{'jinja2', 'click', 'rich', 'cupy', 'torch', 'numpy'} & set(sys.modules))"
     )
     source = str(Path(flashgen.__path__[0]).parent)
     done = subprocess.run(

@@ -53,7 +53,7 @@ class NoCompilerError(InternalError):
 
 
 class NoBindingError(InternalError):
-    """cuda-bindings cannot be imported, so no kernel that reads by tensor maps can be launched."""
+    """The driver makes no tensor maps, so no kernel that reads by them can be launched."""
 
 
 class NoHostCompilerError(InternalError):

@@ -69,9 +69,7 @@ def cache_dir() -> Path:
     chosen = os.environ.get("FLASHGEN_CACHE_DIR")
     if chosen:
         return Path(chosen).expanduser()
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("flashgen", appauthor=False))
+    return _users("XDG_CACHE_HOME", "~/.cache") / "flashgen"
 
 
 def tuned_dir() -> Path:
@@ -81,6 +79,10 @@ def tuned_dir() -> Path:
     chosen = os.environ.get("FLASHGEN_TUNED")
     if chosen:
         return Path(chosen).expanduser()
-    import platformdirs
+    return _users("XDG_CONFIG_HOME", "~/.config") / "flashgen" / "tuned"
 
-    return Path(platformdirs.user_config_dir("flashgen", appauthor=False)) / "tuned"
+
+def _users(variable: str, default: str) -> Path:
+    """A base folder of the XDG specification, which wants absolute paths and says to ignore others."""
+    chosen = Path(os.environ.get(variable, ""))
+    return chosen if chosen.is_absolute() else Path(default).expanduser()

@@ -6,35 +6,21 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+import slow_tile
 from flashgen.cli import main
-from flashgen.paths import specs_dir
 from flashgen.runtime.device import device
 from flashgen.schedule.dispatch import preferred, runs_on
 from flashgen.spec.load import load_specs
+from flashgen.toolchain import compile as compiler
 from flashgen.tune.gpu import GpuBench, host_for
 from flashgen.tune.shapes import cases
-
-POINT = {"head_dim": 64, "dtype": "fp32", "mask_type": "causal", "gqa": "mha"}
-SLOW = {"block_m": 32, "block_n": 16, "warps": 2, "loop": "stages", "min_blocks": 2}
-FAST = {"block_m": 128, "block_n": 32, "warps": 4, "loop": "stages", "min_blocks": 2}
-
-
-def row(members):
-    return "{" + ", ".join(f"{key}: {value}" for key, value in members.items()) + "}"
 
 
 @pytest.fixture
 def slow_specs(tmp_path, monkeypatch):
-    """The shipped specs, but one point has a slow ordinary tile, and a fast one is there to be tried."""
-    text = (specs_dir() / "flash_fwd_sm80.yaml").read_text()
-    before, after = text[: text.index("tune:\n")], text[text.index("params:\n") :]
-    before = before.replace("tiles:\n", f"tiles:\n  - {row(POINT | SLOW)}\n")
-    folder = tmp_path / "specs"
-    folder.mkdir()
-    (folder / "flash_fwd_sm80.yaml").write_text(f"{before}tune:\n  - {row(POINT | FAST)}\n\n{after}")
-    monkeypatch.setenv("FLASHGEN_SPECS", str(folder))
+    slow_tile.write(tmp_path / "specs")
+    monkeypatch.setenv("FLASHGEN_SPECS", str(tmp_path / "specs"))
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "cache"))
-    return folder
 
 
 def test_what_tuning_finds_is_what_a_call_gets(slow_specs, tmp_path, monkeypatch, check):
@@ -45,15 +31,15 @@ def test_what_tuning_finds_is_what_a_call_gets(slow_specs, tmp_path, monkeypatch
 
     q, k, v = (np.random.default_rng().standard_normal((4, 700, 32, 64), np.float32) for _ in "qkv")
     on_gpu = [cupy.asarray(x) for x in (q, k, v)]
-    assert dict(flashgen.plan(*on_gpu, causal=True).variant.tile) == SLOW
+    assert dict(flashgen.plan(*on_gpu, causal=True).variant.tile) == slow_tile.SLOW
 
-    terms = " ".join(f"{axis}={value}" for axis, value in POINT.items())
+    terms = " ".join(f"{axis}={value}" for axis, value in slow_tile.POINT.items())
     arguments = ["--select", terms, "--shapes", "1k,2k", "--rounds", "15", "--write", "--json"]
     result = CliRunner().invoke(main, ["tune", *arguments, "--out", str(tmp_path / "mine")])
     assert result.exit_code == 0, result.output
     (found,) = json.loads(result.stdout)["kernels"]
     assert found["dropped"] == []
-    assert found["best"] == FAST
+    assert found["best"] == slow_tile.FAST
     assert found["gain"] > 1.01
     assert all(each["blocks_per_sm"] >= 1 and each["registers"] > 0 for each in found["ranking"])
 
@@ -61,10 +47,17 @@ def test_what_tuning_finds_is_what_a_call_gets(slow_specs, tmp_path, monkeypatch
     monkeypatch.setenv("FLASHGEN_TUNED", str(tmp_path / "mine"))
     plan = flashgen.plan(*on_gpu, causal=True)
     assert plan.variant.tile_name == "tuned"
-    assert dict(plan.variant.tile) == FAST
+    assert dict(plan.variant.tile) == slow_tile.FAST
     assert kernel.load(plan.variant, device(0)).cached, "tuning has compiled it already"
     check(cupy.asnumpy(plan(*on_gpu)), q, k, v, causal=True)
     assert flashgen.plan(*on_gpu).variant.tile_name != "tuned"
+
+
+def test_registers_are_known_of_a_kernel_that_was_compiled_before():
+    """The driver keeps what NVRTC compiled, across processes, and a kernel from there has no log of ptxas."""
+    source = 'extern "C" __global__ void k(float* x) { x[threadIdx.x] = 1; }'
+    first, second = (compiler.compile_cubin(source, "k", device(0).arch) for _ in range(2))
+    assert first.registers == second.registers > 0
 
 
 def test_shipped_tiles_pass_the_check_that_candidates_have_to():

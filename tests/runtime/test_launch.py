@@ -1,5 +1,4 @@
 import gc
-import sys
 import threading
 from pathlib import Path
 
@@ -309,7 +308,10 @@ def test_a_missing_binding_is_noticed_before_compiling(monkeypatch):
 
     monkeypatch.setattr(launch, "device_of", lambda ordinal: H200)
     monkeypatch.setattr(kernel, "load", lambda *_: pytest.fail("compiled"))
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    tensormap.binding.cache_clear()
-    with pytest.raises(NoBindingError, match="cuda-bindings"):
+
+    def absent():
+        raise NoBindingError("no driver")
+
+    monkeypatch.setattr(tensormap, "binding", absent)
+    with pytest.raises(NoBindingError):
         launch.prepare(MAPPED, 0, (tma_variant(),))

@@ -1,8 +1,7 @@
 import ctypes
 import itertools
-import os
+import shutil
 import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,6 @@ from fake_gpu import Binding
 from flashgen.errors import InternalError, NoBindingError, SpecError
 from flashgen.operators.attention import UNBOUNDED
 from flashgen.runtime import tensormap
-from flashgen.runtime.device import available
 from flashgen.runtime.tensormap import encode, move
 from flashgen.schedule.tensormap import TensorMap, describe, expressible
 from flashgen.spec.params import Box, Param
@@ -254,45 +252,67 @@ def test_what_the_driver_refuses(place, monkeypatch):
         move(place, 4096)
 
 
-def test_a_missing_binding_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+# The driver's functions in C, as far as they tell what they were called with.
+STUB = """
+#include <stdint.h>
+int cuTensorMapEncodeTiled(uint64_t *map, int type, uint32_t rank, void *address, const uint64_t *extents,
+                           const uint64_t *strides, const uint32_t *box, const uint32_t *steps,
+                           int interleave, int swizzle, int promotion, int fill) {
+  uint64_t seen[] = {type, rank, (uint64_t)address, extents[rank - 1], strides[rank - 2], box[rank - 1],
+                     steps[rank - 1], interleave, swizzle, promotion, fill};
+  for (int i = 0; i < 11; ++i) map[i] = seen[i];
+  return 0;
+}
+int cuTensorMapReplaceAddress(uint64_t *map, void *address) { map[2] = (uint64_t)address; return 0; }
+"""
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """``fresh(load)``: `binding` anew, with ``load`` in the place of what opens the driver."""
+
+    def reopen(load):
+        monkeypatch.setattr(ctypes, "PyDLL", load)
+        tensormap.binding.cache_clear()
+
+    yield reopen
     tensormap.binding.cache_clear()
-    with pytest.raises(NoBindingError, match=r'pip install "flashgen\[cuda13\]"'):
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
+def test_the_driver_gets_every_argument_whole(place, fresh, tmp_path):
+    (tmp_path / "stub.c").write_text(STUB)
+    library = str(tmp_path / "stub.so")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, str(tmp_path / "stub.c")], check=True)
+    load = ctypes.PyDLL
+    fresh(lambda name: load(library) if name == "libcuda.so.1" else load(name))
+    address = (1 << 47) + 4096
+    encode(MAP, address, place)
+    words = (ctypes.c_uint64 * 11).from_address(place)
+    assert list(words) == [
+        tensormap._DATA_TYPES[MAP.dtype],
+        len(MAP.extents),
+        address,
+        MAP.extents[-1],
+        MAP.strides[-1],
+        MAP.box[-1],
+        1,
+        *(0, tensormap._SWIZZLES[MAP.swizzle], 3, 0),
+    ]
+    move(place, address + 256)
+    assert words[2] == address + 256
+
+
+def test_without_a_driver_the_error_says_what_is_missing(fresh):
+    def absent(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    fresh(absent)
+    with pytest.raises(NoBindingError, match=r"libcuda\.so\.1: cannot open.*CUDA 12 or later"):
         tensormap.binding()
 
 
-@pytest.mark.parametrize("exported", [{}, {"cuTensorMapEncodeTiled": None}])
-def test_a_binding_of_another_kind_is_not_called(exported, monkeypatch):
-    cydriver = SimpleNamespace(__pyx_capi__=exported)
-    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(cydriver=cydriver))
-    tensormap.binding.cache_clear()
-    with pytest.raises(NoBindingError, match="cuda-bindings cannot be used"):
+def test_an_old_driver_has_no_tensor_maps(fresh):
+    fresh(lambda name: SimpleNamespace(cuTensorMapEncodeTiled=None))
+    with pytest.raises(NoBindingError, match="cuTensorMapReplaceAddress"):
         tensormap.binding()
-
-
-def test_the_real_binding_has_the_functions_that_are_used(place):
-    """They are found by their signatures in C. Where there is no driver, each says so when it is called."""
-    pytest.importorskip("cuda.bindings.cydriver")
-    tensormap.binding.cache_clear()
-    assert tensormap.binding().keys() == tensormap._PROTOTYPES.keys()
-    if available():
-        return  # tests/gpu has what they do
-    with pytest.raises(InternalError, match="the driver has no cuTensorMapEncodeTiled"):
-        encode(MAP, 4096, place)
-    with pytest.raises(InternalError, match="the driver has no cuTensorMapReplaceAddress"):
-        move(place, 4096)
-
-
-def test_only_the_c_layer_of_the_binding_is_imported():
-    """Its Python layer would be a quarter of the time from the disk cache to a result."""
-    pytest.importorskip("cuda.bindings.cydriver")
-    program = (
-        "import sys; from flashgen.runtime import tensormap; tensormap.binding(); "
-        "print(*(name for name in sys.modules if name.startswith('cuda.bindings.')))"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-    )
-    assert "cuda.bindings.cydriver" in done.stdout.split()
-    assert not {"cuda.bindings.driver", "cuda.bindings.runtime"} & set(done.stdout.split())

@@ -89,6 +89,46 @@ def test_each_kernel_of_a_source_has_its_own_resources():
     assert compiled.registers < other.registers
 
 
+class CachingNvrtc:
+    """NVRTC beside a driver: what was compiled before, with equal options, comes without a word of ptxas."""
+
+    def __init__(self, binding, version):
+        self.binding, self.version, self.known, self.silent = binding, version, set(), False
+        self.flags = []
+
+    def __getattr__(self, name):
+        return getattr(self.binding, name)
+
+    def getVersion(self):
+        return self.version
+
+    def compileProgram(self, program, flags):
+        key = tuple(flags)
+        self.flags = flags
+        self.silent = "-no-cache" not in flags and key in self.known
+        self.known.add(key)
+        self.binding.compileProgram(program, flags)
+
+    def getProgramLog(self, program):
+        return "" if self.silent else self.binding.getProgramLog(program)
+
+
+def test_resources_are_known_of_a_kernel_that_the_driver_has_kept(monkeypatch):
+    binding = CachingNvrtc(fc.nvrtc(), (13, 0))
+    monkeypatch.setattr(fc, "nvrtc", lambda: binding)
+    first, second = (fc.compile_cubin(tiny("k"), "k", "sm_80") for _ in range(2))
+    assert first.registers == second.registers > 0
+    assert second.spill_stores == 0
+
+
+@pytest.mark.parametrize(("version", "passed"), [((12, 8), False), ((12, 9), True), ((13, 0), True)])
+def test_the_option_against_the_drivers_cache_goes_to_compilers_that_know_it(version, passed, monkeypatch):
+    binding = CachingNvrtc(fc.nvrtc(), version)
+    monkeypatch.setattr(fc, "nvrtc", lambda: binding)
+    fc.compile_cubin(tiny("k"), "k", "sm_80")
+    assert ("-no-cache" in binding.flags) is passed
+
+
 LOG = """ptxas info    : 16 bytes gmem
 ptxas info    : Compiling entry function 'b' for 'sm_80'
 ptxas info    : Function properties for b

@@ -28,7 +28,6 @@ _LIBRARIES = {
     "numpy": ("numpy",),
     "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
     "nvrtc": ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"),
-    "cuda-bindings": ("cuda-bindings",),
     "cuda headers": ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"),
     "nvdisasm": ("nvidia-cuda-nvdisasm", "nvidia-cuda-nvcc-cu12"),
     "torch": ("torch",),

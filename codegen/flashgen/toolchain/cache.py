@@ -2,7 +2,8 @@
 for a wrong answer.
 
 An entry is one file: a magic number, the SHA-256 of what follows, the key, the payload. It appears under its
-name by an atomic rename, so a reader sees all of it or none, whatever is killed when. Trouble with the disk
+name by an atomic rename, so a reader sees all of it or none, whatever is killed when. A write does not wait
+for the disk: what a loss of power leaves of an entry, the SHA-256 tells from a whole one. Trouble with it
 costs speed and a `CacheWarning`, not correctness: what cannot be written is kept in memory, what cannot be
 trusted is built again.
 """
@@ -112,7 +113,7 @@ class CubinCache:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary.parent.mkdir(exist_ok=True)
-            _write_durably(temporary, _pack(key, payload))
+            temporary.write_bytes(_pack(key, payload))
             temporary.replace(path)
         except OSError as error:
             _remove(temporary)
@@ -219,7 +220,7 @@ class CubinCache:
         probe = self._temporary()
         try:
             probe.parent.mkdir(parents=True, exist_ok=True)
-            _write_durably(probe, b"probe")
+            probe.write_bytes(b"probe")
         except OSError as error:
             return _reason(error)
         finally:
@@ -249,13 +250,6 @@ def _unpack(data: bytes, key: str) -> bytes | None:
     if hashlib.sha256(view[_DIGEST_END:]).digest() != data[len(_MAGIC) : _DIGEST_END]:
         return None
     return data[_KEY_END:]
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _touch(path: Path) -> None:
