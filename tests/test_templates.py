@@ -5,8 +5,8 @@ import re
 import pytest
 
 from flashgen import paths
-from flashgen.render import render
-from flashgen.spec import load_specs
+from flashgen.source.render import render
+from flashgen.spec.load import load_specs
 
 HEADERS = sorted((paths.templates_dir() / "include" / "flashgen").glob("*.cuh"))
 ASM = re.compile(r"\basm\b( volatile)?\s*\((.*?)\);", re.DOTALL)

@@ -109,10 +109,10 @@ def simulate(
     reached, and InternalError where source and package disagree on the parameters.
     """
     reports = []
-    written: set[str] = set()  # slices of the workspace that an earlier step may have filled
+    written: set[str] = set()  # what an earlier step may have filled
     for library, step in zip(libraries, planned.steps, strict=True):
         variant, grid = step.variant, step.launch
-        regions = _regions(problem, pointers) + _slices(planned, variant, pointers, written)
+        regions = _regions(problem, pointers, written) + _slices(planned, variant, pointers, written)
         reports.append(
             execute(
                 library,
@@ -212,7 +212,7 @@ def encode(described: TensorMap, pointer: int) -> bytes:
     )
 
 
-def _regions(problem: Problem, pointers: Pointers) -> list[Region]:
+def _regions(problem: Problem, pointers: Pointers, written: set[str]) -> list[Region]:
     """The memory of the arrays, without the gaps between their rows."""
     inputs, outputs = Region.READABLE | Region.INITIALISED, Region.READABLE | Region.WRITABLE
     found = []
@@ -220,6 +220,7 @@ def _regions(problem: Problem, pointers: Pointers) -> list[Region]:
         if array is not None and pointer:
             strides = tuple(stride * array.element_bytes for stride in array.strides)
             access = outputs if array.argument.is_output else inputs
+            access |= Region.INITIALISED if array.argument.name in written else 0
             found += [
                 Region(pointer + start, stop - start, array.argument.name.encode(), access)
                 for start, stop in _runs(array.extents[:-1], strides, array.row_bytes)

@@ -1,0 +1,19 @@
+"""The family of tests/fixtures/steps, whose calls take three kernels, and plans of it."""
+
+from pathlib import Path
+
+from flashgen.operators import ATTENTION
+from flashgen.runtime.arrays import view
+from flashgen.runtime.plans import Plan
+from flashgen.schedule.plan import plan_steps
+from flashgen.spec.load import load_spec
+
+SPEC = load_spec(Path(__file__).parent / "fixtures" / "steps" / "specs" / "row_sums.yaml")
+(MAIN,) = (variant for variant in SPEC.variants() if variant.is_main)
+
+
+def plan_of(arrays, runner, device):
+    """A plan of the family for q, k and v; ``runner(planned, main)`` makes the backend."""
+    views = [view(x, name) for x, name in zip(arrays, "qkv", strict=True)]
+    problem = ATTENTION.normalise((*views, None, None, None), (False, None, (-1, -1), False), (None,))
+    return Plan(problem, runner(plan_steps(problem, MAIN, device), MAIN), (*arrays, None, None, None))
