@@ -115,9 +115,10 @@ def _call(
     backend: str | None,
 ) -> Any:
     """Compute ``given``, an array or None for each argument of the operator, with a plan that is kept."""
-    kind_of = arrays.kind_of
-    kind = kind_of(given[0])
-    if kind is None or any(x is not None and kind_of(x) is not kind for x in given):
+    kind = arrays.kind_of(given[0])
+    if kind is None or not (
+        kind.types.issuperset(map(type, given)) or all(x is None or arrays.kind_of(x) is kind for x in given)
+    ):
         return _call_adopted(operator, given, options, scalars, stream, backend)
     backend = backend or os.environ.get("FLASHGEN_BACKEND")
     layouts, pointers = kind.read(given)

@@ -71,20 +71,19 @@ def launch(variant: Variant, example: Example) -> None:
     """
     import cupy
 
-    from flashgen.runtime import kernel
     from flashgen.runtime.device import device
-    from flashgen.runtime.launch import Launcher
+    from flashgen.runtime.launch import bind
 
     gpu = device(0)
     few = dataclasses.replace(gpu, num_sms=MULTIPROCESSORS)
-    launcher = Launcher(example.problem, variant, few, kernel.load(variant, gpu))
+    launcher = bind(example.problem, variant, few)
     memory = [None if x is None else _bytes(x) for x in example.arrays]
     if memory[3] is not None and variant.spec == "flash_fwd_sm80":
         # Of a cp.async that is told to read fewer than its 16 bytes, the tools count all.
         memory[3] = np.append(memory[3], np.zeros(-memory[3].size % 16, np.uint8))
     copies = [None if x is None else cupy.asarray(x) for x in memory]
     pointers = tuple(0 if copy is None else copy.data.ptr for copy in copies)
-    launcher.at(pointers)((None,) * 6, cupy.cuda.get_current_stream().ptr)
+    launcher.at(pointers, example.problem)((None,) * 6, cupy.cuda.get_current_stream().ptr)
     for own, copy in zip(memory[4:], copies[4:], strict=True):
         if copy is not None:
             own[:] = copy.get()

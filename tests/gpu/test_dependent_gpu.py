@@ -237,11 +237,13 @@ def test_a_chain_tells_a_missing_wait(captured, template, busy, tmp_path, monkey
     monkeypatch.setattr(kernel, "_kernels", {})
     variant = dataclasses.replace(chain.plan.variant, spec_dir=str(tmp_path / "specs"))
     gpu = device(0)
-    made = launch.Launcher(chain.plan.problem, variant, gpu, kernel.load(variant, gpu))
+    made = launch.bind(chain.plan.problem, variant, gpu)
     k, v = chain.k.data.ptr, chain.v.data.ptr
 
     def call(q, out, lse, stream):
-        made.at((q.data.ptr, k, v, 0, out.data.ptr, lse.data.ptr))((None,) * 6, stream.ptr)
+        made.at((q.data.ptr, k, v, 0, out.data.ptr, lse.data.ptr), chain.plan.problem)(
+            (None,) * 6, stream.ptr
+        )
 
     expected = chain.one_by_one()
     buffers = chain.start()
@@ -270,10 +272,10 @@ def test_what_the_driver_refuses(template):
     chain = Chain(*SHAPES[1], template)
     gpu = device(0)
     loaded = kernel.load(chain.plan.variant, gpu)
-    made = launch.Launcher(chain.plan.problem, chain.plan.variant, gpu, loaded)
+    made = launch.bind(chain.plan.problem, chain.plan.variant, gpu)
     q, out, lse = chain.start()
     pointers = (q.data.ptr, chain.k.data.ptr, chain.v.data.ptr, 0, out.data.ptr, lse.data.ptr)
-    arguments = made.at(pointers).args[0]
+    arguments = made.at(pointers, chain.plan.problem).args[0]
     too_much = gpu.smem_per_sm + 1024
     queue = dependent.bind(loaded.function_ptr, (1, 1, 1), (chain.plan.variant.threads, 1, 1), too_much)
     with pytest.raises(driver.CUDADriverError, match="CUDA_ERROR_INVALID_VALUE"):

@@ -9,9 +9,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="the float64 reference is computed with PyTorch on the GPU")
 
 import flashgen  # noqa: E402
-from flashgen.runtime import kernel  # noqa: E402
 from flashgen.runtime.device import device  # noqa: E402
-from flashgen.runtime.launch import Launcher  # noqa: E402
+from flashgen.runtime.launch import bind  # noqa: E402
 from flashgen.runtime.plans import Plan  # noqa: E402
 from flashgen.schedule.dispatch import runs_on  # noqa: E402
 from flashgen.schedule.grid import tiles  # noqa: E402
@@ -54,12 +53,11 @@ def compiled(request, tmp_path_factory):
 def forced(variant):
     """``attend`` for ``check``: this variant, whatever dispatch would take."""
     gpu = device(0)
-    loaded = kernel.load(variant, gpu)
 
     def attend(arrays):
         problem = problem_of(arrays)
         assert problem.mask_type == variant.mask_type
-        launcher = Launcher(problem, variant, gpu, loaded)
+        launcher = bind(problem, variant, gpu)
         q, k, v, mask, out = arrays.q, arrays.k, arrays.v, arrays.mask, arrays.out
         return Plan(problem, launcher, (q, k, v, mask, out, None))(
             q, k, v, mask=mask, out=out, lse=arrays.lse

@@ -12,9 +12,8 @@ import secrets
 import numpy as np
 import pytest
 
-from flashgen.runtime import kernel
 from flashgen.runtime.device import device
-from flashgen.runtime.launch import Launcher
+from flashgen.runtime.launch import bind
 from flashgen.schedule.dispatch import runs_on
 from flashgen.simulator import hostcompiler
 from flashgen.simulator.example import make, run
@@ -52,7 +51,6 @@ def test_simulator_and_gpu_agree(variant):
         pytest.skip(f"{gpu} does not run it")
     if reason := hostcompiler.why_unavailable():
         pytest.skip(reason)
-    loaded = kernel.load(variant, gpu)
     seed = secrets.randbits(32)
     for shape in shapes(variant):
         example = make(variant, shape, seed)
@@ -61,8 +59,8 @@ def test_simulator_and_gpu_agree(variant):
 
         import cupy
 
-        launcher = Launcher(example.problem, variant, gpu, loaded)
-        work = launcher.at(tuple(copy[1] if copy else 0 for copy in copies))
+        launcher = bind(example.problem, variant, gpu)
+        work = launcher.at(tuple(copy[1] if copy else 0 for copy in copies), example.problem)
         work((None,) * 6, cupy.cuda.get_current_stream().ptr)
         _, _, _, _, out, lse = copies
         back = out[0].get()

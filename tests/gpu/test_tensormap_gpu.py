@@ -9,10 +9,9 @@ import pytest
 
 import flashgen
 from flashgen.operators.attention import normalise
-from flashgen.runtime import kernel
 from flashgen.runtime.arrays import view
 from flashgen.runtime.device import available, device, why_unavailable
-from flashgen.runtime.launch import Launcher
+from flashgen.runtime.launch import bind
 from flashgen.schedule.tensormap import expressible
 from flashgen.spec.load import load_spec, load_specs
 
@@ -45,9 +44,9 @@ def copied(gpu, gqa, head_dim, q, k):
     problem = normalise(view(q, "q"), view(k, "k"), view(k, "v"), out=view(out, "out"))
     (variant,) = load_spec(COPY).select(head_dim=head_dim, dtype="fp16", mask_type="none", gqa=gqa)
     assert expressible(problem, variant)
-    run = Launcher(problem, variant, gpu, kernel.load(variant, gpu))
+    run = bind(problem, variant, gpu)
     stream = cupy.cuda.get_current_stream().ptr
-    run.at((q.data.ptr, k.data.ptr, k.data.ptr, 0, out.data.ptr, 0))((None,) * 6, stream)
+    run.at((q.data.ptr, k.data.ptr, k.data.ptr, 0, out.data.ptr, 0), problem)((None,) * 6, stream)
     return out.get()
 
 
@@ -84,10 +83,10 @@ def test_a_launcher_follows_the_addresses(hopper):
     out = cupy.empty(shape, np.float16)
     problem = normalise(*(view(arrays[0], name) for name in "qkv"), out=view(out, "out"))
     (variant,) = load_spec(COPY).select(head_dim=64, dtype="fp16", mask_type="none", gqa="mha")
-    run = Launcher(problem, variant, hopper, kernel.load(variant, hopper))
+    run = bind(problem, variant, hopper)
     stream = cupy.cuda.get_current_stream().ptr
     # Maps that were encoded for the first address and then moved; each is used twice.
-    works = [run.at((q.data.ptr, q.data.ptr, q.data.ptr, 0, out.data.ptr, 0)) for q in arrays]
+    works = [run.at((q.data.ptr, q.data.ptr, q.data.ptr, 0, out.data.ptr, 0), problem) for q in arrays]
     for q, work in 2 * list(zip(arrays, works, strict=True)):
         out.fill(np.nan)
         work((None,) * 6, stream)

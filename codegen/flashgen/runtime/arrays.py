@@ -51,6 +51,10 @@ class NumpyKind:
 
     name = "numpy"
 
+    def __init__(self, numpy: Any) -> None:
+        # Of most calls all arrays are of these types; an array of a subclass takes a moment longer.
+        self.types = {numpy.ndarray, type(None)}
+
     def layout(self, x: Any) -> tuple:
         """Everything about ``x`` but its pointer, cheap to make, to compare and to hash."""
         return x.shape, x.strides, x.dtype
@@ -96,6 +100,7 @@ class CupyKind:
     name = "cupy"
 
     def __init__(self, cupy: Any) -> None:
+        self.types = {cupy.ndarray, type(None)}
         self._ndarray = cupy.ndarray
         self._cuda = cupy.cuda
         self._get_device = cupy.cuda.runtime.getDevice
@@ -156,6 +161,7 @@ class TorchKind:
     name = "torch"
 
     def __init__(self, torch: Any) -> None:
+        self.types = {torch.Tensor, type(None)}
         self._torch = torch
         self._is_grad_enabled = torch.is_grad_enabled
         self._made = {"fp32": torch.float32, "uint8": torch.uint8}
@@ -246,7 +252,7 @@ def kind_of(x: Any) -> Kind | None:
 def _resolve(x: Any) -> Kind | None:
     # A library that is not imported cannot have made the array, so nothing is imported here.
     for library, array, make in (
-        ("numpy", "ndarray", lambda module: NumpyKind()),
+        ("numpy", "ndarray", NumpyKind),
         ("cupy", "ndarray", CupyKind),
         ("torch", "Tensor", TorchKind),
     ):
@@ -258,11 +264,6 @@ def _resolve(x: Any) -> Kind | None:
             _KIND_BY_TYPE[type(x)] = kind
             return kind
     return None
-
-
-def array_type(kind: Kind) -> type:
-    """The class of a library's own arrays, of which most calls have no other."""
-    return getattr(sys.modules[kind.name], "Tensor" if kind.name == "torch" else "ndarray")
 
 
 def view(x: Any, name: str) -> ArrayView:

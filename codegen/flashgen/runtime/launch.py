@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from flashgen.errors import CompileError, TunedWarning
-from flashgen.runtime import dependent, tensormap
+from flashgen.runtime import dependent, kernel, tensormap
 from flashgen.runtime.device import activated
 from flashgen.runtime.device import device as device_of
 from flashgen.schedule.dispatch import select
@@ -132,16 +132,10 @@ def prepare(problem: Problem, device_ordinal: int, variants: tuple[Variant, ...]
     A tile tuned on this machine that no longer compiles is passed over with a TunedWarning. Raises
     NoCompilerError, NoBindingError, DeviceTypeNotSupported, SpecError, CompileError or BadTensorShape.
     """
-    from flashgen.runtime import kernel
-
     device = device_of(device_ordinal)
     main = select(problem, device, variants)
-    # Ahead of compiling: a grid that is too large, and a binding that is missing.
-    planned = plan_steps(problem, main, device)
-    if any(step.struct.maps for step in planned.steps):
-        tensormap.binding()
     try:
-        loaded = [kernel.load(variant, device) for variant in main.steps]
+        return bind(problem, main, device)
     except CompileError as error:
         if main.tile_name != TUNED_TILE:
             raise
@@ -152,4 +146,12 @@ def prepare(problem: Problem, device_ordinal: int, variants: tuple[Variant, ...]
             stacklevel=2,
         )
         return prepare(problem, device_ordinal, tuple(v for v in variants if v != main))
-    return Runner(planned, main, device, loaded)
+
+
+def bind(problem: Problem, main: Variant, device: Device) -> Runner:
+    """The steps of ``main`` on a device, bound to ``problem``. Raises as `prepare`."""
+    # Ahead of compiling: a grid that is too large, and a driver without tensor maps.
+    planned = plan_steps(problem, main, device)
+    if any(step.struct.maps for step in planned.steps):
+        tensormap.binding()
+    return Runner(planned, main, device, [kernel.load(variant, device) for variant in main.steps])

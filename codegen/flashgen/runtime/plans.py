@@ -56,12 +56,17 @@ class Plan:
     """
 
     __slots__ = (
+        "_absent",
         "_current_stream",
         "_device",
         "_empty",
         "_known",
         "_layouts",
+        "_needed",
+        "_no_scalars",
+        "_positions",
         "_read",
+        "_results",
         "_runner",
         "_types",
         "_works",
@@ -77,11 +82,15 @@ class Plan:
         self._read, self._current_stream, self._device = kind.read, kind.current_stream, problem.device
         self._empty = problem.empty
         self._layouts = kind.read(examples)[0]
-        # Layouts that were found to fit, so that the next call need not look again.
-        self._known = {self._layouts}
+        # The layouts of the last call, which were found to fit: the next one need not look again.
+        self._known = self._layouts
         # What to queue, by pointers at which memory was sound, and by scalars.
         self._works: dict[Any, Work] = {}
-        self._types = {libraries.array_type(kind), type(None)}
+        self._types = kind.types
+        # What each call needs is bound here: every look-up on the way to a launch counts.
+        self._positions, self._results = problem.operator.positions, problem.results
+        self._absent, self._no_scalars = (None,) * len(examples), (None,) * len(problem.operator.scalars)
+        self._needed = runner.workspace_bytes
 
     @property
     def variant(self) -> Variant | None:
@@ -118,20 +127,22 @@ class Plan:
         of ``attention`` for its memory.
         """
         arrays, scalars = self._bound(inputs, named)
-        if not self._types.issuperset(map(type, arrays)) and any(
-            x is not None and libraries.kind_of(x) is None for x in arrays
-        ):
-            operator = self.problem.operator
-            rest = dict(zip(operator.scalars, scalars, strict=True)) | {"workspace": workspace}
-            names = [argument.name for argument in operator.arguments]
-            return run_adopted(self, operator, dict(zip(names, arrays, strict=True)), stream, **rest)
-        if not all(x is None or libraries.kind_of(x) is self.kind for x in arrays):
-            self._check(arrays)
+        if not self._types.issuperset(map(type, arrays)):
+            if any(x is not None and libraries.kind_of(x) is None for x in arrays):
+                return self._adopted(arrays, scalars, stream, workspace)
+            if any(x is not None and libraries.kind_of(x) is not self.kind for x in arrays):
+                self._check(arrays)  # raises: the libraries differ
         layouts, pointers = self._read(arrays)
-        if layouts not in self._known:
+        if layouts != self._known:
             self._check(arrays)
-            self._known.add(layouts)
+            self._known = layouts
         return self.run(arrays, pointers, scalars, stream, workspace)
+
+    def _adopted(self, arrays: Arrays, scalars: tuple[Any, ...], stream: Any, workspace: Any) -> Any:
+        operator = self.problem.operator
+        rest = dict(zip(operator.scalars, scalars, strict=True)) | {"workspace": workspace}
+        given = {argument.name: x for argument, x in zip(operator.arguments, arrays, strict=True)}
+        return run_adopted(self, operator, given, stream, **rest)
 
     def run(
         self, arrays: Arrays, pointers: Pointers, scalars: tuple[Any, ...], stream: Any, workspace: Any = None
@@ -143,16 +154,16 @@ class Plan:
             raise BadParam("stream was given, but the arrays are in host memory, where there are no streams")
         else:
             handle = libraries.stream_pointer(stream)
-        results = self.problem.results
-        given = pointers
+        results, given = self._results, pointers
         for position in results:
             if arrays[position] is None:
                 arrays, pointers = self._allocated(position, arrays, pointers, stream)
         memory = None  # lives until the work is queued; an allocator reuses it in the order of the stream
-        if self._runner.workspace_bytes:
+        if self._needed:
             memory, address = self._workspace(workspace, arrays[0], stream)
             pointers = (*pointers, address)
-        key = given, pointers, scalars
+        # Where memory was sound once it is again: what the plan allocated itself overlaps nothing.
+        key = pointers, scalars
         try:
             work = self._works.get(key)
         except TypeError:  # a scalar that is no number; _prepare says so
@@ -165,22 +176,24 @@ class Plan:
 
     def _bound(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Arrays, tuple[Any, ...]]:
         """Arrays in the operator's order, and scalars in theirs."""
-        operator = self.problem.operator
-        if len(inputs) > len(operator.arguments):
-            raise BadParam(f"{len(inputs)} arrays were given; {operator.name} has {len(operator.arguments)}")
-        arrays: list[Any] = [*inputs, *(None,) * (len(operator.arguments) - len(inputs))]
-        scalars: list[Any] = [None] * len(operator.scalars)
+        operator, given = self.problem.operator, len(inputs)
+        positions = self._positions
+        if given > len(positions):
+            raise BadParam(f"{given} arrays were given; {operator.name} has {len(positions)}")
+        arrays: list[Any] = [*inputs, *self._absent[given:]]
+        scalars = self._no_scalars
         for name, value in named.items():
-            position = operator.positions.get(name)
+            position = positions.get(name)
             if position is None and name in operator.scalars:
-                scalars[operator.scalars.index(name)] = value
-            elif position is None or position < len(inputs):
-                known = ", ".join((*operator.positions, *operator.scalars, "stream", "workspace"))
+                place = operator.scalars.index(name)
+                scalars = (*scalars[:place], value, *scalars[place + 1 :])
+            elif position is None or position < given:
+                known = ", ".join((*positions, *operator.scalars, "stream", "workspace"))
                 why = "is no argument" if position is None else "was given twice"
                 raise BadParam(f"{name} {why}; the arguments are {known}")
             else:
                 arrays[position] = value
-        return tuple(arrays), tuple(scalars)
+        return tuple(arrays), scalars
 
     def _allocated(
         self, position: int, arrays: Arrays, pointers: Pointers, stream: Any
@@ -195,7 +208,7 @@ class Plan:
 
     def _workspace(self, workspace: Any, like: Any, stream: Any) -> tuple[Any, int]:
         """The caller's workspace, or a new one, and its address."""
-        needed = self._runner.workspace_bytes
+        needed = self._needed
         if workspace is None:
             memory = self.kind.empty((needed + WORKSPACE_ALIGNMENT,), like, stream, "uint8")
             return memory, -(-self.kind.pointer(memory) // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
