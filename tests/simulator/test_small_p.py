@@ -1,4 +1,4 @@
-"""P far below the largest of its row: fp16 would round it to nothing, but P uses the upper half of its exponents."""
+"""P far below the largest of its row, which fp16 would round to nothing without a bias."""
 
 import numpy as np
 import pytest
