@@ -490,8 +490,8 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
             uint32_t mine[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                mine[i] = pack<element>(output[4 * (n + i) + 2 * half] * factor[half],
-                                        output[4 * (n + i) + 2 * half + 1] * factor[half]);
+                const int first = 4 * (n + i) + 2 * half;  // behind the last column where kHeadDimV is no multiple of 32
+                mine[i] = first < kHeadDimV / 2 ? pack<element>(output[first] * factor[half], output[first + 1] * factor[half]) : 0;
             }
             const uint4 chunk = transpose_4x4(mine, lane % 4);
             const int column = 8 * (n + lane % 4);

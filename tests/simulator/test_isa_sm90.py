@@ -355,10 +355,12 @@ def test_products_of_operands_in_rows(element, columns, swizzle, accumulate, rng
 @pytest.mark.parametrize("element", ["fp16", "bf16"])
 @pytest.mark.parametrize(("columns", "swizzle"), [(64, 128), (256, 128), (192, 64), (96, 64), (64, 32)])
 def test_products_of_registers_with_an_operand_in_columns(element, columns, swizzle, rng):
-    """B with its columns contiguous: panels as wide as the swizzle one after another, 16 rows each."""
+    """B with its columns contiguous: panels as wide as the swizzle one after another, 16 rows each. The last
+    may be wider than what is left of B.
+    """
     a, b, c = integers(rng, 64, 16), integers(rng, 16, columns), integers(rng, 64, columns)
     b_bits = bits(b, element)
-    memory = np.zeros(16 * columns, np.uint16)
+    memory = np.zeros(16 * -(-columns // (swizzle // 2)) * (swizzle // 2), np.uint16)
     k, chunk = np.divmod(np.arange(16 * columns // 8), columns // 8)
     panel, within = np.divmod(chunk, swizzle // 16)
     at = swizzled(panel * 16 * swizzle + k * swizzle + 16 * within, swizzle)
