@@ -47,7 +47,7 @@ constexpr float kLn2 = 0.6931471805599453f;
 static_assert(kWarpRows % 16 == 0, "a warp owns whole 16-row MMA tiles");
 static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
 static_assert(kHeadDimV <= kHeadDim, "rows of V and O fit into those of K and Q");
-static_assert(kRowBytes % 64 == 0, "the swizzle permutes at least four 16-byte chunks");
+static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
 static_assert(kSharedBytes == 82512, "launcher and kernel agree on shared memory");
 
 struct Params {
