@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 REFERENCE = ROOT / "docs" / "spec-reference.md"
 WALKTHROUGH = ROOT / "docs" / "add-a-variant.md"
-READING = ROOT / "docs" / "reading-a-kernel.md"
+READINGS = [ROOT / "docs" / "reading-a-kernel.md", ROOT / "docs" / "reading-an-ampere-kernel.md"]
 
 _BLOCK = re.compile(
     r"^(?:<!-- (?P<mark>[^\n]*?) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
@@ -166,9 +166,10 @@ def test_a_quote_stands_in_the_file(block):
         at += len(quoted)
 
 
-def test_the_reading_names_what_is_in_the_kernels():
-    text = READING.read_text(encoding="utf-8")
-    files = {b.mark.removeprefix("quotes: ") for b in blocks(READING)}
+@pytest.mark.parametrize("page", READINGS, ids=lambda page: page.stem)
+def test_a_reading_names_what_is_in_its_kernels(page):
+    text = page.read_text(encoding="utf-8")
+    files = {b.mark.removeprefix("quotes: ") for b in blocks(page)}
     source = "".join((ROOT / file).read_text(encoding="utf-8") for file in sorted(files))
     names = re.findall(r"`([A-Za-z]\w*(?:\.\w+)?(?:<\d>)?)`", _BLOCK.sub("", text))
     assert names
