@@ -16,6 +16,8 @@ constexpr int kHeadDim = 256;  // of Q and K
 constexpr int kHeadDimV = 256;  // of V and O
 constexpr int kBlockM = 64;  // query rows of a tile
 constexpr int kBlockN = 64;  // keys of a KV block
+constexpr int kKStages = 1;  // blocks of K in shared memory
+constexpr int kVStages = 1;  // and of V
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kCopyThreads = kThreads;  // threads that share the copy of a block of K or V
@@ -33,8 +35,8 @@ constexpr int kRowTileStep = 16;             // rows from a warp's MMA tile to i
 constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kStageBytes = kBlockN * kRowBytes;
 constexpr int kKOffset = kBlockM * kRowBytes;
-constexpr int kVOffset = kKOffset + 1 * kStageBytes;
-constexpr int kStashOffset = kVOffset + 1 * kStageBytes;
+constexpr int kVOffset = kKOffset + kKStages * kStageBytes;
+constexpr int kStashOffset = kVOffset + kVStages * kStageBytes;
 constexpr int kStashBytes = 16;
 constexpr int kPOffset = kStashOffset + kStashBytes;
 constexpr int kPRowBytes = kBlockN * sizeof(element);
@@ -47,7 +49,7 @@ constexpr float kLn2 = 0.6931471805599453f;
 static_assert(kWarpRows % 16 == 0, "a warp owns whole 16-row MMA tiles");
 static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
 static_assert(kHeadDimV <= kHeadDim, "rows of V and O fit into those of K and Q");
-static_assert(kRowBytes % 64 == 0, "the swizzle permutes at least four 16-byte chunks");
+static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
 static_assert(kSharedBytes == 107088, "launcher and kernel agree on shared memory");
 
 struct Params {
@@ -546,6 +548,7 @@ __device__ __forceinline__ void exponentiate(const float (&scores)[kTiles][kKeyT
 }
 
 static_assert(sizeof(element) == 2, "P is a left operand of the MMA as it lies in shared memory");
+static_assert(kStashOffset == kVOffset + kVStages * kStageBytes, "there is no place for a dense mask");
 static_assert(kWarps % 2 == 0, "warps come in pairs");
 static_assert(kPRowBytes % 128 == 0, "a row of P spans all 32 banks a whole number of times");
 static_assert(kRowTiles == 2, "each lane of a quad keeps the row_max of one of its rows");

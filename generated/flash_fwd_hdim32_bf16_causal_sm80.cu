@@ -16,6 +16,8 @@ constexpr int kHeadDim = 32;  // of Q and K
 constexpr int kHeadDimV = 32;  // of V and O
 constexpr int kBlockM = 128;  // query rows of a tile
 constexpr int kBlockN = 64;  // keys of a KV block
+constexpr int kKStages = 2;  // blocks of K in shared memory
+constexpr int kVStages = 1;  // and of V
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kCopyThreads = kThreads;  // threads that share the copy of a block of K or V
@@ -30,8 +32,8 @@ constexpr int kRowTileStep = 16 * kWarps;    // from a warp's MMA tile in the up
 constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kStageBytes = kBlockN * kRowBytes;
 constexpr int kKOffset = kBlockM * kRowBytes;
-constexpr int kVOffset = kKOffset + 2 * kStageBytes;
-constexpr int kStashOffset = kVOffset + 1 * kStageBytes;
+constexpr int kVOffset = kKOffset + kKStages * kStageBytes;
+constexpr int kStashOffset = kVOffset + kVStages * kStageBytes;
 constexpr int kStashBytes = 32;
 constexpr int kSharedBytes = kStashOffset + kStashBytes;
 
@@ -40,7 +42,7 @@ constexpr float kLn2 = 0.6931471805599453f;
 static_assert(kWarpRows % 16 == 0, "a warp owns whole 16-row MMA tiles");
 static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
 static_assert(kHeadDimV <= kHeadDim, "rows of V and O fit into those of K and Q");
-static_assert(kRowBytes % 64 == 0, "the swizzle permutes at least four 16-byte chunks");
+static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
 static_assert(kSharedBytes == 20512, "launcher and kernel agree on shared memory");
 
 struct Params {
@@ -578,6 +580,7 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kTiles][kKeyT
 }
 
 static_assert(sizeof(element) == 2, "the fragments of V are loaded by ldmatrix");
+static_assert(kStashOffset == kVOffset + kVStages * kStageBytes, "there is no place for a dense mask");
 static_assert(kRowTiles == 2, "a warp has an MMA tile in each half of the tile");
 static_assert(kBlockN <= kRowTileStep, "a KV block is no wider than the rows of a half");
 

@@ -16,6 +16,8 @@ constexpr int kHeadDim = 64;  // of Q and K
 constexpr int kHeadDimV = 64;  // of V and O
 constexpr int kBlockM = 256;  // query rows of a tile
 constexpr int kBlockN = 96;  // keys of a KV block
+constexpr int kKStages = 2;  // blocks of K in shared memory
+constexpr int kVStages = 2;  // and of V
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kCopyThreads = kThreads / 2;  // threads that share the copy of a block of K or V
@@ -30,8 +32,8 @@ constexpr int kRowTileStep = 16;             // rows from a warp's MMA tile to i
 constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kStageBytes = kBlockN * kRowBytes;
 constexpr int kKOffset = kBlockM * kRowBytes;
-constexpr int kVOffset = kKOffset + 2 * kStageBytes;
-constexpr int kStashOffset = kVOffset + 2 * kStageBytes;
+constexpr int kVOffset = kKOffset + kKStages * kStageBytes;
+constexpr int kStashOffset = kVOffset + kVStages * kStageBytes;
 constexpr int kStashBytes = 16;
 constexpr int kSharedBytes = kStashOffset + kStashBytes;
 
@@ -40,7 +42,7 @@ constexpr float kLn2 = 0.6931471805599453f;
 static_assert(kWarpRows % 16 == 0, "a warp owns whole 16-row MMA tiles");
 static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
 static_assert(kHeadDimV <= kHeadDim, "rows of V and O fit into those of K and Q");
-static_assert(kRowBytes % 64 == 0, "the swizzle permutes at least four 16-byte chunks");
+static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
 static_assert(kSharedBytes == 81936, "launcher and kernel agree on shared memory");
 
 struct Params {

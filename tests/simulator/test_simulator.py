@@ -223,6 +223,9 @@ def test_counters_are_those_of_the_algorithm(compiler):
         "flash_fwd_hdim128_bf16_m64_packgqa_sm80",
         "flash_fwd_hdim96_fp16_causal_sm80",
         "flash_fwd_hdim64_fp32_m64_sm80",
+        "flash_fwd_hdim80_fp16_m64_sm80",
+        "flash_fwd_hdim112_bf16_causal_sm80",
+        "flash_fwd_hdim160_fp16_sm80",
     ],
 )
 def test_swizzled_tiles_are_read_without_bank_conflicts(name, compiler):

@@ -589,7 +589,7 @@ def test_shipped_specs_are_complete():
     rest = (("none", "causal", "local", "dense"), ("mha", "gqa", "packed"), ("sm80", "sm86"))
     assert points == {
         *itertools.product(alike, ("fp16", "bf16", "fp32"), *rest),
-        *itertools.product([(192, 128)], ("fp16", "bf16"), *rest),
+        *itertools.product([(80, 80), (112, 112), (160, 160), (192, 128)], ("fp16", "bf16"), *rest),
     }
 
 

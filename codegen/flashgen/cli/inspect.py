@@ -50,7 +50,7 @@ give axes; of several variants that fit, the first in the spec's order is shown,
     type=Architecture(),
     help="Architecture for the compiled views. [default: this GPU's, else the first of the spec's]",
 )
-@click.option("--head-dim", type=int, help="Pick by axis: 32, 64, 96, 128, 192 or 256.")
+@click.option("--head-dim", type=int, help="Pick by axis, such as 64 or 128.")
 @click.option("--head-dim-v", type=int, help="Pick by axis, where v has another: 128 beside --head-dim 192.")
 @click.option("--dtype", help="Pick by axis: fp16, bf16 or fp32.")
 @click.option("--mask-type", help="Pick by axis: none, causal, local or dense.")
