@@ -8,7 +8,6 @@ of one block of scores for each thread. The query heads of one kv head share a b
 
 from __future__ import annotations
 
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,7 +18,9 @@ from threadpoolctl import ThreadpoolController
 
 from flashgen.errors import BadParam
 from flashgen.operators.attention import UNBOUNDED
+from flashgen.operators.numbers import bfloat16_bits, widened
 from flashgen.runtime.arrays import host_array
+from flashgen.toolchain.processors import processors
 
 if TYPE_CHECKING:
     from flashgen.operators.attention import Problem
@@ -116,7 +117,7 @@ def attention(
     attend = partial(_attend, problem, q4, k4, v4, mask, out4, lse3, dtype)
     pairs = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_kv
     work = pairs * (problem.head_dim + problem.head_dim_v)
-    threads = min(len(tasks), _cores())
+    threads = min(len(tasks), processors())
     if threads < 2 or work < _PARALLEL_WORK:
         for task in tasks:
             attend(task)
@@ -145,7 +146,9 @@ def _attend(
     width, width_v = problem.head_dim, problem.head_dim_v
     heads = slice(kv_head * group, (kv_head + 1) * group)
     queries = (
-        _widen(q[batch, start:stop, heads], problem, dtype).transpose(1, 0, 2).reshape(group * rows, width)
+        widened(q[batch, start:stop, heads], problem.dtype, dtype)
+        .transpose(1, 0, 2)
+        .reshape(group * rows, width)
     )
     queries = queries * dtype(problem.softmax_scale)
 
@@ -159,7 +162,7 @@ def _attend(
         hidden = _hidden(problem, mask, batch, heads, positions, first, last)
         if hidden is not None and hidden.all():
             continue
-        keys = _widen(k[batch, first:last, kv_head], problem, dtype)
+        keys = widened(k[batch, first:last, kv_head], problem.dtype, dtype)
         scores = queries @ keys.T
         if hidden is not None:
             np.copyto(scores.reshape(group, rows, last - first), -np.inf, where=hidden)
@@ -171,7 +174,7 @@ def _attend(
         decay = np.exp(highest - finite)
         total = total * decay + scores.sum(axis=1)
         result *= decay[:, None]
-        result += scores @ _widen(v[batch, first:last, kv_head], problem, dtype)
+        result += scores @ widened(v[batch, first:last, kv_head], problem.dtype, dtype)
         highest = raised
 
     seen = total != 0
@@ -215,24 +218,7 @@ def _bits(x: np.ndarray) -> np.ndarray:
     return x.view(np.uint16) if x.dtype.name == "bfloat16" else x
 
 
-def _widen(x: np.ndarray, problem: Problem, dtype: type[np.floating]) -> np.ndarray:
-    if problem.dtype == "bf16" and x.dtype == np.uint16:
-        x = (x.astype(np.uint32) << 16).view(np.float32)
-    return np.ascontiguousarray(x, dtype)
-
-
 def _store(target: np.ndarray, values: np.ndarray, problem: Problem) -> None:
     if problem.dtype == "bf16" and target.dtype == np.uint16:
-        values = _bfloat16_bits(np.ascontiguousarray(values, np.float32))
+        values = bfloat16_bits(values)
     target[...] = values
-
-
-def _bfloat16_bits(x: np.ndarray) -> np.ndarray:
-    """The upper halves of fp32 numbers, rounded to nearest, ties to even; a NaN stays one."""
-    bits = x.view(np.uint32)
-    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
-    return np.where(np.isnan(x), np.uint32(0x7FC0), rounded).astype(np.uint16)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
