@@ -21,6 +21,7 @@ from flashgen.errors import (
     DeviceTypeNotSupported,
     NullPointer,
 )
+from flashgen.operators.masks import UNBOUNDED
 
 if TYPE_CHECKING:
     from flashgen.runtime.arrays import ArrayView
@@ -29,8 +30,6 @@ ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 MASK_TYPES = ("none", "dense", "causal_top_left", "causal_bottom_right")
 ROW_ALIGNMENT = 16
 MAX_HEAD_DIM = 256
-# The sum of a position, also one in the last tile's unused rows, and a window stays below 2**31.
-UNBOUNDED = 1 << 30
 MAX_SEQLEN = UNBOUNDED - 4096
 # Smallest normal fp32: a scale of zero would turn the -inf of a masked score into NaN.
 MIN_SCALE = 2.0**-126
