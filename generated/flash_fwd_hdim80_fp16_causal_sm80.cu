@@ -79,38 +79,20 @@ struct Params {
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // softmax_scale * log2(e)
 };
-static_assert(sizeof(Params) == 216);
-static_assert(offsetof(Params, q) == 0);
-static_assert(offsetof(Params, k) == 8);
-static_assert(offsetof(Params, v) == 16);
-static_assert(offsetof(Params, out) == 24);
-static_assert(offsetof(Params, lse) == 32);
-static_assert(offsetof(Params, q_batch_stride) == 40);
-static_assert(offsetof(Params, q_row_stride) == 48);
-static_assert(offsetof(Params, q_head_stride) == 56);
-static_assert(offsetof(Params, k_batch_stride) == 64);
-static_assert(offsetof(Params, k_row_stride) == 72);
-static_assert(offsetof(Params, k_head_stride) == 80);
-static_assert(offsetof(Params, v_batch_stride) == 88);
-static_assert(offsetof(Params, v_row_stride) == 96);
-static_assert(offsetof(Params, v_head_stride) == 104);
-static_assert(offsetof(Params, out_batch_stride) == 112);
-static_assert(offsetof(Params, out_row_stride) == 120);
-static_assert(offsetof(Params, out_head_stride) == 128);
-static_assert(offsetof(Params, batch_size) == 136);
-static_assert(offsetof(Params, num_heads_q) == 140);
-static_assert(offsetof(Params, seqlen_q) == 144);
-static_assert(offsetof(Params, seqlen_kv) == 148);
-static_assert(offsetof(Params, head_dim) == 152);
-static_assert(offsetof(Params, head_dim_v) == 156);
-static_assert(offsetof(Params, num_row_blocks) == 160);
-static_assert(offsetof(Params, heads_per_section) == 164);
-static_assert(offsetof(Params, num_sections) == 168);
-static_assert(offsetof(Params, num_heads_divisor) == 176);
-static_assert(offsetof(Params, section_tiles_divisor) == 184);
-static_assert(offsetof(Params, section_heads_divisor) == 192);
-static_assert(offsetof(Params, last_section_heads_divisor) == 200);
-static_assert(offsetof(Params, diagonal_offset) == 208);
+static_assert(sizeof(Params) == 216 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
+static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, q_batch_stride) == 40);
+static_assert(offsetof(Params, q_row_stride) == 48 && offsetof(Params, q_head_stride) == 56);
+static_assert(offsetof(Params, k_batch_stride) == 64 && offsetof(Params, k_row_stride) == 72);
+static_assert(offsetof(Params, k_head_stride) == 80 && offsetof(Params, v_batch_stride) == 88);
+static_assert(offsetof(Params, v_row_stride) == 96 && offsetof(Params, v_head_stride) == 104);
+static_assert(offsetof(Params, out_batch_stride) == 112 && offsetof(Params, out_row_stride) == 120);
+static_assert(offsetof(Params, out_head_stride) == 128 && offsetof(Params, batch_size) == 136);
+static_assert(offsetof(Params, num_heads_q) == 140 && offsetof(Params, seqlen_q) == 144 && offsetof(Params, seqlen_kv) == 148);
+static_assert(offsetof(Params, head_dim) == 152 && offsetof(Params, head_dim_v) == 156);
+static_assert(offsetof(Params, num_row_blocks) == 160 && offsetof(Params, heads_per_section) == 164);
+static_assert(offsetof(Params, num_sections) == 168 && offsetof(Params, num_heads_divisor) == 176);
+static_assert(offsetof(Params, section_tiles_divisor) == 184 && offsetof(Params, section_heads_divisor) == 192);
+static_assert(offsetof(Params, last_section_heads_divisor) == 200 && offsetof(Params, diagonal_offset) == 208);
 static_assert(offsetof(Params, scale_log2) == 212);
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
@@ -118,7 +100,7 @@ struct Tile {
     int batch;
     int head;
     int kv_head;
-    int first_row;  // rows are queries
+    int first_row;
 };
 
 // n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
@@ -297,18 +279,18 @@ __device__ __forceinline__ Tile stashed_tile(shared_address smem) {
     return tile;
 }
 
-// Online softmax. Scores are kept as the matrix product left them; the scale and log2(e) are folded into one factor, so
-// that weight = 2^(score * scale_log2 - reference) with one multiply-add and one exponential an element.
+// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
+// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
 //
-// `reference` is a row's running maximum, except that it moves only when a score exceeds it by more than kSlack. Weights
-// may then reach 2^kSlack, which costs no accuracy (they are floating-point numbers, and numerator and denominator share
-// the factor) and spares nearly all rescaling of the output and the exchange of maxima between lanes.
+// row_max is the running maximum of a row, except that it moves only when a score exceeds it by more than kSlack. P may then reach
+// 2^kSlack. That costs no accuracy, since O and row_sum share the factor, and spares nearly all rescaling of O and the exchange of
+// maxima between lanes.
 constexpr float kSlack = 8.0f;
 // row_max is kept kPBias below the maximum, so that P, which is rounded to fp16, uses the upper half of its exponents: what is
 // below its normal numbers, 2^-14, is that much less of the row. O, row_sum and the LSE come out the same.
 constexpr float kPBias = 7.0f;
 static_assert(kSlack + kPBias <= 15.0f, "fp16 ends below 2^16");
-constexpr float kNoReference = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
 
 __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
@@ -330,7 +312,7 @@ struct RowTile {
 __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
-        rows[i].row_max[0] = rows[i].row_max[1] = kNoReference;
+        rows[i].row_max[0] = rows[i].row_max[1] = kNoRowMax;
         rows[i].row_sum[0] = rows[i].row_sum[1] = 0.0f;
 #pragma unroll
         for (int n = 0; n < kDimTiles; ++n) {

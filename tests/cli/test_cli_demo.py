@@ -37,7 +37,8 @@ def test_without_a_gpu_the_cpu_computes_and_kernels_compile(no_gpu, short, flash
     assert [kernel["registers"] > 0 for kernel in found["kernels"]] == [True] * 3
     assert found["sources"].keys() == {kernel["variant"] for kernel in found["kernels"]}
     for result in found["results"]:
-        assert 0 < result["error"] <= result["allowed"] < 0.1
+        assert 0 < result["error"] <= result["bound"] < 0.1
+        assert 0 < result["share"] <= 1
         assert result["milliseconds"] > 0
 
 
@@ -103,7 +104,7 @@ def test_with_a_host_compiler_the_cuda_is_simulated(simulating, flashgen):
     assert result.exit_code == 0
     found = json.loads(result.stdout)["simulated"]
     assert found["variant"].startswith("flash_fwd_hdim64_fp16_causal")
-    assert 0 < found["error"] <= found["allowed"] < 0.1
+    assert 0 < found["error"] <= found["bound"] < 0.1
     assert f"the CUDA of {found['variant']}, simulated" in flashgen("demo").stdout
 
 

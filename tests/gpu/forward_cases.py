@@ -131,7 +131,7 @@ def every_seqlen() -> list[Case]:
                 else spread.choice(MASK_SHAPES)
             )
             options = {"mask": Mask(shape, spread.choice(("uint8", "bool")), spread.choice((1, 4, 16)))}
-        # The plain formula's largest error is a yardstick only when there are many elements.
+        # Of few queries, several batch entries.
         batch = max(1, min(16, 64 // max(1, seqlen_q)))
         found.append(Case(batch, seqlen_q, seqlen_kv, 16, kv_heads, head_dim, dtype, **options))
     return found

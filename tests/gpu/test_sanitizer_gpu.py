@@ -18,6 +18,7 @@ import pytest
 from flashgen.runtime.device import device
 from flashgen.schedule.dispatch import runs_on
 from flashgen.toolchain import build, obtain
+from flashgen.toolchain.processors import processors
 from gpu.sanitized import PLANTED, VARIANTS
 from simulator.covering import covering, work
 
@@ -99,7 +100,7 @@ def tool(request):
 
 def test_the_sanitizer_finds_nothing(tool):
     names = [variant.name for variant in chosen(device(0))]
-    workers = min(len(names), os.cpu_count() or 1)
+    workers = min(len(names), processors())
     shares = [names[first::workers] for first in range(workers)]
     with ThreadPoolExecutor(workers) as pool:
         results = list(pool.map(lambda share: watched(tool, share), shares))

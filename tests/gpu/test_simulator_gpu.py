@@ -12,6 +12,7 @@ import secrets
 import numpy as np
 import pytest
 
+from flashgen.operators.numbers import widened
 from flashgen.runtime.device import device
 from flashgen.runtime.launch import bind
 from flashgen.schedule.dispatch import runs_on
@@ -37,13 +38,6 @@ def on_gpu(x: np.ndarray):
     return copy, copy.data.ptr + x.ctypes.data - memory.ctypes.data, memory
 
 
-def numbers(x: np.ndarray, dtype: str) -> np.ndarray:
-    """As float64, bits of bfloat16 as what they mean."""
-    if dtype == "bf16":
-        x = (np.ascontiguousarray(x).astype(np.uint32) << 16).view(np.float32)
-    return x.astype(np.float64)
-
-
 @pytest.mark.parametrize("variant", covering(VARIANTS.values()), ids=lambda variant: variant.name)
 def test_simulator_and_gpu_agree(variant):
     gpu = device(0)
@@ -65,12 +59,12 @@ def test_simulator_and_gpu_agree(variant):
         _, _, _, _, out, lse = copies
         back = out[0].get()
         start = example.out.ctypes.data - out[2].ctypes.data
-        mine = numbers(example.out, variant.dtype)
+        mine = widened(example.out, variant.dtype)
         theirs = np.lib.stride_tricks.as_strided(
             back.view(np.uint8)[start:].view(example.out.dtype), example.out.shape, example.out.strides
         )
-        largest = np.abs(numbers(example.v, variant.dtype)).max(initial=1.0)
-        error = np.abs(mine - numbers(theirs, variant.dtype)).max(initial=0.0)
+        largest = np.abs(widened(example.v, variant.dtype)).max(initial=1.0)
+        error = np.abs(mine - widened(theirs, variant.dtype)).max(initial=0.0)
         assert error <= 2 * UNIT[variant.dtype] * largest, f"{shape}, seed {seed}"
         if lse:
             np.testing.assert_allclose(lse[0].get().reshape(example.lse.shape), example.lse, 1e-5, 1e-5)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from flashgen import paths
+from flashgen.operators.numbers import bfloat16_bits, widened
 from flashgen.simulator import library
 from simulator.kernels import run
 
@@ -152,11 +153,7 @@ def test_m16n8k16_counts_one_kind(rng):
 @pytest.mark.parametrize("element", ["fp16", "bf16"])
 def test_every_finite_16_bit_number_is_read_exactly(element):
     bits = np.arange(1 << 16, dtype=np.uint16)
-    values = (
-        bits.view(np.float16).astype(np.float32)
-        if element == "fp16"
-        else (bits.astype(np.uint32) << 16).view(np.float32)
-    )
+    values = widened(bits.view(np.float16) if element == "fp16" else bits, element, np.float32)
     values, bits = values[np.isfinite(values)], bits[np.isfinite(values)]
     one = {"fp16": 0x3C00, "bf16": 0x3F80}[element]
     # B has ones on its diagonal, so that column k of A becomes column k of D, for k < 8.
@@ -450,7 +447,7 @@ def test_unpack_gives_back_what_was_packed(rng):
     )
     words = bits.view(np.uint16).reshape(-1, 2)
     np.testing.assert_array_equal(out[0], words.view(np.float16).astype(np.float32))
-    np.testing.assert_array_equal(out[1], (words.astype(np.uint32) << 16).view(np.float32))
+    np.testing.assert_array_equal(out[1], widened(words, "bf16", np.float32))
 
 
 def test_pack_rounds_to_nearest_even(rng):
@@ -480,11 +477,9 @@ def test_pack_rounds_to_nearest_even(rng):
     )
     with np.errstate(over="ignore", invalid="ignore"):
         half = values.astype(np.float16).view(np.uint16)
-    bits = values.view(np.uint32).astype(np.uint64)
-    brain = ((bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1))) >> np.uint64(16)).astype(np.uint16)
     nan = np.isnan(values)
     np.testing.assert_array_equal(out[0] & 0xFFFF, np.where(nan, 0x7FFF, half))
-    np.testing.assert_array_equal(out[1] >> 16, np.where(nan, 0x7FFF, brain))
+    np.testing.assert_array_equal(out[1] >> 16, np.where(nan, 0x7FFF, bfloat16_bits(values)))
     assert (out[0] >> 16 == 0x3C00).all()
     assert (out[1] & 0xFFFF == 0x3F80).all()
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from flashgen.render import render
 from flashgen.simulator.example import Shape, make, run
 from flashgen.simulator.library import load
+from flashgen.source.render import render
 from simulator.covering import VARIANTS
 
 

@@ -118,7 +118,7 @@ def test_an_element_that_is_never_written_is_found(bench):
         arrays[4][0, 3, 1, 0] = np.nan
 
     bench.spoil = spoil
-    assert "error inf" in bench.wrong(variant())
+    assert "error NaN or infinite" in bench.wrong(variant())
 
 
 def test_a_wrong_lse_is_found(bench):
@@ -126,7 +126,7 @@ def test_a_wrong_lse_is_found(bench):
         arrays[5][0, 0, 7] += 0.01
 
     bench.spoil = spoil
-    assert "log-sum-exp" in bench.wrong(variant())
+    assert "error of the LSE 1.0e-02" in bench.wrong(variant())
 
 
 def test_runs_that_differ_in_a_bit_are_found(bench):
@@ -167,7 +167,7 @@ def test_right_tiles_are_timed_and_a_wrong_one_is_not(bench):
     bench.spoil = spoil
     right, wrong = bench.time([variant(mask_type="causal")] * 2, case)
     assert right.median_ms > 0
-    assert wrong == "wrong result: relative error 1"
+    assert wrong.startswith("wrong result: error ")
 
 
 @pytest.mark.parametrize(

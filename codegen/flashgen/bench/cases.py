@@ -11,6 +11,7 @@ import numpy as np
 from flashgen.errors import BadParam
 from flashgen.operators.arguments import total_bytes
 from flashgen.operators.attention import ARGUMENTS, DTYPES
+from flashgen.operators.masks import UNBOUNDED, Band
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -78,6 +79,14 @@ class Case:
         return self.mask in ("random", "documents")
 
     @property
+    def band(self) -> Band:
+        """Which keys a query may see, apart from a dense mask."""
+        if self.mask not in ("causal", "window"):
+            return Band()
+        left = self.window if self.mask == "window" else UNBOUNDED
+        return Band(self.seqlen_kv - self.seqlen_q, left, 0)
+
+    @property
     def pairs(self) -> float:
         """Query-key pairs of one head that count as work.
 
@@ -88,10 +97,8 @@ class Case:
         if self.mask == "causal":
             return everything / 2
         if self.mask == "window":
-            # Row i sees the keys up to i + offset, and `window` keys before that one.
-            last = np.arange(self.seqlen_q, dtype=np.int64) + (self.seqlen_kv - self.seqlen_q)
-            first = np.maximum(last - self.window, 0)
-            return int(np.maximum(last - first + 1, 0)[last >= 0].sum())
+            ranges = (self.band.keys_of_every(row, row + 1, self.seqlen_kv) for row in range(self.seqlen_q))
+            return sum(end - begin for begin, end in ranges)
         if self.mask == "documents":
             return everything - int(np.count_nonzero(self.hidden(np.random.default_rng(0))))
         return everything
@@ -120,18 +127,6 @@ class Case:
             document_kv = np.arange(self.seqlen_kv) * self.documents // self.seqlen_kv
             return document_q[:, None] != document_kv[None, :]
         raise BadParam(f"bench case {self.name!r} has no mask array: its mask is {self.mask!r}")
-
-    def visible_rows(self, rows: np.ndarray, hidden: np.ndarray | None) -> np.ndarray:
-        """Which keys the given query rows see, bool (len(rows), seqlen_kv)."""
-        if hidden is not None:
-            return ~hidden[rows].astype(bool)
-        keys = np.arange(self.seqlen_kv)[None, :]
-        last = rows[:, None] + (self.seqlen_kv - self.seqlen_q)
-        if self.mask == "causal":
-            return keys <= last
-        if self.mask == "window":
-            return (keys <= last) & (keys >= last - self.window)
-        return np.ones((len(rows), self.seqlen_kv), dtype=bool)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,13 +23,15 @@ SCHEMA = 1
 class Measurement:
     """One peer on one case: a timing, or a note that says why there is none.
 
-    ``relative_error`` is against float64 for flashgen and against flashgen for a peer; ``agrees`` whether it
-    is within the tolerance. ``first_call_s`` is the wall time of the first call, compilation included.
+    ``error_share`` is flashgen's largest error against float64 as a share of its bound, ``relative_error`` a
+    peer's against flashgen; ``agrees`` whether it is small enough. ``first_call_s`` is the wall time of the
+    first call, compilation included.
     ``failed`` tells a peer that raised an error from one that does not take the case.
     """
 
     peer: str
     timing: Timing | None = None
+    error_share: float | None = None
     relative_error: float | None = None
     agrees: bool | None = None
     first_call_s: float | None = None

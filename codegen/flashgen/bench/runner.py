@@ -163,13 +163,16 @@ def _first_call(
     host.synchronize()
     seconds = time.perf_counter() - start
     if reference is None:
-        error, tolerance = check.sampled_error(case, sets[0], out, host, rng), check.OWN_TOLERANCE[case.dtype]
+        share, error = check.sampled_share(case, sets[0], out, host, rng), None
+        agrees = share <= 1
     else:
-        error, tolerance = host.relative_error(out, reference), check.PEER_TOLERANCE[case.dtype]
+        share, error = None, host.relative_error(out, reference)
+        agrees = error <= check.PEER_TOLERANCE[case.dtype]  # False for NaN too
     measurement = Measurement(
         peer.name,
+        error_share=share,
         relative_error=error,
-        agrees=error <= tolerance,  # False for NaN too
+        agrees=agrees,
         first_call_s=seconds,
         variant=getattr(peer, "variant", None),
     )

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from flashgen.operators.attention import Problem
+    from flashgen.operators.reference import Largest
     from flashgen.runtime.device import Device
     from flashgen.spec.variant import Variant
     from flashgen.toolchain.build import Built
@@ -60,8 +61,8 @@ Examples:
   flashgen demo
   flashgen demo --json
 
-The error is the largest one of the first head. Exit code 1 when a kernel does not compile, or when an error
-is more than twice that of the plain formula in the same precision plus 1e-5.
+The error is the one of the first head that is the largest share of its bound: what rounding can do to that
+element at most. Exit code 1 when a kernel does not compile, or when an error exceeds its bound.
 """,
 )
 @json_option
@@ -172,6 +173,7 @@ def _run(call: Call, gpu: Device | None) -> dict[str, Any]:
     import numpy as np
 
     import flashgen
+    from flashgen.operators.masks import visible_keys
 
     options = call.case.options
     if gpu:
@@ -193,17 +195,16 @@ def _run(call: Call, gpu: Device | None) -> dict[str, Any]:
         begin = time.perf_counter()
         flashgen.attention(*call.arrays, out=computed, **options)
         milliseconds = 1e3 * (time.perf_counter() - begin)
-    error, allowed = _distance(call, computed)
+    worst = _worst(call, computed)
     width = call.problem.head_dim + call.problem.head_dim_v
-    flops = 2.0 * call.problem.num_heads_q * _visible(call.problem).sum() * width
+    flops = 2.0 * call.problem.num_heads_q * visible_keys(call.problem).sum() * width
     return {
         "case": call.case.title,
         "shape": list(call.problem.out_shape),
         "dtype": call.case.dtype,
         "variant": call.variant.name if gpu else None,
-        "error": None if np.isnan(error) else error,
-        "allowed": allowed,
-        "ok": bool(error <= allowed),
+        **worst.as_dict(),
+        "ok": worst.share <= 1,
         "milliseconds": milliseconds,
         "tflops": flops / milliseconds / 1e9,
     }
@@ -214,8 +215,8 @@ def _simulated() -> dict[str, Any]:
     import numpy as np
 
     import flashgen
+    from flashgen.operators.reference import judge
     from flashgen.simulator import hostcompiler
-    from flashgen.simulator.check import judge
 
     why = hostcompiler.why_unavailable()
     if why:
@@ -239,62 +240,35 @@ def _simulated() -> dict[str, Any]:
     return found | {
         "ok": verdict.ok,
         "failure": "",
-        "error": verdict.error if np.isfinite(verdict.error) else None,
-        "allowed": verdict.allowed,
+        **verdict.out.as_dict(),
         "seconds": time.perf_counter() - compiled,
     }
 
 
-def _distance(call: Call, computed: np.ndarray) -> tuple[float, float]:
-    """Largest error of the first head against float64, and the largest that is allowed."""
-    import numpy as np
+def _worst(call: Call, computed: np.ndarray) -> Largest:
+    """The worst element of the first head against float64."""
+    from flashgen.operators import reference
+    from flashgen.operators.masks import Band
+    from flashgen.operators.numbers import widened
 
-    q, k, v = (array[0, :, 0].astype(np.float64) for array in call.arrays)
-    visible, scale = _visible(call.problem), call.problem.softmax_scale
-    exact = _plain(q, k, v, visible, scale, np.dtype(np.float64))
-    plain = _plain(q, k, v, visible, scale, call.arrays[0].dtype)
-    error = np.abs(computed[0, :, 0].astype(np.float64) - exact).max()
-    return float(error), float(2 * np.abs(plain - exact).max() + 1e-5)
-
-
-def _plain(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, visible: np.ndarray, scale: float, dtype: np.dtype
-) -> np.ndarray:
-    """softmax(q k^T scale) v of one head by the formula, every step rounded to `dtype`; in float64.
-
-    Each row sees a key.
-    """
-    import numpy as np
-
-    def rounded(x: np.ndarray) -> np.ndarray:
-        return x.astype(dtype).astype(np.float64)
-
-    scores = np.where(visible, rounded(rounded(q @ k.T) * scale), -np.inf)
-    weights = rounded(np.exp(scores - scores.max(axis=1, keepdims=True)))
-    return rounded(rounded(weights / weights.sum(axis=1, keepdims=True)) @ v)
-
-
-def _visible(problem: Problem) -> np.ndarray:
-    """Which keys each query sees, bool (seqlen_q, seqlen_kv)."""
-    import numpy as np
-
-    away = np.arange(problem.seqlen_kv) - np.arange(problem.seqlen_q)[:, None] - problem.diagonal_offset
-    return (away >= -problem.window_left) & (away <= problem.window_right)
+    problem = call.problem
+    *arrays, found = (widened(x[:, :, :1], problem.dtype) for x in (*call.arrays, computed))
+    expected = reference.attention(*arrays, problem.dtype, problem.softmax_scale, Band.of(problem))
+    return reference.largest(found, expected.out, expected.out_bound)
 
 
 def _print_results(results: list[dict[str, Any]]) -> None:
     from flashgen.cli.output import Column, print_table
 
     columns = [Column("case"), Column("shape"), Column("dtype")]
-    columns += [Column(name, number=True) for name in ("error", "allowed", "time", "rate")]
+    columns += [Column(name, number=True) for name in ("error", "of its bound", "time", "rate")]
     columns.append(Column("computed by", optional=True))
     rows = [
         [
             result["case"],
             "x".join(map(str, result["shape"])),
             result["dtype"],
-            "NaN !" if result["error"] is None else f"{result['error']:.1e}" + ("" if result["ok"] else " !"),
-            f"{result['allowed']:.1e}",
+            *_error(result),
             _short(result["milliseconds"] / 1e3, (("s", 1), ("ms", 1e-3), ("µs", 1e-6))),
             _short(result["tflops"], (("TFLOP/s", 1), ("GFLOP/s", 1e-3))),
             result["variant"] or "the CPU path",
@@ -303,6 +277,14 @@ def _print_results(results: list[dict[str, Any]]) -> None:
     ]
     click.echo()
     print_table(columns, rows, ["" if result["ok"] else "red" for result in results])
+
+
+def _error(result: dict[str, Any]) -> tuple[str, str]:
+    """The error, with a mark where it is too large, and its share of the bound."""
+    if result["error"] is None:
+        return "NaN !", "-"
+    share = "-" if result["share"] is None else f"{result['share']:.2f}"
+    return f"{result['error']:.1e}" + ("" if result["ok"] else " !"), share
 
 
 def _short(value: float, units: tuple[tuple[str, float], ...]) -> str:
@@ -322,10 +304,9 @@ def _print_simulated(simulated: dict[str, Any]) -> None:
         click.echo(f"  {simulated['failure']} !")
         return
     shape = "x".join(map(str, simulated["shape"]))
-    error = "NaN" if simulated["error"] is None else f"{simulated['error']:.1e}"
-    mark = "" if simulated["ok"] else " !"
+    error, share = _error(simulated)
     times = f"{simulated['seconds']:.1f} s after {simulated['compile_seconds']:.1f} s of compiling"
-    click.echo(f"  {shape} causal: error {error}, allowed {simulated['allowed']:.1e}{mark}; {times}")
+    click.echo(f"  {shape} causal: error {error}, {share} of its bound; {times}")
 
 
 def _print_sources(sources: dict[str, str | None]) -> None:

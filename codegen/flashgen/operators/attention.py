@@ -27,6 +27,7 @@ from flashgen.operators.arguments import (
     check_strides,
     place,
 )
+from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.operator import Axis, Number, Operator, Problem, Value
 
 if TYPE_CHECKING:
@@ -39,8 +40,6 @@ MASK_TYPES = ("none", "dense", "causal_top_left", "causal_bottom_right")
 # What a kernel implements; see `AttentionProblem`.
 KERNEL_MASKS = ("none", "causal", "local", "dense")
 MAX_HEAD_DIM = 256
-# The sum of a position, also one in the last tile's unused rows, and a window stays below 2**31.
-UNBOUNDED = 1 << 30
 MAX_SEQLEN = UNBOUNDED - 4096
 # Smallest normal fp32: a scale of zero would turn the -inf of a masked score into NaN.
 MIN_SCALE = 2.0**-126

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flashgen.errors import BadParam
-from flashgen.operators.attention import UNBOUNDED, AttentionProblem, normalise
+from flashgen.operators.attention import AttentionProblem, normalise
+from flashgen.operators.masks import UNBOUNDED
+from flashgen.operators.numbers import bfloat16_bits
+from flashgen.operators.reference import Verdict, judge
 from flashgen.runtime.arrays import ArrayView
 from flashgen.schedule.plan import plan_steps
 from flashgen.simulator import hardware
-from flashgen.simulator.check import Verdict, bfloat16_bits, judge
 from flashgen.simulator.execute import simulate
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from flashgen.operators.arguments import DTYPE_BYTES
 from flashgen.schedule.parameters import filled
 from flashgen.schedule.tensormap import BYTES
 from flashgen.simulator.library import COUNTERS, SITE_KINDS, Launch, RawReport, RawTensorMap, Region, Site
+from flashgen.toolchain.processors import processors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -176,7 +176,7 @@ def execute(
         library.simulate(launch, raw)
         return raw
 
-    shares = _shares(math.prod(grid), threads or _cores())
+    shares = _shares(math.prod(grid), threads or processors())
     if len(shares) == 1:
         raws = [run(shares[0])]
     else:
@@ -288,7 +288,3 @@ def _merged(raws: Sequence[RawReport]) -> Report:
                 total[at] += value
     accesses = tuple(Access(line, SITE_KINDS[kind], *total) for (line, kind), total in sorted(sites.items()))
     return Report(counters, accesses)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flashgen.operators.masks import visible_keys
 from flashgen.schedule.grid import ROWS, heads, rows, tiles
-from flashgen.simulator.check import visible_keys
 
 if TYPE_CHECKING:
     from flashgen.operators.attention import AttentionProblem

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import os
 import platform
 import re
 import tempfile
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING
 from flashgen.errors import InternalError
 from flashgen.simulator import hostcompiler
 from flashgen.toolchain import cache as caches
+from flashgen.toolchain.processors import processors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -296,7 +296,7 @@ def _engine(compiler: HostCompiler, cache: CubinCache | None) -> bytes:
             def compile_one(source: Path, target: Path) -> None:
                 hostcompiler.build(compiler, options, (source,), target, "the simulator's engine")
 
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
+            with ThreadPoolExecutor(processors()) as pool:
                 list(pool.map(compile_one, sources, objects))
             output = Path(folder, "engine")
             hostcompiler.build(compiler, ("-r",), objects, output, "the simulator's engine")

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from flashgen import paths
 from flashgen.errors import CompileError, NoCompilerError
+from flashgen.toolchain.processors import processors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -151,7 +152,7 @@ def in_parallel(
     from concurrent.futures import ThreadPoolExecutor, as_completed
 
     items = list(items)
-    pool = ThreadPoolExecutor(workers or default_workers(), thread_name_prefix="flashgen-compile")
+    pool = ThreadPoolExecutor(workers or processors(), thread_name_prefix="flashgen-compile")
     try:
         places = {pool.submit(work, item): place for place, item in enumerate(items)}
         results: dict[int, Result] = {}
@@ -163,13 +164,6 @@ def in_parallel(
         return [results[place] for place in range(len(items))]
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def default_workers() -> int:
-    """How many processors this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @functools.cache

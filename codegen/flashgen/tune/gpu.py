@@ -13,11 +13,11 @@ from flashgen.bench.hosts import CupyHost, TorchHost
 from flashgen.bench.timing import graph_step, rotation, stream_step, time_interleaved
 from flashgen.errors import BadParam, InternalError
 from flashgen.operators.attention import normalise
+from flashgen.operators.reference import judge
 from flashgen.runtime import kernel
 from flashgen.runtime.arrays import view
 from flashgen.runtime.launch import prepare
 from flashgen.runtime.plans import Plan
-from flashgen.simulator.check import bfloat16_bits, judge
 from flashgen.toolchain import obtain
 from flashgen.tune.contest import label
 
@@ -60,7 +60,7 @@ class GpuBench:
         return obtain.arch_for(variant, self._device)
 
     def wrong(self, variant: Variant) -> str:
-        """Compare a ragged problem with float64, all elements, by the criterion of ``judge``; then run it
+        """Compare a ragged problem with float64, all elements, by the bound of ``reference``; then run it
         again: the result is the same to the bit.
 
         A kernel that cannot be loaded or launched is wrong as well. Raises InternalError for one that the GPU
@@ -103,11 +103,8 @@ class GpuBench:
             computed = plan(inputs.q, inputs.k, inputs.v, mask=inputs.mask, out=inputs.out)
             results.append([self._host.numpy(x) for x in computed])
         mask = None if inputs.mask is None else self._host.numpy(inputs.mask)
-        q, k, v, out = (
-            bfloat16_bits(x) if variant.dtype == "bf16" else x
-            for x in (*map(self._host.numpy, (inputs.q, inputs.k, inputs.v)), results[0][0])
-        )
-        verdict = judge(plan.problem, q, k, v, mask, out, results[0][1])
+        q, k, v = map(self._host.numpy, (inputs.q, inputs.k, inputs.v))
+        verdict = judge(plan.problem, q, k, v, mask, *results[0])
         if not verdict.ok:
             return f"wrong result: {verdict}"
         first = [x.tobytes() for x in results[0]]
@@ -135,9 +132,9 @@ class GpuBench:
             run = self._runner(variant, case, sets)
             host.poison(sets[0].out)
             out = run(0)
-            error = check.sampled_error(case, sets[0], out, host, np.random.default_rng(self._seed))
-            if not error <= check.OWN_TOLERANCE[case.dtype]:
-                wrong[index] = f"wrong result: relative error {error:.2g}"
+            share = check.sampled_share(case, sets[0], out, host, np.random.default_rng(self._seed))
+            if share > 1:
+                wrong[index] = f"wrong result: error {share:.2g} of its bound"
                 continue
             graph = case.clock == "graph"
             steps[str(index)] = graph_step(run, len(sets), host) if graph else stream_step(run, len(sets))

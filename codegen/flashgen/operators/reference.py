@@ -1,0 +1,247 @@
+"""What attention must give, in float64, and how far a kernel may be from it, element by element.
+
+Arrays may be of NumPy, CuPy or PyTorch, on any device: what is called here has one name in all of them.
+
+The bound. Of one row let s_j be the scores (scaled, natural units) of the n keys that it sees, p_j their
+softmax, o = sum_j p_j v_j a result, A = sum_j p_j |v_j|, and S = softmax_scale max_j sum_i |q_i k_ji|. With u
+the unit roundoff of the dtype,
+
+    e = 2^-21 S + 2^-19 + 2^-24 sqrt(n)
+    |error of out| <= 1.05 u (A + |o|) + A e + least_p sum_j |v_j| + least_out
+    |error of lse| <= e + 2^-22 (S + |lse|)
+
+- u A: each P is rounded to the dtype for P V; their sum is taken before. u |o|: the result is rounded.
+- 1.05: products of two errors, and P V summed by tensor cores, which truncate every 16 keys and so lose up to
+  2^-27 A a key. With more than a few thousand keys P's own errors average out and leave u A to that loss:
+  enough for 2^16 keys whose values all have one sign, in fp16.
+- e: an error d of s_j makes p_j wrong by the factor exp(d), so natural units are those that count; in log2
+  units, which kernels use, scores and their errors are both 1.44 times as large.
+- 2^-21 S: the sum over head_dim in fp32, softmax_scale log2(e) in fp32, and the subtraction of row_max. All
+  are relative to the terms of q k and not to s_j, of which cancellation may leave nothing; |s_j| <= S.
+- 2^-19: ex2.approx (2^-22), factors of rescaling, the reciprocal of row_sum, and P V within a block of keys.
+- 2^-24 sqrt(n): row_sum, and P V over the blocks, rounded to nearest in fp32 up to n times. Errors of random
+  sign add up to 0.24 * 2^-24 sqrt(n) in the root mean square if one lane takes all keys; kernels use four.
+- least_p: with row_max subtracted P is at most 1, and loses what lies below the least step of its dtype: half
+  of 2^-24 in fp16, which has subnormals, and what ex2.approx.ftz flushes to 0 in the others.
+- least_out: likewise for the result.
+- 2^-22 (S + |lse|): lg2.approx of row_sum, the logarithm of which is at most S + |lse|, and the change to
+  base e.
+
+fp32 has no u A: its P V, and Q K^T, are three products of TF32 that leave out at most 2.5 * 2^-21 of each
+term. For P V that lies within 2^-19. For Q K^T it is more than 2^-21 S only if nearly all terms agree in the
+sign of their errors, which are independent: as a rule they come to 2^-21 S / sqrt(head_dim).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from flashgen.operators.masks import Band, hidden_keys
+from flashgen.operators.numbers import widened
+
+if TYPE_CHECKING:
+    from flashgen.operators.attention import Problem
+
+UNIT_ROUNDOFF = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24}
+# Exponent of the largest error of a P that fp16 holds as a subnormal: kernels bias P by 2^7.
+FP16_P_EXPONENT = -32
+LEAST_OUT = {"fp16": 2.0**-25, "bf16": 2.0**-126, "fp32": 2.0**-126}
+LEAST_P = LEAST_OUT | {"fp16": 2.0**FP16_P_EXPONENT}
+
+# Scores at once: 32 MiB in float64.
+_SCORES = 1 << 22
+
+
+class Expected(NamedTuple):
+    """Results, and the largest errors that they may have: float64, 0 for a row that sees nothing.
+
+    ``out`` and ``out_bound`` have the shape (batch, rows, num_heads_q, head_dim_v), ``lse`` and ``lse_bound``
+    (batch, num_heads_q, rows). A row that sees nothing has out 0 and lse -inf.
+    """
+
+    out: Any
+    lse: Any
+    out_bound: Any
+    lse_bound: Any
+
+
+class Largest(NamedTuple):
+    """The element whose error is the largest share of its bound: that share, infinite for NaN or a wrong
+    infinity; the error, the bound, and the element's index."""
+
+    share: float
+    error: float
+    bound: float
+    index: tuple[int, ...]
+
+    def as_dict(self) -> dict[str, float | None]:
+        """Share, error and bound, for JSON: None for what is infinite."""
+        numbers = {"share": self.share, "error": self.error, "bound": self.bound}
+        return {name: number if math.isfinite(number) else None for name, number in numbers.items()}
+
+    def describe(self) -> str:
+        """The error in a few words, without the place."""
+        if math.isinf(self.error):
+            return "NaN or infinite"
+        if math.isinf(self.share):
+            return f"{self.error:.1e} where the result is exact"
+        return f"{self.error:.1e}, {self.share:.3g} of its bound"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The worst elements of ``out``, at (batch, row, head, column), and of the log-sum-exp, at (batch, head,
+    row); None if that was not asked for.
+    """
+
+    out: Largest
+    lse: Largest | None
+
+    @property
+    def ok(self) -> bool:
+        return self.out.share <= 1 and (self.lse is None or self.lse.share <= 1)
+
+    def __str__(self) -> str:
+        text = f"error {self.out.describe()}, at (batch, row, head, column) {self.out.index}"
+        if self.lse is not None:
+            text += f"; error of the LSE {self.lse.describe()}, at (batch, head, row) {self.lse.index}"
+        return text
+
+
+def judge(
+    problem: Problem,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    mask: np.ndarray | None,
+    out: np.ndarray,
+    lse: np.ndarray | None = None,
+) -> Verdict:
+    """Compare the results of a call with float64, on the host.
+
+    Arrays have the shapes of the contract; bfloat16 elements may be of ml_dtypes, their bits in uint16, or
+    numbers.
+    """
+    q, k, v, out = (_batched(widened(x, problem.dtype), 4) for x in (q, k, v, out))
+    expected = attention(q, k, v, problem.dtype, problem.softmax_scale, Band.of(problem), mask)
+    found_lse = None if lse is None else largest(_batched(lse, 3), expected.lse, expected.lse_bound)
+    return Verdict(largest(out, expected.out, expected.out_bound), found_lse)
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    dtype: str,
+    scale: float,
+    band: Band = Band(),  # noqa: B008 - immutable
+    dense: Any = None,
+    rows: Any = None,
+) -> Expected:
+    """softmax(q k^T scale) v in float64, and the bound for a kernel that computes in ``dtype``.
+
+    q is (batch, rows, num_heads_q, head_dim), k (batch, seqlen_kv, num_heads_kv, head_dim), v likewise with
+    head_dim_v: float64, elements as the kernel got them. ``dense``, nonzero where a key is hidden, broadcasts
+    to (batch, num_heads_q, rows, seqlen_kv). ``rows`` are the positions of q's rows among all queries,
+    integers; None if q has all of them.
+    """
+    xp = _library(q)
+    place = {"device": q.device} if xp.__name__ == "torch" else {}
+    batch, count, heads, _ = q.shape
+    seqlen_kv, group = k.shape[1], heads // k.shape[2]
+    found = Expected(
+        xp.zeros((batch, heads, count, v.shape[-1]), dtype=xp.float64, **place),
+        xp.full((batch, heads, count), -math.inf, dtype=xp.float64, **place),
+        xp.zeros((batch, heads, count, v.shape[-1]), dtype=xp.float64, **place),
+        xp.zeros((batch, heads, count), dtype=xp.float64, **place),
+    )
+    if rows is None:
+        rows = xp.arange(count, **place)
+    keys = xp.arange(seqlen_kv, **place)
+    if dense is not None:
+        dense = xp.broadcast_to(dense, (batch, heads, count, seqlen_kv))
+    rows_at_once = max(1, min(count, _SCORES // max(1, seqlen_kv)))
+    pairs_at_once = max(1, _SCORES // (rows_at_once * max(1, seqlen_kv)))
+    for first in range(0, batch * heads if count and seqlen_kv else 0, pairs_at_once):
+        pairs = xp.arange(first, min(first + pairs_at_once, batch * heads), **place)
+        entry, head = pairs // heads, pairs % heads
+        some_k, some_v = (x[entry, :, head // group] for x in (k, v))
+        for start in range(0, count, rows_at_once):
+            part = slice(start, start + rows_at_once)
+            some_dense = None if dense is None else dense[entry, head, part]
+            hidden = hidden_keys(band, some_dense, rows[part][:, None], keys)
+            results = _attend(xp, q[entry, part, head], some_k, some_v, hidden, scale, dtype)
+            for whole, result in zip(found, results, strict=True):
+                whole[entry, head, part] = result
+    return found._replace(out=found.out.swapaxes(1, 2), out_bound=found.out_bound.swapaxes(1, 2))
+
+
+def shares(found: Any, expected: Any, bound: Any) -> Any:
+    """|found - expected| / bound, element by element; infinite where one is NaN or they are not the same
+    infinity. An element whose bound is 0 must be exact.
+    """
+    xp = _library(expected)
+    with np.errstate(all="ignore"):
+        share = xp.where(found == expected, 0.0, xp.abs(found - expected) / bound)
+    return xp.where(share == share, share, math.inf)
+
+
+def largest(found: Any, expected: Any, bound: Any) -> Largest:
+    """The worst of ``shares``; a share of 0 where there are no elements."""
+    each = shares(found, expected, bound)
+    if 0 in each.shape:
+        return Largest(0.0, 0.0, 0.0, ())
+    index = tuple(map(int, np.unravel_index(int(each.reshape(-1).argmax()), tuple(each.shape))))
+    share = float(each[index])
+    error = abs(float(found[index]) - float(expected[index])) if share else 0.0
+    return Largest(share, math.inf if math.isnan(error) else error, float(bound[index]), index)
+
+
+def _attend(
+    xp: Any, q: Any, k: Any, v: Any, hidden: Any, scale: float, dtype: str
+) -> tuple[Any, Any, Any, Any]:
+    """``Expected`` for some heads: q (heads, rows, head_dim), k and v (heads, seqlen_kv, ...) with a key;
+    hidden None, or broadcastable to (heads, rows, seqlen_kv).
+    """
+    scores = q @ k.swapaxes(1, 2) * scale
+    score_sizes = xp.abs(q) @ xp.abs(k).swapaxes(1, 2) * scale
+    v_sizes = xp.abs(v)
+    if hidden is None:
+        keys_seen = k.shape[1]
+        visible_v = xp.sum(v_sizes, axis=1, keepdims=True)
+    else:
+        visible = xp.where(hidden, 0.0, xp.ones_like(scores))
+        keys_seen = xp.sum(visible, axis=-1, keepdims=True)
+        visible_v = visible @ v_sizes
+        scores = xp.where(hidden, -math.inf, scores)
+        score_sizes = xp.where(hidden, 0.0, score_sizes)
+    row_max = xp.amax(scores, axis=-1, keepdims=True)
+    sees_nothing = row_max == -math.inf
+    p = xp.exp(scores - xp.where(sees_nothing, 0.0, row_max))
+    row_sum = xp.sum(p, axis=-1, keepdims=True)
+    row_sum = xp.where(sees_nothing, 1.0, row_sum)
+    p = p / row_sum
+    out, lse = p @ v, row_max + xp.log(row_sum)
+
+    size = xp.amax(score_sizes, axis=-1, keepdims=True)
+    relative = 2.0**-21 * size + 2.0**-19 + 2.0**-24 * keys_seen**0.5
+    mean_size = p @ v_sizes
+    out_bound = 1.05 * UNIT_ROUNDOFF[dtype] * (mean_size + xp.abs(out)) + mean_size * relative
+    out_bound = out_bound + LEAST_P[dtype] * visible_v + LEAST_OUT[dtype]
+    lse_bound = relative + 2.0**-22 * (size + xp.abs(lse))
+    out_bound, lse_bound = (xp.where(sees_nothing, 0.0, bound) for bound in (out_bound, lse_bound))
+    return out, lse[..., 0], out_bound, lse_bound[..., 0]
+
+
+def _library(x: Any) -> Any:
+    """The module of NumPy, CuPy or PyTorch that an array is of."""
+    return sys.modules[type(x).__module__.partition(".")[0]]
+
+
+def _batched(x: np.ndarray, dimensions: int) -> np.ndarray:
+    return x if x.ndim == dimensions else x[None]
