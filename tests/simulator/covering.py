@@ -60,9 +60,7 @@ def shapes(variant: Variant) -> list[Shape]:
     """
     rows, keys = variant.tile_value("block_m"), variant.tile_value("block_n")
     step = 4 if variant.dtype == "fp32" else 8
-    smaller = {32: 0, 64: 32, 80: 64, 96: 80, 112: 96, 128: 112, 160: 128, 192: 160, 256: 192}[
-        variant.head_dim
-    ]
+    smaller = max((v.head_dim for v in VARIANTS.values() if v.head_dim < variant.head_dim), default=0)
     # A tensor map of packed rows needs a group that divides the tile.
     mapped = any(param.ctype == TENSOR_MAP for param in variant.params)
     heads, kv_heads = (2, 2) if variant.gqa == "mha" else (4 if mapped else 3, 1)
