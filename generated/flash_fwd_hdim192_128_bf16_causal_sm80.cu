@@ -259,8 +259,8 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
     }
 }
 
-// Registers are too scarce to keep the tile through the loop for the epilogue: it is stashed in shared memory. Reading it back takes
-// less than working it out again.
+// Registers are too scarce to keep the tile through the loop: it is stashed in shared memory. Reading it back takes less than working
+// it out again.
 __device__ __forceinline__ void stash_tile(const Tile& tile, shared_address smem) {
     store_shared_64(smem + kStashOffset, tile.batch, tile.head);
     store_shared_64(smem + kStashOffset + 8, tile.kv_head, tile.first_row);
@@ -569,7 +569,10 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
         softmax_step(scores, rows, params.scale_log2, p);
     };
 
-    if (blocks.last >= blocks.first) fetch_k(blocks.last);
+    if (blocks.last >= blocks.first) {
+        load_q(params, tile, smem);
+        fetch_k(blocks.last);
+    }
     barrier_sync(kThreads);  // the stash is written: a tile without keys meets no other barrier
 
     for (int block = blocks.last; block >= blocks.first; --block) {
@@ -708,7 +711,6 @@ flash_fwd_hdim192_128_bf16_causal_sm80(const __grid_constant__ Params params) {
     // grid before this one to have ended.
     griddepcontrol_launch_dependents();
 
-    if (blocks.last >= blocks.first) load_q(params, tile, smem);
     main_loop(params, tile, blocks, rows, smem, warp, lane);
 
     const Tile stored_tile = stashed_tile(smem);

@@ -269,8 +269,8 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
     }
 }
 
-// Registers are too scarce to keep the tile through the loop for the epilogue: it is stashed in shared memory. Reading it back takes
-// less than working it out again.
+// Registers are too scarce to keep the tile through the loop: it is stashed in shared memory. Reading it back takes less than working
+// it out again.
 __device__ __forceinline__ void stash_tile(const Tile& tile, shared_address smem) {
     store_shared_64(smem + kStashOffset, tile.batch, tile.head);
     store_shared_64(smem + kStashOffset + 8, tile.kv_head, tile.first_row);
@@ -669,6 +669,7 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
     const element* k = head_k(params, tile);
     const element* v = head_v(params, tile);
     if (blocks.last >= blocks.first) {
+        load_q(params, tile, smem);
         copy_k(params, k, k_stage, blocks.last);
         cp_async_commit();
     }
@@ -847,7 +848,6 @@ flash_fwd_hdim256_bf16_sm80(const __grid_constant__ Params params) {
     // grid before this one to have ended.
     griddepcontrol_launch_dependents();
 
-    if (blocks.last >= blocks.first) load_q(params, tile, smem);
     main_loop(params, tile, blocks, rows, smem, warp, lane);
 
     const Tile stored_tile = stashed_tile(smem);

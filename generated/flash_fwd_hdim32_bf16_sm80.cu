@@ -271,7 +271,8 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
     }
 }
 
-// Registers are too scarce to keep through the loop what is needed once a block or once a tile: it is stashed in shared memory.
+// Registers are too scarce to keep the tile through the loop: it is stashed in shared memory. Reading it back takes less than working
+// it out again.
 __device__ __forceinline__ void stash_tile(const Tile& tile, shared_address smem) {
     store_shared_64(smem + kStashOffset, tile.batch, tile.head);
     store_shared_64(smem + kStashOffset + 8, tile.kv_head, tile.first_row);
@@ -287,7 +288,7 @@ __device__ __forceinline__ Tile stashed_tile(shared_address smem) {
     return tile;
 }
 
-// Where K and V of the tile's head begin.
+// Where K and V of the tile's head begin, stashed likewise.
 struct KvHead {
     const element* k;
     const element* v;
@@ -587,6 +588,7 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
     const KvHead head = {head_k(params, tile), head_v(params, tile)};
     if (threadIdx.x == 0) stash_kv_head(head, smem);
     if (blocks.last >= blocks.first) {
+        load_q(params, tile, smem);
         copy_k(params, head.k, k_stage(blocks.last), blocks.last);
         cp_async_commit();
         copy_v(params, head.v, v_stage, blocks.last);
@@ -744,7 +746,6 @@ flash_fwd_hdim32_bf16_sm80(const __grid_constant__ Params params) {
     // grid before this one to have ended.
     griddepcontrol_launch_dependents();
 
-    if (blocks.last >= blocks.first) load_q(params, tile, smem);
     main_loop(params, tile, blocks, rows, smem, warp, lane);
 
     const Tile stored_tile = stashed_tile(smem);

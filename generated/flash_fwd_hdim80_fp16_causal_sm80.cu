@@ -262,8 +262,8 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
     }
 }
 
-// Registers are too scarce to keep the tile through the loop for the epilogue: it is stashed in shared memory. Reading it back takes
-// less than working it out again.
+// Registers are too scarce to keep the tile through the loop: it is stashed in shared memory. Reading it back takes less than working
+// it out again.
 __device__ __forceinline__ void stash_tile(const Tile& tile, shared_address smem) {
     store_shared_64(smem + kStashOffset, tile.batch, tile.head);
     store_shared_64(smem + kStashOffset + 8, tile.kv_head, tile.first_row);
@@ -576,7 +576,10 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
                             params.seqlen_kv - block * kBlockN, copy_head_dim);
     };
 
-    if (blocks.last >= blocks.first) fetch(blocks.last);
+    if (blocks.last >= blocks.first) {
+        load_q(params, tile, smem);
+        fetch(blocks.last);
+    }
     cp_async_commit();
     barrier_sync(kThreads);  // the stash is written
 
@@ -605,7 +608,7 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
     warp_blocks.last = max(warp_blocks.last, blocks.first - 1);
     auto is_last = [&](int block) { return block == warp_blocks.first; };
     auto finish = [&](float (&scores)[kRowTiles][kKeyTiles][4], int block) {
-        finish_scores(params, tile, scores, first_row_of(warp), block * kBlockN, lane);
+        finish_scores(params, stashed_tile(smem), scores, first_row_of(warp), block * kBlockN, lane);
     };
 
     // Takes blocks from `block` on, in a turn that has begun; returns the last one, in the turn of its P . V.
@@ -762,7 +765,6 @@ flash_fwd_hdim80_fp16_causal_sm80(const __grid_constant__ Params params) {
     // grid before this one to have ended.
     griddepcontrol_launch_dependents();
 
-    if (blocks.last >= blocks.first) load_q(params, tile, smem);
     main_loop(params, tile, blocks, rows, smem, warp, lane);
 
     const Tile stored_tile = stashed_tile(smem);

@@ -261,16 +261,6 @@ def test_halves_of_a_tile_skip_what_only_the_other_half_sees(compiler):
     assert tiles.multiplied == tiles.total - tiles.masked == 4 * (3 * blocks - 3)
 
 
-def test_early_and_late_keys_of_windows_are_multiplied_once_between_them(compiler):
-    """A tile multiplies as many keys as its windows have, and 16 more; in the middle of a long sequence."""
-    window, rows, later = 256, 128, 640
-    variant = VARIANTS["flash_fwd_hdim32_fp16_local_sm80"]
-    example = make(variant, Shape(rows, rows + later, heads=1, window=(window, 0)), 0)
-    report = run(library.load(render(variant), variant.name), variant, example)
-    products = (rows // 16) * ((window + 16) // 8) * (2 * variant.head_dim // 16)
-    assert report.mma == products
-
-
 def test_masked_tiles_of_folded_heads():
     variant = VARIANTS["flash_fwd_hdim64_fp16_causal_m64_packgqa_sm80"]
     example = make(variant, Shape(16, 128, heads=8, kv_heads=1), 0)
