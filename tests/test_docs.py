@@ -211,7 +211,7 @@ def test_a_command_line_parses(arguments):
         assert command is not None, f"there is no command {name}"
     parsed = command.make_context(name, [*arguments], parent=context)
     for selection in parsed.params.get("selections", ()):
-        assert "head_dim=160" in selection or select_some(selection)
+        assert "head_dim=224" in selection or select_some(selection)
 
 
 def select_some(selection):
@@ -251,7 +251,7 @@ def test_kernels_and_files_that_are_named_exist(page):
     text = page.read_text(encoding="utf-8")
     names = {variant.name for spec in load_specs() for variant in spec.variants()}
     for name in re.findall(r"\bflash_fwd_hdim\w+", text):
-        assert name in names or "hdim160" in name, name
+        assert name in names or "hdim224" in name, name
     folders = "specs|templates|generated|codegen|tests|docs|benchmarks"
     for path in re.findall(rf"`((?:{folders})/[\w./-]*\w)`", text):
         if not path.startswith("benchmarks/results"):
