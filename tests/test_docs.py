@@ -27,10 +27,21 @@ import click
 import pytest
 
 from flashgen.cli import main
+from flashgen.operators import OPERATORS
 from flashgen.schedule.parameters import parameters
 from flashgen.spec.load import load_specs
 from flashgen.spec.params import CTYPES
-from flashgen.spec.schema import RESERVED, File, ParamRow, Target
+from flashgen.spec.schema import (
+    RESERVED,
+    BufferRow,
+    Dispatch,
+    File,
+    GridRow,
+    ParamRow,
+    StepRow,
+    Target,
+    VisitsRow,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -271,11 +282,32 @@ def first_cells(text):
 
 
 @pytest.mark.parametrize(
-    ("title", "struct"), [("Top level", File), ("Targets", Target), ("Parameters", ParamRow)]
+    ("title", "struct"),
+    [
+        ("Top level", File),
+        ("Targets", Target),
+        ("Steps", StepRow),
+        ("Grid", GridRow),
+        ("Visits", VisitsRow),
+        ("Workspace", BufferRow),
+        ("Dispatch", Dispatch),
+        ("Parameters", ParamRow),
+    ],
 )
 def test_the_reference_has_the_keys_that_are_checked(title, struct):
-    text = section(title).split("The launcher knows")[0]
+    text = re.split("The launcher knows|The dimensions of", section(title))[0]
     assert first_cells(text) == set(struct.__struct_encode_fields__)
+
+
+@pytest.mark.parametrize("operator", OPERATORS.values(), ids=lambda operator: operator.name)
+def test_the_reference_has_the_axes_and_the_grid_dimensions_of_the_operator(operator):
+    described = section("Axes").split("These are the axes of")[1]
+    assert first_cells(described) >= set(operator.axes)
+    for name, axis in operator.axes.items():
+        row = re.search(rf"^\| `{name}` \| ([^|]*) \|", described, re.M)[1]
+        assert re.findall(r"`([^`]+)`", row) == list(axis.known or ())
+    dimensions = section("Grid").split("The dimensions of")[1]
+    assert first_cells(dimensions) == set(operator.grid_dimensions)
 
 
 def test_the_reference_has_the_parameters_that_the_launcher_knows():
@@ -287,11 +319,15 @@ def test_the_reference_has_the_parameters_that_the_launcher_knows():
 
     q = view(np.zeros((1, 1, 1, 64), np.float16), "q")
     gpu = Device(0, "sm_90", (9, 0), 132, 232448, 233472, 50 << 20, "some GPU")
-    known = set(parameters(normalise(q, q, q), load_specs()[0].variants()[0], gpu))
+    problem = normalise(q, q, q)
+    arrays = problem.operator.positions.keys()
+    known = set(parameters(problem, load_specs()[0].variants()[0], gpu)) | arrays
+    known |= {f"{array}_vector_width" for array in arrays}
     described = first_cells(section("Parameters").split("The launcher knows")[1])
-    described -= {"k", "v", "out"}  # whose strides the row of q stands for
+    # Rows about several arrays name one and list the rest.
     for array in ("k", "v", "out"):
-        described |= {array, *(f"{array}_{axis}_stride" for axis in ("batch", "row", "head"))}
+        described |= {f"{array}_{axis}_stride" for axis in ("batch", "row", "head")}
+    described |= {f"{array}_vector_width" for array in ("q", "k", "v", "out", "lse")}
     assert described == known
 
 
