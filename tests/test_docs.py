@@ -15,6 +15,7 @@ Python blocks without `run` are run by themselves, and those without a comment m
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -45,6 +46,7 @@ from flashgen.spec.schema import (
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
 REFERENCE = ROOT / "docs" / "spec-reference.md"
 WALKTHROUGH = ROOT / "docs" / "add-a-variant.md"
 READING = ROOT / "docs" / "reading-a-kernel.md"
@@ -267,6 +269,39 @@ def test_kernels_and_files_that_are_named_exist(page):
     for path in re.findall(rf"`((?:{folders})/[\w./-]*\w)`", text):
         if not path.startswith("benchmarks/results"):
             assert (ROOT / path).exists(), path
+
+
+ROOMS = ROOT / "codegen" / "flashgen"
+# Arrows up that the page names.
+EXCEPTIONS = {("source/generated.py", "toolchain"), ("spec/tuned.py", "runtime")}
+
+
+def imported_rooms(module):
+    """The rooms that a module imports from when it runs; what is for type checkers alone is left out."""
+    waiting = [ast.parse(module.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        waiting += ast.iter_child_nodes(node)
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("flashgen."):
+            yield node.module.split(".")[1]
+
+
+def test_rooms_import_from_the_rooms_above_them():
+    text = ARCHITECTURE.read_text(encoding="utf-8")
+    table = re.search(r"^## Rooms\n(.*?)^### ", text, re.M | re.S)[1]
+    rooms = re.findall(r"^\| `(\w+)/` \|", table, re.M)
+    assert set(rooms) == {folder.parent.name for folder in ROOMS.glob("*/__init__.py")}
+    arrows_up = {
+        (f"{room}/{module.name}", other)
+        for place, room in enumerate(rooms)
+        for module in (ROOMS / room).glob("*.py")
+        for other in imported_rooms(module)
+        if other in rooms[place + 1 :]
+    }
+    assert arrows_up == EXCEPTIONS
+    assert all(f"`{module}`" in table for module, _ in EXCEPTIONS)
 
 
 def section(title):
