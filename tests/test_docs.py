@@ -377,6 +377,13 @@ def test_the_reference_has_the_tile_keys_of_the_shipped_spec():
         assert {key for key, _ in spec.variants()[0].tile} <= described
 
 
+def test_the_readme_has_the_main_loops_of_the_shipped_specs():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = re.search(r"^\| `loop` \|.*?\n\n", text, re.M | re.S)[0]
+    tiles = [dict(variant.tile) for spec in load_specs() for variant in spec.variants()]
+    assert first_cells(table) - {"loop"} == {tile["loop"] for tile in tiles if "loop" in tile}
+
+
 def widths_of_v(spec):
     pairs = dict.fromkeys((v.head_dim, v.head_dim_v) for v in spec.variants())
     others = [f"{of_v} with {width}" for width, of_v in pairs if of_v != width]
