@@ -3,8 +3,8 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 80, head_dim_v 80, dtype fp16, mask_type causal, gqa mha
-// tile      block_m 192, block_n 96, q_stages 2, stages 2
-// block     512 threads, 148576 bytes of dynamic shared memory
+// tile      block_m 192, block_n 96, q_stages 2, stages 3
+// block     512 threads, 185472 bytes of dynamic shared memory
 // target    sm90: sm_90a alone, at most 232448 bytes a block
 // spec      flash_fwd_sm90.yaml
 // template  flash_fwd_sm90.cu.j2
@@ -17,7 +17,7 @@ constexpr int kHeadDimV = 80;  // of V and O
 constexpr int kBlockM = 192;  // query rows of a tile
 constexpr int kBlockN = 96;  // keys of a KV block
 constexpr int kQStages = 2;  // Q buffers; the O of a tile leaves through the buffer of its Q
-constexpr int kStages = 2;  // K buffers, and V buffers
+constexpr int kStages = 3;  // K buffers, and V buffers
 constexpr int kConsumers = 3;  // consumer warpgroups, 64 rows each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
@@ -47,7 +47,7 @@ static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0 && kHeadDim % 16 == 0 && kH
 static_assert(kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
 static_assert(kHeadDimV <= kHeadDim, "O fits where its Q was");
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 512, "the register file");
-static_assert(kSharedBytes + 1024 == 148576, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes + 1024 == 185472, "launcher and kernel agree on shared memory");
 
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)

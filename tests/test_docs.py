@@ -15,6 +15,7 @@ Python blocks without `run` are run by themselves, and those without a comment m
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -27,13 +28,25 @@ import click
 import pytest
 
 from flashgen.cli import main
+from flashgen.operators import OPERATORS
 from flashgen.schedule.parameters import parameters
 from flashgen.spec.load import load_specs
 from flashgen.spec.params import CTYPES
-from flashgen.spec.schema import RESERVED, File, ParamRow, Target
+from flashgen.spec.schema import (
+    RESERVED,
+    BufferRow,
+    Dispatch,
+    File,
+    GridRow,
+    ParamRow,
+    StepRow,
+    Target,
+    VisitsRow,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
 REFERENCE = ROOT / "docs" / "spec-reference.md"
 WALKTHROUGH = ROOT / "docs" / "add-a-variant.md"
 READINGS = [ROOT / "docs" / "reading-a-kernel.md", ROOT / "docs" / "reading-an-ampere-kernel.md"]
@@ -259,6 +272,39 @@ def test_kernels_and_files_that_are_named_exist(page):
             assert (ROOT / path).exists(), path
 
 
+ROOMS = ROOT / "codegen" / "flashgen"
+# Arrows up that the page names.
+EXCEPTIONS = {("source/generated.py", "toolchain"), ("spec/tuned.py", "runtime")}
+
+
+def imported_rooms(module):
+    """The rooms that a module imports from when it runs; what is for type checkers alone is left out."""
+    waiting = [ast.parse(module.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        waiting += ast.iter_child_nodes(node)
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("flashgen."):
+            yield node.module.split(".")[1]
+
+
+def test_rooms_import_from_the_rooms_above_them():
+    text = ARCHITECTURE.read_text(encoding="utf-8")
+    table = re.search(r"^## Rooms\n(.*?)^### ", text, re.M | re.S)[1]
+    rooms = re.findall(r"^\| `(\w+)/` \|", table, re.M)
+    assert set(rooms) == {folder.parent.name for folder in ROOMS.glob("*/__init__.py")}
+    arrows_up = {
+        (f"{room}/{module.name}", other)
+        for place, room in enumerate(rooms)
+        for module in (ROOMS / room).glob("*.py")
+        for other in imported_rooms(module)
+        if other in rooms[place + 1 :]
+    }
+    assert arrows_up == EXCEPTIONS
+    assert all(f"`{module}`" in table for module, _ in EXCEPTIONS)
+
+
 def section(title):
     """A section of the reference without its title and its blocks."""
     text = _BLOCK.sub("", REFERENCE.read_text(encoding="utf-8"))
@@ -272,11 +318,32 @@ def first_cells(text):
 
 
 @pytest.mark.parametrize(
-    ("title", "struct"), [("Top level", File), ("Targets", Target), ("Parameters", ParamRow)]
+    ("title", "struct"),
+    [
+        ("Top level", File),
+        ("Targets", Target),
+        ("Steps", StepRow),
+        ("Grid", GridRow),
+        ("Visits", VisitsRow),
+        ("Workspace", BufferRow),
+        ("Dispatch", Dispatch),
+        ("Parameters", ParamRow),
+    ],
 )
 def test_the_reference_has_the_keys_that_are_checked(title, struct):
-    text = section(title).split("The launcher knows")[0]
+    text = re.split("The launcher knows|The dimensions of", section(title))[0]
     assert first_cells(text) == set(struct.__struct_encode_fields__)
+
+
+@pytest.mark.parametrize("operator", OPERATORS.values(), ids=lambda operator: operator.name)
+def test_the_reference_has_the_axes_and_the_grid_dimensions_of_the_operator(operator):
+    described = section("Axes").split("These are the axes of")[1]
+    assert first_cells(described) >= set(operator.axes)
+    for name, axis in operator.axes.items():
+        row = re.search(rf"^\| `{name}` \| ([^|]*) \|", described, re.M)[1]
+        assert re.findall(r"`([^`]+)`", row) == list(axis.known or ())
+    dimensions = section("Grid").split("The dimensions of")[1]
+    assert first_cells(dimensions) == set(operator.grid_dimensions)
 
 
 def test_the_reference_has_the_parameters_that_the_launcher_knows():
@@ -288,11 +355,15 @@ def test_the_reference_has_the_parameters_that_the_launcher_knows():
 
     q = view(np.zeros((1, 1, 1, 64), np.float16), "q")
     gpu = Device(0, "sm_90", (9, 0), 132, 232448, 233472, 50 << 20, "some GPU")
-    known = set(parameters(normalise(q, q, q), load_specs()[0].variants()[0], gpu))
+    problem = normalise(q, q, q)
+    arrays = problem.operator.positions.keys()
+    known = set(parameters(problem, load_specs()[0].variants()[0], gpu)) | arrays
+    known |= {f"{array}_vector_width" for array in arrays}
     described = first_cells(section("Parameters").split("The launcher knows")[1])
-    described -= {"k", "v", "out"}  # whose strides the row of q stands for
+    # Rows about several arrays name one and list the rest.
     for array in ("k", "v", "out"):
-        described |= {array, *(f"{array}_{axis}_stride" for axis in ("batch", "row", "head"))}
+        described |= {f"{array}_{axis}_stride" for axis in ("batch", "row", "head")}
+    described |= {f"{array}_vector_width" for array in ("q", "k", "v", "out", "lse")}
     assert described == known
 
 
@@ -305,6 +376,13 @@ def test_the_reference_has_the_tile_keys_of_the_shipped_spec():
     described = first_cells(section("Tiles"))
     for spec in load_specs():
         assert {key for key, _ in spec.variants()[0].tile} <= described
+
+
+def test_the_readme_has_the_main_loops_of_the_shipped_specs():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = re.search(r"^\| `loop` \|.*?\n\n", text, re.M | re.S)[0]
+    tiles = [dict(variant.tile) for spec in load_specs() for variant in spec.variants()]
+    assert first_cells(table) - {"loop"} == {tile["loop"] for tile in tiles if "loop" in tile}
 
 
 def widths_of_v(spec):

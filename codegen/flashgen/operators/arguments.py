@@ -61,7 +61,7 @@ class Argument:
         return self.dtypes[-1] if self.dtypes else element
 
     def stride_names(self) -> tuple[str, ...]:
-        """The parameters that hold its strides, in elements: all dimensions but the last."""
+        """The names of the parameters for its strides, in elements: one for each dimension but the last."""
         words = (symbol.removesuffix("_q").removesuffix("_kv") for symbol in self.symbols[:-1])
         return tuple(f"{self.name}_{_STRIDE_WORDS.get(word, word)}_stride" for word in words)
 
@@ -72,8 +72,8 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An argument as one call lays it out: the size of each dimension, the strides of all but the last in
-    elements (0 where never multiplied), and the bytes of an element.
+    """An argument as one call lays it out: the size of each dimension, and the strides of all but the last in
+    elements, 0 where the extent is at most 1.
     """
 
     argument: Argument
@@ -121,14 +121,16 @@ def contiguous_strides(extents: Sequence[int]) -> Strides:
 
 
 def normal_strides(extents: Sequence[int], strides: Sequence[int]) -> Strides:
-    """``strides`` with those that are never multiplied set to 0, so that equal layouts are equal."""
+    """``strides`` with 0 where the extent is at most 1 and no stride is ever used, so that equal layouts are
+    equal.
+    """
     if 0 in extents:
         return (0,) * (len(extents) - 1)
     return tuple(stride if extent > 1 else 0 for extent, stride in zip(extents[:-1], strides, strict=False))
 
 
 def is_contiguous(view: ArrayView) -> bool:
-    """In C order, whatever the strides that are never multiplied."""
+    """Whether an array is in C order; strides of extents of at most 1 may be anything."""
     if 0 in view.shape or not view.shape:
         return True
     if view.strides is None:

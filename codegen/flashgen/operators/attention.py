@@ -139,8 +139,8 @@ class AttentionProblem(Problem):
         )
 
     def grid_extents(self, axes: Mapping[str, Value]) -> dict[str, int]:
-        """``query_rows`` of a head of the grid: packed variants fold the heads of a group into them, and have
-        kv heads in ``heads``.
+        """In packed GQA ``query_rows`` counts a query once for each head of its group, and ``heads`` are the
+        kv heads.
         """
         packed = axes["gqa"] == "packed"
         return {

@@ -22,7 +22,7 @@ class Problem:
     layout.
 
     ``dtype`` is that of its elements. ``strides`` has, for each argument of the operator, the strides of all
-    dimensions but the last, in elements and 0 where never multiplied; None for an array that is absent.
+    dimensions but the last, in elements, 0 where the extent is at most 1; None for an array that is absent.
     ``device`` is a CUDA ordinal, or None for host memory. ``batched`` is False where the caller left out the
     batch dimension.
     """
@@ -73,7 +73,7 @@ class Problem:
         return tuple((0, 0) if placed is None else placed.span() for placed in self.placed())
 
     def shape(self, position: int) -> tuple[int, ...]:
-        """The shape of an argument as the caller has it: without batch where he left it out."""
+        """The shape of an argument as the caller has it: without batch where the caller left that out."""
         argument = self.operator.arguments[position]
         extents = argument.extents(self.sizes)
         return extents if self.batched or argument.symbols[:1] != ("batch",) else extents[1:]

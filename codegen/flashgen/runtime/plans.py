@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from flashgen.schedule.plan import Step
     from flashgen.spec.variant import Variant
 
-# One for each argument of the operator, in its order; 0 and None for what is absent. Pointers end with that
-# of the workspace, where there is one.
+# One for each argument of the operator, in its order; 0 and None for what is absent. Where there is a
+# workspace, its pointer comes last.
 Pointers = tuple[int, ...]
 Arrays = tuple[Any, ...]
 Work = Callable[[Arrays, int], None]  # queues the steps on the stream of a CUDA handle
-# Sets of addresses and scalars that a plan remembers the work of.
+# Works that a plan keeps, by addresses and scalars.
 MAX_WORKS = 256
 # Bytes to which the workspace is aligned; any allocation of a GPU is.
 WORKSPACE_ALIGNMENT = 256
@@ -51,8 +51,8 @@ class Plan:
 
     ``problem`` is what it computes, ``variant`` the main kernel (None on the CPU). ``steps`` are its kernel
     launches, in order (none on the CPU): each has its ``variant``, ``launch`` and ``source``. ``source`` is
-    the CUDA of the main kernel, ``workspace_bytes`` the memory it needs beyond inputs and outputs. A plan may
-    be called from many threads.
+    the CUDA of the main kernel, ``workspace_bytes`` the memory that a call needs beyond inputs and outputs. A
+    plan may be called from many threads.
     """
 
     __slots__ = (
@@ -123,8 +123,8 @@ class Plan:
         ``workspace`` is an array of at least ``workspace_bytes``, contiguous, on the plan's device; without
         it memory is allocated for the call. Returns ``out``, or ``(out, lse)`` with ``return_lse``.
 
-        Raises BadTensorShape where an array's layout is not the plan's, InsufficientWorkspace, and the errors
-        of ``attention`` for its memory.
+        Raises BadParam, NullPointer, BadTensorShape, BadTensorDtype or BadTensorStrides for what does not fit
+        the plan, and InsufficientWorkspace.
         """
         arrays, scalars = self._bound(inputs, named)
         if not self._types.issuperset(map(type, arrays)):

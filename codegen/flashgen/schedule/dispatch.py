@@ -115,9 +115,10 @@ def without_replaced(variants: Iterable[Variant]) -> tuple[Variant, ...]:
 def cost(problem: Problem, device: Device, variant: Variant) -> float:
     """Modelled time of a problem, comparable between variants for one problem only.
 
-    A tile takes the time of ``start`` * block_m keys more than it visits. With only a share x of the thread
-    blocks that a multiprocessor has room for, it reaches x ** ``fill`` of its full rate, which the blocks
-    beside one another share; at 0 it counts as having room for one.
+    A tile takes the time of ``start`` * block_m keys more than it visits, where block_m is its extent in the
+    first dimension of the grid. With only a share x of the thread blocks that a multiprocessor has room for,
+    it reaches x ** ``fill`` of its full rate, which the blocks on it share; at 0 it counts as having room for
+    one.
     """
     block_m, room = variant.grid.covers[0][1], variant.grid.blocks_per_sm if variant.fill else 1
     mean, longest = (keys + variant.start * block_m for keys in visited_keys(problem, variant))

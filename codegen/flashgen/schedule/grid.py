@@ -30,12 +30,12 @@ def extents(problem: Problem, variant: Variant) -> dict[str, int]:
 
 
 def rows(problem: Problem, variant: Variant) -> int:
-    """Rows of queries that the tiles of one (batch, head) cut: packed variants fold the group into them."""
+    """Rows that the tiles of a (batch, head) cover: queries, in packed GQA once for each head of a group."""
     return extents(problem, variant)[ROWS]
 
 
 def heads(problem: Problem, variant: Variant) -> int:
-    """Heads of the grid: query heads, or kv heads where the group is folded into the rows."""
+    """Heads of the grid: query heads, in packed GQA kv heads."""
     return extents(problem, variant)[HEADS]
 
 
@@ -52,10 +52,12 @@ def tiles(problem: Problem, variant: Variant) -> int:
 
 
 def rows_ahead(problem: Problem, variant: Variant) -> int:
-    """Rows of a head's first tile that lie ahead of its first row, where tiles are counted from the last one.
+    """Rows of a head's first tile that lie ahead of the head's first row, where tiles are counted from its
+    last row.
 
-    They are counted in whole units, unless a group of heads then began within one: of tiles in one place rows
-    are missing, and the first has the fewest keys.
+    Tiles then end with the head's last unit of ``from_last_row`` rows, so the ragged tile is the first one,
+    which has the fewest keys. 0 where units would split the rows of a query, as in packed GQA with a group
+    size that does not divide them.
     """
     unit = variant.grid.from_last_row
     if not unit:

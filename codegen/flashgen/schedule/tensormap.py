@@ -48,11 +48,9 @@ class TensorMap:
 def describe(problem: Problem, variant: Variant, param: Param) -> TensorMap | None:
     """The map of the array that ``param`` names, or None for an array that no map can describe.
 
-    The dimensions are those of the argument from the last to the first, with the rows of a sequence ahead of
-    its heads: (head_dim, seqlen, heads, batch) for q, and the box is (columns, rows, 1, 1). Where the variant
-    is packed, so that the rows of its tiles are pairs of a query and a query head of the group, an array of
-    query heads is (head_dim, group, seqlen_q, num_heads_kv, batch), its box (columns, group, rows / group, 1,
-    1).
+    The dimensions are (head_dim, seqlen, heads, batch), the box is (columns, rows, 1, 1). In packed GQA a row
+    of a tile is a query and a head of its group: there an array of query heads is (head_dim, group, seqlen_q,
+    num_heads_kv, batch), its box (columns, group, rows / group, 1, 1).
 
     Raises SpecError for an array that there is no map of.
     """

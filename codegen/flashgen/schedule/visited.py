@@ -16,8 +16,8 @@ _SAMPLES = 32
 
 def visited_keys(problem: AttentionProblem, variant: Variant) -> tuple[float, int]:
     """Keys that a tile of the variant visits, in whole KV blocks: the mean over the row blocks of a head, and
-    the most. Where parts of a tile pass over blocks, the mean is over what each of them visits. A dense mask
-    counts as one that hides nothing.
+    the most. Where parts of a tile skip KV blocks of their own, the mean is over what each of them visits. A
+    dense mask counts as one that hides nothing. Without ``visits`` in the spec, a tile visits all keys.
     """
     visits = variant.visits
     if visits is None:

@@ -105,8 +105,8 @@ def simulate(
     block take their turns. ``threads``, by default as many as there are cores, run blocks side by side;
     neither changes what a correct kernel computes.
 
-    Raises SimulationError where a block does something wrong, of the first such block of the grid that was
-    reached, and InternalError where source and package disagree on the parameters.
+    Raises SimulationError for the first block that does something wrong, and InternalError where source and
+    package disagree on the parameters.
     """
     reports = []
     written: set[str] = set()  # what an earlier step may have filled
@@ -197,7 +197,7 @@ def _parameters(step: Step, problem: Problem, pointers: Pointers) -> bytes:
 
 
 def encode(described: TensorMap, pointer: int) -> bytes:
-    """What stands for a tensor map in a simulated kernel's parameters: the twin of ``tensormap.encode``."""
+    """A tensor map in a simulated kernel's parameters: the twin of ``runtime.tensormap.encode``."""
     return bytes(
         RawTensorMap(
             magic=RawTensorMap.MAGIC,

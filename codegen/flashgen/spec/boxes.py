@@ -1,4 +1,4 @@
-"""The boxes of a spec's tensor maps: how much of an array one copy brings, at each point and tile."""
+"""The boxes of a spec's tensor maps: how much of an array TMA moves at a time, at each point and tile."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Boxes:
     def at(self, values: Mapping[str, str | int], where: Callable[[], str]) -> tuple[Box, ...]:
         """The boxes of the tensor maps that exist where axes and tile keys have these ``values``.
 
-        Raises SpecError, which says ``where``, for a box that the copy engine cannot bring.
+        Raises SpecError, which says ``where``, for a box that TMA cannot move.
         """
         return tuple(
             self._box(keys, columns, rows, values, where)

@@ -1,7 +1,7 @@
 """Loading spec files: which folders hold them, and what was checked before.
 
-Checking a file is the work of ``check``, which needs a YAML parser and a validator. This module needs
-neither: a text that was checked once is known again by its snapshot in the disk cache (``snapshot``).
+``check`` checks a file, which takes a YAML parser and a validator. This module needs neither for a text that
+was checked before: the disk cache has its snapshot (``snapshot``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def load_spec(path: str | os.PathLike[str], cache: CubinCache | None = None, gpu: str | None = None) -> Spec:
-    """Load and check one spec file, or know from its snapshot in ``cache`` that it was checked before.
+    """Load and check one spec file, or take its snapshot from ``cache`` if it was checked before.
 
     With the name of a ``gpu``, tiles that the user tuned on it are added; one that does not fit is left out
     with a TunedWarning. Raises SpecError; its message has the file, the line, the key, what was found and

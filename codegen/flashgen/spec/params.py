@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# A parameter of this type holds what the copy engine has to know of an array (``tensormap``).
+# A parameter of this type describes an array to TMA (``schedule.tensormap``).
 TENSOR_MAP = "tensor_map"
 # C type -> (size in bytes, struct code, numpy code)
 C_TYPES: dict[str, tuple[int, str, str]] = {
@@ -31,7 +31,7 @@ CTYPES = tuple(C_TYPES)
 
 
 class Box(NamedTuple):
-    """What one copy by a tensor map brings: ``rows`` rows of ``columns`` elements each."""
+    """What one TMA load or store moves: ``rows`` rows of ``columns`` elements each."""
 
     columns: int
     rows: int

@@ -47,7 +47,7 @@ class DefaultAxis(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class BoxRow(msgspec.Struct, forbid_unknown_fields=True):
-    """What one copy by a tensor map brings, as expressions."""
+    """What one TMA load or store moves, as expressions."""
 
     columns: int | str
     rows: int | str
@@ -93,7 +93,7 @@ class VisitsRow(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StepRow(msgspec.Struct, forbid_unknown_fields=True):
-    """One kernel of a family that takes several in a call."""
+    """One kernel of a family whose calls take several. Dispatch chooses by the one that is ``main``."""
 
     name: ShortName
     template: str
@@ -107,14 +107,14 @@ class StepRow(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class BufferRow(msgspec.Struct, forbid_unknown_fields=True):
-    """A slice of the workspace."""
+    """An array of the workspace. Its extents are expressions, also over sizes of the call."""
 
     dtype: Literal["fp16", "bf16", "fp32", "int32", "element"]
     shape: Annotated[list[Number], msgspec.Meta(min_length=1)]
 
 
 class Dispatch(msgspec.Struct, forbid_unknown_fields=True):
-    """The rule by which dispatch chooses among the variants that can serve a call."""
+    """Whether dispatch offers the family to calls, and two numbers of the rule by which it chooses."""
 
     prefer: Literal["least_time", "on_request"] = "least_time"
     start: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0

@@ -24,7 +24,7 @@ class TileTable:
     first.
 
     Raises SpecError for a row that is wrong or never applies, a point that has no default tile, a tile that
-    asks for more threads or shared memory than a block may have, a box that no copy can bring, and a promise
+    asks for more threads or shared memory than a block may have, a box that TMA cannot move, and a promise
     about an architecture that the row is not compiled for.
     """
 

@@ -1,7 +1,7 @@
 """Tiles that were measured on one GPU: where their files lie.
 
 Below one folder, ``<GPU>/<spec>.yaml`` has rows for that spec on that GPU; `flashgen tune --write` makes it.
-``tunedfile`` says what such a file holds.
+``tunedrows`` checks what such a file holds.
 """
 
 from __future__ import annotations

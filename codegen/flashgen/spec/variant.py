@@ -34,7 +34,7 @@ class Variant:
 
     ``step`` names the kernel among those of its family, and is empty where there is one. The variant that
     dispatch chooses ``is_main``; those of the other steps of a call come ``before`` and ``after`` it, and
-    share the ``workspace``. ``on_request`` is whether only a call that names the family takes it.
+    share the ``workspace``. ``on_request`` is whether dispatch leaves the family out.
     """
 
     family: str
