@@ -349,9 +349,9 @@ def test_the_reference_has_the_axes_and_the_grid_dimensions_of_the_operator(oper
 def test_the_reference_has_the_parameters_that_the_launcher_knows():
     import numpy as np
 
+    from flashgen.arch import Device
     from flashgen.operators.attention import normalise
     from flashgen.runtime.arrays import view
-    from flashgen.runtime.device import Device
 
     q = view(np.zeros((1, 1, 1, 64), np.float16), "q")
     gpu = Device(0, "sm_90", (9, 0), 132, 232448, 233472, 50 << 20, "some GPU")

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from flashgen.runtime.device import Device
+from flashgen.arch import Device
 from flashgen.schedule.dispatch import runs_on
 from flashgen.schedule.grid import launch_of, tiles
 from flashgen.schedule.tensormap import expressible

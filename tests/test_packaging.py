@@ -76,8 +76,10 @@ def files(folder: Path) -> list[Path]:
 def test_an_installed_flashgen_renders_from_its_own_data(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     program = (
-        "from flashgen import paths, render, spec\n"
-        "variant = next(v for s in spec.load_specs() for v in s.variants())\n"
+        "from flashgen import paths\n"
+        "from flashgen.source import render\n"
+        "from flashgen.spec.load import load_specs\n"
+        "variant = next(v for s in load_specs() for v in s.variants())\n"
         "print(paths.checkout(), paths.specs_dir(), variant.name in render.render(variant), sep='\\n')\n"
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("FLASHGEN_", "PYTHON"))}

@@ -1,6 +1,8 @@
-"""Names of GPU architectures: ``sm_90``, ``sm_90a``, and which of them run what."""
+"""GPU architectures: their names, ``sm_90``, ``sm_90a``, which run what, and what is known of a GPU."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 
 def arch_parts(name: str) -> tuple[int, str]:
@@ -23,3 +25,25 @@ def range_of(min_arch: str) -> str:
     """The architectures that run what needs ``min_arch``, in words."""
     suffix = arch_parts(min_arch)[1]
     return min_arch + {"a": " alone", "f": " or later of its family"}.get(suffix, " or later")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One GPU: its place among the visible ones, what it can run, and the sizes that dispatch counts with.
+
+    ``arch`` is "sm_90" for ``compute_capability`` (9, 0). ``smem_per_block`` is the most shared memory in
+    bytes that a block may ask for, ``smem_per_sm`` what a multiprocessor has, ``l2_bytes`` the size of the
+    L2 cache.
+    """
+
+    ordinal: int
+    arch: str
+    compute_capability: tuple[int, int]
+    num_sms: int
+    smem_per_block: int
+    smem_per_sm: int
+    l2_bytes: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"GPU {self.ordinal} ({self.name}, {self.arch})"

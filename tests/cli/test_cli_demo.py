@@ -3,8 +3,8 @@ import json
 import numpy as np
 import pytest
 
+from flashgen.arch import Device
 from flashgen.errors import NoCompilerError, SimulationError
-from flashgen.runtime.device import Device
 from flashgen.simulator import hostcompiler
 
 

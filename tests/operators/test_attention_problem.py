@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashgen import errors
-from flashgen.operators.arguments import check_memory
+from flashgen.operators.arguments import ArrayView, check_memory
 from flashgen.operators.attention import ARGUMENTS, MAX_SEQLEN, MIN_SCALE, UNBOUNDED, normalise, simplify
-from flashgen.runtime.arrays import ArrayView
 
 
 def view(shape, dtype="fp16", *, strides=None, device=0):

@@ -304,6 +304,13 @@ def one_mask_element(inputs, hide):
     return dense
 
 
+def heaviest_key(inputs):
+    """The key with the largest P of the first row that sees any."""
+    visible = inputs.dense == 0
+    row = int(np.argmax(visible.any(axis=1)))
+    return int(np.argmax(np.where(visible[row], inputs.k @ inputs.q[row], -np.inf)))
+
+
 FAULTS = {
     "P of another dtype": lambda i: {"p_bits": {"fp16": 8, "bf16": 4, "fp32": 11}[i.dtype]},
     "a scale off by 2^-9": lambda i: {"scale_error": 2.0**-9},
@@ -311,8 +318,8 @@ FAULTS = {
     "a key left out": lambda i: {"dense": one_mask_element(i, hide=True)},
     "a key too many": lambda i: {"dense": one_mask_element(i, hide=False)},
     "the keys of another head": lambda i: {"k": i.k[::-1]},
-    "the last values left out": lambda i: {
-        "v": np.where(np.arange(len(i.v))[:, None] == len(i.v) - 1, 0, i.v)
+    "the values of a key left out": lambda i: {
+        "v": np.where(np.arange(len(i.v))[:, None] == heaviest_key(i), 0, i.v)
     },
 }
 

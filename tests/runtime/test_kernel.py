@@ -14,9 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from flashgen.arch import Device
 from flashgen.errors import CompileError, DeviceTypeNotSupported, InternalError
 from flashgen.runtime import kernel
-from flashgen.runtime.device import Device
 from flashgen.spec.params import Param
 from flashgen.spec.variant import Variant
 from flashgen.toolchain import cache as fcache
@@ -179,7 +179,7 @@ from flashgen.schedule import dispatch
 from flashgen.spec import load
 from flashgen.toolchain import cache, obtain
 from flashgen.operators.attention import normalise
-from flashgen.runtime.arrays import ArrayView
+from flashgen.operators.arguments import ArrayView
 view = ArrayView("cupy", 4096, (1, 64, 2, 64), (8192, 128, 64, 1), "fp16", 0, None)
 call = normalise(view, view, view, causal=True)
 device = SimpleNamespace(compute_capability=(9, 0), smem_per_block=232448)

@@ -49,6 +49,24 @@ WRONG = {
         "  mask_type:",
         ["axes.mask_type: no call asks for `tree`", "allowed: none, causal, local, dense"],
     ),
+    "grid that covers nothing": (
+        "{query_rows: block_m, heads: 1, batch: 1}",
+        "{}",
+        "  covers:",
+        ["grid.covers: ", "length >= 1"],
+    ),
+    "type that an array's parameter cannot have": (
+        "{name: out, type: element*,",
+        "{name: out, type: int64_t,",
+        "  - {name: out",
+        ["params[0].type: found 'int64_t'; allowed: element*, tensor_map"],
+    ),
+    "type that a number's parameter cannot have": (
+        "{name: seqlen_q, type: int32_t,",
+        "{name: seqlen_q, type: float*,",
+        "  - {name: seqlen_q",
+        ["params[1].type: found 'float*'; allowed: int64_t"],
+    ),
     "dimension that the operator does not have": (
         "{query_rows: block_m, heads: 1, batch: 1}",
         "{query_rows: block_m, heads: 1, batches: 1}",

@@ -164,7 +164,7 @@ print({"yaml", "msgspec", "filelock", "flashgen.spec.check"} & set(sys.modules))
 """
     done = subprocess.run(
         [sys.executable, "-c", program, tiny, cache.root, H200.name],
-        env={**os.environ, "PYTHONPATH": str(Path(tuned.__file__).parent.parent)},
+        env={**os.environ, "PYTHONPATH": str(Path(tuned.__file__).parents[2])},
         capture_output=True,
         text=True,
         check=True,

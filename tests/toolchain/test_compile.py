@@ -47,7 +47,7 @@ def tiny(name: str, body: str = "x[threadIdx.x] = 1;") -> str:
 
 def python(script: str) -> str:
     """What ``script`` prints in a new process that imports the same flashgen."""
-    env = os.environ | {"PYTHONPATH": str(Path(fc.__file__).parent.parent)}
+    env = os.environ | {"PYTHONPATH": str(Path(fc.__file__).parents[2])}
     return subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=env
     ).stdout

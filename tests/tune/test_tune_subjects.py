@@ -3,8 +3,8 @@
 import pytest
 
 from fake_gpu import H200
+from flashgen.arch import Device
 from flashgen.errors import BadParam, DeviceTypeNotSupported
-from flashgen.runtime.device import Device
 from flashgen.schedule.dispatch import preferred, runs_on
 from flashgen.spec.load import load_specs
 from flashgen.spec.selection import select

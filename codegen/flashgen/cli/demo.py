@@ -14,9 +14,9 @@ from flashgen.cli.options import json_option, load_variants
 if TYPE_CHECKING:
     import numpy as np
 
+    from flashgen.arch import Device
     from flashgen.operators.attention import Problem
     from flashgen.operators.reference import Largest
-    from flashgen.runtime.device import Device
     from flashgen.spec.variant import Variant
     from flashgen.toolchain.build import Built
 

@@ -20,7 +20,7 @@ from flashgen.cli.output import counted, size
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flashgen.runtime.device import Device
+    from flashgen.arch import Device
     from flashgen.spec.variant import Variant
 
 # Import name of a library -> distributions that provide it.

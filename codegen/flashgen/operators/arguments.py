@@ -8,15 +8,13 @@ example arrays and byte counts derive from it. A shape is written in symbols, as
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 from flashgen.errors import BadTensorDtype, BadTensorShape, BadTensorStrides, NullPointer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from flashgen.runtime.arrays import ArrayView
 
 DTYPE_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "bool": 1, "uint8": 1, "int32": 4}
 # Bytes to which the address and the rows of an array of elements are aligned.
@@ -25,6 +23,21 @@ ROW_ALIGNMENT = 16
 Strides = tuple[int, ...]
 # What a symbol is called in the name of a stride: q_row_stride, mask_head_stride.
 _STRIDE_WORDS = {"batch": "batch", "seqlen": "row", "num_heads": "head"}
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayView:
+    """Where an array lies. ``strides`` are in elements, ``pointer`` is an address, ``device`` a CUDA ordinal
+    or None for host memory, ``dtype`` one of fp16, bf16, fp32, bool, uint8, or else the library's own name of
+    an unsupported type."""
+
+    kind: str
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    dtype: str
+    device: int | None
+    owner: Any = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from flashgen.operators.operator import Axis, Number, Operator, Problem, Value
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from flashgen.runtime.arrays import ArrayView
+    from flashgen.operators.arguments import ArrayView
 
 DTYPES = ("fp16", "bf16", "fp32")
 MASK_TYPES = ("none", "dense", "causal_top_left", "causal_bottom_right")

@@ -6,15 +6,23 @@ Rows and keys are integers, or integer arrays of any library, so that NumPy, CuP
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from flashgen.operators.attention import Problem
-
 # The sum of a position, also one in the last tile's unused rows, and a window stays below 2**31.
 UNBOUNDED = 1 << 30
+
+
+class Masked(Protocol):
+    """A problem with a band; see `AttentionProblem`."""
+
+    seqlen_q: int
+    seqlen_kv: int
+    diagonal_offset: int
+    window_left: int
+    window_right: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +36,7 @@ class Band:
     right: int = UNBOUNDED
 
     @classmethod
-    def of(cls, problem: Problem) -> Band:
+    def of(cls, problem: Masked) -> Band:
         """That of a problem; a dense mask may hide more."""
         return cls(problem.diagonal_offset, problem.window_left, problem.window_right)
 
@@ -67,7 +75,7 @@ def hidden_keys(band: Band, dense: Any, rows: Any, keys: Any) -> Any:
     return _either(band.hides(rows, keys), None if dense is None else dense != 0)
 
 
-def visible_keys(problem: Problem, mask: np.ndarray | None = None) -> np.ndarray:
+def visible_keys(problem: Masked, mask: np.ndarray | None = None) -> np.ndarray:
     """Which keys each query sees, bool, broadcastable to (batch, num_heads_q, seqlen_q, seqlen_kv).
 
     ``mask`` is the dense one in host memory, of a shape that the contract takes.

@@ -45,7 +45,7 @@ from flashgen.operators.masks import Band, hidden_keys
 from flashgen.operators.numbers import widened
 
 if TYPE_CHECKING:
-    from flashgen.operators.attention import Problem
+    from flashgen.operators.attention import AttentionProblem
 
 UNIT_ROUNDOFF = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24}
 # Exponent of the largest error of a P that fp16 holds as a subnormal: kernels bias P by 2^7.
@@ -114,7 +114,7 @@ class Verdict:
 
 
 def judge(
-    problem: Problem,
+    problem: AttentionProblem,
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,

@@ -12,10 +12,10 @@ import contextlib
 import ctypes
 import operator
 import sys
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import BadParam, BadTensorDtype, DeviceTypeNotSupported, NoCompilerError, NullPointer
+from flashgen.operators.arguments import ArrayView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -29,21 +29,6 @@ Read = tuple[tuple, tuple[int, ...]]
 _DL_HOST = (1, 3)
 _DL_CUDA = (2, 13)
 _DL_UINT, _DL_BFLOAT = 1, 4
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayView:
-    """Where an array lies. ``strides`` are in elements, ``pointer`` is an address, ``device`` a CUDA ordinal
-    or None for host memory, ``dtype`` one of fp16, bf16, fp32, bool, uint8, or else the library's own name of
-    an unsupported type."""
-
-    kind: str
-    pointer: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] | None
-    dtype: str
-    device: int | None
-    owner: Any = field(repr=False, compare=False)
 
 
 class NumpyKind:

@@ -18,7 +18,7 @@ from flashgen.errors import BadParam
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flashgen.runtime.device import Device
+    from flashgen.arch import Device
     from flashgen.spec.variant import Variant
 
 SWITCH = "FLASHGEN_DEPENDENT_LAUNCH"

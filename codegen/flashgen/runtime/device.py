@@ -4,37 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flashgen.arch import Device
 from flashgen.errors import DeviceTypeNotSupported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _INSTALL = 'pip install "flashgen[cuda13]" (or "flashgen[cuda12]" for a driver older than 580)'
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """One GPU: its place among the visible ones, what it can run, and the sizes that dispatch counts with.
-
-    ``arch`` is "sm_90" for ``compute_capability`` (9, 0). ``smem_per_block`` is the most shared memory in
-    bytes that a block may ask for, ``smem_per_sm`` what a multiprocessor has, ``l2_bytes`` the size of the
-    L2 cache.
-    """
-
-    ordinal: int
-    arch: str
-    compute_capability: tuple[int, int]
-    num_sms: int
-    smem_per_block: int
-    smem_per_sm: int
-    l2_bytes: int
-    name: str
-
-    def __str__(self) -> str:
-        return f"GPU {self.ordinal} ({self.name}, {self.arch})"
 
 
 @functools.cache

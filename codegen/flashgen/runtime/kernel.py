@@ -17,7 +17,7 @@ from flashgen.toolchain import compile as compiler
 from flashgen.toolchain.obtain import arch_for, obtain, own_arch, recall
 
 if TYPE_CHECKING:
-    from flashgen.runtime.device import Device
+    from flashgen.arch import Device
     from flashgen.spec.variant import Variant
     from flashgen.toolchain.compile import Compiled
 

@@ -20,8 +20,8 @@ from flashgen.spec.variant import TUNED_TILE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from flashgen.arch import Device
     from flashgen.operators.operator import Problem
-    from flashgen.runtime.device import Device
     from flashgen.runtime.kernel import Kernel
     from flashgen.runtime.plans import Arrays, Pointers, Work
     from flashgen.spec.variant import Variant

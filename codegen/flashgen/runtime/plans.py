@@ -17,8 +17,8 @@ from flashgen.operators.arguments import check_array, check_memory, is_contiguou
 from flashgen.runtime import arrays as libraries
 
 if TYPE_CHECKING:
+    from flashgen.operators.arguments import ArrayView
     from flashgen.operators.operator import Problem
-    from flashgen.runtime.arrays import ArrayView
     from flashgen.schedule.plan import Step
     from flashgen.spec.variant import Variant
 

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING
 
 from flashgen.arch import arch_parts, reaches
 from flashgen.errors import DeviceTypeNotSupported, SpecError
-from flashgen.operators.attention import MAX_SEQLEN as MAX_EXTENT
-from flashgen.schedule.grid import extents, tiles
+from flashgen.schedule.grid import MAX_EXTENT, extents, tiles
 from flashgen.schedule.tensormap import REQUIREMENTS, expressible
 from flashgen.schedule.visited import visited_keys
 from flashgen.spec.variant import TUNED_TILE
@@ -32,8 +31,8 @@ from flashgen.spec.variant import TUNED_TILE
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from flashgen.arch import Device
     from flashgen.operators.operator import Problem, Value
-    from flashgen.runtime.device import Device
     from flashgen.spec.model import Spec
     from flashgen.spec.variant import Variant
 

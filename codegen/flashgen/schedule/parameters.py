@@ -13,18 +13,17 @@ from flashgen.schedule.grid import heads, row_blocks, rows_ahead, tiles
 from flashgen.schedule.sections import sections
 from flashgen.schedule.tensormap import BYTES, REQUIREMENTS, TensorMap, describe
 from flashgen.source.params import layout
-from flashgen.spec.params import C_TYPES, TENSOR_MAP
+from flashgen.spec.params import C_TYPES, TENSOR_MAP, VECTOR_WIDTH
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from flashgen.operators.operator import Number, Problem
-    from flashgen.runtime.device import Device
-    from flashgen.schedule.plan import Workspace
+    from flashgen.arch import Device
+    from flashgen.operators.operator import Number, Operator, Problem
+    from flashgen.schedule.workspace import Workspace
     from flashgen.spec.variant import Variant
 
 _VECTOR_WIDTHS = {1: 1, 2: 1, 4: 4, 8: 8, 16: 16}
-_VECTOR_WIDTH = "_vector_width"
 _OF_SECTIONS = (
     "heads_per_section",
     "num_sections",
@@ -73,7 +72,7 @@ def parameters(problem: Problem, variant: Variant, device: Device) -> dict[str, 
         "rows_ahead": rows_ahead(problem, variant),
         # A grid without tiles is not launched, but it has a struct.
         "num_heads_divisor": divisor(max(1, heads(problem, variant))),
-        "group_size_divisor": divisor(int(values["group_size"])),
+        "group_size_divisor": divisor(int(values.get("group_size", 1))),
     }
     if any(param.name in _OF_SECTIONS for param in variant.params):
         values |= _sections(problem, variant, device)
@@ -92,6 +91,10 @@ def _sections(problem: Problem, variant: Variant, device: Device) -> dict[str, i
         divisor(max(1, last)),
     )
     return dict(zip(_OF_SECTIONS, numbers, strict=True))
+
+
+def _widths(operator: Operator) -> list[str]:
+    return [argument.name + VECTOR_WIDTH for argument in operator.arguments]
 
 
 def vector_width(*numbers: int) -> int:
@@ -116,7 +119,7 @@ def pack(problem: Problem, variant: Variant, device: Device, workspace: Workspac
     of_scalars = problem.scalar_values().keys()
     for param in variant.params:
         name, offset = param.name, table.offsets[param.name]
-        base = name.removesuffix(_VECTOR_WIDTH)
+        base = name.removesuffix(VECTOR_WIDTH)
         if param.ctype == TENSOR_MAP:
             described = describe(problem, variant, param)
             if described is None:
@@ -137,9 +140,10 @@ def pack(problem: Problem, variant: Variant, device: Device, workspace: Workspac
         elif name in of_scalars:
             scalars.append((offset, C_TYPES[param.ctype][1], name))
         elif name not in numbers:
+            known = {*operator.positions, *slices, *numbers, *_OF_SECTIONS, *_widths(operator)}
             raise SpecError(
                 f"{variant.spec}: params names {name}, which the launcher cannot give; it knows "
-                f"{', '.join(sorted({*operator.positions, *slices, *numbers, *_OF_SECTIONS}))}"
+                f"{', '.join(sorted(known))}"
             )
     try:
         template = table.pack(values)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from flashgen.schedule.grid import ROWS, blocks_at_a_time, heads, row_blocks
 
 if TYPE_CHECKING:
+    from flashgen.arch import Device
     from flashgen.operators.attention import AttentionProblem
-    from flashgen.runtime.device import Device
     from flashgen.spec.variant import Variant
 
 

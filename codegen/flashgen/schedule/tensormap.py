@@ -57,7 +57,7 @@ def describe(problem: Problem, variant: Variant, param: Param) -> TensorMap | No
     array = None
     if param.name in problem.operator.positions:
         array = problem.array(param.name)
-    if array is None or len(array.extents) != 4 or param.box is None:
+    if array is None or len(array.extents) != 4 or array.argument.layout != "rows" or param.box is None:
         mapped = [a.name for a in problem.operator.arguments if len(a.symbols) == 4 and a.layout == "rows"]
         raise SpecError(
             f"{variant.spec}: params asks for a {TENSOR_MAP} of {param.name}; there are those of "

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flashgen.errors import BadParam
+from flashgen.operators.arguments import ArrayView
 from flashgen.operators.attention import AttentionProblem, normalise
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.numbers import bfloat16_bits
 from flashgen.operators.reference import Verdict, judge
-from flashgen.runtime.arrays import ArrayView
 from flashgen.schedule.plan import plan_steps
 from flashgen.simulator import hardware
 from flashgen.simulator.execute import simulate
 
 if TYPE_CHECKING:
-    from flashgen.runtime.device import Device
+    from flashgen.arch import Device
     from flashgen.simulator.execute import Report
     from flashgen.simulator.library import Library
     from flashgen.spec.variant import Variant

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from flashgen.arch import Device
 from flashgen.errors import BadParam
-from flashgen.runtime.device import Device
 
 if TYPE_CHECKING:
     from flashgen.spec.variant import Variant

@@ -11,7 +11,7 @@ from flashgen.spec.axes import read_axes
 from flashgen.spec.expression import Expression
 from flashgen.spec.grid import Buffer
 from flashgen.spec.model import Content
-from flashgen.spec.schema import File, Positive, ShortName, Target, expression_names
+from flashgen.spec.schema import File, Positive, ShortName, Target
 from flashgen.spec.searchspace import SearchSpace
 from flashgen.spec.steps import read_steps
 from flashgen.spec.tiletable import TileTable, check_names
@@ -147,7 +147,7 @@ def _workspace(document: Document, file: File, axes: dict[str, Values]) -> tuple
     """The slices of the workspace, their extents checked as expressions."""
     operator = OPERATORS[file.operator]
     taken = {argument.name for argument in operator.arguments}
-    names = expression_names(file, axes) | operator.symbols | set(operator.grid_dimensions)
+    names = frozenset((*axes, *file.tile_keys, *operator.symbols, *operator.grid_dimensions))
     buffers = []
     for name, row in file.workspace.items():
         if name in taken:

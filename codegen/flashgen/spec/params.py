@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 # A parameter of this type describes an array to TMA (``schedule.tensormap``).
 TENSOR_MAP = "tensor_map"
+# What the name of an array is followed by in that of a parameter that says how wide its rows may be loaded.
+VECTOR_WIDTH = "_vector_width"
 # C type -> (size in bytes, struct code, numpy code)
 C_TYPES: dict[str, tuple[int, str, str]] = {
     "const element*": (8, "Q", "<u8"),

@@ -77,7 +77,7 @@ Number = int | str
 class GridRow(msgspec.Struct, forbid_unknown_fields=True):
     """What a launch covers: the extent of a tile in each dimension, and how blocks go through the tiles."""
 
-    covers: dict[str, Number]
+    covers: Annotated[dict[str, Number], msgspec.Meta(min_length=1)]
     schedule: Literal[SCHEDULES] = "tile_per_block"
     blocks_per_sm: Number = 1
     from_last_row: Number = 0

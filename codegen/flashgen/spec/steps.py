@@ -9,7 +9,7 @@ from flashgen.spec.boxes import Boxes
 from flashgen.spec.expression import Expression
 from flashgen.spec.grid import Visits
 from flashgen.spec.model import Resources, Step, as_values
-from flashgen.spec.params import TENSOR_MAP, Param
+from flashgen.spec.params import CTYPES, TENSOR_MAP, VECTOR_WIDTH, Param
 from flashgen.spec.schema import File, ParamRow, StepRow, expression_names, tile_types, when_type
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 # What a family of one kernel says at the top of its file.
 _OF_A_STEP = ("template", "threads", "smem_bytes", "grid", "params")
 _MAY_HAVE = ("visits", "dependent_launch")
+# The types of pointers to arrays of a dtype, and of numbers.
+_POINTERS = {"fp32": ("float*",), "uint8": ("uint8_t*",), "int32": ("int32_t*",)}
+_NUMBERS = tuple(ctype for ctype in CTYPES if not ctype.endswith("*") and ctype != TENSOR_MAP)
 
 
 def read_steps(document: Document, file: File, axes: Mapping[str, Values]) -> tuple[list[StepTable], int]:
@@ -32,8 +35,8 @@ def read_steps(document: Document, file: File, axes: Mapping[str, Values]) -> tu
                 raise document.error((), f"the key `{key}` is missing")
         given = {key: getattr(file, key) for key in (*_OF_A_STEP, *_MAY_HAVE)}
         return [StepTable(document, file, axes, (), StepRow(name="only", **given))], 0
-    for key in _OF_A_STEP:
-        if getattr(file, key) is not None:
+    for key in (*_OF_A_STEP, *_MAY_HAVE):
+        if getattr(file, key):
             raise document.error((key,), "each of `steps` has its own; leave this one out")
     rows = [document.convert(("steps", i), row, StepRow) for i, row in enumerate(file.steps)]
     names = [row.name for row in rows]
@@ -143,5 +146,21 @@ def _params(
                 (*keys, "name"),
                 f"a second parameter is called `{row.name}`, and no key of `when` keeps the two apart",
             )
+        wanted = _type_of(file, row.name)
+        if wanted and row.type.removeprefix("const ") not in wanted:
+            raise document.error((*keys, "type"), f"found {row.type!r}; allowed: {', '.join(wanted)}")
         params.append(param)
     return tuple(params)
+
+
+def _type_of(file: File, name: str) -> tuple[str, ...]:
+    """The types that the parameter ``name`` may have, without ``const``; none where any will do."""
+    arguments = {argument.name: argument for argument in OPERATORS[file.operator].arguments}
+    if name in file.workspace:
+        return _POINTERS.get(file.workspace[name].dtype, ("element*",))
+    if name.removesuffix(VECTOR_WIDTH) in arguments and name.endswith(VECTOR_WIDTH):
+        return ("int32_t",)
+    if name not in arguments:
+        return _NUMBERS
+    dtypes = arguments[name].dtypes
+    return _POINTERS[dtypes[-1]] if dtypes else ("element*", TENSOR_MAP)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flashgen.arch import arch_parts, reaches
+from flashgen.operators import OPERATORS
 from flashgen.spec.grid import Grid
 
 if TYPE_CHECKING:
@@ -84,8 +85,14 @@ class Variant:
         return self.name
 
     def axis(self, name: str) -> str | int:
-        """The value of one axis. Raises KeyError for an axis that the spec does not have."""
-        return _lookup(self.axes, name)
+        """The value of one axis; of one that the spec does not have, what the operator says it stands for.
+
+        Raises KeyError for an axis that neither has.
+        """
+        found = dict(self.axes)
+        if name not in found:
+            found = OPERATORS[self.operator].axis_values(found)
+        return _lookup(tuple(found.items()), name)
 
     def tile_value(self, name: str) -> int | str:
         """The value of one tile key, such as ``block_m`` or ``loop``. Raises KeyError for a key that the spec
@@ -100,7 +107,7 @@ class Variant:
     @property
     def head_dim_v(self) -> int:
         """Of v and the output: that of q and k where the spec has no axis of its own for it."""
-        return dict(self.axes).get("head_dim_v", self.head_dim)
+        return self.axis("head_dim_v")
 
     @property
     def dtype(self) -> str:

@@ -15,7 +15,7 @@ from flashgen.toolchain.compile import Compiled
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flashgen.runtime.device import Device
+    from flashgen.arch import Device
     from flashgen.spec.variant import Variant
     from flashgen.toolchain.cache import CubinCache
 

@@ -24,9 +24,9 @@ from flashgen.tune.contest import label
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from flashgen.arch import Device
     from flashgen.bench.hosts import Host, Inputs
     from flashgen.bench.timing import Step, Timing
-    from flashgen.runtime.device import Device
     from flashgen.spec.variant import Variant
 
 # The problem of the check: no multiple of any tile, and more than one of each.

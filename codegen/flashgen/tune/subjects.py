@@ -12,7 +12,7 @@ from flashgen.spec.variant import TUNED_TILE
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from flashgen.runtime.device import Device
+    from flashgen.arch import Device
     from flashgen.spec.model import Point, Spec
     from flashgen.spec.variant import Variant
 
