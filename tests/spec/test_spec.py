@@ -481,7 +481,7 @@ def test_parameters_exist_where_their_condition_holds(tiny_variants):
 @given(
     params=st.lists(
         st.tuples(
-            st.sampled_from(["out", "lse"]),
+            st.sampled_from(["seqlen_q", "seqlen_kv"]),
             st.sets(st.sampled_from(["none", "causal"])),
             st.sets(st.sampled_from([4, 8, 16])),
         ),
@@ -494,7 +494,7 @@ def test_two_parameters_of_one_name_need_conditions_that_keep_them_apart(params,
     rows = []
     for name, masks, warps in params:
         when = {key: sorted(values) for key, values in (("mask_type", masks), ("warps", warps)) if values}
-        rows.append(f"  - {{name: {name}, type: element*, when: {json.dumps(when)}}}")
+        rows.append(f"  - {{name: {name}, type: int32_t, when: {json.dumps(when)}}}")
     text = (FIXTURES / "specs" / "tiny.yaml").read_text()
     path = tmp_path_factory.mktemp("params") / "tiny.yaml"
     path.write_text(re.sub(r"(?<=^params:\n)(?:  - .*\n)+", "\n".join(rows) + "\n", text, flags=re.M))
