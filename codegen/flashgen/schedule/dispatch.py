@@ -141,9 +141,13 @@ def runs_on(variant: Variant, device: Device) -> bool:
 def _serving(problem: Problem, spec: Spec) -> Iterator[dict[str, Value]]:
     """The axes of each point of ``spec`` that computes ``problem``; the spec may exclude some of them."""
     operator = problem.operator
-    for values in itertools.product(*spec.axes.values()):
+    suited = [
+        [value for value in values if operator.axes[name].serves(problem, value)]
+        for name, values in spec.axes.items()
+    ]
+    for values in itertools.product(*suited):
         axes = dict(zip(spec.axes, values, strict=True))
-        if operator.serves(problem, axes):
+        if operator.serves(problem, axes):  # also as to the axes that the spec does not have
             yield axes
 
 

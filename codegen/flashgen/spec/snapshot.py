@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from flashgen.toolchain.cache import CubinCache
 
+_ENTRIES = Content._fields.index("entries")
 # The rooms whose code decides what a text means.
 _ROOMS = ("operators", "spec")
 
@@ -52,30 +53,36 @@ def snapshot_key(text: bytes) -> str:
 
 
 def encode(content: Content) -> bytes:
-    """A content as JSON."""
+    """A content as JSON. What tiles take is listed once, however many points have the same."""
+    taken: dict[tuple[Resources, ...], int] = {}
+    entries = [
+        [point, [(row, committed, taken.setdefault(steps, len(taken))) for row, committed, steps in tiles]]
+        for point, tiles in content.entries.items()
+    ]
     steps = [
         step._replace(params=[[param.name, param.ctype, param.doc, param.when] for param in step.params])
         for step in content.steps
     ]
-    plain = content._replace(steps=steps, entries=list(content.entries.items()))
+    plain = content._replace(steps=steps, entries=[list(taken), entries])
     return json.dumps(plain, separators=(",", ":")).encode()
 
 
 def decode(stored: bytes) -> Content:
     """The content that `encode` made these bytes of."""
-    plain = _frozen(json.loads(stored))
-    if not isinstance(plain, tuple):
+    plain = json.loads(stored)
+    if not isinstance(plain, list):
         raise TypeError(f"found {type(plain).__name__}")
     content = Content._make(plain)
-    return content._replace(
-        steps=tuple(_step(step) for step in content.steps),
-        workspace=tuple(Buffer._make(buffer) for buffer in content.workspace),
+    known, entries = content.entries
+    taken = [tuple([_resources(_frozen(each)) for each in steps]) for steps in known]
+    others = [_frozen(getattr(content, name)) for name in Content._fields if name != "entries"]
+    frozen = Content._make([*others[:_ENTRIES], {}, *others[_ENTRIES:]])
+    return frozen._replace(
+        steps=tuple(_step(step) for step in frozen.steps),
+        workspace=tuple(Buffer._make(buffer) for buffer in frozen.workspace),
         entries={
-            point: tuple(
-                Entry(row, committed, tuple(_resources(each) for each in steps))
-                for row, committed, steps in entries
-            )
-            for point, entries in content.entries
+            tuple(point): tuple([Entry(row, committed, taken[index]) for row, committed, index in tiles])
+            for point, tiles in entries
         },
     )
 
