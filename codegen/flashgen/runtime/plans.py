@@ -64,6 +64,7 @@ class Plan:
         "_layouts",
         "_needed",
         "_no_scalars",
+        "_outputs",
         "_positions",
         "_read",
         "_results",
@@ -91,6 +92,11 @@ class Plan:
         self._positions, self._results = problem.operator.positions, problem.results
         self._absent, self._no_scalars = (None,) * len(examples), (None,) * len(problem.operator.scalars)
         self._needed = runner.workspace_bytes
+        arguments = problem.operator.arguments
+        self._outputs = {
+            place: (problem.shape(place), arguments[place].dtypes[0] if arguments[place].dtypes else None)
+            for place in self._results
+        }
 
     @property
     def variant(self) -> Variant | None:
@@ -199,10 +205,9 @@ class Plan:
         self, position: int, arrays: Arrays, pointers: Pointers, stream: Any
     ) -> tuple[Arrays, Pointers]:
         """The arrays with a new output at a position, and its pointer."""
-        problem, kind = self.problem, self.kind
-        argument = problem.operator.arguments[position]
-        dtype = argument.dtypes[0] if argument.dtypes else None
-        new = kind.empty(problem.shape(position), arrays[0], stream, dtype)
+        kind = self.kind
+        shape, dtype = self._outputs[position]
+        new = kind.empty(shape, arrays[0], stream, dtype)
         arrays = (*arrays[:position], new, *arrays[position + 1 :])
         return arrays, (*pointers[:position], kind.pointer(new), *pointers[position + 1 :])
 
