@@ -25,7 +25,11 @@ def work():
     from flashgen.spec.load import load_specs
     from flashgen.toolchain import cache, obtain
 
-    call = SimpleNamespace(head_dim=64, head_dim_v=64, dtype="fp16", mask_type="none", group_size=1)
+    from flashgen.operators.arguments import ArrayView
+    from flashgen.operators.attention import normalise
+
+    view = ArrayView("cupy", 4096, (1, 64, 2, 64), (8192, 128, 64, 1), "fp16", 0, None)
+    call = normalise(view, view, view)
     device = SimpleNamespace(compute_capability=(8, 0), smem_per_block=166912)
     variant = dispatch.offers(call, device, load_specs(cache=cache.default()))[0]
     if not obtain.recall(variant, "sm_80"):
