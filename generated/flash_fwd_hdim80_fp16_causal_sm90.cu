@@ -3,8 +3,8 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 80, head_dim_v 80, dtype fp16, mask_type causal, gqa mha
-// tile      block_m 192, block_n 96, q_stages 2, stages 3
-// block     512 threads, 185472 bytes of dynamic shared memory
+// tile      block_m 192, block_n 96, q_stages 2, stages 2
+// block     512 threads, 197728 bytes of dynamic shared memory
 // target    sm90: sm_90a alone, at most 232448 bytes a block
 // spec      flash_fwd_sm90.yaml
 // template  flash_fwd_sm90.cu.j2
@@ -17,7 +17,7 @@ constexpr int kHeadDimV = 80;  // of V and O
 constexpr int kBlockM = 192;  // query rows of a tile
 constexpr int kBlockN = 96;  // keys of a KV block
 constexpr int kQStages = 2;  // Q buffers; the O of a tile leaves through the buffer of its Q
-constexpr int kStages = 3;  // K buffers, and V buffers
+constexpr int kStages = 2;  // K buffers, and V buffers
 constexpr int kConsumers = 3;  // consumer warpgroups, 64 rows each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
@@ -28,8 +28,8 @@ constexpr int kConsumerRegisters = kConsumers == 1 ? 240 : (512 - kProducerRegis
 // Named barriers: 1 to kConsumers are the consumers' turns.
 constexpr int kStoreBarrier = 1 + kConsumers;  // the first consumer's, when its O is in shared memory; the others' follow
 
-// Shared memory holds panels of 32 columns, each row of 64 bytes swizzled by TMA.
-constexpr int kPanelColumns = 32;
+// Shared memory holds panels of 64 columns, each row of 128 bytes swizzled by TMA.
+constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
 constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q and K
 constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;  // of V and O
@@ -47,7 +47,7 @@ static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0 && kHeadDim % 16 == 0 && kH
 static_assert(kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
 static_assert(kHeadDimV <= kHeadDim, "O fits where its Q was");
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 512, "the register file");
-static_assert(kSharedBytes + 1024 == 185472, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes + 1024 == 197728, "launcher and kernel agree on shared memory");
 
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
@@ -291,7 +291,7 @@ __device__ __forceinline__ void wgmma_m64n80k16_fp16_rs(float (&d)[40], const ui
 
 // A matrix descriptor: where an operand lies in shared memory, and the distances between its swizzle atoms of eight rows.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int leading_bytes, int stride_bytes) {
-    constexpr uint64_t kSwizzle = 2;  // 64 bytes
+    constexpr uint64_t kSwizzle = 1;  // 128 bytes
     return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
            kSwizzle << 62;
 }
@@ -437,7 +437,7 @@ __device__ __forceinline__ void finish_rows(const Params& params, const Tile& ti
 
 // The 16-byte chunk of a swizzled row that holds `chunk`.
 __device__ __forceinline__ int swizzled(int row, int chunk) {
-    return chunk ^ row / 2 % 4;
+    return chunk ^ row % 8;
 }
 
 // Normalises O, rounds it and lets TMA write it: through `staging`, the warpgroup's rows of the Q buffer, which only it has read
