@@ -272,6 +272,14 @@ FAULTS = (
         "// a tile",
     ),
     fault(
+        "stash and sums of a tile without keys read before they are written, pairs",
+        PAIRS,
+        Shape(seqlen_q=70, seqlen_kv=0),
+        ("race", "uninitialised shared memory"),
+        "    });\n    barrier_sync(kThreads);\n",
+        "    });\n",
+    ),
+    fault(
         "no barrier before V is read, with the next K under way",
         HALVES,
         LONG,
