@@ -5,7 +5,7 @@
 // axes      head_dim 160, head_dim_v 160, dtype fp16, mask_type causal, gqa mha
 // tile      block_m 128, block_n 32, warps 4, loop stages, min_blocks 2
 // block     128 threads, 61456 bytes of dynamic shared memory
-// target    sm80: sm_80 or later, at most 166912 bytes a block
+// target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
 // spec      flash_fwd_sm80.yaml
 // template  flash_fwd_sm80.cu.j2
 #include "flashgen/sm80.cuh"
@@ -20,7 +20,7 @@ constexpr int kKStages = 1;  // blocks of K in shared memory
 constexpr int kVStages = 1;  // and of V
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kCopyThreads = kThreads;  // threads that share the copy of a block of K or V
+constexpr int kCopyThreads = kThreads;  // all threads share the copy of a block of K or V
 
 constexpr int kWarpRows = kBlockM / kWarps;  // a warp owns whole rows, so that softmax never leaves it
 constexpr int kKeyTiles = kBlockN / 8;       // MMA tiles of S along the keys
@@ -39,7 +39,7 @@ constexpr int kSharedBytes = kStashOffset + kStashBytes;
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-static_assert(kWarpRows % 16 == 0, "a warp owns whole 16-row MMA tiles");
+static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
 static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
 static_assert(kHeadDimV <= kHeadDim, "rows of V and O fit into those of K and Q");
 static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
@@ -67,7 +67,7 @@ struct Params {
     int32_t num_heads_q;
     int32_t seqlen_q;
     int32_t seqlen_kv;
-    int32_t head_dim;                     // of the call, at most kHeadDim; the rest is predicated
+    int32_t head_dim;                     // of the call: a multiple of 8 (fp32: 4), at most kHeadDim; columns past it are zero-filled
     int32_t head_dim_v;                   // likewise, of v and out
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
@@ -77,7 +77,7 @@ struct Params {
     uint64_t section_heads_divisor;       // of heads_per_section
     uint64_t last_section_heads_divisor;  // of the heads of the last section
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
-    float scale_log2;                     // softmax_scale * log2(e)
+    float scale_log2;                     // softmax_scale * log2(e), above 0
 };
 static_assert(sizeof(Params) == 216 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
 static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, q_batch_stride) == 40);
@@ -111,9 +111,8 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
 
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     // Heads are launched in sections, so that the tiles of a head, which share its keys and values in L2, run at about
-    // the same time. Within a section the row blocks come
-    // one after another for all heads, last block first: the first rows attend to the fewest keys, and short tiles at
-    // the end leave the fewest multiprocessors idle.
+    // the same time. Within a section the row blocks come one after another for all heads, last block first: the first
+    // rows attend to the fewest keys, and short tiles at the end leave the fewest SMs idle.
     const int num_heads = params.num_heads_q;
     const int section = min(divide(index, params.section_tiles_divisor), params.num_sections - 1);
     const int first_head = section * params.heads_per_section;
@@ -144,18 +143,18 @@ __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, i
 // Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
 // consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
 constexpr int kChunkElements = 16 / sizeof(element);
-constexpr int kSwizzleChunks = 4;  // odd rows start at the middle bank, so half of the permutation is there already
-
-__device__ __forceinline__ int swizzle_key(int row) { return row / 2 % 4; }
+constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
 constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
-// Where a lane finds its part of an MMA fragment, before any step along the row: an address, which the swizzle of a step is applied to,
-// and bytes that are added behind it. Addresses that differ in these bytes alone share the work of the swizzle.
+// With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a key.
+__device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
+
+// Where a lane finds its part of an MMA fragment, before any step along the row. A step XORs `swizzled`; `offset` is added after that.
 struct LaneAddress {
     shared_address swizzled;
     int offset;
 
-    // `bytes` further on, of which no step's exclusive or meets a bit: a multiple of kSwizzleBytes, or less than a chunk.
+    // Adds `bytes` before the XOR. They must not change the bits that a step's XOR flips.
     __device__ __forceinline__ LaneAddress operator+(int bytes) const { return {swizzled + bytes, offset}; }
 };
 
@@ -164,20 +163,21 @@ __device__ __forceinline__ LaneAddress lane_address(shared_address block, int ro
 }
 
 // The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right. Blocks and rows begin at multiples
-// of kSwizzleBytes, so that a step within the swizzle is an exclusive or of the address itself.
+// of kSwizzleBytes, so that a step within the swizzle is an XOR of the address itself.
 __device__ __forceinline__ shared_address step_address(const LaneAddress& lane, int row_step, int chunk_pair) {
     const int step_bytes = 32 * chunk_pair;
     return (lane.swizzled ^ step_bytes % kSwizzleBytes) + lane.offset + row_step * kRowBytes +
            step_bytes / kSwizzleBytes * kSwizzleBytes;
 }
 
-// ldmatrix fetches the four 8x8 quarters of a 16x16 operand: downwards first for Q and (transposed on the way) V,
-__device__ __forceinline__ LaneAddress operand_address(shared_address block, int lane) {
+// For ldmatrix of Q and, transposed on the way, of V: the four 8x8 matrices are rows 0-7 and 8-15 of the left chunk, then of the right
+// one.
+__device__ __forceinline__ LaneAddress qv_lane_address(shared_address block, int lane) {
     return lane_address(block, lane % 16, lane / 16);
 }
 
-// and along the rows first for K, whose rows are the columns of the MMA.
-__device__ __forceinline__ LaneAddress transposed_operand_address(shared_address block, int lane) {
+// For ldmatrix of K, whose rows are the columns of the MMA: the left and the right chunk of rows 0-7, then of rows 8-15.
+__device__ __forceinline__ LaneAddress k_lane_address(shared_address block, int lane) {
     return lane_address(block, lane / 16 * 8 + lane % 8, lane / 8 % 2);
 }
 
@@ -213,6 +213,7 @@ __device__ __forceinline__ void copy_rows(shared_address block, const element* s
     // five, if it saw through the pointer.
 #pragma unroll
     for (int first = 0; first < kBlockN; first += kRowsPerPass) {
+        if (kBlockN % kRowsPerPass != 0 && first + row >= kBlockN) break;
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
             const bool valid = first < rows_left && panel * kPanelElements + chunk * kChunkElements < head_dim;
@@ -259,8 +260,7 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
     }
 }
 
-// Registers are too scarce to keep the tile through the loop: it is stashed in shared memory. Reading it back takes less than working
-// it out again.
+// The tile, stashed in shared memory and read back by the epilogue, instead of being held in registers.
 __device__ __forceinline__ void stash_tile(const Tile& tile, shared_address smem) {
     store_shared_64(smem + kStashOffset, tile.batch, tile.head);
     store_shared_64(smem + kStashOffset + 8, tile.kv_head, tile.first_row);
@@ -279,14 +279,14 @@ __device__ __forceinline__ Tile stashed_tile(shared_address smem) {
 // Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
 // 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
 //
-// row_max is the running maximum of a row, except that it moves only when a score exceeds it by more than kSlack. P may then reach
-// 2^kSlack. That costs no accuracy, since O and row_sum share the factor, and spares nearly all rescaling of O and the exchange of
-// maxima between lanes.
+// row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
+// reach 2^(kPBias + kSlack). O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad
+// reduction.
 constexpr float kSlack = 8.0f;
-// row_max is kept kPBias below the maximum, so that P, which is rounded to fp16, uses the upper half of its exponents: what is
-// below its normal numbers, 2^-14, is that much less of the row. O, row_sum and the LSE come out the same.
+// fp16 P loses bits below 2^-14. Keeping row_max kPBias below the true maximum makes P 2^kPBias larger, so fewer P are subnormal. The
+// factor cancels in O / row_sum and in the LSE.
 constexpr float kPBias = 7.0f;
-static_assert(kSlack + kPBias <= 15.0f, "fp16 ends below 2^16");
+static_assert(kSlack + kPBias <= 15.0f, "P stays below 2^16, the end of fp16");
 constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
 
 __device__ __forceinline__ float quad_max(float value) {
@@ -319,15 +319,15 @@ __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
     }
 }
 
-// Multiplies what has been summed up for both rows.
+// Multiplies O and row_sum of both rows.
 __device__ __forceinline__ void rescale(RowTile& rows, const float (&correction)[2]) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        rows.row_sum[half] *= correction[half];
+    for (int row8 = 0; row8 < 2; ++row8) {
+        rows.row_sum[row8] *= correction[row8];
 #pragma unroll
         for (int n = 0; n < kDimTiles; ++n) {
-            rows.output[n][2 * half] *= correction[half];
-            rows.output[n][2 * half + 1] *= correction[half];
+            rows.output[n][2 * row8] *= correction[row8];
+            rows.output[n][2 * row8 + 1] *= correction[row8];
         }
     }
 }
@@ -362,8 +362,8 @@ __device__ __forceinline__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], co
     }
 }
 
-// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax. Two neighbouring key tiles of an accumulator, packed,
-// are a left operand of the MMA as they lie.
+// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax: the A fragment. The accumulator layout of two
+// neighbouring key tiles is the A layout of one 16x16 tile.
 template <int kTiles>
 struct P {
     uint32_t fragment[kTiles][kKeyTiles / 2][4];
@@ -376,7 +376,7 @@ struct P {
 
 using VAddress = LaneAddress;
 
-__device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return operand_address(block, lane); }
+__device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return qv_lane_address(block, lane); }
 
 // O += P . V.
 template <int kTiles>
@@ -407,7 +407,7 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int quer
     return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
 
-// The keys that some row of [first_row, first_row + count) attends to. Ranges move to the right from row to row.
+// The keys that some row of [first_row, first_row + count) attends to. Ranges end further right from row to row.
 __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, first_row)).begin,
@@ -430,12 +430,12 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            auto at_score = at_row(first_row + kRowTileStep * i + 8 * half + lane / 4, first_key + lane % 4 * 2);
+        for (int row8 = 0; row8 < 2; ++row8) {
+            auto at_score = at_row(first_row + kRowTileStep * i + 8 * row8 + lane / 4, first_key + lane % 4 * 2);
 #pragma unroll
             for (int j = 0; j < kKeyTiles; ++j) {
 #pragma unroll
-                for (int e = 0; e < 2; ++e) at_score(8 * j + e, scores[i][j][2 * half + e]);
+                for (int e = 0; e < 2; ++e) at_score(8 * j + e, scores[i][j][2 * row8 + e]);
             }
         }
     }
@@ -458,7 +458,7 @@ __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, const T
     return kv_blocks_of(params, tile.first_row, kBlockM);
 }
 
-// Hides the keys that lie outside the range of their row. Most blocks are seen by every row from the first key to the last.
+// Masks the keys that lie outside the range of their row. In most blocks every row attends to all keys, and nothing is masked.
 template <int kTiles>
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
                                            int lane) {
@@ -481,8 +481,8 @@ __device__ __forceinline__ void finish_scores(const Params& params, const Tile& 
     apply_mask(params, scores, tile.first_row + row_in_tile, first_key, lane);
 }
 
-// The greatest scores of a block that this lane has of each row, as row_max has them, and whether some row of the warp has one that
-// its row_max has to follow.
+// Computes this lane's maximum of each row, in row_max's units. True, for the whole warp, if any row exceeds its row_max by more than
+// kSlack.
 template <int kTiles>
 __device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
                                                 float (&block_max)[kTiles][2]) {
@@ -490,30 +490,30 @@ __device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kK
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float value = fmaxf(scores[i][0][2 * half], scores[i][0][2 * half + 1]);
+        for (int row8 = 0; row8 < 2; ++row8) {
+            float value = fmaxf(scores[i][0][2 * row8], scores[i][0][2 * row8 + 1]);
 #pragma unroll
             for (int j = 1; j < kKeyTiles; ++j) {
-                value = fmaxf(value, fmaxf(scores[i][j][2 * half], scores[i][j][2 * half + 1]));
+                value = fmaxf(value, fmaxf(scores[i][j][2 * row8], scores[i][j][2 * row8 + 1]));
             }
-            block_max[i][half] = fmaf(value, scale_log2, -kPBias);
-            exceeds |= block_max[i][half] > rows[i].row_max[half] + kSlack;
+            block_max[i][row8] = fmaf(value, scale_log2, -kPBias);
+            exceeds |= block_max[i][row8] > rows[i].row_max[row8] + kSlack;
         }
     }
     return __any_sync(0xffffffff, exceeds);
 }
 
-// Raises row_max to the greatest scores of a block, and rescales what has been summed up.
+// Raises row_max to the maxima of a block, and rescales O and row_sum.
 template <int kTiles>
 __device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows) {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
         float correction[2];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float previous = rows[i].row_max[half];
-            rows[i].row_max[half] = fmaxf(previous, quad_max(block_max[i][half]));
-            correction[half] = exp2_approx(previous - rows[i].row_max[half]);
+        for (int row8 = 0; row8 < 2; ++row8) {
+            const float previous = rows[i].row_max[row8];
+            rows[i].row_max[row8] = fmaxf(previous, quad_max(block_max[i][row8]));
+            correction[row8] = exp2_approx(previous - rows[i].row_max[row8]);
         }
         rescale(rows[i], correction);
     }
@@ -548,16 +548,16 @@ __device__ __forceinline__ void softmax_step(const float (&scores)[kTiles][kKeyT
 }
 
 // The main loop: rows take S, softmax and P . V of one KV block after another. K and V have one stage each: V of a block is fetched
-// while its scores are computed, K of the next block during P . V of this one. Other thread blocks of the multiprocessor, where there
-// is room for them, fill the gaps.
+// while its scores are computed, K of the next block during P . V of this one. Other thread blocks of the SM, where there is room for
+// them, fill the gaps.
 __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile, const KvBlocks& blocks, RowTile (&rows)[kRowTiles],
                                           shared_address smem, int warp, int lane) {
     const shared_address k_stage = smem + kKOffset;
     const shared_address v_stage = smem + kVOffset;
     const element* k = head_k(params, tile);
     const element* v = head_v(params, tile);
-    const LaneAddress q_lane = operand_address(smem + first_row_of(warp) * kRowBytes, lane);
-    const LaneAddress k_lane = transposed_operand_address(k_stage, lane);
+    const LaneAddress q_lane = qv_lane_address(smem + first_row_of(warp) * kRowBytes, lane);
+    const LaneAddress k_lane = k_lane_address(k_stage, lane);
     const VAddress v_lane = v_address(v_stage, lane);
     // The blocks with a key that some row of this warp attends to.
     const KvBlocks warp_blocks = kv_blocks_of(params, min(tile.first_row + first_row_of(warp), num_rows(params) - 1), kWarpRows);
@@ -576,8 +576,9 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
     if (blocks.last >= blocks.first) {
         load_q(params, tile, smem);
         fetch_k(blocks.last);
+    } else {
+        barrier_sync(kThreads);  // the stash is written: a tile without keys meets no other barrier
     }
-    barrier_sync(kThreads);  // the stash is written: a tile without keys meets no other barrier
 
     for (int block = blocks.last; block >= blocks.first; --block) {
         // K of this block is here, and every warp has finished with V of the block before.
@@ -603,14 +604,14 @@ __device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            rows[i].row_sum[half] = quad_sum(rows[i].row_sum[half]);
-            const float sum = rows[i].row_sum[half];
+        for (int row8 = 0; row8 < 2; ++row8) {
+            rows[i].row_sum[row8] = quad_sum(rows[i].row_sum[row8]);
+            const float sum = rows[i].row_sum[row8];
             const float factor = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
 #pragma unroll
             for (int n = 0; n < kDimTiles; ++n) {
-                rows[i].output[n][2 * half] *= factor;
-                rows[i].output[n][2 * half + 1] *= factor;
+                rows[i].output[n][2 * row8] *= factor;
+                rows[i].output[n][2 * row8 + 1] *= factor;
             }
         }
     }
@@ -623,57 +624,57 @@ __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = tile.first_row + first_row_of(warp) + kRowTileStep * i + 8 * half + lane / 4;
+        for (int row8 = 0; row8 < 2; ++row8) {
+            const int row = tile.first_row + first_row_of(warp) + kRowTileStep * i + 8 * row8 + lane / 4;
             if (row < num_rows(params)) {
                 const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
                 store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
-                                (rows[i].row_max[half] + log2_approx(rows[i].row_sum[half])) * kLn2);
+                                (rows[i].row_max[row8] + log2_approx(rows[i].row_sum[row8])) * kLn2);
             }
         }
     }
 }
 
-// Rounds O and puts it into the Q tile, which nobody reads any more.
+// Rounds O and puts it into the Q tile: all reads of Q precede the last barrier of the loop.
 __device__ __forceinline__ void stage_output(const RowTile (&rows)[kRowTiles], shared_address smem, int warp, int lane) {
     const shared_address warp_rows = smem + first_row_of(warp) * kRowBytes;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = kRowTileStep * i + 8 * half + lane / 4;
+        for (int row8 = 0; row8 < 2; ++row8) {
+            const int row = kRowTileStep * i + 8 * row8 + lane / 4;
 #pragma unroll
             for (int n = 0; n < kDimTiles; ++n) {
-                const float low = rows[i].output[n][2 * half];
-                const float high = rows[i].output[n][2 * half + 1];
+                const float low = rows[i].output[n][2 * row8];
+                const float high = rows[i].output[n][2 * row8 + 1];
                 store_shared_32(warp_rows + row * kRowBytes + 16 * (n ^ swizzle_key(row)) + lane % 4 * 4, pack<element>(low, high));
             }
         }
     }
 }
 
-// Writes O by way of the Q tile, so that global memory sees whole rows in 16-byte pieces.
+// Writes O by way of the Q tile, so that global memory sees whole rows in 16-byte vectors.
 __device__ __forceinline__ void store_output(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles],
                                              shared_address smem, int warp, int lane) {
     stage_output(rows, smem, warp, lane);
     constexpr int kRowsPerPass = 32 / kSwizzleChunks;
     constexpr int kPanels = kHeadDimV * sizeof(element) / kSwizzleBytes;
-    __syncwarp();
+    __syncwarp();  // the warp reads only rows it wrote itself
     constexpr int kPasses = kWarpRows / kRowsPerPass;
     const int first_row = first_row_of(warp);
     auto row_of_pass = [&](int pass) { return pass * kRowsPerPass + lane / kSwizzleChunks; };
     const shared_address warp_rows = smem + first_row * kRowBytes;
     const int chunk = lane % kSwizzleChunks;
 
-    // All pieces are fetched before the first is stored: their latencies overlap, where one by one each store would wait for
+    // All vectors are loaded before the first is stored: their latencies overlap, where one by one each store would wait for
     // its own.
-    uint4 pieces[kPasses][kPanels];
+    uint4 vectors[kPasses][kPanels];
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
         const int row = row_of_pass(pass);
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
-            pieces[pass][panel] =
+            vectors[pass][panel] =
                 load_shared_128(warp_rows + row * kRowBytes + panel * kSwizzleBytes + 16 * (chunk ^ swizzle_key(row)));
         }
     }
@@ -688,7 +689,7 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
         for (int panel = 0; panel < kPanels; ++panel) {
             const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
             if (tile_row < num_rows(params) && element_index < params.head_dim_v) {
-                store_global_128(out_row + element_index, pieces[pass][panel]);
+                store_global_128(out_row + element_index, vectors[pass][panel]);
             }
         }
         if (pass + 1 < kPasses) out_row += (row_of_pass(pass + 1) - row_of_pass(pass)) * params.out_row_stride;

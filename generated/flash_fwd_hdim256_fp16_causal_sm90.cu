@@ -5,7 +5,7 @@
 // axes      head_dim 256, head_dim_v 256, dtype fp16, mask_type causal, gqa mha
 // tile      block_m 128, block_n 64, q_stages 1, stages 2
 // block     384 threads, 197712 bytes of dynamic shared memory
-// target    sm90: sm_90a alone, at most 232448 bytes a block
+// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_fwd_sm90.yaml
 // template  flash_fwd_sm90.cu.j2
 #include "flashgen/sm90.cuh"
@@ -89,9 +89,8 @@ struct Tile {
 
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     // Heads are launched in sections, so that the tiles of a head, which share its keys and values in L2, run at about
-    // the same time. Within a section the row blocks come
-    // one after another for all heads, last block first: the first rows attend to the fewest keys, and short tiles at
-    // the end leave the fewest multiprocessors idle.
+    // the same time. Within a section the row blocks come one after another for all heads, last block first: the first
+    // rows attend to the fewest keys, and short tiles at the end leave the fewest SMs idle.
     const int num_heads = params.num_heads_q;
     const int section = min(index / (params.heads_per_section * params.num_row_blocks), params.num_sections - 1);
     const int first_head = section * params.heads_per_section;
@@ -132,7 +131,7 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int quer
     return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
 
-// The keys that some row of [first_row, first_row + count) attends to. Ranges move to the right from row to row.
+// The keys that some row of [first_row, first_row + count) attends to. Ranges end further right from row to row.
 __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, first_row)).begin,
@@ -359,14 +358,14 @@ __device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], const Pac
 // Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
 // 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
 //
-// row_max is the running maximum of a row, except that it moves only when a score exceeds it by more than kSlack. P may then reach
-// 2^kSlack. That costs no accuracy, since O and row_sum share the factor, and spares nearly all rescaling of O and the exchange of
-// maxima between lanes.
+// row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
+// reach 2^(kPBias + kSlack). O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad
+// reduction.
 constexpr float kSlack = 8.0f;
-// row_max is kept kPBias below the maximum, so that P, which is rounded to fp16, uses the upper half of its exponents: what is
-// below its normal numbers, 2^-14, is that much less of the row. O, row_sum and the LSE come out the same.
+// fp16 P loses bits below 2^-14. Keeping row_max kPBias below the true maximum makes P 2^kPBias larger, so fewer P are subnormal. The
+// factor cancels in O / row_sum and in the LSE.
 constexpr float kPBias = 7.0f;
-static_assert(kSlack + kPBias <= 15.0f, "fp16 ends below 2^16");
+static_assert(kSlack + kPBias <= 15.0f, "P stays below 2^16, the end of fp16");
 constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
 
 __device__ __forceinline__ float quad_max(float value) {

@@ -5,7 +5,7 @@
 // axes      head_dim 64, head_dim_v 64, dtype fp16, mask_type none, gqa packed
 // tile      block_m 256, block_n 96, warps 8, loop turns, min_blocks 1
 // block     256 threads, 81936 bytes of dynamic shared memory
-// target    sm80: sm_80 or later, at most 166912 bytes a block
+// target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
 // spec      flash_fwd_sm80.yaml
 // template  flash_fwd_sm80.cu.j2
 #include "flashgen/sm80.cuh"
@@ -20,7 +20,7 @@ constexpr int kKStages = 2;  // blocks of K in shared memory
 constexpr int kVStages = 2;  // and of V
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kCopyThreads = kThreads / 2;  // threads that share the copy of a block of K or V
+constexpr int kCopyThreads = kThreads / 2;  // a group copies a block of K or V on its own
 
 constexpr int kWarpRows = kBlockM / kWarps;  // a warp owns whole rows, so that softmax never leaves it
 constexpr int kKeyTiles = kBlockN / 8;       // MMA tiles of S along the keys
@@ -39,7 +39,7 @@ constexpr int kSharedBytes = kStashOffset + kStashBytes;
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-static_assert(kWarpRows % 16 == 0, "a warp owns whole 16-row MMA tiles");
+static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
 static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
 static_assert(kHeadDimV <= kHeadDim, "rows of V and O fit into those of K and Q");
 static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
@@ -69,7 +69,7 @@ struct Params {
     int32_t group_size;                   // num_heads_q / num_heads_kv
     int32_t seqlen_q;
     int32_t seqlen_kv;
-    int32_t head_dim;                     // of the call, at most kHeadDim; the rest is predicated
+    int32_t head_dim;                     // of the call: a multiple of 8 (fp32: 4), at most kHeadDim; columns past it are zero-filled
     int32_t head_dim_v;                   // likewise, of v and out
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
@@ -79,7 +79,7 @@ struct Params {
     uint64_t section_tiles_divisor;       // of the tiles of a section
     uint64_t section_heads_divisor;       // of heads_per_section
     uint64_t last_section_heads_divisor;  // of the heads of the last section
-    float scale_log2;                     // softmax_scale * log2(e)
+    float scale_log2;                     // softmax_scale * log2(e), above 0
 };
 static_assert(sizeof(Params) == 232 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
 static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, q_batch_stride) == 40);
@@ -115,8 +115,7 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
 
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     // Heads are launched in sections, so that the tiles of a head, which share its keys and values in L2, run at about
-    // the same time. Within a section the row blocks come
-    // one after another for all heads.
+    // the same time. Within a section the row blocks come one after another for all heads.
     const int num_heads = params.num_heads_kv;
     const int section = min(divide(index, params.section_tiles_divisor), params.num_sections - 1);
     const int first_head = section * params.heads_per_section;
@@ -151,22 +150,22 @@ __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& 
 // Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
 // consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
 constexpr int kChunkElements = 16 / sizeof(element);
-constexpr int kSwizzleChunks = 8;  // a row spans all 32 banks a whole number of times: permute by the row modulo 8
-
-__device__ __forceinline__ int swizzle_key(int row) { return row % 8; }
+constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
 constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 
-// Where a lane finds its part of an MMA fragment, before any step along the row: an address, which the swizzle of a step is applied to,
-// and bytes that are added behind it. Addresses that differ in these bytes alone share the work of the swizzle.
+// With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a key.
+__device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
+
+// Where a lane finds its part of an MMA fragment, before any step along the row. A step XORs `swizzled`; `offset` is added after that.
 struct LaneAddress {
     shared_address swizzled;
     int offset;
 
-    // `bytes` further on, of which no step's exclusive or meets a bit: a multiple of kSwizzleBytes, or less than a chunk.
+    // Adds `bytes` before the XOR. They must not change the bits that a step's XOR flips.
     __device__ __forceinline__ LaneAddress operator+(int bytes) const { return {swizzled + bytes, offset}; }
 
-    // The same, with the bytes kept apart.
-    __device__ __forceinline__ LaneAddress behind(int bytes) const { return {swizzled, offset + bytes}; }
+    // Adds `bytes` after the XOR: addresses that differ only here share the XORed one, and constants fold into the instruction.
+    __device__ __forceinline__ LaneAddress with_offset(int bytes) const { return {swizzled, offset + bytes}; }
 };
 
 __device__ __forceinline__ LaneAddress lane_address(shared_address block, int row, int chunk) {
@@ -174,20 +173,21 @@ __device__ __forceinline__ LaneAddress lane_address(shared_address block, int ro
 }
 
 // The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right. Blocks and rows begin at multiples
-// of kSwizzleBytes, so that a step within the swizzle is an exclusive or of the address itself.
+// of kSwizzleBytes, so that a step within the swizzle is an XOR of the address itself.
 __device__ __forceinline__ shared_address step_address(const LaneAddress& lane, int row_step, int chunk_pair) {
     const int step_bytes = 32 * chunk_pair;
     return (lane.swizzled ^ step_bytes % kSwizzleBytes) + lane.offset + row_step * kRowBytes +
            step_bytes / kSwizzleBytes * kSwizzleBytes;
 }
 
-// ldmatrix fetches the four 8x8 quarters of a 16x16 operand: downwards first for Q and (transposed on the way) V,
-__device__ __forceinline__ LaneAddress operand_address(shared_address block, int lane) {
+// For ldmatrix of Q and, transposed on the way, of V: the four 8x8 matrices are rows 0-7 and 8-15 of the left chunk, then of the right
+// one.
+__device__ __forceinline__ LaneAddress qv_lane_address(shared_address block, int lane) {
     return lane_address(block, lane % 16, lane / 16);
 }
 
-// and along the rows first for K, whose rows are the columns of the MMA.
-__device__ __forceinline__ LaneAddress transposed_operand_address(shared_address block, int lane) {
+// For ldmatrix of K, whose rows are the columns of the MMA: the left and the right chunk of rows 0-7, then of rows 8-15.
+__device__ __forceinline__ LaneAddress k_lane_address(shared_address block, int lane) {
     return lane_address(block, lane / 16 * 8 + lane % 8, lane / 8 % 2);
 }
 
@@ -206,6 +206,7 @@ __device__ __forceinline__ const element* head_v(const Params& params, const Til
 // Starts the copy of a KV block of K or V, kColumns wide, into shared memory. kSwizzleChunks threads stand side by side along a row
 // and each takes every kSwizzleChunks-th chunk of its rows. Rows from `valid_rows` on and elements from `head_dim` on become zeros.
 // `row_stride` is in elements.
+// Each group of warps calls this on its own, so a thread counts within its group.
 template <int kColumns>
 __device__ __forceinline__ void copy_rows(shared_address block, const element* source, int64_t row_stride, int valid_rows,
                                           int head_dim) {
@@ -223,6 +224,7 @@ __device__ __forceinline__ void copy_rows(shared_address block, const element* s
     // five, if it saw through the pointer.
 #pragma unroll
     for (int first = 0; first < kBlockN; first += kRowsPerPass) {
+        if (kBlockN % kRowsPerPass != 0 && first + row >= kBlockN) break;
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
             const bool valid = first < rows_left && panel * kPanelElements + chunk * kChunkElements < head_dim;
@@ -231,17 +233,6 @@ __device__ __forceinline__ void copy_rows(shared_address block, const element* s
         if (first + kRowsPerPass < kBlockN) source += kRowsPerPass * row_stride;
         opaque(source);
     }
-}
-
-// Starts the copy of KV block `block` of a head of K, and of V.
-__device__ __forceinline__ void copy_k(const Params& params, const element* k, shared_address stage, int block) {
-    copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride, params.seqlen_kv - block * kBlockN,
-                        params.head_dim);
-}
-
-__device__ __forceinline__ void copy_v(const Params& params, const element* v, shared_address stage, int block) {
-    copy_rows<kHeadDimV>(stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride, params.seqlen_kv - block * kBlockN,
-                         params.head_dim_v);
 }
 
 // Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros.
@@ -267,8 +258,7 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
     }
 }
 
-// Registers are too scarce to keep the tile through the loop: it is stashed in shared memory. Reading it back takes less than working
-// it out again.
+// The tile, stashed in shared memory and read back by the epilogue, instead of being held in registers.
 __device__ __forceinline__ void stash_tile(const Tile& tile, shared_address smem) {
     store_shared_64(smem + kStashOffset, tile.batch, tile.head);
     store_shared_64(smem + kStashOffset + 8, tile.kv_head, tile.first_row);
@@ -287,14 +277,14 @@ __device__ __forceinline__ Tile stashed_tile(shared_address smem) {
 // Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
 // 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
 //
-// row_max is the running maximum of a row, except that it moves only when a score exceeds it by more than kSlack. P may then reach
-// 2^kSlack. That costs no accuracy, since O and row_sum share the factor, and spares nearly all rescaling of O and the exchange of
-// maxima between lanes.
+// row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
+// reach 2^(kPBias + kSlack). O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad
+// reduction.
 constexpr float kSlack = 8.0f;
-// row_max is kept kPBias below the maximum, so that P, which is rounded to fp16, uses the upper half of its exponents: what is
-// below its normal numbers, 2^-14, is that much less of the row. O, row_sum and the LSE come out the same.
+// fp16 P loses bits below 2^-14. Keeping row_max kPBias below the true maximum makes P 2^kPBias larger, so fewer P are subnormal. The
+// factor cancels in O / row_sum and in the LSE.
 constexpr float kPBias = 7.0f;
-static_assert(kSlack + kPBias <= 15.0f, "fp16 ends below 2^16");
+static_assert(kSlack + kPBias <= 15.0f, "P stays below 2^16, the end of fp16");
 constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
 
 __device__ __forceinline__ float quad_max(float value) {
@@ -327,15 +317,15 @@ __device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
     }
 }
 
-// Multiplies what has been summed up for both rows.
+// Multiplies O and row_sum of both rows.
 __device__ __forceinline__ void rescale(RowTile& rows, const float (&correction)[2]) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        rows.row_sum[half] *= correction[half];
+    for (int row8 = 0; row8 < 2; ++row8) {
+        rows.row_sum[row8] *= correction[row8];
 #pragma unroll
         for (int n = 0; n < kDimTiles; ++n) {
-            rows.output[n][2 * half] *= correction[half];
-            rows.output[n][2 * half + 1] *= correction[half];
+            rows.output[n][2 * row8] *= correction[row8];
+            rows.output[n][2 * row8 + 1] *= correction[row8];
         }
     }
 }
@@ -370,8 +360,8 @@ __device__ __forceinline__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], co
     }
 }
 
-// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax. Two neighbouring key tiles of an accumulator, packed,
-// are a left operand of the MMA as they lie.
+// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax: the A fragment. The accumulator layout of two
+// neighbouring key tiles is the A layout of one 16x16 tile.
 template <int kTiles>
 struct P {
     uint32_t fragment[kTiles][kKeyTiles / 2][4];
@@ -384,9 +374,9 @@ struct P {
 
 using VAddress = LaneAddress;
 
-__device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return operand_address(block, lane); }
+__device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return qv_lane_address(block, lane); }
 
-// The right operands of P . V for 16 keys.
+// The B fragments of P . V for 16 keys.
 using VFragments = uint32_t[kDimTiles / 2][4];
 
 __device__ __forceinline__ void load_v(VFragments& fragments, const VAddress& v_lane, int first_key) {
@@ -418,16 +408,17 @@ struct KeyRange {
     int end;
 };
 
+// The keys that a query attends to: all.
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
 
-// The keys that some row of [first_row, first_row + count) attends to. Ranges move to the right from row to row.
+// The keys that some row of [first_row, first_row + count) attends to: all.
 __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, first_row)).begin,
             keys_of_query(params, query_of_row(params, last_row)).end};
 }
 
-// The keys that every row of [first_row, first_row + count) attends to.
+// The keys that every row of [first_row, first_row + count) attends to: all.
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, last_row)).begin,
@@ -443,12 +434,12 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            auto at_score = at_row(first_row + kRowTileStep * i + 8 * half + lane / 4, first_key + lane % 4 * 2);
+        for (int row8 = 0; row8 < 2; ++row8) {
+            auto at_score = at_row(first_row + kRowTileStep * i + 8 * row8 + lane / 4, first_key + lane % 4 * 2);
 #pragma unroll
             for (int j = 0; j < kKeyTiles; ++j) {
 #pragma unroll
-                for (int e = 0; e < 2; ++e) at_score(8 * j + e, scores[i][j][2 * half + e]);
+                for (int e = 0; e < 2; ++e) at_score(8 * j + e, scores[i][j][2 * row8 + e]);
             }
         }
     }
@@ -471,7 +462,7 @@ __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, const T
     return kv_blocks_of(params, tile.first_row, kBlockM);
 }
 
-// Hides the keys that lie outside the range of their row. Most blocks are seen by every row from the first key to the last.
+// Every row attends to all keys; only the last block has keys past the end, which are masked.
 template <int kTiles>
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
                                            int lane) {
@@ -494,8 +485,8 @@ __device__ __forceinline__ void finish_scores(const Params& params, const Tile& 
     apply_mask(params, scores, tile.first_row + row_in_tile, first_key, lane);
 }
 
-// The greatest scores of a block that this lane has of each row, as row_max has them, and whether some row of the warp has one that
-// its row_max has to follow.
+// Computes this lane's maximum of each row, in row_max's units. True, for the whole warp, if any row exceeds its row_max by more than
+// kSlack.
 template <int kTiles>
 __device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
                                                 float (&block_max)[kTiles][2]) {
@@ -503,30 +494,30 @@ __device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kK
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float value = fmaxf(scores[i][0][2 * half], scores[i][0][2 * half + 1]);
+        for (int row8 = 0; row8 < 2; ++row8) {
+            float value = fmaxf(scores[i][0][2 * row8], scores[i][0][2 * row8 + 1]);
 #pragma unroll
             for (int j = 1; j < kKeyTiles; ++j) {
-                value = fmaxf(value, fmaxf(scores[i][j][2 * half], scores[i][j][2 * half + 1]));
+                value = fmaxf(value, fmaxf(scores[i][j][2 * row8], scores[i][j][2 * row8 + 1]));
             }
-            block_max[i][half] = fmaf(value, scale_log2, -kPBias);
-            exceeds |= block_max[i][half] > rows[i].row_max[half] + kSlack;
+            block_max[i][row8] = fmaf(value, scale_log2, -kPBias);
+            exceeds |= block_max[i][row8] > rows[i].row_max[row8] + kSlack;
         }
     }
     return __any_sync(0xffffffff, exceeds);
 }
 
-// Raises row_max to the greatest scores of a block, and rescales what has been summed up.
+// Raises row_max to the maxima of a block, and rescales O and row_sum.
 template <int kTiles>
 __device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows) {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
         float correction[2];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float previous = rows[i].row_max[half];
-            rows[i].row_max[half] = fmaxf(previous, quad_max(block_max[i][half]));
-            correction[half] = exp2_approx(previous - rows[i].row_max[half]);
+        for (int row8 = 0; row8 < 2; ++row8) {
+            const float previous = rows[i].row_max[row8];
+            rows[i].row_max[row8] = fmaxf(previous, quad_max(block_max[i][row8]));
+            correction[row8] = exp2_approx(previous - rows[i].row_max[row8]);
         }
         rescale(rows[i], correction);
     }
@@ -598,11 +589,11 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
     };
     if (group == 1) begin_turn();  // one turn behind
 
-    const LaneAddress q_lane = operand_address(smem + first_row_of(warp) * kRowBytes, lane);
-    const LaneAddress k_lanes = transposed_operand_address(smem + kKOffset, lane);
+    const LaneAddress q_lane = qv_lane_address(smem + first_row_of(warp) * kRowBytes, lane);
+    const LaneAddress k_lanes = k_lane_address(smem + kKOffset, lane);
     const VAddress v_lanes = v_address(smem + kVOffset, lane);
-    auto k_lane = [&](int block) { return k_lanes.behind(block % 2 * kStageBytes); };
-    auto v_lane = [&](int block) { return v_lanes.behind(block % 2 * kStageBytes); };
+    auto k_lane = [&](int block) { return k_lanes.with_offset(block % 2 * kStageBytes); };
+    auto v_lane = [&](int block) { return v_lanes.with_offset(block % 2 * kStageBytes); };
 
     const KvBlocks warp_blocks = blocks;
     auto is_last = [&](int block) { return block == warp_blocks.first; };
@@ -648,14 +639,14 @@ __device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            rows[i].row_sum[half] = quad_sum(rows[i].row_sum[half]);
-            const float sum = rows[i].row_sum[half];
+        for (int row8 = 0; row8 < 2; ++row8) {
+            rows[i].row_sum[row8] = quad_sum(rows[i].row_sum[row8]);
+            const float sum = rows[i].row_sum[row8];
             const float factor = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
 #pragma unroll
             for (int n = 0; n < kDimTiles; ++n) {
-                rows[i].output[n][2 * half] *= factor;
-                rows[i].output[n][2 * half + 1] *= factor;
+                rows[i].output[n][2 * row8] *= factor;
+                rows[i].output[n][2 * row8 + 1] *= factor;
             }
         }
     }
@@ -668,57 +659,57 @@ __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = tile.first_row + first_row_of(warp) + kRowTileStep * i + 8 * half + lane / 4;
+        for (int row8 = 0; row8 < 2; ++row8) {
+            const int row = tile.first_row + first_row_of(warp) + kRowTileStep * i + 8 * row8 + lane / 4;
             if (row < num_rows(params)) {
                 const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
                 store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
-                                (rows[i].row_max[half] + log2_approx(rows[i].row_sum[half])) * kLn2);
+                                (rows[i].row_max[row8] + log2_approx(rows[i].row_sum[row8])) * kLn2);
             }
         }
     }
 }
 
-// Rounds O and puts it into the Q tile, which nobody reads any more.
+// Rounds O and puts it into the Q tile: all reads of Q precede the last barrier of the loop.
 __device__ __forceinline__ void stage_output(const RowTile (&rows)[kRowTiles], shared_address smem, int warp, int lane) {
     const shared_address warp_rows = smem + first_row_of(warp) * kRowBytes;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = kRowTileStep * i + 8 * half + lane / 4;
+        for (int row8 = 0; row8 < 2; ++row8) {
+            const int row = kRowTileStep * i + 8 * row8 + lane / 4;
 #pragma unroll
             for (int n = 0; n < kDimTiles; ++n) {
-                const float low = rows[i].output[n][2 * half];
-                const float high = rows[i].output[n][2 * half + 1];
+                const float low = rows[i].output[n][2 * row8];
+                const float high = rows[i].output[n][2 * row8 + 1];
                 store_shared_32(warp_rows + row * kRowBytes + 16 * (n ^ swizzle_key(row)) + lane % 4 * 4, pack<element>(low, high));
             }
         }
     }
 }
 
-// Writes O by way of the Q tile, so that global memory sees whole rows in 16-byte pieces.
+// Writes O by way of the Q tile, so that global memory sees whole rows in 16-byte vectors.
 __device__ __forceinline__ void store_output(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles],
                                              shared_address smem, int warp, int lane) {
     stage_output(rows, smem, warp, lane);
     constexpr int kRowsPerPass = 32 / kSwizzleChunks;
     constexpr int kPanels = kHeadDimV * sizeof(element) / kSwizzleBytes;
-    __syncwarp();
+    __syncwarp();  // the warp reads only rows it wrote itself
     constexpr int kPasses = kWarpRows / kRowsPerPass;
     const int first_row = first_row_of(warp);
     auto row_of_pass = [&](int pass) { return pass * kRowsPerPass + lane / kSwizzleChunks; };
     const shared_address warp_rows = smem + first_row * kRowBytes;
     const int chunk = lane % kSwizzleChunks;
 
-    // All pieces are fetched before the first is stored: their latencies overlap, where one by one each store would wait for
+    // All vectors are loaded before the first is stored: their latencies overlap, where one by one each store would wait for
     // its own.
-    uint4 pieces[kPasses][kPanels];
+    uint4 vectors[kPasses][kPanels];
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
         const int row = row_of_pass(pass);
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
-            pieces[pass][panel] =
+            vectors[pass][panel] =
                 load_shared_128(warp_rows + row * kRowBytes + panel * kSwizzleBytes + 16 * (chunk ^ swizzle_key(row)));
         }
     }
@@ -731,7 +722,7 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
         for (int panel = 0; panel < kPanels; ++panel) {
             const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
             if (tile_row < num_rows(params) && element_index < params.head_dim_v) {
-                store_global_128(out_row + element_index, pieces[pass][panel]);
+                store_global_128(out_row + element_index, vectors[pass][panel]);
             }
         }
     }

@@ -23,7 +23,7 @@ __device__ __forceinline__ void cp_async_16(shared_address destination, const vo
                  : "memory");
 }
 
-// cp.async.ca.shared.global: 4 bytes, zero-filled past `source_bytes` (0 or 4).
+// cp.async.ca.shared.global: 4 bytes, of which the first `source_bytes` (0 to 4) are read and the rest zero-filled.
 __device__ __forceinline__ void cp_async_4(shared_address destination, const void* source, int source_bytes) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(destination), "l"(source), "r"(source_bytes)
                  : "memory");
