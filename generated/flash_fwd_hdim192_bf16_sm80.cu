@@ -516,7 +516,8 @@ __device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kK
     return __any_sync(0xffffffff, exceeds);
 }
 
-// Raises row_max to the maxima of a block, and rescales O and row_sum.
+// Raises row_max to the maxima of a block, and rescales O and row_sum. Down to a whole number: where the two parts of a pair raise to
+// different ones, P is scaled by a power of two, and not rounded a second time.
 template <int kTiles>
 __device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows) {
 #pragma unroll
@@ -525,7 +526,7 @@ __device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2
 #pragma unroll
         for (int row8 = 0; row8 < 2; ++row8) {
             const float previous = rows[i].row_max[row8];
-            rows[i].row_max[row8] = fmaxf(previous, quad_max(block_max[i][row8]));
+            rows[i].row_max[row8] = fmaxf(previous, floorf(quad_max(block_max[i][row8])));
             correction[row8] = exp2_approx(previous - rows[i].row_max[row8]);
         }
         rescale(rows[i], correction);
