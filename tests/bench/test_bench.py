@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from flashgen.bench import chart, check, environment
+from flashgen.bench import agreement, chart, environment
 from flashgen.bench.cases import GRIDS, Case, find_grid
 from flashgen.bench.hosts import Inputs, shapes
 from flashgen.bench.peers import all_peers, choose_peers, registry, torch_sdpa
@@ -328,10 +328,10 @@ def test_sampled_rows_accept_the_formula_and_reject_another_mask(mask):
     case = a_case(mask=mask, window=9, documents=3)
     inputs = host.inputs(case, 1)
     out = attention64(case, inputs)
-    assert check.sampled_share(case, inputs, out, host, np.random.default_rng(2)) < 1e-9
+    assert agreement.sampled_share(case, inputs, out, host, np.random.default_rng(2)) < 1e-9
     other = replace(case, mask="none" if mask == "causal" else "causal")
     wrong = attention64(other, replace(inputs, mask=None))
-    assert check.sampled_share(case, inputs, wrong, host, np.random.default_rng(2)) > 10
+    assert agreement.sampled_share(case, inputs, wrong, host, np.random.default_rng(2)) > 10
 
 
 def test_sampled_rows_notice_an_unwritten_last_row():
@@ -340,7 +340,7 @@ def test_sampled_rows_notice_an_unwritten_last_row():
     inputs = host.inputs(case, 1)
     out = attention64(case, inputs)
     out[:, -1] = np.nan
-    assert check.sampled_share(case, inputs, out, host, np.random.default_rng(0)) == math.inf
+    assert agreement.sampled_share(case, inputs, out, host, np.random.default_rng(0)) == math.inf
 
 
 def drop_last_row(out):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flashgen.bench import check
+from flashgen.bench import agreement
 from flashgen.bench.cases import find_grid
 from flashgen.bench.environment import describe
 from flashgen.bench.peers.registry import OURS, choose_peers
@@ -163,11 +163,11 @@ def _first_call(
     host.synchronize()
     seconds = time.perf_counter() - start
     if reference is None:
-        share, error = check.sampled_share(case, sets[0], out, host, rng), None
+        share, error = agreement.sampled_share(case, sets[0], out, host, rng), None
         agrees = share <= 1
     else:
         share, error = None, host.relative_error(out, reference)
-        agrees = error <= check.PEER_TOLERANCE[case.dtype]  # False for NaN too
+        agrees = error <= agreement.PEER_TOLERANCE[case.dtype]  # False for NaN too
     measurement = Measurement(
         peer.name,
         error_share=share,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flashgen.bench import check
+from flashgen.bench import agreement
 from flashgen.bench.cases import Case
 from flashgen.bench.hosts import CupyHost, TorchHost
 from flashgen.bench.timing import graph_step, rotation, stream_step, time_interleaved
@@ -132,7 +132,7 @@ class GpuBench:
             run = self._runner(variant, case, sets)
             host.poison(sets[0].out)
             out = run(0)
-            share = check.sampled_share(case, sets[0], out, host, np.random.default_rng(self._seed))
+            share = agreement.sampled_share(case, sets[0], out, host, np.random.default_rng(self._seed))
             if share > 1:
                 wrong[index] = f"wrong result: error {share:.2g} of its bound"
                 continue
