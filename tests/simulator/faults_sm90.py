@@ -381,8 +381,8 @@ FAULTS = (
     planted(
         "one KV block too many loaded",
         (*PHASES,),
-        "for (int block = blocks.last; block >= blocks.first; --block) {",
-        "for (int block = blocks.last; block >= blocks.first - 1; --block) {",
+        "return --block >= blocks.first;",
+        "return --block >= blocks.first - 1;",
     ),
     planted(
         "keys from one row too late",
@@ -436,13 +436,13 @@ FAULTS = (
     planted(
         "swizzle of 64 bytes for 128",
         (*ASYNC, WRONG, "operand"),
-        "kSwizzle = 1;",
+        "kSwizzle = kPanelRowBytes == 128 ? 1 : 2;",
         "kSwizzle = 2;",
     ),
     planted(
         "swizzle of 128 bytes for 64",
         (*ASYNC, WRONG, "operand"),
-        "kSwizzle = 2;",
+        "kSwizzle = kPanelRowBytes == 128 ? 1 : 2;",
         "kSwizzle = 1;",
         variant=SINGLE,
         shape=CAUSAL,
@@ -552,7 +552,7 @@ FAULTS = (
     planted(
         "keys before the window not hidden",
         NUMBERS,
-        "block * kBlockN >= seen_by_all.begin && ",
+        "kv_block * kBlockN >= seen_by_all.begin && ",
         "",
         variant=LOCAL,
         shape=CAUSAL,
@@ -576,8 +576,8 @@ FAULTS = (
     planted(
         "entry released before it is read",
         (*PHASES,),
-        "        MaskedBlock block;\n",
-        "        mbarrier_arrive(barriers.mask_empty(mask_ring.stage));\n        MaskedBlock block;\n",
+        "        block.load(",
+        "        mbarrier_arrive(barriers.mask_empty(mask_ring.stage));\n        block.load(",
         "warp_row, lane);\n        mbarrier_arrive(barriers.mask_empty(mask_ring.stage));\n",
         "warp_row, lane);\n",
         variant=DENSE,
