@@ -533,9 +533,7 @@ __device__ __forceinline__ void produce(const Params& params, shared_address sha
         load_q(params, tile, shared + q_ring.stage * kQBytes, barriers.q_full(q_ring.stage));
         q_ring.advance();
         const KvBlocks blocks = find_kv_blocks(params, tile.first_row, kBlockM);
-        int block = blocks.last + 1;
-        auto next_block = [&] { return --block >= blocks.first; };
-        while (next_block()) {
+        for (int block = blocks.last; block >= blocks.first; --block) {
             mbarrier_wait(barriers.k_empty(ring.stage), ring.parity ^ 1);
             load_kv_block<kPanels>(shared + kKOffset + ring.stage * kKBytes, params.k, barriers.k_full(ring.stage),
                                    block * kBlockN, tile.kv_head, tile.batch);
@@ -597,7 +595,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         const bool has_rows = own_row >= 0;
         const KvBlocks own = has_rows ? find_kv_blocks(params, own_row, 64) : KvBlocks{0, -1};
         const bool visible = own.last >= own.first;
-        auto next_block = [&] { return --block >= own.first; };
+        const int first_block = own.first;
         // Those past their last key, and where they see none at all, every block.
 #pragma unroll 1
         for (; block > max(own.last, blocks.first - 1); --block) skip_block();
@@ -630,7 +628,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
             PackedP p;
             p.set(scores);
 
-            while (next_block()) {
+            for (--block; block >= first_block; --block) {
                 // Q . K^T of this block and P . V of the one before are under way while softmax waits for the first only.
                 mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
                 begin_turn();

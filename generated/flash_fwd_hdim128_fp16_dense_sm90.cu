@@ -649,20 +649,19 @@ __device__ __forceinline__ void produce(const Params& params, shared_address sha
     RingPosition<kStages> ring;
     RingPosition<kQStages> q_ring;
     RingPosition<kMaskStages> mask_ring;
-    int block;
     auto next_block = [&] {
         mbarrier_wait(barriers.mask_full(mask_ring.stage), mask_ring.parity);
-        block = load_shared_32(shared + kMaskOffset + mask_ring.stage * kMaskStageBytes + kMaskIndexOffset);
+        const int block = load_shared_32(shared + kMaskOffset + mask_ring.stage * kMaskStageBytes + kMaskIndexOffset);
         mbarrier_arrive(barriers.mask_empty(mask_ring.stage));
         mask_ring.advance();
-        return block >= 0;
+        return block;
     };
     for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
         const Tile tile = find_tile(params, tiles.index);
         mbarrier_wait(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
         load_q(params, tile, shared + q_ring.stage * kQBytes, barriers.q_full(q_ring.stage));
         q_ring.advance();
-        while (next_block()) {
+        for (int block = next_block(); block >= 0; block = next_block()) {
             mbarrier_wait(barriers.k_empty(ring.stage), ring.parity ^ 1);
             load_kv_block<kPanels>(shared + kKOffset + ring.stage * kKBytes, params.k, barriers.k_full(ring.stage),
                                    block * kBlockN, tile.kv_head, tile.batch);
@@ -688,18 +687,19 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
     auto end_turn = [&] { barrier_arrive(1 + (consumer + 1) % kConsumers, 256); };
     if (consumer == kConsumers - 1) end_turn();
     RingPosition<kMaskStages> mask_ring;
-    MaskedBlock block;
     auto next_block = [&] {
         mbarrier_wait(barriers.mask_full(mask_ring.stage), mask_ring.parity);
+        MaskedBlock block;
         block.load(shared + kMaskOffset + mask_ring.stage * kMaskStageBytes, warp_row, lane);
         mbarrier_arrive(barriers.mask_empty(mask_ring.stage));
         mask_ring.advance();
-        return block.index >= 0;
+        return block;
     };
 
     for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
         const Tile tile = find_tile(params, tiles.index);
-        const bool visible = next_block();
+        MaskedBlock block = next_block();
+        const bool visible = block.index >= 0;
         const int first_row = tile.first_row + warp_row;
         const shared_address q_smem = shared + q_ring.stage * kQBytes + consumer * 64 * kPanelRowBytes;
         mbarrier_wait(barriers.q_full(q_ring.stage), q_ring.parity);
@@ -727,7 +727,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
             PackedP p;
             p.set(scores);
 
-            while (next_block()) {
+            for (block = next_block(); block.index >= 0; block = next_block()) {
                 // Q . K^T of this block and P . V of the one before are under way while softmax waits for the first only.
                 mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
                 begin_turn();

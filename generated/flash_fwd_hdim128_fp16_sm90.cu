@@ -512,9 +512,7 @@ __device__ __forceinline__ void produce(const Params& params, shared_address sha
         load_q(params, tile, shared + q_ring.stage * kQBytes, barriers.q_full(q_ring.stage));
         q_ring.advance();
         const KvBlocks blocks = find_kv_blocks(params, tile.first_row, kBlockM);
-        int block = blocks.last + 1;
-        auto next_block = [&] { return --block >= blocks.first; };
-        while (next_block()) {
+        for (int block = blocks.last; block >= blocks.first; --block) {
             mbarrier_wait(barriers.k_empty(ring.stage), ring.parity ^ 1);
             load_kv_block<kPanels>(shared + kKOffset + ring.stage * kKBytes, params.k, barriers.k_full(ring.stage),
                                    block * kBlockN, tile.kv_head, tile.batch);
@@ -577,7 +575,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
     start_tile();
     while (true) {
         int block = last_block;
-        auto next_block = [&] { return --block >= 0; };
+        constexpr int first_block = 0;
         wgmma_wait<0>();
         pin_registers(scores);
         release(barriers.k_empty(k_ring.stage));
@@ -588,7 +586,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         p.set(scores);
         release_previous_q();
 
-        while (next_block()) {
+        for (--block; block >= first_block; --block) {
             // Q . K^T of this block and P . V of the one before are under way while softmax waits for the first only.
             mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
             begin_turn();

@@ -533,9 +533,7 @@ __device__ __forceinline__ void produce(const Params& params, shared_address sha
         load_q(params, tile, shared + q_ring.stage * kQBytes, barriers.q_full(q_ring.stage));
         q_ring.advance();
         const KvBlocks blocks = find_kv_blocks(params, tile.first_row, kBlockM);
-        int block = blocks.last + 1;
-        auto next_block = [&] { return --block >= blocks.first; };
-        while (next_block()) {
+        for (int block = blocks.last; block >= blocks.first; --block) {
             mbarrier_wait(barriers.k_empty(ring.stage), ring.parity ^ 1);
             load_kv_block<kPanels>(shared + kKOffset + ring.stage * kKBytes, params.k, barriers.k_full(ring.stage),
                                    block * kBlockN, tile.kv_head, tile.batch);
@@ -567,7 +565,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
     for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
         const Tile tile = find_tile(params, tiles.index);
         int block = last_block;
-        auto next_block = [&] { return --block >= 0; };
+        constexpr int first_block = 0;
         constexpr bool visible = true;
         const int first_row = tile.first_row + warp_row;
         const shared_address q_smem = shared + q_ring.stage * kQBytes + consumer * 64 * kPanelRowBytes;
@@ -597,7 +595,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
             PackedP p;
             p.set(scores);
 
-            while (next_block()) {
+            for (--block; block >= first_block; --block) {
                 // Q . K^T of this block and P . V of the one before are under way while softmax waits for the first only.
                 mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
                 begin_turn();

@@ -381,8 +381,8 @@ FAULTS = (
     planted(
         "one KV block too many loaded",
         (*PHASES,),
-        "return --block >= blocks.first;",
-        "return --block >= blocks.first - 1;",
+        "for (int block = blocks.last; block >= blocks.first; --block) {",
+        "for (int block = blocks.last; block >= blocks.first - 1; --block) {",
     ),
     planted(
         "keys from one row too late",
@@ -576,8 +576,8 @@ FAULTS = (
     planted(
         "entry released before it is read",
         (*PHASES,),
-        "        block.load(",
-        "        mbarrier_arrive(barriers.mask_empty(mask_ring.stage));\n        block.load(",
+        "        MaskedBlock block;\n",
+        "        mbarrier_arrive(barriers.mask_empty(mask_ring.stage));\n        MaskedBlock block;\n",
         "warp_row, lane);\n        mbarrier_arrive(barriers.mask_empty(mask_ring.stage));\n",
         "warp_row, lane);\n",
         variant=DENSE,
