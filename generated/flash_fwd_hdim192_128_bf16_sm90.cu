@@ -329,9 +329,11 @@ struct PackedP {
 
 // Starts O (64 x kHeadDimV) += P . V. V is MN-major, its columns contiguous: LBO leads to the next panel of columns, SBO to the
 // next eight keys.
-__device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], const PackedP& p, shared_address v_smem) {
+__device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], PackedP& p, shared_address v_smem) {
     const uint64_t v = descriptor(v_smem, kBlockN * kPanelRowBytes, 8 * kPanelRowBytes);
     pin_registers(output);
+#pragma unroll
+    for (int step = 0; step < kBlockN / 16; ++step) pin_registers(p.fragment[step]);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kBlockN / 16; ++step) {

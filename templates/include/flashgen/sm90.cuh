@@ -163,6 +163,12 @@ __device__ __forceinline__ void pin_registers(float (&registers)[kCount]) {
     for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
+template <int kCount>
+__device__ __forceinline__ void pin_registers(uint32_t (&registers)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
+}
+
 // ld.global.u8, .u32, .v4.u32. Not .nc, and volatile: the grid ahead may write what they load until griddepcontrol.wait returns.
 __device__ __forceinline__ uint32_t load_global_8(const uint8_t* source) {
     uint32_t value;
