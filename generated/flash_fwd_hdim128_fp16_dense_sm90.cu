@@ -16,18 +16,19 @@ constexpr int kHeadDim = 128;  // of Q and K
 constexpr int kHeadDimV = 128;  // of V and O
 constexpr int kBlockM = 128;  // query rows of a tile
 constexpr int kBlockN = 128;  // keys of a KV block
-constexpr int kQStages = 1;  // Q buffers; O leaves from registers
+constexpr int kQStages = 1;  // Q buffers; O is stored from registers
 constexpr int kStages = 2;  // K buffers, and V buffers
 constexpr int kConsumers = 2;  // consumer warpgroups, 64 rows each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
-// Registers of a thread, by setmaxnreg. The register file has 512 for each of a warpgroup's threads, over all warpgroups.
-constexpr int kProducerRegisters = 88;
+// Registers of a thread, by setmaxnreg. 65,536 registers a SM are 512 for each of a warpgroup's 128 threads, shared by all warpgroups.
+constexpr int kProducerRegisters = kHeadDim > 128 ? 72 : 88;
 constexpr int kConsumerRegisters = kConsumers == 1 ? 240 : (512 - kProducerRegisters) / kConsumers / 8 * 8;
 
-// Named barriers: 1 to kConsumers are the consumers' turns.
 constexpr int kMaskWarps = 3;  // of the producer warpgroup, warps that read the mask
-constexpr int kMaskBarrier = 1 + kConsumers;
+
+// Named barriers: 0 is __syncthreads; 1 to kConsumers are the consumers' turns.
+constexpr int kMaskBarrier = 1 + kConsumers;  // the warps that read the mask have packed a block
 
 // Shared memory holds panels of 64 columns, each row of 128 bytes swizzled by TMA.
 constexpr int kPanelColumns = 64;
@@ -48,9 +49,8 @@ constexpr int kSharedBytes = kBarrierOffset + 8 * (2 * kQStages + 4 * kStages + 
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole matrix instructions");
+static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
 static_assert(kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
-static_assert(kHeadDimV % 16 == 0, "lanes store 16 bytes of O");
 static_assert(kBlockN <= 128, "a lane holds its share of a row of the mask in 32 bits");
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 512, "the register file");
 static_assert(kSharedBytes + 1024 == 173232, "launcher and kernel agree on shared memory");
@@ -129,8 +129,8 @@ __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, i
     return row * row_stride + tile.head * head_stride;
 }
 
-// The mbarriers between the producer and the consumers. A buffer is full when TMA has written its bytes,
-// and empty when every consumer warp has released it.
+// The mbarriers between the producer and the consumers. A buffer is full when TMA has written its bytes, and empty when every consumer
+// warp has released it.
 struct Barriers {
     shared_address first;
 
@@ -217,11 +217,11 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockN / 2], Vis
 // them on through a ring, ahead of the consumers. KV blocks of which no row of the tile sees a key are left out.
 //
 // Of every eight keys of a row, a lane holds the scores of two: 2 t and 2 t + 1, where t = lane % 4. An entry of the ring
-// has a word for each row and t, so that a lane needs two words, and behind them the index of the block. A negative index
+// has a word for each row and t, so that a lane needs two words, and after them the index of the block. A negative index
 // ends the tile.
 constexpr int kMaskIndexOffset = 4 * 4 * kBlockM;
 
-// The bit, in the word of its row and t, of the key that lies `key` (8 j or 8 j + 1) behind the lane's first.
+// The bit, in the word of its row and t, of the key that lies `key` (8 j or 8 j + 1) past the lane's first.
 __device__ constexpr int mask_bit(int key) { return key % 64 / 16 * 8 + 7 - 4 * (key % 8) - key / 64 * 2 - key / 8 % 2; }
 
 // The bits of a word that stand for a key.
@@ -326,7 +326,7 @@ struct MaskRow {
 template <bool kWhole>
 __device__ __forceinline__ bool pack_mask(const Params& params, const Tile& tile, shared_address entry, int first_key,
                                           int warp, int lane) {
-    constexpr int kBatch = kWhole ? 6 : 2;  // groups that are read at once
+    constexpr int kBatch = kWhole ? (kBlockM == 128 && kHeadDim <= 128 ? 6 : 3) : (kHeadDim > 128 ? 1 : 2);  // groups that are read at once
     const int end_row = min(tile.first_row + kBlockM, num_rows(params));
     const int end_key = min(first_key + kBlockN, params.seqlen_kv);
     const uint8_t* mask = params.mask + tile.batch * params.mask_batch_stride;
@@ -354,12 +354,12 @@ __device__ __forceinline__ bool pack_mask(const Params& params, const Tile& tile
     return visible;
 }
 
-// The matrix instructions of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
+// The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
 // if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
 // 8 j + 2 t + e % 2.
 #ifndef FLASHGEN_SIMULATOR  // which has C++ in their place
 
-// wgmma.mma_async.m64n128k16: a and b in shared memory under descriptors, both with the summed dimension contiguous.
+// wgmma.mma_async.m64n128k16: a and b in shared memory under descriptors, both with the K dimension contiguous.
 __device__ __forceinline__ void wgmma_m64n128k16_fp16_ss(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
@@ -369,7 +369,8 @@ __device__ __forceinline__ void wgmma_m64n128k16_fp16_ss(float (&d)[64], uint64_
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
         "}, %64, %65, p, 1, 1, 0, 0;\n}\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
           "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
           "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
           "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
@@ -380,8 +381,8 @@ __device__ __forceinline__ void wgmma_m64n128k16_fp16_ss(float (&d)[64], uint64_
         : "l"(a), "l"(b), "r"(accumulate));
 }
 
-// wgmma.mma_async.m64n128k16: a in registers, as an accumulator's columns 2 t, 2 t + 1 and those 8 further lie in its rows g and
-// g + 8, rounded; b in shared memory with its columns contiguous.
+// wgmma.mma_async.m64n128k16. A from registers: a[0] = (row g, columns 2 t, 2 t + 1), a[1] = (row g + 8, same columns), a[2], a[3] =
+// columns 8 further: the accumulator layout, packed. b is MN-major.
 __device__ __forceinline__ void wgmma_m64n128k16_fp16_rs(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
@@ -392,7 +393,8 @@ __device__ __forceinline__ void wgmma_m64n128k16_fp16_rs(float (&d)[64], const u
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
         "}, {"
         "%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
           "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
           "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
           "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
@@ -405,15 +407,16 @@ __device__ __forceinline__ void wgmma_m64n128k16_fp16_rs(float (&d)[64], const u
 
 #endif
 
-// A matrix descriptor: where an operand lies in shared memory, and the distances between its swizzle atoms of eight rows.
+// A matrix descriptor: where an operand lies in shared memory, the leading byte offset (LBO) and the stride byte offset (SBO) between
+// its swizzle atoms of eight rows, and the kind of swizzle.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int leading_bytes, int stride_bytes) {
-    constexpr uint64_t kSwizzle = 1;  // 128 bytes
+    constexpr uint64_t kSwizzle = kPanelRowBytes == 128 ? 1 : 2;  // of 128 or 64 bytes
     return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
            kSwizzle << 62;
 }
 
-// Starts S (64 x kBlockN) = Q . K^T of a warpgroup. The head dimension is contiguous in both operands; a step of 16 along it is
-// 32 bytes within the swizzled row.
+// Starts S (64 x kBlockN) = Q . K^T of a warpgroup. Both operands are K-major: SBO leads to the next eight rows, LBO is not
+// used under a swizzle. A step of 16 along the K dimension is 32 bytes within the swizzled row.
 __device__ __forceinline__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem) {
     const uint64_t q = descriptor(q_smem, 16, 8 * kPanelRowBytes);
     const uint64_t k = descriptor(k_smem, 16, 8 * kPanelRowBytes);
@@ -428,7 +431,7 @@ __device__ __forceinline__ void mma_qk(float (&scores)[kBlockN / 2], shared_addr
     wgmma_commit();
 }
 
-// P of a KV block, rounded and packed: an accumulator's pairs are the left operand as they lie.
+// P of a KV block, rounded and packed: the accumulator layout, in pairs, is that of wgmma's A in registers.
 struct PackedP {
     uint32_t fragment[kBlockN / 16][4];
 
@@ -443,11 +446,13 @@ struct PackedP {
     }
 };
 
-// Starts O (64 x kHeadDimV) += P . V. The columns of O are contiguous in V: its swizzle atoms follow each other by panel along
-// them, and by eight keys down a panel.
-__device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], const PackedP& p, shared_address v_smem) {
+// Starts O (64 x kHeadDimV) += P . V. V is MN-major, its columns contiguous: LBO leads to the next panel of columns, SBO to the
+// next eight keys.
+__device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], PackedP& p, shared_address v_smem) {
     const uint64_t v = descriptor(v_smem, kBlockN * kPanelRowBytes, 8 * kPanelRowBytes);
     pin_registers(output);
+#pragma unroll
+    for (int step = 0; step < kBlockN / 16; ++step) pin_registers(p.fragment[step]);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kBlockN / 16; ++step) {
@@ -486,7 +491,7 @@ struct RowState {
 };
 
 // Turns S of a KV block into P and adds it to row_sum. Returns whether a row_max of the warp has moved, so that O must be rescaled
-// before anything is added to it.
+// before anything is added to it. scale_log2 > 0: the launcher sees to it.
 __device__ __forceinline__ bool softmax_step(float (&scores)[kBlockN / 2], RowState& rows, float scale_log2) {
     float block_max[2];
     bool moves = false;
@@ -590,7 +595,7 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
             uint32_t mine[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int first = 4 * (n + i) + 2 * half;  // behind the last column where kHeadDimV is no multiple of 32
+                const int first = 4 * (n + i) + 2 * half;  // past the last column where kHeadDimV is no multiple of 32
                 mine[i] = first < kHeadDimV / 2 ? pack<element>(output[first] * factor[half], output[first + 1] * factor[half]) : 0;
             }
             const uint4 chunk = transpose_4x4(mine, lane % 4);
@@ -699,14 +704,15 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         const int first_row = tile.first_row + warp_row;
         const shared_address q_smem = shared + q_ring.stage * kQBytes + consumer * 64 * kPanelRowBytes;
         mbarrier_wait(barriers.q_full(q_ring.stage), q_ring.parity);
-        __syncwarp();  // no lane is left waiting for a phase that another lane lets end
+        // All lanes must have seen this phase complete before lane 0 arrives on empty: a later refill could flip the parity twice, and a
+        // lane still polling would wait forever.
+        __syncwarp();
         float output[kHeadDimV / 2] = {};
         RowState rows;
 
-        if (!visible) release(barriers.q_empty(q_ring.stage));  // Q comes for every tile, also where its rows see nothing
-        // S of each KV block between Q . K^T and softmax: the one place for what changes a score by its query, key and head, and behind
-        // that for the mask.
-        auto finish_scores = [&](float (&scores)[kBlockN / 2], const MaskedBlock& block) { block.apply_mask(scores); };
+        if (!visible) release(barriers.q_empty(q_ring.stage));  // Q is loaded for every tile, even one without a visible block
+        // Score modification hook: every score passes here once, between Q . K^T and softmax. Masking comes last.
+        auto finish_scores = [&](float (&scores)[kBlockN / 2], const MaskedBlock& masked) { masked.apply_mask(scores); };
         if (visible) {
             float scores[kBlockN / 2];
             mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
@@ -740,7 +746,8 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
                 pin_registers(output);
                 release(barriers.v_empty(v_ring.stage));
                 v_ring.advance();
-                // Packed ahead of the branch, so that it fills the gaps between the exponentials.
+                // exp2_approx and pack are not volatile: ptxas moves most exponentials below the wait and interleaves them with the packing.
+                // Kept before the branch so that both are in one basic block.
                 p.set(scores);
                 if (moved) rescale(output, rows);
             }
@@ -755,7 +762,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         store_tile(params, tile, output, rows, first_row, lane);
         q_ring.advance();
     }
-    if (consumer == 0) begin_turn();  // which the last consumer ended last
+    if (consumer == 0) begin_turn();  // takes the last turn passed on, so that no named barrier is left with pending arrivals
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -774,10 +781,11 @@ flash_fwd_hdim128_fp16_dense_sm90(const __grid_constant__ Params params) {
     }
     __syncthreads();
 
-    // From sm_90 on the grid before this one in the stream may still be writing what this one reads, or reading what this one writes.
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
     griddepcontrol_wait();
-    // Blocks of the next grid may now come wherever this one leaves room. Not ahead of the wait, for the next may count on every
-    // grid before this one to have ended.
+    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
+    // before this one to have ended.
     griddepcontrol_launch_dependents();
 
     if (warpgroup == 0) {

@@ -16,17 +16,17 @@ constexpr int kHeadDim = 192;  // of Q and K
 constexpr int kHeadDimV = 192;  // of V and O
 constexpr int kBlockM = 128;  // query rows of a tile
 constexpr int kBlockN = 64;  // keys of a KV block
-constexpr int kQStages = 2;  // Q buffers; the O of a tile leaves through the buffer of its Q
+constexpr int kQStages = 2;  // Q buffers; the O of a tile is stored through the buffer of its Q
 constexpr int kStages = 2;  // K buffers, and V buffers
 constexpr int kConsumers = 2;  // consumer warpgroups, 64 rows each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
-// Registers of a thread, by setmaxnreg. The register file has 512 for each of a warpgroup's threads, over all warpgroups.
-constexpr int kProducerRegisters = 24;
+// Registers of a thread, by setmaxnreg. 65,536 registers a SM are 512 for each of a warpgroup's 128 threads, shared by all warpgroups.
+constexpr int kProducerRegisters = kBlockM == 192 ? 32 : 24;
 constexpr int kConsumerRegisters = kConsumers == 1 ? 240 : (512 - kProducerRegisters) / kConsumers / 8 * 8;
 
-// Named barriers: 1 to kConsumers are the consumers' turns.
-constexpr int kStoreBarrier = 1 + kConsumers;  // the first consumer's, when its O is in shared memory; the others' follow
+// Named barriers: 0 is __syncthreads; 1 to kConsumers are the consumers' turns.
+constexpr int kStoreBarrier = 1 + kConsumers;  // kStoreBarrier + consumer: a warpgroup's O is in shared memory
 
 // Shared memory holds panels of 64 columns, each row of 128 bytes swizzled by TMA.
 constexpr int kPanelColumns = 64;
@@ -43,7 +43,7 @@ constexpr int kSharedBytes = kBarrierOffset + 8 * (2 * kQStages + 4 * kStages);
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole matrix instructions");
+static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
 static_assert(kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
 static_assert(kHeadDimV <= kHeadDim, "O fits where its Q was");
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 512, "the register file");
@@ -141,9 +141,8 @@ __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int firs
             keys_of_query(params, query_of_row(params, first_row)).end};
 }
 
-// The mbarriers between the producer and the consumers. A buffer is full when TMA has written its bytes,
-// and empty when the consumers have released it: K and V every warp, Q one thread of each warpgroup, which has seen O leave
-// through the buffer.
+// The mbarriers between the producer and the consumers. A buffer is full when TMA has written its bytes, and empty when the consumers
+// have released it: K and V every warp; Q one thread of each warpgroup, once TMA has read from the buffer the O that it stores.
 struct Barriers {
     shared_address first;
 
@@ -219,12 +218,17 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockN / 2], Vis
     }
 }
 
-// A lane holds two of every eight keys of a row. A word has a bit for each of them, the first key's on top: one instruction makes
-// predicates of seven bits of a byte, where a comparison makes one.
-__device__ constexpr uint32_t key_bit(int key) { return uint32_t(1) << 31 - key / 8 * 2 - key % 8; }
+// A lane holds two of every eight keys of a row. A word has a bit for each of them, the first key's on top: R2P makes predicates of
+// seven bits of a byte, where a comparison makes one.
+using key_word = uint32_t;  // a bit for each key of a lane
+
+__device__ constexpr key_word key_bit(int key) {
+    constexpr int kTopBit = 8 * sizeof(key_word) - 1;
+    return key_word(1) << kTopBit - key / 8 * 2 - key % 8;
+}
 
 // The bits of the lane's keys from `key` on, in the KV block at `first_key`.
-__device__ __forceinline__ uint32_t bits_from(int key, int first_key, int lane) {
+__device__ __forceinline__ key_word bits_from(int key, int first_key, int lane) {
     const int distance = max(key - first_key - lane % 4 * 2 + 6, 0);
     const int before = (distance + 1) / 8 + distance / 8;  // the lane's keys before `key`: 2 t's, and 2 t + 1's
     return __funnelshift_rc(0xffffffff, 0, before);  // a shift that is defined for 32, too, and more
@@ -233,7 +237,7 @@ __device__ __forceinline__ uint32_t bits_from(int key, int first_key, int lane) 
 // Hides the keys of the KV block at `first_key` that lie outside the range of their row; the warp's rows begin at `first_row`.
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockN / 2], int first_row, int first_key,
                                            int lane) {
-    uint32_t hidden[2];  // of the lane's two rows
+    key_word hidden[2];  // of the lane's two rows
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const KeyRange keys = keys_of_query(params, query_of_row(params, first_row + lane / 4 + 8 * i));
@@ -244,12 +248,12 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
     });
 }
 
-// The matrix instructions of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
+// The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
 // if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
 // 8 j + 2 t + e % 2.
 #ifndef FLASHGEN_SIMULATOR  // which has C++ in their place
 
-// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both with the summed dimension contiguous.
+// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both with the K dimension contiguous.
 __device__ __forceinline__ void wgmma_m64n64k16_bf16_ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
@@ -257,15 +261,16 @@ __device__ __forceinline__ void wgmma_m64n64k16_bf16_ss(float (&d)[32], uint64_t
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
         "}, %32, %33, p, 1, 1, 0, 0;\n}\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
           "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
           "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
           "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
         : "l"(a), "l"(b), "r"(accumulate));
 }
 
-// wgmma.mma_async.m64n192k16: a in registers, as an accumulator's columns 2 t, 2 t + 1 and those 8 further lie in its rows g and
-// g + 8, rounded; b in shared memory with its columns contiguous.
+// wgmma.mma_async.m64n192k16. A from registers: a[0] = (row g, columns 2 t, 2 t + 1), a[1] = (row g + 8, same columns), a[2], a[3] =
+// columns 8 further: the accumulator layout, packed. b is MN-major.
 __device__ __forceinline__ void wgmma_m64n192k16_bf16_rs(float (&d)[96], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %101, 0;\n"
@@ -278,7 +283,8 @@ __device__ __forceinline__ void wgmma_m64n192k16_bf16_rs(float (&d)[96], const u
         "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
         "}, {"
         "%96, %97, %98, %99}, %100, p, 1, 1, 1;\n}\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
           "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
           "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
           "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
@@ -295,15 +301,16 @@ __device__ __forceinline__ void wgmma_m64n192k16_bf16_rs(float (&d)[96], const u
 
 #endif
 
-// A matrix descriptor: where an operand lies in shared memory, and the distances between its swizzle atoms of eight rows.
+// A matrix descriptor: where an operand lies in shared memory, the leading byte offset (LBO) and the stride byte offset (SBO) between
+// its swizzle atoms of eight rows, and the kind of swizzle.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int leading_bytes, int stride_bytes) {
-    constexpr uint64_t kSwizzle = 1;  // 128 bytes
+    constexpr uint64_t kSwizzle = kPanelRowBytes == 128 ? 1 : 2;  // of 128 or 64 bytes
     return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
            kSwizzle << 62;
 }
 
-// Starts S (64 x kBlockN) = Q . K^T of a warpgroup. The head dimension is contiguous in both operands; a step of 16 along it is
-// 32 bytes within the swizzled row.
+// Starts S (64 x kBlockN) = Q . K^T of a warpgroup. Both operands are K-major: SBO leads to the next eight rows, LBO is not
+// used under a swizzle. A step of 16 along the K dimension is 32 bytes within the swizzled row.
 __device__ __forceinline__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem) {
     const uint64_t q = descriptor(q_smem, 16, 8 * kPanelRowBytes);
     const uint64_t k = descriptor(k_smem, 16, 8 * kPanelRowBytes);
@@ -318,7 +325,7 @@ __device__ __forceinline__ void mma_qk(float (&scores)[kBlockN / 2], shared_addr
     wgmma_commit();
 }
 
-// P of a KV block, rounded and packed: an accumulator's pairs are the left operand as they lie.
+// P of a KV block, rounded and packed: the accumulator layout, in pairs, is that of wgmma's A in registers.
 struct PackedP {
     uint32_t fragment[kBlockN / 16][4];
 
@@ -333,11 +340,13 @@ struct PackedP {
     }
 };
 
-// Starts O (64 x kHeadDimV) += P . V. The columns of O are contiguous in V: its swizzle atoms follow each other by panel along
-// them, and by eight keys down a panel.
-__device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], const PackedP& p, shared_address v_smem) {
+// Starts O (64 x kHeadDimV) += P . V. V is MN-major, its columns contiguous: LBO leads to the next panel of columns, SBO to the
+// next eight keys.
+__device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], PackedP& p, shared_address v_smem) {
     const uint64_t v = descriptor(v_smem, kBlockN * kPanelRowBytes, 8 * kPanelRowBytes);
     pin_registers(output);
+#pragma unroll
+    for (int step = 0; step < kBlockN / 16; ++step) pin_registers(p.fragment[step]);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kBlockN / 16; ++step) {
@@ -371,7 +380,7 @@ struct RowState {
 };
 
 // Turns S of a KV block into P and adds it to row_sum. Returns whether a row_max of the warp has moved, so that O must be rescaled
-// before anything is added to it.
+// before anything is added to it. scale_log2 > 0: the launcher sees to it.
 __device__ __forceinline__ bool softmax_step(float (&scores)[kBlockN / 2], RowState& rows, float scale_log2) {
     float block_max[2];
     bool moves = false;
@@ -438,11 +447,15 @@ __device__ __forceinline__ void finish_rows(const Params& params, const Tile& ti
 
 // The 16-byte chunk of a swizzled row that holds `chunk`.
 __device__ __forceinline__ int swizzled(int row, int chunk) {
-    return chunk ^ row % 8;
+    if constexpr (kPanelRowBytes == 128) {
+        return chunk ^ row % 8;
+    } else {
+        return chunk ^ row / 2 % 4;
+    }
 }
 
 // Normalises O, rounds it and lets TMA write it: through `staging`, the warpgroup's rows of the Q buffer, which only it has read
-// and is done with; swizzled as Q was. One thread of the warpgroup starts the copies.
+// and is done with; swizzled as Q was. One thread of the warpgroup starts the TMA stores.
 __device__ __forceinline__ void store_tile(const Params& params, const Tile& tile, const float (&output)[kHeadDimV / 2],
                                            const RowState& rows, int first_row, int lane, shared_address staging, int consumer) {
     float factor[2];
@@ -450,18 +463,20 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
     const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
 #pragma unroll
     for (int n = 0; n < kHeadDimV / 8; n += 2) {
-        // Rows 0 to 7 and 8 to 15 of eight columns, then of the next eight.
+        // Rows 0 to 7 and 8 to 15 of eight columns, then of the next eight columns.
         uint32_t matrices[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             matrices[i] = pack<element>(output[4 * n + 2 * i] * factor[i % 2], output[4 * n + 2 * i + 1] * factor[i % 2]);
         }
         const shared_address panel = staging + 8 * n / kPanelColumns * kBlockM * kPanelRowBytes;
+        // Lanes 0 to 15 give the rows of the first eight columns, lanes 16 to 31 those of the next.
         stmatrix_x4(panel + row * kPanelRowBytes + 16 * swizzled(row, 8 * n % kPanelColumns / 8 + lane / 16), matrices);
     }
     fence_proxy_async();  // TMA would not see the writes otherwise
     barrier_sync(kStoreBarrier + consumer, 128);
-    // TMA leaves out rows behind the last, but must not begin ahead of the first.
+    // A TMA load may start at a negative row; a TMA store may not: it is an illegal instruction (docs/tuning.md). Such a warpgroup has
+    // no rows to store.
     const bool stores = threadIdx.x % 128 == 0 && tile.first_row + 64 * consumer >= 0;
     if (stores) {
 #pragma unroll
@@ -539,18 +554,20 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
     auto begin_turn = [&] { barrier_sync(1 + consumer, 256); };
     auto end_turn = [&] { barrier_arrive(1 + (consumer + 1) % kConsumers, 256); };
     if (consumer == kConsumers - 1) end_turn();
-    // O of a tile leaves through the buffer of its Q, which is empty once TMA has read it. The thread that started the copies waits
-    // for that when the next tile is under way: what comes into the buffer is Q of the tile after it.
-    bool output_leaving = false;
+    // O of a tile is stored through the buffer of its Q, which is empty once TMA has read it. The thread that started the stores waits
+    // for that with the next tile's first MMA under way. Nothing is lost: the buffer's next Q is that of the tile after it.
+    bool store_in_flight = false;
     auto release_previous_q = [&] {
-        if (output_leaving && threadIdx.x % 128 == 0) {
+        static_assert(kQStages == 2, "the previous tile's Q is in the other buffer");
+        if (store_in_flight && threadIdx.x % 128 == 0) {
             tma_store_wait_read<0>();
             mbarrier_arrive(barriers.q_empty(q_ring.stage ^ 1));
         }
-        output_leaving = false;
+        store_in_flight = false;
     };
     // Skips a KV block of which this warpgroup's rows see nothing: releases it like any other, since the barriers count every warp,
-    // and takes its turn. Not before the block is full: the arrival would count for the round before.
+    // and takes its turn. Wait for full first: another warp may not have arrived yet for the previous phase of empty, and this arrival
+    // would be counted there.
     auto skip_block = [&] {
         mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
         begin_turn();
@@ -558,7 +575,9 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         release(barriers.k_empty(k_ring.stage));
         k_ring.advance();
         mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
-        __syncwarp();  // no lane is left waiting for a phase that another lane lets end
+        // All lanes must have seen this phase complete before lane 0 arrives on empty: a later refill could flip the parity twice, and a
+        // lane still polling would wait forever.
+        __syncwarp();
         release(barriers.v_empty(v_ring.stage));
         v_ring.advance();
     };
@@ -567,12 +586,13 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         const Tile tile = find_tile(params, tiles.index);
         const KvBlocks blocks = find_kv_blocks(params, tile.first_row, kBlockM);
         int block = blocks.last;
-        // The KV blocks of which this warpgroup's own rows see a key: none where they lie ahead of the first query or behind the last.
+        // The KV blocks of which this warpgroup's own rows see a key: none if they lie before the first query.
         const int own_row = tile.first_row + 64 * consumer;
-        const bool has_rows = own_row >= 0 && own_row < num_rows(params);
+        const bool has_rows = own_row >= 0;
         const KvBlocks own = has_rows ? find_kv_blocks(params, own_row, 64) : KvBlocks{0, -1};
         const bool visible = own.last >= own.first;
-        // Those behind their last key, and where they see none at all, every block.
+        const int first_block = own.first;
+        // Those past their last key, and where they see none at all, every block.
 #pragma unroll 1
         for (; block > max(own.last, blocks.first - 1); --block) skip_block();
         const int first_row = tile.first_row + warp_row;
@@ -581,12 +601,12 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         float output[kHeadDimV / 2] = {};
         RowState rows;
 
-        // S of each KV block between Q . K^T and softmax: the one place for what changes a score by its query, key and head, and behind
-        // that for the mask. Most hide no key of the warp's 16 rows.
+        // Most blocks need no mask for a warp's 16 rows. first_row is clamped because a warp's rows may all lie past the last.
         const KeyRange seen_by_all = keys_of_every(params, min(first_row, num_rows(params) - 1), 16);
-        auto finish_scores = [&](float (&scores)[kBlockN / 2], int block) {
-            const bool whole = (block + 1) * kBlockN <= seen_by_all.end;
-            if (!whole) apply_mask(params, scores, first_row, block * kBlockN, lane);
+        // Score modification hook: every score passes here once, between Q . K^T and softmax. Masking comes last.
+        auto finish_scores = [&](float (&scores)[kBlockN / 2], int kv_block) {
+            const bool whole = (kv_block + 1) * kBlockN <= seen_by_all.end;
+            if (!whole) apply_mask(params, scores, first_row, kv_block * kBlockN, lane);
         };
         if (visible) {
             float scores[kBlockN / 2];
@@ -604,7 +624,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
             PackedP p;
             p.set(scores);
 
-            for (--block; block >= own.first; --block) {
+            for (--block; block >= first_block; --block) {
                 // Q . K^T of this block and P . V of the one before are under way while softmax waits for the first only.
                 mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);
                 begin_turn();
@@ -622,7 +642,8 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
                 pin_registers(output);
                 release(barriers.v_empty(v_ring.stage));
                 v_ring.advance();
-                // Packed ahead of the branch, so that it fills the gaps between the exponentials.
+                // exp2_approx and pack are not volatile: ptxas moves most exponentials below the wait and interleaves them with the packing.
+                // Kept before the branch so that both are in one basic block.
                 p.set(scores);
                 if (moved) rescale(output, rows);
             }
@@ -635,11 +656,11 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         }
         release_previous_q();  // if there was no MMA
         store_tile(params, tile, output, rows, first_row, lane, q_smem, consumer);
-        output_leaving = true;
+        store_in_flight = true;
         q_ring.advance();
     }
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
-    if (consumer == 0) begin_turn();  // which the last consumer ended last
+    if (consumer == 0) begin_turn();  // takes the last turn passed on, so that no named barrier is left with pending arrivals
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -659,10 +680,11 @@ flash_fwd_hdim192_bf16_causal_sm90(const __grid_constant__ Params params) {
     }
     __syncthreads();
 
-    // From sm_90 on the grid before this one in the stream may still be writing what this one reads, or reading what this one writes.
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
     griddepcontrol_wait();
-    // Blocks of the next grid may now come wherever this one leaves room. Not ahead of the wait, for the next may count on every
-    // grid before this one to have ended.
+    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
+    // before this one to have ended.
     griddepcontrol_launch_dependents();
 
     if (warpgroup == 0) {

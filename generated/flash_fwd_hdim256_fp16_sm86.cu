@@ -702,10 +702,11 @@ flash_fwd_hdim256_fp16_sm86(const __grid_constant__ Params params) {
     RowTile rows[kRowTiles];
     clear(rows);
 
-    // From sm_90 on the grid before this one in the stream may still be writing what this one reads, or reading what this one writes.
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
     griddepcontrol_wait();
-    // Blocks of the next grid may now come wherever this one leaves room. Not ahead of the wait, for the next may count on every
-    // grid before this one to have ended.
+    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
+    // before this one to have ended.
     griddepcontrol_launch_dependents();
 
     main_loop(params, tile, blocks, rows, smem, warp, lane);

@@ -436,13 +436,13 @@ FAULTS = (
     planted(
         "swizzle of 64 bytes for 128",
         (*ASYNC, WRONG, "operand"),
-        "kSwizzle = 1;",
+        "kSwizzle = kPanelRowBytes == 128 ? 1 : 2;",
         "kSwizzle = 2;",
     ),
     planted(
         "swizzle of 128 bytes for 64",
         (*ASYNC, WRONG, "operand"),
-        "kSwizzle = 2;",
+        "kSwizzle = kPanelRowBytes == 128 ? 1 : 2;",
         "kSwizzle = 1;",
         variant=SINGLE,
         shape=CAUSAL,
@@ -552,7 +552,7 @@ FAULTS = (
     planted(
         "keys before the window not hidden",
         NUMBERS,
-        "block * kBlockN >= seen_by_all.begin && ",
+        "kv_block * kBlockN >= seen_by_all.begin && ",
         "",
         variant=LOCAL,
         shape=CAUSAL,

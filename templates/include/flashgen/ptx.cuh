@@ -1,5 +1,5 @@
-// PTX that kernels of every architecture use, one instruction to a function, under the instruction's own name. The headers
-// of the architectures include it.
+// PTX that kernels of every architecture use. Thin wrappers of PTX; the comment of each names its instruction. The headers of the
+// architectures include it.
 #pragma once
 
 #include "flashgen/types.cuh"

@@ -1,5 +1,5 @@
-// PTX of compute capability 9.0a (Hopper), one instruction to a function, under the instruction's own name. The matrix
-// instructions stand in the kernels, each with those of its shapes.
+// PTX of compute capability 9.0a (Hopper). Thin wrappers of PTX; the comment of each names its instruction. wgmma.mma_async stands in
+// the kernels, each with those of its shapes.
 //
 // A kernel includes this header and nothing else, so that a header of the same name with other bodies (a simulator's, say) can
 // stand in for it.
@@ -101,7 +101,7 @@ __device__ __forceinline__ void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kPending) : "memory");
 }
 
-// fence.proxy.async: orders the thread's accesses to shared memory ahead of those of TMA.
+// fence.proxy.async: orders the thread's accesses to shared memory before those of TMA.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 
 // stmatrix.x4: four 8x8 matrices of 16-bit elements, whose rows go where lane 8 i + j says for row j of matrix i.
@@ -145,10 +145,10 @@ __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
 }
 
-// wgmma.fence: orders register accesses before the matrix instructions that follow.
+// wgmma.fence: orders register accesses before the wgmmas that follow.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 
-// wgmma.commit_group / wgmma.wait_group: closes a group of matrix instructions; waits until at most kPending are under way.
+// wgmma.commit_group / wgmma.wait_group: closes a group of wgmmas; waits until at most kPending are under way.
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 
 template <int kPending>
@@ -156,11 +156,17 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
 }
 
-// No instruction: keeps the compiler from moving uses of registers that a matrix instruction works on across this point.
+// No instruction: keeps the compiler from moving uses of registers that a wgmma works on across this point.
 template <int kCount>
 __device__ __forceinline__ void pin_registers(float (&registers)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
+}
+
+template <int kCount>
+__device__ __forceinline__ void pin_registers(uint32_t (&registers)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
 // ld.global.u8, .u32, .v4.u32. Not .nc, and volatile: the grid ahead may write what they load until griddepcontrol.wait returns.

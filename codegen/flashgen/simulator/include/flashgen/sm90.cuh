@@ -136,6 +136,10 @@ inline void pin_registers(float (&registers)[kCount],
     flashgen::simulator::pin(registers, kCount, where);
 }
 
+// Words are operands only, which a wgmma reads: no result waits to be pinned.
+template <int kCount>
+inline void pin_registers(uint32_t (&)[kCount]) {}
+
 // wgmma_m64nNk16_fp16_ss and its like, of every width: a kernel leaves its own out where FLASHGEN_SIMULATOR is defined.
 #define FLASHGEN_SIMULATOR
 #define FLASHGEN_WGMMA_OF(n, type)                                                                                    \
