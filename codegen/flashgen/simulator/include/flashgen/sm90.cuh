@@ -138,7 +138,9 @@ inline void pin_registers(float (&registers)[kCount],
 
 // Words are operands only, which a wgmma reads: no result waits to be pinned.
 template <int kCount>
-inline void pin_registers(uint32_t (&)[kCount]) {}
+inline void pin_registers(uint32_t (&registers)[kCount]) {
+    (void)registers;
+}
 
 // wgmma_m64nNk16_fp16_ss and its like, of every width: a kernel leaves its own out where FLASHGEN_SIMULATOR is defined.
 #define FLASHGEN_SIMULATOR
