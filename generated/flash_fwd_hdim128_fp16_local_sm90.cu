@@ -558,7 +558,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
     auto end_turn = [&] { barrier_arrive(1 + (consumer + 1) % kConsumers, 256); };
     if (consumer == kConsumers - 1) end_turn();
     // O of a tile is stored through the buffer of its Q, which is empty once TMA has read it. The thread that started the stores waits
-    // for that with the next tile's first MMA under way. Nothing is lost: the buffer's next Q is that of the tile after it.
+    // for that with the next tile's first MMA under way. The load held back is Q of the tile after it, not needed yet.
     bool store_in_flight = false;
     auto release_previous_q = [&] {
         static_assert(kQStages == 2, "the previous tile's Q is in the other buffer");
