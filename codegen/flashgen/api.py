@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 import threading
 from functools import lru_cache
@@ -9,11 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import BadParam, DeviceTypeNotSupported
 from flashgen.operators import ATTENTION
+from flashgen.operators.attention import operator_for
 from flashgen.runtime import arrays
 from flashgen.runtime.plans import Plan, run_adopted
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from flashgen.operators.operator import Operator, Problem
+    from flashgen.operators.scores import Score
     from flashgen.runtime.plans import Runner
     from flashgen.spec.model import Spec
 
@@ -35,6 +40,10 @@ def attention(
     mask_type: int | str | None = None,
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    score: str | Sequence[str] | None = None,
+    params: Mapping[str, Any] | None = None,
     out: Any = None,
     return_lse: bool = False,
     stream: Any = None,
@@ -61,6 +70,14 @@ def attention(
     window_size: (left, right). Query i sees only the keys from p - left to p + right, where
         p = i + seqlen_kv - seqlen_q; -1 is no bound. Goes with mask types 0 and 3; with 3, right is 0 or -1.
     softmax_scale: 1 / sqrt(head_dim) if None. Not negative.
+    softcap: replace each scaled score s by softcap tanh(s / softcap), ahead of the mask. Above 0.
+    alibi_slopes: fp32, (num_heads_q,) or (batch, num_heads_q), contiguous along heads: subtract
+        slope |p - j| from the score of query i and key j, with p as for window_size
+        (https://arxiv.org/abs/2108.12409). With softcap, this comes behind it.
+    score: the name of a score modification of ``scores.yaml`` in a spec folder, such as those of
+        FLASHGEN_SPECS, or several names, of which each takes the scores that the one before it made.
+    params: the numbers and arrays of ``score``, by name. Numbers may differ from call to call without
+        compiling anew; arrays are of the kind and on the device of q.
     out: receives the result: (batch, seqlen_q, num_heads_q, head_dim_v), or without batch, of the dtype and
         device of q, in memory that no other argument touches. Not for JAX, whose arrays cannot be written to.
     return_lse: also return the logarithm (base e) of each row's sum of exponentials: fp32,
@@ -78,8 +95,12 @@ def attention(
     Raises a FlashgenError, before anything is queued or written: BadParam, BadTensorShape, BadTensorDtype,
     BadTensorStrides, NullPointer, DeviceTypeNotSupported, NoCompilerError, or CompileError.
     """
-    options = (causal, mask_type, window_size, return_lse)
-    return _call(ATTENTION, (q, k, v, mask, out, None), options, (softmax_scale,), stream, backend)
+    given, scalars, modification = (q, k, v, mask, out, None), (softmax_scale,), None
+    if softcap is not None or alibi_slopes is not None or score is not None or params is not None:
+        modification, arrays_of_score, of_score = _modification(softcap, alibi_slopes, score, params)
+        given, scalars = (*given, *arrays_of_score), (*scalars, *of_score)
+    options = (causal, mask_type, window_size, return_lse, modification)
+    return _call(operator_for(modification), given, options, scalars, stream, backend)
 
 
 def plan(
@@ -92,6 +113,10 @@ def plan(
     mask_type: int | str | None = None,
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    score: str | Sequence[str] | None = None,
+    params: Mapping[str, Any] | None = None,
     out: Any = None,
     return_lse: bool = False,
     backend: str | None = None,
@@ -100,10 +125,48 @@ def plan(
 
     Arguments and errors are those of ``attention``. The kernel is compiled and loaded here, so that calls of
     the plan only queue it. The elements of the arrays are not read. An ``out`` here fixes the layout of every
-    later ``out``; otherwise it is contiguous.
+    later ``out``; otherwise it is contiguous. Parameters of a score modification go to calls of the plan by
+    their names in the spec: ``cap`` of softcap, ``slope`` of ALiBi. Arrays are needed for each call, numbers
+    are those given here unless a call has others.
     """
-    options = (causal, mask_type, window_size, return_lse)
-    return _plan(ATTENTION, (q, k, v, mask, out, None), options, (softmax_scale,), backend)
+    given, scalars, modification = (q, k, v, mask, out, None), (softmax_scale,), None
+    if softcap is not None or alibi_slopes is not None or score is not None or params is not None:
+        modification, arrays_of_score, of_score = _modification(softcap, alibi_slopes, score, params)
+        given, scalars = (*given, *arrays_of_score), (*scalars, *of_score)
+    options = (causal, mask_type, window_size, return_lse, modification)
+    return _plan(operator_for(modification), given, options, scalars, backend)
+
+
+def _modification(
+    softcap: float | None, alibi_slopes: Any, score: str | Sequence[str] | None, params: Mapping[str, Any] | None
+) -> tuple[Score, tuple[Any, ...], tuple[Any, ...]]:
+    """The score modification that a call asks for, its arrays and its numbers. Raises BadParam."""
+    names = [score] if isinstance(score, str) else list(score or ())
+    given = dict(params or {})
+    if names and (softcap is not None or alibi_slopes is not None):
+        raise BadParam(
+            f"score is {score!r} and softcap or alibi_slopes was given as well; name all in score, such as "
+            "('softcap', 'mine'), and give their params"
+        )
+    if not names:
+        if given:
+            raise BadParam(f"params has {', '.join(given)}, but no score was given")
+        if softcap is not None:
+            if not isinstance(softcap, numbers.Real) or not softcap > 0:
+                raise BadParam(f"softcap is {softcap!r}; it must be a number above 0, or None")
+            names, given = ["softcap"], {"cap": softcap}
+        if alibi_slopes is not None:
+            names, given = [*names, "alibi"], given | {"slope": alibi_slopes}
+    modification = _chain(os.environ.get("FLASHGEN_SPECS", ""), tuple(names))
+    wanted = {param.name for param in modification.params}
+    for name in given.keys() ^ wanted:
+        what = "has no parameter" if name in given else "needs the parameter"
+        raise BadParam(f"score {modification.name} {what} {name}; it has {', '.join(sorted(wanted)) or 'none'}")
+    return (
+        modification,
+        tuple(given[param.name] for param in modification.arrays),
+        tuple(given[param.name] for param in modification.scalars),
+    )
 
 
 def _call(
@@ -219,6 +282,21 @@ def _runner(problem: Problem, backend: str | None) -> Runner:
     here = device(problem.device)
     specs = _specs(folders, os.environ.get("FLASHGEN_TUNED", ""), here.name)
     return prepare(problem, problem.device, offers(problem, here, specs))
+
+
+@lru_cache(maxsize=64)
+def _chain(folders: str, names: tuple[str, ...]) -> Score:
+    """The modifications of these names, one after another, as the value ``folders`` of FLASHGEN_SPECS has
+    them.
+    """
+    from flashgen.operators.scores import chained
+    from flashgen.spec.scores import load_scores
+
+    known = load_scores().by_name
+    for name in names:
+        if name not in known:
+            raise BadParam(f"score is {name!r}; there are {', '.join(map(repr, sorted(known)))}")
+    return chained([known[name] for name in names])
 
 
 @lru_cache(maxsize=8)

@@ -17,10 +17,13 @@ from threadpoolctl import ThreadpoolController
 
 from flashgen.operators.masks import Band, hidden_keys
 from flashgen.operators.numbers import bfloat16_bits, widened
+from flashgen.operators.scores import Bound
 from flashgen.runtime.arrays import check_writable, host_array
 from flashgen.toolchain.processors import processors
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from flashgen.operators.attention import Problem
     from flashgen.runtime.plans import Arrays, Pointers, Work
 
@@ -70,8 +73,8 @@ class Runner:
 
 def _run(problem: Problem, arrays: Arrays, stream: int) -> None:
     check_writable(problem, arrays)
-    q, k, v, mask, out, lse = (None if x is None else host_array(x) for x in arrays)
-    attention(problem, q, k, v, mask, out=out, lse=lse)
+    q, k, v, mask, out, lse, *score_arrays = (None if x is None else host_array(x) for x in arrays)
+    attention(problem, q, k, v, mask, out=out, lse=lse, score_arrays=score_arrays)
 
 
 def attention(
@@ -83,6 +86,7 @@ def attention(
     *,
     out: np.ndarray | None = None,
     lse: np.ndarray | None = None,
+    score_arrays: Sequence[np.ndarray] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
     """``(out, lse)`` of a problem, computed in float32.
 
@@ -106,7 +110,7 @@ def attention(
         for head in range(problem.num_heads_kv)
         for start in range(0, problem.seqlen_q, block)
     ]
-    attend = partial(_attend, problem, q4, k4, v4, mask, out4, lse3)
+    attend = partial(_attend, problem, q4, k4, v4, mask, out4, lse3, _modification(problem, score_arrays))
     pairs = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_kv
     work = pairs * (problem.head_dim + problem.head_dim_v)
     threads = min(len(tasks), processors())
@@ -129,6 +133,7 @@ def _attend(
     mask: np.ndarray | None,
     out: np.ndarray,
     lse: np.ndarray,
+    modification: Bound | None,
     task: tuple[int, int, int, int],
 ) -> None:
     """One block of query rows of the heads that share one kv head."""
@@ -156,6 +161,10 @@ def _attend(
                 continue
         keys = widened(k[batch, first:last, kv_head], problem.dtype, np.float32)
         scores = queries @ keys.T
+        if modification is not None:
+            at = modification.at(batch, np.arange(heads.start, heads.stop)[:, None, None], rows, np.arange(first, last))
+            whole = scores.reshape(group, count, last - first)
+            whole[...] = at.value(np, whole)
         if hidden is not None:
             np.copyto(scores.reshape(group, count, last - first), -np.inf, where=hidden)
         raised = np.maximum(row_max, scores.max(axis=1))
@@ -172,6 +181,22 @@ def _attend(
     result /= np.where(row_sum != 0, row_sum, 1)[:, None]
     lse[batch, heads, start:stop] = (row_max + np.log(row_sum)).reshape(group, count)
     _store(out[batch, start:stop, heads], result.reshape(group, count, width_v).transpose(1, 0, 2), problem)
+
+
+def _modification(problem: Problem, score_arrays: Sequence[np.ndarray]) -> Bound | None:
+    """The score modification of a call; its numbers are single ones, so that scores stay single."""
+    score = problem.score
+    if score is None:
+        return None
+    arrays = {
+        param.name: np.broadcast_to(x, param.argument().extents(problem.sizes))
+        for param, x in zip(score.arrays, score_arrays, strict=True)
+    }
+    scalars = {
+        param.name: np.float32(value) if param.type == "f32" else value
+        for param, value in zip(score.scalars, problem.score_scalars, strict=True)
+    }
+    return Bound(score, scalars, arrays, problem.seqlen_kv - problem.seqlen_q)
 
 
 def _bits(x: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ The contract is checked here and nowhere else. `normalise` makes the Problem of 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import numbers
 import operator
@@ -23,6 +24,7 @@ from flashgen.operators.arguments import (
     DTYPE_BYTES,
     ROW_ALIGNMENT,
     Argument,
+    check_array,
     check_broadcast,
     check_strides,
     place,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from flashgen.operators.arguments import ArrayView
+    from flashgen.operators.scores import Score
 
 DTYPES = ("fp16", "bf16", "fp32")
 MASK_TYPES = ("none", "dense", "causal_top_left", "causal_bottom_right")
@@ -69,7 +72,7 @@ ARGUMENTS = (
         optional=True,
     ),
 )
-OPTIONS = ("causal", "mask_type", "window_size", "return_lse")
+OPTIONS = ("causal", "mask_type", "window_size", "return_lse", "score")
 SCALARS = ("softmax_scale",)
 
 
@@ -80,7 +83,9 @@ class AttentionProblem(Problem):
     Key j is visible to query i iff ``p - window_left <= j <= p + window_right``, where
     ``p = i + diagonal_offset``, and the dense mask, if any, is zero there; a side that is ``UNBOUNDED`` hides
     nothing. ``mask_type`` is what a kernel must implement: ``none``, ``causal`` (bounded on the right only,
-    ``window_right`` 0), ``local`` or ``dense``.
+    ``window_right`` 0), ``local`` or ``dense``. ``score`` is the score modification, if any;
+    ``score_scalars`` are its numbers, NaN until a call gives them, and ``score_sizes`` the sizes of symbols
+    that are its own.
     """
 
     batch: int
@@ -95,6 +100,13 @@ class AttentionProblem(Problem):
     window_left: int
     window_right: int
     softmax_scale: float
+    score: Score | None = None
+    score_scalars: tuple[float, ...] = ()
+    score_sizes: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def operator(self) -> Operator:
+        return operator_for(self.score)
 
     @property
     def group_size(self) -> int:
@@ -111,6 +123,7 @@ class AttentionProblem(Problem):
             "num_heads_kv": self.num_heads_kv,
             "head_dim": self.head_dim,
             "head_dim_v": self.head_dim_v,
+            **dict(self.score_sizes),
         }
 
     @property
@@ -136,6 +149,7 @@ class AttentionProblem(Problem):
         return (
             f"head_dim {self.head_dim}, head_dim_v {self.head_dim_v}, dtype {self.dtype}, "
             f"mask_type {self.mask_type}, gqa {grouping}"
+            + ("" if self.score is None else f", score {self.score.name}")
         )
 
     def grid_extents(self, axes: Mapping[str, Value]) -> dict[str, int]:
@@ -161,17 +175,42 @@ class AttentionProblem(Problem):
         } | self.scalar_values()
 
     def scalar_values(self) -> dict[str, Number]:
-        """``scale_log2`` is the softmax scale times log2(e), for exp2."""
-        return {
-            "softmax_scale": self.softmax_scale,
-            "scale_log2": self.softmax_scale * math.log2(math.e),
-        }
+        """``scale_log2`` is what a kernel's scores are multiplied by for exp2: the softmax scale times log2(e),
+        or log2(e) behind a score modification, which takes scaled scores.
+        """
+        values: dict[str, Number] = {"softmax_scale": self.softmax_scale}
+        if self.score is None:
+            return values | {"scale_log2": self.softmax_scale * math.log2(math.e)}
+        values |= self._scalars_of_score()
+        return values | self.score.constants(values) | {"scale_log2": math.log2(math.e)}
 
     def with_scalars(self, given: Sequence[Any]) -> AttentionProblem:
-        (softmax_scale,) = given
-        if softmax_scale is None:
+        softmax_scale, *rest = given
+        if softmax_scale is None and self.score is None:
             return self
-        return dataclasses.replace(self, softmax_scale=_scale(softmax_scale, self.head_dim))
+        scale = self.softmax_scale if softmax_scale is None else _scale(softmax_scale, self.head_dim)
+        called = dataclasses.replace(self, softmax_scale=scale, score_scalars=self._score_scalars(rest))
+        if called.score is not None:
+            called.score.check(called._scalars_of_score() | {"softmax_scale": scale})
+        return called
+
+    def _score_scalars(self, given: Sequence[Any]) -> tuple[float, ...]:
+        """The numbers of the score modification, where ``given`` has None those of this problem."""
+        found = []
+        for param, value, known in zip(
+            self.score.scalars if self.score else (), given, self.score_scalars, strict=True
+        ):
+            if value is None and math.isnan(known):
+                raise BadParam(f"{param.name} is None; the score {self.score.name} needs a number")
+            found.append(known if value is None else self.score.number(param, value))
+        return tuple(found)
+
+    def _scalars_of_score(self) -> dict[str, Number]:
+        """By name; an integer that no call has given yet is 0, since a struct has no other word for it."""
+        return {
+            param.name: 0 if param.type == "i32" and math.isnan(value) else value
+            for param, value in zip(self.score.scalars, self.score_scalars, strict=True)
+        }
 
 
 def normalise(
@@ -186,15 +225,20 @@ def normalise(
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
     return_lse: bool = False,
+    score: Score | None = None,
+    score_arrays: Sequence[ArrayView | None] = (),
+    score_scalars: Sequence[Any] = (),
 ) -> AttentionProblem:
-    """The Problem of a call, or the error of the contract that it breaks. Arguments as in ``attention``.
+    """The Problem of a call, or the error of the contract that it breaks. Arguments as in ``attention``;
+    ``score_arrays`` and ``score_scalars`` are in the order of the modification's.
 
     Raises BadTensorShape, BadTensorDtype, BadTensorStrides, DeviceTypeNotSupported, NullPointer or BadParam.
     """
     views = {"q": q, "k": k, "v": v}
     if out is not None:
         views["out"] = out
-    _check_devices(views if mask is None else views | {"mask": mask})
+    own = _score_views(score, score_arrays)
+    _check_devices((views if mask is None else views | {"mask": mask}) | own)
     dtype = _check_dtypes(views)
     sizes = _check_shapes(q, k, v, out, dtype)
     for argument in ARGUMENTS:
@@ -207,10 +251,11 @@ def normalise(
     kind, offset, left, right = simplify(kind, seqlen_q, seqlen_kv, offset, left, right)
     if mask is not None:
         _check_mask(mask, sizes)
-    given = views | {"mask": mask}
+    given = views | {"mask": mask} | own
     absent = {"mask"} if mask is None else set()
     absent |= set() if return_lse else {"lse"}
-    return AttentionProblem(
+    score_sizes = _check_score_arrays(score, own, sizes)
+    problem = AttentionProblem(
         **sizes,
         dtype=dtype,
         mask_type=kind,
@@ -221,12 +266,18 @@ def normalise(
         strides=tuple(
             None
             if argument.name in absent
-            else place(argument, given.get(argument.name), sizes, dtype).strides
-            for argument in ARGUMENTS
+            else place(argument, given.get(argument.name), sizes | dict(score_sizes), dtype).strides
+            for argument in operator_for(score).arguments
         ),
         batched=len(q.shape) == 4,
         device=q.device,
+        score=score,
+        score_scalars=tuple(math.nan for _ in score.scalars) if score else (),
+        score_sizes=score_sizes,
     )
+    if any(value is not None for value in score_scalars):
+        return problem.with_scalars((None, *score_scalars))
+    return problem
 
 
 def simplify(
@@ -414,14 +465,56 @@ def _check_mask(mask: ArrayView, sizes: Mapping[str, int]) -> None:
     check_broadcast(argument, mask, argument.extents(sizes))
 
 
+def _score_views(score: Score | None, given: Sequence[ArrayView | None]) -> dict[str, ArrayView]:
+    """The arrays of a score modification by their names."""
+    if score is None:
+        return {}
+    views = {}
+    for param, view in zip(score.arrays, given, strict=True):
+        if view is None:
+            raise NullPointer(
+                f"{param.name} is None; the score {score.name} needs an array ({', '.join(param.symbols)})"
+            )
+        views[param.name] = view
+    return views
+
+
+def _check_score_arrays(
+    score: Score | None, views: Mapping[str, ArrayView], sizes: Mapping[str, int]
+) -> tuple[tuple[str, int], ...]:
+    """That each array of a score modification fits, and the sizes of the symbols that are its own."""
+    found: dict[str, int] = {}
+    for param in score.arrays if score else ():
+        argument, view = param.argument(), views[param.name]
+        missing = len(param.symbols) - len(view.shape)
+        for place_, symbol in enumerate(param.symbols):
+            if symbol not in sizes:
+                found[symbol] = view.shape[place_ - missing] if 0 <= place_ - missing else 1
+                if found[symbol] < 1:
+                    raise BadTensorShape(f"{param.name} has shape {view.shape}; it must not be empty")
+        check_array(argument, view, {**sizes, **found}, "")
+    return tuple(found.items())
+
+
 def _batched(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape if len(shape) == 4 else (1, *shape)
 
 
 def _normalise(views: Sequence[ArrayView | None], options: Sequence[Any], scalars: Sequence[Any]) -> Problem:
-    q, k, v, mask, out, _ = views
-    named = dict(zip((*OPTIONS, *SCALARS), (*options, *scalars), strict=True))
-    return normalise(q, k, v, mask=mask, out=out, **named)
+    q, k, v, mask, out, _, *score_arrays = views
+    softmax_scale, *score_scalars = scalars
+    named = dict(zip(OPTIONS, options, strict=True))
+    return normalise(
+        q,
+        k,
+        v,
+        mask=mask,
+        out=out,
+        softmax_scale=softmax_scale,
+        score_arrays=score_arrays,
+        score_scalars=score_scalars,
+        **named,
+    )
 
 
 def _serves_grouping(problem: AttentionProblem, gqa: Value) -> bool:
@@ -445,5 +538,21 @@ ATTENTION = Operator(
     grid_dimensions=("query_rows", "key_rows", "heads", "kv_heads", "batch"),
     normalise=_normalise,
 )
-AttentionProblem.operator = ATTENTION
+
+
+
+@functools.lru_cache(maxsize=64)
+def _modified(score: Score) -> Operator:
+    return dataclasses.replace(
+        ATTENTION,
+        arguments=(*ARGUMENTS, *(param.argument() for param in score.arrays)),
+        scalars=(*SCALARS, *(param.name for param in score.scalars)),
+    )
+
+
+def operator_for(score: Score | None) -> Operator:
+    """Attention with a score modification, whose arrays are arguments behind the others."""
+    return ATTENTION if score is None else _modified(score)
+
+
 _MASK, _OUT, _LSE = (ATTENTION.position(name) for name in ("mask", "out", "lse"))

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
+    from flashgen.operators.scores import Score
+
 Value = str | int
 Number = int | float
 
@@ -32,6 +34,8 @@ class Problem:
     device: int | None = None
     batched: bool = True
     operator: ClassVar[Operator]
+    # The score modification of the call, for operators that have one; `scores.Score`.
+    score: ClassVar[Score | None] = None
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -27,6 +27,9 @@ the unit roundoff of the dtype,
 - 2^-22 (S + |lse|): lg2.approx of row_sum, the logarithm of which is at most S + |lse|, and the change to
   base e.
 
+A score modification f takes the place of s_j, S is the largest |f|, and the first two terms of e are those
+of its running error (`roundoff`), which begins with 2^-21 of the scaled sum of |q_i k_ji|.
+
 fp32 has no u A: its P V, and Q K^T, are three products of TF32 that leave out at most 2.5 * 2^-21 of each
 term. For P V that lies within 2^-19. For Q K^T it is more than 2^-21 S only if nearly all terms agree in the
 sign of their errors, which are independent: as a rule they come to 2^-21 S / sqrt(head_dim).
@@ -43,9 +46,13 @@ import numpy as np
 
 from flashgen.operators.masks import Band, hidden_keys
 from flashgen.operators.numbers import widened
+from flashgen.operators.scores import Bound
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from flashgen.operators.attention import AttentionProblem
+    from flashgen.operators.scores import Where
 
 UNIT_ROUNDOFF = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24}
 # Exponent of the largest error of a P that fp16 holds as a subnormal: kernels bias P by 2^7.
@@ -121,16 +128,41 @@ def judge(
     mask: np.ndarray | None,
     out: np.ndarray,
     lse: np.ndarray | None = None,
+    *score_arrays: np.ndarray,
 ) -> Verdict:
     """Compare the results of a call with float64, on the host.
 
-    Arrays have the shapes of the contract; bfloat16 elements may be of ml_dtypes, their bits in uint16, or
-    numbers.
+    Arrays have the shapes of the contract, in its order; bfloat16 elements may be of ml_dtypes, their bits in
+    uint16, or numbers.
     """
     q, k, v, out = (_batched(widened(x, problem.dtype), 4) for x in (q, k, v, out))
-    expected = attention(q, k, v, problem.dtype, problem.softmax_scale, Band.of(problem), mask)
+    modification = bound(problem, score_arrays)
+    expected = attention(
+        q, k, v, problem.dtype, problem.softmax_scale, Band.of(problem), mask, modification=modification
+    )
     found_lse = None if lse is None else largest(_batched(lse, 3), expected.lse, expected.lse_bound)
     return Verdict(largest(out, expected.out, expected.out_bound), found_lse)
+
+
+def bound(problem: AttentionProblem, score_arrays: Sequence[Any], xp: Any = np) -> Bound | None:
+    """The score modification of a problem with the arrays of a call, of the library ``xp``, in float64; None
+    if it has none.
+    """
+    score = problem.score
+    if score is None:
+        return None
+    arrays = {}
+    for param, given in zip(score.arrays, score_arrays, strict=True):
+        extents = param.argument().extents(problem.sizes)
+        elements = given.astype(np.float64) if xp is np and param.type == "f32" else given
+        arrays[param.name] = xp.broadcast_to(elements, extents)
+    scalars = zip(score.scalars, problem.score_scalars, strict=True)
+    return Bound(
+        score,
+        {param.name: value for param, value in scalars},
+        arrays,
+        problem.seqlen_kv - problem.seqlen_q,
+    )
 
 
 def attention(
@@ -142,13 +174,14 @@ def attention(
     band: Band = Band(),  # noqa: B008 - immutable
     dense: Any = None,
     rows: Any = None,
+    modification: Bound | None = None,
 ) -> Expected:
     """softmax(q k^T scale) v in float64, and the bound for a kernel that computes in ``dtype``.
 
     q is (batch, rows, num_heads_q, head_dim), k (batch, seqlen_kv, num_heads_kv, head_dim), v likewise with
     head_dim_v: float64, elements as the kernel got them. ``dense``, nonzero where a key is hidden, broadcasts
     to (batch, num_heads_q, rows, seqlen_kv). ``rows`` are the positions of q's rows among all queries,
-    integers; None if q has all of them.
+    integers; None if q has all of them. ``modification`` is that of the scores, its arrays in float64.
     """
     xp = _library(q)
     place = {"device": q.device} if xp.__name__ == "torch" else {}
@@ -175,7 +208,11 @@ def attention(
             part = slice(start, start + rows_at_once)
             some_dense = None if dense is None else dense[entry, head, part]
             hidden = hidden_keys(band, some_dense, rows[part][:, None], keys)
-            results = _attend(xp, q[entry, part, head], some_k, some_v, hidden, scale, dtype)
+            where = None
+            if modification is not None:
+                at = entry[:, None, None], head[:, None, None], rows[part][:, None], keys
+                where = modification.at(*at)
+            results = _attend(xp, q[entry, part, head], some_k, some_v, hidden, scale, dtype, where)
             for whole, result in zip(found, results, strict=True):
                 whole[entry, head, part] = result
     return found._replace(out=found.out.swapaxes(1, 2), out_bound=found.out_bound.swapaxes(1, 2))
@@ -203,13 +240,20 @@ def largest(found: Any, expected: Any, bound: Any) -> Largest:
 
 
 def _attend(
-    xp: Any, q: Any, k: Any, v: Any, hidden: Any, scale: float, dtype: str
+    xp: Any, q: Any, k: Any, v: Any, hidden: Any, scale: float, dtype: str, where: Where | None
 ) -> tuple[Any, Any, Any, Any]:
     """``Expected`` for some heads: q (heads, rows, head_dim), k and v (heads, seqlen_kv, ...) with a key;
     hidden None, or broadcastable to (heads, rows, seqlen_kv).
     """
     scores = q @ k.swapaxes(1, 2) * scale
     score_sizes = xp.abs(q) @ xp.abs(k).swapaxes(1, 2) * scale
+    score_errors = 2.0**-21 * score_sizes
+    if where is not None:
+        scores, errors = where.value_with_error(xp, scores, score_errors)
+        score_sizes = xp.abs(scores)
+        score_errors = errors + 2.0**-21 * score_sizes
+        unseen = scores == -math.inf
+        hidden = unseen if hidden is None else unseen | hidden
     v_sizes = xp.abs(v)
     if hidden is None:
         keys_seen = k.shape[1]
@@ -220,6 +264,7 @@ def _attend(
         visible_v = visible @ v_sizes
         scores = xp.where(hidden, -math.inf, scores)
         score_sizes = xp.where(hidden, 0.0, score_sizes)
+        score_errors = xp.where(hidden, 0.0, score_errors)
     row_max = xp.amax(scores, axis=-1, keepdims=True)
     sees_nothing = row_max == -math.inf
     p = xp.exp(scores - xp.where(sees_nothing, 0.0, row_max))
@@ -229,7 +274,7 @@ def _attend(
     out, lse = p @ v, row_max + xp.log(row_sum)
 
     size = xp.amax(score_sizes, axis=-1, keepdims=True)
-    relative = 2.0**-21 * size + 2.0**-19 + 2.0**-24 * keys_seen**0.5
+    relative = xp.amax(score_errors, axis=-1, keepdims=True) + 2.0**-19 + 2.0**-24 * keys_seen**0.5
     mean_size = p @ v_sizes
     out_bound = 1.05 * UNIT_ROUNDOFF[dtype] * (mean_size + xp.abs(out)) + mean_size * relative
     out_bound = out_bound + LEAST_P[dtype] * visible_v + LEAST_OUT[dtype]

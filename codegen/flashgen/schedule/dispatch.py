@@ -6,7 +6,8 @@ The rule, which a spec names ``least_time``:
 1. A variant can serve a problem where the operator says so of each of its axes: dtype and mask type are the
    problem's own, head dims hold the problem's, and the grouping is ``mha`` for one query head per kv head,
    ``gqa`` or ``packed`` for several. Where it reads arrays by tensor maps, there must be maps of them. The
-   device must have its architecture and its shared memory. A family that is ``on_request`` is left out.
+   device must have its architecture and its shared memory. A family that is ``on_request`` is left out, and
+   for a problem with a score modification one without a seam for it. The variant is modified likewise.
 2. Of these only the smallest head dims count, by the work that they make, then the newest architecture, then
    the target that its spec names first.
 3. Where a tile was tuned on this GPU, the ordinary tile of its point, which it was measured against, is out.
@@ -46,11 +47,14 @@ def offers(problem: Problem, device: Device, specs: Iterable[Spec]) -> tuple[Var
     offered: list[Variant] = []
     by_work: dict[tuple[int, ...], list[tuple[Spec, dict[str, Value]]]] = {}
     for spec in specs:
-        if spec.operator == problem.operator.name and not spec.on_request:
+        modifies = problem.score is None or spec.score_seam
+        if spec.operator == problem.operator.name and not spec.on_request and modifies:
             for axes in _serving(problem, spec):
                 by_work.setdefault(problem.operator.work(axes), []).append((spec, axes))
     for _, alike in sorted(by_work.items()):
         found = [variant for spec, axes in alike for variant in spec.select(**axes) if variant.is_main]
+        if problem.score is not None:
+            found = [variant.modified(problem.score) for variant in found]
         offered += found
         if any(runs_on(variant, device) and expressible(problem, variant) for variant in found):
             break
@@ -156,6 +160,7 @@ def _computes(problem: Problem, variant: Variant) -> bool:
     return (
         variant.is_main
         and variant.operator == problem.operator.name
+        and variant.score == problem.score
         and problem.operator.serves(problem, dict(variant.axes))
         and max(extents(problem, variant).values()) <= MAX_EXTENT
     )

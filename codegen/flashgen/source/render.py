@@ -2,7 +2,8 @@
 
 Templates are Jinja with delimiters that leave C++ alone: ``//%`` starts a line statement, ``//#`` a comment,
 and ``${ x }`` prints a value; undefined names are errors. A template finds every axis and every tile key by
-name, and beside them ``header`` (the file's first comment), ``params_struct`` (the C struct), ``name``,
+name, and beside them ``header`` (the file's first comment), ``params_struct`` (the C struct), ``score`` (the
+name of a score modification, or None) with its ``score_functions`` (`source.scores`), ``name``,
 ``target``, ``element_bytes``, ``threads``, ``smem_bytes`` and ``variant``.
 """
 
@@ -18,6 +19,7 @@ from flashgen.arch import range_of
 from flashgen.errors import InternalError, SpecError
 from flashgen.paths import code_digest, templates_dir
 from flashgen.source.params import struct_text
+from flashgen.source.scores import score_functions
 
 if TYPE_CHECKING:
     import os
@@ -167,8 +169,10 @@ def source_digest(variant: Variant) -> str:
 
 def _context(form: Variant) -> dict[str, Any]:
     return {
+        "score": None,
         **dict(form.axes),
         **dict(form.tile),
+        "score_functions": "" if form.score is None else score_functions(form.score),
         "variant": form,
         "name": form.name,
         "target": form.target,

@@ -14,6 +14,9 @@ from flashgen.errors import SpecError
 from flashgen.paths import specs_dir
 from flashgen.spec.model import Spec
 
+# What a folder says of score modifications; see `scores`.
+SCORES_FILE = "scores.yaml"
+
 if TYPE_CHECKING:
     from flashgen.spec.model import Content
     from flashgen.toolchain.cache import CubinCache
@@ -95,4 +98,4 @@ def _spec_files(folder: Path) -> list[Path]:
     found = [path for path in paths if path.suffix == ".yaml"]
     if not found:
         raise SpecError(f"{folder}: a spec folder needs at least one .yaml file; this one has none")
-    return found
+    return [path for path in found if path.name != SCORES_FILE]

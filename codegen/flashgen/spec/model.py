@@ -56,7 +56,9 @@ class Entry(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One kernel of a family: what its variants share. ``covers`` names the dimensions of its grid."""
+    """One kernel of a family: what its variants share. ``covers`` names the dimensions of its grid.
+    ``score_seam`` is whether it takes score modifications.
+    """
 
     name: str
     template: str
@@ -64,6 +66,7 @@ class Step(NamedTuple):
     covers: tuple[str, ...]
     schedule: str
     dependent_launch: bool
+    score_seam: bool
 
 
 class Content(NamedTuple):
@@ -105,6 +108,7 @@ class Spec:
         self.family: str = content.family["family"]
         self.operator = content.operator
         self.on_request: bool = content.family["on_request"]
+        self.score_seam = any(step.score_seam for step in content.steps)
         self.description = content.description
         self.axes = content.axes
         self.targets = tuple(content.targets)
@@ -178,6 +182,7 @@ class Spec:
             step=step.name,
             template=step.template,
             dependent_launch=step.dependent_launch,
+            score_seam=step.score_seam,
             workspace=content.workspace,
             target=target,
             axes=tuple(axes.items()),

@@ -5,8 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from flashgen.operators.formula import text
+from flashgen.operators.scores import TYPES
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from flashgen.operators.scores import Score
 
 # A parameter of this type describes an array to TMA (``schedule.tensormap``).
 TENSOR_MAP = "tensor_map"
@@ -62,3 +67,22 @@ class Param:
         """Whether no variant has both: some key is limited to values that have none in common."""
         limits = dict(other.when)
         return any(set(limits[key]).isdisjoint(limit) for key, limit in self.when if key in limits)
+
+
+def score_params(score: Score) -> tuple[Param, ...]:
+    """What the kernels of a score modification take besides: its arrays, with strides and sizes, the scalars
+    that the kernel reads as they are, and its constants.
+    """
+    found: list[Param] = []
+    for array in score.arrays:
+        ctype = {"f32": "const float*", "i32": "const int32_t*"}[array.type]
+        found.append(Param(array.name, ctype, f"({', '.join(array.symbols)})"))
+        found += [Param(name, "int64_t") for name in array.argument().stride_names()]
+        own = (symbol for symbol in array.symbols if symbol.startswith(f"{array.name}_"))
+        found += [Param(symbol, "int32_t") for symbol in own]
+    read = score.lowered.body.reads()
+    found += [Param(p.name, TYPES[p.type][2]) for p in score.scalars if p.name in read]
+    if "softmax_scale" in read:
+        found.append(Param("softmax_scale", "float"))
+    found += [Param(name, "float", text(it)) for name, it in score.lowered.constants.items()]
+    return tuple(found)

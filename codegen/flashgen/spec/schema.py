@@ -26,7 +26,7 @@ RESERVED = frozenset(
     (
         *("variant", "name", "header", "params_struct", "target"),
         *("element_bytes", "threads", "smem_bytes", "max_smem", "min", "max"),
-        *("efficiency", "no_spills", "tile", "step"),
+        *("efficiency", "no_spills", "tile", "step", "score", "score_functions"),
     )
 )
 
@@ -103,6 +103,7 @@ class StepRow(msgspec.Struct, forbid_unknown_fields=True):
     params: Annotated[list[Any], msgspec.Meta(min_length=1)]
     visits: VisitsRow | None = None
     dependent_launch: bool = False
+    score_seam: bool = False
     main: bool = False
 
 
@@ -142,6 +143,7 @@ class File(msgspec.Struct, forbid_unknown_fields=True):
     visits: VisitsRow | None = None
     params: list[Any] | None = None
     dependent_launch: bool = False
+    score_seam: bool = False
     steps: list[Any] = []
     workspace: dict[Name, BufferRow] = {}
     description: str = ""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # What a family of one kernel says at the top of its file.
 _OF_A_STEP = ("template", "threads", "smem_bytes", "grid", "params")
-_MAY_HAVE = ("visits", "dependent_launch")
+_MAY_HAVE = ("visits", "dependent_launch", "score_seam")
 # The types of pointers to arrays of a dtype, and of numbers.
 _POINTERS = {"fp32": ("float*",), "uint8": ("uint8_t*",), "int32": ("int32_t*",)}
 _NUMBERS = tuple(ctype for ctype in CTYPES if not ctype.endswith("*") and ctype != TENSOR_MAP)
@@ -65,6 +65,7 @@ class StepTable:
             tuple(row.grid.covers),
             row.grid.schedule,
             row.dependent_launch,
+            row.score_seam,
         )
         self._threads = self._expression(("threads",), row.threads)
         self._smem_bytes = self._expression(("smem_bytes",), row.smem_bytes)

@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flashgen.arch import arch_parts, reaches
+from flashgen.errors import SpecError
 from flashgen.operators import OPERATORS
 from flashgen.spec.grid import Grid
+from flashgen.spec.params import score_params
 
 if TYPE_CHECKING:
+    from flashgen.operators.scores import Score
     from flashgen.spec.grid import Buffer, Visits
     from flashgen.spec.params import Param
 
@@ -36,6 +39,8 @@ class Variant:
     ``step`` names the kernel among those of its family, and is empty where there is one. The variant that
     dispatch chooses ``is_main``; those of the other steps of a call come ``before`` and ``after`` it, and
     share the ``workspace``. ``on_request`` is whether dispatch leaves the family out.
+
+    ``score_seam`` is whether the kernel can modify scores, ``score`` the modification that it has.
     """
 
     family: str
@@ -65,6 +70,8 @@ class Variant:
     visits: Visits | None = None
     workspace: tuple[Buffer, ...] = ()
     dependent_launch: bool = False
+    score_seam: bool = False
+    score: Score | None = None
     on_request: bool = False
     priority: int = 0
     is_main: bool = True
@@ -141,6 +148,7 @@ class Variant:
             committed=False,
             no_spills=False,
             dependent_launch=False,
+            score_seam=False,
             grid=Grid(),
             visits=None,
             workspace=(),
@@ -149,6 +157,34 @@ class Variant:
             is_main=True,
             before=(),
             after=(),
+        )
+
+    def modified(self, score: Score, committed: bool = False) -> Variant:
+        """This variant, and the other steps of its calls, with a score modification.
+
+        It promises nothing of registers: the tile was chosen for plain scores. Raises SpecError for a
+        parameter whose name the kernel has already.
+        """
+        around = {
+            "before": tuple(variant.modified(score) for variant in self.before),
+            "after": tuple(variant.modified(score) for variant in self.after),
+        }
+        if not self.score_seam:
+            return dataclasses.replace(self, **around) if self.before or self.after else self
+        added = score_params(score)
+        taken = {param.name for param in self.params} & {param.name for param in added}
+        if taken:
+            raise SpecError(
+                f"the score {score.name}: {self.name} has parameters of its own called {', '.join(taken)}"
+            )
+        return dataclasses.replace(
+            self,
+            axes=(*self.axes, ("score", score.name)),
+            params=(*self.params, *added),
+            score=score,
+            no_spills=False,
+            committed=committed,
+            **around,
         )
 
     @property

@@ -53,10 +53,18 @@ class Document:
         except RecursionError:
             raise SpecError(f"{path}:1: an anchor contains itself") from None
 
-    def error(self, keys: Keys, message: str) -> SpecError:
-        """A SpecError that names the file, the line and the key path of ``keys``."""
+    def error(self, keys: Keys, message: str, column: int | None = None) -> SpecError:
+        """A SpecError that names the file, the line and the key path of ``keys``, and the place of a character
+        of the text there: its ``column`` from 0.
+        """
         where = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).lstrip(".")
-        return SpecError(f"{self.path}:{self._line(keys)}: {where + ': ' if where else ''}{message}")
+        line = str(self._line(keys))
+        if column is not None:
+            node = self.node(keys)
+            line = str(node.start_mark.line + 1)
+            if node.style not in ("|", ">"):  # a block's text begins on another line
+                line += f":{node.start_mark.column + bool(node.style) + column + 1}"
+        return SpecError(f"{self.path}:{line}: {where + ': ' if where else ''}{message}")
 
     def node(self, keys: Keys) -> yaml.Node:
         """The node at ``keys``, which knows its place in the text. Raises KeyError where there is none."""

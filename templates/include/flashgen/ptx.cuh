@@ -88,6 +88,20 @@ __device__ __forceinline__ float log2_approx(float x) {
     return y;
 }
 
+// rcp.approx.ftz.f32: 1 / x.
+__device__ __forceinline__ float rcp_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// ld.global.u32.
+__device__ __forceinline__ uint32_t load_global_32(const void* source) {
+    uint32_t value;
+    asm volatile("ld.global.u32 %0, [%1];\n" : "=r"(value) : "l"(source) : "memory");
+    return value;
+}
+
 // st.global.f32, st.global.v4.u32.
 __device__ __forceinline__ void store_global_32(float* destination, float value) {
     asm volatile("st.global.f32 [%0], %1;\n" ::"l"(destination), "f"(value) : "memory");

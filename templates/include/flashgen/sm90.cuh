@@ -176,12 +176,6 @@ __device__ __forceinline__ uint32_t load_global_8(const uint8_t* source) {
     return value;
 }
 
-__device__ __forceinline__ uint32_t load_global_32(const void* source) {
-    uint32_t value;
-    asm volatile("ld.global.u32 %0, [%1];\n" : "=r"(value) : "l"(source) : "memory");
-    return value;
-}
-
 __device__ __forceinline__ uint4 load_global_128(const void* source) {
     uint4 value;
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n"

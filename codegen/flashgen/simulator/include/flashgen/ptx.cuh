@@ -60,6 +60,18 @@ inline float log2_approx(float x, flashgen::simulator::Location where = flashgen
     return flashgen::simulator::log2_canonical(x);
 }
 
+inline float rcp_approx(float x, flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::check_register(x, where);
+    return 1.0f / x;
+}
+
+inline uint32_t load_global_32(const void* source,
+                               flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    uint32_t value;
+    flashgen::simulator::load_global(&value, source, 4, where);
+    return value;
+}
+
 inline void store_global_32(float* destination, float value,
                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     flashgen::simulator::check_register(value, where);

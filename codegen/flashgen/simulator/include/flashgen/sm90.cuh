@@ -186,13 +186,6 @@ inline uint32_t load_global_8(const uint8_t* source,
     return value;
 }
 
-inline uint32_t load_global_32(const void* source,
-                               flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    uint32_t value;
-    flashgen::simulator::load_global(&value, source, 4, where);
-    return value;
-}
-
 inline uint4 load_global_128(const void* source,
                              flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     uint4 value;

@@ -1,0 +1,274 @@
+"""The language of score modifications: an arithmetic expression, checked, as a tree.
+
+Allowed are names and numbers, ``+ - * /``, comparisons, ``and or not``, ``tanh exp log abs min max``,
+``where(condition, a, b)`` and elements of declared arrays, ``slope[b, h]``. Nothing else is read, so a spec
+cannot run code. ``q``, ``kv``, ``h`` and ``b`` are integers, and so are their sums, differences, ``abs``,
+``min`` and ``max``; products and quotients are floats.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+FUNCTIONS = {"tanh": 1, "exp": 1, "log": 1, "abs": 1, "min": 2, "max": 2, "where": 3}
+ALLOWED = (
+    f"names, numbers, inf, + - * /, comparisons, and/or/not, array[index, ...], {', '.join(FUNCTIONS)}()"
+)
+_ARITHMETIC = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+_COMPARISONS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!="}
+
+
+class FormulaError(ValueError):
+    """What is wrong with a formula, and at which of its characters, counted from 0."""
+
+    def __init__(self, message: str, column: int) -> None:
+        super().__init__(message)
+        self.column = column
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """An operation on its arguments. ``op`` is ``number``, ``name``, ``load`` (whose arguments are indices),
+    an operator, or a function; ``value`` is the number, or the name of what is read. ``type`` is ``int``,
+    ``float`` or ``bool``.
+    """
+
+    op: str
+    args: tuple[Node, ...] = ()
+    value: float | str | None = None
+    type: str = "float"
+
+    def walk(self) -> Iterator[Node]:
+        """This node and all below it."""
+        yield self
+        for arg in self.args:
+            yield from arg.walk()
+
+    def reads(self) -> frozenset[str]:
+        """The names and arrays in it."""
+        return frozenset(str(node.value) for node in self.walk() if node.op in ("name", "load"))
+
+    def replaced(self, change: Callable[[Node], Node | None]) -> Node:
+        """The tree with each node for which ``change`` gives another in its place, the topmost first."""
+        other = change(self)
+        if other is not None:
+            return other
+        return Node(self.op, tuple(arg.replaced(change) for arg in self.args), self.value, self.type)
+
+
+def number(value: float) -> Node:
+    return Node("number", (), value, "int" if isinstance(value, int) else "float")
+
+
+def parse(text: str, names: Mapping[str, str], arrays: Mapping[str, tuple[tuple[str, ...], str]]) -> Node:
+    """The tree of ``text``, a float. ``names`` maps names to their types, ``arrays`` those of arrays to their
+    dimensions and types.
+
+    A dimension called as one of ``names`` has that name as its index; any other has an integer. Raises
+    FormulaError.
+    """
+    try:
+        root = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError) as error:
+        column = max(0, (getattr(error, "offset", None) or 1) - 1)
+        raise FormulaError(f"{text!r} is not an expression; allowed: {ALLOWED}", column) from None
+    tree = _Parser(names, arrays).node(root)
+    if tree.type == "bool":
+        raise FormulaError(f"{text!r} is a condition; a score is a number", 0)
+    return tree
+
+
+class _Parser:
+    def __init__(self, names: Mapping[str, str], arrays: Mapping[str, tuple[tuple[str, ...], str]]) -> None:
+        self._names, self._arrays = names, arrays
+
+    def node(self, x: ast.expr) -> Node:
+        if isinstance(x, ast.Constant) and type(x.value) in (int, float):
+            return number(x.value)
+        if isinstance(x, ast.Name):
+            return self._name(x)
+        if isinstance(x, ast.BinOp) and type(x.op) in _ARITHMETIC:
+            op, args = _ARITHMETIC[type(x.op)], self._numbers(x, x.left, x.right)
+            integral = op in "+-" and all(arg.type == "int" for arg in args)
+            return self._made(x, op, args, "int" if integral else "float")
+        if isinstance(x, ast.UnaryOp) and isinstance(x.op, ast.USub):
+            args = self._numbers(x, x.operand)
+            return self._made(x, "neg", args, args[0].type)
+        if isinstance(x, ast.UnaryOp) and isinstance(x.op, ast.Not):
+            return Node("not", (self._condition(x.operand),), None, "bool")
+        if isinstance(x, ast.BoolOp):
+            op = "and" if isinstance(x.op, ast.And) else "or"
+            return Node(op, tuple(self._condition(value) for value in x.values), None, "bool")
+        if isinstance(x, ast.Compare) and len(x.ops) == 1 and type(x.ops[0]) in _COMPARISONS:
+            both = self._numbers(x, x.left, x.comparators[0])
+            return Node(_COMPARISONS[type(x.ops[0])], both, None, "bool")
+        if isinstance(x, ast.Call):
+            return self._call(x)
+        if isinstance(x, ast.Subscript):
+            return self._load(x)
+        raise self._error(x, f"{ast.unparse(x)!r} is not allowed; allowed: {ALLOWED}")
+
+    def _error(self, x: ast.expr, message: str) -> FormulaError:
+        return FormulaError(message, x.col_offset)
+
+    def _name(self, x: ast.Name) -> Node:
+        if x.id == "inf":
+            return number(math.inf)
+        if x.id in self._names:
+            return Node("name", (), x.id, self._names[x.id])
+        if x.id in self._arrays:
+            dimensions = ", ".join(self._arrays[x.id][0])
+            raise self._error(x, f"{x.id} is an array; write {x.id}[{dimensions}]")
+        known = ", ".join(sorted((*self._names, *self._arrays)))
+        raise self._error(x, f"unknown name {x.id!r}; known: {known}")
+
+    def _numbers(self, whole: ast.expr, *args: ast.expr) -> tuple[Node, ...]:
+        nodes = tuple(self.node(arg) for arg in args)
+        for node, arg in zip(nodes, args, strict=True):
+            if node.type == "bool":
+                raise self._error(
+                    arg, f"{ast.unparse(arg)!r} is a condition; {ast.unparse(whole)!r} needs a number"
+                )
+        return nodes
+
+    def _condition(self, x: ast.expr) -> Node:
+        node = self.node(x)
+        if node.type != "bool":
+            raise self._error(x, f"{ast.unparse(x)!r} is no condition; compare it with something")
+        return node
+
+    def _made(self, x: ast.expr, op: str, args: tuple[Node, ...], type: str) -> Node:
+        """The operation, or its value where it is one of numbers."""
+        if not all(arg.op == "number" for arg in args):
+            return Node(op, args, None, type)
+        try:
+            return number(operation(op, [arg.value for arg in args], math))
+        except (ArithmeticError, ValueError) as error:
+            raise self._error(x, f"{ast.unparse(x)!r} cannot be computed: {error}") from None
+
+    def _call(self, x: ast.Call) -> Node:
+        name = x.func.id if isinstance(x.func, ast.Name) else ""
+        if name not in FUNCTIONS or x.keywords or any(isinstance(arg, ast.Starred) for arg in x.args):
+            raise self._error(x, f"{ast.unparse(x)!r} is not allowed; allowed: {ALLOWED}")
+        if len(x.args) != FUNCTIONS[name]:
+            raise self._error(x, f"{name}() takes {FUNCTIONS[name]} arguments, and {len(x.args)} were given")
+        if name == "where":
+            condition, args = (self._condition(x.args[0]),), self._numbers(x, *x.args[1:])
+        else:
+            condition, args = (), self._numbers(x, *x.args)
+        keeps = name in ("abs", "min", "max", "where") and all(arg.type == "int" for arg in args)
+        return self._made(x, name, (*condition, *args), "int" if keeps else "float")
+
+    def _load(self, x: ast.Subscript) -> Node:
+        name = x.value.id if isinstance(x.value, ast.Name) else ""
+        if name not in self._arrays:
+            known = ", ".join(sorted(self._arrays)) or "none is declared"
+            raise self._error(x, f"{ast.unparse(x.value)!r} is no declared array; arrays: {known}")
+        dimensions, dtype = self._arrays[name]
+        given = x.slice.elts if isinstance(x.slice, ast.Tuple) else [x.slice]
+        if len(given) != len(dimensions):
+            raise self._error(
+                x, f"{name} has {len(dimensions)} dimensions, ({', '.join(dimensions)}); {len(given)} indices"
+            )
+        indices = self._numbers(x, *given)
+        for dimension, index, at in zip(dimensions, indices, given, strict=True):
+            if dimension in self._names and (index.op, index.value) != ("name", dimension):
+                raise self._error(at, f"the index of dimension {dimension} of {name} is {dimension} itself")
+            if index.type != "int":
+                raise self._error(at, f"{ast.unparse(at)!r} is no integer; an index of {name} must be one")
+            if any(node.op == "load" for node in index.walk()):
+                raise self._error(at, f"an index of {name} cannot itself be an element of an array")
+        return Node("load", indices, name, dtype)
+
+
+def text(node: Node) -> str:
+    """A formula as it is written."""
+    if node.op == "number":
+        return repr(node.value)
+    if node.op == "name":
+        return str(node.value)
+    args = [text(arg) for arg in node.args]
+    if node.op == "load":
+        return f"{node.value}[{', '.join(args)}]"
+    if node.op == "neg":
+        return f"-{_grouped(node.args[0])}"
+    if node.op.isalpha() and node.op not in ("and", "or", "not"):
+        return f"{node.op}({', '.join(args)})"
+    if node.op == "not":
+        return f"not {_grouped(node.args[0])}"
+    return f" {node.op} ".join(_grouped(arg) for arg in node.args)
+
+
+def _grouped(node: Node) -> str:
+    simple = node.op in ("number", "name", "load", *FUNCTIONS)
+    return text(node) if simple else f"({text(node)})"
+
+
+def evaluate(node: Node, values: Mapping[str, Any], xp: Any) -> Any:
+    """The value of a formula. ``values`` has a number or an array of the library ``xp`` for each name, which
+    broadcast, and a function of the indices for each declared array.
+    """
+    if node.op == "number":
+        return node.value
+    if node.op == "name":
+        return values[node.value]
+    args = [evaluate(arg, values, xp) for arg in node.args]
+    if node.op == "load":
+        return values[node.value](*args)
+    return operation(node.op, args, xp)
+
+
+def operation(op: str, args: list[Any], xp: Any) -> Any:
+    """One operation on numbers or arrays of the library ``xp``; ``math`` is one for plain numbers."""
+    match op:
+        case "+":
+            return args[0] + args[1]
+        case "-":
+            return args[0] - args[1]
+        case "*":
+            return args[0] * args[1]
+        case "/":
+            return args[0] / args[1]
+        case "neg":
+            return -args[0]
+        case "abs":
+            return abs(args[0])
+        case "min":
+            return choose(xp, args[0] < args[1], args[0], args[1])
+        case "max":
+            return choose(xp, args[0] < args[1], args[1], args[0])
+        case "where":
+            return choose(xp, *args)
+        case "tanh" | "exp" | "log":
+            return getattr(xp, op)(args[0])
+        case "<":
+            return args[0] < args[1]
+        case "<=":
+            return args[0] <= args[1]
+        case ">":
+            return args[0] > args[1]
+        case ">=":
+            return args[0] >= args[1]
+        case "==":
+            return args[0] == args[1]
+        case "!=":
+            return args[0] != args[1]
+        case "not":
+            return ~args[0] if hasattr(args[0], "dtype") else not args[0]
+    found = args[0]
+    for arg in args[1:]:
+        found = found & arg if op == "and" else found | arg
+    return found
+
+
+def choose(xp: Any, condition: Any, a: Any, b: Any) -> Any:
+    """a where the condition holds, else b."""
+    if not hasattr(condition, "dtype"):
+        return a if condition else b
+    return xp.where(condition, a, b)

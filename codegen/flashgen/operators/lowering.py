@@ -1,0 +1,198 @@
+"""From the formula of a score modification to what a kernel computes.
+
+``score`` becomes the product q k^T times softmax_scale, tanh and exp become 2^x, log becomes log2. A value
+is kept as a x + b, with a and b known ahead of the launch, for as long as that is possible: so products and
+sums of scalars come to one constant each, and a multiply-add takes both.
+
+- tanh(x) = 1 - 2 / (1 + 2^(2 log2(e) x)): with a and b this is one 2^x, one reciprocal, and three
+  operations in all for cap tanh(score / cap).
+- x / y = x (1 / y), by the approximate reciprocal, or by a constant.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from flashgen.operators.formula import Node, number
+
+SCALE = Node("name", (), "softmax_scale")
+PRODUCT = Node("name", (), "product")
+_ONE, _ZERO = number(1.0), number(0.0)
+_LOG2_E = math.log2(math.e)
+# The scalar constants of a kernel are called so, with a number behind.
+CONSTANT = "score_constant_"
+
+
+class Lowered(NamedTuple):
+    """What a kernel computes of a modification. Beside the operations of formulas the body has ``exp2``,
+    ``log2``, ``rcp`` (1 / x), ``fma`` (x y + z) and ``float`` (of an integer), and it reads ``product``.
+    ``constants`` are the formulas, over scalars, of what it reads by their names.
+    """
+
+    body: Node
+    constants: dict[str, Node]
+
+
+class _Affine(NamedTuple):
+    """a x + b, with scalar formulas a and b; b alone where x is None."""
+
+    a: Node
+    x: Node | None
+    b: Node
+
+
+def lower(tree: Node, scalars: frozenset[str]) -> Lowered:
+    """The body and the constants of a formula in which ``scalars`` are known ahead of a launch."""
+    lowering = _Lowering(scalars)
+    body = lowering.value(lowering.affine(tree))
+    return Lowered(body, lowering.constants)
+
+
+class _Lowering:
+    def __init__(self, scalars: frozenset[str]) -> None:
+        self._scalars = scalars
+        self.constants: dict[str, Node] = {}
+
+    def affine(self, node: Node) -> _Affine:
+        """A number, integer or float, as a x + b."""
+        if self._is_scalar(node):
+            return _Affine(_ONE, None, node)
+        if node.op == "name" and node.value == "score":
+            return _Affine(SCALE, PRODUCT, _ZERO)
+        if node.type == "int" and node.op not in ("abs", "min", "max", "where"):
+            return _plain(Node("float", (node,)))
+        if node.op in ("name", "load"):
+            return _plain(node)
+        if node.op == "where":
+            return _plain(Node("where", (self._condition(node.args[0]), *map(self._lowered, node.args[1:]))))
+        args = [self.affine(arg) for arg in node.args]
+        match node.op:
+            case "+":
+                return self._sum(*args)
+            case "-":
+                return self._sum(args[0], _scaled(args[1], number(-1.0)))
+            case "neg":
+                return _scaled(args[0], number(-1.0))
+            case "*":
+                return self._product(*args)
+            case "/":
+                return self._quotient(*args)
+            case "tanh":
+                power = Node("exp2", (self.value(_scaled(args[0], number(2 * _LOG2_E))),))
+                return _Affine(number(-2.0), Node("rcp", (Node("+", (power, _ONE)),)), _ONE)
+            case "exp":
+                return _plain(Node("exp2", (self.value(_scaled(args[0], number(_LOG2_E))),)))
+            case "log":
+                return _Affine(number(math.log(2)), Node("log2", (self.value(args[0]),)), _ZERO)
+        return _plain(Node(node.op, tuple(self.value(arg) for arg in args)))
+
+    def value(self, it: _Affine) -> Node:
+        """The node that computes a x + b."""
+        if it.x is None:
+            return self._constant(it.b)
+        if it.b == _ZERO:
+            if it.a == _ONE:
+                return it.x
+            return (
+                Node("neg", (it.x,))
+                if it.a == number(-1.0)
+                else Node("*", (it.x, self._constant(it.a)))
+            )
+        offset = self._constant(it.b)
+        if it.a == _ONE:
+            return Node("+", (it.x, offset))
+        if it.a == number(-1.0):
+            return Node("-", (offset, it.x))
+        return Node("fma", (it.x, self._constant(it.a), offset))
+
+    def _lowered(self, node: Node) -> Node:
+        return self.value(self.affine(node))
+
+    def _is_scalar(self, node: Node) -> bool:
+        return node.type != "bool" and all(
+            each.op != "load" and (each.op != "name" or each.value in self._scalars) for each in node.walk()
+        )
+
+    def _condition(self, node: Node) -> Node:
+        """A condition; integers are compared as such."""
+        if node.op in ("and", "or", "not"):
+            return Node(node.op, tuple(map(self._condition, node.args)), None, "bool")
+        if all(arg.type == "int" for arg in node.args):
+            return node
+        return Node(node.op, tuple(map(self._lowered, node.args)), None, "bool")
+
+    def _sum(self, first: _Affine, second: _Affine) -> _Affine:
+        offset = _add(first.b, second.b)
+        if first.x is None or second.x is None:
+            rest = second if first.x is None else first
+            return _Affine(rest.a, rest.x, offset)
+        if first.a == second.a:
+            return _Affine(first.a, Node("+", (first.x, second.x)), offset)
+        if second.a not in (_ONE, number(-1.0)):
+            first, second = second, first
+        # What is left of the sum is a multiply-add, or a sum where neither has a factor.
+        other = self.value(second._replace(b=_ZERO))
+        if first.a == _ONE:
+            return _Affine(_ONE, Node("+", (first.x, other)), offset)
+        return _Affine(_ONE, Node("fma", (first.x, self._constant(first.a), other)), offset)
+
+    def _product(self, first: _Affine, second: _Affine) -> _Affine:
+        if first.x is None or second.x is None:
+            scalar, rest = (first, second) if first.x is None else (second, first)
+            return _scaled(rest, scalar.b)
+        if first.b == _ZERO and second.b == _ZERO:
+            return _Affine(_multiply(first.a, second.a), Node("*", (first.x, second.x)), _ZERO)
+        return _plain(Node("*", (self.value(first), self.value(second))))
+
+    def _quotient(self, first: _Affine, second: _Affine) -> _Affine:
+        if second.x is None:
+            return _scaled(first, _divide(_ONE, second.b))
+        return self._product(first, _plain(Node("rcp", (self.value(second),))))
+
+    def _constant(self, node: Node) -> Node:
+        """What stands for a scalar formula in the kernel: a number, a parameter, or a constant."""
+        if node.op in ("number", "name"):
+            return node if node.type == "float" else _float(node)
+        for name, known in self.constants.items():
+            if known == node:
+                return Node("name", (), name)
+        name = f"{CONSTANT}{len(self.constants)}"
+        self.constants[name] = node
+        return Node("name", (), name)
+
+
+def _float(node: Node) -> Node:
+    return number(float(node.value)) if node.op == "number" else Node("float", (node,))
+
+
+def _plain(x: Node) -> _Affine:
+    return _Affine(_ONE, x, _ZERO)
+
+
+def _scaled(it: _Affine, by: Node) -> _Affine:
+    return _Affine(it.a if it.x is None else _multiply(it.a, by), it.x, _multiply(it.b, by))
+
+
+def _multiply(a: Node, b: Node) -> Node:
+    if a.op == "number" and b.op == "number":
+        return number(float(a.value) * b.value)
+    if _ZERO in (a, b):
+        return _ZERO
+    if a == _ONE or b == _ONE:
+        return b if a == _ONE else a
+    return Node("*", (a, b))
+
+
+def _divide(a: Node, b: Node) -> Node:
+    if a.op == "number" and b.op == "number" and b.value:
+        return number(a.value / b.value)
+    return Node("/", (a, b))
+
+
+def _add(a: Node, b: Node) -> Node:
+    if a.op == "number" and b.op == "number":
+        return number(float(a.value) + b.value)
+    if a == _ZERO or b == _ZERO:
+        return b if a == _ZERO else a
+    return Node("+", (a, b))

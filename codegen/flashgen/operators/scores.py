@@ -1,0 +1,178 @@
+"""Score modifications: what replaces a score, scaled and not yet masked, ahead of softmax.
+
+A modification is one formula over ``score`` = softmax_scale q k^T, the positions ``q`` and ``kv``, the query
+head ``h``, the batch entry ``b`` and parameters of its own. q counts from the first key, aligned so that the
+last query stands at the last key: query i has q = i + seqlen_kv - seqlen_q.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flashgen.errors import BadParam
+from flashgen.operators.arguments import Argument
+from flashgen.operators.formula import Node, evaluate
+from flashgen.operators.lowering import Lowered, lower
+from flashgen.operators.roundoff import evaluate_with_error
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+# The types of the names that every formula may use.
+NAMES = {"score": "float", "q": "int", "kv": "int", "h": "int", "b": "int"}
+# The dimensions of an array that have a size of the call; any other is as long as the caller's array.
+DIMENSIONS = {"b": "batch", "h": "num_heads_q", "q": "seqlen_q", "kv": "seqlen_kv"}
+# How a spec names the type of a parameter: that of a formula, of an array, and of C.
+TYPES = {"f32": ("float", "fp32", "float"), "i32": ("int", "int32", "int32_t")}
+_LARGEST = {"f32": 3.0e38, "i32": 2**30}
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreParam:
+    """A parameter of a modification: a number, or an array where it has dimensions. ``type`` is one of TYPES.
+    """
+
+    name: str
+    type: str
+    dimensions: tuple[str, ...] = ()
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """The symbols of the dimensions: one of the operator's, or one of its own."""
+        return tuple(DIMENSIONS.get(dimension, f"{self.name}_{dimension}") for dimension in self.dimensions)
+
+    def argument(self) -> Argument:
+        """The array as an argument of the operator."""
+        dtype = TYPES[self.type][1]
+        return Argument(self.name, "input", " ".join(self.symbols), (dtype,), "broadcast", alignment=4)
+
+
+@dataclass(frozen=True)
+class Score:
+    """A modification: its formula as ``text`` and as a tree, and its parameters."""
+
+    name: str
+    text: str
+    params: tuple[ScoreParam, ...]
+    tree: Node = field(compare=False, repr=False)
+
+    @cached_property
+    def arrays(self) -> tuple[ScoreParam, ...]:
+        return tuple(param for param in self.params if param.dimensions)
+
+    @cached_property
+    def scalars(self) -> tuple[ScoreParam, ...]:
+        return tuple(param for param in self.params if not param.dimensions)
+
+    @cached_property
+    def lowered(self) -> Lowered:
+        """What a kernel computes, with what follows from scalars alone as constants."""
+        return lower(self.tree, frozenset(param.name for param in self.scalars))
+
+    def number(self, param: ScoreParam, value: Any) -> float:
+        """A scalar of a call, checked. Raises BadParam."""
+        wanted = numbers.Integral if param.type == "i32" else numbers.Real
+        if not isinstance(value, wanted) or isinstance(value, bool):
+            kind = "an integer" if param.type == "i32" else "a number"
+            raise BadParam(f"{param.name} is {value!r}; the score {self.name} needs {kind}")
+        if not abs(value) <= _LARGEST[param.type]:
+            raise BadParam(f"{param.name} is {value!r}; it must be finite, at most {_LARGEST[param.type]:g}")
+        return int(value) if param.type == "i32" else float(value)
+
+    def constants(self, scalars: Mapping[str, float]) -> dict[str, float]:
+        """The constants of the kernel for these scalars, softmax_scale among them; NaN where one cannot be
+        computed.
+        """
+        found = {}
+        for name, formula in self.lowered.constants.items():
+            try:
+                found[name] = float(evaluate(formula, scalars, math))
+            except (ArithmeticError, ValueError):
+                found[name] = math.nan
+        return found
+
+    def check(self, scalars: Mapping[str, float]) -> None:
+        """That the constants of the kernel are finite. Raises BadParam."""
+        if not all(abs(value) <= _LARGEST["f32"] for value in self.constants(scalars).values()):
+            given = ", ".join(f"{param.name} = {scalars[param.name]!r}" for param in self.scalars)
+            raise BadParam(f"the score {self.name}, {self.text}, cannot be computed with {given}")
+
+
+def chained(scores: Sequence[Score]) -> Score:
+    """One modification after another: each takes for ``score`` what the one before it made.
+
+    Raises BadParam where two have a parameter of one name.
+    """
+    if len(scores) == 1:
+        return scores[0]
+    params = tuple(param for score in scores for param in score.params)
+    names = [param.name for param in params]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        chain = ", ".join(score.name for score in scores)
+        raise BadParam(f"the scores {chain} have each a parameter {twice[0]}; chain others")
+    tree = scores[0].tree
+    for score in scores[1:]:
+        before = tree
+        tree = score.tree.replaced(lambda node, before=before: before if node.value == "score" else None)
+    text = "; then ".join(score.text for score in scores)
+    return Score("_".join(score.name for score in scores), text, params, tree)
+
+
+class Bound(NamedTuple):
+    """A modification with the arrays and numbers of a call, all of one library. ``offset`` is seqlen_kv -
+    seqlen_q; ``arrays`` have the shapes that their parameters declare, by broadcasting.
+    """
+
+    score: Score
+    scalars: Mapping[str, Any]
+    arrays: Mapping[str, Any]
+    offset: int
+
+    def at(self, b: Any, h: Any, rows: Any, keys: Any) -> Where:
+        """The modification for batch entries, query heads, rows of queries and keys, integers that broadcast
+        to the shape of the scores.
+        """
+        indices = {"b": b, "h": h, "kv": keys, "q": rows}
+        loads = {param.name: _loader(param, self.arrays[param.name], indices) for param in self.score.arrays}
+        return Where(self.score.tree, {**self.scalars, **loads, **indices, "q": rows + self.offset})
+
+
+class Where(NamedTuple):
+    """A formula with what it reads at some elements of S."""
+
+    tree: Node
+    values: Mapping[str, Any]
+
+    def value(self, xp: Any, score: Any) -> Any:
+        """The modified scores."""
+        return evaluate(self.tree, {**self.values, "score": score}, xp)
+
+    def value_with_error(self, xp: Any, score: Any, error: Any) -> tuple[Any, Any]:
+        """The modified scores, in float64, and how far from them a kernel may be whose own scores have an
+        ``error``.
+        """
+        return evaluate_with_error(self.tree, {**self.values, "score": score}, {"score": error}, xp)
+
+
+def _loader(param: ScoreParam, array: Any, indices: Mapping[str, Any]) -> Any:
+    """A function from the indices in a formula to elements. An index past an end stands for the last one."""
+
+    def load(*given: Any) -> Any:
+        at = tuple(
+            indices[dimension] if dimension in indices else _clamped(index, extent)
+            for dimension, index, extent in zip(param.dimensions, given, array.shape, strict=True)
+        )
+        return array[at]
+
+    return load
+
+
+def _clamped(index: Any, extent: int) -> Any:
+    if not hasattr(index, "dtype"):
+        return min(max(index, 0), extent - 1)
+    return index.clip(0, extent - 1)

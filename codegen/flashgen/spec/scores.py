@@ -1,0 +1,139 @@
+"""Score modifications of spec folders: the file ``scores.yaml``, a line for each.
+
+A modification stands beside the kernel families, not in one of them: every family whose kernels have a score
+seam takes every modification, when a call asks for it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+import msgspec
+
+from flashgen.operators import OPERATORS
+from flashgen.operators.formula import FUNCTIONS, FormulaError, parse
+from flashgen.operators.scores import DIMENSIONS, NAMES, TYPES, Score, ScoreParam
+from flashgen.paths import specs_dir
+from flashgen.spec.load import SCORES_FILE
+from flashgen.spec.schema import Name
+from flashgen.spec.yamlfile import Document
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from flashgen.spec.variant import Variant
+
+_NONE = "none"  # the word for no modification
+
+_Parameter = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]*$")]
+
+
+class _Row(msgspec.Struct, forbid_unknown_fields=True):
+    """A modification: its formula, and the type of each parameter, ahead of it the dimensions of an array."""
+
+    score: str
+    params: dict[_Parameter, str | list[str]] = {}
+
+
+class _CommitRow(msgspec.Struct, forbid_unknown_fields=True):
+    """A kernel whose source is kept in the repository: a modification of a variant."""
+
+    variant: str
+    score: Name
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    scores: dict[Name, Any]
+    commit: list[_CommitRow] = []
+
+
+class Scores(NamedTuple):
+    """The modifications of some folders by name, and the pairs (variant, modification) that are committed."""
+
+    by_name: dict[str, Score]
+    committed: tuple[tuple[str, str], ...]
+
+    def of(self, variants: Iterable[Variant]) -> tuple[Variant, ...]:
+        """Those committed modifications that are of ``variants``."""
+        known = {variant.name: variant for variant in variants} if self.committed else {}
+        return tuple(
+            known[name].modified(self.by_name[score], committed=True)
+            for name, score in self.committed
+            if name in known
+        )
+
+
+def load_scores(extra: str | os.PathLike[str] | None = None) -> Scores:
+    """The modifications of the shipped folder, of those in ``FLASHGEN_SPECS``, then of ``extra``; a later one
+    takes the place of an earlier one with its name. Raises SpecError with the line and column of what is
+    wrong.
+    """
+    folders = [Path(part).expanduser() for part in os.environ.get("FLASHGEN_SPECS", "").split(os.pathsep) if part]
+    if extra is not None:
+        folders.append(Path(extra))
+    by_name: dict[str, Score] = {}
+    committed: list[tuple[str, str]] = []
+    for folder in (specs_dir(), *folders):
+        path = folder / SCORES_FILE
+        if path.is_file():
+            found = read_scores(path)
+            by_name |= found.by_name
+            committed += found.committed
+    return Scores(by_name, tuple(committed))
+
+
+def read_scores(path: Path) -> Scores:
+    """The modifications of one file. Raises SpecError."""
+    document = Document(path, path.read_bytes())
+    file = document.convert((), document.value, _File)
+    by_name = {name: _score(document, name, given) for name, given in file.scores.items()}
+    for i, row in enumerate(file.commit):
+        if row.score not in by_name:
+            known = ", ".join(by_name)
+            raise document.error(("commit", i, "score"), f"no modification is called `{row.score}`: {known}")
+    return Scores(by_name, tuple((row.variant, row.score) for row in file.commit))
+
+
+def _score(document: Document, name: str, given: Any) -> Score:
+    keys = ("scores", name)
+    if name == _NONE:
+        raise document.error(keys, f"`{_NONE}` stands for scores that are left as they are")
+    row = document.convert(keys, given, _Row)
+    params = tuple(_param(document, (*keys, "params", each), each, of) for each, of in row.params.items())
+    names = dict(NAMES) | {p.name: TYPES[p.type][0] for p in params if not p.dimensions}
+    arrays = {p.name: (p.dimensions, TYPES[p.type][0]) for p in params if p.dimensions}
+    try:
+        tree = parse(row.score, names, arrays)
+    except FormulaError as error:
+        raise document.error((*keys, "score"), str(error), error.column) from None
+    read = tree.reads()
+    for each in ("score", *(param.name for param in params)):
+        if each not in read:
+            raise document.error((*keys, "score"), f"{row.score!r} does not read `{each}`")
+    return Score(name, row.score, params, tree)
+
+
+def _param(document: Document, keys: tuple[str, ...], name: str, given: str | list[str]) -> ScoreParam:
+    operator = OPERATORS["attention"]
+    taken = {*NAMES, *FUNCTIONS, "inf", "product", "step", "params", "row"}
+    taken |= {*operator.positions, *operator.options, *operator.scalars, "stream", "workspace", "backend"}
+    if name in taken:
+        raise document.error(keys, f"`{name}` has a meaning of its own; choose another name")
+    *dimensions, type = given if isinstance(given, list) else [given]
+    document.convert(keys, type, Literal[tuple(TYPES)])
+    for dimension in dimensions:
+        document.convert(keys, dimension, _Parameter)
+        if dimension == "score":
+            raise document.error(keys, "no dimension is called `score`")
+    if len(set(dimensions)) < len(dimensions):
+        raise document.error(keys, f"a dimension stands twice in {given}")
+    if isinstance(given, list) and not dimensions:
+        raise document.error(keys, f"an array has dimensions: {', '.join(DIMENSIONS)}, or names of your own")
+    param = ScoreParam(name, type, tuple(dimensions))
+    strides = param.argument().stride_names() if dimensions else ()
+    if len(set(strides)) < len(strides):
+        raise document.error(keys, "q and kv are both rows; one of them is the last dimension")
+    return param
+
