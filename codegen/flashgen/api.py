@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import BadParam, DeviceTypeNotSupported
 from flashgen.operators import ATTENTION
-from flashgen.operators.attention import operator_for
+from flashgen.operators.attention import operator_for, sees_no_later_key
 from flashgen.runtime import arrays
 from flashgen.runtime.plans import Plan, run_adopted
 
@@ -97,7 +97,9 @@ def attention(
     """
     given, scalars, modification = (q, k, v, mask, out, None), (softmax_scale,), None
     if softcap is not None or alibi_slopes is not None or score is not None or params is not None:
-        modification, arrays_of_score, of_score = _modification(softcap, alibi_slopes, score, params)
+        modification, arrays_of_score, of_score = _modification(
+            softcap, alibi_slopes, score, params, sees_no_later_key(causal, mask_type, window_size)
+        )
         given, scalars = (*given, *arrays_of_score), (*scalars, *of_score)
     options = (causal, mask_type, window_size, return_lse, modification)
     return _call(operator_for(modification), given, options, scalars, stream, backend)
@@ -131,14 +133,20 @@ def plan(
     """
     given, scalars, modification = (q, k, v, mask, out, None), (softmax_scale,), None
     if softcap is not None or alibi_slopes is not None or score is not None or params is not None:
-        modification, arrays_of_score, of_score = _modification(softcap, alibi_slopes, score, params)
+        modification, arrays_of_score, of_score = _modification(
+            softcap, alibi_slopes, score, params, sees_no_later_key(causal, mask_type, window_size)
+        )
         given, scalars = (*given, *arrays_of_score), (*scalars, *of_score)
     options = (causal, mask_type, window_size, return_lse, modification)
     return _plan(operator_for(modification), given, options, scalars, backend)
 
 
 def _modification(
-    softcap: float | None, alibi_slopes: Any, score: str | Sequence[str] | None, params: Mapping[str, Any] | None
+    softcap: float | None,
+    alibi_slopes: Any,
+    score: str | Sequence[str] | None,
+    params: Mapping[str, Any] | None,
+    sees_no_later_key: bool,
 ) -> tuple[Score, tuple[Any, ...], tuple[Any, ...]]:
     """The score modification that a call asks for, its arrays and its numbers. Raises BadParam."""
     names = [score] if isinstance(score, str) else list(score or ())
@@ -156,7 +164,9 @@ def _modification(
                 raise BadParam(f"softcap is {softcap!r}; it must be a number above 0, or None")
             names, given = ["softcap"], {"cap": softcap}
         if alibi_slopes is not None:
-            names, given = [*names, "alibi"], given | {"slope": alibi_slopes}
+            # Where no later key is seen the bias is linear, which costs less.
+            names = [*names, "alibi" if sees_no_later_key else "alibi_symmetric"]
+            given |= {"slope": alibi_slopes}
     modification = _chain(os.environ.get("FLASHGEN_SPECS", ""), tuple(names))
     wanted = {param.name for param in modification.params}
     for name in given.keys() ^ wanted:

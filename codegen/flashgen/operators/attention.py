@@ -419,6 +419,13 @@ def _mask_semantics(
     return "local", seqlen_kv - seqlen_q, left, right
 
 
+def sees_no_later_key(causal: bool, mask_type: int | str | None, window_size: Any) -> bool:
+    """Whether these options, which may be wrong yet, say that no query sees a key past its own position."""
+    if causal or mask_type in (3, "causal_bottom_right"):
+        return True
+    return isinstance(window_size, (tuple, list)) and len(window_size) == 2 and window_size[1] == 0
+
+
 def _mask_type_name(mask_type: int | str | None) -> str | None:
     if mask_type is None or mask_type in MASK_TYPES:
         return mask_type

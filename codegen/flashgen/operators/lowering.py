@@ -4,9 +4,12 @@
 is kept as a x + b, with a and b known ahead of the launch, for as long as that is possible: so products and
 sums of scalars come to one constant each, and a multiply-add takes both.
 
-- tanh(x) = 1 - 2 / (1 + 2^(2 log2(e) x)): with a and b this is one 2^x, one reciprocal, and three
-  operations in all for cap tanh(score / cap).
+- tanh(x) = 1 - 2 / (1 + 2^(2 log2(e) x)), with the exponent at most LARGEST_EXPONENT, from where on tanh is
+  1 in fp32. So the denominator is bounded, and that of four scores multiply to less than 2^128: a kernel
+  takes one reciprocal for them.
 - x / y = x (1 / y), by the approximate reciprocal, or by a constant.
+- Where a sum of integers that grow with the key is added to the score, as a position is, what it comes to
+  at a lane's first key is left to the row: the scores get the rest, whose terms are the same in all blocks.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from typing import NamedTuple
 
 from flashgen.operators.formula import Node, number
 
+LARGEST_EXPONENT = 30.0
 SCALE = Node("name", (), "softmax_scale")
 PRODUCT = Node("name", (), "product")
+STEP = Node("float", (Node("name", (), "step", "int"),))
 _ONE, _ZERO = number(1.0), number(0.0)
 _LOG2_E = math.log2(math.e)
 # The scalar constants of a kernel are called so, with a number behind.
@@ -26,12 +31,15 @@ CONSTANT = "score_constant_"
 
 class Lowered(NamedTuple):
     """What a kernel computes of a modification. Beside the operations of formulas the body has ``exp2``,
-    ``log2``, ``rcp`` (1 / x), ``fma`` (x y + z) and ``float`` (of an integer), and it reads ``product``.
-    ``constants`` are the formulas, over scalars, of what it reads by their names.
+    ``log2``, ``rcp`` (1 / x), ``rcp4`` (1 / x where x is between 1 and 2^30 + 1), ``fma`` (x y + z) and
+    ``float`` (of an integer). It reads ``product``, and ``step``, the distance of a key from the lane's first
+    one. ``constants`` are the formulas, over scalars, of what it reads by their names. ``offset``, in which
+    kv is the lane's first key, is still to be added to all scores of a row and a block.
     """
 
     body: Node
     constants: dict[str, Node]
+    offset: Node | None
 
 
 class _Affine(NamedTuple):
@@ -45,8 +53,8 @@ class _Affine(NamedTuple):
 def lower(tree: Node, scalars: frozenset[str]) -> Lowered:
     """The body and the constants of a formula in which ``scalars`` are known ahead of a launch."""
     lowering = _Lowering(scalars)
-    body = lowering.value(lowering.affine(tree))
-    return Lowered(body, lowering.constants)
+    body, offset = _without_offset(lowering.value(lowering.affine(tree)))
+    return Lowered(body, lowering.constants, offset)
 
 
 class _Lowering:
@@ -79,8 +87,9 @@ class _Lowering:
             case "/":
                 return self._quotient(*args)
             case "tanh":
-                power = Node("exp2", (self.value(_scaled(args[0], number(2 * _LOG2_E))),))
-                return _Affine(number(-2.0), Node("rcp", (Node("+", (power, _ONE)),)), _ONE)
+                exponent = self.value(_scaled(args[0], number(2 * _LOG2_E)))
+                power = Node("exp2", (Node("min", (exponent, number(LARGEST_EXPONENT))),))
+                return _Affine(number(-2.0), Node("rcp4", (Node("+", (power, _ONE)),)), _ONE)
             case "exp":
                 return _plain(Node("exp2", (self.value(_scaled(args[0], number(_LOG2_E))),)))
             case "log":
@@ -160,6 +169,75 @@ class _Lowering:
         name = f"{CONSTANT}{len(self.constants)}"
         self.constants[name] = node
         return Node("name", (), name)
+
+
+def key_slope(node: Node) -> int | None:
+    """By how much an integer grows from key to key; None where that is no constant."""
+    if node.op in ("number", "name"):
+        return int(node.value == "kv")
+    slopes = [key_slope(arg) for arg in node.args]
+    if node.op == "load" or None in slopes:
+        return 0 if "kv" not in node.reads() else None
+    if node.op == "neg":
+        return -slopes[0]
+    if node.op in ("+", "-"):
+        return slopes[0] + (slopes[1] if node.op == "+" else -slopes[1])
+    return None if any(slopes) else 0
+
+
+def _without_offset(body: Node) -> tuple[Node, Node | None]:
+    """A sum without what grows linearly with the key, as far as that is its value at the first key; and
+    that value.
+    """
+    if body.op not in ("fma", "+"):
+        return body, None
+    *_, added = body.args
+    if "product" in added.reads():
+        return body, None
+    if body.op == "+" and "kv" not in added.reads():
+        first, offset = _without_offset(body.args[0])
+        return Node("+", (first, added)), offset
+    line = _line(added)
+    if line is None or line[1] == _ZERO:
+        return body, None
+    base, slope = line
+    return Node(body.op, (*body.args[:-1], _times(slope, STEP))), base
+
+
+def _line(node: Node) -> tuple[Node, Node] | None:
+    """A node's value at the first key, and its growth from key to key where no key changes that."""
+    if "kv" not in node.reads():
+        return node, _ZERO
+    if node.op == "float":
+        slope = key_slope(node.args[0])
+        return None if slope is None else (node, number(float(slope)))
+    if node.op == "neg":
+        line = _line(node.args[0])
+        return line and (Node("neg", (line[0],)), _times(number(-1.0), line[1]))
+    if node.op in ("+", "-"):
+        lines = [_line(arg) for arg in node.args]
+        if None in lines:
+            return None
+        (_, first), (_, second) = lines
+        slope = _add(first, second if node.op == "+" else _times(number(-1.0), second))
+        return node, slope
+    if node.op in ("*", "fma"):
+        first, second, *rest = node.args
+        changing, factor = (first, second) if "kv" in first.reads() else (second, first)
+        lines = [_line(changing), *map(_line, rest)]
+        if "kv" in factor.reads() or None in lines:
+            return None
+        slope = _times(factor, lines[0][1])
+        return node, _add(slope, lines[1][1]) if rest else slope
+    return None
+
+
+def _times(a: Node, b: Node) -> Node:
+    if a.op != "number" and b == number(-1.0):
+        return Node("neg", (a,))
+    if b.op != "number" and a == number(-1.0):
+        return Node("neg", (b,))
+    return _multiply(a, b)
 
 
 def _float(node: Node) -> Node:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 _COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
 # Of a number, and of an operation, relative to its operands: two units of roundoff.
 _ROUNDOFF = 2.0**-23
+# An integer that grows with the key is the sum of its value at a block's first key and of the rest, which are
+# scaled one by one: keys of a block, at most.
+_BLOCK = 256
 
 
 def evaluate_with_error(
@@ -41,6 +44,10 @@ def _pair(node: Node, values: Mapping[str, Any], errors: Mapping[str, Any], xp: 
         return value, errors.get(node.value, 0.0 if node.type == "int" else abs(value) * _ROUNDOFF)
     pairs = [_pair(arg, values, errors, xp) for arg in node.args]
     args, wrong = [value for value, _ in pairs], [error for _, error in pairs]
+    if node.type == "float":  # where an integer becomes a float
+        for i, arg in enumerate(node.args):
+            if arg.type == "int" and "kv" in arg.reads():
+                wrong[i] = _ROUNDOFF * (abs(args[i]) + _BLOCK)
     if node.op == "load":
         return values[node.value](*args), 0.0
     value = operation(node.op, args, xp)

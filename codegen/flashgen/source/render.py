@@ -3,7 +3,8 @@
 Templates are Jinja with delimiters that leave C++ alone: ``//%`` starts a line statement, ``//#`` a comment,
 and ``${ x }`` prints a value; undefined names are errors. A template finds every axis and every tile key by
 name, and beside them ``header`` (the file's first comment), ``params_struct`` (the C struct), ``score`` (the
-name of a score modification, or None) with its ``score_functions`` (`source.scores`), ``name``,
+name of a score modification, or None) with its ``score_functions`` (`source.scores`) and whether it
+``score_has_offset`` and ``score_shares_reciprocal`` (`operators.lowering`), ``name``,
 ``target``, ``element_bytes``, ``threads``, ``smem_bytes`` and ``variant``.
 """
 
@@ -172,7 +173,7 @@ def _context(form: Variant) -> dict[str, Any]:
         "score": None,
         **dict(form.axes),
         **dict(form.tile),
-        "score_functions": "" if form.score is None else score_functions(form.score),
+        **_of_score(form),
         "variant": form,
         "name": form.name,
         "target": form.target,
@@ -181,6 +182,17 @@ def _context(form: Variant) -> dict[str, Any]:
         "element_bytes": form.element_bytes,
         "threads": form.threads,
         "smem_bytes": form.smem_bytes,
+    }
+
+
+def _of_score(form: Variant) -> dict[str, Any]:
+    if form.score is None:
+        return {"score_functions": "", "score_has_offset": False, "score_shares_reciprocal": False}
+    lowered = form.score.lowered
+    return {
+        "score_functions": score_functions(form.score),
+        "score_has_offset": lowered.offset is not None,
+        "score_shares_reciprocal": any(node.op == "rcp4" for node in lowered.body.walk()),
     }
 
 

@@ -1,23 +1,27 @@
-"""The CUDA of a score modification: what the keys of a row share, and the function of one score.
+"""The CUDA of a score modification: what the keys of a row share, and the function of four scores.
 
-    struct ScoreRow;
-    ScoreRow score_row(params, b, h, query);
-    float modified_score(params, row, first_key, step, product);
+    struct ScoreHead;  ScoreHead score_head(params, b, h);
+    struct ScoreRow;   ScoreRow score_row(params, head, query);
+    void modified_scores(params, row, first_key, step, scores);
+    float score_offset(params, row, first_key);
 
-The first part is read once a row, so that elements of arrays that no key changes stay in registers. In the
-second, ``step`` is known when the kernel is compiled: an integer that grows with the key is taken at
-``first_key``, where it is the same for all of a lane's keys, and the step is added as a float.
+Elements of arrays that no key changes are read once a head or a row, and stay in registers. Four scores of a
+lane are modified together, because they can share a reciprocal (`operators.lowering`). ``step`` is known when
+the kernel is compiled: an integer that grows with the key is taken at ``first_key``, where it is the same
+for all of a lane's keys, and the step is added as a float.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from flashgen.operators.formula import Node, text
+from flashgen.operators.lowering import key_slope
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from flashgen.operators.scores import Score, ScoreParam
 
 _CALLS = {
@@ -31,218 +35,280 @@ _CALLS = {
 }
 _INT_CALLS = {"abs": "abs", "min": "min", "max": "max"}
 _SIGNS = {"and": "&&", "or": "||"}
-_COLUMNS = 132
 
 
 def score_functions(score: Score) -> str:
-    """The struct and the two functions as C++. No final newline. Needs ``Params`` in scope."""
+    """The structs and the functions as C++. No final newline. Needs ``Params``, ``lane_key_step`` and
+    ``reciprocals_of_four`` in scope.
+    """
     return _Writer(score).functions()
 
 
 class _Writer:
     def __init__(self, score: Score) -> None:
-        self._score, self._body = score, score.lowered.body
+        self._score, self._body, self._offset = score, score.lowered.body, score.lowered.offset
         self._arrays = {param.name: param for param in score.arrays}
         self._scalars = {param.name for param in score.scalars} | {"softmax_scale", *score.lowered.constants}
-        # Row-wise loads by their text, and the names of their members.
-        self._members: dict[Node, str] = {}
-        for node in self._body.walk():
-            if node.op == "load" and not self._reads_key(node) and node not in self._members:
-                earlier = sum(other.value == node.value for other in self._members)
-                self._members[node] = f"{node.value}_{earlier + 1}" if earlier else str(node.value)
-        self._temporaries: dict[Node, str] = {}
+        trees = [tree for tree in (self._body, self._offset) if tree is not None]
+        nodes = [node for tree in trees for node in tree.walk()]
+        self._loads = list(dict.fromkeys(node for node in nodes if node.op == "load"))
+        # The members of the two structs, by the elements that they hold.
+        self._of_head = self._members(lambda reads: not reads & {"q", "kv"})
+        self._of_row = self._members(lambda reads: "kv" not in reads and "q" in reads)
+        kept = {**self._of_head, **self._of_row}
+        self._kept = {node: f"row.head.{name}" for node, name in self._of_head.items()}
+        self._kept |= {node: f"row.{name}" for node, name in self._of_row.items()}
+        self._names = self._names_read(trees, set(kept))
+        self._inverted: list[Node] = []
 
     def functions(self) -> str:
         """All of it."""
-        lines = [f"// The score modification `{self._score.name}`: {self._score.text}"]
-        positions = self._positions()
-        if positions or self._members:
-            lines += ["", "// What the keys of a row share.", "struct ScoreRow {"]
-            lines += [f"    int {name};  // {what}" for name, (what, _) in positions.items()]
-            lines += [f"    {node.type} {name};  // {text(node)}" for node, name in self._members.items()]
-            lines += ["};"]
-        else:
-            lines += ["", "// What the keys of a row share: nothing.", "struct ScoreRow {};"]
-        lines += ["", *self._row_function(positions), "", *self._score_function()]
-        return "\n".join(lines)
+        about = [f"// The score modification `{self._score.name}`: {self._score.text}", ""]
+        parts = [self._head(), self._row(), self._modify()]
+        if self._offset is not None:
+            parts.append(self._offset_function())
+        return "\n".join([*about, "\n\n".join("\n".join(part) for part in parts)])
 
-    def _positions(self) -> dict[str, tuple[str, str]]:
-        """Members for positions: a comment, and the C++ of the value."""
-        loads = {node for node in self._body.walk() if node.op == "load"}
-        indices = {id(index) for node in loads for index in node.args if node not in self._members}
-        used: set[str] = set()
-        inside = {id(each) for node in self._members for index in node.args for each in index.walk()}
-        for node in self._body.walk():
-            if node.op == "name" and id(node) not in inside:
-                used.add("query" if node.value == "q" and id(node) in indices else str(node.value))
-        found = {}
-        if "query" in used:
-            found["query"] = ("index of the query", "query")
-        if "q" in used:
-            found["q"] = (
-                "position of the query: the last one stands at the last key",
-                "query + params.seqlen_kv - params.seqlen_q",
-            )
-        if "h" in used:
-            found["h"] = ("query head", "h")
-        if "b" in used:
-            found["b"] = ("batch entry", "b")
+    def _members(self, wanted: Callable[[frozenset[str]], bool]) -> dict[Node, str]:
+        found: dict[Node, str] = {}
+        for node in self._loads:
+            if wanted(frozenset().union(*(index.reads() for index in node.args))):
+                earlier = sum(other.value == node.value for other in found)
+                found[node] = f"{node.value}_{earlier + 1}" if earlier else str(node.value)
         return found
 
-    def _row_function(self, positions: dict[str, tuple[str, str]]) -> list[str]:
-        reads = {name for node in self._members for index in node.args for name in index.reads()}
-        given = {name: code for name, (_, code) in positions.items()}
-        names = {
-            "params": bool(self._members) or "q" in given,
-            "b": "b" in given or "b" in reads,
-            "h": "h" in given or "h" in reads,
-            "query": "query" in given or "q" in given or "q" in reads,
-        }
-        types = {"params": "const Params&", "b": "int", "h": "int", "query": "int"}
-        head = ", ".join(f"{types[name]} {name}" if used else types[name] for name, used in names.items())
-        lines = [f"__device__ __forceinline__ ScoreRow score_row({head}) {{"]
-        if not given and not self._members:
-            return [*lines, "    return {};", "}"]
-        lines.append("    ScoreRow row;")
-        lines += [f"    row.{name} = {code};" for name, code in given.items()]
-        own = {"q": "(query + params.seqlen_kv - params.seqlen_q)", "h": "h", "b": "b"}
-        lines += [
-            f"    row.{name} = {self._load(node, own, 'query')};" for node, name in self._members.items()
-        ]
-        return [*lines, "    return row;", "}"]
+    def _names_read(self, trees: list[Node], kept: set[Node]) -> set[str]:
+        """Positions that the functions of scores read; ``query`` is the index that q is in an array."""
+        found: set[str] = set()
 
-    def _score_function(self) -> list[str]:
-        counts = Counter(node for node in self._body.walk() if node.op not in ("number", "name", "float"))
+        def visit(node: Node, is_index: bool = False) -> None:
+            if node in kept:
+                return
+            if node.op == "name":
+                found.add("query" if is_index and node.value == "q" else str(node.value))
+            for index, arg in enumerate(node.args):
+                own = node.op == "load" and self._arrays[str(node.value)].dimensions[index] == "q"
+                visit(arg, own)
+
+        for tree in trees:
+            visit(tree)
+        return found
+
+    def _head(self) -> list[str]:
+        members = [(f"int {name};", what) for name, what in (("h", "query head"), ("b", "batch entry")) if name in self._names]
+        members += [(f"{node.type} {name};", text(node)) for node, name in self._of_head.items()]
+        reads = {name for node in self._of_head for index in node.args for name in index.reads()}
+        uses = {"params": bool(self._of_head), "b": "b" in reads | self._names, "h": "h" in reads | self._names}
+        values = [f"head.{name} = {name};" for name in ("h", "b") if name in self._names]
+        values += [
+            f"head.{name} = {self._load(node, {'b': 'b', 'h': 'h'}, '')};" for node, name in self._of_head.items()
+        ]
+        types = {"params": "const Params&", "b": "int", "h": "int"}
+        return _struct("ScoreHead", "all rows of a query head", members) + _maker(
+            "ScoreHead", "score_head", "head", types, uses, values
+        )
+
+    def _row(self) -> list[str]:
+        members = [("ScoreHead head;", "")]
+        values = ["row.head = head;"]
+        if "query" in self._names:
+            members.append(("int query;", "index of the query"))
+            values.append("row.query = query;")
+        if "q" in self._names:
+            members.append(("int q;", "its position: the last query stands at the last key"))
+            values.append("row.q = query + params.seqlen_kv - params.seqlen_q;")
+        names = {"b": "head.b", "h": "head.h", "q": "(query + params.seqlen_kv - params.seqlen_q)"}
+        for node, name in self._of_row.items():
+            members.append((f"{node.type} {name};", text(node)))
+            values.append(f"row.{name} = {self._load(node, names, 'query')};")
+        uses = {
+            "params": "q" in self._names or bool(self._of_row),
+            "head": True,
+            "query": len(values) > 1,
+        }
+        types = {"params": "const Params&", "head": "const ScoreHead&", "query": "int"}
+        return _struct("ScoreRow", "all keys of a row", members) + _maker(
+            "ScoreRow", "score_row", "row", types, uses, values
+        )
+
+    def _modify(self) -> list[str]:
+        """The function of four scores: what is inverted together goes ahead of the rest."""
         lines: list[str] = []
-        for node in self._inside_out(self._body):
-            repeated = counts[node] > 1 and node.type == "float"
-            if (repeated or node.op in ("exp2", "log2")) and node not in self._members and node != self._body:
-                if node not in self._temporaries:
-                    code, name = self._code(node), f"t{len(self._temporaries)}"
-                    lines.append(f"    const float {name} = {code};")
-                    self._temporaries[node] = name
-        lines.append(f"    return {_bare(self._code(self._body))};")
+        for node in dict.fromkeys(n for n in _inside_out(self._body) if n.op == "rcp4"):
+            name = f"inverse_{len(self._inverted)}" if self._inverted else "inverse"
+            code = _bare(self._code(node.args[0]))
+            lines += [
+                f"    float {name}[4];",
+                "#pragma unroll",
+                *_loop(f"{name}[i] = {code};"),
+                f"    reciprocals_of_four({name});  // each is between 1 and 2^30 + 1",
+            ]
+            self._inverted.append(node)
+        result = _bare(self._code(self._body))
+        lines += ["#pragma unroll", *_loop(f"scores[i] = {result};")]
         code = "\n".join(lines)
-        kinds = {
+        types = {
             "params": "const Params&",
             "row": "const ScoreRow&",
             "first_key": "int",
             "step": "int",
-            "product": "float",
+            "scores": "float (&)[4]",
         }
-        uses = {name: any(part in code for part in (f"{name}.", f"{name} ", f"{name})", f"{name},")) for name in kinds}
-        head = ", ".join(f"{kinds[name]} {name}" if uses[name] else kinds[name] for name in kinds)
-        opening = f"__device__ __forceinline__ float modified_score({head}) {{"
-        if len(opening) > _COLUMNS:
-            split = opening.rindex(", ", 0, _COLUMNS) + 1
-            opening = opening[:split] + "\n" + " " * opening.index("(") + opening[split:]
-        about = "// The modified score of the key `step` past `first_key`, from its q . k, which is not scaled yet."
-        return [about, opening, *lines, "}"]
+        uses = {name: f"{name}." in code or f"{name} " in code or f"{name})" in code for name in types}
+        head = _arguments(types, uses | {"scores": False}).replace("(&)", "(&scores)")
+        about = [
+            "// Puts four modified scores in place of q . k, which is not scaled yet: those of the keys that lie `step`, and the",
+            "// lane_key_step() of each, past `first_key`.",
+        ]
+        if self._offset is not None:
+            about[-1] += " What is the same for all of a row's keys in a block is left to score_offset()."
+        return [*about, *_wrapped("void modified_scores", head), *lines, "}"]
 
-    def _inside_out(self, node: Node) -> list[Node]:
-        return [*(each for arg in node.args for each in self._inside_out(arg)), node]
+    def _offset_function(self) -> list[str]:
+        self._inverted = []
+        code = _bare(self._code(self._offset, at_first_key=True))
+        types = {"params": "const Params&", "row": "const ScoreRow&", "first_key": "int"}
+        uses = {name: f"{name}." in code or f"{name} " in code or f"{name})" in code for name in types}
+        return [
+            "// What is still to be added to the modified scores of a row.",
+            *_wrapped("float score_offset", _arguments(types, uses)),
+            f"    return {code};",
+            "}",
+        ]
 
-    def _reads_key(self, node: Node) -> bool:
-        return "kv" in node.reads()
-
-    def _code(self, node: Node) -> str:
-        """A value of the score's own function; what has an operator outside of calls is in parentheses."""
-        if node in self._temporaries:
-            return self._temporaries[node]
+    def _code(self, node: Node, at_first_key: bool = False) -> str:
+        """A value of one score; what has an operator outside of calls is in parentheses."""
+        if node in self._inverted:
+            place = self._inverted.index(node)
+            return f"inverse_{place}[i]" if place else "inverse[i]"
+        if node in self._kept:
+            return self._kept[node]
         if node.op == "number":
             return _literal(node.value)
         if node.op == "load":
-            if node in self._members:
-                return f"row.{self._members[node]}"
-            return self._load(node, {"q": "row.q", "h": "row.h", "b": "row.b", "kv": "(first_key + step)"}, "row.query")
+            key = "first_key" if at_first_key else _KEY
+            return self._load(node, {"q": "row.q", "h": "row.head.h", "b": "row.head.b", "kv": key}, "row.query")
         if node.op == "name":
-            return f"params.{node.value}" if node.value in self._scalars else "product"
+            return f"params.{node.value}" if node.value in self._scalars else "scores[i]"
         if node.op == "float":
-            return self._converted(node.args[0])
+            return self._converted(node.args[0], at_first_key)
         if node.type == "bool" and all(arg.type == "int" for arg in node.args):
-            return self._joined(node, [self._int(arg) for arg in node.args])
-        args = [self._code(arg) for arg in node.args]
+            return _joined(node, [self._int(arg) for arg in node.args])
+        args = [self._code(arg, at_first_key) for arg in node.args]
         if node.op in _CALLS:
             return f"{_CALLS[node.op]}({', '.join(map(_bare, args))})"
         if node.op == "where":
             return f"({args[0]} ? {args[1]} : {args[2]})"
-        if node.op == "neg":
-            return f"-{args[0]}"
-        if node.op == "not":
-            return f"!{args[0]}"
-        return self._joined(node, args)
+        if node.op in ("neg", "not"):
+            return f"{'-' if node.op == 'neg' else '!'}{args[0]}"
+        return _joined(node, args)
 
-    def _joined(self, node: Node, args: list[str]) -> str:
-        return f"({f' {_SIGNS.get(node.op, node.op)} '.join(args)})"
-
-    def _converted(self, node: Node) -> str:
+    def _converted(self, node: Node, at_first_key: bool) -> str:
         """An integer as a float."""
         if node.op == "name" and node.value in self._scalars:
             return f"float(params.{node.value})"
-        slope = _slope(node)
-        if not slope:
-            return f"float({_bare(self._int(node))})"
+        if node.op == "name" and node.value == "step":
+            return f"float{_STEP}"
+        slope = key_slope(node)
+        if at_first_key or not slope:
+            key = "first_key" if at_first_key or slope == 0 else _KEY
+            return f"float({_bare(self._int(node, key))})"
         base = f"float({_bare(self._int(node, 'first_key'))})"
         if abs(slope) == 1:
-            return f"({base} {'+' if slope > 0 else '-'} float(step))"
-        return f"({base} + {_literal(float(slope))} * float(step))"
+            return f"({base} {'+' if slope > 0 else '-'} float{_STEP})"
+        return f"({base} + {_literal(float(slope))} * float{_STEP})"
 
-    def _int(self, node: Node, key: str = "(first_key + step)") -> str:
+    def _int(self, node: Node, key: str = "") -> str:
+        names = {"q": "row.q", "h": "row.head.h", "b": "row.head.b", "kv": key or _KEY}
+        return self._integer(node, names, "row.query")
+
+    def _integer(self, node: Node, names: dict[str, str], query: str) -> str:
+        if node in self._kept and names.get("q") == "row.q":
+            return self._kept[node]
+        if node.op == "number":
+            return str(node.value)
+        if node.op == "name":
+            return f"params.{node.value}" if node.value in self._scalars else names[str(node.value)]
         if node.op == "load":
-            return self._code(node)
-        names = {"q": "row.q", "h": "row.h", "b": "row.b", "kv": key}
-        return _integer(node, names, self._scalars)
+            return self._load(node, names, query)
+        args = [self._integer(arg, names, query) for arg in node.args]
+        if node.type == "bool":
+            return f"!{args[0]}" if node.op == "not" else _joined(node, args)
+        if node.op in _INT_CALLS:
+            return f"{_INT_CALLS[node.op]}({', '.join(map(_bare, args))})"
+        if node.op == "where":
+            return f"({args[0]} ? {args[1]} : {args[2]})"
+        return f"-{args[0]}" if node.op == "neg" else f"({f' {node.op} '.join(args)})"
 
     def _load(self, node: Node, names: dict[str, str], query: str) -> str:
         """An element of an array. Indices of its own dimensions, and keys past the last, are clamped."""
         array = self._arrays[str(node.value)]
-        own = {
-            "b": names["b"],
-            "h": names["h"],
-            "q": query,
-            "kv": "min(first_key + step, params.seqlen_kv - 1)",
-        }
+        own = {"b": names["b"], "h": names["h"], "q": query}
+        if "kv" in names:
+            own["kv"] = f"min({_bare(names['kv'])}, params.seqlen_kv - 1)"
         indices = [
             own[dimension]
             if dimension in own
-            else f"min(max({_bare(_integer(index, names, self._scalars))}, 0), params.{symbol} - 1)"
+            else f"min(max({_bare(self._integer(index, names, query))}, 0), params.{symbol} - 1)"
             for dimension, symbol, index in zip(array.dimensions, array.symbols, node.args, strict=True)
         ]
         return _element(array, indices)
 
 
+_STEP = "(step + lane_key_step(i))"
+_KEY = "(first_key + step + lane_key_step(i))"
+
+
+def _loop(statement: str) -> list[str]:
+    opening = "    for (int i = 0; i < 4; ++i) "
+    if len(opening) + len(statement) <= 132:
+        return [opening + statement]
+    return [opening + "{", f"        {statement}", "    }"]
+
+
+def _struct(name: str, of: str, members: list[tuple[str, str]]) -> list[str]:
+    if not members:
+        return [f"// What {of} share: nothing.", f"struct {name} {{}};", ""]
+    width = max(len(member) for member, _ in members)
+    lines = [f"    {member:<{width}}  // {what}" if what else f"    {member}" for member, what in members]
+    return [f"// What {of} share.", f"struct {name} {{", *lines, "};", ""]
+
+
+def _maker(
+    type: str, name: str, variable: str, types: dict[str, str], uses: dict[str, bool], values: list[str]
+) -> list[str]:
+    opening = _wrapped(f"{type} {name}", _arguments(types, uses))
+    if not values:
+        return [*opening, "    return {};", "}"]
+    return [*opening, f"    {type} {variable};", *(f"    {value}" for value in values), f"    return {variable};", "}"]
+
+
+def _arguments(types: dict[str, str], uses: dict[str, bool]) -> str:
+    return ", ".join(f"{type} {name}" if uses[name] else type for name, type in types.items())
+
+
+def _wrapped(name: str, arguments: str) -> list[str]:
+    """The opening line of a function, in two where it is long."""
+    opening = f"__device__ __forceinline__ {name}({arguments}) {{"
+    if len(opening) <= 132:
+        return [opening]
+    split = opening.rindex(", ", 0, 132) + 1
+    return [opening[:split], " " * (opening.index("(") + 1) + opening[split + 1 :]]
+
+
+def _inside_out(node: Node) -> list[Node]:
+    return [*(each for arg in node.args for each in _inside_out(arg)), node]
+
+
+def _joined(node: Node, args: list[str]) -> str:
+    return f"({f' {_SIGNS.get(node.op, node.op)} '.join(args)})"
+
+
 def _element(array: ScoreParam, indices: list[str]) -> str:
     strides = array.argument().stride_names()
     terms = [f"{index} * params.{stride}" for index, stride in zip(indices, strides, strict=False)]
-    address = " + ".join((f"params.{array.name}", *terms, indices[-1]))
-    loaded = f"load_global_32({address})"
+    loaded = f"load_global_32({' + '.join((f'params.{array.name}', *terms, indices[-1]))})"
     return f"__uint_as_float({loaded})" if array.type == "f32" else f"int({loaded})"
-
-
-def _integer(node: Node, names: dict[str, str], scalars: set[str]) -> str:
-    if node.op == "number":
-        return str(node.value)
-    if node.op == "name":
-        return f"params.{node.value}" if node.value in scalars else names[str(node.value)]
-    args = [_integer(arg, names, scalars) for arg in node.args]
-    if node.op in _INT_CALLS:
-        return f"{_INT_CALLS[node.op]}({', '.join(map(_bare, args))})"
-    if node.op == "neg":
-        return f"-{args[0]}"
-    return f"({f' {node.op} '.join(args)})"
-
-
-def _slope(node: Node) -> int | None:
-    """By how much an integer grows from key to key; None where that is no constant."""
-    if node.op in ("number", "name"):
-        return int(node.value == "kv")
-    args = [_slope(arg) for arg in node.args]
-    if node.op == "load" or None in args:
-        return 0 if "kv" not in node.reads() else None
-    if node.op in ("+", "-", "neg"):
-        first = -args[0] if node.op == "neg" else args[0]
-        return first + (args[1] if node.op == "+" else -args[1] if node.op == "-" else 0)
-    return None if any(args) else 0
 
 
 def _literal(value: float) -> str:
