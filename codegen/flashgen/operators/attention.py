@@ -175,14 +175,16 @@ class AttentionProblem(Problem):
         } | self.scalar_values()
 
     def scalar_values(self) -> dict[str, Number]:
-        """``scale_log2`` is what a kernel's scores are multiplied by for exp2: the softmax scale times log2(e),
-        or log2(e) behind a score modification, which takes scaled scores.
+        """``scale_log2`` is what a kernel's scores are multiplied by for exp2: the softmax scale, or what a
+        score modification leaves to be multiplied, times log2(e).
         """
         values: dict[str, Number] = {"softmax_scale": self.softmax_scale}
         if self.score is None:
             return values | {"scale_log2": self.softmax_scale * math.log2(math.e)}
         values |= self._scalars_of_score()
-        return values | self.score.constants(values) | {"scale_log2": math.log2(math.e)}
+        values |= self.score.constants(values, self.dtype)
+        # As with softmax_scale: a factor of 0 would turn the -inf of a masked score into NaN.
+        return values | {"scale_log2": max(values["scale_log2"], MIN_SCALE)}
 
     def with_scalars(self, given: Sequence[Any]) -> AttentionProblem:
         softmax_scale, *rest = given
@@ -191,7 +193,7 @@ class AttentionProblem(Problem):
         scale = self.softmax_scale if softmax_scale is None else _scale(softmax_scale, self.head_dim)
         called = dataclasses.replace(self, softmax_scale=scale, score_scalars=self._score_scalars(rest))
         if called.score is not None:
-            called.score.check(called._scalars_of_score() | {"softmax_scale": scale})
+            called.score.check(called._scalars_of_score() | {"softmax_scale": scale}, self.dtype)
         return called
 
     def _score_scalars(self, given: Sequence[Any]) -> tuple[float, ...]:

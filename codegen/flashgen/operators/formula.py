@@ -239,6 +239,8 @@ def operation(op: str, args: list[Any], xp: Any) -> Any:
             return -args[0]
         case "abs":
             return abs(args[0])
+        case "sign":
+            return math.copysign(1.0, args[0])
         case "min":
             return choose(xp, args[0] < args[1], args[0], args[1])
         case "max":

@@ -1,12 +1,13 @@
 """From the formula of a score modification to what a kernel computes.
 
-``score`` becomes the product q k^T times softmax_scale, tanh and exp become 2^x, log becomes log2. A value
-is kept as a x + b, with a and b known ahead of the launch, for as long as that is possible: so products and
-sums of scalars come to one constant each, and a multiply-add takes both.
+``score`` becomes the product q k^T times softmax_scale, exp becomes 2^x, log becomes log2. A value is kept as
+a x + b, with a and b known ahead of the launch, for as long as that is possible: so products and sums of
+scalars come to one constant each, and a multiply-add takes both.
 
-- tanh(x) = 1 - 2 / (1 + 2^(2 log2(e) x)), with the exponent at most LARGEST_EXPONENT, from where on tanh is
-  1 in fp32. So the denominator is bounded, and that of four scores multiply to less than 2^128: a kernel
-  takes one reciprocal for them.
+- In kernels of 16-bit elements tanh is the approximate instruction, whose relative error of 2^-11 is that of
+  rounding to fp16. In fp32, tanh(x) = 1 - 2 / (1 + 2^(2 log2(e) x)).
+- A factor of a tanh that is all of the score is left to softmax, which scales its scores anyway; its sign
+  goes into the argument.
 - x / y = x (1 / y), by the approximate reciprocal, or by a constant.
 - Where a sum of integers that grow with the key is added to the score, as a position is, what it comes to
   at a lane's first key is left to the row: the scores get the rest, whose terms are the same in all blocks.
@@ -19,7 +20,6 @@ from typing import NamedTuple
 
 from flashgen.operators.formula import Node, number
 
-LARGEST_EXPONENT = 30.0
 SCALE = Node("name", (), "softmax_scale")
 PRODUCT = Node("name", (), "product")
 STEP = Node("float", (Node("name", (), "step", "int"),))
@@ -31,15 +31,16 @@ CONSTANT = "score_constant_"
 
 class Lowered(NamedTuple):
     """What a kernel computes of a modification. Beside the operations of formulas the body has ``exp2``,
-    ``log2``, ``rcp`` (1 / x), ``rcp4`` (1 / x where x is between 1 and 2^30 + 1), ``fma`` (x y + z) and
-    ``float`` (of an integer). It reads ``product``, and ``step``, the distance of a key from the lane's first
-    one. ``constants`` are the formulas, over scalars, of what it reads by their names. ``offset``, in which
-    kv is the lane's first key, is still to be added to all scores of a row and a block.
+    ``log2``, ``rcp`` (1 / x), ``fma`` (x y + z) and ``float`` (of an integer). It reads ``product``, and
+    ``step``, the distance of a key from the lane's first one. ``constants`` are the formulas, over scalars,
+    of what it reads by their names. ``offset``, in which kv is the lane's first key, is still to be added to
+    all scores of a row and a block; ``factor``, a positive scalar, is still to multiply all scores.
     """
 
     body: Node
     constants: dict[str, Node]
     offset: Node | None
+    factor: Node
 
 
 class _Affine(NamedTuple):
@@ -50,17 +51,38 @@ class _Affine(NamedTuple):
     b: Node
 
 
-def lower(tree: Node, scalars: frozenset[str]) -> Lowered:
-    """The body and the constants of a formula in which ``scalars`` are known ahead of a launch."""
-    lowering = _Lowering(scalars)
-    body, offset = _without_offset(lowering.value(lowering.affine(tree)))
-    return Lowered(body, lowering.constants, offset)
+def lower(tree: Node, scalars: frozenset[str], approximate: bool) -> Lowered:
+    """The body and the constants of a formula in which ``scalars`` are known ahead of a launch;
+    ``approximate`` is whether tanh may be.
+    """
+    lowering = _Lowering(scalars, approximate)
+    whole, factor = lowering.affine(tree), _ONE
+    if whole.b == _ZERO and whole.x in lowering.arguments:
+        factor = _host("abs", whole.a)
+        argument = _scaled(lowering.arguments[whole.x], _host("sign", whole.a))
+        whole = _plain(Node("tanh", (lowering.value(argument),)))
+    body, offset = _without_offset(lowering.value(whole))
+    constants: dict[Node, str] = {}
+    for node in (*body.walk(), *(offset.walk() if offset else ())):
+        if node.op == "constant":
+            constants.setdefault(node, f"{CONSTANT}{len(constants)}")
+
+    def named(node: Node) -> Node | None:
+        return Node("name", (), constants[node]) if node in constants else None
+
+    return Lowered(
+        body.replaced(named),
+        {name: node.args[0] for node, name in constants.items()},
+        offset and offset.replaced(named),
+        factor,
+    )
 
 
 class _Lowering:
-    def __init__(self, scalars: frozenset[str]) -> None:
-        self._scalars = scalars
-        self.constants: dict[str, Node] = {}
+    def __init__(self, scalars: frozenset[str], approximate: bool) -> None:
+        self._scalars, self._approximate = scalars, approximate
+        # What the approximate tanh in the tree are of.
+        self.arguments: dict[Node | None, _Affine] = {}
 
     def affine(self, node: Node) -> _Affine:
         """A number, integer or float, as a x + b."""
@@ -87,9 +109,12 @@ class _Lowering:
             case "/":
                 return self._quotient(*args)
             case "tanh":
-                exponent = self.value(_scaled(args[0], number(2 * _LOG2_E)))
-                power = Node("exp2", (Node("min", (exponent, number(LARGEST_EXPONENT))),))
-                return _Affine(number(-2.0), Node("rcp4", (Node("+", (power, _ONE)),)), _ONE)
+                if self._approximate:
+                    tanh = Node("tanh", (self.value(args[0]),))
+                    self.arguments[tanh] = args[0]
+                    return _plain(tanh)
+                power = Node("exp2", (self.value(_scaled(args[0], number(2 * _LOG2_E))),))
+                return _Affine(number(-2.0), Node("rcp", (Node("+", (power, _ONE)),)), _ONE)
             case "exp":
                 return _plain(Node("exp2", (self.value(_scaled(args[0], number(_LOG2_E))),)))
             case "log":
@@ -160,15 +185,10 @@ class _Lowering:
         return self._product(first, _plain(Node("rcp", (self.value(second),))))
 
     def _constant(self, node: Node) -> Node:
-        """What stands for a scalar formula in the kernel: a number, a parameter, or a constant."""
+        """What stands for a scalar formula in the kernel: a number, a parameter, or what becomes a constant."""
         if node.op in ("number", "name"):
             return node if node.type == "float" else _float(node)
-        for name, known in self.constants.items():
-            if known == node:
-                return Node("name", (), name)
-        name = f"{CONSTANT}{len(self.constants)}"
-        self.constants[name] = node
-        return Node("name", (), name)
+        return Node("constant", (node,))
 
 
 def key_slope(node: Node) -> int | None:
@@ -240,6 +260,13 @@ def _times(a: Node, b: Node) -> Node:
     return _multiply(a, b)
 
 
+def _host(op: str, node: Node) -> Node:
+    """|x| or the sign of x, for a scalar."""
+    if node.op == "number":
+        return number(abs(node.value) if op == "abs" else math.copysign(1.0, node.value))
+    return Node(op, (node,))
+
+
 def _float(node: Node) -> Node:
     return number(float(node.value)) if node.op == "number" else Node("float", (node,))
 
@@ -259,6 +286,8 @@ def _multiply(a: Node, b: Node) -> Node:
         return _ZERO
     if a == _ONE or b == _ONE:
         return b if a == _ONE else a
+    if b.op == "/" and b.args[0] == _ONE:
+        return Node("/", (a, b.args[1]))
     return Node("*", (a, b))
 
 

@@ -249,7 +249,7 @@ def _attend(
     score_sizes = xp.abs(q) @ xp.abs(k).swapaxes(1, 2) * scale
     score_errors = 2.0**-21 * score_sizes
     if where is not None:
-        scores, errors = where.value_with_error(xp, scores, score_errors)
+        scores, errors = where.value_with_error(xp, scores, score_errors, dtype)
         score_sizes = xp.abs(scores)
         score_errors = errors + 2.0**-21 * score_sizes
         unseen = scores == -math.inf

@@ -3,8 +3,9 @@
 Each operation of fp32 adds its roundoff to what the errors of its arguments come to, to first order and with
 a factor of 2 to spare, so that factors may be collected in another order than the formula has. Of the
 approximate functions: ex2.approx and rcp.approx have relative errors of 2^-22 and 2^-23, lg2.approx an
-absolute one of 2^-22 near 1 and a relative one elsewhere. tanh is 1 - 2 / (1 + 2^(2 log2(e) x)), whose
-absolute error is below 2^-20.
+absolute one of 2^-22 near 1 and a relative one elsewhere. In fp32 tanh is 1 - 2 / (1 + 2^(2 log2(e) x)),
+whose absolute error is below 2^-20; in kernels of 16-bit elements it is tanh.approx, with a relative error of
+2^-11.
 """
 
 from __future__ import annotations
@@ -27,22 +28,25 @@ _BLOCK = 256
 
 
 def evaluate_with_error(
-    node: Node, values: Mapping[str, Any], errors: Mapping[str, Any], xp: Any
+    node: Node, values: Mapping[str, Any], errors: Mapping[str, Any], dtype: str, xp: Any
 ) -> tuple[Any, Any]:
     """The value of a formula, as `formula.evaluate` gives it, and a bound of its error; of a condition,
-    whether it is within the error that it comes out the other way. ``errors`` are those of names.
+    whether it is within the error that it comes out the other way. ``errors`` are those of names; ``dtype`` is
+    that of the kernel's elements.
     """
     with np.errstate(all="ignore"):
-        return _pair(node, values, errors, xp)
+        return _pair(node, values, errors, dtype, xp)
 
 
-def _pair(node: Node, values: Mapping[str, Any], errors: Mapping[str, Any], xp: Any) -> tuple[Any, Any]:
+def _pair(
+    node: Node, values: Mapping[str, Any], errors: Mapping[str, Any], dtype: str, xp: Any
+) -> tuple[Any, Any]:
     if node.op == "number":
         return node.value, 0.0
     if node.op == "name":
         value = values[node.value]
         return value, errors.get(node.value, 0.0 if node.type == "int" else abs(value) * _ROUNDOFF)
-    pairs = [_pair(arg, values, errors, xp) for arg in node.args]
+    pairs = [_pair(arg, values, errors, dtype, xp) for arg in node.args]
     args, wrong = [value for value, _ in pairs], [error for _, error in pairs]
     if node.type == "float":  # where an integer becomes a float
         for i, arg in enumerate(node.args):
@@ -53,6 +57,8 @@ def _pair(node: Node, values: Mapping[str, Any], errors: Mapping[str, Any], xp: 
     value = operation(node.op, args, xp)
     if node.type == "int":
         return value, 0.0
+    if node.op == "tanh":
+        return value, wrong[0] + (2.0**-20 if dtype == "fp32" else 2.0**-11 * abs(value) + 2.0**-24)
     return value, _error(node.op, value, args, wrong, xp)
 
 
@@ -76,8 +82,6 @@ def _error(op: str, value: Any, args: list[Any], wrong: list[Any], xp: Any) -> A
         return abs(args[0]) * wrong[1] + (abs(args[1]) + wrong[1]) * wrong[0] + _ROUNDOFF * abs(value)
     if op == "/":
         return (wrong[0] + abs(value) * wrong[1]) / abs(args[1]) * 2 + 4 * _ROUNDOFF * abs(value)
-    if op == "tanh":
-        return wrong[0] + 2.0**-20
     if op == "exp":
         return value * xp.expm1(wrong[0] + 2.0**-21 + 2 * _ROUNDOFF * abs(args[0])) + 2.0**-126
     return 2 * wrong[0] / abs(args[0]) + 2.0**-21 + 2.0**-21 * abs(value)

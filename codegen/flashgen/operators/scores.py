@@ -68,10 +68,17 @@ class Score:
     def scalars(self) -> tuple[ScoreParam, ...]:
         return tuple(param for param in self.params if not param.dimensions)
 
+    def lowered(self, dtype: str) -> Lowered:
+        """What a kernel of elements of ``dtype`` computes, with what follows from scalars alone as constants."""
+        known = self._lowered.get(dtype)
+        if known is None:
+            scalars = frozenset(param.name for param in self.scalars)
+            known = self._lowered[dtype] = lower(self.tree, scalars, approximate=dtype != "fp32")
+        return known
+
     @cached_property
-    def lowered(self) -> Lowered:
-        """What a kernel computes, with what follows from scalars alone as constants."""
-        return lower(self.tree, frozenset(param.name for param in self.scalars))
+    def _lowered(self) -> dict[str, Lowered]:
+        return {}
 
     def number(self, param: ScoreParam, value: Any) -> float:
         """A scalar of a call, checked. Raises BadParam."""
@@ -83,21 +90,22 @@ class Score:
             raise BadParam(f"{param.name} is {value!r}; it must be finite, at most {_LARGEST[param.type]:g}")
         return int(value) if param.type == "i32" else float(value)
 
-    def constants(self, scalars: Mapping[str, float]) -> dict[str, float]:
-        """The constants of the kernel for these scalars, softmax_scale among them; NaN where one cannot be
-        computed.
+    def constants(self, scalars: Mapping[str, float], dtype: str) -> dict[str, float]:
+        """The constants of a kernel of ``dtype`` for these scalars, softmax_scale among them; NaN where one
+        cannot be computed. ``scale_log2`` is the factor of its scores times log2(e).
         """
-        found = {}
-        for name, formula in self.lowered.constants.items():
+        lowered, found = self.lowered(dtype), {}
+        for name, formula in (*lowered.constants.items(), ("scale_log2", lowered.factor)):
             try:
                 found[name] = float(evaluate(formula, scalars, math))
             except (ArithmeticError, ValueError):
                 found[name] = math.nan
+        found["scale_log2"] *= math.log2(math.e)
         return found
 
-    def check(self, scalars: Mapping[str, float]) -> None:
+    def check(self, scalars: Mapping[str, float], dtype: str) -> None:
         """That the constants of the kernel are finite. Raises BadParam."""
-        if not all(abs(value) <= _LARGEST["f32"] for value in self.constants(scalars).values()):
+        if not all(abs(value) <= _LARGEST["f32"] for value in self.constants(scalars, dtype).values()):
             given = ", ".join(f"{param.name} = {scalars[param.name]!r}" for param in self.scalars)
             raise BadParam(f"the score {self.name}, {self.text}, cannot be computed with {given}")
 
@@ -152,11 +160,11 @@ class Where(NamedTuple):
         """The modified scores."""
         return evaluate(self.tree, {**self.values, "score": score}, xp)
 
-    def value_with_error(self, xp: Any, score: Any, error: Any) -> tuple[Any, Any]:
-        """The modified scores, in float64, and how far from them a kernel may be whose own scores have an
-        ``error``.
+    def value_with_error(self, xp: Any, score: Any, error: Any, dtype: str) -> tuple[Any, Any]:
+        """The modified scores, in float64, and how far from them a kernel of elements of ``dtype`` may be whose
+        own scores have an ``error``.
         """
-        return evaluate_with_error(self.tree, {**self.values, "score": score}, {"score": error}, xp)
+        return evaluate_with_error(self.tree, {**self.values, "score": score}, {"score": error}, dtype, xp)
 
 
 def _loader(param: ScoreParam, array: Any, indices: Mapping[str, Any]) -> Any:

@@ -4,7 +4,7 @@ Templates are Jinja with delimiters that leave C++ alone: ``//%`` starts a line 
 and ``${ x }`` prints a value; undefined names are errors. A template finds every axis and every tile key by
 name, and beside them ``header`` (the file's first comment), ``params_struct`` (the C struct), ``score`` (the
 name of a score modification, or None) with its ``score_functions`` (`source.scores`) and whether it
-``score_has_offset`` and ``score_shares_reciprocal`` (`operators.lowering`), ``name``,
+``score_has_offset`` (`operators.lowering`), ``name``,
 ``target``, ``element_bytes``, ``threads``, ``smem_bytes`` and ``variant``.
 """
 
@@ -187,12 +187,11 @@ def _context(form: Variant) -> dict[str, Any]:
 
 def _of_score(form: Variant) -> dict[str, Any]:
     if form.score is None:
-        return {"score_functions": "", "score_has_offset": False, "score_shares_reciprocal": False}
-    lowered = form.score.lowered
+        return {"score_functions": "", "score_has_offset": False}
+    lowered = form.score.lowered(form.dtype)
     return {
-        "score_functions": score_functions(form.score),
+        "score_functions": score_functions(form.score, form.dtype),
         "score_has_offset": lowered.offset is not None,
-        "score_shares_reciprocal": any(node.op == "rcp4" for node in lowered.body.walk()),
     }
 
 

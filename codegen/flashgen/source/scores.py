@@ -2,21 +2,21 @@
 
     struct ScoreHead;  ScoreHead score_head(params, b, h);
     struct ScoreRow;   ScoreRow score_row(params, head, query);
-    void modified_scores(params, row, first_key, step, scores);
+    float modified_score(params, row, first_key, step, product);
     float score_offset(params, row, first_key);
 
-Elements of arrays that no key changes are read once a head or a row, and stay in registers. Four scores of a
-lane are modified together, because they can share a reciprocal (`operators.lowering`). ``step`` is known when
-the kernel is compiled: an integer that grows with the key is taken at ``first_key``, where it is the same
-for all of a lane's keys, and the step is added as a float.
+Elements of arrays that no key changes are read once a head or a row, and stay in registers. ``step`` is known
+when the kernel is compiled: an integer that grows with the key is taken at ``first_key``, where it is the
+same for all of a lane's keys, and the step is added as a float.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING
 
-from flashgen.operators.formula import Node, text
+from flashgen.operators.formula import Node, number, text
 from flashgen.operators.lowering import key_slope
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ _CALLS = {
     "exp2": "exp2_approx",
     "log2": "log2_approx",
     "rcp": "rcp_approx",
+    "tanh": "tanh_approx",
     "abs": "fabsf",
     "min": "fminf",
     "max": "fmaxf",
@@ -37,18 +38,19 @@ _INT_CALLS = {"abs": "abs", "min": "min", "max": "max"}
 _SIGNS = {"and": "&&", "or": "||"}
 
 
-def score_functions(score: Score) -> str:
-    """The structs and the functions as C++. No final newline. Needs ``Params``, ``lane_key_step`` and
-    ``reciprocals_of_four`` in scope.
+def score_functions(score: Score, dtype: str) -> str:
+    """The structs and the functions as C++, for a kernel of elements of ``dtype``. No final newline. Needs
+    ``Params`` in scope.
     """
-    return _Writer(score).functions()
+    return _Writer(score, dtype).functions()
 
 
 class _Writer:
-    def __init__(self, score: Score) -> None:
-        self._score, self._body, self._offset = score, score.lowered.body, score.lowered.offset
+    def __init__(self, score: Score, dtype: str) -> None:
+        self._score, self._lowered = score, score.lowered(dtype)
+        self._body, self._offset = self._lowered.body, self._lowered.offset
         self._arrays = {param.name: param for param in score.arrays}
-        self._scalars = {param.name for param in score.scalars} | {"softmax_scale", *score.lowered.constants}
+        self._scalars = {param.name for param in score.scalars} | {"softmax_scale", *self._lowered.constants}
         trees = [tree for tree in (self._body, self._offset) if tree is not None]
         nodes = [node for tree in trees for node in tree.walk()]
         self._loads = list(dict.fromkeys(node for node in nodes if node.op == "load"))
@@ -59,7 +61,6 @@ class _Writer:
         self._kept = {node: f"row.head.{name}" for node, name in self._of_head.items()}
         self._kept |= {node: f"row.{name}" for node, name in self._of_row.items()}
         self._names = self._names_read(trees, set(kept))
-        self._inverted: list[Node] = []
 
     def functions(self) -> str:
         """All of it."""
@@ -132,55 +133,35 @@ class _Writer:
         )
 
     def _modify(self) -> list[str]:
-        """The function of four scores: what is inverted together goes ahead of the rest."""
-        lines: list[str] = []
-        for node in dict.fromkeys(n for n in _inside_out(self._body) if n.op == "rcp4"):
-            name = f"inverse_{len(self._inverted)}" if self._inverted else "inverse"
-            code = _bare(self._code(node.args[0]))
-            lines += [
-                f"    float {name}[4];",
-                "#pragma unroll",
-                *_loop(f"{name}[i] = {code};"),
-                f"    reciprocals_of_four({name});  // each is between 1 and 2^30 + 1",
-            ]
-            self._inverted.append(node)
+        """The function of one score; what is read several times, or is long, has a name."""
         result = _bare(self._code(self._body))
-        lines += ["#pragma unroll", *_loop(f"scores[i] = {result};")]
-        code = "\n".join(lines)
         types = {
             "params": "const Params&",
             "row": "const ScoreRow&",
             "first_key": "int",
             "step": "int",
-            "scores": "float (&)[4]",
+            "product": "float",
         }
-        uses = {name: f"{name}." in code or f"{name} " in code or f"{name})" in code for name in types}
-        head = _arguments(types, uses | {"scores": False}).replace("(&)", "(&scores)")
-        about = [
-            "// Puts four modified scores in place of q . k, which is not scaled yet: those of the keys that lie `step`, and the",
-            "// lane_key_step() of each, past `first_key`.",
-        ]
+        about = ["// The modified score of the key `step` past `first_key`, from its q . k, which is not scaled yet."]
+        if self._lowered.factor != number(1.0):
+            about.append("// softmax_step() multiplies it further, by scale_log2.")
         if self._offset is not None:
-            about[-1] += " What is the same for all of a row's keys in a block is left to score_offset()."
-        return [*about, *_wrapped("void modified_scores", head), *lines, "}"]
+            about.append("// What is the same for all of a row's keys in a block is left to score_offset().")
+        head = _arguments(types, _used(types, result))
+        return [*about, *_wrapped("float modified_score", head), f"    return {result};", "}"]
 
     def _offset_function(self) -> list[str]:
-        self._inverted = []
         code = _bare(self._code(self._offset, at_first_key=True))
         types = {"params": "const Params&", "row": "const ScoreRow&", "first_key": "int"}
-        uses = {name: f"{name}." in code or f"{name} " in code or f"{name})" in code for name in types}
         return [
             "// What is still to be added to the modified scores of a row.",
-            *_wrapped("float score_offset", _arguments(types, uses)),
+            *_wrapped("float score_offset", _arguments(types, _used(types, code))),
             f"    return {code};",
             "}",
         ]
 
     def _code(self, node: Node, at_first_key: bool = False) -> str:
         """A value of one score; what has an operator outside of calls is in parentheses."""
-        if node in self._inverted:
-            place = self._inverted.index(node)
-            return f"inverse_{place}[i]" if place else "inverse[i]"
         if node in self._kept:
             return self._kept[node]
         if node.op == "number":
@@ -189,7 +170,7 @@ class _Writer:
             key = "first_key" if at_first_key else _KEY
             return self._load(node, {"q": "row.q", "h": "row.head.h", "b": "row.head.b", "kv": key}, "row.query")
         if node.op == "name":
-            return f"params.{node.value}" if node.value in self._scalars else "scores[i]"
+            return f"params.{node.value}" if node.value in self._scalars else "product"
         if node.op == "float":
             return self._converted(node.args[0], at_first_key)
         if node.type == "bool" and all(arg.type == "int" for arg in node.args):
@@ -255,15 +236,12 @@ class _Writer:
         return _element(array, indices)
 
 
-_STEP = "(step + lane_key_step(i))"
-_KEY = "(first_key + step + lane_key_step(i))"
+_STEP = "(step)"
+_KEY = "(first_key + step)"
 
 
-def _loop(statement: str) -> list[str]:
-    opening = "    for (int i = 0; i < 4; ++i) "
-    if len(opening) + len(statement) <= 132:
-        return [opening + statement]
-    return [opening + "{", f"        {statement}", "    }"]
+def _used(types: dict[str, str], code: str) -> dict[str, bool]:
+    return {name: bool(re.search(rf"\b{name}\b", code)) for name in types}
 
 
 def _struct(name: str, of: str, members: list[tuple[str, str]]) -> list[str]:
@@ -294,10 +272,6 @@ def _wrapped(name: str, arguments: str) -> list[str]:
         return [opening]
     split = opening.rindex(", ", 0, 132) + 1
     return [opening[:split], " " * (opening.index("(") + 1) + opening[split + 1 :]]
-
-
-def _inside_out(node: Node) -> list[Node]:
-    return [*(each for arg in node.args for each in _inside_out(arg)), node]
 
 
 def _joined(node: Node, args: list[str]) -> str:

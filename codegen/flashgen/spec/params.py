@@ -69,20 +69,21 @@ class Param:
         return any(set(limits[key]).isdisjoint(limit) for key, limit in self.when if key in limits)
 
 
-def score_params(score: Score) -> tuple[Param, ...]:
-    """What the kernels of a score modification take besides: its arrays, with strides and sizes, the scalars
+def score_params(score: Score, dtype: str) -> tuple[Param, ...]:
+    """What the kernels of elements of ``dtype`` take besides for a score modification: its arrays, with strides and sizes, the scalars
     that the kernel reads as they are, and its constants.
     """
     found: list[Param] = []
+    lowered = score.lowered(dtype)
     for array in score.arrays:
         ctype = {"f32": "const float*", "i32": "const int32_t*"}[array.type]
         found.append(Param(array.name, ctype, f"({', '.join(array.symbols)})"))
         found += [Param(name, "int64_t") for name in array.argument().stride_names()]
         own = (symbol for symbol in array.symbols if symbol.startswith(f"{array.name}_"))
         found += [Param(symbol, "int32_t") for symbol in own]
-    read = score.lowered.body.reads()
+    read = lowered.body.reads() | (lowered.offset.reads() if lowered.offset else frozenset())
     found += [Param(p.name, TYPES[p.type][2]) for p in score.scalars if p.name in read]
     if "softmax_scale" in read:
         found.append(Param("softmax_scale", "float"))
-    found += [Param(name, "float", text(it)) for name, it in score.lowered.constants.items()]
+    found += [Param(name, "float", text(it)) for name, it in lowered.constants.items()]
     return tuple(found)

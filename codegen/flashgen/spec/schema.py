@@ -26,8 +26,7 @@ RESERVED = frozenset(
     (
         *("variant", "name", "header", "params_struct", "target"),
         *("element_bytes", "threads", "smem_bytes", "max_smem", "min", "max"),
-        *("efficiency", "no_spills", "tile", "step", "score", "score_functions"),
-        *("score_has_offset", "score_shares_reciprocal"),
+        *("efficiency", "no_spills", "tile", "step", "score", "score_functions", "score_has_offset"),
     )
 )
 

@@ -171,7 +171,7 @@ class Variant:
         }
         if not self.score_seam:
             return dataclasses.replace(self, **around) if self.before or self.after else self
-        added = score_params(score)
+        added = score_params(score, self.dtype)
         taken = {param.name for param in self.params} & {param.name for param in added}
         if taken:
             raise SpecError(

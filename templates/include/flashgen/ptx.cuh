@@ -95,6 +95,13 @@ __device__ __forceinline__ float rcp_approx(float x) {
     return y;
 }
 
+// tanh.approx.f32: relative error 2^-11.
+__device__ __forceinline__ float tanh_approx(float x) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // ld.global.u32.
 __device__ __forceinline__ uint32_t load_global_32(const void* source) {
     uint32_t value;

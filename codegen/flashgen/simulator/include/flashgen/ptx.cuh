@@ -65,6 +65,11 @@ inline float rcp_approx(float x, flashgen::simulator::Location where = flashgen:
     return 1.0f / x;
 }
 
+inline float tanh_approx(float x, flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::check_register(x, where);
+    return flashgen::simulator::tanh_rounded(x);
+}
+
 inline uint32_t load_global_32(const void* source,
                                flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     uint32_t value;

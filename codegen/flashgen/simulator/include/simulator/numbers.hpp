@@ -73,6 +73,12 @@ inline float log2_canonical(float x) {
     return x < 0.0f || std::isnan(x) ? std::bit_cast<float>(kCanonicalNan32) : std::log2(x);
 }
 
+// tanh.approx.f32: its relative error is up to 2^-11, which dropping bits of the exact value comes near.
+inline float tanh_rounded(float x) {
+    const float y = std::tanh(x);
+    return std::isnan(y) ? std::bit_cast<float>(kCanonicalNan32) : std::bit_cast<float>(std::bit_cast<uint32_t>(y) & 0xfffff000);
+}
+
 // The sum in a matrix instruction's accumulator: cut off towards zero where fp32 ends.
 inline float truncate_to_float(double value) {
     const float nearest = static_cast<float>(value);
