@@ -21,7 +21,7 @@ CALL = problem(
     mask_type="causal",
     diagonal_offset=0,
     window_left=UNBOUNDED,
-    window_right=UNBOUNDED,
+    window_right=0,
     softmax_scale=0.25,
     q_strides=(4096 * 2048, 2048, 128),
     k_strides=(4096 * 2048, 2048, 128),
@@ -45,6 +45,8 @@ def call_for(variant, batch, kv_heads, seqlen, group=1):
         num_heads_kv=kv_heads,
         num_heads_q=kv_heads * group,
         mask_type=variant.mask_type,
+        window_left=1024 if variant.mask_type == "local" else UNBOUNDED,
+        window_right=0 if variant.mask_type in ("causal", "local") else UNBOUNDED,
         mask_strides=(0, 0, 4096) if variant.mask_type == "dense" else None,
     )
 

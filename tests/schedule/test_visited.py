@@ -29,7 +29,7 @@ def test_it_counts_the_blocks_with_a_visible_key(target, gqa, seqlen_q, seqlen_k
         mask_type="causal" if causal else "local",
         diagonal_offset=seqlen_kv - seqlen_q,
         window_left=UNBOUNDED if causal else left,
-        window_right=UNBOUNDED if causal else right,
+        window_right=0 if causal else right,
     )
     variant = VARIANTS[target, 32 if target == "sm80" else 128, call.mask_type, gqa]
     block_m, block_n = variant.tile_value("block_m"), variant.tile_value("block_n")
@@ -71,7 +71,7 @@ def test_of_many_row_blocks_a_sample_is_enough():
 
 
 def test_every_tile_visits_all_keys_of_a_call_that_hides_none():
-    call = replace(CALL, mask_type="none", seqlen_q=4096, seqlen_kv=1000)
+    call = replace(CALL, mask_type="none", window_right=UNBOUNDED, seqlen_q=4096, seqlen_kv=1000)
     variant = VARIANTS["sm90", 256, "none", "mha"]
     keys = -(-1000 // variant.tile_value("block_n")) * variant.tile_value("block_n")
     assert visited_keys(call, variant) == (keys, keys)
