@@ -735,7 +735,16 @@ def test_peers_decline_exactly_what_they_cannot_do():
     assert found == DECLINED
 
 
-@pytest.mark.parametrize("changes", [{}, {"mask": "causal"}, {"mask": "random"}, {"mask": "random_causal", "seqlen_q": 48}, {"num_heads_kv": 2}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mask": "causal"},
+        {"mask": "random"},
+        {"mask": "random_causal", "seqlen_q": 48},
+        {"num_heads_kv": 2},
+    ],
+)
 def test_sdpa_gets_views_scale_and_mask_the_right_way_round(changes):
     torch = pytest.importorskip("torch")
     from torch.nn.attention import SDPBackend

@@ -30,7 +30,14 @@ SHAPES_OF_MASKS = st.none() | st.sampled_from(["row", "rows", "heads", "batch"])
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.data(), st.integers(0, 40), st.integers(0, 40), st.sampled_from([(1, 1), (1, 3), (2, 2)]), OPTIONS, SHAPES_OF_MASKS)
+@given(
+    st.data(),
+    st.integers(0, 40),
+    st.integers(0, 40),
+    st.sampled_from([(1, 1), (1, 3), (2, 2)]),
+    OPTIONS,
+    SHAPES_OF_MASKS,
+)
 def test_every_mask_in_blocks_of_any_size(data, rows, keys, heads, options, mask_shape):
     kv_heads, group = heads
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))

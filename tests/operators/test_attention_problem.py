@@ -309,7 +309,9 @@ def test_a_mask_goes_with_a_diagonal_and_with_a_window(options):
     assert Band.of(both) == Band.of(alone)
     assert both.array("mask").strides == (0, 0, 7)
     if "mask_type" not in options:
-        assert call(mask=MASK, mask_type="dense", **options) == call(mask=MASK, mask_type=1, **options) == both
+        assert (
+            call(mask=MASK, mask_type="dense", **options) == call(mask=MASK, mask_type=1, **options) == both
+        )
 
 
 CONTRADICTIONS = [

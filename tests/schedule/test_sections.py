@@ -134,7 +134,9 @@ def test_tiles_that_are_equally_long_go_in_sections_of_one_wave():
     assert (size, count, row_blocks_of(call, variant)) == (16, 16, 8)
 
 
-@given(st.sampled_from([v for v in SHIPPED if v.mask_type == "dense"]), st.integers(1, 64), st.integers(1, 9000))
+@given(
+    st.sampled_from([v for v in SHIPPED if v.mask_type == "dense"]), st.integers(1, 64), st.integers(1, 9000)
+)
 def test_a_diagonal_beside_a_mask_cuts_the_grid_as_it_does_alone(variant, kv_heads, seqlen):
     """And a mask alone as none."""
     alone = call_for(variant, 2, kv_heads, seqlen)

@@ -79,7 +79,9 @@ def test_every_tile_visits_all_keys_of_a_call_that_hides_none():
 
 @pytest.mark.parametrize("target", ["sm80", "sm90"])
 @pytest.mark.parametrize("gqa", ["gqa", "packed"])
-@given(st.integers(1, 700), st.integers(1, 900), st.integers(0, 300), st.integers(0, 50), st.integers(-300, 300))
+@given(
+    st.integers(1, 700), st.integers(1, 900), st.integers(0, 300), st.integers(0, 50), st.integers(-300, 300)
+)
 def test_of_a_mask_it_counts_the_blocks_of_its_band(target, gqa, seqlen_q, seqlen_kv, left, right, offset):
     group = 2 if gqa == "packed" else 1
     band = {"diagonal_offset": offset, "window_left": left, "window_right": right}

@@ -71,5 +71,7 @@ def shapes(variant: Variant) -> list[Shape]:
     return [
         Shape(rows // heads + 17, 2 * keys + 5, heads, kv_heads, **short, **window),
         Shape(7, 3 * keys - 1, heads, kv_heads, batch=2, **wide, mask="k", mask_alignment=1),
-        Shape(rows // 2 + keys, keys, heads, kv_heads, mask="hqk", mask_alignment=4, return_lse=False, **beside),
+        Shape(
+            rows // 2 + keys, keys, heads, kv_heads, mask="hqk", mask_alignment=4, return_lse=False, **beside
+        ),
     ]

@@ -72,8 +72,8 @@ RANGES = {
 
 
 def counted(source, variant, shape, keys, seed):
-    """What the kernel executes on all keys, and on those alone among which is every one that a query sees. The
-    others are NaN. AssertionError unless both give the same bits, and right ones.
+    """What the kernel executes on all keys, and on ``keys`` alone, among which is every one that a query
+    sees. The others are NaN. AssertionError unless both give the same bits, and right ones.
     """
     whole = make(variant, dataclasses.replace(shape, **heads(variant)), seed)
     for x in (whole.k, whole.v):

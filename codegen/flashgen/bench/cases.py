@@ -32,10 +32,10 @@ class Case:
 
     ``mask`` is one of ``none``; ``causal``; ``window``: causal, and ``window`` keys back at most;
     ``random``: a dense mask that hides each key with probability 1/8; ``random_causal``: that and causal
-    together; ``documents``: a dense mask that keeps ``documents`` equal blocks on the diagonal. ``clock`` is ``stream`` (events around calls) or ``graph``
-    (events around replays of a CUDA graph, for kernels shorter than a call's host time). ``baseline`` names
-    the case of the same grid that this one is set against, in the same rounds; ``loss_limit`` is the share
-    of that case's rate that this one may lose.
+    together; ``documents``: a dense mask that keeps ``documents`` equal blocks on the diagonal. ``clock`` is
+    ``stream`` (events around calls) or ``graph`` (events around replays of a CUDA graph, for kernels shorter
+    than a call's host time). ``baseline`` names the case of the same grid that this one is set against, in
+    the same rounds; ``loss_limit`` is the share of that case's rate that this one may lose.
     """
 
     name: str

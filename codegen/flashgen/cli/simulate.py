@@ -64,7 +64,9 @@ forbids, is too far from float64, or gives other bits under another order.
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Batch entries.")
 @click.option("--head-dim", type=click.IntRange(1), help="Head dim of the call. [default: that of NAME]")
 @click.option("--head-dim-v", type=click.IntRange(1), help="That of v. [default: the same, if NAME holds it]")
-@click.option("--window", type=int, nargs=2, metavar="LEFT RIGHT", help="For local and dense variants; -1 is no bound.")
+@click.option(
+    "--window", type=int, nargs=2, metavar="LEFT RIGHT", help="For local and dense variants; -1 is no bound."
+)
 @click.option(
     "--multiprocessors",
     type=click.IntRange(1),

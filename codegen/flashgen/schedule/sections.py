@@ -28,8 +28,8 @@ def sections(problem: AttentionProblem, variant: Variant, device: Device) -> Sec
     A section of as many tiles as multiprocessors is enough to share keys and values. Where tiles differ in
     length (causal or a window, also beside a dense mask) they also have to balance, and the section is
     larger, but with more heads than a third of the multiprocessors too few tiles of a head run at a time.
-    Under causal, where lengths differ most, a section may have more heads, as long as L2 holds their keys and values and at least three
-    tiles and 384 rows of each head run at a time.
+    Under causal, where lengths differ most, a section may have more heads, as long as L2 holds their keys and
+    values and at least three tiles and 384 rows of each head run at a time.
     """
     total = heads(problem, variant) * problem.batch
     if total == 0:

@@ -37,9 +37,10 @@ class Shape:
     the variant holds it, ``kv_heads`` None as many as fit it.
 
     ``window`` is that of a ``local`` variant, or of a ``dense`` one beside its mask, where None is none; it
-    is aligned bottom-right, and -1 is no bound. ``top_left`` aligns it, or a causal diagonal, there. ``mask`` is the shape of a dense mask by the extents it has in full, such as "bhqk", "qk", "1hqk" or "k",
-    and ``mask_alignment`` the bytes to which its rows are aligned. Queries are ``spread`` times normal
-    numbers. ``gap`` is the bytes between rows, a multiple of 16.
+    is aligned bottom-right, and -1 is no bound. ``top_left`` aligns it, or a causal diagonal, there. ``mask``
+    is the shape of a dense mask by the extents it has in full, such as "bhqk", "qk", "1hqk" or "k", and
+    ``mask_alignment`` the bytes to which its rows are aligned. Queries are ``spread`` times normal numbers.
+    ``gap`` is the bytes between rows, a multiple of 16.
     """
 
     seqlen_q: int = 128
@@ -147,7 +148,7 @@ def _kv_heads(variant: Variant, shape: Shape) -> int:
 def _masked(problem: AttentionProblem, variant: Variant, shape: Shape) -> AttentionProblem:
     """The problem with the variant's own mask type, even where a simpler kernel would hide the same keys."""
     offset = 0 if shape.top_left else problem.seqlen_kv - problem.seqlen_q
-    if variant.mask_type == "none" or variant.mask_type == "dense" and shape.window is None:
+    if variant.mask_type == "none" or (variant.mask_type == "dense" and shape.window is None):
         return problem
     if variant.mask_type == "causal":
         left, right = -1, 0
