@@ -249,7 +249,7 @@ def masks_and_ranges() -> list[Case]:
     found = []
     for n, (mask, options, (seqlen_q, seqlen_kv)) in enumerate(itertools.product(forms, ranges, sizes)):
         dtype = ("fp16", "bf16", "fp16", "fp32")[n % 4]
-        head_dim = HEAD_DIMS[dtype][n % len(HEAD_DIMS[dtype])]
+        head_dim = HEAD_DIMS[dtype][n // 4 % len(HEAD_DIMS[dtype])]
         kv_heads = (8, 2)[n // 3 % 2]
         found.append(Case(4, seqlen_q, seqlen_kv, 8, kv_heads, head_dim, dtype, mask=mask, **options))
     return found
