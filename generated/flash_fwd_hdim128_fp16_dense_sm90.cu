@@ -77,6 +77,9 @@ struct Params {
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
+    int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
+    int32_t window_left;
+    int32_t window_right;
     int32_t mask_vector_width;            // bytes to which the mask's rows are aligned: 16, 8, 4 or 1
     float scale_log2;                     // softmax_scale * log2(e)
 };
@@ -88,8 +91,9 @@ static_assert(offsetof(Params, mask_row_stride) == 440 && offsetof(Params, mask_
 static_assert(offsetof(Params, batch_size) == 456 && offsetof(Params, num_heads_q) == 460 && offsetof(Params, seqlen_q) == 464);
 static_assert(offsetof(Params, seqlen_kv) == 468 && offsetof(Params, head_dim_v) == 472 && offsetof(Params, num_tiles) == 476);
 static_assert(offsetof(Params, num_row_blocks) == 480 && offsetof(Params, heads_per_section) == 484);
-static_assert(offsetof(Params, num_sections) == 488 && offsetof(Params, mask_vector_width) == 492);
-static_assert(offsetof(Params, scale_log2) == 496);
+static_assert(offsetof(Params, num_sections) == 488 && offsetof(Params, diagonal_offset) == 492);
+static_assert(offsetof(Params, window_left) == 496 && offsetof(Params, window_right) == 500);
+static_assert(offsetof(Params, mask_vector_width) == 504 && offsetof(Params, scale_log2) == 508);
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 struct Tile {
@@ -101,7 +105,9 @@ struct Tile {
 
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     // Heads are launched in sections, so that the tiles of a head, which share its keys and values in L2, run at about
-    // the same time. Within a section the row blocks come one after another for all heads.
+    // the same time. Within a section the row blocks come one after another for all heads, last block first: where a
+    // diagonal goes with the mask, the first rows attend to the fewest keys, and short tiles at the end leave the
+    // fewest SMs idle.
     const int num_heads = params.num_heads_q;
     const int section = min(index / (params.heads_per_section * params.num_row_blocks), params.num_sections - 1);
     const int first_head = section * params.heads_per_section;
@@ -115,7 +121,7 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     tile.batch = head_of_batch / num_heads;
     tile.head = head_of_batch - tile.batch * num_heads;
     tile.kv_head = tile.head;
-    tile.first_row = row_block * kBlockM;
+    tile.first_row = (params.num_row_blocks - 1 - row_block) * kBlockM;
     return tile;
 }
 
@@ -127,6 +133,33 @@ __device__ __forceinline__ int query_of_row(const Params&, int row) { return row
 __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     return row * row_stride + tile.head * head_stride;
+}
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+// The keys that a query may attend to, whatever the mask says of them: a range around its diagonal. A side that is unbounded
+// lies beyond every key.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    const int diagonal = query + params.diagonal_offset;
+    return {max(0, diagonal - params.window_left), max(0, min(params.seqlen_kv, diagonal + params.window_right + 1))};
+}
+
+// The keys that some row of [first_row, first_row + count) may attend to. Ranges move to the right from row to row.
+__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, first_row)).begin,
+            keys_of_query(params, query_of_row(params, last_row)).end};
+}
+
+// The keys that every row of [first_row, first_row + count) may attend to.
+__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, last_row)).begin,
+            keys_of_query(params, query_of_row(params, first_row)).end};
 }
 
 // The mbarriers between the producer and the consumers. A buffer is full when TMA has written its bytes, and empty when every consumer
@@ -214,7 +247,9 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockN / 2], Vis
 }
 
 // A dense mask comes as bytes: not 0 hides the key. Warps beside the producer thread's turn each block of it into bits and pass
-// them on through a ring, ahead of the consumers. KV blocks of which no row of the tile sees a key are left out.
+// them on through a ring, ahead of the consumers. A range of keys may go with the mask (keys_of_query): where it ends within a
+// block, the bits of the keys outside are set as well, so that the consumers know of the mask alone. KV blocks of which no row of
+// the tile sees a key are left out.
 //
 // Of every eight keys of a row, a lane holds the scores of two: 2 t and 2 t + 1, where t = lane % 4. An entry of the ring
 // has a word for each row and t, so that a lane needs two words, and after them the index of the block. A negative index
@@ -254,8 +289,8 @@ struct MaskedBlock {
 
 constexpr int kMaskPieces = 2;  // of a row a lane reads 16 keys and 16 that come 64 later
 
-// What a lane reads of a row of the mask, of a block that is `kWhole`: its rows are aligned to 16 bytes, and its keys
-// end within the sequence. Of any other it reads words, so that a piece begins up to three bytes into its first.
+// What a lane reads of a row of the mask, of a block that is `kWhole`: its rows are aligned to 16 bytes, and every row's
+// range has all of its keys. Of any other it reads words, so that a piece begins up to three bytes into its first.
 template <bool kWhole>
 struct MaskRow {
     uint32_t words[kMaskPieces][5];
@@ -295,6 +330,23 @@ struct MaskRow {
         return word;
     }
 
+    // Hides the keys outside of [begin, end), both counted from the lane's first key.
+    __device__ __forceinline__ void hide_outside(int begin, int end) {
+#pragma unroll
+        for (int piece = 0; piece < kMaskPieces; ++piece) {
+#pragma unroll
+            for (int i = 0; i < 5; ++i) {
+                const int first = 64 * piece + 4 * i - shift;  // the key of the word's first byte
+                words[piece][i] |= ~bytes_before(end - first) | bytes_before(begin - first);
+            }
+        }
+    }
+
+    // 0xff in the first n of four bytes.
+    static __device__ __forceinline__ uint32_t bytes_before(int n) {
+        return n <= 0 ? 0 : 0xffffffff >> 32 - 8 * min(n, 4);
+    }
+
     // Byte t of the result is this lane's part of the word for lane t of four, in the order of mask_bit().
     __device__ __forceinline__ uint32_t pack() const {
         // Columns 0 to 3, and 4 to 7, of every eight: a byte for each, a bit in its upper half for each eight.
@@ -322,10 +374,10 @@ struct MaskRow {
 };
 
 // Fills a warp's part of an entry, the groups of eight rows `warp`, `warp` + kMaskWarps and so on of the block at
-// `first_key`. Returns whether this lane has met a visible key.
+// `first_key`. That block is `inside` if every row's range has all of its keys. Returns whether this lane has met a visible key.
 template <bool kWhole>
 __device__ __forceinline__ bool pack_mask(const Params& params, const Tile& tile, shared_address entry, int first_key,
-                                          int warp, int lane) {
+                                          bool inside, int warp, int lane) {
     constexpr int kBatch = kWhole ? (kBlockM == 128 && kHeadDim <= 128 ? 6 : 3) : (kHeadDim > 128 ? 1 : 2);  // groups that are read at once
     const int end_row = min(tile.first_row + kBlockM, num_rows(params));
     const int end_key = min(first_key + kBlockN, params.seqlen_kv);
@@ -334,15 +386,22 @@ __device__ __forceinline__ bool pack_mask(const Params& params, const Tile& tile
 #pragma unroll 1
     for (int first = warp; first < kBlockM / 8; first += kBatch * kMaskWarps) {
         MaskRow<kWhole> rows[kBatch];
+        int lane_row = 8 * first + lane / 4;  // in the tile; the lane's others are a constant further
+        opaque(lane_row);  // all rows follow from it here, else each is kept in a register from tile to tile
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-            const int row = tile.first_row + 8 * (first + i * kMaskWarps) + lane / 4;
+            const int row = tile.first_row + lane_row + 8 * kMaskWarps * i;
             const int64_t offset = row_offset(params, tile, row, params.mask_row_stride, params.mask_head_stride);
             rows[i].load(params, mask + offset, first_key + 16 * (lane % 4), row < end_row ? end_key : 0);
         }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-            const int row = 8 * (first + i * kMaskWarps) + lane / 4;
+            const int row = lane_row + 8 * kMaskWarps * i;
+            if (!kWhole && !inside) {
+                const KeyRange keys = keys_of_query(params, query_of_row(params, tile.first_row + row));
+                const int lane_key = first_key + 16 * (lane % 4);
+                rows[i].hide_outside(keys.begin - lane_key, keys.end - lane_key);
+            }
             const uint32_t hidden = rows[i].pack();
             visible |= hidden != 0xffffffff;
 #pragma unroll
@@ -605,39 +664,59 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
     }
 }
 
+// KV blocks, visited from the last to the first.
+struct KvBlocks {
+    int first;
+    int last;
+};
+
+// Those of which one of `count` rows from `first_row` on may see a key.
+__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int first_row, int count) {
+    const KeyRange keys = keys_of_some(params, first_row, count);
+    return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
+}
+
 // The tiles that a thread block of the persistent grid takes, one after the other.
 struct TileSequence {
     int index;
     int step;
 
     __device__ __forceinline__ TileSequence() : index(block_index()) {
-        step = gridDim.x;
+        step = 2 * (gridDim.x - index) - 1;
     }
 
     __device__ __forceinline__ void advance() {
         index += step;
+        // Where a diagonal goes with the mask, the tiles of a section become shorter from first to last. Back and forth, a thread
+        // block that drew a long one draws a short one next.
+        step = 2 * gridDim.x - step;
     }
 };
 
-// A warp that reads the mask: an entry of the ring for each KV block with a visible key, and one that ends the tile. It runs ahead
-// of the ring's readers, the producer thread and the consumer warps.
+// A warp that reads the mask: an entry of the ring for each KV block with a visible key, and one that ends the tile. Blocks outside
+// of the range of the tile's rows are not even read. It runs ahead of the ring's readers, the producer thread and the consumer warps.
 __device__ __forceinline__ void read_mask(const Params& params, shared_address shared, const Barriers& barriers) {
     const int warp = threadIdx.x / 32 - 1;
     const int lane = threadIdx.x % 32;
     RingPosition<kMaskStages> ring;
     for (TileSequence tiles; tiles.index < params.num_tiles; tiles.advance()) {
         const Tile tile = find_tile(params, tiles.index);
-        for (int block = (params.seqlen_kv + kBlockN - 1) / kBlockN - 1; block >= -1; --block) {
+        const KvBlocks blocks = find_kv_blocks(params, tile.first_row, kBlockM);
+        const KeyRange every = keys_of_every(params, tile.first_row, kBlockM);
+        const int end_of_tile = min(blocks.first, blocks.last + 1) - 1;  // past the last block to visit
+        for (int block = blocks.last; block >= end_of_tile; --block) {
             const shared_address entry = shared + kMaskOffset + ring.stage * kMaskStageBytes;
             mbarrier_wait(barriers.mask_empty(ring.stage), ring.parity ^ 1);
-            if (block >= 0) {
-                const bool whole = params.mask_vector_width == 16 && (block + 1) * kBlockN <= params.seqlen_kv;
-                const bool visible = whole ? pack_mask<true>(params, tile, entry, block * kBlockN, warp, lane)
-                                           : pack_mask<false>(params, tile, entry, block * kBlockN, warp, lane);
+            if (block > end_of_tile) {
+                const int first_key = block * kBlockN;
+                const bool inside = first_key >= every.begin && first_key + kBlockN <= every.end;
+                const bool visible = inside && params.mask_vector_width == 16
+                                         ? pack_mask<true>(params, tile, entry, first_key, inside, warp, lane)
+                                         : pack_mask<false>(params, tile, entry, first_key, inside, warp, lane);
                 // An entry without a visible key is not passed on; the next block overwrites it.
                 if (!barrier_red_or(kMaskBarrier, 32 * kMaskWarps, visible)) continue;
             }
-            if (warp == 0 && lane == 0) store_shared_32(entry + kMaskIndexOffset, block);
+            if (warp == 0 && lane == 0) store_shared_32(entry + kMaskIndexOffset, block > end_of_tile ? block : -1);
             mbarrier_arrive(barriers.mask_full(ring.stage));
             ring.advance();
         }

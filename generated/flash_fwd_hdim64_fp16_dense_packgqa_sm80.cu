@@ -86,10 +86,13 @@ struct Params {
     uint64_t section_tiles_divisor;       // of the tiles of a section
     uint64_t section_heads_divisor;       // of heads_per_section
     uint64_t last_section_heads_divisor;  // of the heads of the last section
+    int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
+    int32_t window_left;                  // keys before the diagonal that a query attends to
+    int32_t window_right;                 // and after it
     int32_t mask_vector_width;            // bytes to which the mask's rows are aligned: 16, 4 or 1
     float scale_log2;                     // softmax_scale * log2(e), above 0
 };
-static_assert(sizeof(Params) == 264 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
+static_assert(sizeof(Params) == 280 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
 static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, mask) == 40);
 static_assert(offsetof(Params, q_batch_stride) == 48 && offsetof(Params, q_row_stride) == 56);
 static_assert(offsetof(Params, q_head_stride) == 64 && offsetof(Params, k_batch_stride) == 72);
@@ -106,7 +109,9 @@ static_assert(offsetof(Params, num_row_blocks) == 200 && offsetof(Params, heads_
 static_assert(offsetof(Params, num_sections) == 208 && offsetof(Params, num_heads_divisor) == 216);
 static_assert(offsetof(Params, group_size_divisor) == 224 && offsetof(Params, section_tiles_divisor) == 232);
 static_assert(offsetof(Params, section_heads_divisor) == 240 && offsetof(Params, last_section_heads_divisor) == 248);
-static_assert(offsetof(Params, mask_vector_width) == 256 && offsetof(Params, scale_log2) == 260);
+static_assert(offsetof(Params, diagonal_offset) == 256 && offsetof(Params, window_left) == 260);
+static_assert(offsetof(Params, window_right) == 264 && offsetof(Params, mask_vector_width) == 268);
+static_assert(offsetof(Params, scale_log2) == 272);
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 // Rows are (query, head in group) pairs, heads fastest.
@@ -125,7 +130,9 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
 
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     // Heads are launched in sections, so that the tiles of a head, which share its keys and values in L2, run at about
-    // the same time. Within a section the row blocks come one after another for all heads.
+    // the same time. Within a section the row blocks come one after another for all heads, last block first: where a
+    // diagonal goes with the mask, the first rows attend to the fewest keys, and short tiles at the end leave the
+    // fewest SMs idle.
     const int num_heads = params.num_heads_kv;
     const int section = min(divide(index, params.section_tiles_divisor), params.num_sections - 1);
     const int first_head = section * params.heads_per_section;
@@ -139,7 +146,7 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     tile.batch = divide(head_of_batch, params.num_heads_divisor);
     tile.kv_head = head_of_batch - tile.batch * num_heads;
     tile.head = tile.kv_head * params.group_size;
-    tile.first_row = row_block * kBlockM;
+    tile.first_row = (params.num_row_blocks - 1 - row_block) * kBlockM;
     return tile;
 }
 
@@ -411,6 +418,33 @@ __device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const 
     }
 }
 
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+// The keys that a query may attend to, whatever the mask says of them: a range around its diagonal. A side that is unbounded
+// lies beyond every key.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    const int diagonal = query + params.diagonal_offset;
+    return {max(0, diagonal - params.window_left), max(0, min(params.seqlen_kv, diagonal + params.window_right + 1))};
+}
+
+// The keys that some row of [first_row, first_row + count) may attend to. Ranges move to the right from row to row.
+__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, first_row)).begin,
+            keys_of_query(params, query_of_row(params, last_row)).end};
+}
+
+// The keys that every row of [first_row, first_row + count) may attend to.
+__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, last_row)).begin,
+            keys_of_query(params, query_of_row(params, first_row)).end};
+}
+
 // Walks S, the one place where scores are told their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and
 // key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
 // that this lane has of the row: that of key lane_key + step. The steps are constants, so that comparing one takes one instruction.
@@ -437,9 +471,15 @@ struct KvBlocks {
     int last;  // below `first` where there are none
 };
 
-// The blocks that a tile visits: a dense mask may show any of them.
-__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, const Tile&) {
-    return {0, (params.seqlen_kv + kBlockN - 1) / kBlockN - 1};
+// The blocks with a key that some row of [first_row, first_row + count) may attend to.
+__device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
+    const KeyRange keys = keys_of_some(params, first_row, count);
+    return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
+}
+
+// The blocks that a tile visits.
+__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, const Tile& tile) {
+    return kv_blocks_of(params, tile.first_row, kBlockM);
 }
 
 // The mask tile of a warp goes through shared memory in bytes, by copies that run beside those of K, and is then packed
@@ -511,13 +551,15 @@ __device__ __forceinline__ uint32_t nonzero_bytes(uint4 bytes) {
 struct WarpMask {
     uint32_t words[kMaskWords];  // this lane's keys of its row; bit set = hidden
 
-    // Packs the warp's mask tile, which begins at `first_key`.
+    // Packs the warp's mask tile, which begins at `first_key`, and hides the keys outside of the range of their row as well.
     __device__ __forceinline__ void load(const Params& params, const Tile& tile, shared_address warp_mask, int warp,
                                          int lane, int first_key) {
         const int row = lane / kLanesPerRow % kWarpRows;
         const int lane_key = lane % kLanesPerRow * kLaneKeys;
-        const bool row_valid = tile.first_row + warp * kWarpRows + row < num_rows(params);
-        const int keys_left = row_valid ? params.seqlen_kv - first_key - lane_key : 0;
+        const int tile_row = tile.first_row + warp * kWarpRows + row;
+        const KeyRange keys = keys_of_query(params, query_of_row(params, tile_row));
+        const int keys_before = keys.begin - first_key - lane_key;
+        const int keys_left = tile_row < num_rows(params) ? keys.end - first_key - lane_key : 0;
 #pragma unroll
         for (int word = 0; word < kMaskWords; ++word) {
             words[word] = 0;
@@ -528,6 +570,8 @@ struct WarpMask {
             }
             const int word_keys_left = min(32, max(0, keys_left - 32 * word));
             if (word_keys_left < 32) words[word] |= 0xffffffffu << word_keys_left;
+            const int word_keys_before = min(32, max(0, keys_before - 32 * word));
+            if (word_keys_before > 0) words[word] |= 0xffffffffu >> 32 - word_keys_before;
         }
     }
 

@@ -33,6 +33,7 @@ LISTS = (
     "head_groups",
     "layouts",
     "dense_masks",
+    "masks_and_ranges",
     "hidden_blocks",
     "windows",
     "values",

@@ -64,11 +64,12 @@ def attention(
     causal: hide key j from query i unless j <= i + seqlen_kv - seqlen_q; the same as mask_type 3.
     mask: bool or uint8, nonzero where a key is hidden (as in numpy.ma). Broadcasts from the right, as in
         NumPy, to (batch, num_heads_q, seqlen_q, seqlen_kv); (seqlen_q, seqlen_kv) and (seqlen_kv,) are the
-        common shapes. Its last dimension is seqlen_kv itself and contiguous.
+        common shapes. Its last dimension is seqlen_kv itself and contiguous. With causal, mask types 2 and 3,
+        or window_size both hold: a query sees a key that neither hides.
     mask_type: 0 "none", 1 "dense" (mask is given), 2 "causal_top_left" (j <= i), 3 "causal_bottom_right".
         None: what the other arguments say.
     window_size: (left, right). Query i sees only the keys from p - left to p + right, where
-        p = i + seqlen_kv - seqlen_q; -1 is no bound. Goes with mask types 0 and 3; with 3, right is 0 or -1.
+        p = i + seqlen_kv - seqlen_q; -1 is no bound. Not with mask type 2; with 3, right is 0 or -1.
     softmax_scale: 1 / sqrt(head_dim) if None. Not negative.
     softcap: replace each scaled score s by softcap tanh(s / softcap), ahead of the mask. Above 0.
     alibi_slopes: fp32, (num_heads_q,) or (batch, num_heads_q), contiguous along heads: subtract

@@ -36,13 +36,12 @@ def a_case(**changes) -> Case:
 
 
 def visible(case: Case) -> np.ndarray:
-    if case.is_dense:
-        return ~case.hidden(np.random.default_rng(0))
     distance = (
         np.arange(case.seqlen_kv) - np.arange(case.seqlen_q)[:, None] - (case.seqlen_kv - case.seqlen_q)
     )
-    left = {"causal": case.seqlen_kv, "window": case.window}.get(case.mask)
-    return np.ones_like(distance, bool) if left is None else (-left <= distance) & (distance <= 0)
+    left = {"causal": case.seqlen_kv, "random_causal": case.seqlen_kv, "window": case.window}.get(case.mask)
+    seen = np.ones_like(distance, bool) if left is None else (-left <= distance) & (distance <= 0)
+    return seen & ~case.hidden(np.random.default_rng(0)) if case.is_dense else seen
 
 
 # Cases
@@ -736,7 +735,16 @@ def test_peers_decline_exactly_what_they_cannot_do():
     assert found == DECLINED
 
 
-@pytest.mark.parametrize("changes", [{}, {"mask": "causal"}, {"mask": "random"}, {"num_heads_kv": 2}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mask": "causal"},
+        {"mask": "random"},
+        {"mask": "random_causal", "seqlen_q": 48},
+        {"num_heads_kv": 2},
+    ],
+)
 def test_sdpa_gets_views_scale_and_mask_the_right_way_round(changes):
     torch = pytest.importorskip("torch")
     from torch.nn.attention import SDPBackend
@@ -758,6 +766,7 @@ def test_sdpa_gets_views_scale_and_mask_the_right_way_round(changes):
         {"mask": "window", "window": 9, "num_heads_kv": 2},
         {"mask": "window", "window": 9, "seqlen_q": 48},
         {"mask": "random"},
+        {"mask": "random_causal", "seqlen_q": 48},
         {"mask": "documents", "documents": 3},
     ],
 )

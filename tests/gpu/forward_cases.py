@@ -46,6 +46,8 @@ MASKINGS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (100, 20)},
     "causal_window": {"causal": True, "window_size": (65, -1)},
     "dense": {"mask": Mask()},
+    "dense_causal": {"mask": Mask(), "causal": True},
+    "dense_window": {"mask": Mask(), "window_size": (130, 40)},
 }
 HEADS = {"mha": ((3, 3), (2, 2)), "gqa": ((6, 2), (4, 1)), "packed": ((6, 2), (16, 1))}
 HEADS_THAT_DIVIDE_A_BOX = ((8, 2), (16, 1))  # for a tensor map whose box holds whole groups
@@ -91,10 +93,10 @@ def of_variant(variant: Variant, smaller: tuple[int, int]) -> list[Case]:
         ),
         "dense": (
             {"mask": Mask()},
-            {"mask": Mask("qk", "bool")},
+            {"mask": Mask("qk", "bool"), "causal": True},
             {"mask": Mask("k", alignment=4)},
-            {"mask": Mask("b1qk", alignment=4)},
-            {"mask": Mask("hqk", alignment=1, offset=1)},
+            {"mask": Mask("b1qk", alignment=4), "mask_type": "causal_top_left"},
+            {"mask": Mask("hqk", alignment=1, offset=1), "window_size": (keys + 7, 3)},
         ),
     }
     return [
@@ -124,13 +126,13 @@ def every_seqlen() -> list[Case]:
         dtype = spread.choice(list(HEAD_DIMS))
         head_dim, kv_heads = spread.choice(HEAD_DIMS[dtype]), spread.choice(KV_HEADS)
         options = dict(MASKINGS[masking])
-        if masking == "dense":
+        if "mask" in options:
             shape = (
                 spread.choice(("11qk", "qk", "k"))
                 if seqlen_q * seqlen_kv > 1 << 20
                 else spread.choice(MASK_SHAPES)
             )
-            options = {"mask": Mask(shape, spread.choice(("uint8", "bool")), spread.choice((1, 4, 16)))}
+            options["mask"] = Mask(shape, spread.choice(("uint8", "bool")), spread.choice((1, 4, 16)))
         # Of few queries, several batch entries.
         batch = max(1, min(16, 64 // max(1, seqlen_q)))
         found.append(Case(batch, seqlen_q, seqlen_kv, 16, kv_heads, head_dim, dtype, **options))
@@ -221,6 +223,38 @@ def dense_masks() -> list[Case]:
     ]
 
 
+def masks_and_ranges() -> list[Case]:
+    """A mask together with each diagonal and with windows: every alignment of the mask, broadcast or not,
+    tiles of each head dim, packed heads, more queries than keys and the other way round, rows that see
+    nothing of what is left, and more tiles than multiprocessors.
+    """
+    forms = (
+        Mask(content="random"),
+        Mask("qk", "bool", content="random"),
+        Mask("hqk", alignment=4, offset=3, content="blocks"),
+        Mask("b1qk", alignment=1, content="blocks"),
+        Mask("k", alignment=8, content="random"),
+        Mask("qk", content="nothing"),
+        Mask("h1k", content="all"),
+    )
+    ranges: tuple[dict[str, Any], ...] = (
+        {"causal": True},
+        {"mask_type": "causal_top_left"},
+        {"causal": True, "window_size": (200, 0)},
+        {"window_size": (0, 0)},
+        {"window_size": (130, -1)},
+        {"window_size": (-1, 130)},
+    )
+    sizes = ((1000, 1500), (1500, 1000), (257, 2049), (129, 128), (1, 3000), (3000, 1))
+    found = []
+    for n, (mask, options, (seqlen_q, seqlen_kv)) in enumerate(itertools.product(forms, ranges, sizes)):
+        dtype = ("fp16", "bf16", "fp16", "fp32")[n % 4]
+        head_dim = HEAD_DIMS[dtype][n // 4 % len(HEAD_DIMS[dtype])]
+        kv_heads = (8, 2)[n // 3 % 2]
+        found.append(Case(4, seqlen_q, seqlen_kv, 8, kv_heads, head_dim, dtype, mask=mask, **options))
+    return found
+
+
 def hidden_blocks() -> list[Case]:
     """Masks that hide whole blocks of keys from whole tiles, or everything: each head dim, with more tiles
     than multiprocessors, aligned and not, and a row or two of queries beside a boundary of tiles."""
@@ -303,7 +337,7 @@ def at_random(seed: int) -> Case:
     head_dim, other = (STEPS[dtype] * draw.randint(1, 256 // STEPS[dtype]) for _ in range(2))
     masking = draw.choice(list(MASKINGS))
     options = dict(MASKINGS[masking])
-    if masking == "dense":
+    if "mask" in options:
         content = draw.choice(("tiles", "random"))
         options["mask"] = Mask(
             draw.choice(MASK_SHAPES),
@@ -312,7 +346,7 @@ def at_random(seed: int) -> Case:
             draw.randint(0, 16),
             content,
         )
-    elif masking == "window":
+    if masking in ("window", "dense_window"):
         options["window_size"] = (draw.randint(-1, seqlen_kv), draw.randint(-1, seqlen_kv))
     elif masking == "causal_window":
         options["window_size"] = (draw.randint(0, seqlen_kv), 0)

@@ -108,6 +108,11 @@ def test_dense_mask(case):
     check(case, front_door, "cuda")
 
 
+@named(forward_cases.masks_and_ranges())
+def test_dense_mask_together_with_a_range(case):
+    check(case, front_door, "cuda")
+
+
 @named(forward_cases.hidden_blocks())
 def test_dense_mask_that_hides_whole_blocks(case):
     check(case, front_door, "cuda")
@@ -140,7 +145,7 @@ def test_random_problem(run):
     check(forward_cases.at_random(seed), front_door, "cuda", seed)
 
 
-@pytest.mark.parametrize("masking", ["none", "bottom_right", "window", "dense"])
+@pytest.mark.parametrize("masking", ["none", "bottom_right", "window", "dense", "dense_causal"])
 @pytest.mark.parametrize("dtype", forward_cases.STEPS)
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
 def test_bits_repeat_when_the_gpu_is_full(head_dim, dtype, masking):
@@ -226,7 +231,7 @@ def test_one_packed_tensor_of_q_k_and_v(dtype, kv_heads):
 @pytest.mark.parametrize("masking", forward_cases.MASKINGS)
 def test_three_dimensions_give_the_bits_of_four(masking):
     options = dict(forward_cases.MASKINGS[masking])
-    if masking == "dense":
+    if "mask" in options:
         options["mask"] = Mask("hqk")
     arrays = make(Case(1, 150, 210, 4, 2, 80, "bf16", **options), "cuda", new_seed())
     out, lse = call_without_out(arrays)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from flashgen import errors
 from flashgen.operators.arguments import ArrayView, check_memory
 from flashgen.operators.attention import ARGUMENTS, MAX_SEQLEN, MIN_SCALE, UNBOUNDED, normalise, simplify
+from flashgen.operators.masks import Band
 
 
 def view(shape, dtype="fp16", *, strides=None, device=0):
@@ -47,8 +48,17 @@ def test_simplify_hides_the_same_keys_and_leaves_no_side_that_hides_nothing(rows
     assert (kind != "causal") or (left, right) == (UNBOUNDED, 0)
 
 
-def test_simplify_keeps_a_dense_mask():
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(-12, 12), sides, sides)
+def test_simplify_keeps_a_dense_mask_and_treats_its_band_alike(rows, keys, offset, left, right):
+    _, *alone = simplify("local", rows, keys, offset, left, right)
+    assert simplify("dense", rows, keys, offset, left, right) == ("dense", *alone)
+
+
+def test_a_band_beside_a_mask_that_hides_nothing_is_dropped():
     assert simplify("dense", 1, 1, 3, 4, 5) == ("dense", 0, UNBOUNDED, UNBOUNDED)
+    one_query = {"q": (2, 1, 4, 64), "mask": view((1, 7), "bool")}
+    assert call(causal=True, **one_query) == call(**one_query)
+    assert call(mask=MASK, window_size=(11, 6)) == call(mask=MASK)
 
 
 @given(st.integers(0, 6), st.integers(0, 6), st.integers(-1, 8), st.integers(-1, 8), st.booleans())
@@ -278,11 +288,40 @@ def test_mask_strides():
 
 
 MASK = view((5, 7), "bool")
+TOGETHER = [
+    {"causal": True},
+    {"mask_type": 2},
+    {"mask_type": "causal_top_left"},
+    {"mask_type": 3},
+    {"mask_type": "causal_bottom_right"},
+    {"window_size": (1, 0)},
+    {"window_size": (-1, 1)},
+    {"window_size": (1, -1)},
+    {"causal": True, "window_size": (1, -1)},
+]
+
+
+@pytest.mark.parametrize("options", TOGETHER, ids=str)
+def test_a_mask_goes_with_a_diagonal_and_with_a_window(options):
+    alone, both = call(**options), call(mask=MASK, **options)
+    assert alone.mask_type in ("causal", "local")
+    assert both.mask_type == "dense"
+    assert Band.of(both) == Band.of(alone)
+    assert both.array("mask").strides == (0, 0, 7)
+    if "mask_type" not in options:
+        assert (
+            call(mask=MASK, mask_type="dense", **options) == call(mask=MASK, mask_type=1, **options) == both
+        )
+
+
 CONTRADICTIONS = [
-    {"mask": MASK, "causal": True},
     {"mask": MASK, "mask_type": "none"},
-    {"mask": MASK, "mask_type": 2},
-    {"mask": MASK, "window_size": (3, 0)},
+    {"mask": MASK, "mask_type": 0, "causal": True},
+    {"mask": MASK, "mask_type": 0, "window_size": (3, 0)},
+    {"mask": MASK, "mask_type": 2, "causal": True},
+    {"mask": MASK, "mask_type": 2, "window_size": (3, 0)},
+    {"mask": MASK, "causal": True, "window_size": (3, 1)},
+    {"mask": MASK, "mask_type": 3, "window_size": (-1, 4)},
     {"causal": True, "mask_type": 0},
     {"causal": True, "mask_type": "causal_top_left"},
     {"causal": True, "window_size": (3, 1)},
@@ -306,9 +345,10 @@ def test_options_that_contradict_each_other(options):
         call(**options)
 
 
-def test_dense_without_a_mask():
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (3, 0)}], ids=str)
+def test_dense_without_a_mask(options):
     with pytest.raises(errors.NullPointer, match="mask"):
-        call(mask_type="dense")
+        call(mask_type="dense", **options)
 
 
 def test_every_error_is_the_builtin_that_a_caller_would_catch():

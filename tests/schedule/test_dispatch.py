@@ -59,6 +59,8 @@ def problem(**changes):
         "mask_strides": None,
         "return_lse": False,
     }
+    if changes.get("mask_type") == "causal":
+        fields["window_right"] = 0
     return make_problem(**(fields | changes))
 
 

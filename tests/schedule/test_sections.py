@@ -21,7 +21,7 @@ CALL = problem(
     mask_type="causal",
     diagonal_offset=0,
     window_left=UNBOUNDED,
-    window_right=UNBOUNDED,
+    window_right=0,
     softmax_scale=0.25,
     q_strides=(4096 * 2048, 2048, 128),
     k_strides=(4096 * 2048, 2048, 128),
@@ -45,6 +45,8 @@ def call_for(variant, batch, kv_heads, seqlen, group=1):
         num_heads_kv=kv_heads,
         num_heads_q=kv_heads * group,
         mask_type=variant.mask_type,
+        window_left=1024 if variant.mask_type == "local" else UNBOUNDED,
+        window_right=0 if variant.mask_type in ("causal", "local") else UNBOUNDED,
         mask_strides=(0, 0, 4096) if variant.mask_type == "dense" else None,
     )
 
@@ -130,3 +132,14 @@ def test_tiles_that_are_equally_long_go_in_sections_of_one_wave():
     size, count = sections(call, variant, H200)
     # 17 heads would be the first to fill the device; 256 of them are cut evenly.
     assert (size, count, row_blocks_of(call, variant)) == (16, 16, 8)
+
+
+@given(
+    st.sampled_from([v for v in SHIPPED if v.mask_type == "dense"]), st.integers(1, 64), st.integers(1, 9000)
+)
+def test_a_diagonal_beside_a_mask_cuts_the_grid_as_it_does_alone(variant, kv_heads, seqlen):
+    """And a mask alone as none."""
+    alone = call_for(variant, 2, kv_heads, seqlen)
+    diagonal = replace(alone, window_right=0)
+    for call, mask_type in ((alone, "none"), (diagonal, "causal")):
+        assert sections(call, variant, H200) == sections(replace(call, mask_type=mask_type), variant, H200)

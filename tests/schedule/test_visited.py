@@ -29,7 +29,7 @@ def test_it_counts_the_blocks_with_a_visible_key(target, gqa, seqlen_q, seqlen_k
         mask_type="causal" if causal else "local",
         diagonal_offset=seqlen_kv - seqlen_q,
         window_left=UNBOUNDED if causal else left,
-        window_right=UNBOUNDED if causal else right,
+        window_right=0 if causal else right,
     )
     variant = VARIANTS[target, 32 if target == "sm80" else 128, call.mask_type, gqa]
     block_m, block_n = variant.tile_value("block_m"), variant.tile_value("block_n")
@@ -71,7 +71,36 @@ def test_of_many_row_blocks_a_sample_is_enough():
 
 
 def test_every_tile_visits_all_keys_of_a_call_that_hides_none():
-    call = replace(CALL, mask_type="none", seqlen_q=4096, seqlen_kv=1000)
+    call = replace(CALL, mask_type="none", window_right=UNBOUNDED, seqlen_q=4096, seqlen_kv=1000)
     variant = VARIANTS["sm90", 256, "none", "mha"]
     keys = -(-1000 // variant.tile_value("block_n")) * variant.tile_value("block_n")
     assert visited_keys(call, variant) == (keys, keys)
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+@pytest.mark.parametrize("gqa", ["gqa", "packed"])
+@given(
+    st.integers(1, 700), st.integers(1, 900), st.integers(0, 300), st.integers(0, 50), st.integers(-300, 300)
+)
+def test_of_a_mask_it_counts_the_blocks_of_its_band(target, gqa, seqlen_q, seqlen_kv, left, right, offset):
+    group = 2 if gqa == "packed" else 1
+    band = {"diagonal_offset": offset, "window_left": left, "window_right": right}
+    sizes = {"seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv, "num_heads_kv": 8}
+    call = replace(CALL, mask_type="dense", **sizes, **band)
+    variant = VARIANTS[target, 128, "dense", gqa]
+    block_m, block_n = variant.tile_value("block_m"), variant.tile_value("block_n")
+    blocks = []
+    for first in range(0, seqlen_q * group, block_m):
+        queries = range(first // group, -(-min(first + block_m, seqlen_q * group) // group))
+        low = max(0, queries[0] + offset - left)
+        high = min(seqlen_kv, queries[-1] + offset + right + 1)
+        blocks.append(max(0, -(-high // block_n) - low // block_n))
+    mean, most = visited_keys(call, variant)
+    assert most == max(blocks) * block_n
+    assert mean == pytest.approx(sum(blocks) / len(blocks) * block_n)
+
+
+def test_a_mask_alone_counts_as_one_that_hides_nothing():
+    call = replace(CALL, mask_type="dense", window_right=UNBOUNDED, seqlen_q=4096, seqlen_kv=1000)
+    variant = VARIANTS["sm90", 128, "dense", "mha"]
+    assert visited_keys(call, variant) == (1024, 1024)

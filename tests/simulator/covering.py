@@ -64,10 +64,14 @@ def shapes(variant: Variant) -> list[Shape]:
     mapped = any(param.ctype == TENSOR_MAP for param in variant.params)
     heads, kv_heads = (2, 2) if variant.gqa == "mha" else (4 if mapped else 3, 1)
     window = {"window": (keys, 3)} if variant.mask_type == "local" else {}
+    # A mask alone, and one together with a causal diagonal.
+    beside = {"window": (-1, 0)} if variant.mask_type == "dense" else {}
     short = {"head_dim": variant.head_dim - step, "head_dim_v": variant.head_dim_v - 2 * step}
     wide = {"head_dim": smaller + step, "head_dim_v": variant.head_dim_v}
     return [
         Shape(rows // heads + 17, 2 * keys + 5, heads, kv_heads, **short, **window),
         Shape(7, 3 * keys - 1, heads, kv_heads, batch=2, **wide, mask="k", mask_alignment=1),
-        Shape(rows // 2 + keys, keys, heads, kv_heads, mask="hqk", mask_alignment=4, return_lse=False),
+        Shape(
+            rows // 2 + keys, keys, heads, kv_heads, mask="hqk", mask_alignment=4, return_lse=False, **beside
+        ),
     ]

@@ -54,6 +54,8 @@ DENSE_TURNS = "flash_fwd_hdim96_fp16_dense_sm80"
 RAGGED = Shape(seqlen_q=100, seqlen_kv=150, heads=2)
 SHORT_HEAD = Shape(seqlen_q=70, seqlen_kv=100, heads=2, head_dim=24)
 NARROW_V = Shape(seqlen_q=70, seqlen_kv=100, heads=2, head_dim=24, head_dim_v=8)
+MASKED_CAUSAL = Shape(seqlen_q=100, seqlen_kv=150, heads=2, window=(-1, 0))
+MASKED_WINDOW = Shape(seqlen_q=100, seqlen_kv=150, heads=2, window=(40, 15))
 LONG = Shape(seqlen_q=300, seqlen_kv=520, heads=1)
 # Scores of a standard deviation of 8, so that the running maximum moves.
 WIDE = Shape(seqlen_q=100, seqlen_kv=300, heads=2, spread=8.0)
@@ -127,6 +129,46 @@ FAULTS = (
         NUMBERS,
         "const int owner = row * kLanesPerRow + i * kKeysPerWord / kLaneKeys;",
         "const int owner = row * kLanesPerRow + i * kKeysPerWord / kLaneKeys ^ 1;",
+    ),
+    fault(
+        "range beside a mask ends one key late",
+        DENSE,
+        MASKED_WINDOW,
+        NUMBERS,
+        "params.window_right + 1)",
+        "params.window_right + 2)",
+    ),
+    fault(
+        "range beside a mask begins one key early",
+        DENSE_TURNS,
+        MASKED_WINDOW,
+        NUMBERS,
+        "max(0, diagonal - params.window_left)",
+        "max(0, diagonal - params.window_left - 1)",
+    ),
+    fault(
+        "end of the range beside a mask ignored",
+        DENSE_TURNS,
+        MASKED_CAUSAL,
+        NUMBERS,
+        "? keys.end - first_key - lane_key",
+        "? params.seqlen_kv - first_key - lane_key",
+    ),
+    fault(
+        "begin of the range beside a mask ignored",
+        DENSE,
+        MASKED_WINDOW,
+        NUMBERS,
+        "if (word_keys_before > 0) words",
+        "if (false) words",
+    ),
+    fault(
+        "first block of the range beside a mask left out",
+        DENSE,
+        MASKED_WINDOW,
+        NUMBERS,
+        "return {keys.begin / kBlockN, (keys.end",
+        "return {keys.begin / kBlockN + 1, (keys.end",
     ),
     # Softmax.
     fault(

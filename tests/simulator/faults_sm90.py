@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from flashgen.simulator.example import Shape
 from simulator.faults import BOUNDS, NUMBERS, WRONG, Fault, fault
 
@@ -21,6 +23,10 @@ LONG = Shape(seqlen_q=200, seqlen_kv=600, heads=2)
 CAUSAL = Shape(seqlen_q=300, seqlen_kv=500, heads=1)
 SLIDING = Shape(seqlen_q=300, seqlen_kv=500, heads=1, window=(150, 20))
 GROUPED = Shape(seqlen_q=50, seqlen_kv=400, heads=4, kv_heads=1)
+# A mask and a range together; the range of the last tile lies behind every key.
+MASKED_CAUSAL = Shape(seqlen_q=200, seqlen_kv=400, heads=1, window=(-1, 0))
+MASKED_WINDOW = Shape(seqlen_q=200, seqlen_kv=400, heads=1, window=(150, 20))
+NOTHING_LEFT = Shape(seqlen_q=700, seqlen_kv=100, heads=1, window=(30, 30), top_left=True)
 # Scores of a standard deviation of 8, so that the running maximum moves.
 WIDE = Shape(seqlen_q=130, seqlen_kv=600, heads=1, spread=8.0)
 STEEP = Shape(seqlen_q=130, seqlen_kv=600, heads=1, spread=40.0)
@@ -588,6 +594,55 @@ FAULTS = (
         "kMaskIndexOffset);\n        mbarrier_arrive(barriers.mask_empty(mask_ring.stage));\n",
         "kMaskIndexOffset);\n",
         variant=DENSE,
+    ),
+    # A range of keys beside the mask.
+    planted(
+        "range beside a mask ends one key late",
+        NUMBERS,
+        "params.window_right + 1)",
+        "params.window_right + 2)",
+        variant=DENSE,
+        shape=MASKED_WINDOW,
+    ),
+    planted(
+        "range beside a mask begins one key early",
+        NUMBERS,
+        "max(0, diagonal - params.window_left)",
+        "max(0, diagonal - params.window_left - 1)",
+        variant=DENSE,
+        shape=MASKED_WINDOW,
+    ),
+    planted(
+        "range beside a mask ignored within a block",
+        NUMBERS,
+        "if (!kWhole && !inside) {",
+        "if (false) {",
+        variant=DENSE,
+        shape=MASKED_CAUSAL,
+    ),
+    planted(
+        "bytes of the mask hidden as if the words began at the lane's first key",
+        NUMBERS,
+        "64 * piece + 4 * i - shift;",
+        "64 * piece + 4 * i;",
+        variant=DENSE,
+        shape=dataclasses.replace(MASKED_CAUSAL, mask_alignment=1),
+    ),
+    planted(
+        "block at the begin of the range taken for one inside",
+        NUMBERS,
+        "first_key >= every.begin && ",
+        "",
+        variant=DENSE,
+        shape=MASKED_WINDOW,
+    ),
+    planted(
+        "a tile without a range is not ended",
+        STUCK,
+        "min(blocks.first, blocks.last + 1) - 1;",
+        "blocks.first - 1;",
+        variant=DENSE,
+        shape=NOTHING_LEFT,
     ),
     # Turns and registers.
     planted(

@@ -16,7 +16,7 @@ from flashgen.operators.masks import UNBOUNDED, Band
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-MASKS = ("none", "causal", "window", "random", "documents")
+MASKS = ("none", "causal", "window", "random", "random_causal", "documents")
 CLOCKS = ("stream", "graph")
 
 _PREFILL_TOKENS = 16_384
@@ -31,11 +31,11 @@ class Case:
     """One attention problem to time. ``head_dim_v`` None: v has the head dim of q and k.
 
     ``mask`` is one of ``none``; ``causal``; ``window``: causal, and ``window`` keys back at most;
-    ``random``: a dense mask that hides each key with probability 1/8; ``documents``: a dense mask that keeps
-    ``documents`` equal blocks on the diagonal. ``clock`` is ``stream`` (events around calls) or ``graph``
-    (events around replays of a CUDA graph, for kernels shorter than a call's host time). ``baseline`` names
-    the case of the same grid that this one is set against, in the same rounds; ``loss_limit`` is the share
-    of that case's rate that this one may lose.
+    ``random``: a dense mask that hides each key with probability 1/8; ``random_causal``: that and causal
+    together; ``documents``: a dense mask that keeps ``documents`` equal blocks on the diagonal. ``clock`` is
+    ``stream`` (events around calls) or ``graph`` (events around replays of a CUDA graph, for kernels shorter
+    than a call's host time). ``baseline`` names the case of the same grid that this one is set against, in
+    the same rounds; ``loss_limit`` is the share of that case's rate that this one may lose.
     """
 
     name: str
@@ -76,12 +76,17 @@ class Case:
     @property
     def is_dense(self) -> bool:
         """Whether the case needs a mask array."""
-        return self.mask in ("random", "documents")
+        return self.mask in ("random", "random_causal", "documents")
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the diagonal alone, or beside a dense mask, bounds the keys."""
+        return self.mask in ("causal", "random_causal")
 
     @property
     def band(self) -> Band:
         """Which keys a query may see, apart from a dense mask."""
-        if self.mask not in ("causal", "window"):
+        if not self.is_causal and self.mask != "window":
             return Band()
         left = self.window if self.mask == "window" else UNBOUNDED
         return Band(self.seqlen_kv - self.seqlen_q, left, 0)
@@ -91,10 +96,11 @@ class Case:
         """Query-key pairs of one head that count as work.
 
         Half of all for ``causal``, the exact number of visible pairs for ``window`` and ``documents``, all
-        for ``random``: no tile of a random mask is empty, so no kernel can leave any out.
+        for ``random``: no tile of a random mask is empty, so no kernel can leave any out. ``random_causal``
+        counts as ``causal``.
         """
         everything = self.seqlen_q * self.seqlen_kv
-        if self.mask == "causal":
+        if self.is_causal:
             return everything / 2
         if self.mask == "window":
             ranges = (self.band.keys_of_every(row, row + 1, self.seqlen_kv) for row in range(self.seqlen_q))
@@ -120,7 +126,7 @@ class Case:
 
     def hidden(self, rng: np.random.Generator) -> np.ndarray:
         """The dense mask, bool (seqlen_q, seqlen_kv), True where the key is hidden. Only for dense cases."""
-        if self.mask == "random":
+        if self.mask in ("random", "random_causal"):
             return rng.random((self.seqlen_q, self.seqlen_kv), dtype=np.float32) < 0.125
         if self.mask == "documents":
             document_q = np.arange(self.seqlen_q) * self.documents // self.seqlen_q
@@ -237,6 +243,7 @@ def _masks() -> Grid:
     cases = [
         case("full"),
         case("dense random", mask="random", baseline="full"),
+        case("dense random causal", mask="random_causal", baseline="full"),
         case("dense documents", mask="documents", documents=4, baseline="full"),
         case("causal", mask="causal"),
         case("window 1k", mask="window", window=1024, baseline="causal"),

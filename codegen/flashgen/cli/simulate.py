@@ -46,6 +46,7 @@ Examples:
   flashgen simulate flash_fwd_hdim64_fp16_causal_sm80 --seqlen-q 300
   flashgen simulate flash_fwd_hdim64_bf16_packgqa_sm80 --heads 8 --kv-heads 2
   flashgen simulate flash_fwd_hdim64_fp16_local_sm80 --window 64 0 --seeds 20
+  flashgen simulate flash_fwd_hdim64_fp16_dense_sm80 --window -1 0
   flashgen simulate flash_fwd_hdim64_fp16_sm80 --json | jq .accesses
   flashgen simulate flash_fwd_hdim128_fp16_causal_sm90 --multiprocessors 2
   flashgen simulate flash_fwd_hdim64_fp16_sm80 --debug kernel
@@ -63,7 +64,9 @@ forbids, is too far from float64, or gives other bits under another order.
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Batch entries.")
 @click.option("--head-dim", type=click.IntRange(1), help="Head dim of the call. [default: that of NAME]")
 @click.option("--head-dim-v", type=click.IntRange(1), help="That of v. [default: the same, if NAME holds it]")
-@click.option("--window", type=int, nargs=2, metavar="LEFT RIGHT", help="For local variants; -1 is no bound.")
+@click.option(
+    "--window", type=int, nargs=2, metavar="LEFT RIGHT", help="For local and dense variants; -1 is no bound."
+)
 @click.option(
     "--multiprocessors",
     type=click.IntRange(1),

@@ -83,9 +83,9 @@ class AttentionProblem(Problem):
     Key j is visible to query i iff ``p - window_left <= j <= p + window_right``, where
     ``p = i + diagonal_offset``, and the dense mask, if any, is zero there; a side that is ``UNBOUNDED`` hides
     nothing. ``mask_type`` is what a kernel must implement: ``none``, ``causal`` (bounded on the right only,
-    ``window_right`` 0), ``local`` or ``dense``. ``score`` is the score modification, if any;
-    ``score_scalars`` are its numbers, NaN until a call gives them, and ``score_sizes`` the sizes of symbols
-    that are its own.
+    ``window_right`` 0), ``local``, or ``dense``, whose keys may be bounded too. ``score`` is the score
+    modification, if any; ``score_scalars`` are its numbers, NaN until a call gives them, and ``score_sizes``
+    the sizes of symbols that are its own.
     """
 
     batch: int
@@ -289,19 +289,20 @@ def simplify(
 
     A side of the band that even the row nearest to it does not reach is unbounded; a band without a left side
     is causal, with its right side folded into the offset; one without sides is no mask. So a causal call with
-    one query, or a window longer than the keys, takes the kernel without masks. A dense mask stays as it is.
+    one query, or a window longer than the keys, takes the kernel without masks. A dense mask stays, and its
+    band is simplified alike.
     """
-    if mask_type == "dense":
-        return "dense", 0, UNBOUNDED, UNBOUNDED
     if seqlen_q == 0 or seqlen_kv == 0 or right >= UNBOUNDED or diagonal_offset + right >= seqlen_kv - 1:
         right = UNBOUNDED
     if seqlen_q == 0 or seqlen_kv == 0 or left >= UNBOUNDED or seqlen_q - 1 + diagonal_offset - left <= 0:
         left = UNBOUNDED
     if left < UNBOUNDED:
-        return "local", diagonal_offset, left, right
-    if right < UNBOUNDED:
-        return "causal", diagonal_offset + right, UNBOUNDED, 0
-    return "none", 0, UNBOUNDED, UNBOUNDED
+        kind, offset = "local", diagonal_offset
+    elif right < UNBOUNDED:
+        kind, offset, right = "causal", diagonal_offset + right, 0
+    else:
+        kind, offset = "none", 0
+    return "dense" if mask_type == "dense" else kind, offset, left, right
 
 
 def _check_devices(views: dict[str, ArrayView]) -> None:
@@ -390,21 +391,20 @@ def _mask_semantics(
     seqlen_kv: int,
 ) -> tuple[str, int, int, int]:
     name = _mask_type_name(mask_type)
+    if name == "dense" and not has_mask:
+        raise NullPointer("mask_type 'dense' needs mask, which is None")
     if causal:
-        if name not in (None, "causal_bottom_right"):
+        if name not in (None, "dense", "causal_bottom_right"):
             raise BadParam(f"causal=True means mask_type 'causal_bottom_right', but mask_type is {name!r}")
         name = "causal_bottom_right"
     if name is None:
         name = "dense" if has_mask else "none"
-    if has_mask and name != "dense":
-        raise BadParam(
-            f"a mask was given, but {'causal=True' if causal else f'mask_type {name!r}'} takes none"
-        )
-    if name == "dense" and not has_mask:
-        raise NullPointer("mask_type 'dense' needs mask, which is None")
+    if has_mask and name == "none":
+        raise BadParam("a mask was given, but mask_type 'none' takes none; leave mask_type out")
+    kind = "dense" if has_mask else "local"
     left, right = _window(window_size)
     windowed = (left, right) != (-1, -1)
-    if windowed and name in ("dense", "causal_top_left"):
+    if windowed and name == "causal_top_left":
         raise BadParam(f"window_size is {(left, right)}, but mask_type {name!r} takes no window")
     if name == "causal_bottom_right":
         if right > 0:
@@ -413,12 +413,10 @@ def _mask_semantics(
             )
         right = 0
     elif name == "causal_top_left":
-        return "local", 0, UNBOUNDED, 0
-    elif name == "dense":
-        return "dense", 0, UNBOUNDED, UNBOUNDED
+        return kind, 0, UNBOUNDED, 0
     left = UNBOUNDED if left < 0 else min(left, UNBOUNDED)
     right = UNBOUNDED if right < 0 else min(right, UNBOUNDED)
-    return "local", seqlen_kv - seqlen_q, left, right
+    return kind, seqlen_kv - seqlen_q, left, right
 
 
 def sees_no_later_key(causal: bool, mask_type: int | str | None, window_size: Any) -> bool:

@@ -40,6 +40,11 @@ class Band:
         """That of a problem; a dense mask may hide more."""
         return cls(problem.diagonal_offset, problem.window_left, problem.window_right)
 
+    @property
+    def bounded(self) -> bool:
+        """Whether a side hides keys."""
+        return min(self.left, self.right) < UNBOUNDED
+
     def keys_of_some(self, first_row: int, end_row: int, seqlen_kv: int) -> tuple[int, int]:
         """The keys [begin, end) that at least one row of [first_row, end_row) sees; begin = end if none."""
         begin, end = self._limits(first_row, end_row - 1, seqlen_kv)

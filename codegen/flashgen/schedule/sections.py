@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+from flashgen.operators.masks import UNBOUNDED, Band
 from flashgen.schedule.grid import ROWS, blocks_at_a_time, heads, row_blocks
 
 if TYPE_CHECKING:
@@ -25,23 +26,24 @@ def sections(problem: AttentionProblem, variant: Variant, device: Device) -> Sec
     """How a variant's grid is cut.
 
     A section of as many tiles as multiprocessors is enough to share keys and values. Where tiles differ in
-    length (causal, local) they also have to balance, and the section is larger, but with more heads than a
-    third of the multiprocessors too few tiles of a head run at a time. Under a causal mask, where lengths
-    differ most, a section may have more heads, as long as L2 holds their keys and values and at least three
-    tiles and 384 rows of each head run at a time.
+    length (causal or a window, also beside a dense mask) they also have to balance, and the section is
+    larger, but with more heads than a third of the multiprocessors too few tiles of a head run at a time.
+    Under causal, where lengths differ most, a section may have more heads, as long as L2 holds their keys and
+    values and at least three tiles and 384 rows of each head run at a time.
     """
     total = heads(problem, variant) * problem.batch
     if total == 0:
         return Sections(1, 1)  # not launched, but it has a struct
     group = heads(problem, variant) // problem.num_heads_kv
     tiles_of_head = max(1, row_blocks(problem, variant))
-    uneven = problem.mask_type in ("causal", "local")
+    band = Band.of(problem)
+    uneven = band.bounded
     if uneven and variant.grid.persistent:
         return _whole_rounds(total, group, tiles_of_head, blocks_at_a_time(variant, device))
     wanted = -(-device.num_sms // tiles_of_head)
     if uneven:
         wanted = max(wanted, device.num_sms // 3)
-    if problem.mask_type == "causal":
+    if uneven and band.left >= UNBOUNDED:
         together = max(3, -(-384 // variant.grid.tile(ROWS)))
         kept = device.l2_bytes // max(1, _key_bytes(problem, variant))
         wanted = max(wanted, min(blocks_at_a_time(variant, device) // together, kept))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from flashgen.operators.masks import UNBOUNDED, Band
 from flashgen.schedule.grid import ROWS, row_blocks, rows, rows_ahead
 
 if TYPE_CHECKING:
@@ -17,7 +18,8 @@ _SAMPLES = 32
 def visited_keys(problem: AttentionProblem, variant: Variant) -> tuple[float, int]:
     """Keys that a tile of the variant visits, in whole KV blocks: the mean over the row blocks of a head, and
     the most. Where parts of a tile skip KV blocks of their own, the mean is over what each of them visits. A
-    dense mask counts as one that hides nothing. Without ``visits`` in the spec, a tile visits all keys.
+    dense mask counts as one that hides nothing but what its band does. Without ``visits`` in the spec, a tile
+    visits all keys.
     """
     visits = variant.visits
     if visits is None:
@@ -25,12 +27,13 @@ def visited_keys(problem: AttentionProblem, variant: Variant) -> tuple[float, in
     block_m, block_n, part = variant.grid.tile(ROWS), visits.keys, visits.rows
     everything = -(-problem.seqlen_kv // block_n) * block_n
     blocks = row_blocks(problem, variant)
-    if problem.mask_type not in ("causal", "local") or not blocks:
+    band = Band.of(problem)
+    if not band.bounded or not blocks:
         return everything, everything
     count = min(blocks, _SAMPLES)
     ahead = rows_ahead(problem, variant)
     # A part of which no row is there visits what the one before it does, unless the mask has windows.
-    idles = variant.grid.from_last_row > 0 or problem.mask_type == "local"
+    idles = variant.grid.from_last_row > 0 or band.left < UNBOUNDED
     total, most = 0, 0
     for sample in range(count):
         first_row = (2 * sample + 1) * blocks // (2 * count) * block_m - ahead
@@ -51,9 +54,8 @@ def _keys_of(problem: AttentionProblem, variant: Variant, first_row: int, count:
     if first_row < 0 or end_row <= first_row:
         return 0
     group = problem.group_size if variant.gqa == "packed" else 1
-    left, right = (problem.window_left, problem.window_right) if problem.mask_type == "local" else (None, 0)
     first = first_row // group + problem.diagonal_offset
     last = (end_row - 1) // group + problem.diagonal_offset
-    begin = 0 if left is None else max(0, first - left) // block_n
-    end = -(-min(problem.seqlen_kv, last + right + 1) // block_n)
+    begin = max(0, first - problem.window_left) // block_n
+    end = -(-min(problem.seqlen_kv, last + problem.window_right + 1) // block_n)
     return max(0, end - begin) * block_n

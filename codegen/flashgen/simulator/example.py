@@ -36,10 +36,11 @@ class Shape:
     """The sizes of a problem. ``head_dim`` None is the variant's own, ``head_dim_v`` None the same as far as
     the variant holds it, ``kv_heads`` None as many as fit it.
 
-    ``window`` is that of a ``local`` variant, aligned bottom-right; ``top_left`` aligns a causal one there.
-    ``mask`` is the shape of a dense mask by the extents it has in full, such as "bhqk", "qk", "1hqk" or "k",
-    and ``mask_alignment`` the bytes to which its rows are aligned. Queries are ``spread`` times normal
-    numbers. ``gap`` is the bytes between rows, a multiple of 16.
+    ``window`` is that of a ``local`` variant, or of a ``dense`` one beside its mask, where None is none; it
+    is aligned bottom-right, and -1 is no bound. ``top_left`` aligns it, or a causal diagonal, there. ``mask``
+    is the shape of a dense mask by the extents it has in full, such as "bhqk", "qk", "1hqk" or "k", and
+    ``mask_alignment`` the bytes to which its rows are aligned. Queries are ``spread`` times normal numbers.
+    ``gap`` is the bytes between rows, a multiple of 16.
     """
 
     seqlen_q: int = 128
@@ -147,14 +148,13 @@ def _kv_heads(variant: Variant, shape: Shape) -> int:
 def _masked(problem: AttentionProblem, variant: Variant, shape: Shape) -> AttentionProblem:
     """The problem with the variant's own mask type, even where a simpler kernel would hide the same keys."""
     offset = 0 if shape.top_left else problem.seqlen_kv - problem.seqlen_q
-    if variant.mask_type == "causal":
-        band = (offset, UNBOUNDED, 0)
-    elif variant.mask_type == "local":
-        left, right = shape.window or (max(1, problem.seqlen_kv // 4), 0)
-        band = (offset, UNBOUNDED if left < 0 else left, UNBOUNDED if right < 0 else right)
-    else:
+    if variant.mask_type == "none" or (variant.mask_type == "dense" and shape.window is None):
         return problem
-    offset, left, right = band
+    if variant.mask_type == "causal":
+        left, right = -1, 0
+    else:
+        left, right = shape.window or (max(1, problem.seqlen_kv // 4), 0)
+    left, right = (UNBOUNDED if side < 0 else side for side in (left, right))
     return dataclasses.replace(
         problem, mask_type=variant.mask_type, diagonal_offset=offset, window_left=left, window_right=right
     )

@@ -156,6 +156,9 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
 }
 
+// No instruction: the compiler forgets what it knows of the value.
+__device__ __forceinline__ void opaque(int& value) { asm volatile("" : "+r"(value)); }
+
 // No instruction: keeps the compiler from moving uses of registers that a wgmma works on across this point.
 template <int kCount>
 __device__ __forceinline__ void pin_registers(float (&registers)[kCount]) {

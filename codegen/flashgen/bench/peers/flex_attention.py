@@ -54,8 +54,10 @@ class FlexAttention:
 
 def _rule(case: Case, inputs: Inputs) -> Callable[[Any, Any, Any, Any], Any]:
     """Whether a query sees a key, as a function of their indices."""
+    offset, window = case.seqlen_kv - case.seqlen_q, case.window
     if inputs.mask is not None:
         visible = ~inputs.mask
+        if case.is_causal:
+            return lambda batch, head, query, key: visible[query, key] & (key <= query + offset)
         return lambda batch, head, query, key: visible[query, key]
-    offset, window = case.seqlen_kv - case.seqlen_q, case.window
     return lambda batch, head, query, key: (key <= query + offset) & (key >= query + offset - window)

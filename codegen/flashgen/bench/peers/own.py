@@ -41,7 +41,7 @@ class Flashgen:
             first.q,
             first.k,
             first.v,
-            causal=case.mask == "causal",
+            causal=case.is_causal,
             window_size=(case.window, 0) if case.mask == "window" else (-1, -1),
             mask=first.mask,
             out=first.out,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from flashgen.operators.masks import hidden_keys
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -54,7 +56,7 @@ class TorchSdpa:
         # SDPA wants (batch, heads, seqlen, head_dim), for which a view is enough, and True for the keys that
         # stay.
         views = [(s.q.transpose(1, 2), s.k.transpose(1, 2), s.v.transpose(1, 2)) for s in sets]
-        visible = [None if s.mask is None else ~s.mask for s in sets]
+        visible = [_visible(case, s.mask) for s in sets]
 
         def run(index: int) -> Any:
             q, k, v = views[index]
@@ -70,3 +72,13 @@ class TorchSdpa:
             return out.transpose(1, 2)
 
         return run
+
+
+def _visible(case: Case, mask: Any) -> Any:
+    """Which keys a query sees, for a case with a mask array: SDPA takes no diagonal beside one."""
+    if mask is None:
+        return None
+    import torch
+
+    rows, keys = (torch.arange(count, device=mask.device) for count in mask.shape)
+    return ~hidden_keys(case.band, mask, rows[:, None], keys)

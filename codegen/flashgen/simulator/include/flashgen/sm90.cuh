@@ -130,6 +130,8 @@ inline void wgmma_wait(flashgen::simulator::Location where = flashgen::simulator
     flashgen::simulator::warpgroup_wait(kPending, where);
 }
 
+inline void opaque(int& value) { (void)value; }
+
 template <int kCount>
 inline void pin_registers(float (&registers)[kCount],
                           flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
