@@ -87,7 +87,7 @@ struct Params {
     int32_t window_left;                  // keys before the diagonal that a query attends to
     int32_t window_right;                 // and after it
     int32_t mask_vector_width;            // bytes to which the mask's rows are aligned: 16, 4 or 1
-    float scale_log2;                     // softmax_scale * log2(e), above 0
+    float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
 };
 static_assert(sizeof(Params) == 264 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
 static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, mask) == 40);
@@ -615,11 +615,11 @@ __device__ __forceinline__ void apply_mask(const WarpMask& mask, float (&scores)
     });
 }
 
-// What happens to S between Q . K^T and softmax, block by block, masked or not. The scores are those of a warp's MMA tiles from row
-// `row_in_tile` of the tile and key `first_key` on.
+// What happens to S between Q . K^T and softmax, block by block, masked or not.
+// The scores are those of a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
 template <int kTiles>
-__device__ __forceinline__ void finish_scores(const Tile& tile, float (&scores)[kTiles][kKeyTiles][4], const WarpMask& mask,
-                                              int row_in_tile, int first_key, int lane) {
+__device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
+                                              const WarpMask& mask, int row_in_tile, int first_key, int lane) {
     apply_mask(mask, scores, tile.first_row + row_in_tile, first_key, lane);
 }
 
@@ -712,7 +712,7 @@ __device__ __forceinline__ void main_loop(const Params& params, const Tile& tile
     auto compute_p = [&](P<kRowTiles>& p, int block) {
         float scores[kRowTiles][kKeyTiles][4];
         mma_qk(scores, q_lane, k_lane);
-        finish_scores(tile, scores, warp_mask, first_row_of(warp), block * kBlockN, lane);
+        finish_scores(params, tile, scores, warp_mask, first_row_of(warp), block * kBlockN, lane);
         softmax_step(scores, rows, params.scale_log2, p);
     };
 

@@ -81,7 +81,7 @@ struct Params {
     int32_t window_left;
     int32_t window_right;
     int32_t mask_vector_width;            // bytes to which the mask's rows are aligned: 16, 8, 4 or 1
-    float scale_log2;                     // softmax_scale * log2(e)
+    float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
 };
 static_assert(sizeof(Params) == 512 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
 static_assert(offsetof(Params, out) == 384 && offsetof(Params, lse) == 392 && offsetof(Params, mask) == 400);
@@ -790,8 +790,10 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         RowState rows;
 
         if (!visible) release(barriers.q_empty(q_ring.stage));  // Q is loaded for every tile, even one without a visible block
-        // Score modification hook: every score passes here once, between Q . K^T and softmax. Masking comes last.
-        auto finish_scores = [&](float (&scores)[kBlockN / 2], const MaskedBlock& masked) { masked.apply_mask(scores); };
+        // Every score passes here once, between Q . K^T and softmax.
+        auto finish_scores = [&](float (&scores)[kBlockN / 2], const MaskedBlock& masked) {
+            masked.apply_mask(scores);
+        };
         if (visible) {
             float scores[kBlockN / 2];
             mbarrier_wait(barriers.k_full(k_ring.stage), k_ring.parity);

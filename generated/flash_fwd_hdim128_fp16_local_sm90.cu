@@ -67,7 +67,7 @@ struct Params {
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     int32_t window_left;
     int32_t window_right;
-    float scale_log2;                     // softmax_scale * log2(e)
+    float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
 };
 static_assert(sizeof(Params) == 576 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
 static_assert(offsetof(Params, out) == 384 && offsetof(Params, lse) == 512 && offsetof(Params, batch_size) == 520);
@@ -606,7 +606,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
 
         // Most blocks need no mask for a warp's 16 rows. first_row is clamped because a warp's rows may all lie past the last.
         const KeyRange seen_by_all = keys_of_every(params, min(first_row, num_rows(params) - 1), 16);
-        // Score modification hook: every score passes here once, between Q . K^T and softmax. Masking comes last.
+        // Every score passes here once, between Q . K^T and softmax.
         auto finish_scores = [&](float (&scores)[kBlockN / 2], int kv_block) {
             const bool whole = kv_block * kBlockN >= seen_by_all.begin && (kv_block + 1) * kBlockN <= seen_by_all.end;
             if (!whole) apply_mask(params, scores, first_row, kv_block * kBlockN, lane);

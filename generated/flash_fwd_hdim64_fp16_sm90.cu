@@ -63,7 +63,7 @@ struct Params {
     int32_t num_row_blocks;               // tiles of one head
     int32_t heads_per_section;            // heads whose tiles are launched together
     int32_t num_sections;                 // the last has the heads that are left
-    float scale_log2;                     // softmax_scale * log2(e)
+    float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
 };
 static_assert(sizeof(Params) == 576 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
 static_assert(offsetof(Params, out) == 384 && offsetof(Params, lse) == 512 && offsetof(Params, batch_size) == 520);
@@ -567,7 +567,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         mma_qk(scores, q_smem, shared + kKOffset + k_ring.stage * kKBytes);
         end_turn();
     };
-    // Score modification hook: every score passes here once, between Q . K^T and softmax. Masking comes last.
+    // Every score passes here once, between Q . K^T and softmax.
     auto finish_scores = [&](float (&scores)[kBlockN / 2], int kv_block, bool is_last) {
         if (is_last && (kv_block + 1) * kBlockN > params.seqlen_kv) apply_mask(params, scores, hidden, kv_block * kBlockN);
     };

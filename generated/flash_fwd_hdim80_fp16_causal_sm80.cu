@@ -77,7 +77,7 @@ struct Params {
     uint64_t section_heads_divisor;       // of heads_per_section
     uint64_t last_section_heads_divisor;  // of the heads of the last section
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
-    float scale_log2;                     // softmax_scale * log2(e), above 0
+    float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
 };
 static_assert(sizeof(Params) == 216 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
 static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, q_batch_stride) == 40);
@@ -474,8 +474,8 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
     }
 }
 
-// What happens to S between Q . K^T and softmax, block by block, masked or not. The scores are those of a warp's MMA tiles from row
-// `row_in_tile` of the tile and key `first_key` on.
+// What happens to S between Q . K^T and softmax, block by block, masked or not.
+// The scores are those of a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
 template <int kTiles>
 __device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
                                               int row_in_tile, int first_key, int lane) {

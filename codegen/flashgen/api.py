@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import BadParam, DeviceTypeNotSupported
-from flashgen.operators import ATTENTION
 from flashgen.operators.attention import operator_for, sees_no_later_key
 from flashgen.runtime import arrays
 from flashgen.runtime.plans import Plan, run_adopted
@@ -172,7 +171,9 @@ def _modification(
     wanted = {param.name for param in modification.params}
     for name in given.keys() ^ wanted:
         what = "has no parameter" if name in given else "needs the parameter"
-        raise BadParam(f"score {modification.name} {what} {name}; it has {', '.join(sorted(wanted)) or 'none'}")
+        raise BadParam(
+            f"score {modification.name} {what} {name}; it has {', '.join(sorted(wanted)) or 'none'}"
+        )
     return (
         modification,
         tuple(given[param.name] for param in modification.arrays),

@@ -14,6 +14,7 @@ from flashgen.cli.options import (
     chosen_variants,
     jobs_option,
     json_option,
+    score_option,
     select_option,
     specs_option,
 )
@@ -82,6 +83,7 @@ table), or --check found a difference.
     help="Write and compile nothing; fail if generated/ (or --out) differs from what would be rendered.",
 )
 @specs_option
+@score_option
 @json_option
 def command(
     selections: tuple[str, ...],
@@ -92,6 +94,7 @@ def command(
     no_compile: bool,
     check: bool,
     specs: Path | None,
+    score: str | None,
     as_json: bool,
 ) -> None:
     """Render kernels and compile them in parallel, with no GPU needed.
@@ -102,10 +105,10 @@ def command(
     from flashgen.cli.output import counted, print_json
     from flashgen.toolchain import cache as caches
 
-    whole = not selections and slice_ != "all"
+    whole = not selections and score is None and slice_ != "all"
     # What is compiled ahead is there for a first call, which looks for the checked specs as well.
     cache = None if check or no_compile else caches.default()
-    variants = chosen_variants(specs, selections, cache)
+    variants = chosen_variants(specs, selections, cache, score)
     if whole or slice_ == "committed":
         variants = tuple(variant for variant in variants if variant.committed)
     if check:

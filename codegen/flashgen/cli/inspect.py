@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flashgen.cli.options import Architecture, json_option, load_variants, specs_option
+from flashgen.cli.options import (
+    Architecture,
+    json_option,
+    load_variants,
+    score_option,
+    specs_option,
+    with_score,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,12 +65,14 @@ give axes; of several variants that fit, the first in the spec's order is shown,
 @click.option("--target", help="Pick by target: sm80 (data centre), sm86 (GeForce and workstation), ...")
 @click.option("--tile", help="Pick by the tile's name; `default` is the ordinary one.")
 @specs_option
+@score_option
 @json_option
 def command(
     name: str | None,
     view: str | None,
     arch: str | None,
     specs: Path | None,
+    score: str | None,
     as_json: bool,
     **axes: str | int | None,
 ) -> None:
@@ -74,7 +83,7 @@ def command(
     """
     from flashgen.cli.output import note, print_code, print_json, print_pairs
 
-    variant = _resolve(name, axes, specs)
+    (variant,) = with_score([_resolve(name, axes, specs)], specs, score)
     if view is None:
         if as_json:
             print_json(_described(variant))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flashgen.cli.options import chosen_variants, json_option, select_option, specs_option
+from flashgen.cli.options import chosen_variants, json_option, score_option, select_option, specs_option
 from flashgen.spec.variant import TUNED_TILE
 
 if TYPE_CHECKING:
@@ -28,8 +28,9 @@ Examples:
 )
 @select_option
 @specs_option
+@score_option
 @json_option
-def command(selections: tuple[str, ...], specs: Path | None, as_json: bool) -> None:
+def command(selections: tuple[str, ...], specs: Path | None, score: str | None, as_json: bool) -> None:
     """List the variants that the specs describe, with their tiles.
 
     A variant is one kernel: a point of the spec's axes (head_dim, dtype, mask_type, gqa) with a tile and a
@@ -38,7 +39,7 @@ def command(selections: tuple[str, ...], specs: Path | None, as_json: bool) -> N
     """
     from flashgen.cli.output import counted, note, print_json, print_table
 
-    variants = chosen_variants(specs, selections)
+    variants = chosen_variants(specs, selections, score=score)
     if as_json:
         print_json([variant.as_dict() for variant in variants])
         return

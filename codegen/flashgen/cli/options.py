@@ -33,6 +33,12 @@ specs_option = click.option(
     "the name of a shipped one replaces it.",
 )
 
+score_option = click.option(
+    "--score",
+    metavar="NAME",
+    help="The kernels with this score modification, such as softcap, in place of the plain ones.",
+)
+
 jobs_option = click.option(
     "--jobs",
     "-j",
@@ -70,21 +76,43 @@ class Architecture(click.ParamType):
 
 def load_variants(specs: Path | None, cache: CubinCache | None = None) -> tuple[Variant, ...]:
     """Every variant of the shipped specs, those of FLASHGEN_SPECS, and those of one more folder, with the
-    tiles that were tuned on the first GPU of this machine.
+    tiles that were tuned on the first GPU of this machine, and the committed ones with a score modification.
 
     ``cache`` keeps the checked specs for the calls to come.
     """
     from flashgen.spec.load import load_specs
+    from flashgen.spec.scores import load_scores
     from flashgen.spec.tuned import present_gpu
 
     loaded = load_specs(specs, cache, present_gpu())
-    return tuple(variant for spec in loaded for variant in spec.variants())
+    plain = tuple(variant for spec in loaded for variant in spec.variants())
+    return (*plain, *load_scores(specs).of(plain))
 
 
 def chosen_variants(
-    specs: Path | None, selections: Sequence[str], cache: CubinCache | None = None
+    specs: Path | None,
+    selections: Sequence[str],
+    cache: CubinCache | None = None,
+    score: str | None = None,
 ) -> tuple[Variant, ...]:
-    """The variants that --specs and --select leave; ``cache`` as in `load_variants`."""
+    """The variants that --specs and --select leave, with the modification of --score; ``cache`` as in
+    `load_variants`.
+    """
     from flashgen.spec.selection import select
 
-    return select(load_variants(specs, cache), selections)
+    return with_score(select(load_variants(specs, cache), selections), specs, score)
+
+
+def with_score(variants: Sequence[Variant], specs: Path | None, score: str | None) -> tuple[Variant, ...]:
+    """The variants with a score modification: those that have a seam for it and none yet."""
+    from flashgen.spec.scores import load_scores
+
+    if score is None:
+        return tuple(variants)
+    known = load_scores(specs).by_name
+    if score not in known:
+        raise click.BadParameter(f"{score!r} is none; there are {', '.join(known)}", param_hint="--score")
+    suited = [variant for variant in variants if variant.score_seam and variant.score is None]
+    if not suited:
+        raise click.BadParameter("none of the kernels chosen takes a modification", param_hint="--score")
+    return tuple(variant.modified(known[score]) for variant in suited)

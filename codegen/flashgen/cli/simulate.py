@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flashgen.cli.options import json_option, load_variants, specs_option
+from flashgen.cli.options import json_option, load_variants, score_option, specs_option, with_score
 
 if TYPE_CHECKING:
     from flashgen.operators.reference import Verdict
@@ -81,6 +81,7 @@ forbids, is too far from float64, or gives other bits under another order.
     help="Compile without optimisation into DIR and keep source and object there, for gdb.",
 )
 @specs_option
+@score_option
 @json_option
 def command(
     name: str,
@@ -97,6 +98,7 @@ def command(
     seeds: int,
     debug: Path | None,
     specs: Path | None,
+    score: str | None,
     as_json: bool,
 ) -> None:
     """Run one variant's CUDA on the CPU; print its error, instructions, bank conflicts and skipped tiles.
@@ -109,7 +111,7 @@ def command(
     from flashgen.simulator.library import supports
     from flashgen.spec.selection import find_one
 
-    variant = find_one(load_variants(specs), name)
+    (variant,) = with_score([find_one(load_variants(specs), name)], specs, score)
     if not supports(variant):
         raise click.ClickException(f"{variant.name} includes {variant.header}, which has no host bodies yet")
     heads = heads or kv_heads or (2 if variant.gqa == "mha" else 4)

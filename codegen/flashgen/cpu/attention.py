@@ -162,7 +162,9 @@ def _attend(
         keys = widened(k[batch, first:last, kv_head], problem.dtype, np.float32)
         scores = queries @ keys.T
         if modification is not None:
-            at = modification.at(batch, np.arange(heads.start, heads.stop)[:, None, None], rows, np.arange(first, last))
+            at = modification.at(
+                batch, np.arange(heads.start, heads.stop)[:, None, None], rows, np.arange(first, last)
+            )
             whole = scores.reshape(group, count, last - first)
             whole[...] = at.value(np, whole)
         if hidden is not None:

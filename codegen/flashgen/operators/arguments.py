@@ -76,7 +76,9 @@ class Argument:
     def stride_names(self) -> tuple[str, ...]:
         """The names of the parameters for its strides, in elements: one for each dimension but the last."""
         own = f"{self.name}_"
-        words = (symbol.removesuffix("_q").removesuffix("_kv").removeprefix(own) for symbol in self.symbols[:-1])
+        words = (
+            symbol.removesuffix("_q").removesuffix("_kv").removeprefix(own) for symbol in self.symbols[:-1]
+        )
         return tuple(f"{self.name}_{_STRIDE_WORDS.get(word, word)}_stride" for word in words)
 
     def extents(self, sizes: Mapping[str, int]) -> tuple[int, ...]:

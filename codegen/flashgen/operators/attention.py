@@ -496,7 +496,7 @@ def _check_score_arrays(
         missing = len(param.symbols) - len(view.shape)
         for place_, symbol in enumerate(param.symbols):
             if symbol not in sizes:
-                found[symbol] = view.shape[place_ - missing] if 0 <= place_ - missing else 1
+                found[symbol] = view.shape[place_ - missing] if place_ - missing >= 0 else 1
                 if found[symbol] < 1:
                     raise BadTensorShape(f"{param.name} has shape {view.shape}; it must not be empty")
         check_array(argument, view, {**sizes, **found}, "")
@@ -545,7 +545,6 @@ ATTENTION = Operator(
     grid_dimensions=("query_rows", "key_rows", "heads", "kv_heads", "batch"),
     normalise=_normalise,
 )
-
 
 
 @functools.lru_cache(maxsize=64)

@@ -128,11 +128,7 @@ class _Lowering:
         if it.b == _ZERO:
             if it.a == _ONE:
                 return it.x
-            return (
-                Node("neg", (it.x,))
-                if it.a == number(-1.0)
-                else Node("*", (it.x, self._constant(it.a)))
-            )
+            return Node("neg", (it.x,)) if it.a == number(-1.0) else Node("*", (it.x, self._constant(it.a)))
         offset = self._constant(it.b)
         if it.a == _ONE:
             return Node("+", (it.x, offset))
@@ -185,7 +181,7 @@ class _Lowering:
         return self._product(first, _plain(Node("rcp", (self.value(second),))))
 
     def _constant(self, node: Node) -> Node:
-        """What stands for a scalar formula in the kernel: a number, a parameter, or what becomes a constant."""
+        """What stands for a scalar formula in the kernel: a number, a parameter, or a constant."""
         if node.op in ("number", "name"):
             return node if node.type == "float" else _float(node)
         return Node("constant", (node,))

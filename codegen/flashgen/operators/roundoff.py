@@ -31,8 +31,8 @@ def evaluate_with_error(
     node: Node, values: Mapping[str, Any], errors: Mapping[str, Any], dtype: str, xp: Any
 ) -> tuple[Any, Any]:
     """The value of a formula, as `formula.evaluate` gives it, and a bound of its error; of a condition,
-    whether it is within the error that it comes out the other way. ``errors`` are those of names; ``dtype`` is
-    that of the kernel's elements.
+    whether it is within the error that it comes out the other way. ``errors`` are those of names; ``dtype``
+    is that of the kernel's elements.
     """
     with np.errstate(all="ignore"):
         return _pair(node, values, errors, dtype, xp)

@@ -33,7 +33,8 @@ _LARGEST = {"f32": 3.0e38, "i32": 2**30}
 
 @dataclass(frozen=True, slots=True)
 class ScoreParam:
-    """A parameter of a modification: a number, or an array where it has dimensions. ``type`` is one of TYPES.
+    """A parameter of a modification: a number, or an array where it has dimensions. ``type`` is one of
+    TYPES.
     """
 
     name: str
@@ -69,7 +70,7 @@ class Score:
         return tuple(param for param in self.params if not param.dimensions)
 
     def lowered(self, dtype: str) -> Lowered:
-        """What a kernel of elements of ``dtype`` computes, with what follows from scalars alone as constants."""
+        """What a kernel of elements of ``dtype`` computes; what follows from scalars alone is a constant."""
         known = self._lowered.get(dtype)
         if known is None:
             scalars = frozenset(param.name for param in self.scalars)
@@ -161,8 +162,8 @@ class Where(NamedTuple):
         return evaluate(self.tree, {**self.values, "score": score}, xp)
 
     def value_with_error(self, xp: Any, score: Any, error: Any, dtype: str) -> tuple[Any, Any]:
-        """The modified scores, in float64, and how far from them a kernel of elements of ``dtype`` may be whose
-        own scores have an ``error``.
+        """The modified scores, in float64, and how far from them a kernel of elements of ``dtype`` may be
+        whose own scores have an ``error``.
         """
         return evaluate_with_error(self.tree, {**self.values, "score": score}, {"score": error}, dtype, xp)
 

@@ -159,6 +159,7 @@ class TorchKind:
             torch.float32: "fp32",
             torch.bool: "bool",
             torch.uint8: "uint8",
+            torch.int32: "int32",
         }
 
     def layout(self, x: Any) -> tuple:
@@ -476,7 +477,8 @@ def _dtype(name: Any) -> Any:
 
 
 _NUMPY_NAMES = {"fp32": "float32", "uint8": "uint8"}
-_NUMPY_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "bool": "bool", "uint8": "uint8"}
+_NUMPY_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "bool": "bool"}
+_NUMPY_DTYPES |= {"uint8": "uint8", "int32": "int32"}
 
 
 def _numpy_dtype(dtype: Any) -> str:

@@ -20,7 +20,10 @@ from flashgen.simulator import hardware
 from flashgen.simulator.execute import simulate
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from flashgen.arch import Device
+    from flashgen.operators.scores import Score
     from flashgen.simulator.execute import Report
     from flashgen.simulator.library import Library
     from flashgen.spec.variant import Variant
@@ -29,6 +32,7 @@ Window = tuple[int, int]
 
 _ALIGNMENT = 256  # bytes, of a fresh allocation on a GPU
 _GUARD_ROWS = 256
+_VIEWED = {"float32": "fp32", "int32": "int32"}
 
 
 @dataclass(frozen=True)
@@ -71,15 +75,17 @@ class Example:
     mask: np.ndarray | None
     out: np.ndarray
     lse: np.ndarray | None
+    score_arrays: tuple[np.ndarray, ...] = ()
 
     @property
     def arrays(self) -> tuple[np.ndarray | None, ...]:
-        """q, k, v, mask, out and lse."""
-        return self.q, self.k, self.v, self.mask, self.out, self.lse
+        """q, k, v, mask, out, lse, and the arrays of a score modification."""
+        return self.q, self.k, self.v, self.mask, self.out, self.lse, *self.score_arrays
 
     def judge(self) -> Verdict:
         """How far the outputs are from float64."""
-        return judge(self.problem, self.q, self.k, self.v, self.mask, self.out, self.lse)
+        inputs = self.q, self.k, self.v, self.mask
+        return judge(self.problem, *inputs, self.out, self.lse, *self.score_arrays)
 
 
 def make(variant: Variant, shape: Shape, seed: int) -> Example:
@@ -109,13 +115,19 @@ def make(variant: Variant, shape: Shape, seed: int) -> Example:
     )
     mask = _mask(rng, shape) if variant.mask_type == "dense" else None
     views = [_view(x, variant.dtype) for x in (q, k, v, out)]
+    sizes = {"batch": shape.batch, "num_heads_q": shape.heads}
+    sizes |= {"seqlen_q": shape.seqlen_q, "seqlen_kv": shape.seqlen_kv}
+    score_arrays = _score_arrays(rng, variant.score, sizes)
     problem = normalise(
         *views[:3],
         out=views[3],
         mask=None if mask is None else _view(mask, "uint8"),
         return_lse=shape.return_lse,
+        score=variant.score,
+        score_arrays=[_view(x, _VIEWED[x.dtype.name]) for x in score_arrays],
+        score_scalars=_score_scalars(rng, variant.score),
     )
-    return Example(_masked(problem, variant, shape), q, k, v, mask, out, lse)
+    return Example(_masked(problem, variant, shape), q, k, v, mask, out, lse, score_arrays)
 
 
 def run(
@@ -134,6 +146,26 @@ def run(
     planned = plan_steps(example.problem, variant, device or hardware.pretend_for(variant))
     (report,) = simulate([library], planned, example.problem, pointers, seed=seed, threads=threads)
     return report
+
+
+def _score_arrays(
+    rng: np.random.Generator, score: Score | None, sizes: Mapping[str, int]
+) -> tuple[np.ndarray, ...]:
+    """Random arrays of a score modification; a dimension of its own has 1 to 20 elements."""
+    found = []
+    for param in score.arrays if score else ():
+        extents = tuple(sizes.get(symbol) or int(rng.integers(1, 21)) for symbol in param.symbols)
+        if param.type == "i32":
+            found.append(rng.integers(-3, 4, extents, np.int32))
+        else:
+            found.append(rng.standard_normal(extents, np.float32))
+    return tuple(found)
+
+
+def _score_scalars(rng: np.random.Generator, score: Score | None) -> tuple[float, ...]:
+    """Random numbers of a score modification, none of them 0."""
+    kinds = [param.type for param in score.scalars] if score else []
+    return tuple(int(rng.integers(1, 9)) if kind == "i32" else float(rng.uniform(0.5, 8)) for kind in kinds)
 
 
 def _kv_heads(variant: Variant, shape: Shape) -> int:

@@ -96,13 +96,22 @@ class _Writer:
         return found
 
     def _head(self) -> list[str]:
-        members = [(f"int {name};", what) for name, what in (("h", "query head"), ("b", "batch entry")) if name in self._names]
+        members = [
+            (f"int {name};", what)
+            for name, what in (("h", "query head"), ("b", "batch entry"))
+            if name in self._names
+        ]
         members += [(f"{node.type} {name};", text(node)) for node, name in self._of_head.items()]
         reads = {name for node in self._of_head for index in node.args for name in index.reads()}
-        uses = {"params": bool(self._of_head), "b": "b" in reads | self._names, "h": "h" in reads | self._names}
+        uses = {
+            "params": bool(self._of_head),
+            "b": "b" in reads | self._names,
+            "h": "h" in reads | self._names,
+        }
         values = [f"head.{name} = {name};" for name in ("h", "b") if name in self._names]
         values += [
-            f"head.{name} = {self._load(node, {'b': 'b', 'h': 'h'}, '')};" for node, name in self._of_head.items()
+            f"head.{name} = {self._load(node, {'b': 'b', 'h': 'h'}, '')};"
+            for node, name in self._of_head.items()
         ]
         types = {"params": "const Params&", "b": "int", "h": "int"}
         return _struct("ScoreHead", "all rows of a query head", members) + _maker(
@@ -142,7 +151,7 @@ class _Writer:
             "step": "int",
             "product": "float",
         }
-        about = ["// The modified score of the key `step` past `first_key`, from its q . k, which is not scaled yet."]
+        about = ["// The modified score of the key `step` past `first_key`, from its q . k, not scaled yet."]
         if self._lowered.factor != number(1.0):
             about.append("// softmax_step() multiplies it further, by scale_log2.")
         if self._offset is not None:
@@ -168,7 +177,9 @@ class _Writer:
             return _literal(node.value)
         if node.op == "load":
             key = "first_key" if at_first_key else _KEY
-            return self._load(node, {"q": "row.q", "h": "row.head.h", "b": "row.head.b", "kv": key}, "row.query")
+            return self._load(
+                node, {"q": "row.q", "h": "row.head.h", "b": "row.head.b", "kv": key}, "row.query"
+            )
         if node.op == "name":
             return f"params.{node.value}" if node.value in self._scalars else "product"
         if node.op == "float":
@@ -258,7 +269,13 @@ def _maker(
     opening = _wrapped(f"{type} {name}", _arguments(types, uses))
     if not values:
         return [*opening, "    return {};", "}"]
-    return [*opening, f"    {type} {variable};", *(f"    {value}" for value in values), f"    return {variable};", "}"]
+    return [
+        *opening,
+        f"    {type} {variable};",
+        *(f"    {value}" for value in values),
+        f"    return {variable};",
+        "}",
+    ]
 
 
 def _arguments(types: dict[str, str], uses: dict[str, bool]) -> str:

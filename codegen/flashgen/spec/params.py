@@ -70,8 +70,8 @@ class Param:
 
 
 def score_params(score: Score, dtype: str) -> tuple[Param, ...]:
-    """What the kernels of elements of ``dtype`` take besides for a score modification: its arrays, with strides and sizes, the scalars
-    that the kernel reads as they are, and its constants.
+    """What the kernels of elements of ``dtype`` take besides for a score modification: its arrays, with
+    strides and sizes, the scalars that the kernel reads as they are, and its constants.
     """
     found: list[Param] = []
     lowered = score.lowered(dtype)

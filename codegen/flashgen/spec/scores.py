@@ -17,7 +17,6 @@ from flashgen.operators.formula import FUNCTIONS, FormulaError, parse
 from flashgen.operators.scores import DIMENSIONS, NAMES, TYPES, Score, ScoreParam
 from flashgen.paths import specs_dir
 from flashgen.spec.load import SCORES_FILE
-from flashgen.spec.schema import Name
 from flashgen.spec.yamlfile import Document
 
 if TYPE_CHECKING:
@@ -27,25 +26,25 @@ if TYPE_CHECKING:
 
 _NONE = "none"  # the word for no modification
 
-_Parameter = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]*$")]
+_Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]*$")]
 
 
 class _Row(msgspec.Struct, forbid_unknown_fields=True):
     """A modification: its formula, and the type of each parameter, ahead of it the dimensions of an array."""
 
     score: str
-    params: dict[_Parameter, str | list[str]] = {}
+    params: dict[_Name, str | list[str]] = {}
 
 
 class _CommitRow(msgspec.Struct, forbid_unknown_fields=True):
     """A kernel whose source is kept in the repository: a modification of a variant."""
 
     variant: str
-    score: Name
+    score: _Name
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
-    scores: dict[Name, Any]
+    scores: dict[_Name, Any]
     commit: list[_CommitRow] = []
 
 
@@ -70,7 +69,9 @@ def load_scores(extra: str | os.PathLike[str] | None = None) -> Scores:
     takes the place of an earlier one with its name. Raises SpecError with the line and column of what is
     wrong.
     """
-    folders = [Path(part).expanduser() for part in os.environ.get("FLASHGEN_SPECS", "").split(os.pathsep) if part]
+    folders = [
+        Path(part).expanduser() for part in os.environ.get("FLASHGEN_SPECS", "").split(os.pathsep) if part
+    ]
     if extra is not None:
         folders.append(Path(extra))
     by_name: dict[str, Score] = {}
@@ -124,7 +125,7 @@ def _param(document: Document, keys: tuple[str, ...], name: str, given: str | li
     *dimensions, type = given if isinstance(given, list) else [given]
     document.convert(keys, type, Literal[tuple(TYPES)])
     for dimension in dimensions:
-        document.convert(keys, dimension, _Parameter)
+        document.convert(keys, dimension, _Name)
         if dimension == "score":
             raise document.error(keys, "no dimension is called `score`")
     if len(set(dimensions)) < len(dimensions):
@@ -136,4 +137,3 @@ def _param(document: Document, keys: tuple[str, ...], name: str, given: str | li
     if len(set(strides)) < len(strides):
         raise document.error(keys, "q and kv are both rows; one of them is the last dimension")
     return param
-

@@ -54,8 +54,8 @@ class Document:
             raise SpecError(f"{path}:1: an anchor contains itself") from None
 
     def error(self, keys: Keys, message: str, column: int | None = None) -> SpecError:
-        """A SpecError that names the file, the line and the key path of ``keys``, and the place of a character
-        of the text there: its ``column`` from 0.
+        """A SpecError that names the file, the line and the key path of ``keys``, and the place of one
+        character of the text there: its ``column`` from 0.
         """
         where = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).lstrip(".")
         line = str(self._line(keys))

@@ -1,0 +1,798 @@
+// flash_fwd_hdim128_fp16_softcap_sm80
+//
+// Rendered by flashgen: edit the spec or the template, not this file.
+//
+// axes      head_dim 128, head_dim_v 128, dtype fp16, mask_type none, gqa mha, score softcap
+// tile      block_m 256, block_n 64, warps 8, loop turns, min_blocks 1
+// block     256 threads, 131088 bytes of dynamic shared memory
+// target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
+// spec      flash_fwd_sm80.yaml
+// template  flash_fwd_sm80.cu.j2
+#include "flashgen/sm80.cuh"
+
+using element = fp16;
+
+constexpr int kHeadDim = 128;  // of Q and K
+constexpr int kHeadDimV = 128;  // of V and O
+constexpr int kBlockM = 256;  // query rows of a tile
+constexpr int kBlockN = 64;  // keys of a KV block
+constexpr int kKStages = 2;  // blocks of K in shared memory
+constexpr int kVStages = 2;  // and of V
+constexpr int kWarps = 8;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kCopyThreads = kThreads / 2;  // a group copies a block of K or V on its own
+
+constexpr int kWarpRows = kBlockM / kWarps;  // a warp owns whole rows, so that softmax never leaves it
+constexpr int kKeyTiles = kBlockN / 8;       // MMA tiles of S along the keys
+constexpr int kDimTiles = kHeadDimV / 8;     // MMA tiles of O along the head dimension
+constexpr int kRowTiles = kWarpRows / 16;    // MMA tiles of a warp along its rows
+constexpr int kRowTileStep = 16;             // rows from a warp's MMA tile to its next
+
+// Shared memory: Q, the stages of K, those of V, and what the loop adds. Rows of V are as long as those of K.
+constexpr int kRowBytes = kHeadDim * sizeof(element);
+constexpr int kStageBytes = kBlockN * kRowBytes;
+constexpr int kKOffset = kBlockM * kRowBytes;
+constexpr int kVOffset = kKOffset + kKStages * kStageBytes;
+constexpr int kStashOffset = kVOffset + kVStages * kStageBytes;
+constexpr int kStashBytes = 16;
+constexpr int kSharedBytes = kStashOffset + kStashBytes;
+
+constexpr float kLn2 = 0.6931471805599453f;
+
+static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
+static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
+static_assert(kHeadDimV <= kHeadDim, "rows of V and O fit into those of K and Q");
+static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
+static_assert(kSharedBytes == 131088, "launcher and kernel agree on shared memory");
+
+struct Params {
+    const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
+    const element* k;                     // (batch, seqlen_kv, num_heads_kv, head_dim), likewise
+    const element* v;                     // (batch, seqlen_kv, num_heads_kv, head_dim_v), likewise
+    element* out;                         // (batch, seqlen_q, num_heads_q, head_dim_v), likewise
+    float* lse;                           // (batch, num_heads_q, seqlen_q), contiguous; may be null
+    int64_t q_batch_stride;               // strides are in elements
+    int64_t q_row_stride;
+    int64_t q_head_stride;
+    int64_t k_batch_stride;
+    int64_t k_row_stride;
+    int64_t k_head_stride;
+    int64_t v_batch_stride;
+    int64_t v_row_stride;
+    int64_t v_head_stride;
+    int64_t out_batch_stride;
+    int64_t out_row_stride;
+    int64_t out_head_stride;
+    int32_t batch_size;
+    int32_t num_heads_q;
+    int32_t seqlen_q;
+    int32_t seqlen_kv;
+    int32_t head_dim;                     // of the call: a multiple of 8 (fp32: 4), at most kHeadDim; columns past it are zero-filled
+    int32_t head_dim_v;                   // likewise, of v and out
+    int32_t num_row_blocks;               // tiles of one head
+    int32_t heads_per_section;            // heads whose tiles are launched together
+    int32_t num_sections;                 // the last has the heads that are left
+    uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
+    uint64_t section_tiles_divisor;       // of the tiles of a section
+    uint64_t section_heads_divisor;       // of heads_per_section
+    uint64_t last_section_heads_divisor;  // of the heads of the last section
+    float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
+    float score_constant_0;               // (softmax_scale / cap) * (sign(cap))
+};
+static_assert(sizeof(Params) == 216 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
+static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, q_batch_stride) == 40);
+static_assert(offsetof(Params, q_row_stride) == 48 && offsetof(Params, q_head_stride) == 56);
+static_assert(offsetof(Params, k_batch_stride) == 64 && offsetof(Params, k_row_stride) == 72);
+static_assert(offsetof(Params, k_head_stride) == 80 && offsetof(Params, v_batch_stride) == 88);
+static_assert(offsetof(Params, v_row_stride) == 96 && offsetof(Params, v_head_stride) == 104);
+static_assert(offsetof(Params, out_batch_stride) == 112 && offsetof(Params, out_row_stride) == 120);
+static_assert(offsetof(Params, out_head_stride) == 128 && offsetof(Params, batch_size) == 136);
+static_assert(offsetof(Params, num_heads_q) == 140 && offsetof(Params, seqlen_q) == 144 && offsetof(Params, seqlen_kv) == 148);
+static_assert(offsetof(Params, head_dim) == 152 && offsetof(Params, head_dim_v) == 156);
+static_assert(offsetof(Params, num_row_blocks) == 160 && offsetof(Params, heads_per_section) == 164);
+static_assert(offsetof(Params, num_sections) == 168 && offsetof(Params, num_heads_divisor) == 176);
+static_assert(offsetof(Params, section_tiles_divisor) == 184 && offsetof(Params, section_heads_divisor) == 192);
+static_assert(offsetof(Params, last_section_heads_divisor) == 200 && offsetof(Params, scale_log2) == 208);
+static_assert(offsetof(Params, score_constant_0) == 212);
+
+// A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
+struct Tile {
+    int batch;
+    int head;
+    int kv_head;
+    int first_row;
+};
+
+// n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
+// that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
+__device__ __forceinline__ int divide(int n, uint64_t divisor) {
+    return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
+}
+
+__device__ __forceinline__ Tile find_tile(const Params& params, int index) {
+    // Heads are launched in sections, so that the tiles of a head, which share its keys and values in L2, run at about
+    // the same time. Within a section the row blocks come one after another for all heads.
+    const int num_heads = params.num_heads_q;
+    const int section = min(divide(index, params.section_tiles_divisor), params.num_sections - 1);
+    const int first_head = section * params.heads_per_section;
+    const bool is_last = section == params.num_sections - 1;
+    const int section_heads = is_last ? num_heads * params.batch_size - first_head : params.heads_per_section;
+    const int index_in_section = index - first_head * params.num_row_blocks;
+    const int row_block = divide(index_in_section, is_last ? params.last_section_heads_divisor : params.section_heads_divisor);
+    const int head_of_batch = first_head + index_in_section - row_block * section_heads;
+
+    Tile tile;
+    tile.batch = divide(head_of_batch, params.num_heads_divisor);
+    tile.head = head_of_batch - tile.batch * num_heads;
+    tile.kv_head = tile.head;
+    tile.first_row = row_block * kBlockM;
+    return tile;
+}
+
+__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
+
+__device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
+
+// Offset in elements, from the start of the batch entry, of the row of q or out that belongs to `row`.
+__device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
+                                              int64_t head_stride) {
+    return row * row_stride + tile.head * head_stride;
+}
+
+// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
+// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
+constexpr int kChunkElements = 16 / sizeof(element);
+constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
+constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
+
+// With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a key.
+__device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
+
+// Where a lane finds its part of an MMA fragment, before any step along the row. A step XORs `swizzled`; `offset` is added after that.
+struct LaneAddress {
+    shared_address swizzled;
+    int offset;
+
+    // Adds `bytes` before the XOR. They must not change the bits that a step's XOR flips.
+    __device__ __forceinline__ LaneAddress operator+(int bytes) const { return {swizzled + bytes, offset}; }
+
+    // Adds `bytes` after the XOR: addresses that differ only here share the XORed one, and constants fold into the instruction.
+    __device__ __forceinline__ LaneAddress with_offset(int bytes) const { return {swizzled, offset + bytes}; }
+};
+
+__device__ __forceinline__ LaneAddress lane_address(shared_address block, int row, int chunk) {
+    return {block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row)), 0};
+}
+
+// The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right. Blocks and rows begin at multiples
+// of kSwizzleBytes, so that a step within the swizzle is an XOR of the address itself.
+__device__ __forceinline__ shared_address step_address(const LaneAddress& lane, int row_step, int chunk_pair) {
+    const int step_bytes = 32 * chunk_pair;
+    return (lane.swizzled ^ step_bytes % kSwizzleBytes) + lane.offset + row_step * kRowBytes +
+           step_bytes / kSwizzleBytes * kSwizzleBytes;
+}
+
+// For ldmatrix of Q and, transposed on the way, of V: the four 8x8 matrices are rows 0-7 and 8-15 of the left chunk, then of the right
+// one.
+__device__ __forceinline__ LaneAddress qv_lane_address(shared_address block, int lane) {
+    return lane_address(block, lane % 16, lane / 16);
+}
+
+// For ldmatrix of K, whose rows are the columns of the MMA: the left and the right chunk of rows 0-7, then of rows 8-15.
+__device__ __forceinline__ LaneAddress k_lane_address(shared_address block, int lane) {
+    return lane_address(block, lane / 16 * 8 + lane % 8, lane / 8 % 2);
+}
+
+// A warp's first row in the tile.
+__device__ __forceinline__ int first_row_of(int warp) { return warp * kWarpRows; }
+
+// Where K and V of the tile's head begin.
+__device__ __forceinline__ const element* head_k(const Params& params, const Tile& tile) {
+    return params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
+}
+
+__device__ __forceinline__ const element* head_v(const Params& params, const Tile& tile) {
+    return params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
+}
+
+// Starts the copy of a KV block of K or V, kColumns wide, into shared memory. kSwizzleChunks threads stand side by side along a row
+// and each takes every kSwizzleChunks-th chunk of its rows. Rows from `valid_rows` on and elements from `head_dim` on become zeros.
+// `row_stride` is in elements.
+// Each group of warps calls this on its own, so a thread counts within its group.
+template <int kColumns>
+__device__ __forceinline__ void copy_rows(shared_address block, const element* source, int64_t row_stride, int valid_rows,
+                                          int head_dim) {
+    constexpr int kRowsPerPass = kCopyThreads / kSwizzleChunks;
+    constexpr int kPanels = kColumns * sizeof(element) / kSwizzleBytes;
+    constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
+    static_assert(kColumns * sizeof(element) % kSwizzleBytes == 0, "the swizzle permutes whole panels");
+    static_assert(kRowsPerPass % 8 == 0, "the rows of a thread are swizzled alike");
+    const int row = threadIdx.x % kCopyThreads / kSwizzleChunks;
+    const int chunk = threadIdx.x % kSwizzleChunks;
+    const int rows_left = valid_rows - row;
+    const shared_address destination = block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
+    source += row * row_stride + chunk * kChunkElements;
+    // One pointer steps from row to row, an addition each. The compiler would work out an address for each copy, which takes
+    // five, if it saw through the pointer.
+#pragma unroll
+    for (int first = 0; first < kBlockN; first += kRowsPerPass) {
+        if (kBlockN % kRowsPerPass != 0 && first + row >= kBlockN) break;
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) {
+            const bool valid = first < rows_left && panel * kPanelElements + chunk * kChunkElements < head_dim;
+            cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes, source + panel * kPanelElements, valid ? 16 : 0);
+        }
+        if (first + kRowsPerPass < kBlockN) source += kRowsPerPass * row_stride;
+        opaque(source);
+    }
+}
+
+// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros.
+__device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address smem) {
+    constexpr int kRowsPerPass = kThreads / kSwizzleChunks;
+    static_assert(kBlockM % kRowsPerPass == 0, "every thread copies as many rows");
+    static_assert(kRowsPerPass % 8 == 0, "the rows of a thread are swizzled alike");
+    const element* q = params.q + tile.batch * params.q_batch_stride;
+    const int row = threadIdx.x / kSwizzleChunks;
+    const int chunk = threadIdx.x % kSwizzleChunks;
+    const int rows_left = num_rows(params) - tile.first_row - row;
+    const shared_address destination = smem + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
+    // One pointer steps from row to row; the compiler would work out the addresses of all copies ahead.
+    const element* source = q + row_offset(params, tile, tile.first_row + row, params.q_row_stride, params.q_head_stride);
+#pragma unroll
+    for (int first = 0; first < kBlockM; first += kRowsPerPass) {
+#pragma unroll
+        for (int panel = 0; panel < kRowBytes / kSwizzleBytes; ++panel) {
+            const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
+            cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes, source + element_index,
+                        first < rows_left && element_index < params.head_dim ? 16 : 0);
+        }
+        if (first + kRowsPerPass < kBlockM) source += kRowsPerPass * params.q_row_stride;
+        opaque(source);
+    }
+}
+
+// The tile, stashed in shared memory and read back by the epilogue, instead of being held in registers.
+__device__ __forceinline__ void stash_tile(const Tile& tile, shared_address smem) {
+    store_shared_64(smem + kStashOffset, tile.batch, tile.head);
+    store_shared_64(smem + kStashOffset + 8, tile.kv_head, tile.first_row);
+}
+
+__device__ __forceinline__ Tile stashed_tile(shared_address smem) {
+    const uint4 words = load_shared_128(smem + kStashOffset);
+    Tile tile;
+    tile.batch = words.x;
+    tile.head = words.y;
+    tile.kv_head = words.z;
+    tile.first_row = words.w;
+    return tile;
+}
+
+// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
+// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
+//
+// row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
+// reach 2^(kPBias + kSlack). O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad
+// reduction.
+constexpr float kSlack = 8.0f;
+// fp16 P loses bits below 2^-14. Keeping row_max kPBias below the true maximum makes P 2^kPBias larger, so fewer P are subnormal. The
+// factor cancels in O / row_sum and in the LSE.
+constexpr float kPBias = 7.0f;
+static_assert(kSlack + kPBias <= 15.0f, "P stays below 2^16, the end of fp16");
+constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+__device__ __forceinline__ float quad_max(float value) {
+    value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
+    return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float value) {
+    value += __shfl_xor_sync(0xffffffff, value, 1);
+    return value + __shfl_xor_sync(0xffffffff, value, 2);
+}
+
+// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
+struct RowTile {
+    float row_max[2];  // log2 domain
+    float row_sum[2];  // this lane's share
+    float output[kDimTiles][4];
+};
+
+__device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+        rows[i].row_max[0] = rows[i].row_max[1] = kNoRowMax;
+        rows[i].row_sum[0] = rows[i].row_sum[1] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kDimTiles; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) rows[i].output[n][e] = 0.0f;
+        }
+    }
+}
+
+// Multiplies O and row_sum of both rows.
+__device__ __forceinline__ void rescale(RowTile& rows, const float (&correction)[2]) {
+#pragma unroll
+    for (int row8 = 0; row8 < 2; ++row8) {
+        rows.row_sum[row8] *= correction[row8];
+#pragma unroll
+        for (int n = 0; n < kDimTiles; ++n) {
+            rows.output[n][2 * row8] *= correction[row8];
+            rows.output[n][2 * row8 + 1] *= correction[row8];
+        }
+    }
+}
+
+// S = Q . K^T of kTiles MMA tiles of rows, in fp32. Element [i][j][e] of thread (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2) of
+// tile i, key 8 j + 2 t + e % 2.
+template <int kTiles>
+__device__ __forceinline__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) scores[i][j][e] = 0.0f;
+        }
+    }
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+        uint32_t q_fragment[kTiles][4];
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) ldmatrix_x4(q_fragment[i], step_address(q_lane, kRowTileStep * i, step));
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; j += 2) {
+            uint32_t k_fragment[4];
+            ldmatrix_x4(k_fragment, step_address(k_lane, 8 * j, step));
+#pragma unroll
+            for (int i = 0; i < kTiles; ++i) {
+                mma_m16n8k16<element>(scores[i][j], q_fragment[i], k_fragment[0], k_fragment[1]);
+                mma_m16n8k16<element>(scores[i][j + 1], q_fragment[i], k_fragment[2], k_fragment[3]);
+            }
+        }
+    }
+}
+
+// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax: the A fragment. The accumulator layout of two
+// neighbouring key tiles is the A layout of one 16x16 tile.
+template <int kTiles>
+struct P {
+    uint32_t fragment[kTiles][kKeyTiles / 2][4];
+
+    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
+        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
+        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
+    }
+};
+
+using VAddress = LaneAddress;
+
+__device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return qv_lane_address(block, lane); }
+
+// The B fragments of P . V for 16 keys.
+using VFragments = uint32_t[kDimTiles / 2][4];
+
+__device__ __forceinline__ void load_v(VFragments& fragments, const VAddress& v_lane, int first_key) {
+#pragma unroll
+    for (int n = 0; n < kDimTiles / 2; ++n) ldmatrix_x4_trans(fragments[n], step_address(v_lane, first_key, n));
+}
+
+// O += P . V. The caller has loaded the fragments of the first 16 keys; those of the next 16 are fetched while the MMAs of the ones
+// before them run.
+template <int kTiles>
+__device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, VFragments (&v_fragments)[2], const VAddress& v_lane) {
+#pragma unroll
+    for (int j = 0; j < kKeyTiles / 2; ++j) {
+        if (j + 1 < kKeyTiles / 2) load_v(v_fragments[(j + 1) % 2], v_lane, 16 * (j + 1));
+#pragma unroll
+        for (int n = 0; n < kDimTiles; ++n) {
+            const uint32_t(&v_fragment)[4] = v_fragments[j % 2][n / 2];
+#pragma unroll
+            for (int i = 0; i < kTiles; ++i) {
+                mma_m16n8k16<element>(rows[i].output[n], p.fragment[i][j], v_fragment[n % 2 * 2], v_fragment[n % 2 * 2 + 1]);
+            }
+        }
+    }
+}
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+// The keys that a query attends to: all.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
+
+// The keys that some row of [first_row, first_row + count) attends to: all.
+__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, first_row)).begin,
+            keys_of_query(params, query_of_row(params, last_row)).end};
+}
+
+// The keys that every row of [first_row, first_row + count) attends to: all.
+__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, last_row)).begin,
+            keys_of_query(params, query_of_row(params, first_row)).end};
+}
+
+// Walks S, the one place where scores are told their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and
+// key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
+// that this lane has of the row: that of key lane_key + step. The steps are constants, so that comparing one takes one instruction.
+template <int kTiles, typename AtRow>
+__device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key, int lane,
+                                               AtRow at_row) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            auto at_score = at_row(first_row + kRowTileStep * i + 8 * row8 + lane / 4, first_key + lane % 4 * 2);
+#pragma unroll
+            for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) at_score(8 * j + e, scores[i][j][2 * row8 + e]);
+            }
+        }
+    }
+}
+
+// The score modification `softcap`: cap * tanh(score / cap)
+
+// What all rows of a query head share: nothing.
+struct ScoreHead {};
+
+__device__ __forceinline__ ScoreHead score_head(const Params&, int, int) {
+    return {};
+}
+
+// What all keys of a row share.
+struct ScoreRow {
+    ScoreHead head;
+};
+
+__device__ __forceinline__ ScoreRow score_row(const Params&, const ScoreHead& head, int) {
+    ScoreRow row;
+    row.head = head;
+    return row;
+}
+
+// The modified score of the key `step` past `first_key`, from its q . k, not scaled yet.
+// softmax_step() multiplies it further, by scale_log2.
+__device__ __forceinline__ float modified_score(const Params& params, const ScoreRow&, int, int, float product) {
+    return tanh_approx(product * params.score_constant_0);
+}
+
+// What the modification reads for a row of a tile. It may lie outside of the tile's head; what is read for those is not used.
+__device__ __forceinline__ ScoreRow score_row_of(const Params& params, const ScoreHead& head, int row) {
+    return score_row(params, head, min(max(row, 0), num_rows(params) - 1));
+}
+
+// Puts the modified scores in place of q . k, in the tiles of the warp; the arguments are those of for_each_score().
+template <int kTiles>
+__device__ __forceinline__ void modify_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4], int first_row,
+                                              int first_key, int lane) {
+    const ScoreHead head = score_head(params, tile.batch, tile.head);
+    for_each_score(scores, first_row, first_key, lane, [&](int row, int lane_key) {
+        const ScoreRow of_row = score_row_of(params, head, row);
+        return [&params, of_row, lane_key](int step, float& score) { score = modified_score(params, of_row, lane_key, step, score); };
+    });
+}
+
+// KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
+struct KvBlocks {
+    int first;
+    int last;  // below `first` where there are none
+};
+
+// The blocks with a key that some row of [first_row, first_row + count) attends to.
+__device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
+    const KeyRange keys = keys_of_some(params, first_row, count);
+    return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
+}
+
+// The blocks that a tile visits.
+__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, const Tile& tile) {
+    return kv_blocks_of(params, tile.first_row, kBlockM);
+}
+
+// Every row attends to all keys; only the last block has keys past the end, which are masked.
+template <int kTiles>
+__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+                                           int lane) {
+    const KeyRange every = keys_of_every(params, min(first_row, num_rows(params) - 1), kRowTileStep * (kTiles - 1) + 16);
+    if (first_key + 8 * kKeyTiles > every.end) {
+        for_each_score(scores, first_row, first_key, lane, [&](int row, int lane_key) {
+            const int end = keys_of_query(params, query_of_row(params, row)).end - lane_key;
+            return [=](int step, float& score) {
+                if (step >= end) score = -INFINITY;
+            };
+        });
+    }
+}
+
+// What happens to S between Q . K^T and softmax, block by block: it is modified, then masked, so that what is hidden stays hidden.
+// The scores are those of a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
+template <int kTiles>
+__device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
+                                              int row_in_tile, int first_key, int lane) {
+    modify_scores(params, tile, scores, tile.first_row + row_in_tile, first_key, lane);
+    apply_mask(params, scores, tile.first_row + row_in_tile, first_key, lane);
+}
+
+// Computes this lane's maximum of each row, in row_max's units. True, for the whole warp, if any row exceeds its row_max by more than
+// kSlack.
+template <int kTiles>
+__device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
+                                                float (&block_max)[kTiles][2]) {
+    bool exceeds = false;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            float value = fmaxf(scores[i][0][2 * row8], scores[i][0][2 * row8 + 1]);
+#pragma unroll
+            for (int j = 1; j < kKeyTiles; ++j) {
+                value = fmaxf(value, fmaxf(scores[i][j][2 * row8], scores[i][j][2 * row8 + 1]));
+            }
+            block_max[i][row8] = fmaf(value, scale_log2, -kPBias);
+            exceeds |= block_max[i][row8] > rows[i].row_max[row8] + kSlack;
+        }
+    }
+    return __any_sync(0xffffffff, exceeds);
+}
+
+// Raises row_max to the maxima of a block, and rescales O and row_sum.
+template <int kTiles>
+__device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+        float correction[2];
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            const float previous = rows[i].row_max[row8];
+            rows[i].row_max[row8] = fmaxf(previous, quad_max(block_max[i][row8]));
+            correction[row8] = exp2_approx(previous - rows[i].row_max[row8]);
+        }
+        rescale(rows[i], correction);
+    }
+}
+
+// P of the scores, which is added to row_sum.
+template <int kTiles>
+__device__ __forceinline__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+                                             P<kTiles>& p) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; ++j) {
+            float values[4];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                values[e] = exp2_approx(fmaf(scores[i][j][e], scale_log2, -rows[i].row_max[e / 2]));
+                rows[i].row_sum[e / 2] += values[e];
+            }
+            p.set(i, j, values);
+        }
+    }
+}
+
+// A step of online softmax: from the scores of a block to P, with row_max and row_sum brought up to date.
+template <int kTiles>
+__device__ __forceinline__ void softmax_step(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+                                             P<kTiles>& p) {
+    float block_max[kTiles][2];
+    if (exceeds_row_max(scores, rows, scale_log2, block_max)) raise_row_max(block_max, rows);
+    exponentiate(scores, rows, scale_log2, p);
+}
+
+static_assert(sizeof(element) == 2, "the fragments of V are loaded by ldmatrix before a turn begins");
+static_assert(kWarps == 8, "four warps a group, one for each scheduler");
+
+// The main loop: rows take S, softmax and P . V of one KV block after another. K and V have two stages each; block b lies in stage
+// b % 2. The warps form two groups that take turns: while the MMAs of one run, the other, on the same four schedulers, does its softmax
+// and starts a copy, the first group of K, the second of V. A turn ends at a barrier for all.
+__device__ __forceinline__ void main_loop(const Params& params, const Tile& tile, const KvBlocks& blocks, RowTile (&rows)[kRowTiles],
+                                          shared_address smem, int warp, int lane) {
+    const int group = warp / (kWarps / 2);
+    const shared_address copy_stages = smem + (group == 0 ? kKOffset : kVOffset);
+    const int copy_head_dim = group == 0 ? params.head_dim : params.head_dim_v;
+    const int64_t copy_stride = group == 0 ? params.k_row_stride : params.v_row_stride;
+    const element* copy_source = group == 0 ? head_k(params, tile) : head_v(params, tile);
+    auto fetch = [&](int block) {
+        copy_rows<kHeadDim>(copy_stages + block % 2 * kStageBytes, copy_source + block * kBlockN * copy_stride, copy_stride,
+                            params.seqlen_kv - block * kBlockN, copy_head_dim);
+    };
+
+    if (blocks.last >= blocks.first) {
+        load_q(params, tile, smem);
+        fetch(blocks.last);
+    }
+    cp_async_commit();
+    barrier_sync(kThreads);  // the stash is written
+
+    auto begin_turn = [&]() {
+        // Everybody's share of the copies that were started before the previous turn is here.
+        cp_async_wait<0>();
+        barrier_sync(kThreads);
+    };
+    auto end_turn = [&](int block) {
+        // Everybody has finished with the stages that the next copies overwrite.
+        barrier_sync(kThreads);
+        if (block > blocks.first) fetch(block - 1);
+        cp_async_commit();
+    };
+    if (group == 1) begin_turn();  // one turn behind
+
+    const LaneAddress q_lane = qv_lane_address(smem + first_row_of(warp) * kRowBytes, lane);
+    const LaneAddress k_lanes = k_lane_address(smem + kKOffset, lane);
+    const VAddress v_lanes = v_address(smem + kVOffset, lane);
+    auto k_lane = [&](int block) { return k_lanes.with_offset(block % 2 * kStageBytes); };
+    auto v_lane = [&](int block) { return v_lanes.with_offset(block % 2 * kStageBytes); };
+
+    const KvBlocks warp_blocks = blocks;
+    auto is_last = [&](int block) { return block == warp_blocks.first; };
+    auto finish = [&](float (&scores)[kRowTiles][kKeyTiles][4], int block) {
+        finish_scores(params, tile, scores, first_row_of(warp), block * kBlockN, lane);
+    };
+
+    // Takes blocks from `block` on, in a turn that has begun; returns the last one, in the turn of its P . V.
+    auto visit_run = [&](int block) {
+        float scores[kRowTiles][kKeyTiles][4];
+        P<kRowTiles> p;
+        mma_qk(scores, q_lane, k_lane(block));
+        end_turn(block);
+        while (true) {
+            finish(scores, block);
+            softmax_step(scores, rows, params.scale_log2, p);
+            if (is_last(block)) break;
+
+            // P . V of this block and Q . K^T of the next stand together: a long run of MMAs without a barrier.
+            VFragments v_fragments[2];
+            load_v(v_fragments[0], v_lane(block), 0);
+            begin_turn();
+            mma_pv(rows, p, v_fragments, v_lane(block));
+            mma_qk(scores, q_lane, k_lane(block - 1));
+            --block;
+            end_turn(block);
+        }
+        VFragments v_fragments[2];
+        load_v(v_fragments[0], v_lane(block), 0);
+        begin_turn();
+        mma_pv(rows, p, v_fragments, v_lane(block));
+        return block;
+    };
+
+    int block = blocks.last;
+    begin_turn();
+    if (block >= warp_blocks.first) visit_run(block);
+    if (group == 0) barrier_sync(kThreads);  // the second group's last turn begins here
+}
+
+// Completes row_sum and divides O by it. A row that attends to nothing has the sum 0 and becomes 0.
+__device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            rows[i].row_sum[row8] = quad_sum(rows[i].row_sum[row8]);
+            const float sum = rows[i].row_sum[row8];
+            const float factor = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
+#pragma unroll
+            for (int n = 0; n < kDimTiles; ++n) {
+                rows[i].output[n][2 * row8] *= factor;
+                rows[i].output[n][2 * row8 + 1] *= factor;
+            }
+        }
+    }
+}
+
+// lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing. (batch, num_heads_q, seqlen_q).
+__device__ __forceinline__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp,
+                                          int lane) {
+    if (params.lse == nullptr || lane % 4 != 0) return;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            const int row = tile.first_row + first_row_of(warp) + kRowTileStep * i + 8 * row8 + lane / 4;
+            if (row < num_rows(params)) {
+                const int64_t batch_offset = int64_t(tile.batch) * params.num_heads_q * params.seqlen_q;
+                store_global_32(params.lse + batch_offset + row_offset(params, tile, row, 1, params.seqlen_q),
+                                (rows[i].row_max[row8] + log2_approx(rows[i].row_sum[row8])) * kLn2);
+            }
+        }
+    }
+}
+
+// Rounds O and puts it into the Q tile: all reads of Q precede the last barrier of the loop.
+__device__ __forceinline__ void stage_output(const RowTile (&rows)[kRowTiles], shared_address smem, int warp, int lane) {
+    const shared_address warp_rows = smem + first_row_of(warp) * kRowBytes;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            const int row = kRowTileStep * i + 8 * row8 + lane / 4;
+#pragma unroll
+            for (int n = 0; n < kDimTiles; ++n) {
+                const float low = rows[i].output[n][2 * row8];
+                const float high = rows[i].output[n][2 * row8 + 1];
+                store_shared_32(warp_rows + row * kRowBytes + 16 * (n ^ swizzle_key(row)) + lane % 4 * 4, pack<element>(low, high));
+            }
+        }
+    }
+}
+
+// Writes O by way of the Q tile, so that global memory sees whole rows in 16-byte vectors.
+__device__ __forceinline__ void store_output(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles],
+                                             shared_address smem, int warp, int lane) {
+    stage_output(rows, smem, warp, lane);
+    constexpr int kRowsPerPass = 32 / kSwizzleChunks;
+    constexpr int kPanels = kHeadDimV * sizeof(element) / kSwizzleBytes;
+    __syncwarp();  // the warp reads only rows it wrote itself
+    constexpr int kPasses = kWarpRows / kRowsPerPass;
+    const int first_row = first_row_of(warp);
+    auto row_of_pass = [&](int pass) { return pass * kRowsPerPass + lane / kSwizzleChunks; };
+    const shared_address warp_rows = smem + first_row * kRowBytes;
+    const int chunk = lane % kSwizzleChunks;
+
+    // All vectors are loaded before the first is stored: their latencies overlap, where one by one each store would wait for
+    // its own.
+    uint4 vectors[kPasses][kPanels];
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+        const int row = row_of_pass(pass);
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) {
+            vectors[pass][panel] =
+                load_shared_128(warp_rows + row * kRowBytes + panel * kSwizzleBytes + 16 * (chunk ^ swizzle_key(row)));
+        }
+    }
+    element* out = params.out + tile.batch * params.out_batch_stride;
+    // One pointer steps from row to row; the compiler would work out the addresses of all stores ahead.
+    element* out_row = out + row_offset(params, tile, tile.first_row + first_row + row_of_pass(0), params.out_row_stride,
+                                        params.out_head_stride);
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+        const int tile_row = tile.first_row + first_row + row_of_pass(pass);
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) {
+            const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
+            if (tile_row < num_rows(params) && element_index < params.head_dim_v) {
+                store_global_128(out_row + element_index, vectors[pass][panel]);
+            }
+        }
+        if (pass + 1 < kPasses) out_row += (row_of_pass(pass + 1) - row_of_pass(pass)) * params.out_row_stride;
+        opaque(out_row);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+flash_fwd_hdim128_fp16_softcap_sm80(const __grid_constant__ Params params) {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    const shared_address smem = to_shared(shared_memory);
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+
+    const Tile tile = find_tile(params, block_index());
+    if (threadIdx.x == 0) stash_tile(tile, smem);
+    const KvBlocks blocks = find_kv_blocks(params, tile);
+    RowTile rows[kRowTiles];
+    clear(rows);
+
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
+    griddepcontrol_wait();
+    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
+    // before this one to have ended.
+    griddepcontrol_launch_dependents();
+
+    main_loop(params, tile, blocks, rows, smem, warp, lane);
+
+    const Tile stored_tile = stashed_tile(smem);
+    normalise(rows);
+    store_lse(params, stored_tile, rows, warp, lane);
+    store_output(params, stored_tile, rows, smem, warp, lane);
+}
