@@ -69,6 +69,7 @@ class Step(NamedTuple):
 class Content(NamedTuple):
     """What a checked spec file says, in plain values.
 
+    ``algorithm`` is the name by which a call may ask for the family, and empty where it has none.
     Variants are put together from ``family``, which all of them share, from their step, their target, their
     tile row and their entry. ``steps`` are in the order of a call; ``main`` is the one whose variant dispatch
     chooses. ``targets`` are in order of preference; ``entries`` has the tiles of each point, the default one
@@ -77,6 +78,7 @@ class Content(NamedTuple):
     """
 
     operator: str
+    algorithm: str
     description: str
     axes: dict[str, tuple[str | int, ...]]
     element_bytes: dict[str, int]
@@ -93,8 +95,8 @@ class Content(NamedTuple):
 class Spec:
     """One loaded spec file.
 
-    ``name`` is the file's stem, ``operator`` the name of what its kernels compute. ``axes`` maps each axis to
-    its values; ``targets`` names the targets, preferred first. ``content`` is what ``check.check`` made of
+    ``name`` is the file's stem, ``operator`` the name of what its kernels compute, ``algorithm`` the
+    name by which a call may ask for them (empty: none). ``axes`` maps each axis to its values; ``targets`` names the targets, preferred first. ``content`` is what ``check.check`` made of
     ``text``, and may have tuned tiles besides.
     """
 
@@ -104,6 +106,7 @@ class Spec:
         self.content = content
         self.family: str = content.family["family"]
         self.operator = content.operator
+        self.algorithm = content.algorithm
         self.on_request: bool = content.family["on_request"]
         self.description = content.description
         self.axes = content.axes

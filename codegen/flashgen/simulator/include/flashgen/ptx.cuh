@@ -60,9 +60,35 @@ inline float log2_approx(float x, flashgen::simulator::Location where = flashgen
     return flashgen::simulator::log2_canonical(x);
 }
 
+inline uint32_t load_global_8(const uint8_t* source,
+                              flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    uint8_t value;
+    flashgen::simulator::load_global(&value, source, 1, where);
+    return value;
+}
+
+inline uint32_t load_global_32(const void* source,
+                               flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    uint32_t value;
+    flashgen::simulator::load_global(&value, source, 4, where);
+    return value;
+}
+
+inline uint4 load_global_128(const void* source,
+                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    uint4 value;
+    flashgen::simulator::load_global(&value, source, 16, where);
+    return value;
+}
+
 inline void store_global_32(float* destination, float value,
                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     flashgen::simulator::check_register(value, where);
+    flashgen::simulator::store_global(destination, &value, 4, where);
+}
+
+inline void store_global_32(void* destination, uint32_t value,
+                            flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     flashgen::simulator::store_global(destination, &value, 4, where);
 }
 
