@@ -14,8 +14,8 @@ MAIN_OF = {step.name: main for main in MAINS for step in main.steps}
 
 
 def simulated(main, shape, seed, order=None, source_of=render):
-    """The example after a call of ``main`` ran on it, its threads in another ``order`` than the seed's if that
-    is given. ``source_of`` renders a kernel."""
+    """The example after a call of ``main`` ran on it, its threads in another ``order`` than the seed's if
+    that is given. ``source_of`` renders a kernel."""
     example = make(main, shape, seed)
     libraries = [load(source_of(step), step.name) for step in main.steps]
     run_steps(libraries, main, example, seed=seed if order is None else order)

@@ -73,6 +73,12 @@ WRONG = {
         "  covers:",
         ["grid.covers.batches: ", "allowed: query_rows, key_rows, heads, kv_heads, batch"],
     ),
+    "algorithm that is no short name": (
+        "family: tiny_fwd",
+        "family: tiny_fwd\nalgorithm: flash_2",
+        "algorithm:",
+        ["algorithm: ", "'flash_2'"],
+    ),
     "unknown dispatch rule": (
         "{prefer: on_request}",
         "{prefer: newest}",

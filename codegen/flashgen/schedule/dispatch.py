@@ -77,7 +77,7 @@ def named(problem: Problem, specs: Iterable[Spec], algorithm: str) -> list[Spec]
     known = [spec for spec in specs if spec.operator == problem.operator.name and spec.algorithm]
     found = [spec for spec in known if spec.algorithm == algorithm]
     if not found:
-        names = dict.fromkeys(spec.algorithm for spec in known)
+        names = sorted({spec.algorithm for spec in known})
         raise BadParam(f"algorithm is {algorithm!r}; allowed are {', '.join(map(repr, names))}, or None")
     return found
 
@@ -165,10 +165,10 @@ def runs_on(variant: Variant, device: Device) -> bool:
 
 def _served(spec: Spec) -> str:
     """What a spec has kernels for, for a message."""
-    defaults = {
-        name: (axis.default,) for name, axis in OPERATORS[spec.operator].axes.items() if axis.default
-    }
-    axes = ", ".join(f"{name} {' '.join(map(str, values))}" for name, values in (defaults | spec.axes).items())
+    defaults = {name: (axis.default,) for name, axis in OPERATORS[spec.operator].axes.items() if axis.default}
+    axes = ", ".join(
+        f"{name} {' '.join(map(str, values))}" for name, values in (defaults | spec.axes).items()
+    )
     return f"{axes} ({spec.name}.yaml)"
 
 
