@@ -42,7 +42,8 @@ class Runner:
 
 
 def prepare(problem: Problem, specs: tuple[Spec, ...], algorithm: str | None = None) -> Runner:
-    """Choose a variant as on the pretended GPU, of the ``algorithm`` if one is named, and compile its steps for the host.
+    """Choose a variant as on the pretended GPU, of the ``algorithm`` if one is named, and compile its steps
+    for the host.
 
     Raises BadParam for an unknown FLASHGEN_SIMULATOR_ARCH, NoHostCompilerError, CompileError, and what
     ``dispatch.offers`` and ``select`` raise.

@@ -95,9 +95,10 @@ class Content(NamedTuple):
 class Spec:
     """One loaded spec file.
 
-    ``name`` is the file's stem, ``operator`` the name of what its kernels compute, ``algorithm`` the
-    name by which a call may ask for them (empty: none). ``axes`` maps each axis to its values; ``targets`` names the targets, preferred first. ``content`` is what ``check.check`` made of
-    ``text``, and may have tuned tiles besides.
+    ``name`` is the file's stem, ``operator`` the name of what its kernels compute, ``algorithm`` the name by
+    which a call may ask for them (empty: none). ``axes`` maps each axis to its values; ``targets`` names the
+    targets, preferred first. ``content`` is what ``check.check`` made of ``text``, and may have tuned tiles
+    besides.
     """
 
     def __init__(self, path: Path, text: bytes, content: Content) -> None:
