@@ -18,6 +18,7 @@ FILE lies in benchmarks/results; while it does not, the page says so. The kinds,
     losses        what ragged lengths lose
     algorithms    one line per case, one column per algorithm: show=time, show=memory (beyond inputs and
                   outputs) or show=bytes (what its kernels move). FIELD=A,B as above
+    chart         the picture of a grid, which this program draws beside FILE
     host-time     of host_time.py, the time of calls
     first-use     of first_use.py, each variant; stages: what these times consist of
 """
@@ -80,6 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.check:
         for path, page in new.items():
             path.write_text(page, encoding="utf-8")
+        _draw("".join(pages.values()), options.results)
         return 0
     stale = [path.name for path in pages if new[path] != pages[path]]
     left_out = unused("".join(pages.values()), options.results)
@@ -102,6 +104,16 @@ def unused(pages: str, results: Path) -> list[str]:
     named = {word for match in _MARKER.finditer(pages) for word in match["words"].split()[1:]}
     there = {file.relative_to(results).as_posix() for file in results.rglob("*.json")}
     return sorted(there - named)
+
+
+def _draw(pages: str, results: Path) -> None:
+    """The pictures that the pages ask for, of the results that are there."""
+    from flashgen.bench.chart import draw
+
+    for kind, *names in (match["words"].split() for match in _MARKER.finditer(pages)):
+        for file in (results / name for name in names if kind == "chart"):
+            if file.is_file():
+                draw(Report.load(file), file.with_suffix(".png"))
 
 
 def _table(words: str, results: Path) -> str:
@@ -214,6 +226,12 @@ def _by_length(files: list[Path], options: Options) -> list[str]:
     return _markdown(header, ([*key, *(line.get(n, "–") for n in lengths)] for key, line in found.items()))
 
 
+def _chart(files: list[Path], options: Options) -> list[str]:
+    (file,) = files
+    picture = f"../benchmarks/results/{file.with_suffix('.png').name}"
+    return [f"![TFLOP/s against sequence length, one line per peer]({picture})"]
+
+
 def _summary(files: list[Path], options: Options) -> list[str]:
     (file,) = files
     header = ("peer", "dtype", "cells", "geometric mean", "lowest", "where")
@@ -283,6 +301,7 @@ KINDS: dict[str, Callable[[list[Path], Options], list[str]]] = {
     "summary": _summary,
     "losses": _losses,
     "algorithms": _algorithms,
+    "chart": _chart,
     "host-time": _host_time,
     "first-use": _first_use,
     "stages": _stages,

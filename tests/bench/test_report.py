@@ -199,6 +199,20 @@ def test_algorithms_stand_side_by_side(tmp_path):
         report.renewed(page("algorithms r.json show=speed"), tmp_path)
 
 
+def test_a_chart_is_drawn_beside_its_results(tmp_path):
+    saved(tmp_path, "r.json", GRIDS["lineage"].cases, flashgen=1.0, **{"flashgen-v1": 2.0})
+    file = tmp_path / "page.md"
+    file.write_text(page("chart r.json", "chart missing.json"))
+    arguments = ["--page", str(file), "--results", str(tmp_path)]
+    assert report.main([*arguments, "--check"]) == 1
+    assert not (tmp_path / "r.png").exists()
+    assert report.main(arguments) == 0
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    assert "](../benchmarks/results/r.png)" in file.read_text()
+    assert "Not measured yet: missing.json." in file.read_text()
+    assert report.main([*arguments, "--check"]) == 0
+
+
 def test_what_was_not_measured_is_said(tmp_path):
     assert "Not measured yet: r.json.\n<!-- end -->" in report.renewed(page("losses r.json"), tmp_path)
 
