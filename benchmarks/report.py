@@ -1,7 +1,7 @@
-"""Write the tables of docs/performance.md from the JSON of the last runs. Needs no GPU.
+"""Write the tables of docs/performance.md and docs/lineage.md from the JSON of the last runs. Needs no GPU.
 
     python benchmarks/report.py            after a run with --save benchmarks/results/...
-    python benchmarks/report.py --check    change nothing; exit code 1 where page and results differ
+    python benchmarks/report.py --check    change nothing; exit code 1 where pages and results differ
 
 A table stands in the page between two comments; everything else there is prose and stays as it is:
 
@@ -16,6 +16,9 @@ FILE lies in benchmarks/results; while it does not, the page says so. The kinds,
     by-length     one column per sequence length; to=PEER is who the ratio is to
     summary       geometric mean and lowest ratio per peer and dtype
     losses        what ragged lengths lose
+    algorithms    one line per case, one column per algorithm: show=time, show=memory (beyond inputs and
+                  outputs) or show=bytes (what its kernels move). FIELD=A,B as above
+    chart         the picture of a grid, which this program draws beside FILE
     host-time     of host_time.py, the time of calls
     first-use     of first_use.py, each variant; stages: what these times consist of
 """
@@ -32,12 +35,12 @@ from pathlib import Path
 from typing import Any
 
 from flashgen.bench.cases import Case, short_length
-from flashgen.bench.peers.registry import OURS
+from flashgen.bench.peers.registry import LINEAGE, OURS
 from flashgen.bench.results import Measurement, Report, Row
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-PAGE = HERE.parent / "docs" / "performance.md"
+PAGES = tuple(HERE.parent / "docs" / name for name in ("performance.md", "lineage.md"))
 
 _MARKER = re.compile(
     r"(?P<start>^<!-- table: (?P<words>[^\n]*?) -->\n)(?P<table>.*?)(?=^<!-- end -->$)", re.M | re.S
@@ -60,26 +63,33 @@ class ReportError(ValueError):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Renew the page, or with ``--check`` say whether that would change it; the exit code."""
+    """Renew the pages, or with ``--check`` say whether that would change one; the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 on a difference")
-    parser.add_argument("--page", type=Path, default=PAGE, help="the page, by default docs/performance.md")
+    parser.add_argument(
+        "--page",
+        type=Path,
+        action="append",
+        help="a page; repeatable. By default performance.md and lineage.md",
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON lies")
     options = parser.parse_args(arguments)
-    page = options.page.read_text(encoding="utf-8")
-    new = renewed(page, options.results)
-    if options.check:
-        for name in unused(page, options.results):
-            print(f"{options.page.name} shows nothing of {name}", file=sys.stderr)
-        if new != page:
-            print(
-                f"{options.page.name} is not what the results say; run {Path(__file__).name}", file=sys.stderr
-            )
-        return int(new != page or bool(unused(page, options.results)))
-    options.page.write_text(new, encoding="utf-8")
-    return 0
+    pages = {path: path.read_text(encoding="utf-8") for path in options.page or PAGES}
+    new = {path: renewed(page, options.results) for path, page in pages.items()}
+    if not options.check:
+        for path, page in new.items():
+            path.write_text(page, encoding="utf-8")
+        _draw("".join(pages.values()), options.results)
+        return 0
+    stale = [path.name for path in pages if new[path] != pages[path]]
+    left_out = unused("".join(pages.values()), options.results)
+    for name in left_out:
+        print(f"no page shows anything of {name}", file=sys.stderr)
+    for name in stale:
+        print(f"{name} is not what the results say; run {Path(__file__).name}", file=sys.stderr)
+    return int(bool(stale or left_out))
 
 
 def renewed(page: str, results: Path) -> str:
@@ -89,11 +99,21 @@ def renewed(page: str, results: Path) -> str:
     return _MARKER.sub(lambda match: match["start"] + _table(match["words"], results), page)
 
 
-def unused(page: str, results: Path) -> list[str]:
-    """The JSON files that no marker of the page names, relative to ``results``."""
-    named = {word for match in _MARKER.finditer(page) for word in match["words"].split()[1:]}
+def unused(pages: str, results: Path) -> list[str]:
+    """The JSON files that no marker in the text of the pages names, relative to ``results``."""
+    named = {word for match in _MARKER.finditer(pages) for word in match["words"].split()[1:]}
     there = {file.relative_to(results).as_posix() for file in results.rglob("*.json")}
     return sorted(there - named)
+
+
+def _draw(pages: str, results: Path) -> None:
+    """The pictures that the pages ask for, of the results that are there."""
+    from flashgen.bench.chart import draw
+
+    for kind, *names in (match["words"].split() for match in _MARKER.finditer(pages)):
+        for file in (results / name for name in names if kind == "chart"):
+            if file.is_file():
+                draw(Report.load(file), file.with_suffix(".png"))
 
 
 def _table(words: str, results: Path) -> str:
@@ -137,17 +157,43 @@ def _environment(files: list[Path], options: Options) -> list[str]:
     return _markdown(("", ""), ((name, ", ".join(map(str, f))) for name, f in facts.items() if all(f)))
 
 
-def _cells(files: list[Path], options: Options) -> list[str]:
+def _algorithms(files: list[Path], options: Options) -> list[str]:
     (file,) = files
-    report = Report.load(file)
-    fields = {key: values.split(",") for key, values in options.items() if key not in ("as", "with")}
-    extra = [options["with"]] if "with" in options else []
-    for name, known in (*((key, Case) for key in fields), *((key, Measurement) for key in extra)):
-        if name not in known.__dataclass_fields__:
+    kinds = {
+        "time": lambda m: m.timing and _duration(m.timing.median_ms),
+        "memory": lambda m: m.extra_bytes is not None and _bytes(m.extra_bytes),
+        "bytes": lambda m: m.moved_bytes is not None and _bytes(m.moved_bytes),
+    }
+    shown = kinds[options["show"]]
+    rows = _kept(Report.load(file), {key: options[key] for key in options if key != "show"})
+    columns = [name for name in LINEAGE if any(name in row.measurements for row in rows)]
+    lines = (
+        (row.case.name, *(shown(row.measurements[c]) if c in row.measurements else None for c in columns))
+        for row in rows
+    )
+    return _markdown(("case", *(LINEAGE[c] for c in columns)), ([x or "–" for x in line] for line in lines))
+
+
+def _kept(report: Report, conditions: Options) -> list[Row]:
+    """The rows whose cases have one of the values given for each field. Raises KeyError where none has."""
+    fields = {key: values.split(",") for key, values in conditions.items()}
+    for name in fields:
+        if name not in Case.__dataclass_fields__:
             raise KeyError(name)
     rows = [r for r in report.rows if all(str(getattr(r.case, key)) in fields[key] for key in fields)]
     if not rows:
         raise KeyError(f"case with {fields}")
+    return rows
+
+
+def _cells(files: list[Path], options: Options) -> list[str]:
+    (file,) = files
+    report = Report.load(file)
+    extra = [options["with"]] if "with" in options else []
+    for name in extra:
+        if name not in Measurement.__dataclass_fields__:
+            raise KeyError(name)
+    rows = _kept(report, {key: values for key, values in options.items() if key not in ("as", "with")})
     times = options.get("as", report.metric) == "µs"
     shown = Report(report.grid, report.metric, {}, {}, rows)
     peers = [name for name in shown.peers if name != OURS]
@@ -178,6 +224,12 @@ def _by_length(files: list[Path], options: Options) -> list[str]:
     lengths = sorted({length for line in found.values() for length in line})
     header = ["dtype", "head_dim", "mask", *map(short_length, lengths)]
     return _markdown(header, ([*key, *(line.get(n, "–") for n in lengths)] for key, line in found.items()))
+
+
+def _chart(files: list[Path], options: Options) -> list[str]:
+    (file,) = files
+    picture = f"../benchmarks/results/{file.with_suffix('.png').name}"
+    return [f"![TFLOP/s against sequence length, one line per peer]({picture})"]
 
 
 def _summary(files: list[Path], options: Options) -> list[str]:
@@ -248,6 +300,8 @@ KINDS: dict[str, Callable[[list[Path], Options], list[str]]] = {
     "by-length": _by_length,
     "summary": _summary,
     "losses": _losses,
+    "algorithms": _algorithms,
+    "chart": _chart,
     "host-time": _host_time,
     "first-use": _first_use,
     "stages": _stages,
@@ -275,6 +329,19 @@ def _microseconds(row: Row, peer: str) -> str:
         return "–"
     us = 1e3 * measurement.timing.median_ms
     return f"{us:.0f}" if us >= 100 else f"{us:.1f}"
+
+
+def _duration(ms: float) -> str:
+    return f"{1e3 * ms:.1f} µs" if ms < 0.1 else f"{1e3 * ms:.0f} µs" if ms < 1 else f"{ms:.1f} ms"
+
+
+def _bytes(count: int) -> str:
+    """In decimal units, three figures."""
+    for unit in ("B", "KB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
 
 
 def _ratio(ratio: float | None) -> str:

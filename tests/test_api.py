@@ -320,3 +320,26 @@ def test_every_public_name_is_there():
     assert set(flashgen.__all__) <= set(dir(flashgen))
     with pytest.raises(AttributeError, match="flash_attention"):
         _ = flashgen.flash_attention
+
+
+def test_on_the_cpu_an_algorithm_changes_nothing_but_must_be_one():
+    q, k, v = arrays((2, 30, 4, 16), (2, 40, 4, 16), (2, 40, 4, 16))
+    expected = flashgen.attention(q, k, v, causal=True)
+    for algorithm in ("naive", "v1", "v2", "v3", None):
+        for _ in range(2):
+            found = flashgen.attention(q, k, v, causal=True, algorithm=algorithm)
+            np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(
+            flashgen.plan(q, k, v, causal=True, algorithm=algorithm)(q, k, v), expected
+        )
+    for unknown in ("v4", "", 3, ["v1"]):
+        for call in (flashgen.attention, flashgen.plan):
+            with pytest.raises(errors.BadParam, match=r"algorithm is .*'naive', 'v1', 'v2', 'v3'"):
+                call(q, k, v, algorithm=unknown)
+
+
+def test_plans_of_each_algorithm_are_kept_apart():
+    q, k, v = qkv()
+    for algorithm in (None, "naive", "v2", None, "naive"):
+        flashgen.attention(q, k, v, algorithm=algorithm)
+    assert len(api._plans) == 3

@@ -47,6 +47,7 @@ def attention(
     return_lse: bool = False,
     stream: Any = None,
     backend: str | None = None,
+    algorithm: str | None = None,
 ) -> Any:
     """softmax(q k^T * softmax_scale, masked) v, exactly, without the matrix of scores.
 
@@ -89,6 +90,9 @@ def attention(
     backend: "cuda", "cpu", or "simulator", which slowly runs the generated CUDA on arrays in host memory and
         raises SimulationError where it does what a GPU forbids; None: FLASHGEN_BACKEND, or what the arrays'
         device asks for.
+    algorithm: "naive", "v1", "v2" or "v3": only kernels of this one. naive keeps all scores in memory, v1 is
+        FlashAttention-1; v2 are the kernels for every GPU since Ampere, v3 those for Hopper. None: the
+        fastest. On the CPU only the name is looked at. It says how, not what: results differ in rounding.
 
     Returns ``out``, of the kind of q, or ``(out, lse)``. A row that sees no key is 0, with an LSE of -inf.
 
@@ -102,7 +106,7 @@ def attention(
         )
         given, scalars = (*given, *arrays_of_score), (*scalars, *of_score)
     options = (causal, mask_type, window_size, return_lse, modification)
-    return _call(operator_for(modification), given, options, scalars, stream, backend)
+    return _call(operator_for(modification), given, options, scalars, stream, backend, algorithm)
 
 
 def plan(
@@ -122,6 +126,7 @@ def plan(
     out: Any = None,
     return_lse: bool = False,
     backend: str | None = None,
+    algorithm: str | None = None,
 ) -> Plan:
     """A ``Plan`` for all calls whose arrays have the layouts of these.
 
@@ -138,7 +143,7 @@ def plan(
         )
         given, scalars = (*given, *arrays_of_score), (*scalars, *of_score)
     options = (causal, mask_type, window_size, return_lse, modification)
-    return _plan(operator_for(modification), given, options, scalars, backend)
+    return _plan(operator_for(modification), given, options, scalars, backend, algorithm)
 
 
 def _modification(
@@ -188,22 +193,23 @@ def _call(
     scalars: tuple[Any, ...],
     stream: Any,
     backend: str | None,
+    algorithm: str | None,
 ) -> Any:
     """Compute ``given``, an array or None for each argument of the operator, with a plan that is kept."""
     kind = arrays.kind_of(given[0])
     if kind is None or not (
         kind.types.issuperset(map(type, given)) or all(x is None or arrays.kind_of(x) is kind for x in given)
     ):
-        return _call_adopted(operator, given, options, scalars, stream, backend)
+        return _call_adopted(operator, given, options, scalars, stream, backend, algorithm)
     backend = backend or os.environ.get("FLASHGEN_BACKEND")
     layouts, pointers = kind.read(given)
-    key = (operator.name, layouts, options, backend)
+    key = (operator.name, layouts, options, backend, algorithm)
     try:
         known = _plans.get(key)
     except TypeError:  # an option is not hashable, such as a window in a list
         key = known = None
     if known is None:
-        known = _plan(operator, given, options, scalars, backend, keeps_scalars=False)
+        known = _plan(operator, given, options, scalars, backend, algorithm, keeps_scalars=False)
         if key is not None:
             _remember(key, known)
     return known.run(given, pointers, scalars, stream)
@@ -215,6 +221,7 @@ def _plan(
     options: tuple[Any, ...],
     scalars: tuple[Any, ...],
     backend: str | None,
+    algorithm: str | None,
     keeps_scalars: bool = True,
 ) -> Plan:
     """A plan whose scalars are these, or, where it does not keep them, those that a call leaves out."""
@@ -235,7 +242,7 @@ def _plan(
             )
     problem = operator.normalise(views, options, (None,) * len(scalars))
     called = problem.with_scalars(scalars)  # raises what is wrong with them, ahead of compiling
-    return Plan(called if keeps_scalars else problem, _runner(problem, backend), native)
+    return Plan(called if keeps_scalars else problem, _runner(problem, backend, algorithm), native)
 
 
 def _call_adopted(
@@ -245,14 +252,16 @@ def _call_adopted(
     scalars: tuple[Any, ...],
     stream: Any,
     backend: str | None,
+    algorithm: str | None,
 ) -> Any:
     """`_call` where not all arrays are of one native library."""
     if all(x is None or arrays.kind_of(x) is not None for x in given):
-        _plan(operator, given, options, scalars, backend)  # raises: the kinds differ
+        _plan(operator, given, options, scalars, backend, algorithm)  # raises: the kinds differ
     names = [argument.name for argument in operator.arguments]
 
     def call(*, stream: Any, **native: Any) -> Any:
-        return _call(operator, tuple(native[name] for name in names), options, scalars, stream, backend)
+        arrays_of = tuple(native[name] for name in names)
+        return _call(operator, arrays_of, options, scalars, stream, backend, algorithm)
 
     return run_adopted(call, operator, dict(zip(names, given, strict=True)), stream)
 
@@ -276,24 +285,28 @@ def backend_for(device: int | None, backend: str | None = None) -> str:
     return wanted
 
 
-def _runner(problem: Problem, backend: str | None) -> Runner:
+def _runner(problem: Problem, backend: str | None, algorithm: str | None) -> Runner:
     chosen = backend_for(problem.device, backend)
+    folders = os.environ.get("FLASHGEN_SPECS", "")
     if chosen == "cpu":
         from flashgen.cpu.attention import Runner
 
+        if algorithm is not None:
+            from flashgen.schedule.dispatch import named
+
+            named(problem, _specs(folders), algorithm)  # raises for a name that there is not
         return Runner()
-    folders = os.environ.get("FLASHGEN_SPECS", "")
     if chosen == "simulator":
         from flashgen.simulator.backend import prepare as simulated
 
-        return simulated(problem, _specs(folders))
+        return simulated(problem, _specs(folders), algorithm)
     from flashgen.runtime.device import device
     from flashgen.runtime.launch import prepare
     from flashgen.schedule.dispatch import offers
 
     here = device(problem.device)
     specs = _specs(folders, os.environ.get("FLASHGEN_TUNED", ""), here.name)
-    return prepare(problem, problem.device, offers(problem, here, specs))
+    return prepare(problem, problem.device, offers(problem, here, specs, algorithm))
 
 
 @lru_cache(maxsize=64)

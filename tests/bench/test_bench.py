@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from flashgen.bench import agreement, chart, environment
+from flashgen.bench import agreement, chart, environment, traffic
 from flashgen.bench.cases import GRIDS, Case, find_grid
 from flashgen.bench.hosts import Inputs, shapes
 from flashgen.bench.peers import all_peers, choose_peers, registry, torch_sdpa
@@ -258,6 +258,81 @@ def test_rotated_sets_exceed_twice_the_l2_and_no_fewer_would(set_bytes, l2_bytes
     assert count * set_bytes >= 2 * l2_bytes
     assert count == 1 or (count - 1) * set_bytes < 2 * l2_bytes
     assert rotation(1, 10**12) == 128
+
+
+# Algorithms side by side
+
+
+def test_the_grid_of_algorithms_has_the_small_cases_and_those_of_prefill():
+    small, rest = GRIDS["lineage"].cases[:3], GRIDS["lineage"].cases[3:]
+    assert [(c.batch, c.seqlen_q, c.head_dim, c.num_heads_q) for c in small] == [
+        (1, 256, 64, 1),
+        (2, 512, 64, 1),
+        (4, 1024, 64, 1),
+    ]
+    prefill = GRIDS["prefill"].choose(["fp16"], {"head_dim": [64, 128]}).cases
+    assert sorted(rest, key=str) == sorted(prefill, key=str)
+
+
+LINEAGE = [
+    ("naive_scores_hdim{}_fp16{}_sm80", 64, ""),
+    ("naive_scores_hdim{}_fp16{}_sm80", 128, "_causal"),
+    ("flash_v1_hdim{}_fp16{}_sm80", 64, "_causal"),
+    ("flash_v1_hdim{}_fp16{}_sm80", 128, ""),
+    ("flash_fwd_hdim{}_fp16{}_sm80", 64, "_causal"),
+    ("flash_fwd_hdim{}_fp16{}_m64_sm80", 64, ""),
+    ("flash_fwd_hdim{}_fp16{}_sm80", 128, "_causal"),
+    ("flash_fwd_hdim{}_fp16{}_sm90", 64, ""),
+    ("flash_fwd_hdim{}_fp16{}_sm90", 128, "_causal"),
+]
+
+
+@pytest.mark.parametrize(("name", "head_dim", "mask"), LINEAGE)
+@pytest.mark.parametrize("seqlen", [256, 300])
+def test_the_formula_of_bytes_is_what_the_simulator_counts(name, head_dim, mask, seqlen, monkeypatch):
+    reason = traffic.hostcompiler.why_unavailable()
+    if reason:
+        pytest.skip(reason)
+    name = name.format(head_dim, mask)
+    case = a_case(
+        batch=2,
+        seqlen_q=seqlen,
+        seqlen_kv=seqlen,
+        num_heads_q=3,
+        num_heads_kv=3,
+        head_dim=head_dim,
+        mask="causal" if mask else "none",
+    )
+    counted, by = traffic.moved(case, name)
+    assert by == "simulator"
+    monkeypatch.setattr(traffic, "MOST_SCORES", 0)
+    assert traffic.moved(case, name) == (counted, "formula")
+    assert counted >= case.bytes_moved
+
+
+def test_what_a_peer_of_one_algorithm_takes_and_moves_is_in_its_measurement(monkeypatch):
+    host = FakeHost()
+    host.growth = lambda call: 512
+    monkeypatch.setattr(traffic, "moved", lambda case, name: (1234, f"formula of {name}"))
+    v1 = FakePeer("flashgen-v1", host, 1.0)
+    v1.algorithm, v1.workspace_bytes, v1.variant = "v1", 4096, "a_kernel"
+    (row,) = measure([a_case()], [FakePeer("flashgen", host, 1.0), v1], host, rounds=1, sample_ms=1.0, seed=0)
+    found = row.measurements["flashgen-v1"]
+    assert (found.workspace_bytes, found.extra_bytes) == (4096, 4608)
+    assert (found.moved_bytes, found.moved_by) == (1234, "formula of a_kernel")
+    assert row.measurements["flashgen"].extra_bytes is None
+
+
+def test_short_cases_beside_longer_ones_are_no_part_of_a_sweep(tmp_path, monkeypatch):
+    cases = GRIDS["lineage"].cases
+    rows = [
+        Row(c, {"flashgen": Measurement("flashgen", timing=Timing(1.0, 1.0, 1.0, 1, 1), agrees=True)})
+        for c in cases
+    ]
+    seen = []
+    monkeypatch.setattr(chart, "_panels", lambda rows: seen.extend(rows))
+    chart.draw(Report("lineage", "TFLOP/s", {}, {}, rows), tmp_path / "c.png")
+    assert [row.case for row in seen] == list(cases[3:])
 
 
 # Checks and the runner, on NumPy arrays
@@ -700,6 +775,15 @@ def test_an_unusable_peer_is_refused_when_named_and_left_out_otherwise(monkeypat
         choose_peers(None)
 
 
+def test_one_algorithm_is_timed_only_where_it_is_named(monkeypatch):
+    host = FakeHost()
+    peers = {name: FakePeer(name, host, 1.0) for name in ("flashgen", "torch-flash", *registry.LINEAGE)}
+    monkeypatch.setattr(registry, "all_peers", lambda: peers)
+    assert [peer.name for peer in choose_peers(None)[0]] == ["flashgen", "torch-flash"]
+    assert [peer.name for peer in choose_peers(GRIDS["lineage"].peers)[0]] == ["flashgen", *registry.LINEAGE]
+    assert GRIDS["lineage"].choose(None, {"head_dim": [64]}).peers == GRIDS["lineage"].peers
+
+
 DECLINED = {
     # name: cases that it must decline, out of the test's; it must take every other
     "flashgen": set(),
@@ -712,6 +796,10 @@ DECLINED = {
     "flashinfer-fa2": {"dense", "fp32", "wide", "64/128"},
     "flashinfer-fa3": {"dense", "fp32", "wide", "64/128"},
     "flex-attention": {"plain", "fp32", "wide", "grouped", "skewed", "192/128", "64/128"},
+    "flashgen-naive": {"window", "dense", "fp32", "grouped", "192/128"},
+    "flashgen-v1": {"window", "dense", "fp32", "grouped", "192/128"},
+    "flashgen-v2": set(),
+    "flashgen-v3": {"fp32"},
 }
 
 

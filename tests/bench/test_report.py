@@ -1,4 +1,4 @@
-"""docs/performance.md says what the JSON of the last runs says, and benchmarks/report.py writes it so."""
+"""The pages with tables say what the JSON of the last runs says, and benchmarks/report.py writes it so."""
 
 from __future__ import annotations
 
@@ -58,13 +58,16 @@ def table(folder, words):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_the_page_says_what_the_results_say():
-    text = PAGE.read_text(encoding="utf-8")
+@pytest.mark.parametrize("path", report.PAGES, ids=lambda path: path.name)
+def test_a_page_says_what_the_results_say(path):
+    text = path.read_text(encoding="utf-8")
     assert report.renewed(text, RESULTS) == text, "run: python benchmarks/report.py"
 
 
-def test_the_page_shows_every_result():
-    assert report.unused(PAGE.read_text(encoding="utf-8"), RESULTS) == []
+def test_the_pages_show_every_result():
+    text = "".join(path.read_text(encoding="utf-8") for path in report.PAGES)
+    assert report.unused(text, RESULTS) == []
+    assert PAGE in report.PAGES
 
 
 def test_another_result_changes_the_page_and_nothing_but_its_tables(tmp_path):
@@ -77,7 +80,9 @@ def test_another_result_changes_the_page_and_nothing_but_its_tables(tmp_path):
     (copy / "masks.json").write_text(json.dumps(data))
     file = tmp_path / "page.md"
     shutil.copy(PAGE, file)
-    arguments = ["--page", str(file), "--results", str(copy)]
+    others = [path for path in report.PAGES if path != PAGE]
+    arguments = [word for path in (file, *others) for word in ("--page", str(path))]
+    arguments += ["--results", str(copy)]
     assert report.main([*arguments, "--check"]) == 1
     assert file.read_text() == PAGE.read_text()
     assert report.main(arguments) == 0
@@ -170,6 +175,42 @@ def test_a_peer_that_disagreed_has_no_figure_of_speed(tmp_path):
     row.measurements["torch-cudnn"] = replace(row.measurements["torch-cudnn"], agrees=False)
     Report("some", "TFLOP/s", {}, {}, [row]).save(tmp_path / "r.json")
     assert table(tmp_path, "cells r.json")[2][2] == "–"
+
+
+def test_algorithms_stand_side_by_side(tmp_path):
+    cases = GRIDS["lineage"].cases[:4]
+    times = {f"flashgen-{name}": ms for name, ms in (("naive", 43.21), ("v1", 0.4567), ("v3", 0.0321))}
+    rows = saved(tmp_path, "r.json", cases, flashgen=1.0, **times)
+    for row in rows:
+        given = {"workspace_bytes": 1 << 20, "extra_bytes": (1 << 20) + 512, "moved_bytes": 34_400_000_000}
+        measured = row.measurements["flashgen-naive"]
+        row.measurements["flashgen-naive"] = replace(measured, moved_by="formula", **given)
+        row.measurements["flashgen-v3"] = replace(row.measurements["flashgen-v3"], extra_bytes=0)
+    Report("some", "TFLOP/s", {}, {}, rows).save(tmp_path / "r.json")
+    header, _, first, *others = table(tmp_path, "algorithms r.json show=time")
+    assert header == ["case", "naive", "v1", "v3"]
+    assert first == [cases[0].name, "43.2 ms", "457 µs", "32.1 µs"]
+    assert len(others) == 3
+    assert table(tmp_path, "algorithms r.json show=memory")[2][1:] == ["1.05 MB", "–", "0 B"]
+    assert table(tmp_path, "algorithms r.json show=bytes num_heads_q=1")[2:] == [
+        [case.name, "34.4 GB", "–", "–"] for case in cases[:3]
+    ]
+    with pytest.raises(report.ReportError, match="speed"):
+        report.renewed(page("algorithms r.json show=speed"), tmp_path)
+
+
+def test_a_chart_is_drawn_beside_its_results(tmp_path):
+    saved(tmp_path, "r.json", GRIDS["lineage"].cases, flashgen=1.0, **{"flashgen-v1": 2.0})
+    file = tmp_path / "page.md"
+    file.write_text(page("chart r.json", "chart missing.json"))
+    arguments = ["--page", str(file), "--results", str(tmp_path)]
+    assert report.main([*arguments, "--check"]) == 1
+    assert not (tmp_path / "r.png").exists()
+    assert report.main(arguments) == 0
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    assert "](../benchmarks/results/r.png)" in file.read_text()
+    assert "Not measured yet: missing.json." in file.read_text()
+    assert report.main([*arguments, "--check"]) == 0
 
 
 def test_what_was_not_measured_is_said(tmp_path):

@@ -69,7 +69,7 @@ def test_what_a_gpu_forbids_is_one_message_and_a_failure(flashgen, monkeypatch):
     def fault(*arguments, seed, **options):
         raise SimulationError("block 0, thread 5: race", check="race")
 
-    monkeypatch.setattr("flashgen.simulator.example.run", fault)
+    monkeypatch.setattr("flashgen.simulator.example.run_steps", fault)
     result = flashgen("simulate", NAME, "--seed", 11)
     assert result.exit_code == 1
     assert result.stderr == "Error: block 0, thread 5: race\nseed 11\n"
@@ -78,14 +78,14 @@ def test_what_a_gpu_forbids_is_one_message_and_a_failure(flashgen, monkeypatch):
 def test_wrong_and_unrepeatable_results_are_failures(flashgen, monkeypatch):
     from flashgen.simulator import example
 
-    right = example.run
+    right = example.run_steps
 
-    def spoilt(library, variant, given, *, seed, device):
-        report = right(library, variant, given, seed=seed, device=device)
+    def spoilt(libraries, main, given, *, seed, device):
+        reports = right(libraries, main, given, seed=seed, device=device)
         given.out[0, 3, 1, 5] += np.float16(seed)
-        return report
+        return reports
 
-    monkeypatch.setattr(example, "run", spoilt)
+    monkeypatch.setattr(example, "run_steps", spoilt)
     found = json.loads(flashgen("simulate", NAME, "--seed", 1, "--seeds", 2, "--json").stdout)
     assert not found["ok"]
     assert not found["repeatable"]
@@ -93,6 +93,20 @@ def test_wrong_and_unrepeatable_results_are_failures(flashgen, monkeypatch):
     result = flashgen("simulate", NAME, "--seed", 1, "--seeds", 2)
     assert result.exit_code == 1
     assert "the order of threads shows" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["naive_scores", "naive_softmax", "naive_output", "flash_v1"])
+def test_a_kernel_of_several_runs_with_the_others_of_its_call(name, flashgen):
+    name = f"{name}_hdim64_bf16_causal_sm80"
+    arguments = ("simulate", name, "--seqlen-q", 70, "--seqlen-kv", 90)
+    found = json.loads(flashgen(*arguments, "--json").stdout)
+    assert found["ok"]
+    assert found["variant"] == name
+    # Of the steps only the one that was asked for is described: 2 heads, tiles of 64 rows, 4 rows, a head.
+    blocks = {"naive_softmax": 2 * 18, "flash_v1": 2}
+    assert found["counters"]["blocks"] == blocks.get(name[: name.index("_hdim")], 2 * 2)
+    text = flashgen(*arguments).stdout
+    assert ("masked ones skipped" in text) == ("tiles" in found) == name.startswith("naive_scores")
 
 
 def test_a_hopper_kernel_on_few_multiprocessors(flashgen):

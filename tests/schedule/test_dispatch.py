@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashgen.errors import DeviceTypeNotSupported, SpecError
+from flashgen.errors import BadParam, DeviceTypeNotSupported, SpecError
 from flashgen.operators.attention import UNBOUNDED
 from flashgen.schedule.dispatch import candidates, cost, offers, runs_on, select
 from flashgen.schedule.grid import rows, tiles
@@ -272,7 +272,7 @@ def test_the_least_work_that_holds_both_head_dims():
 
 def test_what_is_offered_is_enough_to_choose_among_the_shipped_variants():
     specs = load_specs()
-    every = [v for spec in specs for v in spec.variants()]
+    every = [v for spec in specs if not spec.on_request for v in spec.variants()]
     for head_dim, head_dim_v in ((8, 8), (40, 64), (128, 128), (192, 128), (136, 8), (192, 136), (64, 256)):
         for dtype in ("fp16", "bf16", "fp32"):
             for mask_type in ("none", "causal", "local", "dense"):
@@ -311,7 +311,7 @@ CONTIGUOUS = {
 
 def test_arrays_that_tensor_maps_cannot_describe_go_to_the_family_without_them():
     specs = [*load_specs(), TMA]
-    every = [v for spec in specs for v in spec.variants()]
+    every = [v for spec in specs if not spec.on_request for v in spec.variants()]
     newer = problem(**CONTIGUOUS)
     older = problem(**CONTIGUOUS | {"k_strides": (1024 * 1024, 1024, 0)})
     for offered in (offers(newer, H200, specs), offers(older, H200, specs), every):
@@ -389,3 +389,91 @@ def test_without_another_family_the_error_says_what_tensor_maps_need():
     call = problem(**CONTIGUOUS | {"q_strides": (1024 * 1024, -1024, 64)})
     with pytest.raises(SpecError, match=r"flash_fwd_hdim64_fp16_tma.*positive multiples of 16 bytes"):
         select(call, H200, TMA.variants())
+
+
+SPECS = load_specs()
+ALGORITHMS = {
+    "naive": "flash_fwd_naive",
+    "v1": "flash_fwd_v1",
+    "v2": "flash_fwd_sm80",
+    "v3": "flash_fwd_sm90",
+}
+
+
+def served_by_all(**changes):
+    return problem(**CONTIGUOUS | {"head_dim": 64, "head_dim_v": 64, "mask_type": "causal"} | changes)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithm_is_offered_to_who_asks_for_it_alone(name):
+    call = served_by_all()
+    asked = offers(call, H200, SPECS, name)
+    assert {variant.spec for variant in asked} == {ALGORITHMS[name]}
+    assert select(call, H200, asked).spec == ALGORITHMS[name]
+    taken = {variant.spec for variant in offers(call, H200, SPECS)}
+    assert (ALGORITHMS[name] in taken) == (name in ("v2", "v3"))
+
+
+def test_every_shipped_family_has_an_algorithm_and_no_two_share_it():
+    assert {spec.algorithm: spec.name for spec in SPECS} == ALGORITHMS
+    assert {spec.algorithm for spec in SPECS if spec.on_request} == {"naive", "v1"}
+
+
+def test_a_smaller_head_dim_takes_the_kernel_that_holds_it():
+    for name in ("naive", "v1"):
+        for widths, held in (((40, 8), 64), ((64, 72), 128), ((72, 64), 128)):
+            call = served_by_all(head_dim=widths[0], head_dim_v=widths[1])
+            assert select(call, GEFORCE, offers(call, GEFORCE, SPECS, name)).head_dim == held
+
+
+@pytest.mark.parametrize("name", ["v4", "V1", "", "none", 1, ("v1",)])
+def test_an_unknown_algorithm_is_told_which_there_are(name):
+    with pytest.raises(BadParam, match=r"algorithm is .*'naive', 'v1', 'v2', 'v3', or None") as caught:
+        offers(served_by_all(), H200, SPECS, name)
+    assert repr(name) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "found"),
+    [
+        ("naive", {"dtype": "fp32"}, "dtype fp32"),
+        ("naive", {"num_heads_q": 32}, "gqa gqa or packed"),
+        ("v1", {"mask_type": "local", "window_left": 3, "window_right": 0}, "mask_type local"),
+        ("v1", {"mask_type": "dense", "mask_strides": (0, 0, 1)}, "mask_type dense"),
+        ("v1", {"head_dim": 136, "head_dim_v": 64}, "head_dim 136"),
+        ("naive", {"head_dim_v": 192}, "head_dim_v 192"),
+        ("v3", {"dtype": "fp32"}, "dtype fp32"),
+    ],
+)
+def test_what_an_algorithm_does_not_serve_is_an_error_that_says_what_it_does(name, changes, found):
+    with pytest.raises(BadParam) as caught:
+        offers(served_by_all(**changes), H200, SPECS, name)
+    message = str(caught.value)
+    served = {spec.algorithm: spec for spec in SPECS}[name]
+    assert f"algorithm is {name!r}" in message
+    assert found in message
+    assert served.path.name in message
+    for axis, values in served.axes.items():
+        assert f"{axis} {' '.join(map(str, values))}" in message
+
+
+def test_an_algorithm_of_another_gpu_is_no_question_of_the_call():
+    call = served_by_all()
+    with pytest.raises(DeviceTypeNotSupported, match=r"GeForce .*sm_90a"):
+        select(call, GEFORCE, offers(call, GEFORCE, SPECS, "v3"))
+
+
+def test_a_family_of_the_users_own_may_have_an_algorithm(tmp_path):
+    text = Path(load_specs()[0].path).with_name("flash_fwd_v1.yaml").read_text()
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        text.replace("family: flash_v1", "family: mine").replace("algorithm: v1", "algorithm: mine")
+    )
+    specs = [*SPECS, load_spec(path)]
+    call = served_by_all()
+    assert {variant.family for variant in offers(call, H200, specs, "mine")} == {"mine"}
+    path.write_text(text.replace("family: flash_v1", "family: mine").replace("algorithm: v1\n", ""))
+    nameless = load_spec(path)
+    assert nameless.algorithm == ""
+    with pytest.raises(BadParam):
+        offers(call, H200, [*SPECS, nameless], "")

@@ -60,9 +60,6 @@ def declarations(header):
 
 AHEAD = {
     "barrier_red_or",
-    "load_global_128",
-    "load_global_32",
-    "load_global_8",
     "load_shared_128",
     "load_shared_32",
     "store_shared_128",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -137,12 +137,15 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A named list of cases. ``metric`` is what its table shows: ``TFLOP/s`` or ``µs``."""
+    """A named list of cases. ``metric`` is what its table shows: ``TFLOP/s`` or ``µs``. ``peers`` are those
+    that it is about; empty: all that can be used.
+    """
 
     name: str
     doc: str
     cases: tuple[Case, ...]
     metric: str = "TFLOP/s"
+    peers: tuple[str, ...] = ()
 
     def choose(
         self, dtypes: Iterable[str] | None = None, where: dict[str, Sequence[Any]] | None = None
@@ -166,7 +169,7 @@ class Grid:
         if not kept:
             raise BadParam(f"grid {self.name!r} has no case with {wanted}")
         names = {case.name for case in kept} | {case.baseline for case in kept}
-        return Grid(self.name, self.doc, tuple(c for c in self.cases if c.name in names), self.metric)
+        return replace(self, cases=tuple(c for c in self.cases if c.name in names))
 
     def groups(self) -> list[tuple[Case, ...]]:
         """The cases in the sets that are timed together: each case with those that are set against it."""
@@ -292,6 +295,23 @@ def _small() -> Grid:
     )
 
 
+def _lineage() -> Grid:
+    cases = [
+        Case(
+            f"fp16 d64 {batch}×{short_length(seqlen)}, 1 head", batch, seqlen, seqlen, 1, 1, 64, clock="graph"
+        )
+        for batch, seqlen in ((1, 256), (2, 512), (4, 1024))
+    ]
+    cells = product((64, 128), (1024, 2048, 4096, 8192, 16_384), ("none", "causal"))
+    cases += [
+        _self_attention("fp16", head_dim, mask, seqlen, _PREFILL_TOKENS // seqlen)
+        for head_dim, seqlen, mask in cells
+    ]
+    doc = "algorithms naive, v1, v2, v3: one head of 256 to 1,024 tokens; head_dim 64, 128 as in prefill"
+    peers = tuple(f"flashgen-{algorithm}" for algorithm in ("naive", "v1", "v2", "v3"))
+    return Grid("lineage", doc, tuple(cases), peers=peers)
+
+
 GRIDS: dict[str, Grid] = {
-    grid.name: grid for grid in (_prefill(), _head_dims(), _masks(), _small(), _ragged())
+    grid.name: grid for grid in (_prefill(), _head_dims(), _masks(), _small(), _ragged(), _lineage())
 }

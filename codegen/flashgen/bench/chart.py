@@ -26,6 +26,10 @@ _STYLES = [
     ("#1b998b", "*"),
     ("#444444", "h"),
     ("#bcbd22", "<"),
+    ("#30638e", ">"),
+    ("#00798c", "p"),
+    ("#edae49", "d"),
+    ("#6a4c93", "H"),
 ]
 
 
@@ -46,7 +50,8 @@ def draw(report: Report, path: Path) -> list[Path]:
     for dtype in dict.fromkeys(row.case.dtype for row in report.rows):
         rows = [row for row in report.rows if row.case.dtype == dtype]
         target = path if not written else path.with_stem(f"{path.stem}-{dtype}")
-        panels = _panels(rows)
+        # Beside longer ones, what is too short to be timed but in a graph is no part of a sweep.
+        panels = _panels([row for row in rows if row.case.clock == "stream"] or rows)
         figure = _sweep(Figure, report, panels) if panels else _bars(Figure, report, rows)
         environment = report.environment
         heading = f"flashgen bench {report.grid}, {dtype}, {environment.get('gpu') or 'unknown GPU'}"

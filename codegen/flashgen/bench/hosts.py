@@ -70,6 +70,9 @@ class Host(Clock, Protocol):
     def numpy(self, array: Any) -> np.ndarray:
         """The array's values on the host, float64."""
 
+    def growth(self, call: Callable[[], object]) -> int:
+        """Bytes of device memory by which the allocator grew for ``call``."""
+
     def relative_error(self, array: Any, reference: Any) -> float:
         """‖array - reference‖ / ‖reference‖, summed in fp32 on the device; NaN where either holds a NaN."""
 
@@ -138,6 +141,13 @@ class TorchHost:
     def numpy(self, array: Any) -> np.ndarray:
         return array.detach().double().cpu().numpy()
 
+    def growth(self, call: Callable[[], object]) -> int:
+        cuda = self._torch.cuda
+        cuda.reset_peak_memory_stats()
+        before = cuda.memory_allocated()
+        call()
+        return cuda.max_memory_allocated() - before
+
     def relative_error(self, array: Any, reference: Any) -> float:
         reference = reference.float()
         return float((array.float() - reference).norm() / reference.norm())
@@ -202,6 +212,14 @@ class CupyHost:
 
     def numpy(self, array: Any) -> np.ndarray:
         return self._cupy.asnumpy(array.astype(np.float32)).astype(np.float64)
+
+    def growth(self, call: Callable[[], object]) -> int:
+        pool = self._cupy.get_default_memory_pool()
+        self.synchronize()
+        pool.free_all_blocks()  # what a call takes is new then
+        before = pool.total_bytes()
+        call()
+        return pool.total_bytes() - before
 
     def relative_error(self, array: Any, reference: Any) -> float:
         cupy = self._cupy

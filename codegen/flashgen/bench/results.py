@@ -26,6 +26,9 @@ class Measurement:
     ``error_share`` is flashgen's largest error against float64 as a share of its bound, ``relative_error`` a
     peer's against flashgen; ``agrees`` whether it is small enough. ``first_call_s`` is the wall time of the
     first call, compilation included.
+    ``workspace_bytes`` is what a peer of one algorithm holds, ``extra_bytes`` that and what the allocator
+    grew by in a call; ``moved_bytes`` is what its kernels read and write in global memory, counted by the
+    simulator or, as ``moved_by`` says, by its formula (`traffic`).
     ``failed`` tells a peer that raised an error from one that does not take the case.
     """
 
@@ -38,6 +41,10 @@ class Measurement:
     variant: str | None = None
     note: str | None = None
     failed: bool = False
+    workspace_bytes: int | None = None
+    extra_bytes: int | None = None
+    moved_bytes: int | None = None
+    moved_by: str | None = None
 
     def with_timing(self, timing: Timing) -> Measurement:
         """This measurement, timed."""

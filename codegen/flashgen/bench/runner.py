@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from flashgen.bench.timing import Step, graph_step, rotation, stream_step, time_
 from flashgen.errors import BadParam
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rich.console import Console
 
@@ -43,9 +44,10 @@ def run(
 ) -> Report:
     """Time flashgen and its peers on a named grid, on the current device.
 
-    ``peers`` are names out of ``all_peers()``, by default every one that can be used here; ``flashgen``
-    itself always runs. ``dtypes`` and ``where`` (field of a Case to the values kept, as in ``{"head_dim":
-    [64]}``) narrow the grid. Each of the ``rounds`` times every peer for about ``sample_ms`` milliseconds.
+    ``peers`` are names out of ``all_peers()``, by default those of the grid, or every one that can be used
+    here; ``flashgen`` itself always runs. ``dtypes`` and ``where`` (field of a Case to the values kept, as in
+    ``{"head_dim": [64]}``) narrow the grid. Each of the ``rounds`` times every peer for about ``sample_ms``
+    milliseconds.
     ``seed`` fixes the inputs; they are fresh otherwise. A line per case and the final tables go to
     ``console``; ``json_path`` and ``png_path`` are written.
 
@@ -57,7 +59,7 @@ def run(
             f"rounds must be at least 1 and sample_ms positive; they were {rounds} and {sample_ms}"
         )
     chosen_grid = find_grid(grid).choose(dtypes, where)
-    chosen, left_out = choose_peers(peers)
+    chosen, left_out = choose_peers(peers or chosen_grid.peers or None)
     host = _host(chosen)
     seed = int(np.random.SeedSequence().entropy % 2**32) if seed is None else seed
     report = Report(
@@ -176,8 +178,23 @@ def _first_call(
         first_call_s=seconds,
         variant=getattr(peer, "variant", None),
     )
+    if getattr(peer, "algorithm", None) is not None:
+        measurement = replace(measurement, **_memory(case, peer, call, host))
     step = graph_step(call, len(sets), host) if case.clock == "graph" else stream_step(call, len(sets))
     return host.copy(out), measurement, step
+
+
+def _memory(case: Case, peer: Any, call: Callable[[int], Any], host: Host) -> dict[str, Any]:
+    """What a peer of one algorithm takes of memory, and how many bytes it moves."""
+    from flashgen.bench import traffic
+
+    moved, by = traffic.moved(case, peer.variant)
+    return {
+        "workspace_bytes": peer.workspace_bytes,
+        "extra_bytes": peer.workspace_bytes + host.growth(lambda: call(0)),
+        "moved_bytes": moved,
+        "moved_by": by,
+    }
 
 
 def _host(peers: Sequence[Peer]) -> Host:

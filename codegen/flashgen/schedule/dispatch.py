@@ -6,8 +6,9 @@ The rule, which a spec names ``least_time``:
 1. A variant can serve a problem where the operator says so of each of its axes: dtype and mask type are the
    problem's own, head dims hold the problem's, and the grouping is ``mha`` for one query head per kv head,
    ``gqa`` or ``packed`` for several. Where it reads arrays by tensor maps, there must be maps of them. The
-   device must have its architecture and its shared memory. A family that is ``on_request`` is left out, and
-   for a problem with a score modification one without a seam for it. The variant is modified likewise.
+   device must have its architecture and its shared memory. A family that is ``on_request`` is left out; a
+   call that asks for an algorithm leaves out all families but those of that name. A problem with a score
+   modification leaves out families without a seam for it; the variant is modified likewise.
 2. Of these only the smallest head dims count, by the work that they make, then the newest architecture, then
    the target that its spec names first.
 3. Where a tile was tuned on this GPU, the ordinary tile of its point, which it was measured against, is out.
@@ -23,7 +24,8 @@ import itertools
 from typing import TYPE_CHECKING
 
 from flashgen.arch import arch_parts, reaches
-from flashgen.errors import DeviceTypeNotSupported, SpecError
+from flashgen.errors import BadParam, DeviceTypeNotSupported, SpecError
+from flashgen.operators import OPERATORS
 from flashgen.schedule.grid import MAX_EXTENT, extents, tiles
 from flashgen.schedule.tensormap import REQUIREMENTS, expressible
 from flashgen.schedule.visited import visited_keys
@@ -38,19 +40,26 @@ if TYPE_CHECKING:
     from flashgen.spec.variant import Variant
 
 
-def offers(problem: Problem, device: Device, specs: Iterable[Spec]) -> tuple[Variant, ...]:
+def offers(
+    problem: Problem, device: Device, specs: Iterable[Spec], algorithm: str | None = None
+) -> tuple[Variant, ...]:
     """The variants of ``specs`` among which ``select`` has a choice, without making the others.
 
-    Sizes such as head dims are gone through by their work, only as far as the first that the device has a
-    variant for.
+    With an ``algorithm`` only the families of that name have a say, else all that are not on request. Sizes
+    such as head dims are gone through by their work, only as far as the first that the device has a variant
+    for.
+
+    Raises BadParam for an algorithm that no family has, or whose families do not serve the problem.
     """
+    if algorithm is None:
+        asked = [s for s in specs if s.operator == problem.operator.name and not s.on_request]
+    else:
+        asked = named(problem, specs, algorithm)
     offered: list[Variant] = []
     by_work: dict[tuple[int, ...], list[tuple[Spec, dict[str, Value]]]] = {}
-    for spec in specs:
-        modifies = problem.score is None or spec.score_seam
-        if spec.operator == problem.operator.name and not spec.on_request and modifies:
-            for axes in _serving(problem, spec):
-                by_work.setdefault(problem.operator.work(axes), []).append((spec, axes))
+    for spec in asked:
+        for axes in _serving(problem, spec) if problem.score is None or spec.score_seam else ():
+            by_work.setdefault(problem.operator.work(axes), []).append((spec, axes))
     for _, alike in sorted(by_work.items()):
         found = [variant for spec, axes in alike for variant in spec.select(**axes) if variant.is_main]
         if problem.score is not None:
@@ -58,7 +67,22 @@ def offers(problem: Problem, device: Device, specs: Iterable[Spec]) -> tuple[Var
         offered += found
         if any(runs_on(variant, device) and expressible(problem, variant) for variant in found):
             break
+    if algorithm is not None and not offered:
+        raise BadParam(
+            f"algorithm is {algorithm!r}, which has no kernel for {problem.wanted()}; "
+            f"it serves {' or '.join(map(_served, asked))}"
+        )
     return tuple(offered)
+
+
+def named(problem: Problem, specs: Iterable[Spec], algorithm: str) -> list[Spec]:
+    """The specs of an algorithm. Raises BadParam, with the names that there are, for one that none has."""
+    known = [spec for spec in specs if spec.operator == problem.operator.name and spec.algorithm]
+    found = [spec for spec in known if spec.algorithm == algorithm]
+    if not found:
+        names = sorted({spec.algorithm for spec in known})
+        raise BadParam(f"algorithm is {algorithm!r}; allowed are {', '.join(map(repr, names))}, or None")
+    return found
 
 
 def select(problem: Problem, device: Device, variants: Iterable[Variant]) -> Variant:
@@ -140,6 +164,15 @@ def runs_on(variant: Variant, device: Device) -> bool:
     """Whether the device has the architecture of the variant and the shared memory of its target."""
     major, minor = device.compute_capability
     return reaches(major * 10 + minor, variant.min_arch) and variant.max_smem <= device.smem_per_block
+
+
+def _served(spec: Spec) -> str:
+    """What a spec has kernels for, for a message."""
+    defaults = {name: (axis.default,) for name, axis in OPERATORS[spec.operator].axes.items() if axis.default}
+    axes = ", ".join(
+        f"{name} {' '.join(map(str, values))}" for name, values in (defaults | spec.axes).items()
+    )
+    return f"{axes} ({spec.name}.yaml)"
 
 
 def _serving(problem: Problem, spec: Spec) -> Iterator[dict[str, Value]]:

@@ -41,14 +41,15 @@ class Runner:
         self.reports = simulate(self._libraries, self._planned, problem, pointers)
 
 
-def prepare(problem: Problem, specs: tuple[Spec, ...]) -> Runner:
-    """Choose a variant as on the pretended GPU, and compile its steps for the host.
+def prepare(problem: Problem, specs: tuple[Spec, ...], algorithm: str | None = None) -> Runner:
+    """Choose a variant as on the pretended GPU, of the ``algorithm`` if one is named, and compile its steps
+    for the host.
 
     Raises BadParam for an unknown FLASHGEN_SIMULATOR_ARCH, NoHostCompilerError, CompileError, and what
-    ``dispatch.select`` raises.
+    ``dispatch.offers`` and ``select`` raise.
     """
     device = hardware.pretend()
     hostcompiler.find()  # before anything is rendered
-    offered = offers(problem, device, specs)
+    offered = offers(problem, device, specs, algorithm)
     main = select(problem, device, [variant for variant in offered if supports(variant)])
     return Runner(plan_steps(problem, main, device), main)

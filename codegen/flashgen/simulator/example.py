@@ -20,7 +20,7 @@ from flashgen.simulator import hardware
 from flashgen.simulator.execute import simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from flashgen.arch import Device
     from flashgen.operators.scores import Score
@@ -139,13 +139,30 @@ def run(
     device: Device | None = None,
     threads: int | None = None,
 ) -> Report:
-    """Simulate the variant on the example's arrays; see ``execute.simulate``. ``device`` is by default the
-    GPU that the variant is made for, as the simulator pretends it.
-    """
-    pointers = tuple(0 if x is None else x.ctypes.data for x in example.arrays)
-    planned = plan_steps(example.problem, variant, device or hardware.pretend_for(variant))
-    (report,) = simulate([library], planned, example.problem, pointers, seed=seed, threads=threads)
+    """Simulate a variant that is all of its call on the example's arrays; see `run_steps`."""
+    (report,) = run_steps([library], variant, example, seed=seed, device=device, threads=threads)
     return report
+
+
+def run_steps(
+    libraries: Sequence[Library],
+    main: Variant,
+    example: Example,
+    *,
+    seed: int = 0,
+    device: Device | None = None,
+    threads: int | None = None,
+) -> tuple[Report, ...]:
+    """Simulate each step of the call that dispatch gives ``main`` on the example's arrays; see
+    ``execute.simulate``. ``libraries`` has the kernel of each. ``device`` is by default the GPU that the
+    variant is made for, as the simulator pretends it.
+    """
+    planned = plan_steps(example.problem, main, device or hardware.pretend_for(main))
+    pointers = tuple(0 if x is None else x.ctypes.data for x in example.arrays)
+    memory = _aligned(planned.workspace.nbytes)
+    if planned.workspace.nbytes:
+        pointers = (*pointers, memory.ctypes.data)
+    return simulate(libraries, planned, example.problem, pointers, seed=seed, threads=threads)
 
 
 def _score_arrays(
@@ -210,9 +227,15 @@ def _within_nan(shape: tuple[int, ...], dtype: str, gap: int) -> np.ndarray:
     # rows as a block has at most, so that what reads past the end of one array does not meet the next.
     size = math.prod(whole) * element.itemsize
     guard = _GUARD_ROWS * math.prod(whole[2:]) * element.itemsize
-    memory = np.full(size + guard + _ALIGNMENT, 0xFF, np.uint8)
+    memory = _aligned(size + guard)
+    return memory[:size].view(element).reshape(whole)[:, :seqlen, :heads, :width]
+
+
+def _aligned(size: int) -> np.ndarray:
+    """So many bytes of 0xFF, aligned as a fresh allocation on a GPU."""
+    memory = np.full(size + _ALIGNMENT, 0xFF, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + size].view(element).reshape(whole)[:, :seqlen, :heads, :width]
+    return memory[start : start + size]
 
 
 def _mask(rng: np.random.Generator, shape: Shape) -> np.ndarray:

@@ -63,6 +63,7 @@ def examine(path: Path, text: bytes) -> Checked:
     space = SearchSpace(document, file, axes.values, table.entries)
     content = Content(
         operator=file.operator,
+        algorithm=file.algorithm or "",
         description=file.description,
         axes=axes.values,
         element_bytes=element_bytes,

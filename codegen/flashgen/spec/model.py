@@ -72,6 +72,7 @@ class Step(NamedTuple):
 class Content(NamedTuple):
     """What a checked spec file says, in plain values.
 
+    ``algorithm`` is the name by which a call may ask for the family, and empty where it has none.
     Variants are put together from ``family``, which all of them share, from their step, their target, their
     tile row and their entry. ``steps`` are in the order of a call; ``main`` is the one whose variant dispatch
     chooses. ``targets`` are in order of preference; ``entries`` has the tiles of each point, the default one
@@ -80,6 +81,7 @@ class Content(NamedTuple):
     """
 
     operator: str
+    algorithm: str
     description: str
     axes: dict[str, tuple[str | int, ...]]
     element_bytes: dict[str, int]
@@ -96,9 +98,10 @@ class Content(NamedTuple):
 class Spec:
     """One loaded spec file.
 
-    ``name`` is the file's stem, ``operator`` the name of what its kernels compute. ``axes`` maps each axis to
-    its values; ``targets`` names the targets, preferred first. ``content`` is what ``check.check`` made of
-    ``text``, and may have tuned tiles besides.
+    ``name`` is the file's stem, ``operator`` the name of what its kernels compute, ``algorithm`` the name by
+    which a call may ask for them (empty: none). ``axes`` maps each axis to its values; ``targets`` names the
+    targets, preferred first. ``content`` is what ``check.check`` made of ``text``, and may have tuned tiles
+    besides.
     """
 
     def __init__(self, path: Path, text: bytes, content: Content) -> None:
@@ -107,6 +110,7 @@ class Spec:
         self.content = content
         self.family: str = content.family["family"]
         self.operator = content.operator
+        self.algorithm = content.algorithm
         self.on_request: bool = content.family["on_request"]
         self.score_seam = any(step.score_seam for step in content.steps)
         self.description = content.description

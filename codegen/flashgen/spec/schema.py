@@ -136,6 +136,7 @@ class File(msgspec.Struct, forbid_unknown_fields=True):
     element_bytes: dict[str, Any]
     tile_keys: Annotated[list[Name], msgspec.Meta(min_length=1)]
     tiles: Annotated[list[Any], msgspec.Meta(min_length=1)]
+    algorithm: ShortName | None = None
     template: str | None = None
     threads: Number | None = None
     smem_bytes: Number | None = None

@@ -58,11 +58,15 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&fragment)[4], share
                  : "memory");
 }
 
-// ld.global.u8.
-__device__ __forceinline__ uint32_t load_global_8(const uint8_t* source) {
-    uint32_t value;
-    asm volatile("ld.global.u8 %0, [%1];\n" : "=r"(value) : "l"(source) : "memory");
+// ld.global.v2.f32, st.global.v2.f32.
+__device__ __forceinline__ float2 load_global_64(const float* source) {
+    float2 value;
+    asm volatile("ld.global.v2.f32 {%0, %1}, [%2];\n" : "=f"(value.x), "=f"(value.y) : "l"(source) : "memory");
     return value;
+}
+
+__device__ __forceinline__ void store_global_64(float* destination, float2 value) {
+    asm volatile("st.global.v2.f32 [%0], {%1, %2};\n" ::"l"(destination), "f"(value.x), "f"(value.y) : "memory");
 }
 
 // st.shared.v2.u32, ld.shared.v4.u32.

@@ -1,4 +1,5 @@
-"""flashgen itself, through a held plan: as dispatched, or with the grouping of query heads pinned."""
+"""flashgen itself, through a held plan: as dispatched, with the grouping of query heads pinned, or by one
+algorithm."""
 
 from __future__ import annotations
 
@@ -14,13 +15,17 @@ if TYPE_CHECKING:
 
 
 class Flashgen:
-    """``flashgen.plan``; with ``grouping`` (``gqa`` or ``packed``) only variants of that grouping compete."""
+    """``flashgen.plan``; with ``grouping`` (``gqa`` or ``packed``) only variants of that grouping compete,
+    with ``algorithm`` only those of that one, whose workspace is then held too: ``workspace_bytes`` of it.
+    """
 
     hosts = ("cupy", "torch")
 
-    def __init__(self, grouping: str | None = None) -> None:
-        self.name = "flashgen" if grouping is None else f"flashgen-{grouping}"
+    def __init__(self, grouping: str | None = None, algorithm: str | None = None) -> None:
+        self.name = "-".join(part for part in ("flashgen", grouping, algorithm) if part)
         self.variant: str | None = None
+        self.algorithm = algorithm
+        self.workspace_bytes = 0
         self._grouping = grouping
 
     def unavailable(self) -> str | None:
@@ -31,6 +36,15 @@ class Flashgen:
     def declines(self, case: Case) -> str | None:
         if self._grouping is not None and case.group_size == 1:
             return "one query head per kv head"
+        if self.algorithm == "v3" and case.dtype == "fp32":
+            return "fp16 and bf16 only"
+        if self.algorithm in ("naive", "v1") and not (
+            case.dtype != "fp32"
+            and case.group_size == 1
+            and case.mask in ("none", "causal")
+            and max(case.head_dim, case.width_v) <= 128
+        ):
+            return "fp16 and bf16, head_dim up to 128, full and causal, one query head per kv head only"
         return None
 
     def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
@@ -45,16 +59,25 @@ class Flashgen:
             window_size=(case.window, 0) if case.mask == "window" else (-1, -1),
             mask=first.mask,
             out=first.out,
+            algorithm=self.algorithm,
         )
         if self._grouping is not None:
             plan = _pinned(plan, first, self._grouping)
         self.variant = plan.variant.name
+        workspace = self._workspace(plan) if self.algorithm is not None else None
 
         def run(index: int) -> Any:
             inputs = sets[index]
-            return plan(inputs.q, inputs.k, inputs.v, mask=inputs.mask, out=inputs.out)
+            return plan(inputs.q, inputs.k, inputs.v, mask=inputs.mask, out=inputs.out, workspace=workspace)
 
         return run
+
+    def _workspace(self, plan: Plan) -> Any:
+        """Memory for every call of the plan, or None where it needs none."""
+        import cupy
+
+        self.workspace_bytes = plan.workspace_bytes
+        return cupy.empty(plan.workspace_bytes, cupy.uint8) if plan.workspace_bytes else None
 
 
 def _pinned(plan: Plan, inputs: Inputs, grouping: str) -> Plan:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from flashgen.bench.peers.base import Peer
 
 OURS = "flashgen"
+# Flashgen by one algorithm each; timed only where a grid, or the user, names them.
+LINEAGE = {f"{OURS}-{algorithm}": algorithm for algorithm in ("naive", "v1", "v2", "v3")}
 # The fastest of the others; what counts in a cell is the best of those that take it.
 RIVALS = ("torch-cudnn", "flash-attn-4", "flex-attention")
 
@@ -35,6 +37,7 @@ def all_peers() -> dict[str, Peer]:
         FlashInfer("fa2"),
         FlashInfer("fa3"),
         FlexAttention(),
+        *(Flashgen(algorithm=algorithm) for algorithm in LINEAGE.values()),
     ]
     return {peer.name: peer for peer in peers}
 
@@ -42,8 +45,8 @@ def all_peers() -> dict[str, Peer]:
 def choose_peers(names: Sequence[str] | None) -> tuple[list[Peer], dict[str, str]]:
     """The peers to run, flashgen first, and why each of the others is left out.
 
-    With no names, all that can be used here. Raises BadParam for an unknown name or one that cannot be used,
-    and DeviceTypeNotSupported where flashgen itself cannot.
+    With no names, all that can be used here but those in LINEAGE. Raises BadParam for an unknown name or one
+    that cannot be used, and DeviceTypeNotSupported where flashgen itself cannot.
     """
     known = all_peers()
     unknown = [name for name in names or () if name not in known]
@@ -52,7 +55,7 @@ def choose_peers(names: Sequence[str] | None) -> tuple[list[Peer], dict[str, str
     chosen: list[Peer] = []
     left_out: dict[str, str] = {}
     for name, peer in known.items():
-        if names is not None and name != OURS and name not in names:
+        if name != OURS and (name in LINEAGE if names is None else name not in names):
             continue
         reason = peer.unavailable()
         if reason is None:

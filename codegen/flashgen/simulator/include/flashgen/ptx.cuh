@@ -70,6 +70,13 @@ inline float tanh_approx(float x, flashgen::simulator::Location where = flashgen
     return flashgen::simulator::tanh_rounded(x);
 }
 
+inline uint32_t load_global_8(const uint8_t* source,
+                              flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    uint8_t value;
+    flashgen::simulator::load_global(&value, source, 1, where);
+    return value;
+}
+
 inline uint32_t load_global_32(const void* source,
                                flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     uint32_t value;
@@ -77,9 +84,21 @@ inline uint32_t load_global_32(const void* source,
     return value;
 }
 
+inline uint4 load_global_128(const void* source,
+                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    uint4 value;
+    flashgen::simulator::load_global(&value, source, 16, where);
+    return value;
+}
+
 inline void store_global_32(float* destination, float value,
                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     flashgen::simulator::check_register(value, where);
+    flashgen::simulator::store_global(destination, &value, 4, where);
+}
+
+inline void store_global_32(void* destination, uint32_t value,
+                            flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     flashgen::simulator::store_global(destination, &value, 4, where);
 }
 

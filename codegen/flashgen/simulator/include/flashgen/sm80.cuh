@@ -47,11 +47,18 @@ inline void ldmatrix_x4_trans(uint32_t (&fragment)[4], shared_address row,
     flashgen::simulator::load_matrices(fragment, row, true, where);
 }
 
-inline uint32_t load_global_8(const uint8_t* source,
-                              flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    uint8_t value;
-    flashgen::simulator::load_global(&value, source, 1, where);
+inline float2 load_global_64(const float* source,
+                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    float2 value;
+    flashgen::simulator::load_global(&value, source, 8, where);
     return value;
+}
+
+inline void store_global_64(float* destination, float2 value,
+                            flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::check_register(value.x, where);
+    flashgen::simulator::check_register(value.y, where);
+    flashgen::simulator::store_global(destination, &value, 8, where);
 }
 
 inline void store_shared_64(shared_address destination, uint32_t low, uint32_t high,

@@ -1,0 +1,118 @@
+// naive_softmax_hdim64_fp16_causal_sm80
+//
+// Rendered by flashgen: edit the spec or the template, not this file.
+//
+// axes      head_dim 64, dtype fp16, mask_type causal, gqa mha
+// tile      block_m 64, block_n 64, warps 4
+// block     128 threads, 0 bytes of dynamic shared memory
+// target    sm80: GPUs of sm_80 or later whose blocks may have 101376 bytes of shared memory
+// spec      flash_fwd_naive.yaml
+// template  naive_softmax.cu.j2
+#include "flashgen/sm80.cuh"
+
+// The second of three kernels: the softmax of each row of S, which was masked when it was written. P takes the first half of its row of
+// S. It is not divided by its sum: the third kernel divides O instead.
+
+using element = fp16;
+
+constexpr int kWarps = 4;  // each has a row
+
+// fp16 P loses bits below 2^-14. With row_max kPBias below the true maximum P is 2^kPBias larger, so fewer P are subnormal. The factor
+// cancels in O / row_sum and in the LSE.
+constexpr float kPBias = 7.0f;
+constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+constexpr float kLn2 = 0.6931471805599453f;
+
+struct Params {
+    float* scores;                        // (batch, num_heads_q, seqlen_q, row_keys(params)), contiguous: S, and then P
+    float* row_sum;                       // (batch, num_heads_q, seqlen_q), contiguous: the sum of each row of P
+    float* lse;                           // (batch, num_heads_q, seqlen_q), contiguous; may be null
+    int32_t seqlen_q;
+    int32_t seqlen_kv;
+    int32_t num_row_blocks;               // tiles of one head
+    float scale_log2;                     // softmax_scale * log2(e), above 0
+};
+static_assert(sizeof(Params) == 40 && offsetof(Params, scores) == 0 && offsetof(Params, row_sum) == 8);
+static_assert(offsetof(Params, lse) == 16 && offsetof(Params, seqlen_q) == 24 && offsetof(Params, seqlen_kv) == 28);
+static_assert(offsetof(Params, num_row_blocks) == 32 && offsetof(Params, scale_log2) == 36);
+
+// Floats of a row of S: one for each key, rounded up to whole 16-byte chunks of P.
+__device__ __forceinline__ int row_keys(const Params& params) { return (params.seqlen_kv + 7) / 8 * 8; }
+
+// Where a row of S begins, in floats. Heads are counted over the batch.
+__device__ __forceinline__ int64_t row_of_s(const Params& params, int head_of_batch, int row) {
+    return (int64_t(head_of_batch) * params.seqlen_q + row) * row_keys(params);
+}
+
+// Eight scores.
+__device__ __forceinline__ void load_scores(float (&scores)[8], const float* source) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const uint4 words = load_global_128(source + 4 * i);
+        scores[4 * i] = __uint_as_float(words.x);
+        scores[4 * i + 1] = __uint_as_float(words.y);
+        scores[4 * i + 2] = __uint_as_float(words.z);
+        scores[4 * i + 3] = __uint_as_float(words.w);
+    }
+}
+
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, step));
+    return value;
+}
+
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffff, value, step);
+    return value;
+}
+
+extern "C" __global__ void __launch_bounds__(32 * kWarps)
+naive_softmax_hdim64_fp16_causal_sm80(const __grid_constant__ Params params) {
+    const int lane = threadIdx.x % 32;
+    const int head_of_batch = block_index() / params.num_row_blocks;  // heads counted over the batch
+    const int row = block_index() % params.num_row_blocks * kWarps + threadIdx.x / 32;
+    if (row >= params.seqlen_q) return;  // the whole warp: nothing below waits for another one
+
+    float* s = params.scores + row_of_s(params, head_of_batch, row);
+    element* p = reinterpret_cast<element*>(s);
+    const int chunks = row_keys(params) / 8;
+
+    // The maximum, in the log2 domain: an element of P is 2^(score * scale_log2 - row_max).
+    float largest = -INFINITY;
+    for (int chunk = lane; chunk < chunks; chunk += 32) {
+        float scores[8];
+        load_scores(scores, s + 8 * chunk);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) largest = fmaxf(largest, scores[i]);
+    }
+    const float row_max = fmaxf(kNoRowMax, fmaf(warp_max(largest), params.scale_log2, -kPBias));
+
+    // P and its sum. A masked score, and with it a key past the last one, becomes 0.
+    float sum = 0.0f;
+    for (int first = 0; first < chunks; first += 32) {
+        const int chunk = first + lane;
+        float scores[8];
+        if (chunk < chunks) load_scores(scores, s + 8 * chunk);
+        __syncwarp();  // P of the first lanes lies where other lanes have just read S
+        if (chunk < chunks) {
+            float values[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                values[i] = exp2_approx(fmaf(scores[i], params.scale_log2, -row_max));
+                sum += values[i];
+            }
+            store_global_128(p + 8 * chunk, {pack<element>(values[0], values[1]), pack<element>(values[2], values[3]),
+                                             pack<element>(values[4], values[5]), pack<element>(values[6], values[7])});
+        }
+    }
+    sum = warp_sum(sum);
+
+    if (lane == 0) {
+        const int64_t index = int64_t(head_of_batch) * params.seqlen_q + row;
+        store_global_32(params.row_sum + index, sum);
+        // lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing.
+        if (params.lse != nullptr) store_global_32(params.lse + index, (row_max + log2_approx(sum)) * kLn2);
+    }
+}
