@@ -165,7 +165,7 @@ def test_both_commands_of_the_readme_set_up_from_nothing():
         assert "\n" not in command
         venv, install, _ = (part.strip() for part in command.split("&&"))
         assert venv == "python3 -m venv .venv"
-        extras = re.fullmatch(r"\.venv/bin/pip install '\.\[([a-z0-9,]+)\]'", install)[1].split(",")
+        extras = re.fullmatch(r"\.venv/bin/pip install -e '\.\[([a-z0-9,]+)\]'", install)[1].split(",")
         assert set(extras) <= set(METADATA["optional-dependencies"])
 
 

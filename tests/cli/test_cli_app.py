@@ -6,6 +6,7 @@ import pytest
 
 from flashgen.cli.app import COMMANDS, CommandGroup
 from flashgen.errors import BadParam
+from flashgen.paths import specs_dir
 
 HEAVY = ("rich", "jinja2", "numpy", "cupy", "torch", "msgspec", "yaml")
 
@@ -93,6 +94,22 @@ def test_errors_are_one_message_without_a_traceback(error, message):
     result = CliRunner().invoke(group)
     assert result.exit_code == 1
     assert result.stderr == message
+
+
+def test_a_command_in_a_checkout_that_is_not_in_use_says_so(flashgen, tmp_path, monkeypatch):
+    for name in ("specs", "templates", "codegen/flashgen"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "codegen" / "flashgen" / "paths.py").write_text("")
+    monkeypatch.chdir(tmp_path / "specs")
+    result = flashgen("list", "--select", "flash_fwd_hdim64_fp16_sm80")
+    assert result.exit_code == 0
+    said = f"{tmp_path} is a checkout of flashgen, but this command uses {specs_dir().parent}"
+    assert said in result.stderr
+        f"{tmp_path} is a checkout of flashgen, but this command uses {specs_dir().parent}" in result.stderr
+    )
+    assert f"pip install -e {tmp_path}" in result.stderr
+    monkeypatch.chdir(specs_dir())
+    assert "checkout" not in flashgen("list", "--select", "flash_fwd_hdim64_fp16_sm80").stderr
 
 
 def test_bugs_keep_their_traceback():

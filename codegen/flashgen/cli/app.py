@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 import importlib
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from flashgen import __version__
 from flashgen.errors import FlashgenError
+from flashgen.paths import specs_dir, unused_checkout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,6 +45,7 @@ class CommandGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command; an error of flashgen or of the file system is one message and exit code 1."""
+        _say_which_copy()
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             try:
@@ -54,6 +57,22 @@ class CommandGroup(click.Group):
                 if error.filename is None:
                     raise
                 raise click.ClickException(f"{error.filename}: {error.strerror}") from error
+
+
+def _say_which_copy() -> None:
+    """A remark for whoever stands in a checkout and runs another copy: edits there would change nothing."""
+    try:
+        here = Path.cwd()
+    except OSError:  # the folder was removed
+        return
+    root = unused_checkout(here)
+    if root is not None:
+        click.echo(
+            f"Warning: {root} is a checkout of flashgen, but this command uses {specs_dir().parent}; "
+            f"edits of the checkout's specs, templates and code have no effect. "
+            f"To use the checkout: pip install -e {root}",
+            err=True,
+        )
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
