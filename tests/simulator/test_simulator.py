@@ -261,6 +261,32 @@ def test_halves_of_a_tile_skip_what_only_the_other_half_sees(compiler):
     assert tiles.multiplied == tiles.total - tiles.masked == 4 * (3 * blocks - 3)
 
 
+@pytest.mark.parametrize(
+    ("name", "exactly"),
+    [
+        ("flash_fwd_hdim128_fp16_causal_sm90", True),
+        ("flash_fwd_hdim64_fp16_local_sm90", True),
+        ("flash_fwd_hdim64_fp16_dense_sm90", False),
+        ("flash_fwd_hdim64_fp16_causal_sm80", True),
+        ("flash_fwd_hdim64_fp16_local_sm80", False),
+        ("flash_fwd_hdim64_fp16_dense_sm80", True),
+    ],
+)
+@pytest.mark.parametrize("lengths", [(1, 128), (65, 200), (128, 128), (300, 60)])
+def test_no_more_than_what_is_masked_is_skipped(name, exactly, lengths, compiler):
+    """Also in the parts of a tile that have no row; kernels that skip each masked tile are known to."""
+    variant = VARIANTS[name]
+    example = make(variant, Shape(*lengths), 0)
+    report = run(library.load(render(variant), name), variant, example)
+    tiles = masked_tiles(example.problem, variant, example.mask, report)
+    assert 0 <= tiles.multiplied <= tiles.total
+    if tiles.masked:
+        assert 0 <= tiles.skipped_share <= 1
+        assert not exactly or tiles.skipped_share == 1
+    else:
+        assert tiles.multiplied == tiles.total
+
+
 def test_masked_tiles_of_folded_heads():
     variant = VARIANTS["flash_fwd_hdim64_fp16_causal_m64_packgqa_sm80"]
     example = make(variant, Shape(16, 128, heads=8, kv_heads=1), 0)
