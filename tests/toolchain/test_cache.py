@@ -117,7 +117,7 @@ def test_verify_finds_and_removes_exactly_the_damaged(cache):
 def test_clear_leaves_nothing(cache):
     for n in range(3):
         cache.get_or_build(key_of(n), lambda: b"x")
-    assert cache.clear() == 3
+    assert cache.clear() == (3, 0, "")
     assert [path for path in cache.root.rglob("*") if path.is_file()] == []
     assert cache.info().bytes == 0
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
 from flashgen.cli.options import json_option
+
+if TYPE_CHECKING:
+    from flashgen.toolchain.cache import CacheInfo
 
 
 @click.group(
@@ -29,7 +33,10 @@ def command() -> None:
 @command.command("info")
 @json_option
 def info(as_json: bool) -> None:
-    """Where the cache is, how full, and whether it can be written."""
+    """Where the cache is, how full, and whether it can be written.
+
+    Exit code 1 when it cannot and has no entries either, so that it is of no use.
+    """
     from flashgen.cli.output import print_json, print_pairs, size
     from flashgen.toolchain.cache import CubinCache
 
@@ -42,11 +49,19 @@ def info(as_json: bool) -> None:
                 ("folder", str(found.root)),
                 ("entries", str(found.entries)),
                 ("size", f"{size(found.bytes)} of {size(found.max_bytes)}; the least recently used go first"),
-                ("writable", f"no: {found.problem}" if found.problem else "yes"),
+                ("writable", _writable(found)),
             ]
         )
-    if found.problem:
+    if found.problem and not found.entries:
         sys.exit(1)
+
+
+def _writable(found: CacheInfo) -> str:
+    if not found.problem:
+        return "yes"
+    if not found.entries:
+        return f"no: {found.problem}"
+    return f"no: {found.problem}; its entries are used, other kernels are compiled anew by each process"
 
 
 @command.command("verify")
@@ -81,8 +96,12 @@ def clear(yes: bool, as_json: bool) -> None:
     cache = CubinCache()
     if not yes:
         click.confirm(f"Remove all kernels in {cache.root}?", abort=True, err=True)
-    removed = cache.clear()
+    cleared = cache.clear()
     if as_json:
-        print_json({"removed": removed})
+        print_json({"removed": cleared.removed, "left": cleared.left, "problem": cleared.problem})
     else:
-        click.echo(f"{removed} entries removed from {cache.root}")
+        click.echo(f"{cleared.removed} entries removed from {cache.root}")
+        if cleared.left:
+            click.echo(f"{cleared.left} entries could not be removed: {cleared.problem}", err=True)
+    if cleared.left:
+        sys.exit(1)

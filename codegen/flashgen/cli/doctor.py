@@ -235,7 +235,7 @@ def _cache(report: Report) -> dict[str, Any]:
     from flashgen.toolchain.cache import CubinCache
 
     info = CubinCache().info()
-    if info.problem:
+    if info.problem and not info.entries:
         report.problems.append(
             f"the kernel cache in {info.root} cannot be written: {info.problem}; each process compiles its "
             "kernels anew. FLASHGEN_CACHE_DIR names another folder"
@@ -344,6 +344,11 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
         machine.append(("tuned", "\n".join([*tuned["files"], counts]) if tuned["files"] else "nothing"))
     if cache:
         usage = f"{cache['entries']} entries, {size(cache['bytes'])} of {size(cache['max_bytes'])}"
+        if cache["problem"] and cache["entries"]:
+            usage += (
+                f"\nread-only ({cache['problem']}): these entries are used, "
+                "other kernels are compiled anew by each process"
+            )
         machine.append(("cache", f"{cache['root']}\n{usage}"))
     paths = [(f"{place} arrays", _path_line(found)) for place, found in (attention or {}).items()]
     return [

@@ -55,6 +55,14 @@ class CacheReport(NamedTuple):
     damaged: tuple[Path, ...]
 
 
+class CacheCleared(NamedTuple):
+    """What `CubinCache.clear` did: entries removed, entries that could not be, and why ("" if all were)."""
+
+    removed: int
+    left: int
+    problem: str
+
+
 def key_for(source_digest: str, arch: str, options: Sequence[str], compiler_version: str) -> str:
     """The key of a compiled kernel: 64 hexadecimal digits over everything that decides its bytes."""
     return hashlib.sha256(repr((source_digest, arch, tuple(options), compiler_version)).encode()).hexdigest()
@@ -125,6 +133,10 @@ class CubinCache:
             if self._room < 0:
                 self._tidy(path)
 
+    def keeps(self, key: str) -> bool:
+        """Whether later processes will find ``key``: it lies on disk, and not in this process alone."""
+        return self._path(key).is_file()
+
     def get_or_build(self, key: str, build: Callable[[], bytes]) -> bytes:
         """The payload under ``key``, else what ``build`` returns, which is stored.
 
@@ -165,13 +177,21 @@ class CubinCache:
                 _remove(path)
         return CacheReport(intact, tuple(damaged))
 
-    def clear(self) -> int:
-        """Remove all; returns how many entries there were. Kernels that are loaded stay usable."""
+    def clear(self) -> CacheCleared:
+        """Remove all. Kernels that are loaded stay usable."""
         self._memory.clear()
-        removed = sum(_remove(Path(name)) for name, _, _ in self._entries())
+        removed, left, problem = 0, 0, ""
+        for name, _, _ in self._entries():
+            try:
+                Path(name).unlink()
+                removed += 1
+            except FileNotFoundError:  # another process was faster
+                continue
+            except OSError as error:
+                left, problem = left + 1, _reason(error)
         for name, _, _ in (*_files(self.root / "tmp"), *_files(self.root / "locks")):
             _remove(Path(name))
-        return removed
+        return CacheCleared(removed, left, problem)
 
     def _path(self, key: str) -> Path:
         return self.root / "entries" / key[:2] / key
