@@ -181,17 +181,19 @@ def _simulator(report: Report) -> dict[str, Any]:
     from flashgen.errors import FlashgenError
     from flashgen.simulator import hardware, hostcompiler
 
+    found: dict[str, Any] = {"compiler": None, "arch": None, "why": None}
     try:
-        arch = hardware.pretend().arch
+        found["arch"] = hardware.pretend().arch
     except FlashgenError as error:
         report.problems.append(f"{hardware.ARCH_VARIABLE} is set: {error}")
-        arch = None
+        found["why"] = str(error)
     try:
-        return {"compiler": str(hostcompiler.find()), "arch": arch, "why": None}
+        found["compiler"] = str(hostcompiler.find())
     except FlashgenError as error:
         if os.environ.get("CXX"):
             report.problems.append(str(error))
-        return {"compiler": None, "arch": arch, "why": str(error)}
+        found["why"] = str(error)
+    return found
 
 
 def _specs(report: Report) -> dict[str, Any]:
@@ -245,22 +247,29 @@ def _cache(report: Report) -> dict[str, Any]:
 
 def _attention(report: Report) -> dict[str, Any]:
     """What attention() does with arrays in host memory and with arrays on a GPU."""
-    return {"host": _host_path(report), "gpu": _gpu_path(report)}
+    found = {"host": _host_path(report), "gpu": _gpu_path(report)}
+    if not report.problems and not any(path["path"] for path in found.values()):
+        whys = "; ".join(f"{place} arrays: {path['why']}" for place, path in found.items())
+        report.problems.append(f"attention() can compute nothing here: {whys}")
+    return found
 
 
 def _host_path(report: Report) -> dict[str, Any]:
     import numpy as np
 
     from flashgen.api import backend_for
-    from flashgen.errors import FlashgenError
+    from flashgen.errors import BadParam, FlashgenError
 
     try:
         backend = backend_for(None)
     except FlashgenError as error:
-        return {"path": None, "why": f"FLASHGEN_BACKEND is set: {error}"}
+        why = f"FLASHGEN_BACKEND is set: {error}"
+        if isinstance(error, BadParam):  # no backend's name, so every call fails
+            report.problems.append(why)
+        return {"path": None, "why": why}
     if backend == "simulator":
-        simulator = report.facts["simulator"] or {"compiler": None, "why": "the simulator breaks when loaded"}
-        if not simulator["compiler"]:
+        simulator = report.facts["simulator"] or {"why": "the simulator breaks when loaded"}
+        if simulator["why"]:
             report.problems.append(f"FLASHGEN_BACKEND is simulator: {simulator['why']}")
             return {"path": None, "why": simulator["why"]}
         return {"path": "simulator", "why": "FLASHGEN_BACKEND is simulator"}
@@ -335,7 +344,8 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
     machine.append(("compiler", works if compiler.get("works") else f"none: {compiler.get('why')}"))
     machine.append(("disassembler", disassembler.get("path") or f"none: {disassembler.get('why')}"))
     pretended = f"{simulator.get('compiler')}\npretends to be {simulator.get('arch')}"
-    machine.append(("simulator", pretended if simulator.get("compiler") else f"none: {simulator.get('why')}"))
+    why = simulator.get("why", "it breaks when loaded")
+    machine.append(("simulator", f"none: {why}" if why else pretended))
     if specs:
         machine.append(("specs", "\n".join([*specs["files"], f"{specs['variants']} variants"])))
     tuned = facts["tuned"]
