@@ -1,3 +1,5 @@
+import copy
+import pickle
 import subprocess
 import sys
 import threading
@@ -217,6 +219,15 @@ def test_a_plan():
         assert all(result[n] is given[name] for n, name in enumerate(("out", "lse")) if name in given)
 
 
+def test_a_plan_is_copied_and_not_pickled():
+    q, k, v = qkv()
+    plan = flashgen.plan(q, k, v)
+    assert copy.copy(plan) is plan
+    assert copy.deepcopy({"plan": plan})["plan"] is plan
+    with pytest.raises(TypeError, match=r"make one in the other process with flashgen\.plan"):
+        pickle.dumps(plan)
+
+
 def test_a_plan_refuses_arrays_that_are_not_its_own():
     q, k, v = qkv()
     mask = np.zeros((30, 40), bool)
@@ -320,3 +331,6 @@ def test_every_public_name_is_there():
     assert set(flashgen.__all__) <= set(dir(flashgen))
     with pytest.raises(AttributeError, match="flash_attention"):
         _ = flashgen.flash_attention
+    shown = [name for name in dir(flashgen) if not name.startswith("__")]
+    assert shown == sorted(flashgen.__all__)
+    assert {name for name, value in vars(errors).items() if isinstance(value, type)} <= set(shown)

@@ -67,6 +67,7 @@ def test_the_wheel_holds_every_spec_template_and_module_and_nothing_else(wheel):
         for p in files(ROOT / "templates")
     }
     assert held == expected
+    assert "flashgen/py.typed" in held
 
 
 def files(folder: Path) -> list[Path]:

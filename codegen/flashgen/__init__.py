@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         BadTensorDtype,
         BadTensorShape,
         BadTensorStrides,
+        CacheWarning,
         CompileError,
         DeviceTypeNotSupported,
         FlashgenError,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         NullPointer,
         SimulationError,
         SpecError,
+        TunedWarning,
     )
     from flashgen.runtime.plans import Plan
 
@@ -36,6 +38,7 @@ __all__ = [
     "BadTensorDtype",
     "BadTensorShape",
     "BadTensorStrides",
+    "CacheWarning",
     "CompileError",
     "DeviceTypeNotSupported",
     "FlashgenError",
@@ -48,6 +51,7 @@ __all__ = [
     "Plan",
     "SimulationError",
     "SpecError",
+    "TunedWarning",
     "attention",
     "plan",
 ]
@@ -65,4 +69,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    # What is imported here for this module's own use is no part of the package.
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

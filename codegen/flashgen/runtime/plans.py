@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from flashgen.errors import (
     BadParam,
@@ -52,7 +52,7 @@ class Plan:
     ``problem`` is what it computes, ``variant`` the main kernel (None on the CPU). ``steps`` are its kernel
     launches, in order (none on the CPU): each has its ``variant``, ``launch`` and ``source``. ``source`` is
     the CUDA of the main kernel, ``workspace_bytes`` the memory that a call needs beyond inputs and outputs. A
-    plan may be called from many threads.
+    plan may be called from many threads. It cannot be pickled: each process makes its own.
     """
 
     __slots__ = (
@@ -118,6 +118,19 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"<flashgen.Plan {self.variant.name if self.variant else 'cpu'}: {self.problem}>"
+
+    def __copy__(self) -> Plan:
+        # Nothing that decides a plan's results ever changes, so a copy would be the same.
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a flashgen.Plan cannot be pickled: its kernel is loaded in the process that made it; "
+            "make one in the other process with flashgen.plan"
+        )
 
     def __call__(self, *inputs: Any, stream: Any = None, workspace: Any = None, **named: Any) -> Any:
         """Compute arrays that have the layouts of the plan: the inputs in the order of the operator, or any
