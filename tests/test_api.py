@@ -232,29 +232,42 @@ def test_a_plan_refuses_arrays_that_are_not_its_own():
     q, k, v = qkv()
     mask = np.zeros((30, 40), bool)
     plan = flashgen.plan(q, k, v, return_lse=True)
-    torch = pytest.importorskip("torch")
     for error, wrong in (
         (errors.BadTensorShape, {"q": q[:, :-1]}),
-        (errors.BadTensorShape, {"k": k[:, ::-1]}),
-        (errors.BadTensorShape, {"v": v.astype(np.float16)}),
+        (errors.BadTensorStrides, {"k": k[:, ::-1]}),
+        (errors.BadTensorDtype, {"v": v.astype(np.float16)}),
         (errors.BadParam, {"mask": mask}),
-        (errors.BadTensorShape, {"out": np.empty((2, 4, 30, 16), np.float32).transpose(0, 2, 1, 3)}),
-        (errors.BadTensorShape, {"out": np.empty(q.shape, np.float16)}),
+        (errors.BadTensorStrides, {"out": np.empty((2, 4, 30, 16), np.float32).transpose(0, 2, 1, 3)}),
+        (errors.BadTensorDtype, {"out": np.empty(q.shape, np.float16)}),
         (errors.BadTensorShape, {"lse": np.empty((2, 30, 4), np.float32)}),
         (errors.BadTensorDtype, {"lse": np.empty((2, 4, 30), np.float64)}),
         (errors.BadTensorStrides, {"lse": np.empty((2, 30, 4), np.float32).transpose(0, 2, 1)}),
         (errors.BadTensorStrides, {"lse": q.ravel()[:240].reshape(2, 4, 30)}),
-        (errors.BadParam, {"q": torch.from_numpy(q)}),
-        (errors.BadParam, {"lse": torch.empty(2, 4, 30)}),
         (errors.NullPointer, {"k": None}),
         (errors.BadTensorDtype, {"k": "k"}),
     ):
         with pytest.raises(error):
             plan(**({"q": q, "k": k, "v": v} | wrong))
+    with pytest.raises(errors.BadTensorShape, match=r"^q has seqlen_q 29; the plan was made for 30$"):
+        plan(q[:, :-1], k, v)
+    with pytest.raises(errors.BadTensorStrides, match=r"^k has strides \(1280, -32, 16, 1\)"):
+        plan(q, k[:, ::-1], v)
     with pytest.raises(errors.BadParam, match="return_lse"):
         flashgen.plan(q, k, v)(q, k, v, lse=np.empty((2, 4, 30), np.float32))
     with pytest.raises(errors.NullPointer, match="mask"):
         flashgen.plan(q, k, v, mask=mask)(q, k, v)
+    torch = pytest.importorskip("torch")
+    for wrong in ({"q": torch.from_numpy(q)}, {"lse": torch.empty(2, 4, 30)}):
+        with pytest.raises(errors.BadParam):
+            plan(**({"q": q, "k": k, "v": v} | wrong))
+
+
+def test_a_stride_that_is_never_used_may_differ_from_the_plan_s():
+    q, k, v = (x[:1] for x in qkv())
+    plan = flashgen.plan(q, k, v)
+    far = np.lib.stride_tricks.as_strided(q, q.shape, (64 * 4, *q.strides[1:]))
+    assert far.strides != q.strides
+    np.testing.assert_array_equal(plan(far, k, v), plan(q, k, v))
 
 
 def test_a_plan_with_a_layout_of_out_of_its_own():
@@ -262,7 +275,7 @@ def test_a_plan_with_a_layout_of_out_of_its_own():
     turned = np.empty((2, 4, 30, 16), np.float32).transpose(0, 2, 1, 3)
     plan = flashgen.plan(q, k, v, out=turned)
     np.testing.assert_array_equal(plan(q, k, v, out=turned), plan(q, k, v))
-    with pytest.raises(errors.BadTensorShape, match="out"):
+    with pytest.raises(errors.BadTensorStrides, match="out"):
         plan(q, k, v, out=np.empty_like(q))
 
 

@@ -10,14 +10,22 @@ from flashgen.errors import (
     BadTensorDtype,
     BadTensorShape,
     BadTensorStrides,
+    DeviceTypeNotSupported,
     InsufficientWorkspace,
     NullPointer,
 )
-from flashgen.operators.arguments import check_array, check_memory, is_contiguous
+from flashgen.operators.arguments import (
+    DTYPE_BYTES,
+    check_array,
+    check_memory,
+    check_strides,
+    is_contiguous,
+    place,
+)
 from flashgen.runtime import arrays as libraries
 
 if TYPE_CHECKING:
-    from flashgen.operators.arguments import ArrayView
+    from flashgen.operators.arguments import Argument, ArrayView
     from flashgen.operators.operator import Problem
     from flashgen.schedule.plan import Step
     from flashgen.spec.variant import Variant
@@ -142,8 +150,8 @@ class Plan:
         ``workspace`` is an array of at least ``workspace_bytes``, contiguous, on the plan's device; without
         it memory is allocated for the call. Returns ``out``, or ``(out, lse)`` with ``return_lse``.
 
-        Raises BadParam, NullPointer, BadTensorShape, BadTensorDtype or BadTensorStrides for what does not fit
-        the plan, and InsufficientWorkspace.
+        Raises BadParam, NullPointer, BadTensorShape, BadTensorDtype, BadTensorStrides or DeviceTypeNotSupported
+        for what does not fit the plan, and InsufficientWorkspace.
         """
         arrays, scalars = self._bound(inputs, named)
         if not self._types.issuperset(map(type, arrays)):
@@ -277,9 +285,10 @@ class Plan:
             if planned is None:
                 without = "return_lse=True" if argument.is_output else "one"
                 raise BadParam(f"{name} was given to a plan made without {without}")
-            if examples[position] is not None:
-                if kind.layout(array) != examples[position]:
-                    _explain(argument.name, view, problem, position)
+            example = examples[position]
+            if example is not None:
+                if kind.layout(array) != example:
+                    _check_like(argument, view, problem, tuple(example[0]))
             else:
                 self._check_new(view, position, sizes)
 
@@ -288,7 +297,9 @@ class Plan:
         problem = self.problem
         argument = problem.operator.arguments[position]
         if view.device != problem.device:
-            raise BadTensorDtype(f"{argument.name} is not on the device of the plan")
+            raise DeviceTypeNotSupported(
+                f"{argument.name} is {_place(view.device)}; the plan was made for arrays {_place(problem.device)}"
+            )
         check_array(argument, view, sizes, problem.dtype)
         if not is_contiguous(view):
             raise BadTensorStrides(
@@ -297,24 +308,37 @@ class Plan:
             )
 
 
-def _explain(name: str, view: ArrayView, problem: Problem, position: int) -> None:
-    """Raise what is different about an array whose layout is not that of the plan."""
-    placed = problem.placed()[position]
-    shape = problem.shape(position)
-    if view.dtype != placed.dtype and view.dtype not in placed.argument.dtypes:
+def _check_like(argument: Argument, view: ArrayView, problem: Problem, shape: tuple[int, ...]) -> None:
+    """Raise what is different about an array that does not lie as the plan's, which has this shape.
+
+    A stride along a dimension of one element is never used, so it may differ.
+    """
+    name, placed = argument.name, problem.placed()[problem.operator.position(argument.name)]
+    if view.dtype != placed.dtype and view.dtype not in argument.dtypes:
         raise BadTensorDtype(f"{name} has dtype {view.dtype}; the plan was made for {placed.dtype}")
-    if placed.argument.layout != "broadcast" and view.shape != shape:
-        symbols = placed.argument.symbols[len(placed.extents) - len(shape) :]
-        if len(view.shape) == len(shape):
+    if view.device != problem.device:
+        raise DeviceTypeNotSupported(
+            f"{name} is {_place(view.device)}; the plan was made for arrays {_place(problem.device)}"
+        )
+    if view.shape != shape:
+        symbols = argument.symbols[len(argument.symbols) - len(shape) :]
+        if argument.layout != "broadcast" and len(view.shape) == len(shape):
             for symbol, found, expected in zip(symbols, view.shape, shape, strict=True):
                 if found != expected:
                     raise BadTensorShape(f"{name} has {symbol} {found}; the plan was made for {expected}")
         raise BadTensorShape(f"{name} has shape {view.shape}; the plan was made for {shape}")
-    raise BadTensorShape(
-        f"{name} has shape {view.shape}, strides {view.strides} (in elements) and lies on device "
-        f"{view.device}; the plan was made for another layout: shape {shape}, strides {placed.strides} and "
-        f"device {problem.device}"
-    )
+    check_strides(argument, view, DTYPE_BYTES[view.dtype])
+    strides = place(argument, view, problem.sizes, problem.dtype).strides
+    if strides != placed.strides:
+        ahead = len(strides) + 1 - len(shape)
+        raise BadTensorStrides(
+            f"{name} has strides {(*strides[ahead:], 1)} (in elements); the plan was made for "
+            f"{(*placed.strides[ahead:], 1)}"
+        )
+
+
+def _place(device: int | None) -> str:
+    return "in host memory" if device is None else f"on GPU {device}"
 
 
 def _no_work(arrays: Arrays, stream: int) -> None:
