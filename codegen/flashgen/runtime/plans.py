@@ -150,8 +150,8 @@ class Plan:
         ``workspace`` is an array of at least ``workspace_bytes``, contiguous, on the plan's device; without
         it memory is allocated for the call. Returns ``out``, or ``(out, lse)`` with ``return_lse``.
 
-        Raises BadParam, NullPointer, BadTensorShape, BadTensorDtype, BadTensorStrides or DeviceTypeNotSupported
-        for what does not fit the plan, and InsufficientWorkspace.
+        Raises BadParam, NullPointer, BadTensorShape, BadTensorDtype, BadTensorStrides or
+        DeviceTypeNotSupported for what does not fit the plan, and InsufficientWorkspace.
         """
         arrays, scalars = self._bound(inputs, named)
         if not self._types.issuperset(map(type, arrays)):
@@ -298,7 +298,8 @@ class Plan:
         argument = problem.operator.arguments[position]
         if view.device != problem.device:
             raise DeviceTypeNotSupported(
-                f"{argument.name} is {_place(view.device)}; the plan was made for arrays {_place(problem.device)}"
+                f"{argument.name} is {_place(view.device)}; "
+                f"the plan was made for arrays {_place(problem.device)}"
             )
         check_array(argument, view, sizes, problem.dtype)
         if not is_contiguous(view):
