@@ -151,6 +151,69 @@ def test_tensors_that_require_gradients():
         assert torch.equal(flashgen.attention(q, k, v), expected)
 
 
+def odd_tensors(torch):
+    """By what a message calls them, calls of a function with such a tensor in place of ``x``."""
+    func, ad = torch.func, torch.autograd.forward_ad
+
+    def dual(f, x):
+        with ad.dual_level():
+            f(ad.make_dual(x, torch.ones_like(x)))
+
+    return {
+        "torch.func": (
+            lambda f, x: torch.vmap(f)(x[None]),
+            lambda f, x: func.grad(lambda y: f(y).sum())(x),
+            lambda f, x: func.jvp(f, (x,), (x,)),
+            lambda f, x: func.functionalize(f)(x),
+        ),
+        "nested": (
+            lambda f, x: f(torch.nested.nested_tensor([x[0], x[1][:5]])),
+            lambda f, x: f(torch.nested.nested_tensor([x[0], x[1][:5]], layout=torch.jagged)),
+        ),
+        r"torch\.sparse_coo": (lambda f, x: f(x.to_sparse()),),
+        r"torch\.sparse_csr": (lambda f, x: f(x[0, 0].to_sparse_csr()),),
+        "pending negation": (lambda f, x: f(torch._neg_view(x)),),
+        "forward-mode": (dual,),
+    }
+
+
+def test_tensors_without_elements_of_their_own_are_refused():
+    torch = pytest.importorskip("torch")
+    given = [torch.from_numpy(x) for x in qkv()]
+    out = torch.full_like(given[0], torch.nan)
+    plan = flashgen.plan(*given)
+    for said, calls in odd_tensors(torch).items():
+        for call in calls:
+            for place, name in enumerate("qkv"):
+
+                def attention(x, place=place):
+                    return flashgen.attention(*given[:place], x, *given[place + 1 :])
+
+                def planned(x, place=place):
+                    return plan(*given[:place], x, *given[place + 1 :], out=out)
+
+                for function in (attention, planned):
+                    with pytest.raises(errors.BadParam, match=f"^{name}: .*{said}"):
+                        call(function, given[place])
+    assert out.isnan().all()
+    with torch.autograd.forward_ad.dual_level():
+        np.testing.assert_array_equal(plan(*given).numpy(), flashgen.attention(*given).numpy())
+
+
+def test_masked_arrays_of_numpy_are_refused():
+    q, k, v = qkv()
+    plan = flashgen.plan(q, k, v)
+    flashgen.attention(q, k, v)  # a plan of these layouts is there
+    for place, name in enumerate("qkv"):
+        given = [q, k, v]
+        given[place] = np.ma.masked_less(given[place], 0)
+        for function in (flashgen.attention, flashgen.plan, plan):
+            with pytest.raises(errors.BadParam, match=rf"^{name} is a masked array.*{name}\.data"):
+                function(*given)
+    with pytest.raises(errors.BadParam, match="mask is a masked array"):
+        flashgen.attention(q, k, v, mask=np.ma.masked_array(np.zeros((30, 40), bool)))
+
+
 def test_options_in_forms_that_are_no_keys():
     q, k, v = qkv()
     expected = flashgen.attention(q, k, v, window_size=(5, 0))

@@ -121,7 +121,11 @@ def _call(
     ):
         return _call_adopted(operator, given, options, scalars, stream, backend)
     backend = backend or os.environ.get("FLASHGEN_BACKEND")
-    layouts, pointers = kind.read(given)
+    try:
+        layouts, pointers = kind.read(given)
+    except RuntimeError:
+        _plan(operator, given, options, scalars, backend)  # raises what is wrong, by the argument's name
+        raise
     key = (operator.name, layouts, options, backend)
     try:
         known = _plans.get(key)

@@ -148,6 +148,14 @@ def test_an_error_touches_no_output():
     assert bool((out == 7).all())
 
 
+def test_a_pending_negation_of_torch_is_refused():
+    torch = pytest.importorskip("torch")
+    q, k, v = map(to_torch, on_host(SHAPE, KV, KV))
+    flashgen.attention(q, k, v)  # a plan for such layouts is there
+    with pytest.raises(errors.BadParam, match="resolve_neg"):
+        flashgen.attention(torch._neg_view(q), k, v)
+
+
 def test_libraries_are_not_mixed():
     q, k, v = on_gpu(SHAPE, KV, KV)
     with pytest.raises(errors.BadParam, match="torch"):

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashgen.errors import BadTensorDtype, BadTensorShape, BadTensorStrides, NullPointer
+from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, BadTensorStrides, NullPointer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -122,6 +122,14 @@ class Placed:
         ]
         below, above = (step for step in steps if step < 0), (step for step in steps if step > 0)
         return sum(below), sum(above) + self.row_bytes
+
+
+def flag(name: str, value: Any) -> bool:
+    """An option that is on or off. Raises BadParam for what is no truth value: a word, an array, None."""
+    # NumPy's own bool is no int.
+    if (isinstance(value, int) or type(value).__name__ in ("bool", "bool_")) and value in (0, 1):
+        return bool(value)
+    raise BadParam(f"{name} is {value!r}; expected True or False")
 
 
 def contiguous_strides(extents: Sequence[int]) -> Strides:

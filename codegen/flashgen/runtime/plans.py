@@ -159,7 +159,11 @@ class Plan:
                 return self._adopted(arrays, scalars, stream, workspace)
             if any(x is not None and libraries.kind_of(x) is not self.kind for x in arrays):
                 self._check(arrays)  # raises: the libraries differ
-        layouts, pointers = self._read(arrays)
+        try:
+            layouts, pointers = self._read(arrays)
+        except RuntimeError:
+            self._check(arrays)  # raises what is wrong, by the argument's name
+            raise
         if layouts != self._known:
             self._check(arrays)
             self._known = layouts
