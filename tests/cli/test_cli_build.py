@@ -87,6 +87,13 @@ def test_slice_all_with_architectures(tiny, flashgen):
     assert {(k["variant"], k["arch"]) for k in built} == expected
 
 
+def test_an_architecture_that_the_compiler_does_not_know_is_one_error(tiny, flashgen):
+    result = flashgen("build", *ONE, "--arch", "sm_999")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert re.fullmatch(r"Error: nvrtc \S+ does not know sm_999; it compiles for .*sm_90 .*\n", result.stderr)
+
+
 def test_an_unreachable_architecture_is_an_error(tiny, flashgen):
     result = flashgen("build", *ONE, "--arch", "sm_75")
     assert result.exit_code == 1

@@ -116,3 +116,11 @@ def test_a_kernel_that_the_simulator_faults_is_a_failure(simulating, flashgen, m
     result = flashgen("demo")
     assert result.exit_code == 1
     assert "two threads race !" in result.stdout
+
+
+def test_what_the_simulator_computes_is_said_to_be_simulated(simulating, flashgen, monkeypatch):
+    monkeypatch.setattr("flashgen.cli.demo._SIMULATOR_TOKENS", 64)
+    result = flashgen("demo", FLASHGEN_BACKEND="simulator")
+    assert result.exit_code == 0
+    assert "the CPU path" not in result.stdout
+    assert result.stdout.count(", simulated\n") == 3

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import flashgen
 from flashgen import paths
 from flashgen.api import backend_for
+from flashgen.errors import CompileError
 from flashgen.operators.reference import judge
 from flashgen.simulator import hardware, hostcompiler, library
 from flashgen.simulator.example import Shape, make, run
@@ -182,6 +183,28 @@ def test_a_small_problem_is_a_matter_of_a_second(compiler):
     begin = time.perf_counter()
     run(loaded, variant, example, threads=1)
     assert time.perf_counter() - begin < 2
+
+
+@pytest.mark.parametrize(
+    ("version", "old"),
+    [
+        ("g++ (Ubuntu 11.4.0-1ubuntu1~22.04) 11.4.0", True),
+        ("c++ (Debian 12.2.0-14+deb12u1) 12.2.0", False),
+        ("Debian clang version 14.0.6", True),
+        ("clang version 18.1.3 (1ubuntu1)", False),
+        ("my compiler", False),
+    ],
+)
+def test_only_an_old_compiler_is_blamed_for_a_kernel_that_does_not_compile(version, old, tmp_path):
+    script = tmp_path / "c++"
+    script.write_text("#!/bin/sh\necho 'kernel.cu:3: error: no such thing' >&2\nexit 1\n")
+    script.chmod(0o755)
+    with pytest.raises(CompileError, match="kernel does not compile for the simulator") as caught:
+        hostcompiler.build(
+            hostcompiler.HostCompiler((str(script),), version), (), (), tmp_path / "o", "kernel"
+        )
+    assert ("it needs GCC 12 or Clang 16" in str(caught.value)) == old
+    assert "kernel.cu:3: error: no such thing" in str(caught.value)
 
 
 # Memory and figures.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
 import importlib
+import os
+import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,10 +57,12 @@ class CommandGroup(click.Group):
             except FlashgenError as error:
                 raise click.ClickException(str(error)) from error
             except OSError as error:
-                # Without a file name it is the output's reader that has gone, which click ends quietly.
-                if error.filename is None:
+                if error.filename is not None:
+                    raise click.ClickException(f"{error.filename}: {error.strerror}") from error
+                if error.errno == errno.EPIPE:  # the output's reader has gone, which click ends quietly
                     raise
-                raise click.ClickException(f"{error.filename}: {error.strerror}") from error
+                _drop_output()
+                raise click.ClickException(f"cannot write the output: {error.strerror}") from error
 
 
 def _say_which_copy() -> None:
@@ -73,6 +79,12 @@ def _say_which_copy() -> None:
             f"To use the checkout: pip install -e {root}",
             err=True,
         )
+
+
+def _drop_output() -> None:
+    """Send what is left of the output nowhere: the interpreter would fail on it once more when it ends."""
+    with contextlib.suppress(OSError), Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:

@@ -179,7 +179,9 @@ def _check(variants: Sequence[Variant], whole: bool, out: Path | None, as_json: 
 def _compile(variants: Sequence[Variant], archs: Sequence[str], jobs: int | None) -> list[Built]:
     from flashgen.cli.progress import progress
     from flashgen.toolchain.build import build, pairs
+    from flashgen.toolchain.compile import check_known
 
+    check_known(archs)
     wanted = pairs(variants, archs)
     with progress(len(wanted)) as step:
         return build(wanted, jobs, lambda built: step(f"{built.variant.name} {built.arch}"))

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from flashgen.spec.variant import Variant
 
+_VIEWS = ("source", "flat", "ptx", "sass", "resources")
 # View -> the lexer that colours it.
 _LEXERS = {"source": "cuda", "flat": "cuda", "ptx": "ptx", "sass": "gas"}
 
@@ -34,17 +35,11 @@ give axes; of several variants that fit, the first in the spec's order is shown,
 """,
 )
 @click.argument("name", required=False)
-@click.option("--source", "view", flag_value="source", help="The CUDA source, as rendered.")
-@click.option(
-    "--flat", "view", flag_value="flat", help="The CUDA source with flashgen's own headers in it: one file."
-)
-@click.option("--ptx", "view", flag_value="ptx", help="The PTX that NVRTC makes of it.")
-@click.option(
-    "--sass", "view", flag_value="sass", help="The machine code; needs nvdisasm, from CUDA or its wheel."
-)
-@click.option(
-    "--resources", "view", flag_value="resources", help="Registers, spills, stack and shared memory."
-)
+@click.option("--source", is_flag=True, help="The CUDA source, as rendered.")
+@click.option("--flat", is_flag=True, help="The CUDA source with flashgen's own headers in it: one file.")
+@click.option("--ptx", is_flag=True, help="The PTX that NVRTC makes of it.")
+@click.option("--sass", is_flag=True, help="The machine code; needs nvdisasm, from CUDA or its wheel.")
+@click.option("--resources", is_flag=True, help="Registers, spills, stack, shared memory, instructions.")
 @click.option(
     "--arch",
     type=Architecture(),
@@ -61,11 +56,10 @@ give axes; of several variants that fit, the first in the spec's order is shown,
 @json_option
 def command(
     name: str | None,
-    view: str | None,
     arch: str | None,
     specs: Path | None,
     as_json: bool,
-    **axes: str | int | None,
+    **others: Any,
 ) -> None:
     """Show one kernel: what it is, its source, PTX, machine code or resources.
 
@@ -74,7 +68,11 @@ def command(
     """
     from flashgen.cli.output import note, print_code, print_json, print_pairs
 
-    variant = _resolve(name, axes, specs)
+    views = [view for view in _VIEWS if others.pop(view)]
+    if len(views) > 1:
+        raise click.UsageError(f"one view at a time, not {' and '.join(f'--{view}' for view in views)}")
+    view = views[0] if views else None
+    variant = _resolve(name, others, specs)
     if view is None:
         if as_json:
             print_json(_described(variant))
@@ -158,7 +156,9 @@ def _source(variant: Variant, flat: bool) -> str:
 def _arch(variant: Variant, asked: str) -> str:
     """What `flashgen build` compiles the variant for where that architecture is asked for."""
     from flashgen.toolchain.build import pairs
+    from flashgen.toolchain.compile import check_known
 
+    check_known([asked])
     ((_, arch),) = pairs([variant], [asked])
     return arch
 
@@ -199,12 +199,14 @@ def _resources(variant: Variant, arch: str, as_json: bool) -> None:
     made = built.compiled
     if made is None:
         raise CompileError(built.error)
-    try:
-        instructions = None if made.is_ptx else summary(sass(made.cubin))
-    except NoDisassemblerError:
-        instructions = None
+    instructions, why = None, "not known: this is PTX"
+    if not made.is_ptx:
+        try:
+            instructions, why = summary(sass(made.cubin)), ""
+        except NoDisassemblerError as error:
+            why = f"not counted: {error}"
     if as_json:
-        print_json(built.as_dict() | {"instructions": instructions})
+        print_json(built.as_dict() | {"instructions": instructions, "no_instructions": why or None})
         return
     pairs = [("architecture", arch), ("threads", f"{variant.threads} a block")]
     if made.registers is None:
@@ -221,10 +223,9 @@ def _resources(variant: Variant, arch: str, as_json: bool) -> None:
             ("shared memory", f"{total:,} bytes a block, {made.smem_static:,} of them static"),
         ]
     pairs.append(("machine code", f"{len(made.cubin):,} bytes"))
-    if instructions:
-        lines = [
-            f"{count:>6,} {'in all' if name == 'instructions' else name}"
-            for name, count in instructions.items()
-        ]
-        pairs.append(("instructions", "\n".join(lines)))
+    lines = [
+        f"{count:>6,} {'in all' if name == 'instructions' else name}"
+        for name, count in (instructions or {}).items()
+    ]
+    pairs.append(("instructions", "\n".join(lines) or why))
     print_pairs(pairs, title=variant.name)

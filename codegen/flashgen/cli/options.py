@@ -21,8 +21,8 @@ select_option = click.option(
     "selections",
     multiple=True,
     metavar="TERMS",
-    help="Only variants that satisfy every term: 'head_dim=128 dtype=fp16,bf16', 'gqa!=packed', 'target=sm80 "
-    "tile=default', or a name or glob. Several --select add up.",
+    help="Only variants that satisfy every term: 'head_dim=128 dtype=fp16,bf16', 'head_dim>=128 "
+    "gqa!=packed', 'target=sm80 tile=default', or a name or glob. Several --select add up.",
 )
 
 specs_option = click.option(

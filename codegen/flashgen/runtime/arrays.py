@@ -14,6 +14,7 @@ import operator
 import sys
 from typing import TYPE_CHECKING, Any
 
+from flashgen import installing
 from flashgen.errors import BadParam, BadTensorDtype, DeviceTypeNotSupported, NoCompilerError, NullPointer
 from flashgen.operators.arguments import ArrayView
 
@@ -505,8 +506,7 @@ def _cupy() -> Any:
         import cupy
     except ImportError as error:
         raise NoCompilerError(
-            f"arrays on a GPU need CuPy, which cannot be imported ({error}); "
-            'install it with: pip install "flashgen[cuda13]" (or flashgen[cuda12])'
+            f"arrays on a GPU need CuPy, which cannot be imported ({error}); {installing.compiler()}"
         ) from error
     return cupy
 
