@@ -81,7 +81,7 @@ def test_a_gpu_that_cannot_be_used_leaves_the_cpu(no_gpu, short, flashgen, monke
     monkeypatch.setattr("flashgen.toolchain.compile.nvrtc", lambda: None)
     if reason == "install one":
         request.getfixturevalue("no_compiler")
-    monkeypatch.setattr("flashgen.toolchain.build.build", lambda wanted: [])
+    monkeypatch.setattr("flashgen.toolchain.build.build", lambda wanted, **_: [])
     result = flashgen("demo", "--json")
     assert result.exit_code == 0
     found = json.loads(result.stdout)

@@ -68,14 +68,14 @@ def test_the_card_tells_where_it_comes_from(tiny, flashgen):
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
-        (("tiny_fwd_hdim64_fp16_casual_sm80",), 1, ["did you mean", NAME]),
-        (("--head-dim", 128), 1, ["head_dim=128", "32, 64"]),
+        (("tiny_fwd_hdim64_fp16_casual_sm80",), 2, ["did you mean", NAME]),
+        (("--head-dim", 128), 2, ["head_dim=128", "32, 64"]),
         ((), 2, ["Which variant?"]),
         ((NAME, "--head-dim", 64), 2, ["leave out --head-dim"]),
         ((NAME, "--arch", "x"), 2, ["sm_90"]),
         ((NAME, "--source", "--ptx"), 2, ["one view at a time, not --source and --ptx"]),
         ((NAME, "--ptx", "--arch", "sm_999"), 1, ["does not know sm_999; it compiles for", "sm_90"]),
-        (("tiny_fwd_hdim64_fp16*",), 1, ["variants match 'tiny_fwd_hdim64_fp16*'", "flashgen list --select"]),
+        (("tiny_fwd_hdim64_fp16*",), 2, ["variants match 'tiny_fwd_hdim64_fp16*'", "flashgen list --select"]),
     ],
 )
 def test_a_wrong_name_gets_help(tiny, flashgen, args, code, words):

@@ -115,7 +115,6 @@ def test_a_hopper_kernel_on_few_multiprocessors(flashgen):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("flash_fwd_hdim64_fp16_casual_m64_sm80",), "did you mean"),
         ((NAME, "--heads", 4, "--kv-heads", 2), "one query head to a kv head"),
         ((NAME, "--head-dim", 72), "holds at most 64"),
         ((NAME, "--head-dim", 12), "needs a multiple of 8"),

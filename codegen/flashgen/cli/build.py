@@ -29,6 +29,7 @@ _FAILURES_SHOWN = 3
 
 @click.command(
     "build",
+    short_help="Compile kernels ahead; no GPU needed.",
     epilog="""
 \b
 Examples:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 @click.group(
     "cache",
+    short_help="The disk cache of compiled kernels.",
     epilog="""
 \b
 Examples:

@@ -56,6 +56,7 @@ _CASES = (
 
 @click.command(
     "demo",
+    short_help="Run and check attention on this machine.",
     epilog="""
 \b
 Examples:
@@ -76,6 +77,7 @@ def command(as_json: bool) -> None:
     """
     from flashgen.cli.kernels import places, print_kernels
     from flashgen.cli.output import print_json
+    from flashgen.cli.progress import progress, waiting
     from flashgen.errors import NoCompilerError
     from flashgen.toolchain.build import build
     from flashgen.toolchain.obtain import arch_for
@@ -88,7 +90,9 @@ def command(as_json: bool) -> None:
     archs = [arch_for(call.variant, gpu) if gpu else call.variant.archs[0] for call in calls]
     built: list[Built] = []
     try:
-        built = build(zip([call.variant for call in calls], archs, strict=True))
+        wanted = zip([call.variant for call in calls], archs, strict=True)
+        with progress(len(calls)) as step:
+            built = build(wanted, on_done=lambda made: step(f"{made.variant.name} {made.arch}"))
     except NoCompilerError as error:
         report["no_compiler"] = str(error)
     if not as_json:
@@ -97,8 +101,14 @@ def command(as_json: bool) -> None:
             print_kernels(built)
         else:
             click.echo(f"kernels were not compiled: {report['no_compiler']}")
-    results = [_run(call, gpu) for call in calls]
-    simulated = None if gpu else _simulated()
+    results = []
+    for call in calls:
+        with waiting(f"attention, {call.case.title}, and its check against float64"):
+            results.append(_run(call, gpu))
+    simulated = None
+    if not gpu:
+        with waiting("compiling a kernel for the simulator, and running it"):
+            simulated = _simulated()
     report["simulated"] = simulated
     report["kernels"] = [each.as_dict() for each in built]
     report["results"] = results

@@ -54,6 +54,7 @@ class Report:
 
 @click.command(
     "doctor",
+    short_help="What is installed, and what attention() would use here.",
     epilog="""
 \b
 Examples:

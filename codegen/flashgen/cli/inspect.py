@@ -21,6 +21,7 @@ _LEXERS = {"source": "cuda", "flat": "cuda", "ptx": "ptx", "sass": "gas"}
 
 @click.command(
     "inspect",
+    short_help="One kernel: source, PTX, machine code, resources.",
     epilog="""
 \b
 Examples:

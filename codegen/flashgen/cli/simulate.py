@@ -40,6 +40,7 @@ _KINDS = {
 
 @click.command(
     "simulate",
+    short_help="Run one kernel's CUDA on the CPU and check it.",
     epilog="""
 \b
 Examples:
@@ -131,6 +132,8 @@ def _run(
 
     import numpy as np
 
+    from flashgen.cli.output import counted
+    from flashgen.cli.progress import waiting
     from flashgen.errors import SimulationError
     from flashgen.simulator.example import make, run
     from flashgen.simulator.figures import masked_tiles
@@ -143,7 +146,8 @@ def _run(
     if multiprocessors is not None:
         device = replace(device, num_sms=multiprocessors)
     begin = time.perf_counter()
-    library = load_in(debug, source, variant.name) if debug else load(source, variant.name)
+    with waiting(f"compiling {variant.name} for the simulator"):
+        library = load_in(debug, source, variant.name) if debug else load(source, variant.name)
     compiled = time.perf_counter() - begin
     found: dict[str, Any] = {
         "variant": variant.name,
@@ -154,13 +158,14 @@ def _run(
     examples: list[Example] = []
     report: Report | None = None
     begin = time.perf_counter()
-    for seed in seeds:
-        example = make(variant, shape, seeds.start)
-        try:
-            report = run(library, variant, example, seed=seed, device=device)
-        except SimulationError as error:
-            raise click.ClickException(f"{error}\nseed {seed}") from error
-        examples.append(example)
+    with waiting(f"simulating {counted(len(seeds), 'seed')}"):
+        for seed in seeds:
+            example = make(variant, shape, seeds.start)
+            try:
+                report = run(library, variant, example, seed=seed, device=device)
+            except SimulationError as error:
+                raise click.ClickException(f"{error}\nseed {seed}") from error
+            examples.append(example)
     found["seconds"] = (time.perf_counter() - begin) / len(seeds)
     verdict = examples[0].judge()
     found["repeatable"] = all(
