@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flashgen.api import attention, plan
+    from flashgen.api import attention, explain, plan
     from flashgen.errors import (
         BadParam,
         BadTensorDtype,
@@ -53,10 +53,16 @@ __all__ = [
     "SpecError",
     "TunedWarning",
     "attention",
+    "explain",
     "plan",
 ]
 
-_HOMES = {"attention": "flashgen.api", "plan": "flashgen.api", "Plan": "flashgen.runtime.plans"}
+_HOMES = {
+    "Plan": "flashgen.runtime.plans",
+    "attention": "flashgen.api",
+    "explain": "flashgen.api",
+    "plan": "flashgen.api",
+}
 
 
 def __getattr__(name: str) -> Any:

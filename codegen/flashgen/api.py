@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
 import threading
 from functools import lru_cache
@@ -9,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import BadParam, DeviceTypeNotSupported
 from flashgen.operators import ATTENTION
+from flashgen.operators.arguments import dtype_name, view_of_shape
 from flashgen.runtime import arrays
 from flashgen.runtime.plans import Plan, run_adopted
 
 if TYPE_CHECKING:
+    from flashgen.arch import Device
     from flashgen.operators.operator import Operator, Problem
     from flashgen.runtime.plans import Runner
+    from flashgen.schedule.explain import Explanation
     from flashgen.spec.model import Spec
 
 BACKENDS = ("cuda", "cpu", "simulator")
@@ -104,6 +109,75 @@ def plan(
     """
     options = (causal, mask_type, window_size, return_lse)
     return _plan(ATTENTION, (q, k, v, mask, out, None), options, (softmax_scale,), backend)
+
+
+def explain(
+    q: Any,
+    k: Any = None,
+    v: Any = None,
+    *,
+    dtype: str = "fp16",
+    arch: str | None = None,
+    **options: Any,
+) -> Explanation:
+    """Which kernel ``attention`` takes for such a call, and why not the others. Needs no GPU and compiles
+    nothing.
+
+    q, k, v: shapes, as in ``attention``, or arrays. k is by default as q, and v as k.
+    dtype: that of q, k and v where these are shapes: "fp16", "bf16" or "fp32", or its usual name ("float16").
+    arch: the architecture to explain for, such as "sm_90"; None: that of this machine's GPU. Of another one
+        the sizes of a well-known GPU are taken: those of an H100 for sm_90.
+    options: any others of ``attention``; arrays among them, such as mask, may be shapes as well.
+
+    ``explain(...).variant`` is the kernel; printed, the result says why. Raises BadParam for an unknown
+    option or architecture, and what ``attention`` raises for wrong shapes and options.
+    """
+    device = _device_of(arch)
+    k = q if k is None else k
+    given = {"q": q, "k": k, "v": k if v is None else v} | options
+    problem = _shaped(ATTENTION, given, dtype)
+    from flashgen.schedule.explain import explain as explained
+
+    return explained(problem, device, _specs_for(device))
+
+
+def _device_of(arch: str | None) -> Device:
+    """This machine's GPU, or a typical one of an architecture that it does not have."""
+    from flashgen.arch import typical
+    from flashgen.runtime import device as devices
+
+    if arch is None or (devices.available() and devices.device(0).arch == arch):
+        if not devices.available():
+            raise DeviceTypeNotSupported(f"{devices.why_unavailable()}; say for which GPU: arch='sm_90'")
+        return devices.device(0)
+    return typical(arch)
+
+
+def _specs_for(device: Device) -> tuple[Spec, ...]:
+    folders, tuned = os.environ.get("FLASHGEN_SPECS", ""), os.environ.get("FLASHGEN_TUNED", "")
+    return _specs(folders, tuned, device.name)
+
+
+def _shaped(operator: Operator, given: dict[str, Any], dtype: str) -> Problem:
+    """The Problem of a call on GPU 0, from arguments and options by name; an array may be a shape."""
+    dtype = dtype_name(dtype)
+    views = []
+    for argument in operator.arguments:
+        x = given.get(argument.name)
+        if x is None:
+            views.append(None)
+        elif isinstance(x, tuple | list) and all(isinstance(extent, int) for extent in x):
+            views.append(view_of_shape(x, argument.dtype(dtype), 0))
+        else:
+            view = arrays.view(arrays.adopt(x, argument.name), argument.name)
+            views.append(dataclasses.replace(view, device=0))
+    defaults = {name: each.default for name, each in inspect.signature(attention).parameters.items()}
+    known = {*operator.positions, *operator.options, *operator.scalars}
+    unknown = given.keys() - known
+    if unknown:
+        raise BadParam(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(known))}")
+    options = tuple(given.get(name, defaults[name]) for name in operator.options)
+    return operator.normalise(views, options, tuple(given.get(name) for name in operator.scalars))
 
 
 def _call(
@@ -221,8 +295,7 @@ def _runner(problem: Problem, backend: str | None) -> Runner:
     from flashgen.schedule.dispatch import offers
 
     here = device(problem.device)
-    specs = _specs(folders, os.environ.get("FLASHGEN_TUNED", ""), here.name)
-    return prepare(problem, problem.device, offers(problem, here, specs))
+    return prepare(problem, problem.device, offers(problem, here, _specs_for(here)))
 
 
 @lru_cache(maxsize=8)

@@ -56,6 +56,12 @@ def test_ambiguous_axes_show_the_first_and_say_so(tiny, flashgen):
     assert "variants fit" in result.stderr
 
 
+@pytest.mark.parametrize(("arch", "target"), [("sm_90", "sm90"), ("sm_80", "sm80"), ("sm_86", "sm86")])
+def test_axes_mean_the_kernel_that_the_architecture_would_take(arch, target, flashgen):
+    axes = ("--head-dim", 128, "--dtype", "fp16", "--mask-type", "causal", "--gqa", "mha", "--arch", arch)
+    assert json.loads(flashgen("inspect", *axes, "--json").stdout)["target"] == target
+
+
 def test_the_card_tells_where_it_comes_from(tiny, flashgen):
     card = flashgen("inspect", NAME).stdout
     assert str(tiny / "specs" / "tiny.yaml") in card

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _AS_JSON = "flashgen.errors_as_json"
-COMMANDS = ("demo", "doctor", "list", "inspect", "simulate", "build", "tune", "cache", "bench")
+COMMANDS = ("demo", "doctor", "list", "explain", "inspect", "simulate", "build", "tune", "cache", "bench")
 
 
 class CommandGroup(click.Group):
@@ -127,6 +127,7 @@ Start here:
   flashgen demo                               see it work on this machine
   flashgen doctor                             what attention() would use here
   flashgen list --select head_dim=128         which kernels there are
+  flashgen explain --shape 1x4096x16x128      which one a call takes, and why
   flashgen inspect --head-dim 128 --source    read one
   flashgen simulate NAME                      run its CUDA on the CPU
   flashgen build --arch native                compile before the first call

@@ -10,6 +10,7 @@ import click
 from flashgen.cli.options import Architecture, json_option, load_variants, specs_option
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from flashgen.spec.variant import Variant
@@ -32,7 +33,8 @@ Examples:
   flashgen inspect flash_fwd_hdim128_fp16_sm80 --sass | grep -c HMMA
 
 NAME is a variant's name as `flashgen list` prints it, or the path of its generated file. Instead of NAME,
-give axes; of several variants that fit, the first in the spec's order is shown, and a remark says so.
+give axes; of several variants that fit, the first in the spec's order is shown, and a remark says so. With
+--arch only those count that dispatch prefers there.
 """,
 )
 @click.argument("name", required=False)
@@ -44,7 +46,7 @@ give axes; of several variants that fit, the first in the spec's order is shown,
 @click.option(
     "--arch",
     type=Architecture(),
-    help="Architecture for the compiled views. [default: this GPU's, else the first of the spec's]",
+    help="Architecture to pick and compile for. [default: this GPU's, else the first of the spec's]",
 )
 @click.option("--head-dim", type=int, help="Pick by axis, such as 64 or 128.")
 @click.option("--head-dim-v", type=int, help="Pick by axis, where v has another: 128 beside --head-dim 192.")
@@ -73,7 +75,7 @@ def command(
     if len(views) > 1:
         raise click.UsageError(f"one view at a time, not {' and '.join(f'--{view}' for view in views)}")
     view = views[0] if views else None
-    variant = _resolve(name, others, specs)
+    variant = _resolve(name, others, arch, specs)
     if view is None:
         if as_json:
             print_json(_described(variant))
@@ -99,9 +101,12 @@ def command(
             print_code(text, _LEXERS[view])
 
 
-def _resolve(name: str | None, axes: dict[str, str | int | None], specs: Path | None) -> Variant:
-    """The variant that NAME or the axes mean."""
+def _resolve(
+    name: str | None, axes: dict[str, str | int | None], arch: str | None, specs: Path | None
+) -> Variant:
+    """The variant that NAME or the axes mean; of several the one that dispatch prefers on ``arch``."""
     from flashgen.cli.output import note
+    from flashgen.schedule.dispatch import preferred
     from flashgen.spec.selection import find_by_axes, find_one
 
     wanted = {key: str(value) for key, value in axes.items() if value is not None}
@@ -114,9 +119,23 @@ def _resolve(name: str | None, axes: dict[str, str | int | None], specs: Path | 
     if name:
         return find_one(variants, name)
     found = find_by_axes(variants, wanted)
+    running = _running(found, arch) if arch else ()
+    if running:
+        found = preferred(running)
     if len(found) > 1:
         note(f"{len(found)} variants fit; this is the first, {found[0].name}")
     return found[0]
+
+
+def _running(variants: Sequence[Variant], arch: str) -> tuple[Variant, ...]:
+    """Those that run on ``arch``, as far as is known of its shared memory."""
+    from flashgen.arch import KNOWN_ARCHS, typical
+    from flashgen.schedule.dispatch import runs_on
+
+    device = typical(arch) if arch in KNOWN_ARCHS else None
+    return tuple(
+        variant for variant in variants if (runs_on(variant, device) if device else variant.code_for(arch))
+    )
 
 
 def _described(variant: Variant) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NoReturn
 
 from flashgen.errors import BadParam
+from flashgen.operators.arguments import dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -29,15 +30,6 @@ if TYPE_CHECKING:
     from flashgen.spec.variant import Variant
 
 DEFAULT_TILE = "default"
-# Usual names of dtypes beside those of the specs.
-DTYPE_NAMES = {
-    "float16": "fp16",
-    "half": "fp16",
-    "bfloat16": "bf16",
-    "float32": "fp32",
-    "float": "fp32",
-}
-
 _ORDERS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 _SIGN = r"(?:[!=<>]=|[=<>])"
 _NAMES_SHOWN = 5
@@ -141,7 +133,7 @@ def _matches(
         return _ordered(key, sign, text, allowed, keys)
     values = text.split(",")
     if key == "dtype":
-        values = [DTYPE_NAMES.get(value, value) for value in values]
+        values = [dtype_name(value) for value in values]
     for value in values:
         if value not in allowed:
             _unknown(
