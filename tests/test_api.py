@@ -410,3 +410,62 @@ def test_every_public_name_is_there():
     shown = [name for name in dir(flashgen) if not name.startswith("__")]
     assert shown == sorted(flashgen.__all__)
     assert {name for name, value in vars(errors).items() if isinstance(value, type)} <= set(shown)
+
+
+def test_warmup_compiles_what_the_calls_will_take(tmp_path, monkeypatch):
+    pytest.importorskip("cupy", reason="kernels need CuPy and NVRTC")
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path))
+    calls = [
+        {"q": (2, 300, 4, 32), "dtype": "half"},
+        {"q": (1, 100, 4, 32), "k": (1, 100, 2, 32), "dtype": "bf16"},
+        {"q": (2, 300, 4, 32)},
+    ]
+    names = flashgen.warmup(calls, arch="sm_80", jobs=2)
+    assert names == tuple(flashgen.explain(**call, arch="sm_80").variant.name for call in calls)
+    monkeypatch.setattr("flashgen.toolchain.compile.compile_cubin", None)
+    assert flashgen.warmup(calls, arch="sm_80") == names
+    with pytest.raises(errors.BadParam, match="has no q"):
+        flashgen.warmup([{"k": (1, 2, 3, 64)}], arch="sm_80")
+    with pytest.raises(errors.BadTensorShape, match="head_dim is 36"):
+        flashgen.warmup([{"q": (1, 2, 3, 36)}], arch="sm_80")
+
+
+def test_warmup_loads_on_the_gpu_of_this_machine(fake_gpu, monkeypatch):
+    monkeypatch.setattr(device, "available", lambda: True)
+    loaded = []
+    monkeypatch.setattr(
+        "flashgen.runtime.kernel.load",
+        lambda variant, gpu: loaded.append(variant.name) or fake_gpu.load(variant, gpu),
+    )
+    call = {"q": (2, 300, 4, 64), "causal": True}
+    (name,) = flashgen.warmup([call])
+    assert loaded == [name]
+    assert name == flashgen.explain(**call).variant.name
+    assert name.endswith("_sm90")
+
+
+LOGGED = """
+import numpy as np, flashgen
+q = np.zeros((1, 8, 2, 16), np.float32)
+for _ in range(2):
+    flashgen.attention(q, q, q)
+"""
+
+
+@pytest.mark.parametrize(("level", "lines"), [("info", 1), ("error", 0), ("", 0)])
+def test_a_new_shape_is_logged_once(level, lines):
+    environment = {"PYTHONPATH": ":".join(sys.path), "FLASHGEN_LOG": level}
+    done = subprocess.run(
+        [sys.executable, "-c", LOGGED], capture_output=True, text=True, check=True, env=environment
+    )
+    assert len(done.stderr.splitlines()) == lines
+    if lines:
+        assert "flashgen.api INFO: attention of batch 1, seqlen_q 8, " in done.stderr
+        assert "takes the CPU path" in done.stderr
+
+
+def test_a_level_that_is_none_is_refused():
+    environment = {"PYTHONPATH": ":".join(sys.path), "FLASHGEN_LOG": "loud"}
+    done = subprocess.run([sys.executable, "-c", LOGGED], capture_output=True, text=True, env=environment)
+    assert "FLASHGEN_LOG is 'loud'; expected one of debug, info, warning, error" in done.stderr
+    assert done.returncode == 1

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flashgen.api import attention, explain, plan
+    from flashgen.api import attention, explain, plan, warmup
     from flashgen.errors import (
         BadParam,
         BadTensorDtype,
@@ -55,6 +55,7 @@ __all__ = [
     "attention",
     "explain",
     "plan",
+    "warmup",
 ]
 
 _HOMES = {
@@ -62,6 +63,7 @@ _HOMES = {
     "attention": "flashgen.api",
     "explain": "flashgen.api",
     "plan": "flashgen.api",
+    "warmup": "flashgen.api",
 }
 
 

@@ -6,9 +6,11 @@ import dataclasses
 import inspect
 import os
 import threading
+import time
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from flashgen import logs
 from flashgen.errors import BadParam, DeviceTypeNotSupported
 from flashgen.operators import ATTENTION
 from flashgen.operators.arguments import dtype_name, view_of_shape
@@ -16,6 +18,8 @@ from flashgen.runtime import arrays
 from flashgen.runtime.plans import Plan, run_adopted
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from flashgen.arch import Device
     from flashgen.operators.operator import Operator, Problem
     from flashgen.runtime.plans import Runner
@@ -26,6 +30,7 @@ BACKENDS = ("cuda", "cpu", "simulator")
 _ON_HOST = ("cpu", "simulator")
 MAX_PLANS = 1024
 
+_log = logs.logger("api")
 _plans: dict[Any, Plan] = {}
 _plans_lock = threading.Lock()
 
@@ -132,13 +137,54 @@ def explain(
     ``explain(...).variant`` is the kernel; printed, the result says why. Raises BadParam for an unknown
     option or architecture, and what ``attention`` raises for wrong shapes and options.
     """
-    device = _device_of(arch)
-    k = q if k is None else k
-    given = {"q": q, "k": k, "v": k if v is None else v} | options
-    problem = _shaped(ATTENTION, given, dtype)
     from flashgen.schedule.explain import explain as explained
 
+    device = _device_of(arch)
+    problem = _shaped(ATTENTION, {"q": q, "k": k, "v": v} | options, dtype)
     return explained(problem, device, _specs_for(device))
+
+
+def warmup(
+    calls: Iterable[Mapping[str, Any]], *, arch: str | None = None, jobs: int | None = None
+) -> tuple[str, ...]:
+    """Compile, and on this machine's GPU load, the kernels of calls to come, in parallel; without arrays.
+
+    calls: for each call the arguments of ``explain`` by name: ``{"q": (1, 4096, 16, 128), "causal": True}``;
+        ``dtype`` is "fp16" where it is not given.
+    arch: the architecture to compile for, such as "sm_90", on a machine with or without it; nothing is loaded
+        then. None: GPU 0 of this machine.
+    jobs: how many kernels to compile at once; by default one for each processor.
+
+    Returns the name of the kernel that each call takes. Afterwards the first call of such a shape only makes
+    its plan. Raises what ``attention`` raises for such calls: BadParam, BadTensorShape, CompileError, ...
+    """
+    from flashgen.schedule.dispatch import offers, select
+    from flashgen.toolchain.compile import in_parallel
+
+    device = _device_of(arch)
+    specs = _specs_for(device)
+    shaped = []
+    for call in calls:
+        given = dict(call)
+        dtype = given.pop("dtype", "fp16")
+        if "q" not in given:
+            raise BadParam(f"a call of warmup has no q: {call}; it is a shape, such as (1, 4096, 16, 128)")
+        shaped.append(_shaped(ATTENTION, given, dtype))
+    if arch is None:
+        from flashgen.runtime.launch import prepare
+
+        def ready(problem: Problem) -> str:
+            return prepare(problem, device.ordinal, offers(problem, device, specs)).variant.name
+    else:
+        from flashgen.toolchain.obtain import arch_for, obtain
+
+        def ready(problem: Problem) -> str:
+            main = select(problem, device, offers(problem, device, specs))
+            for variant in main.steps:
+                obtain(variant, arch_for(variant, device))
+            return main.name
+
+    return tuple(in_parallel(ready, shaped, jobs))
 
 
 def _device_of(arch: str | None) -> Device:
@@ -159,8 +205,12 @@ def _specs_for(device: Device) -> tuple[Spec, ...]:
 
 
 def _shaped(operator: Operator, given: dict[str, Any], dtype: str) -> Problem:
-    """The Problem of a call on GPU 0, from arguments and options by name; an array may be a shape."""
+    """The Problem of a call on GPU 0, from arguments and options by name; an array may be a shape. k is by
+    default as q, and v as k.
+    """
     dtype = dtype_name(dtype)
+    k = given["q"] if given.get("k") is None else given["k"]
+    given = given | {"k": k, "v": k if given.get("v") is None else given["v"]}
     views = []
     for argument in operator.arguments:
         x = given.get(argument.name)
@@ -238,7 +288,16 @@ def _plan(
             )
     problem = operator.normalise(views, options, (None,) * len(scalars))
     called = problem.with_scalars(scalars)  # raises what is wrong with them, ahead of compiling
-    return Plan(called if keeps_scalars else problem, _runner(problem, backend), native)
+    begin = time.perf_counter()
+    made = Plan(called if keeps_scalars else problem, _runner(problem, backend), native)
+    _log.info(
+        "%s of %s takes %s, ready in %.1f ms",
+        operator.name,
+        ", ".join(f"{name} {size}" for name, size in problem.sizes.items()) + f", {problem.dtype}",
+        made.variant or "the CPU path",
+        1e3 * (time.perf_counter() - begin),
+    )
+    return made
 
 
 def _call_adopted(

@@ -83,3 +83,17 @@ def test_clearing_a_read_only_cache_fails(read_only, flashgen):
     assert result.exit_code == 1
     assert "3 entries could not be removed: Read-only file system" in result.stderr
     assert read_only.info().entries == 3
+
+
+def test_clear_some(tiny, flashgen):
+    pytest.importorskip("cupy", reason="nothing can be compiled without CuPy and NVRTC")
+    flashgen("build", "--select", "tiny_fwd_hdim64_fp16_*sm80", "--arch", "sm_90")
+    built = CubinCache().info().entries
+    names = [f"tiny_fwd_hdim64_fp16{suffix}_sm80" for suffix in ("_causal", "_packgqa")]
+    assert json.loads(flashgen("cache", "clear", "-y", "--select", names[0], "--json").stdout)["removed"] == 1
+    assert flashgen("cache", "clear", "--yes", "--older-than", "1h").stdout.startswith("0 entries")
+    assert CubinCache().info().entries == built - 1
+    assert flashgen("cache", "clear", "--yes", "--older-than", "soon").exit_code == 2
+    result = flashgen("cache", "clear", "--yes", "--select", names[1])
+    assert result.exit_code == 0
+    assert CubinCache().info().entries == built - 2

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import TYPE_CHECKING
 
 import click
 
-from flashgen.cli.options import json_option
+from flashgen.cli.options import chosen_variants, json_option, select_option, specs_option
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from flashgen.toolchain.cache import CacheInfo
 
 
@@ -22,9 +26,11 @@ Examples:
   flashgen cache info                 where it is and how full
   flashgen cache verify               read every entry and check it
   flashgen cache clear --yes          start afresh
+  flashgen cache clear --select head_dim=64 --older-than 30d
 
-FLASHGEN_CACHE_DIR puts it elsewhere. It is content-addressed, so an entry is never out of date: a kernel
-whose source, options, compiler or architecture changed has another key.
+FLASHGEN_CACHE_DIR puts it elsewhere, FLASHGEN_CACHE_SIZE (500MB, 4GB) bounds it. It is content-addressed, so
+an entry is never out of date: a kernel whose source, options, compiler or architecture changed has another
+key.
 """,
 )
 def command() -> None:
@@ -86,18 +92,47 @@ def verify(as_json: bool) -> None:
         sys.exit(1)
 
 
-@command.command("clear")
+class Age(click.ParamType):
+    """A time span in seconds: `30d`, `12h`, `90m`."""
+
+    name = "age"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The seconds."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", str(value))
+        if match is None:
+            self.fail(f"{value!r} is no time span; write 30d, 12h or 90m", param, ctx)
+        return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[match[2]]
+
+
+@command.command("clear", short_help="Remove every entry, or some.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@select_option
+@click.option("--older-than", type=Age(), metavar="AGE", help="Only what nobody read for so long: 30d, 12h.")
+@specs_option
 @json_option
-def clear(yes: bool, as_json: bool) -> None:
-    """Remove every entry. Kernels that a running process has loaded keep working."""
+def clear(
+    yes: bool, selections: tuple[str, ...], older_than: float | None, specs: Path | None, as_json: bool
+) -> None:
+    """Remove every entry, or with --select and --older-than those that fit both.
+
+    Kernels that a running process has loaded keep working.
+    """
     from flashgen.cli.output import print_json
     from flashgen.toolchain.cache import CubinCache
 
     cache = CubinCache()
+    wanted: Callable[[bytes], bool] | None = None
+    if selections:
+        names = {variant.name for variant in chosen_variants(specs, selections)}
+
+        def wanted(payload: bytes) -> bool:
+            return _kernel(payload) in names
+
     if not yes:
-        click.confirm(f"Remove all kernels in {cache.root}?", abort=True, err=True)
-    cleared = cache.clear()
+        which = "these" if wanted or older_than else "all"
+        click.confirm(f"Remove {which} kernels in {cache.root}?", abort=True, err=True)
+    cleared = cache.clear(wanted, older_than or 0.0)
     if as_json:
         print_json({"removed": cleared.removed, "left": cleared.left, "problem": cleared.problem})
     else:
@@ -106,3 +141,13 @@ def clear(yes: bool, as_json: bool) -> None:
             click.echo(f"{cleared.left} entries could not be removed: {cleared.problem}", err=True)
     if cleared.left:
         sys.exit(1)
+
+
+def _kernel(payload: bytes) -> str | None:
+    """The name of the kernel that an entry holds; None for anything else, such as a checked spec."""
+    from flashgen.toolchain.compile import Compiled
+
+    try:
+        return Compiled.from_bytes(payload).name
+    except ValueError:
+        return None

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import re
 import threading
 import time
 import warnings
@@ -21,12 +22,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen import paths
-from flashgen.errors import CacheWarning
+from flashgen.errors import BadParam, CacheWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 MAX_BYTES = 1 << 30
+SIZE_VARIABLE = "FLASHGEN_CACHE_SIZE"
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 _MAGIC = b"flashgen-cache-1\n"
 _DIGEST_END = len(_MAGIC) + 32
@@ -70,24 +73,39 @@ def key_for(source_digest: str, arch: str, options: Sequence[str], compiler_vers
 
 def default() -> CubinCache:
     """The cache of this process in the folder that `paths.cache_dir` names now."""
-    return _at(paths.cache_dir())
+    return _at(paths.cache_dir(), bound())
 
 
 @functools.cache
-def _at(root: Path) -> CubinCache:
-    return CubinCache(root)
+def _at(root: Path, size: int) -> CubinCache:
+    return CubinCache(root, size)
+
+
+def bound() -> int:
+    """The bound of the cache: FLASHGEN_CACHE_SIZE, such as 500MB or 4G, in units of 1,024; else 1 GB.
+
+    Raises BadParam where the variable is no size.
+    """
+    text = os.environ.get(SIZE_VARIABLE, "")
+    if not text:
+        return MAX_BYTES
+    parsed = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)B?", text.strip().upper())
+    if parsed is None or not float(parsed[1]):
+        raise BadParam(f"{SIZE_VARIABLE} is {text!r}; expected a size such as 500MB or 4GB")
+    return int(float(parsed[1]) * _UNITS[parsed[2]])
 
 
 class CubinCache:
     """Byte strings by 64-digit hexadecimal key, shared by all processes and threads that use one folder.
 
     ``root`` is by default `paths.cache_dir`; it is created when something is stored. The least recently read
-    entries go when the entries exceed ``max_bytes``; each writing process may be a 64th late to notice.
+    entries go when the entries exceed ``max_bytes``, by default `bound`; each writing process may
+    be a 64th late to notice.
     """
 
-    def __init__(self, root: Path | None = None, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, root: Path | None = None, max_bytes: int | None = None) -> None:
         self.root = Path(root) if root is not None else paths.cache_dir()
-        self.max_bytes = max_bytes
+        self.max_bytes = bound() if max_bytes is None else max_bytes
         self._memory: dict[str, bytes] = {}
         self._warned: set[str] = set()
         self._room = 0  # bytes to write before the folder's size is looked at again
@@ -177,11 +195,17 @@ class CubinCache:
                 _remove(path)
         return CacheReport(intact, tuple(damaged))
 
-    def clear(self) -> CacheCleared:
-        """Remove all. Kernels that are loaded stay usable."""
-        self._memory.clear()
+    def clear(self, wanted: Callable[[bytes], bool] | None = None, unused_for: float = 0.0) -> CacheCleared:
+        """Remove the entries of whose payload ``wanted`` is true, and that nobody read for so many seconds,
+        which are known to an hour; by default all. Kernels that are loaded stay usable.
+        """
         removed, left, problem = 0, 0, ""
-        for name, _, _ in self._entries():
+        everything = wanted is None and not unused_for
+        for name, _, used in self._entries():
+            if unused_for and time.time() - used < unused_for:
+                continue
+            if wanted is not None and not self._is_wanted(Path(name), wanted):
+                continue
             try:
                 Path(name).unlink()
                 removed += 1
@@ -189,9 +213,18 @@ class CubinCache:
                 continue
             except OSError as error:
                 left, problem = left + 1, _reason(error)
-        for name, _, _ in (*_files(self.root / "tmp"), *_files(self.root / "locks")):
-            _remove(Path(name))
+        if everything:
+            self._memory.clear()
+            for name, _, _ in (*_files(self.root / "tmp"), *_files(self.root / "locks")):
+                _remove(Path(name))
         return CacheCleared(removed, left, problem)
+
+    def _is_wanted(self, path: Path, wanted: Callable[[bytes], bool]) -> bool:
+        try:
+            payload = _unpack(path.read_bytes(), path.name)
+        except OSError:
+            return False
+        return payload is not None and wanted(payload)
 
     def _path(self, key: str) -> Path:
         return self.root / "entries" / key[:2] / key
