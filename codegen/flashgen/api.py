@@ -176,12 +176,13 @@ def warmup(
         def ready(problem: Problem) -> str:
             return prepare(problem, device.ordinal, offers(problem, device, specs)).variant.name
     else:
-        from flashgen.toolchain.obtain import arch_for, obtain
+        from flashgen.toolchain.obtain import arch_for, obtain, own_arch, recall
 
         def ready(problem: Problem) -> str:
             main = select(problem, device, offers(problem, device, specs))
             for variant in main.steps:
-                obtain(variant, arch_for(variant, device))
+                if recall(variant, own_arch(variant, device)) is None:
+                    obtain(variant, arch_for(variant, device))
             return main.name
 
     return tuple(in_parallel(ready, shaped, jobs))

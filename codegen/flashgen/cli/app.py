@@ -23,7 +23,19 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _AS_JSON = "flashgen.errors_as_json"
-COMMANDS = ("demo", "doctor", "list", "explain", "inspect", "simulate", "build", "tune", "cache", "bench")
+COMMANDS = (
+    "demo",
+    "doctor",
+    "list",
+    "explain",
+    "inspect",
+    "simulate",
+    "build",
+    "bundle",
+    "tune",
+    "cache",
+    "bench",
+)
 
 
 class CommandGroup(click.Group):

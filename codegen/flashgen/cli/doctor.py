@@ -96,6 +96,7 @@ def examine() -> Report:
     report.probe("specs", _specs)
     report.probe("tuned", _tuned)
     report.probe("cache", _cache)
+    report.probe("bundles", _bundles)
     report.probe("attention", _attention)
     return report
 
@@ -156,7 +157,8 @@ def _compiler(report: Report) -> dict[str, Any]:
         compile_cubin(probe, "probe", "sm_80")
     except FlashgenError as error:
         # Without a GPU and without CuPy nobody has asked for kernels yet.
-        if report.facts["gpus"] or report.facts["versions"]["cupy"]:
+        wanted = report.facts["gpus"] or report.facts["versions"]["cupy"]
+        if wanted and not os.environ.get("FLASHGEN_BUNDLE"):
             report.problems.append(f"kernels cannot be compiled: {error}")
         return {"works": False, "version": None, "why": str(error), "archs": []}
     return {
@@ -246,6 +248,21 @@ def _cache(report: Report) -> dict[str, Any]:
     return info._asdict() | {"root": str(info.root)}
 
 
+def _bundles(report: Report) -> list[dict[str, Any]]:
+    """The bundles of FLASHGEN_BUNDLE; one that cannot be used is a problem."""
+    from flashgen.errors import BadParam
+    from flashgen.toolchain.bundle import active
+
+    try:
+        return [
+            {"path": str(each.path), "kernels": len(each.kernels), "compiler": each.compiler}
+            for each in active()
+        ]
+    except BadParam as error:
+        report.problems.append(f"FLASHGEN_BUNDLE is set: {error}")
+        return []
+
+
 def _attention(report: Report) -> dict[str, Any]:
     """What attention() does with arrays in host memory and with arrays on a GPU."""
     found = {"host": _host_path(report), "gpu": _gpu_path(report)}
@@ -294,7 +311,8 @@ def _gpu_path(report: Report) -> dict[str, Any]:
         report.problems.append(why)
         return {"path": None, "why": why}
     compiler = report.facts["compiler"] or {"works": False, "why": "the compiler breaks when it is loaded"}
-    if not compiler["works"]:
+    bundles = report.facts["bundles"]
+    if not compiler["works"] and not bundles:
         return {"path": None, "why": compiler["why"]}
     try:
         backend_for(0)
@@ -305,7 +323,8 @@ def _gpu_path(report: Report) -> dict[str, Any]:
     except FlashgenError as error:
         report.problems.append(f"no kernel can be chosen: {error}")
         return {"path": None, "why": str(error)}
-    return {"path": "kernel", "why": f"{here.name} is {here.arch} and NVRTC works", "example": variant.name}
+    how = "NVRTC works" if compiler["works"] else "the kernels of FLASHGEN_BUNDLE are there, and no others"
+    return {"path": "kernel", "why": f"{here.name} is {here.arch} and {how}", "example": variant.name}
 
 
 def _typical_variant(here: Device) -> Variant:
@@ -361,6 +380,9 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
                 "other kernels are compiled anew by each process"
             )
         machine.append(("cache", f"{cache['root']}\n{usage}"))
+    for bundle in facts["bundles"] or []:
+        counts = f"{counted(bundle['kernels'], 'kernel')}, compiled by {bundle['compiler']}"
+        machine.append(("bundle", f"{bundle['path']}\n{counts}"))
     paths = [(f"{place} arrays", _path_line(found)) for place, found in (attention or {}).items()]
     return [
         ("versions", [(name, version or "-") for name, version in versions.items()]),

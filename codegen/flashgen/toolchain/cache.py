@@ -27,6 +27,8 @@ from flashgen.errors import BadParam, CacheWarning
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from flashgen.toolchain.bundle import Bundle
+
 MAX_BYTES = 1 << 30
 SIZE_VARIABLE = "FLASHGEN_CACHE_SIZE"
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -72,13 +74,19 @@ def key_for(source_digest: str, arch: str, options: Sequence[str], compiler_vers
 
 
 def default() -> CubinCache:
-    """The cache of this process in the folder that `paths.cache_dir` names now."""
-    return _at(paths.cache_dir(), bound())
+    """The cache of this process in the folder that `paths.cache_dir` names now, over the bundles of
+    FLASHGEN_BUNDLE.
+    """
+    return _at(paths.cache_dir(), bound(), os.environ.get("FLASHGEN_BUNDLE", ""))
 
 
 @functools.cache
-def _at(root: Path, size: int) -> CubinCache:
-    return CubinCache(root, size)
+def _at(root: Path, size: int, bundles: str) -> CubinCache:
+    if not bundles:
+        return CubinCache(root, size)
+    from flashgen.toolchain.bundle import active
+
+    return CubinCache(root, size, active(bundles))
 
 
 def bound() -> int:
@@ -100,12 +108,15 @@ class CubinCache:
 
     ``root`` is by default `paths.cache_dir`; it is created when something is stored. The least recently read
     entries go when the entries exceed ``max_bytes``, by default `bound`; each writing process may
-    be a 64th late to notice.
+    be a 64th late to notice. What the folder lacks is looked for in ``bundles``.
     """
 
-    def __init__(self, root: Path | None = None, max_bytes: int | None = None) -> None:
+    def __init__(
+        self, root: Path | None = None, max_bytes: int | None = None, bundles: Sequence[Bundle] = ()
+    ) -> None:
         self.root = Path(root) if root is not None else paths.cache_dir()
         self.max_bytes = bound() if max_bytes is None else max_bytes
+        self.bundles = tuple(bundles)
         self._memory: dict[str, bytes] = {}
         self._warned: set[str] = set()
         self._room = 0  # bytes to write before the folder's size is looked at again
@@ -116,6 +127,13 @@ class CubinCache:
         """The payload under ``key``, or None. A damaged entry is removed, with a warning, and is none."""
         if key in self._memory:
             return self._memory[key]
+        payload = self._on_disk(key)
+        for bundle in self.bundles:
+            if payload is None:
+                payload = bundle.get(key)
+        return payload
+
+    def _on_disk(self, key: str) -> bytes | None:
         path = self._path(key)
         try:
             data = path.read_bytes()
@@ -124,7 +142,7 @@ class CubinCache:
         except OSError as error:
             self._warn_once("read", f"cannot read the kernel cache in {self.root} ({_reason(error)})")
             return None
-        payload = _unpack(data, key)
+        payload = unpack(data, key)
         if payload is None:
             _remove(path)
             warnings.warn(f"{path} is damaged; it will be built again", CacheWarning, stacklevel=2)
@@ -139,7 +157,7 @@ class CubinCache:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary.parent.mkdir(exist_ok=True)
-            temporary.write_bytes(_pack(key, payload))
+            temporary.write_bytes(pack(key, payload))
             temporary.replace(path)
         except OSError as error:
             _remove(temporary)
@@ -152,8 +170,8 @@ class CubinCache:
                 self._tidy(path)
 
     def keeps(self, key: str) -> bool:
-        """Whether later processes will find ``key``: it lies on disk, and not in this process alone."""
-        return self._path(key).is_file()
+        """Whether later processes will find ``key``: it is on disk or in a bundle."""
+        return self._path(key).is_file() or any(bundle.get(key) for bundle in self.bundles)
 
     def get_or_build(self, key: str, build: Callable[[], bytes]) -> bytes:
         """The payload under ``key``, else what ``build`` returns, which is stored.
@@ -183,7 +201,7 @@ class CubinCache:
         for name, _, _ in self._entries():
             path = Path(name)
             try:
-                sound = _unpack(path.read_bytes(), path.name) is not None
+                sound = unpack(path.read_bytes(), path.name) is not None
             except FileNotFoundError:
                 continue
             except OSError:
@@ -221,7 +239,7 @@ class CubinCache:
 
     def _is_wanted(self, path: Path, wanted: Callable[[bytes], bool]) -> bool:
         try:
-            payload = _unpack(path.read_bytes(), path.name)
+            payload = unpack(path.read_bytes(), path.name)
         except OSError:
             return False
         return payload is not None and wanted(payload)
@@ -290,12 +308,13 @@ def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def _pack(key: str, payload: bytes) -> bytes:
+def pack(key: str, payload: bytes) -> bytes:
+    """The bytes of an entry."""
     body = bytes.fromhex(key) + payload
     return _MAGIC + hashlib.sha256(body).digest() + body
 
 
-def _unpack(data: bytes, key: str) -> bytes | None:
+def unpack(data: bytes, key: str) -> bytes | None:
     """The payload, or None if ``data`` is not an intact entry of ``key``."""
     view = memoryview(data)
     if data[: len(_MAGIC)] != _MAGIC or data[_DIGEST_END:_KEY_END].hex() != key:

@@ -51,19 +51,20 @@ def obtain(variant: Variant, arch: str, cache: CubinCache | None = None) -> tupl
 
 
 def recall(variant: Variant, arch: str, cache: CubinCache | None = None) -> Compiled | None:
-    """What the disk cache has of ``variant`` for ``arch`` from the compiler that is installed as a wheel.
+    """What the disk cache has of ``variant`` for ``arch`` from the compiler that is installed as a wheel, or
+    a bundle from the one that made it.
 
-    Neither NVRTC nor Jinja is loaded to find it, so this is the quick way to what `obtain` gives.
+    Neither NVRTC nor Jinja is loaded to find it, so this is the quick way to what `obtain` gives, and the
+    only one where there is no NVRTC.
     """
-    version = compiler.installed_version()
-    if version is None:
-        return None
     cache = cache or caches.default()
-    payload = cache.get(cache_key(variant, arch, version))
-    if payload is None:
-        return None
-    _log.debug("%s for %s came from %s", variant.name, arch, cache.root)
-    return Compiled.from_bytes(payload)
+    versions = [compiler.installed_version(), *(bundle.compiler for bundle in cache.bundles)]
+    for version in dict.fromkeys(versions):
+        payload = None if version is None else cache.get(cache_key(variant, arch, version))
+        if payload is not None:
+            _log.debug("%s for %s came from %s", variant.name, arch, cache.root)
+            return Compiled.from_bytes(payload)
+    return None
 
 
 def cache_key(variant: Variant, arch: str, version: str | None = None) -> str:
