@@ -1,3 +1,5 @@
+import copy
+import pickle
 import subprocess
 import sys
 import threading
@@ -149,6 +151,69 @@ def test_tensors_that_require_gradients():
         assert torch.equal(flashgen.attention(q, k, v), expected)
 
 
+def odd_tensors(torch):
+    """By what a message calls them, calls of a function with such a tensor in place of ``x``."""
+    func, ad = torch.func, torch.autograd.forward_ad
+
+    def dual(f, x):
+        with ad.dual_level():
+            f(ad.make_dual(x, torch.ones_like(x)))
+
+    return {
+        "torch.func": (
+            lambda f, x: torch.vmap(f)(x[None]),
+            lambda f, x: func.grad(lambda y: f(y).sum())(x),
+            lambda f, x: func.jvp(f, (x,), (x,)),
+            lambda f, x: func.functionalize(f)(x),
+        ),
+        "nested": (
+            lambda f, x: f(torch.nested.nested_tensor([x[0], x[1][:5]])),
+            lambda f, x: f(torch.nested.nested_tensor([x[0], x[1][:5]], layout=torch.jagged)),
+        ),
+        r"torch\.sparse_coo": (lambda f, x: f(x.to_sparse()),),
+        r"torch\.sparse_csr": (lambda f, x: f(x[0, 0].to_sparse_csr()),),
+        "pending negation": (lambda f, x: f(torch._neg_view(x)),),
+        "forward-mode": (dual,),
+    }
+
+
+def test_tensors_without_elements_of_their_own_are_refused():
+    torch = pytest.importorskip("torch")
+    given = [torch.from_numpy(x) for x in qkv()]
+    out = torch.full_like(given[0], torch.nan)
+    plan = flashgen.plan(*given)
+    for said, calls in odd_tensors(torch).items():
+        for call in calls:
+            for place, name in enumerate("qkv"):
+
+                def attention(x, place=place):
+                    return flashgen.attention(*given[:place], x, *given[place + 1 :])
+
+                def planned(x, place=place):
+                    return plan(*given[:place], x, *given[place + 1 :], out=out)
+
+                for function in (attention, planned):
+                    with pytest.raises(errors.BadParam, match=f"^{name}: .*{said}"):
+                        call(function, given[place])
+    assert out.isnan().all()
+    with torch.autograd.forward_ad.dual_level():
+        np.testing.assert_array_equal(plan(*given).numpy(), flashgen.attention(*given).numpy())
+
+
+def test_masked_arrays_of_numpy_are_refused():
+    q, k, v = qkv()
+    plan = flashgen.plan(q, k, v)
+    flashgen.attention(q, k, v)  # a plan of these layouts is there
+    for place, name in enumerate("qkv"):
+        given = [q, k, v]
+        given[place] = np.ma.masked_less(given[place], 0)
+        for function in (flashgen.attention, flashgen.plan, plan):
+            with pytest.raises(errors.BadParam, match=rf"^{name} is a masked array.*{name}\.data"):
+                function(*given)
+    with pytest.raises(errors.BadParam, match="mask is a masked array"):
+        flashgen.attention(q, k, v, mask=np.ma.masked_array(np.zeros((30, 40), bool)))
+
+
 def test_options_in_forms_that_are_no_keys():
     q, k, v = qkv()
     expected = flashgen.attention(q, k, v, window_size=(5, 0))
@@ -217,33 +282,55 @@ def test_a_plan():
         assert all(result[n] is given[name] for n, name in enumerate(("out", "lse")) if name in given)
 
 
+def test_a_plan_is_copied_and_not_pickled():
+    q, k, v = qkv()
+    plan = flashgen.plan(q, k, v)
+    assert copy.copy(plan) is plan
+    assert copy.deepcopy({"plan": plan})["plan"] is plan
+    with pytest.raises(TypeError, match=r"make one in the other process with flashgen\.plan"):
+        pickle.dumps(plan)
+
+
 def test_a_plan_refuses_arrays_that_are_not_its_own():
     q, k, v = qkv()
     mask = np.zeros((30, 40), bool)
     plan = flashgen.plan(q, k, v, return_lse=True)
-    torch = pytest.importorskip("torch")
     for error, wrong in (
         (errors.BadTensorShape, {"q": q[:, :-1]}),
-        (errors.BadTensorShape, {"k": k[:, ::-1]}),
-        (errors.BadTensorShape, {"v": v.astype(np.float16)}),
+        (errors.BadTensorStrides, {"k": k[:, ::-1]}),
+        (errors.BadTensorDtype, {"v": v.astype(np.float16)}),
         (errors.BadParam, {"mask": mask}),
-        (errors.BadTensorShape, {"out": np.empty((2, 4, 30, 16), np.float32).transpose(0, 2, 1, 3)}),
-        (errors.BadTensorShape, {"out": np.empty(q.shape, np.float16)}),
+        (errors.BadTensorStrides, {"out": np.empty((2, 4, 30, 16), np.float32).transpose(0, 2, 1, 3)}),
+        (errors.BadTensorDtype, {"out": np.empty(q.shape, np.float16)}),
         (errors.BadTensorShape, {"lse": np.empty((2, 30, 4), np.float32)}),
         (errors.BadTensorDtype, {"lse": np.empty((2, 4, 30), np.float64)}),
         (errors.BadTensorStrides, {"lse": np.empty((2, 30, 4), np.float32).transpose(0, 2, 1)}),
         (errors.BadTensorStrides, {"lse": q.ravel()[:240].reshape(2, 4, 30)}),
-        (errors.BadParam, {"q": torch.from_numpy(q)}),
-        (errors.BadParam, {"lse": torch.empty(2, 4, 30)}),
         (errors.NullPointer, {"k": None}),
         (errors.BadTensorDtype, {"k": "k"}),
     ):
         with pytest.raises(error):
             plan(**({"q": q, "k": k, "v": v} | wrong))
+    with pytest.raises(errors.BadTensorShape, match=r"^q has seqlen_q 29; the plan was made for 30$"):
+        plan(q[:, :-1], k, v)
+    with pytest.raises(errors.BadTensorStrides, match=r"^k has strides \(1280, -32, 16, 1\)"):
+        plan(q, k[:, ::-1], v)
     with pytest.raises(errors.BadParam, match="return_lse"):
         flashgen.plan(q, k, v)(q, k, v, lse=np.empty((2, 4, 30), np.float32))
     with pytest.raises(errors.NullPointer, match="mask"):
         flashgen.plan(q, k, v, mask=mask)(q, k, v)
+    torch = pytest.importorskip("torch")
+    for wrong in ({"q": torch.from_numpy(q)}, {"lse": torch.empty(2, 4, 30)}):
+        with pytest.raises(errors.BadParam):
+            plan(**({"q": q, "k": k, "v": v} | wrong))
+
+
+def test_a_stride_that_is_never_used_may_differ_from_the_plan_s():
+    q, k, v = (x[:1] for x in qkv())
+    plan = flashgen.plan(q, k, v)
+    far = np.lib.stride_tricks.as_strided(q, q.shape, (64 * 4, *q.strides[1:]))
+    assert far.strides != q.strides
+    np.testing.assert_array_equal(plan(far, k, v), plan(q, k, v))
 
 
 def test_a_plan_with_a_layout_of_out_of_its_own():
@@ -251,7 +338,7 @@ def test_a_plan_with_a_layout_of_out_of_its_own():
     turned = np.empty((2, 4, 30, 16), np.float32).transpose(0, 2, 1, 3)
     plan = flashgen.plan(q, k, v, out=turned)
     np.testing.assert_array_equal(plan(q, k, v, out=turned), plan(q, k, v))
-    with pytest.raises(errors.BadTensorShape, match="out"):
+    with pytest.raises(errors.BadTensorStrides, match="out"):
         plan(q, k, v, out=np.empty_like(q))
 
 
@@ -343,3 +430,65 @@ def test_plans_of_each_algorithm_are_kept_apart():
     for algorithm in (None, "naive", "v2", None, "naive"):
         flashgen.attention(q, k, v, algorithm=algorithm)
     assert len(api._plans) == 3
+    shown = [name for name in dir(flashgen) if not name.startswith("__")]
+    assert shown == sorted(flashgen.__all__)
+    assert {name for name, value in vars(errors).items() if isinstance(value, type)} <= set(shown)
+
+
+def test_warmup_compiles_what_the_calls_will_take(tmp_path, monkeypatch):
+    pytest.importorskip("cupy", reason="kernels need CuPy and NVRTC")
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path))
+    calls = [
+        {"q": (2, 300, 4, 32), "dtype": "half"},
+        {"q": (1, 100, 4, 32), "k": (1, 100, 2, 32), "dtype": "bf16"},
+        {"q": (2, 300, 4, 32)},
+    ]
+    names = flashgen.warmup(calls, arch="sm_80", jobs=2)
+    assert names == tuple(flashgen.explain(**call, arch="sm_80").variant.name for call in calls)
+    monkeypatch.setattr("flashgen.toolchain.compile.compile_cubin", None)
+    assert flashgen.warmup(calls, arch="sm_80") == names
+    with pytest.raises(errors.BadParam, match="has no q"):
+        flashgen.warmup([{"k": (1, 2, 3, 64)}], arch="sm_80")
+    with pytest.raises(errors.BadTensorShape, match="head_dim is 36"):
+        flashgen.warmup([{"q": (1, 2, 3, 36)}], arch="sm_80")
+
+
+def test_warmup_loads_on_the_gpu_of_this_machine(fake_gpu, monkeypatch):
+    monkeypatch.setattr(device, "available", lambda: True)
+    loaded = []
+    monkeypatch.setattr(
+        "flashgen.runtime.kernel.load",
+        lambda variant, gpu: loaded.append(variant.name) or fake_gpu.load(variant, gpu),
+    )
+    call = {"q": (2, 300, 4, 64), "causal": True}
+    (name,) = flashgen.warmup([call])
+    assert loaded == [name]
+    assert name == flashgen.explain(**call).variant.name
+    assert name.endswith("_sm90")
+
+
+LOGGED = """
+import numpy as np, flashgen
+q = np.zeros((1, 8, 2, 16), np.float32)
+for _ in range(2):
+    flashgen.attention(q, q, q)
+"""
+
+
+@pytest.mark.parametrize(("level", "lines"), [("info", 1), ("error", 0), ("", 0)])
+def test_a_new_shape_is_logged_once(level, lines):
+    environment = {"PYTHONPATH": ":".join(sys.path), "FLASHGEN_LOG": level}
+    done = subprocess.run(
+        [sys.executable, "-c", LOGGED], capture_output=True, text=True, check=True, env=environment
+    )
+    assert len(done.stderr.splitlines()) == lines
+    if lines:
+        assert "flashgen.api INFO: attention of batch 1, seqlen_q 8, " in done.stderr
+        assert "takes the CPU path" in done.stderr
+
+
+def test_a_level_that_is_none_is_refused():
+    environment = {"PYTHONPATH": ":".join(sys.path), "FLASHGEN_LOG": "loud"}
+    done = subprocess.run([sys.executable, "-c", LOGGED], capture_output=True, text=True, env=environment)
+    assert "FLASHGEN_LOG is 'loud'; expected one of debug, info, warning, error" in done.stderr
+    assert done.returncode == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -67,6 +68,7 @@ def test_the_wheel_holds_every_spec_template_and_module_and_nothing_else(wheel):
         for p in files(ROOT / "templates")
     }
     assert held == expected
+    assert "flashgen/py.typed" in held
 
 
 def files(folder: Path) -> list[Path]:
@@ -95,6 +97,23 @@ def test_an_installed_flashgen_renders_from_its_own_data(wheel, tmp_path):
     assert checkout == "None"
     assert Path(specs) == tmp_path / "flashgen" / "_data" / "specs"
     assert rendered == "True"
+
+
+def test_a_hint_names_packages_that_there_are(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    program = "from flashgen.installing import command; print(command('cuda12')); print(command('no'))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    command, unknown = done.stdout.splitlines()
+    assert command.startswith("pip install ")
+    assert names(shlex.split(command)[2:]) == names(METADATA["optional-dependencies"]["cuda12"])
+    assert unknown == "reinstall flashgen with its extra no"
 
 
 def test_the_wheel_s_command_is_importable(wheel):
@@ -165,7 +184,7 @@ def test_both_commands_of_the_readme_set_up_from_nothing():
         assert "\n" not in command
         venv, install, _ = (part.strip() for part in command.split("&&"))
         assert venv == "python3 -m venv .venv"
-        extras = re.fullmatch(r"\.venv/bin/pip install '\.\[([a-z0-9,]+)\]'", install)[1].split(",")
+        extras = re.fullmatch(r"\.venv/bin/pip install -e '\.\[([a-z0-9,]+)\]'", install)[1].split(",")
         assert set(extras) <= set(METADATA["optional-dependencies"])
 
 

@@ -19,6 +19,19 @@ def test_a_checkout_uses_its_own_files():
     assert paths.generated_dir() == root / "generated"
 
 
+def test_a_checkout_that_is_not_the_copy_in_use_is_found(tmp_path):
+    root = Path(__file__).parent.parent
+    for folder in (root, root / "specs", tmp_path):
+        assert paths.unused_checkout(folder) is None
+    other = tmp_path / "clone"
+    for name in ("specs", "templates/lib", "codegen/flashgen"):
+        (other / name).mkdir(parents=True)
+    assert paths.unused_checkout(other) is None, "a folder that only looks like one"
+    (other / "codegen" / "flashgen" / "paths.py").write_text("")
+    for folder in (other, other / "templates" / "lib"):
+        assert paths.unused_checkout(folder) == other
+
+
 def test_a_wheel_uses_its_packaged_files(tmp_path, monkeypatch):
     package = tmp_path / "site-packages" / "flashgen"
     (package / "_data" / "specs").mkdir(parents=True)

@@ -9,12 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flashgen.api import attention, plan
+    from flashgen.api import attention, explain, plan, warmup
     from flashgen.errors import (
         BadParam,
         BadTensorDtype,
         BadTensorShape,
         BadTensorStrides,
+        CacheWarning,
         CompileError,
         DeviceTypeNotSupported,
         FlashgenError,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         NullPointer,
         SimulationError,
         SpecError,
+        TunedWarning,
     )
     from flashgen.runtime.plans import Plan
 
@@ -36,6 +38,7 @@ __all__ = [
     "BadTensorDtype",
     "BadTensorShape",
     "BadTensorStrides",
+    "CacheWarning",
     "CompileError",
     "DeviceTypeNotSupported",
     "FlashgenError",
@@ -48,11 +51,20 @@ __all__ = [
     "Plan",
     "SimulationError",
     "SpecError",
+    "TunedWarning",
     "attention",
+    "explain",
     "plan",
+    "warmup",
 ]
 
-_HOMES = {"attention": "flashgen.api", "plan": "flashgen.api", "Plan": "flashgen.runtime.plans"}
+_HOMES = {
+    "Plan": "flashgen.runtime.plans",
+    "attention": "flashgen.api",
+    "explain": "flashgen.api",
+    "plan": "flashgen.api",
+    "warmup": "flashgen.api",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -65,4 +77,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    # What is imported here for this module's own use is no part of the package.
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

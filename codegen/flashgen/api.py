@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import numbers
 import os
 import threading
+import time
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from flashgen import logs
 from flashgen.errors import BadParam, DeviceTypeNotSupported
+from flashgen.operators import ATTENTION
+from flashgen.operators.arguments import dtype_name, view_of_shape
 from flashgen.operators.attention import operator_for, sees_no_later_key
 from flashgen.runtime import arrays
 from flashgen.runtime.plans import Plan, run_adopted
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from flashgen.arch import Device
     from flashgen.operators.operator import Operator, Problem
     from flashgen.operators.scores import Score
     from flashgen.runtime.plans import Runner
+    from flashgen.schedule.explain import Explanation
     from flashgen.spec.model import Spec
 
 BACKENDS = ("cuda", "cpu", "simulator")
 _ON_HOST = ("cpu", "simulator")
 MAX_PLANS = 1024
 
+_log = logs.logger("api")
 _plans: dict[Any, Plan] = {}
 _plans_lock = threading.Lock()
 
@@ -186,6 +195,121 @@ def _modification(
     )
 
 
+def explain(
+    q: Any,
+    k: Any = None,
+    v: Any = None,
+    *,
+    dtype: str = "fp16",
+    arch: str | None = None,
+    **options: Any,
+) -> Explanation:
+    """Which kernel ``attention`` takes for such a call, and why not the others. Needs no GPU and compiles
+    nothing.
+
+    q, k, v: shapes, as in ``attention``, or arrays. k is by default as q, and v as k.
+    dtype: that of q, k and v where these are shapes: "fp16", "bf16" or "fp32", or its usual name ("float16").
+    arch: the architecture to explain for, such as "sm_90"; None: that of this machine's GPU. Of another one
+        the sizes of a well-known GPU are taken: those of an H100 for sm_90.
+    options: any others of ``attention``; arrays among them, such as mask, may be shapes as well.
+
+    ``explain(...).variant`` is the kernel; printed, the result says why. Raises BadParam for an unknown
+    option or architecture, and what ``attention`` raises for wrong shapes and options.
+    """
+    from flashgen.schedule.explain import explain as explained
+
+    device = _device_of(arch)
+    problem = _shaped(ATTENTION, {"q": q, "k": k, "v": v} | options, dtype)
+    return explained(problem, device, _specs_for(device))
+
+
+def warmup(
+    calls: Iterable[Mapping[str, Any]], *, arch: str | None = None, jobs: int | None = None
+) -> tuple[str, ...]:
+    """Compile, and on this machine's GPU load, the kernels of calls to come, in parallel; without arrays.
+
+    calls: for each call the arguments of ``explain`` by name: ``{"q": (1, 4096, 16, 128), "causal": True}``;
+        ``dtype`` is "fp16" where it is not given.
+    arch: the architecture to compile for, such as "sm_90", on a machine with or without it; nothing is loaded
+        then. None: GPU 0 of this machine.
+    jobs: how many kernels to compile at once; by default one for each processor.
+
+    Returns the name of the kernel that each call takes. Afterwards the first call of such a shape only makes
+    its plan. Raises what ``attention`` raises for such calls: BadParam, BadTensorShape, CompileError, ...
+    """
+    from flashgen.schedule.dispatch import offers, select
+    from flashgen.toolchain.compile import in_parallel
+
+    device = _device_of(arch)
+    specs = _specs_for(device)
+    shaped = []
+    for call in calls:
+        given = dict(call)
+        dtype = given.pop("dtype", "fp16")
+        if "q" not in given:
+            raise BadParam(f"a call of warmup has no q: {call}; it is a shape, such as (1, 4096, 16, 128)")
+        shaped.append(_shaped(ATTENTION, given, dtype))
+    if arch is None:
+        from flashgen.runtime.launch import prepare
+
+        def ready(problem: Problem) -> str:
+            return prepare(problem, device.ordinal, offers(problem, device, specs)).variant.name
+    else:
+        from flashgen.toolchain.obtain import arch_for, obtain, own_arch, recall
+
+        def ready(problem: Problem) -> str:
+            main = select(problem, device, offers(problem, device, specs))
+            for variant in main.steps:
+                if recall(variant, own_arch(variant, device)) is None:
+                    obtain(variant, arch_for(variant, device))
+            return main.name
+
+    return tuple(in_parallel(ready, shaped, jobs))
+
+
+def _device_of(arch: str | None) -> Device:
+    """This machine's GPU, or a typical one of an architecture that it does not have."""
+    from flashgen.arch import typical
+    from flashgen.runtime import device as devices
+
+    if arch is None or (devices.available() and devices.device(0).arch == arch):
+        if not devices.available():
+            raise DeviceTypeNotSupported(f"{devices.why_unavailable()}; say for which GPU: arch='sm_90'")
+        return devices.device(0)
+    return typical(arch)
+
+
+def _specs_for(device: Device) -> tuple[Spec, ...]:
+    folders, tuned = os.environ.get("FLASHGEN_SPECS", ""), os.environ.get("FLASHGEN_TUNED", "")
+    return _specs(folders, tuned, device.name)
+
+
+def _shaped(operator: Operator, given: dict[str, Any], dtype: str) -> Problem:
+    """The Problem of a call on GPU 0, from arguments and options by name; an array may be a shape. k is by
+    default as q, and v as k.
+    """
+    dtype = dtype_name(dtype)
+    k = given["q"] if given.get("k") is None else given["k"]
+    given = given | {"k": k, "v": k if given.get("v") is None else given["v"]}
+    views = []
+    for argument in operator.arguments:
+        x = given.get(argument.name)
+        if x is None:
+            views.append(None)
+        elif isinstance(x, tuple | list) and all(isinstance(extent, int) for extent in x):
+            views.append(view_of_shape(x, argument.dtype(dtype), 0))
+        else:
+            view = arrays.view(arrays.adopt(x, argument.name), argument.name)
+            views.append(dataclasses.replace(view, device=0))
+    defaults = {name: each.default for name, each in inspect.signature(attention).parameters.items()}
+    known = {*operator.positions, *operator.options, *operator.scalars}
+    unknown = given.keys() - known
+    if unknown:
+        raise BadParam(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(known))}")
+    options = tuple(given.get(name, defaults[name]) for name in operator.options)
+    return operator.normalise(views, options, tuple(given.get(name) for name in operator.scalars))
+
+
 def _call(
     operator: Operator,
     given: tuple[Any, ...],
@@ -202,7 +326,11 @@ def _call(
     ):
         return _call_adopted(operator, given, options, scalars, stream, backend, algorithm)
     backend = backend or os.environ.get("FLASHGEN_BACKEND")
-    layouts, pointers = kind.read(given)
+    try:
+        layouts, pointers = kind.read(given)
+    except RuntimeError:
+        _plan(operator, given, options, scalars, backend, algorithm)  # raises what is wrong, by name
+        raise
     key = (operator.name, layouts, options, backend, algorithm)
     try:
         known = _plans.get(key)
@@ -242,7 +370,16 @@ def _plan(
             )
     problem = operator.normalise(views, options, (None,) * len(scalars))
     called = problem.with_scalars(scalars)  # raises what is wrong with them, ahead of compiling
-    return Plan(called if keeps_scalars else problem, _runner(problem, backend, algorithm), native)
+    begin = time.perf_counter()
+    made = Plan(called if keeps_scalars else problem, _runner(problem, backend, algorithm), native)
+    _log.info(
+        "%s of %s takes %s, ready in %.1f ms",
+        operator.name,
+        ", ".join(f"{name} {size}" for name, size in problem.sizes.items()) + f", {problem.dtype}",
+        made.variant or "the CPU path",
+        1e3 * (time.perf_counter() - begin),
+    )
+    return made
 
 
 def _call_adopted(
@@ -305,8 +442,7 @@ def _runner(problem: Problem, backend: str | None, algorithm: str | None) -> Run
     from flashgen.schedule.dispatch import offers
 
     here = device(problem.device)
-    specs = _specs(folders, os.environ.get("FLASHGEN_TUNED", ""), here.name)
-    return prepare(problem, problem.device, offers(problem, here, specs, algorithm))
+    return prepare(problem, problem.device, offers(problem, here, _specs_for(here), algorithm))
 
 
 @lru_cache(maxsize=64)

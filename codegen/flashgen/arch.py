@@ -4,6 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashgen.errors import BadParam
+
+_KB, _MB = 1 << 10, 1 << 20
+# From the CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", and data sheets:
+# architecture -> (GPU, multiprocessors, shared memory of a block, of a multiprocessor, L2).
+_GPUS = {
+    "sm_80": ("A100", 108, 163 * _KB, 164 * _KB, 40 * _MB),
+    "sm_86": ("GeForce RTX 3090", 82, 99 * _KB, 100 * _KB, 6 * _MB),
+    "sm_89": ("GeForce RTX 4090", 128, 99 * _KB, 100 * _KB, 72 * _MB),
+    "sm_90": ("H100", 132, 227 * _KB, 228 * _KB, 50 * _MB),
+    "sm_100": ("B200", 148, 227 * _KB, 228 * _KB, 126 * _MB),
+    "sm_120": ("GeForce RTX 5090", 170, 99 * _KB, 100 * _KB, 96 * _MB),
+}
+# Architectures of which `typical` knows a GPU.
+KNOWN_ARCHS = tuple(_GPUS)
+
 
 def arch_parts(name: str) -> tuple[int, str]:
     """``sm_90a`` as (90, "a"). Code with the suffix ``a`` is for that architecture alone, with ``f`` for its
@@ -47,3 +63,15 @@ class Device:
 
     def __str__(self) -> str:
         return f"GPU {self.ordinal} ({self.name}, {self.arch})"
+
+
+def typical(arch: str) -> Device:
+    """A well-known GPU of an architecture, which need not be in this machine: an H100 for sm_90.
+
+    Raises BadParam unless ``arch`` is in `KNOWN_ARCHS`.
+    """
+    if arch not in _GPUS:
+        raise BadParam(f"no GPU of architecture {arch!r} is known; known are {', '.join(KNOWN_ARCHS)}")
+    gpu, num_sms, smem_per_block, smem_per_sm, l2_bytes = _GPUS[arch]
+    number = arch_parts(arch)[0]
+    return Device(0, arch, divmod(number, 10), num_sms, smem_per_block, smem_per_sm, l2_bytes, gpu)

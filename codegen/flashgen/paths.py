@@ -15,10 +15,25 @@ _PACKAGE = Path(__file__).resolve().parent
 def checkout() -> Path | None:
     """The repository's root when the package runs from a checkout (in place or editable), else None."""
     root = _PACKAGE.parent.parent
-    in_place = (
-        _PACKAGE.parent.name == "codegen" and (root / "specs").is_dir() and (root / "templates").is_dir()
-    )
-    return root if in_place else None
+    return root if _package_of(root) == _PACKAGE else None
+
+
+def unused_checkout(folder: Path) -> Path | None:
+    """The checkout of flashgen around ``folder`` whose files are not the ones in use; None if there is none.
+
+    Specs and templates that are edited there have no effect on this process.
+    """
+    for root in (folder, *folder.parents):
+        if _package_of(root):
+            return None if root == checkout() else root
+    return None
+
+
+def _package_of(root: Path) -> Path | None:
+    """The package in ``root`` if that is a checkout of the repository."""
+    package = root / "codegen" / "flashgen"
+    parts = (package / "paths.py", root / "specs", root / "templates")
+    return package if all(part.exists() for part in parts) else None
 
 
 def data_dir(name: str) -> Path:

@@ -1,11 +1,14 @@
+import json
+import re
 import subprocess
 import sys
 
 import click
 import pytest
 
-from flashgen.cli.app import COMMANDS, CommandGroup
+from flashgen.cli.app import COMMANDS, CommandGroup, main
 from flashgen.errors import BadParam
+from flashgen.paths import specs_dir
 
 HEAVY = ("rich", "jinja2", "numpy", "cupy", "torch", "msgspec", "yaml")
 
@@ -53,6 +56,9 @@ def test_help_examples_are_understood(flashgen, name):
     """Every option in an example is one that the command has."""
     text = flashgen(name, "--help").stdout
     options, _, examples = text.partition("Examples:")
+    command = main.get_command(click.Context(main), name)
+    for each in getattr(command, "commands", ()):
+        options += flashgen(name, each, "--help").stdout
     used = {
         word
         for line in examples.splitlines()
@@ -61,7 +67,7 @@ def test_help_examples_are_understood(flashgen, name):
         if word.startswith("--")
     }
     known = {word.strip(",.") for word in options.split() if word.startswith("-")}
-    assert used <= known | {"--yes"}
+    assert used <= known
 
 
 def test_a_mistyped_command_gets_a_suggestion(flashgen):
@@ -93,6 +99,57 @@ def test_errors_are_one_message_without_a_traceback(error, message):
     result = CliRunner().invoke(group)
     assert result.exit_code == 1
     assert result.stderr == message
+
+
+def test_a_command_in_a_checkout_that_is_not_in_use_says_so(flashgen, tmp_path, monkeypatch):
+    for name in ("specs", "templates", "codegen/flashgen"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "codegen" / "flashgen" / "paths.py").write_text("")
+    monkeypatch.chdir(tmp_path / "specs")
+    result = flashgen("list", "--select", "flash_fwd_hdim64_fp16_sm80")
+    assert result.exit_code == 0
+    said = f"{tmp_path} is a checkout of flashgen, but this command uses {specs_dir().parent}"
+    assert said in result.stderr
+    assert f"pip install -e {tmp_path}" in result.stderr
+    monkeypatch.chdir(specs_dir())
+    assert "checkout" not in flashgen("list", "--select", "flash_fwd_hdim64_fp16_sm80").stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "kind", "message"),
+    [
+        (("list", "--select", "head_dim=7"), 2, "SelectionError", "no variant has head_dim=7"),
+        (("inspect", "no_such_kernel"), 2, "SelectionError", "no variant is called"),
+        (("list", "--no-such-option"), 2, "NoSuchOption", "--no-such-option"),
+        (("lits",), 2, "UsageError", "Did you mean 'list'?"),
+        (("build", "--arch", "x"), 2, "BadParameter", "is not an architecture"),
+        (("list", "--specs", "."), 1, "SpecError", "needs at least one .yaml file"),
+    ],
+)
+def test_errors_are_json_where_the_output_is(flashgen, arguments, code, kind, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plain, result = flashgen(*arguments), flashgen(*arguments, "--json")
+    assert plain.exit_code == result.exit_code == code
+    assert plain.stdout == result.stderr == ""
+    found = json.loads(result.stdout)
+    assert found["kind"] == kind
+    assert message in found["error"]
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_no_summary_is_cut(flashgen, columns):
+    for arguments in (["--help"], ["cache", "--help"]):
+        lines = flashgen(*arguments, COLUMNS=str(columns)).stdout.partition("Commands:")[2].splitlines()
+        assert lines
+        assert not [line for line in lines if line.endswith("...")]
+
+
+def test_a_path_stays_whole_in_a_narrow_terminal(in_terminal):
+    result = in_terminal(40, "inspect", "flash_fwd_hdim64_fp16_sm80")
+    text = re.sub(r"\x1b\[[0-9;]*m", "", result.stdout)
+    assert str(specs_dir() / "flash_fwd_sm80.yaml") in text
+    assert "dynamic shared memory" in " ".join(text.split())
+    assert all(len(line.split()) <= 2 for line in text.splitlines() if len(line) > 40)
 
 
 def test_bugs_keep_their_traceback():

@@ -32,6 +32,16 @@ def test_compiles_then_finds_in_the_cache(tiny, flashgen):
     assert [k["registers"] for k in again] == [k["registers"] for k in kernels(first)]
 
 
+def test_a_kernel_that_could_not_be_kept_is_a_failure(tiny, flashgen, tmp_path):
+    (tmp_path / "file").write_text("")
+    result = flashgen("build", *ONE, FLASHGEN_CACHE_DIR=str(tmp_path / "file"))
+    assert result.exit_code == 1
+    assert f"2 of 2 kernels could not be written to {tmp_path / 'file'}" in result.stderr
+    found = flashgen("build", *ONE, "--json", FLASHGEN_CACHE_DIR=str(tmp_path / "file"))
+    assert found.exit_code == 1
+    assert json.loads(found.stdout)["not_kept"] == 2
+
+
 def test_what_is_built_is_all_that_a_first_call_looks_for(tiny, flashgen, monkeypatch):
     flashgen("build", *ONE)
 
@@ -75,6 +85,13 @@ def test_slice_all_with_architectures(tiny, flashgen):
     built = kernels(flashgen("build", "--slice", "all", "--arch", "sm_86", "--arch", "sm_80", "--json"))
     expected = {(v["name"], arch) for v in everything for arch in v["archs"] if arch in ("sm_80", "sm_86")}
     assert {(k["variant"], k["arch"]) for k in built} == expected
+
+
+def test_an_architecture_that_the_compiler_does_not_know_is_one_error(tiny, flashgen):
+    result = flashgen("build", *ONE, "--arch", "sm_999")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert re.fullmatch(r"Error: nvrtc \S+ does not know sm_999; it compiles for .*sm_90 .*\n", result.stderr)
 
 
 def test_an_unreachable_architecture_is_an_error(tiny, flashgen):
@@ -130,6 +147,7 @@ def test_out_gets_the_sources_and_no_compile_compiles_nothing(tiny, flashgen, tm
         "kernels": [],
         "written": ["tiny_fwd_hdim64_fp16_sm80.cu"],
         "failures": 0,
+        "not_kept": 0,
     }
     assert (
         flashgen("inspect", ONE[1], "--source").stdout == (out / "tiny_fwd_hdim64_fp16_sm80.cu").read_text()

@@ -1,4 +1,6 @@
+import errno
 import json
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,18 @@ def filled(tmp_path, monkeypatch):
     for key in KEYS:
         cache.put(key, b"machine code")
     return cache
+
+
+@pytest.fixture
+def read_only(filled, monkeypatch):
+    """The same, as on a file system that is mounted read-only."""
+
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for name in ("mkdir", "unlink", "replace", "write_bytes"):
+        monkeypatch.setattr(Path, name, refuse)
+    return filled
 
 
 def test_info(filled, flashgen):
@@ -46,5 +60,40 @@ def test_verify_finds_and_removes_damage(filled, flashgen):
 def test_clear_asks_first(filled, flashgen):
     assert flashgen("cache", "clear").exit_code == 1
     assert filled.info().entries == 3
-    assert json.loads(flashgen("cache", "clear", "--yes", "--json").stdout) == {"removed": 3}
+    assert json.loads(flashgen("cache", "clear", "--yes", "--json").stdout) == {
+        "removed": 3,
+        "left": 0,
+        "problem": "",
+    }
     assert filled.info().entries == 0
+
+
+def test_a_read_only_cache_is_used_and_said_to_be(read_only, flashgen):
+    result = flashgen("cache", "info")
+    assert result.exit_code == 0
+    assert "writable  no: Read-only file system; its entries are used" in result.stdout
+    doctor = flashgen("doctor")
+    assert "read-only (Read-only file system): these entries are used" in doctor.stdout
+    assert "cannot be written" not in doctor.stdout
+    assert doctor.exit_code == 0
+
+
+def test_clearing_a_read_only_cache_fails(read_only, flashgen):
+    result = flashgen("cache", "clear", "--yes")
+    assert result.exit_code == 1
+    assert "3 entries could not be removed: Read-only file system" in result.stderr
+    assert read_only.info().entries == 3
+
+
+def test_clear_some(tiny, flashgen):
+    pytest.importorskip("cupy", reason="nothing can be compiled without CuPy and NVRTC")
+    flashgen("build", "--select", "tiny_fwd_hdim64_fp16_*sm80", "--arch", "sm_90")
+    built = CubinCache().info().entries
+    names = [f"tiny_fwd_hdim64_fp16{suffix}_sm80" for suffix in ("_causal", "_packgqa")]
+    assert json.loads(flashgen("cache", "clear", "-y", "--select", names[0], "--json").stdout)["removed"] == 1
+    assert flashgen("cache", "clear", "--yes", "--older-than", "1h").stdout.startswith("0 entries")
+    assert CubinCache().info().entries == built - 1
+    assert flashgen("cache", "clear", "--yes", "--older-than", "soon").exit_code == 2
+    result = flashgen("cache", "clear", "--yes", "--select", names[1])
+    assert result.exit_code == 0
+    assert CubinCache().info().entries == built - 2

@@ -81,7 +81,7 @@ def test_a_gpu_that_cannot_be_used_leaves_the_cpu(no_gpu, short, flashgen, monke
     monkeypatch.setattr("flashgen.toolchain.compile.nvrtc", lambda: None)
     if reason == "install one":
         request.getfixturevalue("no_compiler")
-    monkeypatch.setattr("flashgen.toolchain.build.build", lambda wanted: [])
+    monkeypatch.setattr("flashgen.toolchain.build.build", lambda wanted, **_: [])
     result = flashgen("demo", "--json")
     assert result.exit_code == 0
     found = json.loads(result.stdout)
@@ -116,3 +116,11 @@ def test_a_kernel_that_the_simulator_faults_is_a_failure(simulating, flashgen, m
     result = flashgen("demo")
     assert result.exit_code == 1
     assert "two threads race !" in result.stdout
+
+
+def test_what_the_simulator_computes_is_said_to_be_simulated(simulating, flashgen, monkeypatch):
+    monkeypatch.setattr("flashgen.cli.demo._SIMULATOR_TOKENS", 64)
+    result = flashgen("demo", FLASHGEN_BACKEND="simulator")
+    assert result.exit_code == 0
+    assert "the CPU path" not in result.stdout
+    assert result.stdout.count(", simulated\n") == 3

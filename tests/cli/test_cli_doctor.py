@@ -162,3 +162,34 @@ def test_a_simulator_that_was_asked_for_and_cannot_work_is_a_problem(machine, fl
     assert found["attention"]["host"]["path"] is None
     assert any("no-such-compiler" in problem for problem in found["problems"])
     assert any("sm_75" in problem for problem in found["problems"])
+
+
+@pytest.mark.parametrize("device", [None, H100])
+def test_a_backend_of_no_name_is_a_problem(machine, flashgen, device):
+    machine(device)
+    code, found = examined(flashgen, FLASHGEN_BACKEND="gpu")
+    assert code == 1
+    (problem,) = found["problems"]
+    assert "FLASHGEN_BACKEND" in problem
+    assert "'gpu'; allowed are 'cuda', 'cpu', 'simulator'" in problem
+    assert {path["path"] for path in found["attention"].values()} == {None}
+
+
+def test_a_backend_that_nothing_here_serves_is_a_problem(machine, flashgen):
+    machine()
+    code, found = examined(flashgen, FLASHGEN_BACKEND="cuda")
+    assert code == 1
+    (problem,) = found["problems"]
+    assert "attention() can compute nothing here" in problem
+    assert "no such luck" in problem
+
+
+def test_an_architecture_that_the_simulator_does_not_know(machine, flashgen):
+    machine()
+    for backend in ("", "simulator"):
+        result = flashgen("doctor", FLASHGEN_SIMULATOR_ARCH="sm_70", FLASHGEN_BACKEND=backend)
+        assert result.exit_code == 1
+        assert "pretends to be" not in result.stdout
+        assert "none: the simulator cannot pretend to be 'sm_70'" in result.stdout
+        assert "no problems found" not in result.stdout
+    assert "host arrays  not possible here" in result.stdout

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -54,6 +56,12 @@ def test_ambiguous_axes_show_the_first_and_say_so(tiny, flashgen):
     assert "variants fit" in result.stderr
 
 
+@pytest.mark.parametrize(("arch", "target"), [("sm_90", "sm90"), ("sm_80", "sm80"), ("sm_86", "sm86")])
+def test_axes_mean_the_kernel_that_the_architecture_would_take(arch, target, flashgen):
+    axes = ("--head-dim", 128, "--dtype", "fp16", "--mask-type", "causal", "--gqa", "mha", "--arch", arch)
+    assert json.loads(flashgen("inspect", *axes, "--json").stdout)["target"] == target
+
+
 def test_the_card_tells_where_it_comes_from(tiny, flashgen):
     card = flashgen("inspect", NAME).stdout
     assert str(tiny / "specs" / "tiny.yaml") in card
@@ -66,11 +74,14 @@ def test_the_card_tells_where_it_comes_from(tiny, flashgen):
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
-        (("tiny_fwd_hdim64_fp16_casual_sm80",), 1, ["did you mean", NAME]),
-        (("--head-dim", 128), 1, ["head_dim=128", "32, 64"]),
+        (("tiny_fwd_hdim64_fp16_casual_sm80",), 2, ["did you mean", NAME]),
+        (("--head-dim", 128), 2, ["head_dim=128", "32, 64"]),
         ((), 2, ["Which variant?"]),
         ((NAME, "--head-dim", 64), 2, ["leave out --head-dim"]),
         ((NAME, "--arch", "x"), 2, ["sm_90"]),
+        ((NAME, "--source", "--ptx"), 2, ["one view at a time, not --source and --ptx"]),
+        ((NAME, "--ptx", "--arch", "sm_999"), 1, ["does not know sm_999; it compiles for", "sm_90"]),
+        (("tiny_fwd_hdim64_fp16*",), 2, ["variants match 'tiny_fwd_hdim64_fp16*'", "flashgen list --select"]),
     ],
 )
 def test_a_wrong_name_gets_help(tiny, flashgen, args, code, words):
@@ -137,7 +148,20 @@ def test_sass_without_a_disassembler_says_what_to_install(tiny, flashgen, monkey
     result = flashgen("inspect", NAME, "--sass", "--arch", "sm_86")
     assert result.exit_code == 1
     assert "Error: install it so" in result.stderr
-    assert json.loads(flashgen("inspect", NAME, "--resources", "--json").stdout)["instructions"] is None
+    found = json.loads(flashgen("inspect", NAME, "--resources", "--json").stdout)
+    assert (found["instructions"], found["no_instructions"]) == (None, "not counted: install it so")
+    assert "instructions   not counted: install it so" in flashgen("inspect", NAME, "--resources").stdout
+
+
+def test_output_that_cannot_be_written_is_an_error():
+    done = subprocess.run(
+        f"{sys.executable} -m flashgen inspect flash_fwd_hdim64_fp16_sm80 --source > /dev/full",
+        shell=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr == "Error: cannot write the output: No space left on device\n"
 
 
 def test_a_kernel_that_does_not_compile_is_one_message(tiny, edit, flashgen):

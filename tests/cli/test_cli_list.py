@@ -15,7 +15,7 @@ def test_a_pipe_gets_every_name_whole_and_no_colours(tiny, flashgen):
     assert result.exit_code == 0
     assert "\x1b" not in result.stdout
     header, *rows = result.stdout.splitlines()
-    assert header.split()[:2] == ["variant", "tile"]
+    assert header.split() == ["variant", "block", "threads", "smem", "KB", "tile", "from"]
     assert [row.split()[0] for row in rows] == names(tiny)
     assert all(len(row.split()) == len(rows[0].split()) for row in rows)
     assert f"{len(rows)} variants" in result.stderr
@@ -33,7 +33,7 @@ def test_select_narrows_and_a_wrong_term_is_one_message(tiny, flashgen):
     assert chosen
     assert all(each["axes"]["head_dim"] == 64 and each["axes"]["dtype"] == "fp32" for each in chosen)
     wrong = flashgen("list", "--select", "dtype=int8")
-    assert wrong.exit_code == 1
+    assert wrong.exit_code == 2
     assert wrong.stdout == ""
     assert "Error: no variant has dtype=int8" in wrong.stderr
     assert "fp16, fp32" in wrong.stderr
@@ -49,6 +49,18 @@ def test_a_terminal_is_never_overrun(tiny, in_terminal):
         for name in names(tiny):
             assert any(line.startswith(name + " ") for line in lines)
     assert "min_blocks" in result.stdout
+
+
+def test_a_terminal_of_100_columns_shows_threads_and_the_tile_of_each_family(in_terminal):
+    result = in_terminal(100, "list", "--select", "head_dim=128 dtype=fp16 mask_type=causal")
+    lines = [ANSI.sub("", line).rstrip() for line in result.stdout.splitlines()]
+    assert max(map(len, lines)) <= 100
+    rows = {line.split()[0]: line for line in lines if line.startswith("flash_fwd")}
+    for variant in (v for spec in load_specs() for v in spec.variants()):
+        if variant.name in rows:
+            assert rows[variant.name].split()[2] == str(variant.threads)
+    assert "loop=halves" in rows["flash_fwd_hdim128_fp16_causal_sm80"]
+    assert "stages=" in rows["flash_fwd_hdim128_fp16_causal_sm90"]
 
 
 def test_specs_of_ones_own_are_added(tiny, flashgen, tmp_path):

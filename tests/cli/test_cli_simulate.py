@@ -129,10 +129,11 @@ def test_a_hopper_kernel_on_few_multiprocessors(flashgen):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("flash_fwd_hdim64_fp16_casual_m64_sm80",), "did you mean"),
         ((NAME, "--heads", 4, "--kv-heads", 2), "one query head to a kv head"),
         ((NAME, "--head-dim", 72), "holds at most 64"),
         ((NAME, "--head-dim", 12), "needs a multiple of 8"),
+        ((NAME, "--window", 20, 0), "a window needs a variant of mask type local"),
+        (("flash_fwd_hdim32_fp16_local_m64_sm80", "--window", -5, 0), "window is (-5, 0); each side must be"),
     ],
 )
 def test_what_does_not_fit_the_variant(arguments, message, flashgen):

@@ -148,6 +148,24 @@ def test_an_error_touches_no_output():
     assert bool((out == 7).all())
 
 
+def test_a_pending_negation_of_torch_is_refused():
+    torch = pytest.importorskip("torch")
+    q, k, v = map(to_torch, on_host(SHAPE, KV, KV))
+    flashgen.attention(q, k, v)  # a plan for such layouts is there
+    with pytest.raises(errors.BadParam, match="resolve_neg"):
+        flashgen.attention(torch._neg_view(q), k, v)
+
+
+def test_after_a_warmup_the_first_call_compiles_and_loads_nothing(check, monkeypatch):
+    host = on_host((1, 77, 6, 72), (1, 99, 3, 72), (1, 99, 3, 72))
+    call = {"q": host[0].shape, "k": host[1].shape, "causal": True}
+    (name,) = flashgen.warmup([call])
+    q, k, v = map(cupy.asarray, host)
+    monkeypatch.setattr("flashgen.runtime.kernel._load", None)
+    assert flashgen.plan(q, k, v, causal=True).variant.name == name == flashgen.explain(**call).variant.name
+    check(flashgen.attention(q, k, v, causal=True).get(), *host, causal=True)
+
+
 def test_libraries_are_not_mixed():
     q, k, v = on_gpu(SHAPE, KV, KV)
     with pytest.raises(errors.BadParam, match="torch"):

@@ -408,3 +408,14 @@ def test_pointers():
 def test_an_empty_array_needs_no_memory():
     extents = call((2, 0, 4, 64), (2, 0, 2, 64)).spans()
     check_memory(ARGUMENTS, extents, (0, 0, 0, 0, 0, 0), ())
+
+
+@pytest.mark.parametrize("name", ["causal", "return_lse"])
+def test_a_flag_is_a_truth_value_and_nothing_that_merely_has_one(name):
+    for on in (True, 1, np.True_, np.bool_(1)):
+        assert call(**{name: on}) == call(**{name: True})
+    for off in (False, 0, np.False_):
+        assert call(**{name: off}) == call(**{name: False})
+    for wrong in ("false", "True", "", None, 2, 0.5, [], np.array([True, False]), np.array(True)):
+        with pytest.raises(errors.BadParam, match=f"^{name} is .*; expected True or False$"):
+            call(**{name: wrong})

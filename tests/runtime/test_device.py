@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from flashgen.errors import DeviceTypeNotSupported
+from flashgen.paths import checkout
 from flashgen.runtime import device as fd
 
 PROPERTIES = {
@@ -105,7 +106,7 @@ def test_why_there_is_no_gpu(pretend, machine, reason):
 
 def test_without_cupy_the_reason_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
-    assert 'pip install "flashgen[cuda13]"' in fd.why_unavailable()
+    assert f"pip install -e '{checkout()}[cuda13]'" in fd.why_unavailable()
 
 
 def test_activation_is_undone_also_by_an_exception(pretend, monkeypatch):

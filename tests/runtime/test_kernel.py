@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -241,6 +242,17 @@ def test_what_the_machine_code_depends_on_decides_the_key(folder, monkeypatch):
     keys.append(obtain.cache_key(variant, "sm_90"))
     assert len(set(keys)) == len(keys)
     assert obtain.cache_key(make_variant(folder, archs=("sm_86",)), "sm_90") == keys[-1]
+
+
+def test_what_is_compiled_is_logged_with_why_and_how_long(folder, caplog):
+    variant = make_variant(folder)
+    with caplog.at_level("DEBUG", logger="flashgen"):
+        for _ in range(2):
+            obtain.obtain(variant, "sm_90")
+    compiled, found = (record.getMessage() for record in caplog.records)
+    root = fcache.default().root
+    assert re.fullmatch(rf"compiled {variant} for sm_90 in \d+\.\d\d s; it was not in {root}", compiled)
+    assert found == f"{variant} for sm_90 came from {root}"
 
 
 def test_a_damaged_entry_is_built_again(folder):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import flashgen
 from flashgen import paths
 from flashgen.api import backend_for
+from flashgen.errors import CompileError
 from flashgen.operators.reference import judge
 from flashgen.simulator import hardware, hostcompiler, library
 from flashgen.simulator.example import Shape, make, run
@@ -184,6 +185,28 @@ def test_a_small_problem_is_a_matter_of_a_second(compiler):
     assert time.perf_counter() - begin < 2
 
 
+@pytest.mark.parametrize(
+    ("version", "old"),
+    [
+        ("g++ (Ubuntu 11.4.0-1ubuntu1~22.04) 11.4.0", True),
+        ("c++ (Debian 12.2.0-14+deb12u1) 12.2.0", False),
+        ("Debian clang version 14.0.6", True),
+        ("clang version 18.1.3 (1ubuntu1)", False),
+        ("my compiler", False),
+    ],
+)
+def test_only_an_old_compiler_is_blamed_for_a_kernel_that_does_not_compile(version, old, tmp_path):
+    script = tmp_path / "c++"
+    script.write_text("#!/bin/sh\necho 'kernel.cu:3: error: no such thing' >&2\nexit 1\n")
+    script.chmod(0o755)
+    with pytest.raises(CompileError, match="kernel does not compile for the simulator") as caught:
+        hostcompiler.build(
+            hostcompiler.HostCompiler((str(script),), version), (), (), tmp_path / "o", "kernel"
+        )
+    assert ("it needs GCC 12 or Clang 16" in str(caught.value)) == old
+    assert "kernel.cu:3: error: no such thing" in str(caught.value)
+
+
 # Memory and figures.
 
 
@@ -259,6 +282,32 @@ def test_halves_of_a_tile_skip_what_only_the_other_half_sees(compiler):
     # Each warp has 16 rows in each half; 64 rows see their own block and two before it.
     assert tiles.total == 4 * blocks**2
     assert tiles.multiplied == tiles.total - tiles.masked == 4 * (3 * blocks - 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "exactly"),
+    [
+        ("flash_fwd_hdim128_fp16_causal_sm90", True),
+        ("flash_fwd_hdim64_fp16_local_sm90", True),
+        ("flash_fwd_hdim64_fp16_dense_sm90", False),
+        ("flash_fwd_hdim64_fp16_causal_sm80", True),
+        ("flash_fwd_hdim64_fp16_local_sm80", False),
+        ("flash_fwd_hdim64_fp16_dense_sm80", True),
+    ],
+)
+@pytest.mark.parametrize("lengths", [(1, 128), (65, 200), (128, 128), (300, 60)])
+def test_no_more_than_what_is_masked_is_skipped(name, exactly, lengths, compiler):
+    """Also in the parts of a tile that have no row; kernels that skip each masked tile are known to."""
+    variant = VARIANTS[name]
+    example = make(variant, Shape(*lengths), 0)
+    report = run(library.load(render(variant), name), variant, example)
+    tiles = masked_tiles(example.problem, variant, example.mask, report)
+    assert 0 <= tiles.multiplied <= tiles.total
+    if tiles.masked:
+        assert 0 <= tiles.skipped_share <= 1
+        assert not exactly or tiles.skipped_share == 1
+    else:
+        assert tiles.multiplied == tiles.total
 
 
 def test_masked_tiles_of_folded_heads():

@@ -3,6 +3,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -165,6 +166,16 @@ def test_a_missing_template_says_where_it_was_sought(action, tiny_folder, varian
     with pytest.raises(SpecError, match=r"names\.j2 is in none of") as caught:
         action(variant)
     assert all(folder in str(caught.value) for folder in search_path(variant))
+    template = tiny_folder / "templates" / "tiny.cu.j2"
+    line = 1 + next(n for n, text in enumerate(template.read_text().splitlines()) if "lib/names.j2" in text)
+    assert str(caught.value).startswith(f"{template}:{line}: template lib/names.j2 is in none of")
+
+
+@pytest.mark.parametrize("action", [render, source_digest])
+def test_a_template_that_only_the_spec_names(action, tiny_folder, variant):
+    (tiny_folder / "templates" / "tiny.cu.j2").unlink()
+    with pytest.raises(SpecError, match=r"^tiny: template: tiny\.cu\.j2 is in none of"):
+        action(variant)
 
 
 def test_a_spec_folder_may_hold_its_own_templates(tiny_folder):
@@ -202,8 +213,14 @@ def test_flatten_inlines_each_header_once(variant):
 
 def test_a_missing_header_is_named(variant, edit):
     edit("templates/include/flashgen/tiny.cuh", "flashgen/types.cuh", "flashgen/tipes.cuh")
-    with pytest.raises(InternalError, match=r"flashgen/tipes\.cuh.*no such header"):
-        flatten(render(variant), include_dirs(variant))
+    (header,) = (
+        path for path in (Path(f, "flashgen/tiny.cuh") for f in include_dirs(variant)) if path.exists()
+    )
+    line = 1 + header.read_text().splitlines().index('#include "flashgen/tipes.cuh"')
+    said = rf"^{re.escape(str(header))}:{line}: #include \"flashgen/tipes\.cuh\": no such header"
+    for action in (lambda: flatten(render(variant), include_dirs(variant)), lambda: source_digest(variant)):
+        with pytest.raises(InternalError, match=said):
+            action()
 
 
 def test_flat_and_plain_source_compile(tiny_folder):

@@ -138,3 +138,47 @@ def test_keys_are_the_documented_ones():
     variant = dataclasses.replace(VARIANTS[0], committed=True)
     assert keys_of(variant)["committed"] == "true"
     assert {"family", "spec", "target", "tile", *AXES, "block_m"} <= keys_of(variant).keys()
+
+
+@pytest.mark.parametrize(
+    ("line", "same"),
+    [
+        ("head_dim>=128", "head_dim=128"),
+        ("head_dim>64", "head_dim=128"),
+        ("head_dim<128 dtype = fp16 , bf16", "head_dim=64"),
+        ("head_dim <= 128", "head_dim=64,128"),
+        ("head_dim = 128", "head_dim=128"),
+        ("head_dim==128 dtype != bf16", "head_dim=128 dtype=fp16"),
+        ("dtype=float16", "dtype=fp16"),
+        ("dtype=half,bfloat16", "dtype=fp16,bf16"),
+    ],
+)
+def test_other_ways_to_write_a_term(line, same):
+    assert select(VARIANTS, [line]) == select(VARIANTS, [same])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("head_dim=127", r"did you mean '128'\?\nvalues of head_dim: 64, 128"),
+        ("head_dim=70", r"did you mean '64'\?"),
+        ("head_dim>=512", r"no variant has head_dim>=512\nvalues of head_dim: 64, 128"),
+        ("dtype>=fp16", r"compares numbers; write dtype=a,b"),
+        ("head_dim>=big", r"compares numbers"),
+        ("head_dim=", r"no variant has head_dim= .*\nvalues of head_dim: 64, 128"),
+        ("=128", r"'=128' is no term"),
+        ("head_dim=>128", r"is no term"),
+    ],
+)
+def test_what_is_wrong_with_a_term(line, message):
+    with pytest.raises(SelectionError, match=message):
+        select(VARIANTS, [line])
+
+
+def test_a_glob_names_a_variant_if_it_is_the_only_one():
+    (only,) = (v for v in VARIANTS if v.name == "flash_fwd_hdim64_bf16_causal_m64_packgqa_sm86")
+    assert find_one(VARIANTS, "*hdim64_bf16_causal_m64_packgqa_sm86") is only
+    with pytest.raises(SelectionError, match=r"^32 variants match 'flash_fwd_hdim64_\*'") as caught:
+        find_one(VARIANTS, "flash_fwd_hdim64_*")
+    assert "flashgen list --select 'flash_fwd_hdim64_*'" in str(caught.value)
+    assert VARIANTS[0].name in str(caught.value)

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashgen.errors import CacheWarning
+from flashgen.errors import BadParam, CacheWarning
 from flashgen.toolchain import cache as fcache
 from flashgen.toolchain.cache import CubinCache, key_for
 
@@ -117,7 +117,7 @@ def test_verify_finds_and_removes_exactly_the_damaged(cache):
 def test_clear_leaves_nothing(cache):
     for n in range(3):
         cache.get_or_build(key_of(n), lambda: b"x")
-    assert cache.clear() == 3
+    assert cache.clear() == (3, 0, "")
     assert [path for path in cache.root.rglob("*") if path.is_file()] == []
     assert cache.info().bytes == 0
 
@@ -376,3 +376,38 @@ def test_every_part_of_a_key_counts():
     ]
     assert len({key_for(*part) for part in parts}) == len(parts)
     assert key_for("d", "sm_90", ["-a"], "v") == key_for("d", "sm_90", ("-a",), "v")
+
+
+def test_clear_takes_what_is_wanted_and_what_is_old(cache):
+    for n in range(4):
+        cache.put(key_of(n), b"even" if n % 2 == 0 else b"odd")
+    for n in (0, 1):
+        os.utime(entry(cache, key_of(n)), (0, 0))
+    assert cache.clear(lambda payload: payload == b"even", unused_for=3600) == (1, 0, "")
+    assert [cache.get(key_of(n)) for n in range(4)] == [None, b"odd", b"even", b"odd"]
+    assert cache.clear(lambda payload: payload == b"odd") == (2, 0, "")
+    assert cache.get(key_of(2)) == b"even"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("", 1 << 30),
+        ("500MB", 500 << 20),
+        ("4g", 4 << 30),
+        ("1.5 GB", 3 << 29),
+        ("123456", 123456),
+        ("8k", 8192),
+    ],
+)
+def test_the_size_of_the_cache_can_be_chosen(text, size, monkeypatch, tmp_path):
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("FLASHGEN_CACHE_SIZE", text)
+    assert fcache.default().max_bytes == CubinCache().max_bytes == size
+
+
+@pytest.mark.parametrize("text", ["much", "0", "-1", "4 apples", "1e9"])
+def test_a_size_that_is_none_is_refused(text, monkeypatch):
+    monkeypatch.setenv("FLASHGEN_CACHE_SIZE", text)
+    with pytest.raises(BadParam, match=r"FLASHGEN_CACHE_SIZE is .*; expected a size such as"):
+        fcache.default()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from flashgen.errors import CompileError, NoCompilerError
+from flashgen.paths import checkout
 from flashgen.toolchain import compile as fc
 
 ADD = """#include "lib/add.cuh"
@@ -281,7 +282,7 @@ except NoCompilerError as error:
 """
     output = python(script)
     assert message in output
-    assert 'pip install "flashgen[cuda13]"' in output
+    assert f"pip install -e '{checkout()}[cuda13]'" in output
 
 
 def test_importing_the_module_needs_no_cupy():

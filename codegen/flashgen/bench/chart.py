@@ -42,7 +42,7 @@ def draw(report: Report, path: Path) -> list[Path]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise BadParam("a chart needs matplotlib; pip install 'flashgen[bench]'") from error
+        raise BadParam("a chart needs matplotlib: pip install matplotlib") from error
     if not report.peers:
         raise BadParam("nothing was timed, so there is nothing to draw")
 

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
 import importlib
+import json
+import os
+import sys
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from flashgen import __version__
 from flashgen.errors import FlashgenError
+from flashgen.paths import specs_dir, unused_checkout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-COMMANDS = ("demo", "doctor", "list", "inspect", "simulate", "build", "tune", "cache", "bench")
+_AS_JSON = "flashgen.errors_as_json"
+COMMANDS = (
+    "demo",
+    "doctor",
+    "list",
+    "explain",
+    "inspect",
+    "simulate",
+    "build",
+    "bundle",
+    "tune",
+    "cache",
+    "bench",
+)
 
 
 class CommandGroup(click.Group):
@@ -41,23 +61,73 @@ class CommandGroup(click.Group):
             ctx.fail(f"No such command {args[0]!r}.{hint}")
         return super().resolve_command(ctx, [*args])
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Remember whether errors are to be JSON as well."""
+        ctx.meta[_AS_JSON] = "--json" in args
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command; an error of flashgen or of the file system is one message and exit code 1."""
+        """Run the command; an error of flashgen or of the file system is one message and exit code 1, or 2
+        where it is about which variants are meant. With --json it is one document on standard output.
+        """
+        _say_which_copy()
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             try:
-                return super().invoke(ctx)
-            except FlashgenError as error:
-                raise click.ClickException(str(error)) from error
-            except OSError as error:
-                # Without a file name it is the output's reader that has gone, which click ends quietly.
-                if error.filename is None:
+                return self._invoke(ctx)
+            except click.ClickException as error:
+                if not ctx.meta[_AS_JSON]:
                     raise
+                cause = error.__cause__ or error
+                message = str(cause) if isinstance(cause, FlashgenError) else error.format_message()
+                said = {"error": message, "kind": type(cause).__name__}
+                click.echo(json.dumps(said, indent=2, ensure_ascii=False))
+                ctx.exit(error.exit_code)
+
+    def _invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except FlashgenError as error:
+            from flashgen.cli.output import fitted
+            from flashgen.spec.selection import SelectionError
+
+            failure = click.ClickException(fitted(str(error)))
+            failure.exit_code = 2 if isinstance(error, SelectionError) else 1
+            raise failure from error
+        except OSError as error:
+            if error.filename is not None:
                 raise click.ClickException(f"{error.filename}: {error.strerror}") from error
+            if error.errno == errno.EPIPE:  # the output's reader has gone, which click ends quietly
+                raise
+            _drop_output()
+            raise click.ClickException(f"cannot write the output: {error.strerror}") from error
+
+
+def _say_which_copy() -> None:
+    """A remark for whoever stands in a checkout and runs another copy: edits there would change nothing."""
+    try:
+        here = Path.cwd()
+    except OSError:  # the folder was removed
+        return
+    root = unused_checkout(here)
+    if root is not None:
+        _show_warning(
+            f"{root} is a checkout of flashgen, but this command uses {specs_dir().parent}; "
+            f"edits of the checkout's specs, templates and code have no effect. "
+            f"To use the checkout: pip install -e {root}"
+        )
+
+
+def _drop_output() -> None:
+    """Send what is left of the output nowhere: the interpreter would fail on it once more when it ends."""
+    with contextlib.suppress(OSError), Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    click.echo(f"Warning: {message}", err=True)
+    from flashgen.cli.output import fitted
+
+    click.echo(fitted(f"Warning: {message}"), err=True)
 
 
 @click.command(
@@ -69,12 +139,13 @@ Start here:
   flashgen demo                               see it work on this machine
   flashgen doctor                             what attention() would use here
   flashgen list --select head_dim=128         which kernels there are
+  flashgen explain --shape 1x4096x16x128      which one a call takes, and why
   flashgen inspect --head-dim 128 --source    read one
   flashgen simulate NAME                      run its CUDA on the CPU
   flashgen build --arch native                compile before the first call
   flashgen tune --select head_dim=128         find better tiles for this GPU
 
-Exit codes: 0 done, 1 failed, 2 not understood.
+Exit codes: 0 done, 1 failed, 2 not understood. With --json an error is JSON, too.
 """,
 )
 @click.version_option(__version__, message="flashgen %(version)s")

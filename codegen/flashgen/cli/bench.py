@@ -12,6 +12,7 @@ from flashgen.cli.options import json_option
 
 @click.command(
     "bench",
+    short_help="Time flashgen beside its peers.",
     epilog="""
 \b
 Examples:

@@ -30,6 +30,7 @@ _FAILURES_SHOWN = 3
 
 @click.command(
     "build",
+    short_help="Compile kernels ahead; no GPU needed.",
     epilog="""
 \b
 Examples:
@@ -50,7 +51,7 @@ into --out. In a checkout of the repository a plain `flashgen build` also brings
 and removes from there what no spec marks any more.
 
 Exit code 1: a kernel does not compile, or spills registers though its spec says no_spills (marked ! in the
-table), or --check found a difference.
+table), or could not be written to the cache, or --check found a difference.
 """,
 )
 @select_option
@@ -102,7 +103,7 @@ def command(
     Ends with a table: variant, architecture, registers, bytes of spilled registers, shared memory, and the
     seconds that it took, or that it was in the cache.
     """
-    from flashgen.cli.output import counted, print_json
+    from flashgen.cli.output import counted, note, print_json
     from flashgen.toolchain import cache as caches
 
     whole = not selections and score is None and slice_ != "all"
@@ -117,19 +118,27 @@ def command(
     written = _write(variants, out, whole and specs is None)
     if no_compile:
         if as_json:
-            print_json({"kernels": [], "written": written, "failures": 0})
+            print_json({"kernels": [], "written": written, "failures": 0, "not_kept": 0})
         else:
             click.echo(f"{len(variants)} rendered, {counted(len(written), 'file')} changed")
         return
     results = _compile(variants, archs, jobs)
     failed = [built for built in results if built.failure]
+    lost = sum(built.compiled is not None and not built.kept for built in results)
     if as_json:
         print_json(
-            {"kernels": [built.as_dict() for built in results], "written": written, "failures": len(failed)}
+            {
+                "kernels": [built.as_dict() for built in results],
+                "written": written,
+                "failures": len(failed),
+                "not_kept": lost,
+            }
         )
     else:
         _report(results, failed, written)
-    if failed:
+    if lost:
+        note(f"{lost} of {counted(len(results), 'kernel')} could not be written to {caches.default().root}")
+    if failed or lost:
         sys.exit(1)
 
 
@@ -174,7 +183,9 @@ def _check(variants: Sequence[Variant], whole: bool, out: Path | None, as_json: 
 def _compile(variants: Sequence[Variant], archs: Sequence[str], jobs: int | None) -> list[Built]:
     from flashgen.cli.progress import progress
     from flashgen.toolchain.build import build, pairs
+    from flashgen.toolchain.compile import check_known
 
+    check_known(archs)
     wanted = pairs(variants, archs)
     with progress(len(wanted)) as step:
         return build(wanted, jobs, lambda built: step(f"{built.variant.name} {built.arch}"))

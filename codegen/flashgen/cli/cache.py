@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
-from flashgen.cli.options import json_option
+from flashgen.cli.options import chosen_variants, json_option, select_option, specs_option
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from flashgen.toolchain.cache import CacheInfo
 
 
 @click.group(
     "cache",
+    short_help="The disk cache of compiled kernels.",
     epilog="""
 \b
 Examples:
   flashgen cache info                 where it is and how full
   flashgen cache verify               read every entry and check it
   flashgen cache clear --yes          start afresh
+  flashgen cache clear --select head_dim=64 --older-than 30d
 
-FLASHGEN_CACHE_DIR puts it elsewhere. It is content-addressed, so an entry is never out of date: a kernel
-whose source, options, compiler or architecture changed has another key.
+FLASHGEN_CACHE_DIR puts it elsewhere, FLASHGEN_CACHE_SIZE (500MB, 4GB) bounds it. It is content-addressed, so
+an entry is never out of date: a kernel whose source, options, compiler or architecture changed has another
+key.
 """,
 )
 def command() -> None:
@@ -29,7 +40,10 @@ def command() -> None:
 @command.command("info")
 @json_option
 def info(as_json: bool) -> None:
-    """Where the cache is, how full, and whether it can be written."""
+    """Where the cache is, how full, and whether it can be written.
+
+    Exit code 1 when it cannot and has no entries either, so that it is of no use.
+    """
     from flashgen.cli.output import print_json, print_pairs, size
     from flashgen.toolchain.cache import CubinCache
 
@@ -42,11 +56,19 @@ def info(as_json: bool) -> None:
                 ("folder", str(found.root)),
                 ("entries", str(found.entries)),
                 ("size", f"{size(found.bytes)} of {size(found.max_bytes)}; the least recently used go first"),
-                ("writable", f"no: {found.problem}" if found.problem else "yes"),
+                ("writable", _writable(found)),
             ]
         )
-    if found.problem:
+    if found.problem and not found.entries:
         sys.exit(1)
+
+
+def _writable(found: CacheInfo) -> str:
+    if not found.problem:
+        return "yes"
+    if not found.entries:
+        return f"no: {found.problem}"
+    return f"no: {found.problem}; its entries are used, other kernels are compiled anew by each process"
 
 
 @command.command("verify")
@@ -70,19 +92,62 @@ def verify(as_json: bool) -> None:
         sys.exit(1)
 
 
-@command.command("clear")
+class Age(click.ParamType):
+    """A time span in seconds: `30d`, `12h`, `90m`."""
+
+    name = "age"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The seconds."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", str(value))
+        if match is None:
+            self.fail(f"{value!r} is no time span; write 30d, 12h or 90m", param, ctx)
+        return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[match[2]]
+
+
+@command.command("clear", short_help="Remove every entry, or some.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@select_option
+@click.option("--older-than", type=Age(), metavar="AGE", help="Only what nobody read for so long: 30d, 12h.")
+@specs_option
 @json_option
-def clear(yes: bool, as_json: bool) -> None:
-    """Remove every entry. Kernels that a running process has loaded keep working."""
+def clear(
+    yes: bool, selections: tuple[str, ...], older_than: float | None, specs: Path | None, as_json: bool
+) -> None:
+    """Remove every entry, or with --select and --older-than those that fit both.
+
+    Kernels that a running process has loaded keep working.
+    """
     from flashgen.cli.output import print_json
     from flashgen.toolchain.cache import CubinCache
 
     cache = CubinCache()
+    wanted: Callable[[bytes], bool] | None = None
+    if selections:
+        names = {variant.name for variant in chosen_variants(specs, selections)}
+
+        def wanted(payload: bytes) -> bool:
+            return _kernel(payload) in names
+
     if not yes:
-        click.confirm(f"Remove all kernels in {cache.root}?", abort=True, err=True)
-    removed = cache.clear()
+        which = "these" if wanted or older_than else "all"
+        click.confirm(f"Remove {which} kernels in {cache.root}?", abort=True, err=True)
+    cleared = cache.clear(wanted, older_than or 0.0)
     if as_json:
-        print_json({"removed": removed})
+        print_json({"removed": cleared.removed, "left": cleared.left, "problem": cleared.problem})
     else:
-        click.echo(f"{removed} entries removed from {cache.root}")
+        click.echo(f"{cleared.removed} entries removed from {cache.root}")
+        if cleared.left:
+            click.echo(f"{cleared.left} entries could not be removed: {cleared.problem}", err=True)
+    if cleared.left:
+        sys.exit(1)
+
+
+def _kernel(payload: bytes) -> str | None:
+    """The name of the kernel that an entry holds; None for anything else, such as a checked spec."""
+    from flashgen.toolchain.compile import Compiled
+
+    try:
+        return Compiled.from_bytes(payload).name
+    except ValueError:
+        return None

@@ -45,6 +45,7 @@ class Case:
 
 
 _CPU_TOKENS = 1024
+_SIMULATOR_TOKENS = 256
 _SIMULATED = (1, 192, 2, 64)  # shape of q, k and v for the simulator
 _CASES = (
     Case("causal", 4096, 16, 16, 128, "fp16", {"causal": True}),
@@ -55,6 +56,7 @@ _CASES = (
 
 @click.command(
     "demo",
+    short_help="Run and check attention on this machine.",
     epilog="""
 \b
 Examples:
@@ -75,6 +77,7 @@ def command(as_json: bool) -> None:
     """
     from flashgen.cli.kernels import places, print_kernels
     from flashgen.cli.output import print_json
+    from flashgen.cli.progress import progress, waiting
     from flashgen.errors import NoCompilerError
     from flashgen.toolchain.build import build
     from flashgen.toolchain.obtain import arch_for
@@ -87,7 +90,9 @@ def command(as_json: bool) -> None:
     archs = [arch_for(call.variant, gpu) if gpu else call.variant.archs[0] for call in calls]
     built: list[Built] = []
     try:
-        built = build(zip([call.variant for call in calls], archs, strict=True))
+        wanted = zip([call.variant for call in calls], archs, strict=True)
+        with progress(len(calls)) as step:
+            built = build(wanted, on_done=lambda made: step(f"{made.variant.name} {made.arch}"))
     except NoCompilerError as error:
         report["no_compiler"] = str(error)
     if not as_json:
@@ -96,8 +101,14 @@ def command(as_json: bool) -> None:
             print_kernels(built)
         else:
             click.echo(f"kernels were not compiled: {report['no_compiler']}")
-    results = [_run(call, gpu) for call in calls]
-    simulated = None if gpu else _simulated()
+    results = []
+    for call in calls:
+        with waiting(f"attention, {call.case.title}, and its check against float64"):
+            results.append(_run(call, gpu))
+    simulated = None
+    if not gpu:
+        with waiting("compiling a kernel for the simulator, and running it"):
+            simulated = _simulated()
     report["simulated"] = simulated
     report["kernels"] = [each.as_dict() for each in built]
     report["results"] = results
@@ -143,6 +154,13 @@ def _place() -> tuple[Device | None, str]:
     return here, ""
 
 
+def _simulating() -> bool:
+    """Whether attention() runs the generated CUDA for arrays in host memory."""
+    from flashgen.api import backend_for
+
+    return backend_for(None) == "simulator"
+
+
 def _call(case: Case, gpu: Device | None) -> Call:
     """Fresh inputs, and the variant that dispatch takes on this GPU, or by its axes where there is none."""
     import numpy as np
@@ -152,7 +170,7 @@ def _call(case: Case, gpu: Device | None) -> Call:
     from flashgen.schedule.dispatch import select as dispatch
     from flashgen.spec.selection import find_by_axes
 
-    tokens = case.tokens if gpu else _CPU_TOKENS
+    tokens = case.tokens if gpu else _SIMULATOR_TOKENS if _simulating() else _CPU_TOKENS
     rng = np.random.default_rng()
     q, k, v = (
         rng.standard_normal((1, tokens, heads, case.head_dim), np.float32).astype(
@@ -176,8 +194,11 @@ def _run(call: Call, gpu: Device | None) -> dict[str, Any]:
     from flashgen.operators.masks import visible_keys
 
     options = call.case.options
+    by = "the CPU path"
     if gpu:
         import cupy
+
+        by = call.variant.name
 
         arrays = tuple(cupy.asarray(array) for array in call.arrays)
         out = cupy.full(call.problem.out_shape, cupy.nan, arrays[0].dtype)
@@ -191,6 +212,8 @@ def _run(call: Call, gpu: Device | None) -> dict[str, Any]:
         milliseconds = cupy.cuda.get_elapsed_time(start, end) / _REPEATS
         computed = cupy.asnumpy(out)
     else:
+        if _simulating():
+            by = f"{flashgen.plan(*call.arrays, **options).variant}, simulated"
         computed = np.full(call.problem.out_shape, np.nan, call.arrays[0].dtype)
         begin = time.perf_counter()
         flashgen.attention(*call.arrays, out=computed, **options)
@@ -203,6 +226,7 @@ def _run(call: Call, gpu: Device | None) -> dict[str, Any]:
         "shape": list(call.problem.out_shape),
         "dtype": call.case.dtype,
         "variant": call.variant.name if gpu else None,
+        "computed_by": by,
         **worst.as_dict(),
         "ok": worst.share <= 1,
         "milliseconds": milliseconds,
@@ -271,7 +295,7 @@ def _print_results(results: list[dict[str, Any]]) -> None:
             *_error(result),
             _short(result["milliseconds"] / 1e3, (("s", 1), ("ms", 1e-3), ("µs", 1e-6))),
             _short(result["tflops"], (("TFLOP/s", 1), ("GFLOP/s", 1e-3))),
-            result["variant"] or "the CPU path",
+            result["computed_by"],
         ]
         for result in results
     ]

@@ -54,6 +54,7 @@ class Report:
 
 @click.command(
     "doctor",
+    short_help="What is installed, and what attention() would use here.",
     epilog="""
 \b
 Examples:
@@ -95,6 +96,7 @@ def examine() -> Report:
     report.probe("specs", _specs)
     report.probe("tuned", _tuned)
     report.probe("cache", _cache)
+    report.probe("bundles", _bundles)
     report.probe("attention", _attention)
     return report
 
@@ -155,7 +157,8 @@ def _compiler(report: Report) -> dict[str, Any]:
         compile_cubin(probe, "probe", "sm_80")
     except FlashgenError as error:
         # Without a GPU and without CuPy nobody has asked for kernels yet.
-        if report.facts["gpus"] or report.facts["versions"]["cupy"]:
+        wanted = report.facts["gpus"] or report.facts["versions"]["cupy"]
+        if wanted and not os.environ.get("FLASHGEN_BUNDLE"):
             report.problems.append(f"kernels cannot be compiled: {error}")
         return {"works": False, "version": None, "why": str(error), "archs": []}
     return {
@@ -181,17 +184,19 @@ def _simulator(report: Report) -> dict[str, Any]:
     from flashgen.errors import FlashgenError
     from flashgen.simulator import hardware, hostcompiler
 
+    found: dict[str, Any] = {"compiler": None, "arch": None, "why": None}
     try:
-        arch = hardware.pretend().arch
+        found["arch"] = hardware.pretend().arch
     except FlashgenError as error:
         report.problems.append(f"{hardware.ARCH_VARIABLE} is set: {error}")
-        arch = None
+        found["why"] = str(error)
     try:
-        return {"compiler": str(hostcompiler.find()), "arch": arch, "why": None}
+        found["compiler"] = str(hostcompiler.find())
     except FlashgenError as error:
         if os.environ.get("CXX"):
             report.problems.append(str(error))
-        return {"compiler": None, "arch": arch, "why": str(error)}
+        found["why"] = str(error)
+    return found
 
 
 def _specs(report: Report) -> dict[str, Any]:
@@ -235,7 +240,7 @@ def _cache(report: Report) -> dict[str, Any]:
     from flashgen.toolchain.cache import CubinCache
 
     info = CubinCache().info()
-    if info.problem:
+    if info.problem and not info.entries:
         report.problems.append(
             f"the kernel cache in {info.root} cannot be written: {info.problem}; each process compiles its "
             "kernels anew. FLASHGEN_CACHE_DIR names another folder"
@@ -243,24 +248,46 @@ def _cache(report: Report) -> dict[str, Any]:
     return info._asdict() | {"root": str(info.root)}
 
 
+def _bundles(report: Report) -> list[dict[str, Any]]:
+    """The bundles of FLASHGEN_BUNDLE; one that cannot be used is a problem."""
+    from flashgen.errors import BadParam
+    from flashgen.toolchain.bundle import active
+
+    try:
+        return [
+            {"path": str(each.path), "kernels": len(each.kernels), "compiler": each.compiler}
+            for each in active()
+        ]
+    except BadParam as error:
+        report.problems.append(f"FLASHGEN_BUNDLE is set: {error}")
+        return []
+
+
 def _attention(report: Report) -> dict[str, Any]:
     """What attention() does with arrays in host memory and with arrays on a GPU."""
-    return {"host": _host_path(report), "gpu": _gpu_path(report)}
+    found = {"host": _host_path(report), "gpu": _gpu_path(report)}
+    if not report.problems and not any(path["path"] for path in found.values()):
+        whys = "; ".join(f"{place} arrays: {path['why']}" for place, path in found.items())
+        report.problems.append(f"attention() can compute nothing here: {whys}")
+    return found
 
 
 def _host_path(report: Report) -> dict[str, Any]:
     import numpy as np
 
     from flashgen.api import backend_for
-    from flashgen.errors import FlashgenError
+    from flashgen.errors import BadParam, FlashgenError
 
     try:
         backend = backend_for(None)
     except FlashgenError as error:
-        return {"path": None, "why": f"FLASHGEN_BACKEND is set: {error}"}
+        why = f"FLASHGEN_BACKEND is set: {error}"
+        if isinstance(error, BadParam):  # no backend's name, so every call fails
+            report.problems.append(why)
+        return {"path": None, "why": why}
     if backend == "simulator":
-        simulator = report.facts["simulator"] or {"compiler": None, "why": "the simulator breaks when loaded"}
-        if not simulator["compiler"]:
+        simulator = report.facts["simulator"] or {"why": "the simulator breaks when loaded"}
+        if simulator["why"]:
             report.problems.append(f"FLASHGEN_BACKEND is simulator: {simulator['why']}")
             return {"path": None, "why": simulator["why"]}
         return {"path": "simulator", "why": "FLASHGEN_BACKEND is simulator"}
@@ -284,7 +311,8 @@ def _gpu_path(report: Report) -> dict[str, Any]:
         report.problems.append(why)
         return {"path": None, "why": why}
     compiler = report.facts["compiler"] or {"works": False, "why": "the compiler breaks when it is loaded"}
-    if not compiler["works"]:
+    bundles = report.facts["bundles"]
+    if not compiler["works"] and not bundles:
         return {"path": None, "why": compiler["why"]}
     try:
         backend_for(0)
@@ -295,7 +323,8 @@ def _gpu_path(report: Report) -> dict[str, Any]:
     except FlashgenError as error:
         report.problems.append(f"no kernel can be chosen: {error}")
         return {"path": None, "why": str(error)}
-    return {"path": "kernel", "why": f"{here.name} is {here.arch} and NVRTC works", "example": variant.name}
+    how = "NVRTC works" if compiler["works"] else "the kernels of FLASHGEN_BUNDLE are there, and no others"
+    return {"path": "kernel", "why": f"{here.name} is {here.arch} and {how}", "example": variant.name}
 
 
 def _typical_variant(here: Device) -> Variant:
@@ -335,7 +364,8 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
     machine.append(("compiler", works if compiler.get("works") else f"none: {compiler.get('why')}"))
     machine.append(("disassembler", disassembler.get("path") or f"none: {disassembler.get('why')}"))
     pretended = f"{simulator.get('compiler')}\npretends to be {simulator.get('arch')}"
-    machine.append(("simulator", pretended if simulator.get("compiler") else f"none: {simulator.get('why')}"))
+    why = simulator.get("why", "it breaks when loaded")
+    machine.append(("simulator", f"none: {why}" if why else pretended))
     if specs:
         machine.append(("specs", "\n".join([*specs["files"], f"{specs['variants']} variants"])))
     tuned = facts["tuned"]
@@ -344,7 +374,15 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
         machine.append(("tuned", "\n".join([*tuned["files"], counts]) if tuned["files"] else "nothing"))
     if cache:
         usage = f"{cache['entries']} entries, {size(cache['bytes'])} of {size(cache['max_bytes'])}"
+        if cache["problem"] and cache["entries"]:
+            usage += (
+                f"\nread-only ({cache['problem']}): these entries are used, "
+                "other kernels are compiled anew by each process"
+            )
         machine.append(("cache", f"{cache['root']}\n{usage}"))
+    for bundle in facts["bundles"] or []:
+        counts = f"{counted(bundle['kernels'], 'kernel')}, compiled by {bundle['compiler']}"
+        machine.append(("bundle", f"{bundle['path']}\n{counts}"))
     paths = [(f"{place} arrays", _path_line(found)) for place, found in (attention or {}).items()]
     return [
         ("versions", [(name, version or "-") for name, version in versions.items()]),

@@ -17,16 +17,19 @@ from flashgen.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from flashgen.spec.variant import Variant
 
+_VIEWS = ("source", "flat", "ptx", "sass", "resources")
 # View -> the lexer that colours it.
 _LEXERS = {"source": "cuda", "flat": "cuda", "ptx": "ptx", "sass": "gas"}
 
 
 @click.command(
     "inspect",
+    short_help="One kernel: source, PTX, machine code, resources.",
     epilog="""
 \b
 Examples:
@@ -37,25 +40,20 @@ Examples:
   flashgen inspect flash_fwd_hdim128_fp16_sm80 --sass | grep -c HMMA
 
 NAME is a variant's name as `flashgen list` prints it, or the path of its generated file. Instead of NAME,
-give axes; of several variants that fit, the first in the spec's order is shown, and a remark says so.
+give axes; of several variants that fit, the first in the spec's order is shown, and a remark says so. With
+--arch only those count that dispatch prefers there.
 """,
 )
 @click.argument("name", required=False)
-@click.option("--source", "view", flag_value="source", help="The CUDA source, as rendered.")
-@click.option(
-    "--flat", "view", flag_value="flat", help="The CUDA source with flashgen's own headers in it: one file."
-)
-@click.option("--ptx", "view", flag_value="ptx", help="The PTX that NVRTC makes of it.")
-@click.option(
-    "--sass", "view", flag_value="sass", help="The machine code; needs nvdisasm, from CUDA or its wheel."
-)
-@click.option(
-    "--resources", "view", flag_value="resources", help="Registers, spills, stack and shared memory."
-)
+@click.option("--source", is_flag=True, help="The CUDA source, as rendered.")
+@click.option("--flat", is_flag=True, help="The CUDA source with flashgen's own headers in it: one file.")
+@click.option("--ptx", is_flag=True, help="The PTX that NVRTC makes of it.")
+@click.option("--sass", is_flag=True, help="The machine code; needs nvdisasm, from CUDA or its wheel.")
+@click.option("--resources", is_flag=True, help="Registers, spills, stack, shared memory, instructions.")
 @click.option(
     "--arch",
     type=Architecture(),
-    help="Architecture for the compiled views. [default: this GPU's, else the first of the spec's]",
+    help="Architecture to pick and compile for. [default: this GPU's, else the first of the spec's]",
 )
 @click.option("--head-dim", type=int, help="Pick by axis, such as 64 or 128.")
 @click.option("--head-dim-v", type=int, help="Pick by axis, where v has another: 128 beside --head-dim 192.")
@@ -69,12 +67,11 @@ give axes; of several variants that fit, the first in the spec's order is shown,
 @json_option
 def command(
     name: str | None,
-    view: str | None,
     arch: str | None,
     specs: Path | None,
     score: str | None,
     as_json: bool,
-    **axes: str | int | None,
+    **others: Any,
 ) -> None:
     """Show one kernel: what it is, its source, PTX, machine code or resources.
 
@@ -83,7 +80,11 @@ def command(
     """
     from flashgen.cli.output import note, print_code, print_json, print_pairs
 
-    (variant,) = with_score([_resolve(name, axes, specs)], specs, score)
+    views = [view for view in _VIEWS if others.pop(view)]
+    if len(views) > 1:
+        raise click.UsageError(f"one view at a time, not {' and '.join(f'--{view}' for view in views)}")
+    view = views[0] if views else None
+    (variant,) = with_score([_resolve(name, others, arch, specs)], specs, score)
     if view is None:
         if as_json:
             print_json(_described(variant))
@@ -109,9 +110,12 @@ def command(
             print_code(text, _LEXERS[view])
 
 
-def _resolve(name: str | None, axes: dict[str, str | int | None], specs: Path | None) -> Variant:
-    """The variant that NAME or the axes mean."""
+def _resolve(
+    name: str | None, axes: dict[str, str | int | None], arch: str | None, specs: Path | None
+) -> Variant:
+    """The variant that NAME or the axes mean; of several the one that dispatch prefers on ``arch``."""
     from flashgen.cli.output import note
+    from flashgen.schedule.dispatch import preferred
     from flashgen.spec.selection import find_by_axes, find_one
 
     wanted = {key: str(value) for key, value in axes.items() if value is not None}
@@ -124,9 +128,23 @@ def _resolve(name: str | None, axes: dict[str, str | int | None], specs: Path | 
     if name:
         return find_one(variants, name)
     found = find_by_axes(variants, wanted)
+    running = _running(found, arch) if arch else ()
+    if running:
+        found = preferred(running)
     if len(found) > 1:
         note(f"{len(found)} variants fit; this is the first, {found[0].name}")
     return found[0]
+
+
+def _running(variants: Sequence[Variant], arch: str) -> tuple[Variant, ...]:
+    """Those that run on ``arch``, as far as is known of its shared memory."""
+    from flashgen.arch import KNOWN_ARCHS, typical
+    from flashgen.schedule.dispatch import runs_on
+
+    device = typical(arch) if arch in KNOWN_ARCHS else None
+    return tuple(
+        variant for variant in variants if (runs_on(variant, device) if device else variant.code_for(arch))
+    )
 
 
 def _described(variant: Variant) -> dict[str, Any]:
@@ -167,7 +185,9 @@ def _source(variant: Variant, flat: bool) -> str:
 def _arch(variant: Variant, asked: str) -> str:
     """What `flashgen build` compiles the variant for where that architecture is asked for."""
     from flashgen.toolchain.build import pairs
+    from flashgen.toolchain.compile import check_known
 
+    check_known([asked])
     ((_, arch),) = pairs([variant], [asked])
     return arch
 
@@ -208,12 +228,14 @@ def _resources(variant: Variant, arch: str, as_json: bool) -> None:
     made = built.compiled
     if made is None:
         raise CompileError(built.error)
-    try:
-        instructions = None if made.is_ptx else summary(sass(made.cubin))
-    except NoDisassemblerError:
-        instructions = None
+    instructions, why = None, "not known: this is PTX"
+    if not made.is_ptx:
+        try:
+            instructions, why = summary(sass(made.cubin)), ""
+        except NoDisassemblerError as error:
+            why = f"not counted: {error}"
     if as_json:
-        print_json(built.as_dict() | {"instructions": instructions})
+        print_json(built.as_dict() | {"instructions": instructions, "no_instructions": why or None})
         return
     pairs = [("architecture", arch), ("threads", f"{variant.threads} a block")]
     if made.registers is None:
@@ -230,10 +252,9 @@ def _resources(variant: Variant, arch: str, as_json: bool) -> None:
             ("shared memory", f"{total:,} bytes a block, {made.smem_static:,} of them static"),
         ]
     pairs.append(("machine code", f"{len(made.cubin):,} bytes"))
-    if instructions:
-        lines = [
-            f"{count:>6,} {'in all' if name == 'instructions' else name}"
-            for name, count in instructions.items()
-        ]
-        pairs.append(("instructions", "\n".join(lines)))
+    lines = [
+        f"{count:>6,} {'in all' if name == 'instructions' else name}"
+        for name, count in (instructions or {}).items()
+    ]
+    pairs.append(("instructions", "\n".join(lines) or why))
     print_pairs(pairs, title=variant.name)

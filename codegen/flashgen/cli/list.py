@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 @click.command(
     "list",
+    short_help="Which kernels there are.",
     epilog="""
 \b
 Examples:
@@ -54,30 +55,30 @@ def command(selections: tuple[str, ...], specs: Path | None, score: str | None, 
 
 
 def _table(variants: tuple[Variant, ...]) -> tuple[list, list[list[str]]]:
-    """Columns and rows; the tile's columns are those of the specs."""
+    """Columns and rows. Families have tile keys of their own: all but the block's size are in one column."""
     from flashgen.cli.output import Column, kilobytes
 
-    keys = list(dict.fromkeys(key for variant in variants for key, _ in variant.tile))
-    block = [key for key in ("block_m", "block_n") if key in keys]
-    rest = [key for key in keys if key not in block]
     columns = [
         Column("variant"),
-        Column("tile"),
-        *(Column(key, number=key != "loop", optional=key not in ("warps", "loop")) for key in rest),
-        Column("threads", number=True, optional=True),
+        Column("block"),
+        Column("threads", number=True),
         Column("smem KB", number=True),
+        Column("tile", wraps=True, optional=True),
         Column("from", optional=True),
     ]
     rows = []
     for variant in variants:
         tile = dict(variant.tile)
+        block = [str(tile.pop(key)) for key in ("block_m", "block_n") if key in tile]
+        if tile.get("warps") == variant.threads // 32:
+            del tile["warps"]  # the threads say it
         rows.append(
             [
                 variant.name,
-                "x".join(str(tile[key]) for key in block if key in tile),
-                *(str(tile.get(key, "")) for key in rest),
+                "x".join(block),
                 str(variant.threads),
                 kilobytes(variant.smem_bytes),
+                " ".join(f"{key}={value}" for key, value in tile.items()),
                 variant.min_arch,
             ]
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,8 +21,8 @@ select_option = click.option(
     "selections",
     multiple=True,
     metavar="TERMS",
-    help="Only variants that satisfy every term: 'head_dim=128 dtype=fp16,bf16', 'gqa!=packed', 'target=sm80 "
-    "tile=default', or a name or glob. Several --select add up.",
+    help="Only variants that satisfy every term: 'head_dim=128 dtype=fp16,bf16', 'head_dim>=128 "
+    "gqa!=packed', 'target=sm80 tile=default', or a name or glob. Several --select add up.",
 )
 
 specs_option = click.option(
@@ -66,12 +66,32 @@ class Architecture(click.ParamType):
             from flashgen.runtime.device import available, device, why_unavailable
 
             if not available():
-                self.fail(f"there is no GPU to be native to: {why_unavailable()}", param, ctx)
+                self.fail(
+                    f"native is the GPU of this machine, which has none that works: {why_unavailable()}",
+                    param,
+                    ctx,
+                )
             return device(0).arch
         match = re.fullmatch(r"(?:sm_?|compute_)?(\d{1,2})\.?(\d)([af]?)", value)
         if match is None:
             self.fail(f"{value!r} is not an architecture; write sm_80, sm_90, ... or {NATIVE}", param, ctx)
         return f"sm_{match[1]}{match[2]}"
+
+
+class ShapeType(click.ParamType):
+    """The shape of an array: `1x4096x16x128`."""
+
+    name = "shape"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        """The extents."""
+        if isinstance(value, tuple):
+            return value
+        if not re.fullmatch(r"\d+(?:[x,]\d+)*", value):
+            self.fail(f"{value!r} is no shape; write BATCHxSEQLENxHEADSxHEAD_DIM: 1x4096x16x128", param, ctx)
+        return tuple(int(extent) for extent in re.split("[x,]", value))
 
 
 def load_variants(specs: Path | None, cache: CubinCache | None = None) -> tuple[Variant, ...]:

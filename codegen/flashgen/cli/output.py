@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
+import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +18,19 @@ if TYPE_CHECKING:
 
 _UNBOUNDED = 100_000
 _GAP = 2
+_WRAPPED = 24  # characters that a column which wraps has at least
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table; an optional one is left out where the terminal is too narrow for all."""
+    """A column of a table; an optional one is left out where the terminal is too narrow for all. The text of
+    one that wraps goes on in the next line, between words.
+    """
 
     header: str
     number: bool = False
     optional: bool = False
+    wraps: bool = False
 
 
 def console() -> Console:
@@ -48,7 +55,7 @@ def print_table(
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
     for at in shown:
         justify = "right" if columns[at].number else "left"
-        table.add_column(columns[at].header, justify=justify, no_wrap=at > 0, overflow="fold")
+        table.add_column(columns[at].header, justify=justify, no_wrap=not columns[at].wraps, overflow="fold")
     for index, row in enumerate(rows):
         table.add_row(*(Text(row[at]) for at in shown), style=styles[index] if styles else None)
     if not screen.is_terminal:
@@ -65,6 +72,9 @@ def print_table(
 def _fitting(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> tuple[list[int], int]:
     """Which columns fit, the later optional ones going first, and the gap between them."""
     widths = [max(len(column.header), *(len(row[at]) for row in rows)) for at, column in enumerate(columns)]
+    widths = [
+        min(each, _WRAPPED) if column.wraps else each for each, column in zip(widths, columns, strict=True)
+    ]
     shown = [*range(len(columns))]
 
     def needed(gap: int) -> int:
@@ -78,8 +88,6 @@ def _fitting(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: in
 
 def print_pairs(pairs: Sequence[tuple[str, str]], title: str = "") -> None:
     """Print a card of names and values; a value may have several lines."""
-    from rich.padding import Padding
-    from rich.table import Table
     from rich.text import Text
 
     screen = console()
@@ -98,12 +106,34 @@ def print_pairs(pairs: Sequence[tuple[str, str]], title: str = "") -> None:
                 )
             )
         return
-    card = Table.grid(padding=(0, _GAP, 0, 0))
-    card.add_column(style="cyan", no_wrap=True)
-    card.add_column(overflow="fold")
+    indent = " " * (2 + width + _GAP)
     for name, value in pairs:
-        card.add_row(name, Text(value))
-    screen.print(Padding(card, (0, 0, 0, 2)))
+        lines = _wrapped(value, max(20, screen.width - len(indent)))
+        screen.print(
+            Text(f"  {name:<{width}}", style="cyan"), Text(f"{'':{_GAP}}{lines[0]}"), sep="", soft_wrap=True
+        )
+        for line in lines[1:]:
+            screen.print(Text(indent + line), soft_wrap=True)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Lines of at most ``width`` characters, broken between words alone: a path stays whole, to be copied. A
+    line that is indented, such as an excerpt of source, stays as it is.
+    """
+    lines = []
+    for line in text.splitlines() or [""]:
+        if line.startswith(" "):
+            lines.append(line)
+        else:
+            lines += textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [""]
+    return lines
+
+
+def fitted(message: str) -> str:
+    """A message for standard error, in lines that fit where that is a terminal."""
+    if not sys.stderr.isatty():
+        return message
+    return "\n".join(_wrapped(message, shutil.get_terminal_size().columns))
 
 
 def print_code(text: str, lexer: str) -> None:
@@ -127,7 +157,7 @@ def print_json(value: Any) -> None:
 
 def note(message: str) -> None:
     """A remark for the person, on standard error so that it never mixes with what a pipe reads."""
-    click.echo(message, err=True)
+    click.echo(fitted(message), err=True)
 
 
 def counted(count: int, noun: str) -> str:

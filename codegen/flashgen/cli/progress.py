@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+_REMARK_AFTER = 2.0  # seconds of silence before a word on what takes so long
 _REMARK_EVERY = 30.0  # seconds between signs of life where there is no terminal
 
 
@@ -44,10 +46,30 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
         BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("left"),
+        TextColumn("so far,"),
         TimeRemainingColumn(),
+        TextColumn("left "),
         TextColumn("{task.description}"),
     )
     with Progress(*columns, console=screen, transient=True) as bar:
         task = bar.add_task("", total=total)
         yield lambda text: bar.update(task, advance=1, description=text)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Says what takes its time: as long as it does on a terminal, else once it has taken some seconds."""
+    from rich.console import Console
+
+    screen = Console(stderr=True)
+    if screen.is_terminal:
+        with screen.status(what):
+            yield
+        return
+    remark = threading.Timer(_REMARK_AFTER, lambda: click.echo(f"{what} ...", err=True))
+    remark.daemon = True
+    remark.start()
+    try:
+        yield
+    finally:
+        remark.cancel()

@@ -40,6 +40,7 @@ _KINDS = {
 
 @click.command(
     "simulate",
+    short_help="Run one kernel's CUDA on the CPU and check it.",
     epilog="""
 \b
 Examples:
@@ -143,6 +144,8 @@ def _run(
 
     import numpy as np
 
+    from flashgen.cli.output import counted
+    from flashgen.cli.progress import waiting
     from flashgen.errors import SimulationError
     from flashgen.simulator.example import make, run_steps
     from flashgen.simulator.figures import masked_tiles
@@ -155,10 +158,11 @@ def _run(
     if multiprocessors is not None:
         device = replace(device, num_sms=multiprocessors)
     begin = time.perf_counter()
-    libraries = [
-        load_in(debug, render(step), step.name) if debug else load(render(step), step.name)
-        for step in main.steps
-    ]
+    with waiting(f"compiling {main.name} for the simulator"):
+        libraries = [
+            load_in(debug, render(step), step.name) if debug else load(render(step), step.name)
+            for step in main.steps
+        ]
     compiled = time.perf_counter() - begin
     found: dict[str, Any] = {
         "variant": variant.name,
@@ -169,14 +173,15 @@ def _run(
     examples: list[Example] = []
     report: Report | None = None
     begin = time.perf_counter()
-    for seed in seeds:
-        example = make(variant, shape, seeds.start)
-        try:
-            reports = run_steps(libraries, main, example, seed=seed, device=device)
-            report = reports[main.steps.index(variant)]
-        except SimulationError as error:
-            raise click.ClickException(f"{error}\nseed {seed}") from error
-        examples.append(example)
+    with waiting(f"simulating {counted(len(seeds), 'seed')}"):
+        for seed in seeds:
+            example = make(variant, shape, seeds.start)
+            try:
+                reports = run_steps(libraries, main, example, seed=seed, device=device)
+                report = reports[main.steps.index(variant)]
+            except SimulationError as error:
+                raise click.ClickException(f"{error}\nseed {seed}") from error
+            examples.append(example)
     found["seconds"] = (time.perf_counter() - begin) / len(seeds)
     verdict = examples[0].judge()
     found["repeatable"] = all(

@@ -20,6 +20,7 @@ _DROPPED_SHOWN = 3
 
 @click.command(
     "tune",
+    short_help="Find the best tiles for this GPU.",
     epilog="""
 \b
 Examples:

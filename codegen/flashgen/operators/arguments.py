@@ -11,12 +11,20 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashgen.errors import BadTensorDtype, BadTensorShape, BadTensorStrides, NullPointer
+from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, BadTensorStrides, NullPointer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 DTYPE_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "bool": 1, "uint8": 1, "int32": 4}
+# Usual names of dtypes beside those of the specs.
+DTYPE_NAMES = {
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "float": "fp32",
+}
 # Bytes to which the address and the rows of an array of elements are aligned.
 ROW_ALIGNMENT = 16
 
@@ -125,6 +133,26 @@ class Placed:
         ]
         below, above = (step for step in steps if step < 0), (step for step in steps if step > 0)
         return sum(below), sum(above) + self.row_bytes
+
+
+def flag(name: str, value: Any) -> bool:
+    """An option that is on or off. Raises BadParam for what is no truth value: a word, an array, None."""
+    # NumPy's own bool is no int.
+    if (isinstance(value, int) or type(value).__name__ in ("bool", "bool_")) and value in (0, 1):
+        return bool(value)
+    raise BadParam(f"{name} is {value!r}; expected True or False")
+
+
+def dtype_name(name: str) -> str:
+    """A dtype as the specs call it: "fp16" for "float16" or "half". Other names stay as they are."""
+    return DTYPE_NAMES.get(name, name)
+
+
+def view_of_shape(shape: Sequence[int], dtype: str, device: int | None) -> ArrayView:
+    """The view of a contiguous array of this shape that nobody has made: of a plan without arrays."""
+    shape = tuple(shape)
+    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return ArrayView("shape", 256, shape, strides, dtype, device, None)
 
 
 def contiguous_strides(extents: Sequence[int]) -> Strides:

@@ -27,6 +27,7 @@ from flashgen.operators.arguments import (
     check_array,
     check_broadcast,
     check_strides,
+    flag,
     place,
 )
 from flashgen.operators.masks import UNBOUNDED
@@ -236,6 +237,7 @@ def normalise(
 
     Raises BadTensorShape, BadTensorDtype, BadTensorStrides, DeviceTypeNotSupported, NullPointer or BadParam.
     """
+    causal, return_lse = flag("causal", causal), flag("return_lse", return_lse)
     views = {"q": q, "k": k, "v": v}
     if out is not None:
         views["out"] = out

@@ -14,6 +14,7 @@ import operator
 import sys
 from typing import TYPE_CHECKING, Any
 
+from flashgen import installing
 from flashgen.errors import BadParam, BadTensorDtype, DeviceTypeNotSupported, NoCompilerError, NullPointer
 from flashgen.operators.arguments import ArrayView
 
@@ -149,6 +150,7 @@ class TorchKind:
         self.types = {torch.Tensor, type(None)}
         self._torch = torch
         self._is_grad_enabled = torch.is_grad_enabled
+        self._forward_ad = torch.autograd.forward_ad
         # The handle alone: a Stream object costs 2 µs.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self._get_stream = raw_stream or (lambda device: torch.cuda.current_stream(device).cuda_stream)
@@ -163,18 +165,25 @@ class TorchKind:
         }
 
     def layout(self, x: Any) -> tuple:
-        return x.shape, x.stride(), x.dtype, x.device, self._is_grad_enabled() and x.requires_grad
+        return self.read((x,))[0][0]
 
     def read(self, arrays: Iterable[Any]) -> Read:
+        """As in `NumpyKind`. Raises RuntimeError for a tensor without memory of its own; ``view`` says what
+        is wrong with it.
+
+        The last member of a layout is true for a tensor that ``view`` refuses, so no plan is found for it.
+        """
         layouts: list[tuple | None] = []
         pointers: list[int] = []
         grad = self._is_grad_enabled()
+        dual = self._forward_ad._current_level >= 0
         for x in arrays:
             if x is None:
                 layouts.append(None)
                 pointers.append(0)
             else:
-                layouts.append((x.shape, x.stride(), x.dtype, x.device, grad and x.requires_grad))
+                refused = (grad and x.requires_grad) or x.is_neg() or (dual and self._has_tangent(x))
+                layouts.append((x.shape, x.stride(), x.dtype, x.device, refused))
                 pointers.append(x.data_ptr())
         return tuple(layouts), tuple(pointers)
 
@@ -182,17 +191,46 @@ class TorchKind:
         return x.data_ptr()
 
     def view(self, x: Any) -> ArrayView:
+        self._refuse(x)
+        device = self._device(x)
+        dtype = self._dtypes.get(x.dtype, str(x.dtype))
+        return ArrayView("torch", x.data_ptr(), tuple(x.shape), x.stride(), dtype, device, x)
+
+    def _refuse(self, x: Any) -> None:
+        """Raise BadParam for a tensor whose elements do not lie in memory as its shape and strides say, or
+        whose derivatives would be lost.
+        """
         torch = self._torch
+        if x.is_nested:
+            raise BadParam(
+                "a nested tensor was given; expected a dense one, such as torch.nested.to_padded_tensor makes"
+            )
         if x.layout != torch.strided:
-            raise BadTensorDtype(f"a tensor of layout {x.layout} was given; expected a dense one")
+            raise BadParam(
+                f"a tensor of layout {x.layout} was given; expected a dense one: tensor.to_dense()"
+            )
+        if _is_wrapped(torch, x):
+            raise BadParam(
+                "a tensor inside torch.func (vmap, grad, jvp, functionalize) was given; call flashgen "
+                "outside of it. In place of vmap make the mapped dimension part of the batch"
+            )
+        if x.is_neg():
+            raise BadParam(
+                "a tensor with a pending negation was given; pass tensor.resolve_neg(), which is a copy"
+            )
         if x.requires_grad and torch.is_grad_enabled():
             raise BadParam(
                 "a tensor requires a gradient, which flashgen does not compute yet; "
                 "call it under torch.no_grad() or pass tensor.detach()"
             )
-        device = self._device(x)
-        dtype = self._dtypes.get(x.dtype, str(x.dtype))
-        return ArrayView("torch", x.data_ptr(), tuple(x.shape), x.stride(), dtype, device, x)
+        if self._forward_ad._current_level >= 0 and self._has_tangent(x):
+            raise BadParam(
+                "a tensor has a tangent of forward-mode AD, which flashgen does not compute; "
+                "pass torch.autograd.forward_ad.unpack_dual(tensor).primal"
+            )
+
+    def _has_tangent(self, x: Any) -> bool:
+        return self._forward_ad.unpack_dual(x).tangent is not None
 
     def _device(self, x: Any) -> int | None:
         if x.device.type == "cpu":
@@ -224,6 +262,13 @@ class TorchKind:
         return 0 if device is None else self._get_stream(device)
 
 
+def _is_wrapped(torch: Any, x: Any) -> bool:
+    """Whether ``x`` is what torch.func hands to a function that it transforms."""
+    functorch = getattr(torch._C, "_functorch", None)
+    asks = ("is_functorch_wrapped_tensor", "is_functionaltensor")
+    return any(ask(x) for ask in (getattr(functorch, name, None) for name in asks) if ask is not None)
+
+
 Kind = NumpyKind | CupyKind | TorchKind
 
 _KINDS: dict[str, Kind] = {}
@@ -239,6 +284,8 @@ def kind_of(x: Any) -> Kind | None:
 
 
 def _resolve(x: Any) -> Kind | None:
+    if _is_masked(x):
+        return None
     # A library that is not imported cannot have made the array, so nothing is imported here.
     for library, array, make in (
         ("numpy", "ndarray", NumpyKind),
@@ -321,12 +368,17 @@ def adopt(x: Any, name: str, stream: Any = None) -> Any:
 
     A native array is returned as it is. Raises NullPointer for None, BadTensorDtype for what is no array,
     DeviceTypeNotSupported for an array on a device that is neither a CUDA GPU nor the host, NoCompilerError
-    for an array on a GPU where CuPy is missing.
+    for an array on a GPU where CuPy is missing, BadParam for a masked array and for a tracer of JAX.
     """
     if x is None:
         raise NullPointer(f"{name} is None; expected an array")
     if kind_of(x) is not None:
         return x
+    if _is_masked(x):
+        raise BadParam(
+            f"{name} is a masked array of numpy.ma, whose mask would be ignored; pass its elements, "
+            f"{name}.data, and hide keys with the argument mask (nonzero is hidden there, too)"
+        )
     _refuse_tracer(x, name)
     bf16 = "bfloat16" in str(getattr(x, "dtype", ""))
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
@@ -434,6 +486,11 @@ def _held(array: Any, owners: tuple[Any, ...]) -> Any:
     return _cupy().ndarray(array.shape, array.dtype, cuda.MemoryPointer(memory, 0))
 
 
+def _is_masked(x: Any) -> bool:
+    ma = sys.modules.get("numpy.ma")
+    return ma is not None and isinstance(x, ma.MaskedArray)
+
+
 def _refuse_tracer(x: Any, name: str) -> None:
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(x, jax.core.Tracer):
@@ -450,8 +507,7 @@ def _cupy() -> Any:
         import cupy
     except ImportError as error:
         raise NoCompilerError(
-            f"arrays on a GPU need CuPy, which cannot be imported ({error}); "
-            'install it with: pip install "flashgen[cuda13]" (or flashgen[cuda12])'
+            f"arrays on a GPU need CuPy, which cannot be imported ({error}); {installing.compiler()}"
         ) from error
     return cupy
 

@@ -6,13 +6,12 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING
 
+from flashgen import installing
 from flashgen.arch import Device
 from flashgen.errors import DeviceTypeNotSupported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-_INSTALL = 'pip install "flashgen[cuda13]" (or "flashgen[cuda12]" for a driver older than 580)'
 
 
 @functools.cache
@@ -51,7 +50,7 @@ def why_unavailable() -> str:
     try:
         from cupy.cuda import runtime
     except ImportError as error:
-        return f"CuPy cannot be imported ({error}); {_INSTALL}"
+        return f"CuPy cannot be imported ({error}); {installing.compiler()}"
     try:
         count = runtime.getDeviceCount()
     except RuntimeError as error:

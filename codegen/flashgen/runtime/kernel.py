@@ -11,8 +11,9 @@ import dataclasses
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flashgen.errors import DeviceTypeNotSupported, InternalError
+from flashgen.errors import DeviceTypeNotSupported, InternalError, NoCompilerError
 from flashgen.runtime.device import activated
+from flashgen.toolchain import cache as caches
 from flashgen.toolchain import compile as compiler
 from flashgen.toolchain.obtain import arch_for, obtain, own_arch, recall
 
@@ -70,7 +71,13 @@ def _load(variant: Variant, device: Device) -> Kernel:
     _check_smem(variant, device, variant.smem_bytes)
     compiled, cached = recall(variant, arch), True
     if compiled is None:
-        arch = arch_for(variant, device)
+        try:
+            arch = arch_for(variant, device)
+        except NoCompilerError as error:
+            held = ", ".join(str(bundle.path) for bundle in caches.default().bundles)
+            if not held:
+                raise
+            raise NoCompilerError(f"{held} has no {variant} for {arch}, and {error}") from error
         compiled, cached = obtain(variant, arch)
     _check_smem(variant, device, variant.smem_bytes + (compiled.smem_static or 0))
     module = Module()

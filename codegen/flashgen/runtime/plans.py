@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from flashgen.errors import (
     BadParam,
     BadTensorDtype,
     BadTensorShape,
     BadTensorStrides,
+    DeviceTypeNotSupported,
     InsufficientWorkspace,
     NullPointer,
 )
-from flashgen.operators.arguments import check_array, check_memory, is_contiguous
+from flashgen.operators.arguments import (
+    DTYPE_BYTES,
+    check_array,
+    check_memory,
+    check_strides,
+    is_contiguous,
+    place,
+)
 from flashgen.runtime import arrays as libraries
 
 if TYPE_CHECKING:
-    from flashgen.operators.arguments import ArrayView
+    from flashgen.operators.arguments import Argument, ArrayView
     from flashgen.operators.operator import Problem
     from flashgen.schedule.plan import Step
     from flashgen.spec.variant import Variant
@@ -52,7 +60,7 @@ class Plan:
     ``problem`` is what it computes, ``variant`` the main kernel (None on the CPU). ``steps`` are its kernel
     launches, in order (none on the CPU): each has its ``variant``, ``launch`` and ``source``. ``source`` is
     the CUDA of the main kernel, ``workspace_bytes`` the memory that a call needs beyond inputs and outputs. A
-    plan may be called from many threads.
+    plan may be called from many threads. It cannot be pickled: each process makes its own.
     """
 
     __slots__ = (
@@ -119,6 +127,19 @@ class Plan:
     def __repr__(self) -> str:
         return f"<flashgen.Plan {self.variant.name if self.variant else 'cpu'}: {self.problem}>"
 
+    def __copy__(self) -> Plan:
+        # Nothing that decides a plan's results ever changes, so a copy would be the same.
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a flashgen.Plan cannot be pickled: its kernel is loaded in the process that made it; "
+            "make one in the other process with flashgen.plan"
+        )
+
     def __call__(self, *inputs: Any, stream: Any = None, workspace: Any = None, **named: Any) -> Any:
         """Compute arrays that have the layouts of the plan: the inputs in the order of the operator, or any
         argument by its name; see ``flashgen.attention``.
@@ -129,8 +150,8 @@ class Plan:
         ``workspace`` is an array of at least ``workspace_bytes``, contiguous, on the plan's device; without
         it memory is allocated for the call. Returns ``out``, or ``(out, lse)`` with ``return_lse``.
 
-        Raises BadParam, NullPointer, BadTensorShape, BadTensorDtype or BadTensorStrides for what does not fit
-        the plan, and InsufficientWorkspace.
+        Raises BadParam, NullPointer, BadTensorShape, BadTensorDtype, BadTensorStrides or
+        DeviceTypeNotSupported for what does not fit the plan, and InsufficientWorkspace.
         """
         arrays, scalars = self._bound(inputs, named)
         if not self._types.issuperset(map(type, arrays)):
@@ -138,7 +159,11 @@ class Plan:
                 return self._adopted(arrays, scalars, stream, workspace)
             if any(x is not None and libraries.kind_of(x) is not self.kind for x in arrays):
                 self._check(arrays)  # raises: the libraries differ
-        layouts, pointers = self._read(arrays)
+        try:
+            layouts, pointers = self._read(arrays)
+        except RuntimeError:
+            self._check(arrays)  # raises what is wrong, by the argument's name
+            raise
         if layouts != self._known:
             self._check(arrays)
             self._known = layouts
@@ -264,9 +289,10 @@ class Plan:
             if planned is None:
                 without = "return_lse=True" if argument.is_output else "one"
                 raise BadParam(f"{name} was given to a plan made without {without}")
-            if examples[position] is not None:
-                if kind.layout(array) != examples[position]:
-                    _explain(argument.name, view, problem, position)
+            example = examples[position]
+            if example is not None:
+                if kind.layout(array) != example:
+                    _check_like(argument, view, problem, tuple(example[0]))
             else:
                 self._check_new(view, position, sizes)
 
@@ -275,7 +301,10 @@ class Plan:
         problem = self.problem
         argument = problem.operator.arguments[position]
         if view.device != problem.device:
-            raise BadTensorDtype(f"{argument.name} is not on the device of the plan")
+            raise DeviceTypeNotSupported(
+                f"{argument.name} is {_place(view.device)}; "
+                f"the plan was made for arrays {_place(problem.device)}"
+            )
         check_array(argument, view, sizes, problem.dtype)
         if not is_contiguous(view):
             raise BadTensorStrides(
@@ -284,24 +313,37 @@ class Plan:
             )
 
 
-def _explain(name: str, view: ArrayView, problem: Problem, position: int) -> None:
-    """Raise what is different about an array whose layout is not that of the plan."""
-    placed = problem.placed()[position]
-    shape = problem.shape(position)
-    if view.dtype != placed.dtype and view.dtype not in placed.argument.dtypes:
+def _check_like(argument: Argument, view: ArrayView, problem: Problem, shape: tuple[int, ...]) -> None:
+    """Raise what is different about an array that does not lie as the plan's, which has this shape.
+
+    A stride along a dimension of one element is never used, so it may differ.
+    """
+    name, placed = argument.name, problem.placed()[problem.operator.position(argument.name)]
+    if view.dtype != placed.dtype and view.dtype not in argument.dtypes:
         raise BadTensorDtype(f"{name} has dtype {view.dtype}; the plan was made for {placed.dtype}")
-    if placed.argument.layout != "broadcast" and view.shape != shape:
-        symbols = placed.argument.symbols[len(placed.extents) - len(shape) :]
-        if len(view.shape) == len(shape):
+    if view.device != problem.device:
+        raise DeviceTypeNotSupported(
+            f"{name} is {_place(view.device)}; the plan was made for arrays {_place(problem.device)}"
+        )
+    if view.shape != shape:
+        symbols = argument.symbols[len(argument.symbols) - len(shape) :]
+        if argument.layout != "broadcast" and len(view.shape) == len(shape):
             for symbol, found, expected in zip(symbols, view.shape, shape, strict=True):
                 if found != expected:
                     raise BadTensorShape(f"{name} has {symbol} {found}; the plan was made for {expected}")
         raise BadTensorShape(f"{name} has shape {view.shape}; the plan was made for {shape}")
-    raise BadTensorShape(
-        f"{name} has shape {view.shape}, strides {view.strides} (in elements) and lies on device "
-        f"{view.device}; the plan was made for another layout: shape {shape}, strides {placed.strides} and "
-        f"device {problem.device}"
-    )
+    check_strides(argument, view, DTYPE_BYTES[view.dtype])
+    strides = place(argument, view, problem.sizes, problem.dtype).strides
+    if strides != placed.strides:
+        ahead = len(strides) + 1 - len(shape)
+        raise BadTensorStrides(
+            f"{name} has strides {(*strides[ahead:], 1)} (in elements); the plan was made for "
+            f"{(*placed.strides[ahead:], 1)}"
+        )
+
+
+def _place(device: int | None) -> str:
+    return "in host memory" if device is None else f"on GPU {device}"
 
 
 def _no_work(arrays: Arrays, stream: int) -> None:

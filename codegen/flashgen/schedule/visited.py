@@ -32,19 +32,24 @@ def visited_keys(problem: AttentionProblem, variant: Variant) -> tuple[float, in
         return everything, everything
     count = min(blocks, _SAMPLES)
     ahead = rows_ahead(problem, variant)
-    # A part of which no row is there visits what the one before it does, unless the mask has windows.
-    idles = variant.grid.from_last_row > 0 or band.left < UNBOUNDED
     total, most = 0, 0
     for sample in range(count):
         first_row = (2 * sample + 1) * blocks // (2 * count) * block_m - ahead
         keys = 0
         for row in range(first_row, first_row + block_m, part):
-            if idles or row < rows(problem, variant):
+            if idles(problem, variant) or row < rows(problem, variant):
                 keys = _keys_of(problem, variant, row, part)
             total += keys * part
         skipped = max(0, -first_row)
         most = max(most, _keys_of(problem, variant, first_row + skipped, block_m - skipped))
     return total / (count * block_m), most
+
+
+def idles(problem: AttentionProblem, variant: Variant) -> bool:
+    """Whether a part of a tile that has no row visits nothing; otherwise it visits what the part before it
+    does.
+    """
+    return variant.grid.from_last_row > 0 or problem.window_left < UNBOUNDED
 
 
 def _keys_of(problem: AttentionProblem, variant: Variant, first_row: int, count: int) -> int:

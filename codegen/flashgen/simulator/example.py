@@ -92,7 +92,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> Example:
     """Normal random inputs for ``variant``; outputs, and what lies between rows, are NaN.
 
     Raises BadParam for sizes that are not the variant's: heads that it cannot group, a head dim that it does
-    not hold; and what the contract raises.
+    not hold, a window where its mask type has none; and what the contract raises.
     """
     rng = np.random.default_rng(seed)
     head_dim = variant.head_dim if shape.head_dim is None else shape.head_dim
@@ -101,6 +101,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> Example:
     for name, (width, most) in held.items():
         if width > most:
             raise BadParam(f"{name} is {width}, and {variant.name} holds at most {most}")
+    _check_window(variant, shape.window)
     kv_heads = _kv_heads(variant, shape)
     q_shape = (shape.batch, shape.seqlen_q, shape.heads, head_dim)
     k_shape = (shape.batch, shape.seqlen_kv, kv_heads, head_dim)
@@ -192,6 +193,18 @@ def _kv_heads(variant: Variant, shape: Shape) -> int:
             raise BadParam(f"{variant.name} has one query head to a kv head, not {shape.heads} to {kv_heads}")
         return kv_heads
     return 1 if shape.kv_heads is None else shape.kv_heads
+
+
+def _check_window(variant: Variant, window: Window | None) -> None:
+    if window is None:
+        return
+    if variant.mask_type != "local":
+        raise BadParam(
+            f"window is {window}, and {variant.name} has mask type {variant.mask_type}; "
+            "a window needs a variant of mask type local"
+        )
+    if min(window) < -1:
+        raise BadParam(f"window is {window}; each side must be -1 (no bound), 0 or more")
 
 
 def _masked(problem: AttentionProblem, variant: Variant, shape: Shape) -> AttentionProblem:

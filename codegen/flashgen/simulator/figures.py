@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flashgen.operators.masks import visible_keys
-from flashgen.schedule.grid import ROWS, heads, rows, tiles
+from flashgen.schedule.grid import ROWS, heads, row_blocks, rows, rows_ahead
+from flashgen.schedule.visited import idles
 
 if TYPE_CHECKING:
     from flashgen.operators.attention import AttentionProblem
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class MaskedTiles:
     """Tiles of the rows that a warp, or a warpgroup, has in one place and a block of keys: all, those of
-    which every key is hidden, and those that were multiplied. Rows past the last one count as the last one.
+    which every key is hidden, and those that were multiplied. A row past the last one sees what that sees,
+    but nothing under a dense mask and in parts of a tile that idle.
     """
 
     total: int
@@ -37,15 +39,20 @@ def masked_tiles(
 ) -> MaskedTiles:
     """What ``report`` says about the tiles of a forward kernel."""
     visits, block_m = variant.visits, variant.grid.tile(ROWS)
-    block_n, part_rows = visits.keys, visits.mma_rows
-    key_blocks = -(-problem.seqlen_kv // block_n)
-    total = tiles(problem, variant) * (block_m // part_rows) * key_blocks
+    key_blocks = -(-problem.seqlen_kv // visits.keys)
     seen = _seen(problem, variant, mask)
-    row_count, keys = -(-seen.shape[1] // block_m) * block_m, key_blocks * block_n
-    padded = np.zeros((seen.shape[0], row_count, keys), bool)
-    padded[:, : seen.shape[1], : seen.shape[2]] = seen
-    padded[:, seen.shape[1] :] = padded[:, seen.shape[1] - 1, None]
-    by_tile = padded.reshape(seen.shape[0], row_count // part_rows, part_rows, key_blocks, block_n)
+    # The row of each place in the tiles of a head: the first tile may begin ahead of row 0.
+    places = np.arange(row_blocks(problem, variant) * block_m) - rows_ahead(problem, variant)
+    padded = np.zeros((seen.shape[0], len(places), key_blocks * visits.keys), bool)
+    padded[:, :, : seen.shape[2]] = seen[:, places.clip(0, seen.shape[1] - 1)]
+    there = ((places >= 0) & (places < seen.shape[1])).reshape(-1, visits.rows).any(axis=1)
+    if idles(problem, variant):
+        padded[:, ~there.repeat(visits.rows)] = False
+    if mask is not None:
+        padded[:, places >= seen.shape[1]] = False
+    parts = len(places) // visits.mma_rows
+    by_tile = padded.reshape(seen.shape[0], parts, visits.mma_rows, key_blocks, visits.keys)
+    total = seen.shape[0] * parts * key_blocks
     visible = int(by_tile.any(axis=(2, 4)).sum())
     return MaskedTiles(total, total - visible, report.mma / visits.mma)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -35,6 +36,13 @@ class HostCompiler:
     def __str__(self) -> str:
         return f"{shlex.join(self.command)}: {self.version}"
 
+    @property
+    def is_old(self) -> bool:
+        """Whether it is older than the simulator needs; False where its version is not understood."""
+        number = re.search(r"\b(\d+)\.\d+", self.version)
+        least = 16 if "clang" in self.version else 12
+        return number is not None and int(number[1]) < least
+
 
 def find() -> HostCompiler:
     """The compiler that CXX names, else the first of ``CANDIDATES`` that there is.
@@ -64,9 +72,8 @@ def build(
         raise CompileError(f"{name}: {shlex.join(compiler.command)} did not finish: {error}") from error
     if done.returncode != 0:
         shown = "\n".join(done.stderr.strip().splitlines()[:_LOG_LINES])
-        raise CompileError(
-            f"{name} does not compile for the simulator with {compiler}; it needs {_NEEDED}\n{shown}"
-        )
+        needed = f"; it needs {_NEEDED}" if compiler.is_old else ""
+        raise CompileError(f"{name} does not compile for the simulator with {compiler}{needed}\n{shown}")
 
 
 @functools.lru_cache(maxsize=8)

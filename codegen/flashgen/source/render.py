@@ -62,7 +62,8 @@ def render(variant: Variant, template_dirs: Sequence[str | os.PathLike[str]] | N
     except jinja2.TemplateSyntaxError as error:
         raise InternalError(f"{error.filename or error.name}:{error.lineno}: {error.message}") from error
     except jinja2.TemplateNotFound as error:
-        raise _missing(error.name, variant, folders) from error
+        at = "" if error.name == variant.template else _template_line(error, folders)
+        raise _missing(error.name, variant, folders, at) from error
     except Exception as error:
         raise InternalError(
             f"{_template_line(error, folders)}: {error} (rendering {variant.name})"
@@ -111,15 +112,7 @@ def headers(source: str, include_dirs: Sequence[str | os.PathLike[str]] | None =
     ``include_dirs`` are the folders that hold ``flashgen/``; the shipped one by default. Raises InternalError
     for a header that is in none of them.
     """
-    folders = _include_dirs(include_dirs)
-    found: dict[str, str] = {}
-    waiting = _INCLUDE.findall(source)
-    while waiting:
-        name = waiting.pop(0)
-        if name not in found:
-            found[name] = _locate(name, folders).read_text(encoding="utf-8")
-            waiting += _INCLUDE.findall(found[name])
-    return found
+    return _headers(_included(source, "the rendered source"), _include_dirs(include_dirs))
 
 
 def include_dirs(variant: Variant) -> tuple[str, ...]:
@@ -220,24 +213,50 @@ def _environment(folders: tuple[str, ...]) -> jinja2.Environment:
 def _closure(variant: Variant, folders: tuple[str, ...]) -> dict[str, str]:
     """Templates and headers that rendering and compiling the variant may read, by name."""
     found: dict[str, str] = {}
-    waiting = [variant.template]
+    included: list[tuple[str, str]] = []
+    waiting = [(variant.template, "")]
     while waiting:
-        name = waiting.pop(0)
+        name, at = waiting.pop(0)
         if name in found:
             continue
         path = _find(name, folders)
         if path is None:
-            raise _missing(name, variant, folders)
+            raise _missing(name, variant, folders, at)
         found[name] = text = path.read_text(encoding="utf-8")
         for match in _REFERENCE.finditer(text):
+            here = _place(text, match, str(path))
             if match[1] is None:
-                line = text.count("\n", 0, match.start()) + 1
                 raise InternalError(
-                    f"{path}:{line}: an included template is named by a plain string, nothing computed"
+                    f"{here}: an included template is named by a plain string, nothing computed"
                 )
-            waiting.append(match[1][1:-1])
-    included = "".join([*(text + "\n" for text in found.values()), f'#include "{variant.header}"\n'])
-    return found | headers(included, include_dirs(variant))
+            waiting.append((match[1][1:-1], here))
+        included += _included(text, str(path))
+    included.append((variant.header, f"{variant.spec}.yaml"))
+    return found | _headers(included, include_dirs(variant))
+
+
+def _headers(included: list[tuple[str, str]], folders: Sequence[str]) -> dict[str, str]:
+    """The texts of headers that are included, and of those that they include; each with where it is."""
+    found: dict[str, str] = {}
+    waiting = [*included]
+    while waiting:
+        name, at = waiting.pop(0)
+        if name not in found:
+            path = _locate(name, folders, at)
+            found[name] = path.read_text(encoding="utf-8")
+            waiting += _included(found[name], str(path))
+    return found
+
+
+def _included(text: str, file: str) -> list[tuple[str, str]]:
+    """The headers that ``text`` includes, each with the file and line."""
+    return [(match[1], _place(text, match, file)) for match in _INCLUDE.finditer(text)]
+
+
+def _place(text: str, match: re.Match[str], file: str) -> str:
+    # A match may begin with the blank lines before it.
+    start = match.start() + len(match[0]) - len(match[0].lstrip())
+    return f"{file}:{text.count(chr(10), 0, start) + 1}"
 
 
 def _folders(variant: Variant, template_dirs: Sequence[str | os.PathLike[str]] | None) -> tuple[str, ...]:
@@ -253,17 +272,21 @@ def _find(name: str, folders: Sequence[str]) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def _locate(name: str, folders: Sequence[str]) -> Path:
+def _locate(name: str, folders: Sequence[str], at: str) -> Path:
     path = _find(name, folders)
     if path is None:
         raise InternalError(
-            f'#include "{name}": no such header; searched {", ".join(folders) or "no folder"}'
+            f'{at}: #include "{name}": no such header; searched {", ".join(folders) or "no folder"}'
         )
     return path
 
 
-def _missing(name: str, variant: Variant, folders: Sequence[str]) -> SpecError:
-    return SpecError(f"{variant.spec}: template: {name} is in none of {', '.join(folders)}")
+def _missing(name: str, variant: Variant, folders: Sequence[str], at: str) -> SpecError:
+    """``at`` is the file and line that ask for the template, "" where the spec itself does."""
+    searched = ", ".join(folders)
+    if at:
+        return SpecError(f"{at}: template {name} is in none of {searched}")
+    return SpecError(f"{variant.spec}: template: {name} is in none of {searched}")
 
 
 def _template_line(error: BaseException, folders: Sequence[str]) -> str:

@@ -5,8 +5,10 @@ A selection is a line of terms, and a variant must satisfy all of them:
     head_dim=128 dtype=fp16,bf16 gqa!=packed
     flash_fwd_hdim64_* tile=default
 
-`key=a,b` keeps the variants whose key is one of the values, `key!=a,b` those whose key is none of them, and a
-term without `=` is a name or a glob over names. Keys are the axes, the columns of the tile table, `family`,
+`key=a,b` keeps the variants whose key is one of the values, `key!=a,b` those whose key is none of them.
+`key>=a`, `key>a`, `key<=a` and `key<a` compare numbers. Blanks around these signs and commas do not count. A
+term without a sign is a name or a glob over names. Dtypes may have their usual names: `float16` or `half` is
+fp16. Keys are the axes, the columns of the tile table, `family`,
 `spec`, `target`, `tile` (its name, or `default`) and `committed` (true or false). Of several selections,
 any one is enough.
 """
@@ -14,10 +16,13 @@ any one is enough.
 from __future__ import annotations
 
 import difflib
+import operator
+import re
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NoReturn
 
 from flashgen.errors import BadParam
+from flashgen.operators.arguments import dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +30,9 @@ if TYPE_CHECKING:
     from flashgen.spec.variant import Variant
 
 DEFAULT_TILE = "default"
+_ORDERS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+_SIGN = r"(?:[!=<>]=|[=<>])"
+_NAMES_SHOWN = 5
 
 
 class SelectionError(BadParam):
@@ -55,7 +63,7 @@ def select(variants: Iterable[Variant], selections: Sequence[str]) -> tuple[Vari
     keys = [keys_of(variant) for variant in variants]
     chosen: set[int] = set()
     for selection in selections:
-        terms = selection.split()
+        terms = re.sub(rf"\s*({_SIGN}|,)\s*", r"\1", selection).split()
         if not terms:
             raise SelectionError("empty selection; write terms such as 'head_dim=128 dtype=fp16,bf16'")
         matching = set(range(len(variants)))
@@ -70,7 +78,8 @@ def select(variants: Iterable[Variant], selections: Sequence[str]) -> tuple[Vari
 
 
 def find_one(variants: Sequence[Variant], name: str) -> Variant:
-    """The variant of that name; a path to its generated file will do as well.
+    """The variant of that name; a path to its generated file will do as well, and so does a glob that only
+    one name matches.
 
     Raises SelectionError that suggests the closest names.
     """
@@ -78,6 +87,16 @@ def find_one(variants: Sequence[Variant], name: str) -> Variant:
     for variant in variants:
         if variant.name == stem:
             return variant
+    found = [variant for variant in variants if fnmatchcase(variant.name, stem)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        shown = [variant.name for variant in found[:_NAMES_SHOWN]]
+        more = ["..."] if len(found) > len(shown) else []
+        message = f"{len(found)} variants match {stem!r}, and one is wanted; such as"
+        raise SelectionError(
+            "\n  ".join([message, *shown, *more]) + f"\n`flashgen list --select '{stem}'` prints them all"
+        )
     raise SelectionError(_no_such_name(stem, variants))
 
 
@@ -95,33 +114,67 @@ def _matches(
     term: str, selection: str, variants: Sequence[Variant], keys: Sequence[Mapping[str, str]]
 ) -> set[int]:
     """Indices of the variants that satisfy one term."""
-    if "=" not in term:
+    if not re.search(_SIGN, term):
         found = {index for index, variant in enumerate(variants) if fnmatchcase(variant.name, term)}
         if not found:
             raise SelectionError(_no_such_name(term, variants))
         return found
-    negated = "!=" in term
-    key, _, text = term.partition("!=" if negated else "=")
-    values = text.split(",")
+    parsed = re.fullmatch(rf"(\w+)({_SIGN})([^!=<>]*)", term)
+    if parsed is None:
+        raise SelectionError(
+            f"{term!r} is no term (selection {selection!r}); "
+            "write key=value, key=a,b, key!=value or key>=number"
+        )
+    key, sign, text = parsed.groups()
     known = sorted({name for each in keys for name in each})
     if key not in known:
         _unknown(f"unknown key {key!r} in selection {selection!r}", key, known, "keys")
     allowed = sorted({each[key] for each in keys if key in each}, key=_natural)
+    if sign in _ORDERS:
+        return _ordered(key, sign, text, allowed, keys)
+    values = text.split(",")
+    if key == "dtype":
+        values = [dtype_name(value) for value in values]
     for value in values:
         if value not in allowed:
             _unknown(
                 f"no variant has {key}={value} (selection {selection!r})", value, allowed, f"values of {key}"
             )
+    negated = sign == "!="
     return {index for index, each in enumerate(keys) if key in each and (each[key] in values) != negated}
+
+
+def _ordered(
+    key: str, sign: str, text: str, allowed: Sequence[str], keys: Sequence[Mapping[str, str]]
+) -> set[int]:
+    """Indices of the variants whose key is a number that compares so with ``text``."""
+    if not all(_is_number(value) for value in [text, *allowed]):
+        raise SelectionError(
+            f"{key}{sign}{text} compares numbers; write {key}=a,b instead\n"
+            f"values of {key}: {', '.join(allowed)}"
+        )
+    compare, bound = _ORDERS[sign], int(text)
+    found = {index for index, each in enumerate(keys) if key in each and compare(int(each[key]), bound)}
+    if not found:
+        raise SelectionError(f"no variant has {key}{sign}{text}\nvalues of {key}: {', '.join(allowed)}")
+    return found
+
+
+def _is_number(text: str) -> bool:
+    return text.removeprefix("-").isdecimal()
 
 
 def _natural(text: str) -> tuple[int, int, str]:
     """Sort numbers by size and before words."""
-    return (0, int(text), text) if text.lstrip("-").isdigit() else (1, 0, text)
+    return (0, int(text), text) if _is_number(text) else (1, 0, text)
 
 
 def _unknown(problem: str, given: str, allowed: Sequence[str], what: str) -> NoReturn:
-    close = difflib.get_close_matches(given, allowed, n=1)
+    numbers = [value for value in allowed if _is_number(value)]
+    if numbers and _is_number(given):
+        close = [min(numbers, key=lambda value: (abs(int(value) - int(given)), -int(value)))]
+    else:
+        close = difflib.get_close_matches(given, allowed, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise SelectionError(f"{problem}{hint}\n{what}: {', '.join(allowed)}")
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class Built:
     """One variant compiled for one architecture, or the error that came instead.
 
-    `seconds` is the time it took here: to compile, or to read it from the cache when `cached`.
+    `seconds` is the time it took here: to compile, or to read it from the cache when `cached`. `kept` is
+    whether the disk cache has it now.
     """
 
     variant: Variant
@@ -32,6 +33,7 @@ class Built:
     cached: bool = False
     compiled: Compiled | None = None
     error: str = ""
+    kept: bool = False
 
     @property
     def spilled(self) -> int:
@@ -63,6 +65,7 @@ class Built:
             "threads": self.variant.threads,
             "seconds": round(self.seconds, 4),
             "cached": self.cached,
+            "kept": self.kept,
             "failure": self.failure or None,
         }
 
@@ -116,7 +119,8 @@ def build(
 
 
 def _build_one(pair: tuple[Variant, str]) -> Built:
-    from flashgen.toolchain.obtain import obtain
+    from flashgen.toolchain import cache as caches
+    from flashgen.toolchain.obtain import cache_key, obtain
 
     variant, arch = pair
     start = time.perf_counter()
@@ -124,4 +128,6 @@ def _build_one(pair: tuple[Variant, str]) -> Built:
         compiled, cached = obtain(variant, arch)
     except InternalError as error:
         return Built(variant, arch, time.perf_counter() - start, error=str(error))
-    return Built(variant, arch, time.perf_counter() - start, cached, compiled)
+    seconds = time.perf_counter() - start
+    kept = caches.default().keeps(cache_key(variant, arch))
+    return Built(variant, arch, seconds, cached, compiled, kept=kept)

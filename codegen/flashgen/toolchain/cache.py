@@ -14,6 +14,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import re
 import threading
 import time
 import warnings
@@ -21,12 +22,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen import paths
-from flashgen.errors import CacheWarning
+from flashgen.errors import BadParam, CacheWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from flashgen.toolchain.bundle import Bundle
+
 MAX_BYTES = 1 << 30
+SIZE_VARIABLE = "FLASHGEN_CACHE_SIZE"
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 _MAGIC = b"flashgen-cache-1\n"
 _DIGEST_END = len(_MAGIC) + 32
@@ -55,31 +60,63 @@ class CacheReport(NamedTuple):
     damaged: tuple[Path, ...]
 
 
+class CacheCleared(NamedTuple):
+    """What `CubinCache.clear` did: entries removed, entries that could not be, and why ("" if all were)."""
+
+    removed: int
+    left: int
+    problem: str
+
+
 def key_for(source_digest: str, arch: str, options: Sequence[str], compiler_version: str) -> str:
     """The key of a compiled kernel: 64 hexadecimal digits over everything that decides its bytes."""
     return hashlib.sha256(repr((source_digest, arch, tuple(options), compiler_version)).encode()).hexdigest()
 
 
 def default() -> CubinCache:
-    """The cache of this process in the folder that `paths.cache_dir` names now."""
-    return _at(paths.cache_dir())
+    """The cache of this process in the folder that `paths.cache_dir` names now, over the bundles of
+    FLASHGEN_BUNDLE.
+    """
+    return _at(paths.cache_dir(), bound(), os.environ.get("FLASHGEN_BUNDLE", ""))
 
 
 @functools.cache
-def _at(root: Path) -> CubinCache:
-    return CubinCache(root)
+def _at(root: Path, size: int, bundles: str) -> CubinCache:
+    if not bundles:
+        return CubinCache(root, size)
+    from flashgen.toolchain.bundle import active
+
+    return CubinCache(root, size, active(bundles))
+
+
+def bound() -> int:
+    """The bound of the cache: FLASHGEN_CACHE_SIZE, such as 500MB or 4G, in units of 1,024; else 1 GB.
+
+    Raises BadParam where the variable is no size.
+    """
+    text = os.environ.get(SIZE_VARIABLE, "")
+    if not text:
+        return MAX_BYTES
+    parsed = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)B?", text.strip().upper())
+    if parsed is None or not float(parsed[1]):
+        raise BadParam(f"{SIZE_VARIABLE} is {text!r}; expected a size such as 500MB or 4GB")
+    return int(float(parsed[1]) * _UNITS[parsed[2]])
 
 
 class CubinCache:
     """Byte strings by 64-digit hexadecimal key, shared by all processes and threads that use one folder.
 
     ``root`` is by default `paths.cache_dir`; it is created when something is stored. The least recently read
-    entries go when the entries exceed ``max_bytes``; each writing process may be a 64th late to notice.
+    entries go when the entries exceed ``max_bytes``, by default `bound`; each writing process may
+    be a 64th late to notice. What the folder lacks is looked for in ``bundles``.
     """
 
-    def __init__(self, root: Path | None = None, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self, root: Path | None = None, max_bytes: int | None = None, bundles: Sequence[Bundle] = ()
+    ) -> None:
         self.root = Path(root) if root is not None else paths.cache_dir()
-        self.max_bytes = max_bytes
+        self.max_bytes = bound() if max_bytes is None else max_bytes
+        self.bundles = tuple(bundles)
         self._memory: dict[str, bytes] = {}
         self._warned: set[str] = set()
         self._room = 0  # bytes to write before the folder's size is looked at again
@@ -90,6 +127,13 @@ class CubinCache:
         """The payload under ``key``, or None. A damaged entry is removed, with a warning, and is none."""
         if key in self._memory:
             return self._memory[key]
+        payload = self._on_disk(key)
+        for bundle in self.bundles:
+            if payload is None:
+                payload = bundle.get(key)
+        return payload
+
+    def _on_disk(self, key: str) -> bytes | None:
         path = self._path(key)
         try:
             data = path.read_bytes()
@@ -98,7 +142,7 @@ class CubinCache:
         except OSError as error:
             self._warn_once("read", f"cannot read the kernel cache in {self.root} ({_reason(error)})")
             return None
-        payload = _unpack(data, key)
+        payload = unpack(data, key)
         if payload is None:
             _remove(path)
             warnings.warn(f"{path} is damaged; it will be built again", CacheWarning, stacklevel=2)
@@ -113,7 +157,7 @@ class CubinCache:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary.parent.mkdir(exist_ok=True)
-            temporary.write_bytes(_pack(key, payload))
+            temporary.write_bytes(pack(key, payload))
             temporary.replace(path)
         except OSError as error:
             _remove(temporary)
@@ -124,6 +168,10 @@ class CubinCache:
             self._room -= len(payload)
             if self._room < 0:
                 self._tidy(path)
+
+    def keeps(self, key: str) -> bool:
+        """Whether later processes will find ``key``: it is on disk or in a bundle."""
+        return self._path(key).is_file() or any(bundle.get(key) for bundle in self.bundles)
 
     def get_or_build(self, key: str, build: Callable[[], bytes]) -> bytes:
         """The payload under ``key``, else what ``build`` returns, which is stored.
@@ -153,7 +201,7 @@ class CubinCache:
         for name, _, _ in self._entries():
             path = Path(name)
             try:
-                sound = _unpack(path.read_bytes(), path.name) is not None
+                sound = unpack(path.read_bytes(), path.name) is not None
             except FileNotFoundError:
                 continue
             except OSError:
@@ -165,13 +213,36 @@ class CubinCache:
                 _remove(path)
         return CacheReport(intact, tuple(damaged))
 
-    def clear(self) -> int:
-        """Remove all; returns how many entries there were. Kernels that are loaded stay usable."""
-        self._memory.clear()
-        removed = sum(_remove(Path(name)) for name, _, _ in self._entries())
-        for name, _, _ in (*_files(self.root / "tmp"), *_files(self.root / "locks")):
-            _remove(Path(name))
-        return removed
+    def clear(self, wanted: Callable[[bytes], bool] | None = None, unused_for: float = 0.0) -> CacheCleared:
+        """Remove the entries of whose payload ``wanted`` is true, and that nobody read for so many seconds,
+        which are known to an hour; by default all. Kernels that are loaded stay usable.
+        """
+        removed, left, problem = 0, 0, ""
+        everything = wanted is None and not unused_for
+        for name, _, used in self._entries():
+            if unused_for and time.time() - used < unused_for:
+                continue
+            if wanted is not None and not self._is_wanted(Path(name), wanted):
+                continue
+            try:
+                Path(name).unlink()
+                removed += 1
+            except FileNotFoundError:  # another process was faster
+                continue
+            except OSError as error:
+                left, problem = left + 1, _reason(error)
+        if everything:
+            self._memory.clear()
+            for name, _, _ in (*_files(self.root / "tmp"), *_files(self.root / "locks")):
+                _remove(Path(name))
+        return CacheCleared(removed, left, problem)
+
+    def _is_wanted(self, path: Path, wanted: Callable[[bytes], bool]) -> bool:
+        try:
+            payload = unpack(path.read_bytes(), path.name)
+        except OSError:
+            return False
+        return payload is not None and wanted(payload)
 
     def _path(self, key: str) -> Path:
         return self.root / "entries" / key[:2] / key
@@ -237,12 +308,13 @@ def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def _pack(key: str, payload: bytes) -> bytes:
+def pack(key: str, payload: bytes) -> bytes:
+    """The bytes of an entry."""
     body = bytes.fromhex(key) + payload
     return _MAGIC + hashlib.sha256(body).digest() + body
 
 
-def _unpack(data: bytes, key: str) -> bytes | None:
+def unpack(data: bytes, key: str) -> bytes | None:
     """The payload, or None if ``data`` is not an intact entry of ``key``."""
     view = memoryview(data)
     if data[: len(_MAGIC)] != _MAGIC or data[_DIGEST_END:_KEY_END].hex() != key:

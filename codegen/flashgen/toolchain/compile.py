@@ -21,8 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from flashgen import paths
-from flashgen.errors import CompileError, NoCompilerError
+from flashgen import installing, paths
+from flashgen.arch import arch_parts
+from flashgen.errors import BadParam, CompileError, NoCompilerError
 from flashgen.toolchain.processors import processors
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ BASE_OPTIONS: tuple[str, ...] = ("-std=c++17", "-default-device", "--ptxas-optio
 # run, and the log says neither registers nor spills. flashgen has a cache of its own.
 _NO_DRIVER_CACHE, _DRIVER_CACHE_SINCE = "-no-cache", (12, 9)
 
-_INSTALL = 'pip install "flashgen[cuda13]" (or "flashgen[cuda12]" for a driver older than 580)'
 _MAX_ERRORS_SHOWN = 8
 
 Item = TypeVar("Item")
@@ -172,12 +172,12 @@ def nvrtc() -> Any:
     try:
         from cupy.cuda import nvrtc as binding
     except ImportError as error:
-        raise NoCompilerError(f"CuPy cannot be imported ({error}); {_INSTALL}") from error
+        raise NoCompilerError(f"CuPy cannot be imported ({error}); {installing.compiler()}") from error
     try:
         binding.getVersion()
     except (RuntimeError, OSError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise NoCompilerError(f"NVRTC cannot be loaded ({reason}); {_INSTALL}") from error
+        raise NoCompilerError(f"NVRTC cannot be loaded ({reason}); {installing.compiler()}") from error
     return binding
 
 
@@ -221,6 +221,15 @@ def _wheel_version(major: int, prefix: str) -> str | None:
 def supported_archs() -> tuple[int, ...]:
     """Architectures that this NVRTC can compile for, ascending, as numbers: 90 is sm_90."""
     return tuple(sorted(nvrtc().getSupportedArchs()))
+
+
+def check_known(archs: Iterable[str]) -> None:
+    """Raise BadParam for an architecture that this NVRTC cannot compile for."""
+    known = supported_archs()
+    for arch in archs:
+        if arch_parts(arch)[0] not in known:
+            names = " ".join(f"sm_{number}" for number in known)
+            raise BadParam(f"{compiler_version()} does not know {arch}; it compiles for {names}")
 
 
 def shipped_headers() -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from flashgen import logs
 from flashgen.arch import arch_parts, range_of
 from flashgen.errors import DeviceTypeNotSupported
 from flashgen.source import render
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from flashgen.spec.variant import Variant
     from flashgen.toolchain.cache import CubinCache
 
+_log = logs.logger("toolchain")
+
 
 def obtain(variant: Variant, arch: str, cache: CubinCache | None = None) -> tuple[Compiled, bool]:
     """The machine code of ``variant`` for ``arch``, and whether the disk cache had it. Needs no GPU.
@@ -26,27 +29,42 @@ def obtain(variant: Variant, arch: str, cache: CubinCache | None = None) -> tupl
     Raises CompileError, NoCompilerError, and InternalError or SpecError where the template does not render.
     """
     made: list[Compiled] = []
+    cache = cache or caches.default()
 
     def build() -> bytes:
         source = render.render(variant)
         headers = render.headers(source, render.include_dirs(variant))
         made.append(compiler.compile_cubin(source, variant.name, arch, variant.options, headers))
+        _log.info(
+            "compiled %s for %s in %.2f s; it was not in %s",
+            variant.name,
+            arch,
+            made[0].seconds,
+            cache.root,
+        )
         return made[0].to_bytes()
 
-    payload = (cache or caches.default()).get_or_build(cache_key(variant, arch), build)
+    payload = cache.get_or_build(cache_key(variant, arch), build)
+    if not made:
+        _log.debug("%s for %s came from %s", variant.name, arch, cache.root)
     return (made[0], False) if made else (Compiled.from_bytes(payload), True)
 
 
 def recall(variant: Variant, arch: str, cache: CubinCache | None = None) -> Compiled | None:
-    """What the disk cache has of ``variant`` for ``arch`` from the compiler that is installed as a wheel.
+    """What the disk cache has of ``variant`` for ``arch`` from the compiler that is installed as a wheel, or
+    a bundle from the one that made it.
 
-    Neither NVRTC nor Jinja is loaded to find it, so this is the quick way to what `obtain` gives.
+    Neither NVRTC nor Jinja is loaded to find it, so this is the quick way to what `obtain` gives, and the
+    only one where there is no NVRTC.
     """
-    version = compiler.installed_version()
-    if version is None:
-        return None
-    payload = (cache or caches.default()).get(cache_key(variant, arch, version))
-    return None if payload is None else Compiled.from_bytes(payload)
+    cache = cache or caches.default()
+    versions = [compiler.installed_version(), *(bundle.compiler for bundle in cache.bundles)]
+    for version in dict.fromkeys(versions):
+        payload = None if version is None else cache.get(cache_key(variant, arch, version))
+        if payload is not None:
+            _log.debug("%s for %s came from %s", variant.name, arch, cache.root)
+            return Compiled.from_bytes(payload)
+    return None
 
 
 def cache_key(variant: Variant, arch: str, version: str | None = None) -> str:

@@ -44,7 +44,7 @@ def host_for(dtypes: Sequence[str]) -> Host:
         return CupyHost()
     if find_spec("torch") is not None:
         return TorchHost()
-    raise BadParam('arrays of bf16 need PyTorch or the package ml_dtypes: pip install "flashgen[bench]"')
+    raise BadParam("arrays of bf16 need PyTorch or the package ml_dtypes: pip install ml_dtypes")
 
 
 class GpuBench:

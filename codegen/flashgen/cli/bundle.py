@@ -1,0 +1,132 @@
+"""`flashgen bundle`: compiled kernels in one file, for machines without a compiler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flashgen.cli.options import Architecture, jobs_option, json_option, select_option, specs_option
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from flashgen.spec.model import Spec
+    from flashgen.toolchain.build import Built
+
+
+@click.command(
+    "bundle",
+    short_help="Put compiled kernels into one file, to deploy.",
+    epilog="""
+\b
+Examples:
+  flashgen bundle --select 'head_dim=128 dtype=bf16' -o kernels.zip
+  flashgen bundle --show kernels.zip
+  FLASHGEN_BUNDLE=kernels.zip python serve.py
+
+Where FLASHGEN_BUNDLE names bundles, separated as in PATH, a call takes its kernel from the disk cache, then
+from them, and only then compiles it. So a container needs neither NVRTC nor a folder that can be written. A
+bundle serves the version of flashgen that made it, with the same specs and templates.
+
+What goes in is compiled as `flashgen build` does it, and no GPU is needed. Kernels that are in the disk cache
+are taken from there. Exit code 1: a kernel does not compile, or with --show the bundle cannot be used.
+""",
+)
+@select_option
+@click.option(
+    "--arch",
+    "archs",
+    type=Architecture(),
+    multiple=True,
+    help="Only for this architecture: sm_90, or native. Repeatable.",
+)
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="The bundle to write: kernels.zip.",
+)
+@click.option(
+    "--show",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Check this bundle and print what it holds; write nothing.",
+)
+@jobs_option
+@specs_option
+@json_option
+def command(
+    selections: tuple[str, ...],
+    archs: tuple[str, ...],
+    out: Path | None,
+    show: Path | None,
+    jobs: int | None,
+    specs: Path | None,
+    as_json: bool,
+) -> None:
+    """Compile the kernels that --select means and put them into one file; or show what a bundle holds."""
+    if (out is None) == (show is None):
+        raise click.UsageError("either write a bundle, with -o FILE, or look into one, with --show FILE")
+    if show is not None:
+        _show(show, as_json)
+        return
+    if not selections:
+        raise click.UsageError("say which kernels: --select 'head_dim=128 dtype=bf16 mask_type=causal'")
+    results, snapshots = _built(selections, archs, jobs, specs)
+    failed = [built for built in results if built.failure]
+    if failed:
+        raise click.ClickException(
+            f"{len(failed)} of {len(results)} kernels failed, and nothing was written. "
+            f"{failed[0].variant.name} for {failed[0].arch}: {failed[0].failure}"
+        )
+    _write(out, results, snapshots)
+    _show(out, as_json)
+
+
+def _built(
+    selections: Sequence[str], archs: Sequence[str], jobs: int | None, specs: Path | None
+) -> tuple[list[Built], dict[str, bytes]]:
+    """Every kernel that a chosen variant launches, compiled; and the checked specs, by their keys."""
+    from flashgen.cli.progress import progress
+    from flashgen.spec.load import load_specs
+    from flashgen.spec.selection import select
+    from flashgen.spec.snapshot import encode, snapshot_key
+    from flashgen.toolchain.build import build, pairs
+    from flashgen.toolchain.compile import check_known
+
+    check_known(archs)
+    loaded: tuple[Spec, ...] = load_specs(specs)
+    chosen = select([variant for spec in loaded for variant in spec.variants()], selections)
+    wanted = pairs([*dict.fromkeys(step for variant in chosen for step in variant.steps)], archs)
+    with progress(len(wanted)) as step:
+        results = build(wanted, jobs, lambda built: step(f"{built.variant.name} {built.arch}"))
+    return results, {snapshot_key(spec.text): encode(spec.content) for spec in loaded}
+
+
+def _write(out: Path, results: Sequence[Built], snapshots: dict[str, bytes]) -> None:
+    from flashgen.toolchain.bundle import Held, write
+    from flashgen.toolchain.compile import compiler_version
+    from flashgen.toolchain.obtain import cache_key
+
+    held = [Held(built.variant.name, built.arch, cache_key(built.variant, built.arch)) for built in results]
+    entries = {each.key: built.compiled.to_bytes() for each, built in zip(held, results, strict=True)}
+    write(out, compiler_version(), snapshots | entries, held)
+
+
+def _show(path: Path, as_json: bool) -> None:
+    from flashgen.cli.output import Column, counted, note, print_json, print_table, size
+    from flashgen.toolchain.bundle import Bundle
+
+    bundle = Bundle(path)
+    bundle.verify()
+    found: dict[str, Any] = {"bundle": str(path), "bytes": path.stat().st_size, "compiler": bundle.compiler}
+    if as_json:
+        kernels = [{"variant": each.variant, "arch": each.arch} for each in bundle.kernels]
+        print_json(found | {"kernels": kernels})
+        return
+    print_table([Column("variant"), Column("arch")], [[each.variant, each.arch] for each in bundle.kernels])
+    count = counted(len(bundle.kernels), "kernel")
+    note(f"{path}: {count}, {size(found['bytes'])}, compiled by {bundle.compiler}; every entry is intact")

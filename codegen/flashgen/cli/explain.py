@@ -1,0 +1,113 @@
+"""`flashgen explain`: which kernel a call takes, and why not the others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flashgen.cli.options import Architecture, ShapeType, json_option
+
+if TYPE_CHECKING:
+    from flashgen.schedule.explain import Explanation
+
+
+@click.command(
+    "explain",
+    short_help="Which kernel a call takes, and why not the others.",
+    epilog="""
+\b
+Examples:
+  flashgen explain --shape 1x4096x16x128 --causal --arch sm_90
+  flashgen explain --shape 1x4096x16x128 --kv 1x8192x4x128 --dtype bf16
+  flashgen explain --shape 8x1x32x128 --kv 8x4000x8x128 --arch sm_80 --json
+  flashgen explain --shape 1x4096x16x192 --v 1x4096x16x128 --arch sm_90
+  flashgen explain --shape 2x1000x8x64 --window 256 0 --arch sm_86 --all
+
+A shape is that of attention(): BATCHxSEQLENxHEADSxHEAD_DIM, or without batch. Arrays are taken to be
+contiguous. Times are those of the model by which dispatch chooses; they are comparable for one call only.
+
+Without --arch it is the GPU of this machine, with the tiles that were tuned on it. Of another architecture
+the sizes of a well-known GPU are taken. Exit code 1 when no kernel serves.
+""",
+)
+@click.option("--shape", "q", type=ShapeType(), required=True, help="Shape of q.")
+@click.option("--kv", "k", type=ShapeType(), help="Shape of k. [default: that of q]")
+@click.option("--v", "v", type=ShapeType(), help="Shape of v. [default: that of k]")
+@click.option("--dtype", default="fp16", show_default=True, help="fp16, bf16 or fp32.")
+@click.option("--causal", is_flag=True, help="A causal mask, aligned bottom right.")
+@click.option("--mask-type", help="As in attention(): none, dense, causal_top_left or causal_bottom_right.")
+@click.option("--mask", type=ShapeType(), help="Shape of a dense mask, such as 4096x4096.")
+@click.option("--window", type=int, nargs=2, metavar="LEFT RIGHT", help="A window; -1 is no bound.")
+@click.option("--arch", type=Architecture(), help="Architecture, such as sm_90. [default: this GPU's]")
+@click.option("--all", "everything", is_flag=True, help="A line for each variant.")
+@json_option
+def command(
+    q: tuple[int, ...],
+    k: tuple[int, ...] | None,
+    v: tuple[int, ...] | None,
+    dtype: str,
+    causal: bool,
+    mask_type: str | None,
+    mask: tuple[int, ...] | None,
+    window: tuple[int, int] | None,
+    arch: str | None,
+    everything: bool,
+    as_json: bool,
+) -> None:
+    """Say which kernel a call of attention() takes, and why not the others.
+
+    Needs no GPU, and nothing is compiled.
+    """
+    from flashgen.api import explain
+    from flashgen.cli.output import print_json
+
+    options: dict[str, Any] = {"causal": causal, "mask_type": mask_type, "mask": mask}
+    if window is not None:
+        options["window_size"] = window
+    found = explain(q, k, v, dtype=dtype, arch=arch, **options)
+    if as_json:
+        print_json(_as_dict(found))
+    else:
+        _print(found, everything)
+    if found.variant is None:
+        raise click.exceptions.Exit(1)
+
+
+def _as_dict(found: Explanation) -> dict[str, Any]:
+    return {
+        "arch": found.device.arch,
+        "gpu": found.device.name,
+        "problem": found.problem.wanted(),
+        "variant": found.variant.name if found.variant else None,
+        "others": [
+            {"variant": each.variant.name, "rule": each.rule, "why": each.why, "time": each.time}
+            for each in found.others
+        ],
+    }
+
+
+def _print(found: Explanation, everything: bool) -> None:
+    from flashgen.cli.output import Column, counted, print_pairs, print_table
+
+    device, problem = found.device, found.problem
+    sizes = ", ".join(f"{name} {size}" for name, size in problem.sizes.items())
+    print_pairs(
+        [
+            ("GPU", f"{device.name}, {device.arch}, {device.num_sms} multiprocessors"),
+            ("call", f"{sizes}\n{problem.dtype}, mask type {problem.mask_type}"),
+            ("takes", str(found.variant) if found.variant else "nothing: no variant serves this call here"),
+        ]
+    )
+    shown = found.others if everything else found.slower
+    if shown:
+        click.echo()
+        print_table(
+            [Column("other variant"), Column("why not", wraps=True)],
+            [[each.variant.name, each.why] for each in shown],
+        )
+    counts = found.counts()
+    if counts and not everything:
+        click.echo("\nruled out before their time was modelled (--all lists them):")
+        for rule, count in counts.items():
+            click.echo(f"  {counted(count, 'variant'):>13}  by {rule}")

@@ -1,0 +1,137 @@
+"""Why dispatch takes the variant that it takes: each variant with the rule that decides on it.
+
+The rules are those of ``dispatch``, in their order. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flashgen.arch import range_of
+from flashgen.schedule.dispatch import cost, preferred, runs_on, without_replaced
+from flashgen.schedule.grid import MAX_EXTENT, extents, tiles
+from flashgen.schedule.tensormap import REQUIREMENTS, expressible
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from flashgen.arch import Device
+    from flashgen.operators.operator import Problem
+    from flashgen.spec.model import Spec
+    from flashgen.spec.variant import Variant
+
+TIME = "time"
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A variant that is not taken: the ``rule`` that rules it out, a word, and ``why``, a sentence about this
+    variant. ``time`` is its modelled time over that of the chosen one, where the rule is "time", else None.
+    """
+
+    variant: Variant
+    rule: str
+    why: str
+    time: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Which kernel a call takes on a device, and why not the others.
+
+    ``variant`` is the chosen one, None where no variant serves. ``others`` are all other variants of the
+    operator: first those that lost on modelled time, the fastest first, then by the last rule that they
+    passed. ``str()`` of it is a text of several lines.
+    """
+
+    problem: Problem
+    device: Device
+    variant: Variant | None
+    others: tuple[Judged, ...]
+
+    @property
+    def slower(self) -> tuple[Judged, ...]:
+        """Those that could have served as well, and would take longer by the model."""
+        return tuple(judged for judged in self.others if judged.rule == TIME)
+
+    def counts(self) -> dict[str, int]:
+        """How many variants each rule ruled out, time left aside."""
+        found: dict[str, int] = {}
+        for judged in self.others:
+            if judged.rule != TIME:
+                found[judged.rule] = found.get(judged.rule, 0) + 1
+        return found
+
+    def __str__(self) -> str:
+        lines = [f"{self.device.name} ({self.device.arch}): {self.problem.wanted()}"]
+        lines.append(f"takes {self.variant}" if self.variant else "no variant serves")
+        lines += [f"  {judged.variant}: {judged.why}" for judged in self.slower]
+        lines += [f"  {count} variants: {rule}" for rule, count in self.counts().items()]
+        return "\n".join(lines)
+
+
+def explain(problem: Problem, device: Device, specs: Iterable[Spec]) -> Explanation:
+    """What dispatch does with ``problem`` on ``device``, variant by variant."""
+    operator = problem.operator
+    others: list[Judged] = []
+    left: list[Variant] = []
+    for spec in specs:
+        if spec.operator != operator.name:
+            continue
+        for variant in spec.variants():
+            if variant.is_main:
+                judged = _unfit(problem, device, variant, spec)
+                if judged is None:
+                    left.append(variant)
+                else:
+                    others.append(judged)
+    if not left:
+        return Explanation(problem, device, None, _ordered(others, operator.axes))
+    least = min(operator.work(dict(variant.axes)) for variant in left)
+    sizes = " and ".join(name for name, axis in operator.axes.items() if axis.size)
+
+    def keep(kept: Iterable[Variant], rule: str, why: str) -> list[Variant]:
+        kept = [*kept]
+        others.extend(Judged(variant, rule, why) for variant in left if variant not in kept)
+        return kept
+
+    smallest = (variant for variant in left if operator.work(dict(variant.axes)) == least)
+    left = keep(smallest, f"larger {sizes}", f"a variant with smaller {sizes} serves, which does less work")
+    newest = preferred(left)
+    left = keep(newest, "target", f"target {newest[0].target} comes first on this GPU")
+    left = keep(without_replaced(left), "tuned", "a tile that was tuned on this GPU takes its place")
+    times = {variant: cost(problem, device, variant) for variant in left}
+    chosen = min(left, key=lambda variant: (times[variant], tiles(problem, variant)))
+    slower = []
+    for variant in sorted((v for v in left if v != chosen), key=times.__getitem__):
+        ratio = times[variant] / times[chosen] if times[chosen] else 1.0
+        why = f"{ratio:.2f} times the modelled time" if ratio > 1 else "as fast by the model, with more tiles"
+        slower.append(Judged(variant, TIME, why, ratio))
+    return Explanation(problem, device, chosen, (*slower, *_ordered(others, operator.axes)))
+
+
+def _unfit(problem: Problem, device: Device, variant: Variant, spec: Spec) -> Judged | None:
+    """Why the variant cannot serve; None where it can."""
+    operator = problem.operator
+    values = operator.axis_values(dict(variant.axes))
+    for name, axis in operator.axes.items():
+        if not axis.serves(problem, values[name]):
+            return Judged(variant, name, f"its {name} is {values[name]}")
+    if max(extents(problem, variant).values()) > MAX_EXTENT:
+        return Judged(variant, "length", f"its grid counts at most {MAX_EXTENT} rows")
+    if not runs_on(variant, device):
+        needs = f"{range_of(variant.min_arch)}, with {variant.max_smem} bytes of shared memory a block"
+        return Judged(variant, "GPU", f"it needs {needs}")
+    if not expressible(problem, variant):
+        return Judged(variant, "tensor maps", f"it reads arrays by tensor maps, which need {REQUIREMENTS}")
+    if spec.on_request:
+        return Judged(variant, "on request", f"{spec.family} is taken only where it is asked for")
+    return None
+
+
+def _ordered(others: list[Judged], axes: Iterable[str]) -> tuple[Judged, ...]:
+    """Those that came furthest first."""
+    order = [*axes, "length", "GPU", "tensor maps", "on request"]
+    place = {rule: at for at, rule in enumerate(order)}
+    return tuple(sorted(others, key=lambda judged: -place.get(judged.rule, len(order))))

@@ -1,0 +1,121 @@
+"""Bundles: compiled kernels in one file, a read-only layer under the disk cache.
+
+A bundle is a zip file: ``manifest.json`` says what it holds, which flashgen and which compiler made it, and
+``entries/`` has entries of the disk cache, each under its key and with its SHA-256. Where ``FLASHGEN_BUNDLE``
+names bundles, a kernel in one of them needs neither NVRTC nor a disk cache that can be written.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flashgen import __version__
+from flashgen.errors import BadParam
+from flashgen.toolchain import atomic
+from flashgen.toolchain.cache import pack, unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+VARIABLE = "FLASHGEN_BUNDLE"
+FORMAT = 1
+_MANIFEST = "manifest.json"
+_FOLDER = "entries/"
+_REMEDY = "copy it again, or make it anew with `flashgen bundle`"
+_LONG_AGO = (1980, 1, 1, 0, 0, 0)  # a zip's first moment: equal kernels make equal files
+
+
+class Held(NamedTuple):
+    """One kernel of a bundle: its variant's name, its architecture, and its key in the cache."""
+
+    variant: str
+    arch: str
+    key: str
+
+
+class Bundle:
+    """A bundle that was opened and checked: of this version of flashgen, with an entry for all that it lists.
+
+    Raises BadParam where it is not; the message says what would do. Threads may share it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            # In memory: a process that is forked would share the position in an open file.
+            self._file = zipfile.ZipFile(io.BytesIO(path.read_bytes()))
+            manifest = json.loads(self._file.read(_MANIFEST))
+            made = manifest["format"], manifest["flashgen"]
+            if made == (FORMAT, __version__):
+                self.compiler: str = manifest["compiler"]
+                self.kernels = tuple(Held(**each) for each in manifest["kernels"])
+        except (OSError, zipfile.BadZipFile, LookupError, TypeError, ValueError) as error:
+            raise BadParam(f"{path} is no bundle, or a damaged one ({error}); {_REMEDY}") from error
+        if made != (FORMAT, __version__):
+            raise BadParam(
+                f"{path} was made by flashgen {made[1]} in format {made[0]}, and this is flashgen "
+                f"{__version__}, which reads its own, in format {FORMAT}; {_REMEDY}"
+            )
+        self._held = {name.removeprefix(_FOLDER) for name in self._file.namelist() if name != _MANIFEST}
+        missing = [each.variant for each in self.kernels if each.key not in self._held]
+        if missing:
+            raise BadParam(f"{path} lists {missing[0]} and does not hold it; {_REMEDY}")
+
+    def get(self, key: str) -> bytes | None:
+        """The payload under ``key``, or None. Raises BadParam where it is damaged."""
+        if key not in self._held:
+            return None
+        try:
+            data = self._file.read(_FOLDER + key)
+        except (OSError, zipfile.BadZipFile, ValueError) as error:
+            raise BadParam(f"{self.path} is damaged: {key} cannot be read ({error}); {_REMEDY}") from error
+        payload = unpack(data, key)
+        if payload is None:
+            raise BadParam(f"{self.path} is damaged: the SHA-256 of {key} is another one; {_REMEDY}")
+        return payload
+
+    def verify(self) -> None:
+        """Read every entry. Raises BadParam for a damaged one."""
+        for key in self._held:
+            self.get(key)
+
+
+def write(path: Path, compiler: str, entries: Mapping[str, bytes], kernels: Iterable[Held]) -> None:
+    """Write a bundle of ``entries``, payloads by their keys, of which ``kernels`` are some. It appears under
+    its name when it is whole.
+    """
+    manifest: dict[str, Any] = {"format": FORMAT, "flashgen": __version__, "compiler": compiler}
+    manifest["kernels"] = [each._asdict() for each in kernels]
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr(_member(_MANIFEST), json.dumps(manifest, indent=2))
+        for key in sorted(entries):
+            file.writestr(_member(_FOLDER + key), pack(key, entries[key]))
+    atomic.replace(path, made.getvalue())
+
+
+def active(value: str | None = None) -> tuple[Bundle, ...]:
+    """The bundles that ``value`` names, separated as in PATH; None: FLASHGEN_BUNDLE. Opened once each.
+
+    Raises BadParam for one that cannot be used.
+    """
+    value = os.environ.get(VARIABLE, "") if value is None else value
+    return tuple(_open(Path(part).expanduser()) for part in value.split(os.pathsep) if part)
+
+
+@functools.cache
+def _open(path: Path) -> Bundle:
+    return Bundle(path)
+
+
+def _member(name: str) -> zipfile.ZipInfo:
+    member = zipfile.ZipInfo(name, _LONG_AGO)
+    member.compress_type = zipfile.ZIP_DEFLATED
+    member.external_attr = 0o644 << 16
+    return member

@@ -1,0 +1,62 @@
+import json
+
+import pytest
+
+from flashgen.toolchain.bundle import Bundle
+
+WANTED = ("--select", "tiny_fwd_hdim64_fp16_sm80", "--arch", "sm_90", "--arch", "sm_80")
+
+
+def test_a_bundle_says_what_it_holds(tiny, flashgen, tmp_path):
+    pytest.importorskip("cupy", reason="nothing can be compiled without CuPy and NVRTC")
+    path = tmp_path / "kernels.zip"
+    made = flashgen("bundle", *WANTED, "-o", path)
+    assert made.exit_code == 0, made.stderr
+    assert "2 kernels" in made.stderr
+    shown = json.loads(flashgen("bundle", "--show", path, "--json").stdout)
+    assert shown["kernels"] == [
+        {"variant": "tiny_fwd_hdim64_fp16_sm80", "arch": arch} for arch in ("sm_80", "sm_90")
+    ]
+    assert shown["compiler"] == Bundle(path).compiler
+    found = json.loads(flashgen("doctor", "--json", FLASHGEN_BUNDLE=str(path)).stdout)
+    assert found["bundles"] == [{"path": str(path), "kernels": 2, "compiler": shown["compiler"]}]
+    built = json.loads(
+        flashgen(
+            "build", *WANTED, "--json", FLASHGEN_BUNDLE=str(path), FLASHGEN_CACHE_DIR=str(tmp_path / "new")
+        ).stdout
+    )
+    assert [each["cached"] and each["kept"] for each in built["kernels"]] == [True, True]
+
+
+def test_a_bundle_that_cannot_be_used_is_a_problem(tiny, flashgen, tmp_path):
+    path = tmp_path / "kernels.zip"
+    path.write_text("no zip")
+    assert "is no bundle, or a damaged one" in flashgen("bundle", "--show", path).stderr
+    result = flashgen("doctor", FLASHGEN_BUNDLE=str(path))
+    assert result.exit_code == 1
+    assert "FLASHGEN_BUNDLE is set" in result.stdout
+
+
+def test_a_kernel_that_does_not_compile_leaves_no_bundle(tiny, edit, flashgen, tmp_path):
+    pytest.importorskip("cupy", reason="nothing can be compiled without CuPy and NVRTC")
+    edit("templates/tiny.cu.j2", "// Keys behind the diagonal are hidden.", "no such thing;")
+    causal = ("--select", "tiny_fwd_hdim64_fp16_causal_sm80", "--arch", "sm_90")
+    result = flashgen("bundle", *causal, "-o", tmp_path / "kernels.zip")
+    assert result.exit_code == 1
+    assert "nothing was written" in result.stderr
+    assert "no such thing;" in result.stderr
+    assert not (tmp_path / "kernels.zip").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "either write a bundle, with -o FILE"),
+        (("-o", "a.zip"), "say which kernels"),
+        (("-o", "a.zip", "--show", __file__), "either write a bundle"),
+    ],
+)
+def test_what_is_not_understood(arguments, message, flashgen):
+    result = flashgen("bundle", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr

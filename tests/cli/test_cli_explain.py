@@ -1,0 +1,51 @@
+import json
+
+import pytest
+
+CALL = ("explain", "--shape", "1x4096x16x128", "--kv", "1x8192x4x128", "--dtype", "bf16", "--causal")
+
+
+def test_says_which_and_why_not_the_others(flashgen):
+    found = json.loads(flashgen(*CALL, "--arch", "sm_90", "--json").stdout)
+    assert (found["arch"], found["gpu"]) == ("sm_90", "H100")
+    assert found["variant"].startswith("flash_fwd_hdim128_bf16_causal")
+    assert found["variant"].endswith("_sm90")
+    text = flashgen(*CALL, "--arch", "sm_90").stdout
+    assert f"takes  {found['variant']}\n" in text
+    for each in found["others"]:
+        assert (each["rule"] == "time") == (each["time"] is not None) == (each["variant"] in text)
+    everything = flashgen(*CALL, "--arch", "sm_90", "--all").stdout
+    assert all(each["variant"] in everything for each in found["others"])
+    assert "by dtype" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--shape", "1x16x4x64", "--kv", "1x16x3x64"), 1, "positive multiple"),
+        (("--shape", "1x16x4x64", "--dtype", "int8"), 1, "q has dtype int8; supported are"),
+        (("--shape", "4096"), 1, "q has shape (4096,)"),
+        (("--shape", "1 4096"), 2, "'1 4096' is no shape"),
+        (("--shape", "1x16x4x64", "--arch", "sm_70"), 1, "no GPU of architecture 'sm_70' is known"),
+    ],
+)
+def test_what_is_no_call(arguments, code, message, flashgen):
+    arch = () if "--arch" in arguments else ("--arch", "sm_90")
+    result = flashgen("explain", *arguments, *arch)
+    assert result.exit_code == code
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_call_that_nothing_serves(tiny, edit_spec, flashgen):
+    result = flashgen(*CALL, "--arch", "sm_90")
+    assert result.exit_code == 1
+    assert "no variant serves this call here" in result.stdout
+
+
+def test_without_a_gpu_an_architecture_is_asked_for(flashgen, monkeypatch):
+    monkeypatch.setattr("flashgen.runtime.device.available", lambda: False)
+    monkeypatch.setattr("flashgen.runtime.device.why_unavailable", lambda: "there is none")
+    result = flashgen(*CALL)
+    assert result.exit_code == 1
+    assert "there is none; say for which GPU: arch='sm_90'" in result.stderr

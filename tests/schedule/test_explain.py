@@ -1,0 +1,64 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flashgen
+from flashgen.arch import KNOWN_ARCHS, typical
+from flashgen.errors import BadParam, BadTensorShape
+from flashgen.schedule.dispatch import offers, select
+from flashgen.schedule.explain import TIME, explain
+from flashgen.spec.load import load_specs
+
+SPECS = load_specs()
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from(KNOWN_ARCHS),
+    st.tuples(st.integers(1, 4), st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([1, 2, 6])),
+    st.sampled_from([8, 64, 72, 128, 256]),
+    st.sampled_from(["fp16", "bf16", "fp32"]),
+    st.sampled_from([{}, {"causal": True}, {"window_size": (100, 0)}, {"mask": (1, 1)}]),
+)
+def test_the_choice_is_that_of_dispatch_and_every_other_variant_has_a_reason(arch, sizes, width, dtype, how):
+    batch, seqlen_q, seqlen_kv, group = sizes
+    if "mask" in how:
+        how = {"mask": (seqlen_q, seqlen_kv)}
+    kv = (batch, seqlen_kv, 2, width)
+    found = flashgen.explain((batch, seqlen_q, 2 * group, width), kv, dtype=dtype, arch=arch, **how)
+    device = typical(arch)
+    assert found.device == device
+    assert found.variant == select(found.problem, device, offers(found.problem, device, SPECS))
+    names = [found.variant.name, *(judged.variant.name for judged in found.others)]
+    assert sorted(names) == sorted(v.name for spec in SPECS for v in spec.variants())
+    assert all(judged.why for judged in found.others)
+    times = [judged.time for judged in found.slower]
+    assert times == sorted(times)
+    assert all(time >= 1 for time in times)
+    assert found.counts().keys().isdisjoint({TIME})
+    assert str(found.variant) in str(found)
+
+
+def test_arrays_and_shapes_ask_for_the_same():
+    q, k = np.zeros((1, 30, 4, 64), np.float16), np.zeros((1, 40, 2, 64), np.float16)
+    by_array = flashgen.explain(q, k, causal=True, arch="sm_80")
+    by_shape = flashgen.explain(q.shape, k.shape, k.shape, dtype="half", causal=True, arch="sm_80")
+    assert by_array.problem == by_shape.problem
+    assert by_array.variant == by_shape.variant
+
+
+def test_nothing_serves_where_no_spec_does():
+    problem = flashgen.explain((1, 8, 1, 64), arch="sm_80").problem
+    nothing = explain(problem, typical("sm_80"), ())
+    assert (nothing.variant, nothing.others) == (None, ())
+    assert "no variant serves" in str(nothing)
+
+
+def test_what_is_wrong_is_said_as_by_attention():
+    with pytest.raises(BadParam, match=r"cuasal: no such option; there are .*causal"):
+        flashgen.explain((1, 8, 1, 64), arch="sm_80", cuasal=True)
+    with pytest.raises(BadParam, match="no GPU of architecture 'sm_10' is known; known are sm_80"):
+        flashgen.explain((1, 8, 1, 64), arch="sm_10")
+    with pytest.raises(BadTensorShape, match="head_dim is 36"):
+        flashgen.explain((1, 8, 1, 36), arch="sm_80")
