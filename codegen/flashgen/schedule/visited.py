@@ -51,9 +51,18 @@ def _keys_of(problem: AttentionProblem, variant: Variant, first_row: int, count:
     if first_row < 0 or end_row <= first_row:
         return 0
     group = problem.group_size if variant.gqa == "packed" else 1
-    left, right = (problem.window_left, problem.window_right) if problem.mask_type == "local" else (None, 0)
-    first = first_row // group + problem.diagonal_offset
-    last = (end_row - 1) // group + problem.diagonal_offset
-    begin = 0 if left is None else max(0, first - left) // block_n
-    end = -(-min(problem.seqlen_kv, last + right + 1) // block_n)
+    begin, end = kv_blocks(problem, block_n, first_row // group, (end_row - 1) // group)
     return max(0, end - begin) * block_n
+
+
+def kv_blocks(problem: AttentionProblem, block_n: int, first_query: int, last_query: int) -> tuple[int, int]:
+    """The KV blocks, of ``block_n`` keys each, with a key that some query of a range sees: the first, and the
+    one behind the last, which is not above the first where there is none. A dense mask hides nothing here.
+    """
+    begin, end = 0, problem.seqlen_kv
+    if problem.mask_type == "local":
+        begin = max(0, first_query + problem.diagonal_offset - problem.window_left)
+        end = min(end, last_query + problem.diagonal_offset + problem.window_right + 1)
+    elif problem.mask_type == "causal":
+        end = min(end, last_query + problem.diagonal_offset + 1)
+    return begin // block_n, -(-end // block_n)

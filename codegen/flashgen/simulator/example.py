@@ -18,8 +18,11 @@ from flashgen.operators.reference import Verdict, judge
 from flashgen.schedule.plan import plan_steps
 from flashgen.simulator import hardware
 from flashgen.simulator.execute import simulate
+from flashgen.simulator.library import load
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from flashgen.arch import Device
     from flashgen.simulator.execute import Report
     from flashgen.simulator.library import Library
@@ -125,14 +128,22 @@ def run(
     seed: int = 0,
     device: Device | None = None,
     threads: int | None = None,
+    others: Mapping[str, Library] | None = None,
 ) -> Report:
-    """Simulate the variant on the example's arrays; see ``execute.simulate``. ``device`` is by default the
-    GPU that the variant is made for, as the simulator pretends it.
+    """Simulate the steps of a call that takes ``variant``, on the example's arrays; see ``execute.simulate``.
+
+    ``library`` is the compiled kernel of the variant. Those of its other steps are in ``others``, by name, or
+    are compiled here. ``device`` is by default the GPU that the variant is made for, as the simulator
+    pretends it. The workspace is NaN. Returns what the variant itself executed.
     """
-    pointers = tuple(0 if x is None else x.ctypes.data for x in example.arrays)
     planned = plan_steps(example.problem, variant, device or hardware.pretend_for(variant))
-    (report,) = simulate([library], planned, example.problem, pointers, seed=seed, threads=threads)
-    return report
+    known = {**(others or {}), variant.name: library}
+    libraries = [known.get(step.variant.name) or load(step.source, step.variant.name) for step in planned.steps]
+    memory, address = _aligned(planned.workspace.nbytes)
+    pointers = (*(0 if x is None else x.ctypes.data for x in example.arrays), address)
+    reports = simulate(libraries, planned, example.problem, pointers, seed=seed, threads=threads)
+    del memory
+    return reports[[step.variant for step in planned.steps].index(variant)]
 
 
 def _kv_heads(variant: Variant, shape: Shape) -> int:
@@ -178,9 +189,15 @@ def _within_nan(shape: tuple[int, ...], dtype: str, gap: int) -> np.ndarray:
     # rows as a block has at most, so that what reads past the end of one array does not meet the next.
     size = math.prod(whole) * element.itemsize
     guard = _GUARD_ROWS * math.prod(whole[2:]) * element.itemsize
-    memory = np.full(size + guard + _ALIGNMENT, 0xFF, np.uint8)
+    memory, _ = _aligned(size + guard)
+    return memory[:size].view(element).reshape(whole)[:, :seqlen, :heads, :width]
+
+
+def _aligned(size: int) -> tuple[np.ndarray, int]:
+    """Bytes of 0xFF, and their address."""
+    memory = np.full(size + _ALIGNMENT, 0xFF, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + size].view(element).reshape(whole)[:, :seqlen, :heads, :width]
+    return memory[start : start + size], memory.ctypes.data + start
 
 
 def _mask(rng: np.random.Generator, shape: Shape) -> np.ndarray:

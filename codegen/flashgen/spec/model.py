@@ -42,6 +42,7 @@ class Resources(NamedTuple):
     covers: tuple[int, ...]
     blocks_per_sm: int
     from_last_row: int
+    split_gain: int
     visits: Visits | None
 
 
@@ -64,6 +65,7 @@ class Step(NamedTuple):
     covers: tuple[str, ...]
     schedule: str
     dependent_launch: bool
+    combines: bool
 
 
 class Content(NamedTuple):
@@ -178,6 +180,7 @@ class Spec:
             step=step.name,
             template=step.template,
             dependent_launch=step.dependent_launch,
+            combines=step.combines,
             workspace=content.workspace,
             target=target,
             axes=tuple(axes.items()),
@@ -188,6 +191,7 @@ class Spec:
                 step.schedule,
                 takes.blocks_per_sm,
                 takes.from_last_row,
+                takes.split_gain,
             ),
             visits=takes.visits,
             committed=entry.committed,

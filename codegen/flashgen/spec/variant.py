@@ -35,7 +35,9 @@ class Variant:
 
     ``step`` names the kernel among those of its family, and is empty where there is one. The variant that
     dispatch chooses ``is_main``; those of the other steps of a call come ``before`` and ``after`` it, and
-    share the ``workspace``. ``on_request`` is whether dispatch leaves the family out.
+    share the ``workspace``. One that ``combines`` is left out of calls that split no tile. ``on_request`` is
+    whether dispatch leaves the family out, ``rows_at_most`` the rows of a head, as its grid counts them, up
+    to which it offers the family (None: any).
     """
 
     family: str
@@ -65,7 +67,9 @@ class Variant:
     visits: Visits | None = None
     workspace: tuple[Buffer, ...] = ()
     dependent_launch: bool = False
+    combines: bool = False
     on_request: bool = False
+    rows_at_most: int | None = None
     priority: int = 0
     is_main: bool = True
     before: tuple[Variant, ...] = field(default=(), repr=False)
@@ -141,10 +145,12 @@ class Variant:
             committed=False,
             no_spills=False,
             dependent_launch=False,
+            combines=False,
             grid=Grid(),
             visits=None,
             workspace=(),
             on_request=False,
+            rows_at_most=None,
             priority=0,
             is_main=True,
             before=(),

@@ -168,25 +168,3 @@ __device__ __forceinline__ void pin_registers(uint32_t (&registers)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
-
-// ld.global.u8, .u32, .v4.u32. Not .nc, and volatile: the grid ahead may write what they load until griddepcontrol.wait returns.
-__device__ __forceinline__ uint32_t load_global_8(const uint8_t* source) {
-    uint32_t value;
-    asm volatile("ld.global.u8 %0, [%1];\n" : "=r"(value) : "l"(source) : "memory");
-    return value;
-}
-
-__device__ __forceinline__ uint32_t load_global_32(const void* source) {
-    uint32_t value;
-    asm volatile("ld.global.u32 %0, [%1];\n" : "=r"(value) : "l"(source) : "memory");
-    return value;
-}
-
-__device__ __forceinline__ uint4 load_global_128(const void* source) {
-    uint4 value;
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n"
-                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "l"(source)
-                 : "memory");
-    return value;
-}

@@ -179,27 +179,6 @@ FLASHGEN_WGMMA(200) FLASHGEN_WGMMA(208) FLASHGEN_WGMMA(216) FLASHGEN_WGMMA(224) 
 #undef FLASHGEN_WGMMA
 #undef FLASHGEN_WGMMA_OF
 
-inline uint32_t load_global_8(const uint8_t* source,
-                              flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    uint8_t value;
-    flashgen::simulator::load_global(&value, source, 1, where);
-    return value;
-}
-
-inline uint32_t load_global_32(const void* source,
-                               flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    uint32_t value;
-    flashgen::simulator::load_global(&value, source, 4, where);
-    return value;
-}
-
-inline uint4 load_global_128(const void* source,
-                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    uint4 value;
-    flashgen::simulator::load_global(&value, source, 16, where);
-    return value;
-}
-
 inline uint4 load_shared_128(shared_address source,
                              flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     uint4 value;
