@@ -98,6 +98,9 @@ def command(
 ) -> None:
     """Run one variant's CUDA on the CPU; print its error, instructions, bank conflicts and skipped tiles.
 
+    Of a family whose calls take several kernels all of these run; the error is that of the call, the rest is
+    about NAME.
+
     Needs a C++ compiler and no GPU. Races, reads of memory that nothing wrote, accesses out of bounds and
     divergent warps are errors that name block, thread and source line.
     """
@@ -106,13 +109,15 @@ def command(
     from flashgen.simulator.library import supports
     from flashgen.spec.selection import find_one
 
-    variant = find_one(load_variants(specs), name)
+    variants = load_variants(specs)
+    variant = find_one(variants, name)
+    main = next(each for each in variants if variant in each.steps)
     if not supports(variant):
         raise click.ClickException(f"{variant.name} includes {variant.header}, which has no host bodies yet")
     heads = heads or kv_heads or (2 if variant.gqa == "mha" else 4)
     shape = Shape(seqlen_q, seqlen_kv, heads, kv_heads, batch, head_dim, head_dim_v, window, gap=_GAP)
     first = secrets.randbits(32) if seed is None else seed
-    found, verdict = _run(variant, shape, range(first, first + seeds), debug, multiprocessors)
+    found, verdict = _run(variant, main, shape, range(first, first + seeds), debug, multiprocessors)
     if as_json:
         print_json(found)
     else:
@@ -122,17 +127,17 @@ def command(
 
 
 def _run(
-    variant: Variant, shape: Any, seeds: range, debug: Path | None, multiprocessors: int | None
+    variant: Variant, main: Variant, shape: Any, seeds: range, debug: Path | None, multiprocessors: int | None
 ) -> tuple[dict[str, Any], Verdict]:
-    """Simulate the same inputs under every seed's order of threads: the report, and how far the results are
-    from float64.
+    """Simulate the call of ``main`` on the same inputs under every seed's order of threads: what ``variant``,
+    one of its steps, executed, and how far the results are from float64.
     """
     from dataclasses import replace
 
     import numpy as np
 
     from flashgen.errors import SimulationError
-    from flashgen.simulator.example import make, run
+    from flashgen.simulator.example import make, run_steps
     from flashgen.simulator.figures import masked_tiles
     from flashgen.simulator.hardware import pretend_for
     from flashgen.simulator.library import load, load_in
@@ -143,7 +148,10 @@ def _run(
     if multiprocessors is not None:
         device = replace(device, num_sms=multiprocessors)
     begin = time.perf_counter()
-    library = load_in(debug, source, variant.name) if debug else load(source, variant.name)
+    libraries = [
+        load_in(debug, render(step), step.name) if debug else load(render(step), step.name)
+        for step in main.steps
+    ]
     compiled = time.perf_counter() - begin
     found: dict[str, Any] = {
         "variant": variant.name,
@@ -157,7 +165,10 @@ def _run(
     for seed in seeds:
         example = make(variant, shape, seeds.start)
         try:
-            report = run(library, variant, example, seed=seed, device=device)
+            reports = run_steps(libraries, main, example, seed=seed, device=device)
+            report = reports[main.steps.index(variant)]
+            if report is None:
+                raise click.ClickException(f"no tile is split here, so the call leaves {variant.name} out")
         except SimulationError as error:
             raise click.ClickException(f"{error}\nseed {seed}") from error
         examples.append(example)
@@ -168,7 +179,6 @@ def _run(
         for other in examples[1:]
         for name in ("out", "lse")
     )
-    tiles = masked_tiles(examples[0].problem, variant, examples[0].mask, report)
     found |= {"out": verdict.out.as_dict(), "lse": verdict.lse.as_dict()}
     found["ok"] = verdict.ok and found["repeatable"]
     problem = examples[0].problem
@@ -178,7 +188,9 @@ def _run(
     found["num_heads_kv"] = problem.num_heads_kv
     found["counters"] = report.counters
     found["accesses"] = [_described(access, source) for access in report.accesses]
-    found["tiles"] = asdict(tiles) | {"skipped_share": tiles.skipped_share}
+    if variant.visits is not None:
+        tiles = masked_tiles(examples[0].problem, variant, examples[0].mask, report)
+        found["tiles"] = asdict(tiles) | {"skipped_share": tiles.skipped_share}
     return found, verdict
 
 
@@ -191,7 +203,7 @@ def _described(access: Access, source: str) -> dict[str, Any]:
 def _print(found: dict[str, Any], verdict: Verdict) -> None:
     from flashgen.cli.output import Column, counted, print_pairs, print_table, size
 
-    counters, tiles = found["counters"], found["tiles"]
+    counters, tiles = found["counters"], found.get("tiles")
     run = f"{counted(found['seeds'], 'seed')} from {found['seed']}, {found['seconds']:.2f} s each"
     pairs = [
         (
@@ -211,10 +223,13 @@ def _print(found: dict[str, Any], verdict: Verdict) -> None:
         ("global memory", f"{size(counters['global_bytes_read'])} read, "
                           f"{size(counters['global_bytes_written'])} written")
     )  # fmt: skip
-    share = tiles["skipped_share"]
-    part = "warpgroup" if counters["wgmma_f16"] + counters["wgmma_bf16"] else "warp"
-    skipped = "none is masked" if share is None else f"{share:.0%} of {tiles['masked']} masked ones skipped"
-    pairs.append(("tiles", f"{tiles['total']} of a {part} and a block of keys, {skipped}"))
+    if tiles is not None:
+        share = tiles["skipped_share"]
+        part = "warpgroup" if counters["wgmma_f16"] + counters["wgmma_bf16"] else "warp"
+        skipped = (
+            "none is masked" if share is None else f"{share:.0%} of {tiles['masked']} masked ones skipped"
+        )
+        pairs.append(("tiles", f"{tiles['total']} of a {part} and a block of keys, {skipped}"))
     print_pairs(pairs, title=found["variant"])
     click.echo()
     columns = [Column("line", number=True), Column("access")]

@@ -123,14 +123,11 @@ def cost(problem: Problem, device: Device, variant: Variant) -> float:
     it reaches x ** ``fill`` of its full rate, which the blocks on it share; at 0 it counts as having room for
     one.
 
-    In a grid of shares, the busiest multiprocessor visits the KV blocks of its shares, and ``split_gain`` more
-    where tiles are split and have to be combined.
+    In a grid of shares, the busiest multiprocessor visits the KV blocks of its shares, each of which is of one
+    tile or several, and ``split_gain`` more where tiles are split and have to be combined.
     """
     if variant.grid.shares:
-        shares = shares_of(problem, variant, device)
-        visited = -(-shares.count // device.num_sms) * shares.per_share
-        visited += variant.grid.split_gain if shares.split else 0
-        return visited * variant.visits.keys * variant.grid.covers[0][1] / variant.efficiency
+        return _cost_of_shares(problem, device, variant)
     block_m, room = variant.grid.covers[0][1], variant.grid.blocks_per_sm if variant.fill else 1
     mean, longest = (keys + variant.start * block_m for keys in visited_keys(problem, variant))
     count = tiles(problem, variant)
@@ -142,6 +139,14 @@ def cost(problem: Problem, device: Device, variant: Variant) -> float:
         beside = min(room, max(1, count / device.num_sms))
         keys = max(count * mean / device.num_sms, beside * longest) / (beside / room) ** variant.fill
     return keys * block_m / variant.efficiency
+
+
+def _cost_of_shares(problem: Problem, device: Device, variant: Variant) -> float:
+    shares, block_m = shares_of(problem, variant, device), variant.grid.covers[0][1]
+    starts = max(1, shares.per_share / shares.per_tile) * variant.start * block_m
+    keys = -(-shares.count // device.num_sms) * (shares.per_share * variant.visits.keys + starts)
+    combining = variant.grid.split_gain * variant.visits.keys if shares.split else 0
+    return (keys + combining) * block_m / variant.efficiency
 
 
 def runs_on(variant: Variant, device: Device) -> bool:

@@ -18,10 +18,9 @@ from flashgen.operators.reference import Verdict, judge
 from flashgen.schedule.plan import plan_steps
 from flashgen.simulator import hardware
 from flashgen.simulator.execute import simulate
-from flashgen.simulator.library import load
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
 
     from flashgen.arch import Device
     from flashgen.simulator.execute import Report
@@ -128,22 +127,34 @@ def run(
     seed: int = 0,
     device: Device | None = None,
     threads: int | None = None,
-    others: Mapping[str, Library] | None = None,
 ) -> Report:
-    """Simulate the steps of a call that takes ``variant``, on the example's arrays; see ``execute.simulate``.
+    """Simulate a variant that is all of its call on the example's arrays; see `run_steps`."""
+    (report,) = run_steps([library], variant, example, seed=seed, device=device, threads=threads)
+    return report
 
-    ``library`` is the compiled kernel of the variant. Those of its other steps are in ``others``, by name, or
-    are compiled here. ``device`` is by default the GPU that the variant is made for, as the simulator
-    pretends it. The workspace is NaN. Returns what the variant itself executed.
+
+def run_steps(
+    libraries: Sequence[Library],
+    main: Variant,
+    example: Example,
+    *,
+    seed: int = 0,
+    device: Device | None = None,
+    threads: int | None = None,
+) -> tuple[Report | None, ...]:
+    """Simulate each step of the call that dispatch gives ``main`` on the example's arrays; see
+    ``execute.simulate``. ``libraries`` has the kernel of each. ``device`` is by default the GPU that the
+    variant is made for, as the simulator pretends it. A step that the call leaves out has no report.
     """
-    planned = plan_steps(example.problem, variant, device or hardware.pretend_for(variant))
-    known = {**(others or {}), variant.name: library}
-    libraries = [known.get(step.variant.name) or load(step.source, step.variant.name) for step in planned.steps]
-    memory, address = _aligned(planned.workspace.nbytes)
-    pointers = (*(0 if x is None else x.ctypes.data for x in example.arrays), address)
-    reports = simulate(libraries, planned, example.problem, pointers, seed=seed, threads=threads)
-    del memory
-    return reports[[step.variant for step in planned.steps].index(variant)]
+    planned = plan_steps(example.problem, main, device or hardware.pretend_for(main))
+    pointers = tuple(0 if x is None else x.ctypes.data for x in example.arrays)
+    memory = _aligned(planned.workspace.nbytes)
+    if planned.workspace.nbytes:
+        pointers = (*pointers, memory.ctypes.data)
+    taken = {step.variant for step in planned.steps}
+    kernels = [library for library, step in zip(libraries, main.steps, strict=True) if step in taken]
+    reports = iter(simulate(kernels, planned, example.problem, pointers, seed=seed, threads=threads))
+    return tuple(next(reports) if step in taken else None for step in main.steps)
 
 
 def _kv_heads(variant: Variant, shape: Shape) -> int:
@@ -189,15 +200,15 @@ def _within_nan(shape: tuple[int, ...], dtype: str, gap: int) -> np.ndarray:
     # rows as a block has at most, so that what reads past the end of one array does not meet the next.
     size = math.prod(whole) * element.itemsize
     guard = _GUARD_ROWS * math.prod(whole[2:]) * element.itemsize
-    memory, _ = _aligned(size + guard)
+    memory = _aligned(size + guard)
     return memory[:size].view(element).reshape(whole)[:, :seqlen, :heads, :width]
 
 
-def _aligned(size: int) -> tuple[np.ndarray, int]:
-    """Bytes of 0xFF, and their address."""
+def _aligned(size: int) -> np.ndarray:
+    """So many bytes of 0xFF, aligned as a fresh allocation on a GPU."""
     memory = np.full(size + _ALIGNMENT, 0xFF, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + size], memory.ctypes.data + start
+    return memory[start : start + size]
 
 
 def _mask(rng: np.random.Generator, shape: Shape) -> np.ndarray:
