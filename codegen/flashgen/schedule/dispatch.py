@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from flashgen.arch import arch_parts, reaches
 from flashgen.errors import DeviceTypeNotSupported, SpecError
 from flashgen.schedule.grid import MAX_EXTENT, extents, rows, tiles
-from flashgen.schedule.shares import shares_of
+from flashgen.schedule.shares import countable, shares_of
 from flashgen.schedule.tensormap import REQUIREMENTS, expressible
 from flashgen.schedule.visited import visited_keys
 from flashgen.spec.variant import TUNED_TILE
@@ -175,6 +175,7 @@ def _computes(problem: Problem, variant: Variant) -> bool:
         and variant.operator == problem.operator.name
         and problem.operator.serves(problem, dict(variant.axes))
         and max(extents(problem, variant).values()) <= MAX_EXTENT
+        and countable(problem, variant)
         and (variant.rows_at_most is None or rows(problem, variant) <= variant.rows_at_most)
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.errors import BadTensorShape
@@ -50,6 +51,11 @@ class Shares(NamedTuple):
         return 2 * self.count if self.split else 0
 
 
+def countable(problem: Problem, variant: Variant) -> bool:
+    """Whether a kernel can number the KV blocks of all tiles, or has no need to."""
+    return not variant.grid.shares or math.prod(_tiles_and_blocks(problem, variant)[::2]) <= MAX_KV_BLOCKS
+
+
 def shares_of(problem: Problem, variant: Variant, device: Device) -> Shares:
     """The shares of a grid on a device. All tiles have the KV blocks that some row of their head sees, and
     one, all hidden, where there is none.
@@ -57,13 +63,11 @@ def shares_of(problem: Problem, variant: Variant, device: Device) -> Shares:
     There are as many shares as thread blocks run at a time, unless whole tiles give the largest share no more
     than ``split_gain`` KV blocks above that. Raises BadTensorShape where there are too many KV blocks.
     """
-    count, seqlen_q = tiles(problem, variant), problem.sizes["seqlen_q"]
-    begin, end = kv_blocks(problem, variant.visits.keys, 0, seqlen_q - 1)
-    per_tile = max(1, end - begin)
-    if count * per_tile > MAX_KV_BLOCKS:
+    count, begin, per_tile = _tiles_and_blocks(problem, variant)
+    if not countable(problem, variant):
         raise BadTensorShape(
-            f"{count * per_tile} blocks of {variant.visits.keys} keys in all tiles; one launch has at most "
-            f"{MAX_KV_BLOCKS}. Split the batch"
+            f"there are {count * per_tile} KV blocks of {variant.visits.keys} keys in all tiles, and one launch "
+            f"has at most {MAX_KV_BLOCKS}; split the batch"
         )
     room = max(1, min(variant.grid.blocks_per_sm, device.smem_per_sm // (variant.smem_bytes + RESERVED_SMEM)))
     at_a_time = device.num_sms * room
@@ -71,3 +75,9 @@ def shares_of(problem: Problem, variant: Variant, device: Device) -> Shares:
     whole = max(1, -(-count // at_a_time)) * per_tile
     per_share = whole if whole <= equal + variant.grid.split_gain else equal
     return Shares(count, begin, per_tile, per_share)
+
+
+def _tiles_and_blocks(problem: Problem, variant: Variant) -> tuple[int, int, int]:
+    """Tiles, the KV block with which each begins, and the KV blocks of each."""
+    begin, end = kv_blocks(problem, variant.visits.keys, 0, problem.sizes["seqlen_q"] - 1)
+    return tiles(problem, variant), begin, max(1, end - begin)

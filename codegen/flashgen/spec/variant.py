@@ -204,6 +204,8 @@ class Variant:
             "step": self.step,
             "grid": {"covers": dict(self.grid.covers), "schedule": self.grid.schedule},
             "dependent_launch": self.dependent_launch,
+            "combines": self.combines,
+            "rows_at_most": self.rows_at_most,
             "params": [param.name for param in self.params],
         }
 
