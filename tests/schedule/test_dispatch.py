@@ -83,7 +83,6 @@ EVERY = [
 ]
 
 
-
 def forward_specs():
     """The families that serve any number of rows."""
     return [spec for spec in load_specs() if spec.family == "flash_fwd"]

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from test_dispatch import CONTIGUOUS, H200, problem
 
 from flashgen.errors import BadTensorShape
 from flashgen.operators.attention import UNBOUNDED
@@ -15,7 +16,6 @@ from flashgen.schedule.parameters import parameters
 from flashgen.schedule.plan import plan_steps
 from flashgen.schedule.shares import shares_of
 from flashgen.spec.load import load_specs
-from test_dispatch import CONTIGUOUS, H200, problem
 
 (SPEC,) = (spec for spec in load_specs() if spec.name == "flash_decode_sm80")
 DECODE = {
@@ -93,7 +93,9 @@ def test_tiles_have_the_kv_blocks_that_some_row_sees(mask_type, seqlen_q, seqlen
         window_right=right,
     )
     shares = shares_of(masked, DECODE[mask_type, "mha", ""], H200)
-    seen = np.flatnonzero(np.broadcast_to(visible_keys(masked, None), (1, 1, seqlen_q, seqlen_kv)).any(axis=(0, 1, 2)))
+    seen = np.flatnonzero(
+        np.broadcast_to(visible_keys(masked, None), (1, 1, seqlen_q, seqlen_kv)).any(axis=(0, 1, 2))
+    )
     if seen.size:
         assert shares.first == seen[0] // KEYS
         assert shares.first + shares.per_tile == seen[-1] // KEYS + 1
@@ -150,7 +152,9 @@ def test_the_cost_is_that_of_the_busiest_multiprocessor(given_call, gpu):
     keys = cost(given_call, gpu, PLAIN) / by_key
     assert keys >= shares.kv_blocks * KEYS / gpu.num_sms
     free = dataclasses.replace(PLAIN, start=0, grid=dataclasses.replace(PLAIN.grid, split_gain=0))
-    assert cost(given_call, gpu, free) / by_key <= (shares.kv_blocks / gpu.num_sms + 2 * shares.per_share) * KEYS
+    assert (
+        cost(given_call, gpu, free) / by_key <= (shares.kv_blocks / gpu.num_sms + 2 * shares.per_share) * KEYS
+    )
 
 
 @given(calls, st.sampled_from(["", "m32", "m64"]))

@@ -1,5 +1,5 @@
-"""Faults to plant into the kernels of split-KV attention: in shares, in what groups of warps hand on, in what the
-last step combines."""
+"""Faults to plant into the kernels of split-KV attention: in shares, in what groups of warps hand on, in what
+the last step combines."""
 
 from __future__ import annotations
 
@@ -225,8 +225,8 @@ FAULTS = (
         COMBINE,
         WIDE,
         NUMBERS,
-        "const float factor = exp2_approx(__uint_as_float(load_shared_32(smem + kSumsOffset + warp * 8)) - row_max);",
-        "const float factor = 1.0f;",
+        "exp2_approx(__uint_as_float(load_shared_32(smem + kSumsOffset + warp * 8)) - row_max);",
+        "1.0f;",
         multiprocessors=3,
     ),
     fault(

@@ -1,4 +1,4 @@
-"""Split-KV attention in the simulator: shares of every size, any order of threads and of blocks, planted faults."""
+"""Split-KV attention in the simulator: shares of every size, any order of threads, planted faults."""
 
 from __future__ import annotations
 
@@ -35,12 +35,15 @@ def on(variant, multiprocessors):
 
 
 def simulated(name, shape, seed, multiprocessors=3, order=None, threads=None):
-    """The example after the call ran on it, and its planned steps; AssertionError if it is too far from float64."""
+    """The example after the call ran on it, and its planned steps; AssertionError if it is too far from
+    float64."""
     variant = MAIN[name]
     example = make(variant, shape, seed)
     device = on(variant, multiprocessors)
     libraries = [load(render(step), step.name) for step in variant.steps]
-    run_steps(libraries, variant, example, seed=seed if order is None else order, device=device, threads=threads)
+    run_steps(
+        libraries, variant, example, seed=seed if order is None else order, device=device, threads=threads
+    )
     verdict = example.judge()
     assert verdict.ok, f"{name}, {shape}, {multiprocessors} multiprocessors: {verdict}"
     return example, plan_steps(example.problem, variant, device)

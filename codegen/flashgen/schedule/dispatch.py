@@ -123,8 +123,8 @@ def cost(problem: Problem, device: Device, variant: Variant) -> float:
     it reaches x ** ``fill`` of its full rate, which the blocks on it share; at 0 it counts as having room for
     one.
 
-    In a grid of shares, the busiest multiprocessor visits the KV blocks of its shares, each of which is of one
-    tile or several, and ``split_gain`` more where tiles are split and have to be combined.
+    In a grid of shares, the busiest multiprocessor visits the KV blocks of its shares, each of which is of
+    one tile or several, and ``split_gain`` more where tiles are split and have to be combined.
     """
     if variant.grid.shares:
         return _cost_of_shares(problem, device, variant)

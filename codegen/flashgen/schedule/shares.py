@@ -1,4 +1,4 @@
-"""Equal shares of the KV blocks of all tiles: what the thread blocks of a grid with the schedule ``shares`` do."""
+"""Equal shares of the KV blocks of all tiles: what the thread blocks of a grid of shares do."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ RESERVED_SMEM = 1024
 
 
 class Shares(NamedTuple):
-    """The KV blocks of all tiles, one tile after the other, cut into shares of ``per_share``, the last of which
-    may have fewer. Each of ``tiles`` tiles has ``per_tile`` of them, from KV block ``first`` of its sequence
-    on.
+    """The KV blocks of all tiles, one tile after the other, cut into shares of ``per_share``, the last of
+    which may have fewer. Each of ``tiles`` tiles has ``per_tile`` of them, from KV block ``first`` of its
+    sequence on.
     """
 
     tiles: int
@@ -47,7 +47,7 @@ class Shares(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Slots for parts of tiles: two for each thread block, whose share may begin and end within a tile."""
+        """Slots for parts of tiles: two for each thread block, as its share may begin and end in a tile."""
         return 2 * self.count if self.split else 0
 
 
@@ -66,8 +66,8 @@ def shares_of(problem: Problem, variant: Variant, device: Device) -> Shares:
     count, begin, per_tile = _tiles_and_blocks(problem, variant)
     if not countable(problem, variant):
         raise BadTensorShape(
-            f"there are {count * per_tile} KV blocks of {variant.visits.keys} keys in all tiles, and one launch "
-            f"has at most {MAX_KV_BLOCKS}; split the batch"
+            f"there are {count * per_tile} KV blocks of {variant.visits.keys} keys in all tiles, and one "
+            f"launch has at most {MAX_KV_BLOCKS}; split the batch"
         )
     room = max(1, min(variant.grid.blocks_per_sm, device.smem_per_sm // (variant.smem_bytes + RESERVED_SMEM)))
     at_a_time = device.num_sms * room

@@ -123,9 +123,7 @@ class StepTable:
         if min(positive) < 1 or min(from_last_row, split_gain) < 0:
             raise error(f"an extent of `grid` or `visits` is below 1 for {where()}")
         boxes = self._boxes.at(values, where)
-        return Resources(
-            threads, smem_bytes, boxes, covers, blocks_per_sm, from_last_row, split_gain, visits
-        )
+        return Resources(threads, smem_bytes, boxes, covers, blocks_per_sm, from_last_row, split_gain, visits)
 
     def _expression(self, keys: Keys, text: str | int) -> Expression:
         try:
