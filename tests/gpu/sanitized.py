@@ -60,7 +60,8 @@ def shapes(variant: Variant) -> list[Shape]:
         Shape(7, keys // 2 + 3, batch=2, mask="k", mask_alignment=4, return_lse=False, **grouped),
     ]
     if variant.grid.shares:
-        found.append(Shape(3, 16 * keys + 5, **grouped | {"window": (15 * keys, 0)}))
+        three = {"heads": 3 * heads // kv_heads, "kv_heads": 3}
+        found.append(Shape(3, 24 * keys + 5, window=(23 * keys, 0), **three))
     return found
 
 
