@@ -305,42 +305,24 @@ __device__ __forceinline__ void fetch_next(const Params& params, const Share& sh
 // Waits for the lanes of the warp, and makes their writes visible.
 __device__ __forceinline__ void sync_group(int) { __syncwarp(); }
 
-// A thread's share of Q on its way to shared memory.
-constexpr int kQChunks = kBlockM * kRowBytes / 16;
-struct QVectors {
-    uint4 vectors[(kQChunks + kThreads - 1) / kThreads];
-};
-
-// Loads the tile's rows of Q, rows past the last one and elements from head_dim on as zeros.
-__device__ __forceinline__ QVectors load_q(const Params& params, const Tile& tile) {
+// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros.
+__device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, shared_address smem) {
     constexpr int kRowChunks = kRowBytes / 16;
+    constexpr int kChunks = kBlockM * kRowChunks;
     const element* q = params.q + tile.batch * params.q_batch_stride;
     const int rows_left = num_rows(params) - tile.first_row;
-    QVectors loaded;
 #pragma unroll
-    for (int i = 0; i * kThreads < kQChunks; ++i) {
-        const int row = (i * kThreads + threadIdx.x) / kRowChunks;
-        const int first_element = (i * kThreads + threadIdx.x) % kRowChunks * kChunkElements;
-        loaded.vectors[i] = {0, 0, 0, 0};
-        if (row < min(kBlockM, rows_left) && first_element < params.head_dim) {
-            loaded.vectors[i] = load_global_128(
-                q + row_offset(params, tile, tile.first_row + row, params.q_row_stride, params.q_head_stride) + first_element);
-        }
+    for (int first = 0; first < kChunks; first += kThreads) {
+        const int row = (first + threadIdx.x) / kRowChunks;
+        const int chunk = (first + threadIdx.x) % kRowChunks;
+        if (kChunks % kThreads != 0 && row >= kBlockM) break;
+        const shared_address panel = smem + row * kRowBytes + chunk / kSwizzleChunks * kSwizzleBytes;
+        const element* source =
+            q + row_offset(params, tile, tile.first_row + row, params.q_row_stride, params.q_head_stride) + chunk * kChunkElements;
+        cp_async_16(panel + 16 * (chunk % kSwizzleChunks ^ swizzle_key(row)), source,
+                    row < rows_left && chunk * kChunkElements < params.head_dim ? 16 : 0);
     }
-    return loaded;
-}
-
-__device__ __forceinline__ void store_q(const QVectors& loaded, shared_address smem) {
-    constexpr int kRowChunks = kRowBytes / 16;
-#pragma unroll
-    for (int i = 0; i * kThreads < kQChunks; ++i) {
-        const int row = (i * kThreads + threadIdx.x) / kRowChunks;
-        const int chunk = (i * kThreads + threadIdx.x) % kRowChunks;
-        if (kQChunks % kThreads != 0 && row >= kBlockM) break;
-        const int panel = chunk / kSwizzleChunks;
-        store_shared_128(smem + row * kRowBytes + panel * kSwizzleBytes + 16 * (chunk % kSwizzleChunks ^ swizzle_key(row)),
-                         loaded.vectors[i]);
-    }
+    cp_async_commit();
 }
 
 // Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
@@ -752,11 +734,11 @@ flash_decode_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
     // before this one to have ended.
     griddepcontrol_launch_dependents();
 
-    // Q is asked for ahead of K and V, so that it does not queue behind them.
-    QVectors q = load_q(params, find_tile(params, find_part(params, share, share.begin).tile));
+    // Q comes ahead of K and V, so that it does not queue behind them.
+    copy_q(params, find_tile(params, find_part(params, share, share.begin).tile), smem);
 #pragma unroll 1
     for (int stage = 0; stage < kStages - 1; ++stage) fetch_next(params, share, fetch, stage_address(stage), group);
-    store_q(q, smem);
+    cp_async_wait<kStages - 1>();
     barrier_sync(kThreads);
 
     const LaneAddress q_lane = qv_lane_address(smem + first_row_of(warp) * kRowBytes, lane);
@@ -784,21 +766,21 @@ flash_decode_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
             stage = stage == kStages - 1 ? 0 : stage + 1;
         }
 
-        // Q of the next tile is on its way while this one's results are put together.
+        // Q of the next tile is on its way while this one's results are put together, as are its first KV blocks.
         index += part.end - part.first;
         const bool more = index < share.end;
-        if (more) q = load_q(params, find_tile(params, part.tile + 1));
         // The stage of the last KV block is free: nothing is fetched into it before the next KV block is computed.
         const shared_address exchange = stage_address(stage == 0 ? kStages - 1 : stage - 1);
         barrier_sync(kThreads);  // every group has finished with that stage, and with Q
+        if (more) copy_q(params, find_tile(params, part.tile + 1), smem);
         if (group > 0) send_rows(rows, exchange, smem + kSumsOffset, group, warp, lane);
-        if (more) store_q(q, smem);
         barrier_sync(kThreads);
         if (group == 0) {
             receive_rows(rows, exchange, smem + kSumsOffset, warp, lane);
             store_results(params, tile, part, rows, warp, lane);
         }
         if (!more) break;
-        barrier_sync(kThreads);  // the stage may be fetched into again
+        cp_async_wait<0>();
+        barrier_sync(kThreads);  // Q is here, and the stage may be fetched into again
     }
 }
