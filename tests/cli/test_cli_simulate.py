@@ -69,7 +69,7 @@ def test_what_a_gpu_forbids_is_one_message_and_a_failure(flashgen, monkeypatch):
     def fault(*arguments, seed, **options):
         raise SimulationError("block 0, thread 5: race", check="race")
 
-    monkeypatch.setattr("flashgen.simulator.example.run", fault)
+    monkeypatch.setattr("flashgen.simulator.example.run_steps", fault)
     result = flashgen("simulate", NAME, "--seed", 11)
     assert result.exit_code == 1
     assert result.stderr == "Error: block 0, thread 5: race\nseed 11\n"
@@ -78,14 +78,14 @@ def test_what_a_gpu_forbids_is_one_message_and_a_failure(flashgen, monkeypatch):
 def test_wrong_and_unrepeatable_results_are_failures(flashgen, monkeypatch):
     from flashgen.simulator import example
 
-    right = example.run
+    right = example.run_steps
 
-    def spoilt(library, variant, given, *, seed, device):
-        report = right(library, variant, given, seed=seed, device=device)
+    def spoilt(libraries, main, given, *, seed, device):
+        reports = right(libraries, main, given, seed=seed, device=device)
         given.out[0, 3, 1, 5] += np.float16(seed)
-        return report
+        return reports
 
-    monkeypatch.setattr(example, "run", spoilt)
+    monkeypatch.setattr(example, "run_steps", spoilt)
     found = json.loads(flashgen("simulate", NAME, "--seed", 1, "--seeds", 2, "--json").stdout)
     assert not found["ok"]
     assert not found["repeatable"]
@@ -93,6 +93,17 @@ def test_wrong_and_unrepeatable_results_are_failures(flashgen, monkeypatch):
     result = flashgen("simulate", NAME, "--seed", 1, "--seeds", 2)
     assert result.exit_code == 1
     assert "the order of threads shows" in result.stdout
+
+
+def test_a_step_that_combines_runs_behind_the_one_whose_parts_it_takes(flashgen):
+    arguments = ("simulate", "flash_combine_hdim64_bf16_sm80", "--seqlen-q", 1, "--multiprocessors", 3)
+    found = json.loads(flashgen(*arguments, "--seqlen-kv", 5000, "--json").stdout)
+    assert found["ok"]
+    assert found["counters"]["blocks"] == 2  # a row of each head
+    assert found["counters"]["mma_m16n8k16_bf16"] == 0
+    result = flashgen(*arguments, "--seqlen-kv", 100)
+    assert result.exit_code == 1
+    assert "no tile is split here" in result.stderr
 
 
 def test_a_hopper_kernel_on_few_multiprocessors(flashgen):
