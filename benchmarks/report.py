@@ -36,7 +36,7 @@ from typing import Any
 
 from flashgen.bench.cases import Case, short_length
 from flashgen.bench.peers.registry import LINEAGE, OURS
-from flashgen.bench.results import Measurement, Report, Row
+from flashgen.bench.results import Measurement, Report, Row, figure
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -51,6 +51,7 @@ _PEERS = {
     "torch-efficient": "SDPA efficient",
     "flash-attn-4": "FlashAttention-4",
     "flex-attention": "FlexAttention",
+    "flashinfer-decode": "FlashInfer",
     "flashgen-gqa": "`gqa` pinned",
     "flashgen-packed": "`packed` pinned",
 }
@@ -194,18 +195,19 @@ def _cells(files: list[Path], options: Options) -> list[str]:
         if name not in Measurement.__dataclass_fields__:
             raise KeyError(name)
     rows = _kept(report, {key: values for key, values in options.items() if key not in ("as", "with")})
-    times = options.get("as", report.metric) == "µs"
+    metric = options.get("as", report.metric)
+    times = metric == "µs"
     shown = Report(report.grid, report.metric, {}, {}, rows)
     peers = [name for name in shown.peers if name != OURS]
     baselines = any(row.case.baseline for row in rows)
     best = shown.best_of and not times
 
-    header = ["case", f"{OURS}, {'µs' if times else 'TFLOP/s'}"]
+    header = ["case", f"{OURS}, {metric}"]
     header += ["of its baseline"] * baselines + [_PEERS.get(name, name) for name in peers]
     header += ["best of these"] * bool(best) + extra
     lines = []
     for row in rows:
-        cells = [row.case.name, _own(row, times)]
+        cells = [row.case.name, _own(row, metric)]
         cells += [_baseline(report, row)] * baselines
         cells += [_microseconds(row, name) if times else _ratio(row.ratio(name)) for name in peers]
         cells += [_best(row)] * bool(best)
@@ -308,18 +310,22 @@ KINDS: dict[str, Callable[[list[Path], Options], list[str]]] = {
 }
 
 
-def _own(row: Row, times: bool) -> str:
+def _own(row: Row, metric: str) -> str:
     """Flashgen's figure, and half of the interquartile range in percent."""
     timing = row.measurements[OURS].timing
     if timing is None:
         return "–"
-    figure = _microseconds(row, OURS) if times else _rate(row)
-    return f"{figure} ± {50 * timing.spread:.1f} %"
+    value = _microseconds(row, OURS) if metric == "µs" else _digits(figure(metric, row.case, timing))
+    return f"{value} ± {50 * timing.spread:.1f} %"
 
 
 def _rate(row: Row) -> str:
     rate = row.measurements[OURS].tflops(row.case)
-    return "–" if rate is None else f"{rate:.0f}" if rate >= 100 else f"{rate:.1f}"
+    return "–" if rate is None else _digits(rate)
+
+
+def _digits(rate: float) -> str:
+    return f"{rate:.0f}" if rate >= 100 else f"{rate:.1f}"
 
 
 def _microseconds(row: Row, peer: str) -> str:

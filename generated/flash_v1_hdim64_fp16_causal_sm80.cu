@@ -472,7 +472,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const Tile& til
 #pragma unroll
         for (int n = 0; n < kDimTiles; ++n) {
             if (8 * n >= params.head_dim_v) break;
-            store_global_64(o + 8 * n, {of_row.output[n][2 * row8], of_row.output[n][2 * row8 + 1]});
+            store_global_64(o + 8 * n, of_row.output[n][2 * row8], of_row.output[n][2 * row8 + 1]);
         }
     });
 }

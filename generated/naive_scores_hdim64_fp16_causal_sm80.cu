@@ -250,7 +250,7 @@ __device__ __forceinline__ void store_scores(const Params& params, const Tile& t
 #pragma unroll
             for (int j = 0; j < kKeyTiles; ++j) {
                 if (first_key + 8 * j >= row_keys(params)) break;
-                store_global_64(row_scores + 8 * j, {scores[i][j][2 * row8], scores[i][j][2 * row8 + 1]});
+                store_global_64(row_scores + 8 * j, scores[i][j][2 * row8], scores[i][j][2 * row8 + 1]);
             }
         }
     }

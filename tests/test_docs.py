@@ -30,6 +30,7 @@ import pytest
 from flashgen.cli import main
 from flashgen.operators import OPERATORS
 from flashgen.schedule.parameters import parameters
+from flashgen.schedule.shares import shares_of
 from flashgen.spec.load import load_specs
 from flashgen.spec.params import CTYPES
 from flashgen.spec.schema import (
@@ -357,8 +358,11 @@ def test_the_reference_has_the_parameters_that_the_launcher_knows():
     gpu = Device(0, "sm_90", (9, 0), 132, 232448, 233472, 50 << 20, "some GPU")
     problem = normalise(q, q, q)
     arrays = problem.operator.positions.keys()
-    (spec,) = (spec for spec in load_specs() if spec.name == "flash_fwd_sm80")
-    known = set(parameters(problem, spec.variants()[0], gpu)) | arrays
+    known = set(arrays)
+    for spec in load_specs():
+        main = next(variant for variant in spec.variants() if variant.is_main)
+        shares = shares_of(problem, main, gpu) if main.grid.shares else None
+        known |= set(parameters(problem, main, gpu, shares))
     known |= {f"{array}_vector_width" for array in arrays}
     described = first_cells(section("Parameters").split("The launcher knows")[1])
     # Rows about several arrays name one and list the rest.

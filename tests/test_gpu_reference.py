@@ -25,7 +25,9 @@ from gpu.cases import (  # noqa: E402
     make,
 )
 
-VARIANTS = [variant for spec in load_specs() for variant in spec.variants() if not spec.on_request]
+VARIANTS = [
+    variant for spec in load_specs() for variant in spec.variants() if variant.is_main and not spec.on_request
+]
 LISTS = (
     "every_seqlen",
     "every_head_dim",

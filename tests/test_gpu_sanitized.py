@@ -10,6 +10,7 @@ import pytest
 from flashgen.arch import Device
 from flashgen.schedule.dispatch import runs_on
 from flashgen.schedule.grid import launch_of, tiles
+from flashgen.schedule.plan import plan_steps
 from flashgen.schedule.tensormap import expressible
 from flashgen.simulator.example import make
 from gpu import sanitized
@@ -30,7 +31,7 @@ def test_every_tile_mask_type_grouping_head_dim_and_dtype_is_watched():
 
     runnable = [v for v in sanitized.VARIANTS.values() if runs_on(v, H200)]
     assert seen(CHOSEN) == seen(runnable)
-    assert {v.spec for v in CHOSEN} == {"flash_fwd_sm80", "flash_fwd_sm90"}
+    assert {v.spec for v in CHOSEN} == {"flash_decode_sm80", "flash_fwd_sm80", "flash_fwd_sm90"}
     assert len(CHOSEN) < len(runnable) / 10
 
 
@@ -45,6 +46,9 @@ def test_the_problems_are_the_variants_own_and_small(variant):
         assert tiles(problem, variant) <= 24
         if variant.grid.persistent:
             assert tiles(problem, variant) > launch_of(problem, variant, few).blocks
+    if variant.grid.shares:
+        longest = make(variant, sanitized.shapes(variant)[-1], 1).problem
+        assert len(plan_steps(longest, variant, few).steps) == 2
     ragged = make(variant, sanitized.shapes(variant)[0], 1).problem
     assert ragged.seqlen_kv > 3 * variant.tile_value("block_n")
     assert ragged.head_dim < variant.head_dim

@@ -79,6 +79,13 @@ def test_a_narrower_v_makes_less_work_and_moves_less():
     assert case.bytes_moved == 2 * (q.size + k.size + v.size + out.size)
 
 
+def test_bytes_of_keys_are_those_that_are_seen():
+    whole = a_case(seqlen_q=1, seqlen_kv=64, dtype="fp16", head_dim=16, num_heads_kv=2, batch=2)
+    assert whole.kv_bytes == 2 * 64 * 2 * (16 + 16) * 2
+    assert replace(whole, head_dim_v=8).kv_bytes == whole.kv_bytes * 3 // 4
+    assert replace(whole, mask="window", window=15, seqlen_q=4).kv_bytes == whole.kv_bytes * 19 // 64
+
+
 def test_bytes_count_every_array_once():
     case = a_case(dtype="fp32")
     q = np.zeros((2, 48, 4, 16), np.float32)
@@ -639,6 +646,9 @@ def test_tflops_and_cells():
     assert cell(report, row, "absent") == "–"
     report.metric = "µs"
     assert cell(report, row, "peer") == "1100.0 (1.10×)"
+    report.metric = "GB/s"
+    assert row.case.kv_bytes == 2 * 2 * 1024 * row.case.num_heads_kv * 16 * 2
+    assert cell(report, row, "peer") == f"{row.case.kv_bytes / 1.1e-3 / 1e9:.1f} (1.10×)"
     assert line(report, row).startswith(row.case.name)
 
 
@@ -795,6 +805,9 @@ DECLINED = {
     "flash-attn-4": {"dense", "fp32"},
     "flashinfer-fa2": {"dense", "fp32", "wide", "64/128"},
     "flashinfer-fa3": {"dense", "fp32", "wide", "64/128"},
+    "flashinfer-decode": {
+        *("plain", "window", "dense", "fp32", "wide", "grouped", "skewed", "192/128", "64/128")
+    },
     "flex-attention": {"plain", "fp32", "wide", "grouped", "skewed", "192/128", "64/128"},
     "flashgen-naive": {"window", "dense", "fp32", "grouped", "192/128"},
     "flashgen-v1": {"window", "dense", "fp32", "grouped", "192/128"},

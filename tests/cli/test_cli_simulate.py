@@ -109,6 +109,17 @@ def test_a_kernel_of_several_runs_with_the_others_of_its_call(name, flashgen):
     assert ("masked ones skipped" in text) == ("tiles" in found) == name.startswith("naive_scores")
 
 
+def test_a_step_that_combines_runs_behind_the_one_whose_parts_it_takes(flashgen):
+    arguments = ("simulate", "flash_combine_hdim64_bf16_sm80", "--seqlen-q", 1, "--multiprocessors", 3)
+    found = json.loads(flashgen(*arguments, "--seqlen-kv", 5000, "--json").stdout)
+    assert found["ok"]
+    assert found["counters"]["blocks"] == 2  # a row of each head
+    assert found["counters"]["mma_m16n8k16_bf16"] == 0
+    result = flashgen(*arguments, "--seqlen-kv", 100)
+    assert result.exit_code == 1
+    assert "no tile is split here" in result.stderr
+
+
 def test_a_hopper_kernel_on_few_multiprocessors(flashgen):
     arguments = ("simulate", "flash_fwd_hdim64_fp16_causal_m64_sm90", "--seqlen-q", 200, "--seqlen-kv", 300)
     found = json.loads(flashgen(*arguments, "--multiprocessors", 3, "--json").stdout)

@@ -22,7 +22,7 @@ from flashgen.spec.load import load_specs
 if TYPE_CHECKING:
     from flashgen.spec.variant import Variant
 
-VARIANTS = {v.name: v for spec in load_specs() if not spec.on_request for v in spec.variants()}
+VARIANTS = {v.name: v for spec in load_specs() if not spec.on_request for v in spec.variants() if v.is_main}
 # Few enough that a persistent block takes several tiles of the problems below.
 MULTIPROCESSORS = 2
 # Heads on kv heads. A group of four divides every tile, which a tensor map of packed rows needs.
@@ -45,7 +45,8 @@ PLANTED = {
 
 def shapes(variant: Variant) -> list[Shape]:
     """Ragged tiles and several blocks of keys, with a head dim short of the variant's; few queries in a batch
-    on less than a block of keys, without log-sum-exp.
+    on less than a block of keys, without log-sum-exp. Where thread blocks share KV blocks out, some more of
+    these, so that tiles are split.
     """
     rows, keys = variant.tile_value("block_m"), variant.tile_value("block_n")
     heads, kv_heads = HEADS[variant.gqa]
@@ -54,10 +55,14 @@ def shapes(variant: Variant) -> list[Shape]:
     grouped: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads}
     if variant.mask_type == "local":
         grouped["window"] = (keys, 3)
-    return [
+    found = [
         Shape(rows // folded + 17, 3 * keys + 5, head_dim=narrow, mask="hqk", mask_alignment=1, **grouped),
         Shape(7, keys // 2 + 3, batch=2, mask="k", mask_alignment=4, return_lse=False, **grouped),
     ]
+    if variant.grid.shares:
+        three = {"heads": 3 * heads // kv_heads, "kv_heads": 3}
+        found.append(Shape(3, 24 * keys + 5, window=(23 * keys, 0), **three))
+    return found
 
 
 def extent(x: np.ndarray) -> int:
@@ -82,7 +87,8 @@ def launch(variant: Variant, example: Example) -> None:
         # Of a cp.async that is told to read fewer than its 16 bytes, the tools count all.
         memory[3] = np.append(memory[3], np.zeros(-memory[3].size % 16, np.uint8))
     copies = [None if x is None else cupy.asarray(x) for x in memory]
-    pointers = tuple(0 if copy is None else copy.data.ptr for copy in copies)
+    workspace = cupy.full(max(1, launcher.workspace_bytes), 0xFF, cupy.uint8)
+    pointers = (*(0 if copy is None else copy.data.ptr for copy in copies), workspace.data.ptr)
     launcher.at(pointers, example.problem)((None,) * 6, cupy.cuda.get_current_stream().ptr)
     for own, copy in zip(memory[4:], copies[4:], strict=True):
         if copy is not None:

@@ -24,7 +24,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="this PyTorch does not see a GPU"),
 ]
 
-VARIANTS = [variant for spec in load_specs() for variant in spec.variants() if not spec.on_request]
+VARIANTS = [
+    variant for spec in load_specs() for variant in spec.variants() if variant.is_main and not spec.on_request
+]
 
 
 def named(cases):
@@ -40,7 +42,8 @@ def compiled(request, tmp_path_factory):
     gpu = device(0)
     items = request.session.items
     given = {item.callspec.params.get("variant") for item in items if hasattr(item, "callspec")}
-    wanted = [variant for variant in VARIANTS if variant in given and runs_on(variant, gpu)]
+    chosen = [variant for variant in VARIANTS if variant in given and runs_on(variant, gpu)]
+    wanted = [step for variant in chosen for step in variant.steps]
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # the cache lets its processes build each kernel once

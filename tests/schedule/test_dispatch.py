@@ -23,6 +23,7 @@ H200 = SimpleNamespace(
     compute_capability=(9, 0),
     num_sms=132,
     smem_per_block=232448,
+    smem_per_sm=233472,
     l2_bytes=50 << 20,
 )
 GEFORCE = SimpleNamespace(
@@ -32,6 +33,7 @@ GEFORCE = SimpleNamespace(
         "arch": "sm_89",
         "compute_capability": (8, 9),
         "smem_per_block": 101376,
+        "smem_per_sm": 102400,
     }
 )
 TURING = SimpleNamespace(**{**vars(H200), "name": "Turing", "arch": "sm_75", "compute_capability": (7, 5)})
@@ -81,6 +83,12 @@ EVERY = [
     )
     for name, block_m, efficiency in (("", 128, 1.0), ("m64", 64, 0.8))
 ]
+
+
+def forward_specs():
+    """The families that serve any number of rows."""
+    return [spec for spec in load_specs() if spec.family == "flash_fwd"]
+
 
 problems = st.builds(
     lambda group, num_heads_kv, **fields: problem(
@@ -362,7 +370,7 @@ def grouped(group, *, seqlen_q, head_dim, mask_type="none", batch=64):
 @pytest.mark.parametrize("mask_type", ["none", "causal"])
 def test_packed_groups_of_three_and_six_have_a_hopper_kernel_of_their_own(head_dim, mask_type):
     """They do not divide the 64 rows that a copy of the output writes; 2, 8 and 64 do."""
-    specs = load_specs()
+    specs = forward_specs()
     for group, seqlen_q, packed in ((3, 1, {"odd"}), (6, 1, {"odd"}), (8, 24, {"", "odd", "m128", "m64"})):
         call = grouped(group, seqlen_q=seqlen_q, head_dim=head_dim, mask_type=mask_type)
         offered = offers(call, H200, specs)
@@ -381,7 +389,7 @@ def test_packed_groups_of_three_and_six_have_a_hopper_kernel_of_their_own(head_d
 
 def test_a_group_without_a_packed_tile_is_served_all_the_same():
     call = grouped(5, seqlen_q=1, head_dim=64)  # 5 divides no number of rows that a tile has
-    suited = candidates(call, H200, offers(call, H200, load_specs()))
+    suited = candidates(call, H200, offers(call, H200, forward_specs()))
     assert {(v.spec, v.gqa) for v in suited} == {("flash_fwd_sm90", "gqa")}
 
 
@@ -414,8 +422,10 @@ def test_an_algorithm_is_offered_to_who_asks_for_it_alone(name):
     assert (ALGORITHMS[name] in taken) == (name in ("v2", "v3"))
 
 
-def test_every_shipped_family_has_an_algorithm_and_no_two_share_it():
-    assert {spec.algorithm: spec.name for spec in SPECS} == ALGORITHMS
+def test_no_two_families_share_an_algorithm():
+    named = [spec for spec in SPECS if spec.algorithm]
+    assert {spec.algorithm: spec.name for spec in named} == ALGORITHMS
+    assert len(named) == len(ALGORITHMS)
     assert {spec.algorithm for spec in SPECS if spec.on_request} == {"naive", "v1"}
 
 
@@ -477,3 +487,61 @@ def test_a_family_of_the_users_own_may_have_an_algorithm(tmp_path):
     assert nameless.algorithm == ""
     with pytest.raises(BadParam):
         offers(call, H200, [*SPECS, nameless], "")
+
+
+shipped_problems = st.builds(
+    lambda group, num_heads_kv, **fields: problem(
+        num_heads_q=group * num_heads_kv, num_heads_kv=num_heads_kv, **CONTIGUOUS, **fields
+    ),
+    batch=st.integers(1, 64),
+    seqlen_q=st.integers(1, 200),
+    seqlen_kv=st.sampled_from([64, 1000, 4096, 16_384]),
+    num_heads_kv=st.integers(1, 16),
+    group=st.sampled_from([1, 2, 8]),
+    head_dim=st.sampled_from([64, 128]),
+    dtype=st.sampled_from(["fp16", "bf16", "fp32"]),
+    mask_type=st.sampled_from(["none", "causal"]),
+)
+
+
+@given(shipped_problems, st.sampled_from([H200, GEFORCE]))
+def test_a_family_for_few_rows_changes_no_other_choice(call, device):
+    before = select(call, device, offers(call, device, forward_specs()))
+    chosen = select(call, device, offers(call, device, load_specs()))
+    if call.seqlen_q * call.group_size > 64 or call.dtype == "fp32":
+        assert chosen == before
+    else:
+        assert chosen == before or (chosen.family, chosen.step) == ("flash", "decode")
+
+
+# Batch, keys, query heads, kv heads, head dim.
+DECODING = [
+    (1, 4096, 32, 8, 128),
+    (1, 131_072, 32, 8, 128),
+    (8, 8192, 32, 8, 128),
+    (64, 8192, 32, 8, 128),
+    (128, 2048, 64, 8, 128),
+    (16, 16_384, 16, 2, 64),
+    (1, 16_384, 16, 16, 256),
+]
+
+
+@pytest.mark.parametrize("device", [H200, GEFORCE], ids=lambda device: device.name)
+@pytest.mark.parametrize("shape", DECODING, ids=lambda shape: "-".join(map(str, shape)))
+@pytest.mark.parametrize("seqlen_q", [1, 2, 4])
+def test_few_queries_on_many_keys_share_them_out(seqlen_q, shape, device):
+    batch, seqlen_kv, heads_q, heads_kv, head_dim = shape
+    call = problem(
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_kv=seqlen_kv,
+        num_heads_q=heads_q,
+        num_heads_kv=heads_kv,
+        head_dim=head_dim,
+        mask_type="none" if seqlen_q == 1 else "causal",
+        diagonal_offset=0 if seqlen_q == 1 else seqlen_kv - seqlen_q,
+        **CONTIGUOUS,
+    )
+    chosen = select(call, device, offers(call, device, load_specs()))
+    assert chosen.step == "decode"
+    assert chosen.tile_value("block_m") == (16 if seqlen_q * call.group_size <= 16 else 32)

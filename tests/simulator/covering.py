@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
     from flashgen.spec.variant import Variant
 
-# The shipped forward variants that can be simulated, by name.
+# The shipped forward variants that calls take and that can be simulated, by name.
 VARIANTS = {
     variant.name: variant
     for spec in load_specs()
     if not spec.on_request
     for variant in spec.variants()
-    if supports(variant)
+    if supports(variant) and variant.is_main
 }
 
 

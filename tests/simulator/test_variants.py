@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flashgen.simulator import hardware
-from flashgen.simulator.example import Shape, make, run
+from flashgen.simulator.example import Shape, make, run, run_steps
 from flashgen.simulator.library import load
 from flashgen.source.render import render
 from simulator.covering import VARIANTS, covering, shapes, traits
@@ -20,7 +20,8 @@ COVERING = covering(VARIANTS.values())
 def simulated(variant, shape, seed, **options):
     """The example after the kernel ran on it; AssertionError if it is too far from float64."""
     example = make(variant, shape, seed)
-    run(load(render(variant), variant.name), variant, example, seed=seed, **options)
+    libraries = [load(render(step), step.name) for step in variant.steps]
+    run_steps(libraries, variant, example, seed=seed, **options)
     verdict = example.judge()
     assert verdict.ok, f"{variant.name}, {shape}: {verdict}"
     return example

@@ -639,8 +639,50 @@ def test_loading_costs_by_the_line_and_makes_no_variant(monkeypatch):
     assert len(parsed) == 1
     places = collections.Counter((place, type) for place, _, type in checked)
     assert set(places.values()) == {1}
-    of_a_tile = 2 + len(spec.content.steps[0].covers) + 2 + len(Visits._fields)
+    of_a_tile = 2 + len(spec.content.steps[0].covers) + 3 + len(Visits._fields)
     assert len(computed) == of_a_tile * sum(map(len, spec.content.entries.values()))
     assert not made
     spec.select(head_dim=64, dtype="fp16", mask_type="none", gqa="mha", target="sm80")
     assert len(made) == 3
+
+
+SHARES = (specs_dir() / "flash_decode_sm80.yaml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "place", "why"),
+    [
+        (
+            "schedule: shares",
+            "schedule: persistent",
+            r"steps\[1\]\.combines",
+            "only a step behind a main one",
+        ),
+        ("  - name: combine\n    combines: true", "  - name: combine", None, None),
+        (
+            "    main: true\n",
+            "    main: true\n    combines: true\n",
+            r"steps\[0\]\.combines",
+            "only a step behind",
+        ),
+        ("rows_at_most: 64", "rows_at_most: 0", r"dispatch\.rows_at_most", "0"),
+        ("split_gain: 4", "split_gain: 0 - 1", r"tiles\[0\]", "below 1"),
+    ],
+)
+def test_what_a_family_of_shares_may_say(old, new, place, why, tmp_path):
+    assert SHARES.count(old) == 1
+    path = tmp_path / "flash_decode_sm80.yaml"
+    path.write_text(SHARES.replace(old, new))
+    if place is None:
+        assert not any(variant.combines for variant in load_spec(path).variants())
+        return
+    with pytest.raises(SpecError, match=rf"{place}: .*{re.escape(why)}"):
+        load_spec(path)
+
+
+def test_shares_are_of_kv_blocks(tmp_path):
+    begin, end = SHARES.index("    visits:\n"), SHARES.index("    dependent_launch: true  #")
+    path = tmp_path / "flash_decode_sm80.yaml"
+    path.write_text(SHARES[:begin] + SHARES[end:])
+    with pytest.raises(SpecError, match=r"grid\.schedule: .*`visits` is missing"):
+        load_spec(path)

@@ -9,18 +9,27 @@ from flashgen.operators.attention import normalise
 from flashgen.runtime.arrays import view
 from flashgen.schedule.dispatch import candidates
 from flashgen.spec.load import load_specs
-from flashgen.tune.shapes import DEFAULT, cases
+from flashgen.tune.shapes import cases
 
-ORDINARY = [v for spec in load_specs() for v in spec.variants() if not v.tile_name and v.target != "sm86"]
+ORDINARY = [
+    v
+    for spec in load_specs()
+    for v in spec.variants()
+    if v.is_main and not v.tile_name and v.target != "sm86"
+]
 
 
 def variant(**axes):
-    return next(v for v in ORDINARY if all(v.axis(axis) == value for axis, value in axes.items()))
+    return next(
+        v
+        for v in ORDINARY
+        if v.family == "flash_fwd" and all(v.axis(axis) == value for axis, value in axes.items())
+    )
 
 
 @pytest.mark.parametrize("each", ORDINARY, ids=str)
 def test_every_default_problem_is_one_that_the_kernel_serves(each):
-    for case in cases(each, DEFAULT):
+    for case in cases(each):
         if each.dtype == "bf16":
             continue  # NumPy has none; fp16 goes the same way
         dtype = {"fp16": np.float16, "fp32": np.float32}[each.dtype]
@@ -70,3 +79,11 @@ def test_what_is_no_shape_of_the_kernel_is_an_error(text):
 def test_one_query_is_no_causal_problem():
     with pytest.raises(BadParam, match="single query"):
         cases(variant(head_dim=64, gqa="mha", mask_type="causal"), ["8x1x4k"])
+
+
+def test_more_rows_than_a_family_takes_are_refused_with_an_example():
+    few = next(v for v in ORDINARY if v.rows_at_most == 64 and v.gqa == "packed" and v.mask_type == "causal")
+    assert [case.seqlen_q for case in cases(few)] == [4, 4, 4]
+    assert cases(few, ["1x8x4k@32/4"])
+    with pytest.raises(BadParam, match=r"72 rows .* at most 64, such as 1x4x16k"):
+        cases(few, ["1x9x4k@32/4"])

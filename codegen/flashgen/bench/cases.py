@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashgen.errors import BadParam
-from flashgen.operators.arguments import total_bytes
+from flashgen.operators.arguments import DTYPE_BYTES, total_bytes
 from flashgen.operators.attention import ARGUMENTS, DTYPES
 from flashgen.operators.masks import UNBOUNDED, Band
 
@@ -124,6 +124,17 @@ class Case:
         required = [argument for argument in ARGUMENTS if not argument.optional]
         return total_bytes(required, sizes | {"head_dim_v": self.width_v}, self.dtype)
 
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of k and v that some query may see, read once: what decoding is bound by. Those of a window
+        begin with its first query's first key.
+        """
+        keys = self.seqlen_kv
+        if self.mask == "window":
+            keys = min(keys, self.window + self.seqlen_q)
+        width = self.head_dim + self.width_v
+        return self.batch * keys * self.num_heads_kv * width * DTYPE_BYTES[self.dtype]
+
     def hidden(self, rng: np.random.Generator) -> np.ndarray:
         """The dense mask, bool (seqlen_q, seqlen_kv), True where the key is hidden. Only for dense cases."""
         if self.mask in ("random", "random_causal"):
@@ -137,8 +148,8 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A named list of cases. ``metric`` is what its table shows: ``TFLOP/s`` or ``µs``. ``peers`` are those
-    that it is about; empty: all that can be used.
+    """A named list of cases. ``metric`` is what its table shows: ``TFLOP/s``, ``GB/s`` of k and v, or
+    ``µs``. ``peers`` are those that it is about; empty: all that can be used.
     """
 
     name: str
@@ -312,6 +323,46 @@ def _lineage() -> Grid:
     return Grid("lineage", doc, tuple(cases), peers=peers)
 
 
+# Batch, keys, query heads, kv heads, head_dim.
+_DECODED = (
+    (1, 4096, 32, 8, 128),
+    (1, 131_072, 32, 8, 128),
+    (8, 8192, 32, 8, 128),
+    (64, 8192, 32, 8, 128),
+    (64, 32_768, 32, 8, 128),
+    (128, 2048, 64, 8, 128),
+    (16, 16_384, 16, 2, 64),
+)
+
+
+def _decode() -> Grid:
+    """One query for each sequence; of the longest batch also a window, and a few queries, as drafts are."""
+
+    def case(batch: int, seqlen_kv: int, heads_q: int, heads_kv: int, head_dim: int, **changes: Any) -> Case:
+        name = f"{batch} × {short_length(seqlen_kv)}, {heads_q}/{heads_kv}, d{head_dim}"
+        shape: dict[str, Any] = {"name": name, "seqlen_q": 1, "dtype": "bf16", "clock": "graph"} | changes
+        return Case(
+            batch=batch,
+            seqlen_kv=seqlen_kv,
+            num_heads_q=heads_q,
+            num_heads_kv=heads_kv,
+            head_dim=head_dim,
+            **shape,
+        )
+
+    cases = [case(*shape) for shape in _DECODED]
+    cases += [
+        case(64, 8192, 32, 8, 128, name="64 × 8k, window 1k", mask="window", window=1024),
+        case(8, 8192, 32, 8, 128, name="4 queries, 8 × 8k", seqlen_q=4, mask="causal"),
+        case(8, 8192, 32, 8, 128, name="8 queries, 8 × 8k", seqlen_q=8, mask="causal"),
+        case(8, 8192, 32, 8, 128, name="16 queries, 8 × 8k", seqlen_q=16, mask="causal"),
+        case(8, 8192, 16, 16, 256, name="8 × 8k, 16/16, d256"),
+    ]
+    doc = "one query on many keys, and a few queries: GB/s of K and V, GPU time inside a CUDA graph"
+    return Grid("decode", doc, tuple(cases), metric="GB/s")
+
+
 GRIDS: dict[str, Grid] = {
-    grid.name: grid for grid in (_prefill(), _head_dims(), _masks(), _small(), _ragged(), _lineage())
+    grid.name: grid
+    for grid in (_prefill(), _head_dims(), _masks(), _small(), _ragged(), _lineage(), _decode())
 }

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.bench.cases import short_length
 from flashgen.bench.peers.registry import OURS, all_peers
+from flashgen.bench.results import figure as figure_of
 from flashgen.errors import BadParam
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _STYLES = [
     ("#00798c", "p"),
     ("#edae49", "d"),
     ("#6a4c93", "H"),
+    ("#9e2a9b", ">"),
 ]
 
 
@@ -89,9 +91,7 @@ def _value(report: Report, row: Row, peer: str) -> float:
     measurement = row.measurements.get(peer)
     if measurement is None or measurement.timing is None:
         return float("nan")
-    if report.metric == "µs":
-        return measurement.timing.median_ms * 1e3
-    return row.case.flops / measurement.timing.median_ms / 1e9
+    return figure_of(report.metric, row.case, measurement.timing)
 
 
 def _sweep(figure_class: type, report: Report, panels: dict[tuple[int, bool], list[Row]]) -> Any:

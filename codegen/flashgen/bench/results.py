@@ -19,6 +19,15 @@ if TYPE_CHECKING:
 SCHEMA = 1
 
 
+def figure(metric: str, case: Case, timing: Timing) -> float:
+    """The median of a timing in a `Grid.metric`: TFLOP/s by the case's count of work, GB/s of K and V, µs."""
+    if metric == "µs":
+        return timing.median_ms * 1e3
+    if metric == "GB/s":
+        return case.kv_bytes / timing.median_ms / 1e6
+    return case.flops / timing.median_ms / 1e9
+
+
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """One peer on one case: a timing, or a note that says why there is none.
@@ -52,7 +61,7 @@ class Measurement:
 
     def tflops(self, case: Case) -> float | None:
         """Rate in TFLOP/s by the case's count of work."""
-        return None if self.timing is None else case.flops / self.timing.median_ms / 1e9
+        return None if self.timing is None else figure("TFLOP/s", case, self.timing)
 
 
 @dataclass(frozen=True, slots=True)

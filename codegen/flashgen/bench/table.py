@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from flashgen.bench.peers.registry import OURS
+from flashgen.bench.results import figure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -115,10 +116,8 @@ def cell(report: Report, row: Row, peer: str) -> str:
 
 def _figure(report: Report, case: Case, timing: Timing) -> str:
     """The report's metric, to the digits that it can bear."""
-    if report.metric == "µs":
-        return f"{timing.median_ms * 1e3:.1f}"
-    rate = case.flops / timing.median_ms / 1e9
-    return f"{rate:.0f}" if rate >= 100 else f"{rate:.1f}"
+    value = figure(report.metric, case, timing)
+    return f"{value:.1f}" if report.metric == "µs" or value < 100 else f"{value:.0f}"
 
 
 def _best(row: Row) -> str:

@@ -178,9 +178,11 @@ def _run(
             example = make(variant, shape, seeds.start)
             try:
                 reports = run_steps(libraries, main, example, seed=seed, device=device)
-                report = reports[main.steps.index(variant)]
             except SimulationError as error:
                 raise click.ClickException(f"{error}\nseed {seed}") from error
+            report = reports[main.steps.index(variant)]
+            if report is None:
+                raise click.ClickException(f"no tile is split here, so the call leaves {variant.name} out")
             examples.append(example)
     found["seconds"] = (time.perf_counter() - begin) / len(seeds)
     verdict = examples[0].judge()

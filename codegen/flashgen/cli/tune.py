@@ -68,10 +68,8 @@ Needs a GPU that nothing else is using, and some tens of seconds for each kernel
 )
 @click.option(
     "--shapes",
-    default="1k,4k,16k",
-    show_default=True,
     metavar="A,B,...",
-    help="The problems to be fast on.",
+    help="The problems to be fast on. [default: 1k,4k,16k; 1x1x16k,8x1x8k,64x1x8k for families of few rows]",
 )
 @click.option(
     "--rounds", type=click.IntRange(min=1), default=15, show_default=True, help="Rounds of all tiles."
@@ -84,7 +82,7 @@ def command(
     write: bool,
     out: Path | None,
     spec_file: Path | None,
-    shapes: str,
+    shapes: str | None,
     rounds: int,
     jobs: int | None,
     specs: Path | None,
@@ -109,7 +107,8 @@ def command(
         raise click.UsageError("--spec names the one file to tune; leave --specs out")
     here, chosen = _subjects(selections, specs, spec_file)
     # Ahead of the work: a shape that is none, and a file that nothing can be added to.
-    problems = {index: cases(each.ordinary, shapes.split(",")) for index, each in enumerate(chosen)}
+    wanted = None if shapes is None else shapes.split(",")
+    problems = {index: cases(each.ordinary, wanted) for index, each in enumerate(chosen)}
     if write and spec_file is None:
         _check_files(chosen, here.name, out)
     competing = fields(chosen)

@@ -154,4 +154,4 @@ def bind(problem: Problem, main: Variant, device: Device) -> Runner:
     planned = plan_steps(problem, main, device)
     if any(step.struct.maps for step in planned.steps):
         tensormap.binding()
-    return Runner(planned, main, device, [kernel.load(variant, device) for variant in main.steps])
+    return Runner(planned, main, device, [kernel.load(step.variant, device) for step in planned.steps])

@@ -6,11 +6,12 @@ The rule, which a spec names ``least_time``:
 1. A variant can serve a problem where the operator says so of each of its axes: dtype and mask type are the
    problem's own, head dims hold the problem's, and the grouping is ``mha`` for one query head per kv head,
    ``gqa`` or ``packed`` for several. Where it reads arrays by tensor maps, there must be maps of them. The
-   device must have its architecture and its shared memory. A family that is ``on_request`` is left out; a
-   call that asks for an algorithm leaves out all families but those of that name. A problem with a score
-   modification leaves out families without a seam for it; the variant is modified likewise.
-2. Of these only the smallest head dims count, by the work that they make, then the newest architecture, then
-   the target that its spec names first.
+   device must have its architecture and its shared memory. A family that is ``on_request`` is left out, and
+   one for few rows where a head has more than its ``rows_at_most``; a call that asks for an algorithm leaves
+   out all families but those of that name. A problem with a score modification leaves out families without a
+   seam for it; the variant is modified likewise.
+2. Of these only the smallest head dims count, by the work that they make, then, within a family, the newest
+   architecture, then the target that its spec names first.
 3. Where a tile was tuned on this GPU, the ordinary tile of its point, which it was measured against, is out.
    Other tiles of the point, such as one for small problems, stay in.
 4. Of what is left, tiles and groupings, the least modelled time wins: the scores (rows of queries by keys, in
@@ -26,7 +27,8 @@ from typing import TYPE_CHECKING
 from flashgen.arch import arch_parts, reaches
 from flashgen.errors import BadParam, DeviceTypeNotSupported, SpecError
 from flashgen.operators import OPERATORS
-from flashgen.schedule.grid import MAX_EXTENT, extents, tiles
+from flashgen.schedule.grid import MAX_EXTENT, extents, rows, tiles
+from flashgen.schedule.shares import countable, shares_of
 from flashgen.schedule.tensormap import REQUIREMENTS, expressible
 from flashgen.schedule.visited import visited_keys
 from flashgen.spec.variant import TUNED_TILE
@@ -124,12 +126,14 @@ def candidates(problem: Problem, device: Device, variants: Iterable[Variant]) ->
 
 
 def preferred(variants: Iterable[Variant]) -> tuple[Variant, ...]:
-    """The variants of the newest architecture, and of these the ones on the target that comes first."""
+    """Of each family the variants of the newest architecture, and of these the ones on the target that comes
+    first.
+    """
     variants = tuple(variants)
-    newest = max(arch_parts(variant.min_arch)[0] for variant in variants)
-    current = [variant for variant in variants if arch_parts(variant.min_arch)[0] == newest]
-    first = min(variant.priority for variant in current)
-    return tuple(variant for variant in current if variant.priority == first)
+    best: dict[str, tuple[int, int]] = {}
+    for variant in variants:
+        best[variant.family] = max(_preference(variant), best.get(variant.family, _preference(variant)))
+    return tuple(variant for variant in variants if _preference(variant) == best[variant.family])
 
 
 def without_replaced(variants: Iterable[Variant]) -> tuple[Variant, ...]:
@@ -146,7 +150,12 @@ def cost(problem: Problem, device: Device, variant: Variant) -> float:
     first dimension of the grid. With only a share x of the thread blocks that a multiprocessor has room for,
     it reaches x ** ``fill`` of its full rate, which the blocks on it share; at 0 it counts as having room for
     one.
+
+    In a grid of shares, the busiest multiprocessor visits the KV blocks of its shares, each of which is of
+    one tile or several, and ``split_gain`` more where tiles are split and have to be combined.
     """
+    if variant.grid.shares:
+        return _cost_of_shares(problem, device, variant)
     block_m, room = variant.grid.covers[0][1], variant.grid.blocks_per_sm if variant.fill else 1
     mean, longest = (keys + variant.start * block_m for keys in visited_keys(problem, variant))
     count = tiles(problem, variant)
@@ -158,6 +167,14 @@ def cost(problem: Problem, device: Device, variant: Variant) -> float:
         beside = min(room, max(1, count / device.num_sms))
         keys = max(count * mean / device.num_sms, beside * longest) / (beside / room) ** variant.fill
     return keys * block_m / variant.efficiency
+
+
+def _cost_of_shares(problem: Problem, device: Device, variant: Variant) -> float:
+    shares, block_m = shares_of(problem, variant, device), variant.grid.covers[0][1]
+    starts = max(1, shares.per_share / shares.per_tile) * variant.start * block_m
+    keys = -(-shares.count // device.num_sms) * (shares.per_share * variant.visits.keys + starts)
+    combining = variant.grid.split_gain * variant.visits.keys if shares.split else 0
+    return (keys + combining) * block_m / variant.efficiency
 
 
 def runs_on(variant: Variant, device: Device) -> bool:
@@ -196,4 +213,11 @@ def _computes(problem: Problem, variant: Variant) -> bool:
         and variant.score == problem.score
         and problem.operator.serves(problem, dict(variant.axes))
         and max(extents(problem, variant).values()) <= MAX_EXTENT
+        and countable(problem, variant)
+        and (variant.rows_at_most is None or rows(problem, variant) <= variant.rows_at_most)
     )
+
+
+def _preference(variant: Variant) -> tuple[int, int]:
+    """Larger for a newer architecture, then for an earlier target of its spec."""
+    return arch_parts(variant.min_arch)[0], -variant.priority

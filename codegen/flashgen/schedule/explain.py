@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from flashgen.arch import range_of
 from flashgen.schedule.dispatch import cost, preferred, runs_on, without_replaced
-from flashgen.schedule.grid import MAX_EXTENT, extents, tiles
+from flashgen.schedule.grid import MAX_EXTENT, extents, rows, tiles
+from flashgen.schedule.shares import countable
 from flashgen.schedule.tensormap import REQUIREMENTS, expressible
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ def explain(problem: Problem, device: Device, specs: Iterable[Spec]) -> Explanat
             continue
         for variant in spec.variants():
             if variant.is_main:
+                if problem.score is not None and spec.score_seam:
+                    variant = variant.modified(problem.score)
                 judged = _unfit(problem, device, variant, spec)
                 if judged is None:
                     left.append(variant)
@@ -98,8 +101,7 @@ def explain(problem: Problem, device: Device, specs: Iterable[Spec]) -> Explanat
 
     smallest = (variant for variant in left if operator.work(dict(variant.axes)) == least)
     left = keep(smallest, f"larger {sizes}", f"a variant with smaller {sizes} serves, which does less work")
-    newest = preferred(left)
-    left = keep(newest, "target", f"target {newest[0].target} comes first on this GPU")
+    left = keep(preferred(left), "target", "another target of its family comes first on this GPU")
     left = keep(without_replaced(left), "tuned", "a tile that was tuned on this GPU takes its place")
     times = {variant: cost(problem, device, variant) for variant in left}
     chosen = min(left, key=lambda variant: (times[variant], tiles(problem, variant)))
@@ -118,8 +120,12 @@ def _unfit(problem: Problem, device: Device, variant: Variant, spec: Spec) -> Ju
     for name, axis in operator.axes.items():
         if not axis.serves(problem, values[name]):
             return Judged(variant, name, f"its {name} is {values[name]}")
-    if max(extents(problem, variant).values()) > MAX_EXTENT:
-        return Judged(variant, "length", f"its grid counts at most {MAX_EXTENT} rows")
+    if variant.score != problem.score:
+        return Judged(variant, "score", f"{spec.family} has no seam for score modifications")
+    if max(extents(problem, variant).values()) > MAX_EXTENT or not countable(problem, variant):
+        return Judged(variant, "length", f"its grid counts at most {MAX_EXTENT} rows or KV blocks")
+    if variant.rows_at_most is not None and rows(problem, variant) > variant.rows_at_most:
+        return Judged(variant, "rows", f"it is for at most {variant.rows_at_most} rows of a head")
     if not runs_on(variant, device):
         needs = f"{range_of(variant.min_arch)}, with {variant.max_smem} bytes of shared memory a block"
         return Judged(variant, "GPU", f"it needs {needs}")
@@ -132,6 +138,6 @@ def _unfit(problem: Problem, device: Device, variant: Variant, spec: Spec) -> Ju
 
 def _ordered(others: list[Judged], axes: Iterable[str]) -> tuple[Judged, ...]:
     """Those that came furthest first."""
-    order = [*axes, "length", "GPU", "tensor maps", "on request"]
+    order = [*axes, "score", "length", "rows", "GPU", "tensor maps", "on request"]
     place = {rule: at for at, rule in enumerate(order)}
     return tuple(sorted(others, key=lambda judged: -place.get(judged.rule, len(order))))

@@ -10,6 +10,7 @@ from flashgen.errors import BadTensorShape
 if TYPE_CHECKING:
     from flashgen.arch import Device
     from flashgen.operators.operator import Problem
+    from flashgen.schedule.shares import Shares
     from flashgen.spec.variant import Variant
 
 MAX_BLOCKS = 2**31 - 1
@@ -76,11 +77,14 @@ def blocks_at_a_time(variant: Variant, device: Device) -> int:
     return device.num_sms * variant.grid.blocks_per_sm
 
 
-def launch_of(problem: Problem, variant: Variant, device: Device) -> Launch:
-    """One block for each tile, or, with a persistent schedule, no more than run at a time.
+def launch_of(problem: Problem, variant: Variant, device: Device, shares: Shares | None = None) -> Launch:
+    """One block for each tile, or, with a persistent schedule, no more than run at a time; in a grid of
+    ``shares``, one for each of them.
 
     Raises BadTensorShape when there are more tiles than a grid can have.
     """
+    if variant.grid.shares:
+        return Launch(shares.count, variant.threads, variant.smem_bytes)
     blocks = tiles(problem, variant)
     if blocks > MAX_BLOCKS:
         sizes = ", ".join(f"{name} {size}" for name, size in problem.sizes.items())

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from flashgen.arch import Device
     from flashgen.operators.operator import Number, Operator, Problem
+    from flashgen.schedule.shares import Shares
     from flashgen.schedule.workspace import Workspace
     from flashgen.spec.variant import Variant
 
@@ -30,6 +31,14 @@ _OF_SECTIONS = (
     "section_tiles_divisor",
     "section_heads_divisor",
     "last_section_heads_divisor",
+)
+_OF_SHARES = (
+    "first_kv_block",
+    "num_kv_blocks",
+    "kv_blocks_per_tile",
+    "kv_blocks_per_share",
+    "kv_blocks_per_tile_divisor",
+    "kv_blocks_per_share_divisor",
 )
 
 
@@ -52,13 +61,15 @@ class Struct:
     scalars: tuple[tuple[int, str, str], ...]
 
 
-def parameters(problem: Problem, variant: Variant, device: Device) -> dict[str, Number]:
+def parameters(
+    problem: Problem, variant: Variant, device: Device, shares: Shares | None = None
+) -> dict[str, Number]:
     """Every number that a spec may name in ``params``, by name.
 
     Sizes have the names of the operator's symbols, strides are in elements: ``q_row_stride``. The rest are
     `Problem.values` and those of the grid. ``num_row_blocks`` is the tiles of one (batch, head).
-    ``heads_per_section`` and ``num_sections`` are those of `sections`; what ends in ``_divisor`` is a
-    `divisor`.
+    ``heads_per_section`` and ``num_sections`` are those of `sections`; what has ``kv_block`` in its name is
+    of ``shares``, those of the main step's grid; what ends in ``_divisor`` is a `divisor`.
     """
     values: dict[str, Number] = dict(problem.sizes)
     for argument, strides in zip(problem.operator.arguments, problem.strides, strict=True):
@@ -72,10 +83,21 @@ def parameters(problem: Problem, variant: Variant, device: Device) -> dict[str, 
         "rows_ahead": rows_ahead(problem, variant),
         # A grid without tiles is not launched, but it has a struct.
         "num_heads_divisor": divisor(max(1, heads(problem, variant))),
+        "num_row_blocks_divisor": divisor(max(1, blocks)),
         "group_size_divisor": divisor(int(values.get("group_size", 1))),
     }
     if any(param.name in _OF_SECTIONS for param in variant.params):
         values |= _sections(problem, variant, device)
+    if shares is not None:
+        numbers = (
+            shares.first,
+            shares.kv_blocks,
+            shares.per_tile,
+            shares.per_share,
+            divisor(shares.per_tile),
+            divisor(shares.per_share),
+        )
+        values |= zip(_OF_SHARES, numbers, strict=True)
     return values
 
 
@@ -105,15 +127,22 @@ def vector_width(*numbers: int) -> int:
     return _VECTOR_WIDTHS[bits & -bits]
 
 
-def pack(problem: Problem, variant: Variant, device: Device, workspace: Workspace | None = None) -> Struct:
-    """The parameter struct of one step.
+def pack(
+    problem: Problem,
+    variant: Variant,
+    device: Device,
+    workspace: Workspace | None = None,
+    shares: Shares | None = None,
+) -> Struct:
+    """The parameter struct of one step. The pointer to an array of the workspace without elements is null.
 
     Raises SpecError for a parameter that nobody can give, one that overflows, and an array that a tensor map
     cannot describe; dispatch does not choose such a variant.
     """
     operator, table = problem.operator, layout(variant.params)
     slices: Mapping[str, int] = workspace.offsets if workspace else {}
-    numbers = parameters(problem, variant, device)
+    sizes = {each.name: each.nbytes for each in workspace.slices} if workspace else {}
+    numbers = parameters(problem, variant, device, shares)
     values: dict[str, Number | bytes] = dict(numbers)
     pointers, maps, widths, scalars = [], [], [], []
     of_scalars = problem.scalar_values().keys()
@@ -130,7 +159,8 @@ def pack(problem: Problem, variant: Variant, device: Device, workspace: Workspac
             pointers.append((offset, operator.position(name), 0))
             values[name] = 0
         elif name in slices:
-            pointers.append((offset, len(operator.arguments), slices[name]))
+            if sizes[name]:
+                pointers.append((offset, len(operator.arguments), slices[name]))
             values[name] = 0
         elif base != name and base in operator.positions:
             array = problem.array(base)
@@ -140,7 +170,7 @@ def pack(problem: Problem, variant: Variant, device: Device, workspace: Workspac
         elif name in of_scalars:
             scalars.append((offset, C_TYPES[param.ctype][1], name))
         elif name not in numbers:
-            known = {*operator.positions, *slices, *numbers, *_OF_SECTIONS, *_widths(operator)}
+            known = {*operator.positions, *slices, *numbers, *_OF_SECTIONS, *_OF_SHARES, *_widths(operator)}
             raise SpecError(
                 f"{variant.spec}: params names {name}, which the launcher cannot give; it knows "
                 f"{', '.join(sorted(known))}"

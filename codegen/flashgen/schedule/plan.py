@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.schedule.grid import Launch, launch_of
 from flashgen.schedule.parameters import Struct, pack
+from flashgen.schedule.shares import shares_of
 from flashgen.schedule.workspace import Workspace, workspace_of
 
 if TYPE_CHECKING:
@@ -41,13 +42,20 @@ class Steps(NamedTuple):
 
 
 def plan_steps(problem: Problem, main: Variant, device: Device) -> Steps:
-    """The steps of a call for which dispatch chose ``main``, and the workspace that they share.
+    """The steps of a call for which dispatch chose ``main``, and the workspace that they share. Where shares
+    split no tile, a step that combines has nothing to do and is left out.
 
     Raises BadTensorShape for a grid that is too large, and SpecError for parameters that nobody can give.
     """
-    workspace = workspace_of(problem, main)
+    shares = shares_of(problem, main, device) if main.grid.shares else None
+    workspace = workspace_of(problem, main, shares)
     steps = tuple(
-        Step(variant, launch_of(problem, variant, device), pack(problem, variant, device, workspace))
+        Step(
+            variant,
+            launch_of(problem, variant, device, shares),
+            pack(problem, variant, device, workspace, shares),
+        )
         for variant in main.steps
+        if not variant.combines or shares.split
     )
     return Steps(steps, workspace)

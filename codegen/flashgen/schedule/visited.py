@@ -59,8 +59,14 @@ def _keys_of(problem: AttentionProblem, variant: Variant, first_row: int, count:
     if first_row < 0 or end_row <= first_row:
         return 0
     group = problem.group_size if variant.gqa == "packed" else 1
-    first = first_row // group + problem.diagonal_offset
-    last = (end_row - 1) // group + problem.diagonal_offset
-    begin = max(0, first - problem.window_left) // block_n
-    end = -(-min(problem.seqlen_kv, last + problem.window_right + 1) // block_n)
+    begin, end = kv_blocks(problem, block_n, first_row // group, (end_row - 1) // group)
     return max(0, end - begin) * block_n
+
+
+def kv_blocks(problem: AttentionProblem, block_n: int, first_query: int, last_query: int) -> tuple[int, int]:
+    """The KV blocks, of ``block_n`` keys each, with a key that some query of a range sees: the first, and the
+    one behind the last, which is not above the first where there is none. A dense mask hides nothing here.
+    """
+    begin = max(0, first_query + problem.diagonal_offset - problem.window_left)
+    end = min(problem.seqlen_kv, last_query + problem.diagonal_offset + problem.window_right + 1)
+    return begin // block_n, -(-end // block_n)

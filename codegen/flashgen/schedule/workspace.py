@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from flashgen.errors import SpecError
 from flashgen.operators.arguments import DTYPE_BYTES
 from flashgen.schedule.grid import extents
+from flashgen.spec.grid import NUM_PARTS
 
 if TYPE_CHECKING:
     from flashgen.operators.operator import Problem
+    from flashgen.schedule.shares import Shares
     from flashgen.spec.variant import Variant
 
 # Each slice of the workspace begins at a multiple of this many bytes, as fresh allocations of a GPU do.
@@ -36,13 +38,16 @@ class Workspace(NamedTuple):
         return {each.name: each.offset for each in self.slices}
 
 
-def workspace_of(problem: Problem, main: Variant) -> Workspace:
-    """The slices that the family of ``main`` asks for, one after the other."""
+def workspace_of(problem: Problem, main: Variant, shares: Shares | None = None) -> Workspace:
+    """The slices that the family of ``main`` asks for, one after the other; ``shares`` are those of its
+    grid.
+    """
     if not main.workspace:
         return Workspace((), 0)
     from flashgen.spec.expression import Expression
 
     values = {**problem.sizes, **extents(problem, main), **dict(main.axes), **dict(main.tile)}
+    values[NUM_PARTS] = shares.parts if shares else 0
     slices, end = [], 0
     for buffer in main.workspace:
         shape = [Expression(extent, frozenset(values))(values) for extent in buffer.shape]

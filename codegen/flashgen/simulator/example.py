@@ -153,17 +153,20 @@ def run_steps(
     seed: int = 0,
     device: Device | None = None,
     threads: int | None = None,
-) -> tuple[Report, ...]:
+) -> tuple[Report | None, ...]:
     """Simulate each step of the call that dispatch gives ``main`` on the example's arrays; see
     ``execute.simulate``. ``libraries`` has the kernel of each. ``device`` is by default the GPU that the
-    variant is made for, as the simulator pretends it.
+    variant is made for, as the simulator pretends it. A step that the call leaves out has no report.
     """
     planned = plan_steps(example.problem, main, device or hardware.pretend_for(main))
     pointers = tuple(0 if x is None else x.ctypes.data for x in example.arrays)
     memory = _aligned(planned.workspace.nbytes)
     if planned.workspace.nbytes:
         pointers = (*pointers, memory.ctypes.data)
-    return simulate(libraries, planned, example.problem, pointers, seed=seed, threads=threads)
+    taken = {step.variant for step in planned.steps}
+    kernels = [library for library, step in zip(libraries, main.steps, strict=True) if step in taken]
+    reports = iter(simulate(kernels, planned, example.problem, pointers, seed=seed, threads=threads))
+    return tuple(next(reports) if step in taken else None for step in main.steps)
 
 
 def _score_arrays(

@@ -9,7 +9,7 @@ from flashgen.operators import OPERATORS
 from flashgen.spec import tunedrows
 from flashgen.spec.axes import read_axes
 from flashgen.spec.expression import Expression
-from flashgen.spec.grid import Buffer
+from flashgen.spec.grid import NUM_PARTS, Buffer
 from flashgen.spec.model import Content
 from flashgen.spec.schema import File, Positive, ShortName, Target
 from flashgen.spec.searchspace import SearchSpace
@@ -77,6 +77,7 @@ def examine(path: Path, text: bytes) -> Checked:
             "on_request": file.dispatch.prefer == "on_request",
             "start": file.dispatch.start,
             "fill": file.dispatch.fill,
+            "rows_at_most": file.dispatch.rows_at_most,
         },
         targets={
             name: {
@@ -148,7 +149,7 @@ def _workspace(document: Document, file: File, axes: dict[str, Values]) -> tuple
     """The slices of the workspace, their extents checked as expressions."""
     operator = OPERATORS[file.operator]
     taken = {argument.name for argument in operator.arguments}
-    names = frozenset((*axes, *file.tile_keys, *operator.symbols, *operator.grid_dimensions))
+    names = frozenset((*axes, *file.tile_keys, *operator.symbols, *operator.grid_dimensions, NUM_PARTS))
     buffers = []
     for name, row in file.workspace.items():
         if name in taken:

@@ -8,8 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# What the blocks of a launch do: one tile each, or, no more of them than run at a time, tile after tile.
-SCHEDULES = ("tile_per_block", "persistent")
+# What the blocks of a launch do: one tile each; or, no more of them than run at a time, tile after tile, or
+# each an equal share of the KV blocks of all tiles.
+SCHEDULES = ("tile_per_block", "persistent", "shares")
+
+# In the shape of a workspace array: the parts of tiles that the main step's shares may leave to combine.
+NUM_PARTS = "num_parts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,17 +23,23 @@ class Grid:
     ``covers`` names the dimensions of the operator that are cut into tiles, with a tile's extent in each;
     their product is the number of tiles. ``schedule`` is one of SCHEDULES. ``blocks_per_sm`` is the thread
     blocks that a multiprocessor has room for. ``from_last_row`` is 0 where tiles are counted from the first
-    row of a head; else they are counted from the last one, in multiples of so many rows.
+    row of a head; else they are counted from the last one, in multiples of so many rows. ``split_gain`` is
+    the KV blocks that the largest share must lose for shares to begin within tiles.
     """
 
     covers: tuple[tuple[str, int], ...] = ()
     schedule: str = "tile_per_block"
     blocks_per_sm: int = 1
     from_last_row: int = 0
+    split_gain: int = 0
 
     @property
     def persistent(self) -> bool:
         return self.schedule == "persistent"
+
+    @property
+    def shares(self) -> bool:
+        return self.schedule == "shares"
 
     def tile(self, dimension: str) -> int:
         """A tile's extent in a dimension; 0 where the grid does not cover it."""
@@ -50,7 +60,7 @@ class Visits(NamedTuple):
 
 class Buffer(NamedTuple):
     """A slice of the workspace: an array of the family's own that its steps share. The extents in ``shape``
-    are expressions over sizes of the call, axes, tile keys and the dimensions of grids.
+    are expressions over sizes of the call, axes, tile keys, the dimensions of grids and ``num_parts``.
     """
 
     name: str

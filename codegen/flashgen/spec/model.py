@@ -42,6 +42,7 @@ class Resources(NamedTuple):
     covers: tuple[int, ...]
     blocks_per_sm: int
     from_last_row: int
+    split_gain: int
     visits: Visits | None
 
 
@@ -67,6 +68,7 @@ class Step(NamedTuple):
     schedule: str
     dependent_launch: bool
     score_seam: bool
+    combines: bool
 
 
 class Content(NamedTuple):
@@ -187,6 +189,7 @@ class Spec:
             template=step.template,
             dependent_launch=step.dependent_launch,
             score_seam=step.score_seam,
+            combines=step.combines,
             workspace=content.workspace,
             target=target,
             axes=tuple(axes.items()),
@@ -197,6 +200,7 @@ class Spec:
                 step.schedule,
                 takes.blocks_per_sm,
                 takes.from_last_row,
+                takes.split_gain,
             ),
             visits=takes.visits,
             committed=entry.committed,

@@ -81,6 +81,7 @@ class GridRow(msgspec.Struct, forbid_unknown_fields=True):
     schedule: Literal[SCHEDULES] = "tile_per_block"
     blocks_per_sm: Number = 1
     from_last_row: Number = 0
+    split_gain: Number = 0
 
 
 class VisitsRow(msgspec.Struct, forbid_unknown_fields=True):
@@ -93,7 +94,9 @@ class VisitsRow(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StepRow(msgspec.Struct, forbid_unknown_fields=True):
-    """One kernel of a family whose calls take several. Dispatch chooses by the one that is ``main``."""
+    """One kernel of a family whose calls take several. Dispatch chooses by the one that is ``main``. Calls
+    that split no tile pass over one that ``combines``.
+    """
 
     name: ShortName
     template: str
@@ -105,6 +108,7 @@ class StepRow(msgspec.Struct, forbid_unknown_fields=True):
     dependent_launch: bool = False
     score_seam: bool = False
     main: bool = False
+    combines: bool = False
 
 
 class BufferRow(msgspec.Struct, forbid_unknown_fields=True):
@@ -115,11 +119,14 @@ class BufferRow(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Dispatch(msgspec.Struct, forbid_unknown_fields=True):
-    """Whether dispatch offers the family to calls, and two numbers of the rule by which it chooses."""
+    """Whether dispatch offers the family to calls, to which of them, and two numbers of the rule by which it
+    chooses.
+    """
 
     prefer: Literal["least_time", "on_request"] = "least_time"
     start: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
     fill: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    rows_at_most: Positive | None = None
 
 
 class File(msgspec.Struct, forbid_unknown_fields=True):

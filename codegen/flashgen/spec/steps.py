@@ -46,6 +46,10 @@ def read_steps(document: Document, file: File, axes: Mapping[str, Values]) -> tu
     main = [i for i, row in enumerate(rows) if row.main]
     if len(main) != 1:
         raise document.error(("steps",), f"{len(main)} steps say `main: true`; one of them must")
+    for i, row in enumerate(rows):
+        if row.combines and (i <= main[0] or rows[main[0]].grid.schedule != "shares"):
+            why = "only a step behind a main one with `schedule: shares` has parts of tiles to combine"
+            raise document.error(("steps", i, "combines"), why)
     return [StepTable(document, file, axes, ("steps", i), row) for i, row in enumerate(rows)], main[0]
 
 
@@ -66,7 +70,10 @@ class StepTable:
             row.grid.schedule,
             row.dependent_launch,
             row.score_seam,
+            row.combines,
         )
+        if row.grid.schedule == "shares" and row.visits is None:
+            raise document.error((*keys, "grid", "schedule"), "shares are of KV blocks: `visits` is missing")
         self._threads = self._expression(("threads",), row.threads)
         self._smem_bytes = self._expression(("smem_bytes",), row.smem_bytes)
         known = OPERATORS[file.operator].grid_dimensions
@@ -79,6 +86,7 @@ class StepTable:
         ]
         self._blocks_per_sm = self._expression(("grid", "blocks_per_sm"), row.grid.blocks_per_sm)
         self._from_last_row = self._expression(("grid", "from_last_row"), row.grid.from_last_row)
+        self._split_gain = self._expression(("grid", "split_gain"), row.grid.split_gain)
         self._visits = None
         if row.visits is not None:
             self._visits = [
@@ -102,6 +110,7 @@ class StepTable:
             threads, smem_bytes = self._threads(values), self._smem_bytes(values)
             covers = tuple(extent(values) for extent in self._covers)
             blocks_per_sm, from_last_row = self._blocks_per_sm(values), self._from_last_row(values)
+            split_gain = self._split_gain(values)
             visits = None
             if self._visits is not None:
                 visits = Visits(*(number(values) for number in self._visits))
@@ -112,10 +121,10 @@ class StepTable:
         if not 0 <= smem_bytes <= limit:
             raise error(f"{smem_bytes} bytes of shared memory for {where()}; allowed: at most {limit}")
         positive = (*covers, blocks_per_sm, *(visits or ()))
-        if min(positive) < 1 or from_last_row < 0:
+        if min(positive) < 1 or min(from_last_row, split_gain) < 0:
             raise error(f"an extent of `grid` or `visits` is below 1 for {where()}")
         boxes = self._boxes.at(values, where)
-        return Resources(threads, smem_bytes, boxes, covers, blocks_per_sm, from_last_row, visits)
+        return Resources(threads, smem_bytes, boxes, covers, blocks_per_sm, from_last_row, split_gain, visits)
 
     def _expression(self, keys: Keys, text: str | int) -> Expression:
         try:

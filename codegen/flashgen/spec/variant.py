@@ -38,7 +38,9 @@ class Variant:
 
     ``step`` names the kernel among those of its family, and is empty where there is one. The variant that
     dispatch chooses ``is_main``; those of the other steps of a call come ``before`` and ``after`` it, and
-    share the ``workspace``. ``on_request`` is whether dispatch leaves the family out.
+    share the ``workspace``. One that ``combines`` is left out of calls that split no tile. ``on_request`` is
+    whether dispatch leaves the family out, ``rows_at_most`` the rows of a head, as its grid counts them, up
+    to which it offers the family (None: any).
 
     ``score_seam`` is whether the kernel can modify scores, ``score`` the modification that it has.
     """
@@ -72,7 +74,9 @@ class Variant:
     dependent_launch: bool = False
     score_seam: bool = False
     score: Score | None = None
+    combines: bool = False
     on_request: bool = False
+    rows_at_most: int | None = None
     priority: int = 0
     is_main: bool = True
     before: tuple[Variant, ...] = field(default=(), repr=False)
@@ -149,10 +153,12 @@ class Variant:
             no_spills=False,
             dependent_launch=False,
             score_seam=False,
+            combines=False,
             grid=Grid(),
             visits=None,
             workspace=(),
             on_request=False,
+            rows_at_most=None,
             priority=0,
             is_main=True,
             before=(),
@@ -234,6 +240,8 @@ class Variant:
             "step": self.step,
             "grid": {"covers": dict(self.grid.covers), "schedule": self.grid.schedule},
             "dependent_launch": self.dependent_launch,
+            "combines": self.combines,
+            "rows_at_most": self.rows_at_most,
             "params": [param.name for param in self.params],
         }
 

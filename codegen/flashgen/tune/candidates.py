@@ -63,6 +63,6 @@ def fields(subjects: Sequence[Subject]) -> list[Field]:
             rows.append(TunedRow(subject.point, tile, 1.0, {}, Entry(-1, False, resources)))
         spec = Spec(subject.spec.path, subject.spec.text, combine(known.content, rows))
         variants = spec.select(target=subject.ordinary.target, **dict(subject.ordinary.axes))
-        candidates = tuple(variant for variant in variants if variant.tile_name == TUNED_TILE)
+        candidates = tuple(v for v in variants if v.is_main and v.tile_name == TUNED_TILE)
         found.append(Field(subject, candidates, tuple(dropped)))
     return found

@@ -79,12 +79,14 @@ class GpuBench:
             return f"does not run: {error}"
 
     def _wrong(self, variant: Variant) -> str:
+        heads_q = 2 if variant.gqa == "mha" else 4
+        most = variant.rows_at_most
         case = Case(
             name="check",
             batch=2,
-            seqlen_q=_SEQLEN_Q,
+            seqlen_q=_SEQLEN_Q if most is None else most * 2 // heads_q,
             seqlen_kv=_SEQLEN_KV,
-            num_heads_q=2 if variant.gqa == "mha" else 4,
+            num_heads_q=heads_q,
             num_heads_kv=2,
             # Columns that are not there, too.
             head_dim=variant.head_dim - 8,

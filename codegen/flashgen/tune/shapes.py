@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from flashgen.spec.variant import Variant
 
 DEFAULT = ("1k", "4k", "16k")
+# For families of few rows: batch and keys.
+FEW_ROWS = ((1, "16k"), (8, "8k"), (64, "8k"))
 TOKENS = 16_384
 WIDTH = 2_048
 GROUP = 8
@@ -27,17 +29,27 @@ _SHAPE = re.compile(rf"{_NUMBER}(?:x{_NUMBER}x{_NUMBER})?(?:@(\d+)(?:/(\d+))?)?"
 _SMALL_FLOPS = 1e10
 
 
-def cases(variant: Variant, shapes: Sequence[str] = DEFAULT) -> list[Case]:
-    """The problems of a variant's axes in each of ``shapes``.
+def default(variant: Variant) -> Sequence[str]:
+    """Shapes that calls of the variant's family have: one query, or four under a causal mask, where it is for
+    few rows.
+    """
+    if variant.rows_at_most is None:
+        return DEFAULT
+    queries = 4 if variant.mask_type == "causal" else 1
+    return tuple(f"{batch}x{queries}x{keys}" for batch, keys in FEW_ROWS)
+
+
+def cases(variant: Variant, shapes: Sequence[str] | None = None) -> list[Case]:
+    """The problems of a variant's axes in each of ``shapes``; None: those of `default`.
 
     A shape is a length (``4k``, ``1000``) of queries and keys alike in a batch of 16,384 tokens, or
     ``BATCHxSEQLEN_QxSEQLEN_KV``; behind it may stand ``@HEADS_Q`` or ``@HEADS_Q/HEADS_KV``. By default
     heads × head_dim is about 2,048, and eight query heads share a kv head where the variant is for groups. A
     window has 1,024 keys, or a quarter of them where there are fewer than 4,096. Raises BadParam for a text
-    that is no shape, and for heads that are not the variant's grouping.
+    that is no shape, for heads that are not the variant's grouping, and for more rows than its family takes.
     """
     found = {}
-    for text in shapes:
+    for text in default(variant) if shapes is None else shapes:
         case = _case(variant, text)
         found[case.name] = case
     return list(found.values())
@@ -60,6 +72,12 @@ def _case(variant: Variant, text: str) -> Case:
         raise BadParam(f"shape {text!r} holds a 0; there is nothing to time")
     if variant.mask_type == "causal" and seqlen_q == 1:
         raise BadParam(f"shape {text!r}: a single query sees every key, so {variant} never serves it")
+    rows = seqlen_q * (heads_q // heads_kv if variant.gqa == "packed" else 1)
+    if variant.rows_at_most is not None and rows > variant.rows_at_most:
+        raise BadParam(
+            f"shape {text!r}: {rows} rows of a head; {variant} is for at most {variant.rows_at_most}, such "
+            f"as {default(variant)[0]}"
+        )
     lengths = (
         short_length(seqlen_q)
         if seqlen_q == seqlen_kv

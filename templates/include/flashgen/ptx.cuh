@@ -102,7 +102,8 @@ __device__ __forceinline__ float tanh_approx(float x) {
     return y;
 }
 
-// ld.global.u8, .u32, .v4.u32. Not .nc, and volatile: the grid ahead may write what they load until griddepcontrol.wait returns.
+// ld.global.u8, .u32, .v2.f32, .v4.u32. Not .nc, and volatile: the grid ahead may write what they load until griddepcontrol.wait
+// returns.
 __device__ __forceinline__ uint32_t load_global_8(const uint8_t* source) {
     uint32_t value;
     asm volatile("ld.global.u8 %0, [%1];\n" : "=r"(value) : "l"(source) : "memory");
@@ -115,6 +116,12 @@ __device__ __forceinline__ uint32_t load_global_32(const void* source) {
     return value;
 }
 
+__device__ __forceinline__ float2 load_global_64(const float* source) {
+    float2 values;
+    asm volatile("ld.global.v2.f32 {%0, %1}, [%2];\n" : "=f"(values.x), "=f"(values.y) : "l"(source) : "memory");
+    return values;
+}
+
 __device__ __forceinline__ uint4 load_global_128(const void* source) {
     uint4 value;
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n"
@@ -124,13 +131,17 @@ __device__ __forceinline__ uint4 load_global_128(const void* source) {
     return value;
 }
 
-// st.global.f32, .u32, .v4.u32.
+// st.global.f32, st.global.u32, st.global.v2.f32, st.global.v4.u32.
 __device__ __forceinline__ void store_global_32(float* destination, float value) {
     asm volatile("st.global.f32 [%0], %1;\n" ::"l"(destination), "f"(value) : "memory");
 }
 
 __device__ __forceinline__ void store_global_32(void* destination, uint32_t value) {
     asm volatile("st.global.u32 [%0], %1;\n" ::"l"(destination), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_global_64(float* destination, float low, float high) {
+    asm volatile("st.global.v2.f32 [%0], {%1, %2};\n" ::"l"(destination), "f"(low), "f"(high) : "memory");
 }
 
 __device__ __forceinline__ void store_global_128(void* destination, uint4 value) {

@@ -41,6 +41,11 @@ __device__ __forceinline__ void cp_async_wait() {
 // bar.sync 1: waits until `threads` threads have arrived, from wherever in the program, and makes their writes visible.
 __device__ __forceinline__ void barrier_sync(int threads) { asm volatile("bar.sync 1, %0;\n" ::"r"(threads) : "memory"); }
 
+// bar.sync with a number of its own: 0 to 15.
+__device__ __forceinline__ void barrier_sync(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // ldmatrix.x4: four 8x8 matrices of 16-bit elements. Lane l gives the address of row l%8 of matrix l/8 and receives
 // elements 2*(l%4), 2*(l%4)+1 of row l/4 of each.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&fragment)[4], shared_address row) {
@@ -58,20 +63,15 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&fragment)[4], share
                  : "memory");
 }
 
-// ld.global.v2.f32, st.global.v2.f32.
-__device__ __forceinline__ float2 load_global_64(const float* source) {
-    float2 value;
-    asm volatile("ld.global.v2.f32 {%0, %1}, [%2];\n" : "=f"(value.x), "=f"(value.y) : "l"(source) : "memory");
-    return value;
-}
-
-__device__ __forceinline__ void store_global_64(float* destination, float2 value) {
-    asm volatile("st.global.v2.f32 [%0], {%1, %2};\n" ::"l"(destination), "f"(value.x), "f"(value.y) : "memory");
-}
-
-// st.shared.v2.u32, ld.shared.v4.u32.
+// st.shared.v2.u32, st.shared.v4.u32, ld.shared.v4.u32.
 __device__ __forceinline__ void store_shared_64(shared_address destination, uint32_t low, uint32_t high) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};\n" ::"r"(destination), "r"(low), "r"(high) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_128(shared_address destination, uint4 value) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"r"(destination), "r"(value.x), "r"(value.y), "r"(value.z),
+                 "r"(value.w)
+                 : "memory");
 }
 
 __device__ __forceinline__ uint4 load_shared_128(shared_address source) {

@@ -21,7 +21,7 @@ RIVALS = ("torch-cudnn", "flash-attn-4", "flex-attention")
 def all_peers() -> dict[str, Peer]:
     """Every known peer by name, flashgen first; none of them has imported its library yet."""
     from flashgen.bench.peers.flash_attn4 import FlashAttn4
-    from flashgen.bench.peers.flashinfer import FlashInfer
+    from flashgen.bench.peers.flashinfer import FlashInfer, FlashInferDecode
     from flashgen.bench.peers.flex_attention import FlexAttention
     from flashgen.bench.peers.own import Flashgen
     from flashgen.bench.peers.torch_sdpa import TorchSdpa
@@ -36,6 +36,7 @@ def all_peers() -> dict[str, Peer]:
         FlashAttn4(),
         FlashInfer("fa2"),
         FlashInfer("fa3"),
+        FlashInferDecode(),
         FlexAttention(),
         *(Flashgen(algorithm=algorithm) for algorithm in LINEAGE.values()),
     ]

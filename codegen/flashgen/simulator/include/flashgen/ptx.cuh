@@ -84,6 +84,13 @@ inline uint32_t load_global_32(const void* source,
     return value;
 }
 
+inline float2 load_global_64(const float* source,
+                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    float2 values;
+    flashgen::simulator::load_global(&values, source, 8, where);
+    return values;
+}
+
 inline uint4 load_global_128(const void* source,
                              flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     uint4 value;
@@ -100,6 +107,14 @@ inline void store_global_32(float* destination, float value,
 inline void store_global_32(void* destination, uint32_t value,
                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     flashgen::simulator::store_global(destination, &value, 4, where);
+}
+
+inline void store_global_64(float* destination, float low, float high,
+                            flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::check_register(low, where);
+    flashgen::simulator::check_register(high, where);
+    const float values[2] = {low, high};
+    flashgen::simulator::store_global(destination, values, 8, where);
 }
 
 inline void store_global_128(void* destination, uint4 value,

@@ -37,6 +37,11 @@ inline void barrier_sync(int threads, flashgen::simulator::Location where = flas
     flashgen::simulator::block_barrier(1, threads, where);
 }
 
+inline void barrier_sync(int barrier, int threads,
+                         flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::block_barrier(barrier, threads, where);
+}
+
 inline void ldmatrix_x4(uint32_t (&fragment)[4], shared_address row,
                         flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     flashgen::simulator::load_matrices(fragment, row, false, where);
@@ -47,24 +52,15 @@ inline void ldmatrix_x4_trans(uint32_t (&fragment)[4], shared_address row,
     flashgen::simulator::load_matrices(fragment, row, true, where);
 }
 
-inline float2 load_global_64(const float* source,
-                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    float2 value;
-    flashgen::simulator::load_global(&value, source, 8, where);
-    return value;
-}
-
-inline void store_global_64(float* destination, float2 value,
-                            flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    flashgen::simulator::check_register(value.x, where);
-    flashgen::simulator::check_register(value.y, where);
-    flashgen::simulator::store_global(destination, &value, 8, where);
-}
-
 inline void store_shared_64(shared_address destination, uint32_t low, uint32_t high,
                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     const uint32_t values[2] = {low, high};
     flashgen::simulator::store_shared(destination, values, 8, where);
+}
+
+inline void store_shared_128(shared_address destination, uint4 value,
+                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::store_shared(destination, &value, 16, where);
 }
 
 inline uint4 load_shared_128(shared_address source,

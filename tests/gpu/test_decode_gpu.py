@@ -1,0 +1,146 @@
+"""Few queries on many keys: split-KV kernels on a GPU, bitwise repeatable, in a graph with other inputs, in a
+workspace that nobody clears."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the float64 reference is computed with PyTorch on the GPU")
+
+import flashgen  # noqa: E402
+from flashgen.runtime.device import device  # noqa: E402
+from flashgen.runtime.launch import bind  # noqa: E402
+from flashgen.runtime.plans import Plan  # noqa: E402
+from gpu.cases import Case, check, compare, front_door, make, new_seed, problem_of  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="this PyTorch does not see a GPU"),
+]
+
+HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 256)
+# Batch, queries, keys, query heads, kv heads: one tile on all multiprocessors, ragged shares, more tiles than
+# multiprocessors, none split, several queries in one tile, 32 and 64 rows.
+SHAPES = (
+    (1, 1, 40_001, 4, 1),
+    (1, 1, 4096, 32, 8),
+    (5, 1, 3001, 8, 8),
+    (64, 1, 700, 16, 4),
+    (3, 4, 9000, 8, 2),
+    (2, 3, 5000, 16, 2),
+    (2, 8, 5000, 16, 2),
+)
+
+
+def case_of(shape, head_dim, dtype, **options):
+    batch, seqlen_q, seqlen_kv, heads_q, heads_kv = shape
+    return Case(batch, seqlen_q, seqlen_kv, heads_q, heads_kv, head_dim, dtype, **options)
+
+
+def plan_of(arrays, out=None):
+    return flashgen.plan(arrays.q, arrays.k, arrays.v, out=out, return_lse=True, **arrays.options)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_few_queries_are_right(head_dim):
+    """Every shape at the usual head dims; at the others one of each grouping and tile."""
+    usual = head_dim in (64, 128, 256)
+    for index, shape in enumerate(SHAPES if usual else SHAPES[::3]):
+        dtype = ("fp16", "bf16")[index % 2]
+        for options in ({"causal": True}, {"window_size": (1000, 0)}):
+            check(case_of(shape, head_dim, dtype, **options), front_door, "cuda")
+
+
+def test_dispatch_takes_the_family():
+    for shape in SHAPES:
+        arrays = make(case_of(shape, 128, "bf16", causal=True), "cuda", new_seed())
+        assert plan_of(arrays).variant.step == "decode"
+
+
+@pytest.mark.parametrize("num_sms", [1, 2, 3, 7, 29, 132])
+@pytest.mark.parametrize("name", ["", "m32", "m64"])
+def test_shares_of_every_size(num_sms, name):
+    """As if the GPU had fewer multiprocessors."""
+    gpu = dataclasses.replace(device(0), num_sms=num_sms)
+
+    def attend(arrays):
+        problem = problem_of(arrays)
+        main = plan_of(arrays).variant
+        (variant,) = (v for v in siblings(main) if v.tile_name == name)
+        q, k, v, out = arrays.q, arrays.k, arrays.v, arrays.out
+        plan = Plan(problem, bind(problem, variant, gpu), (q, k, v, None, out, None))
+        return plan(q, k, v, out=out, lse=arrays.lse)
+
+    for shape in SHAPES:
+        check(case_of(shape, 64, "bf16", causal=True), attend, "cuda")
+
+
+def siblings(main):
+    from flashgen.spec.load import load_specs
+
+    (spec,) = (spec for spec in load_specs() if spec.name == main.spec)
+    return [v for v in spec.select(target=main.target, **dict(main.axes)) if v.is_main]
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bits_repeat(shape, dtype):
+    """One launch right after another, each in the workspace that the one before it left."""
+    arrays = make(case_of(shape, 128, dtype, causal=True), "cuda", new_seed())
+    plan = plan_of(arrays)
+    workspace = torch.full((max(256, plan.workspace_bytes),), 255, dtype=torch.uint8, device="cuda")
+    results = [plan(arrays.q, arrays.k, arrays.v, workspace=workspace) for _ in range(50)]
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
+    compare(case_of(shape, 128, dtype, causal=True), arrays, *results[0], str(shape))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_graph_replays_with_other_inputs(shape):
+    case = case_of(shape, 128, "bf16", causal=True)
+    arrays = make(case, "cuda", new_seed())
+    plan = plan_of(arrays, arrays.out)
+    workspace = torch.full((max(256, plan.workspace_bytes),), 255, dtype=torch.uint8, device="cuda")
+
+    def call():
+        return plan(arrays.q, arrays.k, arrays.v, out=arrays.out, lse=arrays.lse, workspace=workspace)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(3):
+                call()
+    for _ in range(3):
+        for x in (arrays.q, arrays.k, arrays.v):
+            x.copy_(torch.randn_like(x))
+        for x in (arrays.out, arrays.lse):
+            x.fill_(torch.nan)
+        workspace.fill_(255)
+        graph.replay()
+        torch.cuda.synchronize()
+        compare(case, arrays, arrays.out, arrays.lse, str(case))
+
+
+def test_calls_on_two_streams_do_not_meet():
+    case = case_of((1, 1, 40_001, 4, 1), 128, "bf16", causal=True)
+    sets = [make(case, "cuda", new_seed()) for _ in range(2)]
+    plan = plan_of(sets[0])
+    streams = [torch.cuda.Stream() for _ in sets]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(20):
+        for arrays, stream in zip(sets, streams, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(plan(arrays.q, arrays.k, arrays.v))
+    torch.cuda.synchronize()
+    for index, (out, lse) in enumerate(results):
+        assert torch.equal(out, results[index % 2][0])
+        assert torch.equal(lse, results[index % 2][1])
+    for arrays, (out, lse) in zip(sets, results[:2], strict=True):
+        compare(case, arrays, out, lse, str(case))
