@@ -1,7 +1,7 @@
 """Errors of the operator contract.
 
 One class for each status, each also the built-in exception that a Python caller would catch. A message names
-the argument, what it was and what would do. Nothing has been launched and no output touched when one is
+the argument, its value and what is expected. Nothing has been launched and no output touched when one is
 raised.
 """
 

@@ -58,6 +58,10 @@ class Document:
         where = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).lstrip(".")
         return SpecError(f"{self.path}:{self._line(keys)}: {where + ': ' if where else ''}{message}")
 
+    def inherited(self, keys: Keys) -> bool:
+        """Whether what stands at ``keys`` comes from a spec that this one extends."""
+        return False
+
     def node(self, keys: Keys) -> yaml.Node:
         """The node at ``keys``, which knows its place in the text. Raises KeyError where there is none."""
         node: Any = self._root
