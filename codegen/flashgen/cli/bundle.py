@@ -51,7 +51,7 @@ are taken from there. Exit code 1: a kernel does not compile, or with --show the
 )
 @click.option(
     "--show",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
     help="Check this bundle and print what it holds; write nothing.",
 )
