@@ -98,5 +98,9 @@ class CacheWarning(UserWarning):
     """The disk cache is damaged or cannot be used; results stay right, only slower to come by."""
 
 
+class TemplateWarning(UserWarning):
+    """A template that a user has put beside specs is used by none of their kernels."""
+
+
 class TunedWarning(UserWarning):
     """A tile that was tuned on this machine no longer fits; what is shipped serves instead."""

@@ -16,6 +16,7 @@ from flashgen.source.render import (
     render,
     search_path,
     source_digest,
+    unused_overrides,
 )
 from flashgen.spec.load import load_spec, load_specs
 from flashgen.toolchain.compile import compile_cubin
@@ -176,6 +177,18 @@ def test_a_template_that_only_the_spec_names(action, tiny_folder, variant):
     (tiny_folder / "templates" / "tiny.cu.j2").unlink()
     with pytest.raises(SpecError, match=r"^tiny: template: tiny\.cu\.j2 is in none of"):
         action(variant)
+
+
+def test_templates_that_no_kernel_reads_are_found(tiny_folder):
+    spec = load_spec(tiny_folder / "specs" / "tiny.yaml")
+    assert unused_overrides([spec]) == []
+    templates = tiny_folder / "templates"
+    (templates / "lib" / "softmax.cuh.j2").write_text("")
+    (templates / "include" / "flashgen" / "sm80.cuh").write_text("")
+    assert unused_overrides([spec]) == [
+        templates / "include" / "flashgen" / "sm80.cuh",
+        templates / "lib" / "softmax.cuh.j2",
+    ]
 
 
 def test_a_spec_folder_may_hold_its_own_templates(tiny_folder):

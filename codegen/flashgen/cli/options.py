@@ -94,10 +94,12 @@ def load_variants(specs: Path | None, cache: CubinCache | None = None) -> tuple[
 
     ``cache`` keeps the checked specs for the calls to come.
     """
+    from flashgen.source.render import warn_of_unused_overrides
     from flashgen.spec.load import load_specs
     from flashgen.spec.tuned import present_gpu
 
     loaded = load_specs(specs, cache, present_gpu())
+    warn_of_unused_overrides(loaded)
     return tuple(variant for spec in loaded for variant in spec.variants())
 
 
