@@ -140,13 +140,14 @@ def _run(
     from flashgen.simulator.hardware import pretend_for
     from flashgen.simulator.library import load, load_in
     from flashgen.source.render import render
+    from flashgen.toolchain.origins import named
 
     source = render(variant)
     device = pretend_for(variant)
     if multiprocessors is not None:
         device = replace(device, num_sms=multiprocessors)
     begin = time.perf_counter()
-    with waiting(f"compiling {variant.name} for the simulator"):
+    with waiting(f"compiling {variant.name} for the simulator"), named(variant, source):
         library = load_in(debug, source, variant.name) if debug else load(source, variant.name)
     compiled = time.perf_counter() - begin
     found: dict[str, Any] = {

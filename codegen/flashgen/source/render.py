@@ -37,6 +37,7 @@ _REFERENCE = re.compile(
     r"(?:\{%|^[ \t]*//%)[-+]?[ \t]*(?:include|import|from|extends)\b[ \t]*(\"[^\"]*\"|'[^']*')?", re.MULTILINE
 )
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"(flashgen/[^"]+)"[^\n]*\n?', re.MULTILINE)
+_VALUE = re.compile(r"\$\{[^}]*\}")
 # Jinja's own line statements swallow the blank lines behind them, and its line comments leave one.
 _STATEMENT_LINE = re.compile(r"^[ \t]*//%([-+]?)(.*?)[ \t]*$", re.MULTILINE)
 _COMMENT_LINE = re.compile(r"^[ \t]*//#.*$", re.MULTILINE)
@@ -146,6 +147,23 @@ def flatten(source: str, include_dirs: Sequence[str | os.PathLike[str]] | None =
         return f"// begin {name}\n{body}\n// end {name}\n"
 
     return inline(source)
+
+
+def origin(variant: Variant, line: str) -> str | None:
+    """``file:line`` of the template line that ``line``, of the rendered source, is made of; None unless there
+    is exactly one such.
+    """
+    folders = search_path(variant)
+    found = []
+    for name, text in _closure(variant.template, variant.header, variant.spec, folders).items():
+        path = _find(name, folders)
+        if path is None or name.endswith(".cuh"):  # a header is no template: its own name stands in the log
+            continue
+        for number, each in enumerate(text.splitlines(), 1):
+            pieces = _VALUE.split(each.strip())
+            if any(map(str.strip, pieces)) and re.fullmatch(".*".join(map(re.escape, pieces)), line.strip()):
+                found.append(f"{path}:{number}")
+    return found[0] if len(found) == 1 else None
 
 
 def source_digest(variant: Variant) -> str:
