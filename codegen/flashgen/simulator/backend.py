@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from flashgen.spec.variant import Variant
 
 
+def _load(step: Step) -> Library:
+    with named(step.variant, step.source):
+        return load(step.source, step.variant.name)
+
+
 class Runner:
     """Runs the steps of one problem, in order; see ``plans.Runner``. ``reports`` has what each step of the
     last call executed.
@@ -42,11 +47,6 @@ class Runner:
     def _run(self, pointers: Pointers, problem: Problem, arrays: Arrays, stream: int) -> None:
         check_writable(problem, arrays)
         self.reports = simulate(self._libraries, self._planned, problem, pointers)
-
-
-def _load(step: Step) -> Library:
-    with named(step.variant, step.source):
-        return load(step.source, step.variant.name)
 
 
 def prepare(problem: Problem, specs: tuple[Spec, ...]) -> Runner:
