@@ -116,6 +116,40 @@ def test_a_hint_names_packages_that_there_are(wheel, tmp_path):
     assert unknown == "reinstall flashgen with its extra no"
 
 
+TYPED = """\
+import warnings
+from typing import assert_type
+
+import flashgen
+
+
+def use(q: object, k: object, v: object) -> str:
+    out = flashgen.attention(q, k, v, causal=True, window_size=(128, 0))
+    plan: flashgen.Plan = flashgen.plan(q, k, v, causal=True)
+    plan(q, k, v, softmax_scale=0.1)
+    assert_type(plan.workspace_bytes, int)
+    names = flashgen.warmup([{"q": (1, 16, 2, 64), "causal": True}], arch="sm_90")
+    assert_type(names, tuple[str, ...])
+    found = flashgen.explain((1, 16, 2, 64), dtype="bf16", arch="sm_90")
+    try:
+        flashgen.attention(q, k, v)
+    except flashgen.BadParam as error:
+        print(error)
+    warnings.simplefilter("ignore", flashgen.CacheWarning)
+    print(out, flashgen.__version__)
+    return found.variant.name if found.variant else ""
+"""
+
+
+def test_code_that_uses_the_package_type_checks(tmp_path):
+    pytest.importorskip("mypy")
+    (tmp_path / "snippet.py").write_text(TYPED)
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "snippet.py"]
+    environment = os.environ | {"MYPYPATH": str(ROOT / "codegen")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_wheel_s_command_is_importable(wheel):
     entry = zipfile.ZipFile(wheel).read(
         next(n for n in zipfile.ZipFile(wheel).namelist() if n.endswith("entry_points.txt"))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         NullPointer,
         SimulationError,
         SpecError,
+        TemplateWarning,
         TunedWarning,
     )
     from flashgen.runtime.plans import Plan
@@ -51,6 +52,7 @@ __all__ = [
     "Plan",
     "SimulationError",
     "SpecError",
+    "TemplateWarning",
     "TunedWarning",
     "attention",
     "explain",

@@ -467,7 +467,12 @@ def _specs(folders: str, tuned: str = "", gpu: str | None = None) -> tuple[Spec,
     from flashgen.spec.load import load_specs
     from flashgen.toolchain import cache as caches
 
-    return load_specs(cache=caches.default(), gpu=gpu)
+    specs = load_specs(cache=caches.default(), gpu=gpu)
+    if folders:
+        from flashgen.source.render import warn_of_unused_overrides
+
+        warn_of_unused_overrides(specs)
+    return specs
 
 
 def _remember(key: Any, known: Plan) -> None:

@@ -1,7 +1,7 @@
 """Errors of the operator contract.
 
 One class for each status, each also the built-in exception that a Python caller would catch. A message names
-the argument, what it was and what would do. Nothing has been launched and no output touched when one is
+the argument, its value and what is expected. Nothing has been launched and no output touched when one is
 raised.
 """
 
@@ -96,6 +96,10 @@ class SpecError(FlashgenError, ValueError):
 
 class CacheWarning(UserWarning):
     """The disk cache is damaged or cannot be used; results stay right, only slower to come by."""
+
+
+class TemplateWarning(UserWarning):
+    """A template that a user has put beside specs is used by none of their kernels."""
 
 
 class TunedWarning(UserWarning):

@@ -152,6 +152,17 @@ def test_a_path_stays_whole_in_a_narrow_terminal(in_terminal):
     assert all(len(line.split()) <= 2 for line in text.splitlines() if len(line) > 40)
 
 
+def test_a_shell_completes_commands():
+    environment = {"_FLASHGEN_COMPLETE": "bash_complete", "COMP_WORDS": "flashgen ex", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", "from flashgen.cli import main; main(prog_name='flashgen')"],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": ":".join(sys.path)} | environment,
+    )
+    assert done.stdout == "plain,explain\n"
+
+
 def test_bugs_keep_their_traceback():
     from click.testing import CliRunner
 

@@ -172,3 +172,6 @@ def test_a_kernel_that_does_not_compile_is_one_message(tiny, edit, flashgen):
         assert result.exit_code == 1
         assert "no such thing;" in result.stderr
         assert result.stdout == ""
+        template = tiny / "templates" / "tiny.cu.j2"
+        number = 1 + [line.strip() for line in template.read_text().splitlines()].index("no such thing;")
+        assert f"is made of {template}:{number}\n" in result.stderr

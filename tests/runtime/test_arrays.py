@@ -160,7 +160,7 @@ def test_a_gpu_array_without_cupy(monkeypatch):
 @pytest.mark.parametrize("x", [[1, 2], "q", 3.0, object()])
 def test_what_is_no_array(x):
     for read in (arrays.view, arrays.adopt):
-        with pytest.raises(BadTensorDtype, match=f"^k is a {type(x).__name__}"):
+        with pytest.raises(BadTensorDtype, match=f"^k has type {type(x).__name__};"):
             read(x, "k")
 
 

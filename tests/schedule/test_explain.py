@@ -48,6 +48,13 @@ def test_arrays_and_shapes_ask_for_the_same():
     assert by_array.variant == by_shape.variant
 
 
+def test_a_template_of_ones_own_that_changes_nothing_is_a_warning(tiny_folder, monkeypatch):
+    monkeypatch.setenv("FLASHGEN_SPECS", str(tiny_folder / "specs"))
+    (tiny_folder / "templates" / "flash_fwd_sm80.cu.j2").write_text("${ header }")
+    with pytest.warns(flashgen.TemplateWarning, match=r"sm80\.cu\.j2 is used by no kernel.*extends"):
+        flashgen.explain((1, 8, 1, 64), arch="sm_80")
+
+
 def test_nothing_serves_where_no_spec_does():
     problem = flashgen.explain((1, 8, 1, 64), arch="sm_80").problem
     nothing = explain(problem, typical("sm_80"), ())

@@ -13,9 +13,11 @@ from flashgen.source.render import (
     header_comment,
     headers,
     include_dirs,
+    origin,
     render,
     search_path,
     source_digest,
+    unused_overrides,
 )
 from flashgen.spec.load import load_spec, load_specs
 from flashgen.toolchain.compile import compile_cubin
@@ -176,6 +178,29 @@ def test_a_template_that_only_the_spec_names(action, tiny_folder, variant):
     (tiny_folder / "templates" / "tiny.cu.j2").unlink()
     with pytest.raises(SpecError, match=r"^tiny: template: tiny\.cu\.j2 is in none of"):
         action(variant)
+
+
+def test_the_origin_of_a_line(variant, tiny_folder):
+    template = tiny_folder / "templates" / "tiny.cu.j2"
+    lines = template.read_text().splitlines()
+    number = next(n for n, line in enumerate(lines, 1) if 'extern "C"' in line and "${" in line)
+    rendered = next(line for line in render(variant).splitlines() if 'extern "C"' in line)
+    assert rendered != lines[number - 1], "the line has a value in it"
+    assert origin(variant, rendered) == f"{template}:{number}"
+    assert origin(variant, "}") is None
+    assert origin(variant, "nothing of the kind") is None
+
+
+def test_templates_that_no_kernel_reads_are_found(tiny_folder):
+    spec = load_spec(tiny_folder / "specs" / "tiny.yaml")
+    assert unused_overrides([spec]) == []
+    templates = tiny_folder / "templates"
+    (templates / "lib" / "softmax.cuh.j2").write_text("")
+    (templates / "include" / "flashgen" / "sm80.cuh").write_text("")
+    assert unused_overrides([spec]) == [
+        templates / "include" / "flashgen" / "sm80.cuh",
+        templates / "lib" / "softmax.cuh.j2",
+    ]
 
 
 def test_a_spec_folder_may_hold_its_own_templates(tiny_folder):

@@ -150,6 +150,8 @@ def test_keys_are_the_documented_ones():
         ("head_dim = 128", "head_dim=128"),
         ("head_dim==128 dtype != bf16", "head_dim=128 dtype=fp16"),
         ("dtype=float16", "dtype=fp16"),
+        ("mask_type=causal_bottom_right", "mask_type=causal"),
+        ("mask_type!=causal_top_left", "mask_type!=causal"),
         ("dtype=half,bfloat16", "dtype=fp16,bf16"),
     ],
 )

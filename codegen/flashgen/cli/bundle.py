@@ -51,7 +51,7 @@ are taken from there. Exit code 1: a kernel does not compile, or with --show the
 )
 @click.option(
     "--show",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
     help="Check this bundle and print what it holds; write nothing.",
 )
@@ -91,6 +91,7 @@ def _built(
 ) -> tuple[list[Built], dict[str, bytes]]:
     """Every kernel that a chosen variant launches, compiled; and the checked specs, by their keys."""
     from flashgen.cli.progress import progress
+    from flashgen.spec.bases import whole_text
     from flashgen.spec.load import load_specs
     from flashgen.spec.selection import select
     from flashgen.spec.snapshot import encode, snapshot_key
@@ -103,7 +104,7 @@ def _built(
     wanted = pairs([*dict.fromkeys(step for variant in chosen for step in variant.steps)], archs)
     with progress(len(wanted)) as step:
         results = build(wanted, jobs, lambda built: step(f"{built.variant.name} {built.arch}"))
-    return results, {snapshot_key(spec.text): encode(spec.content) for spec in loaded}
+    return results, {snapshot_key(whole_text(spec.path, spec.text)): encode(spec.content) for spec in loaded}
 
 
 def _write(out: Path, results: Sequence[Built], snapshots: dict[str, bytes]) -> None:

@@ -206,9 +206,12 @@ def _default_arch(variant: Variant) -> str:
 def _ptx(variant: Variant, arch: str) -> str:
     from flashgen.source.render import headers, include_dirs, render
     from flashgen.toolchain.compile import compile_ptx
+    from flashgen.toolchain.origins import named
 
     source = render(variant)
-    return compile_ptx(source, variant.name, arch, variant.options, headers(source, include_dirs(variant)))
+    found = headers(source, include_dirs(variant))
+    with named(variant, source):
+        return compile_ptx(source, variant.name, arch, variant.options, found)
 
 
 def _sass(variant: Variant, arch: str) -> str:

@@ -100,11 +100,13 @@ def load_variants(specs: Path | None, cache: CubinCache | None = None) -> tuple[
 
     ``cache`` keeps the checked specs for the calls to come.
     """
+    from flashgen.source.render import warn_of_unused_overrides
     from flashgen.spec.load import load_specs
     from flashgen.spec.scores import load_scores
     from flashgen.spec.tuned import present_gpu
 
     loaded = load_specs(specs, cache, present_gpu())
+    warn_of_unused_overrides(loaded)
     plain = tuple(variant for spec in loaded for variant in spec.variants())
     return (*plain, *load_scores(specs).of(plain))
 

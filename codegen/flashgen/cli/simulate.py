@@ -152,17 +152,19 @@ def _run(
     from flashgen.simulator.hardware import pretend_for
     from flashgen.simulator.library import load, load_in
     from flashgen.source.render import render
+    from flashgen.toolchain.origins import named
 
     source = render(variant)
     device = pretend_for(variant)
     if multiprocessors is not None:
         device = replace(device, num_sms=multiprocessors)
     begin = time.perf_counter()
+    libraries = []
     with waiting(f"compiling {main.name} for the simulator"):
-        libraries = [
-            load_in(debug, render(step), step.name) if debug else load(render(step), step.name)
-            for step in main.steps
-        ]
+        for step in main.steps:
+            text = render(step)
+            with named(step, text):
+                libraries.append(load_in(debug, text, step.name) if debug else load(text, step.name))
     compiled = time.perf_counter() - begin
     found: dict[str, Any] = {
         "variant": variant.name,

@@ -311,7 +311,7 @@ def view(x: Any, name: str) -> ArrayView:
         raise NullPointer(f"{name} is None; expected an array")
     kind = kind_of(x)
     if kind is None:
-        raise BadTensorDtype(f"{name} is a {type(x).__name__}; expected a NumPy, CuPy or PyTorch array")
+        raise BadTensorDtype(f"{name} has type {type(x).__name__}; expected a NumPy, CuPy or PyTorch array")
     try:
         return kind.view(x)
     except (BadParam, BadTensorDtype, DeviceTypeNotSupported) as error:
@@ -403,7 +403,7 @@ def adopt(x: Any, name: str, stream: Any = None) -> Any:
         # CuPy waits for the stream that the interface names.
         return _cupy().asarray(x)
     raise BadTensorDtype(
-        f"{name} is a {type(x).__name__}; expected an array (CuPy, NumPy, PyTorch, JAX or DLPack)"
+        f"{name} has type {type(x).__name__}; expected an array (CuPy, NumPy, PyTorch, JAX or DLPack)"
     )
 
 

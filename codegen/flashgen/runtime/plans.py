@@ -360,8 +360,8 @@ def run_adopted(call: Any, operator: Any, given: dict[str, Any], stream: Any, **
         array = given[argument.name]
         if argument.is_output and array is not None and libraries.immutable(array):
             raise BadParam(
-                f"{argument.name} is a {type(array).__name__}, which cannot be written to; "
-                f"leave {argument.name} out"
+                f"{argument.name} has type {type(array).__name__}, whose memory cannot be written to; "
+                f"call without {argument.name} and use the result"
             )
     native = {
         argument.name: None

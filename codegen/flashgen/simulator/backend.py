@@ -13,12 +13,20 @@ from flashgen.schedule.plan import Steps, plan_steps
 from flashgen.simulator import hardware, hostcompiler
 from flashgen.simulator.execute import Report, simulate
 from flashgen.simulator.library import load, supports
+from flashgen.toolchain.origins import named
 
 if TYPE_CHECKING:
     from flashgen.operators.operator import Problem
     from flashgen.runtime.plans import Arrays, Pointers, Work
+    from flashgen.schedule.plan import Step
+    from flashgen.simulator.library import Library
     from flashgen.spec.model import Spec
     from flashgen.spec.variant import Variant
+
+
+def _load(step: Step) -> Library:
+    with named(step.variant, step.source):
+        return load(step.source, step.variant.name)
 
 
 class Runner:
@@ -31,7 +39,7 @@ class Runner:
         self.workspace_bytes = planned.workspace.nbytes
         self.reports: tuple[Report, ...] = ()
         self._planned = planned
-        self._libraries = [load(step.source, step.variant.name) for step in planned.steps]
+        self._libraries = [_load(step) for step in planned.steps]
 
     def at(self, pointers: Pointers, problem: Problem) -> Work:
         return partial(self._run, pointers, problem)

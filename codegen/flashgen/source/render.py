@@ -12,22 +12,24 @@ from __future__ import annotations
 
 import hashlib
 import re
+import warnings
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashgen.arch import range_of
-from flashgen.errors import InternalError, SpecError
-from flashgen.paths import code_digest, templates_dir
+from flashgen.errors import InternalError, SpecError, TemplateWarning
+from flashgen.paths import code_digest, specs_dir, templates_dir
 from flashgen.source.params import struct_text
 from flashgen.source.scores import score_functions
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import jinja2
 
+    from flashgen.spec.model import Spec
     from flashgen.spec.variant import Variant
 
 # The line of the header comment by which a rendered file is known.
@@ -38,6 +40,7 @@ _REFERENCE = re.compile(
     r"(?:\{%|^[ \t]*//%)[-+]?[ \t]*(?:include|import|from|extends)\b[ \t]*(\"[^\"]*\"|'[^']*')?", re.MULTILINE
 )
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"(flashgen/[^"]+)"[^\n]*\n?', re.MULTILINE)
+_VALUE = re.compile(r"\$\{[^}]*\}")
 # Jinja's own line statements swallow the blank lines behind them, and its line comments leave one.
 _STATEMENT_LINE = re.compile(r"^[ \t]*//%([-+]?)(.*?)[ \t]*$", re.MULTILINE)
 _COMMENT_LINE = re.compile(r"^[ \t]*//#.*$", re.MULTILINE)
@@ -63,7 +66,7 @@ def render(variant: Variant, template_dirs: Sequence[str | os.PathLike[str]] | N
         raise InternalError(f"{error.filename or error.name}:{error.lineno}: {error.message}") from error
     except jinja2.TemplateNotFound as error:
         at = "" if error.name == variant.template else _template_line(error, folders)
-        raise _missing(error.name, variant, folders, at) from error
+        raise _missing(error.name, variant.spec, folders, at) from error
     except Exception as error:
         raise InternalError(
             f"{_template_line(error, folders)}: {error} (rendering {variant.name})"
@@ -80,9 +83,14 @@ def search_path(variant: Variant) -> tuple[str, ...]:
     The folder ``templates`` beside the spec's own folder, the spec's own folder, then the shipped templates.
     Headers lie in the folder ``include`` of any of them.
     """
+    return folders_for(variant.spec_dir)
+
+
+def folders_for(spec_dir: str) -> tuple[str, ...]:
+    """`search_path` of the variants of a spec in that folder; "" is a spec that lies nowhere."""
     folders = [str(templates_dir())]
-    if variant.spec_dir:
-        own = Path(variant.spec_dir)
+    if spec_dir:
+        own = Path(spec_dir)
         folders = [str(own.parent / "templates"), str(own), *folders]
     return tuple(dict.fromkeys(folders))
 
@@ -119,8 +127,7 @@ def include_dirs(variant: Variant) -> tuple[str, ...]:
     """Where the headers of a variant are looked for: ``include`` in each folder of ``search_path`` that has
     one.
     """
-    folders = (Path(folder, "include") for folder in search_path(variant))
-    return tuple(str(folder) for folder in folders if folder.is_dir())
+    return _including(search_path(variant))
 
 
 def flatten(source: str, include_dirs: Sequence[str | os.PathLike[str]] | None = None) -> str:
@@ -145,6 +152,23 @@ def flatten(source: str, include_dirs: Sequence[str | os.PathLike[str]] | None =
     return inline(source)
 
 
+def origin(variant: Variant, line: str) -> str | None:
+    """``file:line`` of the template line that ``line``, of the rendered source, is made of; None unless there
+    is exactly one such.
+    """
+    folders = search_path(variant)
+    found = []
+    for name, text in _closure(variant.template, variant.header, variant.spec, folders).items():
+        path = _find(name, folders)
+        if path is None or name.endswith(".cuh"):  # a header is no template: its own name stands in the log
+            continue
+        for number, each in enumerate(text.splitlines(), 1):
+            pieces = _VALUE.split(each.strip())
+            if any(map(str.strip, pieces)) and re.fullmatch(".*".join(map(re.escape, pieces)), line.strip()):
+                found.append(f"{path}:{number}")
+    return found[0] if len(found) == 1 else None
+
+
 def source_digest(variant: Variant) -> str:
     """Hex SHA-256 over all that the source depends on: the variant, its templates and headers, and this
     renderer.
@@ -155,7 +179,7 @@ def source_digest(variant: Variant) -> str:
     folders = search_path(variant)
     digest = hashlib.sha256(repr(variant.rendered_form()).encode())
     digest.update(code_digest("source"))
-    for name, text in _closure(variant, folders).items():
+    for name, text in _closure(variant.template, variant.header, variant.spec, folders).items():
         digest.update(f"\0{name}\0{len(text)}\0".encode())
         digest.update(text.encode())
     return digest.hexdigest()
@@ -210,18 +234,58 @@ def _environment(folders: tuple[str, ...]) -> jinja2.Environment:
     )
 
 
-def _closure(variant: Variant, folders: tuple[str, ...]) -> dict[str, str]:
-    """Templates and headers that rendering and compiling the variant may read, by name."""
+def warn_of_unused_overrides(specs: Iterable[Spec]) -> None:
+    """A TemplateWarning for each of `unused_overrides` of the specs that are not shipped."""
+    shipped = specs_dir()
+    for path in unused_overrides(spec for spec in specs if spec.path.parent != shipped):
+        warnings.warn(
+            f"{path} is used by no kernel: templates serve the specs of the folder beside them. A spec there "
+            "that says `extends:` and the name of a shipped one brings its kernels",
+            TemplateWarning,
+            stacklevel=3,
+        )
+
+
+def unused_overrides(specs: Iterable[Spec]) -> list[Path]:
+    """Templates and headers that lie beside the users' own specs and that no kernel of these reads.
+
+    A template serves the specs of the folder beside it alone, so one that is meant to change a shipped kernel
+    needs a spec there as well. Nothing is said of a folder in which a template is missing: rendering will.
+    """
+    used: dict[tuple[str, ...], set[str]] = {}
+    incomplete = set()
+    for spec in specs:
+        folders = folders_for(str(spec.path.parent))
+        names = used.setdefault(folders, set())
+        for step in spec.content.steps:
+            try:
+                names.update(_closure(step.template, spec.content.family["header"], spec.name, folders))
+            except (InternalError, SpecError):
+                incomplete.add(folders)
+    found = []
+    for folders, names in used.items():
+        if folders in incomplete:
+            continue
+        for folder in map(Path, folders[:-1]):
+            for path in sorted([*folder.rglob("*.j2"), *folder.rglob("*.cuh")]):
+                name = path.relative_to(folder).as_posix()
+                if name.removeprefix("include/") not in names and name not in names:
+                    found.append(path)
+    return sorted(set(found))
+
+
+def _closure(template: str, header: str, spec: str, folders: tuple[str, ...]) -> dict[str, str]:
+    """Templates and headers that rendering and compiling a kernel may read, by name."""
     found: dict[str, str] = {}
     included: list[tuple[str, str]] = []
-    waiting = [(variant.template, "")]
+    waiting = [(template, "")]
     while waiting:
         name, at = waiting.pop(0)
         if name in found:
             continue
         path = _find(name, folders)
         if path is None:
-            raise _missing(name, variant, folders, at)
+            raise _missing(name, spec, folders, at)
         found[name] = text = path.read_text(encoding="utf-8")
         for match in _REFERENCE.finditer(text):
             here = _place(text, match, str(path))
@@ -231,8 +295,8 @@ def _closure(variant: Variant, folders: tuple[str, ...]) -> dict[str, str]:
                 )
             waiting.append((match[1][1:-1], here))
         included += _included(text, str(path))
-    included.append((variant.header, f"{variant.spec}.yaml"))
-    return found | _headers(included, include_dirs(variant))
+    included.append((header, f"{spec}.yaml"))
+    return found | _headers(included, _including(folders))
 
 
 def _headers(included: list[tuple[str, str]], folders: Sequence[str]) -> dict[str, str]:
@@ -263,6 +327,11 @@ def _folders(variant: Variant, template_dirs: Sequence[str | os.PathLike[str]] |
     return search_path(variant) if template_dirs is None else tuple(str(folder) for folder in template_dirs)
 
 
+def _including(folders: Sequence[str]) -> tuple[str, ...]:
+    paths = (Path(folder, "include") for folder in folders)
+    return tuple(str(path) for path in paths if path.is_dir())
+
+
 def _include_dirs(include_dirs: Sequence[str | os.PathLike[str]] | None) -> tuple[str, ...]:
     return (str(templates_dir() / "include"),) if include_dirs is None else tuple(map(str, include_dirs))
 
@@ -281,12 +350,12 @@ def _locate(name: str, folders: Sequence[str], at: str) -> Path:
     return path
 
 
-def _missing(name: str, variant: Variant, folders: Sequence[str], at: str) -> SpecError:
+def _missing(name: str, spec: str, folders: Sequence[str], at: str) -> SpecError:
     """``at`` is the file and line that ask for the template, "" where the spec itself does."""
     searched = ", ".join(folders)
     if at:
         return SpecError(f"{at}: template {name} is in none of {searched}")
-    return SpecError(f"{variant.spec}: template: {name} is in none of {searched}")
+    return SpecError(f"{spec}: template: {name} is in none of {searched}")
 
 
 def _template_line(error: BaseException, folders: Sequence[str]) -> str:

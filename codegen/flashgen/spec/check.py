@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.errors import SpecError
 from flashgen.operators import OPERATORS
-from flashgen.spec import tunedrows
+from flashgen.spec import extends, tunedrows
 from flashgen.spec.axes import read_axes
 from flashgen.spec.expression import Expression
 from flashgen.spec.grid import NUM_PARTS, Buffer
@@ -15,13 +15,13 @@ from flashgen.spec.schema import File, Positive, ShortName, Target
 from flashgen.spec.searchspace import SearchSpace
 from flashgen.spec.steps import read_steps
 from flashgen.spec.tiletable import TileTable, check_names
-from flashgen.spec.yamlfile import Document
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from flashgen.spec.axes import Values
     from flashgen.spec.tuned import Tuned
+    from flashgen.spec.yamlfile import Document
 
 
 class Checked(NamedTuple):
@@ -51,7 +51,7 @@ def check(path: Path, text: bytes, tuned: Tuned | None = None) -> Content:
 
 def examine(path: Path, text: bytes) -> Checked:
     """Check ``text``, the content of ``path``. Raises SpecError where it is wrong."""
-    document = Document(path, text)
+    document = extends.document(path, text)
     file = document.convert((), document.value, File)
     axes = read_axes(document, file)
     targets = _targets(document, file)

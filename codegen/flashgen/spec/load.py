@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from flashgen.errors import SpecError
 from flashgen.paths import specs_dir
+from flashgen.spec.bases import whole_text
 from flashgen.spec.model import Spec
 
 # What a folder says of score modifications; see `scores`.
@@ -51,8 +52,9 @@ def load_spec(path: str | os.PathLike[str], cache: CubinCache | None = None, gpu
     else:
         from flashgen.spec.snapshot import recall
 
-        # No YAML holds a NUL, so these bytes stand for these three texts alone.
-        known_by = text if tuned is None else b"\0".join((text, tuned.gpu.encode(), tuned.text))
+        # No YAML holds a NUL, so these bytes stand for these texts alone.
+        whole = whole_text(path, text)
+        known_by = whole if tuned is None else b"\0".join((whole, tuned.gpu.encode(), tuned.text))
         content = recall(known_by, cache, check)
     for problem in content.problems:
         tuned.warn(problem)

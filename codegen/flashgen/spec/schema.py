@@ -162,6 +162,7 @@ class File(msgspec.Struct, forbid_unknown_fields=True):
     no_spills: bool = False
     dispatch: Dispatch = msgspec.field(default_factory=Dispatch)
     options: list[str] = []
+    extends: Name | None = None
 
 
 def conditions(name: str, domain: Mapping[str, Sequence[Any]], fields: Iterable[Any] = ()) -> type:

@@ -38,7 +38,7 @@ class SearchSpace:
         for point in points if rows else ():
             used |= self._matching.at(point)
         for i in range(len(rows)):
-            if not used >> i & 1:
+            if not used >> i & 1 and not document.inherited(("tune", i)):
                 why = "the row never applies: `exclude` removes all of its points"
                 raise document.error(("tune", i), why)
 

@@ -7,10 +7,11 @@ A selection is a line of terms, and a variant must satisfy all of them:
 
 `key=a,b` keeps the variants whose key is one of the values, `key!=a,b` those whose key is none of them.
 `key>=a`, `key>a`, `key<=a` and `key<a` compare numbers. Blanks around these signs and commas do not count. A
-term without a sign is a name or a glob over names. Dtypes may have their usual names: `float16` or `half` is
-fp16. Keys are the axes, the columns of the tile table, `family`,
-`spec`, `target`, `tile` (its name, or `default`) and `committed` (true or false). Of several selections,
-any one is enough.
+term without a sign is a name or a glob over names. Dtypes may have their usual names, `float16` or `half` for
+fp16, and masks those of attention(): `causal_bottom_right` is causal, `window` is local.
+
+Keys are the axes, the columns of the tile table, `family`, `spec`, `target`, `tile` (its name, or `default`)
+and `committed` (true or false). Of several selections, any one is enough.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from flashgen.spec.variant import Variant
 
 DEFAULT_TILE = "default"
+# What attention() calls a mask, and the mask type of the kernels that compute it.
+MASK_NAMES = {"causal_top_left": "causal", "causal_bottom_right": "causal", "window": "local"}
 _ORDERS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 _SIGN = r"(?:[!=<>]=|[=<>])"
 _NAMES_SHOWN = 5
@@ -135,6 +138,8 @@ def _matches(
     values = text.split(",")
     if key == "dtype":
         values = [dtype_name(value) for value in values]
+    elif key == "mask_type":
+        values = [MASK_NAMES.get(value, value) for value in values]
     for value in values:
         if value not in allowed:
             _unknown(

@@ -55,6 +55,8 @@ class TileTable:
         }
         for index in range(len(self.rows)):
             if index not in self._used:
+                if document.inherited(("tiles", index)):
+                    continue
                 why = "the row never applies: earlier rows take all of its points, or `exclude` removes them"
                 raise document.error(("tiles", index), why)
             self._check_promise(index)

@@ -66,6 +66,10 @@ class Document:
                 line += f":{node.start_mark.column + bool(node.style) + column + 1}"
         return SpecError(f"{self.path}:{line}: {where + ': ' if where else ''}{message}")
 
+    def inherited(self, keys: Keys) -> bool:
+        """Whether what stands at ``keys`` comes from a spec that this one extends."""
+        return False
+
     def node(self, keys: Keys) -> yaml.Node:
         """The node at ``keys``, which knows its place in the text. Raises KeyError where there is none."""
         node: Any = self._root

@@ -1,4 +1,4 @@
-"""Writing a file so that a reader sees the old one or the new one, whole, whatever is killed when."""
+"""Writing a file so that a reader sees the old one or the new one, whole, even if the writer is killed."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 for a wrong answer.
 
 An entry is one file: a magic number, the SHA-256 of what follows, the key, the payload. It appears under its
-name by an atomic rename, so a reader sees all of it or none, whatever is killed when. A write does not wait
-for the disk: what a loss of power leaves of an entry, the SHA-256 tells from a whole one. Trouble with it
-costs speed and a `CacheWarning`, not correctness: what cannot be written is kept in memory, what cannot be
+name by an atomic rename, so a reader sees all of it or none, even if the writer is killed. A write does not
+wait for the disk: what a loss of power leaves of an entry, the SHA-256 tells from a whole one. Trouble with
+it costs speed and a `CacheWarning`, not correctness: what cannot be written is kept in memory, what cannot be
 trusted is built again.
 """
 

@@ -12,6 +12,7 @@ from flashgen.source import render
 from flashgen.toolchain import cache as caches
 from flashgen.toolchain import compile as compiler
 from flashgen.toolchain.compile import Compiled
+from flashgen.toolchain.origins import named
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +35,8 @@ def obtain(variant: Variant, arch: str, cache: CubinCache | None = None) -> tupl
     def build() -> bytes:
         source = render.render(variant)
         headers = render.headers(source, render.include_dirs(variant))
-        made.append(compiler.compile_cubin(source, variant.name, arch, variant.options, headers))
+        with named(variant, source):
+            made.append(compiler.compile_cubin(source, variant.name, arch, variant.options, headers))
         _log.info(
             "compiled %s for %s in %.2f s; it was not in %s",
             variant.name,

@@ -1,0 +1,43 @@
+"""Which specs a spec extends. Found without a YAML parser, which a spec with a snapshot does not need."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from flashgen.errors import SpecError
+from flashgen.paths import specs_dir
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_EXTENDS = re.compile(rb"^extends[ \t]*:[ \t]*['\"]?([\w-]+)", re.MULTILINE)
+
+
+def whole_text(path: Path, text: bytes) -> bytes:
+    """The texts that decide what the spec ``path`` says: its own, and those of what it extends."""
+    return b"\0".join([text, *(content for _, content in bases(path, text))])
+
+
+def bases(path: Path, text: bytes) -> list[tuple[Path, bytes]]:
+    """What ``text`` extends, what that extends, and so on: files and their contents."""
+    found: list[tuple[Path, bytes]] = []
+    while match := _EXTENDS.search(text):
+        name = match[1].decode()
+        line = text.count(b"\n", 0, match.start()) + 1
+        beside, shipped = path.with_name(f"{name}.yaml"), specs_dir() / f"{name}.yaml"
+        known = {path, *(base for base, _ in found)}
+        base = beside if beside.is_file() and beside not in known else shipped
+        if base in known:
+            raise SpecError(f"{path}:{line}: extends: {name} extends itself")
+        try:
+            content = base.read_bytes()
+        except OSError:
+            names = ", ".join(sorted(each.stem for each in specs_dir().glob("*.yaml")))
+            raise SpecError(
+                f"{path}:{line}: extends: no spec {name} in {path.parent} or {specs_dir()}; "
+                f"shipped are {names}"
+            ) from None
+        found.append((base, content))
+        path, text = base, content
+    return found

@@ -1,0 +1,42 @@
+"""Compilers name lines of the rendered source; whoever wrote the template wants its file and line."""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from flashgen.errors import CompileError
+from flashgen.source.render import origin
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from flashgen.spec.variant import Variant
+
+_SHOWN = 4
+
+
+@contextmanager
+def named(variant: Variant, source: str) -> Iterator[None]:
+    """A CompileError of ``source``, the rendered ``variant``, also names the lines of the templates."""
+    try:
+        yield
+    except CompileError as error:
+        found = _origins(variant, source, str(error))
+        if not found:
+            raise
+        raise CompileError("\n".join([str(error), "in the templates:", *found])) from None
+
+
+def _origins(variant: Variant, source: str, message: str) -> list[str]:
+    """A line for each error whose template line is known: NVRTC writes file(9), a host compiler file:9:2."""
+    lines = source.splitlines()
+    file = rf"{re.escape(variant.name)}\.cu"
+    numbers = re.findall(rf"^\S*{file}[(:](\d+)(?:\)|:\d+): .*error", message, re.MULTILINE)
+    found = []
+    for number in dict.fromkeys(map(int, numbers)):
+        place = origin(variant, lines[number - 1]) if 0 < number <= len(lines) else None
+        if place is not None:
+            found.append(f"  line {number} is made of {place}")
+    return found[:_SHOWN]

@@ -1,0 +1,115 @@
+import pytest
+
+from flashgen.errors import SpecError
+from flashgen.paths import specs_dir
+from flashgen.spec.load import load_spec, load_specs
+from flashgen.toolchain.cache import CubinCache
+from flashgen.tune.specedit import edited
+
+WIDE = """\
+extends: flash_fwd_sm80
+axes:
+  head_dim: [224]
+  dtype: [fp16, bf16]
+tiles:
+  - {head_dim: 224, block_m: 64, block_n: 32, warps: 4, loop: stages, min_blocks: 2}
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    """``write(name, text)`` writes a spec into a folder of its own and returns its path."""
+
+    def to(name, text):
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(text)
+        return path
+
+    return to
+
+
+def test_only_what_differs_is_said(write):
+    spec, base = load_spec(write("wide", WIDE)), load_spec(specs_dir() / "flash_fwd_sm80.yaml")
+    assert spec.family == "wide"
+    assert spec.axes == base.axes | {"head_dim": (224,), "head_dim_v": (224,), "dtype": ("fp16", "bf16")}
+    assert spec.targets == base.targets
+    names = {variant.name for variant in spec.variants()}
+    assert "wide_hdim224_fp16_causal_packgqa_sm80" in names
+    variant = next(v for v in spec.variants() if v.name == "wide_hdim224_fp16_sm80")
+    like = next(
+        v for v in base.variants() if v.head_dim == 256 and v.dtype == "fp16" and v.mask_type == "none"
+    )
+    assert (variant.template, variant.header, variant.params) == (like.template, like.header, like.params)
+    assert dict(variant.tile) == {
+        "block_m": 64, "block_n": 32, "warps": 4, "loop": "stages", "min_blocks": 2,
+    }  # fmt: skip
+
+
+def test_own_rows_win_and_the_others_stay(write):
+    row = "  - {head_dim: 64, dtype: fp16, mask_type: causal, gqa: mha, target: sm80,\n"
+    row += "     block_m: 64, block_n: 32, warps: 4, loop: stages, min_blocks: 2}\n"
+    spec = load_spec(write("flash_fwd_sm80", f"extends: flash_fwd_sm80\ntiles:\n{row}"))
+    base = load_spec(specs_dir() / "flash_fwd_sm80.yaml")
+    assert spec.family == base.family
+    changed = {v.name for v in spec.variants()} - {v.name for v in base.variants()}
+    assert not changed
+    tiles = {v.name: v.tile for v in base.variants()}
+    differing = [v.name for v in spec.variants() if v.tile != tiles[v.name]]
+    assert differing == ["flash_fwd_hdim64_fp16_causal_sm80"]
+
+
+def test_a_spec_of_ones_own_is_extended_and_both_are_loaded(tiny_folder, monkeypatch):
+    monkeypatch.setenv("FLASHGEN_SPECS", str(tiny_folder / "specs"))
+    child = tiny_folder / "specs" / "small.yaml"
+    child.write_text("extends: tiny\naxes: {head_dim: [32]}\n")
+    (small,) = (spec for spec in load_specs() if spec.name == "small")
+    assert small.family == "small"
+    assert {variant.head_dim for variant in small.variants()} == {32}
+    (tiny_folder / "specs" / "smaller.yaml").write_text("extends: small\naxes: {dtype: [fp16]}\n")
+    smaller = load_spec(tiny_folder / "specs" / "smaller.yaml")
+    assert {(v.head_dim, v.dtype) for v in smaller.variants()} == {(32, "fp16")}
+
+
+def test_a_changed_base_is_seen_through_the_cache(tiny_folder, edit_spec, tmp_path):
+    child = tiny_folder / "specs" / "small.yaml"
+    child.write_text("extends: tiny\naxes: {head_dim: [32]}\n")
+    cache = CubinCache(tmp_path / "cache")
+    before = load_spec(child, cache)
+    assert load_spec(child, cache).content == before.content
+    edit_spec("family: tiny_fwd", "family: other\ndescription: changed")
+    assert load_spec(child, cache).description == "changed" != before.description
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("extends: flash_fwd_sm70\n", r"wide.yaml:1: extends: no spec flash_fwd_sm70 in .*are .*fwd_sm80"),
+        ("axes: {}\nextends: wide\n", r"wide.yaml:2: extends: no spec wide in"),
+        (WIDE.replace("block_n: 32", "blok_n: 32"), r"wide.yaml:6: tiles\[0\].blok_n: unknown key"),
+        (WIDE.replace("loop: stages", "loop: no"), r"wide.yaml:6: tiles\[0\].loop"),
+        (WIDE.replace("[fp16, bf16]", "[fp64]"), r"wide.yaml:4: axes.dtype: no call asks for"),
+        (WIDE + "  - {head_dim: 224, block_m: 128, block_n: 32, warps: 4, loop: stages, min_blocks: 2}\n",
+         r"wide.yaml:7: tiles\[1\]: the row never applies"),
+        (WIDE.partition("tiles:")[0], r"wide.yaml:1: tiles: expected .* of length >= 1"),
+    ],
+)  # fmt: skip
+def test_an_error_names_the_file_and_line_that_is_wrong(text, message, write):
+    with pytest.raises(SpecError, match=message):
+        load_spec(write("wide", text))
+
+
+def test_two_that_extend_each_other_are_refused(write):
+    write("a", "extends: b\n")
+    with pytest.raises(SpecError, match=r"a\.yaml:1: extends: b extends itself|b\.yaml:1: extends"):
+        load_spec(write("b", "extends: a\n"))
+
+
+def test_an_inherited_row_is_not_edited(write):
+    path = write("wide", "extends: flash_fwd_sm80\naxes: {head_dim: [64], dtype: [fp16]}\n")
+    spec = load_spec(path)
+    point = next(iter(spec.content.entries))
+    from flashgen.tune.userfile import Measured
+
+    won = Measured({"block_m": 64, "block_n": 64, "warps": 4, "loop": "stages", "min_blocks": 1}, 1.0, {})
+    with pytest.raises(SpecError, match="copy it into"):
+        edited(path, path.read_bytes(), {point: won})
