@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import os
 import threading
@@ -160,8 +161,8 @@ def _modification(
         if given:
             raise BadParam(f"params has {', '.join(given)}, but no score was given")
         if softcap is not None:
-            if not isinstance(softcap, numbers.Real) or not softcap > 0:
-                raise BadParam(f"softcap is {softcap!r}; it must be a number above 0, or None")
+            if not isinstance(softcap, numbers.Real) or not 0 < softcap < math.inf:
+                raise BadParam(f"softcap is {softcap!r}; it must be a number above 0, or None for no cap")
             names, given = ["softcap"], {"cap": softcap}
         if alibi_slopes is not None:
             # Where no later key is seen the bias is linear, which costs less.
@@ -169,7 +170,7 @@ def _modification(
             given |= {"slope": alibi_slopes}
     modification = _chain(os.environ.get("FLASHGEN_SPECS", ""), tuple(names))
     wanted = {param.name for param in modification.params}
-    for name in given.keys() ^ wanted:
+    for name in sorted(given.keys() ^ wanted):
         what = "has no parameter" if name in given else "needs the parameter"
         raise BadParam(
             f"score {modification.name} {what} {name}; it has {', '.join(sorted(wanted)) or 'none'}"

@@ -234,6 +234,8 @@ class Variant:
             "step": self.step,
             "grid": {"covers": dict(self.grid.covers), "schedule": self.grid.schedule},
             "dependent_launch": self.dependent_launch,
+            "score_seam": self.score_seam,
+            "score": None if self.score is None else {"name": self.score.name, "formula": self.score.text},
             "params": [param.name for param in self.params],
         }
 
