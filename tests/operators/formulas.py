@@ -7,7 +7,7 @@ import math
 import numpy as np
 from hypothesis import strategies as st
 
-from flashgen.operators.formula import Node, parse
+from flashgen.operators.formula import FormulaError, Node, parse
 from flashgen.operators.scores import NAMES
 
 SCALARS = {"gain": "float", "n": "int"}
@@ -118,29 +118,38 @@ class Inputs:
         return load
 
 
+class _Array:
+    """An array whose elements of one score Python finds by subscripts."""
+
+    def __init__(self, load, score):
+        self._load, self._score = load, score
+
+    def __getitem__(self, indices):
+        found = self._load(*indices)
+        return found[self._score].item()
+
+
+_PYTHON = {"abs": abs, "min": min, "max": max, "tanh": math.tanh, "exp": math.exp, "log": math.log}
+_PYTHON |= {"where": lambda condition, a, b: a if condition else b, "inf": math.inf, "__builtins__": {}}
+
+
 def python_value(text: str, values: dict) -> np.ndarray:
-    """What Python itself makes of the text, element by element."""
-    count = len(values["score"])
+    """What Python itself makes of the text, score by score."""
     found = []
-    for i in range(count):
-
-        class Array:
-            def __init__(self, load):
-                self._load = load
-
-            def __getitem__(self, indices):
-                whole = np.broadcast_to(self._load(*indices), (count,))
-                return whole[i].item()
-
-        def where(condition, a, b):
-            return a if condition else b
-
+    for i in range(len(values["score"])):
         names = {
-            name: Array(x) if callable(x) else np.broadcast_to(x, (count,))[i].item()
+            name: _Array(x, i) if callable(x) else x[i].item() if hasattr(x, "dtype") else x
             for name, x in values.items()
         }
-        functions = {"tanh": math.tanh, "exp": math.exp, "log": math.log, "where": where, "inf": math.inf}
-        found.append(
-            float(eval(text, {"__builtins__": {}, "abs": abs, "min": min, "max": max}, functions | names))
-        )
+        found.append(float(eval(text, _PYTHON | names)))
     return np.array(found)
+
+
+def parsed_or_none(text: str) -> Node | None:
+    """The tree; None where constants alone cannot be computed, such as 1 / 0."""
+    try:
+        return parsed(text)
+    except FormulaError as error:
+        if "cannot be computed" in str(error):
+            return None
+        raise

@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashgen.operators.formula import FormulaError
 from flashgen.operators.lowering import lower
 from flashgen.operators.roundoff import evaluate_with_error
-from operators.formulas import FORMULAS, SCALARS, Inputs, parsed
+from operators.formulas import FORMULAS, SCALARS, Inputs, parsed, parsed_or_none
 from operators.lowered import Machine
 
 
@@ -23,9 +22,8 @@ def value_and_bound(tree, inputs, dtype):
 @given(FORMULAS, st.integers(0, 2**32), st.sampled_from(["fp16", "bf16", "fp32"]))
 def test_single_precision_at_its_worst_stays_within_the_bound(formula, seed, dtype):
     inputs = Inputs(seed)
-    try:
-        tree = parsed(formula)
-    except FormulaError:
+    tree = parsed_or_none(formula)
+    if tree is None:
         return
     value, bound = value_and_bound(tree, inputs, dtype)
     lowered = lower(tree, frozenset(SCALARS), approximate=dtype != "fp32")
@@ -37,7 +35,12 @@ def test_single_precision_at_its_worst_stays_within_the_bound(formula, seed, dty
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 @pytest.mark.parametrize(
     ("formula", "least"),
-    [("gain * tanh(score / gain)", 1e-3), ("score + slope[b, h] * (kv - q)", 1e-3), ("exp(score / 8)", 1e-2)],
+    [
+        ("gain * tanh(score / gain)", 0.1),
+        ("exp(score / 8)", 0.1),
+        # Distances here are far shorter than a block of keys, on which their error is reckoned.
+        ("score + slope[b, h] * (kv - q)", 0.01),
+    ],
 )
 def test_the_bound_is_no_larger_than_it_must_be(formula, least, dtype):
     """The worst of many errors comes to some share of its bound."""
@@ -49,7 +52,7 @@ def test_the_bound_is_no_larger_than_it_must_be(formula, least, dtype):
         machine = Machine(inputs, exact=False, rng=np.random.default_rng(seed))
         found = machine.score(lower(tree, frozenset(SCALARS), approximate=dtype != "fp32"))
         shares.append(np.max(np.abs(found - value) / bound))
-    assert max(shares) > 0.02 * (1 + least)
+    assert least < max(shares) <= 1
 
 
 def test_a_hidden_score_has_an_error_of_nothing():

@@ -3,7 +3,7 @@
 Allowed are names and numbers, ``+ - * /``, comparisons, ``and or not``, ``tanh exp log abs min max``,
 ``where(condition, a, b)`` and elements of declared arrays, ``slope[b, h]``. Nothing else is read, so a spec
 cannot run code. ``q``, ``kv``, ``h`` and ``b`` are integers, and so are their sums, differences, ``abs``,
-``min`` and ``max``; products and quotients are floats.
+``min`` and ``max``, and ``where`` under a condition of integers; products and quotients are floats.
 """
 
 from __future__ import annotations
@@ -176,6 +176,8 @@ class _Parser:
         else:
             condition, args = (), self._numbers(x, *x.args)
         keeps = name in ("abs", "min", "max", "where") and all(arg.type == "int" for arg in args)
+        # What depends on a float is no integer of the position alone.
+        keeps = keeps and all(node.type != "float" for each in condition for node in each.walk())
         return self._made(x, name, (*condition, *args), "int" if keeps else "float")
 
     def _load(self, x: ast.Subscript) -> Node:

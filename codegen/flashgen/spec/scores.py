@@ -6,6 +6,7 @@ seam takes every modification, when a call asks for it.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -28,37 +29,16 @@ if TYPE_CHECKING:
 
 # Words that no member of a struct in a kernel can have for its name.
 _CPP_WORDS = frozenset(
-    (
-        *("alignas", "alignof", "asm", "auto", "bool", "break", "case", "catch", "char", "class", "const"),
-        *(
-            "constexpr",
-            "continue",
-            "decltype",
-            "default",
-            "delete",
-            "do",
-            "double",
-            "else",
-            "enum",
-            "explicit",
-        ),
-        *("export", "extern", "false", "float", "for", "friend", "goto", "if", "inline", "int", "long"),
-        *("mutable", "namespace", "new", "noexcept", "nullptr", "operator", "private", "protected", "public"),
-        *(
-            "register",
-            "return",
-            "short",
-            "signed",
-            "sizeof",
-            "static",
-            "struct",
-            "switch",
-            "template",
-            "this",
-        ),
-        *("throw", "true", "try", "typedef", "typeid", "typename", "union", "unsigned", "using", "virtual"),
-        *("void", "volatile", "while", "element", "tensor_map", "int32_t", "int64_t", "uint8_t", "uint32_t"),
-        *("uint64_t"),
+    re.findall(
+        r"\w+",
+        """
+        alignas alignof asm auto bool break case catch char class const constexpr continue decltype default
+        delete do double else enum explicit export extern false float for friend goto if inline int long
+        mutable namespace new noexcept nullptr operator private protected public register return short
+        signed sizeof static struct switch template this throw true try typedef typeid typename union
+        unsigned using virtual void volatile while element tensor_map int32_t int64_t uint8_t uint32_t
+        uint64_t
+        """,
     )
 )
 
@@ -166,10 +146,11 @@ def _param(document: Document, keys: tuple[str, ...], name: str, given: str | li
     taken |= {*operator.positions, *operator.options, *operator.scalars, "stream", "workspace", "backend"}
     if name in taken | _CPP_WORDS or name.startswith(CONSTANT):
         raise document.error(keys, f"`{name}` has a meaning of its own; choose another name")
+    if isinstance(given, list) and len(given) < 2:
+        allowed = f"[dimensions, type], with dimensions {', '.join(DIMENSIONS)} or names of your own"
+        raise document.error(keys, f"an array has dimensions: {allowed}")
     *dimensions, type = given if isinstance(given, list) else [given]
     document.convert(keys, type, Literal[tuple(TYPES)])
-    if isinstance(given, list) and not dimensions:
-        raise document.error(keys, f"an array has dimensions: {', '.join(DIMENSIONS)}, or names of your own")
     param = ScoreParam(name, type, tuple(dimensions))
     for dimension, symbol in zip(dimensions, param.symbols, strict=True):
         document.convert(keys, dimension, _Name)
