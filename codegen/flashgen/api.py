@@ -6,6 +6,7 @@ import math
 import numbers
 import os
 import threading
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from flashgen.runtime import arrays
 from flashgen.runtime.plans import Plan, run_adopted
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from flashgen.operators.operator import Operator, Problem
     from flashgen.operators.scores import Score
@@ -150,8 +151,12 @@ def _modification(
     sees_no_later_key: bool,
 ) -> tuple[Score, tuple[Any, ...], tuple[Any, ...]]:
     """The score modification that a call asks for, its arrays and its numbers. Raises BadParam."""
-    names = [score] if isinstance(score, str) else list(score or ())
-    given = dict(params or {})
+    names = [score] if isinstance(score, str) else score
+    if names is not None and not (isinstance(names, (list, tuple)) and names):
+        raise BadParam(f"score is {score!r}; it must be the name of a score modification, or several")
+    if params is not None and not isinstance(params, Mapping):
+        raise BadParam(f"params is {params!r}; it must map the names of parameters to numbers and arrays")
+    names, given = list(names or ()), dict(params or {})
     if names and (softcap is not None or alibi_slopes is not None):
         raise BadParam(
             f"score is {score!r} and softcap or alibi_slopes was given as well; name all in score, such as "

@@ -86,7 +86,8 @@ class _Writer:
         found: set[str] = set()
 
         def visit(node: Node, is_index: bool = False) -> None:
-            if node in kept:
+            if node in kept:  # score_row() needs the head of its elements
+                found.update({"b", "h"} & node.reads() if node in self._of_row else ())
                 return
             if node.op == "name":
                 found.add("query" if is_index and node.value == "q" else str(node.value))
