@@ -17,12 +17,9 @@ from flashgen.operators.reference import attention as reference
 from flashgen.operators.reference import largest, modification_of
 from flashgen.simulator import hostcompiler
 
-ON = (
-    "cpu",
-    pytest.param(
-        "simulator", marks=pytest.mark.skipif(bool(hostcompiler.why_unavailable()), reason="no C++")
-    ),
-)
+simulated = pytest.mark.skipif(bool(hostcompiler.why_unavailable()), reason="there is no C++ compiler")
+ON = ("cpu", pytest.param("simulator", marks=simulated))
+CAP = {"cap": 1}
 
 LINES = """\
 scores:
@@ -55,9 +52,7 @@ def qkv(rng, seqlen_q=40, seqlen_kv=75, heads=4, kv_heads=2, batch=2, dtype=np.f
 def scores_of(q, k):
     """Scaled scores in float64, (batch, heads, seqlen_q, seqlen_kv)."""
     k = np.repeat(k, q.shape[2] // k.shape[2], axis=2).astype(np.float64)
-    return np.einsum("bihd,bjhd->bhij", q.astype(np.float64), k) * (
-        q.shape[-1] ** -0.5 if scale is None else scale
-    )
+    return np.einsum("bihd,bjhd->bhij", q.astype(np.float64), k) * q.shape[-1] ** -0.5
 
 
 def attend(s, v, hidden=None):
