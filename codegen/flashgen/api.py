@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import numbers
 import os
 import threading
 import time
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,7 @@ from flashgen.runtime import arrays
 from flashgen.runtime.plans import Plan, run_adopted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from flashgen.arch import Device
     from flashgen.operators.operator import Operator, Problem
@@ -163,8 +165,12 @@ def _modification(
     sees_no_later_key: bool,
 ) -> tuple[Score, tuple[Any, ...], tuple[Any, ...]]:
     """The score modification that a call asks for, its arrays and its numbers. Raises BadParam."""
-    names = [score] if isinstance(score, str) else list(score or ())
-    given = dict(params or {})
+    names = [score] if isinstance(score, str) else score
+    if names is not None and not (isinstance(names, (list, tuple)) and names):
+        raise BadParam(f"score is {score!r}; it must be the name of a score modification, or several")
+    if params is not None and not isinstance(params, Mapping):
+        raise BadParam(f"params is {params!r}; it must map the names of parameters to numbers and arrays")
+    names, given = list(names or ()), dict(params or {})
     if names and (softcap is not None or alibi_slopes is not None):
         raise BadParam(
             f"score is {score!r} and softcap or alibi_slopes was given as well; name all in score, such as "
@@ -174,8 +180,8 @@ def _modification(
         if given:
             raise BadParam(f"params has {', '.join(given)}, but no score was given")
         if softcap is not None:
-            if not isinstance(softcap, numbers.Real) or not softcap > 0:
-                raise BadParam(f"softcap is {softcap!r}; it must be a number above 0, or None")
+            if not isinstance(softcap, numbers.Real) or not 0 < softcap < math.inf:
+                raise BadParam(f"softcap is {softcap!r}; it must be a number above 0, or None for no cap")
             names, given = ["softcap"], {"cap": softcap}
         if alibi_slopes is not None:
             # Where no later key is seen the bias is linear, which costs less.
@@ -183,7 +189,7 @@ def _modification(
             given |= {"slope": alibi_slopes}
     modification = _chain(os.environ.get("FLASHGEN_SPECS", ""), tuple(names))
     wanted = {param.name for param in modification.params}
-    for name in given.keys() ^ wanted:
+    for name in sorted(given.keys() ^ wanted):
         what = "has no parameter" if name in given else "needs the parameter"
         raise BadParam(
             f"score {modification.name} {what} {name}; it has {', '.join(sorted(wanted)) or 'none'}"

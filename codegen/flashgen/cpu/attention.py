@@ -17,7 +17,7 @@ from threadpoolctl import ThreadpoolController
 
 from flashgen.operators.masks import Band, hidden_keys
 from flashgen.operators.numbers import bfloat16_bits, widened
-from flashgen.operators.scores import Bound
+from flashgen.operators.scores import ScoreOfCall
 from flashgen.runtime.arrays import check_writable, host_array
 from flashgen.toolchain.processors import processors
 
@@ -133,7 +133,7 @@ def _attend(
     mask: np.ndarray | None,
     out: np.ndarray,
     lse: np.ndarray,
-    modification: Bound | None,
+    modification: ScoreOfCall | None,
     task: tuple[int, int, int, int],
 ) -> None:
     """One block of query rows of the heads that share one kv head."""
@@ -185,7 +185,7 @@ def _attend(
     _store(out[batch, start:stop, heads], result.reshape(group, count, width_v).transpose(1, 0, 2), problem)
 
 
-def _modification(problem: Problem, score_arrays: Sequence[np.ndarray]) -> Bound | None:
+def _modification(problem: Problem, score_arrays: Sequence[np.ndarray]) -> ScoreOfCall | None:
     """The score modification of a call; its numbers are single ones, so that scores stay single."""
     score = problem.score
     if score is None:
@@ -198,7 +198,7 @@ def _modification(problem: Problem, score_arrays: Sequence[np.ndarray]) -> Bound
         param.name: np.float32(value) if param.type == "f32" else value
         for param, value in zip(score.scalars, problem.score_scalars, strict=True)
     }
-    return Bound(score, scalars, arrays, problem.seqlen_kv - problem.seqlen_q)
+    return ScoreOfCall(score, scalars, arrays, problem.seqlen_kv - problem.seqlen_q)
 
 
 def _bits(x: np.ndarray) -> np.ndarray:

@@ -3,7 +3,7 @@
 Allowed are names and numbers, ``+ - * /``, comparisons, ``and or not``, ``tanh exp log abs min max``,
 ``where(condition, a, b)`` and elements of declared arrays, ``slope[b, h]``. Nothing else is read, so a spec
 cannot run code. ``q``, ``kv``, ``h`` and ``b`` are integers, and so are their sums, differences, ``abs``,
-``min`` and ``max``; products and quotients are floats.
+``min`` and ``max``, and ``where`` under a condition of integers; products and quotients are floats.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ FUNCTIONS = {"tanh": 1, "exp": 1, "log": 1, "abs": 1, "min": 2, "max": 2, "where
 ALLOWED = (
     f"names, numbers, inf, + - * /, comparisons, and/or/not, array[index, ...], {', '.join(FUNCTIONS)}()"
 )
+# The largest integer, either way: that and a position still fit in 32 bits.
+MAX_INTEGER = 2**30
 _ARITHMETIC = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 _COMPARISONS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!="}
 
@@ -75,10 +77,14 @@ def parse(text: str, names: Mapping[str, str], arrays: Mapping[str, tuple[tuple[
     """
     try:
         root = ast.parse(text, mode="eval").body
+        tree = _Parser(names, arrays).node(root)
+    except FormulaError:
+        raise
+    except (RecursionError, MemoryError):
+        raise FormulaError("the formula is nested too deeply", 0) from None
     except (SyntaxError, ValueError) as error:
         column = max(0, (getattr(error, "offset", None) or 1) - 1)
         raise FormulaError(f"{text!r} is not an expression; allowed: {ALLOWED}", column) from None
-    tree = _Parser(names, arrays).node(root)
     if tree.type == "bool":
         raise FormulaError(f"{text!r} is a condition; a score is a number", 0)
     return tree
@@ -90,7 +96,7 @@ class _Parser:
 
     def node(self, x: ast.expr) -> Node:
         if isinstance(x, ast.Constant) and type(x.value) in (int, float):
-            return number(x.value)
+            return self._number(x, x.value)
         if isinstance(x, ast.Name):
             return self._name(x)
         if isinstance(x, ast.BinOp) and type(x.op) in _ARITHMETIC:
@@ -113,6 +119,13 @@ class _Parser:
         if isinstance(x, ast.Subscript):
             return self._load(x)
         raise self._error(x, f"{ast.unparse(x)!r} is not allowed; allowed: {ALLOWED}")
+
+    def _number(self, x: ast.expr, value: float) -> Node:
+        if isinstance(value, int) and abs(value) > MAX_INTEGER:
+            raise self._error(x, f"{ast.unparse(x)!r} is no 32-bit integer; write it as a float")
+        if math.isnan(value):
+            raise self._error(x, f"{ast.unparse(x)!r} is not a number")
+        return number(value)
 
     def _error(self, x: ast.expr, message: str) -> FormulaError:
         return FormulaError(message, x.col_offset)
@@ -148,7 +161,7 @@ class _Parser:
         if not all(arg.op == "number" for arg in args):
             return Node(op, args, None, type)
         try:
-            return number(operation(op, [arg.value for arg in args], math))
+            return self._number(x, operation(op, [arg.value for arg in args], math))
         except (ArithmeticError, ValueError) as error:
             raise self._error(x, f"{ast.unparse(x)!r} cannot be computed: {error}") from None
 
@@ -163,6 +176,8 @@ class _Parser:
         else:
             condition, args = (), self._numbers(x, *x.args)
         keeps = name in ("abs", "min", "max", "where") and all(arg.type == "int" for arg in args)
+        # What depends on a float is no integer of the position alone.
+        keeps = keeps and all(node.type != "float" for each in condition for node in each.walk())
         return self._made(x, name, (*condition, *args), "int" if keeps else "float")
 
     def _load(self, x: ast.Subscript) -> Node:

@@ -46,13 +46,13 @@ import numpy as np
 
 from flashgen.operators.masks import Band, hidden_keys
 from flashgen.operators.numbers import widened
-from flashgen.operators.scores import Bound
+from flashgen.operators.scores import ScoreOfCall
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from flashgen.operators.attention import AttentionProblem
-    from flashgen.operators.scores import Where
+    from flashgen.operators.scores import FormulaAt
 
 UNIT_ROUNDOFF = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24}
 # Exponent of the largest error of a P that fp16 holds as a subnormal: kernels bias P by 2^7.
@@ -136,7 +136,7 @@ def judge(
     uint16, or numbers.
     """
     q, k, v, out = (_batched(widened(x, problem.dtype), 4) for x in (q, k, v, out))
-    modification = bound(problem, score_arrays)
+    modification = modification_of(problem, score_arrays)
     expected = attention(
         q, k, v, problem.dtype, problem.softmax_scale, Band.of(problem), mask, modification=modification
     )
@@ -144,7 +144,9 @@ def judge(
     return Verdict(largest(out, expected.out, expected.out_bound), found_lse)
 
 
-def bound(problem: AttentionProblem, score_arrays: Sequence[Any], xp: Any = np) -> Bound | None:
+def modification_of(
+    problem: AttentionProblem, score_arrays: Sequence[Any], xp: Any = np
+) -> ScoreOfCall | None:
     """The score modification of a problem with the arrays of a call, of the library ``xp``, in float64; None
     if it has none.
     """
@@ -154,10 +156,11 @@ def bound(problem: AttentionProblem, score_arrays: Sequence[Any], xp: Any = np) 
     arrays = {}
     for param, given in zip(score.arrays, score_arrays, strict=True):
         extents = param.argument().extents(problem.sizes)
-        elements = given.astype(np.float64) if xp is np and param.type == "f32" else given
-        arrays[param.name] = xp.broadcast_to(elements, extents)
+        if param.type == "f32":
+            given = given.to(xp.float64) if xp.__name__ == "torch" else given.astype(xp.float64)
+        arrays[param.name] = xp.broadcast_to(given, extents)
     scalars = zip(score.scalars, problem.score_scalars, strict=True)
-    return Bound(
+    return ScoreOfCall(
         score,
         {param.name: value for param, value in scalars},
         arrays,
@@ -174,7 +177,7 @@ def attention(
     band: Band = Band(),  # noqa: B008 - immutable
     dense: Any = None,
     rows: Any = None,
-    modification: Bound | None = None,
+    modification: ScoreOfCall | None = None,
 ) -> Expected:
     """softmax(q k^T scale) v in float64, and the bound for a kernel that computes in ``dtype``.
 
@@ -208,11 +211,10 @@ def attention(
             part = slice(start, start + rows_at_once)
             some_dense = None if dense is None else dense[entry, head, part]
             hidden = hidden_keys(band, some_dense, rows[part][:, None], keys)
-            where = None
+            at = None
             if modification is not None:
-                at = entry[:, None, None], head[:, None, None], rows[part][:, None], keys
-                where = modification.at(*at)
-            results = _attend(xp, q[entry, part, head], some_k, some_v, hidden, scale, dtype, where)
+                at = modification.at(entry[:, None, None], head[:, None, None], rows[part][:, None], keys)
+            results = _attend(xp, q[entry, part, head], some_k, some_v, hidden, scale, dtype, at)
             for whole, result in zip(found, results, strict=True):
                 whole[entry, head, part] = result
     return found._replace(out=found.out.swapaxes(1, 2), out_bound=found.out_bound.swapaxes(1, 2))
@@ -240,7 +242,7 @@ def largest(found: Any, expected: Any, bound: Any) -> Largest:
 
 
 def _attend(
-    xp: Any, q: Any, k: Any, v: Any, hidden: Any, scale: float, dtype: str, where: Where | None
+    xp: Any, q: Any, k: Any, v: Any, hidden: Any, scale: float, dtype: str, at: FormulaAt | None
 ) -> tuple[Any, Any, Any, Any]:
     """``Expected`` for some heads: q (heads, rows, head_dim), k and v (heads, seqlen_kv, ...) with a key;
     hidden None, or broadcastable to (heads, rows, seqlen_kv).
@@ -248,8 +250,9 @@ def _attend(
     scores = q @ k.swapaxes(1, 2) * scale
     score_sizes = xp.abs(q) @ xp.abs(k).swapaxes(1, 2) * scale
     score_errors = 2.0**-21 * score_sizes
-    if where is not None:
-        scores, errors = where.value_with_error(xp, scores, score_errors, dtype)
+    if at is not None:
+        with np.errstate(all="ignore"):
+            scores, errors = at.value_with_error(xp, scores, score_errors, dtype)
         score_sizes = xp.abs(scores)
         score_errors = errors + 2.0**-21 * score_sizes
         unseen = scores == -math.inf

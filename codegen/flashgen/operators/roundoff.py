@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from flashgen.operators.formula import Node, choose, operation
 
 if TYPE_CHECKING:
@@ -34,19 +32,12 @@ def evaluate_with_error(
     whether it is within the error that it comes out the other way. ``errors`` are those of names; ``dtype``
     is that of the kernel's elements.
     """
-    with np.errstate(all="ignore"):
-        return _pair(node, values, errors, dtype, xp)
-
-
-def _pair(
-    node: Node, values: Mapping[str, Any], errors: Mapping[str, Any], dtype: str, xp: Any
-) -> tuple[Any, Any]:
     if node.op == "number":
         return node.value, 0.0
     if node.op == "name":
         value = values[node.value]
         return value, errors.get(node.value, 0.0 if node.type == "int" else abs(value) * _ROUNDOFF)
-    pairs = [_pair(arg, values, errors, dtype, xp) for arg in node.args]
+    pairs = [evaluate_with_error(arg, values, errors, dtype, xp) for arg in node.args]
     args, wrong = [value for value, _ in pairs], [error for _, error in pairs]
     if node.type == "float":  # where an integer becomes a float
         for i, arg in enumerate(node.args):
@@ -69,9 +60,9 @@ def _error(op: str, value: Any, args: list[Any], wrong: list[Any], xp: Any) -> A
     if op in ("and", "or", "not"):
         return sum(wrong) > 0
     if op == "where":
-        sure = choose(xp, args[0], wrong[1], wrong[2]) + 0.0 * value
+        sure = choose(xp, args[0], wrong[1], wrong[2])
         both = wrong[1] + wrong[2] + abs(args[1] - args[2])
-        return choose(xp, wrong[0], both, sure) if hasattr(wrong[0], "dtype") else sure
+        return choose(xp, wrong[0], both, sure)
     if op in ("neg", "abs"):
         return wrong[0]
     if op in ("min", "max"):

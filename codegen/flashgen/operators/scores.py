@@ -107,7 +107,9 @@ class Score:
     def check(self, scalars: Mapping[str, float], dtype: str) -> None:
         """That the constants of the kernel are finite. Raises BadParam."""
         if not all(abs(value) <= _LARGEST["f32"] for value in self.constants(scalars, dtype).values()):
-            given = ", ".join(f"{param.name} = {scalars[param.name]!r}" for param in self.scalars)
+            given = ", ".join(
+                f"{name} = {scalars[name]!r}" for name in ("softmax_scale", *(p.name for p in self.scalars))
+            )
             raise BadParam(f"the score {self.name}, {self.text}, cannot be computed with {given}")
 
 
@@ -132,7 +134,7 @@ def chained(scores: Sequence[Score]) -> Score:
     return Score("_".join(score.name for score in scores), text, params, tree)
 
 
-class Bound(NamedTuple):
+class ScoreOfCall(NamedTuple):
     """A modification with the arrays and numbers of a call, all of one library. ``offset`` is seqlen_kv -
     seqlen_q; ``arrays`` have the shapes that their parameters declare, by broadcasting.
     """
@@ -142,16 +144,16 @@ class Bound(NamedTuple):
     arrays: Mapping[str, Any]
     offset: int
 
-    def at(self, b: Any, h: Any, rows: Any, keys: Any) -> Where:
+    def at(self, b: Any, h: Any, rows: Any, keys: Any) -> FormulaAt:
         """The modification for batch entries, query heads, rows of queries and keys, integers that broadcast
         to the shape of the scores.
         """
         indices = {"b": b, "h": h, "kv": keys, "q": rows}
         loads = {param.name: _loader(param, self.arrays[param.name], indices) for param in self.score.arrays}
-        return Where(self.score.tree, {**self.scalars, **loads, **indices, "q": rows + self.offset})
+        return FormulaAt(self.score.tree, {**self.scalars, **loads, **indices, "q": rows + self.offset})
 
 
-class Where(NamedTuple):
+class FormulaAt(NamedTuple):
     """A formula with what it reads at some elements of S."""
 
     tree: Node

@@ -210,7 +210,7 @@ def _computes(problem: Problem, variant: Variant) -> bool:
     return (
         variant.is_main
         and variant.operator == problem.operator.name
-        and variant.score == problem.score
+        and {step.score for step in variant.steps} - {None} == {problem.score} - {None}
         and problem.operator.serves(problem, dict(variant.axes))
         and max(extents(problem, variant).values()) <= MAX_EXTENT
         and countable(problem, variant)

@@ -2,10 +2,10 @@
 
 Templates are Jinja with delimiters that leave C++ alone: ``//%`` starts a line statement, ``//#`` a comment,
 and ``${ x }`` prints a value; undefined names are errors. A template finds every axis and every tile key by
-name, and beside them ``header`` (the file's first comment), ``params_struct`` (the C struct), ``score`` (the
-name of a score modification, or None) with its ``score_functions`` (`source.scores`) and whether it
-``score_has_offset`` (`operators.lowering`), ``name``,
-``target``, ``element_bytes``, ``threads``, ``smem_bytes`` and ``variant``.
+name, and beside them ``header`` (the file's first comment), ``params_struct`` (the C struct), ``name``,
+``target``, ``element_bytes``, ``threads``, ``smem_bytes`` and ``variant``; of a score modification ``score``
+(its name, or None), ``score_functions`` (`source.scores`), and ``score_has_offset``, whether a part of it is
+left to the row (`operators.lowering`).
 """
 
 from __future__ import annotations
@@ -178,7 +178,8 @@ def source_digest(variant: Variant) -> str:
     """
     folders = search_path(variant)
     digest = hashlib.sha256(repr(variant.rendered_form()).encode())
-    digest.update(code_digest("source"))
+    # The C++ of a score modification follows from its formula, and how is in `operators`.
+    digest.update(code_digest("source") if variant.score is None else code_digest("source", "operators"))
     for name, text in _closure(variant.template, variant.header, variant.spec, folders).items():
         digest.update(f"\0{name}\0{len(text)}\0".encode())
         digest.update(text.encode())

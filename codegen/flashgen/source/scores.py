@@ -1,13 +1,13 @@
-"""The CUDA of a score modification: what the keys of a row share, and the function of four scores.
+"""The CUDA of a score modification: what the keys of a row share, and the function of one score.
 
     struct ScoreHead;  ScoreHead score_head(params, b, h);
     struct ScoreRow;   ScoreRow score_row(params, head, query);
     float modified_score(params, row, first_key, step, product);
     float score_offset(params, row, first_key);
 
-Elements of arrays that no key changes are read once a head or a row, and stay in registers. ``step`` is known
-when the kernel is compiled: an integer that grows with the key is taken at ``first_key``, where it is the
-same for all of a lane's keys, and the step is added as a float.
+Elements of arrays that no key changes are members of the two structs, which are made ahead of a block's
+scores. ``step`` is known when the kernel is compiled: an integer that grows with the key is taken at
+``first_key``, where it is the same for all of a lane's keys, and the step is added as a float.
 """
 
 from __future__ import annotations
@@ -74,8 +74,11 @@ class _Writer:
         found: dict[Node, str] = {}
         for node in self._loads:
             if wanted(frozenset().union(*(index.reads() for index in node.args))):
-                earlier = sum(other.value == node.value for other in found)
-                found[node] = f"{node.value}_{earlier + 1}" if earlier else str(node.value)
+                name, count = str(node.value), 1
+                while name in _MEMBERS or name in found.values():
+                    count += 1
+                    name = f"{node.value}_{count}"
+                found[node] = name
         return found
 
     def _names_read(self, trees: list[Node], kept: set[Node]) -> set[str]:
@@ -83,7 +86,8 @@ class _Writer:
         found: set[str] = set()
 
         def visit(node: Node, is_index: bool = False) -> None:
-            if node in kept:
+            if node in kept:  # score_row() needs the head of its elements
+                found.update({"b", "h"} & node.reads() if node in self._of_row else ())
                 return
             if node.op == "name":
                 found.add("query" if is_index and node.value == "q" else str(node.value))
@@ -191,9 +195,9 @@ class _Writer:
             return f"{_CALLS[node.op]}({', '.join(map(_bare, args))})"
         if node.op == "where":
             return f"({args[0]} ? {args[1]} : {args[2]})"
-        if node.op in ("neg", "not"):
-            return f"{'-' if node.op == 'neg' else '!'}{args[0]}"
-        return _joined(node, args)
+        if node.op == "neg":
+            return _negative(args[0])
+        return f"!{args[0]}" if node.op == "not" else _joined(node, args)
 
     def _converted(self, node: Node, at_first_key: bool) -> str:
         """An integer as a float."""
@@ -230,7 +234,7 @@ class _Writer:
             return f"{_INT_CALLS[node.op]}({', '.join(map(_bare, args))})"
         if node.op == "where":
             return f"({args[0]} ? {args[1]} : {args[2]})"
-        return f"-{args[0]}" if node.op == "neg" else f"({f' {node.op} '.join(args)})"
+        return _negative(args[0]) if node.op == "neg" else _joined(node, args)
 
     def _load(self, node: Node, names: dict[str, str], query: str) -> str:
         """An element of an array. Indices of its own dimensions, and keys past the last, are clamped."""
@@ -247,6 +251,8 @@ class _Writer:
         return _element(array, indices)
 
 
+# The members that the structs may have beside elements of arrays.
+_MEMBERS = ("h", "b", "head", "query", "q")
 _STEP = "(step)"
 _KEY = "(first_key + step)"
 
@@ -289,6 +295,10 @@ def _wrapped(name: str, arguments: str) -> list[str]:
         return [opening]
     split = opening.rindex(", ", 0, 132) + 1
     return [opening[:split], " " * (opening.index("(") + 1) + opening[split + 1 :]]
+
+
+def _negative(code: str) -> str:
+    return f"-({code})" if code.startswith("-") else f"-{code}"
 
 
 def _joined(node: Node, args: list[str]) -> str:

@@ -15,12 +15,12 @@ from flashgen.paths import specs_dir
 from flashgen.spec.bases import whole_text
 from flashgen.spec.model import Spec
 
-# What a folder says of score modifications; see `scores`.
-SCORES_FILE = "scores.yaml"
-
 if TYPE_CHECKING:
     from flashgen.spec.model import Content
     from flashgen.toolchain.cache import CubinCache
+
+# The one file of a spec folder that is no family: score modifications (``scores``).
+SCORES_FILE = "scores.yaml"
 
 
 def load_spec(path: str | os.PathLike[str], cache: CubinCache | None = None, gpu: str | None = None) -> Spec:
@@ -72,12 +72,9 @@ def load_specs(
     Raises SpecError for a wrong file, for a folder without specs, and when two specs would give their kernels
     the same names.
     """
-    folders = [Path(part) for part in os.environ.get("FLASHGEN_SPECS", "").split(os.pathsep) if part]
-    if extra is not None:
-        folders.append(Path(extra))
     paths: dict[str, Path] = {}
-    for folder in (specs_dir(), *(folder.expanduser() for folder in folders)):
-        paths |= {path.stem: path for path in _spec_files(folder)}
+    for folder in spec_folders(extra):
+        paths |= {path.stem: path for path in yaml_files(folder) if path.name != SCORES_FILE}
     specs = tuple(load_spec(path, cache, gpu) for path in paths.values())
     owners: dict[tuple[str, str], Spec] = {}
     for spec in specs:
@@ -89,7 +86,16 @@ def load_specs(
     return specs
 
 
-def _spec_files(folder: Path) -> list[Path]:
+def spec_folders(extra: str | os.PathLike[str] | None = None) -> tuple[Path, ...]:
+    """The shipped folder, those in ``FLASHGEN_SPECS``, and ``extra``."""
+    folders = [Path(part) for part in os.environ.get("FLASHGEN_SPECS", "").split(os.pathsep) if part]
+    if extra is not None:
+        folders.append(Path(extra))
+    return (specs_dir(), *(folder.expanduser() for folder in folders))
+
+
+def yaml_files(folder: Path) -> list[Path]:
+    """The files of a spec folder, at least one. Raises SpecError."""
     try:
         paths = sorted(folder.iterdir())
     except OSError as error:
@@ -100,4 +106,4 @@ def _spec_files(folder: Path) -> list[Path]:
     found = [path for path in paths if path.suffix == ".yaml"]
     if not found:
         raise SpecError(f"{folder}: a spec folder needs at least one .yaml file; this one has none")
-    return [path for path in found if path.name != SCORES_FILE]
+    return found

@@ -6,25 +6,41 @@ seam takes every modification, when a call asks for it.
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
 from flashgen.operators import OPERATORS
+from flashgen.operators.attention import DTYPES
 from flashgen.operators.formula import FUNCTIONS, FormulaError, parse
+from flashgen.operators.lowering import CONSTANT
 from flashgen.operators.scores import DIMENSIONS, NAMES, TYPES, Score, ScoreParam
-from flashgen.paths import specs_dir
-from flashgen.spec.load import SCORES_FILE
+from flashgen.spec.load import SCORES_FILE, spec_folders, yaml_files
+from flashgen.spec.params import score_params
 from flashgen.spec.yamlfile import Document
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable
+    from pathlib import Path
 
     from flashgen.spec.variant import Variant
 
-_NONE = "none"  # the word for no modification
+# Words that no member of a struct in a kernel can have for its name.
+_CPP_WORDS = frozenset(
+    re.findall(
+        r"\w+",
+        """
+        alignas alignof asm auto bool break case catch char class const constexpr continue decltype default
+        delete do double else enum explicit export extern false float for friend goto if inline int long
+        mutable namespace new noexcept nullptr operator private protected public register return short
+        signed sizeof static struct switch template this throw true try typedef typeid typename union
+        unsigned using virtual void volatile while element tensor_map int32_t int64_t uint8_t uint32_t
+        uint64_t
+        """,
+    )
+)
 
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]*$")]
 
@@ -69,19 +85,14 @@ def load_scores(extra: str | os.PathLike[str] | None = None) -> Scores:
     takes the place of an earlier one with its name. Raises SpecError with the line and column of what is
     wrong.
     """
-    folders = [
-        Path(part).expanduser() for part in os.environ.get("FLASHGEN_SPECS", "").split(os.pathsep) if part
-    ]
-    if extra is not None:
-        folders.append(Path(extra))
     by_name: dict[str, Score] = {}
     committed: list[tuple[str, str]] = []
-    for folder in (specs_dir(), *folders):
-        path = folder / SCORES_FILE
-        if path.is_file():
-            found = read_scores(path)
-            by_name |= found.by_name
-            committed += found.committed
+    for folder in spec_folders(extra):
+        for path in yaml_files(folder):
+            if path.name == SCORES_FILE:
+                found = read_scores(path)
+                by_name |= found.by_name
+                committed += found.committed
     return Scores(by_name, tuple(committed))
 
 
@@ -99,8 +110,8 @@ def read_scores(path: Path) -> Scores:
 
 def _score(document: Document, name: str, given: Any) -> Score:
     keys = ("scores", name)
-    if name == _NONE:
-        raise document.error(keys, f"`{_NONE}` stands for scores that are left as they are")
+    if any(name in (axis.known or ()) for axis in OPERATORS["attention"].axes.values()):
+        raise document.error(keys, f"`{name}` is a value of an axis; kernels would share names")
     row = document.convert(keys, given, _Row)
     params = tuple(_param(document, (*keys, "params", each), each, of) for each, of in row.params.items())
     names = dict(NAMES) | {p.name: TYPES[p.type][0] for p in params if not p.dimensions}
@@ -113,27 +124,46 @@ def _score(document: Document, name: str, given: Any) -> Score:
     for each in ("score", *(param.name for param in params)):
         if each not in read:
             raise document.error((*keys, "score"), f"{row.score!r} does not read `{each}`")
-    return Score(name, row.score, params, tree)
+    score = Score(name, row.score, params, tree)
+    for dtype in DTYPES:
+        members = [param.name for param in score_params(score, dtype)]
+        for each in params:
+            twice = [member for member in _members(each) if members.count(member) > 1]
+            if twice:
+                raise document.error((*keys, "params", each.name), f"two members would be called {twice[0]}")
+    return score
+
+
+def _members(param: ScoreParam) -> tuple[str, ...]:
+    """What a parameter adds to the parameter struct, at most."""
+    strides = param.argument().stride_names() if param.dimensions else ()
+    return (param.name, *strides, *param.symbols)
 
 
 def _param(document: Document, keys: tuple[str, ...], name: str, given: str | list[str]) -> ScoreParam:
     operator = OPERATORS["attention"]
     taken = {*NAMES, *FUNCTIONS, "inf", "product", "step", "params", "row"}
     taken |= {*operator.positions, *operator.options, *operator.scalars, "stream", "workspace", "backend"}
-    if name in taken:
+    if name in taken | _CPP_WORDS or name.startswith(CONSTANT):
         raise document.error(keys, f"`{name}` has a meaning of its own; choose another name")
+    if isinstance(given, list) and len(given) < 2:
+        allowed = f"[dimensions, type], with dimensions {', '.join(DIMENSIONS)} or names of your own"
+        raise document.error(keys, f"an array has dimensions: {allowed}")
     *dimensions, type = given if isinstance(given, list) else [given]
     document.convert(keys, type, Literal[tuple(TYPES)])
-    for dimension in dimensions:
+    param = ScoreParam(name, type, tuple(dimensions))
+    for dimension, symbol in zip(dimensions, param.symbols, strict=True):
         document.convert(keys, dimension, _Name)
         if dimension == "score":
             raise document.error(keys, "no dimension is called `score`")
-    if len(set(dimensions)) < len(dimensions):
-        raise document.error(keys, f"a dimension stands twice in {given}")
-    if isinstance(given, list) and not dimensions:
-        raise document.error(keys, f"an array has dimensions: {', '.join(DIMENSIONS)}, or names of your own")
-    param = ScoreParam(name, type, tuple(dimensions))
-    strides = param.argument().stride_names() if dimensions else ()
-    if len(set(strides)) < len(strides):
-        raise document.error(keys, "q and kv are both rows; one of them is the last dimension")
+        if dimensions.count(dimension) > 1:
+            raise document.error(keys, f"the dimension {dimension} stands twice in {given}")
+        if dimension not in DIMENSIONS and symbol in operator.symbols:
+            raise document.error(keys, f"its dimension would be called {symbol}, as one of attention's")
+    if len(set(_members(param))) < len(_members(param)):
+        raise document.error(
+            keys,
+            "two of its strides would have one name; q and kv are both rows, of which one is the last "
+            "dimension, or rename a dimension of your own",
+        )
     return param

@@ -242,6 +242,8 @@ class Variant:
             "dependent_launch": self.dependent_launch,
             "combines": self.combines,
             "rows_at_most": self.rows_at_most,
+            "score_seam": self.score_seam,
+            "score": None if self.score is None else {"name": self.score.name, "formula": self.score.text},
             "params": [param.name for param in self.params],
         }
 
