@@ -61,5 +61,6 @@ def subjects(specs: Sequence[Spec], selected: Iterable[Variant], device: Device)
 
 def _subject(specs: Sequence[Spec], variant: Variant) -> Subject:
     spec = next(spec for spec in specs if spec.name == variant.spec)
-    tiles = {v.tile_name: v for v in spec.select(target=variant.target, **dict(variant.axes))}
+    chosen = spec.select(target=variant.target, **dict(variant.axes))
+    tiles = {each.tile_name: each for each in chosen if each.is_main}
     return Subject(spec, tiles[""], tiles.get(TUNED_TILE))
