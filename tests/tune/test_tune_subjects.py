@@ -50,3 +50,9 @@ def test_what_cannot_be_tuned_is_an_error(shipped, tiny_spec):
         chosen(shipped, H200, "tile=m64")
     with pytest.raises(BadParam, match="unless it asks for it"):
         subjects([tiny_spec], tiny_spec.variants(), H200)
+
+
+def test_of_a_call_of_several_kernels_the_main_one_is_tuned(shipped):
+    (subject,) = chosen(shipped, H200, "flash_decode_hdim128_bf16_packgqa_sm80")
+    assert subject.ordinary.is_main
+    assert subject.ordinary.step == "decode"

@@ -165,8 +165,11 @@ class CubinCache:
             message = f"cannot write the kernel cache in {self.root} ({_reason(error)}); {_LOST}"
             self._warn_once("write", message)
         else:
-            self._room -= len(payload)
-            if self._room < 0:
+            # As one: a thread that tidies meanwhile, and has not seen this entry, gives the room anew.
+            with self._guard:
+                self._room -= len(payload)
+                full = self._room < 0
+            if full:
                 self._tidy(path)
 
     def keeps(self, key: str) -> bool:
