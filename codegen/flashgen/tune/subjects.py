@@ -32,8 +32,8 @@ class Subject:
 
 
 def subjects(specs: Sequence[Spec], selected: Iterable[Variant], device: Device) -> list[Subject]:
-    """The points of the ``selected`` variants, in their order: for each combination of axis values those that
-    dispatch would consider on ``device``.
+    """The points of the ``selected`` variants, in their order: for each family and combination of axis values
+    those that dispatch would consider on ``device``.
 
     ``specs`` are those of the selected. Raises DeviceTypeNotSupported where none of the selected runs on the
     device, BadParam where only tiles with names were selected, or kernels that dispatch does not choose.
@@ -52,9 +52,9 @@ def subjects(specs: Sequence[Spec], selected: Iterable[Variant], device: Device)
         raise DeviceTypeNotSupported(
             f"none of the selected variants, such as {ordinary[0]}, runs on {device}"
         )
-    by_axes: dict[frozenset, list[Variant]] = {}
+    by_axes: dict[tuple, list[Variant]] = {}
     for variant in running:
-        by_axes.setdefault(frozenset(variant.axes), []).append(variant)
+        by_axes.setdefault((variant.family, frozenset(variant.axes)), []).append(variant)
     chosen = (preferred(alike)[0] for alike in by_axes.values())
     return [_subject(specs, variant) for variant in chosen]
 
