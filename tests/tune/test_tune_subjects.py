@@ -42,7 +42,8 @@ def test_each_combination_of_axes_once_where_dispatch_would_look_for_it(shipped,
 
 
 def test_a_target_that_is_asked_for_is_tuned_though_another_is_preferred(shipped):
-    (subject,) = chosen(shipped, H200, "family=flash_fwd head_dim=128 dtype=fp16 mask_type=none gqa=mha target=sm86")
+    selection = "family=flash_fwd head_dim=128 dtype=fp16 mask_type=none gqa=mha target=sm86"
+    (subject,) = chosen(shipped, H200, selection)
     assert subject.ordinary.target == "sm86"
 
 
