@@ -175,7 +175,8 @@ def _score_arrays(
     """Random arrays of a score modification; a dimension of its own has 1 to 20 elements."""
     found = []
     for param in score.arrays if score else ():
-        extents = tuple(sizes.get(symbol) or int(rng.integers(1, 21)) for symbol in param.symbols)
+        own = {symbol: int(rng.integers(1, 21)) for symbol in param.symbols}
+        extents = tuple((own | sizes)[symbol] for symbol in param.symbols)
         if param.type == "i32":
             found.append(rng.integers(-3, 4, extents, np.int32))
         else:
