@@ -225,8 +225,9 @@ def explain(
     from flashgen.schedule.explain import explain as explained
 
     device = _device_of(arch)
-    problem = _shaped(ATTENTION, {"q": q, "k": k, "v": v} | options, dtype)
-    return explained(problem, device, _specs_for(device))
+    algorithm = options.pop("algorithm", None)
+    problem = _shaped({"q": q, "k": k, "v": v} | options, dtype)
+    return explained(problem, device, _specs_for(device), algorithm)
 
 
 def warmup(
@@ -254,17 +255,21 @@ def warmup(
         dtype = given.pop("dtype", "fp16")
         if "q" not in given:
             raise BadParam(f"a call of warmup has no q: {call}; it is a shape, such as (1, 4096, 16, 128)")
-        shaped.append(_shaped(ATTENTION, given, dtype))
+        algorithm = given.pop("algorithm", None)
+        shaped.append((_shaped(given, dtype), algorithm))
     if arch is None:
         from flashgen.runtime.launch import prepare
 
-        def ready(problem: Problem) -> str:
-            return prepare(problem, device.ordinal, offers(problem, device, specs)).variant.name
+        def ready(call: tuple[Problem, str | None]) -> str:
+            problem, algorithm = call
+            offered = offers(problem, device, specs, algorithm)
+            return prepare(problem, device.ordinal, offered).variant.name
     else:
         from flashgen.toolchain.obtain import arch_for, obtain, own_arch, recall
 
-        def ready(problem: Problem) -> str:
-            main = select(problem, device, offers(problem, device, specs))
+        def ready(call: tuple[Problem, str | None]) -> str:
+            problem, algorithm = call
+            main = select(problem, device, offers(problem, device, specs, algorithm))
             for variant in main.steps:
                 if recall(variant, own_arch(variant, device)) is None:
                     obtain(variant, arch_for(variant, device))
@@ -290,11 +295,12 @@ def _specs_for(device: Device) -> tuple[Spec, ...]:
     return _specs(folders, tuned, device.name)
 
 
-def _shaped(operator: Operator, given: dict[str, Any], dtype: str) -> Problem:
-    """The Problem of a call on GPU 0, from arguments and options by name; an array may be a shape. k is by
+def _shaped(given: dict[str, Any], dtype: str) -> Problem:
+    """The Problem of a call of attention on GPU 0, from its keywords; an array may be a shape. k is by
     default as q, and v as k.
     """
     dtype = dtype_name(dtype)
+    operator, given = _with_modification(given)
     k = given["q"] if given.get("k") is None else given["k"]
     given = given | {"k": k, "v": k if given.get("v") is None else given["v"]}
     views = []
@@ -314,6 +320,22 @@ def _shaped(operator: Operator, given: dict[str, Any], dtype: str) -> Problem:
         raise BadParam(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(known))}")
     options = tuple(given.get(name, defaults[name]) for name in operator.options)
     return operator.normalise(views, options, tuple(given.get(name) for name in operator.scalars))
+
+
+def _with_modification(given: dict[str, Any]) -> tuple[Operator, dict[str, Any]]:
+    """The operator of a call, and its keywords with what they say of a score modification in the operator's
+    words.
+    """
+    words = ("softcap", "alibi_slopes", "score", "params")
+    of_score = {name: given.get(name) for name in words}
+    rest = {name: x for name, x in given.items() if name not in words}
+    if all(x is None for x in of_score.values()):
+        return ATTENTION, rest
+    mask = (rest.get("causal", False), rest.get("mask_type"), rest.get("window_size", (-1, -1)))
+    score, score_arrays, numbers = _modification(*of_score.values(), sees_no_later_key(*mask))
+    named = dict(zip((param.name for param in score.arrays), score_arrays, strict=True))
+    named |= zip((param.name for param in score.scalars), numbers, strict=True)
+    return operator_for(score), rest | named | {"score": score}
 
 
 def _call(

@@ -69,3 +69,16 @@ def test_what_is_wrong_is_said_as_by_attention():
         flashgen.explain((1, 8, 1, 64), arch="sm_10")
     with pytest.raises(BadTensorShape, match="head_dim is 36"):
         flashgen.explain((1, 8, 1, 36), arch="sm_80")
+
+
+def test_a_modification_and_an_algorithm_have_their_say():
+    shape = (1, 300, 4, 64)
+    modified = flashgen.explain(shape, softcap=20.0, alibi_slopes=(4,), causal=True, arch="sm_90")
+    assert modified.variant.name == "flash_fwd_hdim64_fp16_causal_softcap_alibi_m64_sm90"
+    assert flashgen.explain(shape, arch="sm_90", algorithm="v2").variant.spec == "flash_fwd_sm80"
+    naive = flashgen.explain(shape, arch="sm_90", algorithm="naive")
+    assert {judged.variant.family for judged in naive.others} <= {"naive"}
+    with pytest.raises(BadParam, match="algorithm is 'v9'"):
+        flashgen.explain(shape, arch="sm_90", algorithm="v9")
+    with pytest.raises(BadParam, match="softcap is -1"):
+        flashgen.explain(shape, arch="sm_90", softcap=-1)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashgen.arch import range_of
-from flashgen.schedule.dispatch import cost, preferred, runs_on, without_replaced
+from flashgen.schedule.dispatch import cost, named, preferred, runs_on, without_replaced
 from flashgen.schedule.grid import MAX_EXTENT, extents, rows, tiles
 from flashgen.schedule.shares import countable
 from flashgen.schedule.tensormap import REQUIREMENTS, expressible
@@ -72,9 +72,15 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(problem: Problem, device: Device, specs: Iterable[Spec]) -> Explanation:
-    """What dispatch does with ``problem`` on ``device``, variant by variant."""
+def explain(
+    problem: Problem, device: Device, specs: Iterable[Spec], algorithm: str | None = None
+) -> Explanation:
+    """What dispatch does with ``problem`` on ``device``, variant by variant; with an ``algorithm``, among
+    those of the families of that name. Raises BadParam for one that no family has.
+    """
     operator = problem.operator
+    if algorithm is not None:
+        specs = named(problem, specs, algorithm)
     others: list[Judged] = []
     left: list[Variant] = []
     for spec in specs:
@@ -84,7 +90,7 @@ def explain(problem: Problem, device: Device, specs: Iterable[Spec]) -> Explanat
             if variant.is_main:
                 if problem.score is not None and spec.score_seam:
                     variant = variant.modified(problem.score)
-                judged = _unfit(problem, device, variant, spec)
+                judged = _unfit(problem, device, variant, spec.on_request and algorithm is None)
                 if judged is None:
                     left.append(variant)
                 else:
@@ -113,7 +119,7 @@ def explain(problem: Problem, device: Device, specs: Iterable[Spec]) -> Explanat
     return Explanation(problem, device, chosen, (*slower, *_ordered(others, operator.axes)))
 
 
-def _unfit(problem: Problem, device: Device, variant: Variant, spec: Spec) -> Judged | None:
+def _unfit(problem: Problem, device: Device, variant: Variant, on_request: bool) -> Judged | None:
     """Why the variant cannot serve; None where it can."""
     operator = problem.operator
     values = operator.axis_values(dict(variant.axes))
@@ -121,7 +127,7 @@ def _unfit(problem: Problem, device: Device, variant: Variant, spec: Spec) -> Ju
         if not axis.serves(problem, values[name]):
             return Judged(variant, name, f"its {name} is {values[name]}")
     if variant.score != problem.score:
-        return Judged(variant, "score", f"{spec.family} has no seam for score modifications")
+        return Judged(variant, "score", f"{variant.family} has no seam for score modifications")
     if max(extents(problem, variant).values()) > MAX_EXTENT or not countable(problem, variant):
         return Judged(variant, "length", f"its grid counts at most {MAX_EXTENT} rows or KV blocks")
     if variant.rows_at_most is not None and rows(problem, variant) > variant.rows_at_most:
@@ -131,8 +137,8 @@ def _unfit(problem: Problem, device: Device, variant: Variant, spec: Spec) -> Ju
         return Judged(variant, "GPU", f"it needs {needs}")
     if not expressible(problem, variant):
         return Judged(variant, "tensor maps", f"it reads arrays by tensor maps, which need {REQUIREMENTS}")
-    if spec.on_request:
-        return Judged(variant, "on request", f"{spec.family} is taken only where it is asked for")
+    if on_request:
+        return Judged(variant, "on request", f"{variant.family} is taken only where it is asked for")
     return None
 
 
