@@ -39,6 +39,8 @@ the sizes of a well-known GPU are taken. Exit code 1 when no kernel serves.
 @click.option("--mask-type", help="As in attention(): none, dense, causal_top_left or causal_bottom_right.")
 @click.option("--mask", type=ShapeType(), help="Shape of a dense mask, such as 4096x4096.")
 @click.option("--window", type=int, nargs=2, metavar="LEFT RIGHT", help="A window; -1 is no bound.")
+@click.option("--softcap", type=float, help="A cap of the scores.")
+@click.option("--algorithm", help="A family by its name: naive, v1, v2 or v3.")
 @click.option("--arch", type=Architecture(), help="Architecture, such as sm_90. [default: this GPU's]")
 @click.option("--all", "everything", is_flag=True, help="A line for each variant.")
 @json_option
@@ -51,6 +53,8 @@ def command(
     mask_type: str | None,
     mask: tuple[int, ...] | None,
     window: tuple[int, int] | None,
+    softcap: float | None,
+    algorithm: str | None,
     arch: str | None,
     everything: bool,
     as_json: bool,
@@ -63,6 +67,7 @@ def command(
     from flashgen.cli.output import print_json
 
     options: dict[str, Any] = {"causal": causal, "mask_type": mask_type, "mask": mask}
+    options |= {"softcap": softcap, "algorithm": algorithm}
     if window is not None:
         options["window_size"] = window
     found = explain(q, k, v, dtype=dtype, arch=arch, **options)
