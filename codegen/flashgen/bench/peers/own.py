@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from flashgen.bench.cases import SOFTCAP
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -44,6 +46,8 @@ class Flashgen:
             causal=case.is_causal,
             window_size=(case.window, 0) if case.mask == "window" else (-1, -1),
             mask=first.mask,
+            softcap=SOFTCAP if case.score == "softcap" else None,
+            alibi_slopes=first.slopes,
             out=first.out,
         )
         if self._grouping is not None:
@@ -54,7 +58,11 @@ class Flashgen:
             inputs = sets[index]
             return plan(inputs.q, inputs.k, inputs.v, mask=inputs.mask, out=inputs.out)
 
-        return run
+        def run_with_slopes(index: int) -> Any:
+            inputs = sets[index]
+            return plan(inputs.q, inputs.k, inputs.v, mask=inputs.mask, out=inputs.out, slope=inputs.slopes)
+
+        return run if first.slopes is None else run_with_slopes
 
 
 def _pinned(plan: Plan, inputs: Inputs, grouping: str) -> Plan:
@@ -69,4 +77,7 @@ def _pinned(plan: Plan, inputs: Inputs, grouping: str) -> Plan:
     here = device(problem.device)
     variants = offers(problem, here, load_specs(gpu=here.name))
     runner = prepare(problem, problem.device, tuple(v for v in variants if v.gqa == grouping))
-    return Plan(problem, runner, (inputs.q, inputs.k, inputs.v, inputs.mask, inputs.out, None))
+    examples = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "mask": inputs.mask, "out": inputs.out}
+    if inputs.slopes is not None:
+        examples["slope"] = inputs.slopes
+    return Plan(problem, runner, problem.operator.in_order(**examples))
