@@ -74,7 +74,7 @@ def test_a_narrower_v_makes_less_work_and_moves_less():
     case = a_case(head_dim=24, head_dim_v=8, dtype="fp16")
     assert case.flops == a_case().flops
     host = FakeHost()
-    q, k, v, out, _ = astuple(host.inputs(case, 0))
+    q, k, v, out, *_ = astuple(host.inputs(case, 0))
     assert out.shape == (*q.shape[:-1], 8)
     assert case.bytes_moved == 2 * (q.size + k.size + v.size + out.size)
 
@@ -349,6 +349,12 @@ def attention64(case: Case, inputs: Inputs) -> np.ndarray:
     """softmax(QKᵀ / √d)V in float64, key by visibility, for whole arrays."""
     k, v = (np.repeat(x, case.group_size, axis=2) for x in (inputs.k, inputs.v))
     scores = np.einsum("bqhd,bkhd->bhqk", inputs.q, k) / math.sqrt(case.head_dim)
+    position = np.arange(case.seqlen_q)[:, None] + case.seqlen_kv - case.seqlen_q
+    distance = abs(position - np.arange(case.seqlen_kv))
+    if case.score == "softcap":
+        scores = 30 * np.tanh(scores / 30)
+    elif case.score == "alibi":
+        scores = scores - np.asarray(inputs.slopes)[:, None, None] * distance
     seen = visible(case) if inputs.mask is None else ~inputs.mask
     scores = np.where(seen, scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -364,7 +370,8 @@ class FakeHost(FakeClock):
     def inputs(self, case, seed):
         rng = np.random.default_rng(seed)
         q, k, v, out = (rng.standard_normal(shape) for shape in shapes(case))
-        return Inputs(q, k, v, np.zeros_like(out), case.hidden(rng) if case.is_dense else None)
+        mask = case.hidden(rng) if case.is_dense else None
+        return Inputs(q, k, v, np.zeros_like(out), mask, case.slopes() if case.score == "alibi" else None)
 
     def copy(self, array):
         return array.copy()
@@ -413,6 +420,33 @@ def test_sampled_rows_accept_the_formula_and_reject_another_mask(mask):
     other = replace(case, mask="none" if mask == "causal" else "causal")
     wrong = attention64(other, replace(inputs, mask=None))
     assert agreement.sampled_share(case, inputs, wrong, host, np.random.default_rng(2)) > 10
+
+
+@pytest.mark.parametrize("mask", ["none", "causal"])
+@pytest.mark.parametrize("score", ["softcap", "alibi"])
+def test_sampled_rows_are_of_modified_scores(score, mask):
+    host = FakeHost()
+    case = a_case(mask=mask, score=score)
+    inputs = host.inputs(case, 1)
+    inputs = replace(inputs, q=inputs.q * 10)  # so that scores come near the cap
+    rng = np.random.default_rng(2)
+    assert agreement.sampled_share(case, inputs, attention64(case, inputs), host, rng) < 1e-9
+    plain = attention64(replace(case, score="none"), inputs)
+    assert agreement.sampled_share(case, inputs, plain, host, rng) > 10
+
+
+@pytest.mark.parametrize("mask", ["none", "causal"])
+@pytest.mark.parametrize("score", ["none", "softcap", "alibi"])
+def test_flashgen_itself_is_timed_on_the_case_that_is_named(score, mask):
+    """On arrays in host memory, where the same plan computes on the CPU."""
+    case = a_case(mask=mask, score=score, head_dim=64, dtype="fp32")
+    arrays = astuple(FakeHost().inputs(case, 4))
+    inputs = Inputs(*(None if x is None else x.astype(np.float32) for x in arrays))
+    peer = Flashgen()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flashgen.runtime.plans.Plan.variant", case)
+        out = peer.prepare(case, [inputs])(0)
+    np.testing.assert_allclose(out, attention64(case, inputs), rtol=1e-4, atol=1e-4)
 
 
 def test_sampled_rows_notice_an_unwritten_last_row():
@@ -794,20 +828,19 @@ def test_one_algorithm_is_timed_only_where_it_is_named(monkeypatch):
     assert GRIDS["lineage"].choose(None, {"head_dim": [64]}).peers == GRIDS["lineage"].peers
 
 
+MHA = {"plain", "window", "dense", "fp32", "wide", "skewed", "192/128", "64/128", "softcap", "alibi", "also"}
 DECLINED = {
     # name: cases that it must decline, out of the test's; it must take every other
     "flashgen": set(),
-    "flashgen-gqa": {"plain", "window", "dense", "fp32", "wide", "skewed", "192/128", "64/128"},
-    "flashgen-packed": {"plain", "window", "dense", "fp32", "wide", "skewed", "192/128", "64/128"},
-    "torch-flash": {"window", "dense", "fp32", "skewed", "192/128", "64/128"},
-    "torch-cudnn": {"window", "fp32", "skewed"},
-    "torch-efficient": {"window", "grouped", "skewed"},
-    "flash-attn-4": {"dense", "fp32"},
-    "flashinfer-fa2": {"dense", "fp32", "wide", "64/128"},
-    "flashinfer-fa3": {"dense", "fp32", "wide", "64/128"},
-    "flashinfer-decode": {
-        *("plain", "window", "dense", "fp32", "wide", "grouped", "skewed", "192/128", "64/128")
-    },
+    "flashgen-gqa": MHA,
+    "flashgen-packed": MHA,
+    "torch-flash": {"window", "dense", "fp32", "skewed", "192/128", "64/128", "softcap", "alibi"},
+    "torch-cudnn": {"window", "fp32", "skewed", "softcap", "alibi"},
+    "torch-efficient": {"window", "grouped", "skewed", "softcap", "alibi"},
+    "flash-attn-4": {"dense", "fp32", "alibi"},
+    "flashinfer-fa2": {"dense", "fp32", "wide", "64/128", "alibi"},
+    "flashinfer-fa3": {"dense", "fp32", "wide", "64/128", "alibi"},
+    "flashinfer-decode": {*MHA, "grouped"},
     "flex-attention": {"plain", "fp32", "wide", "grouped", "skewed", "192/128", "64/128"},
     "flashgen-naive": {"window", "dense", "fp32", "grouped", "192/128"},
     "flashgen-v1": {"window", "dense", "fp32", "grouped", "192/128"},
@@ -828,6 +861,9 @@ def test_peers_decline_exactly_what_they_cannot_do():
         "192/128": replace(plain, head_dim=192, head_dim_v=128),
         "64/128": replace(plain, head_dim_v=128),
         "skewed": replace(plain, mask="causal", seqlen_q=8),
+        "softcap": replace(plain, score="softcap"),
+        "alibi": replace(plain, score="alibi"),
+        "also": replace(plain, also="flex-attention"),
     }
     found = {
         name: {kind for kind, case in cases.items() if peer.declines(case)}
@@ -869,6 +905,10 @@ def test_sdpa_gets_views_scale_and_mask_the_right_way_round(changes):
         {"mask": "random"},
         {"mask": "random_causal", "seqlen_q": 48},
         {"mask": "documents", "documents": 3},
+        {"score": "softcap"},
+        {"score": "alibi"},
+        {"score": "alibi", "mask": "causal", "seqlen_q": 48, "num_heads_kv": 2},
+        {"also": "flex-attention"},
     ],
 )
 def test_flex_attention_gets_the_rule_and_the_heads(changes):

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flashgen.bench.cases import SOFTCAP
 from flashgen.operators import reference
+from flashgen.operators.scores import ScoreOfCall
 
 if TYPE_CHECKING:
     from flashgen.bench.cases import Case
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 PEER_TOLERANCE = {"fp16": 2e-3, "bf16": 1.6e-2, "fp32": 1e-3}
 
 _ROWS = 24
+# What a case's score modification is called in the specs, for any mask.
+_SCORES = {"softcap": "softcap", "alibi": "alibi_symmetric"}
 
 
 def sampled_share(case: Case, inputs: Inputs, out: Any, host: Host, rng: np.random.Generator) -> float:
@@ -33,5 +37,18 @@ def sampled_share(case: Case, inputs: Inputs, out: Any, host: Host, rng: np.rand
     k, v = (host.numpy(x[batch, :, kv_head]) for x in (inputs.k, inputs.v))
     dense = None if inputs.mask is None else host.numpy(inputs.mask)[rows]
     q, k, v = (x[None, :, None] for x in (q, k, v))
-    expected = reference.attention(q, k, v, case.dtype, case.head_dim**-0.5, case.band, dense, rows)
+    expected = reference.attention(
+        q, k, v, case.dtype, case.head_dim**-0.5, case.band, dense, rows, _modification(case, head)
+    )
     return reference.largest(found[None, :, None], expected.out, expected.out_bound).share
+
+
+def _modification(case: Case, head: int) -> ScoreOfCall | None:
+    """The score modification of one head, which the reference takes for the only one."""
+    if case.score == "none":
+        return None
+    from flashgen.spec.scores import load_scores
+
+    arrays = {"slope": case.slopes()[None, head : head + 1].astype(np.float64)}
+    score = load_scores().by_name[_SCORES[case.score]]
+    return ScoreOfCall(score, {"cap": SOFTCAP}, arrays, case.seqlen_kv - case.seqlen_q)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 MASKS = ("none", "causal", "window", "random", "random_causal", "documents")
+SCORES = ("none", "softcap", "alibi")
+SOFTCAP = 30.0
 CLOCKS = ("stream", "graph")
 
 _PREFILL_TOKENS = 16_384
@@ -32,7 +34,9 @@ class Case:
 
     ``mask`` is one of ``none``; ``causal``; ``window``: causal, and ``window`` keys back at most;
     ``random``: a dense mask that hides each key with probability 1/8; ``random_causal``: that and causal
-    together; ``documents``: a dense mask that keeps ``documents`` equal blocks on the diagonal. ``clock`` is
+    together; ``documents``: a dense mask that keeps ``documents`` equal blocks on the diagonal. ``score`` is
+    one of ``none``; ``softcap``, of SOFTCAP; ``alibi``, with the usual slopes. ``also`` names a peer that
+    times this case though it leaves cases of its kind to the others elsewhere. ``clock`` is
     ``stream`` (events around calls) or ``graph`` (events around replays of a CUDA graph, for kernels shorter
     than a call's host time). ``baseline`` names the case of the same grid that this one is set against, in
     the same rounds; ``loss_limit`` is the share of that case's rate that this one may lose.
@@ -47,6 +51,8 @@ class Case:
     head_dim: int
     dtype: str = "fp16"
     mask: str = "none"
+    score: str = "none"
+    also: str = ""
     window: int = 0
     documents: int = 1
     head_dim_v: int | None = None
@@ -57,6 +63,7 @@ class Case:
     def __post_init__(self) -> None:
         for value, allowed in (
             (self.mask, MASKS),
+            (self.score, SCORES),
             (self.clock, CLOCKS),
             (self.dtype, DTYPES),
         ):
@@ -134,6 +141,11 @@ class Case:
             keys = min(keys, self.window + self.seqlen_q)
         width = self.head_dim + self.width_v
         return self.batch * keys * self.num_heads_kv * width * DTYPE_BYTES[self.dtype]
+
+    def slopes(self) -> np.ndarray:
+        """The slopes of ALiBi's paper, 2^(-8 (h + 1) / heads) for head h: float32, (num_heads_q,)."""
+        heads = np.arange(1, self.num_heads_q + 1)
+        return np.exp2(-8 * heads / self.num_heads_q).astype(np.float32)
 
     def hidden(self, rng: np.random.Generator) -> np.ndarray:
         """The dense mask, bool (seqlen_q, seqlen_kv), True where the key is hidden. Only for dense cases."""
@@ -285,6 +297,23 @@ def _masks() -> Grid:
     )
 
 
+def _scores() -> Grid:
+    cases = []
+    for dtype, masks in (("fp16", ("full", "causal")), ("bf16", ("full",))):
+        for mask in masks:
+            plain = f"{dtype} {mask}"
+            shape: dict[str, Any] = {"batch": 4, "seqlen_q": 4096, "seqlen_kv": 4096, "head_dim": 128}
+            shape |= {"num_heads_q": 16, "num_heads_kv": 16, "dtype": dtype}
+            shape |= {"mask": "none" if mask == "full" else mask}
+            cases.append(Case(plain, **shape, also="flex-attention"))
+            cases += [Case(f"{plain} {score}", **shape, score=score, baseline=plain) for score in SCORES[1:]]
+    return Grid(
+        "scores",
+        "batch 4, 4,096 tokens, 16 heads, head_dim 128: softcap and ALiBi beside the plain kernels",
+        tuple(cases),
+    )
+
+
 def _small() -> Grid:
     cases = [
         Case(
@@ -364,5 +393,8 @@ def _decode() -> Grid:
 
 GRIDS: dict[str, Grid] = {
     grid.name: grid
-    for grid in (_prefill(), _head_dims(), _masks(), _small(), _ragged(), _lineage(), _decode())
+    for grid in (
+        *(_prefill(), _head_dims(), _masks(), _scores(), _small(), _ragged()),
+        *(_lineage(), _decode()),
+    )
 }

@@ -26,7 +26,7 @@ class Inputs:
 
     ``q`` is (batch, seqlen_q, num_heads_q, head_dim), ``k`` (batch, seqlen_kv, num_heads_kv, head_dim),
     ``v`` and ``out`` are likewise with head_dim_v, all contiguous; ``mask`` is bool (seqlen_q, seqlen_kv),
-    True = hidden, or None.
+    True = hidden, or None; ``slopes`` is float32 (num_heads_q,), for ALiBi, or None.
     """
 
     q: Any
@@ -34,6 +34,7 @@ class Inputs:
     v: Any
     out: Any
     mask: Any | None
+    slopes: Any | None = None
 
 
 class Clock(Protocol):
@@ -113,7 +114,8 @@ class TorchHost:
 
         mask = torch.from_numpy(case.hidden(np.random.default_rng(seed))).cuda() if case.is_dense else None
         q, k, v = map(normal, inputs)
-        return Inputs(q, k, v, q.new_empty(shape_out), mask)
+        slopes = torch.from_numpy(case.slopes()).cuda() if case.score == "alibi" else None
+        return Inputs(q, k, v, q.new_empty(shape_out), mask, slopes)
 
     def record(self) -> Any:
         event = self._torch.cuda.Event(enable_timing=True)
@@ -182,7 +184,8 @@ class CupyHost:
 
         mask = cupy.asarray(case.hidden(np.random.default_rng(seed))) if case.is_dense else None
         q, k, v = map(normal, inputs)
-        return Inputs(q, k, v, cupy.empty(shape_out, dtype), mask)
+        slopes = cupy.asarray(case.slopes()) if case.score == "alibi" else None
+        return Inputs(q, k, v, cupy.empty(shape_out, dtype), mask, slopes)
 
     def record(self) -> Any:
         event = self._cupy.cuda.Event()

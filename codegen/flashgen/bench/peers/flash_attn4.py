@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from flashgen.bench.cases import SOFTCAP
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -35,6 +37,8 @@ class FlashAttn4:
             return "fp16 and bf16 only"
         if case.is_dense:
             return "no mask array"
+        if case.score == "alibi":
+            return "no ALiBi"
         return None
 
     def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
@@ -43,10 +47,11 @@ class FlashAttn4:
         # Absent bounds are None here, not -1.
         window = (case.window, 0) if case.mask == "window" else (None, None)
         causal = case.mask == "causal"
+        cap = {"softcap": SOFTCAP} if case.score == "softcap" else {}
 
         def run(index: int) -> Any:
             inputs = sets[index]
-            result = flash_attn_func(inputs.q, inputs.k, inputs.v, causal=causal, window_size=window)
+            result = flash_attn_func(inputs.q, inputs.k, inputs.v, causal=causal, window_size=window, **cap)
             return result[0] if isinstance(result, tuple) else result
 
         return run

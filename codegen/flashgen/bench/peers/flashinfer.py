@@ -7,6 +7,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from flashgen.bench.cases import SOFTCAP
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -43,6 +45,8 @@ class FlashInfer:
             return "head_dim 64, 128 and 256, or 192 with 128 for v, only"
         if case.is_dense:
             return "dense masks are packed bits here, per request"
+        if case.score == "alibi":
+            return "ALiBi has slopes of its own here"
         return None
 
     def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
@@ -62,6 +66,7 @@ class FlashInfer:
             causal=case.mask in ("causal", "window"),
             window_left=case.window if case.mask == "window" else -1,
             q_data_type=sets[0].q.dtype,
+            logits_soft_cap=SOFTCAP if case.score == "softcap" else None,
         )
         rows = [(s.q.flatten(0, 1), s.k.flatten(0, 1), s.v.flatten(0, 1)) for s in sets]
 

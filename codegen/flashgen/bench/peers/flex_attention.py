@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from flashgen.bench.cases import SOFTCAP
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -31,8 +33,8 @@ class FlexAttention:
         return None
 
     def declines(self, case: Case) -> str | None:
-        if case.mask in ("none", "causal"):
-            return "timed on windows and dense masks, which the other peers do not all have"
+        if case.mask in ("none", "causal") and case.score == "none" and case.also != self.name:
+            return "timed on windows, dense masks and modified scores, which the other peers do not all have"
         return None
 
     def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
@@ -42,11 +44,21 @@ class FlexAttention:
         # Whole or not at all: uncompiled it would compute every score in memory.
         compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
         size = (case.seqlen_q, case.seqlen_kv)
-        masks = [create_block_mask(_rule(case, s), None, None, *size, device=s.q.device) for s in sets]
+        plain = case.mask == "none"
+        masks = [
+            None if plain else create_block_mask(_rule(case, s), None, None, *size, device=s.q.device)
+            for s in sets
+        ]
+        modifications = [_modification(case, s) for s in sets]
         views = [(s.q.transpose(1, 2), s.k.transpose(1, 2), s.v.transpose(1, 2)) for s in sets]
 
         def run(index: int) -> Any:
-            out = compiled(*views[index], block_mask=masks[index], enable_gqa=case.group_size > 1)
+            out = compiled(
+                *views[index],
+                score_mod=modifications[index],
+                block_mask=masks[index],
+                enable_gqa=case.group_size > 1,
+            )
             return out.transpose(1, 2)
 
         return run
@@ -60,4 +72,20 @@ def _rule(case: Case, inputs: Inputs) -> Callable[[Any, Any, Any, Any], Any]:
         if case.is_causal:
             return lambda batch, head, query, key: visible[query, key] & (key <= query + offset)
         return lambda batch, head, query, key: visible[query, key]
+    if case.mask == "causal":
+        return lambda batch, head, query, key: key <= query + offset
     return lambda batch, head, query, key: (key <= query + offset) & (key >= query + offset - window)
+
+
+def _modification(case: Case, inputs: Inputs) -> Callable[[Any, Any, Any, Any, Any], Any] | None:
+    """The modified score as a function of the score and its indices; None where scores stay as they are."""
+    if case.score == "softcap":
+        import torch
+
+        return lambda score, batch, head, query, key: SOFTCAP * torch.tanh(score / SOFTCAP)
+    if case.score == "alibi":
+        offset, slopes = case.seqlen_kv - case.seqlen_q, inputs.slopes
+        if case.is_causal:
+            return lambda score, batch, head, query, key: score + slopes[head] * (key - query - offset)
+        return lambda score, batch, head, query, key: score - slopes[head] * abs(key - query - offset)
+    return None

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from flashgen.bench.cases import SOFTCAP
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -58,6 +60,8 @@ class Flashgen:
             causal=case.is_causal,
             window_size=(case.window, 0) if case.mask == "window" else (-1, -1),
             mask=first.mask,
+            softcap=SOFTCAP if case.score == "softcap" else None,
+            alibi_slopes=first.slopes,
             out=first.out,
             algorithm=self.algorithm,
         )
@@ -68,7 +72,9 @@ class Flashgen:
 
         def run(index: int) -> Any:
             inputs = sets[index]
-            return plan(inputs.q, inputs.k, inputs.v, mask=inputs.mask, out=inputs.out, workspace=workspace)
+            named = {} if inputs.slopes is None else {"slope": inputs.slopes}
+            given = inputs.q, inputs.k, inputs.v
+            return plan(*given, mask=inputs.mask, out=inputs.out, workspace=workspace, **named)
 
         return run
 
@@ -92,4 +98,7 @@ def _pinned(plan: Plan, inputs: Inputs, grouping: str) -> Plan:
     here = device(problem.device)
     variants = offers(problem, here, load_specs(gpu=here.name))
     runner = prepare(problem, problem.device, tuple(v for v in variants if v.gqa == grouping))
-    return Plan(problem, runner, (inputs.q, inputs.k, inputs.v, inputs.mask, inputs.out, None))
+    examples = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "mask": inputs.mask, "out": inputs.out}
+    if inputs.slopes is not None:
+        examples["slope"] = inputs.slopes
+    return Plan(problem, runner, problem.operator.in_order(**examples))

@@ -34,6 +34,8 @@ class TorchSdpa:
         return None if torch.cuda.is_available() else "this PyTorch sees no CUDA device"
 
     def declines(self, case: Case) -> str | None:
+        if case.score != "none":
+            return "SDPA modifies no scores but by a mask array"
         if case.mask == "window":
             return "SDPA has no sliding window"
         if case.mask == "causal" and case.seqlen_q != case.seqlen_kv:
