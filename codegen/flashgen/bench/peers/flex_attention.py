@@ -41,6 +41,8 @@ class FlexAttention:
         import torch
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+        # A grid compiles it for more cases than PyTorch would for one program.
+        torch._dynamo.config.recompile_limit = 64
         # Whole or not at all: uncompiled it would compute every score in memory.
         compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
         size = (case.seqlen_q, case.seqlen_kv)
