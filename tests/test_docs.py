@@ -44,6 +44,7 @@ from flashgen.spec.schema import (
     Target,
     VisitsRow,
 )
+from flashgen.spec.scores import load_scores
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -264,7 +265,8 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_kernels_and_files_that_are_named_exist(page):
     text = page.read_text(encoding="utf-8")
-    names = {variant.name for spec in load_specs() for variant in spec.variants()}
+    variants = [variant for spec in load_specs() for variant in spec.variants()]
+    names = {variant.name for variant in (*variants, *load_scores().of(variants))}
     for name in re.findall(r"\bflash_fwd_hdim\w+", text):
         assert name in names or "hdim224" in name, name
     folders = "specs|templates|generated|codegen|tests|docs|benchmarks"

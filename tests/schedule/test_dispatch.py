@@ -1,3 +1,4 @@
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from flashgen.schedule.grid import rows, tiles
 from flashgen.schedule.tensormap import expressible
 from flashgen.spec.load import load_spec, load_specs
 from flashgen.spec.model import Spec
+from flashgen.spec.scores import load_scores
 from problems import problem as make_problem
 from problems import replace
 from variants import variant
@@ -545,3 +547,42 @@ def test_few_queries_on_many_keys_share_them_out(seqlen_q, shape, device):
     chosen = select(call, device, offers(call, device, load_specs()))
     assert chosen.step == "decode"
     assert chosen.tile_value("block_m") == (16 if seqlen_q * call.group_size <= 16 else 32)
+
+
+SOFTCAP = load_scores().by_name["softcap"]
+
+
+def capped(**changes):
+    made = problem(**changes)
+    return dataclasses.replace(made, score=SOFTCAP, score_scalars=(30.0,))
+
+
+def test_a_modification_is_no_matter_of_choice():
+    """The same tile as without, modified."""
+    for changes in ({}, {"mask_type": "causal"}, {"num_heads_kv": 2, "seqlen_q": 1}, {"dtype": "fp32"}):
+        plain, modified = problem(**changes), capped(**changes)
+        chosen = select(modified, H200, offers(modified, H200, load_specs()))
+        assert chosen == select(plain, H200, offers(plain, H200, load_specs())).modified(SOFTCAP)
+        assert chosen.score is SOFTCAP
+
+
+def test_only_families_with_a_seam_take_a_modification():
+    with_seam = variant(score_seam=True)
+    assert candidates(capped(), H200, [with_seam.modified(SOFTCAP)])
+    assert not candidates(capped(), H200, [with_seam])
+    assert not candidates(problem(), H200, [with_seam.modified(SOFTCAP)])
+    without = variant()
+    assert without.modified(SOFTCAP) is without
+    with pytest.raises(DeviceTypeNotSupported, match="score softcap"):
+        select(capped(), H200, [without])
+
+
+def test_the_seam_of_a_call_may_be_in_any_of_its_steps():
+    before = variant(score_seam=True, step="scores", is_main=False)
+    main = variant(step="softmax", before=(before,))
+    modified = main.modified(SOFTCAP)
+    assert [step.score for step in modified.steps] == [SOFTCAP, None]
+    assert candidates(capped(), H200, [modified]) == [modified]
+    assert candidates(problem(), H200, [main]) == [main]
+    assert not candidates(capped(), H200, [main])
+    assert not candidates(problem(), H200, [modified])
