@@ -47,7 +47,8 @@ def flash_attn_func(
     return_attn_probs: return (out, softmax_lse, None): the LSE in fp32, (batch, nheads, seqlen_q), and no
         probabilities, which flash-attn has for dropout alone.
 
-    Returns out, (batch, seqlen_q, nheads, headdim of v); a query that sees no key is 0, with an LSE of -inf.
+    Returns out, (batch, seqlen_q, nheads, headdim of v); a query that sees no key is 0, with an LSE of -inf
+    (in flash-attn inf).
 
     Raises NotImplementedError for a dropout_p above 0 and for q, k or v that require a gradient, and what
     ``flashgen.attention`` raises.

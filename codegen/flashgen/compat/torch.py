@@ -34,7 +34,9 @@ def scaled_dot_product_attention(
     They are read by their strides. One whose last dimension is not contiguous, or whose rows are no multiple
     of 16 bytes, is copied. A batch or a head of 1 of key and value serves all of query.
     attn_mask: broadcasts to (batch, heads, seqlen_q, seqlen_kv). bool: True where a key takes part; it is
-        inverted, which copies it. fp32: added to the scaled scores, read where it lies.
+        inverted, which copies it. fp32: added to the scaled scores, read where it lies; -inf hides a key. A
+        query whose every key is hidden by the most negative float instead may get 0, too, where PyTorch gives
+        it the mean of value.
     dropout_p: 0 alone.
     is_causal: query i sees the keys j <= i, aligned top left. Not with attn_mask.
     scale: by default 1 / sqrt(E). Not negative.
