@@ -173,6 +173,22 @@ def test_one_line_of_yaml_is_a_modification(own_folder, backend):
     near(found, attend(scores_of(q, k) * gain + bias, v))
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("shape", [(2, 4, 40, 75), (4, 40, 75), (2, 1, 1, 75), (40, 75), (75,)], ids=str)
+@pytest.mark.parametrize("backend", ON)
+def test_bias_is_an_additive_mask(backend, shape, dtype):
+    """It broadcasts from the right; its -inf hides a key, and a row of nothing else is 0."""
+    rng = np.random.default_rng()
+    q, k, v = qkv(rng, dtype=dtype)
+    bias = np.where(rng.random(shape) < 0.3, -math.inf, rng.standard_normal(shape)).astype(np.float32)
+    if len(shape) > 1 and shape[-2] == 40:
+        bias[..., 7, :] = -math.inf
+    found = flashgen.attention(
+        q, k, v, score="bias", params={"bias": bias}, causal=True, return_lse=True, backend=backend
+    )
+    near(found, attend(scores_of(q, k) + bias, v, causal(40, 75)), dtype)
+
+
 @pytest.mark.parametrize("backend", ON)
 @pytest.mark.parametrize("entries", [1, 9, 16, 40])
 def test_a_table_with_a_dimension_of_its_own(own_folder, backend, entries):

@@ -1,0 +1,19 @@
+"""Refusing tensors whose gradient would be lost."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def refuse_gradients(**arrays: Any) -> None:
+    """Raise NotImplementedError, with the name, for a PyTorch tensor that wants a gradient of this call."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.is_grad_enabled():
+        return
+    for name, x in arrays.items():
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            raise NotImplementedError(
+                f"{name} requires a gradient; flashgen has no gradients: call it under torch.no_grad(), or "
+                f"pass {name}.detach()"
+            )

@@ -1,0 +1,157 @@
+"""scaled_dot_product_attention beside PyTorch's own, on the CPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flashgen import errors  # noqa: E402
+from flashgen.compat import widths  # noqa: E402
+from flashgen.compat.torch import scaled_dot_product_attention  # noqa: E402
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def qkv(
+    seqlen_q=23, seqlen_kv=41, heads=4, kv_heads=4, width=32, width_v=None, dtype=torch.float32, batch=(2,)
+):
+    shapes = (seqlen_q, heads, width), (seqlen_kv, kv_heads, width), (seqlen_kv, kv_heads, width_v or width)
+    return [torch.randn(*batch, n, length, d).to(dtype) for length, n, d in shapes]
+
+
+def same(query, key, value, **options):
+    """That the result is PyTorch's of the same elements in float64."""
+    found = scaled_dot_product_attention(query, key, value, **options)
+    mask = options.get("attn_mask")
+    exact = options | ({} if mask is None or mask.dtype == torch.bool else {"attn_mask": mask.double()})
+    right = torch.nn.functional.scaled_dot_product_attention(
+        query.double(), key.double(), value.double(), **exact
+    )
+    assert (type(found), found.dtype, found.shape) == (torch.Tensor, query.dtype, right.shape)
+    tolerance = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 3e-5}[query.dtype]
+    torch.testing.assert_close(found.double(), right, rtol=tolerance, atol=tolerance)
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lengths", [(23, 41), (41, 23), (1, 41)], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_causal_is_aligned_top_left(is_causal, lengths, dtype):
+    same(*qkv(*lengths, dtype=dtype), is_causal=is_causal)
+
+
+@pytest.mark.parametrize(
+    "shape", [(23, 41), (1, 41), (4, 23, 41), (2, 1, 1, 41), (2, 4, 23, 41), (23, 1)], ids=str
+)
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_masks_are_pytorchs(dtype, kind, shape):
+    """True takes part; a float mask is added to the scaled scores, and -inf hides."""
+    seen = torch.rand(shape) < 0.6
+    mask = seen if kind == "bool" else torch.where(seen, torch.randn(shape), -math.inf)
+    query, key, value = qkv(dtype=dtype)
+    before = mask.clone()
+    found = same(query, key, value, attn_mask=mask)
+    assert torch.equal(mask, before)
+    assert not torch.allclose(
+        found.float(), scaled_dot_product_attention(query, key, value).float(), atol=0.05
+    )
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.zeros(23, 41, dtype=torch.bool), torch.full((23, 41), -math.inf)], ids=str
+)
+def test_a_query_that_sees_nothing_is_zero(mask):
+    assert not same(*qkv(), attn_mask=mask).any()
+
+
+def test_a_mask_by_strides():
+    mask = torch.randn(41, 23).T
+    same(*qkv(), attn_mask=mask)
+    same(*qkv(), attn_mask=mask > 0)
+    same(*qkv(), attn_mask=torch.randn(23, 50)[:, 3:44])
+
+
+@pytest.mark.parametrize("width", [1, 20, 61])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_head_dim_is_served_with_its_own_scale(dtype, width):
+    same(*qkv(width=width, dtype=dtype), is_causal=True)
+    same(*qkv(width=width, width_v=width + 3, dtype=dtype), scale=0.3)
+
+
+def test_grouped_heads():
+    same(*qkv(heads=6, kv_heads=2), enable_gqa=True)
+    same(*qkv(heads=6, kv_heads=2, batch=()), enable_gqa=True, is_causal=True)
+    same(*qkv(kv_heads=1))
+    with pytest.raises(errors.BadTensorShape, match="key has 2 heads but query has 4"):
+        scaled_dot_product_attention(*qkv(kv_heads=2))
+
+
+def test_a_batch_of_one_serves_all_of_query():
+    query, key, value = qkv()
+    same(query, key[:1], value[:1])
+
+
+def test_without_batch():
+    same(*qkv(batch=()), attn_mask=torch.rand(4, 23, 41) < 0.5)
+
+
+def test_nothing_but_a_bool_mask_is_copied(monkeypatch):
+    """attention() gets views of the memory of query, key, value and a float mask."""
+    seen = []
+    compute = widths.attention
+
+    def recorded(q, k, v, **options):
+        seen.append((q, k, v, *(options.get("params") or {}).values()))
+        return compute(q, k, v, **options)
+
+    monkeypatch.setattr(widths, "attention", recorded)
+    given = (*qkv(), torch.randn(23, 41))
+    out = scaled_dot_product_attention(*given)
+    assert [x.data_ptr() for x in seen[0]] == [x.data_ptr() for x in given]
+    assert out.transpose(1, 2).is_contiguous()
+    given = [torch.randn(2, 9, 4, 32).transpose(1, 2) for _ in range(3)]
+    same(*given)
+    assert [x.data_ptr() for x in seen[1]] == [x.data_ptr() for x in given]
+    assert all(x.is_contiguous() for x in seen[1])
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask"])
+def test_a_gradient_is_refused_by_name(name):
+    given = dict(zip(("query", "key", "value"), qkv(), strict=True)) | {"attn_mask": torch.randn(23, 41)}
+    given[name].requires_grad_()
+    with pytest.raises(NotImplementedError, match=f"^{name} requires a gradient"):
+        scaled_dot_product_attention(**given)
+    with torch.no_grad():
+        same(**given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.uint8], ids=str)
+def test_a_mask_of_another_dtype_is_named(dtype):
+    with pytest.raises(NotImplementedError, match=f"attn_mask has dtype {dtype}"):
+        scaled_dot_product_attention(*qkv(dtype=torch.float16), attn_mask=torch.zeros(23, 41, dtype=dtype))
+
+
+def test_what_is_not_there_is_named():
+    query, key, value = qkv()
+    with pytest.raises(NotImplementedError, match=r"dropout_p is 0\.5"):
+        scaled_dot_product_attention(query, key, value, dropout_p=0.5)
+    with pytest.raises(NotImplementedError, match="query has 5 dimensions"):
+        scaled_dot_product_attention(query[None], key[None], value[None])
+
+
+def test_what_pytorch_refuses_is_refused():
+    query, key, value = qkv()
+    with pytest.raises(errors.BadParam, match="is_causal is True and attn_mask was given"):
+        scaled_dot_product_attention(query, key, value, torch.zeros(23, 41), is_causal=True)
+    with pytest.raises(errors.BadTensorShape, match="key has shape"):
+        scaled_dot_product_attention(query, key[0], value)
+    with pytest.raises(errors.BadTensorShape, match="bias has shape"):
+        scaled_dot_product_attention(query, key, value, torch.zeros(23, 40))
+    with pytest.raises(errors.BadTensorDtype, match="key has type ndarray"):
+        scaled_dot_product_attention(query, key.numpy(), value)
+    with pytest.raises(errors.BadTensorDtype, match="float64"):
+        scaled_dot_product_attention(query.double(), key.double(), value.double())
