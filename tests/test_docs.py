@@ -31,6 +31,7 @@ from flashgen.cli import main
 from flashgen.operators import OPERATORS
 from flashgen.schedule.parameters import parameters
 from flashgen.schedule.shares import shares_of
+from flashgen.source.scores import score_functions
 from flashgen.spec.load import load_specs
 from flashgen.spec.params import CTYPES
 from flashgen.spec.schema import (
@@ -44,7 +45,7 @@ from flashgen.spec.schema import (
     Target,
     VisitsRow,
 )
-from flashgen.spec.scores import load_scores
+from flashgen.spec.scores import load_scores, read_scores
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -266,13 +267,26 @@ def test_links_lead_somewhere(page):
 def test_kernels_and_files_that_are_named_exist(page):
     text = page.read_text(encoding="utf-8")
     variants = [variant for spec in load_specs() for variant in spec.variants()]
-    names = {variant.name for variant in (*variants, *load_scores().of(variants))}
+    scores = load_scores().by_name.values()
+    names = {variant.name for variant in variants}
+    names |= {v.modified(score).name for v in variants if v.family == "flash_fwd" for score in scores}
     for name in re.findall(r"\bflash_fwd_hdim\w+", text):
         assert name in names or "hdim224" in name, name
     folders = "specs|templates|generated|codegen|tests|docs|benchmarks"
     for path in re.findall(rf"`((?:{folders})/[\w./-]*\w)`", text):
         if not path.startswith("benchmarks/results"):
             assert (ROOT / path).exists(), path
+
+
+def test_lines_of_scores_are_modifications(tmp_path):
+    """Each `{score: ...}` of the page is a line that a folder may have."""
+    text = (ROOT / "docs" / "scores.md").read_text(encoding="utf-8")
+    lines = re.findall(r"`(\{score: .*?\})`", text)
+    assert len(lines) > 4
+    path = tmp_path / "scores.yaml"
+    path.write_text("scores:\n" + "".join(f"  line_{n}: {line}\n" for n, line in enumerate(lines)))
+    for score in read_scores(path).by_name.values():
+        assert score_functions(score, "fp16")
 
 
 ROOMS = ROOT / "codegen" / "flashgen"

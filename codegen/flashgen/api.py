@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen import logs
 from flashgen.errors import BadParam, DeviceTypeNotSupported
-from flashgen.operators import ATTENTION
 from flashgen.operators.arguments import dtype_name, view_of_shape
-from flashgen.operators.attention import operator_for, sees_no_later_key
+from flashgen.operators.attention import ATTENTION, operator_for, sees_no_later_key
 from flashgen.runtime import arrays
 from flashgen.runtime.plans import Plan, run_adopted
 
@@ -110,14 +109,9 @@ def attention(
     Raises a FlashgenError, before anything is queued or written: BadParam, BadTensorShape, BadTensorDtype,
     BadTensorStrides, NullPointer, DeviceTypeNotSupported, NoCompilerError, or CompileError.
     """
-    given, scalars, modification = (q, k, v, mask, out, None), (softmax_scale,), None
-    if softcap is not None or alibi_slopes is not None or score is not None or params is not None:
-        modification, arrays_of_score, of_score = _modification(
-            softcap, alibi_slopes, score, params, sees_no_later_key(causal, mask_type, window_size)
-        )
-        given, scalars = (*given, *arrays_of_score), (*scalars, *of_score)
-    options = (causal, mask_type, window_size, return_lse, modification)
-    return _call(operator_for(modification), given, options, scalars, stream, backend, algorithm)
+    given, options = (q, k, v, mask, out, None), (causal, mask_type, window_size, return_lse)
+    asked = _asked(given, options, softmax_scale, softcap, alibi_slopes, score, params)
+    return _call(*asked, stream, backend, algorithm)
 
 
 def plan(
@@ -147,14 +141,28 @@ def plan(
     their names in the spec: ``cap`` of softcap, ``slope`` of ALiBi. Arrays are needed for each call, numbers
     are those given here unless a call has others.
     """
-    given, scalars, modification = (q, k, v, mask, out, None), (softmax_scale,), None
-    if softcap is not None or alibi_slopes is not None or score is not None or params is not None:
-        modification, arrays_of_score, of_score = _modification(
-            softcap, alibi_slopes, score, params, sees_no_later_key(causal, mask_type, window_size)
-        )
-        given, scalars = (*given, *arrays_of_score), (*scalars, *of_score)
-    options = (causal, mask_type, window_size, return_lse, modification)
-    return _plan(operator_for(modification), given, options, scalars, backend, algorithm)
+    given, options = (q, k, v, mask, out, None), (causal, mask_type, window_size, return_lse)
+    asked = _asked(given, options, softmax_scale, softcap, alibi_slopes, score, params)
+    return _plan(*asked, backend, algorithm)
+
+
+def _asked(
+    given: tuple[Any, ...],
+    options: tuple[Any, ...],
+    softmax_scale: float | None,
+    softcap: float | None,
+    alibi_slopes: Any,
+    score: str | Sequence[str] | None,
+    params: Mapping[str, Any] | None,
+) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """The operator that a call asks for, with its arrays, options and scalars. Raises BadParam."""
+    if softcap is None and alibi_slopes is None and score is None and params is None:
+        return ATTENTION, given, (*options, None), (softmax_scale,)
+    modification, arrays_of_score, of_score = _modification(
+        softcap, alibi_slopes, score, params, sees_no_later_key(*options[:3])
+    )
+    operator = operator_for(modification)
+    return operator, (*given, *arrays_of_score), (*options, modification), (softmax_scale, *of_score)
 
 
 def _modification(
