@@ -6,8 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from flashgen.api import attention, call
-from flashgen.errors import BadParam, FlashgenError
+from flashgen.errors import BadParam, BadTensorShape, FlashgenError
 from flashgen.operators.arguments import check_memory, flag
+from flashgen.operators.attention import MAX_SEQLEN
 from flashgen.operators.attention import normalise as normalise_attention
 from flashgen.operators.merge import MERGE, check_parts, normalise
 from flashgen.runtime import arrays
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 # Options of attention() that speak of positions or of the keys of one call.
 _NOT_IN_PARTS = ("mask", "mask_type", "window_size", "alibi_slopes", "score", "params")
+# Layouts of cascades that were found to fit, so that later calls need not look again.
+_MAX_SOUND = 1024
+_sound: set[Any] = set()
 
 
 def merge(
@@ -47,25 +51,10 @@ def merge(
     what ``attention`` raises for arrays that do not fit; messages count parts from 1: o1, lse1, o2, ...
     """
     pairs = _pairs(parts, "(o, lse)")
-    given = [x for pair in pairs for x in pair]
-    names = [f"{word}{number}" for number in range(1, len(pairs) + 1) for word in ("o", "lse")]
-    native = [arrays.adopt(x, name, stream) for x, name in zip(given, names, strict=True)]
-    views = [arrays.view(x, name) for x, name in zip(native, names, strict=True)]
-    for view, name in zip(views[1:], names[1:], strict=True):
-        if view.kind != views[0].kind and view.device == views[0].device:
-            raise BadParam(
-                f"{name} is a {view.kind} array but o1 is a {views[0].kind} one; convert it, which by DLPack "
-                "costs no copy"
-            )
-    of_parts = list(zip(views[::2], views[1::2], strict=True))
-    check_parts(of_parts)
+    if len(pairs) != 2:  # two are checked on the way to the kernel
+        _check_merge(pairs, out, lse_out, stream)
     if len(pairs) == 1:
-        for name, x in (("out", out), ("lse_out", lse_out)):
-            if x is not None:
-                raise BadParam(f"{name} was given with one part, which is returned as it is; leave it out")
         return pairs[0]
-    if len(pairs) > 2:
-        _check_results(of_parts, out, lse_out)
     o, lse = pairs[0]
     for number, (next_o, next_lse) in enumerate(pairs[1:], 2):
         results = (out, lse_out) if number == len(pairs) else (None, None)
@@ -100,8 +89,8 @@ def cascade(
         last part has seqlen_q keys or more.
     softmax_scale, softcap, out, return_lse, stream, backend: as in ``attention``.
 
-    Returns ``out``, or ``(out, lse)``, as ``attention``. Parts are merged as by ``merge``, each result rounded
-    to the dtype.
+    Returns ``out``, or ``(out, lse)``, as ``attention``. Parts are merged as by ``merge``, each result
+    rounded to the dtype.
 
     Raises what ``attention`` raises, with ``parts[i]`` in front for what is wrong with a part; BadParam for a
     list that is empty or no list of pairs, and for window_size, mask, mask_type, alibi_slopes, score and
@@ -115,27 +104,22 @@ def cascade(
         )
     pairs = _pairs(parts, "(k, v)")
     causal, return_lse = flag("causal", causal), flag("return_lse", return_lse)
-    if arrays.kind_of(q) is None:
+    if any(arrays.kind_of(x) is None for x in (q, *(x for pair in pairs for x in pair))):
         return _cascade_adopted(q, pairs, out, stream, causal, softmax_scale, softcap, return_lse, backend)
-    _check_cascade(q, pairs, causal, softmax_scale)
+    _check_cascade(q, pairs, out, causal)
     common = {"softmax_scale": softmax_scale, "softcap": softcap, "stream": stream, "backend": backend}
+    if len(pairs) == 1:
+        k, v = (_broadcast(q, x) for x in pairs[0])
+        return attention(q, k, v, causal=causal, out=out, return_lse=return_lse, **common)
     folded, results = None, []
     for number, (k, v) in enumerate(pairs, 1):
-        diagonal = causal and number == len(pairs)
-        if len(pairs) == 1 and not _is_shared(q, k):
-            return attention(q, k, v, causal=causal, out=out, return_lse=return_lse, **common)
-        if not _is_shared(q, k):
-            results.append(attention(q, k, v, causal=diagonal, return_lse=True, **common))
-        elif _hides(q, diagonal) or len(pairs) == 1:
-            # Its queries are of one sequence no more, or its results go straight to ``out``.
-            kind, batch = arrays.kind_of(k), q.shape[0]
-            k, v = (kind.broadcast(x, (batch, *x.shape[1:])) for x in (k, v))
-            if len(pairs) == 1:
-                return attention(q, k, v, causal=causal, out=out, return_lse=return_lse, **common)
-            results.append(attention(q, k, v, causal=diagonal, return_lse=True, **common))
-        else:
+        diagonal = causal and number == len(pairs) and q.shape[-3] > 1
+        if _is_shared(q, k) and not diagonal and q.shape[0] * q.shape[1] <= MAX_SEQLEN:
             folded = _folded(q, stream) if folded is None else folded
             results.append(_unfolded(attention(folded, k, v, return_lse=True, **common), q, stream))
+        else:
+            k, v = _broadcast(q, k), _broadcast(q, v)
+            results.append(attention(q, k, v, causal=diagonal, return_lse=True, **common))
     merged, lse = merge(results, out=out, stream=stream, backend=backend)
     return (merged, lse) if return_lse else merged
 
@@ -155,51 +139,91 @@ def _short(x: Any) -> str:
     return "None" if x is None else f"of type {type(x).__name__}"
 
 
-def _check_results(parts: list[tuple[ArrayView, ArrayView]], out: Any, lse_out: Any) -> None:
-    """That the last of several merges can write into ``out`` and ``lse_out``, ahead of the first one."""
-    results = [
-        None if x is None else arrays.view(x, name) for name, x in (("out", out), ("lse_out", lse_out))
-    ]
-    for name, view in zip(("out", "lse_out"), results, strict=True):
-        if view is not None and view.kind != parts[0][0].kind:
-            raise BadParam(f"{name} is a {view.kind} array but o1 is a {parts[0][0].kind} one")
+def _check_merge(pairs: list[tuple[Any, Any]], out: Any, lse_out: Any, stream: Any) -> None:
+    """All that could be wrong with the arrays of a merge of other than two parts, ahead of its first step."""
+    given = [x for pair in pairs for x in pair]
+    names = [f"{word}{number}" for number in range(1, len(pairs) + 1) for word in ("o", "lse")]
+    results = {"out": out, "lse_out": lse_out}
+    for name, x in results.items():
+        if x is not None and len(pairs) == 1:
+            raise BadParam(f"{name} was given with one part, which is returned as it is; leave it out")
+        if x is not None and arrays.immutable(x):
+            raise BadParam(f"{name} has type {type(x).__name__}, whose memory cannot be written to")
+    views = [arrays.view(arrays.adopt(x, name, stream), name) for x, name in zip(given, names, strict=True)]
+    written = {
+        name: None if x is None else arrays.view(arrays.adopt(x, name, stream), name)
+        for name, x in results.items()
+    }
+    for name, view in (*zip(names, views, strict=True), *written.items()):
+        if view is not None and view.kind != views[0].kind and view.device == views[0].device:
+            raise BadParam(
+                f"{name} is a {view.kind} array but o1 is a {views[0].kind} one; convert it, which by DLPack "
+                "costs no copy"
+            )
+    parts = list(zip(views[::2], views[1::2], strict=True))
+    check_parts(parts)
     for part in parts[1:]:
-        views = (*parts[0], *part, *results)
-        problem = normalise(*views)
-        pointers = tuple(0 if view is None else view.pointer for view in views)
-        written = [position for position in problem.results if pointers[position]]
-        check_memory(MERGE.arguments, problem.spans(), pointers, written)
+        all_views = (*parts[0], *part, *written.values())
+        problem = normalise(*all_views)
+        pointers = tuple(0 if view is None else view.pointer for view in all_views)
+        given_results = [position for position in problem.results if pointers[position]]
+        # What is not given is allocated, and lies nowhere yet.
+        spans = tuple(
+            (0, 0) if view is None else span for view, span in zip(all_views, problem.spans(), strict=True)
+        )
+        check_memory(MERGE.arguments, spans, pointers, given_results)
 
 
-def _check_cascade(q: Any, pairs: list[tuple[Any, Any]], causal: bool, softmax_scale: float | None) -> None:
+def _check_cascade(q: Any, pairs: list[tuple[Any, Any]], out: Any, causal: bool) -> None:
     """That each part is one that attention takes, ahead of the first call; messages name the part."""
-    view = arrays.view(q, "q")
-    for index, (k, v) in enumerate(pairs):
+    kind = arrays.kind_of(q)
+    given = (q, out, *(x for pair in pairs for x in pair))
+    key = None
+    if all(x is None or arrays.kind_of(x) is kind for x in given):
         try:
-            views = [arrays.view(x, name) for x, name in ((k, "k"), (v, "v"))]
+            key = (kind.name, kind.read(given)[0], causal)
+        except RuntimeError:  # an array without memory: its view says so
+            key = None
+        if key in _sound:
+            return
+    view, out_view = arrays.view(q, "q"), None if out is None else arrays.view(out, "out")
+    if out is not None and out_view.kind != view.kind:
+        raise BadParam(f"out is a {out_view.kind} array but q is a {view.kind} one")
+    for index, pair in enumerate(pairs):
+        try:
+            views = [arrays.view(x, name) for x, name in zip(pair, ("k", "v"), strict=True)]
             for name, other in zip(("k", "v"), views, strict=True):
                 if other.kind != view.kind:
                     raise BadParam(f"{name} is a {other.kind} array but q is a {view.kind} one")
-            first = view
-            if _is_shared(q, k):
-                first = dataclasses.replace(view, shape=(1, *view.shape[1:]))
-            normalise_attention(first, *views, causal=causal).with_scalars((softmax_scale,))
-            if index and v.shape[-1] != pairs[0][1].shape[-1]:
-                raise BadParam(
-                    f"v has head_dim_v {v.shape[-1]} but that of parts[0] is {pairs[0][1].shape[-1]}"
-                )
+            width, first = views[1].shape[-1:], pairs[0][1].shape[-1:]
+            if width != first:
+                raise BadTensorShape(f"v has head_dim_v {width[0]} but that of parts[0] has {first[0]}")
+            normalise_attention(
+                view, *(_view_in_batch(view, other) for other in views), out=out_view, causal=causal
+            )
         except FlashgenError as error:
             raise type(error)(f"parts[{index}]: {error}") from None
+    if key is not None:
+        if len(_sound) >= _MAX_SOUND:
+            _sound.clear()
+        _sound.add(key)
+
+
+def _view_in_batch(q: ArrayView, x: ArrayView) -> ArrayView:
+    """The view of k or v with the batch of q, where a shared part has batch 1."""
+    if not _is_shared(q, x) or x.strides is None:
+        return x
+    return dataclasses.replace(x, shape=(q.shape[0], *x.shape[1:]), strides=(0, *x.strides[1:]))
+
+
+def _broadcast(q: Any, x: Any) -> Any:
+    """k or v with the batch of q: of a shared part a view that has its elements for each batch entry."""
+    return arrays.kind_of(x).broadcast(x, (q.shape[0], *x.shape[1:])) if _is_shared(q, x) else x
 
 
 def _is_shared(q: Any, k: Any) -> bool:
     """Whether a part of batch 1 serves several batch entries of q."""
     return len(q.shape) == len(k.shape) == 4 and k.shape[0] == 1 and q.shape[0] != 1
-
-
-def _hides(q: Any, causal: bool) -> bool:
-    """Whether queries of a sequence differ in what they see; one query sees all keys."""
-    return causal and q.shape[1] > 1
 
 
 def _folded(q: Any, stream: Any) -> Any:

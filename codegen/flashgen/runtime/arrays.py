@@ -141,8 +141,10 @@ class CupyKind:
     def contiguous(self, x: Any, stream: Any) -> Any:
         if x.flags.c_contiguous:
             return x
+        # CuPy copies bits, whatever it knows of bfloat16.
+        bits = x.view("uint16") if x.dtype.itemsize == 2 else x
         with self._cuda.Device(x.data.device_id), self.use(stream):
-            return x.copy(order="C")
+            return bits.copy(order="C").view(x.dtype)
 
     def broadcast(self, x: Any, shape: tuple[int, ...]) -> Any:
         return _cupy().broadcast_to(x, shape)
