@@ -44,9 +44,7 @@ def assert_right(out, lse, q, given, dtype, causal=False):
     """Within the bound of float64 for one attention, once for each part and its merge: a result of a part and
     a result of a merge may be off as much as one of all keys, whose P and values are as large."""
     k, v = (widened(x, dtype) for x in all_keys(given))
-    left, right = Band().window_left, Band().window_right
-    offset = k.shape[1] - q.shape[1]
-    band = Band(offset, left, 0) if causal else Band(0, left, right)
+    band = Band(k.shape[1] - q.shape[1], right=0) if causal else Band()
     expected = reference.attention(widened(q, dtype), k, v, dtype, WIDTH**-0.5, band)
     # Of parts the mean of |v| under p is the sum of the parts' means, weighted: the bounds add up likewise.
     times = 2 * len(given)

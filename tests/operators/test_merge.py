@@ -13,11 +13,11 @@ from flashgen.operators import OPERATORS
 from flashgen.operators.arguments import ArrayView, view_of_shape
 from flashgen.operators.merge import MERGE, check_parts, expected, judge, normalise
 
-O, LSE = (2, 5, 3, 16), (2, 3, 5)
+OUT, LSE = (2, 5, 3, 16), (2, 3, 5)
 
 
 def views(**changes):
-    given = {"o1": (O, "fp16"), "lse1": (LSE, "fp32"), "o2": (O, "fp16"), "lse2": (LSE, "fp32")}
+    given = {"o1": (OUT, "fp16"), "lse1": (LSE, "fp32"), "o2": (OUT, "fp16"), "lse2": (LSE, "fp32")}
     given |= changes
     return {
         name: x if isinstance(x, ArrayView) else view_of_shape(x[0], x[1], 0) for name, x in given.items()
@@ -32,31 +32,31 @@ def test_the_problem_has_sizes_and_contiguous_results():
     assert [MERGE.arguments[place].name for place in problem.results] == ["out", "lse_out"]
     assert problem.grid_extents({}) == {"query_rows": 15, "batch": 2}
     without = normalise(**{name: view_of_shape(x.shape[1:], x.dtype, 0) for name, x in views().items()})
-    assert (without.batched, without.shape(4), without.shape(5)) == (False, O[1:], LSE[1:])
+    assert (without.batched, without.shape(4), without.shape(5)) == (False, OUT[1:], LSE[1:])
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
         ({"o2": ((2, 5, 3, 24), "fp16")}, BadTensorShape, "o2 has shape"),
-        ({"o2": (O[1:], "fp16")}, BadTensorShape, "o2 has shape"),
-        ({"o2": (O, "bf16")}, BadTensorDtype, "o2 has dtype bf16"),
-        ({"o1": (O, "float64")}, BadTensorDtype, "o1 has dtype float64"),
+        ({"o2": (OUT[1:], "fp16")}, BadTensorShape, "o2 has shape"),
+        ({"o2": (OUT, "bf16")}, BadTensorDtype, "o2 has dtype bf16"),
+        ({"o1": (OUT, "float64")}, BadTensorDtype, "o1 has dtype float64"),
         ({"lse2": (LSE, "fp16")}, BadTensorDtype, "lse2 has dtype fp16"),
         ({"lse1": ((2, 5, 3), "fp32")}, BadTensorShape, "lse1 has shape"),
         ({"lse_out": ((2, 5, 3), "fp32")}, BadTensorShape, "lse_out has shape"),
-        ({"out": (O[:3] + (8,), "fp16")}, BadTensorShape, "out has shape"),
-        ({"out": (O, "fp32")}, BadTensorDtype, "out has dtype"),
+        ({"out": ((*OUT[:3], 8), "fp16")}, BadTensorShape, "out has shape"),
+        ({"out": (OUT, "fp32")}, BadTensorDtype, "out has dtype"),
         ({"o1": ((2, 5, 3, 12), "fp16"), "o2": ((2, 5, 3, 12), "fp16")}, BadTensorShape, "head_dim_v is 12"),
         ({"lse2": view_of_shape(LSE, "fp32", 1)}, DeviceTypeNotSupported, "lse2 is on device"),
-        ({"o2": view_of_shape(O, "fp16", None)}, DeviceTypeNotSupported, "o2 is on device"),
+        ({"o2": view_of_shape(OUT, "fp16", None)}, DeviceTypeNotSupported, "o2 is on device"),
         (
             {"lse2": ArrayView("shape", 256, LSE, (15, 1, 3), "fp32", 0, None)},
             BadTensorStrides,
             "lse2 has strides",
         ),
         (
-            {"o2": ArrayView("shape", 256, O, (244, 52, 17, 1), "fp16", 0, None)},
+            {"o2": ArrayView("shape", 256, OUT, (244, 52, 17, 1), "fp16", 0, None)},
             BadTensorStrides,
             "o2 has strides",
         ),
@@ -68,7 +68,7 @@ def test_what_does_not_fit_is_named(changes, error, words):
 
 
 def test_later_parts_are_named_by_their_number():
-    first = view_of_shape(O, "fp16", 0), view_of_shape(LSE, "fp32", 0)
+    first = view_of_shape(OUT, "fp16", 0), view_of_shape(LSE, "fp32", 0)
     with pytest.raises(BadTensorDtype, match="lse3"):
         check_parts([first, first, (first[0], view_of_shape(LSE, "fp16", 0))])
 
@@ -103,8 +103,8 @@ def test_the_reference_is_softmax_over_all_keys():
 
 def test_the_judge_refuses_what_is_a_step_of_the_dtype_off():
     rng = np.random.default_rng()
-    problem = normalise(**views(o1=(O, "fp32"), o2=(O, "fp32")))
-    o1, o2 = (1 + rng.random(O, np.float32) for _ in range(2))
+    problem = normalise(**views(o1=(OUT, "fp32"), o2=(OUT, "fp32")))
+    o1, o2 = (1 + rng.random(OUT, np.float32) for _ in range(2))
     lse1, lse2 = (rng.standard_normal(LSE, np.float32) for _ in range(2))
     right = expected(*(x.astype(float) for x in (o1, lse1, o2, lse2)), "fp32")
     out, lse = right.out.astype(np.float32), right.lse.astype(np.float32)

@@ -24,19 +24,21 @@ SHAPES = (
 )
 NAME = "merge_bf16_sm80"
 FAULTS = (
-    fault("rows of the next head", NAME, SHAPE, NUMBERS, "const int head = row - query * params.num_heads_q;",
-          "const int head = (row - query * params.num_heads_q + 1) % params.num_heads_q;"),
+    fault("LSEs of the next head", NAME, SHAPE, NUMBERS, "(int64_t(batch) * params.num_heads_q + head)",
+          "(int64_t(batch) * params.num_heads_q + (head + 1) % params.num_heads_q)"),
     fault("NaN of a part that saw nothing", NAME, SHAPE, (WRONG,), "if (lse2 != -INFINITY) values2",
           "if (true) values2"),
     fault("-inf minus itself", NAME, Shape(200, heads=3, head_dim=8), (WRONG,),
           "larger == -INFINITY ? 0.0f : larger", "larger"),
-    fault("parts not divided by the sum", NAME, SHAPE, (WRONG,), "add_scaled(merged, values2, term2 * factor)",
+    fault("a part not divided by the sum", NAME, SHAPE, (WRONG,),
+          "add_scaled(merged, values2, term2 * factor)",
           "add_scaled(merged, values2, term2)"),
     fault("the last rows of a batch entry run on", NAME, SHAPE, ("global bounds", WRONG),
           "if (row >= params.seqlen_q * params.num_heads_q) return;", ""),
     fault("columns past the head dim", NAME, SHAPE, ("global bounds", "global access"),
           "column < params.head_dim_v;", "column < 128;"),
-    fault("does not wait for the grid ahead", NAME, SHAPE, ("dependency",), "    griddepcontrol_wait();\n", ""),
+    fault("does not wait for the grid ahead", NAME, SHAPE, ("dependency",),
+          "    griddepcontrol_wait();\n", ""),
 )  # fmt: skip
 
 
