@@ -26,7 +26,11 @@ from gpu.cases import (  # noqa: E402
 )
 
 VARIANTS = [
-    variant for spec in load_specs() for variant in spec.variants() if variant.is_main and not spec.on_request
+    variant
+    for spec in load_specs()
+    if spec.operator == "attention" and not spec.on_request
+    for variant in spec.variants()
+    if variant.is_main
 ]
 LISTS = (
     "every_seqlen",

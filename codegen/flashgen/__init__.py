@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         TemplateWarning,
         TunedWarning,
     )
+    from flashgen.parts import cascade, merge
     from flashgen.runtime.plans import Plan
 
 __version__ = "0.1.0"
@@ -55,7 +56,9 @@ __all__ = [
     "TemplateWarning",
     "TunedWarning",
     "attention",
+    "cascade",
     "explain",
+    "merge",
     "plan",
     "warmup",
 ]
@@ -63,7 +66,9 @@ __all__ = [
 _HOMES = {
     "Plan": "flashgen.runtime.plans",
     "attention": "flashgen.api",
+    "cascade": "flashgen.parts",
     "explain": "flashgen.api",
+    "merge": "flashgen.parts",
     "plan": "flashgen.api",
     "warmup": "flashgen.api",
 }

@@ -346,6 +346,11 @@ def _with_modification(given: dict[str, Any]) -> tuple[Operator, dict[str, Any]]
     return operator_for(score), rest | named | {"score": score}
 
 
+def call(operator: Operator, given: tuple[Any, ...], *, stream: Any, backend: str | None) -> Any:
+    """Compute ``given``, an array or None for each argument of an operator without options and scalars."""
+    return _call(operator, given, (), (), stream, backend, None)
+
+
 def _call(
     operator: Operator,
     given: tuple[Any, ...],
@@ -462,13 +467,13 @@ def _runner(problem: Problem, backend: str | None, algorithm: str | None) -> Run
     chosen = backend_for(problem.device, backend)
     folders = os.environ.get("FLASHGEN_SPECS", "")
     if chosen == "cpu":
-        from flashgen.cpu.attention import Runner
+        from flashgen.cpu import runner_of
 
         if algorithm is not None:
             from flashgen.schedule.dispatch import named
 
             named(problem, _specs(folders), algorithm)  # raises for a name that there is not
-        return Runner()
+        return runner_of(problem.operator.name)
     if chosen == "simulator":
         from flashgen.simulator.backend import prepare as simulated
 

@@ -22,7 +22,13 @@ from flashgen.spec.load import load_specs
 if TYPE_CHECKING:
     from flashgen.spec.variant import Variant
 
-VARIANTS = {v.name: v for spec in load_specs() if not spec.on_request for v in spec.variants() if v.is_main}
+VARIANTS = {
+    v.name: v
+    for spec in load_specs()
+    if spec.operator == "attention" and not spec.on_request
+    for v in spec.variants()
+    if v.is_main
+}
 # Few enough that a persistent block takes several tiles of the problems below.
 MULTIPROCESSORS = 2
 # Heads on kv heads. A group of four divides every tile, which a tensor map of packed rows needs.

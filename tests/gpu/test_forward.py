@@ -25,7 +25,11 @@ pytestmark = [
 ]
 
 VARIANTS = [
-    variant for spec in load_specs() for variant in spec.variants() if variant.is_main and not spec.on_request
+    variant
+    for spec in load_specs()
+    if spec.operator == "attention" and not spec.on_request
+    for variant in spec.variants()
+    if variant.is_main
 ]
 
 

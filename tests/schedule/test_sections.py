@@ -33,7 +33,7 @@ CALL = problem(
 SHIPPED = [
     variant
     for spec in load_specs()
-    if not spec.on_request
+    if spec.operator == "attention" and not spec.on_request
     for variant in spec.variants()
     if variant.dtype != "bf16"
 ]

@@ -14,6 +14,7 @@ from flashgen.tune.shapes import cases
 ORDINARY = [
     v
     for spec in load_specs()
+    if spec.operator == "attention"
     for v in spec.variants()
     if v.is_main and not v.tile_name and v.target != "sm86"
 ]

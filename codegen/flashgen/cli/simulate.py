@@ -15,7 +15,7 @@ from flashgen.cli.options import json_option, load_variants, score_option, specs
 
 if TYPE_CHECKING:
     from flashgen.operators.reference import Verdict
-    from flashgen.simulator.example import Example
+    from flashgen.simulator.example import AnyExample
     from flashgen.simulator.execute import Access, Report
     from flashgen.spec.variant import Variant
 
@@ -122,7 +122,8 @@ def command(
     variant = next(each for each in main.steps if each.step == chosen.step)
     if not supports(variant):
         raise click.ClickException(f"{variant.name} includes {variant.header}, which has no host bodies yet")
-    heads = heads or kv_heads or (2 if variant.gqa == "mha" else 4)
+    grouped = dict(variant.axes).get("gqa", "mha") != "mha"
+    heads = heads or kv_heads or (4 if grouped else 2)
     shape = Shape(seqlen_q, seqlen_kv, heads, kv_heads, batch, head_dim, head_dim_v, window, gap=_GAP)
     first = secrets.randbits(32) if seed is None else seed
     found, verdict = _run(variant, main, shape, range(first, first + seeds), debug, multiprocessors)
@@ -147,7 +148,7 @@ def _run(
     from flashgen.cli.output import counted
     from flashgen.cli.progress import waiting
     from flashgen.errors import SimulationError
-    from flashgen.simulator.example import make, run_steps
+    from flashgen.simulator.example import make_any, run_steps
     from flashgen.simulator.figures import masked_tiles
     from flashgen.simulator.hardware import pretend_for
     from flashgen.simulator.library import load, load_in
@@ -172,12 +173,12 @@ def _run(
         "seeds": len(seeds),
         "compile_seconds": compiled,
     }
-    examples: list[Example] = []
+    examples: list[AnyExample] = []
     report: Report | None = None
     begin = time.perf_counter()
     with waiting(f"simulating {counted(len(seeds), 'seed')}"):
         for seed in seeds:
-            example = make(variant, shape, seeds.start)
+            example = make_any(variant, shape, seeds.start)
             try:
                 reports = run_steps(libraries, main, example, seed=seed, device=device)
             except SimulationError as error:
@@ -195,11 +196,7 @@ def _run(
     )
     found |= {"out": verdict.out.as_dict(), "lse": verdict.lse.as_dict()}
     found["ok"] = verdict.ok and found["repeatable"]
-    problem = examples[0].problem
-    found["shape"] = [problem.batch, problem.seqlen_q, problem.num_heads_q, problem.head_dim]
-    found["head_dim_v"] = problem.head_dim_v
-    found["seqlen_kv"] = problem.seqlen_kv
-    found["num_heads_kv"] = problem.num_heads_kv
+    found |= examples[0].described
     found["counters"] = report.counters
     found["accesses"] = [_described(access, source) for access in report.accesses]
     if variant.visits is not None:
@@ -219,12 +216,12 @@ def _print(found: dict[str, Any], verdict: Verdict) -> None:
 
     counters, tiles = found["counters"], found.get("tiles")
     run = f"{counted(found['seeds'], 'seed')} from {found['seed']}, {found['seconds']:.2f} s each"
+    problem = "x".join(map(str, found["shape"]))
+    if "seqlen_kv" in found:  # operators without keys have a shape alone
+        keys = counted(found["seqlen_kv"], "key")
+        problem += f", {found['num_heads_kv']} kv heads of {keys}, head_dim_v {found['head_dim_v']}"
     pairs = [
-        (
-            "problem",
-            f"{'x'.join(map(str, found['shape']))}, {found['num_heads_kv']} kv heads of "
-            f"{counted(found['seqlen_kv'], 'key')}, head_dim_v {found['head_dim_v']}",
-        ),
+        ("problem", problem),
         ("ran", f"{counted(counters['blocks'], 'block')}, {run}"),
     ]
     for title, worst in (("error", verdict.out), ("error of LSE", verdict.lse)):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flashgen.operators.attention import ATTENTION
+from flashgen.operators.merge import MERGE
 
 if TYPE_CHECKING:
     from flashgen.operators.operator import Operator
 
 # By the name that a spec gives under ``operator``.
-OPERATORS: dict[str, Operator] = {operator.name: operator for operator in (ATTENTION,)}
+OPERATORS: dict[str, Operator] = {operator.name: operator for operator in (ATTENTION, MERGE)}

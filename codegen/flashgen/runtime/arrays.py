@@ -71,6 +71,18 @@ class NumpyKind:
 
         return np.empty(shape, like.dtype if dtype is None else _NUMPY_NAMES[dtype])
 
+    def contiguous(self, x: Any, stream: Any) -> Any:
+        """``x`` itself where it is in C order, else a copy that is, made on ``stream`` or the current one."""
+        import numpy as np
+
+        return np.ascontiguousarray(x)
+
+    def broadcast(self, x: Any, shape: tuple[int, ...]) -> Any:
+        """A view of ``x`` that has its elements several times."""
+        import numpy as np
+
+        return np.broadcast_to(x, shape)
+
     def nbytes(self, x: Any) -> int:
         """Bytes of the elements of ``x``."""
         return x.nbytes
@@ -125,6 +137,17 @@ class CupyKind:
         # CuPy's pool keeps memory per stream: what is allocated for a stream is only reused on it.
         with self._cuda.Device(device), self.use(stream):
             return self._ndarray(shape, numpy_dtype)
+
+    def contiguous(self, x: Any, stream: Any) -> Any:
+        if x.flags.c_contiguous:
+            return x
+        # CuPy copies bits, whatever it knows of bfloat16.
+        bits = x.view("uint16") if x.dtype.itemsize == 2 else x
+        with self._cuda.Device(x.data.device_id), self.use(stream):
+            return bits.copy(order="C").view(x.dtype)
+
+    def broadcast(self, x: Any, shape: tuple[int, ...]) -> Any:
+        return _cupy().broadcast_to(x, shape)
 
     def current_stream(self, device: int | None) -> int:
         return self._get_stream(device).ptr
@@ -249,6 +272,15 @@ class TorchKind:
         # The caching allocator reuses memory in the order of the stream it was allocated under.
         with torch.cuda.stream(self._stream(stream_pointer(stream), like.device)):
             return torch.empty(shape, dtype=torch_dtype, device=like.device)
+
+    def contiguous(self, x: Any, stream: Any) -> Any:
+        if stream is None or x.is_contiguous():
+            return x.contiguous()
+        with self._torch.cuda.stream(self._stream(stream_pointer(stream), x.device)):
+            return x.contiguous()
+
+    def broadcast(self, x: Any, shape: tuple[int, ...]) -> Any:
+        return x.expand(shape)
 
     def nbytes(self, x: Any) -> int:
         return x.numel() * x.element_size()

@@ -38,8 +38,8 @@ def rows(problem: Problem, variant: Variant) -> int:
 
 
 def heads(problem: Problem, variant: Variant) -> int:
-    """Heads of the grid: query heads, in packed GQA kv heads."""
-    return extents(problem, variant)[HEADS]
+    """Heads of the grid: query heads, in packed GQA kv heads; 1 where the operator's grids have no heads."""
+    return extents(problem, variant).get(HEADS, 1)
 
 
 def row_blocks(problem: Problem, variant: Variant) -> int:

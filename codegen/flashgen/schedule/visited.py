@@ -19,11 +19,12 @@ def visited_keys(problem: AttentionProblem, variant: Variant) -> tuple[float, in
     """Keys that a tile of the variant visits, in whole KV blocks: the mean over the row blocks of a head, and
     the most. Where parts of a tile skip KV blocks of their own, the mean is over what each of them visits. A
     dense mask counts as one that hides nothing but what its band does. Without ``visits`` in the spec, a tile
-    visits all keys.
+    visits all keys; a problem without keys counts as having one.
     """
     visits = variant.visits
     if visits is None:
-        return problem.seqlen_kv, problem.seqlen_kv
+        keys = problem.sizes.get("seqlen_kv", 1)
+        return keys, keys
     block_m, block_n, part = variant.grid.tile(ROWS), visits.keys, visits.rows
     everything = -(-problem.seqlen_kv // block_n) * block_n
     blocks = row_blocks(problem, variant)

@@ -1,11 +1,14 @@
-"""Random problems for one variant, in memory whose gaps are NaN, and what the kernel makes of them."""
+"""Random problems of attention for one variant, in memory whose gaps are NaN, and what the kernel of any
+operator makes of such problems.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from flashgen.arch import Device
+    from flashgen.operators.operator import Problem
     from flashgen.operators.scores import Score
     from flashgen.simulator.execute import Report
     from flashgen.simulator.library import Library
@@ -63,6 +67,20 @@ class Shape:
     return_lse: bool = True
 
 
+class AnyExample(Protocol):
+    """A problem of any operator with its arrays in host memory, in the operator's order, and None for what is
+    absent. ``out`` and ``lse`` are the outputs."""
+
+    problem: Problem
+    arrays: tuple[np.ndarray | None, ...]
+    out: np.ndarray
+    lse: np.ndarray | None
+    described: dict[str, Any]
+
+    def judge(self) -> Verdict:
+        """How far the outputs are from float64."""
+
+
 @dataclass(frozen=True)
 class Example:
     """A problem with its arrays in host memory. bfloat16 elements are their bits in uint16; ``mask`` may be
@@ -82,10 +100,27 @@ class Example:
         """q, k, v, mask, out, lse, and the arrays of a score modification."""
         return self.q, self.k, self.v, self.mask, self.out, self.lse, *self.score_arrays
 
+    @property
+    def described(self) -> dict[str, Any]:
+        """The sizes of the problem, for a report."""
+        problem = self.problem
+        return {
+            "shape": [problem.batch, problem.seqlen_q, problem.num_heads_q, problem.head_dim],
+            "head_dim_v": problem.head_dim_v,
+            "seqlen_kv": problem.seqlen_kv,
+            "num_heads_kv": problem.num_heads_kv,
+        }
+
     def judge(self) -> Verdict:
         """How far the outputs are from float64."""
         inputs = self.q, self.k, self.v, self.mask
         return judge(self.problem, *inputs, self.out, self.lse, *self.score_arrays)
+
+
+def make_any(variant: Variant, shape: Shape, seed: int) -> AnyExample:
+    """`make` for a variant of any operator: attention's is here, another's in the module of its name."""
+    module = "example" if variant.operator == "attention" else f"{variant.operator}_example"
+    return importlib.import_module(f"flashgen.simulator.{module}").make(variant, shape, seed)
 
 
 def make(variant: Variant, shape: Shape, seed: int) -> Example:
@@ -107,25 +142,25 @@ def make(variant: Variant, shape: Shape, seed: int) -> Example:
     k_shape = (shape.batch, shape.seqlen_kv, kv_heads, head_dim)
     v_shape = (shape.batch, shape.seqlen_kv, kv_heads, head_dim_v)
     q, k, v = (
-        _inputs(rng, size, variant.dtype, spread, shape.gap)
+        random_rows(rng, size, variant.dtype, spread, shape.gap)
         for size, spread in ((q_shape, shape.spread), (k_shape, 1.0), (v_shape, 1.0))
     )
-    out = _within_nan((*q_shape[:-1], head_dim_v), variant.dtype, shape.gap)
+    out = rows_within_nan((*q_shape[:-1], head_dim_v), variant.dtype, shape.gap)
     lse = (
         np.full((shape.batch, shape.heads, shape.seqlen_q), np.nan, np.float32) if shape.return_lse else None
     )
     mask = _mask(rng, shape) if variant.mask_type == "dense" else None
-    views = [_view(x, variant.dtype) for x in (q, k, v, out)]
+    views = [view_of(x, variant.dtype) for x in (q, k, v, out)]
     sizes = {"batch": shape.batch, "num_heads_q": shape.heads}
     sizes |= {"seqlen_q": shape.seqlen_q, "seqlen_kv": shape.seqlen_kv}
     score_arrays = _score_arrays(rng, variant.score, sizes)
     problem = normalise(
         *views[:3],
         out=views[3],
-        mask=None if mask is None else _view(mask, "uint8"),
+        mask=None if mask is None else view_of(mask, "uint8"),
         return_lse=shape.return_lse,
         score=variant.score,
-        score_arrays=[_view(x, _VIEWED[x.dtype.name]) for x in score_arrays],
+        score_arrays=[view_of(x, _VIEWED[x.dtype.name]) for x in score_arrays],
         score_scalars=_score_scalars(rng, variant.score),
     )
     return Example(_masked(problem, variant, shape), q, k, v, mask, out, lse, score_arrays)
@@ -134,7 +169,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> Example:
 def run(
     library: Library,
     variant: Variant,
-    example: Example,
+    example: AnyExample,
     *,
     seed: int = 0,
     device: Device | None = None,
@@ -148,7 +183,7 @@ def run(
 def run_steps(
     libraries: Sequence[Library],
     main: Variant,
-    example: Example,
+    example: AnyExample,
     *,
     seed: int = 0,
     device: Device | None = None,
@@ -226,16 +261,16 @@ def _masked(problem: AttentionProblem, variant: Variant, shape: Shape) -> Attent
     )
 
 
-def _inputs(
+def random_rows(
     rng: np.random.Generator, shape: tuple[int, ...], dtype: str, spread: float, gap: int
 ) -> np.ndarray:
     numbers = spread * rng.standard_normal(shape, np.float32)
-    x = _within_nan(shape, dtype, gap)
+    x = rows_within_nan(shape, dtype, gap)
     x[...] = bfloat16_bits(numbers) if dtype == "bf16" else numbers
     return x
 
 
-def _within_nan(shape: tuple[int, ...], dtype: str, gap: int) -> np.ndarray:
+def rows_within_nan(shape: tuple[int, ...], dtype: str, gap: int) -> np.ndarray:
     """Rows, heads and batch entries each followed by a gap; all bytes are 0xFF, a NaN in each dtype."""
     element = np.dtype({"fp16": np.float16, "bf16": np.uint16, "fp32": np.float32}[dtype])
     batch, seqlen, heads, width = shape
@@ -278,7 +313,7 @@ def _mask(rng: np.random.Generator, shape: Shape) -> np.ndarray:
     return mask
 
 
-def _view(x: np.ndarray, dtype: str) -> ArrayView:
+def view_of(x: np.ndarray, dtype: str) -> ArrayView:
     """The array as the contract sees it, bits of bfloat16 as what they mean."""
     strides = tuple(stride // x.itemsize for stride in x.strides)
     return ArrayView("numpy", x.ctypes.data, x.shape, strides, dtype, None, x)
