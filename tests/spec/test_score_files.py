@@ -22,7 +22,7 @@ def written(folder, text):
 
 def test_the_shipped_modifications():
     found = load_scores()
-    assert set(found.by_name) >= {"softcap", "alibi", "alibi_symmetric"}
+    assert set(found.by_name) >= {"softcap", "alibi", "alibi_symmetric", "bias"}
     variants = [variant for spec in load_specs() for variant in spec.variants()]
     assert len(found.of(variants)) == len(found.committed) > 0
     assert all(variant.committed and variant.score for variant in found.of(variants))
