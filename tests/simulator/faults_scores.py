@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from flashgen.simulator.example import Shape
 from simulator.faults import BOUNDS, NUMBERS, Fault
 
-# Beside the shipped ones: loads for each key, and a formula that hides keys.
+# Beside the shipped ones: loads for each key, a formula that hides keys, and one that would bring hidden ones back with a weight
+# that shows.
 LINES = """\
 scores:
   by_key:
     score: "score * gain[h] + bias[b, q, kv] + t[h, min(abs(q - kv), 9)] + s[kv]"
     params: {gain: [h, f32], bias: [b, q, kv, f32], t: [h, distance, f32], s: [kv, i32]}
+  bounded: {score: "tanh(score)"}
   hides: {score: "where(abs(kv - q) < n * 8 and score < gain, score, -inf)", params: {n: i32, gain: f32}}
 """
 
@@ -52,12 +54,12 @@ FAULTS = (
     fault("modification left out", STAGES, "softcap", MODIFY_SM80, ""),
     fault("modification applied twice", STAGES, "softcap", MODIFY_SM80, MODIFY_SM80 * 2),
     fault(
-        "modification behind the mask", STAGES, "softcap", MODIFY_SM80 + MASK_SM80, MASK_SM80 + MODIFY_SM80
+        "modification behind the mask", STAGES, "bounded", MODIFY_SM80 + MASK_SM80, MASK_SM80 + MODIFY_SM80
     ),
     fault(
         "modification behind a dense mask",
         DENSE,
-        "softcap",
+        "bounded",
         MODIFY_SM80 + MASK_DENSE,
         MASK_DENSE + MODIFY_SM80,
     ),
@@ -124,7 +126,7 @@ FAULTS = (
     fault(
         "modification behind a dense mask on Hopper",
         TILES_DENSE,
-        "softcap",
+        "bounded",
         "            modify(scores, masked.index);\n            masked.apply_mask(scores);\n",
         "            masked.apply_mask(scores);\n            modify(scores, masked.index);\n",
     ),

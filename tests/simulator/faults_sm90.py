@@ -597,7 +597,7 @@ FAULTS = (
     ),
     # A range of keys beside the mask.
     planted(
-        "range beside a mask ends one key late",
+        "range beside a mask ends one key late on Hopper",
         NUMBERS,
         "params.window_right + 1)",
         "params.window_right + 2)",
@@ -605,7 +605,7 @@ FAULTS = (
         shape=MASKED_WINDOW,
     ),
     planted(
-        "range beside a mask begins one key early",
+        "range beside a mask begins one key early on Hopper",
         NUMBERS,
         "max(0, diagonal - params.window_left)",
         "max(0, diagonal - params.window_left - 1)",
