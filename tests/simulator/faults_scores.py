@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from flashgen.simulator.example import Shape
 from simulator.faults import BOUNDS, NUMBERS, Fault
 
-# Beside the shipped ones: loads for each key, a formula that hides keys, and one that would bring hidden ones
+# Beside the shipped ones: loads for each key, a formula that hides keys, and one that would bring hidden keys
 # back with a weight that shows.
 LINES = """\
 scores:
