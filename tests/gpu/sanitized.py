@@ -67,7 +67,8 @@ def shapes(variant: Variant) -> list[Shape]:
     ]
     if variant.grid.shares:
         three = {"heads": 3 * heads // kv_heads, "kv_heads": 3}
-        found.append(Shape(3, 24 * keys + 5, window=(23 * keys, 0), **three))
+        window = (23 * keys, 0) if variant.mask_type == "local" else None
+        found.append(Shape(3, 24 * keys + 5, window=window, **three))
     return found
 
 

@@ -47,15 +47,23 @@ def _fitted(x: Any) -> Any:
         if missing:
             return torch.nn.functional.pad(x, (0, missing))
         return x if x.stride(-1) == 1 else x.contiguous()
-    if not hasattr(x, "__array_namespace__") or x.ndim == 0:
+    xp = _module(x)
+    if xp is None or x.ndim == 0:
         return x
     missing = _missing(x)
     if missing:
-        xp = x.__array_namespace__()
         zeros = xp.broadcast_to(xp.zeros_like(x[..., :1]), (*x.shape[:-1], missing))
-        return xp.concat([x, zeros], axis=-1)
+        return xp.concatenate([x, zeros], axis=-1)
     strides = getattr(x, "strides", None)  # an array of JAX has none, and is contiguous
     return x if strides is None or strides[-1] == x.itemsize else x.copy()
+
+
+def _module(x: Any) -> Any:
+    """The module of NumPy, CuPy or JAX whose functions take the array; None for anything else."""
+    package = type(x).__module__.partition(".")[0]
+    if package in ("numpy", "cupy"):  # not every CuPy has __array_namespace__
+        return sys.modules[package]
+    return x.__array_namespace__() if hasattr(x, "__array_namespace__") else None
 
 
 def _missing(x: Any) -> int:

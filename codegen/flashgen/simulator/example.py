@@ -237,10 +237,10 @@ def _kv_heads(variant: Variant, shape: Shape) -> int:
 def _check_window(variant: Variant, window: Window | None) -> None:
     if window is None:
         return
-    if variant.mask_type != "local":
+    if variant.mask_type not in ("local", "dense"):
         raise BadParam(
             f"window is {window}, and {variant.name} has mask type {variant.mask_type}; "
-            "a window needs a variant of mask type local"
+            "a window needs a variant of mask type local or dense"
         )
     if min(window) < -1:
         raise BadParam(f"window is {window}; each side must be -1 (no bound), 0 or more")
