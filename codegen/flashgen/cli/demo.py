@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flashgen.cli.options import json_option, load_variants
+from flashgen.cli.options import json_option, variants_on_offer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -149,7 +149,7 @@ def _place() -> tuple[Device | None, str]:
     except NoCompilerError as error:
         return None, str(error)
     here = device(0)
-    if not any(runs_on(variant, here) for variant in load_variants(None)):
+    if not any(runs_on(variant, here) for variant in variants_on_offer()):
         return None, f"no kernel runs on {here}"
     return here, ""
 
@@ -179,7 +179,7 @@ def _call(case: Case, gpu: Device | None) -> Call:
         for heads in (case.heads_q, case.heads_kv, case.heads_kv)
     )
     problem = normalise(view(q, "q"), view(k, "k"), view(v, "v"), **case.options)
-    variants = load_variants(None)
+    variants = variants_on_offer()
     if gpu:
         return Call(case, (q, k, v), problem, dispatch(problem, gpu, variants))
     axes = {"head_dim": case.head_dim, "dtype": case.dtype, "mask_type": problem.mask_type, "gqa": case.gqa}

@@ -331,13 +331,13 @@ def _typical_variant(here: Device) -> Variant:
     """What dispatch takes for a causal fp16 call of 4,096 tokens, 16 heads and head_dim 128."""
     import numpy as np
 
-    from flashgen.cli.options import load_variants
+    from flashgen.cli.options import variants_on_offer
     from flashgen.operators.attention import normalise
     from flashgen.runtime.arrays import view
     from flashgen.schedule.dispatch import select
 
     q = view(np.empty((1, 4096, 16, 128), np.float16), "q")  # never touched, so no memory behind it
-    return select(normalise(q, q, q, causal=True), here, load_variants(None))
+    return select(normalise(q, q, q, causal=True), here, variants_on_offer())
 
 
 def _version_of(distribution: str) -> str | None:

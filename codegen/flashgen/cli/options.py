@@ -111,6 +111,11 @@ def load_variants(specs: Path | None, cache: CubinCache | None = None) -> tuple[
     return (*plain, *load_scores(specs).of(plain))
 
 
+def variants_on_offer() -> tuple[Variant, ...]:
+    """Those that dispatch chooses among where a call asks for no family by name."""
+    return tuple(variant for variant in load_variants(None) if not variant.on_request)
+
+
 def chosen_variants(
     specs: Path | None,
     selections: Sequence[str],
