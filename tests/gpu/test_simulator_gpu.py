@@ -17,7 +17,7 @@ from flashgen.runtime.device import device
 from flashgen.runtime.launch import bind
 from flashgen.schedule.dispatch import runs_on
 from flashgen.simulator import hostcompiler
-from flashgen.simulator.example import make, run
+from flashgen.simulator.example import make, run_steps
 from flashgen.simulator.library import load
 from flashgen.source.render import render
 from simulator.covering import VARIANTS, covering, shapes
@@ -46,15 +46,18 @@ def test_simulator_and_gpu_agree(variant):
     if reason := hostcompiler.why_unavailable():
         pytest.skip(reason)
     seed = secrets.randbits(32)
+    libraries = [load(render(step), step.name) for step in variant.steps]
     for shape in shapes(variant):
         example = make(variant, shape, seed)
         copies = [on_gpu(x) if x is not None else None for x in example.arrays]
-        run(load(render(variant), variant.name), variant, example, seed=seed, device=gpu)
+        run_steps(libraries, variant, example, seed=seed, device=gpu)
 
         import cupy
 
         launcher = bind(example.problem, variant, gpu)
-        work = launcher.at(tuple(copy[1] if copy else 0 for copy in copies), example.problem)
+        workspace = cupy.full(max(1, launcher.workspace_bytes), 0xFF, cupy.uint8)
+        pointers = (*(copy[1] if copy else 0 for copy in copies), workspace.data.ptr)
+        work = launcher.at(pointers, example.problem)
         work((None,) * 6, cupy.cuda.get_current_stream().ptr)
         _, _, _, _, out, lse = copies
         back = out[0].get()
