@@ -112,7 +112,6 @@ from flashgen.toolchain import compile
 compile.installed_version = lambda: None
 from flashgen.arch import typical
 from flashgen.api import _shaped, _specs_for
-from flashgen.operators import ATTENTION
 from flashgen.errors import NoCompilerError
 from flashgen.runtime import kernel
 from flashgen.schedule.dispatch import offers, select
@@ -120,7 +119,7 @@ from flashgen.toolchain.obtain import own_arch, recall
 
 h100 = typical("sm_90")
 specs = _specs_for(h100)
-problem = _shaped(ATTENTION, {"q": (1, 4096, 2, 64), "causal": True}, sys.argv[1])
+problem = _shaped({"q": (1, 4096, 2, 64), "causal": True}, sys.argv[1])
 variant = select(problem, h100, offers(problem, h100, specs))
 compiled = recall(variant, own_arch(variant, h100))
 print(variant.name, compiled and compiled.cubin[:4] == b"\\x7fELF", "yaml" in sys.modules)

@@ -104,13 +104,13 @@ def find_one(variants: Sequence[Variant], name: str) -> Variant:
 
 
 def find_by_axes(variants: Sequence[Variant], wanted: Mapping[str, str | int]) -> tuple[Variant, ...]:
-    """The variants whose keys have the wanted values: those of families on request last, default tiles first,
-    then in spec order.
+    """The variants whose keys have the wanted values: those of families on request last, those for few rows
+    ahead of them, default tiles first, then in spec order.
 
     Raises SelectionError for an unknown key or value, and where no variant has all of them.
     """
     found = select(variants, [" ".join(f"{key}={value}" for key, value in wanted.items())])
-    return tuple(sorted(found, key=lambda variant: (variant.on_request, variant.tile_name != "")))
+    return tuple(sorted(found, key=lambda v: (v.on_request, v.rows_at_most is not None, v.tile_name != "")))
 
 
 def _matches(
