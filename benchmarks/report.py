@@ -231,7 +231,7 @@ def _by_length(files: list[Path], options: Options) -> list[str]:
 def _chart(files: list[Path], options: Options) -> list[str]:
     (file,) = files
     picture = f"../benchmarks/results/{file.with_suffix('.png').name}"
-    return [f"![TFLOP/s against sequence length, one line per peer]({picture})"]
+    return [f"![flashgen bench {file.stem}: the rate of each peer]({picture})"]
 
 
 def _summary(files: list[Path], options: Options) -> list[str]:
