@@ -23,7 +23,6 @@ MANY_PARTS = Shape(seqlen_q=1, seqlen_kv=5200, heads=2, kv_heads=1, spread=8.0)
 # More rows than the step that combines has thread blocks.
 MANY_ROWS = Shape(seqlen_q=1, seqlen_kv=2500, heads=16, kv_heads=2, batch=4)
 
-UNSEEN = ("uninitialised shared memory",)
 UNWAITED = ("dependency",)
 
 FAULTS = (
@@ -178,7 +177,7 @@ FAULTS = (
         "sent before every group has finished with the stage",
         DECODE,
         SPLIT,
-        (*RACE, *UNSEEN),
+        ASYNC,
         "barrier_sync(kThreads);  // every group has finished with that stage, and with Q",
         "",
         multiprocessors=3,

@@ -70,6 +70,7 @@ def test_what_is_compiled_is_the_generated_file_byte_for_byte(compiler, tmp_path
 
 def test_a_kernel_in_the_cache_is_not_compiled_again(compiler, tmp_path, monkeypatch):
     source, cache = render(PLAIN), CubinCache(tmp_path)
+    monkeypatch.setattr(library, "_loaded", {})  # whatever ran before in this process
     library.load(source, PLAIN.name, cache)
     monkeypatch.setattr(library, "_loaded", {})
     monkeypatch.setattr(hostcompiler, "build", None)
