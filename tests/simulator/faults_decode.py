@@ -24,6 +24,7 @@ MANY_PARTS = Shape(seqlen_q=1, seqlen_kv=5200, heads=2, kv_heads=1, spread=8.0)
 MANY_ROWS = Shape(seqlen_q=1, seqlen_kv=2500, heads=16, kv_heads=2, batch=4)
 
 UNWAITED = ("dependency",)
+UNSEEN = ("uninitialised shared memory",)
 
 FAULTS = (
     # Shares.
