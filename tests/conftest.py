@@ -5,13 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from fake_gpu import H200, Binding, Driver
 from flashgen.spec.load import load_spec
 
 # How long an example takes says more of the machine than of the code.
-settings.register_profile("flashgen", deadline=None)
+settings.register_profile("flashgen", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("flashgen")
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         TemplateWarning,
         TunedWarning,
     )
+    from flashgen.kvcache import KVCache
     from flashgen.parts import cascade, merge
     from flashgen.runtime.plans import Plan
 
@@ -46,6 +47,7 @@ __all__ = [
     "FlashgenError",
     "InsufficientWorkspace",
     "InternalError",
+    "KVCache",
     "NoBindingError",
     "NoCompilerError",
     "NoHostCompilerError",
@@ -64,6 +66,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "KVCache": "flashgen.kvcache",
     "Plan": "flashgen.runtime.plans",
     "attention": "flashgen.api",
     "cascade": "flashgen.parts",

@@ -14,9 +14,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from flashgen import logs
-from flashgen.errors import BadParam, DeviceTypeNotSupported
+from flashgen.errors import BadParam, DeviceTypeNotSupported, NullPointer
+from flashgen.kvcache import KVCache
 from flashgen.operators.arguments import dtype_name, view_of_shape
-from flashgen.operators.attention import ATTENTION, operator_for, sees_no_later_key
+from flashgen.operators.attention import operator_for, sees_no_later_key
+from flashgen.operators.varlen import operator_for as varlen_for
 from flashgen.runtime import arrays
 from flashgen.runtime.plans import Plan, run_adopted
 
@@ -42,7 +44,7 @@ _plans_lock = threading.Lock()
 def attention(
     q: Any,
     k: Any,
-    v: Any,
+    v: Any = None,
     *,
     causal: bool = False,
     mask: Any = None,
@@ -53,6 +55,11 @@ def attention(
     alibi_slopes: Any = None,
     score: str | Sequence[str] | None = None,
     params: Mapping[str, Any] | None = None,
+    kv_lengths: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
     out: Any = None,
     return_lse: bool = False,
     stream: Any = None,
@@ -68,7 +75,8 @@ def attention(
         and a multiple of 8 (of 4 for fp32). Any strides, but the last dimension is contiguous and rows are
         16-byte aligned.
     k: (batch, seqlen_kv, num_heads_kv, head_dim), of the dtype and device of q. num_heads_kv divides
-        num_heads_q: query head h reads kv head h // (num_heads_q // num_heads_kv).
+        num_heads_q: query head h reads kv head h // (num_heads_q // num_heads_kv). Or a ``KVCache``, without
+        v.
     v: (batch, seqlen_kv, num_heads_kv, head_dim_v), likewise; head_dim_v may be another than head_dim and is
         bound by the same rules.
     causal: hide key j from query i unless j <= i + seqlen_kv - seqlen_q; the same as mask_type 3.
@@ -89,10 +97,18 @@ def attention(
         FLASHGEN_SPECS, or several names, of which each takes the scores that the one before it made.
     params: the numbers and arrays of ``score``, by name. Numbers may differ from call to call without
         compiling anew; arrays are of the kind and on the device of q.
+    kv_lengths: (batch,), int32, on the device of q: sequence b has the keys [0, kv_lengths[b]) of k and v,
+        and what lies behind them is not read. Masks and windows align with the end of each sequence, in
+        place of seqlen_kv. Nothing on the host reads lengths, so a captured graph takes those of its replay.
+    cu_seqlens_q: (batch + 1,), int32, on the device of q: sequences are packed, q and out have the shape
+        (tokens, num_heads_q, head_dim), and sequence b has the rows [cu_seqlens_q[b], cu_seqlens_q[b + 1]).
+    cu_seqlens_kv: the same for k and v. Not with kv_lengths.
+    max_seqlen_q, max_seqlen_kv: bounds of the lengths of sequences, which fix grids; by default what the
+        arrays hold. Rows of a sequence past max_seqlen_q may stay unwritten.
     out: receives the result: (batch, seqlen_q, num_heads_q, head_dim_v), or without batch, of the dtype and
         device of q, in memory that no other argument touches. Not for JAX, whose arrays cannot be written to.
     return_lse: also return the logarithm (base e) of each row's sum of exponentials: fp32,
-        (batch, num_heads_q, seqlen_q), or without batch.
+        (batch, num_heads_q, seqlen_q), or without batch; (num_heads_q, tokens) where queries are packed.
     stream: where to queue the work: a CuPy or PyTorch stream, a CUDA handle, or None for the current stream
         of the library of q. JAX has no public stream: its arrays are handed over by DLPack, both ways, on
         CuPy's current stream. Nothing waits for the GPU, and the call can be captured in a CUDA graph once
@@ -109,15 +125,17 @@ def attention(
     Raises a FlashgenError, before anything is queued or written: BadParam, BadTensorShape, BadTensorDtype,
     BadTensorStrides, NullPointer, DeviceTypeNotSupported, NoCompilerError, or CompileError.
     """
-    given, options = (q, k, v, mask, out, None), (causal, mask_type, window_size, return_lse)
-    asked = _asked(given, options, softmax_scale, softcap, alibi_slopes, score, params)
+    of_score = softcap, alibi_slopes, score, params
+    lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
+    options = causal, mask_type, window_size, return_lse
+    asked = _asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
     return _call(*asked, stream, backend, algorithm)
 
 
 def plan(
     q: Any,
     k: Any,
-    v: Any,
+    v: Any = None,
     *,
     causal: bool = False,
     mask: Any = None,
@@ -128,6 +146,11 @@ def plan(
     alibi_slopes: Any = None,
     score: str | Sequence[str] | None = None,
     params: Mapping[str, Any] | None = None,
+    kv_lengths: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
     out: Any = None,
     return_lse: bool = False,
     backend: str | None = None,
@@ -141,28 +164,57 @@ def plan(
     their names in the spec: ``cap`` of softcap, ``slope`` of ALiBi. Arrays are needed for each call, numbers
     are those given here unless a call has others.
     """
-    given, options = (q, k, v, mask, out, None), (causal, mask_type, window_size, return_lse)
-    asked = _asked(given, options, softmax_scale, softcap, alibi_slopes, score, params)
+    of_score = softcap, alibi_slopes, score, params
+    lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
+    options = causal, mask_type, window_size, return_lse
+    asked = _asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
     return _plan(*asked, backend, algorithm)
 
 
 def _asked(
-    given: tuple[Any, ...],
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    out: Any,
     options: tuple[Any, ...],
     softmax_scale: float | None,
-    softcap: float | None,
-    alibi_slopes: Any,
-    score: str | Sequence[str] | None,
-    params: Mapping[str, Any] | None,
+    of_score: tuple[Any, ...],
+    lengths: tuple[Any, ...],
 ) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
     """The operator that a call asks for, with its arrays, options and scalars. Raises BadParam."""
-    if softcap is None and alibi_slopes is None and score is None and params is None:
-        return ATTENTION, given, (*options, None), (softmax_scale,)
-    modification, arrays_of_score, of_score = _modification(
-        softcap, alibi_slopes, score, params, sees_no_later_key(*options[:3])
-    )
-    operator = operator_for(modification)
-    return operator, (*given, *arrays_of_score), (*options, modification), (softmax_scale, *of_score)
+    modification, arrays_of_score, scalars = None, (), (softmax_scale,)
+    softcap, alibi_slopes, score, params = of_score
+    if softcap is not None or alibi_slopes is not None or score is not None or params is not None:
+        modification, arrays_of_score, of_score = _modification(
+            softcap, alibi_slopes, score, params, sees_no_later_key(*options[:3])
+        )
+        scalars = (softmax_scale, *of_score)
+    kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv = lengths
+    index = pages = None
+    if v is None and type(k) is KVCache:
+        if kv_lengths is not None or cu_seqlens_kv is not None:
+            raise BadParam(
+                "kv_lengths or cu_seqlens_kv was given with a KVCache, which has lengths of its own"
+            )
+        k, v, kv_lengths, pages, index = k.k, k.v, k.lengths, k.pages, k.index
+        if kv_lengths is None:
+            raise NullPointer("lengths of the KVCache is None; expected an int32 array, (batch,)")
+    elif kv_lengths is None and cu_seqlens_q is None and cu_seqlens_kv is None:
+        if max_seqlen_q is not None or max_seqlen_kv is not None:
+            raise BadParam(
+                "max_seqlen_q or max_seqlen_kv was given, but no lengths; they are bounds of kv_lengths, "
+                "cu_seqlens_q and cu_seqlens_kv"
+            )
+        given = (q, k, v, mask, out, None, *arrays_of_score)
+        return operator_for(modification), given, (*options, modification), scalars
+    if mask is not None:
+        raise BadParam(
+            "a mask was given with lengths; sequences of several lengths take causal or window_size"
+        )
+    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, kv_lengths, index, pages, out, None, *arrays_of_score)
+    options = (*options, max_seqlen_q, max_seqlen_kv, modification)
+    return varlen_for(modification), given, options, scalars
 
 
 def _modification(
@@ -308,12 +360,28 @@ def _shaped(given: dict[str, Any], dtype: str) -> Problem:
     default as q, and v as k.
     """
     dtype = dtype_name(dtype)
-    operator, given = _with_modification(given)
-    k = given["q"] if given.get("k") is None else given["k"]
-    given = given | {"k": k, "v": k if given.get("v") is None else given["v"]}
+    defaults = {name: each.default for name, each in inspect.signature(attention).parameters.items()}
+    known = defaults.keys() - {"stream", "backend", "algorithm"}
+    unknown = given.keys() - known
+    if unknown:
+        raise BadParam(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(known))}")
+    call = defaults | given
+    if call["k"] is inspect.Parameter.empty or call["k"] is None:
+        call["k"] = call["q"]
+    if call["v"] is None and type(call["k"]) is not KVCache:
+        call["v"] = call["k"]
+    operator, given_arrays, options, scalars = _asked(
+        *(call[name] for name in ("q", "k", "v", "mask", "out")),
+        tuple(call[name] for name in ("causal", "mask_type", "window_size", "return_lse")),
+        call["softmax_scale"],
+        tuple(call[name] for name in ("softcap", "alibi_slopes", "score", "params")),
+        tuple(
+            call[name]
+            for name in ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
+        ),
+    )
     views = []
-    for argument in operator.arguments:
-        x = given.get(argument.name)
+    for argument, x in zip(operator.arguments, given_arrays, strict=True):
         if x is None:
             views.append(None)
         elif isinstance(x, tuple | list) and all(isinstance(extent, int) for extent in x):
@@ -321,29 +389,7 @@ def _shaped(given: dict[str, Any], dtype: str) -> Problem:
         else:
             view = arrays.view(arrays.adopt(x, argument.name), argument.name)
             views.append(dataclasses.replace(view, device=0))
-    defaults = {name: each.default for name, each in inspect.signature(attention).parameters.items()}
-    known = {*operator.positions, *operator.options, *operator.scalars}
-    unknown = given.keys() - known
-    if unknown:
-        raise BadParam(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(known))}")
-    options = tuple(given.get(name, defaults[name]) for name in operator.options)
-    return operator.normalise(views, options, tuple(given.get(name) for name in operator.scalars))
-
-
-def _with_modification(given: dict[str, Any]) -> tuple[Operator, dict[str, Any]]:
-    """The operator of a call, and its keywords with what they say of a score modification in the operator's
-    words.
-    """
-    words = ("softcap", "alibi_slopes", "score", "params")
-    of_score = {name: given.get(name) for name in words}
-    rest = {name: x for name, x in given.items() if name not in words}
-    if all(x is None for x in of_score.values()):
-        return ATTENTION, rest
-    mask = (rest.get("causal", False), rest.get("mask_type"), rest.get("window_size", (-1, -1)))
-    score, score_arrays, numbers = _modification(*of_score.values(), sees_no_later_key(*mask))
-    named = dict(zip((param.name for param in score.arrays), score_arrays, strict=True))
-    named |= zip((param.name for param in score.scalars), numbers, strict=True)
-    return operator_for(score), rest | named | {"score": score}
+    return operator.normalise(views, options, scalars)
 
 
 def call(operator: Operator, given: tuple[Any, ...], *, stream: Any, backend: str | None) -> Any:

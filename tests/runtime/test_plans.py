@@ -58,7 +58,7 @@ ADDRESSES = st.tuples(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     st.lists(ADDRESSES, min_size=1, max_size=3).flatmap(
         lambda few: st.lists(st.sampled_from(few), max_size=8)

@@ -29,7 +29,7 @@ MASKED_WINDOW = Shape(seqlen_q=200, seqlen_kv=400, heads=1, window=(150, 20))
 NOTHING_LEFT = Shape(seqlen_q=700, seqlen_kv=100, heads=1, window=(30, 30), top_left=True)
 # Scores of a standard deviation of 8, so that the running maximum moves.
 WIDE = Shape(seqlen_q=130, seqlen_kv=600, heads=1, spread=8.0)
-STEEP = Shape(seqlen_q=130, seqlen_kv=600, heads=1, spread=40.0)
+STEEP = Shape(seqlen_q=130, seqlen_kv=600, heads=4, spread=40.0)
 
 ASYNC = ("race", "copy in flight", "uninitialised shared memory")
 STUCK = ("deadlock",)

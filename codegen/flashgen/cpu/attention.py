@@ -74,7 +74,7 @@ class Runner:
 def _run(problem: Problem, arrays: Arrays, stream: int) -> None:
     check_writable(problem, arrays)
     q, k, v, mask, out, lse, *score_arrays = (None if x is None else host_array(x) for x in arrays)
-    attention(problem, q, k, v, mask, out=out, lse=lse, score_arrays=score_arrays)
+    attention(problem, q, k, v, mask, out=out, lse=lse, score=modification(problem, score_arrays))
 
 
 def attention(
@@ -86,13 +86,15 @@ def attention(
     *,
     out: np.ndarray | None = None,
     lse: np.ndarray | None = None,
-    score_arrays: Sequence[np.ndarray] = (),
+    score: ScoreOfCall | None = None,
+    first_batch: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """``(out, lse)`` of a problem, computed in float32.
 
     q, k, v and mask have the shapes of the contract; bfloat16 elements are of ml_dtypes, or their bits in
     uint16. ``out`` (``problem.out_shape``; rounded to its own dtype, or to bfloat16 bits where q has these)
-    and ``lse`` receive the results; where they are missing, arrays of float32 are made.
+    and ``lse`` receive the results; where they are missing, arrays of float32 are made. ``score`` is the
+    `modification` of a call; its batch entries are counted from ``first_batch``.
     """
     if out is None:
         out = np.empty(problem.out_shape, np.float32)
@@ -110,7 +112,7 @@ def attention(
         for head in range(problem.num_heads_kv)
         for start in range(0, problem.seqlen_q, block)
     ]
-    attend = partial(_attend, problem, q4, k4, v4, mask, out4, lse3, _modification(problem, score_arrays))
+    attend = partial(_attend, problem, q4, k4, v4, mask, out4, lse3, score, first_batch)
     pairs = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_kv
     work = pairs * (problem.head_dim + problem.head_dim_v)
     threads = min(len(tasks), processors())
@@ -133,7 +135,8 @@ def _attend(
     mask: np.ndarray | None,
     out: np.ndarray,
     lse: np.ndarray,
-    modification: ScoreOfCall | None,
+    score: ScoreOfCall | None,
+    first_batch: int,
     task: tuple[int, int, int, int],
 ) -> None:
     """One block of query rows of the heads that share one kv head."""
@@ -161,10 +164,9 @@ def _attend(
                 continue
         keys = widened(k[batch, first:last, kv_head], problem.dtype, np.float32)
         scores = queries @ keys.T
-        if modification is not None:
-            at = modification.at(
-                batch, np.arange(heads.start, heads.stop)[:, None, None], rows, np.arange(first, last)
-            )
+        if score is not None:
+            group_heads = np.arange(heads.start, heads.stop)[:, None, None]
+            at = score.at(first_batch + batch, group_heads, rows, np.arange(first, last))
             whole = scores.reshape(group, count, last - first)
             whole[...] = at.value(np, whole)
         if hidden is not None:
@@ -185,7 +187,7 @@ def _attend(
     _store(out[batch, start:stop, heads], result.reshape(group, count, width_v).transpose(1, 0, 2), problem)
 
 
-def _modification(problem: Problem, score_arrays: Sequence[np.ndarray]) -> ScoreOfCall | None:
+def modification(problem: Problem, score_arrays: Sequence[np.ndarray]) -> ScoreOfCall | None:
     """The score modification of a call; its numbers are single ones, so that scores stay single."""
     score = problem.score
     if score is None:

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from flashgen.operators.attention import ATTENTION
 from flashgen.operators.merge import MERGE
+from flashgen.operators.varlen import VARLEN
 
 if TYPE_CHECKING:
     from flashgen.operators.operator import Operator
 
 # By the name that a spec gives under ``operator``.
-OPERATORS: dict[str, Operator] = {operator.name: operator for operator in (ATTENTION, MERGE)}
+OPERATORS: dict[str, Operator] = {operator.name: operator for operator in (ATTENTION, VARLEN, MERGE)}

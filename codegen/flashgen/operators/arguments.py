@@ -30,7 +30,7 @@ ROW_ALIGNMENT = 16
 
 Strides = tuple[int, ...]
 # What a symbol is called in the name of a stride: q_row_stride, mask_head_stride.
-_STRIDE_WORDS = {"batch": "batch", "seqlen": "row", "num_heads": "head"}
+_STRIDE_WORDS = {"batch": "batch", "seqlen": "row", "rows": "row", "num_heads": "head"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class ArrayView:
 class Argument:
     """One array of an operator.
 
-    ``shape`` lists the symbols of its dimensions; a leading ``batch`` may be left out by the caller, an empty
+    ``shape`` lists the symbols of its dimensions; a leading batch may be left out by the caller, an empty
     shape is a scalar in device memory. ``dtypes`` are those allowed; none means the element type of the call.
     ``layout`` is "rows" (any strides, but the last dimension is contiguous and rows are aligned),
     "contiguous", or "broadcast" (from the right, as in NumPy, but for the last dimension, which is
@@ -72,6 +72,11 @@ class Argument:
     def symbols(self) -> tuple[str, ...]:
         """The symbols of the dimensions, in order."""
         return tuple(self.shape.split())
+
+    @property
+    def leads_with_batch(self) -> bool:
+        """Whether its first dimension is the batch, which a caller may leave out."""
+        return self.symbols[:1] in (("batch",), ("batch_q",), ("batch_kv",))
 
     @property
     def is_output(self) -> bool:
@@ -219,7 +224,7 @@ def check_array(argument: Argument, view: ArrayView, sizes: Mapping[str, int], e
     if argument.layout == "broadcast":
         check_broadcast(argument, view, expected)
         return
-    if view.shape != expected and (argument.symbols[:1] != ("batch",) or view.shape != expected[1:]):
+    if view.shape != expected and not (argument.leads_with_batch and view.shape == expected[1:]):
         raise BadTensorShape(f"{name} has shape {view.shape}; expected {expected}")
     check_strides(argument, view, DTYPE_BYTES[view.dtype])
 

@@ -129,17 +129,17 @@ class AttentionProblem(Problem):
 
     @property
     def return_lse(self) -> bool:
-        return self.strides[_LSE] is not None
+        return self.strides[self.operator.position("lse")] is not None
 
     @property
     def out_shape(self) -> tuple[int, ...]:
         """Shape of ``out``: that of ``q``, with the head dim of ``v``."""
-        return self.shape(_OUT)
+        return self.shape(self.operator.position("out"))
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
         """Shape of the log-sum-exp: (batch, num_heads_q, seqlen_q), without batch if ``q`` has none."""
-        return self.shape(_LSE)
+        return self.shape(self.operator.position("lse"))
 
     @property
     def empty(self) -> bool:
@@ -191,7 +191,7 @@ class AttentionProblem(Problem):
         softmax_scale, *rest = given
         if softmax_scale is None and self.score is None:
             return self
-        scale = self.softmax_scale if softmax_scale is None else _scale(softmax_scale, self.head_dim)
+        scale = self.softmax_scale if softmax_scale is None else scale_of(softmax_scale, self.head_dim)
         called = dataclasses.replace(self, softmax_scale=scale, score_scalars=self._score_scalars(rest))
         if called.score is not None:
             called.score.check(called._scalars_of_score() | {"softmax_scale": scale}, self.dtype)
@@ -241,15 +241,15 @@ def normalise(
     views = {"q": q, "k": k, "v": v}
     if out is not None:
         views["out"] = out
-    own = _score_views(score, score_arrays)
-    _check_devices((views if mask is None else views | {"mask": mask}) | own)
-    dtype = _check_dtypes(views)
+    own = score_views(score, score_arrays)
+    check_devices((views if mask is None else views | {"mask": mask}) | own)
+    dtype = check_dtypes(views)
     sizes = _check_shapes(q, k, v, out, dtype)
     for argument in ARGUMENTS:
         if argument.name in views:
             check_strides(argument, views[argument.name], DTYPE_BYTES[dtype])
     seqlen_q, seqlen_kv = sizes["seqlen_q"], sizes["seqlen_kv"]
-    kind, offset, left, right = _mask_semantics(
+    kind, offset, left, right = mask_semantics(
         causal, mask_type, window_size, mask is not None, seqlen_q, seqlen_kv
     )
     kind, offset, left, right = simplify(kind, seqlen_q, seqlen_kv, offset, left, right)
@@ -258,7 +258,7 @@ def normalise(
     given = views | {"mask": mask} | own
     absent = {"mask"} if mask is None else set()
     absent |= set() if return_lse else {"lse"}
-    score_sizes = _check_score_arrays(score, own, sizes)
+    score_sizes = check_score_arrays(score, own, sizes)
     problem = AttentionProblem(
         **sizes,
         dtype=dtype,
@@ -266,7 +266,7 @@ def normalise(
         diagonal_offset=offset,
         window_left=left,
         window_right=right,
-        softmax_scale=_scale(softmax_scale, sizes["head_dim"]),
+        softmax_scale=scale_of(softmax_scale, sizes["head_dim"]),
         strides=tuple(
             None
             if argument.name in absent
@@ -307,7 +307,7 @@ def simplify(
     return "dense" if mask_type == "dense" else kind, offset, left, right
 
 
-def _check_devices(views: dict[str, ArrayView]) -> None:
+def check_devices(views: dict[str, ArrayView]) -> None:
     first = views["q"]
     for name, view in views.items():
         if view.device != first.device:
@@ -320,7 +320,7 @@ def _place(view: ArrayView) -> str:
     return "in host memory" if view.device is None else f"on GPU {view.device}"
 
 
-def _check_dtypes(views: dict[str, ArrayView]) -> str:
+def check_dtypes(views: dict[str, ArrayView]) -> str:
     dtype = views["q"].dtype
     if dtype not in DTYPES:
         raise BadTensorDtype(f"q has dtype {dtype}; supported are {', '.join(DTYPES)}")
@@ -352,39 +352,47 @@ def _check_shapes(
         raise BadTensorShape(f"k has batch {batch_kv} but q has {batch}; they must be the same")
     if head_dim_kv != head_dim:
         raise BadTensorShape(f"k has head_dim {head_dim_kv} but q has {head_dim}; they must be the same")
-    step = ROW_ALIGNMENT // DTYPE_BYTES[dtype]
-    head_dim_v = v.shape[-1]
-    for name, width in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
-        if not 1 <= width <= MAX_HEAD_DIM or width % step:
-            raise BadTensorShape(
-                f"{name} is {width}; {dtype} needs a multiple of {step} from {step} to {MAX_HEAD_DIM}"
-            )
-    if heads_kv < 1 or heads_q < 1 or heads_q % heads_kv:
-        raise BadTensorShape(
-            f"q has {heads_q} heads, k has {heads_kv}; those of q must be a positive multiple of those of k"
-        )
-    for name, seqlen in (("q", seqlen_q), ("k", seqlen_kv)):
-        if seqlen > MAX_SEQLEN:
-            raise BadTensorShape(
-                f"{name} has sequence length {seqlen}; the longest supported is {MAX_SEQLEN}"
-            )
-    out_shape = (*q.shape[:-1], head_dim_v)
-    if out is not None and out.shape != out_shape:
-        raise BadTensorShape(
-            f"out has shape {out.shape}; expected that of q with the last dimension of v, {out_shape}"
-        )
-    return {
+    sizes = {
         "batch": batch,
         "seqlen_q": seqlen_q,
         "seqlen_kv": seqlen_kv,
         "num_heads_q": heads_q,
         "num_heads_kv": heads_kv,
         "head_dim": head_dim,
-        "head_dim_v": head_dim_v,
+        "head_dim_v": v.shape[-1],
     }
+    check_extents(sizes, dtype)
+    out_shape = (*q.shape[:-1], sizes["head_dim_v"])
+    if out is not None and out.shape != out_shape:
+        raise BadTensorShape(
+            f"out has shape {out.shape}; expected that of q with the last dimension of v, {out_shape}"
+        )
+    return sizes
 
 
-def _mask_semantics(
+def check_extents(sizes: Mapping[str, int], dtype: str) -> None:
+    """That there are kernels for head dims, heads and lengths such as these. Raises BadTensorShape."""
+    step = ROW_ALIGNMENT // DTYPE_BYTES[dtype]
+    for name in ("head_dim", "head_dim_v"):
+        width = sizes[name]
+        if not 1 <= width <= MAX_HEAD_DIM or width % step:
+            raise BadTensorShape(
+                f"{name} is {width}; {dtype} needs a multiple of {step} from {step} to {MAX_HEAD_DIM}"
+            )
+    heads_q, heads_kv = sizes["num_heads_q"], sizes["num_heads_kv"]
+    if heads_kv < 1 or heads_q < 1 or heads_q % heads_kv:
+        raise BadTensorShape(
+            f"q has {heads_q} heads, k has {heads_kv}; those of q must be a positive multiple of those of k"
+        )
+    for name, symbol in (("q", "seqlen_q"), ("k", "seqlen_kv")):
+        seqlen = sizes[symbol]
+        if seqlen > MAX_SEQLEN:
+            raise BadTensorShape(
+                f"{name} has sequence length {seqlen}; the longest supported is {MAX_SEQLEN}"
+            )
+
+
+def mask_semantics(
     causal: bool,
     mask_type: int | str | None,
     window_size: tuple[int, int],
@@ -392,7 +400,7 @@ def _mask_semantics(
     seqlen_q: int,
     seqlen_kv: int,
 ) -> tuple[str, int, int, int]:
-    name = _mask_type_name(mask_type)
+    name = mask_type_name(mask_type)
     if name == "dense" and not has_mask:
         raise NullPointer("mask_type 'dense' needs mask, which is None")
     if causal:
@@ -428,7 +436,7 @@ def sees_no_later_key(causal: bool, mask_type: int | str | None, window_size: An
     return isinstance(window_size, (tuple, list)) and len(window_size) == 2 and window_size[1] == 0
 
 
-def _mask_type_name(mask_type: int | str | None) -> str | None:
+def mask_type_name(mask_type: int | str | None) -> str | None:
     if mask_type is None or mask_type in MASK_TYPES:
         return mask_type
     try:
@@ -450,7 +458,7 @@ def _window(window_size: Any) -> tuple[int, int]:
     return left, right
 
 
-def _scale(softmax_scale: float | None, head_dim: int) -> float:
+def scale_of(softmax_scale: float | None, head_dim: int) -> float:
     if softmax_scale is None:
         return head_dim**-0.5
     if not isinstance(softmax_scale, numbers.Real):
@@ -474,7 +482,7 @@ def _check_mask(mask: ArrayView, sizes: Mapping[str, int]) -> None:
     check_broadcast(argument, mask, argument.extents(sizes))
 
 
-def _score_views(score: Score | None, given: Sequence[ArrayView | None]) -> dict[str, ArrayView]:
+def score_views(score: Score | None, given: Sequence[ArrayView | None]) -> dict[str, ArrayView]:
     """The arrays of a score modification by their names."""
     if score is None:
         return {}
@@ -488,7 +496,7 @@ def _score_views(score: Score | None, given: Sequence[ArrayView | None]) -> dict
     return views
 
 
-def _check_score_arrays(
+def check_score_arrays(
     score: Score | None, views: Mapping[str, ArrayView], sizes: Mapping[str, int]
 ) -> tuple[tuple[str, int], ...]:
     """That each array of a score modification fits, and the sizes of the symbols that are its own."""
@@ -563,4 +571,4 @@ def operator_for(score: Score | None) -> Operator:
     return ATTENTION if score is None else _modified(score)
 
 
-_MASK, _OUT, _LSE = (ATTENTION.position(name) for name in ("mask", "out", "lse"))
+_MASK = ATTENTION.position("mask")

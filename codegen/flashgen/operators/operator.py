@@ -80,7 +80,7 @@ class Problem:
         """The shape of an argument as the caller has it: without batch where the caller left that out."""
         argument = self.operator.arguments[position]
         extents = argument.extents(self.sizes)
-        return extents if self.batched or argument.symbols[:1] != ("batch",) else extents[1:]
+        return extents if self.batched or not argument.leads_with_batch else extents[1:]
 
     def wanted(self) -> str:
         """What a variant has to be to compute it, for a message: ``head_dim 64, dtype fp16, ...``."""

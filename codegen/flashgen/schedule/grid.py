@@ -49,9 +49,15 @@ def row_blocks(problem: Problem, variant: Variant) -> int:
 
 
 def tiles(problem: Problem, variant: Variant) -> int:
-    """Tiles of the grid."""
+    """Tiles of the grid. In a grid of sequences they are the most that there can be: each sequence has one
+    that is not whole.
+    """
     sizes = extents(problem, variant)
-    return math.prod(-(-sizes[dimension] // tile) for dimension, tile in variant.grid.covers)
+    count = math.prod(-(-sizes[dimension] // tile) for dimension, tile in variant.grid.covers)
+    if variant.grid.schedule == "sequences":
+        whole = sizes["sequence_rows"] // variant.grid.tile(ROWS)
+        count = min(count, (whole + sizes["batch"]) * sizes[HEADS])
+    return count
 
 
 def rows_ahead(problem: Problem, variant: Variant) -> int:

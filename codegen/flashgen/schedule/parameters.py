@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from flashgen.spec.variant import Variant
 
 _VECTOR_WIDTHS = {1: 1, 2: 1, 4: 4, 8: 8, 16: 16}
+_DIVISOR = "_divisor"
 _OF_SECTIONS = (
     "heads_per_section",
     "num_sections",
@@ -86,6 +87,10 @@ def parameters(
         "num_row_blocks_divisor": divisor(max(1, blocks)),
         "group_size_divisor": divisor(int(values.get("group_size", 1))),
     }
+    for name in {param.name for param in variant.params} - values.keys():
+        base = name.removesuffix(_DIVISOR)
+        if base != name and base in values:
+            values[name] = divisor(max(1, int(values[base])))
     if any(param.name in _OF_SECTIONS for param in variant.params):
         values |= _sections(problem, variant, device)
     if shares is not None:

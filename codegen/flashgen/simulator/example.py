@@ -130,14 +130,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> Example:
     not hold, a window where its mask type has none; and what the contract raises.
     """
     rng = np.random.default_rng(seed)
-    head_dim = variant.head_dim if shape.head_dim is None else shape.head_dim
-    head_dim_v = min(head_dim, variant.head_dim_v) if shape.head_dim_v is None else shape.head_dim_v
-    held = {"head_dim": (head_dim, variant.head_dim), "head_dim_v": (head_dim_v, variant.head_dim_v)}
-    for name, (width, most) in held.items():
-        if width > most:
-            raise BadParam(f"{name} is {width}, and {variant.name} holds at most {most}")
-    _check_window(variant, shape.window)
-    kv_heads = _kv_heads(variant, shape)
+    head_dim, head_dim_v, kv_heads = check_sizes(variant, shape)
     q_shape = (shape.batch, shape.seqlen_q, shape.heads, head_dim)
     k_shape = (shape.batch, shape.seqlen_kv, kv_heads, head_dim)
     v_shape = (shape.batch, shape.seqlen_kv, kv_heads, head_dim_v)
@@ -153,7 +146,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> Example:
     views = [view_of(x, variant.dtype) for x in (q, k, v, out)]
     sizes = {"batch": shape.batch, "num_heads_q": shape.heads}
     sizes |= {"seqlen_q": shape.seqlen_q, "seqlen_kv": shape.seqlen_kv}
-    score_arrays = _score_arrays(rng, variant.score, sizes)
+    score_arrays = score_arrays_of(rng, variant.score, sizes)
     problem = normalise(
         *views[:3],
         out=views[3],
@@ -161,9 +154,21 @@ def make(variant: Variant, shape: Shape, seed: int) -> Example:
         return_lse=shape.return_lse,
         score=variant.score,
         score_arrays=[view_of(x, _VIEWED[x.dtype.name]) for x in score_arrays],
-        score_scalars=_score_scalars(rng, variant.score),
+        score_scalars=score_scalars_of(rng, variant.score),
     )
     return Example(_masked(problem, variant, shape), q, k, v, mask, out, lse, score_arrays)
+
+
+def check_sizes(variant: Variant, shape: Shape) -> tuple[int, int, int]:
+    """head_dim, head_dim_v and kv heads of a problem for ``variant``. Raises BadParam as `make`."""
+    head_dim = variant.head_dim if shape.head_dim is None else shape.head_dim
+    head_dim_v = min(head_dim, variant.head_dim_v) if shape.head_dim_v is None else shape.head_dim_v
+    held = {"head_dim": (head_dim, variant.head_dim), "head_dim_v": (head_dim_v, variant.head_dim_v)}
+    for name, (width, most) in held.items():
+        if width > most:
+            raise BadParam(f"{name} is {width}, and {variant.name} holds at most {most}")
+    _check_window(variant, shape.window)
+    return head_dim, head_dim_v, _kv_heads(variant, shape)
 
 
 def run(
@@ -204,7 +209,7 @@ def run_steps(
     return tuple(next(reports) if step in taken else None for step in main.steps)
 
 
-def _score_arrays(
+def score_arrays_of(
     rng: np.random.Generator, score: Score | None, sizes: Mapping[str, int]
 ) -> tuple[np.ndarray, ...]:
     """Random arrays of a score modification; a dimension of its own has 1 to 20 elements."""
@@ -219,7 +224,7 @@ def _score_arrays(
     return tuple(found)
 
 
-def _score_scalars(rng: np.random.Generator, score: Score | None) -> tuple[float, ...]:
+def score_scalars_of(rng: np.random.Generator, score: Score | None) -> tuple[float, ...]:
     """Random numbers of a score modification, none of them 0."""
     kinds = [param.type for param in score.scalars] if score else []
     return tuple(int(rng.integers(1, 9)) if kind == "i32" else float(rng.uniform(0.5, 8)) for kind in kinds)

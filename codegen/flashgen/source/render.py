@@ -3,9 +3,9 @@
 Templates are Jinja with delimiters that leave C++ alone: ``//%`` starts a line statement, ``//#`` a comment,
 and ``${ x }`` prints a value; undefined names are errors. A template finds every axis and every tile key by
 name, and beside them ``header`` (the file's first comment), ``params_struct`` (the C struct), ``name``,
-``target``, ``element_bytes``, ``threads``, ``smem_bytes`` and ``variant``; of a score modification ``score``
-(its name, or None), ``score_functions`` (`source.scores`), and ``score_has_offset``, whether a part of it is
-left to the row (`operators.lowering`).
+``operator``, ``target``, ``element_bytes``, ``threads``, ``smem_bytes`` and ``variant``; of a score
+modification ``score`` (its name, or None), ``score_functions`` (`source.scores`), and ``score_has_offset``,
+whether a part of it is left to the row (`operators.lowering`).
 """
 
 from __future__ import annotations
@@ -194,6 +194,7 @@ def _context(form: Variant) -> dict[str, Any]:
         **_of_score(form),
         "variant": form,
         "name": form.name,
+        "operator": form.operator,
         "target": form.target,
         "header": header_comment(form),
         "params_struct": struct_text(form.params),

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# What the blocks of a launch do: one tile each; or, no more of them than run at a time, tile after tile, or
-# each an equal share of the KV blocks of all tiles.
-SCHEDULES = ("tile_per_block", "persistent", "shares")
+# What the blocks of a launch do: one tile each; the same, of sequences whose lengths the kernel finds; or, no
+# more of them than run at a time, tile after tile, or each an equal share of the KV blocks of all tiles.
+SCHEDULES = ("tile_per_block", "sequences", "persistent", "shares")
 
 # In the shape of a workspace array: the parts of tiles that the main step's shares may leave to combine.
 NUM_PARTS = "num_parts"

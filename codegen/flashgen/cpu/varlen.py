@@ -1,0 +1,74 @@
+"""``varlen`` on the CPU: the sequences one after another, each by `cpu.attention`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from flashgen.cpu import attention
+from flashgen.operators.sequences import sequences
+from flashgen.operators.varlen import ARGUMENTS, LENGTHS
+from flashgen.runtime.arrays import check_writable, host_array
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+
+    from flashgen.operators.varlen import VarlenProblem
+    from flashgen.runtime.plans import Arrays, Pointers, Work
+
+
+class Runner:
+    """Computes a problem at once, in the calling thread and helpers; see ``plans.Runner``."""
+
+    variant = None
+    steps = ()
+    workspace_bytes = 0
+
+    def at(self, pointers: Pointers, problem: VarlenProblem) -> Work:
+        return partial(_run, problem)
+
+
+def _run(problem: VarlenProblem, arrays: Arrays, stream: int) -> None:
+    check_writable(problem, arrays)
+    host = [None if x is None else host_array(x) for x in arrays]
+    named = dict(zip((argument.name for argument in ARGUMENTS), host, strict=False))
+    score_arrays = host[len(ARGUMENTS) :]
+    lengths = {name: named.pop(name) for name in LENGTHS}
+    varlen(problem, **named, lengths=lengths, score_arrays=score_arrays)
+
+
+def varlen(
+    problem: VarlenProblem,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray | None,
+    *,
+    lengths: dict[str, np.ndarray | None],
+    score_arrays: Sequence[np.ndarray] = (),
+) -> None:
+    """Compute ``out``, and ``lse`` if it is there, in float32. Arrays have the shapes of the contract,
+    ``lengths`` those of `varlen.LENGTHS`. Raises BadParam for lengths that contradict the arrays, before
+    anything is written.
+    """
+    q, out = (x[None] if problem.packed_q else x for x in (q, out))
+    k, v = (x[None] if problem.packed_kv else x for x in (k, v))
+    if lse is not None and problem.packed_q:
+        lse = lse[None]
+    whole = attention.modification(problem, score_arrays)
+    for sequence in sequences(problem, lengths):
+        own = problem.of_sequence(sequence.q_length, sequence.kv_length)
+        entry, rows = sequence.queries()
+        attention.attention(
+            own,
+            q[entry, rows][None],
+            sequence.keys(k)[None],
+            sequence.keys(v)[None],
+            out=out[entry, rows][None],
+            lse=None if lse is None else lse[entry, :, rows][None],
+            score=whole and whole._replace(offset=own.seqlen_kv - own.seqlen_q),
+            first_batch=sequence.number,
+        )

@@ -1,0 +1,425 @@
+"""The operator ``varlen``: attention over sequences whose lengths lie on the device, as int32.
+
+Queries are packed one sequence after another (``cu_seqlens_q``), or padded: all sequences have as many. Keys
+are packed (``cu_seqlens_kv``), padded (``kv_lengths``), rows of a cache (``index``), or pages of one
+(``pages``). Nothing on the host reads a length: a problem has bounds, which fix grids and workspaces.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer
+from flashgen.operators import attention
+from flashgen.operators.arguments import DTYPE_BYTES, Argument, check_strides, flag, place
+from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem, simplify
+from flashgen.operators.masks import UNBOUNDED
+from flashgen.operators.operator import Axis, Number, Operator, Problem, Value
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from flashgen.operators.arguments import ArrayView
+    from flashgen.operators.scores import Score
+
+# What a kernel knows of pages: the keys of a sequence are rows one after another, or lie in pages.
+PAGES = ("none", "paged")
+_INTEGERS = {"dtypes": ("int32",), "layout": "contiguous", "alignment": 4, "optional": True}
+
+ARGUMENTS = (
+    Argument("q", "input", "batch_q rows_q num_heads_q head_dim"),
+    Argument("k", "input", "batch_kv rows_kv num_heads_kv head_dim"),
+    Argument("v", "input", "batch_kv rows_kv num_heads_kv head_dim_v"),
+    Argument("cu_seqlens_q", "input", "boundaries", **_INTEGERS),
+    Argument("cu_seqlens_kv", "input", "boundaries", **_INTEGERS),
+    Argument("kv_lengths", "input", "batch", **_INTEGERS),
+    Argument("index", "input", "batch", **_INTEGERS),
+    Argument("pages", "input", "batch pages_per_sequence", **(_INTEGERS | {"layout": "rows"})),
+    Argument("out", "output", "batch_q rows_q num_heads_q head_dim_v"),
+    Argument(
+        "lse",
+        "output",
+        "batch_q num_heads_q rows_q",
+        dtypes=("fp32",),
+        layout="contiguous",
+        alignment=4,
+        optional=True,
+    ),
+)
+_SHAPES = {
+    "cu_seqlens_q": ("batch + 1",),
+    "cu_seqlens_kv": ("batch + 1",),
+    "pages": ("batch", "pages_per_sequence"),
+}
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_kv", "kv_lengths", "index", "pages")
+OPTIONS = (
+    "causal",
+    "mask_type",
+    "window_size",
+    "return_lse",
+    "max_seqlen_q",
+    "max_seqlen_kv",
+    "score",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VarlenProblem(AttentionProblem):
+    """One call with lengths on the device.
+
+    ``seqlen_q`` and ``seqlen_kv`` are bounds of the sequences' lengths; mask and window are those of a
+    sequence of these lengths, and move with the others' ends (`of_sequence`). ``batch_q`` and ``rows_q``,
+    ``batch_kv`` and ``rows_kv`` are the first two extents of the arrays: 1 and all tokens where sequences are
+    packed, pages and their size where there are pages.
+    """
+
+    batch_q: int
+    rows_q: int
+    batch_kv: int
+    rows_kv: int
+    pages_per_sequence: int
+
+    @property
+    def operator(self) -> Operator:
+        return operator_for(self.score)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        # Not super(): a class with slots is made anew, and the function would not know which.
+        return AttentionProblem.sizes.fget(self) | {
+            "batch_q": self.batch_q,
+            "rows_q": self.rows_q,
+            "batch_kv": self.batch_kv,
+            "rows_kv": self.rows_kv,
+            "boundaries": self.batch + 1,
+            "pages_per_sequence": self.pages_per_sequence,
+        }
+
+    @property
+    def empty(self) -> bool:
+        return self.batch * self.batch_q * self.rows_q == 0
+
+    @property
+    def packed_q(self) -> bool:
+        return self.strides[_CU_SEQLENS_Q] is not None
+
+    @property
+    def packed_kv(self) -> bool:
+        return self.strides[_CU_SEQLENS_KV] is not None
+
+    @property
+    def paged(self) -> bool:
+        return self.strides[_PAGES] is not None
+
+    @property
+    def capacity(self) -> int:
+        """The most keys that a sequence can have."""
+        return self.rows_kv * (self.pages_per_sequence if self.paged else 1)
+
+    def wanted(self) -> str:
+        return f"{AttentionProblem.wanted(self)}, pages {'paged' if self.paged else 'none'}"
+
+    def grid_extents(self, axes: Mapping[str, Value]) -> dict[str, int]:
+        """``sequence_rows`` are the rows of all sequences; ``query_rows`` the bound of one."""
+        extents = AttentionProblem.grid_extents(self, axes)
+        group = self.group_size if axes["gqa"] == "packed" else 1
+        return extents | {"sequence_rows": self.batch_q * self.rows_q * group}
+
+    def values(self, axes: Mapping[str, Value]) -> dict[str, Number]:
+        """``diagonal_offset`` is how far the diagonal of a sequence lies right of the one that ends with it;
+        ``page_size`` means something where there are pages.
+        """
+        return AttentionProblem.values(self, axes) | {
+            "diagonal_offset": self.shift,
+            "page_size": self.rows_kv,
+            "kv_capacity": self.capacity,
+        }
+
+    @property
+    def shift(self) -> int:
+        """How far the diagonal of a sequence lies right of the one that ends with it."""
+        return self.diagonal_offset - (self.seqlen_kv - self.seqlen_q) if self.mask_type == "causal" else 0
+
+    def of_sequence(self, q_length: int, kv_length: int) -> AttentionProblem:
+        """The problem of one sequence of these lengths, with contiguous arrays of its own."""
+        kind, offset, left, right = simplify(
+            "local",
+            q_length,
+            kv_length,
+            kv_length - q_length + self.shift,
+            self.window_left,
+            self.window_right,
+        )
+        sizes = AttentionProblem.sizes.fget(self) | {"batch": 1, "seqlen_q": q_length, "seqlen_kv": kv_length}
+        arguments = attention.operator_for(self.score).arguments
+        absent = {"mask"} if self.return_lse else {"mask", "lse"}
+        return AttentionProblem(
+            **{name: sizes[name] for name in _OWN_SIZES},
+            dtype=self.dtype,
+            mask_type=kind,
+            diagonal_offset=offset,
+            window_left=left,
+            window_right=right,
+            softmax_scale=self.softmax_scale,
+            strides=tuple(
+                None if each.name in absent else place(each, None, sizes, self.dtype).strides
+                for each in arguments
+            ),
+            score=self.score,
+            score_scalars=self.score_scalars,
+            score_sizes=self.score_sizes,
+        )
+
+
+def normalise(
+    q: ArrayView,
+    k: ArrayView,
+    v: ArrayView,
+    *,
+    cu_seqlens_q: ArrayView | None = None,
+    cu_seqlens_kv: ArrayView | None = None,
+    kv_lengths: ArrayView | None = None,
+    index: ArrayView | None = None,
+    pages: ArrayView | None = None,
+    out: ArrayView | None = None,
+    causal: bool = False,
+    mask_type: int | str | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    score: Score | None = None,
+    score_arrays: Sequence[ArrayView | None] = (),
+    score_scalars: Sequence[Any] = (),
+) -> VarlenProblem:
+    """The Problem of a call, or the error of the contract that it breaks. Arguments as in ``attention``.
+
+    Raises as `attention.normalise`.
+    """
+    causal, return_lse = flag("causal", causal), flag("return_lse", return_lse)
+    views = {"q": q, "k": k, "v": v} | ({} if out is None else {"out": out})
+    lengths = dict(zip(LENGTHS, (cu_seqlens_q, cu_seqlens_kv, kv_lengths, index, pages), strict=True))
+    given = {name: view for name, view in lengths.items() if view is not None}
+    own = attention.score_views(score, score_arrays)
+    attention.check_devices(views | given | own)
+    dtype = attention.check_dtypes(views)
+    _check_combination(given)
+    batch = _check_lengths(given, q)
+    sizes = _sizes(q, k, v, given, batch)
+    capacity = sizes["rows_kv"] * (sizes["pages_per_sequence"] if pages is not None else 1)
+    sizes["seqlen_q"] = _bound("max_seqlen_q", max_seqlen_q, sizes["rows_q"], cu_seqlens_q is None)
+    sizes["seqlen_kv"] = _bound("max_seqlen_kv", max_seqlen_kv, capacity, False)
+    attention.check_extents(sizes, dtype)
+    _check_out(out, q, v)
+    for argument in ARGUMENTS:
+        view = (views | given).get(argument.name)
+        if view is not None:
+            check_strides(argument, view, DTYPE_BYTES[view.dtype])
+    kind, offset, left, right = _band(causal, mask_type, window_size, sizes["seqlen_q"], sizes["seqlen_kv"])
+    absent = {name for name in LENGTHS if name not in given} | (set() if return_lse else {"lse"})
+    score_sizes = attention.check_score_arrays(score, own, sizes)
+    symbols = sizes | dict(score_sizes) | {"boundaries": batch + 1}
+    arrays = views | given | own
+    problem = VarlenProblem(
+        **sizes,
+        dtype=dtype,
+        mask_type=kind,
+        diagonal_offset=offset,
+        window_left=left,
+        window_right=right,
+        softmax_scale=attention.scale_of(softmax_scale, sizes["head_dim"]),
+        strides=tuple(
+            None
+            if argument.name in absent
+            else place(argument, arrays.get(argument.name), symbols, dtype).strides
+            for argument in operator_for(score).arguments
+        ),
+        batched=cu_seqlens_q is None,
+        device=q.device,
+        score=score,
+        score_scalars=tuple(math.nan for _ in score.scalars) if score else (),
+        score_sizes=score_sizes,
+    )
+    if any(value is not None for value in score_scalars):
+        return problem.with_scalars((None, *score_scalars))
+    return problem
+
+
+def _check_combination(given: Mapping[str, ArrayView]) -> None:
+    """That the arrays of lengths say one thing."""
+    if "cu_seqlens_kv" in given:
+        for other in ("kv_lengths", "index", "pages"):
+            if other in given:
+                raise BadParam(f"cu_seqlens_kv and {other} were given; packed keys have no {other}")
+    if "pages" in given and "index" in given:
+        raise BadParam("pages and index were given; each row of pages is a sequence's already")
+    for needs in ("pages", "index"):
+        if needs in given and "kv_lengths" not in given:
+            raise NullPointer(f"{needs} needs kv_lengths, the keys of each sequence, which is None")
+
+
+def _check_lengths(given: Mapping[str, ArrayView], q: ArrayView) -> int:
+    """That the arrays of lengths have their dtype and shape, and the batch, on which they agree."""
+    batches = {} if "cu_seqlens_q" in given or len(q.shape) != 4 else {"q": q.shape[0]}
+    for name, view in given.items():
+        if view.dtype != "int32":
+            raise BadTensorDtype(f"{name} has dtype {view.dtype}; expected int32")
+        expected = _SHAPES.get(name, ("batch",))
+        if len(view.shape) != len(expected):
+            raise BadTensorShape(f"{name} has shape {view.shape}; expected ({', '.join(expected)})")
+        if name.startswith("cu") and not view.shape[0]:
+            raise BadTensorShape(f"{name} has shape (0,); expected (batch + 1,), with a 0 ahead")
+        batches[name] = view.shape[0] - name.startswith("cu")
+    (first, batch), *others = batches.items()
+    for name, found in others:
+        if found != batch:
+            raise BadTensorShape(f"{name} is for a batch of {found} but {first} for one of {batch}")
+    return batch
+
+
+def _sizes(
+    q: ArrayView, k: ArrayView, v: ArrayView, given: Mapping[str, ArrayView], batch: int
+) -> dict[str, int]:
+    """The sizes of the symbols in the shapes of q, k, v and pages."""
+    layouts = {
+        "q": ("tokens", "num_heads_q") if "cu_seqlens_q" in given else ("batch", "seqlen_q", "num_heads_q"),
+        "k": ("tokens", "num_heads_kv")
+        if "cu_seqlens_kv" in given
+        else ("pages", "page_size", "num_heads_kv")
+        if "pages" in given
+        else ("batch", "capacity", "num_heads_kv"),
+    }
+    for name, view in (("q", q), ("k", k), ("v", v)):
+        layout = layouts["q" if name == "q" else "k"]
+        if len(view.shape) != len(layout) + 1:
+            raise BadTensorShape(
+                f"{name} has shape {view.shape}; with {', '.join(given)} it is "
+                f"({', '.join(layout)}, head_dim)"
+            )
+    if k.shape[:-1] != v.shape[:-1]:
+        raise BadTensorShape(
+            f"v has shape {v.shape} but k has {k.shape}; all but the last dimension must be the same"
+        )
+    batch_q, rows_q, heads_q, head_dim = q.shape if len(q.shape) == 4 else (1, *q.shape)
+    batch_kv, rows_kv, heads_kv, head_dim_kv = k.shape if len(k.shape) == 4 else (1, *k.shape)
+    if head_dim_kv != head_dim:
+        raise BadTensorShape(f"k has head_dim {head_dim_kv} but q has {head_dim}; they must be the same")
+    if not {"cu_seqlens_kv", "pages", "index"} & given.keys() and batch_kv != batch:
+        raise BadTensorShape(
+            f"k has batch {batch_kv}, and there are {batch} sequences; index says which rows of a cache "
+            "they have"
+        )
+    return {
+        "batch": batch,
+        "num_heads_q": heads_q,
+        "num_heads_kv": heads_kv,
+        "head_dim": head_dim,
+        "head_dim_v": v.shape[-1],
+        "batch_q": batch_q,
+        "rows_q": rows_q,
+        "batch_kv": batch_kv,
+        "rows_kv": rows_kv,
+        "pages_per_sequence": given["pages"].shape[1] if "pages" in given else 0,
+    }
+
+
+def _check_out(out: ArrayView | None, q: ArrayView, v: ArrayView) -> None:
+    expected = (*q.shape[:-1], v.shape[-1])
+    if out is not None and out.shape != expected:
+        raise BadTensorShape(
+            f"out has shape {out.shape}; expected that of q with the last dimension of v, {expected}"
+        )
+
+
+def _bound(name: str, given: Any, most: int, fixed: bool) -> int:
+    """The bound of a length: what the caller says, at most what the arrays hold."""
+    if given is None:
+        return most
+    try:
+        bound = operator.index(given)
+    except TypeError:
+        raise BadParam(f"{name} is {given!r}; expected an integer, or None") from None
+    if bound < 0 or (fixed and bound != most):
+        what = f"{most}, the queries of each sequence" if fixed else "0 or more"
+        raise BadParam(f"{name} is {bound}; expected {what}")
+    return min(bound, most)
+
+
+def _band(
+    causal: bool, mask_type: int | str | None, window_size: tuple[int, int], seqlen_q: int, seqlen_kv: int
+) -> tuple[str, int, int, int]:
+    """The mask type that a kernel must implement, and the band of a sequence of these lengths.
+
+    All bands are aligned with the ends of their sequences. A side is unbounded where that hides nothing from
+    a sequence of any lengths up to these.
+    """
+    name = attention.mask_type_name(mask_type)
+    if name in ("dense", "causal_top_left"):
+        raise BadParam(
+            f"mask_type is {name!r}; sequences of several lengths take 'causal_bottom_right' or a window"
+        )
+    _, offset, left, right = attention.mask_semantics(
+        causal, mask_type, window_size, False, seqlen_q, seqlen_kv
+    )
+    if right >= seqlen_q - 1:
+        right = UNBOUNDED
+    if left >= seqlen_kv - 1:
+        left = UNBOUNDED
+    if left < UNBOUNDED:
+        return "local", offset, left, right
+    if right < UNBOUNDED:
+        return "causal", offset + right, UNBOUNDED, 0
+    return "none", 0, UNBOUNDED, UNBOUNDED
+
+
+def _normalise(views: Sequence[ArrayView | None], options: Sequence[Any], scalars: Sequence[Any]) -> Problem:
+    arrays = dict(zip((argument.name for argument in ARGUMENTS), views, strict=False))
+    arrays.pop("lse")
+    softmax_scale, *score_scalars = scalars
+    return normalise(
+        **arrays,
+        softmax_scale=softmax_scale,
+        score_arrays=views[len(ARGUMENTS) :],
+        score_scalars=score_scalars,
+        **dict(zip(OPTIONS, options, strict=True)),
+    )
+
+
+VARLEN = Operator(
+    name="varlen",
+    arguments=ARGUMENTS,
+    options=OPTIONS,
+    scalars=SCALARS,
+    axes={
+        **ATTENTION.axes,
+        "pages": Axis(lambda problem, value: (value == "paged") == problem.paged, PAGES, default="none"),
+    },
+    grid_dimensions=(*ATTENTION.grid_dimensions, "sequence_rows"),
+    normalise=_normalise,
+)
+
+
+@functools.lru_cache(maxsize=64)
+def _modified(score: Score) -> Operator:
+    return dataclasses.replace(
+        VARLEN,
+        arguments=(*ARGUMENTS, *(param.argument() for param in score.arrays)),
+        scalars=(*SCALARS, *(param.name for param in score.scalars)),
+    )
+
+
+def operator_for(score: Score | None) -> Operator:
+    """``varlen`` with a score modification, whose arrays are arguments behind the others."""
+    return VARLEN if score is None else _modified(score)
+
+
+_CU_SEQLENS_Q, _CU_SEQLENS_KV, _PAGES = (
+    VARLEN.position(name) for name in ("cu_seqlens_q", "cu_seqlens_kv", "pages")
+)
+_OWN_SIZES = ("batch", "seqlen_q", "seqlen_kv", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")

@@ -1,0 +1,209 @@
+"""Random problems of ``varlen`` for one variant, in memory where all that is no sequence's is NaN."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flashgen.operators.masks import UNBOUNDED
+from flashgen.operators.reference import Largest, Verdict, judge
+from flashgen.operators.sequences import sequences
+from flashgen.operators.varlen import LENGTHS, VarlenProblem, normalise
+from flashgen.simulator.example import (
+    check_sizes,
+    random_rows,
+    rows_within_nan,
+    score_arrays_of,
+    score_scalars_of,
+    view_of,
+)
+
+if TYPE_CHECKING:
+    from flashgen.simulator.example import Shape
+    from flashgen.spec.variant import Variant
+
+# Entries of a page table that no length reaches.
+_GARBAGE = 1 << 30
+_PAGE_SIZES = (1, 3, 16, 64)
+
+
+@dataclass(frozen=True)
+class VarlenExample:
+    """A problem with its arrays in host memory. bfloat16 elements are their bits in uint16."""
+
+    problem: VarlenProblem
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    lengths: dict[str, np.ndarray | None]
+    out: np.ndarray
+    lse: np.ndarray | None
+    score_arrays: tuple[np.ndarray, ...] = ()
+
+    @property
+    def arrays(self) -> tuple[np.ndarray | None, ...]:
+        lengths = (self.lengths[name] for name in LENGTHS)
+        return self.q, self.k, self.v, *lengths, self.out, self.lse, *self.score_arrays
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The sizes of the problem, for a report."""
+        problem = self.problem
+        return {
+            "batch": problem.batch,
+            "q": list(self.q.shape),
+            "k": list(self.k.shape),
+            "head_dim_v": problem.head_dim_v,
+        }
+
+    def judge(self) -> Verdict:
+        """How far the outputs are from float64: the worst of all sequences. What belongs to none of them must
+        be as it was, NaN.
+        """
+        problem = self.problem
+        q, out = (x[None] if problem.packed_q else x for x in (self.q, self.out))
+        k, v = (x[None] if problem.packed_kv else x for x in (self.k, self.v))
+        lse = self.lse[None] if problem.packed_q and self.lse is not None else self.lse
+        of_score = list(zip(problem.score.arrays if problem.score else (), self.score_arrays, strict=True))
+        worst, untouched = [], np.ones(out.shape[:2], bool)
+        for each in sequences(problem, self.lengths):
+            own = problem.of_sequence(each.q_length, each.kv_length)
+            entry, rows = each.queries()
+            untouched[entry, rows] = False
+            arrays = (q[entry, rows][None], each.keys(k)[None], each.keys(v)[None])
+            own_lse = None if lse is None else lse[entry, :, rows][None]
+            tables = [x[each.number][None] if "batch" in param.symbols else x for param, x in of_score]
+            worst.append(judge(own, *arrays, None, out[entry, rows][None], own_lse, *tables))
+        left = np.ascontiguousarray(out)[untouched].view(np.uint8)
+        if not (left == 0xFF).all():
+            worst.append(Verdict(Largest(np.inf, np.nan, 0.0, ()), None))
+        found_lse = [each.lse for each in worst if each.lse is not None]
+        nothing = Largest(0.0, 0.0, 0.0, ())
+        return Verdict(
+            max((each.out for each in worst), key=lambda x: x.share, default=nothing),
+            max(found_lse, key=lambda x: x.share, default=nothing) if lse is not None else None,
+        )
+
+
+def make(variant: Variant, shape: Shape, seed: int) -> VarlenExample:
+    """Normal random inputs for ``variant``, sequences of random lengths up to those of ``shape``, the first
+    of which has these. Queries and keys are packed or padded, as the seed will; outputs, what lies between
+    rows, slots past a length and pages of no sequence are NaN, and entries of the page table past a length
+    are garbage.
+
+    Raises BadParam for sizes that are not the variant's; and what the contract raises.
+    """
+    rng = np.random.default_rng(seed)
+    head_dim, head_dim_v, kv_heads = check_sizes(variant, shape)
+    batch, dtype = shape.batch, variant.dtype
+    q_lengths, kv_lengths = (_lengths(rng, batch, most) for most in (shape.seqlen_q, shape.seqlen_kv))
+    lengths: dict[str, np.ndarray | None] = dict.fromkeys(LENGTHS)
+    packed_q = bool(rng.integers(2))
+    if packed_q:
+        lengths["cu_seqlens_q"] = _sums(q_lengths)
+        q_rows = (1, int(q_lengths.sum()))
+    else:
+        q_rows = (batch, shape.seqlen_q)
+    q = random_rows(rng, (*q_rows, shape.heads, head_dim), dtype, shape.spread, shape.gap)
+    if "paged" in dict(variant.axes).values():
+        kv_rows, places = _paged(rng, lengths, kv_lengths, shape)
+    elif rng.integers(2):
+        lengths["cu_seqlens_kv"] = _sums(kv_lengths)
+        kv_rows, places = (1, int(kv_lengths.sum())), None
+    else:
+        kv_rows, places = _cache(rng, lengths, kv_lengths, shape)
+    k, v = (
+        _keys(rng, (*kv_rows, kv_heads, width), places, dtype, shape.gap) for width in (head_dim, head_dim_v)
+    )
+    out = rows_within_nan((*q_rows, shape.heads, head_dim_v), dtype, shape.gap)
+    lse = np.full((q_rows[0], shape.heads, q_rows[1]), np.nan, np.float32) if shape.return_lse else None
+    if packed_q:
+        q, out, lse = q[0], out[0], None if lse is None else lse[0]
+    if lengths["cu_seqlens_kv"] is not None:
+        k, v = k[0], v[0]
+    sizes = {
+        "batch": batch,
+        "num_heads_q": shape.heads,
+        "seqlen_q": shape.seqlen_q,
+        "seqlen_kv": shape.seqlen_kv,
+    }
+    score_arrays = score_arrays_of(rng, variant.score, sizes)
+    window = {"local": shape.window or (max(1, shape.seqlen_kv // 4), 0), "causal": (-1, 0)}
+    problem = normalise(
+        *(view_of(x, dtype) for x in (q, k, v)),
+        **{name: None if x is None else view_of(x, "int32") for name, x in lengths.items()},
+        out=view_of(out, dtype),
+        window_size=window.get(variant.mask_type, (-1, -1)),
+        return_lse=shape.return_lse,
+        score=variant.score,
+        score_arrays=[view_of(x, {"float32": "fp32", "int32": "int32"}[x.dtype.name]) for x in score_arrays],
+        score_scalars=score_scalars_of(rng, variant.score),
+    )
+    if problem.mask_type != variant.mask_type:  # a simpler kernel would hide the same keys
+        problem = dataclasses.replace(
+            problem,
+            mask_type=variant.mask_type,
+            diagonal_offset=problem.seqlen_kv - problem.seqlen_q,
+            window_right=0 if variant.mask_type == "causal" else UNBOUNDED,
+        )
+    return VarlenExample(problem, q, k, v, lengths, out, lse, score_arrays)
+
+
+def _lengths(rng: np.random.Generator, batch: int, most: int) -> np.ndarray:
+    """The first is ``most``; of the others some are 0 and some 1."""
+    found = rng.integers(0, most + 1, batch)
+    found[rng.random(batch) < 0.15] = 0
+    found[rng.random(batch) < 0.15] = min(1, most)
+    found[:1] = most
+    return found
+
+
+def _sums(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def _paged(
+    rng: np.random.Generator, lengths: dict[str, np.ndarray | None], kv_lengths: np.ndarray, shape: Shape
+) -> tuple[tuple[int, int], np.ndarray]:
+    """Pages in random order, one of them nobody's. Returns pages and their size, and which slots are used."""
+    size = int(rng.choice(_PAGE_SIZES))
+    counts = -(-kv_lengths // size)
+    order = rng.permutation(int(counts.sum()) + 1)
+    table = np.full((len(kv_lengths), max(1, int(counts.max(initial=0)))), _GARBAGE, np.int32)
+    used, first = np.zeros((len(order), size), bool), 0
+    for b, (count, length) in enumerate(zip(counts, kv_lengths, strict=True)):
+        table[b, :count] = order[first : first + count]
+        slots = np.arange(length)
+        used[table[b, slots // size], slots % size] = True
+        first += count
+    lengths["pages"], lengths["kv_lengths"] = table, kv_lengths.astype(np.int32)
+    return used.shape, used
+
+
+def _cache(
+    rng: np.random.Generator, lengths: dict[str, np.ndarray | None], kv_lengths: np.ndarray, shape: Shape
+) -> tuple[tuple[int, int], np.ndarray]:
+    """Rows of a cache, as many as sequences, or more, of which an index chooses."""
+    batch = len(kv_lengths)
+    rows = np.arange(batch)
+    if rng.integers(2):
+        rows = rng.permutation(batch + 2)[:batch]
+        lengths["index"] = rows.astype(np.int32)
+    lengths["kv_lengths"] = kv_lengths.astype(np.int32)
+    capacity = shape.seqlen_kv + int(rng.integers(3))
+    used = np.zeros((batch + (2 if lengths["index"] is not None else 0), capacity), bool)
+    used[rows] = np.arange(capacity) < kv_lengths[:, None]
+    return used.shape, used
+
+
+def _keys(
+    rng: np.random.Generator, size: tuple[int, ...], used: np.ndarray | None, dtype: str, gap: int
+) -> np.ndarray:
+    """Rows of K or V; slots that are not used are NaN."""
+    x = random_rows(rng, size, dtype, 1.0, gap)
+    if used is not None:
+        x[~used] = 0xFFFF if dtype == "bf16" else np.nan
+    return x

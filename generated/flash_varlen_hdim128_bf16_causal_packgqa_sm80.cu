@@ -1,0 +1,806 @@
+// flash_varlen_hdim128_bf16_causal_packgqa_sm80
+//
+// Rendered by flashgen: edit the spec or the template, not this file.
+//
+// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, pages none, gqa packed
+// tile      block_m 128, block_n 32, warps 4, loop stages, min_blocks 2
+// block     128 threads, 49168 bytes of dynamic shared memory
+// target    sm80: GPUs of sm_80 or later whose blocks may have 101376 bytes of shared memory
+// spec      flash_varlen_sm80.yaml
+// template  flash_fwd_sm80.cu.j2
+#include "flashgen/sm80.cuh"
+
+using element = bf16;
+
+constexpr int kHeadDim = 128;  // of Q and K
+constexpr int kHeadDimV = 128;  // of V and O
+constexpr int kBlockM = 128;  // query rows of a tile
+constexpr int kBlockN = 32;  // keys of a KV block
+constexpr int kKStages = 1;  // blocks of K in shared memory
+constexpr int kVStages = 1;  // and of V
+constexpr int kWarps = 4;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kCopyThreads = kThreads;  // all threads share the copy of a block of K or V
+
+constexpr int kWarpRows = kBlockM / kWarps;  // a warp owns whole rows, so that softmax never leaves it
+constexpr int kKeyTiles = kBlockN / 8;       // MMA tiles of S along the keys
+constexpr int kDimTiles = kHeadDimV / 8;     // MMA tiles of O along the head dimension
+constexpr int kRowTiles = kWarpRows / 16;    // MMA tiles of a warp along its rows
+constexpr int kRowTileStep = 16;             // rows from a warp's MMA tile to its next
+
+// Shared memory: Q, the stages of K, those of V, and what the loop adds. Rows of V are as long as those of K.
+constexpr int kRowBytes = kHeadDim * sizeof(element);
+constexpr int kStageBytes = kBlockN * kRowBytes;
+constexpr int kKOffset = kBlockM * kRowBytes;
+constexpr int kVOffset = kKOffset + kKStages * kStageBytes;
+constexpr int kStashOffset = kVOffset + kVStages * kStageBytes;
+constexpr int kStashBytes = 16;
+constexpr int kSharedBytes = kStashOffset + kStashBytes;
+
+constexpr float kLn2 = 0.6931471805599453f;
+
+static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
+static_assert(kBlockN % 16 == 0, "P . V takes keys by 16");
+static_assert(kHeadDimV <= kHeadDim, "rows of V and O fit into those of K and Q");
+static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
+static_assert(kSharedBytes == 49168, "launcher and kernel agree on shared memory");
+
+struct Params {
+    const element* q;                     // (batch, rows_q, num_heads_q, head_dim), without batch where packed; rows 16-byte aligned
+    const element* k;                     // (batch, rows_kv, num_heads_kv, head_dim), likewise; or (pages, page_size, ...)
+    const element* v;                     // (batch, rows_kv, num_heads_kv, head_dim_v), likewise
+    element* out;                         // (batch, rows_q, num_heads_q, head_dim_v), likewise
+    float* lse;                           // (batch, num_heads_q, rows_q), contiguous; may be null
+    const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
+    const int32_t* cu_seqlens_kv;         // (batch + 1,); null where keys are not packed
+    const int32_t* kv_lengths;            // (batch,); null where all sequences have rows_kv keys, or cu_seqlens_kv says it
+    const int32_t* index;                 // (batch,): which entry of k and v; null where sequence b has entry b
+    int64_t q_batch_stride;               // strides are in elements; 0 where sequences are packed
+    int64_t q_row_stride;
+    int64_t q_head_stride;
+    int64_t k_batch_stride;               // of pages, where there are pages
+    int64_t k_row_stride;
+    int64_t k_head_stride;
+    int64_t v_batch_stride;
+    int64_t v_row_stride;
+    int64_t v_head_stride;
+    int64_t out_batch_stride;
+    int64_t out_row_stride;
+    int64_t out_head_stride;
+    int64_t lse_batch_stride;
+    int64_t lse_head_stride;
+    int32_t batch_size;                   // sequences
+    int32_t num_heads_kv;
+    int32_t group_size;                   // num_heads_q / num_heads_kv
+    int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
+    int32_t rows_kv;                      // of an entry of k
+    int32_t batch_kv;                     // entries of k, or pages
+    int32_t seqlen_q;                     // set for a sequence by of_sequence(), as is seqlen_kv
+    int32_t seqlen_kv;
+    int32_t head_dim;                     // of the call: a multiple of 8 (fp32: 4), at most kHeadDim; columns past it are zero-filled
+    int32_t head_dim_v;                   // likewise, of v and out
+    uint64_t num_heads_divisor;           // of the heads of the grid; for divisors see divide()
+    uint64_t group_size_divisor;          // of num_heads_q / num_heads_kv
+    int32_t diagonal_offset;              // of_sequence() adds seqlen_kv - seqlen_q: then query i is aligned with key i + diagonal_offset
+    float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
+};
+static_assert(sizeof(Params) == 248 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
+static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, cu_seqlens_q) == 40);
+static_assert(offsetof(Params, cu_seqlens_kv) == 48 && offsetof(Params, kv_lengths) == 56 && offsetof(Params, index) == 64);
+static_assert(offsetof(Params, q_batch_stride) == 72 && offsetof(Params, q_row_stride) == 80);
+static_assert(offsetof(Params, q_head_stride) == 88 && offsetof(Params, k_batch_stride) == 96);
+static_assert(offsetof(Params, k_row_stride) == 104 && offsetof(Params, k_head_stride) == 112);
+static_assert(offsetof(Params, v_batch_stride) == 120 && offsetof(Params, v_row_stride) == 128);
+static_assert(offsetof(Params, v_head_stride) == 136 && offsetof(Params, out_batch_stride) == 144);
+static_assert(offsetof(Params, out_row_stride) == 152 && offsetof(Params, out_head_stride) == 160);
+static_assert(offsetof(Params, lse_batch_stride) == 168 && offsetof(Params, lse_head_stride) == 176);
+static_assert(offsetof(Params, batch_size) == 184 && offsetof(Params, num_heads_kv) == 188);
+static_assert(offsetof(Params, group_size) == 192 && offsetof(Params, rows_q) == 196 && offsetof(Params, rows_kv) == 200);
+static_assert(offsetof(Params, batch_kv) == 204 && offsetof(Params, seqlen_q) == 208 && offsetof(Params, seqlen_kv) == 212);
+static_assert(offsetof(Params, head_dim) == 216 && offsetof(Params, head_dim_v) == 220);
+static_assert(offsetof(Params, num_heads_divisor) == 224 && offsetof(Params, group_size_divisor) == 232);
+static_assert(offsetof(Params, diagonal_offset) == 240 && offsetof(Params, scale_log2) == 244);
+
+// A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
+// Rows are (query, head in group) pairs, heads fastest.
+struct Tile {
+    int batch;
+    int head;  // first query head of the group that shares kv_head
+    int kv_head;
+    int first_row;
+};
+
+// n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
+// that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
+__device__ __forceinline__ int divide(int n, uint64_t divisor) {
+    return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
+}
+
+// Lengths lie in global memory. What no call should have there is cut to what the arrays hold, so that it harms no other memory.
+__device__ __forceinline__ int load_length(const int32_t* lengths, int index, int most) {
+    return max(0, min(most, int(load_global_32(lengths + index))));
+}
+
+// The queries of a sequence: where they begin among the rows of its entry of q, and how many there are.
+struct Queries {
+    int begin;
+    int count;
+};
+
+__device__ __forceinline__ Queries queries_of(const Params& params, int sequence) {
+    if (params.cu_seqlens_q == nullptr) return {0, params.rows_q};
+    const int begin = load_length(params.cu_seqlens_q, sequence, params.rows_q);
+    return {begin, max(0, load_length(params.cu_seqlens_q, sequence + 1, params.rows_q) - begin)};
+}
+
+// The keys of a sequence: the entry of k and v in which they lie, where they begin there, and how many there are.
+struct Keys {
+    int entry;
+    int begin;
+    int count;
+};
+
+__device__ __forceinline__ Keys keys_of(const Params& params, int sequence) {
+    if (params.cu_seqlens_kv != nullptr) {
+        const int begin = load_length(params.cu_seqlens_kv, sequence, params.rows_kv);
+        return {0, begin, max(0, load_length(params.cu_seqlens_kv, sequence + 1, params.rows_kv) - begin)};
+    }
+    const int entry = params.index == nullptr ? sequence : load_length(params.index, sequence, params.batch_kv - 1);
+    return {entry, 0, params.kv_lengths == nullptr ? params.rows_kv : load_length(params.kv_lengths, sequence, params.rows_kv)};
+}
+
+// The parameters of a call of one sequence alone: pointers to its first rows, its lengths, and its diagonal, which ends with it.
+__device__ __forceinline__ Params of_sequence(const Params& params, int sequence) {
+    Params own = params;
+    const Queries queries = queries_of(params, sequence);
+    own.q += sequence * params.q_batch_stride + queries.begin * params.q_row_stride;
+    own.out += sequence * params.out_batch_stride + queries.begin * params.out_row_stride;
+    if (params.lse != nullptr) own.lse += sequence * params.lse_batch_stride + queries.begin;
+    own.q_batch_stride = own.out_batch_stride = 0;  // the pointers are those of the sequence
+    own.seqlen_q = queries.count;
+    const Keys keys = keys_of(params, sequence);
+    own.k += keys.entry * params.k_batch_stride + keys.begin * params.k_row_stride;
+    own.v += keys.entry * params.v_batch_stride + keys.begin * params.v_row_stride;
+    own.k_batch_stride = own.v_batch_stride = 0;
+    own.seqlen_kv = keys.count;
+    own.diagonal_offset += own.seqlen_kv - own.seqlen_q;
+    return own;
+}
+
+// kBlockM rows of one sequence, and the head of the grid that a thread block takes them for.
+struct RowBlock {
+    int sequence;  // below 0: none
+    int head;
+    int index;  // in the sequence
+};
+
+// The row blocks of all sequences are numbered, one sequence after another; the heads of one come one after another, and share its
+// rows of the page table and of q in L2. Each lane counts the row blocks of one of 32 sequences at a time.
+__device__ __forceinline__ RowBlock find_row_block(const Params& params, int index, int lane) {
+    const int num_heads = params.num_heads_kv;
+    const int number = divide(index, params.num_heads_divisor);
+    const int head = index - number * num_heads;
+    int left = number;  // row blocks between that of the first sequence of these 32 and the one that is looked for
+    for (int first = 0; first < params.batch_size; first += 32) {
+        int count = 0;
+        if (first + lane < params.batch_size) {
+            count = (queries_of(params, first + lane).count * params.group_size + kBlockM - 1) / kBlockM;
+        }
+        int end = count;  // of this lane's row blocks: the sum over the lanes up to it
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const int before = __shfl_up_sync(0xffffffff, end, distance);
+            if (lane >= distance) end += before;
+        }
+        const uint32_t beyond = __ballot_sync(0xffffffff, left < end);
+        if (beyond != 0) {
+            const int found = __ffs(beyond) - 1;
+            const int row_blocks = __shfl_sync(0xffffffff, count, found);
+            const int in_sequence = left - (__shfl_sync(0xffffffff, end, found) - row_blocks);
+            // The last rows of a sequence attend to the most keys, so they come first.
+            return {first + found, head, row_blocks - 1 - in_sequence};
+        }
+        left -= __shfl_sync(0xffffffff, end, 31);
+    }
+    return {-1, 0, 0};
+}
+
+__device__ __forceinline__ Tile tile_of(const Params& params, const RowBlock& row_block) {
+    Tile tile;
+    tile.batch = row_block.sequence;
+    tile.kv_head = row_block.head;
+    tile.head = row_block.head * params.group_size;
+    tile.first_row = row_block.index * kBlockM;
+    return tile;
+}
+
+__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
+
+__device__ __forceinline__ int query_of_row(const Params& params, int row) {
+    return divide(row, params.group_size_divisor);
+}
+
+// Offset in elements, from the start of the batch entry, of the row of q or out that belongs to `row`.
+__device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
+                                              int64_t head_stride) {
+    const int query = query_of_row(params, row);
+    const int head = tile.head + row - query * params.group_size;
+    return query * row_stride + head * head_stride;
+}
+
+// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
+// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
+constexpr int kChunkElements = 16 / sizeof(element);
+constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
+constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
+
+// With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a key.
+__device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
+
+// Where a lane finds its part of an MMA fragment, before any step along the row. A step XORs `swizzled`; `offset` is added after that.
+struct LaneAddress {
+    shared_address swizzled;
+    int offset;
+
+    // Adds `bytes` before the XOR. They must not change the bits that a step's XOR flips.
+    __device__ __forceinline__ LaneAddress operator+(int bytes) const { return {swizzled + bytes, offset}; }
+};
+
+__device__ __forceinline__ LaneAddress lane_address(shared_address block, int row, int chunk) {
+    return {block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row)), 0};
+}
+
+// The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right. Blocks and rows begin at multiples
+// of kSwizzleBytes, so that a step within the swizzle is an XOR of the address itself.
+__device__ __forceinline__ shared_address step_address(const LaneAddress& lane, int row_step, int chunk_pair) {
+    const int step_bytes = 32 * chunk_pair;
+    return (lane.swizzled ^ step_bytes % kSwizzleBytes) + lane.offset + row_step * kRowBytes +
+           step_bytes / kSwizzleBytes * kSwizzleBytes;
+}
+
+// For ldmatrix of Q and, transposed on the way, of V: the four 8x8 matrices are rows 0-7 and 8-15 of the left chunk, then of the right
+// one.
+__device__ __forceinline__ LaneAddress qv_lane_address(shared_address block, int lane) {
+    return lane_address(block, lane % 16, lane / 16);
+}
+
+// For ldmatrix of K, whose rows are the columns of the MMA: the left and the right chunk of rows 0-7, then of rows 8-15.
+__device__ __forceinline__ LaneAddress k_lane_address(shared_address block, int lane) {
+    return lane_address(block, lane / 16 * 8 + lane % 8, lane / 8 % 2);
+}
+
+// A warp's first row in the tile.
+__device__ __forceinline__ int first_row_of(int warp) { return warp * kWarpRows; }
+
+// Where K and V of the tile's head begin.
+__device__ __forceinline__ const element* head_k(const Params& params, const Tile& tile) {
+    return params.k + tile.batch * params.k_batch_stride + tile.kv_head * params.k_head_stride;
+}
+
+__device__ __forceinline__ const element* head_v(const Params& params, const Tile& tile) {
+    return params.v + tile.batch * params.v_batch_stride + tile.kv_head * params.v_head_stride;
+}
+
+// Starts the copy of a KV block of K or V, kColumns wide, into shared memory. kSwizzleChunks threads stand side by side along a row
+// and each takes every kSwizzleChunks-th chunk of its rows. Rows from `valid_rows` on and elements from `head_dim` on become zeros.
+// `row_stride` is in elements.
+template <int kColumns>
+__device__ __forceinline__ void copy_rows(shared_address block, const element* source, int64_t row_stride, int valid_rows,
+                                          int head_dim) {
+    constexpr int kRowsPerPass = kCopyThreads / kSwizzleChunks;
+    constexpr int kPanels = kColumns * sizeof(element) / kSwizzleBytes;
+    constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
+    static_assert(kColumns * sizeof(element) % kSwizzleBytes == 0, "the swizzle permutes whole panels");
+    static_assert(kRowsPerPass % 8 == 0, "the rows of a thread are swizzled alike");
+    const int row = threadIdx.x % kCopyThreads / kSwizzleChunks;
+    const int chunk = threadIdx.x % kSwizzleChunks;
+    const int rows_left = valid_rows - row;
+    const shared_address destination = block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
+    source += row * row_stride + chunk * kChunkElements;
+    // One pointer steps from row to row, an addition each. The compiler would work out an address for each copy, which takes
+    // five, if it saw through the pointer.
+#pragma unroll
+    for (int first = 0; first < kBlockN; first += kRowsPerPass) {
+        if (kBlockN % kRowsPerPass != 0 && first + row >= kBlockN) break;
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) {
+            const bool valid = first < rows_left && panel * kPanelElements + chunk * kChunkElements < head_dim;
+            cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes, source + panel * kPanelElements, valid ? 16 : 0);
+        }
+        if (first + kRowsPerPass < kBlockN) source += kRowsPerPass * row_stride;
+        opaque(source);
+    }
+}
+
+// Starts the copy of KV block `block` of a head of K, and of V.
+__device__ __forceinline__ void copy_k(const Params& params, const element* k, shared_address stage, int block) {
+    copy_rows<kHeadDim>(stage, k + block * kBlockN * params.k_row_stride, params.k_row_stride, params.seqlen_kv - block * kBlockN,
+                        params.head_dim);
+}
+
+__device__ __forceinline__ void copy_v(const Params& params, const element* v, shared_address stage, int block) {
+    copy_rows<kHeadDimV>(stage, v + block * kBlockN * params.v_row_stride, params.v_row_stride, params.seqlen_kv - block * kBlockN,
+                         params.head_dim_v);
+}
+
+// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros.
+__device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address smem) {
+    constexpr int kRowsPerPass = kThreads / kSwizzleChunks;
+    static_assert(kBlockM % kRowsPerPass == 0, "every thread copies as many rows");
+    static_assert(kRowsPerPass % 8 == 0, "the rows of a thread are swizzled alike");
+    const element* q = params.q + tile.batch * params.q_batch_stride;
+    const int row = threadIdx.x / kSwizzleChunks;
+    const int chunk = threadIdx.x % kSwizzleChunks;
+    const int rows_left = num_rows(params) - tile.first_row - row;
+    const shared_address destination = smem + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
+#pragma unroll
+    for (int first = 0; first < kBlockM; first += kRowsPerPass) {
+        const element* source =
+            q + row_offset(params, tile, tile.first_row + first + row, params.q_row_stride, params.q_head_stride);
+#pragma unroll
+        for (int panel = 0; panel < kRowBytes / kSwizzleBytes; ++panel) {
+            const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
+            cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes, source + element_index,
+                        first < rows_left && element_index < params.head_dim ? 16 : 0);
+        }
+    }
+}
+
+// The tile, stashed in shared memory and read back by the epilogue, instead of being held in registers.
+__device__ __forceinline__ void stash_tile(const Tile& tile, shared_address smem) {
+    store_shared_64(smem + kStashOffset, tile.batch, tile.head);
+    store_shared_64(smem + kStashOffset + 8, tile.kv_head, tile.first_row);
+}
+
+__device__ __forceinline__ Tile stashed_tile(shared_address smem) {
+    const uint4 words = load_shared_128(smem + kStashOffset);
+    Tile tile;
+    tile.batch = words.x;
+    tile.head = words.y;
+    tile.kv_head = words.z;
+    tile.first_row = words.w;
+    return tile;
+}
+
+// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
+// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
+//
+// row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
+// reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
+constexpr float kSlack = 8.0f;
+constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+__device__ __forceinline__ float quad_max(float value) {
+    value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
+    return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float value) {
+    value += __shfl_xor_sync(0xffffffff, value, 1);
+    return value + __shfl_xor_sync(0xffffffff, value, 2);
+}
+
+// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
+struct RowTile {
+    float row_max[2];  // log2 domain
+    float row_sum[2];  // this lane's share
+    float output[kDimTiles][4];
+};
+
+__device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+        rows[i].row_max[0] = rows[i].row_max[1] = kNoRowMax;
+        rows[i].row_sum[0] = rows[i].row_sum[1] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kDimTiles; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) rows[i].output[n][e] = 0.0f;
+        }
+    }
+}
+
+// Multiplies O and row_sum of both rows.
+__device__ __forceinline__ void rescale(RowTile& rows, const float (&correction)[2]) {
+#pragma unroll
+    for (int row8 = 0; row8 < 2; ++row8) {
+        rows.row_sum[row8] *= correction[row8];
+#pragma unroll
+        for (int n = 0; n < kDimTiles; ++n) {
+            rows.output[n][2 * row8] *= correction[row8];
+            rows.output[n][2 * row8 + 1] *= correction[row8];
+        }
+    }
+}
+
+// S = Q . K^T of kTiles MMA tiles of rows, in fp32. Element [i][j][e] of thread (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2) of
+// tile i, key 8 j + 2 t + e % 2.
+template <int kTiles>
+__device__ __forceinline__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) scores[i][j][e] = 0.0f;
+        }
+    }
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+        uint32_t q_fragment[kTiles][4];
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) ldmatrix_x4(q_fragment[i], step_address(q_lane, kRowTileStep * i, step));
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; j += 2) {
+            uint32_t k_fragment[4];
+            ldmatrix_x4(k_fragment, step_address(k_lane, 8 * j, step));
+#pragma unroll
+            for (int i = 0; i < kTiles; ++i) {
+                mma_m16n8k16<element>(scores[i][j], q_fragment[i], k_fragment[0], k_fragment[1]);
+                mma_m16n8k16<element>(scores[i][j + 1], q_fragment[i], k_fragment[2], k_fragment[3]);
+            }
+        }
+    }
+}
+
+// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax: the A fragment. The accumulator layout of two
+// neighbouring key tiles is the A layout of one 16x16 tile.
+template <int kTiles>
+struct P {
+    uint32_t fragment[kTiles][kKeyTiles / 2][4];
+
+    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
+        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
+        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
+    }
+};
+
+using VAddress = LaneAddress;
+
+__device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return qv_lane_address(block, lane); }
+
+// O += P . V.
+template <int kTiles>
+__device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane) {
+#pragma unroll
+    for (int j = 0; j < kKeyTiles / 2; ++j) {
+#pragma unroll
+        for (int n = 0; n < kDimTiles; n += 2) {
+            uint32_t v_fragment[4];
+            ldmatrix_x4_trans(v_fragment, step_address(v_lane, 16 * j, n / 2));
+#pragma unroll
+            for (int i = 0; i < kTiles; ++i) {
+                mma_m16n8k16<element>(rows[i].output[n], p.fragment[i][j], v_fragment[0], v_fragment[1]);
+                mma_m16n8k16<element>(rows[i].output[n + 1], p.fragment[i][j], v_fragment[2], v_fragment[3]);
+            }
+        }
+    }
+}
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+// The keys that a query attends to: those up to its diagonal.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
+}
+
+// The keys that some row of [first_row, first_row + count) attends to. Ranges end further right from row to row.
+__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, first_row)).begin,
+            keys_of_query(params, query_of_row(params, last_row)).end};
+}
+
+// The keys that every row of [first_row, first_row + count) attends to.
+__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, last_row)).begin,
+            keys_of_query(params, query_of_row(params, first_row)).end};
+}
+
+// Walks S, the one place where scores are told their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and
+// key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
+// that this lane has of the row: that of key lane_key + step. The steps are constants, so that comparing one takes one instruction.
+template <int kTiles, typename AtRow>
+__device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key, int lane,
+                                               AtRow at_row) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            auto at_score = at_row(first_row + kRowTileStep * i + 8 * row8 + lane / 4, first_key + lane % 4 * 2);
+#pragma unroll
+            for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) at_score(8 * j + e, scores[i][j][2 * row8 + e]);
+            }
+        }
+    }
+}
+
+// KV blocks, visited from the last to the first, so that a ragged last block comes before the steady state.
+struct KvBlocks {
+    int first;
+    int last;  // below `first` where there are none
+};
+
+// The blocks with a key that some row of [first_row, first_row + count) attends to.
+__device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first_row, int count) {
+    const KeyRange keys = keys_of_some(params, first_row, count);
+    return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
+}
+
+// The blocks that a tile visits.
+__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, const Tile& tile) {
+    return kv_blocks_of(params, tile.first_row, kBlockM);
+}
+
+// Masks the keys that lie outside the range of their row. In most blocks every row attends to all keys, and nothing is masked.
+template <int kTiles>
+__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+                                           int lane) {
+    const KeyRange every = keys_of_every(params, min(first_row, num_rows(params) - 1), kRowTileStep * (kTiles - 1) + 16);
+    if (first_key + 8 * kKeyTiles > every.end) {
+        for_each_score(scores, first_row, first_key, lane, [&](int row, int lane_key) {
+            const int end = keys_of_query(params, query_of_row(params, row)).end - lane_key;
+            return [=](int step, float& score) {
+                if (step >= end) score = -INFINITY;
+            };
+        });
+    }
+}
+
+// What happens to S between Q . K^T and softmax, block by block, masked or not.
+// The scores are those of a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
+template <int kTiles>
+__device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
+                                              int row_in_tile, int first_key, int lane) {
+    apply_mask(params, scores, tile.first_row + row_in_tile, first_key, lane);
+}
+
+// Computes this lane's maximum of each row, in row_max's units. True, for the whole warp, if any row exceeds its row_max by more than
+// kSlack.
+template <int kTiles>
+__device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
+                                                float (&block_max)[kTiles][2]) {
+    bool exceeds = false;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            float value = fmaxf(scores[i][0][2 * row8], scores[i][0][2 * row8 + 1]);
+#pragma unroll
+            for (int j = 1; j < kKeyTiles; ++j) {
+                value = fmaxf(value, fmaxf(scores[i][j][2 * row8], scores[i][j][2 * row8 + 1]));
+            }
+            block_max[i][row8] = value * scale_log2;
+            exceeds |= block_max[i][row8] > rows[i].row_max[row8] + kSlack;
+        }
+    }
+    return __any_sync(0xffffffff, exceeds);
+}
+
+// Raises row_max to the maxima of a block, and rescales O and row_sum.
+template <int kTiles>
+__device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+        float correction[2];
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            const float previous = rows[i].row_max[row8];
+            rows[i].row_max[row8] = fmaxf(previous, quad_max(block_max[i][row8]));
+            correction[row8] = exp2_approx(previous - rows[i].row_max[row8]);
+        }
+        rescale(rows[i], correction);
+    }
+}
+
+// P of the scores, which is added to row_sum.
+template <int kTiles>
+__device__ __forceinline__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+                                             P<kTiles>& p) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; ++j) {
+            float values[4];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                values[e] = exp2_approx(fmaf(scores[i][j][e], scale_log2, -rows[i].row_max[e / 2]));
+                rows[i].row_sum[e / 2] += values[e];
+            }
+            p.set(i, j, values);
+        }
+    }
+}
+
+// A step of online softmax: from the scores of a block to P, with row_max and row_sum brought up to date.
+template <int kTiles>
+__device__ __forceinline__ void softmax_step(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+                                             P<kTiles>& p) {
+    float block_max[kTiles][2];
+    if (exceeds_row_max(scores, rows, scale_log2, block_max)) raise_row_max(block_max, rows);
+    exponentiate(scores, rows, scale_log2, p);
+}
+
+// The main loop: rows take S, softmax and P . V of one KV block after another. K and V have one stage each: V of a block is fetched
+// while its scores are computed, K of the next block during P . V of this one. Other thread blocks of the SM, where there is room for
+// them, fill the gaps.
+__device__ __forceinline__ void main_loop(const Params& params, const Tile& tile, const KvBlocks& blocks, RowTile (&rows)[kRowTiles],
+                                          shared_address smem, int warp, int lane) {
+    const shared_address k_stage = smem + kKOffset;
+    const shared_address v_stage = smem + kVOffset;
+    const element* k = head_k(params, tile);
+    const element* v = head_v(params, tile);
+    const LaneAddress q_lane = qv_lane_address(smem + first_row_of(warp) * kRowBytes, lane);
+    const LaneAddress k_lane = k_lane_address(k_stage, lane);
+    const VAddress v_lane = v_address(v_stage, lane);
+    // The blocks with a key that some row of this warp attends to.
+    const KvBlocks warp_blocks = kv_blocks_of(params, min(tile.first_row + first_row_of(warp), num_rows(params) - 1), kWarpRows);
+
+    auto fetch_k = [&](int block) {
+        copy_k(params, k, k_stage, block);
+        cp_async_commit();
+    };
+    auto compute_p = [&](P<kRowTiles>& p, int block) {
+        float scores[kRowTiles][kKeyTiles][4];
+        mma_qk(scores, q_lane, k_lane);
+        finish_scores(params, tile, scores, first_row_of(warp), block * kBlockN, lane);
+        softmax_step(scores, rows, params.scale_log2, p);
+    };
+
+    if (blocks.last >= blocks.first) {
+        load_q(params, tile, smem);
+        fetch_k(blocks.last);
+    } else {
+        barrier_sync(kThreads);  // the stash is written: a tile without keys meets no other barrier
+    }
+
+    for (int block = blocks.last; block >= blocks.first; --block) {
+        // K of this block is here, and every warp has finished with V of the block before.
+        cp_async_wait<0>();
+        barrier_sync(kThreads);
+        copy_v(params, v, v_stage, block);
+        cp_async_commit();
+
+        P<kRowTiles> p;
+        const bool sees = block >= warp_blocks.first && block <= warp_blocks.last;
+        if (sees) compute_p(p, block);  // some row of this warp attends to a key of the block
+
+        // V of this block is here, and every warp has finished with K.
+        cp_async_wait<0>();
+        barrier_sync(kThreads);
+        if (block > blocks.first) fetch_k(block - 1);
+        if (sees) mma_pv(rows, p, v_lane);
+    }
+}
+
+// Completes row_sum and divides O by it. A row that attends to nothing has the sum 0 and becomes 0.
+__device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            rows[i].row_sum[row8] = quad_sum(rows[i].row_sum[row8]);
+            const float sum = rows[i].row_sum[row8];
+            const float factor = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
+#pragma unroll
+            for (int n = 0; n < kDimTiles; ++n) {
+                rows[i].output[n][2 * row8] *= factor;
+                rows[i].output[n][2 * row8 + 1] *= factor;
+            }
+        }
+    }
+}
+
+// lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing. (num_heads_q, rows) of the sequence.
+__device__ __forceinline__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp,
+                                          int lane) {
+    if (params.lse == nullptr || lane % 4 != 0) return;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            const int row = tile.first_row + first_row_of(warp) + kRowTileStep * i + 8 * row8 + lane / 4;
+            if (row < num_rows(params)) {
+                store_global_32(params.lse + row_offset(params, tile, row, 1, params.lse_head_stride),
+                                (rows[i].row_max[row8] + log2_approx(rows[i].row_sum[row8])) * kLn2);
+            }
+        }
+    }
+}
+
+// Rounds O and puts it into the Q tile: all reads of Q precede the last barrier of the loop.
+__device__ __forceinline__ void stage_output(const RowTile (&rows)[kRowTiles], shared_address smem, int warp, int lane) {
+    const shared_address warp_rows = smem + first_row_of(warp) * kRowBytes;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            const int row = kRowTileStep * i + 8 * row8 + lane / 4;
+#pragma unroll
+            for (int n = 0; n < kDimTiles; ++n) {
+                const float low = rows[i].output[n][2 * row8];
+                const float high = rows[i].output[n][2 * row8 + 1];
+                store_shared_32(warp_rows + row * kRowBytes + 16 * (n ^ swizzle_key(row)) + lane % 4 * 4, pack<element>(low, high));
+            }
+        }
+    }
+}
+
+// Writes O by way of the Q tile, so that global memory sees whole rows in 16-byte vectors.
+__device__ __forceinline__ void store_output(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles],
+                                             shared_address smem, int warp, int lane) {
+    stage_output(rows, smem, warp, lane);
+    constexpr int kRowsPerPass = 32 / kSwizzleChunks;
+    constexpr int kPanels = kHeadDimV * sizeof(element) / kSwizzleBytes;
+    __syncwarp();  // the warp reads only rows it wrote itself
+    constexpr int kPasses = kWarpRows / kRowsPerPass;
+    const int first_row = first_row_of(warp);
+    auto row_of_pass = [&](int pass) { return pass * kRowsPerPass + lane / kSwizzleChunks; };
+    const shared_address warp_rows = smem + first_row * kRowBytes;
+    const int chunk = lane % kSwizzleChunks;
+
+    // All vectors are loaded before the first is stored: their latencies overlap, where one by one each store would wait for
+    // its own.
+    uint4 vectors[kPasses][kPanels];
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+        const int row = row_of_pass(pass);
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) {
+            vectors[pass][panel] =
+                load_shared_128(warp_rows + row * kRowBytes + panel * kSwizzleBytes + 16 * (chunk ^ swizzle_key(row)));
+        }
+    }
+    element* out = params.out + tile.batch * params.out_batch_stride;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+        const int tile_row = tile.first_row + first_row + row_of_pass(pass);
+        element* out_row = out + row_offset(params, tile, tile_row, params.out_row_stride, params.out_head_stride);
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) {
+            const int element_index = (panel * kSwizzleChunks + chunk) * kChunkElements;
+            if (tile_row < num_rows(params) && element_index < params.head_dim_v) {
+                store_global_128(out_row + element_index, vectors[pass][panel]);
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+flash_varlen_hdim128_bf16_causal_packgqa_sm80(const __grid_constant__ Params all) {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    const shared_address smem = to_shared(shared_memory);
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+
+    // The wait comes first: lengths may be results of the grid before.
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
+    griddepcontrol_wait();
+    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
+    // before this one to have ended.
+    griddepcontrol_launch_dependents();
+
+    const RowBlock row_block = find_row_block(all, block_index(), lane);
+    if (row_block.sequence < 0) return;  // the grid is for the most row blocks that such arrays can have
+    const Params params = of_sequence(all, row_block.sequence);
+    const Tile tile = tile_of(params, row_block);
+    if (threadIdx.x == 0) stash_tile(tile, smem);
+    const KvBlocks blocks = find_kv_blocks(params, tile);
+    RowTile rows[kRowTiles];
+    clear(rows);
+
+    main_loop(params, tile, blocks, rows, smem, warp, lane);
+
+    const Tile stored_tile = stashed_tile(smem);
+    normalise(rows);
+    store_lse(params, stored_tile, rows, warp, lane);
+    store_output(params, stored_tile, rows, smem, warp, lane);
+}

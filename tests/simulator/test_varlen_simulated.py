@@ -1,0 +1,140 @@
+"""Sequences of several lengths in the simulator: packed, padded, rows of a cache and pages; planted faults."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from flashgen.errors import SimulationError
+from flashgen.simulator import hardware
+from flashgen.simulator.example import Shape, make_any, run_steps
+from flashgen.simulator.library import load
+from flashgen.source.render import render
+from flashgen.spec.load import load_specs
+from simulator.faults import BOUNDS, NUMBERS, WRONG, fault
+
+VARIANTS = {
+    variant.name: variant
+    for spec in load_specs()
+    if spec.operator == "varlen"
+    for variant in spec.variants()
+    if variant.is_main
+}
+# Each mask with rows and pages; grouped heads and packed GQA; both dtypes' MMAs; the tile without a name.
+PLAIN = "flash_varlen_hdim32_fp16_m64_sm80"
+CAUSAL = "flash_varlen_hdim32_bf16_causal_m64_sm80"
+PAGED = "flash_varlen_hdim32_bf16_paged_m64_packgqa_sm80"
+CAUSAL_PAGED = "flash_varlen_hdim32_fp16_causal_paged_m64_sm80"
+KERNELS = (
+    PLAIN,
+    CAUSAL,
+    PAGED,
+    CAUSAL_PAGED,
+    "flash_varlen_hdim32_bf16_local_m64_gqa_sm80",
+    "flash_varlen_hdim32_fp16_local_paged_m64_packgqa_sm80",
+    "flash_varlen_hdim32_fp32_causal_m64_packgqa_sm80",
+    "flash_varlen_hdim32_fp32_paged_m64_gqa_sm80",
+    "flash_varlen_hdim64_bf16_causal_paged_packgqa_sm80",
+)
+FEW = Shape(70, 150, heads=2, batch=8)
+MANY = Shape(5, 20, heads=1, batch=45)
+
+
+def grouped(variant, shape):
+    return (
+        shape
+        if variant.gqa == "mha"
+        else dataclasses.replace(shape, heads=3 * shape.heads, kv_heads=shape.heads)
+    )
+
+
+def example_of(variant, shape, seed, packed_q=None, packed_kv=None):
+    """The example of the first seed from ``seed`` on whose sequences are packed as asked for."""
+    for each in range(seed, seed + 100):
+        example = make_any(variant, shape, each)
+        if packed_q in (None, example.problem.packed_q) and packed_kv in (None, example.problem.packed_kv):
+            return example
+    raise AssertionError("no seed packs sequences so")
+
+
+def verdict_of(variant, example, seed, sources=None):
+    """The check that found something, or None."""
+    sources = sources or [render(step) for step in variant.steps]
+    libraries = [load(source, step.name) for source, step in zip(sources, variant.steps, strict=True)]
+    device = dataclasses.replace(hardware.pretend_for(variant), num_sms=3)
+    try:
+        run_steps(libraries, variant, example, seed=seed, device=device)
+    except SimulationError as error:
+        return error.check
+    return None if example.judge().ok else WRONG
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("packed_q", [False, True], ids=["padded", "packed"])
+def test_within_the_bound_and_nothing_else_is_touched(name, packed_q, compiler, fresh_seed):
+    variant = VARIANTS[name]
+    for packed_kv in [False] if "_paged_" in name else [False, True]:
+        for shape in (FEW, MANY):
+            example = example_of(variant, grouped(variant, shape), fresh_seed, packed_q, packed_kv)
+            assert verdict_of(variant, example, fresh_seed) is None
+
+
+@pytest.mark.parametrize("name", [CAUSAL, CAUSAL_PAGED])
+@pytest.mark.parametrize("shape", [Shape(1, 1, batch=3), Shape(7, 0, batch=2), Shape(65, 64)])
+def test_short_sequences(name, shape, compiler, fresh_seed):
+    variant = VARIANTS[name]
+    for seed in range(fresh_seed, fresh_seed + 4):
+        assert verdict_of(variant, make_any(variant, shape, seed), seed) is None
+
+
+@pytest.mark.parametrize("name", [PLAIN, CAUSAL_PAGED])
+def test_lengths_may_change_after_the_grid_is_fixed(name, compiler, fresh_seed):
+    """As in a graph that is replayed: the problem is that of the first lengths, the arrays have others."""
+    variant = VARIANTS[name]
+    example = example_of(variant, FEW, fresh_seed, packed_q=True, packed_kv=False)
+    rng = np.random.default_rng(fresh_seed)
+    cu, kv_lengths = example.lengths["cu_seqlens_q"], example.lengths["kv_lengths"]
+    cu[1:-1] = np.sort(rng.integers(0, cu[-1] + 1, len(cu) - 2))
+    kv_lengths[...] = rng.integers(0, kv_lengths + 1)
+    # Sequences may now be as long as all tokens.
+    problem = dataclasses.replace(example.problem, seqlen_q=example.problem.rows_q)
+    assert verdict_of(variant, dataclasses.replace(example, problem=problem), fresh_seed) is None
+
+
+PADDED, PACKED = {"packed_q": False}, {"packed_q": True}
+FAULTS = (
+    (fault("all pages instead of a length", CAUSAL_PAGED, FEW, (WRONG, *BOUNDS),
+           "own.seqlen_kv = num_keys(params, sequence);", "own.seqlen_kv = params.kv_capacity;"), {}),
+    (fault("the page of the next key", CAUSAL_PAGED, FEW, (WRONG, *BOUNDS),
+           "divide(key, params.page_size_divisor)", "divide(key + 1, params.page_size_divisor)"), {}),
+    (fault("the page table of the first sequence", CAUSAL_PAGED, FEW, NUMBERS,
+           "own.pages += sequence * params.pages_batch_stride;", ""), {}),
+    (fault("a row of the next sequence", PLAIN, FEW, (WRONG, "race", *BOUNDS),
+           "own.seqlen_q = queries.count;", "own.seqlen_q = queries.count + 1;"), PACKED),
+    (fault("a diagonal that all sequences share", CAUSAL, FEW, NUMBERS,
+           "own.diagonal_offset += own.seqlen_kv - own.seqlen_q;", ""), {}),
+    (fault("LSEs of the first sequence", PLAIN, FEW, (WRONG, "race"),
+           "own.lse += sequence * params.lse_batch_stride + queries.begin;", ""), PACKED),
+    (fault("only the first 32 sequences are counted", PLAIN, MANY, NUMBERS,
+           "left -= __shfl_sync(0xffffffff, end, 31);", ""), {}),
+    (fault("the sum over the lanes wraps", PLAIN, MANY, (WRONG, "race", *BOUNDS),
+           "if (lane >= distance) end += before;", "end += before;"), {}),
+    (fault("the entry of the sequence, whatever the index says", PLAIN, FEW, (WRONG, *BOUNDS),
+           "own.k += keys.entry * params.k_batch_stride", "own.k += sequence * params.k_batch_stride"),
+     {"packed_kv": False, "index": True}),
+    (fault("lengths read ahead of the wait", PLAIN, FEW, ("dependency",),
+           "    griddepcontrol_wait();\n", ""), {}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "packing"), FAULTS, ids=lambda x: getattr(x, "name", ""))
+def test_a_planted_fault_is_found(fault, packing, compiler, fresh_seed):
+    variant, packing = VARIANTS[fault.variant], dict(packing)
+    indexed, seed = packing.pop("index", False), fresh_seed
+    example = example_of(variant, fault.shape, seed, **packing)
+    while indexed and (example.lengths["index"] is None or (example.lengths["index"][0] == 0)):
+        seed += 1
+        example = example_of(variant, fault.shape, seed, **packing)
+    assert verdict_of(variant, example, seed, [fault.plant(render(variant))]) in fault.caught
