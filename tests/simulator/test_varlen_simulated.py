@@ -1,4 +1,4 @@
-"""Sequences of several lengths in the simulator: packed, padded, rows of a cache and pages; planted faults."""
+"""Sequences of several lengths in the simulator: packed, padded, of a cache, in pages; planted faults."""
 
 from __future__ import annotations
 
@@ -23,23 +23,38 @@ VARIANTS = {
     if variant.is_main
 }
 # Each mask with rows and pages; grouped heads and packed GQA; both dtypes' MMAs; the tile without a name.
-PLAIN = "flash_varlen_hdim32_fp16_m64_sm80"
-CAUSAL = "flash_varlen_hdim32_bf16_causal_m64_sm80"
-PAGED = "flash_varlen_hdim32_bf16_paged_m64_packgqa_sm80"
-CAUSAL_PAGED = "flash_varlen_hdim32_fp16_causal_paged_m64_sm80"
+PLAIN = "flash_fwd_varlen_hdim32_fp16_m64_sm80"
+CAUSAL = "flash_fwd_varlen_hdim32_bf16_causal_m64_sm80"
+PAGED = "flash_fwd_varlen_hdim32_bf16_paged_m64_packgqa_sm80"
+CAUSAL_PAGED = "flash_fwd_varlen_hdim32_fp16_causal_paged_m64_sm80"
 KERNELS = (
     PLAIN,
     CAUSAL,
     PAGED,
     CAUSAL_PAGED,
-    "flash_varlen_hdim32_bf16_local_m64_gqa_sm80",
-    "flash_varlen_hdim32_fp16_local_paged_m64_packgqa_sm80",
-    "flash_varlen_hdim32_fp32_causal_m64_packgqa_sm80",
-    "flash_varlen_hdim32_fp32_paged_m64_gqa_sm80",
-    "flash_varlen_hdim64_bf16_causal_paged_packgqa_sm80",
+    "flash_fwd_varlen_hdim32_bf16_local_m64_gqa_sm80",
+    "flash_fwd_varlen_hdim32_fp16_local_paged_m64_packgqa_sm80",
+    "flash_fwd_varlen_hdim32_fp32_causal_m64_packgqa_sm80",
+    "flash_fwd_varlen_hdim32_fp32_paged_m64_gqa_sm80",
+    "flash_fwd_varlen_hdim64_bf16_causal_paged_packgqa_sm80",
 )
 FEW = Shape(70, 150, heads=2, batch=8)
 MANY = Shape(5, 20, heads=1, batch=45)
+# Shares of all KV blocks: of one group of warps or several, several tiles for the rows of a head.
+DECODE = "flash_varlen_decode_hdim32_bf16_packgqa_sm80"
+DECODE_PAGED = "flash_varlen_decode_hdim32_fp16_paged_packgqa_sm80"
+DECODE_LOCAL = "flash_varlen_decode_hdim32_fp16_local_paged_m32_packgqa_sm80"
+COMBINE = "flash_varlen_combine_hdim32_bf16_packgqa_sm80"
+DECODING = (
+    DECODE,
+    DECODE_PAGED,
+    DECODE_LOCAL,
+    "flash_varlen_decode_hdim32_bf16_causal_sm80",
+    "flash_varlen_decode_hdim64_fp16_local_packgqa_sm80",
+    "flash_varlen_decode_hdim64_bf16_causal_paged_m64_packgqa_sm80",
+)
+LONG = Shape(3, 2100, heads=1, batch=6)
+TOKENS = Shape(1, 500, heads=2, batch=45)
 
 
 def grouped(variant, shape):
@@ -81,19 +96,39 @@ def test_within_the_bound_and_nothing_else_is_touched(name, packed_q, compiler, 
             assert verdict_of(variant, example, fresh_seed) is None
 
 
-@pytest.mark.parametrize("name", [CAUSAL, CAUSAL_PAGED])
+@pytest.mark.parametrize("name", DECODING)
+@pytest.mark.parametrize("packed_q", [False, True], ids=["padded", "packed"])
+def test_shares_of_sequences(name, packed_q, compiler, fresh_seed):
+    variant = VARIANTS[name]
+    for packed_kv in [False] if "_paged_" in name else [False, True]:
+        for shape in (LONG, TOKENS):
+            example = example_of(variant, grouped(variant, shape), fresh_seed, packed_q, packed_kv)
+            assert verdict_of(variant, example, fresh_seed) is None
+
+
+def test_neither_the_order_of_threads_nor_of_blocks_changes_a_bit(compiler, fresh_seed):
+    variant, results = VARIANTS[DECODE_PAGED], set()
+    for order in range(6):
+        example = make_any(variant, grouped(variant, LONG), fresh_seed)
+        assert verdict_of(variant, example, order) is None
+        results.add(example.out.tobytes() + example.lse.tobytes())
+    assert len(results) == 1
+
+
+@pytest.mark.parametrize("name", [CAUSAL, CAUSAL_PAGED, DECODE, DECODE_LOCAL])
 @pytest.mark.parametrize("shape", [Shape(1, 1, batch=3), Shape(7, 0, batch=2), Shape(65, 64)])
 def test_short_sequences(name, shape, compiler, fresh_seed):
     variant = VARIANTS[name]
     for seed in range(fresh_seed, fresh_seed + 4):
-        assert verdict_of(variant, make_any(variant, shape, seed), seed) is None
+        assert verdict_of(variant, make_any(variant, grouped(variant, shape), seed), seed) is None
 
 
-@pytest.mark.parametrize("name", [PLAIN, CAUSAL_PAGED])
+@pytest.mark.parametrize("name", [PLAIN, CAUSAL_PAGED, DECODE_PAGED])
 def test_lengths_may_change_after_the_grid_is_fixed(name, compiler, fresh_seed):
     """As in a graph that is replayed: the problem is that of the first lengths, the arrays have others."""
     variant = VARIANTS[name]
-    example = example_of(variant, FEW, fresh_seed, packed_q=True, packed_kv=False)
+    shape = grouped(variant, FEW if variant.name != DECODE_PAGED else LONG)
+    example = example_of(variant, shape, fresh_seed, packed_q=True, packed_kv=False)
     rng = np.random.default_rng(fresh_seed)
     cu, kv_lengths = example.lengths["cu_seqlens_q"], example.lengths["kv_lengths"]
     cu[1:-1] = np.sort(rng.integers(0, cu[-1] + 1, len(cu) - 2))
@@ -106,35 +141,59 @@ def test_lengths_may_change_after_the_grid_is_fixed(name, compiler, fresh_seed):
 PADDED, PACKED = {"packed_q": False}, {"packed_q": True}
 FAULTS = (
     (fault("all pages instead of a length", CAUSAL_PAGED, FEW, (WRONG, *BOUNDS),
-           "own.seqlen_kv = num_keys(params, sequence);", "own.seqlen_kv = params.kv_capacity;"), {}),
+           "return {0, load_length(params.kv_lengths, sequence, params.seqlen_kv)};",
+           "return {0, params.seqlen_kv};"), {}),
     (fault("the page of the next key", CAUSAL_PAGED, FEW, (WRONG, *BOUNDS),
            "divide(key, params.page_size_divisor)", "divide(key + 1, params.page_size_divisor)"), {}),
     (fault("the page table of the first sequence", CAUSAL_PAGED, FEW, NUMBERS,
            "own.pages += sequence * params.pages_batch_stride;", ""), {}),
     (fault("a row of the next sequence", PLAIN, FEW, (WRONG, "race", *BOUNDS),
-           "own.seqlen_q = queries.count;", "own.seqlen_q = queries.count + 1;"), PACKED),
+           "own.seqlen_q = seqlen_q;", "own.seqlen_q = seqlen_q + 1;"), PACKED),
     (fault("a diagonal that all sequences share", CAUSAL, FEW, NUMBERS,
-           "own.diagonal_offset += own.seqlen_kv - own.seqlen_q;", ""), {}),
+           "own.diagonal_offset += seqlen_kv - seqlen_q;", ""), {}),
     (fault("LSEs of the first sequence", PLAIN, FEW, (WRONG, "race"),
            "own.lse += sequence * params.lse_batch_stride + queries.begin;", ""), PACKED),
     (fault("only the first 32 sequences are counted", PLAIN, MANY, NUMBERS,
            "left -= __shfl_sync(0xffffffff, end, 31);", ""), {}),
     (fault("the sum over the lanes wraps", PLAIN, MANY, (WRONG, "race", *BOUNDS),
-           "if (lane >= distance) end += before;", "end += before;"), {}),
+           "if (lane >= distance) value += before;", "value += before;"), {}),
     (fault("the entry of the sequence, whatever the index says", PLAIN, FEW, (WRONG, *BOUNDS),
-           "own.k += keys.entry * params.k_batch_stride", "own.k += sequence * params.k_batch_stride"),
+           "own.k += entry * params.k_batch_stride", "own.k += sequence * params.k_batch_stride"),
      {"packed_kv": False, "index": True}),
     (fault("lengths read ahead of the wait", PLAIN, FEW, ("dependency",),
+           "    griddepcontrol_wait();\n", ""), {}),
+    (fault("shares that leave the first KV block out", DECODE, LONG, (WRONG, *BOUNDS),
+           "min(num_kv_blocks, index * per_share)", "min(num_kv_blocks, index * per_share + 1)"), {}),
+    (fault("the next sequence with the pointers of this one", DECODE, TOKENS, (WRONG, *BOUNDS),
+           "more && !same_sequence ? of_sequence(all, next_place_of_share.sequence) : params",
+           "params"), {}),
+    (fault("K of the next sequence is that of this one", DECODE, TOKENS, (WRONG, *BOUNDS),
+           "fetch.index < fetch.place.end ? fetch.place : next_place(params, fetch.place)",
+           "fetch.place"), {}),
+    (fault("a lost part", COMBINE, LONG, NUMBERS,
+           "(begin + tiles.kv_blocks - 1) / numbers.per_share :",
+           "(begin + tiles.kv_blocks - 1) / numbers.per_share - 1 :"), {}),
+    (fault("parts of an earlier sequence", COMBINE, LONG, (WRONG, *BOUNDS),
+           "numbers.before += __shfl_sync", "numbers.before -= __shfl_sync"), {}),
+    (fault("a combined row of the first sequence", COMBINE, LONG, NUMBERS,
+           "row.row_in_entry = queries.begin + row.query;", "row.row_in_entry = row.query;"), PACKED),
+    (fault("does not wait for the parts", COMBINE, LONG, ("dependency",),
            "    griddepcontrol_wait();\n", ""), {}),
 )  # fmt: skip
 
 
+MAIN_OF = {step.name: variant for variant in VARIANTS.values() for step in variant.steps}
+
+
 @pytest.mark.parametrize(("fault", "packing"), FAULTS, ids=lambda x: getattr(x, "name", ""))
 def test_a_planted_fault_is_found(fault, packing, compiler, fresh_seed):
-    variant, packing = VARIANTS[fault.variant], dict(packing)
-    indexed, seed = packing.pop("index", False), fresh_seed
-    example = example_of(variant, fault.shape, seed, **packing)
-    while indexed and (example.lengths["index"] is None or (example.lengths["index"][0] == 0)):
+    variant, packing = MAIN_OF[fault.variant], dict(packing)
+    indexed, seed, shape = packing.pop("index", False), fresh_seed, grouped(variant, fault.shape)
+    example = example_of(variant, shape, seed, **packing)
+    while indexed and (example.lengths["index"] is None or example.lengths["index"][0] == 0):
         seed += 1
-        example = example_of(variant, fault.shape, seed, **packing)
-    assert verdict_of(variant, example, seed, [fault.plant(render(variant))]) in fault.caught
+        example = example_of(variant, shape, seed, **packing)
+    sources = [
+        fault.plant(render(step)) if step.name == fault.variant else render(step) for step in variant.steps
+    ]
+    assert verdict_of(variant, example, seed, sources) in fault.caught

@@ -34,6 +34,8 @@ class Problem:
     device: int | None = None
     batched: bool = True
     operator: ClassVar[Operator]
+    # Whether sizes are bounds of lengths that only a kernel reads.
+    lengths_on_device: ClassVar[bool] = False
     # The score modification of the call, for operators that have one; `scores.Score`.
     score: ClassVar[Score | None] = None
 

@@ -12,7 +12,7 @@ import functools
 import math
 import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer
 from flashgen.operators import attention
@@ -78,6 +78,8 @@ class VarlenProblem(AttentionProblem):
     packed, pages and their size where there are pages.
     """
 
+    lengths_on_device: ClassVar[bool] = True
+
     batch_q: int
     rows_q: int
     batch_kv: int
@@ -137,7 +139,6 @@ class VarlenProblem(AttentionProblem):
         return AttentionProblem.values(self, axes) | {
             "diagonal_offset": self.shift,
             "page_size": self.rows_kv,
-            "kv_capacity": self.capacity,
         }
 
     @property

@@ -40,6 +40,7 @@ _OF_SHARES = (
     "kv_blocks_per_share",
     "kv_blocks_per_tile_divisor",
     "kv_blocks_per_share_divisor",
+    "num_shares",
 )
 
 
@@ -101,6 +102,7 @@ def parameters(
             shares.per_share,
             divisor(shares.per_tile),
             divisor(shares.per_share),
+            shares.count,
         )
         values |= zip(_OF_SHARES, numbers, strict=True)
     return values

@@ -23,13 +23,14 @@ RESERVED_SMEM = 1024
 class Shares(NamedTuple):
     """The KV blocks of all tiles, one tile after the other, cut into shares of ``per_share``, the last of
     which may have fewer. Each of ``tiles`` tiles has ``per_tile`` of them, from KV block ``first`` of its
-    sequence on.
+    sequence on. Where ``at_most``, only the kernel knows how many there are: no more than these.
     """
 
     tiles: int
     first: int
     per_tile: int
     per_share: int
+    at_most: bool = False
 
     @property
     def kv_blocks(self) -> int:
@@ -42,8 +43,8 @@ class Shares(NamedTuple):
 
     @property
     def split(self) -> bool:
-        """Whether some share begins within a tile."""
-        return self.count > 1 and self.per_share % self.per_tile != 0
+        """Whether some share begins within a tile, or may do so."""
+        return self.count > 1 and (self.at_most or self.per_share % self.per_tile != 0)
 
     @property
     def parts(self) -> int:
@@ -73,6 +74,8 @@ def shares_of(problem: Problem, variant: Variant, device: Device) -> Shares:
     at_a_time = device.num_sms * room
     equal = max(1, -(-count * per_tile // at_a_time))
     whole = max(1, -(-count // at_a_time)) * per_tile
+    if problem.lengths_on_device:
+        return Shares(count, begin, per_tile, equal, at_most=True)
     per_share = whole if whole <= equal + variant.grid.split_gain else equal
     return Shares(count, begin, per_tile, per_share)
 

@@ -1,4 +1,4 @@
-// flash_varlen_hdim128_bf16_causal_paged_packgqa_sm80
+// flash_fwd_varlen_hdim128_bf16_causal_paged_packgqa_sm80
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
@@ -6,7 +6,7 @@
 // tile      block_m 128, block_n 32, warps 4, loop stages, min_blocks 2
 // block     128 threads, 49168 bytes of dynamic shared memory
 // target    sm80: GPUs of sm_80 or later whose blocks may have 101376 bytes of shared memory
-// spec      flash_varlen_sm80.yaml
+// spec      flash_fwd_varlen_sm80.yaml
 // template  flash_fwd_sm80.cu.j2
 #include "flashgen/sm80.cuh"
 
@@ -75,18 +75,17 @@ struct Params {
     int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
     int32_t batch_kv;                     // entries of k, or pages
     int32_t page_size;
-    int32_t kv_capacity;                  // keys for which a sequence has pages
-    int32_t seqlen_q;                     // set for a sequence by of_sequence(), as is seqlen_kv
-    int32_t seqlen_kv;
+    int32_t seqlen_q;                     // the most queries of a sequence; for one of them, its own
+    int32_t seqlen_kv;                    // the most keys, likewise
     int32_t head_dim;                     // of the call: a multiple of 8 (fp32: 4), at most kHeadDim; columns past it are zero-filled
     int32_t head_dim_v;                   // likewise, of v and out
     uint64_t num_heads_divisor;           // of the heads of the grid; for divisors see divide()
     uint64_t group_size_divisor;          // of num_heads_q / num_heads_kv
     uint64_t page_size_divisor;
-    int32_t diagonal_offset;              // of_sequence() adds seqlen_kv - seqlen_q: then query i is aligned with key i + diagonal_offset
+    int32_t diagonal_offset;              // for a sequence, query i is aligned with key i + diagonal_offset
     float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
 };
-static_assert(sizeof(Params) == 264 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
+static_assert(sizeof(Params) == 256 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
 static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, cu_seqlens_q) == 40);
 static_assert(offsetof(Params, kv_lengths) == 48 && offsetof(Params, pages) == 56 && offsetof(Params, q_batch_stride) == 64);
 static_assert(offsetof(Params, q_row_stride) == 72 && offsetof(Params, q_head_stride) == 80);
@@ -98,11 +97,11 @@ static_assert(offsetof(Params, out_head_stride) == 152 && offsetof(Params, lse_b
 static_assert(offsetof(Params, lse_head_stride) == 168 && offsetof(Params, pages_batch_stride) == 176);
 static_assert(offsetof(Params, batch_size) == 184 && offsetof(Params, num_heads_kv) == 188);
 static_assert(offsetof(Params, group_size) == 192 && offsetof(Params, rows_q) == 196 && offsetof(Params, batch_kv) == 200);
-static_assert(offsetof(Params, page_size) == 204 && offsetof(Params, kv_capacity) == 208 && offsetof(Params, seqlen_q) == 212);
-static_assert(offsetof(Params, seqlen_kv) == 216 && offsetof(Params, head_dim) == 220 && offsetof(Params, head_dim_v) == 224);
-static_assert(offsetof(Params, num_heads_divisor) == 232 && offsetof(Params, group_size_divisor) == 240);
-static_assert(offsetof(Params, page_size_divisor) == 248 && offsetof(Params, diagonal_offset) == 256);
-static_assert(offsetof(Params, scale_log2) == 260);
+static_assert(offsetof(Params, page_size) == 204 && offsetof(Params, seqlen_q) == 208 && offsetof(Params, seqlen_kv) == 212);
+static_assert(offsetof(Params, head_dim) == 216 && offsetof(Params, head_dim_v) == 220);
+static_assert(offsetof(Params, num_heads_divisor) == 224 && offsetof(Params, group_size_divisor) == 232);
+static_assert(offsetof(Params, page_size_divisor) == 240 && offsetof(Params, diagonal_offset) == 248);
+static_assert(offsetof(Params, scale_log2) == 252);
 
 // A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
 // Rows are (query, head in group) pairs, heads fastest.
@@ -119,44 +118,70 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
-// Lengths lie in global memory. What no call should have there is cut to what the arrays hold, so that it harms no other memory.
+// Lengths lie in global memory. What no call should have there is cut to what the arrays hold, and the call says, so that it harms no
+// other memory.
 __device__ __forceinline__ int load_length(const int32_t* lengths, int index, int most) {
     return max(0, min(most, int(load_global_32(lengths + index))));
 }
 
-// The queries of a sequence: where they begin among the rows of its entry of q, and how many there are.
-struct Queries {
+// Rows of an entry of an array: where they begin, and how many there are.
+struct Rows {
     int begin;
     int count;
 };
 
-__device__ __forceinline__ Queries queries_of(const Params& params, int sequence) {
-    if (params.cu_seqlens_q == nullptr) return {0, params.rows_q};
-    const int begin = load_length(params.cu_seqlens_q, sequence, params.rows_q);
-    return {begin, max(0, load_length(params.cu_seqlens_q, sequence + 1, params.rows_q) - begin)};
+// Those of a sequence among packed ones.
+__device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
+    const int begin = load_length(cu_seqlens, sequence, rows);
+    return {begin, max(0, min(most, load_length(cu_seqlens, sequence + 1, rows) - begin))};
 }
 
-// The page that holds the keys of place `index` in the sequence's row of the page table, which is the first one in `params`.
-__device__ __forceinline__ int load_page(const Params& params, int index) { return load_length(params.pages, index, params.batch_kv - 1); }
-
-// How many keys a sequence has.
-__device__ __forceinline__ int num_keys(const Params& params, int sequence) {
-    return load_length(params.kv_lengths, sequence, params.kv_capacity);
+// The queries of a sequence.
+__device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
+    if (params.cu_seqlens_q == nullptr) return {0, params.seqlen_q};
+    return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
 }
 
-// The parameters of a call of one sequence alone: pointers to its first rows, its lengths, and its diagonal, which ends with it.
-__device__ __forceinline__ Params of_sequence(const Params& params, int sequence) {
+// Its keys.
+__device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
+    return {0, load_length(params.kv_lengths, sequence, params.seqlen_kv)};
+}
+
+// The parameters for a sequence of these lengths, whose diagonal ends with it. `params` has the bounds of all sequences.
+__device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv) {
     Params own = params;
-    const Queries queries = queries_of(params, sequence);
+    own.seqlen_q = seqlen_q;
+    own.seqlen_kv = seqlen_kv;
+    own.diagonal_offset += seqlen_kv - seqlen_q;
+    return own;
+}
+
+// The parameters of a call of one sequence alone: its lengths, and pointers to its first rows.
+__device__ __forceinline__ Params of_sequence(const Params& params, int sequence) {
+    const Rows queries = queries_of(params, sequence);
+    const Rows keys = keys_of(params, sequence);
+    Params own = with_lengths(params, queries.count, keys.count);
     own.q += sequence * params.q_batch_stride + queries.begin * params.q_row_stride;
     own.out += sequence * params.out_batch_stride + queries.begin * params.out_row_stride;
     if (params.lse != nullptr) own.lse += sequence * params.lse_batch_stride + queries.begin;
     own.q_batch_stride = own.out_batch_stride = 0;  // the pointers are those of the sequence
-    own.seqlen_q = queries.count;
     own.pages += sequence * params.pages_batch_stride;
-    own.seqlen_kv = num_keys(params, sequence);
-    own.diagonal_offset += own.seqlen_kv - own.seqlen_q;
     return own;
+}
+
+// The page that entry `index` of a sequence's page table names.
+__device__ __forceinline__ int load_page(const Params& params, const int32_t* pages, int index) {
+    return load_length(pages, index, params.batch_kv - 1);
+}
+
+// The sum over the lanes up to this one.
+__device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int before = __shfl_up_sync(0xffffffff, value, distance);
+        if (lane >= distance) value += before;
+    }
+    return value;
 }
 
 // kBlockM rows of one sequence, and the head of the grid that a thread block takes them for.
@@ -178,12 +203,7 @@ __device__ __forceinline__ RowBlock find_row_block(const Params& params, int ind
         if (first + lane < params.batch_size) {
             count = (queries_of(params, first + lane).count * params.group_size + kBlockM - 1) / kBlockM;
         }
-        int end = count;  // of this lane's row blocks: the sum over the lanes up to it
-#pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) {
-            const int before = __shfl_up_sync(0xffffffff, end, distance);
-            if (lane >= distance) end += before;
-        }
+        const int end = sum_up_to_lane(count, lane);
         const uint32_t beyond = __ballot_sync(0xffffffff, left < end);
         if (beyond != 0) {
             const int found = __ffs(beyond) - 1;
@@ -293,7 +313,7 @@ __device__ __forceinline__ void copy_rows(const Params& params, shared_address b
         const bool valid_row = first + row < valid_rows;
         const int key = first_key + first + row;
         const int page_of_sequence = divide(key, params.page_size_divisor);
-        const int page = valid_row ? load_page(params, page_of_sequence) : 0;
+        const int page = valid_row ? load_page(params, params.pages, page_of_sequence) : 0;
         const element* source =
             head + page * page_stride + (key - page_of_sequence * params.page_size) * row_stride + chunk * kChunkElements;
 #pragma unroll
@@ -766,7 +786,7 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
-flash_varlen_hdim128_bf16_causal_paged_packgqa_sm80(const __grid_constant__ Params all) {
+flash_fwd_varlen_hdim128_bf16_causal_paged_packgqa_sm80(const __grid_constant__ Params all) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     const shared_address smem = to_shared(shared_memory);
     const int warp = threadIdx.x / 32;

@@ -1,4 +1,4 @@
-// flash_varlen_hdim128_bf16_causal_packgqa_sm80
+// flash_fwd_varlen_hdim128_bf16_causal_packgqa_sm80
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
@@ -6,7 +6,7 @@
 // tile      block_m 128, block_n 32, warps 4, loop stages, min_blocks 2
 // block     128 threads, 49168 bytes of dynamic shared memory
 // target    sm80: GPUs of sm_80 or later whose blocks may have 101376 bytes of shared memory
-// spec      flash_varlen_sm80.yaml
+// spec      flash_fwd_varlen_sm80.yaml
 // template  flash_fwd_sm80.cu.j2
 #include "flashgen/sm80.cuh"
 
@@ -53,7 +53,7 @@ struct Params {
     float* lse;                           // (batch, num_heads_q, rows_q), contiguous; may be null
     const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
     const int32_t* cu_seqlens_kv;         // (batch + 1,); null where keys are not packed
-    const int32_t* kv_lengths;            // (batch,); null where all sequences have rows_kv keys, or cu_seqlens_kv says it
+    const int32_t* kv_lengths;            // (batch,); null where cu_seqlens_kv has them, or all have seqlen_kv
     const int32_t* index;                 // (batch,): which entry of k and v; null where sequence b has entry b
     int64_t q_batch_stride;               // strides are in elements; 0 where sequences are packed
     int64_t q_row_stride;
@@ -75,13 +75,13 @@ struct Params {
     int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
     int32_t rows_kv;                      // of an entry of k
     int32_t batch_kv;                     // entries of k, or pages
-    int32_t seqlen_q;                     // set for a sequence by of_sequence(), as is seqlen_kv
-    int32_t seqlen_kv;
+    int32_t seqlen_q;                     // the most queries of a sequence; for one of them, its own
+    int32_t seqlen_kv;                    // the most keys, likewise
     int32_t head_dim;                     // of the call: a multiple of 8 (fp32: 4), at most kHeadDim; columns past it are zero-filled
     int32_t head_dim_v;                   // likewise, of v and out
     uint64_t num_heads_divisor;           // of the heads of the grid; for divisors see divide()
     uint64_t group_size_divisor;          // of num_heads_q / num_heads_kv
-    int32_t diagonal_offset;              // of_sequence() adds seqlen_kv - seqlen_q: then query i is aligned with key i + diagonal_offset
+    int32_t diagonal_offset;              // for a sequence, query i is aligned with key i + diagonal_offset
     float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
 };
 static_assert(sizeof(Params) == 248 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
@@ -116,55 +116,70 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
-// Lengths lie in global memory. What no call should have there is cut to what the arrays hold, so that it harms no other memory.
+// Lengths lie in global memory. What no call should have there is cut to what the arrays hold, and the call says, so that it harms no
+// other memory.
 __device__ __forceinline__ int load_length(const int32_t* lengths, int index, int most) {
     return max(0, min(most, int(load_global_32(lengths + index))));
 }
 
-// The queries of a sequence: where they begin among the rows of its entry of q, and how many there are.
-struct Queries {
+// Rows of an entry of an array: where they begin, and how many there are.
+struct Rows {
     int begin;
     int count;
 };
 
-__device__ __forceinline__ Queries queries_of(const Params& params, int sequence) {
-    if (params.cu_seqlens_q == nullptr) return {0, params.rows_q};
-    const int begin = load_length(params.cu_seqlens_q, sequence, params.rows_q);
-    return {begin, max(0, load_length(params.cu_seqlens_q, sequence + 1, params.rows_q) - begin)};
+// Those of a sequence among packed ones.
+__device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
+    const int begin = load_length(cu_seqlens, sequence, rows);
+    return {begin, max(0, min(most, load_length(cu_seqlens, sequence + 1, rows) - begin))};
 }
 
-// The keys of a sequence: the entry of k and v in which they lie, where they begin there, and how many there are.
-struct Keys {
-    int entry;
-    int begin;
-    int count;
-};
-
-__device__ __forceinline__ Keys keys_of(const Params& params, int sequence) {
-    if (params.cu_seqlens_kv != nullptr) {
-        const int begin = load_length(params.cu_seqlens_kv, sequence, params.rows_kv);
-        return {0, begin, max(0, load_length(params.cu_seqlens_kv, sequence + 1, params.rows_kv) - begin)};
-    }
-    const int entry = params.index == nullptr ? sequence : load_length(params.index, sequence, params.batch_kv - 1);
-    return {entry, 0, params.kv_lengths == nullptr ? params.rows_kv : load_length(params.kv_lengths, sequence, params.rows_kv)};
+// The queries of a sequence.
+__device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
+    if (params.cu_seqlens_q == nullptr) return {0, params.seqlen_q};
+    return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
 }
 
-// The parameters of a call of one sequence alone: pointers to its first rows, its lengths, and its diagonal, which ends with it.
-__device__ __forceinline__ Params of_sequence(const Params& params, int sequence) {
+// Its keys.
+__device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
+    if (params.cu_seqlens_kv != nullptr) return packed_rows(params.cu_seqlens_kv, sequence, params.rows_kv, params.seqlen_kv);
+    return {0, params.kv_lengths == nullptr ? params.seqlen_kv : load_length(params.kv_lengths, sequence, params.seqlen_kv)};
+}
+
+// The parameters for a sequence of these lengths, whose diagonal ends with it. `params` has the bounds of all sequences.
+__device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv) {
     Params own = params;
-    const Queries queries = queries_of(params, sequence);
+    own.seqlen_q = seqlen_q;
+    own.seqlen_kv = seqlen_kv;
+    own.diagonal_offset += seqlen_kv - seqlen_q;
+    return own;
+}
+
+// The parameters of a call of one sequence alone: its lengths, and pointers to its first rows.
+__device__ __forceinline__ Params of_sequence(const Params& params, int sequence) {
+    const Rows queries = queries_of(params, sequence);
+    const Rows keys = keys_of(params, sequence);
+    Params own = with_lengths(params, queries.count, keys.count);
     own.q += sequence * params.q_batch_stride + queries.begin * params.q_row_stride;
     own.out += sequence * params.out_batch_stride + queries.begin * params.out_row_stride;
     if (params.lse != nullptr) own.lse += sequence * params.lse_batch_stride + queries.begin;
     own.q_batch_stride = own.out_batch_stride = 0;  // the pointers are those of the sequence
-    own.seqlen_q = queries.count;
-    const Keys keys = keys_of(params, sequence);
-    own.k += keys.entry * params.k_batch_stride + keys.begin * params.k_row_stride;
-    own.v += keys.entry * params.v_batch_stride + keys.begin * params.v_row_stride;
+    int entry = sequence;
+    if (params.index != nullptr) entry = load_length(params.index, sequence, params.batch_kv - 1);
+    own.k += entry * params.k_batch_stride + keys.begin * params.k_row_stride;
+    own.v += entry * params.v_batch_stride + keys.begin * params.v_row_stride;
     own.k_batch_stride = own.v_batch_stride = 0;
-    own.seqlen_kv = keys.count;
-    own.diagonal_offset += own.seqlen_kv - own.seqlen_q;
     return own;
+}
+
+// The sum over the lanes up to this one.
+__device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int before = __shfl_up_sync(0xffffffff, value, distance);
+        if (lane >= distance) value += before;
+    }
+    return value;
 }
 
 // kBlockM rows of one sequence, and the head of the grid that a thread block takes them for.
@@ -186,12 +201,7 @@ __device__ __forceinline__ RowBlock find_row_block(const Params& params, int ind
         if (first + lane < params.batch_size) {
             count = (queries_of(params, first + lane).count * params.group_size + kBlockM - 1) / kBlockM;
         }
-        int end = count;  // of this lane's row blocks: the sum over the lanes up to it
-#pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) {
-            const int before = __shfl_up_sync(0xffffffff, end, distance);
-            if (lane >= distance) end += before;
-        }
+        const int end = sum_up_to_lane(count, lane);
         const uint32_t beyond = __ballot_sync(0xffffffff, left < end);
         if (beyond != 0) {
             const int found = __ffs(beyond) - 1;
@@ -774,7 +784,7 @@ __device__ __forceinline__ void store_output(const Params& params, const Tile& t
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
-flash_varlen_hdim128_bf16_causal_packgqa_sm80(const __grid_constant__ Params all) {
+flash_fwd_varlen_hdim128_bf16_causal_packgqa_sm80(const __grid_constant__ Params all) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     const shared_address smem = to_shared(shared_memory);
     const int warp = threadIdx.x / 32;

@@ -1,0 +1,948 @@
+// flash_varlen_decode_hdim128_bf16_paged_packgqa_sm80
+//
+// Rendered by flashgen: edit the spec or the template, not this file.
+//
+// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, pages paged, gqa packed
+// tile      block_m 16, block_n 64, warps 4, row_warps 1, stages 2, min_blocks 1
+// block     128 threads, 71168 bytes of dynamic shared memory
+// target    sm80: GPUs of sm_80 or later whose blocks may have 101376 bytes of shared memory
+// spec      flash_varlen_decode_sm80.yaml
+// template  flash_decode_sm80.cu.j2
+#include "flashgen/sm80.cuh"
+
+using element = bf16;
+
+constexpr int kHeadDim = 128;  // of Q and K
+constexpr int kHeadDimV = 128;  // of V and O
+constexpr int kBlockM = 16;  // query rows of a tile
+constexpr int kBlockN = 64;  // keys of a KV block
+constexpr int kStages = 2;  // KV blocks in shared memory
+constexpr int kWarps = 4;
+constexpr int kThreads = 32 * kWarps;
+
+// A warp is a group of its own: it has all rows of the tile, and keys of each KV block to itself.
+constexpr int kGroupWarps = 1;
+constexpr int kGroupThreads = 32 * kGroupWarps;
+constexpr int kGroups = kWarps / kGroupWarps;
+constexpr int kGroupKeys = kBlockN / kGroups;     // keys of a KV block that a group has
+constexpr int kWarpRows = kBlockM / kGroupWarps;  // rows of a warp
+constexpr int kRowTiles = kWarpRows / 16;         // MMA tiles of a warp along its rows
+constexpr int kRowTileStep = 16;                  // rows from a warp's MMA tile to its next
+constexpr int kKeyTiles = kGroupKeys / 8;         // MMA tiles of S along the keys
+constexpr int kDimTiles = kHeadDimV / 8;          // MMA tiles of O along the head dimension
+
+// Shared memory: Q, the stages, each with a KV block of K and one of V, and row_max and row_sum on their way from group to group.
+// Rows of V are as long as those of K.
+constexpr int kRowBytes = kHeadDim * sizeof(element);
+constexpr int kStageOffset = kBlockM * kRowBytes;
+constexpr int kVOffset = kBlockN * kRowBytes;  // within a stage
+constexpr int kStageBytes = 2 * kBlockN * kRowBytes;
+constexpr int kSumsOffset = kStageOffset + kStages * kStageBytes;
+constexpr int kSharedBytes = kSumsOffset + (kGroups - 1) * kGroupThreads * kRowTiles * 16;
+
+constexpr float kLn2 = 0.6931471805599453f;
+
+static_assert(sizeof(element) == 2, "the fragments of V are loaded by ldmatrix");
+static_assert(kWarps % kGroupWarps == 0 && kBlockN % kGroups == 0, "groups are alike");
+static_assert(kWarpRows % 16 == 0, "a warp's rows are whole 16-row MMA tiles");
+static_assert(kGroupKeys % 16 == 0, "P . V takes keys by 16");
+static_assert(kStages >= 2, "a KV block is on its way while another is computed");
+static_assert(kHeadDimV <= kHeadDim, "rows of V fit into those of K");
+static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
+static_assert((kGroups - 1) * kGroupThreads * kRowTiles * kDimTiles * 16 <= kStageBytes, "O of all groups but one fits into a stage");
+static_assert(kSharedBytes == 71168, "launcher and kernel agree on shared memory");
+
+struct Params {
+    const element* q;                     // (batch, rows_q, num_heads_q, head_dim), without batch where packed; rows 16-byte aligned
+    const element* k;                     // (batch, rows_kv, num_heads_kv, head_dim), likewise; or (pages, page_size, ...)
+    const element* v;                     // (batch, rows_kv, num_heads_kv, head_dim_v), likewise
+    element* out;                         // (batch, rows_q, num_heads_q, head_dim_v), likewise
+    float* lse;                           // (batch, num_heads_q, rows_q), contiguous; may be null
+    const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
+    const int32_t* kv_lengths;            // (batch,); null where cu_seqlens_kv has them, or all have seqlen_kv
+    const int32_t* pages;                 // (batch, pages_per_sequence)
+    float* part_outputs;                  // (parts, kBlockM, kHeadDimV); null where no tile is split
+    float* part_sums;                     // (parts, kBlockM, 2): row_max, log2 domain, and row_sum
+    int64_t q_batch_stride;               // strides are in elements; 0 where sequences are packed
+    int64_t q_row_stride;
+    int64_t q_head_stride;
+    int64_t k_batch_stride;               // of pages, where there are pages
+    int64_t k_row_stride;
+    int64_t k_head_stride;
+    int64_t v_batch_stride;
+    int64_t v_row_stride;
+    int64_t v_head_stride;
+    int64_t out_batch_stride;
+    int64_t out_row_stride;
+    int64_t out_head_stride;
+    int64_t lse_batch_stride;
+    int64_t lse_head_stride;
+    int64_t pages_batch_stride;
+    int32_t num_heads_q;
+    int32_t num_heads_kv;
+    int32_t group_size;                   // num_heads_q / num_heads_kv
+    int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
+    int32_t batch_size;                   // sequences
+    int32_t batch_kv;                     // entries of k, or pages
+    int32_t page_size;
+    int32_t seqlen_q;                     // the most queries of a sequence; for one of them, its own
+    int32_t seqlen_kv;                    // the most keys, likewise
+    int32_t head_dim;                     // of the call: a multiple of 8, at most kHeadDim; columns past it are zero-filled
+    int32_t head_dim_v;                   // likewise, of v and out
+    int32_t num_shares;                   // thread blocks
+    uint64_t group_size_divisor;          // for divisors see divide()
+    uint64_t page_size_divisor;
+    float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
+};
+static_assert(sizeof(Params) == 272 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
+static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, cu_seqlens_q) == 40);
+static_assert(offsetof(Params, kv_lengths) == 48 && offsetof(Params, pages) == 56 && offsetof(Params, part_outputs) == 64);
+static_assert(offsetof(Params, part_sums) == 72 && offsetof(Params, q_batch_stride) == 80);
+static_assert(offsetof(Params, q_row_stride) == 88 && offsetof(Params, q_head_stride) == 96);
+static_assert(offsetof(Params, k_batch_stride) == 104 && offsetof(Params, k_row_stride) == 112);
+static_assert(offsetof(Params, k_head_stride) == 120 && offsetof(Params, v_batch_stride) == 128);
+static_assert(offsetof(Params, v_row_stride) == 136 && offsetof(Params, v_head_stride) == 144);
+static_assert(offsetof(Params, out_batch_stride) == 152 && offsetof(Params, out_row_stride) == 160);
+static_assert(offsetof(Params, out_head_stride) == 168 && offsetof(Params, lse_batch_stride) == 176);
+static_assert(offsetof(Params, lse_head_stride) == 184 && offsetof(Params, pages_batch_stride) == 192);
+static_assert(offsetof(Params, num_heads_q) == 200 && offsetof(Params, num_heads_kv) == 204);
+static_assert(offsetof(Params, group_size) == 208 && offsetof(Params, rows_q) == 212 && offsetof(Params, batch_size) == 216);
+static_assert(offsetof(Params, batch_kv) == 220 && offsetof(Params, page_size) == 224 && offsetof(Params, seqlen_q) == 228);
+static_assert(offsetof(Params, seqlen_kv) == 232 && offsetof(Params, head_dim) == 236 && offsetof(Params, head_dim_v) == 240);
+static_assert(offsetof(Params, num_shares) == 244 && offsetof(Params, group_size_divisor) == 248);
+static_assert(offsetof(Params, page_size_divisor) == 256 && offsetof(Params, scale_log2) == 264);
+
+// A tile: kBlockM rows of queries, and the KV blocks that they attend to.
+// Rows are (query, head in group) pairs, heads fastest.
+struct Tile {
+    int batch;
+    int head;  // first query head of the group that shares kv_head
+    int kv_head;
+    int first_row;
+};
+
+// The KV blocks of all tiles, one tile after the other, are numbered. A thread block takes an equal share of them, which may begin
+// and end in the middle of a tile: numbers [begin, end).
+struct Share {
+    int begin;
+    int end;
+};
+
+// What a share has of a tile: KV blocks [first, end) of the sequence.
+struct Part {
+    int tile;
+    int first;
+    int end;
+    int slot;  // of the workspace, where another share has KV blocks of the tile as well; else below 0
+};
+
+// n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
+// that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
+__device__ __forceinline__ int divide(int n, uint64_t divisor) {
+    return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
+}
+
+__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
+
+__device__ __forceinline__ int query_of_row(const Params& params, int row) {
+    return divide(row, params.group_size_divisor);
+}
+
+// Offset in elements, from the start of the batch entry, of the row of q or out that belongs to `row`.
+__device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
+                                              int64_t head_stride) {
+    const int query = query_of_row(params, row);
+    const int head = tile.head + row - query * params.group_size;
+    return query * row_stride + head * head_stride;
+}
+
+// Lengths lie in global memory. What no call should have there is cut to what the arrays hold, and the call says, so that it harms no
+// other memory.
+__device__ __forceinline__ int load_length(const int32_t* lengths, int index, int most) {
+    return max(0, min(most, int(load_global_32(lengths + index))));
+}
+
+// Rows of an entry of an array: where they begin, and how many there are.
+struct Rows {
+    int begin;
+    int count;
+};
+
+// Those of a sequence among packed ones.
+__device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
+    const int begin = load_length(cu_seqlens, sequence, rows);
+    return {begin, max(0, min(most, load_length(cu_seqlens, sequence + 1, rows) - begin))};
+}
+
+// The queries of a sequence.
+__device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
+    if (params.cu_seqlens_q == nullptr) return {0, params.seqlen_q};
+    return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
+}
+
+// Its keys.
+__device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
+    return {0, load_length(params.kv_lengths, sequence, params.seqlen_kv)};
+}
+
+// The parameters for a sequence of these lengths, whose diagonal ends with it. `params` has the bounds of all sequences.
+__device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv) {
+    Params own = params;
+    own.seqlen_q = seqlen_q;
+    own.seqlen_kv = seqlen_kv;
+    return own;
+}
+
+// The sum over the lanes up to this one.
+__device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int before = __shfl_up_sync(0xffffffff, value, distance);
+        if (lane >= distance) value += before;
+    }
+    return value;
+}
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+// The keys that a query attends to: all.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
+
+// The tiles of a sequence: of each head of the grid `row_blocks`, each with KV blocks [first_kv_block, first_kv_block + kv_blocks).
+struct Tiles {
+    int row_blocks;
+    int first_kv_block;
+    int kv_blocks;  // at least one, so that a tile without keys is somebody's
+};
+
+// `params` are those of the sequence.
+__device__ __forceinline__ Tiles tiles_of(const Params& params) {
+    if (params.seqlen_q == 0) return {0, 0, 1};
+    const int begin = keys_of_query(params, 0).begin / kBlockN;
+    const int end = (keys_of_query(params, params.seqlen_q - 1).end + kBlockN - 1) / kBlockN;
+    return {(num_rows(params) + kBlockM - 1) / kBlockM, begin, max(1, end - begin)};
+}
+
+__device__ __forceinline__ int num_heads(const Params& params) {
+    return params.num_heads_kv;
+}
+
+// How many KV blocks all tiles of a sequence have; `params` have the bounds of all sequences.
+__device__ __forceinline__ int count_kv_blocks(const Params& params, int sequence) {
+    if (sequence >= params.batch_size) return 0;
+    const Tiles tiles = tiles_of(with_lengths(params, queries_of(params, sequence).count, keys_of(params, sequence).count));
+    return num_heads(params) * tiles.row_blocks * tiles.kv_blocks;
+}
+
+// KV blocks of a thread block's share, so that all of them together have those of the sequences [0, batch). Each lane counts those of
+// one of 32 sequences at a time.
+__device__ __forceinline__ int kv_blocks_per_share(const Params& params, int& num_kv_blocks, int lane) {
+    num_kv_blocks = 0;
+    for (int first = 0; first < params.batch_size; first += 32) {
+        num_kv_blocks += __shfl_sync(0xffffffff, sum_up_to_lane(count_kv_blocks(params, first + lane), lane), 31);
+    }
+    return max(1, (num_kv_blocks + params.num_shares - 1) / params.num_shares);
+}
+
+// The parameters of a call of one sequence alone: its lengths, and pointers to its first rows.
+__device__ __forceinline__ Params of_sequence(const Params& params, int sequence) {
+    const Rows queries = queries_of(params, sequence);
+    const Rows keys = keys_of(params, sequence);
+    Params own = with_lengths(params, queries.count, keys.count);
+    own.q += sequence * params.q_batch_stride + queries.begin * params.q_row_stride;
+    own.out += sequence * params.out_batch_stride + queries.begin * params.out_row_stride;
+    if (params.lse != nullptr) own.lse += sequence * params.lse_batch_stride + queries.begin;
+    own.q_batch_stride = own.out_batch_stride = 0;  // the pointers are those of the sequence
+    own.pages += sequence * params.pages_batch_stride;
+    return own;
+}
+
+// The page that entry `index` of a sequence's page table names.
+__device__ __forceinline__ int load_page(const Params& params, const int32_t* pages, int index) {
+    return load_length(pages, index, params.batch_kv - 1);
+}
+
+__device__ __forceinline__ Share find_share(const Params& params, int index, int lane) {
+    int num_kv_blocks;
+    const int per_share = kv_blocks_per_share(params, num_kv_blocks, lane);
+    const int begin = min(num_kv_blocks, index * per_share);
+    return {begin, min(num_kv_blocks, begin + per_share)};
+}
+
+// A sequence, and the numbers [begin, end) of its KV blocks.
+struct Place {
+    int sequence;
+    int begin;
+    int end;
+};
+
+// The sequence that has KV block `index` of all.
+__device__ __forceinline__ Place find_place(const Params& params, int index, int lane) {
+    int begin = 0;  // of the first of these 32 sequences
+    for (int first = 0;; first += 32) {
+        const int count = count_kv_blocks(params, first + lane);
+        const int end = begin + sum_up_to_lane(count, lane);
+        const uint32_t beyond = __ballot_sync(0xffffffff, index < end);
+        if (beyond != 0) {
+            const int found = __ffs(beyond) - 1;
+            const int end_of_found = __shfl_sync(0xffffffff, end, found);
+            return {first + found, end_of_found - __shfl_sync(0xffffffff, count, found), end_of_found};
+        }
+        begin = __shfl_sync(0xffffffff, end, 31);
+    }
+}
+
+// The next sequence that has KV blocks.
+__device__ __forceinline__ Place next_place(const Params& params, const Place& place) {
+    Place next = {place.sequence, place.end, place.end};
+    while (next.end == next.begin) next.end += count_kv_blocks(params, ++next.sequence);
+    return next;
+}
+
+// The part that begins with KV block `index` of the share. A share leaves at most two parts in the workspace: its first, and its last.
+// `params` are those of the sequence.
+__device__ __forceinline__ Part find_part(const Params& params, const Share& share, const Place& place, int index) {
+    const Tiles tiles = tiles_of(params);
+    const int tile = (index - place.begin) / tiles.kv_blocks;
+    const int tile_begin = place.begin + tile * tiles.kv_blocks;
+    const int count = min(share.end, tile_begin + tiles.kv_blocks) - index;
+    const int first = tiles.first_kv_block + index - tile_begin;
+    const int slot = 2 * block_index() + (index == share.begin ? 0 : 1);
+    return {tile, first, first + count, count == tiles.kv_blocks ? -1 : slot};
+}
+
+// Tile `index` of a sequence, of which `params` are.
+__device__ __forceinline__ Tile find_tile(const Params& params, const Place& place, int index) {
+    const int row_blocks = tiles_of(params).row_blocks;
+    const int head = index / row_blocks;
+    Tile tile;
+    tile.batch = place.sequence;
+    tile.kv_head = head;
+    tile.head = head * params.group_size;
+    tile.first_row = (index - head * row_blocks) * kBlockM;
+    return tile;
+}
+
+// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
+// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
+constexpr int kChunkElements = 16 / sizeof(element);
+constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
+constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
+
+// With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a key.
+__device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
+
+// Where a lane finds its part of an MMA fragment, before any step along the row. A step XORs `swizzled`; `offset` is added after that.
+struct LaneAddress {
+    shared_address swizzled;
+    int offset;
+
+    // Adds `bytes` before the XOR. They must not change the bits that a step's XOR flips.
+    __device__ __forceinline__ LaneAddress operator+(int bytes) const { return {swizzled + bytes, offset}; }
+};
+
+__device__ __forceinline__ LaneAddress lane_address(shared_address block, int row, int chunk) {
+    return {block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row)), 0};
+}
+
+// The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right. Blocks and rows begin at multiples
+// of kSwizzleBytes, so that a step within the swizzle is an XOR of the address itself.
+__device__ __forceinline__ shared_address step_address(const LaneAddress& lane, int row_step, int chunk_pair) {
+    const int step_bytes = 32 * chunk_pair;
+    return (lane.swizzled ^ step_bytes % kSwizzleBytes) + lane.offset + row_step * kRowBytes +
+           step_bytes / kSwizzleBytes * kSwizzleBytes;
+}
+
+// For ldmatrix of Q and, transposed on the way, of V: the four 8x8 matrices are rows 0-7 and 8-15 of the left chunk, then of the right
+// one.
+__device__ __forceinline__ LaneAddress qv_lane_address(shared_address block, int lane) {
+    return lane_address(block, lane % 16, lane / 16);
+}
+
+// For ldmatrix of K, whose rows are the columns of the MMA: the left and the right chunk of rows 0-7, then of rows 8-15.
+__device__ __forceinline__ LaneAddress k_lane_address(shared_address block, int lane) {
+    return lane_address(block, lane / 16 * 8 + lane % 8, lane / 8 % 2);
+}
+
+// A warp's first row in the tile.
+__device__ __forceinline__ int first_row_of(int warp) { return warp % kGroupWarps * kWarpRows; }
+
+// Where the rows of the tile's head begin in page 0 of K and V.
+__device__ __forceinline__ const element* head_k(const Params& params, const Tile& tile) {
+    return params.k + tile.kv_head * params.k_head_stride;
+}
+
+__device__ __forceinline__ const element* head_v(const Params& params, const Tile& tile) {
+    return params.v + tile.kv_head * params.v_head_stride;
+}
+
+// Starts the copy of a group's keys of a KV block of K or V, kColumns wide. kSwizzleChunks threads stand side by side along a row and
+// each takes every kSwizzleChunks-th chunk of its rows. `head` is where the head's rows begin in page 0. Rows from `valid_rows` on and
+// elements from `head_dim` on become zeros; the sequence's page table is not read for those rows.
+template <int kColumns>
+__device__ __forceinline__ void copy_keys(const Params& params, const int32_t* pages, shared_address keys, const element* head,
+                                          int64_t page_stride, int64_t row_stride, int first_key, int valid_rows, int head_dim) {
+    constexpr int kRowsPerPass = kGroupThreads / kSwizzleChunks;
+    constexpr int kPanels = kColumns * sizeof(element) / kSwizzleBytes;
+    constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
+    static_assert(kColumns * sizeof(element) % kSwizzleBytes == 0, "the swizzle permutes whole panels");
+    const int row = threadIdx.x % kGroupThreads / kSwizzleChunks;
+    const int chunk = threadIdx.x % kSwizzleChunks;
+    const shared_address destination = keys + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
+#pragma unroll
+    for (int first = 0; first < kGroupKeys; first += kRowsPerPass) {
+        if (kGroupKeys % kRowsPerPass != 0 && first + row >= kGroupKeys) break;
+        const bool valid_row = first + row < valid_rows;
+        const int key = first_key + first + row;
+        const int page_of_sequence = divide(key, params.page_size_divisor);
+        const int page = valid_row ? load_page(params, pages, page_of_sequence) : 0;
+        const element* source =
+            head + page * page_stride + (key - page_of_sequence * params.page_size) * row_stride + chunk * kChunkElements;
+        // `row` is below kRowsPerPass, a power of two, so the key of first + row is that of the one XOR that of the other.
+        const shared_address pass = (destination ^ 16 * swizzle_key(first)) + first * kRowBytes;
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) {
+            const bool valid = valid_row && panel * kPanelElements + chunk * kChunkElements < head_dim;
+            cp_async_16(pass + panel * kSwizzleBytes, source + panel * kPanelElements, valid ? 16 : 0);
+        }
+    }
+}
+
+// Where a group is in fetching the KV blocks of its thread block's share, one after the other, across tiles and sequences.
+struct Fetch {
+    Place place;
+    int index;         // of the KV block that comes next
+    int left;          // KV blocks of its tile from there on
+    int first_key;     // the group's first of its keys
+    int seqlen_kv;     // of the sequence
+    const element* k;  // where the head's rows begin in page 0
+    const element* v;
+    const int32_t* pages;  // of the sequence
+};
+
+// `params` are those of the sequence at `place`.
+__device__ __forceinline__ Fetch seek(const Params& params, const Place& place, int index, int group) {
+    const Tiles tiles = tiles_of(params);
+    const int tile_index = (index - place.begin) / tiles.kv_blocks;
+    const int block = index - place.begin - tile_index * tiles.kv_blocks;
+    const Tile tile = find_tile(params, place, tile_index);
+    Fetch fetch;
+    fetch.place = place;
+    fetch.index = index;
+    fetch.left = tiles.kv_blocks - block;
+    fetch.first_key = (tiles.first_kv_block + block) * kBlockN + group * kGroupKeys;
+    fetch.seqlen_kv = params.seqlen_kv;
+    fetch.k = head_k(params, tile);
+    fetch.v = head_v(params, tile);
+    fetch.pages = params.pages;
+    return fetch;
+}
+
+// Starts the copies of the next KV block, if the share has one left. Each call is one group of copies. `params` have the bounds of all
+// sequences.
+__device__ __forceinline__ void fetch_next(const Params& params, const Share& share, Fetch& fetch, shared_address stage, int group) {
+    if (fetch.index < share.end) {
+        const shared_address keys = stage + group * kGroupKeys * kRowBytes;
+        const int valid_rows = fetch.seqlen_kv - fetch.first_key;
+        copy_keys<kHeadDim>(params, fetch.pages, keys, fetch.k, params.k_batch_stride, params.k_row_stride, fetch.first_key, valid_rows,
+                            params.head_dim);
+        copy_keys<kHeadDimV>(params, fetch.pages, keys + kVOffset, fetch.v, params.v_batch_stride, params.v_row_stride, fetch.first_key,
+                             valid_rows, params.head_dim_v);
+        ++fetch.index;
+        if (--fetch.left > 0) {
+            fetch.first_key += kBlockN;
+        } else if (fetch.index < share.end) {
+            const Place place = fetch.index < fetch.place.end ? fetch.place : next_place(params, fetch.place);
+            fetch = seek(of_sequence(params, place.sequence), place, fetch.index, group);
+        }
+    }
+    cp_async_commit();
+}
+
+// Waits for the lanes of the warp, and makes their writes visible.
+__device__ __forceinline__ void sync_group(int) { __syncwarp(); }
+
+// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros.
+__device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, shared_address smem) {
+    constexpr int kRowChunks = kRowBytes / 16;
+    constexpr int kChunks = kBlockM * kRowChunks;
+    const element* q = params.q + tile.batch * params.q_batch_stride;
+    const int rows_left = num_rows(params) - tile.first_row;
+#pragma unroll
+    for (int first = 0; first < kChunks; first += kThreads) {
+        const int row = (first + threadIdx.x) / kRowChunks;
+        const int chunk = (first + threadIdx.x) % kRowChunks;
+        if (kChunks % kThreads != 0 && row >= kBlockM) break;
+        const shared_address panel = smem + row * kRowBytes + chunk / kSwizzleChunks * kSwizzleBytes;
+        const element* source =
+            q + row_offset(params, tile, tile.first_row + row, params.q_row_stride, params.q_head_stride) + chunk * kChunkElements;
+        cp_async_16(panel + 16 * (chunk % kSwizzleChunks ^ swizzle_key(row)), source,
+                    row < rows_left && chunk * kChunkElements < params.head_dim ? 16 : 0);
+    }
+    cp_async_commit();
+}
+
+// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
+// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
+//
+// row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
+// reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
+constexpr float kSlack = 8.0f;
+constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+__device__ __forceinline__ float quad_max(float value) {
+    value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
+    return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float value) {
+    value += __shfl_xor_sync(0xffffffff, value, 1);
+    return value + __shfl_xor_sync(0xffffffff, value, 2);
+}
+
+// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
+struct RowTile {
+    float row_max[2];  // log2 domain
+    float row_sum[2];  // this lane's share
+    float output[kDimTiles][4];
+};
+
+__device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+        rows[i].row_max[0] = rows[i].row_max[1] = kNoRowMax;
+        rows[i].row_sum[0] = rows[i].row_sum[1] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kDimTiles; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) rows[i].output[n][e] = 0.0f;
+        }
+    }
+}
+
+// Multiplies O and row_sum of both rows.
+__device__ __forceinline__ void rescale(RowTile& rows, const float (&correction)[2]) {
+#pragma unroll
+    for (int row8 = 0; row8 < 2; ++row8) {
+        rows.row_sum[row8] *= correction[row8];
+#pragma unroll
+        for (int n = 0; n < kDimTiles; ++n) {
+            rows.output[n][2 * row8] *= correction[row8];
+            rows.output[n][2 * row8 + 1] *= correction[row8];
+        }
+    }
+}
+
+// S = Q . K^T of kTiles MMA tiles of rows, in fp32. Element [i][j][e] of thread (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2) of
+// tile i, key 8 j + 2 t + e % 2.
+template <int kTiles>
+__device__ __forceinline__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) scores[i][j][e] = 0.0f;
+        }
+    }
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+        uint32_t q_fragment[kTiles][4];
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) ldmatrix_x4(q_fragment[i], step_address(q_lane, kRowTileStep * i, step));
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; j += 2) {
+            uint32_t k_fragment[4];
+            ldmatrix_x4(k_fragment, step_address(k_lane, 8 * j, step));
+#pragma unroll
+            for (int i = 0; i < kTiles; ++i) {
+                mma_m16n8k16<element>(scores[i][j], q_fragment[i], k_fragment[0], k_fragment[1]);
+                mma_m16n8k16<element>(scores[i][j + 1], q_fragment[i], k_fragment[2], k_fragment[3]);
+            }
+        }
+    }
+}
+
+// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax: the A fragment. The accumulator layout of two
+// neighbouring key tiles is the A layout of one 16x16 tile.
+template <int kTiles>
+struct P {
+    uint32_t fragment[kTiles][kKeyTiles / 2][4];
+
+    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
+        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
+        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
+    }
+};
+
+using VAddress = LaneAddress;
+
+__device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return qv_lane_address(block, lane); }
+
+// O += P . V.
+template <int kTiles>
+__device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane) {
+#pragma unroll
+    for (int j = 0; j < kKeyTiles / 2; ++j) {
+#pragma unroll
+        for (int n = 0; n < kDimTiles; n += 2) {
+            uint32_t v_fragment[4];
+            ldmatrix_x4_trans(v_fragment, step_address(v_lane, 16 * j, n / 2));
+#pragma unroll
+            for (int i = 0; i < kTiles; ++i) {
+                mma_m16n8k16<element>(rows[i].output[n], p.fragment[i][j], v_fragment[0], v_fragment[1]);
+                mma_m16n8k16<element>(rows[i].output[n + 1], p.fragment[i][j], v_fragment[2], v_fragment[3]);
+            }
+        }
+    }
+}
+
+// The keys that every row of [first_row, first_row + count) attends to: all.
+__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, last_row)).begin,
+            keys_of_query(params, query_of_row(params, first_row)).end};
+}
+
+// Walks S, the one place where scores are told their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and
+// key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
+// that this lane has of the row: that of key lane_key + step. The steps are constants, so that comparing one takes one instruction.
+template <int kTiles, typename AtRow>
+__device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key, int lane,
+                                               AtRow at_row) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            auto at_score = at_row(first_row + kRowTileStep * i + 8 * row8 + lane / 4, first_key + lane % 4 * 2);
+#pragma unroll
+            for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) at_score(8 * j + e, scores[i][j][2 * row8 + e]);
+            }
+        }
+    }
+}
+
+// Every row attends to all keys; only the last block has keys past the end, which are masked.
+template <int kTiles>
+__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+                                           int lane) {
+    const KeyRange every = keys_of_every(params, min(first_row, num_rows(params) - 1), kRowTileStep * (kTiles - 1) + 16);
+    if (first_key + 8 * kKeyTiles > every.end) {
+        for_each_score(scores, first_row, first_key, lane, [&](int row, int lane_key) {
+            const int end = keys_of_query(params, query_of_row(params, row)).end - lane_key;
+            return [=](int step, float& score) {
+                if (step >= end) score = -INFINITY;
+            };
+        });
+    }
+}
+
+// What happens to S between Q . K^T and softmax, block by block, masked or not.
+// The scores are those of a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
+template <int kTiles>
+__device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
+                                              int row_in_tile, int first_key, int lane) {
+    apply_mask(params, scores, tile.first_row + row_in_tile, first_key, lane);
+}
+
+// Computes this lane's maximum of each row, in row_max's units. True, for the whole warp, if any row exceeds its row_max by more than
+// kSlack.
+template <int kTiles>
+__device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
+                                                float (&block_max)[kTiles][2]) {
+    bool exceeds = false;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            float value = fmaxf(scores[i][0][2 * row8], scores[i][0][2 * row8 + 1]);
+#pragma unroll
+            for (int j = 1; j < kKeyTiles; ++j) {
+                value = fmaxf(value, fmaxf(scores[i][j][2 * row8], scores[i][j][2 * row8 + 1]));
+            }
+            block_max[i][row8] = value * scale_log2;
+            exceeds |= block_max[i][row8] > rows[i].row_max[row8] + kSlack;
+        }
+    }
+    return __any_sync(0xffffffff, exceeds);
+}
+
+// Raises row_max to the maxima of a block, and rescales O and row_sum.
+template <int kTiles>
+__device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+        float correction[2];
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            const float previous = rows[i].row_max[row8];
+            rows[i].row_max[row8] = fmaxf(previous, quad_max(block_max[i][row8]));
+            correction[row8] = exp2_approx(previous - rows[i].row_max[row8]);
+        }
+        rescale(rows[i], correction);
+    }
+}
+
+// P of the scores, which is added to row_sum.
+template <int kTiles>
+__device__ __forceinline__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+                                             P<kTiles>& p) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; ++j) {
+            float values[4];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                values[e] = exp2_approx(fmaf(scores[i][j][e], scale_log2, -rows[i].row_max[e / 2]));
+                rows[i].row_sum[e / 2] += values[e];
+            }
+            p.set(i, j, values);
+        }
+    }
+}
+
+// A step of online softmax: from the scores of a block to P, with row_max and row_sum brought up to date.
+template <int kTiles>
+__device__ __forceinline__ void softmax_step(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+                                             P<kTiles>& p) {
+    float block_max[kTiles][2];
+    if (exceeds_row_max(scores, rows, scale_log2, block_max)) raise_row_max(block_max, rows);
+    exponentiate(scores, rows, scale_log2, p);
+}
+
+// Groups have different keys of the same rows. What the others found of them goes through shared memory to group 0: for each lane and
+// MMA tile of rows, kDimTiles vectors of O, and one of row_max and row_sum.
+__device__ __forceinline__ shared_address output_address(shared_address exchange, int group, int warp, int tile, int lane) {
+    const int sender = (group - 1) * kGroupWarps + warp % kGroupWarps;
+    return exchange + ((sender * kRowTiles + tile) * kDimTiles * 32 + lane) * 16;
+}
+
+__device__ __forceinline__ shared_address sums_address(shared_address sums, int group, int warp, int tile, int lane) {
+    const int sender = (group - 1) * kGroupWarps + warp % kGroupWarps;
+    return sums + ((sender * kRowTiles + tile) * 32 + lane) * 16;
+}
+
+__device__ __forceinline__ void send_rows(const RowTile (&rows)[kRowTiles], shared_address exchange, shared_address sums, int group,
+                                          int warp, int lane) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+        store_shared_128(sums_address(sums, group, warp, i, lane),
+                         {__float_as_uint(rows[i].row_max[0]), __float_as_uint(rows[i].row_max[1]),
+                          __float_as_uint(rows[i].row_sum[0]), __float_as_uint(rows[i].row_sum[1])});
+        const shared_address output = output_address(exchange, group, warp, i, lane);
+#pragma unroll
+        for (int n = 0; n < kDimTiles; ++n) {
+            const float(&values)[4] = rows[i].output[n];
+            store_shared_128(output + n * 512, {__float_as_uint(values[0]), __float_as_uint(values[1]), __float_as_uint(values[2]),
+                                                __float_as_uint(values[3])});
+        }
+    }
+}
+
+// Adds the rows of the other groups to those of group 0, in the order of the groups.
+__device__ __forceinline__ void receive_rows(RowTile (&rows)[kRowTiles], shared_address exchange, shared_address sums, int warp,
+                                             int lane) {
+    for (int group = 1; group < kGroups; ++group) {
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+            const uint4 received = load_shared_128(sums_address(sums, group, warp, i, lane));
+            const float other_max[2] = {__uint_as_float(received.x), __uint_as_float(received.y)};
+            const float other_sum[2] = {__uint_as_float(received.z), __uint_as_float(received.w)};
+            float own_factor[2], other_factor[2];
+#pragma unroll
+            for (int row8 = 0; row8 < 2; ++row8) {
+                const float row_max = fmaxf(rows[i].row_max[row8], other_max[row8]);
+                own_factor[row8] = exp2_approx(rows[i].row_max[row8] - row_max);
+                other_factor[row8] = exp2_approx(other_max[row8] - row_max);
+                rows[i].row_max[row8] = row_max;
+            }
+            rescale(rows[i], own_factor);
+#pragma unroll
+            for (int row8 = 0; row8 < 2; ++row8) rows[i].row_sum[row8] += other_sum[row8] * other_factor[row8];
+            const shared_address output = output_address(exchange, group, warp, i, lane);
+#pragma unroll
+            for (int n = 0; n < kDimTiles; ++n) {
+                const uint4 values = load_shared_128(output + n * 512);
+                rows[i].output[n][0] += __uint_as_float(values.x) * other_factor[0];
+                rows[i].output[n][1] += __uint_as_float(values.y) * other_factor[0];
+                rows[i].output[n][2] += __uint_as_float(values.z) * other_factor[1];
+                rows[i].output[n][3] += __uint_as_float(values.w) * other_factor[1];
+            }
+        }
+    }
+}
+
+// Completes row_sum and divides O by it. A row that attends to nothing has the sum 0 and becomes 0.
+__device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            rows[i].row_sum[row8] = quad_sum(rows[i].row_sum[row8]);
+            const float sum = rows[i].row_sum[row8];
+            const float factor = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
+#pragma unroll
+            for (int n = 0; n < kDimTiles; ++n) {
+                rows[i].output[n][2 * row8] *= factor;
+                rows[i].output[n][2 * row8 + 1] *= factor;
+            }
+        }
+    }
+}
+
+// lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing. (num_heads_q, rows) of the sequence.
+__device__ __forceinline__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp,
+                                          int lane) {
+    if (params.lse == nullptr || lane % 4 != 0) return;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            const int row = tile.first_row + first_row_of(warp) + kRowTileStep * i + 8 * row8 + lane / 4;
+            if (row < num_rows(params)) {
+                store_global_32(params.lse + row_offset(params, tile, row, 1, params.lse_head_stride),
+                                (rows[i].row_max[row8] + log2_approx(rows[i].row_sum[row8])) * kLn2);
+            }
+        }
+    }
+}
+
+// Writes O. Lanes hold pairs of elements.
+__device__ __forceinline__ void store_output(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp,
+                                             int lane) {
+    element* out = params.out + tile.batch * params.out_batch_stride + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            const int row = tile.first_row + first_row_of(warp) + kRowTileStep * i + 8 * row8 + lane / 4;
+            if (row >= num_rows(params)) continue;
+            element* out_row = out + row_offset(params, tile, row, params.out_row_stride, params.out_head_stride);
+#pragma unroll
+            for (int n = 0; n < kDimTiles; ++n) {
+                if (8 * n >= params.head_dim_v) break;
+                store_global_32(out_row + 8 * n, pack<element>(rows[i].output[n][2 * row8], rows[i].output[n][2 * row8 + 1]));
+            }
+        }
+    }
+}
+
+// Leaves O, row_max and row_sum of a part in a slot of the workspace, O not divided yet, for the kernel that combines the parts.
+__device__ __forceinline__ void store_part(const Params& params, const Tile& tile, int slot, const RowTile (&rows)[kRowTiles], int warp,
+                                           int lane) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            const float row_sum = quad_sum(rows[i].row_sum[row8]);
+            const int row_in_tile = first_row_of(warp) + kRowTileStep * i + 8 * row8 + lane / 4;
+            if (tile.first_row + row_in_tile >= num_rows(params)) continue;
+            const int64_t part_row = int64_t(slot) * kBlockM + row_in_tile;
+            if (lane % 4 == 0) store_global_64(params.part_sums + part_row * 2, rows[i].row_max[row8], row_sum);
+            float* output = params.part_outputs + part_row * kHeadDimV + lane % 4 * 2;
+#pragma unroll
+            for (int n = 0; n < kDimTiles; ++n) {
+                store_global_64(output + 8 * n, rows[i].output[n][2 * row8], rows[i].output[n][2 * row8 + 1]);
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void store_results(const Params& params, const Tile& tile, const Part& part, RowTile (&rows)[kRowTiles],
+                                              int warp, int lane) {
+    if (part.slot >= 0) {
+        store_part(params, tile, part.slot, rows, warp, lane);
+    } else {
+        normalise(rows);
+        store_lse(params, tile, rows, warp, lane);
+        store_output(params, tile, rows, warp, lane);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+flash_varlen_decode_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Params all) {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    const shared_address smem = to_shared(shared_memory);
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    const int group = warp / kGroupWarps;
+    auto stage_address = [&](int stage) { return smem + kStageOffset + stage * kStageBytes; };
+
+    // The wait comes first: lengths may be results of the grid before.
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
+    griddepcontrol_wait();
+    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
+    // before this one to have ended.
+    griddepcontrol_launch_dependents();
+
+    const Share share = find_share(all, block_index(), lane);
+    if (share.begin == share.end) return;  // there are fewer KV blocks than thread blocks
+    Place place = find_place(all, share.begin, lane);
+    Params params = of_sequence(all, place.sequence);
+    Fetch fetch = seek(params, place, share.begin, group);
+
+    // Q comes ahead of K and V, so that it does not queue behind them.
+    copy_q(params, find_tile(params, place, find_part(params, share, place, share.begin).tile), smem);
+#pragma unroll 1
+    for (int stage = 0; stage < kStages - 1; ++stage) fetch_next(all, share, fetch, stage_address(stage), group);
+    cp_async_wait<kStages - 1>();
+    barrier_sync(kThreads);
+
+    const LaneAddress q_lane = qv_lane_address(smem + first_row_of(warp) * kRowBytes, lane);
+    const int group_offset = group * kGroupKeys * kRowBytes;
+    int stage = 0;  // that of the KV block to be computed next
+    for (int index = share.begin;;) {
+        const Part part = find_part(params, share, place, index);
+        const Tile tile = find_tile(params, place, part.tile);
+        RowTile rows[kRowTiles];
+        clear(rows);
+
+        for (int block = part.first; block < part.end; ++block) {
+            // The group's keys of this KV block are here: a thread waits for its own copies, and the barrier for everybody's. And
+            // every warp of the group has finished with the KV block before, whose stage takes the next one to come.
+            cp_async_wait<kStages - 2>();
+            sync_group(group);
+            fetch_next(all, share, fetch, stage_address(stage == 0 ? kStages - 1 : stage - 1), group);
+
+            float scores[kRowTiles][kKeyTiles][4];
+            P<kRowTiles> p;
+            mma_qk(scores, q_lane, k_lane_address(stage_address(stage) + group_offset, lane));
+            finish_scores(params, tile, scores, first_row_of(warp), block * kBlockN + group * kGroupKeys, lane);
+            softmax_step(scores, rows, params.scale_log2, p);
+            mma_pv(rows, p, v_address(stage_address(stage) + kVOffset + group_offset, lane));
+            stage = stage == kStages - 1 ? 0 : stage + 1;
+        }
+
+        // Q of the next tile is on its way while this one's results are put together, as are its first KV blocks.
+        index += part.end - part.first;
+        const bool more = index < share.end;
+        // This tile's results still need the parameters of its sequence.
+        const bool same_sequence = index < place.end;
+        const Place next_place_of_share = more && !same_sequence ? next_place(all, place) : place;
+        const Params next_params = more && !same_sequence ? of_sequence(all, next_place_of_share.sequence) : params;
+        const int next_tile = same_sequence ? part.tile + 1 : 0;
+        // The stage of the last KV block is free: nothing is fetched into it before the next KV block is computed.
+        const shared_address exchange = stage_address(stage == 0 ? kStages - 1 : stage - 1);
+        barrier_sync(kThreads);  // every group has finished with that stage, and with Q
+        if (more) copy_q(next_params, find_tile(next_params, next_place_of_share, next_tile), smem);
+        if (group > 0) send_rows(rows, exchange, smem + kSumsOffset, group, warp, lane);
+        barrier_sync(kThreads);
+        if (group == 0) {
+            receive_rows(rows, exchange, smem + kSumsOffset, warp, lane);
+            store_results(params, tile, part, rows, warp, lane);
+        }
+        if (!more) break;
+        place = next_place_of_share;
+        params = next_params;
+        cp_async_wait<0>();
+        barrier_sync(kThreads);  // Q is here, and the stage may be fetched into again
+    }
+}
