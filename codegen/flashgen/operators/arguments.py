@@ -30,7 +30,17 @@ ROW_ALIGNMENT = 16
 
 Strides = tuple[int, ...]
 # What a symbol is called in the name of a stride: q_row_stride, mask_head_stride.
-_STRIDE_WORDS = {"batch": "batch", "seqlen": "row", "num_heads": "head"}
+_STRIDE_WORDS = {
+    "batch": "batch",
+    "seqlen": "row",
+    "num_heads": "head",
+    # Of a cache, of what goes into it, and of tables.
+    "num_pages": "page",
+    "page_size": "row",
+    "seqlen_new": "row",
+    "num_positions": "row",
+    "sequences": "sequence",
+}
 
 
 @dataclass(frozen=True, slots=True)
