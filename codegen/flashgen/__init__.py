@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         TemplateWarning,
         TunedWarning,
     )
+    from flashgen.kvcache import KVCache, Rotary, append
     from flashgen.parts import cascade, merge
     from flashgen.runtime.plans import Plan
 
@@ -46,15 +47,18 @@ __all__ = [
     "FlashgenError",
     "InsufficientWorkspace",
     "InternalError",
+    "KVCache",
     "NoBindingError",
     "NoCompilerError",
     "NoHostCompilerError",
     "NullPointer",
     "Plan",
+    "Rotary",
     "SimulationError",
     "SpecError",
     "TemplateWarning",
     "TunedWarning",
+    "append",
     "attention",
     "cascade",
     "explain",
@@ -64,7 +68,10 @@ __all__ = [
 ]
 
 _HOMES = {
+    "KVCache": "flashgen.kvcache",
     "Plan": "flashgen.runtime.plans",
+    "Rotary": "flashgen.kvcache",
+    "append": "flashgen.kvcache",
     "attention": "flashgen.api",
     "cascade": "flashgen.parts",
     "explain": "flashgen.api",
