@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flashgen
-from flashgen.errors import BadParam, BadTensorShape, NullPointer
+from flashgen.errors import BadParam, BadTensorShape, BadTensorStrides, NullPointer
 
 DTYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "fp32": np.float32}
 ROUNDOFF = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24}
@@ -181,6 +181,24 @@ def test_packed_tokens_are_those_of_a_batch():
         np.testing.assert_array_equal(found[own], expected[0])
     np.testing.assert_array_equal(bits(k), bits(k_alone))
     np.testing.assert_array_equal(bits(v), bits(v_alone))
+
+
+@pytest.mark.parametrize("axis", [1, 2, 3])
+def test_keys_and_values_that_share_the_memory_of_pages(axis):
+    """As caches of (num_pages, 2, page_size, heads, head_dim), and likewise."""
+    rng = np.random.default_rng()
+    shape = [6, 16, HEADS, 32]
+    shape.insert(axis, 2)
+    k, v = np.moveaxis(poisoned(tuple(shape), np.float16), axis, 0)
+    pages = np.arange(6, dtype=np.int32).reshape(3, 2)
+    new = [normal(rng, 3, COUNT, HEADS, 32, dtype=np.float16) for _ in "kv"]
+    lengths = np.array([0, 3, 20], np.int32)
+    flashgen.append(flashgen.KVCache(k, v, lengths, pages), *new)
+    for x, written in zip((k, v), new, strict=True):
+        np.testing.assert_array_equal(x[4:].reshape(32, HEADS, 32)[20 : 20 + COUNT], written[2])
+        assert int(np.isnan(x).sum()) == (6 * 16 - 3 * COUNT) * HEADS * 32
+    with pytest.raises(BadTensorStrides, match="k_cache overlaps v_cache"):
+        flashgen.append(flashgen.KVCache(k, k, lengths, pages), *new)
 
 
 def test_no_new_tokens():

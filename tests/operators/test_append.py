@@ -14,7 +14,7 @@ from flashgen.errors import (
     NullPointer,
 )
 from flashgen.operators.append import ARGUMENTS, judge, normalise
-from flashgen.operators.arguments import ArrayView, view_of_shape
+from flashgen.operators.arguments import ArrayView, Placed, interleave, view_of_shape
 from flashgen.simulator.append_example import Choices, make
 from flashgen.simulator.example import Shape
 from flashgen.spec.load import load_specs
@@ -226,3 +226,34 @@ def test_the_judge_refuses_what_is_off_and_what_was_touched():
     assert spoiled("q_rotated", (0, 0, 0, 31), 100.0)
     assert spoiled("total_lengths", 1, 5)
     assert example.judge().ok
+
+
+def addresses(placed, start):
+    grid = np.indices(placed.extents[:-1]).reshape(len(placed.strides), -1)
+    rows = start + np.asarray(placed.strides) @ grid * placed.element_bytes
+    return set((rows[:, None] + np.arange(placed.row_bytes)).ravel().tolist())
+
+
+def test_arrays_that_interleave_share_no_byte():
+    """Against all addresses, for K and V that share pages, tokens or heads, and for any others."""
+    rng = np.random.default_rng()
+    argument = next(each for each in ARGUMENTS if each.name == "k_cache")
+
+    def placed(shape, strides):
+        return Placed(argument, shape, strides, "fp16")
+
+    shape = (3, 4, 2, 8)
+    side_by_side = {"pages": ((128, 16, 8), 64), "tokens": ((128, 32, 8), 16), "heads": ((128, 32, 16), 8)}
+    for strides, distance in side_by_side.values():
+        one = placed(shape, strides)
+        assert interleave(one, one, 2 * distance)
+        assert interleave(one, one, -2 * distance)
+        assert not interleave(one, one, 2 * distance - 2)
+    found = 0
+    for _ in range(2000):
+        one, other = (placed((*rng.integers(1, 4, 3), 8), tuple(8 * rng.integers(1, 12, 3))) for _ in "kv")
+        distance = 2 * int(rng.integers(-200, 200))
+        if interleave(one, other, distance):
+            found += 1
+            assert not addresses(one, 0) & addresses(other, distance)
+    assert found

@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+import flashgen
+from flashgen.cli import main
 from flashgen.errors import SimulationError
 from flashgen.simulator.append_example import Choices, make
 from flashgen.simulator.example import Shape, run
@@ -109,3 +112,31 @@ def test_two_sequences_of_one_batch_entry_a_thread_each(compiler, fresh_seed):
     named["cu_seqlens_new"][...] = np.minimum(np.arange(201), 2)
     run(load(render(variant), variant.name), variant, example, seed=fresh_seed)
     assert example.judge().ok, example.judge()
+
+
+def test_a_call_with_the_simulator_for_a_backend(compiler, monkeypatch):
+    """The bits of the CPU path where nothing is rotated; and what has no place is left out, not an error."""
+    rng = np.random.default_rng()
+    new = rng.standard_normal((2, 3, 2, 16), np.float32)
+    lengths, pages = np.array([4, 11], np.int32), np.array([[3, 1], [0, 2]], np.int32)
+    found = []
+    for backend in ("cpu", "simulator"):
+        k, v = (np.full((4, 8, 2, 16), np.nan, np.float32) for _ in "kv")
+        monkeypatch.setenv("FLASHGEN_BACKEND", backend)
+        total, _ = flashgen.append(flashgen.KVCache(k, v, lengths, pages), new, -new)
+        found.append((k, v, total))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+    full = flashgen.KVCache(k, v, np.array([15, 16], np.int32), pages)
+    before = k[2].copy()
+    total, _ = flashgen.append(full, new, -new)
+    assert total.tolist() == [16, 16]
+    np.testing.assert_array_equal(k[1, 7], new[0, 0])
+    np.testing.assert_array_equal(k[2], before)
+
+
+def test_the_command_shows_it(compiler):
+    shown = CliRunner().invoke(main, ["simulate", INTERLEAVED, "--seqlen-q", "3", "--seeds", "2"])
+    assert shown.exit_code == 0, shown.output
+    assert "of its bound" in shown.output
+    assert "LSE" not in shown.output

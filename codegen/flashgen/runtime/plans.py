@@ -262,7 +262,9 @@ class Plan:
         problem = self.problem
         arguments, count = problem.operator.arguments, len(problem.operator.arguments)
         written = [place for place in problem.results if given[place]]
-        check_memory(arguments, problem.spans(), pointers[:count], written)
+        placed = problem.placed()
+        spans = [(0, 0) if each is None else each.span() for each in placed]
+        check_memory(arguments, spans, pointers[:count], written, placed)
         called = problem.with_scalars(scalars)
         work = _no_work if self._empty else self._runner.at(pointers, called)
         if key is not None:
