@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import flashgen
-from flashgen.errors import BadParam, BadTensorShape, BadTensorStrides, NullPointer
+from flashgen.api import _plan
+from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, BadTensorStrides, NullPointer
+from flashgen.operators.append import APPEND
 
 DTYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "fp32": np.float32}
 ROUNDOFF = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24}
@@ -275,6 +277,20 @@ def test_what_is_no_cache_and_no_rotary():
     given["k"].flags.writeable = False
     with pytest.raises(BadParam, match="k_cache is read-only"):
         flashgen.append(cache, new, new)
+
+
+def test_a_plan_for_tables_of_one_dtype_takes_no_others():
+    given, _ = fitting()
+    rng = np.random.default_rng()
+    arrays = {"k_new": given["new"], "v_new": given["new"], "lengths": LENGTHS}
+    arrays |= {"k_cache": given["k"], "v_cache": given["v"]}
+    arrays = {name: x if x.dtype == np.int32 else x.astype(np.float16) for name, x in arrays.items()}
+    narrow, wide = ({"cos": c, "sin": s} for c, s in (tables(rng, 8, d) for d in (np.float16, np.float32)))
+    plan = _plan(APPEND, APPEND.in_order(**arrays, **wide), (False, "each"), (), None, None)
+    total = plan(**arrays, **wide)[-1]
+    np.testing.assert_array_equal(total, LENGTHS + COUNT)
+    with pytest.raises(BadTensorDtype, match="cos has dtype fp16; the plan was made for fp32"):
+        plan(**arrays, **narrow)
 
 
 def test_tensors_of_pytorch():
