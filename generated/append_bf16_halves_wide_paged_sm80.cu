@@ -11,8 +11,8 @@
 #include "flashgen/sm80.cuh"
 
 // Writes new keys, rotated, and new values into a KV cache, behind those that each sequence has there, and rotates queries. With
-// c and s the cosine and the sine of the position, a pair (x, y) of elements becomes (c x - s y, c y + s x); elements i and i + rotary_dim / 2
-// are a pair.
+// c and s the cosine and the sine of the position, a pair (x, y) of elements becomes (c x - s y, c y + s x).
+// Pairs are elements i and i + rotary_dim / 2.
 //
 // A thread has 16 bytes of a row.
 
@@ -28,7 +28,7 @@ static_assert(kThreads == 128, "one chunk to a thread");
 static_assert(16 / 2 % kVector == 0, "a thread's elements are of one half: rotary_dim is a multiple of 16");
 
 struct Params {
-    const element* k_new;                 // (batch, seqlen_new, num_heads_kv, head_dim); rows of all arrays of elements are 16-byte aligned
+    const element* k_new;                 // (batch, seqlen_new, num_heads_kv, head_dim); rows of elements are 16-byte aligned
     const element* v_new;                 // (batch, seqlen_new, num_heads_kv, head_dim_v)
     const int32_t* lengths;               // (sequences): the tokens that each has in the cache
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), or null: then num_heads_q is 0
@@ -36,8 +36,8 @@ struct Params {
     const float* cos;                     // (num_positions, rotary_dim / 2), rows 16-byte aligned
     const float* sin;                     // as cos
     const int32_t* positions;             // (batch, seqlen_new): the row of cos and sin of each token, or null: its position
-    const int32_t* cu_seqlens_new;        // (sequences + 1), or null: the first token of each sequence where all lie in one batch entry, and the end
-    element* k_cache;                     // (num_pages, page_size, num_heads_kv, head_dim); without a page table a row of the cache is a page
+    const int32_t* cu_seqlens_new;        // (sequences + 1), or null: where each sequence begins in packed tokens, and the end
+    element* k_cache;                     // (num_pages, page_size, num_heads_kv, head_dim); or a row of the cache is a page
     element* v_cache;                     // (num_pages, page_size, num_heads_kv, head_dim_v)
     int32_t* total_lengths;               // (sequences): lengths with the new tokens
     element* q_rotated;                   // as q
