@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flashgen.api import attention, explain, plan, warmup
+    from flashgen.appending import append
     from flashgen.errors import (
         BadParam,
         BadTensorDtype,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
         TemplateWarning,
         TunedWarning,
     )
-    from flashgen.kvcache import KVCache
+    from flashgen.kvcache import KVCache, Rotary
     from flashgen.parts import cascade, merge
     from flashgen.runtime.plans import Plan
 
@@ -53,10 +54,12 @@ __all__ = [
     "NoHostCompilerError",
     "NullPointer",
     "Plan",
+    "Rotary",
     "SimulationError",
     "SpecError",
     "TemplateWarning",
     "TunedWarning",
+    "append",
     "attention",
     "cascade",
     "explain",
@@ -68,6 +71,8 @@ __all__ = [
 _HOMES = {
     "KVCache": "flashgen.kvcache",
     "Plan": "flashgen.runtime.plans",
+    "Rotary": "flashgen.kvcache",
+    "append": "flashgen.appending",
     "attention": "flashgen.api",
     "cascade": "flashgen.parts",
     "explain": "flashgen.api",

@@ -392,9 +392,16 @@ def _shaped(given: dict[str, Any], dtype: str) -> Problem:
     return operator.normalise(views, options, scalars)
 
 
-def call(operator: Operator, given: tuple[Any, ...], *, stream: Any, backend: str | None) -> Any:
-    """Compute ``given``, an array or None for each argument of an operator without options and scalars."""
-    return _call(operator, given, (), (), stream, backend, None)
+def call(
+    operator: Operator,
+    given: tuple[Any, ...],
+    options: tuple[Any, ...] = (),
+    *,
+    stream: Any,
+    backend: str | None,
+) -> Any:
+    """Compute ``given``, an array or None for each argument of an operator without scalars."""
+    return _call(operator, given, options, (), stream, backend, None)
 
 
 def _call(

@@ -1,4 +1,4 @@
-"""A cache of keys and values whose sequences have lengths of their own."""
+"""What a call says of a KV cache, and of rotary embedding."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class KVCache:
-    """Keys and values of a batch of sequences, in arrays that have room for more; for ``flashgen.attention``.
+    """A cache of keys and values, as the caller holds it.
 
-    k, v: (rows, capacity, num_heads_kv, head_dim) and (..., head_dim_v): row b has the keys of sequence b.
-        With ``pages``: (num_pages, page_size, num_heads_kv, ...). Strides are free, as in ``attention``: a
-        cache of (rows, num_heads_kv, capacity, head_dim) is one with its dimensions transposed.
-    lengths: (batch,), int32, on the device of k: how many keys each sequence has. Slots past it are not read.
-    pages: (batch, pages_per_sequence), int32: key j of sequence b is row j % page_size of page
-        ``pages[b, j // page_size]``. Entries past the length are not read.
-    index: (batch,), int32: sequence b is row ``index[b]`` of k and v. Not with ``pages``.
+    k, v: (rows, capacity, num_heads_kv, head_dim), for v with head_dim_v: a row for each sequence. With pages
+        (num_pages, page_size, num_heads_kv, head_dim). fp16, bf16 or fp32; any strides, but the last
+        dimension is contiguous and rows are 16-byte aligned.
+    lengths: int32 (batch,), on the device of k: the tokens that each sequence has in the cache. No call
+        changes it.
+    pages: int32 (batch, max_pages): pages[b, j] has the keys j * page_size to (j + 1) * page_size - 1 of
+        sequence b. Entries behind the last token are never read.
+    index: int32 (batch,): the row of k and v of each sequence; by default its own number. Not with pages.
     """
 
     k: Any
@@ -24,3 +25,21 @@ class KVCache:
     lengths: Any
     pages: Any = None
     index: Any = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Rotary:
+    """Rotary embedding: by which angles queries and keys are rotated.
+
+    cos, sin: (num_positions, rotary_dim / 2), of the dtype of q, or fp32. rotary_dim is a multiple of 16; the
+        elements of a head behind it stay as they are.
+    interleaved: whether elements 2i and 2i + 1 are a pair (as in GPT-J), in place of i and i + rotary_dim / 2
+        (as in GPT-NeoX and Llama).
+    positions: int32 (batch, seqlen_new): the row of cos and sin for each new token, and for the query of the
+        same number. By default the token's position in its sequence.
+    """
+
+    cos: Any
+    sin: Any
+    interleaved: bool = False
+    positions: Any = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from flashgen.operators.append import APPEND
 from flashgen.operators.attention import ATTENTION
 from flashgen.operators.merge import MERGE
 from flashgen.operators.varlen import VARLEN
@@ -12,4 +13,4 @@ if TYPE_CHECKING:
     from flashgen.operators.operator import Operator
 
 # By the name that a spec gives under ``operator``.
-OPERATORS: dict[str, Operator] = {operator.name: operator for operator in (ATTENTION, VARLEN, MERGE)}
+OPERATORS: dict[str, Operator] = {operator.name: operator for operator in (ATTENTION, VARLEN, MERGE, APPEND)}

@@ -7,6 +7,7 @@ example arrays and byte counts derive from it. A shape is written in symbols, as
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,7 +31,18 @@ ROW_ALIGNMENT = 16
 
 Strides = tuple[int, ...]
 # What a symbol is called in the name of a stride: q_row_stride, mask_head_stride.
-_STRIDE_WORDS = {"batch": "batch", "seqlen": "row", "rows": "row", "num_heads": "head"}
+_STRIDE_WORDS = {
+    "batch": "batch",
+    "seqlen": "row",
+    "rows": "row",
+    "num_heads": "head",
+    # Of a cache, of what goes into it, and of tables.
+    "num_pages": "page",
+    "page_size": "row",
+    "seqlen_new": "row",
+    "num_positions": "row",
+    "sequences": "sequence",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,12 +296,14 @@ def check_memory(
     spans: Sequence[tuple[int, int]],
     pointers: Sequence[int],
     written: Sequence[int],
+    placed: Sequence[Placed | None] = (),
 ) -> None:
     """Check the pointers of one call; ``spans`` and ``pointers`` are in the order of ``arguments``.
 
     ``written`` lists the positions of the outputs that the caller passed, whose overlap with another array
     must be ruled out. Two arrays overlap when their address ranges do, even if they interleave without
-    sharing an element.
+    sharing an element; but two outputs, such as K and V of each page of a cache, may, where ``placed`` says
+    how they lie.
 
     Raises NullPointer for an array without memory, BadTensorStrides for a misaligned or overlapping one.
     """
@@ -307,10 +321,35 @@ def check_memory(
         start, end = pointers[target] + spans[target][0], pointers[target] + spans[target][1]
         for other, ((low, high), pointer) in enumerate(zip(spans, pointers, strict=True)):
             if other != target and low < high and pointer + low < end and start < pointer + high:
+                if placed and arguments[other].is_output:
+                    between = pointer - pointers[target]
+                    if interleave(placed[target], placed[other], between):
+                        continue
                 raise BadTensorStrides(
                     f"{arguments[target].name} overlaps {arguments[other].name} in memory; "
                     "pass memory of its own"
                 )
+
+
+def interleave(first: Placed, second: Placed, distance: int) -> bool:
+    """Whether two arrays of one stride, ``distance`` bytes from each other, share no byte: between two steps
+    of the stride both have their place. False where no stride of both shows it.
+    """
+    steps = [
+        {stride * each.element_bytes for stride in each.strides if stride > 0} for each in (first, second)
+    ]
+    for period in steps[0] & steps[1]:
+        (low, high), (other_low, other_high) = (_span_within(each, period) for each in (first, second))
+        offset = (distance + other_low - low) % period
+        if offset >= high - low and offset + other_high - other_low <= period:
+            return True
+    return False
+
+
+def _span_within(placed: Placed, period: int) -> tuple[int, int]:
+    """`Placed.span` of an array that does not move by whole periods."""
+    strides = tuple(0 if stride * placed.element_bytes % period == 0 else stride for stride in placed.strides)
+    return dataclasses.replace(placed, strides=strides).span()
 
 
 def _shares_elements(view: ArrayView) -> bool:

@@ -65,7 +65,7 @@ class NumpyKind:
     def empty(self, shape: tuple[int, ...], like: Any, stream: Any, dtype: str | None = None) -> Any:
         """A new contiguous array on the device of ``like``, for use on ``stream`` or the current one.
 
-        ``dtype`` is "fp32", "uint8", or None for that of ``like``.
+        ``dtype`` is "fp32", "uint8", "int32", or None for that of ``like``.
         """
         import numpy as np
 
@@ -177,7 +177,7 @@ class TorchKind:
         # The handle alone: a Stream object costs 2 µs.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self._get_stream = raw_stream or (lambda device: torch.cuda.current_stream(device).cuda_stream)
-        self._made = {"fp32": torch.float32, "uint8": torch.uint8}
+        self._made = {"fp32": torch.float32, "uint8": torch.uint8, "int32": torch.int32}
         self._dtypes = {
             torch.float16: "fp16",
             torch.bfloat16: "bf16",
@@ -564,7 +564,7 @@ def _dtype(name: Any) -> Any:
     return np.dtype(name)
 
 
-_NUMPY_NAMES = {"fp32": "float32", "uint8": "uint8"}
+_NUMPY_NAMES = {"fp32": "float32", "uint8": "uint8", "int32": "int32"}
 _NUMPY_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "bool": "bool"}
 _NUMPY_DTYPES |= {"uint8": "uint8", "int32": "int32"}
 

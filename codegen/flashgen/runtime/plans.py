@@ -262,7 +262,9 @@ class Plan:
         problem = self.problem
         arguments, count = problem.operator.arguments, len(problem.operator.arguments)
         written = [place for place in problem.results if given[place]]
-        check_memory(arguments, problem.spans(), pointers[:count], written)
+        placed = problem.placed()
+        spans = [(0, 0) if each is None else each.span() for each in placed]
+        check_memory(arguments, spans, pointers[:count], written, placed)
         called = problem.with_scalars(scalars)
         work = _no_work if self._empty else self._runner.at(pointers, called)
         if key is not None:
@@ -319,7 +321,8 @@ def _check_like(argument: Argument, view: ArrayView, problem: Problem, shape: tu
     A stride along a dimension of one element is never used, so it may differ.
     """
     name, placed = argument.name, problem.placed()[problem.operator.position(argument.name)]
-    if view.dtype != placed.dtype and view.dtype not in argument.dtypes:
+    # Of several dtypes only those of a byte are read alike.
+    if view.dtype != placed.dtype and not {view.dtype, placed.dtype} <= {"bool", "uint8"}:
         raise BadTensorDtype(f"{name} has dtype {view.dtype}; the plan was made for {placed.dtype}")
     if view.device != problem.device:
         raise DeviceTypeNotSupported(

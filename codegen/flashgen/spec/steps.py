@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 _OF_A_STEP = ("template", "threads", "smem_bytes", "grid", "params")
 _MAY_HAVE = ("visits", "dependent_launch", "score_seam")
 # The types of pointers to arrays of a dtype, and of numbers.
-_POINTERS = {"fp32": ("float*",), "uint8": ("uint8_t*",), "int32": ("int32_t*",)}
+_ELEMENT = ("element*",)
+_BYTES = ("uint8_t*",)
+_POINTERS = {"fp32": ("float*",), "uint8": _BYTES, "bool": _BYTES, "int32": ("int32_t*",)}
 _NUMBERS = tuple(ctype for ctype in CTYPES if not ctype.endswith("*") and ctype != TENSOR_MAP)
 
 
@@ -167,10 +169,12 @@ def _type_of(file: File, name: str) -> tuple[str, ...]:
     """The types that the parameter ``name`` may have, without ``const``; none where any will do."""
     arguments = {argument.name: argument for argument in OPERATORS[file.operator].arguments}
     if name in file.workspace:
-        return _POINTERS.get(file.workspace[name].dtype, ("element*",))
+        return _POINTERS.get(file.workspace[name].dtype, _ELEMENT)
     if name.removesuffix(VECTOR_WIDTH) in arguments and name.endswith(VECTOR_WIDTH):
         return ("int32_t",)
     if name not in arguments:
         return _NUMBERS
     dtypes = arguments[name].dtypes
-    return _POINTERS[dtypes[-1]] if dtypes else ("element*", TENSOR_MAP)
+    if not dtypes:
+        return (*_ELEMENT, TENSOR_MAP)
+    return tuple(dict.fromkeys(each for dtype in dtypes for each in _POINTERS.get(dtype, _ELEMENT)))

@@ -1,0 +1,577 @@
+"""The operator ``append``: new keys and values go into a KV cache, behind those that each sequence has there;
+they and the queries are rotated on the way (rotary embedding, https://arxiv.org/abs/2104.09864).
+
+A cache is a number of pages of page_size tokens each. Without a page table a row of the cache is its one
+page: that of the sequence's own number, or the one that ``index`` names. New token i of sequence b goes to
+position p = lengths[b] + i, that is to token p % page_size of page pages[b, p // page_size]. A token that
+has no place there, or no row in the tables, is left out. Packed tokens have no batch dimension: those of
+sequence b are cu_seqlens_new[b] to cu_seqlens_new[b + 1], and what lies behind the last is left out.
+
+Of the first rotary_dim elements of a row, (x, y) are a pair: elements i and i + rotary_dim / 2, or, where
+they are interleaved, 2i and 2i + 1. With c and s the cosine and the sine of the position in column i,
+
+    x' = c x - s y,  y' = c y + s x
+
+The bound, with u the unit roundoff of the dtype, and r the result:
+
+    |error of r| <= 1.01 u |r| + 1.01 2^-23 (|c x| + |s y|) + least_out
+
+- 2^-23: the product with s, and the sum, are each rounded to fp32; that with c may be. |r| is no larger.
+- 1.01 u |r|: the result is rounded to the dtype. least_out: half of the least step of the dtype.
+
+What is not rotated is copied: to the bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from flashgen.errors import (
+    BadParam,
+    BadTensorDtype,
+    BadTensorShape,
+    DeviceTypeNotSupported,
+    NullPointer,
+)
+from flashgen.operators.arguments import (
+    DTYPE_BYTES,
+    ROW_ALIGNMENT,
+    Argument,
+    Placed,
+    check_strides,
+    flag,
+    place,
+)
+from flashgen.operators.attention import DTYPES, MAX_HEAD_DIM, MAX_SEQLEN
+from flashgen.operators.operator import Axis, Number, Operator, Problem, Value
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+
+    from flashgen.operators.arguments import ArrayView
+    from flashgen.operators.reference import Verdict
+
+Pairs = Literal["none", "halves", "interleaved"]
+Q_POSITIONS = ("each", "first")
+ROTARY_STEP = 16  # what rotary_dim is a multiple of
+
+_INT32 = {"dtypes": ("int32",), "alignment": 4}
+_PAGES = "num_pages page_size num_heads_kv"
+_TABLE = {"dtypes": DTYPES, "optional": True}
+
+ARGUMENTS = (
+    Argument("k_new", "input", "batch seqlen_new num_heads_kv head_dim"),
+    Argument("v_new", "input", "batch seqlen_new num_heads_kv head_dim_v"),
+    Argument("lengths", "input", "sequences", layout="contiguous", **_INT32),
+    Argument("q", "input", "batch seqlen_q num_heads_q head_dim", optional=True),
+    Argument("pages", "input", "sequences max_pages", optional=True, **_INT32),
+    Argument("index", "input", "sequences", layout="contiguous", optional=True, **_INT32),
+    Argument("cos", "input", "num_positions rotary_half", **_TABLE),
+    Argument("sin", "input", "num_positions rotary_half", **_TABLE),
+    Argument("positions", "input", "batch seqlen_new", optional=True, **_INT32),
+    Argument("cu_seqlens_new", "input", "boundaries", layout="contiguous", optional=True, **_INT32),
+    Argument("k_cache", "output", f"{_PAGES} head_dim"),
+    Argument("v_cache", "output", f"{_PAGES} head_dim_v"),
+    Argument("total_lengths", "output", "sequences", layout="contiguous", **_INT32),
+    Argument("q_rotated", "output", "batch seqlen_q num_heads_q head_dim"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppendProblem(Problem):
+    """Shapes and strides of one append. ``num_heads_q`` is 0 where there is no q; ``max_pages`` 1 and
+    ``page_size`` the capacity where the cache has no page table. ``rotary_half`` is half of rotary_dim, 0
+    without rotation. ``table_dtype`` is that of cos and sin. Packed tokens are those of one batch entry,
+    whatever the number of ``sequences``; there is a boundary more than those.
+    """
+
+    batch: int
+    sequences: int
+    boundaries: int
+    seqlen_new: int
+    seqlen_q: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    num_pages: int
+    page_size: int
+    max_pages: int
+    paged: bool
+    pairs: Pairs
+    num_positions: int
+    rotary_half: int
+    table_dtype: str
+    q_positions: str
+
+    @property
+    def operator(self) -> Operator:
+        return APPEND
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {symbol: getattr(self, symbol) for symbol in sorted(APPEND.symbols)}
+
+    @property
+    def empty(self) -> bool:
+        # total_lengths is written even where there is no new token.
+        return self.sequences == 0
+
+    @property
+    def capacity(self) -> int:
+        """The tokens that a sequence may have."""
+        return self.max_pages * self.page_size
+
+    @property
+    def row_chunks(self) -> int:
+        """The 16-byte chunks of the longest row, rounded up to a power of two."""
+        chunks = max(self.head_dim, self.head_dim_v) * DTYPE_BYTES[self.dtype] // ROW_ALIGNMENT
+        return 1 << (chunks - 1).bit_length()
+
+    def placed(self) -> tuple[Placed | None, ...]:
+        # The tables have a dtype of their own.
+        return tuple(
+            None
+            if strides is None
+            else Placed(
+                argument,
+                argument.extents(self.sizes),
+                strides,
+                self.table_dtype if argument.name in ("cos", "sin") else argument.dtype(self.dtype),
+            )
+            for argument, strides in zip(ARGUMENTS, self.strides, strict=True)
+        )
+
+    def wanted(self) -> str:
+        tables = ", tables wide" if _tables(self) == "wide" else ""
+        return f"dtype {self.dtype}, rotary {self.pairs}{tables}, pages {_pages(self)}"
+
+    def grid_extents(self, axes: Mapping[str, Value]) -> dict[str, int]:
+        """``chunks`` counts those of a batch entry's rows of q, k_new and v_new; there is one at least for
+        each element of total_lengths.
+        """
+        rows = self.seqlen_q * self.num_heads_q + 2 * self.seqlen_new * self.num_heads_kv
+        lengths = -(-self.sequences // max(1, self.batch))
+        return {"chunks": max(rows * self.row_chunks, lengths), "batch": self.batch}
+
+    def values(self, axes: Mapping[str, Value]) -> dict[str, Number]:
+        return {
+            "row_chunks_log2": self.row_chunks.bit_length() - 1,
+            "capacity": self.capacity,
+            "rotary_dim": 2 * self.rotary_half,
+            "q_step": 1 if self.q_positions == "each" else 0,
+        }
+
+    def scalar_values(self) -> dict[str, Number]:
+        return {}
+
+    def with_scalars(self, given: Sequence[Any]) -> AppendProblem:
+        return self
+
+
+def normalise(
+    given: Mapping[str, ArrayView], *, interleaved: bool = False, q_positions: str = "each"
+) -> AppendProblem:
+    """The Problem of a call, or the error of the contract that it breaks; ``given`` has the arrays by the
+    names of arguments.
+
+    ``interleaved`` is how elements are paired. ``q_positions``: query i is rotated as new token i is
+    ("each"), or all queries as the first new one ("first").
+
+    Raises NullPointer, BadParam, BadTensorDtype, BadTensorShape, BadTensorStrides or DeviceTypeNotSupported.
+    """
+    views = {argument.name: given.get(argument.name) for argument in ARGUMENTS}
+    for name in ("k_new", "v_new", "lengths", "k_cache", "v_cache"):
+        if views[name] is None:
+            raise NullPointer(f"{name} is None; expected an array")
+    interleaved = flag("interleaved", interleaved)
+    _check_combination(views, q_positions)
+    _check_places_and_dtypes(views)
+    sizes = _sizes(views)
+    k_new, cos, packed = views["k_new"], views["cos"], views["cu_seqlens_new"] is not None
+    paged = views["pages"] is not None
+    for argument in ARGUMENTS:
+        view = views[argument.name]
+        if view is not None:
+            symbols, expected = _symbols(argument, packed), argument.extents(sizes)[-len(view.shape) :]
+            if view.shape != expected:
+                raise BadTensorShape(
+                    f"{argument.name} has shape {view.shape}; expected ({', '.join(symbols)}) = {expected}"
+                )
+    _check_sizes(sizes, k_new.dtype, tables=cos is not None)
+    if not packed:  # whose lengths are in the memory of the device
+        _check_room(sizes, paged=paged, by_position=cos is not None and views["positions"] is None)
+    for argument in ARGUMENTS:
+        view = views[argument.name]
+        if view is not None:
+            check_strides(argument, view, DTYPE_BYTES[view.dtype])
+    # What is not given, and written all the same, is allocated.
+    written = ("total_lengths", "q_rotated") if views["q"] is not None else ("total_lengths",)
+    return AppendProblem(
+        **sizes,
+        dtype=k_new.dtype,
+        paged=paged,
+        pairs="none" if cos is None else "interleaved" if interleaved else "halves",
+        table_dtype=k_new.dtype if cos is None else cos.dtype,
+        q_positions=q_positions,
+        batched=not packed,
+        strides=tuple(
+            place(argument, views[argument.name], sizes, k_new.dtype).strides
+            if views[argument.name] is not None or argument.name in written
+            else None
+            for argument in ARGUMENTS
+        ),
+        device=k_new.device,
+    )
+
+
+def _check_combination(views: Mapping[str, ArrayView | None], q_positions: Any) -> None:
+    """Which arrays go with which."""
+    if q_positions not in Q_POSITIONS:
+        raise BadParam(f"q_positions is {q_positions!r}; allowed are {' and '.join(map(repr, Q_POSITIONS))}")
+    if views["pages"] is not None and views["index"] is not None:
+        raise BadParam("index was given together with pages; a page table already says which pages are whose")
+    if (views["cos"] is None) != (views["sin"] is None):
+        given, missing = ("cos", "sin") if views["sin"] is None else ("sin", "cos")
+        raise NullPointer(f"{missing} is None but {given} was given; rotation takes both")
+    for name in ("q", "positions"):
+        if views["cos"] is None and views[name] is not None:
+            raise BadParam(f"{name} was given without cos and sin; only rotation needs it, so leave it out")
+    if views["q"] is None and views["q_rotated"] is not None:
+        raise BadParam("q_rotated was given without q; pass both, or neither")
+
+
+def _check_places_and_dtypes(views: Mapping[str, ArrayView | None]) -> None:
+    """That all arrays are on one device, and each has a dtype of its argument."""
+    first = views["k_new"]
+    if first.dtype not in DTYPES:
+        raise BadTensorDtype(f"k_new has dtype {first.dtype}; supported are {', '.join(DTYPES)}")
+    for argument in ARGUMENTS:
+        name, view = argument.name, views[argument.name]
+        if view is None:
+            continue
+        if view.device != first.device:
+            raise DeviceTypeNotSupported(
+                f"{name} is on device {_device(view)} but k_new on {_device(first)}; all arrays must be on "
+                "one device"
+            )
+        if name in ("cos", "sin"):
+            allowed = tuple(dict.fromkeys((first.dtype, "fp32")))
+        else:
+            allowed = argument.dtypes or (first.dtype,)
+        if view.dtype not in allowed:
+            of_k_new = "" if argument.dtypes == ("int32",) else f", as k_new has dtype {first.dtype}"
+            raise BadTensorDtype(f"{name} has dtype {view.dtype}; expected {' or '.join(allowed)}{of_k_new}")
+    cos, sin = views["cos"], views["sin"]
+    if cos is not None and cos.dtype != sin.dtype:
+        raise BadTensorDtype(f"sin has dtype {sin.dtype} but cos has {cos.dtype}; they must be the same")
+
+
+def _sizes(views: Mapping[str, ArrayView | None]) -> dict[str, int]:
+    """The size of each symbol; each array has the rank of its argument, without batch where tokens are
+    packed.
+    """
+    boundaries = views["cu_seqlens_new"]
+    packed = boundaries is not None
+    for argument in ARGUMENTS:
+        view, symbols = views[argument.name], _symbols(argument, packed)
+        if view is not None and len(view.shape) != len(symbols):
+            hint = ""
+            if len(view.shape) == 3 and len(symbols) == 4 and not packed and symbols[0] == "batch":
+                hint = "; packed tokens need cu_seqlens_new"
+            raise BadTensorShape(
+                f"{argument.name} has shape {view.shape}; expected ({', '.join(symbols)}){hint}"
+            )
+    if packed and boundaries.shape == (0,):
+        raise BadTensorShape("cu_seqlens_new has shape (0,); expected one element more than sequences")
+    seqlen_new, heads, head_dim = views["k_new"].shape[-3:]
+    batch = 1 if packed else views["k_new"].shape[0]
+    sequences = boundaries.shape[0] - 1 if packed else batch
+    head_dim_v = views["v_new"].shape[-1]
+    num_pages, page_size = views["k_cache"].shape[:2]
+    for new, cache in (("k_new", "k_cache"), ("v_new", "v_cache")):
+        if views[new].shape[-2:] != views[cache].shape[-2:]:
+            raise BadTensorShape(
+                f"{new} has {views[new].shape[-2]} heads of {views[new].shape[-1]} elements but {cache} has "
+                f"{views[cache].shape[-2]} of {views[cache].shape[-1]}; they must be the same"
+            )
+    q, pages, cos, positions = (views[name] for name in ("q", "pages", "cos", "positions"))
+    sizes = {
+        "batch": batch,
+        "sequences": sequences,
+        "boundaries": sequences + 1,
+        "seqlen_new": seqlen_new,
+        "seqlen_q": 0 if q is None else q.shape[-3],
+        "num_heads_q": 0 if q is None else q.shape[-2],
+        "num_heads_kv": heads,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim_v,
+        "num_pages": num_pages,
+        "page_size": page_size,
+        "max_pages": 1 if pages is None else pages.shape[1],
+        "num_positions": 0 if cos is None else cos.shape[0],
+        "rotary_half": 0 if cos is None else cos.shape[1],
+    }
+    if q is not None and (positions is not None or packed) and sizes["seqlen_q"] != seqlen_new:
+        why = "cu_seqlens_new counts" if packed else "positions are"
+        raise BadTensorShape(
+            f"q has {sizes['seqlen_q']} tokens but k_new has {seqlen_new}; {why} those of both, so they must "
+            "be as many"
+        )
+    if pages is None and views["index"] is None and num_pages < sequences:
+        raise BadTensorShape(
+            f"k_cache has {num_pages} rows, fewer than the {sequences} sequences; pass a larger cache, or "
+            "index or pages to say where each sequence lies"
+        )
+    return sizes
+
+
+def _symbols(argument: Argument, packed: bool) -> tuple[str, ...]:
+    """The symbols of an argument's dimensions as the caller has them."""
+    return argument.symbols[1:] if packed and argument.symbols[0] == "batch" else argument.symbols
+
+
+def _check_sizes(sizes: Mapping[str, int], dtype: str, *, tables: bool) -> None:
+    """Limits of the sizes themselves."""
+    step = ROW_ALIGNMENT // DTYPE_BYTES[dtype]
+    for name in ("head_dim", "head_dim_v"):
+        if not 1 <= sizes[name] <= MAX_HEAD_DIM or sizes[name] % step:
+            raise BadTensorShape(
+                f"{name} is {sizes[name]}; {dtype} needs a multiple of {step} from {step} to {MAX_HEAD_DIM}"
+            )
+    if sizes["num_heads_kv"] < 1:
+        raise BadTensorShape("k_new has no heads; it needs one at least")
+    capacity = sizes["max_pages"] * sizes["page_size"]
+    for name, length in (("k_new", sizes["seqlen_new"]), ("q", sizes["seqlen_q"]), ("k_cache", capacity)):
+        if length > MAX_SEQLEN:
+            raise BadTensorShape(
+                f"{name} has sequence length {length}; the longest supported is {MAX_SEQLEN}"
+            )
+    rotary_dim = 2 * sizes["rotary_half"]
+    if tables and (rotary_dim % ROTARY_STEP or not ROTARY_STEP <= rotary_dim <= sizes["head_dim"]):
+        raise BadTensorShape(
+            f"cos has {sizes['rotary_half']} columns, for a rotary_dim of {rotary_dim}; it must be a "
+            f"multiple of {ROTARY_STEP} up to head_dim, {sizes['head_dim']}"
+        )
+
+
+def _check_room(sizes: Mapping[str, int], *, paged: bool, by_position: bool) -> None:
+    """That there is room for the new tokens of a sequence that has none yet."""
+    seqlen_new, page_size = sizes["seqlen_new"], sizes["page_size"]
+    if seqlen_new > sizes["max_pages"] * page_size:
+        room = f"pages has room for {sizes['max_pages']} pages of" if paged else "k_cache has room for"
+        raise BadTensorShape(
+            f"k_new has {seqlen_new} tokens of a sequence but {room} {page_size}; pass fewer, or a "
+            "larger cache"
+        )
+    if by_position and sizes["num_positions"] < seqlen_new:
+        raise BadTensorShape(
+            f"cos has {sizes['num_positions']} rows but k_new has {seqlen_new} tokens of a sequence; the "
+            "tables need a row for each position"
+        )
+
+
+def _device(view: ArrayView) -> str:
+    return "host memory" if view.device is None else f"GPU {view.device}"
+
+
+def _tables(problem: AppendProblem) -> str:
+    return "none" if problem.table_dtype == problem.dtype else "wide"
+
+
+def _pages(problem: AppendProblem) -> str:
+    return "paged" if problem.paged else "none"
+
+
+def _normalise(views: Sequence[ArrayView | None], options: Sequence[Any], scalars: Sequence[Any]) -> Problem:
+    interleaved, q_positions = options
+    given = {argument.name: view for argument, view in zip(ARGUMENTS, views, strict=True) if view is not None}
+    return normalise(given, interleaved=interleaved, q_positions=q_positions)
+
+
+APPEND = Operator(
+    name="append",
+    arguments=ARGUMENTS,
+    options=("interleaved", "q_positions"),
+    scalars=(),
+    axes={
+        "dtype": Axis(lambda problem, value: value == problem.dtype, DTYPES),
+        "rotary": Axis(
+            lambda problem, value: value == problem.pairs, ("none", "halves", "interleaved"), default="none"
+        ),
+        "tables": Axis(lambda problem, value: value == _tables(problem), ("none", "wide"), default="none"),
+        "pages": Axis(lambda problem, value: value == _pages(problem), ("none", "paged"), default="none"),
+    },
+    grid_dimensions=("chunks", "batch"),
+    normalise=_normalise,
+)
+
+
+class Tokens(NamedTuple):
+    """New tokens, or queries, of NumPy, each (batch, tokens): the ``sequence`` of each, its ``position``
+    there, the ``row`` of the tables that it takes. ``real`` is false for those behind the last sequence,
+    which then count as of sequence 0.
+    """
+
+    sequence: np.ndarray
+    position: np.ndarray
+    row: np.ndarray
+    real: np.ndarray
+
+
+def new_tokens(problem: AppendProblem, arrays: Mapping[str, np.ndarray | None]) -> Tokens:
+    """Those of k_new and v_new; ``arrays`` has lengths, positions and cu_seqlens_new."""
+    return _tokens(problem, arrays, problem.seqlen_new, 1)
+
+
+def queries(problem: AppendProblem, arrays: Mapping[str, np.ndarray | None]) -> Tokens:
+    """Those of q; likewise."""
+    return _tokens(problem, arrays, problem.seqlen_q, 1 if problem.q_positions == "each" else 0)
+
+
+def _tokens(problem: AppendProblem, arrays: Mapping[str, np.ndarray | None], count: int, step: int) -> Tokens:
+    import numpy as np
+
+    number = np.arange(count)
+    if problem.batched:
+        sequence, offset = np.broadcast_arrays(np.arange(problem.batch)[:, None], number[None])
+        real = np.ones(sequence.shape, bool)
+    else:
+        boundaries = arrays["cu_seqlens_new"].astype(np.int64)
+        sequence = (np.searchsorted(boundaries, number, "right") - 1)[None]
+        real = (sequence >= 0) & (sequence < problem.sequences)
+        sequence = np.where(real, sequence, 0)
+        offset = number - boundaries[sequence]
+    position = arrays["lengths"].astype(np.int64)[sequence] + step * offset
+    positions = arrays["positions"]
+    row = position if positions is None else positions.reshape(position.shape).astype(np.int64)
+    return Tokens(sequence, position, row, real)
+
+
+class Slots(NamedTuple):
+    """Where tokens go in a cache: the ``page``, the ``slot`` in it; ``there`` is false where there is no such
+    place, and both are 0 then.
+    """
+
+    page: np.ndarray
+    slot: np.ndarray
+    there: np.ndarray
+
+
+def slots(problem: AppendProblem, tokens: Tokens, arrays: Mapping[str, np.ndarray | None]) -> Slots:
+    """Where new tokens go; ``arrays`` has pages and index."""
+    import numpy as np
+
+    there = (tokens.position >= 0) & (tokens.position < problem.capacity)
+    nth, slot = np.divmod(np.where(there, tokens.position, 0), max(1, problem.page_size))
+    if problem.paged:
+        page = arrays["pages"][tokens.sequence, nth] if problem.max_pages else nth
+    else:
+        page = tokens.sequence if arrays["index"] is None else arrays["index"][tokens.sequence]
+    there = there & (page >= 0) & (page < problem.num_pages)
+    return Slots(np.where(there, page, 0), np.where(there, slot, 0), there)
+
+
+def pair_slices(problem: AppendProblem) -> tuple[slice, slice]:
+    """The first elements of the pairs of a row, and the second ones, in the order of the columns of cos."""
+    half = problem.rotary_half
+    if problem.pairs == "interleaved":
+        return slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    return slice(half), slice(half, 2 * half)
+
+
+def _rotated(
+    problem: AppendProblem, x: np.ndarray, row: np.ndarray, tables: tuple[np.ndarray, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """x rotated, in float64, and its bound. Rows past the tables count as row 0."""
+    import numpy as np
+
+    from flashgen.operators.reference import LEAST_OUT, UNIT_ROUNDOFF
+
+    c, s = (table[np.where(row < problem.num_positions, row, 0)][:, :, None] for table in tables)
+    first, second = pair_slices(problem)
+    out, bound = x.copy(), np.zeros(x.shape)
+    for own, other, sign in ((first, second, -1), (second, first, 1)):
+        out[..., own] = c * x[..., own] + sign * s * x[..., other]
+        terms = np.abs(c * x[..., own]) + np.abs(s * x[..., other])
+        bound[..., own] = 1.01 * (UNIT_ROUNDOFF[problem.dtype] * np.abs(out[..., own]) + 2.0**-23 * terms)
+        bound[..., own] += LEAST_OUT[problem.dtype]
+    return out, bound
+
+
+def judge(
+    problem: AppendProblem, before: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray | None]
+) -> Verdict:
+    """Compare the results of a call with float64, on the host; what a call must not touch has to be, to the
+    bit, as ``before``, which has k_cache, v_cache and q_rotated. ``arrays`` has all arguments by name, None
+    for what is absent; bfloat16 elements are their bits in uint16. Of the worst element ``index`` is the
+    (batch, token, head, column), or, of what must not be touched, the place in its array.
+    """
+    import numpy as np
+
+    from flashgen.operators.numbers import widened
+    from flashgen.operators.reference import Largest, Verdict, largest
+
+    def batched(x: np.ndarray) -> np.ndarray:
+        return x if problem.batched else x[None]
+
+    def numbers(x: np.ndarray) -> np.ndarray:
+        return widened(batched(x), problem.dtype)
+
+    def compared(
+        name: str, places: tuple[np.ndarray, ...], wanted: np.ndarray, value: np.ndarray, bound: np.ndarray
+    ) -> Largest:
+        """The worst element of an output; where ``wanted``, it is to have ``value`` at ``places``."""
+        found, old = arrays[name], before[name]
+        if name == "q_rotated":
+            found, old = batched(found), batched(old)
+        bits = f"u{found.itemsize}"
+        changed = found.view(bits) != old.view(bits)
+        changed[tuple(place[wanted] for place in places)] = False
+        if changed.any():
+            index = tuple(int(i[0]) for i in np.nonzero(changed))
+            return Largest(np.inf, np.inf, 0.0, index)
+        mask = wanted[:, :, None, None]
+        taken = widened(found[places], problem.dtype)
+        return largest(np.where(mask, taken, 0), np.where(mask, value, 0), np.where(mask, bound, 0))
+
+    tables = None
+    if problem.pairs != "none":
+        tables = tuple(widened(arrays[name], problem.table_dtype) for name in ("cos", "sin"))
+
+    def with_row(tokens: Tokens) -> np.ndarray:
+        if tables is None:
+            return tokens.real
+        return tokens.real & (tokens.row >= 0) & (tokens.row < problem.num_positions)
+
+    new = new_tokens(problem, arrays)
+    page, slot, there = slots(problem, new, arrays)
+    stored = there & with_row(new)
+    k, v = numbers(arrays["k_new"]), numbers(arrays["v_new"])
+    k_bound, v_bound = np.zeros(k.shape), np.zeros(v.shape)
+    if tables is not None:
+        k, k_bound = _rotated(problem, k, new.row, tables)
+    worst = [
+        compared("k_cache", (page, slot), stored, k, k_bound),
+        compared("v_cache", (page, slot), stored, v, v_bound),
+    ]
+    if arrays["q"] is not None:
+        of_q = queries(problem, arrays)
+        value, bound = _rotated(problem, numbers(arrays["q"]), of_q.row, tables)
+        places = tuple(np.indices(of_q.row.shape))
+        worst.append(compared("q_rotated", places, with_row(of_q), value, bound))
+    total = total_lengths(problem, arrays)
+    worst.append(largest(arrays["total_lengths"].astype(float), total.astype(float), np.zeros(total.shape)))
+    return Verdict(max(worst, key=lambda each: each.share), None)
+
+
+def total_lengths(problem: AppendProblem, arrays: Mapping[str, np.ndarray | None]) -> np.ndarray:
+    """The lengths with the new tokens, as far as there is room for them."""
+    import numpy as np
+
+    boundaries = arrays["cu_seqlens_new"]
+    added = problem.seqlen_new if boundaries is None else np.diff(boundaries)
+    return np.minimum(arrays["lengths"] + added, problem.capacity).astype(np.int32)

@@ -1,0 +1,171 @@
+"""Random problems of append for one variant, in memory whose gaps are NaN, with caches that are NaN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flashgen.operators.append import ARGUMENTS, Q_POSITIONS, AppendProblem, judge, normalise
+from flashgen.simulator.example import random_rows, rows_within_nan, view_of
+
+if TYPE_CHECKING:
+    from flashgen.operators.reference import Verdict
+    from flashgen.simulator.example import Shape
+    from flashgen.spec.variant import Variant
+
+_HEAD_DIM = 128  # where the shape has none: kernels take any
+_GARBAGE = 1 << 30  # in int32 arrays, where nothing may be read
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a variant leaves open: the tokens of a page, the elements of a row that are rotated, and whether
+    there is an ``index``, given ``positions``, ``packed`` tokens, a q; and where its queries are."""
+
+    page_size: int
+    rotary_dim: int
+    index: bool = False
+    positions: bool = False
+    packed: bool = False
+    q: bool = True
+    q_positions: str = "each"
+
+
+@dataclass(frozen=True)
+class AppendExample:
+    """A problem with its arrays in host memory, by name, and what some held ``before``. bfloat16 elements are
+    their bits in uint16.
+    """
+
+    problem: AppendProblem
+    named: dict[str, np.ndarray | None]
+    before: dict[str, np.ndarray]
+    lse: None = None
+
+    @property
+    def arrays(self) -> tuple[np.ndarray | None, ...]:
+        return tuple(self.named[argument.name] for argument in ARGUMENTS)
+
+    @property
+    def out(self) -> np.ndarray:
+        """The bits of all outputs, one after the other."""
+        outputs = (self.named[argument.name] for argument in ARGUMENTS if argument.is_output)
+        return np.concatenate([x.view(f"u{x.itemsize}").ravel() for x in outputs if x is not None])
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The sizes of the problem, for a report."""
+        problem = self.problem
+        return {
+            "shape": [problem.batch, problem.seqlen_new, problem.num_heads_kv, problem.head_dim],
+            "head_dim_v": problem.head_dim_v,
+            "seqlen_kv": problem.capacity,
+            "num_heads_kv": problem.num_heads_kv,
+        }
+
+    def judge(self) -> Verdict:
+        """How far the outputs are from float64."""
+        return judge(self.problem, self.before, self.named)
+
+
+def choose(variant: Variant, shape: Shape, rng: np.random.Generator) -> Choices:
+    """Choices for a variant at random."""
+    width = shape.head_dim or _HEAD_DIM
+    coin = [bool(rng.integers(2)) for _ in range(4)]
+    return Choices(
+        page_size=int(rng.choice([1, 3, 16])),
+        rotary_dim=16 * int(rng.integers(1, max(1, width // 16) + 1)),
+        index=coin[0] and variant.axis("pages") == "none",
+        positions=coin[1],
+        packed=coin[2],
+        q=coin[3] or bool(rng.integers(2)),
+        q_positions=str(rng.choice(Q_POSITIONS)),
+    )
+
+
+def make(variant: Variant, shape: Shape, seed: int, choices: Choices | None = None) -> AppendExample:
+    """Normal random keys, values and queries for ``variant``, ``seqlen_q`` new tokens to a sequence, and
+    caches where it has up to ``seqlen_kv`` already. The cache, and the tables, are too small for the longest
+    sequence, whose last tokens have to be left out. Raises what the contract raises.
+    """
+    rng = np.random.default_rng(seed)
+    chosen = choose(variant, shape, rng) if choices is None else choices
+    rotates, paged = variant.axis("rotary") != "none", variant.axis("pages") == "paged"
+    width = shape.head_dim or _HEAD_DIM
+    width_v = shape.head_dim_v or width
+    kv_heads = shape.kv_heads or max(1, shape.heads // 2)
+    batch, count, dtype, gap = shape.batch, shape.seqlen_q, variant.dtype, shape.gap
+
+    lengths = rng.integers(0, shape.seqlen_kv + 1, batch, np.int32)
+    lengths[-1], lengths[0] = 0, shape.seqlen_kv
+    room = max(count, shape.seqlen_kv + count - 2)
+    named: dict[str, np.ndarray | None] = {argument.name: None for argument in ARGUMENTS}
+    if paged:
+        page_size = chosen.page_size
+        max_pages = -(-room // page_size)
+        num_pages = batch * max_pages + 2
+        named["pages"] = _page_table(rng, lengths, count, page_size, num_pages, max_pages)
+    else:
+        page_size, num_pages = room, batch + 2
+        if chosen.index:
+            # Not the rows that they have without.
+            named["index"] = (num_pages - 1 - rng.permutation(batch)).astype(np.int32)
+
+    leading, tokens = (1, batch * count + 2) if chosen.packed else (batch, count)
+    if chosen.packed:
+        # Up to ``count`` tokens of a sequence, at least one of the last, and tokens behind that.
+        ends = np.r_[np.sort(rng.integers(0, max(1, batch * count), batch - 1)), batch * count]
+        starts = np.maximum(np.r_[0, ends[:-1]], ends - count)
+        counts = ends - starts
+        named["cu_seqlens_new"] = np.r_[0, np.cumsum(counts)].astype(np.int32)
+
+    def filled(heads: int, columns: int) -> np.ndarray:
+        x = random_rows(rng, (leading, tokens, heads, columns), dtype, shape.spread, gap)
+        return x[0] if chosen.packed else x
+
+    named |= {"k_new": filled(kv_heads, width), "v_new": filled(kv_heads, width_v), "lengths": lengths}
+    caches = (num_pages, page_size, kv_heads)
+    named["k_cache"] = rows_within_nan((*caches, width), dtype, gap)
+    named["v_cache"] = rows_within_nan((*caches, width_v), dtype, gap)
+    named["total_lengths"] = np.full(batch, -1, np.int32)
+    if rotates:
+        of_tables = "fp32" if variant.axis("tables") == "wide" else dtype
+        rows = max(count, shape.seqlen_kv + count - 3)
+        for name in ("cos", "sin"):
+            table = random_rows(rng, (1, rows, 1, chosen.rotary_dim // 2), of_tables, 1.0, gap)
+            named[name] = table[0, :, 0]
+        if chosen.positions:
+            positions = rng.integers(-1, rows + 1, (leading, tokens), np.int32)
+            named["positions"] = positions[0] if chosen.packed else positions
+        if chosen.q:
+            named["q"] = filled(shape.heads, width)
+            q_rotated = rows_within_nan((leading, tokens, shape.heads, width), dtype, gap)
+            named["q_rotated"] = q_rotated[0] if chosen.packed else q_rotated
+    dtypes = dict.fromkeys(named, dtype)
+    dtypes |= {name: "fp32" for name in ("cos", "sin") if variant.axis("tables") == "wide"}
+    views = {
+        name: view_of(x, "int32" if x.dtype == np.int32 else dtypes[name])
+        for name, x in named.items()
+        if x is not None
+    }
+    problem = normalise(
+        views,
+        interleaved=variant.axis("rotary") == "interleaved",
+        q_positions=chosen.q_positions,
+    )
+    outputs = (name for name in ("k_cache", "v_cache", "q_rotated") if named[name] is not None)
+    return AppendExample(problem, named, {name: named[name].copy() for name in outputs})
+
+
+def _page_table(
+    rng: np.random.Generator, lengths: np.ndarray, count: int, page_size: int, num_pages: int, max_pages: int
+) -> np.ndarray:
+    """Pages in any order, and garbage behind those that a sequence needs."""
+    table = np.full((len(lengths), max_pages + 1), _GARBAGE, np.int32)[:, :max_pages]
+    free = iter(rng.permutation(num_pages))
+    for row, length in zip(table, lengths, strict=True):
+        needed = min(max_pages, -(-(int(length) + count) // page_size))
+        row[:needed] = [next(free) for _ in range(needed)]
+    return table

@@ -1,0 +1,142 @@
+"""append in the simulator: every variant, caches and tables that are too short, packed tokens, faults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import flashgen
+from flashgen.cli import main
+from flashgen.errors import SimulationError
+from flashgen.simulator.append_example import Choices, make
+from flashgen.simulator.example import Shape, run
+from flashgen.simulator.library import load
+from flashgen.source.render import render
+from flashgen.spec.load import load_specs
+from simulator.faults import NUMBERS, WRONG, fault
+
+VARIANTS = {
+    variant.name: variant for spec in load_specs() if spec.operator == "append" for variant in spec.variants()
+}
+SHAPE = Shape(5, 30, heads=4, kv_heads=2, batch=3, head_dim=64)
+SHAPES = (
+    SHAPE,
+    Shape(1, 17, heads=3, kv_heads=1, batch=2, head_dim=16, head_dim_v=8),
+    Shape(4, 0, heads=2, kv_heads=2, head_dim=104, head_dim_v=136, gap=48),
+    Shape(3, 40, heads=6, kv_heads=3, batch=4, head_dim=256, head_dim_v=32),
+    Shape(0, 9, heads=2, kv_heads=1, batch=5, head_dim=32),
+)
+PLAIN, HALVES, PAGED = "append_fp16_sm80", "append_bf16_halves_sm80", "append_bf16_halves_paged_sm80"
+INTERLEAVED = "append_fp16_interleaved_sm80"
+CHOICES = Choices(page_size=3, rotary_dim=32)
+PACKED = replace(CHOICES, packed=True)
+OUTSIDE = ("global bounds", "global access", WRONG)
+ENTRY, NEXT_ENTRY = "place / params.page_size", "(place + params.page_size) / params.page_size"
+ROTATED = "if (!is_value && column < params.rotary_dim)"
+FAULTS = (
+    (CHOICES, fault("a page's next token", PAGED, SHAPE, NUMBERS,
+                    "slot = place % params.page_size;", "slot = (place + 1) % params.page_size;")),
+    (CHOICES, fault("the entry behind a page's own", PAGED, SHAPE, OUTSIDE, ENTRY, NEXT_ENTRY)),
+    (CHOICES, fault("a token past the last one of a row", PLAIN, SHAPE, OUTSIDE,
+                    "if (uint32_t(place) >= uint32_t(params.capacity)) return -1;", "")),
+    (CHOICES, fault("pages that there are not", PAGED, SHAPE, OUTSIDE,
+                    "if (uint32_t(page) >= uint32_t(params.num_pages)) return;", "", ENTRY, NEXT_ENTRY)),
+    (CHOICES, fault("angles past the tables", HALVES, SHAPE, OUTSIDE,
+                    "if (uint32_t(position) >= uint32_t(params.num_positions)) return;", "")),
+    (CHOICES, fault("the end of the rotated part left as it is", HALVES, SHAPE, NUMBERS,
+                    ROTATED, ROTATED.replace("params.rotary_dim", "params.rotary_dim - kVector"))),
+    (CHOICES, fault("what lies behind it rotated as well", HALVES, SHAPE, OUTSIDE,
+                    ROTATED, ROTATED.replace("params.rotary_dim", "params.head_dim"))),
+    (CHOICES, fault("values rotated", HALVES, SHAPE, NUMBERS, ROTATED, ROTATED.replace("!is_value && ", ""))),
+    (CHOICES, fault("rotated the other way", HALVES, SHAPE, NUMBERS,
+                    "upper ? others[i] : -others[i]", "upper ? -others[i] : others[i]")),
+    (CHOICES, fault("pairs with the neighbour", HALVES, SHAPE, NUMBERS,
+                    "row + (upper ? first_angle : column + half)", "row + (column ^ kVector)")),
+    (CHOICES, fault("the angle of another pair", INTERLEAVED, SHAPE, OUTSIDE,
+                    "params.sin_row_stride + column / 2", "params.sin_row_stride + column")),
+    (replace(CHOICES, q_positions="first"), fault("queries one after the other", HALVES, SHAPE, NUMBERS,
+                                                  "nth_token * params.q_step", "nth_token")),
+    (replace(CHOICES, index=True), fault("rows of the cache by number", PLAIN, SHAPE, NUMBERS,
+                                         "params.index ? ", "false ? ")),
+    (PACKED, fault("a sequence's first token counted to the one before", PLAIN, SHAPE, OUTSIDE,
+                   "<= token) {", "< token) {")),
+    (PACKED, fault("tokens behind the last sequence", PLAIN, SHAPE, OUTSIDE,
+                   "if (token >= int(load_global_32(params.cu_seqlens_new + params.sequences))) return;",
+                   "")),
+    (CHOICES, fault("a total past the capacity", PLAIN, SHAPE, NUMBERS,
+                    "uint32_t(min(total, params.capacity))", "uint32_t(total)")),
+    (CHOICES, fault("does not wait for the grid ahead", PAGED, SHAPE, ("dependency",),
+                    "    griddepcontrol_wait();\n", "")),
+)  # fmt: skip
+
+
+def verdict_of(variant, source, shape, seed, choices=None):
+    """The check that found something, or None."""
+    example = make(variant, shape, seed, choices)
+    try:
+        run(load(source, variant.name), variant, example, seed=seed)
+    except SimulationError as error:
+        return error.check
+    return None if example.judge().ok else WRONG
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_within_the_bound_and_nothing_else_touched(name, compiler, fresh_seed):
+    variant = VARIANTS[name]
+    for shape in SHAPES:
+        for seed in range(fresh_seed, fresh_seed + 4):
+            assert verdict_of(variant, render(variant), shape, seed) is None, (shape, seed)
+
+
+@pytest.mark.parametrize(("choices", "each"), FAULTS, ids=lambda each: getattr(each, "name", ""))
+def test_a_planted_fault_is_found(choices, each, compiler, fresh_seed):
+    variant = VARIANTS[each.variant]
+    found = verdict_of(variant, each.plant(render(variant)), each.shape, fresh_seed, choices)
+    assert found in each.caught
+
+
+def test_without_them_nothing_is_found(compiler, fresh_seed):
+    for choices, each in FAULTS:
+        variant = VARIANTS[each.variant]
+        assert verdict_of(variant, render(variant), each.shape, fresh_seed, choices) is None
+
+
+def test_two_sequences_of_one_batch_entry_a_thread_each(compiler, fresh_seed):
+    """More sequences than tokens: total_lengths has an element for each all the same."""
+    variant, shape = VARIANTS[PLAIN], Shape(1, 3, heads=1, kv_heads=1, batch=200, head_dim=8)
+    example = make(variant, shape, fresh_seed, PACKED)
+    named = example.named
+    named["cu_seqlens_new"][...] = np.minimum(np.arange(201), 2)
+    run(load(render(variant), variant.name), variant, example, seed=fresh_seed)
+    assert example.judge().ok, example.judge()
+
+
+def test_a_call_with_the_simulator_for_a_backend(compiler, monkeypatch):
+    """The bits of the CPU path where nothing is rotated; and what has no place is left out, not an error."""
+    rng = np.random.default_rng()
+    new = rng.standard_normal((2, 3, 2, 16), np.float32)
+    lengths, pages = np.array([4, 11], np.int32), np.array([[3, 1], [0, 2]], np.int32)
+    found = []
+    for backend in ("cpu", "simulator"):
+        k, v = (np.full((4, 8, 2, 16), np.nan, np.float32) for _ in "kv")
+        monkeypatch.setenv("FLASHGEN_BACKEND", backend)
+        total, _ = flashgen.append(flashgen.KVCache(k, v, lengths, pages), new, -new)
+        found.append((k, v, total))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+    full = flashgen.KVCache(k, v, np.array([15, 16], np.int32), pages)
+    before = k[2].copy()
+    total, _ = flashgen.append(full, new, -new)
+    assert total.tolist() == [16, 16]
+    np.testing.assert_array_equal(k[1, 7], new[0, 0])
+    np.testing.assert_array_equal(k[2], before)
+
+
+def test_the_command_shows_it(compiler):
+    shown = CliRunner().invoke(main, ["simulate", INTERLEAVED, "--seqlen-q", "3", "--seeds", "2"])
+    assert shown.exit_code == 0, shown.output
+    assert "of its bound" in shown.output
+    assert "LSE" not in shown.output
