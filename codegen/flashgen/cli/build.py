@@ -103,6 +103,7 @@ def command(
     Ends with a table: variant, architecture, registers, bytes of spilled registers, shared memory, and the
     seconds that it took, or that it was in the cache.
     """
+    from flashgen.cli.kernels import compiled
     from flashgen.cli.output import counted, note, print_json
     from flashgen.toolchain import cache as caches
 
@@ -122,7 +123,7 @@ def command(
         else:
             click.echo(f"{len(variants)} rendered, {counted(len(written), 'file')} changed")
         return
-    results = _compile(variants, archs, jobs)
+    results = compiled(variants, archs, jobs)
     failed = [built for built in results if built.failure]
     lost = sum(built.compiled is not None and not built.kept for built in results)
     if as_json:
@@ -178,17 +179,6 @@ def _check(variants: Sequence[Variant], whole: bool, out: Path | None, as_json: 
         click.echo(f"{counted(len(variants), 'file')} in {folder} as the specs and templates say")
     if found:
         sys.exit(1)
-
-
-def _compile(variants: Sequence[Variant], archs: Sequence[str], jobs: int | None) -> list[Built]:
-    from flashgen.cli.progress import progress
-    from flashgen.toolchain.build import build, pairs
-    from flashgen.toolchain.compile import check_known
-
-    check_known(archs)
-    wanted = pairs(variants, archs)
-    with progress(len(wanted)) as step:
-        return build(wanted, jobs, lambda built: step(f"{built.variant.name} {built.arch}"))
 
 
 def _report(results: Sequence[Built], failed: Sequence[Built], written: Sequence[str]) -> None:

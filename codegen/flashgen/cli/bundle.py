@@ -90,20 +90,16 @@ def _built(
     selections: Sequence[str], archs: Sequence[str], jobs: int | None, specs: Path | None
 ) -> tuple[list[Built], dict[str, bytes]]:
     """Every kernel that a chosen variant launches, compiled; and the checked specs, by their keys."""
-    from flashgen.cli.progress import progress
+    from flashgen.cli.kernels import compiled
     from flashgen.spec.bases import whole_text
     from flashgen.spec.load import load_specs
     from flashgen.spec.selection import select
     from flashgen.spec.snapshot import encode, snapshot_key
-    from flashgen.toolchain.build import build, pairs
-    from flashgen.toolchain.compile import check_known
 
-    check_known(archs)
     loaded: tuple[Spec, ...] = load_specs(specs)
     chosen = select([variant for spec in loaded for variant in spec.variants()], selections)
-    wanted = pairs([*dict.fromkeys(step for variant in chosen for step in variant.steps)], archs)
-    with progress(len(wanted)) as step:
-        results = build(wanted, jobs, lambda built: step(f"{built.variant.name} {built.arch}"))
+    steps = dict.fromkeys(step for variant in chosen for step in variant.steps)
+    results = compiled([*steps], archs, jobs)
     return results, {snapshot_key(whole_text(spec.path, spec.text)): encode(spec.content) for spec in loaded}
 
 
