@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flashgen import __version__
 from flashgen.errors import BadParam
 from flashgen.toolchain import atomic
-from flashgen.toolchain.cache import pack, unpack
+from flashgen.toolchain.cache import BUNDLE_VARIABLE, pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-VARIABLE = "FLASHGEN_BUNDLE"
 FORMAT = 1
 _MANIFEST = "manifest.json"
 _FOLDER = "entries/"
@@ -105,7 +104,7 @@ def active(value: str | None = None) -> tuple[Bundle, ...]:
 
     Raises BadParam for one that cannot be used.
     """
-    value = os.environ.get(VARIABLE, "") if value is None else value
+    value = os.environ.get(BUNDLE_VARIABLE, "") if value is None else value
     return tuple(_open(Path(part).expanduser()) for part in value.split(os.pathsep) if part)
 
 
