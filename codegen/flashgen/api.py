@@ -76,8 +76,8 @@ def attention(
         NumPy, to (batch, num_heads_q, seqlen_q, seqlen_kv); (seqlen_q, seqlen_kv) and (seqlen_kv,) are the
         common shapes. Its last dimension is seqlen_kv itself and contiguous. With causal, mask types 2 and 3,
         or window_size both hold: a query sees a key that neither hides.
-    mask_type: 0 "none", 1 "dense" (mask is given), 2 "causal_top_left" (j <= i), 3 "causal_bottom_right".
-        None: what the other arguments say.
+    mask_type: 0 "none", 1 "dense" (mask is given), 2 "causal_top_left" (j <= i), 3 "causal_bottom_right" or
+        "causal". None: what the other arguments say.
     window_size: (left, right). Query i sees only the keys from p - left to p + right, where
         p = i + seqlen_kv - seqlen_q; -1 is no bound. Not with mask type 2; with 3, right is 0 or -1.
     softmax_scale: 1 / sqrt(head_dim) if None. Not negative.

@@ -37,6 +37,22 @@ def test_what_is_no_call(arguments, code, message, flashgen):
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize("word", ["causal", "causal_bottom_right", "3"])
+def test_mask_types_go_by_the_words_of_attention(word, flashgen):
+    shown = [
+        flashgen("explain", "--shape", "1x64x4x64", "--arch", "sm_90", *options).stdout
+        for options in (("--mask-type", word), ("--causal",))
+    ]
+    assert shown[0] == shown[1]
+    assert "causal" in shown[0]
+
+
+def test_a_window_is_no_mask_type(flashgen):
+    result = flashgen("explain", "--shape", "1x64x4x64", "--arch", "sm_90", "--mask-type", "local")
+    assert result.exit_code == 2
+    assert "a window is window_size" in " ".join(result.stderr.split())
+
+
 def test_a_call_that_nothing_serves(tiny, edit_spec, flashgen):
     result = flashgen(*CALL, "--arch", "sm_90")
     assert result.exit_code == 1

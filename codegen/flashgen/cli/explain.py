@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flashgen.cli.options import Architecture, ShapeType, json_option
+from flashgen.cli.options import Architecture, ShapeType, json_option, mask_type_option
 
 if TYPE_CHECKING:
     from flashgen.schedule.explain import Explanation
@@ -36,7 +36,7 @@ the sizes of a well-known GPU are taken. Exit code 1 when no kernel serves.
 @click.option("--v", "v", type=ShapeType(), help="Shape of v. [default: that of k]")
 @click.option("--dtype", default="fp16", show_default=True, help="fp16, bf16 or fp32.")
 @click.option("--causal", is_flag=True, help="A causal mask, aligned bottom right.")
-@click.option("--mask-type", help="As in attention(): none, dense, causal_top_left or causal_bottom_right.")
+@mask_type_option
 @click.option("--mask", type=ShapeType(), help="Shape of a dense mask, such as 4096x4096.")
 @click.option("--window", type=int, nargs=2, metavar="LEFT RIGHT", help="A window; -1 is no bound.")
 @click.option("--softcap", type=float, help="A cap of the scores.")

@@ -94,6 +94,30 @@ class ShapeType(click.ParamType):
         return tuple(int(extent) for extent in re.split("[x,]", value))
 
 
+class MaskType(click.ParamType):
+    """A mask type by the words and numbers of attention(), as one of its four names."""
+
+    name = "mask type"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Such as causal_bottom_right for causal, 3, and itself."""
+        from flashgen.errors import BadParam
+        from flashgen.operators.attention import mask_type_name
+
+        try:
+            return mask_type_name(int(value) if value.isdecimal() else value)
+        except BadParam as error:
+            self.fail(str(error), param, ctx)
+
+
+mask_type_option = click.option(
+    "--mask-type",
+    type=MaskType(),
+    metavar="WORD",
+    help="As in attention(): none, dense, causal (bottom right) or causal_top_left, or 0 to 3.",
+)
+
+
 def load_variants(specs: Path | None, cache: CubinCache | None = None) -> tuple[Variant, ...]:
     """Every variant of the shipped specs, those of FLASHGEN_SPECS, and those of one more folder, with the
     tiles that were tuned on the first GPU of this machine, and the committed ones with a score modification.

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flashgen.cli.options import json_option, load_variants, score_option, specs_option, with_score
+from flashgen.cli.options import (
+    json_option,
+    load_variants,
+    mask_type_option,
+    score_option,
+    specs_option,
+    with_score,
+)
 
 if TYPE_CHECKING:
     from flashgen.operators.reference import Verdict
@@ -65,6 +72,7 @@ forbids, is too far from float64, or gives other bits under another order.
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Batch entries.")
 @click.option("--head-dim", type=click.IntRange(1), help="Head dim of the call. [default: that of NAME]")
 @click.option("--head-dim-v", type=click.IntRange(1), help="That of v. [default: the same, if NAME holds it]")
+@mask_type_option
 @click.option(
     "--window", type=int, nargs=2, metavar="LEFT RIGHT", help="For local and dense variants; -1 is no bound."
 )
@@ -93,6 +101,7 @@ def command(
     batch: int,
     head_dim: int | None,
     head_dim_v: int | None,
+    mask_type: str | None,
     window: tuple[int, int] | None,
     multiprocessors: int | None,
     seed: int | None,
@@ -124,7 +133,13 @@ def command(
         raise click.ClickException(f"{variant.name} includes {variant.header}, which has no host bodies yet")
     grouped = dict(variant.axes).get("gqa", "mha") != "mha"
     heads = heads or kv_heads or (4 if grouped else 2)
-    shape = Shape(seqlen_q, seqlen_kv, heads, kv_heads, batch, head_dim, head_dim_v, window, gap=_GAP)
+    if mask_type is not None and mask_type.partition("_")[0] != variant.mask_type:
+        raise click.ClickException(
+            f"{variant.name} has mask type {variant.mask_type}, which {mask_type} is not"
+        )
+    top_left = mask_type == "causal_top_left"
+    sizes = (seqlen_q, seqlen_kv, heads, kv_heads, batch, head_dim, head_dim_v)
+    shape = Shape(*sizes, window, top_left, gap=_GAP)
     first = secrets.randbits(32) if seed is None else seed
     found, verdict = _run(variant, main, shape, range(first, first + seeds), debug, multiprocessors)
     if as_json:
