@@ -173,6 +173,15 @@ def test_masks_of_another_shape_are_refused(shape):
         call(mask=view(shape, "bool"))
 
 
+def test_a_mask_of_padding_is_told_how_to_go():
+    """(batch, seqlen_kv), as other libraries take it."""
+    with pytest.raises(errors.BadTensorShape, match=r"mask\[:, None, None, :\].*k\[:, :n\]"):
+        call(mask=view((2, 7), "bool"))
+    with pytest.raises(errors.BadTensorShape) as raised:
+        call(mask=view((3, 7), "bool"))
+    assert "None" not in str(raised.value)
+
+
 SHAPE_ERRORS = [
     ((5, 64), (7, 64), "q has shape"),
     ((2, 5, 4, 64), (7, 2, 64), "k has shape"),

@@ -476,7 +476,15 @@ def _check_mask(mask: ArrayView, sizes: Mapping[str, int]) -> None:
             f"mask has dtype {mask.dtype}; expected {' or '.join(argument.dtypes)}, "
             "nonzero where a key is hidden"
         )
-    check_broadcast(argument, mask, argument.extents(sizes))
+    try:
+        check_broadcast(argument, mask, argument.extents(sizes))
+    except BadTensorShape as error:
+        if mask.shape != (sizes["batch"], sizes["seqlen_kv"]):
+            raise
+        raise BadTensorShape(
+            f"{error}. A padding mask goes in as mask[:, None, None, :]. Where all sequences end at the same "
+            "key n, pass k[:, :n] and v[:, :n] instead: no mask, no copy, no time on hidden keys"
+        ) from None
 
 
 def _score_views(score: Score | None, given: Sequence[ArrayView | None]) -> dict[str, ArrayView]:
