@@ -407,7 +407,7 @@ def _plan(
         if view is not None and view.kind != views[0].kind and view.device == views[0].device:
             raise BadParam(
                 f"{argument.name} is a {view.kind} array but {operator.arguments[0].name} is a "
-                f"{views[0].kind} one; convert it, which by DLPack costs no copy"
+                f"{views[0].kind} one; convert it; DLPack does so without a copy"
             )
     problem = operator.normalise(views, options, (None,) * len(scalars))
     called = problem.with_scalars(scalars)  # raises what is wrong with them, ahead of compiling

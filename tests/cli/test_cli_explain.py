@@ -25,7 +25,7 @@ def test_says_which_and_why_not_the_others(flashgen):
         (("--shape", "1x16x4x64", "--kv", "1x16x3x64"), 1, "positive multiple"),
         (("--shape", "1x16x4x64", "--dtype", "int8"), 1, "q has dtype int8; supported are"),
         (("--shape", "4096"), 1, "q has shape (4096,)"),
-        (("--shape", "1 4096"), 2, "'1 4096' is no shape"),
+        (("--shape", "1 4096"), 2, "'1 4096' is not a shape"),
         (("--shape", "1x16x4x64", "--arch", "sm_70"), 1, "no GPU of architecture 'sm_70' is known"),
     ],
 )

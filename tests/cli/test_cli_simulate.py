@@ -154,7 +154,7 @@ def test_a_hopper_kernel_on_few_multiprocessors(flashgen):
         ((NAME, "--heads", 4, "--kv-heads", 2), "one query head to a kv head"),
         ((NAME, "--head-dim", 72), "holds at most 64"),
         ((NAME, "--head-dim", 12), "needs a multiple of 8"),
-        ((NAME, "--mask-type", "dense"), "has mask type causal, which dense is not"),
+        ((NAME, "--mask-type", "dense"), "has mask type causal; dense does not fit"),
         ((NAME, "--window", 20, 0), "a window needs a variant of mask type local"),
         (("flash_fwd_hdim32_fp16_local_m64_sm80", "--window", -5, 0), "window is (-5, 0); each side must be"),
     ],

@@ -61,8 +61,8 @@ Examples:
   flashgen doctor
   flashgen doctor --json | jq .attention
 
-Exit code 1 when something that should work does not. A machine without a GPU is no problem: NumPy arrays run
-on the CPU everywhere, and kernels can be built and read wherever NVRTC is installed.
+Exit code 1 if something that should work does not. A missing GPU is not an error: NumPy arrays run on the
+CPU, and NVRTC compiles kernels without one.
 """,
 )
 @json_option
