@@ -2,15 +2,18 @@
 
 An HTML comment before a fenced block says what a test does with it:
 
-    <!-- run -->          run it after the blocks before it; a page has one folder and one shell
-    <!-- run: fails -->   the same; its last command must fail
-    <!-- run: WHERE -->   for the reader, somewhere else
-    <!-- edit: FILE -->   a diff that is applied to FILE there
-    <!-- output -->       each line must occur in what the last block printed; `...` stands for anything
-    <!-- needs: A B -->   a Python block that needs libraries, or a `gpu`
-    <!-- quotes: FILE --> pieces of FILE in their order there; a line `...` stands for what lies between two
+    <!-- run -->             run it after the blocks before it; a page has one folder and one shell
+    <!-- run: fails -->      the same; its last command must fail
+    <!-- run: needs A B -->  the same, where there are A and B: a `gpu`, `nvdisasm`, a `compiler` of C++
+    <!-- not run: WHY -->    for the reader alone; its commands are only parsed
+    <!-- edit: FILE -->      a diff that is applied to FILE there
+    <!-- output -->          each line must occur in what the last block printed; `...` is anything
+    <!-- needs: A B -->      a Python block that needs libraries, or a `gpu`
+    <!-- quotes: FILE -->    pieces of FILE in their order there; a line `...` is what lies between two
 
-Python blocks without `run` are run by themselves, and those without a comment must run anywhere.
+A shell block needs such a comment. Python blocks without `run` are run by themselves, and those without a
+comment must run anywhere. Commands in running text are parsed. What is compiled goes into the cache of the
+process, as in other tests.
 """
 
 from __future__ import annotations
@@ -28,9 +31,12 @@ import click
 import pytest
 
 from flashgen.cli import main
+from flashgen.errors import FlashgenError
 from flashgen.operators import OPERATORS
+from flashgen.paths import cache_dir
 from flashgen.schedule.parameters import parameters
 from flashgen.schedule.shares import shares_of
+from flashgen.simulator import hostcompiler
 from flashgen.source.scores import score_functions
 from flashgen.spec.load import load_specs
 from flashgen.spec.params import CTYPES
@@ -46,12 +52,13 @@ from flashgen.spec.schema import (
     VisitsRow,
 )
 from flashgen.spec.scores import load_scores, read_scores
+from flashgen.toolchain import disassemble
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
+KERNELS = ROOT / "docs" / "kernels.md"
 REFERENCE = ROOT / "docs" / "spec-reference.md"
-WALKTHROUGH = ROOT / "docs" / "add-a-variant.md"
 READINGS = [ROOT / "docs" / "reading-a-kernel.md", ROOT / "docs" / "reading-an-ampere-kernel.md"]
 
 _BLOCK = re.compile(
@@ -74,7 +81,12 @@ class Block:
 
     @property
     def needs(self) -> list[str]:
-        return self.mark.removeprefix("needs:").split() if self.mark.startswith("needs:") else []
+        needs = re.fullmatch("(?:needs:|run: needs) (.*)", self.mark)
+        return needs[1].split() if needs else []
+
+    @property
+    def runs(self) -> bool:
+        return self.mark in ("run", "run: fails") or self.mark.startswith("run: needs ")
 
 
 def blocks(page):
@@ -88,7 +100,11 @@ def blocks(page):
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 QUOTES = [b for b in BLOCKS if b.mark.startswith("quotes: ")]
-SNIPPETS = [b for b in BLOCKS if b.language == "python" and not b.mark.startswith("run")]
+SNIPPETS = [b for b in BLOCKS if b.language == "python" and not b.runs]
+RUN = [page for page in PAGES if any(block.runs for block in blocks(page))]
+RUN_ON_A_GPU = [page for page in PAGES if any(block.runs and "gpu" in block.needs for block in blocks(page))]
+# These set up an environment from nothing: CI runs one, and tests/test_packaging.py reads both.
+INSTALL = ("install-and-demo", "install-and-test")
 
 
 def marked(snippet):
@@ -96,12 +112,11 @@ def marked(snippet):
 
 
 @pytest.mark.parametrize("snippet", [marked(snippet) for snippet in SNIPPETS])
-def test_a_snippet_runs(snippet, monkeypatch, tmp_path, capsys):
+def test_a_snippet_runs(snippet, monkeypatch, capsys):
     for library in set(snippet.needs) - {"gpu"}:
         pytest.importorskip(library)
-    monkeypatch.delenv("FLASHGEN_SPECS", raising=False)
     monkeypatch.delenv("FLASHGEN_BACKEND", raising=False)
-    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("FLASHGEN_SPECS", "")  # which a snippet may set
     exec(compile(snippet.text, str(snippet), "exec"), {"__name__": "__main__"})
     # What a line's comment says that it prints. On a GPU the variant depends on which it is.
     printed = capsys.readouterr().out
@@ -116,25 +131,56 @@ def test_snippets_cover_each_kind_of_array():
     assert any("numpy" in s.text and not s.needs for s in on_readme)
 
 
-def test_the_walkthrough_does_what_it_says(tmp_path):
-    pytest.importorskip("cupy", reason="the walkthrough compiles kernels")
+def name(page):
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", RUN, ids=name)
+def test_the_commands_of_a_page_run(page, tmp_path):
+    lacking = walk(page, tmp_path, {"gpu": "that is a test of its own"} | tools())
+    if lacking:
+        pytest.skip(f"all but: {lacking}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", RUN_ON_A_GPU, ids=name)
+def test_the_commands_of_a_page_run_on_a_gpu(page, tmp_path):
+    walk(page, tmp_path, tools())
+
+
+def tools():
+    """What blocks may need and this machine lacks, and why."""
+    missing = {"compiler": hostcompiler.why_unavailable()}
+    try:
+        disassemble.nvdisasm()
+    except FlashgenError as error:
+        missing["nvdisasm"] = str(error)
+    return {tool: why for tool, why in missing.items() if why}
+
+
+def walk(page, tmp_path, missing):
+    """Run the blocks of a page but those that need what is missing; returns why, except for a GPU."""
+    pytest.importorskip("cupy", reason="the commands compile kernels")
     (tmp_path / "bin").mkdir()
-    for name, arguments in (("flashgen", "-m flashgen"), ("python", "")):
-        script = tmp_path / "bin" / name
+    for command, arguments in (("flashgen", "-m flashgen"), ("python", "")):
+        script = tmp_path / "bin" / command
         script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
         script.chmod(0o755)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("FLASHGEN_")} | {
         "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT / "codegen"),
-        "FLASHGEN_CACHE_DIR": str(tmp_path / "cache"),
+        "FLASHGEN_CACHE_DIR": str(cache_dir()),
+        "FLASHGEN_TUNED": str(tmp_path / "tuned"),
     }
     folder = tmp_path / "work"
     folder.mkdir()
-    printed = ""
-    for block in blocks(WALKTHROUGH):
+    printed, lacked = "", set()
+    for block in blocks(page):
         if block.mark.startswith("edit: "):
             apply(folder / block.mark.removeprefix("edit: "), block)
-        elif block.mark in ("run", "run: fails"):
+        elif block.runs and missing.keys() & block.needs:
+            lacked |= missing.keys() & block.needs
+        elif block.runs:
             command = block.text if block.language == "sh" else f"python - <<'END'\n{block.text}END\n"
             # What a block exports is there for the ones that follow.
             script = f"set -eo pipefail\n{command}\nexport -p > ../exports\n"
@@ -143,6 +189,7 @@ def test_the_walkthrough_does_what_it_says(tmp_path):
                 ["bash", "-c", (exports.read_text() if exports.exists() else "") + script],
                 cwd=folder,
                 env=environment,
+                stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
                 check=False,
@@ -152,6 +199,13 @@ def test_the_walkthrough_does_what_it_says(tmp_path):
         elif block.mark == "output":
             for line in block.text.splitlines():
                 assert matches(line, printed), f"{block}: {line!r} is not in\n{printed}"
+    return "; ".join(missing[tool] for tool in sorted(lacked - {"gpu"}))
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "sh"], ids=str)
+def test_a_shell_block_runs_or_says_why_not(block):
+    assert block.runs or block.mark.startswith("not run: ") or block.mark in INSTALL
+    assert set(block.needs) <= {"gpu", "nvdisasm", "compiler"}
 
 
 def apply(path, block):
@@ -248,7 +302,7 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_somewhere(page):
     text = _BLOCK.sub("", page.read_text(encoding="utf-8"))
     links = re.findall(r"\]\(([^)]+)\)", text)
@@ -263,7 +317,7 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target), link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_kernels_and_files_that_are_named_exist(page):
     text = page.read_text(encoding="utf-8")
     variants = [variant for spec in load_specs() for variant in spec.variants()]
@@ -402,8 +456,8 @@ def test_the_reference_has_the_tile_keys_of_the_shipped_spec():
         assert {key for key, _ in spec.variants()[0].tile} <= described
 
 
-def test_the_readme_has_the_main_loops_of_the_shipped_specs():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_main_loops_are_those_of_the_shipped_specs():
+    text = KERNELS.read_text(encoding="utf-8")
     table = re.search(r"^\| `loop` \|.*?\n\n", text, re.M | re.S)[0]
     tiles = [dict(variant.tile) for spec in load_specs() for variant in spec.variants()]
     assert first_cells(table) - {"loop"} == {tile["loop"] for tile in tiles if "loop" in tile}
@@ -415,8 +469,8 @@ def widths_of_v(spec):
     return "; ".join(["as `head_dim`", *others])
 
 
-def test_axes_in_the_readme_are_those_of_the_shipped_specs():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_axes_are_those_of_the_shipped_specs():
+    text = KERNELS.read_text(encoding="utf-8")
     rows = [[cell.strip() for cell in row.split("|")] for row in re.findall(r"^\| (.*) \|$", text, re.M)]
     targets = next(row[1:] for row in rows if row[0] == "target")
     taken = [spec for spec in load_specs() if spec.operator == "attention" and not spec.on_request]
@@ -430,6 +484,7 @@ def test_axes_in_the_readme_are_those_of_the_shipped_specs():
         )
 
     shipped = {value for spec in specs.values() for value in spec.axes["head_dim"]}
-    row = re.search(r"^\| head dimension \|(.*)$", text, re.M)[1]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    row = re.search(r"^\| head dimension \|(.*)$", readme, re.M)[1]
     listed = re.search(r"Kernels exist for ([\d, and]+);", row)[1]
     assert list(map(int, re.findall(r"\d+", listed))) == sorted(shipped)

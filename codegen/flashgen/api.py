@@ -84,15 +84,15 @@ def attention(
         NumPy, to (batch, num_heads_q, seqlen_q, seqlen_kv); (seqlen_q, seqlen_kv) and (seqlen_kv,) are the
         common shapes. Its last dimension is seqlen_kv itself and contiguous. With causal, mask types 2 and 3,
         or window_size both hold: a query sees a key that neither hides.
-    mask_type: 0 "none", 1 "dense" (mask is given), 2 "causal_top_left" (j <= i), 3 "causal_bottom_right".
-        None: what the other arguments say.
+    mask_type: 0 "none", 1 "dense" (mask is given), 2 "causal_top_left" (j <= i), 3 "causal_bottom_right" or
+        "causal". None: what the other arguments say.
     window_size: (left, right). Query i sees only the keys from p - left to p + right, where
         p = i + seqlen_kv - seqlen_q; -1 is no bound. Not with mask type 2; with 3, right is 0 or -1.
     softmax_scale: 1 / sqrt(head_dim) if None. Not negative.
-    softcap: replace each scaled score s by softcap tanh(s / softcap), ahead of the mask. Above 0.
+    softcap: replace each scaled score s by softcap tanh(s / softcap), before the mask. Above 0.
     alibi_slopes: fp32, (num_heads_q,) or (batch, num_heads_q), contiguous along heads: subtract
         slope |p - j| from the score of query i and key j, with p as for window_size
-        (https://arxiv.org/abs/2108.12409). With softcap, this comes behind it.
+        (https://arxiv.org/abs/2108.12409). Softcap comes first.
     score: the name of a score modification of ``scores.yaml`` in a spec folder, such as those of
         FLASHGEN_SPECS, or several names, of which each takes the scores that the one before it made.
     params: the numbers and arrays of ``score``, by name. Numbers may differ from call to call without
@@ -118,7 +118,7 @@ def attention(
         device asks for.
     algorithm: "naive", "v1", "v2" or "v3": only kernels of this one. naive keeps all scores in memory, v1 is
         FlashAttention-1; v2 are the kernels for every GPU since Ampere, v3 those for Hopper. None: the
-        fastest. On the CPU only the name is looked at. It says how, not what: results differ in rounding.
+        fastest. Results differ only in rounding. The CPU path checks the name and ignores it.
 
     Returns ``out``, of the kind of q, or ``(out, lse)``. A row that sees no key is 0, with an LSE of -inf.
 
@@ -275,9 +275,9 @@ def explain(
 
     q, k, v: shapes, as in ``attention``, or arrays. k is by default as q, and v as k.
     dtype: that of q, k and v where these are shapes: "fp16", "bf16" or "fp32", or its usual name ("float16").
-    arch: the architecture to explain for, such as "sm_90"; None: that of this machine's GPU. Of another one
-        the sizes of a well-known GPU are taken: those of an H100 for sm_90.
-    options: any others of ``attention``; arrays among them, such as mask, may be shapes as well.
+    arch: the architecture to explain for, such as "sm_90"; None: that of this machine's GPU. For another one
+        a well-known GPU is assumed: an H100 for sm_90.
+    options: any other argument of ``attention``; arrays, such as mask, may be shapes as well.
 
     ``explain(...).variant`` is the kernel; printed, the result says why. Raises BadParam for an unknown
     option or architecture, and what ``attention`` raises for wrong shapes and options.
@@ -460,7 +460,7 @@ def _plan(
         if view is not None and view.kind != views[0].kind and view.device == views[0].device:
             raise BadParam(
                 f"{argument.name} is a {view.kind} array but {operator.arguments[0].name} is a "
-                f"{views[0].kind} one; convert it, which by DLPack costs no copy"
+                f"{views[0].kind} one; convert it; DLPack does so without a copy"
             )
     problem = operator.normalise(views, options, (None,) * len(scalars))
     called = problem.with_scalars(scalars)  # raises what is wrong with them, ahead of compiling

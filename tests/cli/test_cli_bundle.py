@@ -31,7 +31,7 @@ def test_a_bundle_says_what_it_holds(tiny, flashgen, tmp_path):
 def test_a_bundle_that_cannot_be_used_is_a_problem(tiny, flashgen, tmp_path):
     path = tmp_path / "kernels.zip"
     path.write_text("no zip")
-    assert "is no bundle, or a damaged one" in flashgen("bundle", "--show", path).stderr
+    assert "is not a bundle, or is damaged" in flashgen("bundle", "--show", path).stderr
     result = flashgen("doctor", FLASHGEN_BUNDLE=str(path))
     assert result.exit_code == 1
     assert "FLASHGEN_BUNDLE is set" in result.stdout

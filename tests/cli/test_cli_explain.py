@@ -25,7 +25,7 @@ def test_says_which_and_why_not_the_others(flashgen):
         (("--shape", "1x16x4x64", "--kv", "1x16x3x64"), 1, "positive multiple"),
         (("--shape", "1x16x4x64", "--dtype", "int8"), 1, "q has dtype int8; supported are"),
         (("--shape", "4096"), 1, "q has shape (4096,)"),
-        (("--shape", "1 4096"), 2, "'1 4096' is no shape"),
+        (("--shape", "1 4096"), 2, "'1 4096' is not a shape"),
         (("--shape", "1x16x4x64", "--arch", "sm_70"), 1, "no GPU of architecture 'sm_70' is known"),
     ],
 )
@@ -35,6 +35,22 @@ def test_what_is_no_call(arguments, code, message, flashgen):
     assert result.exit_code == code
     assert message in result.stderr
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("word", ["causal", "causal_bottom_right", "3"])
+def test_mask_types_go_by_the_words_of_attention(word, flashgen):
+    shown = [
+        flashgen("explain", "--shape", "1x64x4x64", "--arch", "sm_90", *options).stdout
+        for options in (("--mask-type", word), ("--causal",))
+    ]
+    assert shown[0] == shown[1]
+    assert "causal" in shown[0]
+
+
+def test_a_window_is_no_mask_type(flashgen):
+    result = flashgen("explain", "--shape", "1x64x4x64", "--arch", "sm_90", "--mask-type", "local")
+    assert result.exit_code == 2
+    assert "a window is window_size" in " ".join(result.stderr.split())
 
 
 def test_a_call_that_nothing_serves(tiny, edit_spec, flashgen):

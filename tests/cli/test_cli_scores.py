@@ -30,7 +30,7 @@ def test_a_committed_modification_is_found_by_its_own_name(flashgen):
     assert result.exit_code == 0
     again = flashgen("inspect", "flash_fwd_hdim128_fp16_softcap_sm90", "--score", "alibi")
     assert again.exit_code == 2
-    assert "none of the kernels chosen takes a modification" in again.stderr
+    assert "none of the chosen kernels takes a score modification" in again.stderr
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_a_committed_modification_is_found_by_its_own_name(flashgen):
 def test_an_unknown_modification_is_one_message(command, flashgen):
     result = flashgen(*command, "--score", "softmax")
     assert result.exit_code == 2
-    assert "'softmax' is none; there are softcap, alibi" in result.stderr
+    assert "there is no score modification 'softmax'; there are softcap, alibi" in result.stderr
     assert "Traceback" not in result.stderr
 
 

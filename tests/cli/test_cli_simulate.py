@@ -59,6 +59,17 @@ def test_options_of_other_variants(name, options, flashgen):
     assert json.loads(result.stdout)["ok"]
 
 
+def test_a_diagonal_may_start_top_left(flashgen):
+    """With 40 keys more than queries, that hides so many tiles more."""
+    shown = [
+        json.loads(flashgen("simulate", NAME, "--seqlen-kv", 168, *options, "--seed", 7, "--json").stdout)
+        for options in ((), ("--mask-type", "causal"), ("--mask-type", "causal_top_left"))
+    ]
+    assert all(found["ok"] for found in shown)
+    tiles = [found["tiles"]["masked"] for found in shown]
+    assert tiles[0] == tiles[1] < tiles[2]
+
+
 def test_debugging_keeps_source_and_object(flashgen, tmp_path):
     result = flashgen("simulate", NAME, "--seqlen-q", 16, "--seqlen-kv", 16, "--debug", tmp_path)
     assert result.exit_code == 0
@@ -143,6 +154,7 @@ def test_a_hopper_kernel_on_few_multiprocessors(flashgen):
         ((NAME, "--heads", 4, "--kv-heads", 2), "one query head to a kv head"),
         ((NAME, "--head-dim", 72), "holds at most 64"),
         ((NAME, "--head-dim", 12), "needs a multiple of 8"),
+        ((NAME, "--mask-type", "dense"), "has mask type causal; dense does not fit"),
         ((NAME, "--window", 20, 0), "a window needs a variant of mask type local"),
         (("flash_fwd_hdim32_fp16_local_m64_sm80", "--window", -5, 0), "window is (-5, 0); each side must be"),
     ],

@@ -116,7 +116,7 @@ def test_what_was_dropped_is_told(bench, flashgen):
     [
         ([], 2, "say what to tune: --select"),
         (["--select", SELECT, "--out", "x"], 2, "--out goes with --write"),
-        (["--select", SELECT, "--shapes", "1k,4q"], 1, "'4q' is no shape"),
+        (["--select", SELECT, "--shapes", "1k,4q"], 1, "'4q' is not a shape"),
         (["--select", "head_dim=65"], 2, "no variant has head_dim=65"),
         (["--select", "tile=m64"], 1, "nothing to tune"),
     ],
@@ -144,7 +144,7 @@ def test_without_a_gpu_the_command_says_so(tiny, flashgen, monkeypatch):
     monkeypatch.setattr("flashgen.runtime.device.why_unavailable", lambda: "no such luck")
     result = flashgen("tune", "--select", "head_dim=64")
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "tuning measures on a GPU, and no such luck" in result.stderr
+    assert "tuning needs a GPU: no such luck" in result.stderr
 
 
 def test_a_row_that_no_longer_fits_is_a_problem_for_the_doctor(bench, flashgen, edit_spec):

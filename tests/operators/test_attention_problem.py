@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from flashgen import errors
 from flashgen.operators.arguments import ArrayView, check_memory
-from flashgen.operators.attention import ARGUMENTS, MAX_SEQLEN, MIN_SCALE, UNBOUNDED, normalise, simplify
+from flashgen.operators.attention import (
+    ARGUMENTS,
+    MAX_SEQLEN,
+    MIN_SCALE,
+    UNBOUNDED,
+    normalise,
+    sees_no_later_key,
+    simplify,
+)
 from flashgen.operators.masks import Band
 
 
@@ -90,7 +98,18 @@ def test_mask_types_go_by_number_and_by_name(number, name):
 def test_the_alignments_of_causal():
     assert call(mask_type="causal_top_left").diagonal_offset == 0
     assert call(mask_type="causal_bottom_right").diagonal_offset == 2
-    assert call(causal=True) == call(mask_type=3) == call(window_size=(-1, 0))
+    assert call(causal=True) == call(mask_type=3) == call(mask_type="causal") == call(window_size=(-1, 0))
+
+
+def test_causal_hides_later_keys_whatever_it_is_called():
+    """What ALiBi's linear form rests on. From the top left, queries beyond the keys see later keys."""
+    assert all(sees_no_later_key(False, each, (-1, -1)) for each in (3, "causal", "causal_bottom_right"))
+    assert not any(sees_no_later_key(False, each, (-1, -1)) for each in (None, 0, 2, "causal_top_left"))
+
+
+def test_a_window_is_no_mask_type():
+    with pytest.raises(errors.BadParam, match=r"mask_type is 'local'; .*a window is window_size"):
+        call(mask_type="local")
 
 
 def test_positions_windows_and_offsets_fit_in_32_bits_at_the_longest_sequences():
@@ -152,6 +171,15 @@ def test_masks_broadcast_from_the_right(shape, strides, dtype):
 def test_masks_of_another_shape_are_refused(shape):
     with pytest.raises(errors.BadTensorShape, match="mask"):
         call(mask=view(shape, "bool"))
+
+
+def test_a_mask_of_padding_is_told_how_to_go():
+    """(batch, seqlen_kv), as other libraries take it."""
+    with pytest.raises(errors.BadTensorShape, match=r"mask\[:, None, None, :\].*k\[:, :n\]"):
+        call(mask=view((2, 7), "bool"))
+    with pytest.raises(errors.BadTensorShape) as raised:
+        call(mask=view((3, 7), "bool"))
+    assert "None" not in str(raised.value)
 
 
 SHAPE_ERRORS = [
@@ -294,6 +322,7 @@ TOGETHER = [
     {"mask_type": "causal_top_left"},
     {"mask_type": 3},
     {"mask_type": "causal_bottom_right"},
+    {"mask_type": "causal"},
     {"window_size": (1, 0)},
     {"window_size": (-1, 1)},
     {"window_size": (1, -1)},
@@ -324,12 +353,12 @@ CONTRADICTIONS = [
     {"mask": MASK, "mask_type": 3, "window_size": (-1, 4)},
     {"causal": True, "mask_type": 0},
     {"causal": True, "mask_type": "causal_top_left"},
+    {"mask": MASK, "mask_type": "causal", "window_size": (-1, 4)},
     {"causal": True, "window_size": (3, 1)},
     {"mask_type": 3, "window_size": (-1, 4)},
     {"mask_type": 2, "window_size": (3, 0)},
     {"mask_type": 4},
     {"mask_type": -1},
-    {"mask_type": "causal"},
     {"mask_type": 1.0},
     {"window_size": (-2, 0)},
     {"window_size": (1,)},

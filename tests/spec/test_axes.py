@@ -47,7 +47,7 @@ def test_conditions_and_expressions_know_the_axis(edit_spec):
         ("{default: head_dim, or: {64: 32}}", r"axes.head_dim_v.or: unknown key; allowed: default, also"),
         ("{default: head_dim, also: {48: 32}}", r"also.48: not a value of axes.head_dim; allowed: 32, 64"),
         ("{default: head_dim, also: {64: 64}}", r"also.64: `64` is the default here already"),
-        ("{default: head_dim, also: {64: [16, 16]}}", r"also.64: a value stands twice"),
+        ("{default: head_dim, also: {64: [16, 16]}}", r"also.64: a value occurs twice"),
         ("{default: head_dim, also: {64: []}}", r"also.64: "),
         ("{default: head_dim, also: {64: 1.5}}", r"also.64\[0\]: .*1.5"),
     ],

@@ -37,7 +37,7 @@ WRONG = [
     ("mine: {score: score + log(0)}",
      "                      ^", "cannot be computed"),
     ('mine: {params: {a: f32}, score: "score + a[b]"}',
-     "                                         ^", "'a' is no declared array"),
+     "                                         ^", "'a' is not a declared array"),
     ('mine: {params: {a: [h, f32]}, score: "score + a[q]"}',
      "                                                ^", "the index of dimension h of a is h itself"),
 ]  # fmt: skip
@@ -72,7 +72,7 @@ def test_of_a_block_the_line_is_named(tmp_path):
         ("scores:\n  mine: {score: score + a, params: {a: 3}}\n", 2, "params"),
         ("scores:\n  mine: {score: score + a, params: {a: []}}\n", 2, "an array has dimensions"),
         ('scores:\n  mine: {score: "score + a[b]", params: {a: [f32]}}\n', 2, "an array has dimensions"),
-        ('scores:\n  mine: {score: "score + a[b]", params: {a: [b, b, f32]}}\n', 2, "stands twice"),
+        ('scores:\n  mine: {score: "score + a[b]", params: {a: [b, b, f32]}}\n', 2, "occurs twice"),
         ('scores:\n  mine: {score: "score + a[b]", params: {a: [b, h]}}\n', 2, "f32"),
         ('scores:\n  mine: {score: "score + a[b]", params: {a: [score, f32]}}\n', 2, "called `score`"),
         ('scores:\n  mine: {score: "score + a[q, kv, h]", params: {a: [q, kv, h, f32]}}\n', 2, "q and kv"),

@@ -168,8 +168,8 @@ def test_other_ways_to_write_a_term(line, same):
         ("dtype>=fp16", r"compares numbers; write dtype=a,b"),
         ("head_dim>=big", r"compares numbers"),
         ("head_dim=", r"no variant has head_dim= .*\nvalues of head_dim: 64, 128"),
-        ("=128", r"'=128' is no term"),
-        ("head_dim=>128", r"is no term"),
+        ("=128", r"'=128' is not a term"),
+        ("head_dim=>128", r"is not a term"),
     ],
 )
 def test_what_is_wrong_with_a_term(line, message):

@@ -130,7 +130,7 @@ def test_what_is_no_snapshot_is_neither_run_nor_used(tiny, cache, payload, monke
     monkeypatch.chdir(tmp_path)
     cache.put(snapshot.snapshot_key(tiny.read_bytes()), payload)
     checked = load_spec(tiny).content
-    with pytest.warns(CacheWarning, match="no snapshot"):
+    with pytest.warns(CacheWarning, match="is not a snapshot"):
         assert load_spec(tiny, cache).content == checked
     assert not Path("planted").exists()
     monkeypatch.setattr("flashgen.spec.check.check", unchecked)

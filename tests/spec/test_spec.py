@@ -248,7 +248,7 @@ WRONG = {
         "efficiency: 0.75",
         "no_spills: [sm_80, sm_86, sm_80]",
         "  - {name: m64",
-        ["tiles[2].no_spills[2]: sm_80 stands twice"],
+        ["tiles[2].no_spills[2]: sm_80 occurs twice"],
     ),
     "promise for nothing": (
         "efficiency: 0.75",

@@ -53,7 +53,7 @@ def test_what_cannot_be_tuned_is_an_error(shipped, tiny_spec):
         chosen(shipped, TURING, "head_dim=128")
     with pytest.raises(BadParam, match="m64"):
         chosen(shipped, H200, "tile=m64")
-    with pytest.raises(BadParam, match="unless it asks for it"):
+    with pytest.raises(BadParam, match="only on request"):
         subjects([tiny_spec], tiny_spec.variants(), H200)
 
 

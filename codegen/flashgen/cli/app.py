@@ -145,13 +145,15 @@ Start here:
   flashgen build --arch native                compile before the first call
   flashgen tune --select head_dim=128         find better tiles for this GPU
 
-Exit codes: 0 done, 1 failed, 2 not understood. With --json an error is JSON, too.
+tune and bench need a GPU, simulate a C++ compiler, inspect --sass nvdisasm. All else runs anywhere.
+
+Exit codes: 0 success, 1 failure, 2 wrong usage. With --json errors are JSON, too.
 """,
 )
 @click.version_option(__version__, message="flashgen %(version)s")
 def main() -> None:
     """A kernel compiler for attention.
 
-    YAML specs say which kernels exist, Jinja templates say how one is written, and the one that a call needs
-    is compiled when it is first needed, and kept.
+    YAML specs say which kernels exist. Jinja templates say how a kernel is written. A call compiles the
+    kernel that it needs, once; the disk cache keeps it.
     """

@@ -76,7 +76,7 @@ def command(
 ) -> None:
     """Time flashgen and every peer that is installed on a GRID of shapes, and print rates and ratios.
 
-    Exit code 1 when a result disagrees with its reference.
+    Exit code 1 if a result disagrees with its reference.
     """
     from flashgen.bench import run
     from flashgen.cli.output import console, note, print_json

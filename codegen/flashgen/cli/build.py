@@ -40,17 +40,16 @@ Examples:
   flashgen build --select head_dim=64 --out cuda --no-compile
   flashgen build --check                        is generated/ up to date?
 
-Which variants: those that the specs mark for generated/ (--slice committed), or every one (--slice all). With
---select it is every one that matches.
+Variants: those that the specs mark for generated/ (--slice committed), or all (--slice all). With --select,
+all that match.
 
-Which architectures: those that the spec of a variant lists, or the --arch among them. An architecture that no
-chosen variant lists gets those whose lowest architecture it reaches.
+Architectures: those in the spec of each variant, or those of --arch among them. If no chosen variant lists an
+--arch, every variant that runs on it is compiled for it.
 
-What is written: machine code goes into the cache that attention() reads (see `flashgen cache info`), sources
-into --out. In a checkout of the repository a plain `flashgen build` also brings its generated/ up to date,
-and removes from there what no spec marks any more.
+Output: machine code goes into the cache that attention() reads (see `flashgen cache info`), sources into
+--out. In a checkout of the repository `flashgen build` without options also updates generated/.
 
-Exit code 1: a kernel does not compile, or spills registers though its spec says no_spills (marked ! in the
+Exit code 1: a kernel does not compile, spills registers although its spec says no_spills (marked ! in the
 table), or could not be written to the cache, or --check found a difference.
 """,
 )
@@ -100,9 +99,10 @@ def command(
 ) -> None:
     """Render kernels and compile them in parallel, with no GPU needed.
 
-    Ends with a table: variant, architecture, registers, bytes of spilled registers, shared memory, and the
-    seconds that it took, or that it was in the cache.
+    Prints a table: variant, architecture, registers, bytes of spilled registers, shared memory, and seconds,
+    or "cached".
     """
+    from flashgen.cli.kernels import compiled
     from flashgen.cli.output import counted, note, print_json
     from flashgen.toolchain import cache as caches
 
@@ -122,7 +122,7 @@ def command(
         else:
             click.echo(f"{len(variants)} rendered, {counted(len(written), 'file')} changed")
         return
-    results = _compile(variants, archs, jobs)
+    results = compiled(variants, archs, jobs)
     failed = [built for built in results if built.failure]
     lost = sum(built.compiled is not None and not built.kept for built in results)
     if as_json:
@@ -178,17 +178,6 @@ def _check(variants: Sequence[Variant], whole: bool, out: Path | None, as_json: 
         click.echo(f"{counted(len(variants), 'file')} in {folder} as the specs and templates say")
     if found:
         sys.exit(1)
-
-
-def _compile(variants: Sequence[Variant], archs: Sequence[str], jobs: int | None) -> list[Built]:
-    from flashgen.cli.progress import progress
-    from flashgen.toolchain.build import build, pairs
-    from flashgen.toolchain.compile import check_known
-
-    check_known(archs)
-    wanted = pairs(variants, archs)
-    with progress(len(wanted)) as step:
-        return build(wanted, jobs, lambda built: step(f"{built.variant.name} {built.arch}"))
 
 
 def _report(results: Sequence[Built], failed: Sequence[Built], written: Sequence[str]) -> None:

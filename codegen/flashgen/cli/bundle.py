@@ -26,12 +26,12 @@ Examples:
   flashgen bundle --show kernels.zip
   FLASHGEN_BUNDLE=kernels.zip python serve.py
 
-Where FLASHGEN_BUNDLE names bundles, separated as in PATH, a call takes its kernel from the disk cache, then
-from them, and only then compiles it. So a container needs neither NVRTC nor a folder that can be written. A
-bundle serves the version of flashgen that made it, with the same specs and templates.
+FLASHGEN_BUNDLE names bundles, separated as in PATH. A call takes its kernel from the disk cache, then from
+the bundles, and only then compiles it. So a container needs neither NVRTC nor a writable folder. A bundle
+serves the version of flashgen that made it, with the same specs and templates.
 
-What goes in is compiled as `flashgen build` does it, and no GPU is needed. Kernels that are in the disk cache
-are taken from there. Exit code 1: a kernel does not compile, or with --show the bundle cannot be used.
+Kernels are taken from the disk cache, or compiled as by `flashgen build`; no GPU is needed. Exit code 1: a
+kernel does not compile, or with --show the bundle cannot be used.
 """,
 )
 @select_option
@@ -67,7 +67,7 @@ def command(
     specs: Path | None,
     as_json: bool,
 ) -> None:
-    """Compile the kernels that --select means and put them into one file; or show what a bundle holds."""
+    """Compile the kernels of --select and put them into one file; or show what a bundle holds."""
     if (out is None) == (show is None):
         raise click.UsageError("either write a bundle, with -o FILE, or look into one, with --show FILE")
     if show is not None:
@@ -90,20 +90,16 @@ def _built(
     selections: Sequence[str], archs: Sequence[str], jobs: int | None, specs: Path | None
 ) -> tuple[list[Built], dict[str, bytes]]:
     """Every kernel that a chosen variant launches, compiled; and the checked specs, by their keys."""
-    from flashgen.cli.progress import progress
+    from flashgen.cli.kernels import compiled
     from flashgen.spec.bases import whole_text
     from flashgen.spec.load import load_specs
     from flashgen.spec.selection import select
     from flashgen.spec.snapshot import encode, snapshot_key
-    from flashgen.toolchain.build import build, pairs
-    from flashgen.toolchain.compile import check_known
 
-    check_known(archs)
     loaded: tuple[Spec, ...] = load_specs(specs)
     chosen = select([variant for spec in loaded for variant in spec.variants()], selections)
-    wanted = pairs([*dict.fromkeys(step for variant in chosen for step in variant.steps)], archs)
-    with progress(len(wanted)) as step:
-        results = build(wanted, jobs, lambda built: step(f"{built.variant.name} {built.arch}"))
+    steps = dict.fromkeys(step for variant in chosen for step in variant.steps)
+    results = compiled([*steps], archs, jobs)
     return results, {snapshot_key(whole_text(spec.path, spec.text)): encode(spec.content) for spec in loaded}
 
 

@@ -42,7 +42,7 @@ def command() -> None:
 def info(as_json: bool) -> None:
     """Where the cache is, how full, and whether it can be written.
 
-    Exit code 1 when it cannot and has no entries either, so that it is of no use.
+    Exit code 1 if it cannot be written and has no entries, and so is of no use.
     """
     from flashgen.cli.output import print_json, print_pairs, size
     from flashgen.toolchain.cache import CubinCache
@@ -76,7 +76,7 @@ def _writable(found: CacheInfo) -> str:
 def verify(as_json: bool) -> None:
     """Read every entry and check it.
 
-    Damaged ones are removed, and built again when they are needed. Exit code 1 when there was one.
+    Damaged entries are removed, and built again when needed. Exit code 1 if there was one.
     """
     from flashgen.cli.output import print_json
     from flashgen.toolchain.cache import CubinCache
@@ -101,7 +101,7 @@ class Age(click.ParamType):
         """The seconds."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", str(value))
         if match is None:
-            self.fail(f"{value!r} is no time span; write 30d, 12h or 90m", param, ctx)
+            self.fail(f"{value!r} is not a time span; write 30d, 12h or 90m", param, ctx)
         return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[match[2]]
 
 

@@ -63,17 +63,17 @@ Examples:
   flashgen demo
   flashgen demo --json
 
-The error is the one of the first head that is the largest share of its bound: what rounding can do to that
-element at most. Exit code 1 when a kernel does not compile, or when an error exceeds its bound.
+Each element has a bound, the most that rounding can do to it. The table shows the error of the first head
+that is largest relative to its bound. Exit code 1 if a kernel does not compile, or an error exceeds its
+bound.
 """,
 )
 @json_option
 def command(as_json: bool) -> None:
     """Render and compile a few kernels, run attention, and check it against float64.
 
-    Takes half a minute at most. Without a GPU the kernels are compiled all the same, if there is NVRTC,
-    attention runs on the CPU, and one small problem runs the generated CUDA in the simulator, if there is a
-    C++ compiler.
+    Takes half a minute at most. Without a GPU it compiles the kernels, runs attention on the CPU, and, if
+    there is a C++ compiler, runs the generated CUDA of a small problem in the simulator.
     """
     from flashgen.cli.kernels import places, print_kernels
     from flashgen.cli.output import print_json

@@ -61,8 +61,8 @@ Examples:
   flashgen doctor
   flashgen doctor --json | jq .attention
 
-Exit code 1 when something that should work does not. A machine without a GPU is no problem: NumPy arrays run
-on the CPU everywhere, and kernels can be built and read wherever NVRTC is installed.
+Exit code 1 if something that should work does not. A missing GPU is not an error: NumPy arrays run on the
+CPU, and NVRTC compiles kernels without one.
 """,
 )
 @json_option
@@ -147,6 +147,7 @@ def _gpus(report: Report) -> list[dict[str, Any]]:
 def _compiler(report: Report) -> dict[str, Any]:
     """NVRTC, tried on a kernel that includes one of CUDA's own headers."""
     from flashgen.errors import FlashgenError
+    from flashgen.toolchain.cache import BUNDLE_VARIABLE
     from flashgen.toolchain.compile import compile_cubin, compiler_version, supported_archs
 
     probe = (
@@ -158,7 +159,7 @@ def _compiler(report: Report) -> dict[str, Any]:
     except FlashgenError as error:
         # Without a GPU and without CuPy nobody has asked for kernels yet.
         wanted = report.facts["gpus"] or report.facts["versions"]["cupy"]
-        if wanted and not os.environ.get("FLASHGEN_BUNDLE"):
+        if wanted and not os.environ.get(BUNDLE_VARIABLE):
             report.problems.append(f"kernels cannot be compiled: {error}")
         return {"works": False, "version": None, "why": str(error), "archs": []}
     return {

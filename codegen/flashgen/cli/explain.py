@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flashgen.cli.options import Architecture, ShapeType, json_option
+from flashgen.cli.options import Architecture, ShapeType, json_option, mask_type_option
 
 if TYPE_CHECKING:
     from flashgen.schedule.explain import Explanation
@@ -24,11 +24,11 @@ Examples:
   flashgen explain --shape 1x4096x16x192 --v 1x4096x16x128 --arch sm_90
   flashgen explain --shape 2x1000x8x64 --window 256 0 --arch sm_86 --all
 
-A shape is that of attention(): BATCHxSEQLENxHEADSxHEAD_DIM, or without batch. Arrays are taken to be
-contiguous. Times are those of the model by which dispatch chooses; they are comparable for one call only.
+Shapes are those of attention(): BATCHxSEQLENxHEADSxHEAD_DIM, or without batch. Arrays are assumed to be
+contiguous. Times are those of dispatch's model; compare them within one call only.
 
-Without --arch it is the GPU of this machine, with the tiles that were tuned on it. Of another architecture
-the sizes of a well-known GPU are taken. Exit code 1 when no kernel serves.
+Without --arch the GPU is this machine's, with the tiles that were tuned on it. With --arch it is a well-known
+one of that architecture, such as the H100 for sm_90. Exit code 1 if no kernel serves the call.
 """,
 )
 @click.option("--shape", "q", type=ShapeType(), required=True, help="Shape of q.")
@@ -36,7 +36,7 @@ the sizes of a well-known GPU are taken. Exit code 1 when no kernel serves.
 @click.option("--v", "v", type=ShapeType(), help="Shape of v. [default: that of k]")
 @click.option("--dtype", default="fp16", show_default=True, help="fp16, bf16 or fp32.")
 @click.option("--causal", is_flag=True, help="A causal mask, aligned bottom right.")
-@click.option("--mask-type", help="As in attention(): none, dense, causal_top_left or causal_bottom_right.")
+@mask_type_option
 @click.option("--mask", type=ShapeType(), help="Shape of a dense mask, such as 4096x4096.")
 @click.option("--window", type=int, nargs=2, metavar="LEFT RIGHT", help="A window; -1 is no bound.")
 @click.option("--softcap", type=float, help="A cap of the scores.")

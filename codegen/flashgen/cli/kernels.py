@@ -1,4 +1,4 @@
-"""What the commands say about kernels: the table of compiled ones, and the files that one comes from."""
+"""What several commands do with kernels: compile many, print a table of them, find the files of one."""
 
 from __future__ import annotations
 
@@ -38,6 +38,20 @@ def places(variant: Variant) -> Places:
         str(template or variant.template),
         str(generated) if generated and variant.committed and generated.is_file() else None,
     )
+
+
+def compiled(variants: Sequence[Variant], archs: Sequence[str], jobs: int | None) -> list[Built]:
+    """Each variant compiled for the architectures, or for those of its spec where none is named; in parallel,
+    with a progress bar.
+    """
+    from flashgen.cli.progress import progress
+    from flashgen.toolchain.build import build, pairs
+    from flashgen.toolchain.compile import check_known
+
+    check_known(archs)
+    wanted = pairs(variants, archs)
+    with progress(len(wanted)) as step:
+        return build(wanted, jobs, lambda built: step(f"{built.variant.name} {built.arch}"))
 
 
 def print_kernels(results: Sequence[Built]) -> None:

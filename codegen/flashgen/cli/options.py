@@ -22,21 +22,21 @@ select_option = click.option(
     multiple=True,
     metavar="TERMS",
     help="Only variants that satisfy every term: 'head_dim=128 dtype=fp16,bf16', 'head_dim>=128 "
-    "gqa!=packed', 'target=sm80 tile=default', or a name or glob. Several --select add up.",
+    "gqa!=packed', 'target=sm80 tile=default', or a name or glob. Repeatable; the selections add up.",
 )
 
 specs_option = click.option(
     "--specs",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     metavar="DIR",
-    help="A folder of your own specs, beside the shipped ones and those in FLASHGEN_SPECS. A file with "
-    "the name of a shipped one replaces it.",
+    help="A folder of your own specs, in addition to the shipped ones and those in FLASHGEN_SPECS. A file "
+    "with the name of a shipped one replaces it.",
 )
 
 score_option = click.option(
     "--score",
     metavar="NAME",
-    help="The kernels with this score modification, such as softcap, in place of the plain ones.",
+    help="The kernels with this score modification, such as softcap, instead of the plain ones.",
 )
 
 jobs_option = click.option(
@@ -44,7 +44,7 @@ jobs_option = click.option(
     "-j",
     type=click.IntRange(min=1),
     metavar="N",
-    help="How many to compile at once. [default: one for each processor]",
+    help="How many to compile at once. [default: one per processor]",
 )
 
 json_option = click.option(
@@ -67,7 +67,7 @@ class Architecture(click.ParamType):
 
             if not available():
                 self.fail(
-                    f"native is the GPU of this machine, which has none that works: {why_unavailable()}",
+                    f"native needs a working GPU: {why_unavailable()}",
                     param,
                     ctx,
                 )
@@ -90,8 +90,34 @@ class ShapeType(click.ParamType):
         if isinstance(value, tuple):
             return value
         if not re.fullmatch(r"\d+(?:[x,]\d+)*", value):
-            self.fail(f"{value!r} is no shape; write BATCHxSEQLENxHEADSxHEAD_DIM: 1x4096x16x128", param, ctx)
+            self.fail(
+                f"{value!r} is not a shape; write BATCHxSEQLENxHEADSxHEAD_DIM: 1x4096x16x128", param, ctx
+            )
         return tuple(int(extent) for extent in re.split("[x,]", value))
+
+
+class MaskType(click.ParamType):
+    """A mask type by the words and numbers of attention(), as one of its four names."""
+
+    name = "mask type"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Such as causal_bottom_right for causal, 3, and itself."""
+        from flashgen.errors import BadParam
+        from flashgen.operators.attention import mask_type_name
+
+        try:
+            return mask_type_name(int(value) if value.isdecimal() else value)
+        except BadParam as error:
+            self.fail(str(error), param, ctx)
+
+
+mask_type_option = click.option(
+    "--mask-type",
+    type=MaskType(),
+    metavar="WORD",
+    help="As in attention(): none, dense, causal (bottom right) or causal_top_left, or 0 to 3.",
+)
 
 
 def load_variants(specs: Path | None, cache: CubinCache | None = None) -> tuple[Variant, ...]:
@@ -138,8 +164,12 @@ def with_score(variants: Sequence[Variant], specs: Path | None, score: str | Non
         return tuple(variants)
     known = load_scores(specs).by_name
     if score not in known:
-        raise click.BadParameter(f"{score!r} is none; there are {', '.join(known)}", param_hint="--score")
+        raise click.BadParameter(
+            f"there is no score modification {score!r}; there are {', '.join(known)}", param_hint="--score"
+        )
     suited = [variant for variant in variants if variant.score_seam and variant.score is None]
     if not suited:
-        raise click.BadParameter("none of the kernels chosen takes a modification", param_hint="--score")
+        raise click.BadParameter(
+            "none of the chosen kernels takes a score modification", param_hint="--score"
+        )
     return tuple(variant.modified(known[score]) for variant in suited)

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flashgen.cli.options import json_option, load_variants, score_option, specs_option, with_score
+from flashgen.cli.options import (
+    json_option,
+    load_variants,
+    mask_type_option,
+    score_option,
+    specs_option,
+    with_score,
+)
 
 if TYPE_CHECKING:
     from flashgen.operators.reference import Verdict
@@ -52,9 +59,9 @@ Examples:
   flashgen simulate flash_fwd_hdim128_fp16_causal_sm90 --multiprocessors 2
   flashgen simulate flash_fwd_hdim64_fp16_sm80 --debug kernel
 
-NAME is a variant's name as `flashgen list` prints it, or the path of its generated file. Inputs are random; a
-seed draws them and the order in which the threads run. Exit code 1 when the kernel does something that a GPU
-forbids, is too far from float64, or gives other bits under another order.
+NAME is a variant's name as `flashgen list` prints it, or the path of its generated file. The seed decides the
+random inputs and the order of the threads. Exit code 1 if the kernel does something that a GPU forbids, is
+too far from float64, or gives other bits under another order.
 """,
 )
 @click.argument("name")
@@ -65,13 +72,14 @@ forbids, is too far from float64, or gives other bits under another order.
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Batch entries.")
 @click.option("--head-dim", type=click.IntRange(1), help="Head dim of the call. [default: that of NAME]")
 @click.option("--head-dim-v", type=click.IntRange(1), help="That of v. [default: the same, if NAME holds it]")
+@mask_type_option
 @click.option(
     "--window", type=int, nargs=2, metavar="LEFT RIGHT", help="For local and dense variants; -1 is no bound."
 )
 @click.option(
     "--multiprocessors",
     type=click.IntRange(1),
-    help="Of the pretended GPU: a persistent kernel has no more blocks. [default: that GPU's own]",
+    help="Multiprocessors of the simulated GPU: at most so many persistent blocks. [default: that GPU's]",
 )
 @click.option("--seed", type=int, help="First seed. [default: a fresh one]")
 @click.option("--seeds", type=click.IntRange(1), default=1, show_default=True, help="How many seeds to run.")
@@ -93,6 +101,7 @@ def command(
     batch: int,
     head_dim: int | None,
     head_dim_v: int | None,
+    mask_type: str | None,
     window: tuple[int, int] | None,
     multiprocessors: int | None,
     seed: int | None,
@@ -104,11 +113,10 @@ def command(
 ) -> None:
     """Run one variant's CUDA on the CPU; print its error, instructions, bank conflicts and skipped tiles.
 
-    Of a family whose calls take several kernels all of these run; the error is that of the call, the rest is
-    about NAME.
-
-    Needs a C++ compiler and no GPU. Races, reads of memory that nothing wrote, accesses out of bounds and
+    Needs a C++ compiler and no GPU. Races, reads of uninitialised memory, accesses out of bounds and
     divergent warps are errors that name block, thread and source line.
+
+    If a call takes several kernels, all of them run: the error is that of the call, the rest is about NAME.
     """
     from flashgen.cli.output import print_json
     from flashgen.simulator.example import Shape
@@ -124,7 +132,13 @@ def command(
         raise click.ClickException(f"{variant.name} includes {variant.header}, which has no host bodies yet")
     grouped = dict(variant.axes).get("gqa", "mha") != "mha"
     heads = heads or kv_heads or (4 if grouped else 2)
-    shape = Shape(seqlen_q, seqlen_kv, heads, kv_heads, batch, head_dim, head_dim_v, window, gap=_GAP)
+    if mask_type is not None and mask_type.partition("_")[0] != variant.mask_type:
+        raise click.ClickException(
+            f"{variant.name} has mask type {variant.mask_type}; {mask_type} does not fit"
+        )
+    top_left = mask_type == "causal_top_left"
+    sizes = (seqlen_q, seqlen_kv, heads, kv_heads, batch, head_dim, head_dim_v)
+    shape = Shape(*sizes, window, top_left, gap=_GAP)
     first = secrets.randbits(32) if seed is None else seed
     found, verdict = _run(variant, main, shape, range(first, first + seeds), debug, multiprocessors)
     if as_json:

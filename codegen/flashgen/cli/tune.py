@@ -32,21 +32,20 @@ Examples:
 
 Without --write nothing changes.
 
-What competes: for each kernel that is selected and that a call on this GPU could get, the tiles that its spec
-lists under `tune`, and the ordinary tile. A tile that does not compile, spills registers, or gives a wrong
-result is dropped, with the reason. The others are timed on every shape in interleaved rounds, as `flashgen
-bench` does it, and ranked by the geometric mean over the shapes.
+Tiles: for each selected kernel that a call on this GPU could get, the tiles under `tune` in its spec compete
+with the ordinary tile. A tile that does not compile, spills registers, or gives a wrong result is dropped,
+with the reason. The others are timed on every shape in interleaved rounds, as in `flashgen bench`, and ranked
+by the geometric mean over the shapes.
 
-A shape is a length of queries and keys, in a batch of 16,384 tokens: 4k. Or BATCHxSEQLEN_QxSEQLEN_KV, and
-behind either may stand @HEADS_Q/HEADS_KV.
+Shapes: 4k is 4,096 queries and keys in a batch of 16,384 tokens. BATCHxSEQLEN_QxSEQLEN_KV says all three.
+@HEADS_Q/HEADS_KV may follow either.
 
-What --write does: a tile that gains at least 1 % goes into a file for this GPU in your configuration folder
-(FLASHGEN_TUNED names another), one for each spec. From the next process on attention() takes it in place of
-the ordinary tile, `flashgen list --select tile=tuned` shows it, and its kernel is compiled already. Where the
-ordinary tile is best, a row that was there goes. With --spec the rows of that spec file change instead, in
-place, and its comments stay.
+--write: a tile that gains at least 1 % goes into a file for this GPU and spec in your configuration folder,
+or in FLASHGEN_TUNED. From the next process on attention() takes it instead of the ordinary tile, and
+`flashgen list --select tile=tuned` shows it. Its kernel is compiled already. If the ordinary tile is best, an
+earlier row is removed. With --spec, the rows of that file change in place; its comments stay.
 
-Needs a GPU that nothing else is using, and some tens of seconds for each kernel.
+Needs a GPU that nothing else uses, and some tens of seconds for each kernel.
 """,
 )
 @select_option
@@ -69,7 +68,7 @@ Needs a GPU that nothing else is using, and some tens of seconds for each kernel
 @click.option(
     "--shapes",
     metavar="A,B,...",
-    help="The problems to be fast on. [default: 1k,4k,16k; 1x1x16k,8x1x8k,64x1x8k for families of few rows]",
+    help="The problems to time. [default: 1k,4k,16k; 1x1x16k,8x1x8k,64x1x8k for families of few rows]",
 )
 @click.option(
     "--rounds", type=click.IntRange(min=1), default=15, show_default=True, help="Rounds of all tiles."
@@ -137,7 +136,7 @@ def _subjects(
     from flashgen.tune.subjects import subjects
 
     if not device.available():
-        raise DeviceTypeNotSupported(f"tuning measures on a GPU, and {device.why_unavailable()}")
+        raise DeviceTypeNotSupported(f"tuning needs a GPU: {device.why_unavailable()}")
     here = device.device(0)
     loaded = (load_spec(spec_file),) if spec_file else load_specs(specs, gpu=here.name)
     selected = select([variant for spec in loaded for variant in spec.variants()], selections)

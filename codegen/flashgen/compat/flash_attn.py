@@ -13,7 +13,7 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
-from flashgen.compat.gradients import refuse_gradients
+from flashgen.compat.refusals import refuse_dropout, refuse_gradients
 from flashgen.compat.widths import attention_of_any_width
 from flashgen.errors import BadParam, BadTensorShape
 
@@ -53,7 +53,7 @@ def flash_attn_func(
     Raises NotImplementedError for a dropout_p above 0 and for q, k or v that require a gradient, and what
     ``flashgen.attention`` raises.
     """
-    _refuse_dropout(dropout_p)
+    refuse_dropout(dropout_p)
     refuse_gradients(q=q, k=k, v=v)
     result = _attention(q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
     return (*result, None) if return_attn_probs else result
@@ -276,8 +276,3 @@ def _check_rank(name: str, x: Any, expected: str) -> None:
     shape = tuple(getattr(x, "shape", ()))
     if len(shape) != len(expected.split(",")):
         raise BadTensorShape(f"{name} has shape {shape}; expected ({expected})")
-
-
-def _refuse_dropout(dropout_p: float) -> None:
-    if dropout_p != 0:
-        raise NotImplementedError(f"dropout_p is {dropout_p!r}; flashgen has no dropout: pass 0.0")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flashgen.compat.gradients import refuse_gradients
+from flashgen.compat.refusals import refuse_dropout, refuse_gradients
 from flashgen.compat.widths import attention_of_any_width
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape
 
@@ -50,8 +50,7 @@ def scaled_dot_product_attention(
     BadTensorShape for a number of heads that enable_gqa would allow; and what ``flashgen.attention`` raises,
     which calls the tensors q, k and v.
     """
-    if dropout_p != 0:
-        raise NotImplementedError(f"dropout_p is {dropout_p!r}; flashgen has no dropout: pass 0.0")
+    refuse_dropout(dropout_p)
     tensors = {"query": query, "key": key, "value": value}
     for name, x in (tensors if attn_mask is None else tensors | {"attn_mask": attn_mask}).items():
         if not isinstance(x, torch.Tensor):

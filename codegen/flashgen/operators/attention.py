@@ -431,19 +431,24 @@ def mask_semantics(
 
 def sees_no_later_key(causal: bool, mask_type: int | str | None, window_size: Any) -> bool:
     """Whether these options, which may be wrong yet, say that no query sees a key past its own position."""
-    if causal or mask_type in (3, "causal_bottom_right"):
+    if causal or mask_type in (3, "causal", "causal_bottom_right"):
         return True
     return isinstance(window_size, (tuple, list)) and len(window_size) == 2 and window_size[1] == 0
 
 
 def mask_type_name(mask_type: int | str | None) -> str | None:
+    """The one of ``MASK_TYPES`` that a caller means, or None for None. Raises BadParam."""
     if mask_type is None or mask_type in MASK_TYPES:
         return mask_type
+    if mask_type == "causal":
+        return "causal_bottom_right"
     try:
         return MASK_TYPES[range(len(MASK_TYPES)).index(operator.index(mask_type))]
     except (TypeError, ValueError):
         allowed = ", ".join(f"{number} {name!r}" for number, name in enumerate(MASK_TYPES))
-        raise BadParam(f"mask_type is {mask_type!r}; allowed are {allowed}") from None
+        raise BadParam(
+            f"mask_type is {mask_type!r}; allowed are {allowed}, and 'causal' for 3; a window is window_size"
+        ) from None
 
 
 def _window(window_size: Any) -> tuple[int, int]:
@@ -479,7 +484,15 @@ def _check_mask(mask: ArrayView, sizes: Mapping[str, int]) -> None:
             f"mask has dtype {mask.dtype}; expected {' or '.join(argument.dtypes)}, "
             "nonzero where a key is hidden"
         )
-    check_broadcast(argument, mask, argument.extents(sizes))
+    try:
+        check_broadcast(argument, mask, argument.extents(sizes))
+    except BadTensorShape as error:
+        if mask.shape != (sizes["batch"], sizes["seqlen_kv"]):
+            raise
+        raise BadTensorShape(
+            f"{error}. A padding mask goes in as mask[:, None, None, :]. Where all sequences end at the same "
+            "key n, pass k[:, :n] and v[:, :n] instead: no mask, no copy, no time on hidden keys"
+        ) from None
 
 
 def score_views(score: Score | None, given: Sequence[ArrayView | None]) -> dict[str, ArrayView]:

@@ -122,7 +122,7 @@ class _Parser:
 
     def _number(self, x: ast.expr, value: float) -> Node:
         if isinstance(value, int) and abs(value) > MAX_INTEGER:
-            raise self._error(x, f"{ast.unparse(x)!r} is no 32-bit integer; write it as a float")
+            raise self._error(x, f"{ast.unparse(x)!r} is not a 32-bit integer; write it as a float")
         if math.isnan(value):
             raise self._error(x, f"{ast.unparse(x)!r} is not a number")
         return number(value)
@@ -153,7 +153,7 @@ class _Parser:
     def _condition(self, x: ast.expr) -> Node:
         node = self.node(x)
         if node.type != "bool":
-            raise self._error(x, f"{ast.unparse(x)!r} is no condition; compare it with something")
+            raise self._error(x, f"{ast.unparse(x)!r} is not a condition; compare it with something")
         return node
 
     def _made(self, x: ast.expr, op: str, args: tuple[Node, ...], type: str) -> Node:
@@ -184,7 +184,7 @@ class _Parser:
         name = x.value.id if isinstance(x.value, ast.Name) else ""
         if name not in self._arrays:
             known = ", ".join(sorted(self._arrays)) or "none is declared"
-            raise self._error(x, f"{ast.unparse(x.value)!r} is no declared array; arrays: {known}")
+            raise self._error(x, f"{ast.unparse(x.value)!r} is not a declared array; arrays: {known}")
         dimensions, dtype = self._arrays[name]
         given = x.slice.elts if isinstance(x.slice, ast.Tuple) else [x.slice]
         if len(given) != len(dimensions):
@@ -196,7 +196,8 @@ class _Parser:
             if dimension in self._names and (index.op, index.value) != ("name", dimension):
                 raise self._error(at, f"the index of dimension {dimension} of {name} is {dimension} itself")
             if index.type != "int":
-                raise self._error(at, f"{ast.unparse(at)!r} is no integer; an index of {name} must be one")
+                index_text = ast.unparse(at)
+                raise self._error(at, f"{index_text!r} is not an integer; an index of {name} must be one")
             if any(node.op == "load" for node in index.walk()):
                 raise self._error(at, f"an index of {name} cannot itself be an element of an array")
         return Node("load", indices, name, dtype)

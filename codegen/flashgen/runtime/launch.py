@@ -140,7 +140,7 @@ def prepare(problem: Problem, device_ordinal: int, variants: tuple[Variant, ...]
         if main.tile_name != TUNED_TILE:
             raise
         warnings.warn(
-            f"{main} was tuned on this machine and does not compile any more; the shipped tile serves. "
+            f"{main} was tuned on this machine and does not compile any more; the shipped tile is used. "
             f"`flashgen tune --select '{main}' --write` measures anew. {error}",
             TunedWarning,
             stacklevel=2,

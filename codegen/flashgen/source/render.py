@@ -241,8 +241,8 @@ def warn_of_unused_overrides(specs: Iterable[Spec]) -> None:
     shipped = specs_dir()
     for path in unused_overrides(spec for spec in specs if spec.path.parent != shipped):
         warnings.warn(
-            f"{path} is used by no kernel: templates serve the specs of the folder beside them. A spec there "
-            "that says `extends:` and the name of a shipped one brings its kernels",
+            f"no kernel uses {path}: a template serves the specs in the folder beside it. Add a spec there "
+            "with `extends:` and the name of a shipped one",
             TemplateWarning,
             stacklevel=3,
         )
@@ -292,9 +292,7 @@ def _closure(template: str, header: str, spec: str, folders: tuple[str, ...]) ->
         for match in _REFERENCE.finditer(text):
             here = _place(text, match, str(path))
             if match[1] is None:
-                raise InternalError(
-                    f"{here}: an included template is named by a plain string, nothing computed"
-                )
+                raise InternalError(f"{here}: the name of an included template must be a plain string")
             waiting.append((match[1][1:-1], here))
         included += _included(text, str(path))
     included.append((header, f"{spec}.yaml"))

@@ -61,7 +61,7 @@ def read_axes(document: Document, file: File) -> Axes:
 def _list(document: Document, keys: tuple[str, ...], given: Any) -> Values:
     values = tuple(document.convert(keys, given, AxisValues))
     if len(set(values)) < len(values):
-        raise document.error(keys, f"a value stands twice in {given}")
+        raise document.error(keys, f"a value occurs twice in {given}")
     return values
 
 

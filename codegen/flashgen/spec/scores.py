@@ -157,7 +157,7 @@ def _param(document: Document, keys: tuple[str, ...], name: str, given: str | li
         if dimension == "score":
             raise document.error(keys, "no dimension is called `score`")
         if dimensions.count(dimension) > 1:
-            raise document.error(keys, f"the dimension {dimension} stands twice in {given}")
+            raise document.error(keys, f"the dimension {dimension} occurs twice in {given}")
         if dimension not in DIMENSIONS and symbol in operator.symbols:
             raise document.error(keys, f"its dimension would be called {symbol}, as one of attention's")
     if len(set(_members(param))) < len(_members(param)):

@@ -125,7 +125,7 @@ def _matches(
     parsed = re.fullmatch(rf"(\w+)({_SIGN})([^!=<>]*)", term)
     if parsed is None:
         raise SelectionError(
-            f"{term!r} is no term (selection {selection!r}); "
+            f"{term!r} is not a term (selection {selection!r}); "
             "write key=value, key=a,b, key!=value or key>=number"
         )
     key, sign, text = parsed.groups()

@@ -41,7 +41,9 @@ def recall(text: bytes, cache: CubinCache, check: Callable[[], Content]) -> Cont
         try:
             return decode(stored)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            warnings.warn(f"{key} is no snapshot of a spec ({error}); replaced", CacheWarning, stacklevel=2)
+            warnings.warn(
+                f"{key} is not a snapshot of a spec ({error}); replaced", CacheWarning, stacklevel=2
+            )
     content = check()
     cache.put(key, encode(content))
     return content

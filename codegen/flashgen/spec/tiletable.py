@@ -125,7 +125,7 @@ class TileTable:
                 why = f"no target of the row is compiled for {arch}; allowed: {', '.join(compiled)}"
                 raise self._document.error(where, why)
             if arch in named[:i]:
-                raise self._document.error(where, f"{arch} stands twice")
+                raise self._document.error(where, f"{arch} occurs twice")
 
     def describe(self, point: Point) -> str:
         """A point as text: ``head_dim=64 dtype=fp16 ... target=sm80``."""

@@ -143,7 +143,7 @@ class Document:
                 key = str(key_node.value)
             if key in mapping:
                 line = key_node.start_mark.line + 1
-                raise SpecError(f"{self.path}:{line}: {key}: the key stands twice in one mapping")
+                raise SpecError(f"{self.path}:{line}: {key}: the key occurs twice in one mapping")
             mapping[key] = self._plain(value_node)
         return mapping
 

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flashgen import __version__
 from flashgen.errors import BadParam
 from flashgen.toolchain import atomic
-from flashgen.toolchain.cache import pack, unpack
+from flashgen.toolchain.cache import BUNDLE_VARIABLE, pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-VARIABLE = "FLASHGEN_BUNDLE"
 FORMAT = 1
 _MANIFEST = "manifest.json"
 _FOLDER = "entries/"
@@ -56,11 +55,11 @@ class Bundle:
                 self.compiler: str = manifest["compiler"]
                 self.kernels = tuple(Held(**each) for each in manifest["kernels"])
         except (OSError, zipfile.BadZipFile, LookupError, TypeError, ValueError) as error:
-            raise BadParam(f"{path} is no bundle, or a damaged one ({error}); {_REMEDY}") from error
+            raise BadParam(f"{path} is not a bundle, or is damaged ({error}); {_REMEDY}") from error
         if made != (FORMAT, __version__):
             raise BadParam(
-                f"{path} was made by flashgen {made[1]} in format {made[0]}, and this is flashgen "
-                f"{__version__}, which reads its own, in format {FORMAT}; {_REMEDY}"
+                f"{path} was made by flashgen {made[1]} (format {made[0]}); this is flashgen {__version__} "
+                f"(format {FORMAT}), which reads only its own bundles; {_REMEDY}"
             )
         self._held = {name.removeprefix(_FOLDER) for name in self._file.namelist() if name != _MANIFEST}
         missing = [each.variant for each in self.kernels if each.key not in self._held]
@@ -77,7 +76,7 @@ class Bundle:
             raise BadParam(f"{self.path} is damaged: {key} cannot be read ({error}); {_REMEDY}") from error
         payload = unpack(data, key)
         if payload is None:
-            raise BadParam(f"{self.path} is damaged: the SHA-256 of {key} is another one; {_REMEDY}")
+            raise BadParam(f"{self.path} is damaged: the SHA-256 of {key} does not match; {_REMEDY}")
         return payload
 
     def verify(self) -> None:
@@ -105,7 +104,7 @@ def active(value: str | None = None) -> tuple[Bundle, ...]:
 
     Raises BadParam for one that cannot be used.
     """
-    value = os.environ.get(VARIABLE, "") if value is None else value
+    value = os.environ.get(BUNDLE_VARIABLE, "") if value is None else value
     return tuple(_open(Path(part).expanduser()) for part in value.split(os.pathsep) if part)
 
 

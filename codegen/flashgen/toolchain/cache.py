@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 1 << 30
 SIZE_VARIABLE = "FLASHGEN_CACHE_SIZE"
+BUNDLE_VARIABLE = "FLASHGEN_BUNDLE"  # here, so that a process without bundles does not import them
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 _MAGIC = b"flashgen-cache-1\n"
@@ -77,7 +78,7 @@ def default() -> CubinCache:
     """The cache of this process in the folder that `paths.cache_dir` names now, over the bundles of
     FLASHGEN_BUNDLE.
     """
-    return _at(paths.cache_dir(), bound(), os.environ.get("FLASHGEN_BUNDLE", ""))
+    return _at(paths.cache_dir(), bound(), os.environ.get(BUNDLE_VARIABLE, ""))
 
 
 @functools.cache

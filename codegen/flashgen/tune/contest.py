@@ -87,7 +87,7 @@ def _compete(
 
     def drop(variant: Variant, why: str) -> None:
         if variant is ordinary:
-            raise InternalError(f"{ordinary}, against which others are measured, fails: {why}")
+            raise InternalError(f"{ordinary}, the baseline, fails: {why}")
         dropped.append(Dropped(dict(variant.tile), why))
 
     left: list[Built] = []

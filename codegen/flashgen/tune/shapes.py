@@ -59,8 +59,8 @@ def _case(variant: Variant, text: str) -> Case:
     parts = _SHAPE.fullmatch(text.strip())
     if parts is None:
         raise BadParam(
-            f"{text!r} is no shape; write a length such as 4k or BATCHxSEQLEN_QxSEQLEN_KV such as 32x16x16k, "
-            "with @HEADS_Q/HEADS_KV behind it if need be"
+            f"{text!r} is not a shape; write a length such as 4k or BATCHxSEQLEN_QxSEQLEN_KV such as "
+            "32x16x16k, optionally with @HEADS_Q/HEADS_KV"
         )
     first = _number(parts[1], parts[2])
     if parts[3]:

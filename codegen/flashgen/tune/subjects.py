@@ -40,12 +40,12 @@ def subjects(specs: Sequence[Spec], selected: Iterable[Variant], device: Device)
     """
     selected = [variant for variant in selected if variant.is_main and not variant.on_request]
     if not selected:
-        raise BadParam("nothing to tune: no call takes any of the selected kernels unless it asks for it")
+        raise BadParam("nothing to tune: calls take the selected kernels only on request")
     ordinary = [variant for variant in selected if variant.tile_name in ("", TUNED_TILE)]
     if not ordinary:
         names = ", ".join(sorted({variant.tile_name for variant in selected}))
         raise BadParam(
-            f"nothing to tune: only tiles without a name are, and all that was selected are {names}"
+            f"nothing to tune: only tiles without a name are tuned, and the selection has only {names}"
         )
     running = [variant for variant in ordinary if runs_on(variant, device)]
     if not running:

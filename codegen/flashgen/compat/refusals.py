@@ -1,4 +1,4 @@
-"""Refusing tensors whose gradient would be lost."""
+"""What every drop-in refuses, so that nothing is lost without a word: gradients and dropout."""
 
 from __future__ import annotations
 
@@ -17,3 +17,9 @@ def refuse_gradients(**arrays: Any) -> None:
                 f"{name} requires a gradient; flashgen has no gradients: call it under torch.no_grad(), or "
                 f"pass {name}.detach()"
             )
+
+
+def refuse_dropout(dropout_p: float) -> None:
+    """Raise NotImplementedError unless the probability is 0."""
+    if dropout_p != 0:
+        raise NotImplementedError(f"dropout_p is {dropout_p!r}; flashgen has no dropout: pass 0.0")
