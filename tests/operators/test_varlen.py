@@ -87,9 +87,9 @@ def test_what_arrays_hold_bounds_lengths():
 
 
 def test_a_cache_without_rows_or_pages_has_room_for_no_key():
-    for given in (PADDED | {"index": integers(3)}, PAGED):
-        none = view(0, *given["k"].shape[1:])
-        problem = call(given, k=none, v=none)
+    for cache in (PADDED | {"index": integers(3)}, PAGED):
+        none = view(0, *cache["k"].shape[1:])
+        problem = call(cache, k=none, v=none)
         assert (problem.capacity, problem.seqlen_kv) == (0, 0)
 
 
