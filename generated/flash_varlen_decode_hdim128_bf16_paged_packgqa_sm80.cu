@@ -78,7 +78,6 @@ struct Params {
     int64_t lse_batch_stride;
     int64_t lse_head_stride;
     int64_t pages_batch_stride;
-    int32_t num_heads_q;
     int32_t num_heads_kv;
     int32_t group_size;                   // num_heads_q / num_heads_kv
     int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
@@ -105,12 +104,12 @@ static_assert(offsetof(Params, v_row_stride) == 136 && offsetof(Params, v_head_s
 static_assert(offsetof(Params, out_batch_stride) == 152 && offsetof(Params, out_row_stride) == 160);
 static_assert(offsetof(Params, out_head_stride) == 168 && offsetof(Params, lse_batch_stride) == 176);
 static_assert(offsetof(Params, lse_head_stride) == 184 && offsetof(Params, pages_batch_stride) == 192);
-static_assert(offsetof(Params, num_heads_q) == 200 && offsetof(Params, num_heads_kv) == 204);
-static_assert(offsetof(Params, group_size) == 208 && offsetof(Params, rows_q) == 212 && offsetof(Params, batch_size) == 216);
-static_assert(offsetof(Params, batch_kv) == 220 && offsetof(Params, page_size) == 224 && offsetof(Params, seqlen_q) == 228);
-static_assert(offsetof(Params, seqlen_kv) == 232 && offsetof(Params, head_dim) == 236 && offsetof(Params, head_dim_v) == 240);
-static_assert(offsetof(Params, num_shares) == 244 && offsetof(Params, group_size_divisor) == 248);
-static_assert(offsetof(Params, page_size_divisor) == 256 && offsetof(Params, scale_log2) == 264);
+static_assert(offsetof(Params, num_heads_kv) == 200 && offsetof(Params, group_size) == 204 && offsetof(Params, rows_q) == 208);
+static_assert(offsetof(Params, batch_size) == 212 && offsetof(Params, batch_kv) == 216 && offsetof(Params, page_size) == 220);
+static_assert(offsetof(Params, seqlen_q) == 224 && offsetof(Params, seqlen_kv) == 228 && offsetof(Params, head_dim) == 232);
+static_assert(offsetof(Params, head_dim_v) == 236 && offsetof(Params, num_shares) == 240);
+static_assert(offsetof(Params, group_size_divisor) == 248 && offsetof(Params, page_size_divisor) == 256);
+static_assert(offsetof(Params, scale_log2) == 264);
 
 // A tile: kBlockM rows of queries, and the KV blocks that they attend to.
 // Rows are (query, head in group) pairs, heads fastest.
