@@ -100,5 +100,5 @@ def test_a_wrong_call_leaves_the_cache_as_it_was(changes, error, message):
 
 def test_append_needs_a_cache():
     q = np.zeros((1, 1, 2, 32), np.float16)
-    with pytest.raises(errors.BadParam, match="cache has type ndarray; expected a flashgen.KVCache"):
+    with pytest.raises(errors.BadParam, match=r"cache has type ndarray; expected a flashgen\.KVCache"):
         flashgen.attention(q, q, q, append=(q, q))

@@ -80,6 +80,8 @@ def test_what_arrays_hold_bounds_lengths():
     assert (call(PADDED).seqlen_q, call(PADDED).seqlen_kv) == (5, 7)
     assert (call(PACKED).seqlen_q, call(PACKED).seqlen_kv) == (20, 30)
     assert call(PAGED).seqlen_kv == call(PAGED).capacity == 64
+    nothing = call(PAGED, k=view(0, 16, 2, 64), v=view(0, 16, 2, 64))
+    assert nothing.seqlen_kv == nothing.capacity == 0
     assert (
         call(PACKED, max_seqlen_q=99, max_seqlen_kv=12).sizes.items()
         >= {"seqlen_q": 20, "seqlen_kv": 12}.items()

@@ -121,7 +121,7 @@ class VarlenProblem(AttentionProblem):
     @property
     def capacity(self) -> int:
         """The most keys that a sequence can have."""
-        return self.rows_kv * (self.pages_per_sequence if self.paged else 1)
+        return self.rows_kv * (self.pages_per_sequence if self.paged else 1) if self.batch_kv else 0
 
     def wanted(self) -> str:
         return f"{AttentionProblem.wanted(self)}, pages {'paged' if self.paged else 'none'}"
@@ -213,7 +213,8 @@ def normalise(
     _check_combination(given)
     batch = _check_lengths(given, q)
     sizes = _sizes(q, k, v, given, batch)
-    capacity = sizes["rows_kv"] * (sizes["pages_per_sequence"] if pages is not None else 1)
+    pages_of_one = sizes["pages_per_sequence"] if pages is not None else 1
+    capacity = sizes["rows_kv"] * pages_of_one if sizes["batch_kv"] else 0
     sizes["seqlen_q"] = _bound("max_seqlen_q", max_seqlen_q, sizes["rows_q"], cu_seqlens_q is None)
     sizes["seqlen_kv"] = _bound("max_seqlen_kv", max_seqlen_kv, capacity, False)
     attention.check_extents(sizes, dtype)
