@@ -3,9 +3,9 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, pages paged, gqa packed
-// tile      block_m 16, block_n 64, warps 4, row_warps 1, stages 2, min_blocks 1
+// tile      block_m 16, block_n 64, warps 4, row_warps 1, stages 3, min_blocks 2
 // block     256 threads, 4160 bytes of dynamic shared memory
-// target    sm80: GPUs of sm_80 or later whose blocks may have 101376 bytes of shared memory
+// target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
 // spec      flash_varlen_decode_sm80.yaml
 // template  flash_combine_sm80.cu.j2
 #include "flashgen/sm80.cuh"
