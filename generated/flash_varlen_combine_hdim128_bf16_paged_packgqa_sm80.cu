@@ -3,9 +3,9 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, pages paged, gqa packed
-// tile      block_m 16, block_n 64, warps 4, row_warps 1, stages 2, min_blocks 1
+// tile      block_m 16, block_n 64, warps 4, row_warps 1, stages 3, min_blocks 2
 // block     256 threads, 4160 bytes of dynamic shared memory
-// target    sm80: GPUs of sm_80 or later whose blocks may have 101376 bytes of shared memory
+// target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
 // spec      flash_varlen_decode_sm80.yaml
 // template  flash_combine_sm80.cu.j2
 #include "flashgen/sm80.cuh"
@@ -41,7 +41,6 @@ struct Params {
     int64_t out_head_stride;
     int64_t lse_batch_stride;
     int64_t lse_head_stride;
-    int32_t num_heads_q;
     int32_t num_heads_kv;
     int32_t group_size;                   // num_heads_q / num_heads_kv
     int32_t rows_q;                       // of an entry of out: all tokens where sequences are packed
@@ -56,17 +55,17 @@ struct Params {
     uint64_t num_row_blocks_divisor;
     uint64_t group_size_divisor;
 };
-static_assert(sizeof(Params) == 160 && offsetof(Params, part_outputs) == 0 && offsetof(Params, part_sums) == 8);
+static_assert(sizeof(Params) == 152 && offsetof(Params, part_outputs) == 0 && offsetof(Params, part_sums) == 8);
 static_assert(offsetof(Params, out) == 16 && offsetof(Params, lse) == 24 && offsetof(Params, cu_seqlens_q) == 32);
 static_assert(offsetof(Params, kv_lengths) == 40 && offsetof(Params, out_batch_stride) == 48);
 static_assert(offsetof(Params, out_row_stride) == 56 && offsetof(Params, out_head_stride) == 64);
 static_assert(offsetof(Params, lse_batch_stride) == 72 && offsetof(Params, lse_head_stride) == 80);
-static_assert(offsetof(Params, num_heads_q) == 88 && offsetof(Params, num_heads_kv) == 92 && offsetof(Params, group_size) == 96);
-static_assert(offsetof(Params, rows_q) == 100 && offsetof(Params, batch_size) == 104 && offsetof(Params, seqlen_q) == 108);
-static_assert(offsetof(Params, seqlen_kv) == 112 && offsetof(Params, head_dim_v) == 116);
-static_assert(offsetof(Params, num_row_blocks) == 120 && offsetof(Params, num_tiles) == 124);
-static_assert(offsetof(Params, num_shares) == 128 && offsetof(Params, num_heads_divisor) == 136);
-static_assert(offsetof(Params, num_row_blocks_divisor) == 144 && offsetof(Params, group_size_divisor) == 152);
+static_assert(offsetof(Params, num_heads_kv) == 88 && offsetof(Params, group_size) == 92 && offsetof(Params, rows_q) == 96);
+static_assert(offsetof(Params, batch_size) == 100 && offsetof(Params, seqlen_q) == 104 && offsetof(Params, seqlen_kv) == 108);
+static_assert(offsetof(Params, head_dim_v) == 112 && offsetof(Params, num_row_blocks) == 116);
+static_assert(offsetof(Params, num_tiles) == 120 && offsetof(Params, num_shares) == 124);
+static_assert(offsetof(Params, num_heads_divisor) == 128 && offsetof(Params, num_row_blocks_divisor) == 136);
+static_assert(offsetof(Params, group_size_divisor) == 144);
 
 // n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
 // that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.

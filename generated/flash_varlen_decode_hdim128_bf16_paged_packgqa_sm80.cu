@@ -3,9 +3,9 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, pages paged, gqa packed
-// tile      block_m 16, block_n 64, warps 4, row_warps 1, stages 2, min_blocks 1
-// block     128 threads, 71168 bytes of dynamic shared memory
-// target    sm80: GPUs of sm_80 or later whose blocks may have 101376 bytes of shared memory
+// tile      block_m 16, block_n 64, warps 4, row_warps 1, stages 3, min_blocks 2
+// block     128 threads, 103936 bytes of dynamic shared memory
+// target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
 // spec      flash_varlen_decode_sm80.yaml
 // template  flash_decode_sm80.cu.j2
 #include "flashgen/sm80.cuh"
@@ -16,7 +16,7 @@ constexpr int kHeadDim = 128;  // of Q and K
 constexpr int kHeadDimV = 128;  // of V and O
 constexpr int kBlockM = 16;  // query rows of a tile
 constexpr int kBlockN = 64;  // keys of a KV block
-constexpr int kStages = 2;  // KV blocks in shared memory
+constexpr int kStages = 3;  // KV blocks in shared memory
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 
@@ -50,7 +50,7 @@ static_assert(kStages >= 2, "a KV block is on its way while another is computed"
 static_assert(kHeadDimV <= kHeadDim, "rows of V fit into those of K");
 static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
 static_assert((kGroups - 1) * kGroupThreads * kRowTiles * kDimTiles * 16 <= kStageBytes, "O of all groups but one fits into a stage");
-static_assert(kSharedBytes == 71168, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes == 103936, "launcher and kernel agree on shared memory");
 
 struct Params {
     const element* q;                     // (batch, rows_q, num_heads_q, head_dim), without batch where packed; rows 16-byte aligned
@@ -78,7 +78,6 @@ struct Params {
     int64_t lse_batch_stride;
     int64_t lse_head_stride;
     int64_t pages_batch_stride;
-    int32_t num_heads_q;
     int32_t num_heads_kv;
     int32_t group_size;                   // num_heads_q / num_heads_kv
     int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
@@ -105,12 +104,12 @@ static_assert(offsetof(Params, v_row_stride) == 136 && offsetof(Params, v_head_s
 static_assert(offsetof(Params, out_batch_stride) == 152 && offsetof(Params, out_row_stride) == 160);
 static_assert(offsetof(Params, out_head_stride) == 168 && offsetof(Params, lse_batch_stride) == 176);
 static_assert(offsetof(Params, lse_head_stride) == 184 && offsetof(Params, pages_batch_stride) == 192);
-static_assert(offsetof(Params, num_heads_q) == 200 && offsetof(Params, num_heads_kv) == 204);
-static_assert(offsetof(Params, group_size) == 208 && offsetof(Params, rows_q) == 212 && offsetof(Params, batch_size) == 216);
-static_assert(offsetof(Params, batch_kv) == 220 && offsetof(Params, page_size) == 224 && offsetof(Params, seqlen_q) == 228);
-static_assert(offsetof(Params, seqlen_kv) == 232 && offsetof(Params, head_dim) == 236 && offsetof(Params, head_dim_v) == 240);
-static_assert(offsetof(Params, num_shares) == 244 && offsetof(Params, group_size_divisor) == 248);
-static_assert(offsetof(Params, page_size_divisor) == 256 && offsetof(Params, scale_log2) == 264);
+static_assert(offsetof(Params, num_heads_kv) == 200 && offsetof(Params, group_size) == 204 && offsetof(Params, rows_q) == 208);
+static_assert(offsetof(Params, batch_size) == 212 && offsetof(Params, batch_kv) == 216 && offsetof(Params, page_size) == 220);
+static_assert(offsetof(Params, seqlen_q) == 224 && offsetof(Params, seqlen_kv) == 228 && offsetof(Params, head_dim) == 232);
+static_assert(offsetof(Params, head_dim_v) == 236 && offsetof(Params, num_shares) == 240);
+static_assert(offsetof(Params, group_size_divisor) == 248 && offsetof(Params, page_size_divisor) == 256);
+static_assert(offsetof(Params, scale_log2) == 264);
 
 // A tile: kBlockM rows of queries, and the KV blocks that they attend to.
 // Rows are (query, head in group) pairs, heads fastest.
@@ -866,7 +865,7 @@ __device__ __forceinline__ void store_results(const Params& params, const Tile& 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
 flash_varlen_decode_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Params all) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     const shared_address smem = to_shared(shared_memory);

@@ -17,7 +17,7 @@ from flashgen import logs
 from flashgen.errors import BadParam, DeviceTypeNotSupported, NullPointer
 from flashgen.kvcache import KVCache
 from flashgen.operators.arguments import dtype_name, view_of_shape
-from flashgen.operators.attention import operator_for, sees_no_later_key
+from flashgen.operators.attention import mask_type_name, operator_for, sees_no_later_key
 from flashgen.operators.varlen import operator_for as varlen_for
 from flashgen.runtime import arrays
 from flashgen.runtime.plans import Plan, run_adopted
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from flashgen.arch import Device
+    from flashgen.kvcache import Rotary
     from flashgen.operators.operator import Operator, Problem
     from flashgen.operators.scores import Score
     from flashgen.runtime.plans import Runner
@@ -60,6 +61,8 @@ def attention(
     cu_seqlens_kv: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
+    append: tuple[Any, Any] | None = None,
+    rotary: Rotary | None = None,
     out: Any = None,
     return_lse: bool = False,
     stream: Any = None,
@@ -105,6 +108,12 @@ def attention(
     cu_seqlens_kv: the same for k and v. Not with kv_lengths.
     max_seqlen_q, max_seqlen_kv: bounds of the lengths of sequences, which fix grids; by default what the
         arrays hold. Rows of a sequence past max_seqlen_q may stay unwritten.
+    append: (k_new, v_new), to be written into the KVCache ahead of the attention, behind the keys that each
+        sequence has there: ``flashgen.append``. With cu_seqlens_q they are packed alike. The lengths of the
+        cache stay as they are; the caller adds the new tokens to them.
+    rotary: a ``Rotary``, with append: rotates the new keys to their positions on the way into the cache, and
+        q: query i to the position of new token i where a later key may be hidden (causal or a window), else
+        to that of the first one.
     out: receives the result: (batch, seqlen_q, num_heads_q, head_dim_v), or without batch, of the dtype and
         device of q, in memory that no other argument touches. Not for JAX, whose arrays cannot be written to.
     return_lse: also return the logarithm (base e) of each row's sum of exponentials: fp32,
@@ -128,6 +137,10 @@ def attention(
     of_score = softcap, alibi_slopes, score, params
     lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
     options = causal, mask_type, window_size, return_lse
+    if append is not None or rotary is not None:
+        asked = _asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
+        _check(*asked, backend, algorithm)  # ahead of what writes to the cache
+        q, k = _appended(q, k, append, rotary, options, cu_seqlens_q, stream, backend)
     asked = _asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
     return _call(*asked, stream, backend, algorithm)
 
@@ -215,6 +228,38 @@ def _asked(
     given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, kv_lengths, index, pages, out, None, *arrays_of_score)
     options = (*options, max_seqlen_q, max_seqlen_kv, modification)
     return varlen_for(modification), given, options, scalars
+
+
+def _appended(
+    q: Any,
+    cache: Any,
+    new: Any,
+    rotary: Rotary | None,
+    options: tuple[Any, ...],
+    cu_seqlens_q: Any,
+    stream: Any,
+    backend: str | None,
+) -> tuple[Any, KVCache]:
+    """q, rotated, and the cache with its lengths after new keys and values went into it. Raises BadParam."""
+    from flashgen.appending import append
+
+    if new is None:
+        raise BadParam("rotary was given without append; it rotates what goes into a cache, and the queries")
+    if not isinstance(new, (tuple, list)) or len(new) != 2:
+        raise BadParam(f"append has type {type(new).__name__}; expected (k_new, v_new)")
+    causal, mask_type, window_size, _ = options
+    moves = causal or mask_type_name(mask_type) == "causal_bottom_right" or tuple(window_size) != (-1, -1)
+    total, rotated = append(
+        cache,
+        *new,
+        rotary=rotary,
+        q=None if rotary is None else q,
+        q_positions="each" if moves else "first",
+        cu_seqlens_new=cu_seqlens_q,
+        stream=stream,
+        backend=backend,
+    )
+    return q if rotated is None else rotated, dataclasses.replace(cache, lengths=total)
 
 
 def _modification(
@@ -361,7 +406,7 @@ def _shaped(given: dict[str, Any], dtype: str) -> Problem:
     """
     dtype = dtype_name(dtype)
     defaults = {name: each.default for name, each in inspect.signature(attention).parameters.items()}
-    known = defaults.keys() - {"stream", "backend", "algorithm"}
+    known = defaults.keys() - {"append", "rotary", "stream", "backend", "algorithm"}
     unknown = given.keys() - known
     if unknown:
         raise BadParam(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(known))}")
@@ -419,6 +464,20 @@ def _call(
         kind.types.issuperset(map(type, given)) or all(x is None or arrays.kind_of(x) is kind for x in given)
     ):
         return _call_adopted(operator, given, options, scalars, stream, backend, algorithm)
+    known, pointers = _known(kind, operator, given, options, scalars, backend, algorithm)
+    return known.run(given, pointers, scalars, stream)
+
+
+def _known(
+    kind: arrays.Kind,
+    operator: Operator,
+    given: tuple[Any, ...],
+    options: tuple[Any, ...],
+    scalars: tuple[Any, ...],
+    backend: str | None,
+    algorithm: str | None,
+) -> tuple[Plan, tuple[int, ...]]:
+    """The kept plan of a call, made if it is the first, and the pointers of its arrays, of one library."""
     backend = backend or os.environ.get("FLASHGEN_BACKEND")
     try:
         layouts, pointers = kind.read(given)
@@ -434,7 +493,24 @@ def _call(
         known = _plan(operator, given, options, scalars, backend, algorithm, keeps_scalars=False)
         if key is not None:
             _remember(key, known)
-    return known.run(given, pointers, scalars, stream)
+    return known, pointers
+
+
+def _check(
+    operator: Operator,
+    given: tuple[Any, ...],
+    options: tuple[Any, ...],
+    scalars: tuple[Any, ...],
+    backend: str | None,
+    algorithm: str | None,
+) -> None:
+    """Raise what is wrong with a call, without making it."""
+    kind = arrays.kind_of(given[0])
+    if kind is None or not all(x is None or arrays.kind_of(x) is kind for x in given):
+        _plan(operator, given, options, scalars, backend, algorithm)
+        return
+    known, _ = _known(kind, operator, given, options, scalars, backend, algorithm)
+    known.problem.with_scalars(scalars)
 
 
 def _plan(

@@ -131,6 +131,16 @@ def test_a_step_that_combines_runs_behind_the_one_whose_parts_it_takes(flashgen)
     assert "no tile is split here" in result.stderr
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["flash_fwd_varlen_hdim32_fp16_causal_m64_sm80", "flash_varlen_decode_hdim32_fp16_paged_packgqa_sm80"],
+)
+def test_sequences_of_several_lengths(name, flashgen):
+    result = flashgen("simulate", name, "--seqlen-q", 3, "--seqlen-kv", 500, "--batch", 4)
+    assert result.exit_code == 0, result.output
+    assert "4 sequences of random lengths up to that" in result.stdout
+
+
 def test_a_hopper_kernel_on_few_multiprocessors(flashgen):
     arguments = ("simulate", "flash_fwd_hdim64_fp16_causal_m64_sm90", "--seqlen-q", 200, "--seqlen-kv", 300)
     found = json.loads(flashgen(*arguments, "--multiprocessors", 3, "--json").stdout)

@@ -80,17 +80,12 @@ def test_what_arrays_hold_bounds_lengths():
     assert (call(PADDED).seqlen_q, call(PADDED).seqlen_kv) == (5, 7)
     assert (call(PACKED).seqlen_q, call(PACKED).seqlen_kv) == (20, 30)
     assert call(PAGED).seqlen_kv == call(PAGED).capacity == 64
+    nothing = call(PAGED, k=view(0, 16, 2, 64), v=view(0, 16, 2, 64))
+    assert nothing.seqlen_kv == nothing.capacity == 0
     assert (
         call(PACKED, max_seqlen_q=99, max_seqlen_kv=12).sizes.items()
         >= {"seqlen_q": 20, "seqlen_kv": 12}.items()
     )
-
-
-def test_a_cache_without_rows_or_pages_has_room_for_no_key():
-    for cache in (PADDED | {"index": integers(3)}, PAGED):
-        none = view(0, *cache["k"].shape[1:])
-        problem = call(cache, k=none, v=none)
-        assert (problem.capacity, problem.seqlen_kv) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ def _run(
     found |= examples[0].described
     found["counters"] = report.counters
     found["accesses"] = [_described(access, source) for access in report.accesses]
-    if variant.visits is not None:
+    if variant.visits is not None and not examples[0].problem.lengths_on_device:
         tiles = masked_tiles(examples[0].problem, variant, examples[0].mask, report)
         found["tiles"] = asdict(tiles) | {"skipped_share": tiles.skipped_share}
     return found, verdict
@@ -237,6 +237,8 @@ def _print(found: dict[str, Any], verdict: Verdict) -> None:
     if "seqlen_kv" in found:  # operators without keys have a shape alone
         keys = counted(found["seqlen_kv"], "key")
         problem += f", {found['num_heads_kv']} kv heads of {keys}, head_dim_v {found['head_dim_v']}"
+    if "sequences" in found:
+        problem += f"; {counted(found['sequences'], 'sequence')} of random lengths up to that"
     pairs = [
         ("problem", problem),
         ("ran", f"{counted(counters['blocks'], 'block')}, {run}"),

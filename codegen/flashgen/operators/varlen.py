@@ -215,9 +215,8 @@ def normalise(
     _check_combination(given)
     batch = _check_lengths(given, q)
     sizes = _sizes(q, k, v, given, batch)
-    capacity = sizes["rows_kv"] * (sizes["pages_per_sequence"] if pages is not None else 1)
-    if not sizes["batch_kv"]:
-        capacity = 0  # no row or page that an entry could be cut to
+    pages_of_one = sizes["pages_per_sequence"] if pages is not None else 1
+    capacity = sizes["rows_kv"] * pages_of_one if sizes["batch_kv"] else 0
     sizes["seqlen_q"] = _bound("max_seqlen_q", max_seqlen_q, sizes["rows_q"], cu_seqlens_q is None)
     sizes["seqlen_kv"] = _bound("max_seqlen_kv", max_seqlen_kv, capacity, False)
     attention.check_extents(sizes, dtype)

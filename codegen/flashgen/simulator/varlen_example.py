@@ -53,10 +53,11 @@ class VarlenExample:
         """The sizes of the problem, for a report."""
         problem = self.problem
         return {
-            "batch": problem.batch,
-            "q": list(self.q.shape),
-            "k": list(self.k.shape),
+            "shape": list(self.q.shape),
             "head_dim_v": problem.head_dim_v,
+            "seqlen_kv": problem.seqlen_kv,
+            "num_heads_kv": problem.num_heads_kv,
+            "sequences": problem.batch,
         }
 
     def judge(self) -> Verdict:

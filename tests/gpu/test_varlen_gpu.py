@@ -1,0 +1,98 @@
+"""Sequences of several lengths on a GPU: within the bound, nothing else touched, replay with new lengths."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+
+import numpy as np
+import pytest
+
+import flashgen
+from flashgen.runtime.device import device
+from flashgen.runtime.launch import bind
+from flashgen.schedule.dispatch import runs_on
+from flashgen.simulator.example import Shape, make_any
+from flashgen.spec.load import load_specs
+from gpu.test_simulator_gpu import on_gpu
+
+pytestmark = pytest.mark.gpu
+
+VARIANTS = [
+    variant
+    for spec in load_specs()
+    if spec.operator == "varlen"
+    for variant in spec.variants()
+    if variant.is_main and variant.head_dim in (64, 128, 256)
+]
+PREFILL = (Shape(700, 1100, heads=4, batch=9), Shape(130, 70, heads=2, batch=40))
+DECODE = (Shape(3, 9000, heads=2, batch=7), Shape(1, 700, heads=8, batch=70))
+
+
+def computed(example, variant):
+    """The example with the results of a GPU in place of its own, workspace and outputs poisoned."""
+    import cupy
+
+    copies = [None if x is None else on_gpu(x) for x in example.arrays]
+    launcher = bind(example.problem, variant, device(0))
+    workspace = cupy.full(max(1, launcher.workspace_bytes), 0xFF, cupy.uint8)
+    pointers = (*(copy[1] if copy else 0 for copy in copies), workspace.data.ptr)
+    launcher.at(pointers, example.problem)((None,) * len(copies), cupy.cuda.get_current_stream().ptr)
+
+    def back(x, copy):
+        memory, _, on_host = copy
+        start = x.ctypes.data - on_host.ctypes.data
+        got = memory.get().view(np.uint8)[start:]
+        count = got.size // x.itemsize
+        return np.lib.stride_tricks.as_strided(got[: count * x.itemsize].view(x.dtype), x.shape, x.strides)
+
+    position = example.problem.operator.position
+    out = back(example.out, copies[position("out")])
+    lse = back(example.lse, copies[position("lse")])
+    return dataclasses.replace(example, out=out, lse=lse)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_within_the_bound_and_nothing_else_is_touched(variant):
+    if not runs_on(variant, device(0)):
+        pytest.skip(f"{device(0)} does not run it")
+    seed = secrets.randbits(32)
+    for shape in DECODE if variant.rows_at_most else PREFILL:
+        if variant.gqa != "mha":
+            shape = dataclasses.replace(shape, heads=4 * shape.heads, kv_heads=shape.heads)
+        for each in range(seed, seed + 3):
+            example = make_any(variant, shape, each)
+            if variant.rows_at_most and example.problem.seqlen_q * example.problem.group_size > 64:
+                continue
+            verdict = computed(example, variant).judge()
+            assert verdict.ok, f"{shape}, seed {each}: {verdict}"
+
+
+def test_a_graph_is_replayed_with_other_lengths_and_pages():
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this PyTorch does not see a GPU")
+    batch, pages, size = 16, 640, 16
+    k, v = (torch.randn(pages, size, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+    q = torch.randn(batch, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
+    table = torch.randperm(pages, device="cuda").to(torch.int32).reshape(batch, pages // batch)
+    lengths = torch.full((batch,), 640, dtype=torch.int32, device="cuda")
+    cache = flashgen.KVCache(k, v, lengths, pages=table)
+    plan = flashgen.plan(q, cache)
+    out = torch.empty_like(q)
+    given = {"kv_lengths": lengths, "pages": table, "out": out}
+    plan(q, k, v, **given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan(q, k, v, **given)
+    for _ in range(3):
+        lengths.copy_(torch.randint(0, 641, (batch,), device="cuda", dtype=torch.int32))
+        table.copy_(torch.randperm(pages, device="cuda").to(torch.int32).reshape(batch, -1))
+        out.fill_(torch.nan)
+        graph.replay()
+        for b, length in enumerate(lengths.tolist()):
+            rows = slice(b, b + 1)
+            own_k, own_v = (x[table[b].long()].reshape(1, -1, 8, 128)[:, :length] for x in (k, v))
+            expected = flashgen.attention(q[rows], own_k, own_v)
+            torch.testing.assert_close(out[rows].float(), expected.float(), rtol=0.02, atol=0.02)
