@@ -23,9 +23,9 @@ Examples:
   flashgen explain --shape 8x1x32x128 --kv 8x4000x8x128 --arch sm_80 --json
   flashgen explain --shape 1x4096x16x192 --v 1x4096x16x128 --arch sm_90
   flashgen explain --shape 2x1000x8x64 --window 256 0 --arch sm_86 --all
-  flashgen explain --shape 64x1x32x128 --kv 64x8192x8x128 --kv-lengths --arch sm_90
-  flashgen explain --shape 64x1x32x128 --kv 9000x16x8x128 --pages 64x512 --arch sm_90
-  flashgen explain --shape 9000x32x128 --kv 9000x8x128 --packed 12 --max-seqlen-q 2048 --causal --arch sm_90
+  flashgen explain --shape 64x1x32x128 --kv 64x8192x8x128 --kv-lengths
+  flashgen explain --shape 64x1x32x128 --kv 9000x16x8x128 --pages 64x512
+  flashgen explain --shape 9000x32x128 --packed 12 --max-seqlen-q 2048
 
 Shapes are those of attention(): BATCHxSEQLENxHEADSxHEAD_DIM, or without batch. Arrays are assumed to be
 contiguous. Times are those of dispatch's model; compare them within one call only.
