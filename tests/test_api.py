@@ -282,6 +282,33 @@ def test_a_plan():
         assert all(result[n] is given[name] for n, name in enumerate(("out", "lse")) if name in given)
 
 
+def test_check_raises_what_attention_would_and_computes_nothing(monkeypatch):
+    q, k, v = qkv()
+    wrong = [
+        ({"window_size": 5}, errors.BadParam),
+        ({"softmax_scale": [1]}, errors.BadParam),
+        ({"softmax_scale": -1.0}, errors.BadParam),
+        ({"softcap": 0.0}, errors.BadParam),
+        ({"alibi_slopes": np.ones(3, np.float32)}, errors.BadTensorShape),
+        ({"v": v[:, :7]}, errors.BadTensorShape),
+        ({"q": np.zeros(q.size + 1, np.float32)[1:].reshape(q.shape)}, errors.BadTensorStrides),
+    ]
+    for options, error in wrong:
+        call = {"q": q, "k": k, "v": v, **options}
+        for function in (api.check, flashgen.attention):
+            with pytest.raises(error):
+                function(**call)
+    monkeypatch.setattr(api, "_plans", {})
+    for options in ({}, {"causal": True, "softcap": 3.0, "return_lse": True}):
+        api.check(q, k, v, **options)
+        count = len(api._plans)
+        out = flashgen.attention(q, k, v, **options)
+        assert len(api._plans) == count  # the plan that check has made
+        api.check(q, k, v, **options)
+        expected = flashgen.attention(q.copy(), k, v, **options)
+        assert all(np.array_equal(x, y) for x, y in zip(out, expected, strict=True))
+
+
 def test_a_plan_is_copied_and_not_pickled():
     q, k, v = qkv()
     plan = flashgen.plan(q, k, v)

@@ -217,6 +217,26 @@ def _asked(
     return varlen_for(modification), given, options, scalars
 
 
+@lru_cache(maxsize=1)
+def _defaults() -> Mapping[str, Any]:
+    """The parameters of ``attention`` with their defaults."""
+    return {name: each.default for name, each in inspect.signature(attention).parameters.items()}
+
+
+def _asked_by_name(
+    call: Mapping[str, Any],
+) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """`_asked` of all parameters of ``attention`` by name."""
+    lengths = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
+    return _asked(
+        *(call[name] for name in ("q", "k", "v", "mask", "out")),
+        tuple(call[name] for name in ("causal", "mask_type", "window_size", "return_lse")),
+        call["softmax_scale"],
+        tuple(call[name] for name in ("softcap", "alibi_slopes", "score", "params")),
+        tuple(call[name] for name in lengths),
+    )
+
+
 def _modification(
     softcap: float | None,
     alibi_slopes: Any,
@@ -259,6 +279,24 @@ def _modification(
         tuple(given[param.name] for param in modification.arrays),
         tuple(given[param.name] for param in modification.scalars),
     )
+
+
+def check(q: Any, k: Any, v: Any = None, **options: Any) -> None:
+    """Raise what ``attention(q, k, v, **options)`` would raise ahead of its kernels; compute nothing.
+
+    For work in front of ``attention``, such as an append, that must not be done where attention then fails.
+    The plan is kept and its kernel loaded, so that the call itself only queues it. Elements are not read,
+    and results are those that ``attention`` allocates.
+    """
+    call = {**_defaults(), "q": q, "k": k, "v": v, **options, "out": None}
+    operator, given, chosen, scalars = _asked_by_name(call)
+    backend, algorithm = call["backend"], call["algorithm"]
+    kind = _common_kind(given)
+    if kind is None:
+        _plan(operator, given, chosen, scalars, backend, algorithm)
+        return
+    known, pointers = _known(kind, operator, given, chosen, scalars, backend, algorithm)
+    known.check(pointers, scalars)
 
 
 def explain(
@@ -360,7 +398,7 @@ def _shaped(given: dict[str, Any], dtype: str) -> Problem:
     default as q, and v as k.
     """
     dtype = dtype_name(dtype)
-    defaults = {name: each.default for name, each in inspect.signature(attention).parameters.items()}
+    defaults = _defaults()
     known = defaults.keys() - {"stream", "backend", "algorithm"}
     unknown = given.keys() - known
     if unknown:
@@ -370,16 +408,7 @@ def _shaped(given: dict[str, Any], dtype: str) -> Problem:
         call["k"] = call["q"]
     if call["v"] is None and type(call["k"]) is not KVCache:
         call["v"] = call["k"]
-    operator, given_arrays, options, scalars = _asked(
-        *(call[name] for name in ("q", "k", "v", "mask", "out")),
-        tuple(call[name] for name in ("causal", "mask_type", "window_size", "return_lse")),
-        call["softmax_scale"],
-        tuple(call[name] for name in ("softcap", "alibi_slopes", "score", "params")),
-        tuple(
-            call[name]
-            for name in ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
-        ),
-    )
+    operator, given_arrays, options, scalars = _asked_by_name(call)
     views = []
     for argument, x in zip(operator.arguments, given_arrays, strict=True):
         if x is None:
@@ -414,11 +443,31 @@ def _call(
     algorithm: str | None,
 ) -> Any:
     """Compute ``given``, an array or None for each argument of the operator, with a plan that is kept."""
-    kind = arrays.kind_of(given[0])
-    if kind is None or not (
-        kind.types.issuperset(map(type, given)) or all(x is None or arrays.kind_of(x) is kind for x in given)
-    ):
+    kind = _common_kind(given)
+    if kind is None:
         return _call_adopted(operator, given, options, scalars, stream, backend, algorithm)
+    known, pointers = _known(kind, operator, given, options, scalars, backend, algorithm)
+    return known.run(given, pointers, scalars, stream)
+
+
+def _common_kind(given: tuple[Any, ...]) -> arrays.Kind | None:
+    """The native library that all arrays are of, or None."""
+    kind = arrays.kind_of(given[0])
+    if kind is None or kind.types.issuperset(map(type, given)):
+        return kind
+    return kind if all(x is None or arrays.kind_of(x) is kind for x in given) else None
+
+
+def _known(
+    kind: arrays.Kind,
+    operator: Operator,
+    given: tuple[Any, ...],
+    options: tuple[Any, ...],
+    scalars: tuple[Any, ...],
+    backend: str | None,
+    algorithm: str | None,
+) -> tuple[Plan, tuple[int, ...]]:
+    """The plan that is kept for such arrays, and their pointers."""
     backend = backend or os.environ.get("FLASHGEN_BACKEND")
     try:
         layouts, pointers = kind.read(given)
@@ -434,7 +483,7 @@ def _call(
         known = _plan(operator, given, options, scalars, backend, algorithm, keeps_scalars=False)
         if key is not None:
             _remember(key, known)
-    return known.run(given, pointers, scalars, stream)
+    return known, pointers
 
 
 def _plan(
