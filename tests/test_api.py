@@ -223,6 +223,23 @@ def test_options_in_forms_that_are_no_keys():
         flashgen.attention(q, k, v, mask_type=[1])
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_a_bound_in_a_tensor_is_that_of_its_call(library):
+    """A tensor is its own key, whatever is in it."""
+    array = np.array if library == "numpy" else pytest.importorskip("torch").tensor
+    q, k, v = arrays((5, 4, 32), (9, 2, 32), (9, 2, 32))
+    ends = {"cu_seqlens_q": np.array([0, 2, 5], np.int32), "cu_seqlens_kv": np.array([0, 4, 9], np.int32)}
+    bound = array(3)
+    expected = flashgen.attention(q, k, v, **ends)
+    for value in (3, 2, 3):
+        bound[...] = value
+        if value == 3:
+            assert np.array_equal(flashgen.attention(q, k, v, **ends, max_seqlen_q=bound), expected)
+        else:
+            with pytest.raises(errors.BadParam, match="max_seqlen_q says that none is above 2"):
+                flashgen.attention(q, k, v, **ends, max_seqlen_q=bound)
+
+
 def test_plans_are_kept_per_layout_and_options(monkeypatch):
     made = []
     plan = api._plan

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from functools import lru_cache
+from operator import index as index_of
 from typing import TYPE_CHECKING, Any
 
 from flashgen import logs
@@ -213,7 +214,7 @@ def _asked(
             "a mask was given with lengths; sequences of several lengths take causal or window_size"
         )
     given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, kv_lengths, index, pages, out, None, *arrays_of_score)
-    options = (*options, max_seqlen_q, max_seqlen_kv, modification)
+    options = (*options, _bound(max_seqlen_q), _bound(max_seqlen_kv), modification)
     return varlen_for(modification), given, options, scalars
 
 
@@ -235,6 +236,14 @@ def _asked_by_name(
         tuple(call[name] for name in ("softcap", "alibi_slopes", "score", "params")),
         tuple(call[name] for name in lengths),
     )
+
+
+def _bound(max_seqlen: Any) -> Any:
+    """An int for what stands for one: the element of a tensor may change, and its plan would not."""
+    try:
+        return index_of(max_seqlen)
+    except TypeError:
+        return max_seqlen  # None, or what the operator refuses
 
 
 def _modification(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-import operator
 from typing import Any
 
 from flashgen.api import attention, check
@@ -176,8 +175,8 @@ def flash_attn_varlen_func(
     _check_rank("q", q, "total_q, nheads, headdim")
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes) | {
         "cu_seqlens_q": cu_seqlens_q,
-        "max_seqlen_q": _integer(max_seqlen_q),
-        "max_seqlen_kv": _integer(max_seqlen_k),
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_kv": max_seqlen_k,
         "return_lse": return_attn_probs,
     }
     if block_table is None:
@@ -314,14 +313,6 @@ def _window(window_size: Any, causal: bool) -> Any:
         return window_size
     left, right = (max(side, -1) for side in window_size)
     return left, 0 if causal else right
-
-
-def _integer(x: Any) -> Any:
-    """An int for what can be one, such as a tensor, whose element may change under a plan that is kept."""
-    try:
-        return operator.index(x)
-    except TypeError:
-        return x  # attention says what is wrong
 
 
 def _cache(
