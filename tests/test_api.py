@@ -486,6 +486,8 @@ def test_warmup_compiles_what_the_calls_will_take(tmp_path, monkeypatch):
         {"q": (2, 300, 4, 32), "dtype": "half"},
         {"q": (1, 100, 4, 32), "k": (1, 100, 2, 32), "dtype": "bf16"},
         {"q": (2, 300, 4, 32)},
+        {"q": (2, 1, 4, 32), "k": flashgen.KVCache((9, 16, 2, 32), (9, 16, 2, 32), (2,), pages=(2, 4))},
+        {"q": (50, 4, 32), "cu_seqlens_q": (3,), "cu_seqlens_kv": (3,), "max_seqlen_q": 40},
     ]
     names = flashgen.warmup(calls, arch="sm_80", jobs=2)
     assert names == tuple(flashgen.explain(**call, arch="sm_80").variant.name for call in calls)

@@ -437,12 +437,23 @@ def test_the_reference_has_the_parameters_that_the_launcher_knows():
         shares = shares_of(problem, main, gpu) if main.grid.shares else None
         known |= set(parameters(problem, main, gpu, shares))
     known |= {f"{array}_vector_width" for array in arrays}
-    described = first_cells(section("Parameters").split("The launcher knows")[1])
+    described = first_cells(re.split("The launcher knows|`varlen` has these", section("Parameters"))[1])
     # Rows about several arrays name one and list the rest.
     for array in ("k", "v", "out"):
         described |= {f"{array}_{axis}_stride" for axis in ("batch", "row", "head")}
     described |= {f"{array}_vector_width" for array in ("q", "k", "v", "out", "lse")}
     assert described == known
+
+
+def test_the_reference_has_the_parameters_of_varlen():
+    text = section("Parameters").split("The launcher knows")[1]
+    described = first_cells(text)
+    for array in ("k", "v", "out"):
+        described |= {f"{array}_{axis}_stride" for axis in ("batch", "row", "head")}
+    main = [v for spec in load_specs() if spec.operator == "varlen" for v in spec.variants() if v.is_main]
+    named = {param.name for variant in main for step in variant.steps for param in step.params}
+    assert named - described == {"part_outputs", "part_sums"}  # of the workspace
+    assert not OPERATORS["varlen"].symbols - described
 
 
 def test_the_reference_has_the_types_and_the_reserved_names():

@@ -65,3 +65,36 @@ def test_without_a_gpu_an_architecture_is_asked_for(flashgen, monkeypatch):
     result = flashgen(*CALL)
     assert result.exit_code == 1
     assert "there is none; say for which GPU: arch='sm_90'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "family", "pages"),
+    [
+        (("64x1x32x128", "--kv", "64x8192x8x128", "--kv-lengths"), "flash_varlen_decode", "none"),
+        (("64x1x32x128", "--kv", "9000x16x8x128", "--pages", "64x512"), "flash_varlen_decode", "paged"),
+        (
+            ("9000x32x128", "--kv", "9000x8x128", "--packed", "12", "--max-seqlen-q", "2048", "--causal"),
+            "flash_fwd_varlen",
+            "none",
+        ),
+        (("900x32x128", "--kv", "99x16x8x128", "--packed", "12", "--pages", "12x8"), "flash", "paged"),
+        (("900x32x128", "--kv", "12x160x8x128", "--packed", "12", "--kv-lengths"), "flash", "none"),
+    ],
+)
+def test_calls_with_lengths(arguments, family, pages, flashgen):
+    found = json.loads(flashgen("explain", "--shape", *arguments, "--arch", "sm_90", "--json").stdout)
+    assert found["variant"].startswith(family)
+    assert found["problem"].endswith(f"pages {pages}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--pages", "8x4"), "--pages needs --kv"),
+        (("--max-seqlen-q", "4"), "give --packed"),
+    ],
+)
+def test_what_belongs_together(arguments, message, flashgen):
+    result = flashgen("explain", "--shape", "8x1x4x64", "--arch", "sm_90", *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())

@@ -82,3 +82,50 @@ def test_a_modification_and_an_algorithm_have_their_say():
         flashgen.explain(shape, arch="sm_90", algorithm="v9")
     with pytest.raises(BadParam, match="softcap is -1"):
         flashgen.explain(shape, arch="sm_90", softcap=-1)
+
+
+CACHE = (8, 4096, 8, 128)
+
+
+@pytest.mark.parametrize(
+    ("call", "variant"),
+    [
+        ({"k": flashgen.KVCache(CACHE, CACHE, (8,))}, "flash_varlen_decode_hdim128_fp16_packgqa_sm80"),
+        (
+            {"k": flashgen.KVCache((20, *CACHE[1:]), (20, *CACHE[1:]), (8,), index=(8,))},
+            "flash_varlen_decode_hdim128_fp16_packgqa_sm80",
+        ),
+        (
+            {"k": flashgen.KVCache((400, 16, 8, 128), (400, 16, 8, 128), (8,), pages=(8, 256))},
+            "flash_varlen_decode_hdim128_fp16_paged_packgqa_sm80",
+        ),
+        ({"k": CACHE, "kv_lengths": (8,)}, "flash_varlen_decode_hdim128_fp16_packgqa_sm80"),
+        (
+            {
+                "q": (9000, 32, 128),
+                "k": (9000, 8, 128),
+                "cu_seqlens_q": (9,),
+                "cu_seqlens_kv": (9,),
+                "max_seqlen_q": 3000,
+                "causal": True,
+                "dtype": "bf16",
+            },
+            "flash_fwd_varlen_hdim128_bf16_causal_packgqa_sm80",
+        ),
+    ],
+)
+def test_shapes_of_lengths_and_caches(call, variant):
+    found = flashgen.explain(**({"q": (8, 1, 32, 128)} | call), arch="sm_90")
+    assert found.variant.name == variant
+    assert all(judged.why for judged in found.others)
+    names = [found.variant.name, *(judged.variant.name for judged in found.others)]
+    specs = [spec for spec in load_specs() if spec.operator == "varlen"]
+    assert sorted(names) == sorted(v.name for spec in specs for v in spec.variants() if v.is_main)
+
+
+def test_arrays_of_a_cache_ask_for_the_same_as_their_shapes():
+    k, lengths = np.zeros((8, 40, 2, 64), np.float16), np.zeros(8, np.int32)
+    q = np.zeros((8, 1, 4, 64), np.float16)
+    by_array = flashgen.explain(q, flashgen.KVCache(k, k, lengths), arch="sm_80")
+    by_shape = flashgen.explain(q.shape, flashgen.KVCache(k.shape, k.shape, (8,)), arch="sm_80")
+    assert by_array.problem == by_shape.problem

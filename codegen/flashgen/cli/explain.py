@@ -23,6 +23,9 @@ Examples:
   flashgen explain --shape 8x1x32x128 --kv 8x4000x8x128 --arch sm_80 --json
   flashgen explain --shape 1x4096x16x192 --v 1x4096x16x128 --arch sm_90
   flashgen explain --shape 2x1000x8x64 --window 256 0 --arch sm_86 --all
+  flashgen explain --shape 64x1x32x128 --kv 64x8192x8x128 --kv-lengths --arch sm_90
+  flashgen explain --shape 64x1x32x128 --kv 9000x16x8x128 --pages 64x512 --arch sm_90
+  flashgen explain --shape 9000x32x128 --kv 9000x8x128 --packed 12 --max-seqlen-q 2048 --causal --arch sm_90
 
 Shapes are those of attention(): BATCHxSEQLENxHEADSxHEAD_DIM, or without batch. Arrays are assumed to be
 contiguous. Times are those of dispatch's model; compare them within one call only.
@@ -40,6 +43,10 @@ one of that architecture, such as the H100 for sm_90. Exit code 1 if no kernel s
 @click.option("--mask", type=ShapeType(), help="Shape of a dense mask, such as 4096x4096.")
 @click.option("--window", type=int, nargs=2, metavar="LEFT RIGHT", help="A window; -1 is no bound.")
 @click.option("--softcap", type=float, help="A cap of the scores.")
+@click.option("--kv-lengths", is_flag=True, help="Each sequence has its own number of keys.")
+@click.option("--pages", type=ShapeType(), help="Shape of a page table; --kv is PAGESxPAGE_SIZExHEADSxDIM.")
+@click.option("--packed", type=int, metavar="N", help="N packed sequences: --shape is TOKENSxHEADSxHEAD_DIM.")
+@click.option("--max-seqlen-q", type=int, help="The most queries of a packed sequence.")
 @click.option("--algorithm", help="A family by its name: naive, v1, v2 or v3.")
 @click.option("--arch", type=Architecture(), help="Architecture, such as sm_90. [default: this GPU's]")
 @click.option("--all", "everything", is_flag=True, help="A line for each variant.")
@@ -54,6 +61,10 @@ def command(
     mask: tuple[int, ...] | None,
     window: tuple[int, int] | None,
     softcap: float | None,
+    kv_lengths: bool,
+    pages: tuple[int, ...] | None,
+    packed: int | None,
+    max_seqlen_q: int | None,
     algorithm: str | None,
     arch: str | None,
     everything: bool,
@@ -65,11 +76,25 @@ def command(
     """
     from flashgen.api import explain
     from flashgen.cli.output import print_json
+    from flashgen.kvcache import KVCache
 
     options: dict[str, Any] = {"causal": causal, "mask_type": mask_type, "mask": mask}
     options |= {"softcap": softcap, "algorithm": algorithm}
     if window is not None:
         options["window_size"] = window
+    batch = q[0] if packed is None else packed
+    if packed is not None:
+        options |= {"cu_seqlens_q": (packed + 1,), "max_seqlen_q": max_seqlen_q}
+    elif max_seqlen_q is not None:
+        raise click.UsageError("--max-seqlen-q is a bound of packed sequences; give --packed")
+    if pages is not None:
+        if k is None:
+            raise click.UsageError("--pages needs --kv, the shape of the pages")
+        k, v = KVCache(k, v or k, (batch,), pages=pages), None
+    elif kv_lengths:
+        options["kv_lengths"] = (batch,)
+    elif packed is not None:
+        options["cu_seqlens_kv"] = (packed + 1,)
     found = explain(q, k, v, dtype=dtype, arch=arch, **options)
     if as_json:
         print_json(_as_dict(found))

@@ -392,6 +392,12 @@ def _normalise(views: Sequence[ArrayView | None], options: Sequence[Any], scalar
     return normalise(given, interleaved=interleaved, q_positions=q_positions)
 
 
+def _check_elements(problem: AppendProblem, arrays: Mapping[str, np.ndarray | None]) -> None:
+    from flashgen.operators.places import check_places
+
+    check_places(problem, arrays)
+
+
 APPEND = Operator(
     name="append",
     arguments=ARGUMENTS,
@@ -407,6 +413,8 @@ APPEND = Operator(
     },
     grid_dimensions=("chunks", "batch"),
     normalise=_normalise,
+    elements_checked=("lengths", "pages", "index", "positions", "cu_seqlens_new"),
+    check_elements=_check_elements,
 )
 
 

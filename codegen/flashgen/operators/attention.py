@@ -490,8 +490,9 @@ def _check_mask(mask: ArrayView, sizes: Mapping[str, int]) -> None:
         if mask.shape != (sizes["batch"], sizes["seqlen_kv"]):
             raise
         raise BadTensorShape(
-            f"{error}. A padding mask goes in as mask[:, None, None, :]. Where all sequences end at the same "
-            "key n, pass k[:, :n] and v[:, :n] instead: no mask, no copy, no time on hidden keys"
+            f"{error}. Where it hides what lies behind the end of each sequence, pass kv_lengths=, how many "
+            "keys each has, instead: keys behind them are not read. Any other padding goes in as "
+            "mask[:, None, None, :]"
         ) from None
 
 

@@ -134,6 +134,10 @@ class Operator:
 
     ``normalise(views, options, scalars)`` makes the Problem of a call, or raises the error of the contract
     that it breaks. ``views`` has an ArrayView, or None, for each argument.
+
+    ``check_elements(problem, arrays)`` raises the error of elements that contradict a problem; ``arrays``
+    has, by name, those of ``elements_checked`` in host memory, None for what is absent. The CPU path always
+    checks, others where FLASHGEN_CHECK asks for it.
     """
 
     name: str
@@ -143,6 +147,8 @@ class Operator:
     axes: Mapping[str, Axis]
     grid_dimensions: tuple[str, ...]
     normalise: Callable[..., Problem] = field(repr=False)
+    elements_checked: tuple[str, ...] = ()
+    check_elements: Callable[..., None] | None = field(default=None, repr=False)
 
     @property
     def symbols(self) -> frozenset[str]:

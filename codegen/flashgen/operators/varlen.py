@@ -24,6 +24,8 @@ from flashgen.operators.operator import Axis, Number, Operator, Problem, Value
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import numpy as np
+
     from flashgen.operators.arguments import ArrayView
     from flashgen.operators.scores import Score
 
@@ -393,6 +395,12 @@ def _normalise(views: Sequence[ArrayView | None], options: Sequence[Any], scalar
     )
 
 
+def _check_elements(problem: VarlenProblem, lengths: Mapping[str, np.ndarray | None]) -> None:
+    from flashgen.operators.sequences import sequences
+
+    sequences(problem, lengths)
+
+
 VARLEN = Operator(
     name="varlen",
     arguments=ARGUMENTS,
@@ -404,6 +412,8 @@ VARLEN = Operator(
     },
     grid_dimensions=(*ATTENTION.grid_dimensions, "sequence_rows"),
     normalise=_normalise,
+    elements_checked=LENGTHS,
+    check_elements=_check_elements,
 )
 
 

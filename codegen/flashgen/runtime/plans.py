@@ -24,6 +24,7 @@ from flashgen.operators.arguments import (
     place,
 )
 from flashgen.runtime import arrays as libraries
+from flashgen.runtime import check
 
 if TYPE_CHECKING:
     from flashgen.operators.arguments import Argument, ArrayView
@@ -66,6 +67,7 @@ class Plan:
 
     __slots__ = (
         "_absent",
+        "_checked",
         "_current_stream",
         "_device",
         "_empty",
@@ -101,6 +103,8 @@ class Plan:
         self._positions, self._results = problem.operator.positions, problem.results
         self._absent, self._no_scalars = (None,) * len(examples), (None,) * len(problem.operator.scalars)
         self._needed = runner.workspace_bytes
+        # The CPU path reads lengths in any case.
+        self._checked = runner.variant is not None and check.wanted(problem.operator)
         arguments = problem.operator.arguments
         self._outputs = {
             place: (problem.shape(place), arguments[place].dtypes[0] if arguments[place].dtypes else None)
@@ -283,6 +287,8 @@ class Plan:
         check_memory(arguments, spans, pointers[:count], written, placed)
         called = problem.with_scalars(scalars)
         work = _no_work if self._empty else self._runner.at(pointers, called)
+        if self._checked:
+            work = check.checked(work, problem, pointers)
         if key is not None:
             self._keep(key, work)
         return work
