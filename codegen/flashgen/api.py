@@ -206,6 +206,8 @@ def _asked(
         scalars = (softmax_scale, *of_score)
     kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv = lengths
     index = pages = None
+    if v is not None and type(k) is KVCache:
+        raise BadParam("v was given with a KVCache, which holds v as well; leave v out")
     if v is None and type(k) is KVCache:
         if kv_lengths is not None or cu_seqlens_kv is not None:
             raise BadParam(
@@ -224,7 +226,8 @@ def _asked(
         return operator_for(modification), given, (*options, modification), scalars
     if mask is not None:
         raise BadParam(
-            "a mask was given with lengths; sequences of several lengths take causal or window_size"
+            "a mask was given with kv_lengths, cu_seqlens or a KVCache; sequences of several lengths take causal "
+            "or window_size"
         )
     given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, kv_lengths, index, pages, out, None, *arrays_of_score)
     options = (*options, _bound(max_seqlen_q), _bound(max_seqlen_kv), modification)
@@ -324,9 +327,11 @@ def _modification(
     modification = _chain(os.environ.get("FLASHGEN_SPECS", ""), tuple(names))
     wanted = {param.name for param in modification.params}
     for name in sorted(given.keys() ^ wanted):
-        what = "has no parameter" if name in given else "needs the parameter"
+        has = f"it has {', '.join(sorted(wanted)) or 'none'}"
+        if name in given:
+            raise BadParam(f"score {modification.name} has no parameter {name}; {has}")
         raise BadParam(
-            f"score {modification.name} {what} {name}; it has {', '.join(sorted(wanted)) or 'none'}"
+            f"score {modification.name} needs the parameter {name}; pass params={{{name!r}: ...}}: {has}"
         )
     return (
         modification,
@@ -430,7 +435,7 @@ def _device_of(arch: str | None) -> Device:
 
     if arch is None or (devices.available() and devices.device(0).arch == arch):
         if not devices.available():
-            raise DeviceTypeNotSupported(f"{devices.why_unavailable()}; say for which GPU: arch='sm_90'")
+            raise DeviceTypeNotSupported(f"{devices.why_unavailable()}; say for which GPU: arch='sm_90' (--arch sm_90)")
         return devices.device(0)
     return typical(arch)
 
