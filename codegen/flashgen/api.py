@@ -435,7 +435,9 @@ def _device_of(arch: str | None) -> Device:
 
     if arch is None or (devices.available() and devices.device(0).arch == arch):
         if not devices.available():
-            raise DeviceTypeNotSupported(f"{devices.why_unavailable()}; say for which GPU: arch='sm_90' (--arch sm_90)")
+            raise DeviceTypeNotSupported(
+                f"{devices.why_unavailable()}; say for which GPU: arch='sm_90' (--arch sm_90)"
+            )
         return devices.device(0)
     return typical(arch)
 
