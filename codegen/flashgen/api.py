@@ -226,8 +226,8 @@ def _asked(
         return operator_for(modification), given, (*options, modification), scalars
     if mask is not None:
         raise BadParam(
-            "a mask was given with kv_lengths, cu_seqlens or a KVCache; sequences of several lengths take causal "
-            "or window_size"
+            "a mask was given with kv_lengths, cu_seqlens or a KVCache; sequences of several lengths take "
+            "causal or window_size"
         )
     given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, kv_lengths, index, pages, out, None, *arrays_of_score)
     options = (*options, _bound(max_seqlen_q), _bound(max_seqlen_kv), modification)
