@@ -47,17 +47,17 @@ static_assert(kSharedBytes == 49168, "launcher and kernel agree on shared memory
 
 struct Params {
     const element* q;                     // (batch, rows_q, num_heads_q, head_dim), without batch where packed; rows 16-byte aligned
-    const element* k;                     // (batch, rows_kv, num_heads_kv, head_dim), likewise; or (pages, page_size, ...)
-    const element* v;                     // (batch, rows_kv, num_heads_kv, head_dim_v), likewise
+    const element* k;                     // (num_pages, page_size, num_heads_kv, head_dim), likewise
+    const element* v;                     // the same with head_dim_v
     element* out;                         // (batch, rows_q, num_heads_q, head_dim_v), likewise
-    float* lse;                           // (batch, num_heads_q, rows_q), contiguous; may be null
+    float* lse;                           // (batch, num_heads_q, rows_q), without batch where packed; contiguous; may be null
     const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
     const int32_t* kv_lengths;            // (batch,)
     const int32_t* pages;                 // (batch, pages_per_sequence)
     int64_t q_batch_stride;               // strides are in elements; 0 where sequences are packed
     int64_t q_row_stride;
     int64_t q_head_stride;
-    int64_t k_batch_stride;               // of pages, where there are pages
+    int64_t k_batch_stride;               // of pages, as v_batch_stride is
     int64_t k_row_stride;
     int64_t k_head_stride;
     int64_t v_batch_stride;
@@ -73,16 +73,16 @@ struct Params {
     int32_t num_heads_kv;
     int32_t group_size;                   // num_heads_q / num_heads_kv
     int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
-    int32_t batch_kv;                     // entries of k, or pages
+    int32_t batch_kv;                     // pages
     int32_t page_size;
-    int32_t seqlen_q;                     // the most queries of a sequence; for one of them, its own
+    int32_t seqlen_q;                     // the most queries of a sequence; with_lengths() puts its own here
     int32_t seqlen_kv;                    // the most keys, likewise
     int32_t head_dim;                     // of the call: a multiple of 8 (fp32: 4), at most kHeadDim; columns past it are zero-filled
     int32_t head_dim_v;                   // likewise, of v and out
     uint64_t num_heads_divisor;           // of the heads of the grid; for divisors see divide()
     uint64_t group_size_divisor;          // of num_heads_q / num_heads_kv
     uint64_t page_size_divisor;
-    int32_t diagonal_offset;              // for a sequence, query i is aligned with key i + diagonal_offset
+    int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset, to which with_lengths() adds seqlen_kv - seqlen_q
     float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
 };
 static_assert(sizeof(Params) == 256 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
@@ -118,10 +118,9 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
-// Lengths lie in global memory. What no call should have there is cut to what the arrays hold, and the call says, so that it harms no
-// other memory.
-__device__ __forceinline__ int load_length(const int32_t* lengths, int index, int most) {
-    return max(0, min(most, int(load_global_32(lengths + index))));
+// A length, a row or a page from global memory. One out of range is clamped, so that it cannot reach other memory.
+__device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
+    return max(0, min(most, int(load_global_32(values + index))));
 }
 
 // Rows of an entry of an array: where they begin, and how many there are.
@@ -132,8 +131,8 @@ struct Rows {
 
 // Those of a sequence among packed ones.
 __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
-    const int begin = load_length(cu_seqlens, sequence, rows);
-    return {begin, max(0, min(most, load_length(cu_seqlens, sequence + 1, rows) - begin))};
+    const int begin = load_clamped(cu_seqlens, sequence, rows);
+    return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
 }
 
 // The queries of a sequence.
@@ -144,7 +143,7 @@ __device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
 
 // Its keys.
 __device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
-    return {0, load_length(params.kv_lengths, sequence, params.seqlen_kv)};
+    return {0, load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
 }
 
 // The parameters for a sequence of these lengths, whose diagonal ends with it. `params` has the bounds of all sequences.
@@ -171,7 +170,7 @@ __device__ __forceinline__ Params of_sequence(const Params& params, int sequence
 
 // The page that entry `index` of a sequence's page table names.
 __device__ __forceinline__ int load_page(const Params& params, const int32_t* pages, int index) {
-    return load_length(pages, index, params.batch_kv - 1);
+    return load_clamped(pages, index, params.batch_kv - 1);
 }
 
 // The sum over the lanes up to this one.
@@ -191,8 +190,9 @@ struct RowBlock {
     int index;  // in the sequence
 };
 
-// The row blocks of all sequences are numbered, one sequence after another; the heads of one come one after another, and share its
-// rows of the page table and of q in L2. Each lane counts the row blocks of one of 32 sequences at a time.
+// The row blocks of all sequences are numbered, one sequence after another. The thread blocks for the heads of one come one after
+// another, so that they share its sequence's row of the page table in L2. Each lane counts the row blocks of one of 32 sequences at a
+// time.
 __device__ __forceinline__ RowBlock find_row_block(const Params& params, int index, int lane) {
     const int num_heads = params.num_heads_kv;
     const int number = divide(index, params.num_heads_divisor);
@@ -295,7 +295,8 @@ __device__ __forceinline__ const element* head_v(const Params& params, const Til
 
 // Starts the copy of the keys of a KV block of K or V, kColumns wide, into shared memory. kSwizzleChunks threads stand side by side
 // along a row and each takes every kSwizzleChunks-th chunk of its rows. `head` is where the head's rows begin in page 0. Rows from
-// `valid_rows` on and elements from `head_dim` on become zeros; the page table is not read for those rows.
+// `valid_rows` on and elements from `head_dim` on become zeros; the page table is not read for those rows. A thread looks up the page
+// of each of its rows, as a page may be as small as one key; the entries lie side by side.
 template <int kColumns>
 __device__ __forceinline__ void copy_rows(const Params& params, shared_address block, const element* head, int64_t page_stride,
                                           int64_t row_stride, int first_key, int valid_rows, int head_dim) {

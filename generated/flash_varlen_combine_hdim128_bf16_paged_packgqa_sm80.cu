@@ -33,9 +33,9 @@ struct Params {
     const float* part_outputs;            // (parts, kBlockM, kHeadDimV)
     const float* part_sums;               // (parts, kBlockM, 2): row_max, log2 domain, and row_sum
     element* out;                         // (batch, rows_q, num_heads_q, head_dim_v), without batch where packed; rows 16-byte aligned
-    float* lse;                           // (batch, num_heads_q, rows_q), contiguous; may be null
+    float* lse;                           // (batch, num_heads_q, rows_q), without batch where packed; contiguous; may be null
     const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
-    const int32_t* kv_lengths;            // (batch,); null where cu_seqlens_kv has them, or all have seqlen_kv
+    const int32_t* kv_lengths;            // (batch,)
     int64_t out_batch_stride;             // strides are in elements; 0 where sequences are packed
     int64_t out_row_stride;
     int64_t out_head_stride;
@@ -45,7 +45,7 @@ struct Params {
     int32_t group_size;                   // num_heads_q / num_heads_kv
     int32_t rows_q;                       // of an entry of out: all tokens where sequences are packed
     int32_t batch_size;                   // sequences
-    int32_t seqlen_q;                     // the most queries of a sequence; for one of them, its own
+    int32_t seqlen_q;                     // the most queries of a sequence; with_lengths() puts its own here
     int32_t seqlen_kv;                    // the most keys, likewise
     int32_t head_dim_v;                   // of the call, at most kHeadDimV
     int32_t num_row_blocks;               // the most rows of one head
@@ -91,10 +91,9 @@ __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
 
-// Lengths lie in global memory. What no call should have there is cut to what the arrays hold, and the call says, so that it harms no
-// other memory.
-__device__ __forceinline__ int load_length(const int32_t* lengths, int index, int most) {
-    return max(0, min(most, int(load_global_32(lengths + index))));
+// A length, a row or a page from global memory. One out of range is clamped, so that it cannot reach other memory.
+__device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
+    return max(0, min(most, int(load_global_32(values + index))));
 }
 
 // Rows of an entry of an array: where they begin, and how many there are.
@@ -105,8 +104,8 @@ struct Rows {
 
 // Those of a sequence among packed ones.
 __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
-    const int begin = load_length(cu_seqlens, sequence, rows);
-    return {begin, max(0, min(most, load_length(cu_seqlens, sequence + 1, rows) - begin))};
+    const int begin = load_clamped(cu_seqlens, sequence, rows);
+    return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
 }
 
 // The queries of a sequence.
@@ -117,10 +116,10 @@ __device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
 
 // Its keys.
 __device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
-    return {0, load_length(params.kv_lengths, sequence, params.seqlen_kv)};
+    return {0, load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
 }
 
-// The parameters for a sequence of these lengths, whose diagonal ends with it. `params` has the bounds of all sequences.
+// The parameters for a sequence of these lengths. `params` has the bounds of all sequences.
 __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv) {
     Params own = params;
     own.seqlen_q = seqlen_q;
@@ -173,8 +172,8 @@ __device__ __forceinline__ int count_kv_blocks(const Params& params, int sequenc
     return num_heads(params) * tiles.row_blocks * tiles.kv_blocks;
 }
 
-// KV blocks of a thread block's share, so that all of them together have those of the sequences [0, batch). Each lane counts those of
-// one of 32 sequences at a time.
+// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of one of 32 sequences
+// at a time.
 __device__ __forceinline__ int kv_blocks_per_share(const Params& params, int& num_kv_blocks, int lane) {
     num_kv_blocks = 0;
     for (int first = 0; first < params.batch_size; first += 32) {

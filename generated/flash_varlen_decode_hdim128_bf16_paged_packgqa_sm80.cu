@@ -54,19 +54,19 @@ static_assert(kSharedBytes == 103936, "launcher and kernel agree on shared memor
 
 struct Params {
     const element* q;                     // (batch, rows_q, num_heads_q, head_dim), without batch where packed; rows 16-byte aligned
-    const element* k;                     // (batch, rows_kv, num_heads_kv, head_dim), likewise; or (pages, page_size, ...)
-    const element* v;                     // (batch, rows_kv, num_heads_kv, head_dim_v), likewise
+    const element* k;                     // (num_pages, page_size, num_heads_kv, head_dim), likewise
+    const element* v;                     // the same with head_dim_v
     element* out;                         // (batch, rows_q, num_heads_q, head_dim_v), likewise
-    float* lse;                           // (batch, num_heads_q, rows_q), contiguous; may be null
+    float* lse;                           // (batch, num_heads_q, rows_q), without batch where packed; contiguous; may be null
     const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
-    const int32_t* kv_lengths;            // (batch,); null where cu_seqlens_kv has them, or all have seqlen_kv
+    const int32_t* kv_lengths;            // (batch,)
     const int32_t* pages;                 // (batch, pages_per_sequence)
-    float* part_outputs;                  // (parts, kBlockM, kHeadDimV); null where no tile is split
+    float* part_outputs;                  // (parts, kBlockM, kHeadDimV); null with a single thread block
     float* part_sums;                     // (parts, kBlockM, 2): row_max, log2 domain, and row_sum
     int64_t q_batch_stride;               // strides are in elements; 0 where sequences are packed
     int64_t q_row_stride;
     int64_t q_head_stride;
-    int64_t k_batch_stride;               // of pages, where there are pages
+    int64_t k_batch_stride;               // of pages, as v_batch_stride is
     int64_t k_row_stride;
     int64_t k_head_stride;
     int64_t v_batch_stride;
@@ -82,9 +82,9 @@ struct Params {
     int32_t group_size;                   // num_heads_q / num_heads_kv
     int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
     int32_t batch_size;                   // sequences
-    int32_t batch_kv;                     // entries of k, or pages
+    int32_t batch_kv;                     // pages
     int32_t page_size;
-    int32_t seqlen_q;                     // the most queries of a sequence; for one of them, its own
+    int32_t seqlen_q;                     // the most queries of a sequence; with_lengths() puts its own here
     int32_t seqlen_kv;                    // the most keys, likewise
     int32_t head_dim;                     // of the call: a multiple of 8, at most kHeadDim; columns past it are zero-filled
     int32_t head_dim_v;                   // likewise, of v and out
@@ -155,10 +155,9 @@ __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& 
     return query * row_stride + head * head_stride;
 }
 
-// Lengths lie in global memory. What no call should have there is cut to what the arrays hold, and the call says, so that it harms no
-// other memory.
-__device__ __forceinline__ int load_length(const int32_t* lengths, int index, int most) {
-    return max(0, min(most, int(load_global_32(lengths + index))));
+// A length, a row or a page from global memory. One out of range is clamped, so that it cannot reach other memory.
+__device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
+    return max(0, min(most, int(load_global_32(values + index))));
 }
 
 // Rows of an entry of an array: where they begin, and how many there are.
@@ -169,8 +168,8 @@ struct Rows {
 
 // Those of a sequence among packed ones.
 __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
-    const int begin = load_length(cu_seqlens, sequence, rows);
-    return {begin, max(0, min(most, load_length(cu_seqlens, sequence + 1, rows) - begin))};
+    const int begin = load_clamped(cu_seqlens, sequence, rows);
+    return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
 }
 
 // The queries of a sequence.
@@ -181,10 +180,10 @@ __device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
 
 // Its keys.
 __device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
-    return {0, load_length(params.kv_lengths, sequence, params.seqlen_kv)};
+    return {0, load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
 }
 
-// The parameters for a sequence of these lengths, whose diagonal ends with it. `params` has the bounds of all sequences.
+// The parameters for a sequence of these lengths. `params` has the bounds of all sequences.
 __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv) {
     Params own = params;
     own.seqlen_q = seqlen_q;
@@ -237,8 +236,8 @@ __device__ __forceinline__ int count_kv_blocks(const Params& params, int sequenc
     return num_heads(params) * tiles.row_blocks * tiles.kv_blocks;
 }
 
-// KV blocks of a thread block's share, so that all of them together have those of the sequences [0, batch). Each lane counts those of
-// one of 32 sequences at a time.
+// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of one of 32 sequences
+// at a time.
 __device__ __forceinline__ int kv_blocks_per_share(const Params& params, int& num_kv_blocks, int lane) {
     num_kv_blocks = 0;
     for (int first = 0; first < params.batch_size; first += 32) {
@@ -262,7 +261,7 @@ __device__ __forceinline__ Params of_sequence(const Params& params, int sequence
 
 // The page that entry `index` of a sequence's page table names.
 __device__ __forceinline__ int load_page(const Params& params, const int32_t* pages, int index) {
-    return load_length(pages, index, params.batch_kv - 1);
+    return load_clamped(pages, index, params.batch_kv - 1);
 }
 
 __device__ __forceinline__ Share find_share(const Params& params, int index, int lane) {
@@ -279,7 +278,7 @@ struct Place {
     int end;
 };
 
-// The sequence that has KV block `index` of all.
+// The sequence that has KV block `index` of all, of which there are more.
 __device__ __forceinline__ Place find_place(const Params& params, int index, int lane) {
     int begin = 0;  // of the first of these 32 sequences
     for (int first = 0;; first += 32) {
@@ -303,7 +302,7 @@ __device__ __forceinline__ Place next_place(const Params& params, const Place& p
 }
 
 // The part that begins with KV block `index` of the share. A share leaves at most two parts in the workspace: its first, and its last.
-// `params` are those of the sequence.
+// `params` are those of the sequence. Its divisor is known to no launcher; a part divides once.
 __device__ __forceinline__ Part find_part(const Params& params, const Share& share, const Place& place, int index) {
     const Tiles tiles = tiles_of(params);
     const int tile = (index - place.begin) / tiles.kv_blocks;
@@ -381,7 +380,8 @@ __device__ __forceinline__ const element* head_v(const Params& params, const Til
 
 // Starts the copy of a group's keys of a KV block of K or V, kColumns wide. kSwizzleChunks threads stand side by side along a row and
 // each takes every kSwizzleChunks-th chunk of its rows. `head` is where the head's rows begin in page 0. Rows from `valid_rows` on and
-// elements from `head_dim` on become zeros; the sequence's page table is not read for those rows.
+// elements from `head_dim` on become zeros; the sequence's page table is not read for those rows. A thread looks up the page of each of
+// its rows, as a page may be as small as one key; the entries lie side by side.
 template <int kColumns>
 __device__ __forceinline__ void copy_keys(const Params& params, const int32_t* pages, shared_address keys, const element* head,
                                           int64_t page_stride, int64_t row_stride, int first_key, int valid_rows, int head_dim) {

@@ -223,6 +223,23 @@ def test_options_in_forms_that_are_no_keys():
         flashgen.attention(q, k, v, mask_type=[1])
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_a_bound_in_a_tensor_is_that_of_its_call(library):
+    """A tensor is its own key, whatever is in it."""
+    array = np.array if library == "numpy" else pytest.importorskip("torch").tensor
+    q, k, v = arrays((5, 4, 32), (9, 2, 32), (9, 2, 32))
+    ends = {"cu_seqlens_q": np.array([0, 2, 5], np.int32), "cu_seqlens_kv": np.array([0, 4, 9], np.int32)}
+    bound = array(3)
+    expected = flashgen.attention(q, k, v, **ends)
+    for value in (3, 2, 3):
+        bound[...] = value
+        if value == 3:
+            assert np.array_equal(flashgen.attention(q, k, v, **ends, max_seqlen_q=bound), expected)
+        else:
+            with pytest.raises(errors.BadParam, match="max_seqlen_q says that none is above 2"):
+                flashgen.attention(q, k, v, **ends, max_seqlen_q=bound)
+
+
 def test_plans_are_kept_per_layout_and_options(monkeypatch):
     made = []
     plan = api._plan
@@ -280,6 +297,33 @@ def test_a_plan():
         np.testing.assert_array_equal(result[0], expected[0])
         np.testing.assert_array_equal(result[1], expected[1])
         assert all(result[n] is given[name] for n, name in enumerate(("out", "lse")) if name in given)
+
+
+def test_check_raises_what_attention_would_and_computes_nothing(monkeypatch):
+    q, k, v = qkv()
+    wrong = [
+        ({"window_size": 5}, errors.BadParam),
+        ({"softmax_scale": [1]}, errors.BadParam),
+        ({"softmax_scale": -1.0}, errors.BadParam),
+        ({"softcap": 0.0}, errors.BadParam),
+        ({"alibi_slopes": np.ones(3, np.float32)}, errors.BadTensorShape),
+        ({"v": v[:, :7]}, errors.BadTensorShape),
+        ({"q": np.zeros(q.size + 1, np.float32)[1:].reshape(q.shape)}, errors.BadTensorStrides),
+    ]
+    for options, error in wrong:
+        call = {"q": q, "k": k, "v": v, **options}
+        for function in (api.check, flashgen.attention):
+            with pytest.raises(error):
+                function(**call)
+    monkeypatch.setattr(api, "_plans", {})
+    for options in ({}, {"causal": True, "softcap": 3.0, "return_lse": True}):
+        api.check(q, k, v, **options)
+        count = len(api._plans)
+        out = flashgen.attention(q, k, v, **options)
+        assert len(api._plans) == count  # the plan that check has made
+        api.check(q, k, v, **options)
+        expected = flashgen.attention(q.copy(), k, v, **options)
+        assert all(np.array_equal(x, y) for x, y in zip(out, expected, strict=True))
 
 
 def test_a_plan_is_copied_and_not_pickled():

@@ -102,3 +102,9 @@ def test_append_needs_a_cache():
     q = np.zeros((1, 1, 2, 32), np.float16)
     with pytest.raises(errors.BadParam, match=r"cache has type ndarray; expected a flashgen\.KVCache"):
         flashgen.attention(q, q, q, append=(q, q))
+
+
+def test_a_cache_and_angles_are_printed_as_shapes():
+    cache = flashgen.KVCache(np.zeros((2, 8, 1, 8)), np.zeros((2, 8, 1, 8)), LENGTHS)
+    assert repr(cache) == "KVCache(k=(2, 8, 1, 8), v=(2, 8, 1, 8), lengths=(3,))"
+    assert repr(flashgen.Rotary(np.zeros((4, 8)), None)) == "Rotary(cos=(4, 8), interleaved=False)"

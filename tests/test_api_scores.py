@@ -279,7 +279,7 @@ def test_results_are_within_the_bound_of_float64(dtype, is_causal):
         ({"score": "mine"}, errors.BadParam, "score is 'mine'; there are 'alibi', "),
         ({"score": 3}, errors.BadParam, "score is 3"),
         ({"score": ["softcap", 3], "params": CAP}, errors.BadParam, "score is 3"),
-        ({"score": "softcap"}, errors.BadParam, "score softcap needs the parameter cap; it has cap"),
+        ({"score": "softcap"}, errors.BadParam, "score softcap needs the parameter cap; pass params="),
         ({"score": "softcap", "params": {"cap": None}}, errors.BadParam, "cap is None"),
         ({"score": "softcap", "params": {"cap": 1, "a": 2}}, errors.BadParam, "softcap has no parameter a"),
         ({"score": "softcap", "params": 3}, errors.BadParam, "params is 3"),

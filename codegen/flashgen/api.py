@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from functools import lru_cache
+from operator import index as index_of
 from typing import TYPE_CHECKING, Any
 
 from flashgen import logs
@@ -205,6 +206,8 @@ def _asked(
         scalars = (softmax_scale, *of_score)
     kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv = lengths
     index = pages = None
+    if v is not None and type(k) is KVCache:
+        raise BadParam("v was given with a KVCache, which holds v as well; leave v out")
     if v is None and type(k) is KVCache:
         if kv_lengths is not None or cu_seqlens_kv is not None:
             raise BadParam(
@@ -223,10 +226,11 @@ def _asked(
         return operator_for(modification), given, (*options, modification), scalars
     if mask is not None:
         raise BadParam(
-            "a mask was given with lengths; sequences of several lengths take causal or window_size"
+            "a mask was given with kv_lengths, cu_seqlens or a KVCache; sequences of several lengths take "
+            "causal or window_size"
         )
     given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, kv_lengths, index, pages, out, None, *arrays_of_score)
-    options = (*options, max_seqlen_q, max_seqlen_kv, modification)
+    options = (*options, _bound(max_seqlen_q), _bound(max_seqlen_kv), modification)
     return varlen_for(modification), given, options, scalars
 
 
@@ -262,6 +266,34 @@ def _appended(
     return q if rotated is None else rotated, dataclasses.replace(cache, lengths=total)
 
 
+@lru_cache(maxsize=1)
+def _defaults() -> Mapping[str, Any]:
+    """The parameters of ``attention`` with their defaults."""
+    return {name: each.default for name, each in inspect.signature(attention).parameters.items()}
+
+
+def _asked_by_name(
+    call: Mapping[str, Any],
+) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """`_asked` of all parameters of ``attention`` by name."""
+    lengths = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
+    return _asked(
+        *(call[name] for name in ("q", "k", "v", "mask", "out")),
+        tuple(call[name] for name in ("causal", "mask_type", "window_size", "return_lse")),
+        call["softmax_scale"],
+        tuple(call[name] for name in ("softcap", "alibi_slopes", "score", "params")),
+        tuple(call[name] for name in lengths),
+    )
+
+
+def _bound(max_seqlen: Any) -> Any:
+    """An int for what stands for one: the element of a tensor may change, and its plan would not."""
+    try:
+        return index_of(max_seqlen)
+    except TypeError:
+        return max_seqlen  # None, or what the operator refuses
+
+
 def _modification(
     softcap: float | None,
     alibi_slopes: Any,
@@ -295,15 +327,28 @@ def _modification(
     modification = _chain(os.environ.get("FLASHGEN_SPECS", ""), tuple(names))
     wanted = {param.name for param in modification.params}
     for name in sorted(given.keys() ^ wanted):
-        what = "has no parameter" if name in given else "needs the parameter"
+        has = f"it has {', '.join(sorted(wanted)) or 'none'}"
+        if name in given:
+            raise BadParam(f"score {modification.name} has no parameter {name}; {has}")
         raise BadParam(
-            f"score {modification.name} {what} {name}; it has {', '.join(sorted(wanted)) or 'none'}"
+            f"score {modification.name} needs the parameter {name}; pass params={{{name!r}: ...}}: {has}"
         )
     return (
         modification,
         tuple(given[param.name] for param in modification.arrays),
         tuple(given[param.name] for param in modification.scalars),
     )
+
+
+def check(q: Any, k: Any, v: Any = None, **options: Any) -> None:
+    """Raise what ``attention(q, k, v, **options)`` would raise ahead of its kernels; compute nothing.
+
+    For work in front of ``attention``, such as an append, that must not be done where attention then fails.
+    The plan is kept and its kernel loaded, so that the call itself only queues it. Elements are not read,
+    and results are those that ``attention`` allocates.
+    """
+    call = {**_defaults(), "q": q, "k": k, "v": v, **options, "out": None}
+    _check(*_asked_by_name(call), call["backend"], call["algorithm"])
 
 
 def explain(
@@ -390,7 +435,9 @@ def _device_of(arch: str | None) -> Device:
 
     if arch is None or (devices.available() and devices.device(0).arch == arch):
         if not devices.available():
-            raise DeviceTypeNotSupported(f"{devices.why_unavailable()}; say for which GPU: arch='sm_90'")
+            raise DeviceTypeNotSupported(
+                f"{devices.why_unavailable()}; say for which GPU: arch='sm_90' (--arch sm_90)"
+            )
         return devices.device(0)
     return typical(arch)
 
@@ -405,7 +452,7 @@ def _shaped(given: dict[str, Any], dtype: str) -> Problem:
     default as q, and v as k.
     """
     dtype = dtype_name(dtype)
-    defaults = {name: each.default for name, each in inspect.signature(attention).parameters.items()}
+    defaults = _defaults()
     known = defaults.keys() - {"append", "rotary", "stream", "backend", "algorithm"}
     unknown = given.keys() - known
     if unknown:
@@ -415,16 +462,7 @@ def _shaped(given: dict[str, Any], dtype: str) -> Problem:
         call["k"] = call["q"]
     if call["v"] is None and type(call["k"]) is not KVCache:
         call["v"] = call["k"]
-    operator, given_arrays, options, scalars = _asked(
-        *(call[name] for name in ("q", "k", "v", "mask", "out")),
-        tuple(call[name] for name in ("causal", "mask_type", "window_size", "return_lse")),
-        call["softmax_scale"],
-        tuple(call[name] for name in ("softcap", "alibi_slopes", "score", "params")),
-        tuple(
-            call[name]
-            for name in ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
-        ),
-    )
+    operator, given_arrays, options, scalars = _asked_by_name(call)
     views = []
     for argument, x in zip(operator.arguments, given_arrays, strict=True):
         if x is None:
@@ -459,13 +497,19 @@ def _call(
     algorithm: str | None,
 ) -> Any:
     """Compute ``given``, an array or None for each argument of the operator, with a plan that is kept."""
-    kind = arrays.kind_of(given[0])
-    if kind is None or not (
-        kind.types.issuperset(map(type, given)) or all(x is None or arrays.kind_of(x) is kind for x in given)
-    ):
+    kind = _common_kind(given)
+    if kind is None:
         return _call_adopted(operator, given, options, scalars, stream, backend, algorithm)
     known, pointers = _known(kind, operator, given, options, scalars, backend, algorithm)
     return known.run(given, pointers, scalars, stream)
+
+
+def _common_kind(given: tuple[Any, ...]) -> arrays.Kind | None:
+    """The native library that all arrays are of, or None."""
+    kind = arrays.kind_of(given[0])
+    if kind is None or kind.types.issuperset(map(type, given)):
+        return kind
+    return kind if all(x is None or arrays.kind_of(x) is kind for x in given) else None
 
 
 def _known(
@@ -505,12 +549,12 @@ def _check(
     algorithm: str | None,
 ) -> None:
     """Raise what is wrong with a call, without making it."""
-    kind = arrays.kind_of(given[0])
-    if kind is None or not all(x is None or arrays.kind_of(x) is kind for x in given):
+    kind = _common_kind(given)
+    if kind is None:
         _plan(operator, given, options, scalars, backend, algorithm)
         return
-    known, _ = _known(kind, operator, given, options, scalars, backend, algorithm)
-    known.problem.with_scalars(scalars)
+    known, pointers = _known(kind, operator, given, options, scalars, backend, algorithm)
+    known.check(pointers, scalars)
 
 
 def _plan(

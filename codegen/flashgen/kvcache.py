@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class KVCache:
+class _ShapesShown:
+    """Printed, arrays are their shapes: their elements may be gigabytes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        given = ((each.name, getattr(self, each.name)) for each in fields(self))
+        shown = (f"{name}={getattr(x, 'shape', x)}" for name, x in given if x is not None)
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
+class KVCache(_ShapesShown):
     """A cache of keys and values, as the caller holds it.
 
     k, v: (rows, capacity, num_heads_kv, head_dim), for v with head_dim_v: a row for each sequence. With pages
@@ -27,8 +38,8 @@ class KVCache:
     index: Any = None
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Rotary:
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
+class Rotary(_ShapesShown):
     """Rotary embedding: by which angles queries and keys are rotated.
 
     cos, sin: (num_positions, rotary_dim / 2), of the dtype of q, or fp32. rotary_dim is a multiple of 16; the

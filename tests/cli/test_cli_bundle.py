@@ -28,10 +28,20 @@ def test_a_bundle_says_what_it_holds(tiny, flashgen, tmp_path):
     assert [each["cached"] and each["kept"] for each in built["kernels"]] == [True, True]
 
 
+def test_kernels_with_a_score_modification_go_into_a_bundle(flashgen, tmp_path):
+    pytest.importorskip("cupy", reason="nothing can be compiled without CuPy and NVRTC")
+    path = tmp_path / "softcap.zip"
+    wanted = ("--select", "flash_fwd_hdim32_fp16_m64_sm80", "--arch", "sm_80", "--score", "softcap")
+    made = flashgen("bundle", *wanted, "-o", path)
+    assert made.exit_code == 0, made.stderr
+    assert [each.variant for each in Bundle(path).kernels] == ["flash_fwd_hdim32_fp16_softcap_m64_sm80"]
+
+
 def test_a_bundle_that_cannot_be_used_is_a_problem(tiny, flashgen, tmp_path):
     path = tmp_path / "kernels.zip"
     path.write_text("no zip")
     assert "is not a bundle, or is damaged" in flashgen("bundle", "--show", path).stderr
+    assert "nope.zip does not exist" in flashgen("bundle", "--show", tmp_path / "nope.zip").stderr
     result = flashgen("doctor", FLASHGEN_BUNDLE=str(path))
     assert result.exit_code == 1
     assert "FLASHGEN_BUNDLE is set" in result.stdout

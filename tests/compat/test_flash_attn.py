@@ -162,10 +162,9 @@ def test_packed_forms_are_the_plain_one(width):
 
 
 @pytest.mark.parametrize("length", [None, 0, 1, 29, 41, np.int64(17)], ids=str)
-@pytest.mark.parametrize("width", [32, 20])
-def test_a_cache_is_read_up_to_its_length_in_the_entries_of_q(width, length):
+def test_a_cache_is_read_up_to_its_length_in_the_entries_of_q(length):
     rng = np.random.default_rng()
-    q, k, v = qkv(rng, width, seqlen_q=3)
+    q, k, v = qkv(rng, seqlen_q=3)
     k_cache, v_cache = (np.full((5, *x.shape[1:]), np.nan, x.dtype) for x in (k, v))
     end = 41 if length is None else length
     k_cache[:2, :end], v_cache[:2, :end] = k[:, :end], v[:, :end]
@@ -203,15 +202,9 @@ def test_a_cache_of_fewer_entries_than_q_is_refused():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("k", np.zeros((2, 1, 2, 32), np.float16)),
-        ("v", np.zeros((2, 1, 2, 32), np.float16)),
-        ("rotary_cos", np.zeros((41, 16), np.float16)),
-        ("rotary_sin", np.zeros((41, 16), np.float16)),
-        ("cache_seqlens", np.array([3, 4], np.int32)),
-        ("cache_batch_idx", np.array([1, 0], np.int32)),
         ("cache_leftpad", np.array([1, 0], np.int32)),
-        ("block_table", np.zeros((2, 1), np.int32)),
         ("num_splits", 1),
+        ("num_splits", 4),
     ],
 )
 def test_what_a_cache_cannot_do_is_named(name, value):
@@ -228,17 +221,11 @@ def test_dropout_is_named(dropout_p):
         lambda: flash_attn_func(q, k, v, dropout_p),
         lambda: flash_attn_qkvpacked_func(x, dropout_p),
         lambda: flash_attn_kvpacked_func(q, x[:, :, 1:], dropout_p),
+        lambda: flash_attn_varlen_func(q[0], k[0], v[0], None, None, 21, 21, dropout_p),
     ]
     for call in calls:
         with pytest.raises(NotImplementedError, match=f"dropout_p is {dropout_p}"):
             call()
-
-
-def test_variable_lengths_are_named():
-    q, k, v = (x[0] for x in qkv(np.random.default_rng(), seqlen_q=41))
-    cu = np.array([0, 20, 41], np.int32)
-    with pytest.raises(NotImplementedError, match="cu_seqlens_q and cu_seqlens_k"):
-        flash_attn_varlen_func(q, k, v, cu, cu, 21, 21)
 
 
 def test_neutral_values_change_nothing():
@@ -269,9 +256,16 @@ def test_a_gradient_is_refused_by_name(name):
     given[name].requires_grad_()
     with pytest.raises(NotImplementedError, match=f"^{name} requires a gradient"):
         flash_attn_func(**given)
+    packed, cu = [given[each][0] for each in "qkv"], torch.tensor([0, 5], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match=f"^{name} requires a gradient"):
+        flash_attn_varlen_func(*packed, cu, cu, 5, 5)
     cached = "q" if name == "q" else f"{name}_cache"
     with pytest.raises(NotImplementedError, match=f"^{cached} requires a gradient"):
         flash_attn_with_kvcache(given["q"], given["k"], given["v"])
+    if name != "q":
+        caches = [given[each].detach().clone() for each in "kv"]
+        with pytest.raises(NotImplementedError, match=f"^{name} requires a gradient"):
+            flash_attn_with_kvcache(given["q"], *caches, given["k"], given["v"], cache_seqlens=0)
     with torch.no_grad():
         assert torch.equal(flash_attn_func(**given), plain)
 
@@ -302,3 +296,370 @@ def test_arrays_of_jax(width):
     out = flash_attn_func(*map(jax.numpy.asarray, (q, k, v)), causal=True)
     assert isinstance(out, jax.Array)
     close([np.asarray(out)], expected(q, k, v, causal=True)[:1])
+
+
+@pytest.fixture(params=["numpy", "torch"])
+def array(request):
+    """Makes an array of a library, over the memory of one of NumPy."""
+    if request.param == "numpy":
+        return lambda x: x
+    torch = pytest.importorskip("torch")
+    return lambda x: None if x is None else torch.from_numpy(x)
+
+
+def ends(lengths):
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def some_lengths(rng, batch, most):
+    """Of each sequence, one of them 0."""
+    lengths = rng.integers(1, most + 1, batch)
+    lengths[rng.integers(batch)] = 0
+    return lengths
+
+
+def paged(rng, sequences, page_size, capacity=None):
+    """The rows of each sequence in pages among others, and the block table, garbage behind the last row."""
+    needed = [-(-len(x) // page_size) for x in sequences]
+    columns = max(needed) + 2 if capacity is None else capacity // page_size
+    table = rng.choice([-7, 10**6], (len(sequences), columns)).astype(np.int32)
+    pages = np.full((sum(needed) + columns * len(sequences), page_size, *sequences[0].shape[1:]), np.nan)
+    pages = pages.astype(sequences[0].dtype)
+    free = list(rng.permutation(len(pages)))
+    for b, x in enumerate(sequences):
+        for j in range(needed[b] if capacity is None else columns):
+            table[b, j] = free.pop()
+            part = x[j * page_size : (j + 1) * page_size]
+            pages[table[b, j], : len(part)] = part
+    return pages, table
+
+
+VISIBLE = [
+    {},
+    {"causal": True},
+    {"window_size": (6, 3)},
+    {"causal": True, "window_size": (9, 5), "softcap": 2.0},
+    {"softcap": 3.0, "softmax_scale": 0.3},
+]
+
+
+def oracle(q, k, v, options, slopes=None):
+    """`expected` of one sequence without batch."""
+    named = {"softmax_scale": "scale", "window_size": "window"}
+    options = {named.get(name, name): value for name, value in options.items()}
+    if not len(k):
+        return np.zeros((*q.shape[:-1], v.shape[-1])), np.full((q.shape[1], len(q)), -np.inf)
+    out, lse = expected(q[None], k[None], v[None], slopes=slopes, **options)
+    return out[0], lse[0]
+
+
+def slopes_of(kind, b):
+    return kind if kind is None or kind.ndim == 1 else kind[b]
+
+
+@pytest.mark.parametrize("slopes", [None, (4,), (5, 4)], ids=lambda shape: f"slopes{shape}")
+@pytest.mark.parametrize("options", VISIBLE, ids=str)
+@pytest.mark.parametrize("page_size", [None, 1, 7, 16], ids=lambda size: f"pages{size}")
+def test_sequences_of_several_lengths(array, page_size, options, slopes):
+    """Packed, or with keys in pages; either side may be empty."""
+    rng = np.random.default_rng()
+    q_lengths, k_lengths = some_lengths(rng, 5, 20), some_lengths(rng, 5, 45)
+    q, k, v = (x[0] for x in qkv(rng, seqlen_q=sum(q_lengths), seqlen_k=sum(k_lengths), batch=1))
+    if slopes is not None:
+        slopes = rng.uniform(0, 0.5, slopes).astype(np.float32)
+    cu_q, cu_k = ends(q_lengths), ends(k_lengths)
+    keys, values, table = k, v, None
+    if page_size:
+        seed = rng.integers(2**32)
+        keys, table = paged(np.random.default_rng(seed), np.split(k, cu_k[1:-1]), page_size)
+        values, _ = paged(np.random.default_rng(seed), np.split(v, cu_k[1:-1]), page_size)
+    out, lse, probabilities = flash_attn_varlen_func(
+        *map(array, (q, keys, values, cu_q, cu_k)),
+        int(max(q_lengths)),
+        array(np.array(max(k_lengths))),
+        alibi_slopes=array(slopes) if slopes is not None else None,
+        return_attn_probs=True,
+        block_table=array(table) if page_size else None,
+        **options,
+    )
+    assert probabilities is None
+    assert (type(out), out.shape, lse.shape) == (type(array(q)), q.shape, (4, len(q)))
+    for b in range(5):
+        of_q, of_k = slice(*cu_q[b : b + 2]), slice(*cu_k[b : b + 2])
+        right = oracle(q[of_q], k[of_k], v[of_k], options, slopes_of(slopes, b))
+        close((np.asarray(out)[of_q], np.asarray(lse)[:, of_q]), right)
+
+
+@pytest.mark.parametrize("width", [1, 20, 36])
+def test_packed_sequences_of_any_head_dim(array, width):
+    rng = np.random.default_rng()
+    q, k, v = (x[0] for x in qkv(rng, width, seqlen_q=20, seqlen_k=30, batch=1))
+    v = v[..., : width - width // 4]
+    cu_q, cu_k = ends([12, 8]), ends([9, 21])
+    given = [array(x) for x in (q, k, v, cu_q, cu_k)]
+    out = flash_attn_varlen_func(*given, 12, 21, causal=True)
+    assert out.shape == (20, 4, v.shape[-1])
+    for b in range(2):
+        of_q, of_k = slice(*cu_q[b : b + 2]), slice(*cu_k[b : b + 2])
+        close([np.asarray(out)[of_q]], expected(q[None, of_q], k[None, of_k], v[None, of_k], causal=True)[0])
+
+
+def test_a_packed_batch_of_none():
+    q, k, v = (x[0] for x in qkv(np.random.default_rng(), seqlen_q=0, seqlen_k=0, batch=1))
+    assert flash_attn_varlen_func(q, k, v, ends([]), ends([]), 0, 0).shape == (0, 4, 32)
+
+
+def test_what_is_wrong_with_packed_sequences_is_named():
+    q, k, v = (x[0] for x in qkv(np.random.default_rng(), seqlen_q=41))
+    cu = ends([20, 21])
+    with pytest.raises(errors.NullPointer, match="cu_seqlens_k is None"):
+        flash_attn_varlen_func(q, k, v, cu, None, 21, 21)
+    with pytest.raises(errors.BadTensorShape, match=r"k has shape .*expected \(total_k, nheads_k"):
+        flash_attn_varlen_func(q, k[None], v, cu, cu, 21, 21)
+    with pytest.raises(errors.BadTensorShape, match="for a batch of"):
+        flash_attn_varlen_func(q, k, v, cu, cu[:2], 21, 21)
+    with pytest.raises(errors.BadTensorDtype, match="cu_seqlens_q has dtype int64"):
+        flash_attn_varlen_func(q, k, v, cu.astype(np.int64), cu, 21, 21)
+    with pytest.raises(errors.BadParam, match=r"max_seqlen_q is 2\.5"):
+        flash_attn_varlen_func(q, k, v, cu, cu, 2.5, 21)
+    with pytest.raises(errors.BadTensorShape, match=r"v has shape .*expected \(num_blocks, page_block_size"):
+        flash_attn_varlen_func(q, k[None], v, cu, cu, 21, 21, block_table=np.zeros((2, 1), np.int32))
+
+
+def rotated(x, positions, cos, sin, interleaved):
+    """x, (tokens, heads, width), in float64, each token by its row of the tables."""
+    out, half = x.astype(np.float64), cos.shape[1]
+    first = slice(0, 2 * half, 2) if interleaved else slice(half)
+    second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
+    a, b = out[..., first].copy(), out[..., second].copy()
+    c, s = (table[positions][:, None].astype(np.float64) for table in (cos, sin))
+    out[..., first], out[..., second] = a * c - b * s, b * c + a * s
+    return out
+
+
+def tables(rng, rows, rotary_dim, dtype):
+    if not rotary_dim:
+        return None, None
+    angles = rng.uniform(0, 6, (rows, rotary_dim // 2))
+    return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
+
+
+@pytest.mark.parametrize("options", VISIBLE, ids=str)
+@pytest.mark.parametrize("rotary", [(0, True), (16, True), (16, False), (32, False)], ids=str)
+@pytest.mark.parametrize("cached", ["rows", "index", "pages1", "pages16"])
+@pytest.mark.parametrize("seqlen_new", [1, 5])
+def test_new_keys_go_into_the_cache_and_are_seen(array, seqlen_new, cached, rotary, options):
+    """Rotated in the cache and for the queries; nothing but their places in the cache changes."""
+    rng = np.random.default_rng()
+    batch, capacity = 3, 48
+    lengths = some_lengths(rng, batch, capacity - seqlen_new)
+    q, k_new, v_new = qkv(rng, seqlen_q=seqlen_new, seqlen_k=seqlen_new, batch=batch)
+    _, k_old, v_old = qkv(rng, seqlen_k=capacity, batch=batch)
+    rotary_dim, interleaved = rotary
+    cos, sin = tables(rng, capacity, rotary_dim, rng.choice([np.float16, np.float32]))
+    slopes = rng.uniform(0, 0.5, (batch, 4)).astype(np.float32)
+    index = table = None
+    if cached.startswith("pages"):
+        page_size, seed = int(cached[5:]), rng.integers(2**32)
+        k_cache, table = paged(np.random.default_rng(seed), k_old, page_size, capacity)
+        v_cache, _ = paged(np.random.default_rng(seed), v_old, page_size, capacity)
+        places = [
+            [(table[b, p // page_size], p % page_size) for p in range(lengths[b], lengths[b] + seqlen_new)]
+            for b in range(batch)
+        ]
+        # What stands behind the last page is never read.
+        for b in range(batch):
+            table[b, -(-(lengths[b] + seqlen_new) // page_size) :] = rng.choice([-7, 10**6])
+    else:
+        index = rng.permutation(7)[:batch].astype(np.int32) if cached == "index" else None
+        entry = np.arange(batch) if index is None else index
+        k_cache, v_cache = (np.full((7, capacity, 2, 32), np.nan, np.float16) for _ in "kv")
+        k_cache[entry], v_cache[entry] = k_old, v_old
+        places = [[(entry[b], lengths[b] + i) for i in range(seqlen_new)] for b in range(batch)]
+    before = [x.copy() for x in (q, k_new, v_new, k_cache, v_cache)]
+    k_lengths = lengths.astype(np.int32)
+    out, lse = flash_attn_with_kvcache(
+        *map(array, (q, k_cache, v_cache, k_new, v_new)),
+        rotary_cos=array(cos) if rotary_dim else None,
+        rotary_sin=array(sin) if rotary_dim else None,
+        cache_seqlens=array(k_lengths),
+        cache_batch_idx=None if index is None else array(index),
+        block_table=None if table is None else array(table),
+        rotary_interleaved=interleaved,
+        alibi_slopes=array(slopes),
+        return_softmax_lse=True,
+        **options,
+    )
+    assert np.array_equal(k_lengths, lengths)
+    for x, y in zip((q, k_new, v_new), before[:3], strict=True):
+        assert np.array_equal(x, y)
+    moves = options.get("causal") or "window_size" in options
+    for b in range(batch):
+        where = tuple(np.array(places[b]).T)
+        positions = lengths[b] + np.arange(seqlen_new)
+        of_q, of_k = q[b], k_new[b]
+        if rotary_dim:
+            of_k = rotated(of_k, positions, cos, sin, interleaved)
+            of_q = rotated(of_q, positions if moves else positions * 0 + lengths[b], cos, sin, interleaved)
+        np.testing.assert_allclose(k_cache[where], of_k, atol=4e-3)
+        assert np.array_equal(v_cache[where], v_new[b])
+        k = np.concatenate([k_old[b, : lengths[b]], of_k])
+        v = np.concatenate([v_old[b, : lengths[b]], v_new[b]])
+        right = oracle(of_q, k, v, options, slopes[b])
+        close((np.asarray(out)[b], np.asarray(lse)[b]), right)
+        k_cache[where], v_cache[where] = before[3][where], before[4][where]
+    assert np.array_equal(k_cache, before[3], equal_nan=True)
+    assert np.array_equal(v_cache, before[4], equal_nan=True)
+
+
+@pytest.mark.parametrize("cached", ["rows", "index", "pages"])
+@pytest.mark.parametrize("given", ["array", "int", "none"])
+def test_a_cache_without_new_keys(array, given, cached):
+    rng = np.random.default_rng()
+    batch, capacity, page_size = 3, 40, 8
+    q, k, v = qkv(rng, seqlen_q=4, seqlen_k=capacity, batch=batch)
+    lengths = {"array": some_lengths(rng, batch, capacity), "int": [17] * batch, "none": [capacity] * batch}
+    lengths = np.array(lengths[given], np.int32)
+    index = table = None
+    k_cache, v_cache = np.concatenate([k, k]), np.concatenate([v, v])
+    if cached == "index":
+        index = np.array([5, 1, 1], np.int32)
+        k, v = k_cache[index], v_cache[index]
+    elif cached == "pages":
+        seed = rng.integers(2**32)
+        k_cache, table = paged(np.random.default_rng(seed), k, page_size, capacity)
+        v_cache, _ = paged(np.random.default_rng(seed), v, page_size, capacity)
+    before = [x.copy() for x in (k_cache, v_cache)]
+    found = flash_attn_with_kvcache(
+        *map(array, (q, k_cache, v_cache)),
+        cache_seqlens={"array": array(lengths), "int": 17, "none": None}[given],
+        cache_batch_idx=None if index is None else array(index),
+        block_table=None if table is None else array(table),
+        causal=True,
+        return_softmax_lse=True,
+    )
+    for b in range(batch):
+        right = oracle(q[b], k[b, : lengths[b]], v[b, : lengths[b]], {"causal": True})
+        close([np.asarray(x)[b] for x in found], right)
+    assert all(np.array_equal(x, y, equal_nan=True) for x, y in zip((k_cache, v_cache), before, strict=True))
+
+
+def test_an_int_says_where_new_keys_go(array):
+    rng = np.random.default_rng()
+    q, k, v = qkv(rng, seqlen_q=2)
+    cut = [x[:, :29].copy() for x in (k, v)]
+    caches = [np.pad(x[:, :27], ((0, 2), (0, 14), (0, 0), (0, 0))) for x in (k, v)]
+    new = [x[:, 27:29].copy() for x in (k, v)]
+    out = flash_attn_with_kvcache(*map(array, (q, *caches, *new)), cache_seqlens=27, causal=True)
+    close([np.asarray(out)], expected(q, *cut, causal=True)[:1])
+    for cache, x in zip(caches, cut, strict=True):
+        assert np.array_equal(cache[:2, :29], x)
+        assert not cache[2:].any()
+        assert not cache[:, 29:].any()
+
+
+def test_new_keys_and_queries_by_strides(array):
+    """An array whose last dimension is not contiguous is copied, as in flash-attn; but never a cache."""
+    q, k, v = qkv(np.random.default_rng(), seqlen_q=3, seqlen_k=3)
+    turned = [np.ascontiguousarray(x.swapaxes(1, 3)).swapaxes(1, 3) for x in (q, k, v)]
+    found = []
+    for x, y, z in ((q, k, v), turned):
+        caches = [np.zeros((2, 9, 2, 32), np.float16) for _ in "kv"]
+        out = flash_attn_with_kvcache(*map(array, (x, *caches, y, z)), cache_seqlens=2)
+        found.append([np.asarray(out), *caches])
+    assert all(np.array_equal(x, y) for x, y in zip(*found, strict=True))
+    with pytest.raises(errors.BadTensorStrides, match="k has strides"):
+        flash_attn_with_kvcache(*map(array, (q, *turned[1:])), cache_seqlens=2)
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_a_cache_that_padding_would_copy_is_refused(name, dtype):
+    q, k, v = qkv(np.random.default_rng(), 40, dtype=dtype)
+    caches = {"k": k, "v": v}
+    caches[name] = caches[name][..., :38]
+    table, cu = np.zeros((2, 1), np.int32), ends([9, 9])
+    with pytest.raises(errors.BadTensorShape, match=f"^{name}_cache has head_dim 38.*allocate it with 40"):
+        flash_attn_with_kvcache(q, *caches.values())
+    with pytest.raises(errors.BadTensorShape, match=f"^{name}_cache has head_dim 38"):
+        flash_attn_with_kvcache(q, *caches.values(), cache_seqlens=3, block_table=table)
+    with pytest.raises(errors.BadTensorShape, match=f"^{name} has head_dim 38"):
+        flash_attn_varlen_func(q[0, :18], *caches.values(), cu, cu, 9, 9, block_table=table)
+
+
+def test_the_way_out_of_a_narrow_cache_works():
+    q, k, v = qkv(np.random.default_rng(), 36)
+    padded = [np.pad(x, ((0, 0), (0, 0), (0, 0), (0, 4))) for x in (q, k, v)]
+    out = flash_attn_with_kvcache(*padded, cache_seqlens=30, softmax_scale=36**-0.5)[..., :36]
+    close([out], expected(q, k[:, :30], v[:, :30])[:1])
+
+
+NEW = {"k": np.ones((2, 3, 2, 32), np.float16), "v": np.ones((2, 3, 2, 32), np.float16)}
+COS = {"rotary_cos": np.ones((41, 8), np.float16), "rotary_sin": np.ones((41, 8), np.float16)}
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"k": NEW["k"]}, errors.NullPointer, "v is None but k was given"),
+        ({"v": NEW["v"]}, errors.NullPointer, "k is None but v was given"),
+        (NEW, errors.NullPointer, "cache_seqlens is None but k was given"),
+        (COS, errors.BadParam, "rotary_cos was given without k and v"),
+        (NEW | {"rotary_sin": COS["rotary_sin"]}, errors.NullPointer, "rotary_cos is None but rotary_sin"),
+        (NEW | {"cache_seqlens": 39}, errors.BadParam, "is 39; k_cache has room for 41 keys, and k has 3"),
+        (NEW | {"cache_seqlens": 1, "window_size": 5}, errors.BadParam, "window_size is 5"),
+        (NEW | {"cache_seqlens": 1, "softcap": float("inf")}, errors.BadParam, "softcap is inf"),
+        (NEW | {"cache_seqlens": 1, "softmax_scale": float("nan")}, errors.BadParam, "softmax_scale is nan"),
+        (
+            NEW | {"cache_seqlens": 1, "alibi_slopes": np.ones(3, np.float32)},
+            errors.BadTensorShape,
+            "slope has shape",
+        ),
+        (
+            NEW | {"cache_seqlens": np.array([1, 40], np.int32)},
+            errors.BadTensorShape,
+            "sequence 1 has 40 tokens and gets 3",
+        ),
+        (NEW | {"cache_seqlens": np.ones(2, np.int64)}, errors.BadTensorDtype, "lengths has dtype int64"),
+        (NEW | {"cache_seqlens": 1, "v": NEW["v"][..., :24]}, errors.BadTensorShape, "v_new has"),
+        (
+            NEW | COS | {"cache_seqlens": 1, "rotary_sin": COS["rotary_sin"][:, :4]},
+            errors.BadTensorShape,
+            "sin has shape",
+        ),
+        (
+            {"cache_batch_idx": np.array([0, 1], np.int32), "block_table": np.zeros((2, 1), np.int32)},
+            errors.BadParam,
+            "pages and index were given",
+        ),
+        ({"block_table": np.zeros(2, np.int32)}, errors.BadTensorShape, "block_table has shape"),
+    ],
+    ids=lambda given: "-".join(given) if isinstance(given, dict) else "",
+)
+def test_what_is_wrong_is_said_before_the_cache_is_written_to(given, error, message):
+    q, k, v = qkv(np.random.default_rng(), seqlen_q=3)
+    before = [x.copy() for x in (k, v)]
+    with pytest.raises(error, match=message):
+        flash_attn_with_kvcache(q, k, v, **given)
+    assert all(np.array_equal(x, y) for x, y in zip((k, v), before, strict=True))
+
+
+def test_a_misaligned_query_is_refused_before_the_cache_is_written_to():
+    q, k, v = qkv(np.random.default_rng(), seqlen_q=3)
+    memory = np.zeros(q.size + 8, np.float16)
+    start = 1 if memory.ctypes.data % 16 == 0 else 0
+    q = memory[start : start + q.size].reshape(q.shape)
+    before = k.copy()
+    with pytest.raises(errors.BadTensorStrides, match="q starts at address"):
+        flash_attn_with_kvcache(q, k, v, **NEW, cache_seqlens=2)
+    assert np.array_equal(k, before)
+
+
+def test_a_cache_of_jax_is_read_but_not_written_to():
+    jax = pytest.importorskip("jax")
+    q, k, v = map(jax.numpy.asarray, qkv(np.random.default_rng()))
+    out = flash_attn_with_kvcache(q, k, v, cache_seqlens=30)
+    assert isinstance(out, jax.Array)
+    close([np.asarray(out)], expected(*(np.asarray(x) for x in (q, k[:, :30], v[:, :30])))[:1])
+    with pytest.raises(errors.BadParam, match="cannot be written to"):
+        flash_attn_with_kvcache(q, k, v, k[:, :1], v[:, :1], cache_seqlens=2)

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flashgen.cli.options import Architecture, jobs_option, json_option, select_option, specs_option
+from flashgen.cli.options import (
+    Architecture,
+    jobs_option,
+    json_option,
+    score_option,
+    select_option,
+    specs_option,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +30,7 @@ if TYPE_CHECKING:
 \b
 Examples:
   flashgen bundle --select 'head_dim=128 dtype=bf16' -o kernels.zip
+  flashgen bundle --select head_dim=128 --score softcap -o softcap.zip
   flashgen bundle --show kernels.zip
   FLASHGEN_BUNDLE=kernels.zip python serve.py
 
@@ -57,6 +65,7 @@ kernel does not compile, or with --show the bundle cannot be used.
 )
 @jobs_option
 @specs_option
+@score_option
 @json_option
 def command(
     selections: tuple[str, ...],
@@ -65,6 +74,7 @@ def command(
     show: Path | None,
     jobs: int | None,
     specs: Path | None,
+    score: str | None,
     as_json: bool,
 ) -> None:
     """Compile the kernels of --select and put them into one file; or show what a bundle holds."""
@@ -75,7 +85,7 @@ def command(
         return
     if not selections:
         raise click.UsageError("say which kernels: --select 'head_dim=128 dtype=bf16 mask_type=causal'")
-    results, snapshots = _built(selections, archs, jobs, specs)
+    results, snapshots = _built(selections, archs, jobs, specs, score)
     failed = [built for built in results if built.failure]
     if failed:
         raise click.ClickException(
@@ -87,10 +97,15 @@ def command(
 
 
 def _built(
-    selections: Sequence[str], archs: Sequence[str], jobs: int | None, specs: Path | None
+    selections: Sequence[str],
+    archs: Sequence[str],
+    jobs: int | None,
+    specs: Path | None,
+    score: str | None,
 ) -> tuple[list[Built], dict[str, bytes]]:
     """Every kernel that a chosen variant launches, compiled; and the checked specs, by their keys."""
     from flashgen.cli.kernels import compiled
+    from flashgen.cli.options import with_score
     from flashgen.spec.bases import whole_text
     from flashgen.spec.load import load_specs
     from flashgen.spec.selection import select
@@ -98,6 +113,7 @@ def _built(
 
     loaded: tuple[Spec, ...] = load_specs(specs)
     chosen = select([variant for spec in loaded for variant in spec.variants()], selections)
+    chosen = with_score(chosen, specs, score)
     steps = dict.fromkeys(step for variant in chosen for step in variant.steps)
     results = compiled([*steps], archs, jobs)
     return results, {snapshot_key(whole_text(spec.path, spec.text)): encode(spec.content) for spec in loaded}

@@ -4,18 +4,23 @@
 
 Arrays are those of ``flashgen.attention``: PyTorch, CuPy, NumPy, JAX and others; fp16, bf16, and fp32, which
 flash-attn itself has not. What flashgen does not compute raises NotImplementedError with the name of the
-argument: gradients, dropout, variable lengths, and caches that are appended to, paged, or filled to a length
-that is known on the device alone. Other errors are those of ``flashgen.attention``.
+argument: gradients, dropout, caches that do not begin with their first key, and a fixed number of splits.
+Other errors are those of ``flashgen.attention`` and ``flashgen.append``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 from typing import Any
 
+from flashgen.api import attention, check
+from flashgen.appending import append
+from flashgen.compat.libraries import int32s
 from flashgen.compat.refusals import refuse_dropout, refuse_gradients
-from flashgen.compat.widths import attention_of_any_width
-from flashgen.errors import BadParam, BadTensorShape
+from flashgen.compat.widths import attention_of_any_width, contiguous_rows, missing
+from flashgen.errors import BadParam, BadTensorShape, NullPointer
+from flashgen.kvcache import KVCache, Rotary
 
 
 def flash_attn_func(
@@ -141,14 +146,49 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Any = None,
 ) -> Any:
-    """Not there yet: raises NotImplementedError.
+    """Attention of sequences that are packed one behind another: q is (total_q, nheads, headdim), k and v are
+    (total_k, nheads_k, headdim).
 
-    The lengths lie on the device. Even where all are equal, finding that out would wait for it.
+    cu_seqlens_q, cu_seqlens_k: int32, (batch + 1,), on the device of q: sequence b has the queries from
+        cu_seqlens_q[b] to cu_seqlens_q[b + 1], likewise the keys. Nothing on the host reads them; any length
+        may be 0.
+    max_seqlen_q, max_seqlen_k: no sequence is longer. Queries of one that is may be left out.
+    block_table: int32, (batch, max_num_blocks_per_seq): k and v are (num_blocks, page_block_size, nheads_k,
+        headdim), and block block_table[b, j] has the keys of sequence b from j page_block_size. Of
+        cu_seqlens_k the differences count, the lengths of keys. A block has any size; entries behind the
+        last key are not read.
+    The others are as in ``flash_attn_func``, with the lengths of each sequence for seqlen_q and seqlen_k.
+    alibi_slopes is (nheads,) or (batch, nheads). A head dim is padded as there, but not that of blocks.
+
+    Returns out, (total_q, nheads, headdim of v), or with return_attn_probs (out, softmax_lse, None) with the
+    LSE in fp32, (nheads, total_q).
+
+    Raises what ``flash_attn_func`` does, NullPointer without cu_seqlens, and BadTensorShape for blocks whose
+    rows are no multiple of 16 bytes.
     """
-    raise NotImplementedError(
-        "cu_seqlens_q and cu_seqlens_k were given; flashgen has no variable lengths: pad the batch and call "
-        "flash_attn_func, or call it once for each sequence"
-    )
+    refuse_dropout(dropout_p)
+    refuse_gradients(q=q, k=k, v=v)
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if x is None:
+            raise NullPointer(f"{name} is None; expected an int32 array, (batch + 1,)")
+        _check_rank(name, x, "batch + 1")
+    _check_rank("q", q, "total_q, nheads, headdim")
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes) | {
+        "cu_seqlens_q": cu_seqlens_q,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_kv": max_seqlen_k,
+        "return_lse": return_attn_probs,
+    }
+    if block_table is None:
+        for name, x in (("k", k), ("v", v)):
+            _check_rank(name, x, "total_k, nheads_k, headdim")
+        result = attention_of_any_width(q, k, v, cu_seqlens_kv=cu_seqlens_k, **options)
+    else:
+        for name, x in (("k", k), ("v", v)):
+            _check_cache(name, x, "num_blocks, page_block_size, nheads_k, headdim")
+        lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+        result = attention(contiguous_rows(q), KVCache(k, v, lengths, pages=block_table), **options)
+    return (*result, None) if return_attn_probs else result
 
 
 def flash_attn_with_kvcache(
@@ -173,40 +213,66 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
 ) -> Any:
     """Attention of q, (batch, seqlen_q, nheads, headdim), on the first ``cache_seqlens`` keys of k_cache and
-    v_cache, (batch_cache, seqlen_cache, nheads_k, headdim).
+    v_cache, (batch_cache, seqlen_cache, nheads_k, headdim), behind which k and v are written first, if given.
 
-    batch_cache may be larger than batch: sequence b is entry b of the cache, which is read where it lies. A
-    head dim whose row is no multiple of 16 bytes copies the cache at each call, as in flash-attn.
-    cache_seqlens: an int, the length of every sequence, or None: the whole cache.
-    causal, window_size, softcap, alibi_slopes, softmax_scale: as in ``flash_attn_func``, with cache_seqlens
-        for seqlen_k.
-    rotary_interleaved: either way, for it only says how to rotate.
-    num_splits: 0 alone: flashgen chooses.
+    Caches are read and written where they lie, never copied, so their rows are a multiple of 16 bytes.
+    k, v: (batch, seqlen_new, nheads_k, headdim): written to positions cache_seqlens to
+        cache_seqlens + seqlen_new - 1 of their sequences. Attention includes them. On a GPU a token that has
+        no place there is left out; in host memory, or where cache_seqlens is an int, it is an error.
+    rotary_cos, rotary_sin: (seqlen_ro, rotary_dim / 2), of the dtype of q or fp32; only with k and v. They
+        rotate k from position cache_seqlens on; so they do q if causal or with a window, and else all of q to
+        position cache_seqlens. rotary_dim is a multiple of 16. q itself is not changed.
+    cache_seqlens: int32, (batch,), on the device of q: the keys in the cache, without those of k, which
+        nothing on the host reads; or an int, for all sequences. None, without k: the whole cache.
+    cache_batch_idx: int32, (batch,): the entry of each sequence in the cache; by default its own number.
+        Two sequences must not write to one.
+    block_table: int32, (batch, max_num_blocks_per_seq): the caches are (num_blocks, page_block_size,
+        nheads_k, headdim), and block block_table[b, j] has the keys of sequence b from j page_block_size. A
+        block has any size; entries behind the last key are not read. Not with cache_batch_idx.
+    causal, window_size, softcap, alibi_slopes, softmax_scale: as in ``flash_attn_func``, with the keys of
+        each sequence, those of k included, for seqlen_k.
+    rotary_interleaved: whether elements 2i and 2i + 1 are a pair, in place of i and i + rotary_dim / 2.
+    num_splits: 0 alone: flashgen chooses, by sizes that the host knows. It has no way to fix the splits.
 
     Returns out, (batch, seqlen_q, nheads, headdim), or, with return_softmax_lse, (out, softmax_lse) with the
     LSE in fp32, (batch, nheads, seqlen_q).
 
-    Raises NotImplementedError for k and v (appending), rotary_cos and rotary_sin, cache_seqlens as an array,
-    cache_batch_idx, cache_leftpad, block_table (pages), another num_splits, and arrays that require a
-    gradient; BadParam for cache_seqlens beyond the cache; and what ``flashgen.attention`` raises.
+    Raises NotImplementedError for cache_leftpad, another num_splits, and arrays that require a gradient;
+    BadTensorShape for a cache of another row; BadParam for an int beyond the cache; and what
+    ``flashgen.append`` and ``flashgen.attention`` raise, of which nothing that the host can tell without
+    reading elements is raised after the cache was written to.
     """
-    absent = {
-        "k": (k, "nothing is appended: write it to k_cache yourself"),
-        "v": (v, "nothing is appended: write it to v_cache yourself"),
-        "rotary_cos": (rotary_cos, "nothing is rotated: rotate q and k yourself"),
-        "rotary_sin": (rotary_sin, "nothing is rotated: rotate q and k yourself"),
-        "cache_batch_idx": (cache_batch_idx, "entries of the cache are read in their order"),
-        "cache_leftpad": (cache_leftpad, "sequences begin where the cache does"),
-        "block_table": (block_table, "the cache has no pages"),
-    }
-    for name, (value, why) in absent.items():
-        if value is not None:
-            raise NotImplementedError(f"{name} was given, which flashgen does not serve; {why}")
+    if cache_leftpad is not None:
+        raise NotImplementedError(
+            "cache_leftpad was given, which flashgen does not serve; sequences begin where the cache does"
+        )
     if num_splits != 0:
         raise NotImplementedError(f"num_splits is {num_splits!r}; flashgen chooses the splits: pass 0")
-    refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache)
-    k, v = _filled(q, k_cache, v_cache, cache_seqlens)
-    return _attention(q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse)
+    refuse_gradients(
+        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin
+    )
+    _check_rank("q", q, "batch, seqlen_q, nheads, headdim")
+    _check_new(k, v, rotary_cos, rotary_sin, cache_seqlens)
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes) | {
+        "return_lse": return_softmax_lse
+    }
+    q, seqlen_new = contiguous_rows(q), 0 if k is None else k.shape[1]
+    cache = _cache(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, block_table, seqlen_new)
+    if cache.lengths is None:
+        return attention(q, cache.k, cache.v, **options)
+    if k is not None:
+        check(q, cache, **options)  # ahead of the append, which cannot be undone
+        rotary = None if rotary_cos is None else Rotary(rotary_cos, rotary_sin, rotary_interleaved)
+        lengths, rotated = append(
+            cache,
+            contiguous_rows(k),
+            contiguous_rows(v),
+            rotary=rotary,
+            q=None if rotary is None else q,
+            q_positions="each" if causal or max(options["window_size"]) >= 0 else "first",
+        )
+        cache, q = dataclasses.replace(cache, lengths=lengths), q if rotated is None else rotated
+    return attention(q, cache, **options)
 
 
 def _attention(
@@ -222,18 +288,22 @@ def _attention(
 ) -> Any:
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_rank(name, x, "batch, seqlen, nheads, headdim")
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return attention_of_any_width(q, k, v, return_lse=return_lse, **options)
+
+
+def _options(
+    softmax_scale: float | None, causal: bool, window_size: Any, softcap: float, alibi_slopes: Any
+) -> dict[str, Any]:
+    """flash-attn's options as ``attention`` has them."""
     uncapped = isinstance(softcap, numbers.Real) and softcap <= 0
-    return attention_of_any_width(
-        q,
-        k,
-        v,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=_window(window_size, causal),
-        softcap=None if uncapped else softcap,
-        alibi_slopes=alibi_slopes,
-        return_lse=return_lse,
-    )
+    return {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_size": _window(window_size, causal),
+        "softcap": None if uncapped else softcap,
+        "alibi_slopes": alibi_slopes,
+    }
 
 
 def _window(window_size: Any, causal: bool) -> Any:
@@ -245,23 +315,72 @@ def _window(window_size: Any, causal: bool) -> Any:
     return left, 0 if causal else right
 
 
-def _filled(q: Any, k_cache: Any, v_cache: Any, length: Any) -> list[Any]:
-    """The keys and values of the sequences of q in a cache, as views."""
-    _check_rank("q", q, "batch, seqlen_q, nheads, headdim")
-    if not (length is None or isinstance(length, numbers.Integral)):
-        raise NotImplementedError(
-            f"cache_seqlens is of type {type(length).__name__}; flashgen has no length for each sequence: "
-            "pass an int, the length of all, or None"
-        )
-    filled = []
+def _cache(
+    q: Any, k_cache: Any, v_cache: Any, filled: Any, index: Any, pages: Any, seqlen_new: int
+) -> KVCache:
+    """The cache of the sequences of q, with room for ``seqlen_new`` tokens of each where ``filled`` is an
+    int. Without lengths where all of it is read, and its entries are those of q.
+    """
+    shape = "batch_cache, seqlen_cache" if pages is None else "num_blocks, page_block_size"
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _check_rank(name, x, "batch_cache, seqlen_cache, nheads_k, headdim")
-        if x.shape[0] < q.shape[0]:
-            raise BadTensorShape(f"{name} has {x.shape[0]} entries; q has {q.shape[0]}, and each needs one")
-        if length is not None and not 0 <= length <= x.shape[1]:
-            raise BadParam(f"cache_seqlens is {length}; {name} has room for {x.shape[1]} keys")
-        filled.append(x[: q.shape[0]] if length is None else x[: q.shape[0], :length])
-    return filled
+        _check_cache(name, x, f"{shape}, nheads_k, headdim")
+    batch, room = q.shape[0], k_cache.shape[1]
+    if pages is not None:
+        _check_rank("block_table", pages, "batch, max_num_blocks_per_seq")
+        room *= pages.shape[1]
+    elif index is None:
+        for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+            if x.shape[0] < batch:
+                raise BadTensorShape(f"{name} has {x.shape[0]} entries; q has {batch}, and each needs one")
+        if k_cache.shape[0] > batch:
+            k_cache, v_cache = k_cache[:batch], v_cache[:batch]
+        if filled is None:
+            return KVCache(k_cache, v_cache, None)
+    lengths = filled
+    if filled is None or isinstance(filled, numbers.Integral):
+        length = room if filled is None else int(filled)
+        if not 0 <= length <= room - seqlen_new:
+            new = f", and k has {seqlen_new} new ones" if seqlen_new else ""
+            raise BadParam(f"cache_seqlens is {length}; k_cache has room for {room} keys{new}")
+        lengths = int32s(batch, length, q)
+        if lengths is None:
+            raise NotImplementedError(
+                f"cache_seqlens is {filled} and q of type {type(q).__name__}, of which flashgen cannot make "
+                "an array of lengths: pass one, int32, (batch,)"
+            )
+    return KVCache(k_cache, v_cache, lengths, pages, index)
+
+
+def _check_new(k: Any, v: Any, rotary_cos: Any, rotary_sin: Any, cache_seqlens: Any) -> None:
+    """That what is appended is there in full."""
+    for (name, x), (other, y) in (
+        (("k", k), ("v", v)),
+        (("v", v), ("k", k)),
+        (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)),
+        (("rotary_sin", rotary_sin), ("rotary_cos", rotary_cos)),
+    ):
+        if x is not None and y is None:
+            raise NullPointer(f"{other} is None but {name} was given; pass both, or neither")
+    if k is None:
+        if rotary_cos is not None:
+            raise BadParam("rotary_cos was given without k and v; it rotates q where k is appended")
+        return
+    for name, x in (("k", k), ("v", v)):
+        _check_rank(name, x, "batch, seqlen_new, nheads_k, headdim")
+    if cache_seqlens is None:
+        raise NullPointer("cache_seqlens is None but k was given; it says where k goes")
+
+
+def _check_cache(name: str, x: Any, expected: str) -> None:
+    """That a cache can be read where it lies."""
+    _check_rank(name, x, expected)
+    lacking = missing(x)
+    if lacking:
+        width = x.shape[-1]
+        raise BadTensorShape(
+            f"{name} has head_dim {width}, and padding it would copy the cache; allocate it with "
+            f"{width + lacking}, pad q, k and v with zeros to that, and pass softmax_scale={width}**-0.5"
+        )
 
 
 def _check_packed(name: str, x: Any, parts: int, heads: str) -> None:

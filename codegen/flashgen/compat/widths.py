@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from flashgen.api import attention
+from flashgen.compat.libraries import is_tensor, module_of
 from flashgen.errors import BadTensorShape
 
 # Rows start at a multiple of so many bytes.
@@ -35,37 +36,29 @@ def attention_of_any_width(q: Any, k: Any, v: Any, *, softmax_scale: float | Non
     return (out, *lse) if lse else out
 
 
-def _fitted(x: Any) -> Any:
-    """``x``, or a copy of it where kernels could not read its rows. Anything that is no array stays as it
-    is, for ``attention`` to say what is wrong.
+def contiguous_rows(x: Any) -> Any:
+    """``x``, or a copy of it where its last dimension is not contiguous. Anything that is no array stays as
+    it is, for ``attention`` to say what is wrong.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(x, torch.Tensor):
-        if x.ndim == 0 or x.is_nested or x.layout != torch.strided:
-            return x
-        missing = _missing(x)
-        if missing:
-            return torch.nn.functional.pad(x, (0, missing))
-        return x if x.stride(-1) == 1 else x.contiguous()
-    xp = _module(x)
-    if xp is None or x.ndim == 0:
+    if is_tensor(x):
+        return x if not x.ndim or x.stride(-1) == 1 else x.contiguous()
+    if module_of(x) is None or x.ndim == 0:
         return x
-    missing = _missing(x)
-    if missing:
-        zeros = xp.broadcast_to(xp.zeros_like(x[..., :1]), (*x.shape[:-1], missing))
-        return xp.concatenate([x, zeros], axis=-1)
     strides = getattr(x, "strides", None)  # an array of JAX has none, and is contiguous
     return x if strides is None or strides[-1] == x.itemsize else x.copy()
 
 
-def _module(x: Any) -> Any:
-    """The module of NumPy, CuPy or JAX whose functions take the array; None for anything else."""
-    package = type(x).__module__.partition(".")[0]
-    if package in ("numpy", "cupy"):  # not every CuPy has __array_namespace__
-        return sys.modules[package]
-    return x.__array_namespace__() if hasattr(x, "__array_namespace__") else None
-
-
-def _missing(x: Any) -> int:
+def missing(x: Any) -> int:
     """How many elements a row lacks to a whole number of ROW_BYTES."""
     return -x.shape[-1] % (ROW_BYTES // x.dtype.itemsize or 1)
+
+
+def _fitted(x: Any) -> Any:
+    """``x``, or a copy of it where kernels could not read its rows."""
+    tensor, xp = is_tensor(x), module_of(x)
+    if not (tensor or xp) or x.ndim == 0 or not missing(x):
+        return contiguous_rows(x)
+    if tensor:
+        return sys.modules["torch"].nn.functional.pad(x, (0, missing(x)))
+    zeros = xp.broadcast_to(xp.zeros_like(x[..., :1]), (*x.shape[:-1], missing(x)))
+    return xp.concatenate([x, zeros], axis=-1)

@@ -482,7 +482,8 @@ def _check_mask(mask: ArrayView, sizes: Mapping[str, int]) -> None:
     if mask.dtype not in argument.dtypes:
         raise BadTensorDtype(
             f"mask has dtype {mask.dtype}; expected {' or '.join(argument.dtypes)}, "
-            "nonzero where a key is hidden"
+            "nonzero where a key is hidden. What is added to scores goes in as score='bias', "
+            "params={'bias': ...}"
         )
     try:
         check_broadcast(argument, mask, argument.extents(sizes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -209,6 +210,21 @@ class Plan:
         del memory
         return arrays[results[0]] if len(results) == 1 else tuple([arrays[place] for place in results])
 
+    def check(self, pointers: Pointers, scalars: tuple[Any, ...]) -> None:
+        """Raise what ``run`` would raise for inputs at these pointers, with 0 for outputs, and scalars."""
+        key = pointers, scalars
+        with contextlib.suppress(TypeError):  # a scalar that is no number; with_scalars says so
+            if key in self._works:
+                return
+        self.problem.with_scalars(scalars)
+        arguments, placed = self.problem.operator.arguments, self.problem.placed()
+        spans = [
+            (0, 0) if each is None or argument.is_output else each.span()
+            for argument, each in zip(arguments, placed, strict=True)
+        ]
+        check_memory(arguments, spans, pointers, ())
+        self._keep(key, _no_work)
+
     def _bound(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Arrays, tuple[Any, ...]]:
         """Arrays in the operator's order, and scalars in theirs."""
         operator, given = self.problem.operator, len(inputs)
@@ -274,10 +290,13 @@ class Plan:
         if self._checked:
             work = check.checked(work, problem, pointers)
         if key is not None:
-            if len(self._works) >= MAX_WORKS:
-                self._works = {}  # where addresses keep changing, choosing what to forget would cost more
-            self._works[key] = work
+            self._keep(key, work)
         return work
+
+    def _keep(self, key: Any, work: Work) -> None:
+        if len(self._works) >= MAX_WORKS:
+            self._works = {}  # where addresses keep changing, choosing what to forget would cost more
+        self._works[key] = work
 
     def _check(self, arrays: Arrays) -> None:
         """Raise the error of arrays that do not fit the plan."""

@@ -82,8 +82,9 @@ def named(problem: Problem, specs: Iterable[Spec], algorithm: str) -> list[Spec]
     known = [spec for spec in specs if spec.operator == problem.operator.name and spec.algorithm]
     found = [spec for spec in known if spec.algorithm == algorithm]
     if not found:
-        names = sorted({spec.algorithm for spec in known})
-        raise BadParam(f"algorithm is {algorithm!r}; allowed are {', '.join(map(repr, names))}, or None")
+        names = ", ".join(repr(name) for name in sorted({spec.algorithm for spec in known}))
+        allowed = f"allowed are {names}, or None" if names else f"{problem.operator.name} takes none"
+        raise BadParam(f"algorithm is {algorithm!r}; {allowed}")
     return found
 
 

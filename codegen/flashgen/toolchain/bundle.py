@@ -54,6 +54,8 @@ class Bundle:
             if made == (FORMAT, __version__):
                 self.compiler: str = manifest["compiler"]
                 self.kernels = tuple(Held(**each) for each in manifest["kernels"])
+        except FileNotFoundError:
+            raise BadParam(f"{path} does not exist; `flashgen bundle -o {path}` writes a bundle") from None
         except (OSError, zipfile.BadZipFile, LookupError, TypeError, ValueError) as error:
             raise BadParam(f"{path} is not a bundle, or is damaged ({error}); {_REMEDY}") from error
         if made != (FORMAT, __version__):

@@ -1,0 +1,35 @@
+"""The libraries of arrays, for what a drop-in makes itself."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def is_tensor(x: Any) -> bool:
+    """Whether ``x`` is a dense tensor of PyTorch."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(x, torch.Tensor):
+        return False
+    return x.layout == torch.strided and not x.is_nested
+
+
+def module_of(x: Any) -> Any:
+    """The module of NumPy, CuPy or JAX whose functions take the array; None for anything else."""
+    package = type(x).__module__.partition(".")[0]
+    if package in ("numpy", "cupy"):  # not every CuPy has __array_namespace__
+        return sys.modules[package]
+    return x.__array_namespace__() if hasattr(x, "__array_namespace__") else None
+
+
+def int32s(count: int, value: int, like: Any) -> Any:
+    """``count`` times ``value``, on the device of ``like`` and of its library; None where that is unknown."""
+    if is_tensor(like):
+        return like.new_full((count,), value, dtype=sys.modules["torch"].int32)
+    xp = module_of(like)
+    if xp is None:
+        return None
+    if xp.__name__ == "cupy":
+        with like.device:
+            return xp.full((count,), value, dtype=xp.int32)
+    return xp.full((count,), value, dtype=xp.int32, device=like.device)
