@@ -573,17 +573,18 @@ ATTENTION = Operator(
 
 
 @functools.lru_cache(maxsize=64)
-def _modified(score: Score) -> Operator:
+def modified(operator: Operator, score: Score) -> Operator:
+    """``operator`` with a score modification, whose arrays are arguments behind the others."""
     return dataclasses.replace(
-        ATTENTION,
-        arguments=(*ARGUMENTS, *(param.argument() for param in score.arrays)),
-        scalars=(*SCALARS, *(param.name for param in score.scalars)),
+        operator,
+        arguments=(*operator.arguments, *(param.argument() for param in score.arrays)),
+        scalars=(*operator.scalars, *(param.name for param in score.scalars)),
     )
 
 
 def operator_for(score: Score | None) -> Operator:
-    """Attention with a score modification, whose arrays are arguments behind the others."""
-    return ATTENTION if score is None else _modified(score)
+    """Attention with that score modification, if any."""
+    return ATTENTION if score is None else modified(ATTENTION, score)
 
 
 _MASK = ATTENTION.position("mask")

@@ -7,8 +7,6 @@ are packed (``cu_seqlens_kv``), padded (``kv_lengths``), rows of a cache (``inde
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 import operator
 from dataclasses import dataclass
@@ -419,18 +417,9 @@ VARLEN = Operator(
 )
 
 
-@functools.lru_cache(maxsize=64)
-def _modified(score: Score) -> Operator:
-    return dataclasses.replace(
-        VARLEN,
-        arguments=(*ARGUMENTS, *(param.argument() for param in score.arrays)),
-        scalars=(*SCALARS, *(param.name for param in score.scalars)),
-    )
-
-
 def operator_for(score: Score | None) -> Operator:
-    """``varlen`` with a score modification, whose arrays are arguments behind the others."""
-    return VARLEN if score is None else _modified(score)
+    """``varlen`` with that score modification, if any."""
+    return VARLEN if score is None else attention.modified(VARLEN, score)
 
 
 _CU_SEQLENS_Q, _CU_SEQLENS_KV, _PAGES = (
