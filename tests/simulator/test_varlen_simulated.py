@@ -141,7 +141,7 @@ def test_lengths_may_change_after_the_grid_is_fixed(name, compiler, fresh_seed):
 PADDED, PACKED = {"packed_q": False}, {"packed_q": True}
 FAULTS = (
     (fault("all pages instead of a length", CAUSAL_PAGED, FEW, (WRONG, *BOUNDS),
-           "return {0, load_length(params.kv_lengths, sequence, params.seqlen_kv)};",
+           "return {0, load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};",
            "return {0, params.seqlen_kv};"), {}),
     (fault("the page of the next key", CAUSAL_PAGED, FEW, (WRONG, *BOUNDS),
            "divide(key, params.page_size_divisor)", "divide(key + 1, params.page_size_divisor)"), {}),
