@@ -54,6 +54,7 @@ DECODING = (
     "flash_varlen_decode_hdim64_bf16_causal_paged_m64_packgqa_sm80",
 )
 LONG = Shape(3, 2100, heads=1, batch=6)
+MANY_LONG = Shape(3, 2100, heads=1, batch=14)
 TOKENS = Shape(1, 500, heads=2, batch=45)
 
 
@@ -74,11 +75,11 @@ def example_of(variant, shape, seed, packed_q=None, packed_kv=None):
     raise AssertionError("no seed packs sequences so")
 
 
-def verdict_of(variant, example, seed, sources=None):
+def verdict_of(variant, example, seed, sources=None, multiprocessors=3):
     """The check that found something, or None."""
     sources = sources or [render(step) for step in variant.steps]
     libraries = [load(source, step.name) for source, step in zip(sources, variant.steps, strict=True)]
-    device = dataclasses.replace(hardware.pretend_for(variant), num_sms=3)
+    device = dataclasses.replace(hardware.pretend_for(variant), num_sms=multiprocessors)
     try:
         run_steps(libraries, variant, example, seed=seed, device=device)
     except SimulationError as error:
@@ -170,13 +171,16 @@ FAULTS = (
     (fault("K of the next sequence is that of this one", DECODE, TOKENS, (WRONG, *BOUNDS),
            "fetch.index < fetch.place.end ? fetch.place : next_place(params, fetch.place)",
            "fetch.place"), {}),
-    (fault("a lost part", COMBINE, LONG, NUMBERS,
+    (fault("a lost part", COMBINE, MANY_LONG, NUMBERS,
            "(begin + tiles.kv_blocks - 1) / numbers.per_share :",
-           "(begin + tiles.kv_blocks - 1) / numbers.per_share - 1 :"), {}),
-    (fault("parts of an earlier sequence", COMBINE, LONG, (WRONG, *BOUNDS),
-           "numbers.before += __shfl_sync", "numbers.before -= __shfl_sync"), {}),
-    (fault("a combined row of the first sequence", COMBINE, LONG, NUMBERS,
-           "row.row_in_entry = queries.begin + row.query;", "row.row_in_entry = row.query;"), PACKED),
+           "(begin + tiles.kv_blocks - 1) / numbers.per_share - 1 :",
+           multiprocessors=20), {}),
+    (fault("parts of an earlier sequence", COMBINE, MANY_LONG, (WRONG, *BOUNDS),
+           "numbers.before += __shfl_sync", "numbers.before -= __shfl_sync",
+           multiprocessors=20), {}),
+    (fault("a combined row of the first sequence", COMBINE, MANY_LONG, NUMBERS,
+           "row.row_in_entry = queries.begin + row.query;", "row.row_in_entry = row.query;",
+           multiprocessors=20), PACKED),
     (fault("does not wait for the parts", COMBINE, LONG, ("dependency",),
            "    griddepcontrol_wait();\n", ""), {}),
 )  # fmt: skip
@@ -196,4 +200,5 @@ def test_a_planted_fault_is_found(fault, packing, compiler, fresh_seed):
     sources = [
         fault.plant(render(step)) if step.name == fault.variant else render(step) for step in variant.steps
     ]
-    assert verdict_of(variant, example, seed, sources) in fault.caught
+    found = verdict_of(variant, example, seed, sources, fault.multiprocessors or 3)
+    assert found in fault.caught
