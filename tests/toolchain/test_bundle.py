@@ -86,7 +86,7 @@ def test_damage_is_found(made, tmp_path):
         made.write_bytes(damaged)
         with pytest.raises(BadParam, match=r"kernels\.zip is"):
             bundle.Bundle(made).verify()
-    with pytest.raises(BadParam, match="is not a bundle"):
+    with pytest.raises(BadParam, match=r"none\.zip does not exist"):
         bundle.Bundle(tmp_path / "none.zip")
 
 

@@ -48,6 +48,12 @@ def test_a_target_that_is_asked_for_is_tuned_though_another_is_preferred(shipped
     assert subject.ordinary.target == "sm86"
 
 
+@pytest.mark.parametrize("spec", ["merge_sm80", "append_sm80", "flash_varlen_decode_sm80"])
+def test_only_attention_on_whole_arrays_is_timed(spec, shipped):
+    with pytest.raises(BadParam, match="and tune times attention alone"):
+        chosen(shipped, H200, f"spec={spec}")
+
+
 def test_what_cannot_be_tuned_is_an_error(shipped, tiny_spec):
     with pytest.raises(DeviceTypeNotSupported, match=r"runs on GPU 0 \(Tesla T4"):
         chosen(shipped, TURING, "head_dim=128")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashgen.errors import BadParam, DeviceTypeNotSupported
+from flashgen.operators.attention import ATTENTION
 from flashgen.schedule.dispatch import preferred, runs_on
 from flashgen.spec.variant import TUNED_TILE
 
@@ -35,10 +36,18 @@ def subjects(specs: Sequence[Spec], selected: Iterable[Variant], device: Device)
     """The points of the ``selected`` variants, in their order: for each family and combination of axis values
     those that dispatch would consider on ``device``.
 
+    Kernels of other operators than attention are left out.
+
     ``specs`` are those of the selected. Raises DeviceTypeNotSupported where none of the selected runs on the
     device, BadParam where only tiles with names were selected, or kernels that dispatch does not choose.
     """
-    selected = [variant for variant in selected if variant.is_main and not variant.on_request]
+    main = [variant for variant in selected if variant.is_main]
+    timed = [variant for variant in main if variant.operator == ATTENTION.name]
+    if main and not timed:
+        raise BadParam(
+            f"nothing to tune: the selected kernels are of {main[0].operator}, and tune times attention alone"
+        )
+    selected = [variant for variant in timed if not variant.on_request]
     if not selected:
         raise BadParam("nothing to tune: calls take the selected kernels only on request")
     ordinary = [variant for variant in selected if variant.tile_name in ("", TUNED_TILE)]
