@@ -340,17 +340,6 @@ def _modification(
     )
 
 
-def check(q: Any, k: Any, v: Any = None, **options: Any) -> None:
-    """Raise what ``attention(q, k, v, **options)`` would raise ahead of its kernels; compute nothing.
-
-    For work in front of ``attention``, such as an append, that must not be done where attention then fails.
-    The plan is kept and its kernel loaded, so that the call itself only queues it. Elements are not read,
-    and results are those that ``attention`` allocates.
-    """
-    call = {**_defaults(), "q": q, "k": k, "v": v, **options, "out": None}
-    _check(*_asked_by_name(call), call["backend"], call["algorithm"])
-
-
 def explain(
     q: Any,
     k: Any = None,
@@ -548,7 +537,7 @@ def _check(
     backend: str | None,
     algorithm: str | None,
 ) -> None:
-    """Raise what is wrong with a call, without making it."""
+    """Raise what is wrong with a call; compute nothing. Its plan is kept, so that the call only queues it."""
     kind = _common_kind(given)
     if kind is None:
         _plan(operator, given, options, scalars, backend, algorithm)

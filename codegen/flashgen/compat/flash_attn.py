@@ -10,12 +10,10 @@ Other errors are those of ``flashgen.attention`` and ``flashgen.append``.
 
 from __future__ import annotations
 
-import dataclasses
 import numbers
 from typing import Any
 
-from flashgen.api import attention, check
-from flashgen.appending import append
+from flashgen.api import attention
 from flashgen.compat.libraries import int32s
 from flashgen.compat.refusals import refuse_dropout, refuse_gradients
 from flashgen.compat.widths import attention_of_any_width, contiguous_rows, missing
@@ -261,17 +259,9 @@ def flash_attn_with_kvcache(
     if cache.lengths is None:
         return attention(q, cache.k, cache.v, **options)
     if k is not None:
-        check(q, cache, **options)  # ahead of the append, which cannot be undone
-        rotary = None if rotary_cos is None else Rotary(rotary_cos, rotary_sin, rotary_interleaved)
-        lengths, rotated = append(
-            cache,
-            contiguous_rows(k),
-            contiguous_rows(v),
-            rotary=rotary,
-            q=None if rotary is None else q,
-            q_positions="each" if causal or max(options["window_size"]) >= 0 else "first",
-        )
-        cache, q = dataclasses.replace(cache, lengths=lengths), q if rotated is None else rotated
+        options["append"] = contiguous_rows(k), contiguous_rows(v)
+        if rotary_cos is not None:
+            options["rotary"] = Rotary(rotary_cos, rotary_sin, rotary_interleaved)
     return attention(q, cache, **options)
 
 
