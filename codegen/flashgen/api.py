@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen import logs
 from flashgen.errors import BadParam, DeviceTypeNotSupported, NullPointer
 from flashgen.kvcache import KVCache
-from flashgen.operators.arguments import dtype_name, view_of_shape
+from flashgen.operators.arguments import dtype_name, on_device, view_of_shape
 from flashgen.operators.attention import mask_type_name, operator_for, sees_no_later_key
 from flashgen.operators.varlen import operator_for as varlen_for
 from flashgen.runtime import arrays
@@ -620,7 +620,7 @@ def backend_for(device: int | None, backend: str | None = None) -> str:
     if wanted not in BACKENDS:
         raise BadParam(f"backend is {wanted!r}; allowed are {', '.join(map(repr, BACKENDS))}")
     if wanted != natural and not (device is None and wanted in _ON_HOST):
-        place = "in host memory" if device is None else f"on GPU {device}"
+        place = on_device(device)
         raise DeviceTypeNotSupported(f"backend {wanted!r} cannot compute arrays {place}; copy them first")
     return wanted
 

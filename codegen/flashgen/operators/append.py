@@ -40,6 +40,7 @@ from flashgen.operators.arguments import (
     Argument,
     Placed,
     check_strides,
+    device_name,
     flag,
     place,
 )
@@ -255,8 +256,8 @@ def _check_places_and_dtypes(views: Mapping[str, ArrayView | None]) -> None:
             continue
         if view.device != first.device:
             raise DeviceTypeNotSupported(
-                f"{name} is on device {_device(view)} but k_new on {_device(first)}; all arrays must be on "
-                "one device"
+                f"{name} is on device {device_name(view.device)} but k_new on "
+                f"{device_name(first.device)}; all arrays must be on one device"
             )
         if name in ("cos", "sin"):
             allowed = tuple(dict.fromkeys((first.dtype, "fp32")))
@@ -372,10 +373,6 @@ def _check_room(sizes: Mapping[str, int], *, paged: bool, by_position: bool) -> 
             f"cos has {sizes['num_positions']} rows but k_new has {seqlen_new} tokens of a sequence; the "
             "tables need a row for each position"
         )
-
-
-def _device(view: ArrayView) -> str:
-    return "host memory" if view.device is None else f"GPU {view.device}"
 
 
 def _tables(problem: AppendProblem) -> str:

@@ -152,6 +152,16 @@ class Placed:
         return sum(below), sum(above) + self.row_bytes
 
 
+def device_name(device: int | None) -> str:
+    """Memory of the host or of a GPU, for a message."""
+    return "host memory" if device is None else f"GPU {device}"
+
+
+def on_device(device: int | None) -> str:
+    """Where an array is, for a message."""
+    return f"{'in' if device is None else 'on'} {device_name(device)}"
+
+
 def flag(name: str, value: Any) -> bool:
     """An option that is on or off. Raises BadParam for what is no truth value: a word, an array, None."""
     # NumPy's own bool is no int.

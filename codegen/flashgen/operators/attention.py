@@ -28,6 +28,7 @@ from flashgen.operators.arguments import (
     check_broadcast,
     check_strides,
     flag,
+    on_device,
     place,
 )
 from flashgen.operators.masks import UNBOUNDED
@@ -312,12 +313,9 @@ def check_devices(views: dict[str, ArrayView]) -> None:
     for name, view in views.items():
         if view.device != first.device:
             raise DeviceTypeNotSupported(
-                f"{name} is {_place(view)} but q is {_place(first)}; all arrays must be on one device"
+                f"{name} is {on_device(view.device)} but q is {on_device(first.device)}; "
+                "all arrays must be on one device"
             )
-
-
-def _place(view: ArrayView) -> str:
-    return "in host memory" if view.device is None else f"on GPU {view.device}"
 
 
 def check_dtypes(views: dict[str, ArrayView]) -> str:
@@ -362,12 +360,17 @@ def _check_shapes(
         "head_dim_v": v.shape[-1],
     }
     check_extents(sizes, dtype)
-    out_shape = (*q.shape[:-1], sizes["head_dim_v"])
-    if out is not None and out.shape != out_shape:
-        raise BadTensorShape(
-            f"out has shape {out.shape}; expected that of q with the last dimension of v, {out_shape}"
-        )
+    check_out(out, q, v)
     return sizes
+
+
+def check_out(out: ArrayView | None, q: ArrayView, v: ArrayView) -> None:
+    """That an ``out`` has the shape of the result. Raises BadTensorShape."""
+    expected = (*q.shape[:-1], v.shape[-1])
+    if out is not None and out.shape != expected:
+        raise BadTensorShape(
+            f"out has shape {out.shape}; expected that of q with the last dimension of v, {expected}"
+        )
 
 
 def check_extents(sizes: Mapping[str, int], dtype: str) -> None:

@@ -33,6 +33,7 @@ from flashgen.operators.arguments import (
     Argument,
     check_array,
     check_strides,
+    device_name,
     place,
 )
 from flashgen.operators.attention import DTYPES, MAX_HEAD_DIM, MAX_SEQLEN
@@ -131,8 +132,8 @@ def check_parts(parts: Sequence[tuple[ArrayView, ArrayView]]) -> tuple[dict[str,
         for name, view in ((f"o{number}", o), (f"lse{number}", lse)):
             if view.device != first.device:
                 raise DeviceTypeNotSupported(
-                    f"{name} is on device {_device(view)} but o1 on {_device(first)}; all arrays must be on "
-                    "one device"
+                    f"{name} is on device {device_name(view.device)} but o1 on "
+                    f"{device_name(first.device)}; all arrays must be on one device"
                 )
         if o.dtype != first.dtype:
             raise BadTensorDtype(
@@ -160,8 +161,8 @@ def normalise(
     for name, view in (("out", out), ("lse_out", lse_out)):
         if view is not None and view.device != o1.device:
             raise DeviceTypeNotSupported(
-                f"{name} is on device {_device(view)} but o1 on {_device(o1)}; all arrays must be on one "
-                "device"
+                f"{name} is on device {device_name(view.device)} but o1 on "
+                f"{device_name(o1.device)}; all arrays must be on one device"
             )
     if out is not None:
         check_array(ARGUMENTS[4], out, sizes, dtype)
@@ -188,10 +189,6 @@ def _check_lse(name: str, view: ArrayView, shape: tuple[int, ...]) -> None:
     if view.shape != shape:
         raise BadTensorShape(f"{name} has shape {view.shape}; expected {shape}: a number for each row")
     check_strides(Argument(name, "input", _LSE_SHAPE, **_LSE), view, DTYPE_BYTES["fp32"])
-
-
-def _device(view: ArrayView) -> str:
-    return "host memory" if view.device is None else f"GPU {view.device}"
 
 
 def _normalise(views: Sequence[ArrayView | None], options: Sequence[Any], scalars: Sequence[Any]) -> Problem:

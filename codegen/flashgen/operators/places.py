@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flashgen.errors import BadParam, BadTensorShape
 from flashgen.operators.append import new_tokens, queries, slots
+from flashgen.operators.sequences import check_boundaries
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,27 +24,14 @@ def check_places(problem: AppendProblem, arrays: Arrays) -> None:
     Raises BadTensorShape for a sequence that outgrows the cache or the tables of angles, and BadParam for
     lengths, pages and boundaries that are none.
     """
-    _check_boundaries(problem, arrays)
+    if arrays["cu_seqlens_new"] is not None:
+        check_boundaries(arrays["cu_seqlens_new"], "cu_seqlens_new", problem.seqlen_new, "tokens of k_new")
     new = new_tokens(problem, arrays)
     _check_room(problem, new, slots(problem, new, arrays), arrays)
     if problem.pairs != "none":
         _check_rows(problem, "k_new", new)
         if problem.num_heads_q:
             _check_rows(problem, "q", queries(problem, arrays))
-
-
-def _check_boundaries(problem: AppendProblem, arrays: Arrays) -> None:
-    boundaries = arrays["cu_seqlens_new"]
-    if boundaries is None:
-        return
-    if boundaries[0] != 0:
-        raise BadParam(f"cu_seqlens_new[0] is {boundaries[0]}; expected 0")
-    for b, (begin, end) in enumerate(itertools.pairwise(boundaries.tolist())):
-        if not begin <= end <= problem.seqlen_new:
-            raise BadParam(
-                f"cu_seqlens_new goes from {begin} to {end} in sequence {b}; it must not fall, nor pass the "
-                f"{problem.seqlen_new} tokens of k_new"
-            )
 
 
 def _check_room(problem: AppendProblem, new: Tokens, where: Slots, arrays: Arrays) -> None:

@@ -86,16 +86,21 @@ def _rows(
     """The first row of each sequence, and how many it has."""
     if cu_seqlens is None:
         return [0] * problem.batch, [rows] * problem.batch
+    check_boundaries(cu_seqlens, name, rows, "tokens")
     ends = cu_seqlens.tolist()
-    if ends[0] != 0:
-        raise BadParam(f"{name}[0] is {ends[0]}; expected 0")
-    for b, (begin, end) in enumerate(itertools.pairwise(ends)):
+    return ends[:-1], [end - begin for begin, end in itertools.pairwise(ends)]
+
+
+def check_boundaries(cu_seqlens: np.ndarray, name: str, rows: int, of_what: str) -> None:
+    """That packed sequences begin at 0, follow one another, and end within ``rows``. Raises BadParam."""
+    if cu_seqlens[0] != 0:
+        raise BadParam(f"{name}[0] is {cu_seqlens[0]}; expected 0")
+    for b, (begin, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
         if not begin <= end <= rows:
             raise BadParam(
                 f"{name} goes from {begin} to {end} in sequence {b}; it must not fall, nor pass the {rows} "
-                "tokens"
+                f"{of_what}"
             )
-    return ends[:-1], [end - begin for begin, end in itertools.pairwise(ends)]
 
 
 def _pages(problem: VarlenProblem, table: np.ndarray | None, b: int, kv_length: int) -> np.ndarray | None:

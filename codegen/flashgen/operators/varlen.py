@@ -121,7 +121,7 @@ class VarlenProblem(AttentionProblem):
     @property
     def capacity(self) -> int:
         """The most keys that a sequence can have."""
-        return self.rows_kv * (self.pages_per_sequence if self.paged else 1) if self.batch_kv else 0
+        return _capacity(self.batch_kv, self.rows_kv, self.pages_per_sequence if self.paged else None)
 
     def wanted(self) -> str:
         return f"{AttentionProblem.wanted(self)}, pages {'paged' if self.paged else 'none'}"
@@ -213,12 +213,12 @@ def normalise(
     _check_combination(given)
     batch = _check_lengths(given, q)
     sizes = _sizes(q, k, v, given, batch)
-    pages_of_one = sizes["pages_per_sequence"] if pages is not None else 1
-    capacity = sizes["rows_kv"] * pages_of_one if sizes["batch_kv"] else 0
+    pages_of_one = None if pages is None else sizes["pages_per_sequence"]
+    capacity = _capacity(sizes["batch_kv"], sizes["rows_kv"], pages_of_one)
     sizes["seqlen_q"] = _bound("max_seqlen_q", max_seqlen_q, sizes["rows_q"], cu_seqlens_q is None)
     sizes["seqlen_kv"] = _bound("max_seqlen_kv", max_seqlen_kv, capacity, False)
     attention.check_extents(sizes, dtype)
-    _check_out(out, q, v)
+    attention.check_out(out, q, v)
     for argument in ARGUMENTS:
         view = (views | given).get(argument.name)
         if view is not None:
@@ -333,12 +333,9 @@ def _sizes(
     }
 
 
-def _check_out(out: ArrayView | None, q: ArrayView, v: ArrayView) -> None:
-    expected = (*q.shape[:-1], v.shape[-1])
-    if out is not None and out.shape != expected:
-        raise BadTensorShape(
-            f"out has shape {out.shape}; expected that of q with the last dimension of v, {expected}"
-        )
+def _capacity(batch_kv: int, rows_kv: int, pages: int | None) -> int:
+    """The most keys of a sequence, which has ``pages`` of rows_kv keys each, or one entry of k."""
+    return rows_kv * (1 if pages is None else pages) if batch_kv else 0
 
 
 def _bound(name: str, given: Any, most: int, fixed: bool) -> int:

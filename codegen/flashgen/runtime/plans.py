@@ -21,6 +21,7 @@ from flashgen.operators.arguments import (
     check_memory,
     check_strides,
     is_contiguous,
+    on_device,
     place,
 )
 from flashgen.runtime import arrays as libraries
@@ -329,8 +330,8 @@ class Plan:
         argument = problem.operator.arguments[position]
         if view.device != problem.device:
             raise DeviceTypeNotSupported(
-                f"{argument.name} is {_place(view.device)}; "
-                f"the plan was made for arrays {_place(problem.device)}"
+                f"{argument.name} is {on_device(view.device)}; "
+                f"the plan was made for arrays {on_device(problem.device)}"
             )
         check_array(argument, view, sizes, problem.dtype)
         if not is_contiguous(view):
@@ -351,7 +352,7 @@ def _check_like(argument: Argument, view: ArrayView, problem: Problem, shape: tu
         raise BadTensorDtype(f"{name} has dtype {view.dtype}; the plan was made for {placed.dtype}")
     if view.device != problem.device:
         raise DeviceTypeNotSupported(
-            f"{name} is {_place(view.device)}; the plan was made for arrays {_place(problem.device)}"
+            f"{name} is {on_device(view.device)}; the plan was made for arrays {on_device(problem.device)}"
         )
     if view.shape != shape:
         symbols = argument.symbols[len(argument.symbols) - len(shape) :]
@@ -368,10 +369,6 @@ def _check_like(argument: Argument, view: ArrayView, problem: Problem, shape: tu
             f"{name} has strides {(*strides[ahead:], 1)} (in elements); the plan was made for "
             f"{(*placed.strides[ahead:], 1)}"
         )
-
-
-def _place(device: int | None) -> str:
-    return "in host memory" if device is None else f"on GPU {device}"
 
 
 def _no_work(arrays: Arrays, stream: int) -> None:
