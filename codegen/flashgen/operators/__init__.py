@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from flashgen.operators.append import APPEND
 from flashgen.operators.attention import ATTENTION
+from flashgen.operators.backward import BACKWARD
 from flashgen.operators.merge import MERGE
 from flashgen.operators.varlen import VARLEN
 
@@ -13,4 +14,6 @@ if TYPE_CHECKING:
     from flashgen.operators.operator import Operator
 
 # By the name that a spec gives under ``operator``.
-OPERATORS: dict[str, Operator] = {operator.name: operator for operator in (ATTENTION, VARLEN, MERGE, APPEND)}
+OPERATORS: dict[str, Operator] = {
+    operator.name: operator for operator in (ATTENTION, BACKWARD, VARLEN, MERGE, APPEND)
+}
