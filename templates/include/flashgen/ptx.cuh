@@ -150,11 +150,17 @@ __device__ __forceinline__ void store_global_128(void* destination, uint4 value)
                  : "memory");
 }
 
-// ld.shared.u32, st.shared.u8, st.shared.u32.
+// ld.shared.u32, ld.shared.v2.f32, st.shared.u8, st.shared.u32.
 __device__ __forceinline__ uint32_t load_shared_32(shared_address source) {
     uint32_t value;
     asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(value) : "r"(source) : "memory");
     return value;
+}
+
+__device__ __forceinline__ float2 load_shared_64(shared_address source) {
+    float2 values;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(values.x), "=f"(values.y) : "r"(source) : "memory");
+    return values;
 }
 
 __device__ __forceinline__ void store_shared_8(shared_address destination, uint32_t value) {

@@ -92,6 +92,13 @@ __device__ __forceinline__ void tma_store_5d(const tensor_map& map, shared_addre
                  : "memory");
 }
 
+// cp.async.bulk: `bytes` of global memory, a multiple of 16 as both addresses are, into shared memory. Reports them to `barrier`.
+__device__ __forceinline__ void bulk_load(shared_address destination, const void* source, shared_address barrier, int bytes) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(destination),
+                 "l"(source), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
 // cp.async.bulk.commit_group: the thread's stores since the last one form a group.
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
 
@@ -154,6 +161,11 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
+}
+
+// red.global.add.v4.f32: adds four floats to those in memory, each as one indivisible addition. Nothing comes back.
+__device__ __forceinline__ void add_global_128(float* sums, float a, float b, float c, float d) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(sums), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
 // No instruction: the compiler forgets what it knows of the value.
