@@ -1,4 +1,5 @@
 // What a thread does with memory on its own: loads, stores and asynchronous copies.
+#include <atomic>
 #include <cstring>
 
 #include "block.hpp"
@@ -64,6 +65,17 @@ void store_global(void* address, const void* value, int size, Location where) {
     Here here;
     check(here, here.block.global(here.thread, where).store(address, size, size), "store", size, where);
     std::memcpy(address, value, size);
+    here.block.counters->global_bytes_written += size;
+    here.thread.warp->traffic.add(here.thread.lane, SIM_GLOBAL_STORE, reinterpret_cast<uintptr_t>(address), size, where);
+}
+
+void add_global(float* address, const float* values, int count, Location where) {
+    Here here;
+    const int size = count * static_cast<int>(sizeof(float));
+    check(here, here.block.global(here.thread, where).load(address, size, size), "addition", size, where);
+    check(here, here.block.global(here.thread, where).store(address, size, size), "addition", size, where);
+    // Blocks run side by side, each in a thread of the host.
+    for (int i = 0; i < count; ++i) std::atomic_ref(address[i]).fetch_add(values[i], std::memory_order_relaxed);
     here.block.counters->global_bytes_written += size;
     here.thread.warp->traffic.add(here.thread.lane, SIM_GLOBAL_STORE, reinterpret_cast<uintptr_t>(address), size, where);
 }

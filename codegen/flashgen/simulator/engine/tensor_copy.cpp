@@ -88,10 +88,11 @@ SimTensorMap TensorCopies::read_map(const Thread& thread, const void* pointer, i
 }
 
 // The offset in the block's shared memory of a box of so many bytes at `address`.
-uint32_t TensorCopies::box_offset(const Thread& thread, uint32_t address, uint32_t bytes, const char* what, Location where) {
-    if (address % kSharedAlignment != 0) {
+uint32_t TensorCopies::box_offset(const Thread& thread, uint32_t address, uint32_t bytes, uint32_t alignment, const char* what,
+                                  Location where) {
+    if (address % alignment != 0) {
         block_.fail(thread, SIM_MISALIGNED, where,
-                    format("%s at shared address 0x%x, which is no multiple of %u", what, address, kSharedAlignment));
+                    format("%s at shared address 0x%x, which is no multiple of %u", what, address, alignment));
     }
     const int64_t offset = int64_t{address} - kSharedWindow;
     if (offset < 0 || offset + bytes > block_.shared().size()) {
@@ -104,18 +105,39 @@ uint32_t TensorCopies::box_offset(const Thread& thread, uint32_t address, uint32
 
 void TensorCopies::load(Thread& thread, uint32_t destination, const void* pointer, uint32_t barrier_address,
                         const int* coordinates, int rank, Location where) {
-    ++block_.counters->tensor_loads;
     const SimTensorMap map = read_map(thread, pointer, rank, where);
+    box_offset(thread, destination, box_bytes(map), kSharedAlignment, "tensor load", where);
+    start_load(thread, destination, map, barrier_address, coordinates, "tensor load", where);
+}
+
+// Bytes that lie together are a tensor of one dimension, in chunks.
+void TensorCopies::load_bulk(Thread& thread, uint32_t destination, const void* source, uint32_t barrier_address, int bytes,
+                             Location where) {
+    if (bytes <= 0 || bytes % static_cast<int>(kChunkBytes) != 0) {
+        block_.fail(thread, SIM_OPERAND, where, format("bulk load of %d bytes, which is no positive multiple of 16", bytes));
+    }
+    box_offset(thread, destination, bytes, kChunkBytes, "bulk load", where);
+    SimTensorMap map = {};
+    map.address = reinterpret_cast<uintptr_t>(source);
+    map.extents[0] = map.box[0] = static_cast<uint32_t>(bytes) / kChunkBytes;
+    map.rank = 1;
+    map.element_bytes = kChunkBytes;
+    const int coordinates[1] = {0};
+    start_load(thread, destination, map, barrier_address, coordinates, "bulk load", where);
+}
+
+void TensorCopies::start_load(Thread& thread, uint32_t destination, const SimTensorMap& map, uint32_t barrier_address,
+                              const int* coordinates, const char* what, Location where) {
+    ++block_.counters->tensor_loads;
     Mbarrier& barrier = block_.mbarriers().of_copy(thread, barrier_address, where);
     const uint32_t bytes = box_bytes(map);
-    box_offset(thread, destination, bytes, "tensor load", where);
     GlobalMemory& global = block_.global(thread, where);
     uint64_t read = 0;
     Passes passes = {0, 0};
     for_each_row(map, coordinates, [&](const Row& row) {
         if (row.bytes == 0) return;
         const auto fault = global.load(row.address, static_cast<int>(row.bytes), static_cast<int>(map.element_bytes));
-        if (fault.error != SIM_OK) block_.fail(thread, fault.error, where, format("tensor load of %u bytes ", row.bytes) + fault.text);
+        if (fault.error != SIM_OK) block_.fail(thread, fault.error, where, format("%s of %u bytes ", what, row.bytes) + fault.text);
         read += row.bytes;
         passes.ideal += (row.bytes + kSectorBytes - 1) / kSectorBytes;
         passes.actual += static_cast<uint32_t>(sectors(row));
@@ -126,11 +148,11 @@ void TensorCopies::load(Thread& thread, uint32_t destination, const void* pointe
     const Party engine(block_.order(), barrier.actor, barrier.phase + 1, thread.index, 1);
     for (uint32_t at = 0; at < bytes; at += kChunkBytes) {
         const uint32_t offset = swizzled(destination + at, map.swizzle) - kSharedWindow;
-        fail_collision(block_, thread, "tensor load",
+        fail_collision(block_, thread, what,
                        block_.shared().store(engine, offset, kChunkBytes, Touch::tensor_load_in_flight, where), where);
     }
     Load load = {map, {}, destination, &barrier, &thread, where};
-    std::copy_n(coordinates, rank, load.coordinates);
+    std::copy_n(coordinates, map.rank, load.coordinates);
     loads_.push_back(load);
 }
 
@@ -160,7 +182,7 @@ void TensorCopies::store(Thread& thread, const void* pointer, uint32_t source, c
     ++block_.counters->tensor_stores;
     const SimTensorMap map = read_map(thread, pointer, rank, where);
     const uint32_t bytes = box_bytes(map), row = row_bytes(map);
-    box_offset(thread, source, bytes, "tensor store", where);
+    box_offset(thread, source, bytes, kSharedAlignment, "tensor store", where);
     for (int i = 0; i < rank; ++i) {
         // Loads may begin ahead of the tensor. For a store an H200 calls that an illegal instruction.
         if (coordinates[i] < 0) {
@@ -230,6 +252,11 @@ void prefetch_tensor_map(const void* map, Location where) {
 void tensor_load(uint32_t destination, const void* map, uint32_t barrier, const int* coordinates, int rank, Location where) {
     Thread& thread = running_thread();
     thread.owner->tensor_copies().load(thread, destination, map, barrier, coordinates, rank, where);
+}
+
+void bulk_load(uint32_t destination, const void* source, uint32_t barrier, int bytes, Location where) {
+    Thread& thread = running_thread();
+    thread.owner->tensor_copies().load_bulk(thread, destination, source, barrier, bytes, where);
 }
 
 void tensor_store(const void* map, uint32_t source, const int* coordinates, int rank, Location where) {

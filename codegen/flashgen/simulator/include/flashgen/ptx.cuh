@@ -129,6 +129,13 @@ inline uint32_t load_shared_32(shared_address source,
     return value;
 }
 
+inline float2 load_shared_64(shared_address source,
+                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    float2 values;
+    flashgen::simulator::load_shared(&values, source, 8, where);
+    return values;
+}
+
 inline void store_shared_8(shared_address destination, uint32_t value,
                            flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     const uint8_t byte = static_cast<uint8_t>(value);

@@ -50,6 +50,8 @@ void store_shared(uint32_t address, const void* value, int size, Location where)
 // Global memory.
 void load_global(void* value, const void* address, int size, Location where);
 void store_global(void* address, const void* value, int size, Location where);
+// Adds numbers to those in memory, each as one indivisible addition; `count` is 1, 2 or 4.
+void add_global(float* address, const float* values, int count, Location where);
 void prefetch_global(const void* address, int bytes, Location where);
 
 // Asynchronous copies of a thread, and its groups of them.
