@@ -150,17 +150,32 @@ __device__ __forceinline__ void store_global_128(void* destination, uint4 value)
                  : "memory");
 }
 
-// ld.shared.u32, ld.shared.v2.f32, st.shared.u8, st.shared.u32.
+// Floats that red_add() of four adds with one instruction.
+#if __CUDA_ARCH__ >= 900
+constexpr int kRedWidth = 4;
+#else
+constexpr int kRedWidth = 1;
+#endif
+
+// red.global.add.f32: adds to memory, whoever else does, and returns at once.
+__device__ __forceinline__ void red_add(float* destination, float value) {
+    asm volatile("red.global.add.f32 [%0], %1;\n" ::"l"(destination), "f"(value) : "memory");
+}
+
+// red.global.add.v4.f32: the same for four floats, 16-byte aligned. Before sm_90 there is none, and this does nothing: kRedWidth.
+__device__ __forceinline__ void red_add_128(float* destination, const float (&values)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(destination), "f"(values[0]), "f"(values[1]),
+                 "f"(values[2]), "f"(values[3])
+                 : "memory");
+#endif
+}
+
+// ld.shared.u32, st.shared.u8, st.shared.u32.
 __device__ __forceinline__ uint32_t load_shared_32(shared_address source) {
     uint32_t value;
     asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(value) : "r"(source) : "memory");
     return value;
-}
-
-__device__ __forceinline__ float2 load_shared_64(shared_address source) {
-    float2 values;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(values.x), "=f"(values.y) : "r"(source) : "memory");
-    return values;
 }
 
 __device__ __forceinline__ void store_shared_8(shared_address destination, uint32_t value) {

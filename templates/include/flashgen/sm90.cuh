@@ -118,6 +118,13 @@ __device__ __forceinline__ void stmatrix_x4(shared_address row, const uint32_t (
                  : "memory");
 }
 
+// ld.shared.v2.f32.
+__device__ __forceinline__ float2 load_shared_64(shared_address source) {
+    float2 values;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(values.x), "=f"(values.y) : "r"(source) : "memory");
+    return values;
+}
+
 // bar.sync / bar.arrive: named barriers, 0 to 15, that `threads` threads complete.
 __device__ __forceinline__ void barrier_sync(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
@@ -161,11 +168,6 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
-}
-
-// red.global.add.v4.f32: adds four floats to those in memory, each as one indivisible addition. Nothing comes back.
-__device__ __forceinline__ void add_global_128(float* sums, float a, float b, float c, float d) {
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(sums), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
 // No instruction: the compiler forgets what it knows of the value.

@@ -122,18 +122,25 @@ inline void store_global_128(void* destination, uint4 value,
     flashgen::simulator::store_global(destination, &value, 16, where);
 }
 
+constexpr int kRedWidth = 4;
+
+inline void red_add(float* destination, float value,
+                    flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::check_register(value, where);
+    flashgen::simulator::add_global(destination, &value, 1, where);
+}
+
+inline void red_add_128(float* destination, const float (&values)[4],
+                        flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    for (const float value : values) flashgen::simulator::check_register(value, where);
+    flashgen::simulator::add_global(destination, values, 4, where);
+}
+
 inline uint32_t load_shared_32(shared_address source,
                                flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     uint32_t value;
     flashgen::simulator::load_shared(&value, source, 4, where);
     return value;
-}
-
-inline float2 load_shared_64(shared_address source,
-                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    float2 values;
-    flashgen::simulator::load_shared(&values, source, 8, where);
-    return values;
 }
 
 inline void store_shared_8(shared_address destination, uint32_t value,

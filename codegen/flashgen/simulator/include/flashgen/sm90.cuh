@@ -135,11 +135,11 @@ inline void wgmma_wait(flashgen::simulator::Location where = flashgen::simulator
     flashgen::simulator::warpgroup_wait(kPending, where);
 }
 
-inline void add_global_128(float* sums, float a, float b, float c, float d,
-                           flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    const float values[4] = {a, b, c, d};
-    for (const float value : values) flashgen::simulator::check_register(value, where);
-    flashgen::simulator::add_global(sums, values, 4, where);
+inline float2 load_shared_64(shared_address source,
+                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    float2 values;
+    flashgen::simulator::load_shared(&values, source, 8, where);
+    return values;
 }
 
 inline void opaque(int& value) { (void)value; }
