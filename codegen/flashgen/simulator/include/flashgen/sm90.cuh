@@ -80,6 +80,11 @@ inline void bulk_load(shared_address destination, const void* source, shared_add
     flashgen::simulator::bulk_load(destination, source, barrier, bytes, where);
 }
 
+inline void bulk_add(float* destination, shared_address source, int bytes,
+                     flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::bulk_add(destination, source, bytes, where);
+}
+
 inline void tma_store_commit() { flashgen::simulator::tensor_store_commit(); }
 
 template <int kPending>
@@ -133,6 +138,13 @@ inline void wgmma_commit(flashgen::simulator::Location where = flashgen::simulat
 template <int kPending>
 inline void wgmma_wait(flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     flashgen::simulator::warpgroup_wait(kPending, where);
+}
+
+inline void store_shared_128(shared_address destination, float a, float b, float c, float d,
+                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    const float values[4] = {a, b, c, d};
+    for (const float value : values) flashgen::simulator::check_register(value, where);
+    flashgen::simulator::store_shared(destination, values, 16, where);
 }
 
 inline float2 load_shared_64(shared_address source,
