@@ -171,6 +171,18 @@ __device__ __forceinline__ void red_add_128(float* destination, const float (&va
 #endif
 }
 
+// ld.acquire.gpu.u32: what its writer did before a release of the value is visible after it.
+__device__ __forceinline__ uint32_t load_acquire_32(const void* source) {
+    uint32_t value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(value) : "l"(source) : "memory");
+    return value;
+}
+
+// st.release.gpu.u32.
+__device__ __forceinline__ void store_release_32(void* destination, uint32_t value) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;\n" ::"l"(destination), "r"(value) : "memory");
+}
+
 // ld.shared.u32, st.shared.u8, st.shared.u32.
 __device__ __forceinline__ uint32_t load_shared_32(shared_address source) {
     uint32_t value;

@@ -136,6 +136,16 @@ inline void red_add_128(float* destination, const float (&values)[4],
     flashgen::simulator::add_global(destination, values, 4, where);
 }
 
+inline uint32_t load_acquire_32(const void* source,
+                                flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    return flashgen::simulator::load_acquire(source, where);
+}
+
+inline void store_release_32(void* destination, uint32_t value,
+                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::store_release(destination, value, where);
+}
+
 inline uint32_t load_shared_32(shared_address source,
                                flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     uint32_t value;
