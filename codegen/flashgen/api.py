@@ -182,7 +182,7 @@ def plan(
     lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
     options = causal, mask_type, window_size, return_lse
     asked = _asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
-    return _plan(*asked, backend, algorithm)
+    return make_plan(*asked, backend, algorithm)
 
 
 def _asked(
@@ -200,7 +200,7 @@ def _asked(
     modification, arrays_of_score, scalars = None, (), (softmax_scale,)
     softcap, alibi_slopes, score, params = of_score
     if softcap is not None or alibi_slopes is not None or score is not None or params is not None:
-        modification, arrays_of_score, of_score = _modification(
+        modification, arrays_of_score, of_score = score_of(
             softcap, alibi_slopes, score, params, sees_no_later_key(*options[:3])
         )
         scalars = (softmax_scale, *of_score)
@@ -294,7 +294,7 @@ def _bound(max_seqlen: Any) -> Any:
         return max_seqlen  # None, or what the operator refuses
 
 
-def _modification(
+def score_of(
     softcap: float | None,
     alibi_slopes: Any,
     score: str | Sequence[str] | None,
@@ -468,12 +468,14 @@ def call(
     operator: Operator,
     given: tuple[Any, ...],
     options: tuple[Any, ...] = (),
+    scalars: tuple[Any, ...] = (),
     *,
     stream: Any,
     backend: str | None,
+    workspace: Any = None,
 ) -> Any:
-    """Compute ``given``, an array or None for each argument of an operator without scalars."""
-    return _call(operator, given, options, (), stream, backend, None)
+    """Compute ``given``, an array or None for each argument of an operator."""
+    return _call(operator, given, options, scalars, stream, backend, None, workspace)
 
 
 def _call(
@@ -484,13 +486,14 @@ def _call(
     stream: Any,
     backend: str | None,
     algorithm: str | None,
+    workspace: Any = None,
 ) -> Any:
     """Compute ``given``, an array or None for each argument of the operator, with a plan that is kept."""
     kind = _common_kind(given)
     if kind is None:
-        return _call_adopted(operator, given, options, scalars, stream, backend, algorithm)
+        return _call_adopted(operator, given, options, scalars, stream, backend, algorithm, workspace)
     known, pointers = _known(kind, operator, given, options, scalars, backend, algorithm)
-    return known.run(given, pointers, scalars, stream)
+    return known.run(given, pointers, scalars, stream, workspace)
 
 
 def _common_kind(given: tuple[Any, ...]) -> arrays.Kind | None:
@@ -515,7 +518,7 @@ def _known(
     try:
         layouts, pointers = kind.read(given)
     except RuntimeError:
-        _plan(operator, given, options, scalars, backend, algorithm)  # raises what is wrong, by name
+        make_plan(operator, given, options, scalars, backend, algorithm)  # raises what is wrong, by name
         raise
     key = (operator.name, layouts, options, backend, algorithm)
     try:
@@ -523,7 +526,7 @@ def _known(
     except TypeError:  # an option is not hashable, such as a window in a list
         key = known = None
     if known is None:
-        known = _plan(operator, given, options, scalars, backend, algorithm, keeps_scalars=False)
+        known = make_plan(operator, given, options, scalars, backend, algorithm, keeps_scalars=False)
         if key is not None:
             _remember(key, known)
     return known, pointers
@@ -540,13 +543,13 @@ def _check(
     """Raise what is wrong with a call; compute nothing. Its plan is kept, so that the call only queues it."""
     kind = _common_kind(given)
     if kind is None:
-        _plan(operator, given, options, scalars, backend, algorithm)
+        make_plan(operator, given, options, scalars, backend, algorithm)
         return
     known, pointers = _known(kind, operator, given, options, scalars, backend, algorithm)
     known.check(pointers, scalars)
 
 
-def _plan(
+def make_plan(
     operator: Operator,
     given: tuple[Any, ...],
     options: tuple[Any, ...],
@@ -593,15 +596,16 @@ def _call_adopted(
     stream: Any,
     backend: str | None,
     algorithm: str | None,
+    workspace: Any = None,
 ) -> Any:
     """`_call` where not all arrays are of one native library."""
     if all(x is None or arrays.kind_of(x) is not None for x in given):
-        _plan(operator, given, options, scalars, backend, algorithm)  # raises: the kinds differ
+        make_plan(operator, given, options, scalars, backend, algorithm)  # raises: the kinds differ
     names = [argument.name for argument in operator.arguments]
 
     def call(*, stream: Any, **native: Any) -> Any:
         arrays_of = tuple(native[name] for name in names)
-        return _call(operator, arrays_of, options, scalars, stream, backend, algorithm)
+        return _call(operator, arrays_of, options, scalars, stream, backend, algorithm, workspace)
 
     return run_adopted(call, operator, dict(zip(names, given, strict=True)), stream)
 
