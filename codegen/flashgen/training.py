@@ -78,7 +78,7 @@ def attention_backward(
     has none: arrays in params, and calls with lengths or a KV cache; InsufficientWorkspace.
     """
     _refuse(refused)
-    operator, given, options, scalars = _asked(
+    operator, given, options, scalars = asked(
         (dout, q, k, v, mask, out, lse, dlse, dq, dk, dv),
         (causal, mask_type, window_size),
         softmax_scale,
@@ -119,7 +119,7 @@ def plan_backward(
     None), out and lse, in this order, or by name; its ``workspace_bytes`` is what a call needs. See ``plan``.
     """
     _refuse(refused)
-    operator, given, options, scalars = _asked(
+    operator, given, options, scalars = asked(
         (dout, q, k, v, mask, out, lse, dlse, dq, dk, dv),
         (causal, mask_type, window_size),
         softmax_scale,
@@ -129,7 +129,7 @@ def plan_backward(
     return make_plan(operator, given, options, scalars, backend, None)
 
 
-def _asked(
+def asked(
     given: tuple[Any, ...],
     masking: tuple[Any, ...],
     softmax_scale: float | None,
