@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from flashgen.kvcache import KVCache, Rotary
     from flashgen.parts import cascade, merge
     from flashgen.runtime.plans import Plan
+    from flashgen.training import attention_backward, plan_backward
 
 __version__ = "0.1.0"
 
@@ -61,10 +62,12 @@ __all__ = [
     "TunedWarning",
     "append",
     "attention",
+    "attention_backward",
     "cascade",
     "explain",
     "merge",
     "plan",
+    "plan_backward",
     "warmup",
 ]
 
@@ -74,10 +77,12 @@ _HOMES = {
     "Rotary": "flashgen.kvcache",
     "append": "flashgen.appending",
     "attention": "flashgen.api",
+    "attention_backward": "flashgen.training",
     "cascade": "flashgen.parts",
     "explain": "flashgen.api",
     "merge": "flashgen.parts",
     "plan": "flashgen.api",
+    "plan_backward": "flashgen.training",
     "warmup": "flashgen.api",
 }
 

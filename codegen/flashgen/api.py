@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 from flashgen import logs
 from flashgen.errors import BadParam, DeviceTypeNotSupported, NullPointer
 from flashgen.kvcache import KVCache
-from flashgen.operators.arguments import dtype_name, on_device, view_of_shape
+from flashgen.operators.arguments import dtype_name, flag, on_device, view_of_shape
 from flashgen.operators.attention import mask_type_name, operator_for, sees_no_later_key
-from flashgen.operators.varlen import operator_for as varlen_for
 from flashgen.runtime import arrays
 from flashgen.runtime.plans import Plan, run_adopted
 
@@ -66,6 +65,7 @@ def attention(
     rotary: Rotary | None = None,
     out: Any = None,
     return_lse: bool = False,
+    deterministic: bool = False,
     stream: Any = None,
     backend: str | None = None,
     algorithm: str | None = None,
@@ -119,6 +119,8 @@ def attention(
         device of q, in memory that no other argument touches. Not for JAX, whose arrays cannot be written to.
     return_lse: also return the logarithm (base e) of each row's sum of exponentials: fp32,
         (batch, num_heads_q, seqlen_q), or without batch; (num_heads_q, tokens) where queries are packed.
+    deterministic: of gradients: they are the same bits each time, as in ``attention_backward``; so they are
+        under torch.use_deterministic_algorithms. The result always is.
     stream: where to queue the work: a CuPy or PyTorch stream, a CUDA handle, or None for the current stream
         of the library of q. JAX has no public stream: its arrays are handed over by DLPack, both ways, on
         CuPy's current stream. Nothing waits for the GPU, and the call can be captured in a CUDA graph once
@@ -132,18 +134,43 @@ def attention(
 
     Returns ``out``, of the kind of q, or ``(out, lse)``. A row that sees no key is 0, with an LSE of -inf.
 
+    Where a tensor of PyTorch, q, k or v, requires a gradient, autograd records the call. It refuses one with
+    out, stream, lengths or a KVCache, and a mask or an array of a score that requires a gradient itself.
+
     Raises a FlashgenError, before anything is queued or written: BadParam, BadTensorShape, BadTensorDtype,
     BadTensorStrides, NullPointer, DeviceTypeNotSupported, NoCompilerError, or CompileError.
     """
     of_score = softcap, alibi_slopes, score, params
     lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
     options = causal, mask_type, window_size, return_lse
-    if append is not None or rotary is not None:
-        asked = _asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
-        _check(*asked, backend, algorithm)  # ahead of what writes to the cache
-        q, k = _appended(q, k, append, rotary, options, cu_seqlens_q, stream, backend)
-    asked = _asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
-    return _call(*asked, stream, backend, algorithm)
+    kind = arrays.kind_of(q)
+    if kind is None or not kind.is_compiling() or v is None or any(x is not None for x in lengths):
+        try:
+            if append is not None or rotary is not None:
+                wanted = asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
+                _check(*wanted, backend, algorithm)  # ahead of what writes to the cache
+                q, k = _appended(q, k, append, rotary, options, cu_seqlens_q, stream, backend)
+            wanted = asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
+            return _call(*wanted, stream, backend, algorithm)
+        except arrays.RequiresGradient as error:
+            # Raised where layouts are read, which looks at each tensor anyway: other calls pay nothing.
+            if v is None or any(x is not None for x in lengths):
+                raise BadParam(
+                    f"{error}. There are no gradients of calls with lengths or a KVCache"
+                ) from None
+    from flashgen import autograd
+
+    results = autograd.attention(
+        (q, k, v, mask),
+        options[:3],
+        softmax_scale,
+        of_score,
+        {"out": out, "stream": stream},
+        deterministic=deterministic,
+        backend=backend,
+        algorithm=algorithm,
+    )
+    return results if flag("return_lse", return_lse) else results[0]
 
 
 def plan(
@@ -181,11 +208,11 @@ def plan(
     of_score = softcap, alibi_slopes, score, params
     lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
     options = causal, mask_type, window_size, return_lse
-    asked = _asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
-    return _plan(*asked, backend, algorithm)
+    wanted = asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
+    return make_plan(*wanted, backend, algorithm)
 
 
-def _asked(
+def asked(
     q: Any,
     k: Any,
     v: Any,
@@ -200,7 +227,7 @@ def _asked(
     modification, arrays_of_score, scalars = None, (), (softmax_scale,)
     softcap, alibi_slopes, score, params = of_score
     if softcap is not None or alibi_slopes is not None or score is not None or params is not None:
-        modification, arrays_of_score, of_score = _modification(
+        modification, arrays_of_score, of_score = score_of(
             softcap, alibi_slopes, score, params, sees_no_later_key(*options[:3])
         )
         scalars = (softmax_scale, *of_score)
@@ -231,6 +258,8 @@ def _asked(
         )
     given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, kv_lengths, index, pages, out, None, *arrays_of_score)
     options = (*options, _bound(max_seqlen_q), _bound(max_seqlen_kv), modification)
+    from flashgen.operators.varlen import operator_for as varlen_for  # other first calls need not wait for it
+
     return varlen_for(modification), given, options, scalars
 
 
@@ -275,9 +304,9 @@ def _defaults() -> Mapping[str, Any]:
 def _asked_by_name(
     call: Mapping[str, Any],
 ) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-    """`_asked` of all parameters of ``attention`` by name."""
+    """`asked` of all parameters of ``attention`` by name."""
     lengths = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
-    return _asked(
+    return asked(
         *(call[name] for name in ("q", "k", "v", "mask", "out")),
         tuple(call[name] for name in ("causal", "mask_type", "window_size", "return_lse")),
         call["softmax_scale"],
@@ -294,7 +323,7 @@ def _bound(max_seqlen: Any) -> Any:
         return max_seqlen  # None, or what the operator refuses
 
 
-def _modification(
+def score_of(
     softcap: float | None,
     alibi_slopes: Any,
     score: str | Sequence[str] | None,
@@ -302,6 +331,31 @@ def _modification(
     sees_no_later_key: bool,
 ) -> tuple[Score, tuple[Any, ...], tuple[Any, ...]]:
     """The score modification that a call asks for, its arrays and its numbers. Raises BadParam."""
+    names, given = named_score(softcap, alibi_slopes, score, params, sees_no_later_key)
+    modification = _chain(os.environ.get("FLASHGEN_SPECS", ""), names)
+    wanted = {param.name for param in modification.params}
+    for name in sorted(given.keys() ^ wanted):
+        has = f"it has {', '.join(sorted(wanted)) or 'none'}"
+        if name in given:
+            raise BadParam(f"score {modification.name} has no parameter {name}; {has}")
+        raise BadParam(
+            f"score {modification.name} needs the parameter {name}; pass params={{{name!r}: ...}}: {has}"
+        )
+    return (
+        modification,
+        tuple(given[param.name] for param in modification.arrays),
+        tuple(given[param.name] for param in modification.scalars),
+    )
+
+
+def named_score(
+    softcap: float | None,
+    alibi_slopes: Any,
+    score: str | Sequence[str] | None,
+    params: Mapping[str, Any] | None,
+    sees_no_later_key: bool,
+) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The names of the score modifications that a call asks for, and their parameters. Raises BadParam."""
     names = [score] if isinstance(score, str) else score
     if names is not None and not (isinstance(names, (list, tuple)) and names):
         raise BadParam(f"score is {score!r}; it must be the name of a score modification, or several")
@@ -324,20 +378,7 @@ def _modification(
             # Where no later key is seen the bias is linear, which costs less.
             names = [*names, "alibi" if sees_no_later_key else "alibi_symmetric"]
             given |= {"slope": alibi_slopes}
-    modification = _chain(os.environ.get("FLASHGEN_SPECS", ""), tuple(names))
-    wanted = {param.name for param in modification.params}
-    for name in sorted(given.keys() ^ wanted):
-        has = f"it has {', '.join(sorted(wanted)) or 'none'}"
-        if name in given:
-            raise BadParam(f"score {modification.name} has no parameter {name}; {has}")
-        raise BadParam(
-            f"score {modification.name} needs the parameter {name}; pass params={{{name!r}: ...}}: {has}"
-        )
-    return (
-        modification,
-        tuple(given[param.name] for param in modification.arrays),
-        tuple(given[param.name] for param in modification.scalars),
-    )
+    return tuple(names), given
 
 
 def explain(
@@ -442,7 +483,7 @@ def _shaped(given: dict[str, Any], dtype: str) -> Problem:
     """
     dtype = dtype_name(dtype)
     defaults = _defaults()
-    known = defaults.keys() - {"append", "rotary", "stream", "backend", "algorithm"}
+    known = defaults.keys() - {"append", "rotary", "deterministic", "stream", "backend", "algorithm"}
     unknown = given.keys() - known
     if unknown:
         raise BadParam(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(known))}")
@@ -468,12 +509,15 @@ def call(
     operator: Operator,
     given: tuple[Any, ...],
     options: tuple[Any, ...] = (),
+    scalars: tuple[Any, ...] = (),
     *,
     stream: Any,
     backend: str | None,
+    algorithm: str | None = None,
+    workspace: Any = None,
 ) -> Any:
-    """Compute ``given``, an array or None for each argument of an operator without scalars."""
-    return _call(operator, given, options, (), stream, backend, None)
+    """Compute ``given``, an array or None for each argument of an operator."""
+    return _call(operator, given, options, scalars, stream, backend, algorithm, workspace)
 
 
 def _call(
@@ -484,13 +528,14 @@ def _call(
     stream: Any,
     backend: str | None,
     algorithm: str | None,
+    workspace: Any = None,
 ) -> Any:
     """Compute ``given``, an array or None for each argument of the operator, with a plan that is kept."""
     kind = _common_kind(given)
     if kind is None:
-        return _call_adopted(operator, given, options, scalars, stream, backend, algorithm)
+        return _call_adopted(operator, given, options, scalars, stream, backend, algorithm, workspace)
     known, pointers = _known(kind, operator, given, options, scalars, backend, algorithm)
-    return known.run(given, pointers, scalars, stream)
+    return known.run(given, pointers, scalars, stream, workspace)
 
 
 def _common_kind(given: tuple[Any, ...]) -> arrays.Kind | None:
@@ -515,7 +560,7 @@ def _known(
     try:
         layouts, pointers = kind.read(given)
     except RuntimeError:
-        _plan(operator, given, options, scalars, backend, algorithm)  # raises what is wrong, by name
+        make_plan(operator, given, options, scalars, backend, algorithm)  # raises what is wrong, by name
         raise
     key = (operator.name, layouts, options, backend, algorithm)
     try:
@@ -523,7 +568,7 @@ def _known(
     except TypeError:  # an option is not hashable, such as a window in a list
         key = known = None
     if known is None:
-        known = _plan(operator, given, options, scalars, backend, algorithm, keeps_scalars=False)
+        known = make_plan(operator, given, options, scalars, backend, algorithm, keeps_scalars=False)
         if key is not None:
             _remember(key, known)
     return known, pointers
@@ -540,13 +585,13 @@ def _check(
     """Raise what is wrong with a call; compute nothing. Its plan is kept, so that the call only queues it."""
     kind = _common_kind(given)
     if kind is None:
-        _plan(operator, given, options, scalars, backend, algorithm)
+        make_plan(operator, given, options, scalars, backend, algorithm)
         return
     known, pointers = _known(kind, operator, given, options, scalars, backend, algorithm)
     known.check(pointers, scalars)
 
 
-def _plan(
+def make_plan(
     operator: Operator,
     given: tuple[Any, ...],
     options: tuple[Any, ...],
@@ -593,15 +638,16 @@ def _call_adopted(
     stream: Any,
     backend: str | None,
     algorithm: str | None,
+    workspace: Any = None,
 ) -> Any:
     """`_call` where not all arrays are of one native library."""
     if all(x is None or arrays.kind_of(x) is not None for x in given):
-        _plan(operator, given, options, scalars, backend, algorithm)  # raises: the kinds differ
+        make_plan(operator, given, options, scalars, backend, algorithm)  # raises: the kinds differ
     names = [argument.name for argument in operator.arguments]
 
     def call(*, stream: Any, **native: Any) -> Any:
         arrays_of = tuple(native[name] for name in names)
-        return _call(operator, arrays_of, options, scalars, stream, backend, algorithm)
+        return _call(operator, arrays_of, options, scalars, stream, backend, algorithm, workspace)
 
     return run_adopted(call, operator, dict(zip(names, given, strict=True)), stream)
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import flashgen
 from flashgen.cpu import attention as cpu
+from flashgen.cpu import threads
 from flashgen.operators import reference
 from flashgen.operators.attention import normalise
 from flashgen.operators.masks import Band
@@ -139,8 +140,8 @@ def test_threads_give_the_bits_of_one_thread(monkeypatch):
     rng = np.random.default_rng(5)
     q, k, v = rng.standard_normal((3, 2, 300, 4, 32), np.float32)
     alone = flashgen.attention(q, k, v, causal=True)
-    monkeypatch.setattr(cpu, "_PARALLEL_WORK", 0)
-    monkeypatch.setattr(cpu, "processors", lambda: 4)
+    monkeypatch.setattr(threads, "_PARALLEL_WORK", 0)
+    monkeypatch.setattr(threads, "processors", lambda: 4)
     monkeypatch.setattr(cpu, "BLOCK_ROWS", 512)
     np.testing.assert_array_equal(flashgen.attention(q, k, v, causal=True), alone)
 
@@ -162,7 +163,7 @@ def test_blas_gets_its_threads_back_after_calls_that_overlap():
     from threadpoolctl import threadpool_info
 
     before = threadpool_info()
-    limit = cpu._SharedLimit()
+    limit = threads._SharedLimit()
     limit.__enter__()
     limit.__enter__()
     limit.__exit__(None, None, None)
