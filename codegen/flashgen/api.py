@@ -143,8 +143,10 @@ def attention(
     of_score = softcap, alibi_slopes, score, params
     lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
     options = causal, mask_type, window_size, return_lse
+    if deterministic is not False:
+        deterministic = flag("deterministic", deterministic)
     kind = arrays.kind_of(q)
-    if kind is None or not kind.is_compiling() or v is None or any(x is not None for x in lengths):
+    if kind is None or not kind.is_compiling() or _unrecorded(v, out, stream, lengths):
         try:
             if append is not None or rotary is not None:
                 wanted = asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
@@ -154,10 +156,9 @@ def attention(
             return _call(*wanted, stream, backend, algorithm)
         except arrays.RequiresGradient as error:
             # Raised where layouts are read, which looks at each tensor anyway: other calls pay nothing.
-            if v is None or any(x is not None for x in lengths):
-                raise BadParam(
-                    f"{error}. There are no gradients of calls with lengths or a KVCache"
-                ) from None
+            without = _unrecorded(v, out, stream, lengths)
+            if without:
+                raise BadParam(f"{error}. There are no gradients of calls with {without}") from None
     from flashgen import autograd
 
     results = autograd.attention(
@@ -165,12 +166,20 @@ def attention(
         options[:3],
         softmax_scale,
         of_score,
-        {"out": out, "stream": stream},
         deterministic=deterministic,
         backend=backend,
         algorithm=algorithm,
     )
     return results if flag("return_lse", return_lse) else results[0]
+
+
+def _unrecorded(v: Any, out: Any, stream: Any, lengths: tuple[Any, ...]) -> str:
+    """What a call has that autograd's operators have not, empty if nothing."""
+    if v is None:
+        return "a KVCache"
+    if any(x is not None for x in lengths):
+        return "lengths"
+    return "out" if out is not None else "stream" if stream is not None else ""
 
 
 def plan(

@@ -58,26 +58,17 @@ def attention(
     masking: tuple[Any, ...],
     softmax_scale: float | None,
     of_score: tuple[Any, ...],
-    not_recorded: Mapping[str, Any],
     *,
     deterministic: bool,
     backend: str | None,
     algorithm: str | None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of q, k, v and mask, recorded. ``masking`` is causal, mask_type and window_size;
-    ``of_score`` softcap, alibi_slopes, score and params; ``not_recorded`` what a graph has no place for.
-
-    Raises BadParam.
+    ``of_score`` softcap, alibi_slopes, score and params. Raises BadParam.
     """
     for name, x in zip(("q", "k", "v", "mask"), tensors, strict=True):
         if not isinstance(x, Tensor) and (name != "mask" or x is not None):
             raise BadParam(f"{name} has type {type(x).__name__}, and another array requires a gradient")
-    for name, x in not_recorded.items():
-        if x is not None:
-            raise BadParam(
-                f"{name} was given, and a tensor requires a gradient or is being compiled; leave {name} out, "
-                "or call attention under torch.no_grad()"
-            )
     names, arrays, scalars = (), {}, {}
     if any(x is not None for x in of_score):
         _, alibi_slopes, _, params = of_score
@@ -96,7 +87,7 @@ def attention(
         ",".join(names),
         ",".join(arrays),
         ",".join(f"{name}={_number(name, x)!r}" for name, x in scalars.items()),
-        flag("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled(),
+        deterministic or torch.are_deterministic_algorithms_enabled(),
         backend,
         algorithm,
     )
