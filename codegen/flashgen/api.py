@@ -113,9 +113,9 @@ def attention(
         arrays hold. Rows of a sequence past max_seqlen_q may stay unwritten.
     splits: into how many parts the keys of a sequence are split, to be computed side by side and combined.
         "auto": as suits the batch and the GPU, or not at all. An integer n: n parts of equally many KV
-        blocks, rounded up; fewer where there are not as many; 1: none is split. ``SplitEvery(keys)``: at
-        fixed keys, and by a kernel that is chosen for one sequence, so that its bits do not depend on the
-        batch. Decoding kernels can split, up to 64 rows a sequence in fp16 and bf16; n above 1 needs one.
+        blocks, rounded up, so fewer where there are few; 1: none is split. ``SplitEvery(keys)``: parts of so
+        many keys. With both the bits of a sequence do not depend on its batch. n above 1 needs a decoding
+        kernel (fp16 and bf16, few rows); SplitEvery splits where there is one.
     append: (k_new, v_new), to be written into the KVCache ahead of the attention, behind the keys that each
         sequence has there: ``flashgen.append``. With cu_seqlens_q they are packed alike. The lengths of the
         cache stay as they are; the caller adds the new tokens to them.

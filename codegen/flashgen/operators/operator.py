@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from flashgen.operators.arguments import Argument, Placed, Strides
-from flashgen.operators.splits import AUTO, SplitEvery
+from flashgen.operators.splits import AUTO
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +67,7 @@ class Problem:
     @property
     def invariant(self) -> bool:
         """Whether the bits of a sequence must not depend on its batch nor on the GPU's multiprocessors."""
-        return isinstance(self.splits, SplitEvery)
+        return self.splits != AUTO
 
     def standard(self) -> Problem:
         """What stands for such a problem where its kernel is chosen: the same for each batch."""

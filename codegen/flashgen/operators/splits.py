@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,12 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class SplitEvery:
-    """Splits the keys of each sequence every ``keys`` keys, so that its bits do not depend on its batch.
+    """Splits of ``keys`` keys each, of every sequence: ``attention(..., splits=SplitEvery(1024))``.
 
-    ``flashgen.attention(..., splits=flashgen.SplitEvery(1024))``: the first split begins with the first key
-    that the call sees, or with the KV block of it. Where splits begin, and which kernel runs, depends neither
-    on the batch and its lengths nor on the multiprocessors of the GPU. ``keys`` is a multiple of the KV block
-    of the kernel: 256 always is. Raises BadParam for no positive integer.
+    Long sequences so have many splits and short ones few, and the bits of a sequence do not depend on its
+    batch. The first split begins with the first KV block that the sequence sees. ``keys`` is a multiple of
+    the KV block of the kernel; a multiple of 256 is one of every kernel's. Raises BadParam for no positive
+    integer.
     """
 
     keys: int
@@ -38,10 +38,7 @@ def splits_of(given: Any) -> Splits:
 
 
 def _count(name: str, given: Any, others: str = "") -> int:
-    try:
-        count = 0 if isinstance(given, bool) else operator.index(given)
-    except TypeError:
-        count = 0
-    if count < 1:
+    # Only what cannot change: a plan is kept for it.
+    if not isinstance(given, numbers.Integral) or isinstance(given, bool) or given < 1:
         raise BadParam(f"{name} is {given!r}; expected an integer of 1 or more{others}")
-    return count
+    return int(given)

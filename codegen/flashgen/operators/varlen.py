@@ -19,7 +19,7 @@ from flashgen.operators.arguments import DTYPE_BYTES, Argument, check_strides, f
 from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem, simplify
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.operator import Axis, Number, Operator, Problem, Value
-from flashgen.operators.splits import AUTO, SplitEvery, splits_of
+from flashgen.operators.splits import AUTO, splits_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,6 +35,8 @@ PAGES = ("none", "paged")
 # Who splits keys: a kernel, into equal shares of all that there are, or the call; of a family that a call of
 # either kind may take, nobody ("any").
 SPLITS = ("none", "fixed")
+# Keys of the sequence that stands for all where the kernel must not depend on their lengths.
+_STANDARD_KEYS = 4096
 _INTEGERS = {"dtypes": ("int32",), "layout": "contiguous", "alignment": 4, "optional": True}
 
 ARGUMENTS = (
@@ -134,8 +136,8 @@ class VarlenProblem(AttentionProblem):
         return f"{AttentionProblem.wanted(self)}, pages {'paged' if self.paged else 'none'}"
 
     def standard(self) -> VarlenProblem:
-        """One sequence with as many keys as queries, or, if more, those of a split."""
-        seqlen_kv = max(self.seqlen_q, self.splits.keys)
+        """One sequence with as many keys as queries, or, if more, _STANDARD_KEYS."""
+        seqlen_kv = max(self.seqlen_q, _STANDARD_KEYS)
         shift = seqlen_kv - self.seqlen_kv if self.mask_type != "none" else 0
         return dataclasses.replace(
             self,
@@ -234,7 +236,7 @@ def normalise(
     attention.check_devices(views | given | own)
     dtype = attention.check_dtypes(views)
     _check_combination(given)
-    invariant = isinstance(splits, SplitEvery)
+    invariant = splits != AUTO
     if invariant and cu_seqlens_q is not None and max_seqlen_q is None:
         raise BadParam(
             f"splits is {splits} and max_seqlen_q is None; with packed queries pass max_seqlen_q, the same "

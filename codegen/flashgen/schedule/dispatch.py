@@ -19,8 +19,8 @@ The rule, which a spec names ``least_time``:
 4. Of what is left, tiles and groupings, the least modelled time wins: the scores (rows of queries by keys, in
    whole blocks) that the tiles of the busiest multiprocessor visit, and what else a tile takes, over the
    measured ``efficiency`` of the tile; see ``cost``. Ties go to fewer tiles, then to the order of the spec.
-   With a SplitEvery the time is that of one sequence on one multiprocessor, so that the choice does not
-   depend on the batch.
+   Where the call says how its keys are split, the time is that of one sequence on one multiprocessor, so that
+   the choice does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from flashgen.arch import arch_parts, reaches
 from flashgen.errors import BadParam, DeviceTypeNotSupported, SpecError
 from flashgen.operators import OPERATORS
-from flashgen.operators.splits import AUTO
+from flashgen.operators.splits import AUTO, SplitEvery
 from flashgen.schedule.grid import MAX_EXTENT, extents, rows, tiles
 from flashgen.schedule.shares import countable, shares_of
 from flashgen.schedule.tensormap import REQUIREMENTS, expressible
@@ -155,12 +155,12 @@ def splitting(problem: Problem, variants: Iterable[Variant]) -> tuple[Variant, .
     if problem.splits in (AUTO, 1):
         return variants
     able = tuple(variant for variant in variants if variant.grid.shares)
-    if not problem.invariant:
+    if not isinstance(problem.splits, SplitEvery):
         if able:
             return able
         raise BadParam(
-            f"splits is {problem.splits}, but no kernel that splits keys serves {problem.wanted()}; "
-            "flash_decode does for up to 64 rows of a head, fp16 and bf16, and no dense mask. Pass 1 or 'auto'"
+            f"splits is {problem.splits}, but no kernel that splits keys serves so many rows, or "
+            f"{problem.wanted()}; pass 1 or 'auto'"
         )
     keys = problem.splits.keys
     fitting = tuple(variant for variant in able if keys % variant.visits.keys == 0)

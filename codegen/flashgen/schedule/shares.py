@@ -112,7 +112,7 @@ def shares_of(problem: Problem, variant: Variant, device: Device) -> Shares:
         per_split, splits = _splits(problem, variant)
         if not problem.lengths_on_device:
             return Shares(count, begin, per_split * splits, per_split)
-        least = per_split if problem.invariant else 1
+        least = per_split if isinstance(problem.splits, SplitEvery) else 1
         per_share = max(1, -(-count * splits // at_a_time))
         return Shares(count, begin, _most_blocks(problem, variant), per_share, True, splits, least)
     equal = max(1, -(-count * per_tile // at_a_time))

@@ -11,7 +11,7 @@ import numpy as np
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.reference import Largest, Verdict, judge
 from flashgen.operators.sequences import sequences
-from flashgen.operators.splits import AUTO, SplitEvery
+from flashgen.operators.splits import AUTO
 from flashgen.operators.varlen import LENGTHS, VarlenProblem, normalise
 from flashgen.simulator.example import (
     check_sizes,
@@ -143,7 +143,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> VarlenExample:
         **{name: None if x is None else view_of(x, "int32") for name, x in lengths.items()},
         out=view_of(out, dtype),
         window_size=window.get(variant.mask_type, (-1, -1)),
-        max_seqlen_q=shape.seqlen_q if packed_q and isinstance(splits, SplitEvery) else None,
+        max_seqlen_q=shape.seqlen_q if packed_q and splits != AUTO else None,
         return_lse=shape.return_lse,
         splits=splits,
         score=variant.score,
