@@ -236,13 +236,12 @@ __device__ __forceinline__ int count_kv_blocks(const Params& params, int sequenc
     return num_heads(params) * tiles.row_blocks * tiles.kv_blocks;
 }
 
-// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of one of 32 sequences
-// at a time.
+// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of every 32nd sequence.
 __device__ __forceinline__ int kv_blocks_per_share(const Params& params, int& num_kv_blocks, int lane) {
-    num_kv_blocks = 0;
-    for (int first = 0; first < params.batch_size; first += 32) {
-        num_kv_blocks += __shfl_sync(0xffffffff, sum_up_to_lane(count_kv_blocks(params, first + lane), lane), 31);
-    }
+    int count = 0;
+#pragma unroll 4  // several lengths on their way from global memory
+    for (int sequence = lane; sequence < params.batch_size; sequence += 32) count += count_kv_blocks(params, sequence);
+    num_kv_blocks = __shfl_sync(0xffffffff, sum_up_to_lane(count, lane), 31);
     return max(1, (num_kv_blocks + params.num_shares - 1) / params.num_shares);
 }
 

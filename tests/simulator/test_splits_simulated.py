@@ -180,7 +180,7 @@ FAULTS = (
     fault("the slot of the share", FIXED, LONG, (*NUMBERS, "race"),
           "tiles.splits == 1 ? -1 : index}", "tiles.splits == 1 ? -1 : block_index()}"),
     fault("the last split left out", FIXED_COMBINE, LONG, NUMBERS,
-          "row.first_split + tiles.splits - 1 :", "row.first_split + tiles.splits - 2 :"),
+          "row.first_part + tiles.splits - 1 :", "row.first_part + tiles.splits - 2 :"),
     fault("parts of an earlier sequence", FIXED_COMBINE, LONG, (*NUMBERS, *BOUNDS),
           "numbers.before += __shfl_sync", "numbers.before -= __shfl_sync"),
     fault("parts of the head's first tile", FIXED_COMBINE, dataclasses.replace(LONG, seqlen_q=9), NUMBERS,
