@@ -60,7 +60,7 @@ struct Params {
     float* lse;                           // (batch, num_heads_q, rows_q), without batch where packed; contiguous; may be null
     const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
     const int32_t* kv_lengths;            // (batch,)
-    const int32_t* pages;                 // (batch, pages_per_sequence)
+    const int32_t* pages;                 // (batch, max_pages)
     float* part_outputs;                  // (parts, kBlockM, kHeadDimV); null with a single thread block
     float* part_sums;                     // (parts, kBlockM, 2): row_max, log2 domain, and row_sum
     int64_t q_batch_stride;               // strides are in elements; 0 where sequences are packed
