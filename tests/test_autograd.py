@@ -85,8 +85,23 @@ def test_without_batch_and_of_some_inputs():
 def test_the_operators_pass_torchs_own_checks():
     q, k, v, dout = tensors()
     slopes = torch.rand(HEADS)
-    plain = (None, [], True, None, -1, -1, None, "", "", "", False, None, None)
-    scored = (None, [slopes], False, None, 3, -1, 0.2, "alibi,softcap", "slope", "cap=2.0", True, "cpu", None)
+    plain = (None, [], True, None, -1, -1, None, "", "", "", "auto", False, None, None)
+    scored = (
+        None,
+        [slopes],
+        False,
+        None,
+        3,
+        -1,
+        0.2,
+        "alibi,softcap",
+        "slope",
+        "cap=2.0",
+        "4",
+        True,
+        "cpu",
+        None,
+    )
     for given in (plain, scored):
         torch.library.opcheck(torch.ops.flashgen.attention.default, (q, k, v, *given))
     with torch.no_grad():
@@ -240,6 +255,18 @@ def test_deterministic_reaches_the_gradients(monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
     assert asked == [False, True, True]
+
+
+def test_splits_are_those_of_the_forward_pass():
+    q, k, v, _ = tensors()
+    with torch.no_grad():
+        expected = [flashgen.attention(q, k, v, splits=splits) for splits in (2, flashgen.SplitEvery(256))]
+    for splits, x in zip((2, flashgen.SplitEvery(256)), expected, strict=True):
+        found = flashgen.attention(q, k, v, splits=splits)
+        assert found.requires_grad
+        assert torch.equal(found, x)
+    with pytest.raises(BadParam, match="splits is 0"):
+        flashgen.attention(q, k, v, splits=0)
 
 
 def test_queries_and_keys_of_length_zero():

@@ -15,14 +15,17 @@ from flashgen.api import asked, call, named_score
 from flashgen.errors import BadParam
 from flashgen.operators.arguments import ROW_ALIGNMENT, flag
 from flashgen.operators.attention import mask_type_name, scale_of, sees_no_later_key, window_of
+from flashgen.operators.splits import AUTO, SplitEvery, Splits, splits_of
 from flashgen.training import asked as asked_backward
 
 _NO_LENGTHS = (None,) * 5
+_EVERY = "every "
 
 
 class _Options(NamedTuple):
     """What is no tensor of a call, in types that a graph can hold. ``score`` and ``array_names`` are names
-    joined by commas, ``numbers`` such as "cap=30.0,other=2.0": autograd takes no list of floats.
+    joined by commas, ``numbers`` such as "cap=30.0,other=2.0": autograd takes no list of floats. ``splits``
+    is "auto", "4", or "every 256".
     """
 
     causal: bool
@@ -33,9 +36,16 @@ class _Options(NamedTuple):
     score: str
     array_names: str
     numbers: str
+    splits: str
     deterministic: bool
     backend: str | None
     algorithm: str | None
+
+    @property
+    def splitting(self) -> Splits:
+        if self.splits.startswith(_EVERY):
+            return SplitEvery(int(self.splits.removeprefix(_EVERY)))
+        return self.splits if self.splits == AUTO else int(self.splits)
 
     @property
     def masking(self) -> tuple[Any, ...]:
@@ -59,6 +69,7 @@ def attention(
     softmax_scale: float | None,
     of_score: tuple[Any, ...],
     *,
+    splits: Splits,
     deterministic: bool,
     backend: str | None,
     algorithm: str | None,
@@ -87,6 +98,7 @@ def attention(
         ",".join(names),
         ",".join(arrays),
         ",".join(f"{name}={_number(name, x)!r}" for name, x in scalars.items()),
+        f"{_EVERY}{splits.keys}" if isinstance(splits, SplitEvery) else str(splits_of(splits)),
         deterministic or torch.are_deterministic_algorithms_enabled(),
         backend,
         algorithm,
@@ -129,6 +141,7 @@ def _forward(
     score: str,
     array_names: str,
     numbers: str,
+    splits: str,
     deterministic: bool,
     backend: str | None,
     algorithm: str | None,
@@ -142,6 +155,7 @@ def _forward(
         score,
         array_names,
         numbers,
+        splits,
         deterministic,
         backend,
         algorithm,
@@ -152,7 +166,7 @@ def _forward(
         v,
         mask,
         None,
-        (*options.masking, True),
+        (*options.masking, True, options.splitting),
         softmax_scale,
         options.of_score(arrays),
         _NO_LENGTHS,
@@ -187,6 +201,7 @@ def _backward(
     score: str,
     array_names: str,
     numbers: str,
+    splits: str,
     deterministic: bool,
     backend: str | None,
     algorithm: str | None,
@@ -200,6 +215,7 @@ def _backward(
         score,
         array_names,
         numbers,
+        splits,
         deterministic,
         backend,
         algorithm,

@@ -74,7 +74,7 @@ def test_compiled_into_one_graph():
 
 def test_the_operators_pass_torchs_own_checks():
     q, k, v, dout = tensors(seqlen_q=40, seqlen_kv=50)
-    options = (True, None, -1, -1, None, "", "", "", False, None, None)
+    options = (True, None, -1, -1, None, "", "", "", "auto", False, None, None)
     torch.library.opcheck(torch.ops.flashgen.attention.default, (q, k, v, None, [], *options))
     with torch.no_grad():
         out, lse = flashgen.attention(q, k, v, causal=True, return_lse=True)
