@@ -63,6 +63,13 @@ class _Options(NamedTuple):
         return None, None, _split(self.score), given
 
 
+# Its fields in the schemas of the operators, in their order.
+_SCHEMA = (
+    "bool causal, str? mask_type, SymInt window_left, SymInt window_right, float? softmax_scale, str score, "
+    "str array_names, str numbers, str splits, bool deterministic, str? backend, str? algorithm"
+)
+
+
 def attention(
     tensors: tuple[Any, Any, Any, Any],
     masking: tuple[Any, ...],
@@ -126,40 +133,15 @@ def _split(names: str) -> list[str]:
     return names.split(",") if names else []
 
 
-@torch.library.custom_op("flashgen::attention", mutates_args=())
+@torch.library.custom_op(
+    "flashgen::attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor[] arrays, {_SCHEMA}) -> (Tensor, Tensor)",
+)
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    arrays: list[Tensor],
-    causal: bool,
-    mask_type: str | None,
-    window_left: int,
-    window_right: int,
-    softmax_scale: float | None,
-    score: str,
-    array_names: str,
-    numbers: str,
-    splits: str,
-    deterministic: bool,
-    backend: str | None,
-    algorithm: str | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, arrays: list[Tensor], *given: Any
 ) -> tuple[Tensor, Tensor]:
-    options = _Options(
-        causal,
-        mask_type,
-        window_left,
-        window_right,
-        softmax_scale,
-        score,
-        array_names,
-        numbers,
-        splits,
-        deterministic,
-        backend,
-        algorithm,
-    )
+    options = _Options(*given)
     wanted = asked(
         q,
         k,
@@ -167,12 +149,12 @@ def _forward(
         mask,
         None,
         (*options.masking, True, options.splitting),
-        softmax_scale,
+        options.softmax_scale,
         options.of_score(arrays),
         _NO_LENGTHS,
     )
     with torch.no_grad():
-        return call(*wanted, stream=None, backend=backend, algorithm=algorithm)
+        return call(*wanted, stream=None, backend=options.backend, algorithm=options.algorithm)
 
 
 @_forward.register_fake
@@ -182,7 +164,12 @@ def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     return out, q.new_empty((*q.shape[:-3], heads, rows), dtype=torch.float32)
 
 
-@torch.library.custom_op("flashgen::attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "flashgen::attention_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, Tensor? dlse, "
+    f"Tensor[] arrays, {_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+)
 def _backward(
     dout: Tensor,
     q: Tensor,
@@ -193,54 +180,19 @@ def _backward(
     lse: Tensor,
     dlse: Tensor | None,
     arrays: list[Tensor],
-    causal: bool,
-    mask_type: str | None,
-    window_left: int,
-    window_right: int,
-    softmax_scale: float | None,
-    score: str,
-    array_names: str,
-    numbers: str,
-    splits: str,
-    deterministic: bool,
-    backend: str | None,
-    algorithm: str | None,
+    *given: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    options = _Options(
-        causal,
-        mask_type,
-        window_left,
-        window_right,
-        softmax_scale,
-        score,
-        array_names,
-        numbers,
-        splits,
-        deterministic,
-        backend,
-        algorithm,
-    )
+    options = _Options(*given)
+    dlse = None if dlse is None else dlse.contiguous()
     wanted = asked_backward(
-        (
-            _with_rows(dout),
-            q,
-            k,
-            v,
-            mask,
-            _with_rows(out),
-            lse.contiguous(),
-            None if dlse is None else dlse.contiguous(),
-            None,
-            None,
-            None,
-        ),
+        (_with_rows(dout), q, k, v, mask, _with_rows(out), lse.contiguous(), dlse, None, None, None),
         options.masking,
-        softmax_scale,
+        options.softmax_scale,
         options.of_score(arrays),
-        deterministic,
+        options.deterministic,
     )
     with torch.no_grad():
-        return call(*wanted, stream=None, backend=backend)
+        return call(*wanted, stream=None, backend=options.backend)
 
 
 @_backward.register_fake
