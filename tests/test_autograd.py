@@ -85,8 +85,23 @@ def test_without_batch_and_of_some_inputs():
 def test_the_operators_pass_torchs_own_checks():
     q, k, v, dout = tensors()
     slopes = torch.rand(HEADS)
-    plain = (None, [], True, None, -1, -1, None, "", "", "", False, None, None)
-    scored = (None, [slopes], False, None, 3, -1, 0.2, "alibi,softcap", "slope", "cap=2.0", True, "cpu", None)
+    plain = (None, [], True, None, -1, -1, None, "", "", "", "auto", False, None, None)
+    scored = (
+        None,
+        [slopes],
+        False,
+        None,
+        3,
+        -1,
+        0.2,
+        "alibi,softcap",
+        "slope",
+        "cap=2.0",
+        "4",
+        True,
+        "cpu",
+        None,
+    )
     for given in (plain, scored):
         torch.library.opcheck(torch.ops.flashgen.attention.default, (q, k, v, *given))
     with torch.no_grad():
@@ -175,9 +190,9 @@ def test_second_derivatives_are_refused():
 def test_what_has_no_gradient_is_refused_by_name():
     q, k, v, _ = tensors()
     slopes, bias = torch.rand(HEADS, requires_grad=True), torch.rand(6, 7, requires_grad=True)
-    with pytest.raises(BadParam, match=r"^out was given"):
+    with pytest.raises(BadParam, match=r"^q: .* with out$"):
         flashgen.attention(q, k, v, out=torch.empty(2, 6, HEADS, 8))
-    with pytest.raises(BadParam, match=r"^stream was given"):
+    with pytest.raises(BadParam, match=r"^q: .* with stream$"):
         flashgen.attention(q, k, v, stream=0)
     for given in (q, q.detach()):
         with pytest.raises(BadParam, match=r"^alibi_slopes requires a gradient"):
@@ -185,9 +200,9 @@ def test_what_has_no_gradient_is_refused_by_name():
         with pytest.raises(BadParam, match=r"^bias requires a gradient"):
             flashgen.attention(given, k, v, score="bias", params={"bias": bias})
     lengths = torch.tensor([3, 4], dtype=torch.int32)
-    with pytest.raises(BadParam, match=r"^q: .* lengths"):
+    with pytest.raises(BadParam, match=r"^q: .* with lengths$"):
         flashgen.attention(q, k, v, kv_lengths=lengths)
-    with pytest.raises(BadParam, match=r"^q: .* KVCache"):
+    with pytest.raises(BadParam, match=r"^q: .* with a KVCache$"):
         flashgen.attention(q, flashgen.KVCache(k, v, lengths))
     with pytest.raises(BadParam, match=r"^k has type ndarray"):
         flashgen.attention(q, k.detach().numpy(), v)
@@ -240,6 +255,18 @@ def test_deterministic_reaches_the_gradients(monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
     assert asked == [False, True, True]
+
+
+def test_splits_are_those_of_the_forward_pass():
+    q, k, v, _ = tensors()
+    with torch.no_grad():
+        expected = [flashgen.attention(q, k, v, splits=splits) for splits in (2, flashgen.SplitEvery(256))]
+    for splits, x in zip((2, flashgen.SplitEvery(256)), expected, strict=True):
+        found = flashgen.attention(q, k, v, splits=splits)
+        assert found.requires_grad
+        assert torch.equal(found, x)
+    with pytest.raises(BadParam, match="splits is 0"):
+        flashgen.attention(q, k, v, splits=0)
 
 
 def test_queries_and_keys_of_length_zero():

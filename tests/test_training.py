@@ -4,9 +4,18 @@ import numpy as np
 import pytest
 
 import flashgen
-from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, BadTensorStrides, NullPointer
+from flashgen.errors import (
+    BadParam,
+    BadTensorDtype,
+    BadTensorShape,
+    BadTensorStrides,
+    InsufficientWorkspace,
+    NullPointer,
+)
 from flashgen.operators import OPERATORS
 from flashgen.operators.backward import BACKWARD
+from flashgen.operators.gradients import judge
+from flashgen.simulator import hostcompiler
 
 NAMES = ("dout", "q", "k", "v", "out", "lse")
 
@@ -109,3 +118,24 @@ def test_jax_arrays_get_gradients_of_their_own():
     for x, y in zip(found, expected, strict=True):
         assert isinstance(x, jnp.ndarray)
         np.testing.assert_array_equal(np.asarray(x), y)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_simulator_runs_the_kernels_of_a_call(deterministic):
+    if hostcompiler.why_unavailable():
+        pytest.skip(hostcompiler.why_unavailable())
+    rng = np.random.default_rng()
+    q, dout = (rng.standard_normal((40, 2, 32), np.float32).astype(np.float16) for _ in range(2))
+    k, v = (rng.standard_normal((50, 2, 32), np.float32).astype(np.float16) for _ in range(2))
+    out, lse = flashgen.attention(q, k, v, causal=True, return_lse=True)
+    given = dout, q, k, v, out, lse
+    options = {"causal": True, "deterministic": deterministic, "backend": "simulator"}
+    plan = flashgen.plan_backward(*given, **options)
+    assert dict(plan.variant.axes)["dq_order"] == ("ordered" if deterministic else "free")
+    workspace = np.full(plan.workspace_bytes + 256, 0xFF, np.uint8)
+    workspace = workspace[-workspace.ctypes.data % 256 :]
+    found = flashgen.attention_backward(*given, workspace=workspace, **options)
+    verdict = judge(plan.problem, *given[:4], None, out, lse, None, *found)
+    assert verdict.ok, verdict
+    with pytest.raises(InsufficientWorkspace, match="workspace has 256 bytes"):
+        flashgen.attention_backward(*given, workspace=workspace[:256], **options)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         TunedWarning,
     )
     from flashgen.kvcache import KVCache, Rotary
+    from flashgen.operators.splits import SplitEvery
     from flashgen.parts import cascade, merge
     from flashgen.runtime.plans import Plan
     from flashgen.training import attention_backward, plan_backward
@@ -58,6 +59,7 @@ __all__ = [
     "Rotary",
     "SimulationError",
     "SpecError",
+    "SplitEvery",
     "TemplateWarning",
     "TunedWarning",
     "append",
@@ -75,6 +77,7 @@ _HOMES = {
     "KVCache": "flashgen.kvcache",
     "Plan": "flashgen.runtime.plans",
     "Rotary": "flashgen.kvcache",
+    "SplitEvery": "flashgen.operators.splits",
     "append": "flashgen.appending",
     "attention": "flashgen.api",
     "attention_backward": "flashgen.training",

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from flashgen.kvcache import Rotary
     from flashgen.operators.operator import Operator, Problem
     from flashgen.operators.scores import Score
+    from flashgen.operators.splits import Splits
     from flashgen.runtime.plans import Runner
     from flashgen.schedule.explain import Explanation
     from flashgen.spec.model import Spec
@@ -61,6 +62,7 @@ def attention(
     cu_seqlens_kv: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
+    splits: Splits = "auto",
     append: tuple[Any, Any] | None = None,
     rotary: Rotary | None = None,
     out: Any = None,
@@ -109,6 +111,11 @@ def attention(
     cu_seqlens_kv: the same for k and v. Not with kv_lengths.
     max_seqlen_q, max_seqlen_kv: bounds of the lengths of sequences, which fix grids; by default what the
         arrays hold. Rows of a sequence past max_seqlen_q may stay unwritten.
+    splits: into how many parts the keys of a sequence are split, to be computed side by side and combined.
+        "auto": as suits the batch and the GPU, or not at all. An integer n: n parts of equally many KV
+        blocks, rounded up, so fewer where there are few; 1: none is split. ``SplitEvery(keys)``: parts of so
+        many keys. With both the bits of a sequence do not depend on its batch. n above 1 needs a decoding
+        kernel (fp16 and bf16, few rows); SplitEvery splits where there is one.
     append: (k_new, v_new), to be written into the KVCache ahead of the attention, behind the keys that each
         sequence has there: ``flashgen.append``. With cu_seqlens_q they are packed alike. The lengths of the
         cache stay as they are; the caller adds the new tokens to them.
@@ -142,9 +149,11 @@ def attention(
     """
     of_score = softcap, alibi_slopes, score, params
     lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
-    options = causal, mask_type, window_size, return_lse
+    options = causal, mask_type, window_size, return_lse, splits
+    if deterministic is not False:
+        deterministic = flag("deterministic", deterministic)
     kind = arrays.kind_of(q)
-    if kind is None or not kind.is_compiling() or v is None or any(x is not None for x in lengths):
+    if kind is None or not kind.is_compiling() or _unrecorded(v, out, stream, lengths):
         try:
             if append is not None or rotary is not None:
                 wanted = asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
@@ -154,10 +163,9 @@ def attention(
             return _call(*wanted, stream, backend, algorithm)
         except arrays.RequiresGradient as error:
             # Raised where layouts are read, which looks at each tensor anyway: other calls pay nothing.
-            if v is None or any(x is not None for x in lengths):
-                raise BadParam(
-                    f"{error}. There are no gradients of calls with lengths or a KVCache"
-                ) from None
+            without = _unrecorded(v, out, stream, lengths)
+            if without:
+                raise BadParam(f"{error}. There are no gradients of calls with {without}") from None
     from flashgen import autograd
 
     results = autograd.attention(
@@ -165,12 +173,21 @@ def attention(
         options[:3],
         softmax_scale,
         of_score,
-        {"out": out, "stream": stream},
+        splits=splits,
         deterministic=deterministic,
         backend=backend,
         algorithm=algorithm,
     )
     return results if flag("return_lse", return_lse) else results[0]
+
+
+def _unrecorded(v: Any, out: Any, stream: Any, lengths: tuple[Any, ...]) -> str:
+    """What a call has that autograd's operators have not, empty if nothing."""
+    if v is None:
+        return "a KVCache"
+    if any(x is not None for x in lengths):
+        return "lengths"
+    return "out" if out is not None else "stream" if stream is not None else ""
 
 
 def plan(
@@ -192,6 +209,7 @@ def plan(
     cu_seqlens_kv: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
+    splits: Splits = "auto",
     out: Any = None,
     return_lse: bool = False,
     backend: str | None = None,
@@ -207,7 +225,7 @@ def plan(
     """
     of_score = softcap, alibi_slopes, score, params
     lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
-    options = causal, mask_type, window_size, return_lse
+    options = causal, mask_type, window_size, return_lse, splits
     wanted = asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
     return make_plan(*wanted, backend, algorithm)
 
@@ -280,7 +298,7 @@ def _appended(
         raise BadParam("rotary was given without append; it rotates what goes into a cache, and the queries")
     if not isinstance(new, (tuple, list)) or len(new) != 2:
         raise BadParam(f"append has type {type(new).__name__}; expected (k_new, v_new)")
-    causal, mask_type, window_size, _ = options
+    causal, mask_type, window_size, *_ = options
     moves = causal or mask_type_name(mask_type) == "causal_bottom_right" or tuple(window_size) != (-1, -1)
     total, rotated = append(
         cache,
@@ -308,7 +326,7 @@ def _asked_by_name(
     lengths = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
     return asked(
         *(call[name] for name in ("q", "k", "v", "mask", "out")),
-        tuple(call[name] for name in ("causal", "mask_type", "window_size", "return_lse")),
+        tuple(call[name] for name in ("causal", "mask_type", "window_size", "return_lse", "splits")),
         call["softmax_scale"],
         tuple(call[name] for name in ("softcap", "alibi_slopes", "score", "params")),
         tuple(call[name] for name in lengths),

@@ -15,14 +15,17 @@ from flashgen.api import asked, call, named_score
 from flashgen.errors import BadParam
 from flashgen.operators.arguments import ROW_ALIGNMENT, flag
 from flashgen.operators.attention import mask_type_name, scale_of, sees_no_later_key, window_of
+from flashgen.operators.splits import AUTO, SplitEvery, Splits, splits_of
 from flashgen.training import asked as asked_backward
 
 _NO_LENGTHS = (None,) * 5
+_EVERY = "every "
 
 
 class _Options(NamedTuple):
     """What is no tensor of a call, in types that a graph can hold. ``score`` and ``array_names`` are names
-    joined by commas, ``numbers`` such as "cap=30.0,other=2.0": autograd takes no list of floats.
+    joined by commas, ``numbers`` such as "cap=30.0,other=2.0": autograd takes no list of floats. ``splits``
+    is "auto", "4", or "every 256".
     """
 
     causal: bool
@@ -33,9 +36,16 @@ class _Options(NamedTuple):
     score: str
     array_names: str
     numbers: str
+    splits: str
     deterministic: bool
     backend: str | None
     algorithm: str | None
+
+    @property
+    def splitting(self) -> Splits:
+        if self.splits.startswith(_EVERY):
+            return SplitEvery(int(self.splits.removeprefix(_EVERY)))
+        return self.splits if self.splits == AUTO else int(self.splits)
 
     @property
     def masking(self) -> tuple[Any, ...]:
@@ -53,31 +63,30 @@ class _Options(NamedTuple):
         return None, None, _split(self.score), given
 
 
+# Its fields in the schemas of the operators, in their order.
+_SCHEMA = (
+    "bool causal, str? mask_type, SymInt window_left, SymInt window_right, float? softmax_scale, str score, "
+    "str array_names, str numbers, str splits, bool deterministic, str? backend, str? algorithm"
+)
+
+
 def attention(
     tensors: tuple[Any, Any, Any, Any],
     masking: tuple[Any, ...],
     softmax_scale: float | None,
     of_score: tuple[Any, ...],
-    not_recorded: Mapping[str, Any],
     *,
+    splits: Splits,
     deterministic: bool,
     backend: str | None,
     algorithm: str | None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of q, k, v and mask, recorded. ``masking`` is causal, mask_type and window_size;
-    ``of_score`` softcap, alibi_slopes, score and params; ``not_recorded`` what a graph has no place for.
-
-    Raises BadParam.
+    ``of_score`` softcap, alibi_slopes, score and params. Raises BadParam.
     """
     for name, x in zip(("q", "k", "v", "mask"), tensors, strict=True):
         if not isinstance(x, Tensor) and (name != "mask" or x is not None):
             raise BadParam(f"{name} has type {type(x).__name__}, and another array requires a gradient")
-    for name, x in not_recorded.items():
-        if x is not None:
-            raise BadParam(
-                f"{name} was given, and a tensor requires a gradient or is being compiled; leave {name} out, "
-                "or call attention under torch.no_grad()"
-            )
     names, arrays, scalars = (), {}, {}
     if any(x is not None for x in of_score):
         _, alibi_slopes, _, params = of_score
@@ -96,7 +105,8 @@ def attention(
         ",".join(names),
         ",".join(arrays),
         ",".join(f"{name}={_number(name, x)!r}" for name, x in scalars.items()),
-        flag("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled(),
+        f"{_EVERY}{splits.keys}" if isinstance(splits, SplitEvery) else str(splits_of(splits)),
+        deterministic or torch.are_deterministic_algorithms_enabled(),
         backend,
         algorithm,
     )
@@ -123,51 +133,28 @@ def _split(names: str) -> list[str]:
     return names.split(",") if names else []
 
 
-@torch.library.custom_op("flashgen::attention", mutates_args=())
+@torch.library.custom_op(
+    "flashgen::attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor[] arrays, {_SCHEMA}) -> (Tensor, Tensor)",
+)
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    arrays: list[Tensor],
-    causal: bool,
-    mask_type: str | None,
-    window_left: int,
-    window_right: int,
-    softmax_scale: float | None,
-    score: str,
-    array_names: str,
-    numbers: str,
-    deterministic: bool,
-    backend: str | None,
-    algorithm: str | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, arrays: list[Tensor], *given: Any
 ) -> tuple[Tensor, Tensor]:
-    options = _Options(
-        causal,
-        mask_type,
-        window_left,
-        window_right,
-        softmax_scale,
-        score,
-        array_names,
-        numbers,
-        deterministic,
-        backend,
-        algorithm,
-    )
+    options = _Options(*given)
     wanted = asked(
         q,
         k,
         v,
         mask,
         None,
-        (*options.masking, True),
-        softmax_scale,
+        (*options.masking, True, options.splitting),
+        options.softmax_scale,
         options.of_score(arrays),
         _NO_LENGTHS,
     )
     with torch.no_grad():
-        return call(*wanted, stream=None, backend=backend, algorithm=algorithm)
+        return call(*wanted, stream=None, backend=options.backend, algorithm=options.algorithm)
 
 
 @_forward.register_fake
@@ -177,7 +164,12 @@ def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     return out, q.new_empty((*q.shape[:-3], heads, rows), dtype=torch.float32)
 
 
-@torch.library.custom_op("flashgen::attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "flashgen::attention_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, Tensor? dlse, "
+    f"Tensor[] arrays, {_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+)
 def _backward(
     dout: Tensor,
     q: Tensor,
@@ -188,52 +180,19 @@ def _backward(
     lse: Tensor,
     dlse: Tensor | None,
     arrays: list[Tensor],
-    causal: bool,
-    mask_type: str | None,
-    window_left: int,
-    window_right: int,
-    softmax_scale: float | None,
-    score: str,
-    array_names: str,
-    numbers: str,
-    deterministic: bool,
-    backend: str | None,
-    algorithm: str | None,
+    *given: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    options = _Options(
-        causal,
-        mask_type,
-        window_left,
-        window_right,
-        softmax_scale,
-        score,
-        array_names,
-        numbers,
-        deterministic,
-        backend,
-        algorithm,
-    )
+    options = _Options(*given)
+    dlse = None if dlse is None else dlse.contiguous()
     wanted = asked_backward(
-        (
-            _with_rows(dout),
-            q,
-            k,
-            v,
-            mask,
-            _with_rows(out),
-            lse.contiguous(),
-            None if dlse is None else dlse.contiguous(),
-            None,
-            None,
-            None,
-        ),
+        (_with_rows(dout), q, k, v, mask, _with_rows(out), lse.contiguous(), dlse, None, None, None),
         options.masking,
-        softmax_scale,
+        options.softmax_scale,
         options.of_score(arrays),
-        deterministic,
+        options.deterministic,
     )
     with torch.no_grad():
-        return call(*wanted, stream=None, backend=backend)
+        return call(*wanted, stream=None, backend=options.backend)
 
 
 @_backward.register_fake

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from flashgen.operators.operator import Operator
     from flashgen.runtime.plans import Plan
 
-# Options of attention() that have no gradients.
+# Options of attention() that have no gradients, or no part in them.
 NOT_BACKWARD = (
     "kv_lengths",
     "cu_seqlens_q",
@@ -24,6 +24,7 @@ NOT_BACKWARD = (
     "max_seqlen_kv",
     "append",
     "rotary",
+    "splits",
     "algorithm",
 )
 
@@ -155,5 +156,6 @@ def _refuse(given: Mapping[str, Any]) -> None:
             raise TypeError(f"attention_backward() got an unexpected keyword argument {name!r}")
         if value is not None:
             raise BadParam(
-                f"{name} was given; there are gradients of calls without lengths, KV caches and algorithms"
+                f"{name} was given, which attention_backward does not take: no lengths, KV caches, splits or "
+                "algorithms"
             )

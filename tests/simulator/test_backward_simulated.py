@@ -50,7 +50,6 @@ CASES = [
     ("192_128_bf16_causal_free_gqa_sm80", Shape(70, 100, 2, 1)),
     ("192_128_fp16_free_sm86", Shape(70, 70, 1, head_dim=160)),
     ("192_fp16_causal_free_sm80", Shape(70, 100, 1, top_left=True)),
-    ("192_bf16_dense_free_sm80", Shape(70, 70, 1)),
     ("192_fp16_free_sm86", Shape(70, 70, 1)),
     ("256_fp16_causal_free_sm80", Shape(100, 70, 1)),
     ("256_bf16_local_free_sm86", Shape(70, 50, 1, window=(5, 5))),
@@ -71,19 +70,20 @@ def test_within_the_bound(name, shape, compiler, fresh_seed):
 
 
 def test_the_cases_have_every_tile():
-    tiles = {(variant.target, variant.tile, variant.dtype == "fp32") for variant in MAIN.values()}
+    def tile_of(variant):
+        return variant.tile, variant.dtype == "fp32"
+
     cases = [MAIN[f"flash_bwd_main_hdim{name}"] for name, _ in CASES]
-    covered = {(variant.target, variant.tile) for variant in cases}
-    missing = {tile for target, tile, _ in tiles if (target, tile) not in covered}
-    assert not missing - {tile for _, tile in covered}
+    assert set(map(tile_of, MAIN.values())) == set(map(tile_of, cases))
 
 
-@pytest.mark.parametrize("seqlen_q", [0, 1, 63, 64, 65, 128])
-@pytest.mark.parametrize("seqlen_kv", [0, 1, 128, 129])
 @pytest.mark.parametrize("name", ["fp16_free_sm80", "fp16_causal_ordered_sm80"])
-def test_lengths_at_the_edges_of_blocks(name, seqlen_q, seqlen_kv, compiler, fresh_seed):
+def test_lengths_at_the_edges_of_blocks(name, compiler, fresh_seed):
     """Also rows that see nothing, and keys that nobody sees."""
-    simulated(f"flash_bwd_main_hdim32_{name}", Shape(seqlen_q, seqlen_kv, 2), fresh_seed)
+    for seqlen_q in (0, 1, 63, 64, 65, 128):
+        for seqlen_kv in (0, 1, 128, 129):
+            if seqlen_q + seqlen_kv:
+                simulated(f"flash_bwd_main_hdim32_{name}", Shape(seqlen_q, seqlen_kv, 2), fresh_seed)
 
 
 def test_keys_that_nobody_sees_have_gradients_of_zero(compiler, fresh_seed):

@@ -83,7 +83,8 @@ def attention(
     attend = partial(_attend, problem, q4, k4, v4, mask, out4, lse3, score, first_batch)
     pairs = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_kv
     work = pairs * (problem.head_dim + problem.head_dim_v)
-    for_each(attend, tasks, work)
+    # Of one product BLAS may give other bits with other threads, of which a large batch leaves it one.
+    for_each(attend, tasks, work, one_blas_thread=problem.invariant)
     return out, lse
 
 

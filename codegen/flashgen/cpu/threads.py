@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from threadpoolctl import ThreadpoolController
@@ -44,12 +45,21 @@ class _SharedLimit:
 _ONE_BLAS_THREAD = _SharedLimit()
 
 
-def for_each(compute: Callable[[Any], None], tasks: Sequence[Any], multiplications: int) -> None:
-    """``compute`` each task, in several threads where there are enough ``multiplications`` in all."""
+def for_each(
+    compute: Callable[[Any], None],
+    tasks: Sequence[Any],
+    multiplications: int,
+    *,
+    one_blas_thread: bool = False,
+) -> None:
+    """``compute`` each task, in several threads where there are enough ``multiplications`` in all; BLAS then
+    has one thread, and in any case where that is asked for.
+    """
     count = min(len(tasks), processors())
     if count < 2 or multiplications < _PARALLEL_WORK:
-        for task in tasks:
-            compute(task)
+        with _ONE_BLAS_THREAD if one_blas_thread else nullcontext():
+            for task in tasks:
+                compute(task)
         return
     with _ONE_BLAS_THREAD, ThreadPoolExecutor(count) as pool:
         for _ in pool.map(compute, tasks):
