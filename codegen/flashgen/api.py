@@ -199,9 +199,9 @@ def plan(
         def attention_over(q: Any, cache: KVCache) -> Asked:
             return _asked(q, cache, v, mask, out, options, softmax_scale, of_score, lengths)
 
-        return held(of_append, attention_over, q, k, backend, algorithm)
+        return held(of_append, attention_over, q, k, rotary, backend, algorithm)
     asked = _asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
-    return plan_of(*asked, backend, algorithm)
+    return _plan(*asked, backend, algorithm)
 
 
 def _asked(
@@ -502,7 +502,7 @@ def _known(
     try:
         layouts, pointers = kind.read(given)
     except RuntimeError:
-        plan_of(operator, given, options, scalars, backend, algorithm)  # raises what is wrong, by name
+        _plan(operator, given, options, scalars, backend, algorithm)  # raises what is wrong, by name
         raise
     key = (operator.name, layouts, options, backend, algorithm)
     try:
@@ -510,7 +510,7 @@ def _known(
     except TypeError:  # an option is not hashable, such as a window in a list
         key = known = None
     if known is None:
-        known = plan_of(operator, given, options, scalars, backend, algorithm, keeps_scalars=False)
+        known = _plan(operator, given, options, scalars, backend, algorithm, keeps_scalars=False)
         if key is not None:
             _remember(key, known)
     return known, pointers
@@ -532,12 +532,12 @@ def ready(
         given = tuple(adopted(operator, named, stream).values())
         kind = _common_kind(given)
     if kind is None:
-        plan_of(operator, given, options, scalars, backend, algorithm)  # raises: the kinds differ
+        _plan(operator, given, options, scalars, backend, algorithm)  # raises: the kinds differ
     known, pointers = _known(kind, operator, given, options, scalars, backend, algorithm)
     return known, known.ready(given, pointers, scalars, stream)
 
 
-def plan_of(
+def _plan(
     operator: Operator,
     given: tuple[Any, ...],
     options: tuple[Any, ...],
@@ -587,7 +587,7 @@ def _call_adopted(
 ) -> Any:
     """`_call` where not all arrays are of one native library."""
     if all(x is None or arrays.kind_of(x) is not None for x in given):
-        plan_of(operator, given, options, scalars, backend, algorithm)  # raises: the kinds differ
+        _plan(operator, given, options, scalars, backend, algorithm)  # raises: the kinds differ
     names = [argument.name for argument in operator.arguments]
 
     def call(*, stream: Any, **native: Any) -> Any:

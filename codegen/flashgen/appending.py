@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from flashgen.api import call, plan_of, ready
+from flashgen.api import _plan, call, ready
 from flashgen.errors import BadParam
 from flashgen.kvcache import KVCache, Rotary
 from flashgen.operators.append import APPEND, total_lengths
+from flashgen.operators.arguments import flag
 from flashgen.operators.attention import mask_type_name
 from flashgen.runtime import arrays, check
 
@@ -77,7 +78,7 @@ class AppendPlan:
 
     __slots__ = ("_interleaved", "append", "attention")
 
-    def __init__(self, append: Plan, attention: Plan, interleaved: bool) -> None:
+    def __init__(self, append: Plan, attention: Plan, interleaved: bool | None) -> None:
         self.append, self.attention = append, attention
         self._interleaved = interleaved
 
@@ -119,10 +120,9 @@ class AppendPlan:
         Returns and raises what a call of a ``Plan`` does. All is checked before anything is queued.
         """
         given = _arrays(cache, *_pair(append), rotary, q, cu_seqlens_q, total_lengths, q_rotated)
-        if rotary is not None and rotary.interleaved != self._interleaved:
-            raise BadParam(
-                f"rotary has interleaved={rotary.interleaved}; the plan was made for {self._interleaved}"
-            )
+        if self._interleaved != (None if rotary is None else rotary.interleaved):
+            made_with = "none" if self._interleaved is None else f"interleaved={self._interleaved}"
+            raise BadParam(f"rotary is {rotary}; the plan was made with {made_with}")
         native_q = q
         if not self.append.kind.types.issuperset(map(type, (q, *given))):
             native_q, given = arrays.adopt(q, "q", stream), _adopted(given, stream)
@@ -150,8 +150,8 @@ def asked_to_append(
     if new is None:
         raise BadParam("rotary was given without append; it rotates what goes into a cache, and the queries")
     causal, mask_type, window_size = mask
-    moves = causal or mask_type_name(mask_type) == "causal_bottom_right" or tuple(window_size) != (-1, -1)
-    positions = "each" if moves else "first"
+    moves = flag("causal", causal) or mask_type_name(mask_type) == "causal_bottom_right"
+    positions = "each" if moves or window_size not in ((-1, -1), [-1, -1]) else "first"
     return _asked(cache, *_pair(new), rotary, None if rotary is None else q, positions, cu_seqlens_q, stream)
 
 
@@ -179,14 +179,15 @@ def held(
     attention_over: Callable[[Any, KVCache], Asked],
     q: Any,
     cache: KVCache,
+    rotary: Rotary | None,
     backend: str | None,
     algorithm: str | None,
 ) -> AppendPlan:
     """``plan(append=)``; arguments as in `append_and_attend`."""
-    append = plan_of(*of_append, backend, None)
+    append = _plan(*of_append, backend, None)
     first = append.ready(of_append[1], append.pointers(of_append[1]), (), None)
-    attention = plan_of(*attention_over(*_appended(first, q, cache)), backend, algorithm)
-    return AppendPlan(append, attention, of_append[2][0])
+    attention = _plan(*attention_over(*_appended(first, q, cache)), backend, algorithm)
+    return AppendPlan(append, attention, None if rotary is None else rotary.interleaved)
 
 
 def _asked(

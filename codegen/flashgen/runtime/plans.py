@@ -75,6 +75,7 @@ class Plan:
         "_device",
         "_empty",
         "_known",
+        "_known_workspace",
         "_layouts",
         "_needed",
         "_no_scalars",
@@ -99,6 +100,7 @@ class Plan:
         self._layouts = kind.read(examples)[0]
         # The layouts of the last call, which were found to fit: the next one need not look again.
         self._known = self._layouts
+        self._known_workspace: Any = None  # likewise
         # What to queue, by pointers at which memory was sound, and by scalars.
         self._works: dict[Any, Work] = {}
         self._types = kind.types
@@ -273,6 +275,11 @@ class Plan:
         if workspace is None:
             memory = self.kind.empty((needed + WORKSPACE_ALIGNMENT,), like, stream, "uint8")
             return memory, -(-self.kind.pointer(memory) // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+        layout = None
+        if type(workspace) in self._types:
+            (layout,), (address,) = self._read((workspace,))
+            if layout == self._known_workspace and not address % WORKSPACE_ALIGNMENT:
+                return workspace, address
         view = libraries.view(workspace, "workspace")
         if view.device != self._device or not is_contiguous(view):
             raise BadParam("workspace must be a contiguous array on the device of the plan")
@@ -284,6 +291,7 @@ class Plan:
                 f"workspace starts at address {view.pointer:#x}; it must be a multiple of "
                 f"{WORKSPACE_ALIGNMENT} bytes"
             )
+        self._known_workspace = layout
         return workspace, view.pointer
 
     def _prepare(self, key: Any, given: Pointers, pointers: Pointers, scalars: tuple[Any, ...]) -> Work:
