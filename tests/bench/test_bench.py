@@ -420,6 +420,8 @@ def attention64(case: Case, inputs: Inputs) -> np.ndarray:
     elif case.score == "alibi":
         scores = scores - np.asarray(inputs.slopes)[:, None, None] * distance
     seen = visible(case) if inputs.mask is None else ~inputs.mask
+    if case.mask == "random_causal":
+        seen = seen & visible(replace(case, mask="causal"))
     scores = np.where(seen, scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(axis=-1, keepdims=True), v)
