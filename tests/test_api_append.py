@@ -173,6 +173,32 @@ def test_a_wrong_call_leaves_the_cache_as_it_was(changes, error, message):
     np.testing.assert_array_equal(cache.v.view(np.uint16), before.v.view(np.uint16))
 
 
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_arrays_of_other_libraries(library, held):
+    """The result is of the library of q; a cache of NumPy is written to where the others are JAX's."""
+    module = pytest.importorskip("torch" if library == "torch" else "jax.numpy")
+    into = module.from_numpy if library == "torch" else module.asarray
+    rng = np.random.default_rng()
+    cache, q, *new = cache_of(rng, pages=True), *(numbers(rng, 3, 3, heads, 32) for heads in (4, 2, 2))
+    angles = tables(rng)
+    expected, lse = flashgen.attention(
+        q, copied(cache), append=new, rotary=flashgen.Rotary(*angles), return_lse=True
+    )
+    rotary = flashgen.Rotary(*map(into, angles))
+    given = into(q), cache
+    if library == "torch":
+        given = into(q), flashgen.KVCache(*(into(getattr(cache, f)) for f in ("k", "v", "lengths", "pages")))
+    options = {"append": tuple(map(into, new)), "rotary": rotary}
+    if held:
+        found = flashgen.plan(*given, **options, return_lse=True)(*given, **options)
+    else:
+        found = flashgen.attention(*given, **options, return_lse=True)
+    for array, like in zip(found, (expected, lse), strict=True):
+        assert type(array) is type(given[0])
+        np.testing.assert_array_equal(np.asarray(array), like)
+
+
 def test_append_needs_a_cache():
     q = np.zeros((1, 1, 2, 32), np.float16)
     with pytest.raises(errors.BadParam, match=r"cache has type ndarray; expected a flashgen\.KVCache"):

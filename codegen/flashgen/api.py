@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from functools import lru_cache
 from operator import index as index_of
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from flashgen import logs
 from flashgen.errors import BadParam, DeviceTypeNotSupported, NullPointer
@@ -152,6 +152,16 @@ def attention(
         return append_and_attend(of_append, attention_over, q, k, stream, backend, algorithm)
     asked = _asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
     return _call(*asked, stream, backend, algorithm)
+
+
+@overload
+def plan(
+    q: Any, k: Any, v: Any = None, *, append: None = None, rotary: None = None, **options: Any
+) -> Plan: ...
+
+
+@overload
+def plan(q: Any, k: KVCache, v: None = None, *, append: tuple[Any, Any], **options: Any) -> AppendPlan: ...
 
 
 def plan(
