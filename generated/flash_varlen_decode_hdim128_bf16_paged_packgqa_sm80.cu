@@ -2,7 +2,7 @@
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, pages paged, gqa packed
+// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, pages paged, splits none, gqa packed
 // tile      block_m 16, block_n 64, warps 4, row_warps 1, stages 3, min_blocks 2
 // block     128 threads, 103936 bytes of dynamic shared memory
 // target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
@@ -236,13 +236,12 @@ __device__ __forceinline__ int count_kv_blocks(const Params& params, int sequenc
     return num_heads(params) * tiles.row_blocks * tiles.kv_blocks;
 }
 
-// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of one of 32 sequences
-// at a time.
+// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of every 32nd sequence.
 __device__ __forceinline__ int kv_blocks_per_share(const Params& params, int& num_kv_blocks, int lane) {
-    num_kv_blocks = 0;
-    for (int first = 0; first < params.batch_size; first += 32) {
-        num_kv_blocks += __shfl_sync(0xffffffff, sum_up_to_lane(count_kv_blocks(params, first + lane), lane), 31);
-    }
+    int count = 0;
+#pragma unroll 4  // several lengths on their way from global memory
+    for (int sequence = lane; sequence < params.batch_size; sequence += 32) count += count_kv_blocks(params, sequence);
+    num_kv_blocks = __shfl_sync(0xffffffff, sum_up_to_lane(count, lane), 31);
     return max(1, (num_kv_blocks + params.num_shares - 1) / params.num_shares);
 }
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         TunedWarning,
     )
     from flashgen.kvcache import KVCache, Rotary
+    from flashgen.operators.splits import SplitEvery
     from flashgen.parts import cascade, merge
     from flashgen.runtime.plans import Plan
 
@@ -58,6 +59,7 @@ __all__ = [
     "Rotary",
     "SimulationError",
     "SpecError",
+    "SplitEvery",
     "TemplateWarning",
     "TunedWarning",
     "append",
@@ -74,6 +76,7 @@ _HOMES = {
     "KVCache": "flashgen.kvcache",
     "Plan": "flashgen.runtime.plans",
     "Rotary": "flashgen.kvcache",
+    "SplitEvery": "flashgen.operators.splits",
     "append": "flashgen.appending",
     "attention": "flashgen.api",
     "cascade": "flashgen.parts",

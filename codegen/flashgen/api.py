@@ -19,7 +19,6 @@ from flashgen.errors import BadParam, DeviceTypeNotSupported, NullPointer
 from flashgen.kvcache import KVCache
 from flashgen.operators.arguments import dtype_name, on_device, view_of_shape
 from flashgen.operators.attention import operator_for, sees_no_later_key
-from flashgen.operators.varlen import operator_for as varlen_for
 from flashgen.runtime import arrays
 from flashgen.runtime.plans import Plan, adopted, run_adopted
 
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from flashgen.kvcache import Rotary
     from flashgen.operators.operator import Operator, Problem
     from flashgen.operators.scores import Score
+    from flashgen.operators.splits import Splits
     from flashgen.runtime.plans import Ready, Runner
     from flashgen.schedule.explain import Explanation
     from flashgen.spec.model import Spec
@@ -65,6 +65,7 @@ def attention(
     cu_seqlens_kv: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
+    splits: Splits = "auto",
     append: tuple[Any, Any] | None = None,
     rotary: Rotary | None = None,
     out: Any = None,
@@ -112,6 +113,11 @@ def attention(
     cu_seqlens_kv: the same for k and v. Not with kv_lengths.
     max_seqlen_q, max_seqlen_kv: bounds of the lengths of sequences, which fix grids; by default what the
         arrays hold. Rows of a sequence past max_seqlen_q may stay unwritten.
+    splits: into how many parts the keys of a sequence are split, to be computed side by side and combined.
+        "auto": as suits the batch and the GPU, or not at all. An integer n: n parts of equally many KV
+        blocks, rounded up, so fewer where there are few; 1: none is split. ``SplitEvery(keys)``: parts of so
+        many keys. With both the bits of a sequence do not depend on its batch. n above 1 needs a decoding
+        kernel (fp16 and bf16, few rows); SplitEvery splits where there is one.
     append: (k_new, v_new), to be written into the KVCache ahead of the attention, behind the keys that each
         sequence has there: ``flashgen.append``. With cu_seqlens_q they are packed alike. The lengths of the
         cache stay as they are; the caller adds the new tokens to them.
@@ -140,7 +146,7 @@ def attention(
     """
     of_score = softcap, alibi_slopes, score, params
     lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
-    options = causal, mask_type, window_size, return_lse
+    options = causal, mask_type, window_size, return_lse, splits
     if append is not None or rotary is not None:
         from flashgen.appending import append_and_attend, asked_to_append
 
@@ -183,6 +189,7 @@ def plan(
     cu_seqlens_kv: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
+    splits: Splits = "auto",
     append: tuple[Any, Any] | None = None,
     rotary: Rotary | None = None,
     out: Any = None,
@@ -200,7 +207,7 @@ def plan(
     """
     of_score = softcap, alibi_slopes, score, params
     lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
-    options = causal, mask_type, window_size, return_lse
+    options = causal, mask_type, window_size, return_lse, splits
     if append is not None or rotary is not None:
         from flashgen.appending import asked_to_append, held
 
@@ -260,6 +267,8 @@ def _asked(
         )
     given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, kv_lengths, index, pages, out, None, *arrays_of_score)
     options = (*options, _bound(max_seqlen_q), _bound(max_seqlen_kv), modification)
+    from flashgen.operators.varlen import operator_for as varlen_for  # other first calls need not wait for it
+
     return varlen_for(modification), given, options, scalars
 
 
@@ -276,7 +285,7 @@ def _asked_by_name(
     lengths = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
     return _asked(
         *(call[name] for name in ("q", "k", "v", "mask", "out")),
-        tuple(call[name] for name in ("causal", "mask_type", "window_size", "return_lse")),
+        tuple(call[name] for name in ("causal", "mask_type", "window_size", "return_lse", "splits")),
         call["softmax_scale"],
         tuple(call[name] for name in ("softcap", "alibi_slopes", "score", "params")),
         tuple(call[name] for name in lengths),
