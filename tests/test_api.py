@@ -242,8 +242,8 @@ def test_a_bound_in_a_tensor_is_that_of_its_call(library):
 
 def test_plans_are_kept_per_layout_and_options(monkeypatch):
     made = []
-    plan = api._plan
-    monkeypatch.setattr(api, "_plan", lambda *a, **options: made.append(1) or plan(*a, **options))
+    plan = api.make_plan
+    monkeypatch.setattr(api, "make_plan", lambda *a, **options: made.append(1) or plan(*a, **options))
     q, k, v = qkv()
     for seed in range(3):
         flashgen.attention(*qkv(seed=seed))

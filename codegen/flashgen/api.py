@@ -153,11 +153,11 @@ def attention(
         of_append = asked_to_append(q, k, append, rotary, cu_seqlens_q, options[:3], stream)
 
         def attention_over(q: Any, cache: KVCache) -> Asked:
-            return _asked(q, cache, v, mask, out, options, softmax_scale, of_score, lengths)
+            return asked(q, cache, v, mask, out, options, softmax_scale, of_score, lengths)
 
         return append_and_attend(of_append, attention_over, q, k, stream, backend, algorithm)
-    asked = _asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
-    return _call(*asked, stream, backend, algorithm)
+    wanted = asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
+    return _call(*wanted, stream, backend, algorithm)
 
 
 @overload
@@ -214,14 +214,14 @@ def plan(
         of_append = asked_to_append(q, k, append, rotary, cu_seqlens_q, options[:3])
 
         def attention_over(q: Any, cache: KVCache) -> Asked:
-            return _asked(q, cache, v, mask, out, options, softmax_scale, of_score, lengths)
+            return asked(q, cache, v, mask, out, options, softmax_scale, of_score, lengths)
 
         return held(of_append, attention_over, q, k, rotary, backend, algorithm)
-    asked = _asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
-    return _plan(*asked, backend, algorithm)
+    wanted = asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
+    return make_plan(*wanted, backend, algorithm)
 
 
-def _asked(
+def asked(
     q: Any,
     k: Any,
     v: Any,
@@ -281,9 +281,9 @@ def _defaults() -> Mapping[str, Any]:
 def _asked_by_name(
     call: Mapping[str, Any],
 ) -> Asked:
-    """`_asked` of all parameters of ``attention`` by name."""
+    """`asked` of all parameters of ``attention`` by name."""
     lengths = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
-    return _asked(
+    return asked(
         *(call[name] for name in ("q", "k", "v", "mask", "out")),
         tuple(call[name] for name in ("causal", "mask_type", "window_size", "return_lse", "splits")),
         call["softmax_scale"],
@@ -521,7 +521,7 @@ def _known(
     try:
         layouts, pointers = kind.read(given)
     except RuntimeError:
-        _plan(operator, given, options, scalars, backend, algorithm)  # raises what is wrong, by name
+        make_plan(operator, given, options, scalars, backend, algorithm)  # raises what is wrong, by name
         raise
     key = (operator.name, layouts, options, backend, algorithm)
     try:
@@ -529,7 +529,7 @@ def _known(
     except TypeError:  # an option is not hashable, such as a window in a list
         key = known = None
     if known is None:
-        known = _plan(operator, given, options, scalars, backend, algorithm, keeps_scalars=False)
+        known = make_plan(operator, given, options, scalars, backend, algorithm, keeps_scalars=False)
         if key is not None:
             _remember(key, known)
     return known, pointers
@@ -551,12 +551,12 @@ def ready(
         given = tuple(adopted(operator, named, stream).values())
         kind = _common_kind(given)
     if kind is None:
-        _plan(operator, given, options, scalars, backend, algorithm)  # raises: the kinds differ
+        make_plan(operator, given, options, scalars, backend, algorithm)  # raises: the kinds differ
     known, pointers = _known(kind, operator, given, options, scalars, backend, algorithm)
     return known, known.ready(given, pointers, scalars, stream)
 
 
-def _plan(
+def make_plan(
     operator: Operator,
     given: tuple[Any, ...],
     options: tuple[Any, ...],
@@ -606,7 +606,7 @@ def _call_adopted(
 ) -> Any:
     """`_call` where not all arrays are of one native library."""
     if all(x is None or arrays.kind_of(x) is not None for x in given):
-        _plan(operator, given, options, scalars, backend, algorithm)  # raises: the kinds differ
+        make_plan(operator, given, options, scalars, backend, algorithm)  # raises: the kinds differ
     names = [argument.name for argument in operator.arguments]
 
     def call(*, stream: Any, **native: Any) -> Any:

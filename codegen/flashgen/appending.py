@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from flashgen.api import _plan, call, ready
+from flashgen.api import call, make_plan, ready
 from flashgen.errors import BadParam
 from flashgen.kvcache import KVCache, Rotary
 from flashgen.operators.append import APPEND, total_lengths
@@ -184,9 +184,9 @@ def held(
     algorithm: str | None,
 ) -> AppendPlan:
     """``plan(append=)``; arguments as in `append_and_attend`."""
-    append = _plan(*of_append, backend, None)
+    append = make_plan(*of_append, backend, None)
     first = append.ready(of_append[1], append.pointers(of_append[1]), (), None)
-    attention = _plan(*attention_over(*_appended(first, q, cache)), backend, algorithm)
+    attention = make_plan(*attention_over(*_appended(first, q, cache)), backend, algorithm)
     return AppendPlan(append, attention, None if rotary is None else rotary.interleaved)
 
 
