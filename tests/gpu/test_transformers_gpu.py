@@ -1,4 +1,4 @@
-"""The examples on a GPU, in CUDA graphs."""
+"""The example of generation by transformers, on a GPU in a CUDA graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples run on the CPU, and notice a wrong result."""
+"""The example of generation by transformers runs on the CPU, and notices a wrong result."""
 
 from __future__ import annotations
 
