@@ -494,7 +494,7 @@ def _append() -> Grid:
             against = {"name": f"{base.name}, append", "baseline": base.name}
             cases += [base, replace(base, appends=True, **against)]
     doc = "one query on a KV cache, without and with append and rotary: GPU time inside a CUDA graph"
-    return Grid("append", doc, tuple(cases), metric="µs", peers=("flashgen",))
+    return Grid("append", doc, tuple(cases), metric="µs")
 
 
 def _varlen() -> Grid:
