@@ -47,7 +47,7 @@ ARGUMENTS = (
     Argument("cu_seqlens_kv", "input", "boundaries", **_INTEGERS),
     Argument("kv_lengths", "input", "batch", **_INTEGERS),
     Argument("index", "input", "batch", **_INTEGERS),
-    Argument("pages", "input", "batch pages_per_sequence", **(_INTEGERS | {"layout": "rows"})),
+    Argument("pages", "input", "batch max_pages", **(_INTEGERS | {"layout": "rows"})),
     Argument("out", "output", "batch_q rows_q num_heads_q head_dim_v"),
     Argument(
         "lse",
@@ -62,7 +62,7 @@ ARGUMENTS = (
 _SHAPES = {
     "cu_seqlens_q": ("batch + 1",),
     "cu_seqlens_kv": ("batch + 1",),
-    "pages": ("batch", "pages_per_sequence"),
+    "pages": ("batch", "max_pages"),
 }
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_kv", "kv_lengths", "index", "pages")
 OPTIONS = (
@@ -93,7 +93,7 @@ class VarlenProblem(AttentionProblem):
     rows_q: int
     batch_kv: int
     rows_kv: int
-    pages_per_sequence: int
+    max_pages: int
 
     @property
     def operator(self) -> Operator:
@@ -108,7 +108,7 @@ class VarlenProblem(AttentionProblem):
             "batch_kv": self.batch_kv,
             "rows_kv": self.rows_kv,
             "boundaries": self.batch + 1,
-            "pages_per_sequence": self.pages_per_sequence,
+            "max_pages": self.max_pages,
         }
 
     @property
@@ -130,7 +130,7 @@ class VarlenProblem(AttentionProblem):
     @property
     def capacity(self) -> int:
         """The most keys that a sequence can have."""
-        return _capacity(self.batch_kv, self.rows_kv, self.pages_per_sequence if self.paged else None)
+        return _capacity(self.batch_kv, self.rows_kv, self.max_pages if self.paged else None)
 
     def wanted(self) -> str:
         return f"{AttentionProblem.wanted(self)}, pages {'paged' if self.paged else 'none'}"
@@ -244,7 +244,7 @@ def normalise(
         )
     batch = _check_lengths(given, q)
     sizes = _sizes(q, k, v, given, batch)
-    pages_of_one = None if pages is None else sizes["pages_per_sequence"]
+    pages_of_one = None if pages is None else sizes["max_pages"]
     capacity = _capacity(sizes["batch_kv"], sizes["rows_kv"], pages_of_one)
     sizes["seqlen_q"] = _bound("max_seqlen_q", max_seqlen_q, sizes["rows_q"], cu_seqlens_q is None)
     sizes["seqlen_kv"] = _bound("max_seqlen_kv", max_seqlen_kv, capacity, False)
@@ -363,7 +363,7 @@ def _sizes(
         "rows_q": rows_q,
         "batch_kv": batch_kv,
         "rows_kv": rows_kv,
-        "pages_per_sequence": given["pages"].shape[1] if "pages" in given else 0,
+        "max_pages": given["pages"].shape[1] if "pages" in given else 0,
     }
 
 
