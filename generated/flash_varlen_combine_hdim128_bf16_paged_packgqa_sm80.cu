@@ -365,12 +365,12 @@ flash_varlen_combine_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Par
 
     int num_kv_blocks;
     Numbers numbers = {kv_blocks_per_share(params, num_kv_blocks, lane), 0, 0};
-    for (int first = block_index(); first < params.num_tiles; first += kWarps * gridDim.x) {
+    for (int first = block_index(); first < params.num_tiles; first += kWarps * int(gridDim.x)) {
         // Finding a row takes longer than adding its parts, and most rows have one part alone: each warp finds another row.
-        const int index = first + warp * gridDim.x;
+        const int index = first + warp * int(gridDim.x);
         share_row(index < params.num_tiles ? find_row(params, numbers, index, lane) : Row{}, smem, warp, lane);
         barrier_sync(kThreads);
-        for (int finder = 0; finder < kWarps; ++finder) {
+        for (int finder = 0; finder < kWarps && first + finder * int(gridDim.x) < params.num_tiles; ++finder) {
             const Row row = shared_row(smem, finder);
             if (row.first_part == row.last_part) continue;  // the one thread block that had the tile has written the row
             share_sums(add_parts(params, row, row.first_part + warp, lane), smem, warp, lane);
