@@ -92,8 +92,7 @@ FAULTS = (
           "(warp_query + query - first_query) * kMaskRowBytes", "(query - first_query) * kMaskRowBytes"),
     # Products.
     Fault("dS of all warps is not awaited", PLAIN, "main", SHAPE, (*RACE, "uninitialised shared memory"),
-          "        // P and dS of all warps are here. Those of other queries come from shared memory.\n"
-          "        barrier_sync(kThreads);\n", ""),
+          "        barrier_sync(kThreads);  // P and dS of all warps are here\n", ""),
     Fault("own queries once more", PLAIN, "main", SHAPE, (WRONG,), "(part + other) % kQueryWarps", "part"),
     Fault("P in place of dS", PLAIN, "main", SHAPE, (WRONG,),
           "mma_dq(dq, smem + kDsOffset,", "mma_dq(dq, smem + kPOffset,"),
