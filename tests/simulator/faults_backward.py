@@ -62,9 +62,10 @@ FAULTS = (
     Fault("half of a row", PLAIN, "preprocess", SHAPE, (WRONG,),
           "distance < kLanes;", "distance < kLanes / 4;"),
     Fault("dQ is not cleared", PLAIN, "preprocess", SHAPE, (WRONG,),
-          "store_global_128(dq + i, {});", "if (i > 1024) store_global_128(dq + i, {});"),
+          "store_global_128(cleared + i, {});", "if (i > 1024) store_global_128(cleared + i, {});"),
     Fault("rows past the last one are not written", PLAIN, "preprocess", SHAPE, (WRONG,),
-          "if (lane != 0) continue;", "if (lane != 0 || !valid) continue;"),
+          "if (lane != 0) continue;",
+          "if (lane != 0 || first_row + row_of_unit >= params.seqlen_q) continue;"),
     # Stages.
     Fault("Q and dO are not awaited", PLAIN, "main", SHAPE, ASYNC, "        cp_async_wait<0>();\n", ""),
     Fault("warps do not wait for each other's copies", PLAIN, "main", SHAPE, ASYNC,
