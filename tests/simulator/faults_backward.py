@@ -56,7 +56,7 @@ FAULTS = (
     # Rows.
     Fault("the gradient of LSE with the wrong sign", PLAIN, "preprocess", SHAPE, (WRONG,),
           "sum - dlse", "sum + dlse"),
-    Fault("LSE in natural units", PLAIN, "preprocess", SHAPE, (WRONG,), "lse * kLog2e", "lse"),
+    Fault("LSE in natural units", PLAIN, "preprocess", SHAPE, (WRONG,), "lse[pass] * kLog2e", "lse[pass]"),
     Fault("rows that see nothing", CAUSAL, "preprocess", BLIND, (WRONG,), "sees_nothing ? INFINITY :",
           "sees_nothing ? -INFINITY :"),
     Fault("half of a row", PLAIN, "preprocess", SHAPE, (WRONG,),
@@ -121,7 +121,7 @@ FAULTS = (
     Fault("columns past the head dim are written", PLAIN, "main", SHORT, ("global bounds", "global access"),
           "if (first_column + chunk * kChunkElements >= columns) break;", ""),
     Fault("dQ without the scale", PLAIN, "convert", SHAPE, (WRONG,),
-          "rows[row8], params.softmax_scale,", "rows[row8], 1.0f,"),
+          "rows[pass][row8], params.softmax_scale,", "rows[row8], 1.0f,"),
     Fault("elements of a tile in another order", PLAIN, "convert", SHAPE, (WRONG,),
           "rows[e / 2][2 * t + e % 2]", "rows[e % 2][2 * t + e / 2]"),
     Fault("does not wait for the grid ahead", PLAIN, "main", SHAPE, ("dependency",),
