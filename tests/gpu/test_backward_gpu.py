@@ -154,6 +154,19 @@ def test_fp32(head_dims, target):
         check((1, 150, 201, 4, 2), head_dims, "fp32", target=target, **MASKS[mask])
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
+)
+@pytest.mark.parametrize("mask", ["none", "causal", "local"])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 112, 128])
+def test_hopper_within_the_bound(head_dim, mask):
+    for index, dtype in enumerate(("fp16", "bf16")):
+        heads = (4, 4) if index else (6, 2)
+        for seqlen_q, seqlen_kv in ((300, 429), (1, 1), (700, 260), (130, 1100), (128, 128)):
+            shape = (2, seqlen_q, seqlen_kv, *heads)
+            check(shape, (head_dim, head_dim), dtype, target="sm90", dlse=index == 0, **MASKS[mask])
+
+
 @pytest.mark.parametrize(
     ("seqlen_q", "seqlen_kv"),
     [(1, 1), (1, 200), (239, 1), (113, 203), (108, 256), (256, 512), (512, 256), (1023, 1024), (1024, 1023)],
