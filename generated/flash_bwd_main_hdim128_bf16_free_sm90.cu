@@ -495,8 +495,8 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
     const QueryBlocks queries = find_query_blocks(params, tile.first_key);
     const int count = num_steps(params, queries);
     // Blocks with a query that some key of the warp is hidden from.
-    const QueryRange of_last = queries_of_key(params, tile.first_key + warp_key + 15);
-    auto needs_mask = [&](int first_query) { return first_query < of_last.begin; };
+    const int masked_up_to = queries_of_key(params, tile.first_key + warp_key + 15).begin;
+    auto needs_mask = [&](int first_query) { return first_query < masked_up_to; };
 
     float dk[kHeadDim / 2] = {};
     float dv[kHeadDimV / 2] = {};

@@ -521,9 +521,11 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
     const QueryBlocks queries = find_query_blocks(params, tile.first_key);
     const int count = num_steps(params, queries);
     // Blocks with a query that some key of the warp is hidden from.
-    const QueryRange of_last = queries_of_key(params, tile.first_key + warp_key + 15);
-    const QueryRange of_first = queries_of_key(params, tile.first_key + warp_key);
-    auto needs_mask = [&](int first_query) { return first_query < of_last.begin || first_query + kBlockM > of_first.end; };
+    auto needs_mask = [&](int first_query) {
+        int key = tile.first_key + warp_key;
+        opaque(key);  // ranges that are known ahead of the loop would be held in registers
+        return first_query < queries_of_key(params, key + 15).begin || first_query + kBlockM > queries_of_key(params, key).end;
+    };
 
     float dk[kHeadDim / 2] = {};
     float dv[kHeadDimV / 2] = {};
