@@ -371,6 +371,52 @@ def test_products_of_registers_with_an_operand_in_columns(element, columns, swiz
     np.testing.assert_array_equal(d, a @ b + c)
 
 
+@pytest.mark.parametrize("element", ["fp16", "bf16"])
+@pytest.mark.parametrize(("columns", "swizzle"), [(64, 128), (32, 64), (128, 128), (96, 32)])
+def test_products_of_two_operands_in_columns(element, columns, swizzle, rng):
+    """A with its rows contiguous, B with its columns, each in panels as in the test above."""
+    a, b, c = integers(rng, 64, 16), integers(rng, 16, columns), integers(rng, 64, columns)
+    a_bits = bits(np.ascontiguousarray(a.T), element)
+    panels = 64 // (swizzle // 2), -(-columns // (swizzle // 2))
+    b_offset = panels[0] * 16 * swizzle
+    memory = np.zeros(sum(panels) * 16 * swizzle // 2, np.uint16)
+    for operand, start in ((a_bits, 0), (bits(b, element), b_offset)):
+        chunks = operand.shape[1] // 8
+        k, chunk = np.divmod(np.arange(16 * chunks), chunks)
+        panel, within = np.divmod(chunk, swizzle // 16)
+        at = swizzled(start + panel * 16 * swizzle + k * swizzle + 16 * within, swizzle)
+        memory.reshape(-1, 8)[at // 16] = operand.reshape(-1, 8)
+    layout = {"stride": 8 * swizzle, "leading": 16 * swizzle, "swizzle": SWIZZLES[swizzle]}
+    call = f"wgmma_m64n{columns}k16_{element}_ss_mn(d, a_at, b_at, 1)"
+    d = multiplied(bits(a, element), b, c, call, memory, b_offset=b_offset, **layout)
+    np.testing.assert_array_equal(d, a @ b + c)
+
+
+BULK = """
+    const shared_address barrier = shared + 1024;
+    store_global_32(params.sums + lane, float(lane));
+    __syncwarp();
+    if (threadIdx.x == 0) {
+        mbarrier_init(barrier, 1);
+        fence_mbarrier_init();
+        mbarrier_arrive_expect_tx(barrier, 128);
+        bulk_load(shared + 16, params.source, barrier, 128);
+        mbarrier_wait(barrier, 0);
+        bulk_add(params.sums, shared + 16, 128);
+        tma_store_commit();
+        tma_store_wait_read<0>();
+    }
+"""
+
+
+def test_bulk_copies_bring_and_add_floats(rng, fresh_seed):
+    source, sums = aligned((32,), np.float32), aligned((32,), np.float32)
+    source[...] = rng.standard_normal(32)
+    options = {"header": "sm90", "block": 32, "shared_bytes": 1032, "seed": fresh_seed}
+    run(BULK, {"source": source}, {"sums": sums}, **options)
+    np.testing.assert_array_equal(sums, np.arange(32, dtype=np.float32) + source)
+
+
 # mbarriers.
 
 RING = """
