@@ -644,11 +644,11 @@ flash_bwd_main_hdim64_bf16_free_sm80(const __grid_constant__ Params params) {
         const shared_address stage = smem + kStagesOffset + left % kStages * kStageBytes;
         const shared_address q = stage + kQOffset;
         const shared_address dout = stage + kDoutOffset;
-        const Step next = next_step(step, queries);
         // Q and dO of this step are here, and every warp has finished with those of the step before, and with its dS.
         cp_async_wait<0>();
         barrier_sync(kThreads);
         const KeyBlock block = stashed_block(smem);
+        const Step next = next_step(step, find_query_blocks(params, block.first_key));
         if (left > 1) {
             copy_queries(params, block, next, smem + kStagesOffset + (left - 1) % kStages * kStageBytes);
             cp_async_commit();
@@ -669,8 +669,12 @@ flash_bwd_main_hdim64_bf16_free_sm80(const __grid_constant__ Params params) {
         mma_gradients(gradients.dv, p_weights, summed_rows<RowsOfV>(dout, warp_query, part, lane));
         mma_gradients(gradients.dk, ds_weights, summed_rows<RowsOfK>(q, warp_query, part, lane));
 
-        // P and dS of all warps are here. Those of other queries come from shared memory.
-        barrier_sync(kThreads);
+        barrier_sync(kThreads);  // P and dS of all warps are here
+        float dq[kDqRowTiles][kDqColumnTiles][4] = {};
+        mma_dq(dq, smem + kDsOffset, dq_row, k_columns, lane);
+        add_dq(dq_tiles(params, block.batch, head_of(params, block, step), first_query + dq_row), dq, dq_column_warp, lane);
+
+        // P and dS of other queries come from shared memory.
 #pragma unroll
         for (int other = 1; other < kQueryWarps; ++other) {
             const int other_query = (part + other) % kQueryWarps * kWarpQueries;
@@ -679,9 +683,6 @@ flash_bwd_main_hdim64_bf16_free_sm80(const __grid_constant__ Params params) {
             mma_gradients(gradients.dk, Weights(smem + kDsOffset, warp_key, other_query, lane),
                           summed_rows<RowsOfK>(q, other_query, part, lane));
         }
-        float dq[kDqRowTiles][kDqColumnTiles][4] = {};
-        mma_dq(dq, smem + kDsOffset, dq_row, k_columns, lane);
-        add_dq(dq_tiles(params, block.batch, head_of(params, block, step), first_query + dq_row), dq, dq_column_warp, lane);
         step = next;
     }
 

@@ -56,15 +56,16 @@ FAULTS = (
     # Rows.
     Fault("the gradient of LSE with the wrong sign", PLAIN, "preprocess", SHAPE, (WRONG,),
           "sum - dlse", "sum + dlse"),
-    Fault("LSE in natural units", PLAIN, "preprocess", SHAPE, (WRONG,), "lse * kLog2e", "lse"),
+    Fault("LSE in natural units", PLAIN, "preprocess", SHAPE, (WRONG,), "lse[pass] * kLog2e", "lse[pass]"),
     Fault("rows that see nothing", CAUSAL, "preprocess", BLIND, (WRONG,), "sees_nothing ? INFINITY :",
           "sees_nothing ? -INFINITY :"),
     Fault("half of a row", PLAIN, "preprocess", SHAPE, (WRONG,),
           "distance < kLanes;", "distance < kLanes / 4;"),
     Fault("dQ is not cleared", PLAIN, "preprocess", SHAPE, (WRONG,),
-          "store_global_128(dq + i, {});", "if (i > 1024) store_global_128(dq + i, {});"),
+          "store_global_128(cleared + i, {});", "if (i > 1024) store_global_128(cleared + i, {});"),
     Fault("rows past the last one are not written", PLAIN, "preprocess", SHAPE, (WRONG,),
-          "if (lane != 0) continue;", "if (lane != 0 || !valid) continue;"),
+          "if (lane != 0) continue;",
+          "if (lane != 0 || first_row + row_of_unit >= params.seqlen_q) continue;"),
     # Stages.
     Fault("Q and dO are not awaited", PLAIN, "main", SHAPE, ASYNC, "        cp_async_wait<0>();\n", ""),
     Fault("warps do not wait for each other's copies", PLAIN, "main", SHAPE, ASYNC,
@@ -92,8 +93,7 @@ FAULTS = (
           "(warp_query + query - first_query) * kMaskRowBytes", "(query - first_query) * kMaskRowBytes"),
     # Products.
     Fault("dS of all warps is not awaited", PLAIN, "main", SHAPE, (*RACE, "uninitialised shared memory"),
-          "        // P and dS of all warps are here. Those of other queries come from shared memory.\n"
-          "        barrier_sync(kThreads);\n", ""),
+          "        barrier_sync(kThreads);  // P and dS of all warps are here\n", ""),
     Fault("own queries once more", PLAIN, "main", SHAPE, (WRONG,), "(part + other) % kQueryWarps", "part"),
     Fault("P in place of dS", PLAIN, "main", SHAPE, (WRONG,),
           "mma_dq(dq, smem + kDsOffset,", "mma_dq(dq, smem + kPOffset,"),
@@ -120,7 +120,7 @@ FAULTS = (
     Fault("columns past the head dim are written", PLAIN, "main", SHORT, ("global bounds", "global access"),
           "if (first_column + chunk * kChunkElements >= columns) break;", ""),
     Fault("dQ without the scale", PLAIN, "convert", SHAPE, (WRONG,),
-          "rows[row8], params.softmax_scale,", "rows[row8], 1.0f,"),
+          "rows[pass][row8], params.softmax_scale,", "rows[row8], 1.0f,"),
     Fault("elements of a tile in another order", PLAIN, "convert", SHAPE, (WRONG,),
           "rows[e / 2][2 * t + e % 2]", "rows[e % 2][2 * t + e / 2]"),
     Fault("does not wait for the grid ahead", PLAIN, "main", SHAPE, ("dependency",),
