@@ -110,7 +110,7 @@ CACHE = (8, 4096, 8, 128)
                 "causal": True,
                 "dtype": "bf16",
             },
-            "flash_fwd_varlen_hdim128_bf16_causal_packgqa_sm80",
+            "flash_fwd_varlen_hdim128_bf16_causal_packgqa_sm90",
         ),
     ],
 )

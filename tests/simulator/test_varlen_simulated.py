@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from flashgen.errors import SimulationError
+from flashgen.schedule.tensormap import expressible
 from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make_any, run_steps
 from flashgen.simulator.library import load
@@ -38,6 +39,17 @@ KERNELS = (
     "flash_fwd_varlen_hdim32_fp32_paged_m64_gqa_sm80",
     "flash_fwd_varlen_hdim64_bf16_causal_paged_packgqa_sm80",
 )
+# On wgmma: one consumer and one Q buffer, several of both; warpgroups that skip KV blocks; a group that divides 64 rows and one that
+# does not.
+HOPPER = "flash_fwd_varlen_hdim32_bf16_causal_sm90"
+HOPPER_SINGLE = "flash_fwd_varlen_hdim32_fp16_m64_sm90"
+HOPPER_KERNELS = (
+    HOPPER,
+    HOPPER_SINGLE,
+    "flash_fwd_varlen_hdim64_bf16_m128_gqa_sm90",
+    "flash_fwd_varlen_hdim32_fp16_local_packgqa_sm90",
+    "flash_fwd_varlen_hdim96_fp16_causal_m128_packgqa_sm90",
+)
 FEW = Shape(70, 150, heads=2, batch=8)
 MANY = Shape(5, 20, heads=1, batch=45)
 # Shares of all KV blocks: of one group of warps or several, several tiles for the rows of a head.
@@ -54,16 +66,17 @@ DECODING = (
     "flash_varlen_decode_hdim64_bf16_causal_paged_m64_packgqa_sm80",
 )
 LONG = Shape(3, 2100, heads=1, batch=6)
+TILES = Shape(330, 200, heads=1, batch=5)
 MANY_LONG = Shape(3, 2100, heads=1, batch=14)
 TOKENS = Shape(1, 500, heads=2, batch=45)
 
 
 def grouped(variant, shape):
-    return (
-        shape
-        if variant.gqa == "mha"
-        else dataclasses.replace(shape, heads=3 * shape.heads, kv_heads=shape.heads)
-    )
+    if variant.gqa == "mha":
+        return shape
+    # A tensor map of packed rows needs a group that divides the tile.
+    group = 4 if variant.target == "sm90" and variant.tile_value("block_m") % 3 else 3
+    return dataclasses.replace(shape, heads=group * shape.heads, kv_heads=shape.heads)
 
 
 def example_of(variant, shape, seed, packed_q=None, packed_kv=None):
@@ -97,6 +110,15 @@ def test_within_the_bound_and_nothing_else_is_touched(name, packed_q, compiler, 
             assert verdict_of(variant, example, fresh_seed) is None
 
 
+@pytest.mark.parametrize("name", HOPPER_KERNELS)
+@pytest.mark.parametrize("packed_q", [False, True], ids=["padded", "packed"])
+def test_tiles_of_sequences(name, packed_q, compiler, fresh_seed):
+    variant = VARIANTS[name]
+    for shape, packed_kv in ((TILES, False), (MANY, not packed_q)):
+        example = example_of(variant, grouped(variant, shape), fresh_seed, packed_q, packed_kv)
+        assert verdict_of(variant, example, fresh_seed) is None
+
+
 @pytest.mark.parametrize("name", DECODING)
 @pytest.mark.parametrize("packed_q", [False, True], ids=["padded", "packed"])
 def test_shares_of_sequences(name, packed_q, compiler, fresh_seed):
@@ -116,15 +138,17 @@ def test_neither_the_order_of_threads_nor_of_blocks_changes_a_bit(compiler, fres
     assert len(results) == 1
 
 
-@pytest.mark.parametrize("name", [CAUSAL, CAUSAL_PAGED, DECODE, DECODE_LOCAL])
+@pytest.mark.parametrize("name", [CAUSAL, CAUSAL_PAGED, DECODE, DECODE_LOCAL, HOPPER_SINGLE])
 @pytest.mark.parametrize("shape", [Shape(1, 1, batch=3), Shape(7, 0, batch=2), Shape(65, 64)])
 def test_short_sequences(name, shape, compiler, fresh_seed):
     variant = VARIANTS[name]
     for seed in range(fresh_seed, fresh_seed + 4):
-        assert verdict_of(variant, make_any(variant, grouped(variant, shape), seed), seed) is None
+        example = make_any(variant, grouped(variant, shape), seed)
+        if expressible(example.problem, variant):  # there is no tensor map of no keys
+            assert verdict_of(variant, example, seed) is None
 
 
-@pytest.mark.parametrize("name", [PLAIN, CAUSAL_PAGED, DECODE_PAGED])
+@pytest.mark.parametrize("name", [PLAIN, CAUSAL_PAGED, DECODE_PAGED, HOPPER])
 def test_lengths_may_change_after_the_grid_is_fixed(name, compiler, fresh_seed):
     """As in a graph that is replayed: the problem is that of the first lengths, the arrays have others."""
     variant = VARIANTS[name]
@@ -181,6 +205,47 @@ FAULTS = (
     (fault("a combined row of the first sequence", COMBINE, MANY_LONG, NUMBERS,
            "row.row_in_entry = queries.begin + row.query;", "row.row_in_entry = row.query;",
            multiprocessors=20), PACKED),
+    # Tiles of the Hopper kernel.
+    (fault("V past the end as it is", HOPPER, TILES, NUMBERS,
+           "            store_shared_32(rows + byte, 0);\n", ""), {"packed_kv": False}),
+    (fault("the last key is cleared as well", HOPPER, TILES, NUMBERS,
+           "params.seqlen_kv - kv_block * kBlockN);", "params.seqlen_kv - kv_block * kBlockN - 1);"), {}),
+    (fault("the first row past the end is not cleared", HOPPER, TILES, NUMBERS,
+           "params.seqlen_kv - kv_block * kBlockN);", "params.seqlen_kv - kv_block * kBlockN + 1);"),
+     {"packed_kv": False}),
+    (fault("zeros without a proxy fence", HOPPER, TILES, ("proxy",),
+           "    fence_proxy_async();  // wgmma would not see the zeros otherwise\n", ""), {}),
+    (fault("V is multiplied before all consumers have cleared it", HOPPER, TILES, ("race",),
+           "            mbarrier_wait(barriers.tail_clear(), tail_parity);\n", ""), {}),
+    (fault("a consumer that skips the last KV block does not clear its share", HOPPER, TILES, ("deadlock",),
+           "            clear_tail(block);\n            skip_block();", "            skip_block();"), {}),
+    (fault("V is cleared before it has arrived", HOPPER, TILES, ("copy in flight", "race", WRONG),
+           "            mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);\n            clear_rows",
+           "            clear_rows"), {}),
+    (fault("rows past the sequence are stored", HOPPER, TILES, (WRONG, "race", *BOUNDS),
+           "return row >= 0 && row < num_rows(params);", "return row >= 0;"), PACKED),
+    (fault("rows ahead of the sequence are stored", HOPPER, TILES, (WRONG, "race", *BOUNDS),
+           "return row >= 0 && row < num_rows(params);", "return row < num_rows(params);"), PACKED),
+    (fault("queries of the first sequence", HOPPER, TILES, NUMBERS,
+           "        tile.first_row += found.first_query;\n", ""), PACKED),
+    (fault("keys of the first sequence", HOPPER, TILES, NUMBERS,
+           "found.first_key + block * kBlockN", "block * kBlockN"), {"packed_kv": True}),
+    (fault("the entry of the sequence, whatever the index says, by TMA", HOPPER, TILES, NUMBERS,
+           "tile.entry = load_clamped(params.index, sequence, params.batch_kv - 1);", "tile.entry = sequence;"),
+     {"packed_kv": False, "index": True}),
+    (fault("a tile is overwritten before it is read", HOPPER, TILES, ("race", "deadlock", "mbarrier"),
+           "            mbarrier_wait(barriers.tile_empty(ring.stage), ring.parity ^ 1);\n", ""), {}),
+    (fault("a tile is read before it is found", HOPPER, TILES, ("race", "uninitialised shared memory"),
+           "        mbarrier_wait(barriers.tile_full(tile_ring.stage), tile_ring.parity);\n        SequenceTile found;\n"
+           "        found.load(shared + kTileOffset + tile_ring.stage * kTileBytes);\n        __syncwarp();",
+           "        SequenceTile found;\n        found.load(shared + kTileOffset + tile_ring.stage * kTileBytes);\n"
+           "        __syncwarp();"), {}),
+    (fault("the lengths of the first 32 sequences for all", HOPPER_SINGLE, MANY, (WRONG, "race", *BOUNDS),
+           "            if (params.batch_size > 32) row_blocks = count(params, first + lane);\n", ""), {}),
+    (fault("the first row blocks are left out", HOPPER_SINGLE, TILES, NUMBERS,
+           "if (slice == 0) return {-1};", "if (slice <= 1) return {-1};"), {}),
+    (fault("lengths read ahead of the wait, for TMA", HOPPER, TILES, ("dependency",),
+           "    griddepcontrol_wait();\n", ""), {}),
     (fault("does not wait for the parts", COMBINE, LONG, ("dependency",),
            "    griddepcontrol_wait();\n", ""), {}),
 )  # fmt: skip
