@@ -19,7 +19,6 @@ from flashgen.errors import BadParam, DeviceTypeNotSupported, NullPointer
 from flashgen.kvcache import KVCache
 from flashgen.operators.arguments import dtype_name, on_device, view_of_shape
 from flashgen.operators.attention import mask_type_name, operator_for, sees_no_later_key
-from flashgen.operators.varlen import operator_for as varlen_for
 from flashgen.runtime import arrays
 from flashgen.runtime.plans import Plan, run_adopted
 
@@ -231,6 +230,8 @@ def _asked(
         )
     given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, kv_lengths, index, pages, out, None, *arrays_of_score)
     options = (*options, _bound(max_seqlen_q), _bound(max_seqlen_kv), modification)
+    from flashgen.operators.varlen import operator_for as varlen_for  # other first calls need not wait for it
+
     return varlen_for(modification), given, options, scalars
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 
 from flashgen.paths import checkout
@@ -16,6 +15,9 @@ def command(extra: str) -> str:
     root = checkout()
     if root is not None:
         return f"pip install -e '{root}[{extra}]'"
+    # Imports a parser of e-mail, which costs a first call as much as the rest of flashgen.
+    import importlib.metadata
+
     try:
         requirements = importlib.metadata.requires("flashgen") or []
     except importlib.metadata.PackageNotFoundError:

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from flashgen.compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flashgen.errors import BadTensorShape
 
 torch = pytest.importorskip("torch")
 
@@ -64,6 +65,10 @@ def test_flash_attn(dtype, width):
     right = exact(query, key, value, attn_mask=bias.double(), enable_gqa=True)
     close(out, right.transpose(1, 2))
     assert (lse.shape, lse.dtype) == ((2, 6, 300), torch.float32)
+    if width * dtype.itemsize % 16:  # a cache is not copied to be padded
+        with pytest.raises(BadTensorShape, match="k_cache has head_dim 100"):
+            flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=321, causal=True)
+        return
     decoded = flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=321, causal=True)
     right = exact(query[:, :, :1], key[:, :, :321], value[:, :, :321], enable_gqa=True)
     close(decoded, right.transpose(1, 2))

@@ -25,8 +25,9 @@ VARIANTS = [
     for variant in spec.variants()
     if variant.is_main and variant.head_dim in (64, 128, 256)
 ]
-PREFILL = (Shape(700, 1100, heads=4, batch=9), Shape(130, 70, heads=2, batch=40))
-DECODE = (Shape(3, 9000, heads=2, batch=7), Shape(1, 700, heads=8, batch=70))
+# Small enough that the float64 of hundreds of variants takes a minute of the host.
+PREFILL = (Shape(300, 500, batch=9), Shape(130, 70, batch=30))
+DECODE = (Shape(3, 5000, batch=5), Shape(1, 300, batch=70))
 
 
 def computed(example, variant):
@@ -59,8 +60,8 @@ def test_within_the_bound_and_nothing_else_is_touched(variant):
     seed = secrets.randbits(32)
     for shape in DECODE if variant.rows_at_most else PREFILL:
         if variant.gqa != "mha":
-            shape = dataclasses.replace(shape, heads=4 * shape.heads, kv_heads=shape.heads)
-        for each in range(seed, seed + 3):
+            shape = dataclasses.replace(shape, heads=4, kv_heads=1)
+        for each in range(seed, seed + 2):
             example = make_any(variant, shape, each)
             if variant.rows_at_most and example.problem.seqlen_q * example.problem.group_size > 64:
                 continue

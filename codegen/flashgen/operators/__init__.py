@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from flashgen.operators.append import APPEND
-from flashgen.operators.attention import ATTENTION
-from flashgen.operators.merge import MERGE
-from flashgen.operators.varlen import VARLEN
-
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from flashgen.operators.operator import Operator
 
-# By the name that a spec gives under ``operator``.
-OPERATORS: dict[str, Operator] = {operator.name: operator for operator in (ATTENTION, VARLEN, MERGE, APPEND)}
+# The module of each operator, by the name that a spec gives under ``operator``, and its name there.
+_PLACES = {
+    "attention": ("attention", "ATTENTION"),
+    "varlen": ("varlen", "VARLEN"),
+    "merge": ("merge", "MERGE"),
+    "append": ("append", "APPEND"),
+}
+
+
+class _Operators(Mapping[str, "Operator"]):
+    """The operators by name. A module is imported when its operator is first used: a first call waits for
+    imports, and uses one of them.
+    """
+
+    def __getitem__(self, name: str) -> Operator:
+        module, attribute = _PLACES[name]
+        return getattr(importlib.import_module(f"flashgen.operators.{module}"), attribute)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_PLACES)
+
+    def __len__(self) -> int:
+        return len(_PLACES)
+
+
+OPERATORS: Mapping[str, Operator] = _Operators()

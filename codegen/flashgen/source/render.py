@@ -21,7 +21,6 @@ from flashgen.arch import range_of
 from flashgen.errors import InternalError, SpecError, TemplateWarning
 from flashgen.paths import code_digest, specs_dir, templates_dir
 from flashgen.source.params import struct_text
-from flashgen.source.scores import score_functions
 
 if TYPE_CHECKING:
     import os
@@ -207,6 +206,8 @@ def _context(form: Variant) -> dict[str, Any]:
 def _of_score(form: Variant) -> dict[str, Any]:
     if form.score is None:
         return {"score_functions": "", "score_has_offset": False}
+    from flashgen.source.scores import score_functions  # only a call with a modification waits for it
+
     lowered = form.score.lowered(form.dtype)
     return {
         "score_functions": score_functions(form.score, form.dtype),

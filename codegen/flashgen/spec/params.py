@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from flashgen.operators.formula import text
-from flashgen.operators.scores import TYPES
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -73,6 +70,10 @@ def score_params(score: Score, dtype: str) -> tuple[Param, ...]:
     """What the kernels of elements of ``dtype`` take besides for a score modification: its arrays, with
     strides and sizes, the scalars that the kernel reads as they are, and its constants.
     """
+    # Only a call with a modification waits for what knows formulas.
+    from flashgen.operators.formula import text
+    from flashgen.operators.scores import TYPES
+
     found: list[Param] = []
     lowered = score.lowered(dtype)
     for array in score.arrays:
