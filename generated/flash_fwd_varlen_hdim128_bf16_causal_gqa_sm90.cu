@@ -157,14 +157,14 @@ __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, i
 
 // A tile of a sequence: what the warp that finds it tells the producer and the consumers.
 struct SequenceTile {
-    int sequence;  // below 0: there are no more tiles
-    int head;      // of the grid
-    int first_row;  // below 0 where the sequence's first tile is not whole
-    int first_query;  // of the sequence, in its entry of q
+    int sequence;     // below 0: there are no more tiles
+    int head;         // of the grid
+    int first_row;    // below 0 where the sequence's first tile is not whole
+    int first_query;  // the row of q where the sequence begins
     int seqlen_q;
-    int first_key;  // likewise
+    int entry;        // of k and v
+    int first_key;    // the row of that entry where the sequence begins
     int seqlen_kv;
-    int entry;  // of k and v
 
     __device__ __forceinline__ void load(shared_address passed) {
         sequence = load_shared_32(passed);
@@ -172,9 +172,9 @@ struct SequenceTile {
         first_row = load_shared_32(passed + 8);
         first_query = load_shared_32(passed + 12);
         seqlen_q = load_shared_32(passed + 16);
-        first_key = load_shared_32(passed + 20);
-        seqlen_kv = load_shared_32(passed + 24);
-        entry = load_shared_32(passed + 28);
+        entry = load_shared_32(passed + 20);
+        first_key = load_shared_32(passed + 24);
+        seqlen_kv = load_shared_32(passed + 28);
     }
 
     __device__ __forceinline__ void store(shared_address passed) const {
@@ -183,9 +183,9 @@ struct SequenceTile {
         store_shared_32(passed + 8, first_row);
         store_shared_32(passed + 12, first_query);
         store_shared_32(passed + 16, seqlen_q);
-        store_shared_32(passed + 20, first_key);
-        store_shared_32(passed + 24, seqlen_kv);
-        store_shared_32(passed + 28, entry);
+        store_shared_32(passed + 20, entry);
+        store_shared_32(passed + 24, first_key);
+        store_shared_32(passed + 28, seqlen_kv);
     }
 };
 
@@ -628,7 +628,7 @@ struct TileSequence {
 
     __device__ __forceinline__ void advance() {
         index += step;
-        // The tiles of a section become shorter from first to last. Back and forth, a thread block that drew a long one draws a
+        // Tiles become shorter from first to last, as their order has it. Back and forth, a thread block that drew a long one draws a
         // short one next.
         step = 2 * gridDim.x - step;
     }
@@ -646,15 +646,15 @@ __device__ __forceinline__ int rows_ahead(const Params&, int rows) {
 }
 
 // Finds tile after tile, in rising order. The row blocks of sequences are numbered slice by slice, the last slice first: slice s has
-// row blocks [s * kSliceBlocks, (s + 1) * kSliceBlocks) of each sequence. So the longest sequences come first, and what is short is
-// left for the end, while row blocks that share keys in L2 stay together. Within a slice the sequences come one after another, the
-// last row block of each first, each row block for all heads. The whole warp works: a lane has one of 32 sequences.
+// row blocks [s * kSliceBlocks, (s + 1) * kSliceBlocks) of each sequence. So the longest sequences come first, and the end of the grid
+// is short, while row blocks that share keys in L2 stay together. Within a slice the sequences come one after another, the last row
+// block of each first, each row block for all heads. The whole warp works: a lane counts the row blocks of one of 32 sequences.
 struct TileFinder {
     static constexpr int kSliceBlocks = 4;
     int slice;
     int first;       // of the 32 sequences
     int row_blocks;  // of the lane's sequence
-    int before;      // row blocks that are numbered ahead of those of these sequences in this slice
+    int before;      // row blocks that are numbered ahead of those that these sequences have in the slice
 
     __device__ __forceinline__ TileFinder(const Params& params, int lane) : first(0), before(0) {
         int most = 0;
@@ -697,7 +697,7 @@ struct TileFinder {
     __device__ static __forceinline__ SequenceTile tile_at(const Params& params, int sequence, int head, int row_block) {
         const Rows queries = queries_of(params, sequence);
         const Rows keys = keys_of(params, sequence);
-        SequenceTile tile = {sequence, head, row_block * kBlockM, queries.begin, queries.count, keys.begin, keys.count, 0};
+        SequenceTile tile = {sequence, head, row_block * kBlockM, queries.begin, queries.count, 0, keys.begin, keys.count};
         // Where the last tile is whole and the first is not, the missing rows are those with the fewest keys.
         tile.first_row -= rows_ahead(params, rows_of(params, sequence));
         if (params.index != nullptr) {

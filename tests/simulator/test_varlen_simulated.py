@@ -39,8 +39,8 @@ KERNELS = (
     "flash_fwd_varlen_hdim32_fp32_paged_m64_gqa_sm80",
     "flash_fwd_varlen_hdim64_bf16_causal_paged_packgqa_sm80",
 )
-# On wgmma: one consumer and one Q buffer, several of both; warpgroups that skip KV blocks; a group that divides 64 rows and one that
-# does not.
+# On wgmma: one consumer and one Q buffer, several of both; warpgroups that skip KV blocks; a group that
+# divides 64 rows and one that does not.
 HOPPER = "flash_fwd_varlen_hdim32_bf16_causal_sm90"
 HOPPER_SINGLE = "flash_fwd_varlen_hdim32_fp16_m64_sm90"
 HOPPER_KERNELS = (
@@ -164,6 +164,12 @@ def test_lengths_may_change_after_the_grid_is_fixed(name, compiler, fresh_seed):
 
 
 PADDED, PACKED = {"packed_q": False}, {"packed_q": True}
+TILE_WAIT = "        mbarrier_wait(barriers.tile_full(tile_ring.stage), tile_ring.parity);\n"
+READ_TILE = (
+    "        SequenceTile found;\n"
+    "        found.load(shared + kTileOffset + tile_ring.stage * kTileBytes);\n"
+    "        __syncwarp();"
+)
 FAULTS = (
     (fault("all pages instead of a length", CAUSAL_PAGED, FEW, (WRONG, *BOUNDS),
            "return {0, load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};",
@@ -231,15 +237,13 @@ FAULTS = (
     (fault("keys of the first sequence", HOPPER, TILES, NUMBERS,
            "found.first_key + block * kBlockN", "block * kBlockN"), {"packed_kv": True}),
     (fault("the entry of the sequence, whatever the index says, by TMA", HOPPER, TILES, NUMBERS,
-           "tile.entry = load_clamped(params.index, sequence, params.batch_kv - 1);", "tile.entry = sequence;"),
+           "tile.entry = load_clamped(params.index, sequence, params.batch_kv - 1);",
+           "tile.entry = sequence;"),
      {"packed_kv": False, "index": True}),
     (fault("a tile is overwritten before it is read", HOPPER, TILES, ("race", "deadlock", "mbarrier"),
            "            mbarrier_wait(barriers.tile_empty(ring.stage), ring.parity ^ 1);\n", ""), {}),
     (fault("a tile is read before it is found", HOPPER, TILES, ("race", "uninitialised shared memory"),
-           "        mbarrier_wait(barriers.tile_full(tile_ring.stage), tile_ring.parity);\n        SequenceTile found;\n"
-           "        found.load(shared + kTileOffset + tile_ring.stage * kTileBytes);\n        __syncwarp();",
-           "        SequenceTile found;\n        found.load(shared + kTileOffset + tile_ring.stage * kTileBytes);\n"
-           "        __syncwarp();"), {}),
+           TILE_WAIT + READ_TILE, READ_TILE), {}),
     (fault("the lengths of the first 32 sequences for all", HOPPER_SINGLE, MANY, (WRONG, "race", *BOUNDS),
            "            if (params.batch_size > 32) row_blocks = count(params, first + lane);\n", ""), {}),
     (fault("the first row blocks are left out", HOPPER_SINGLE, TILES, NUMBERS,
