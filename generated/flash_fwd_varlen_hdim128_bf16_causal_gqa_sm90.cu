@@ -39,10 +39,10 @@ constexpr int kVBytes = kPanelsV * kBlockN * kPanelRowBytes;
 constexpr int kKOffset = kQStages * kQBytes;
 constexpr int kVOffset = kKOffset + kStages * kKBytes;
 constexpr int kBarrierOffset = kVOffset + kStages * kVBytes;
-constexpr int kTileStages = 2;  // tiles that are found ahead of the producer and the consumers
-constexpr int kTileOffset = kBarrierOffset + 8 * (2 * kQStages + 4 * kStages + 1 + 2 * kTileStages);
+// The tiles that were found ahead of the producer and the consumers: one for each Q buffer, so that their ring is that of Q.
+constexpr int kTileOffset = kBarrierOffset + 8 * (4 * kQStages + 4 * kStages + 1);
 constexpr int kTileBytes = 32;
-constexpr int kSharedBytes = kTileOffset + kTileStages * kTileBytes;
+constexpr int kSharedBytes = kTileOffset + kQStages * kTileBytes;
 
 constexpr float kLn2 = 0.6931471805599453f;
 
@@ -162,9 +162,9 @@ struct SequenceTile {
     int first_row;    // below 0 where the sequence's first tile is not whole
     int first_query;  // the row of q where the sequence begins
     int seqlen_q;
+    int seqlen_kv;
     int entry;        // of k and v
     int first_key;    // the row of that entry where the sequence begins
-    int seqlen_kv;
 
     __device__ __forceinline__ void load(shared_address passed) {
         sequence = load_shared_32(passed);
@@ -172,9 +172,9 @@ struct SequenceTile {
         first_row = load_shared_32(passed + 8);
         first_query = load_shared_32(passed + 12);
         seqlen_q = load_shared_32(passed + 16);
-        entry = load_shared_32(passed + 20);
-        first_key = load_shared_32(passed + 24);
-        seqlen_kv = load_shared_32(passed + 28);
+        seqlen_kv = load_shared_32(passed + 20);
+        entry = load_shared_32(passed + 24);
+        first_key = load_shared_32(passed + 28);
     }
 
     __device__ __forceinline__ void store(shared_address passed) const {
@@ -183,9 +183,9 @@ struct SequenceTile {
         store_shared_32(passed + 8, first_row);
         store_shared_32(passed + 12, first_query);
         store_shared_32(passed + 16, seqlen_q);
-        store_shared_32(passed + 20, entry);
-        store_shared_32(passed + 24, first_key);
-        store_shared_32(passed + 28, seqlen_kv);
+        store_shared_32(passed + 20, seqlen_kv);
+        store_shared_32(passed + 24, entry);
+        store_shared_32(passed + 28, first_key);
     }
 };
 
@@ -245,11 +245,9 @@ struct Barriers {
     __device__ __forceinline__ shared_address v_empty(int stage) const { return at(2 * kQStages + 3 * kStages + stage); }
     // The consumers have cleared the rows of V past the end of the sequence.
     __device__ __forceinline__ shared_address tail_clear() const { return at(2 * kQStages + 4 * kStages); }
-    // The producer thread reads a tile too.
+    // The producer warp reads a tile too.
     __device__ __forceinline__ shared_address tile_full(int stage) const { return at(2 * kQStages + 4 * kStages + 1 + stage); }
-    __device__ __forceinline__ shared_address tile_empty(int stage) const {
-        return at(2 * kQStages + 4 * kStages + 1 + kTileStages + stage);
-    }
+    __device__ __forceinline__ shared_address tile_empty(int stage) const { return at(3 * kQStages + 4 * kStages + 1 + stage); }
 
     __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
 
@@ -266,7 +264,7 @@ struct Barriers {
             mbarrier_init(v_empty(stage), 4 * kConsumers);
         }
         mbarrier_init(tail_clear(), 4 * kConsumers);
-        for (int stage = 0; stage < kTileStages; ++stage) {
+        for (int stage = 0; stage < kQStages; ++stage) {
             mbarrier_init(tile_full(stage), 1);
             mbarrier_init(tile_empty(stage), 4 * kConsumers + 1);
         }
@@ -697,14 +695,12 @@ struct TileFinder {
     __device__ static __forceinline__ SequenceTile tile_at(const Params& params, int sequence, int head, int row_block) {
         const Rows queries = queries_of(params, sequence);
         const Rows keys = keys_of(params, sequence);
-        SequenceTile tile = {sequence, head, row_block * kBlockM, queries.begin, queries.count, 0, keys.begin, keys.count};
+        SequenceTile tile = {sequence, head, row_block * kBlockM, queries.begin, queries.count, keys.count};
         // Where the last tile is whole and the first is not, the missing rows are those with the fewest keys.
         tile.first_row -= rows_ahead(params, rows_of(params, sequence));
-        if (params.index != nullptr) {
-            tile.entry = load_clamped(params.index, sequence, params.batch_kv - 1);
-        } else if (params.cu_seqlens_kv == nullptr) {
-            tile.entry = sequence;
-        }
+        tile.entry = params.cu_seqlens_kv == nullptr ? sequence : 0;
+        if (params.index != nullptr) tile.entry = load_clamped(params.index, sequence, params.batch_kv - 1);
+        tile.first_key = keys.begin;
         return tile;
     }
 };
@@ -712,7 +708,7 @@ struct TileFinder {
 // The warp that finds the thread block's tiles, ahead of the producer and the consumers.
 __device__ __forceinline__ void find_tiles(const Params& params, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
-    RingPosition<kTileStages> ring;
+    RingPosition<kQStages> ring;
     TileFinder finder(params, lane);
     bool more = true;
     for (TileSequence tiles; more; tiles.advance()) {
@@ -728,38 +724,39 @@ __device__ __forceinline__ void find_tiles(const Params& params, shared_address 
     }
 }
 
-// The producer thread: Q of each tile, and K and V of its KV blocks, as fast as buffers become empty.
+// The producer warp: Q of each tile, and K and V of its KV blocks, as fast as buffers become empty.
 __device__ __forceinline__ void produce(const Params& params, shared_address shared, const Barriers& barriers) {
+    const int lane = threadIdx.x % 32;
     // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
     RingPosition<kQStages> q_ring;
-    RingPosition<kTileStages> tile_ring;
     while (true) {
-        mbarrier_wait(barriers.tile_full(tile_ring.stage), tile_ring.parity);
+        mbarrier_wait(barriers.tile_full(q_ring.stage), q_ring.parity);
         SequenceTile found;
-        found.load(shared + kTileOffset + tile_ring.stage * kTileBytes);
-        mbarrier_arrive(barriers.tile_empty(tile_ring.stage));
+        found.load(shared + kTileOffset + q_ring.stage * kTileBytes);
+        __syncwarp();  // all lanes have read it
+        if (lane == 0) mbarrier_arrive(barriers.tile_empty(q_ring.stage));
         if (found.sequence < 0) return;
-        tile_ring.advance();
         Tile tile = tile_of(params, found);
         const KvBlocks blocks = find_kv_blocks(with_lengths(params, found.seqlen_q, found.seqlen_kv), tile.first_row, kBlockM);
         // To TMA the tile is one of the whole array, where packed sequences are rows of a single entry.
         tile.first_row += found.first_query;
         if (params.cu_seqlens_q != nullptr) tile.batch = 0;
         mbarrier_wait(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
-        load_q(params, tile, shared + q_ring.stage * kQBytes, barriers.q_full(q_ring.stage));
+        if (lane == 0) load_q(params, tile, shared + q_ring.stage * kQBytes, barriers.q_full(q_ring.stage));
         q_ring.advance();
 #pragma unroll 1  // few registers are left to the producer
         for (int block = blocks.last; block >= blocks.first; --block) {
-            const int first_key = found.first_key + block * kBlockN;
+            const shared_address k_smem = shared + kKOffset + ring.stage * kKBytes;
+            const shared_address v_smem = shared + kVOffset + ring.stage * kVBytes;
+            const int key = found.first_key + block * kBlockN;
             mbarrier_wait(barriers.k_empty(ring.stage), ring.parity ^ 1);
-            load_kv_block<kPanels>(shared + kKOffset + ring.stage * kKBytes, params.k, barriers.k_full(ring.stage), first_key,
-                                   tile.kv_head, found.entry);
+            if (lane == 0) load_kv_block<kPanels>(k_smem, params.k, barriers.k_full(ring.stage), key, tile.kv_head, found.entry);
             mbarrier_wait(barriers.v_empty(ring.stage), ring.parity ^ 1);
-            load_kv_block<kPanelsV>(shared + kVOffset + ring.stage * kVBytes, params.v, barriers.v_full(ring.stage), first_key,
-                                    tile.kv_head, found.entry);
+            if (lane == 0) load_kv_block<kPanelsV>(v_smem, params.v, barriers.v_full(ring.stage), key, tile.kv_head, found.entry);
             ring.advance();
         }
+        __syncwarp();
     }
 }
 
@@ -793,16 +790,14 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
         v_ring.advance();
     };
 
-    RingPosition<kTileStages> tile_ring;
     int tail_parity = 0;
     while (true) {
-        mbarrier_wait(barriers.tile_full(tile_ring.stage), tile_ring.parity);
+        mbarrier_wait(barriers.tile_full(q_ring.stage), q_ring.parity);
         SequenceTile found;
-        found.load(shared + kTileOffset + tile_ring.stage * kTileBytes);
+        found.load(shared + kTileOffset + q_ring.stage * kTileBytes);
         __syncwarp();  // all lanes have read it
-        release(barriers.tile_empty(tile_ring.stage));
+        release(barriers.tile_empty(q_ring.stage));
         if (found.sequence < 0) break;
-        tile_ring.advance();
         const Params params = of_sequence(all, found);
         const Tile tile = tile_of(params, found);
         // V of the block in which the sequence ends is cleared past that end, by all consumers, also those that skip the block. Each
@@ -931,8 +926,11 @@ flash_fwd_varlen_hdim128_bf16_causal_gqa_sm90(const __grid_constant__ Params par
 
     if (warpgroup == 0) {
         setmaxnreg_dec<kProducerRegisters>();
-        if (threadIdx.x == 0) produce(params, shared, barriers);
-        if (threadIdx.x / 32 == 1) find_tiles(params, shared, barriers);
+        if (threadIdx.x / 32 == 0) {
+            produce(params, shared, barriers);
+        } else if (threadIdx.x / 32 == 1) {
+            find_tiles(params, shared, barriers);
+        }
     } else {
         setmaxnreg_inc<kConsumerRegisters>();
         consume(params, shared, barriers, warpgroup - 1);

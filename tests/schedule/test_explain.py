@@ -133,7 +133,7 @@ PACKED = {
     "dtype": "bf16",
     "arch": "sm_90",
 }
-PAGED = flashgen.KVCache((400, 16, 8, 128), (400, 16, 8, 128), (8,), pages=(8, 256))
+PAGED = [flashgen.KVCache((400, n, 8, 128), (400, n, 8, 128), (8,), pages=(8, 256)) for n in (24, 48)]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,8 @@ PAGED = flashgen.KVCache((400, 16, 8, 128), (400, 16, 8, 128), (8,), pages=(8, 2
         ({"arch": "sm_80"}, "sm80"),
         ({"arch": "sm_100"}, "sm80"),
         ({"dtype": "fp32"}, "sm80"),
-        ({"k": PAGED, "cu_seqlens_kv": None}, "sm80"),
+        ({"k": PAGED[0], "cu_seqlens_kv": None}, "sm80"),  # pages that boxes of 16 keys do not fill
+        ({"k": PAGED[1], "cu_seqlens_kv": None}, "sm90"),
         ({"k": (0, 8, 128)}, "sm80"),  # there is no tensor map of it
     ],
 )

@@ -14,7 +14,7 @@ from flashgen.simulator.example import Shape, make_any, run_steps
 from flashgen.simulator.library import load
 from flashgen.source.render import render
 from flashgen.spec.load import load_specs
-from simulator.faults import BOUNDS, NUMBERS, WRONG, fault
+from simulator.faults import ASYNC, BOUNDS, NUMBERS, WRONG, fault
 
 VARIANTS = {
     variant.name: variant
@@ -43,9 +43,12 @@ KERNELS = (
 # divides 64 rows and one that does not.
 HOPPER = "flash_fwd_varlen_hdim32_bf16_causal_sm90"
 HOPPER_SINGLE = "flash_fwd_varlen_hdim32_fp16_m64_sm90"
+HOPPER_PAGED = "flash_fwd_varlen_hdim64_fp16_causal_paged_m128_packgqa_sm90"
 HOPPER_KERNELS = (
     HOPPER,
     HOPPER_SINGLE,
+    HOPPER_PAGED,
+    "flash_fwd_varlen_hdim32_bf16_local_paged_sm90",
     "flash_fwd_varlen_hdim64_bf16_m128_gqa_sm90",
     "flash_fwd_varlen_hdim32_fp16_local_packgqa_sm90",
     "flash_fwd_varlen_hdim96_fp16_causal_m128_packgqa_sm90",
@@ -114,7 +117,7 @@ def test_within_the_bound_and_nothing_else_is_touched(name, packed_q, compiler, 
 @pytest.mark.parametrize("packed_q", [False, True], ids=["padded", "packed"])
 def test_tiles_of_sequences(name, packed_q, compiler, fresh_seed):
     variant = VARIANTS[name]
-    for shape, packed_kv in ((TILES, False), (MANY, not packed_q)):
+    for shape, packed_kv in ((TILES, False), (MANY, not packed_q and "_paged_" not in name)):
         example = example_of(variant, grouped(variant, shape), fresh_seed, packed_q, packed_kv)
         assert verdict_of(variant, example, fresh_seed) is None
 
@@ -164,11 +167,12 @@ def test_lengths_may_change_after_the_grid_is_fixed(name, compiler, fresh_seed):
 
 
 PADDED, PACKED = {"packed_q": False}, {"packed_q": True}
-TILE_WAIT = "        mbarrier_wait(barriers.tile_full(tile_ring.stage), tile_ring.parity);\n"
+TILE_WAIT = "        mbarrier_wait(barriers.tile_full(q_ring.stage), q_ring.parity);\n"
 READ_TILE = (
     "        SequenceTile found;\n"
-    "        found.load(shared + kTileOffset + tile_ring.stage * kTileBytes);\n"
-    "        __syncwarp();"
+    "        found.load(shared + kTileOffset + q_ring.stage * kTileBytes);\n"
+    "        __syncwarp();  // all lanes have read it\n"
+    "        release("
 )
 FAULTS = (
     (fault("all pages instead of a length", CAUSAL_PAGED, FEW, (WRONG, *BOUNDS),
@@ -237,13 +241,18 @@ FAULTS = (
     (fault("keys of the first sequence", HOPPER, TILES, NUMBERS,
            "found.first_key + block * kBlockN", "block * kBlockN"), {"packed_kv": True}),
     (fault("the entry of the sequence, whatever the index says, by TMA", HOPPER, TILES, NUMBERS,
-           "tile.entry = load_clamped(params.index, sequence, params.batch_kv - 1);",
-           "tile.entry = sequence;"),
+           "if (params.index != nullptr) tile.entry = load_clamped", "if (false) tile.entry = load_clamped"),
      {"packed_kv": False, "index": True}),
     (fault("a tile is overwritten before it is read", HOPPER, TILES, ("race", "deadlock", "mbarrier"),
            "            mbarrier_wait(barriers.tile_empty(ring.stage), ring.parity ^ 1);\n", ""), {}),
     (fault("a tile is read before it is found", HOPPER, TILES, ("race", "uninitialised shared memory"),
            TILE_WAIT + READ_TILE, READ_TILE), {}),
+    (fault("the page of the next 16 keys, by TMA", HOPPER_PAGED, TILES, NUMBERS,
+           "divide(key, params.page_size_divisor)", "divide(key + kBoxKeys, params.page_size_divisor)"), {}),
+    (fault("the page table of the first sequence, by TMA", HOPPER_PAGED, TILES, NUMBERS,
+           "params.pages + found.sequence * params.pages_batch_stride", "params.pages"), {}),
+    (fault("a box of the next lane", HOPPER_PAGED, TILES, (*ASYNC, WRONG),
+           "(panel * kBlockN + lane * kBoxKeys)", "(panel * kBlockN + (lane ^ 1) * kBoxKeys)"), {}),
     (fault("the lengths of the first 32 sequences for all", HOPPER_SINGLE, MANY, (WRONG, "race", *BOUNDS),
            "            if (params.batch_size > 32) row_blocks = count(params, first + lane);\n", ""), {}),
     (fault("the first row blocks are left out", HOPPER_SINGLE, TILES, NUMBERS,
