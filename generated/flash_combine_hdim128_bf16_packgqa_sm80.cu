@@ -72,9 +72,9 @@ struct Row {
     int head;  // of the queries
     int query;
     int row_in_tile;
-    int first_block;
-    int last_block;
-    bool begins_share;  // whether the share of first_block begins with the tile
+    int first_part;
+    int last_part;
+    bool begins_share;  // whether the share of first_part begins with the tile
 };
 
 // Row `index` of all heads. The thread blocks' shares are consecutive KV blocks of all tiles, one tile after the other.
@@ -90,16 +90,16 @@ __device__ __forceinline__ Row find_row(const Params& params, int index) {
     row.row_in_tile = row_of_head % kBlockM;
     const int tile = head_of_batch * ((params.num_row_blocks + kBlockM - 1) / kBlockM) + row_of_head / kBlockM;
     const int begin = tile * params.kv_blocks_per_tile;
-    row.first_block = divide(begin, params.kv_blocks_per_share_divisor);
-    row.last_block = divide(begin + params.kv_blocks_per_tile - 1, params.kv_blocks_per_share_divisor);
-    row.begins_share = row.first_block * params.kv_blocks_per_share == begin;
+    row.first_part = divide(begin, params.kv_blocks_per_share_divisor);
+    row.last_part = divide(begin + params.kv_blocks_per_tile - 1, params.kv_blocks_per_share_divisor);
+    row.begins_share = row.first_part * params.kv_blocks_per_share == begin;
     return row;
 }
 
 // Where the part of thread block `block` lies. A thread block leaves the first part of its share in one slot and the last in another;
 // what it has of a tile is the first, unless its share begins ahead of the tile.
 __device__ __forceinline__ int64_t part_row(const Row& row, int block) {
-    const int slot = 2 * block + (block == row.first_block && !row.begins_share ? 1 : 0);
+    const int slot = 2 * block + (block == row.first_part && !row.begins_share ? 1 : 0);
     return int64_t(slot) * kBlockM + row.row_in_tile;
 }
 
@@ -125,18 +125,17 @@ __device__ __forceinline__ void add(Sums& sums, float row_max, float row_sum, co
     }
 }
 
-// Adds every kWarps-th part of a row, from that of `first_block` on, in order.
-__device__ __forceinline__ Sums add_parts(const Params& params, const Row& row, int first_block, int lane) {
+// Adds every kWarps-th part of a row, from that of `first_part` on, in order.
+__device__ __forceinline__ Sums add_parts(const Params& params, const Row& row, int first_part, int lane) {
     Sums sums = {kNoRowMax, 0.0f, {}};
-    for (int first = first_block; first <= row.last_block; first += kWarps * kPartsAtOnce) {
+    for (int first = first_part; first <= row.last_part; first += kWarps * kPartsAtOnce) {
         // All loads are started before the first one is used.
         float2 loaded[kPartsAtOnce];
         uint4 output[kPartsAtOnce][kLaneVectors];
 #pragma unroll
         for (int part = 0; part < kPartsAtOnce; ++part) {
-            const int block = first + part * kWarps;
-            if (block > row.last_block) break;
-            const int64_t source = part_row(row, block);
+            if (first + part * kWarps > row.last_part) break;
+            const int64_t source = part_row(row, first + part * kWarps);
             loaded[part] = load_global_64(params.part_sums + source * 2);
 #pragma unroll
             for (int i = 0; i < kLaneVectors; ++i) {
@@ -146,7 +145,7 @@ __device__ __forceinline__ Sums add_parts(const Params& params, const Row& row, 
         }
 #pragma unroll
         for (int part = 0; part < kPartsAtOnce; ++part) {
-            if (first + part * kWarps > row.last_block) break;
+            if (first + part * kWarps > row.last_part) break;
             add(sums, loaded[part].x, loaded[part].y, output[part]);
         }
     }
@@ -218,8 +217,8 @@ flash_combine_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
 
     for (int index = block_index(); index < params.num_tiles; index += gridDim.x) {
         const Row row = find_row(params, index);
-        if (row.first_block == row.last_block) continue;  // the one thread block that had the tile has written the row
-        share_sums(add_parts(params, row, row.first_block + warp, lane), smem, warp, lane);
+        if (row.first_part == row.last_part) continue;  // the one thread block that had the tile has written the row
+        share_sums(add_parts(params, row, row.first_part + warp, lane), smem, warp, lane);
         barrier_sync(kThreads);
         store_row(params, row, smem);
         barrier_sync(kThreads);  // the sums have been read

@@ -53,7 +53,7 @@ struct Params {
     float* lse;                           // (batch, num_heads_q, rows_q), without batch where packed; contiguous; may be null
     const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
     const int32_t* kv_lengths;            // (batch,)
-    const int32_t* pages;                 // (batch, pages_per_sequence)
+    const int32_t* pages;                 // (batch, max_pages)
     int64_t q_batch_stride;               // strides are in elements; 0 where sequences are packed
     int64_t q_row_stride;
     int64_t q_head_stride;

@@ -2,9 +2,9 @@
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, pages paged, gqa packed
+// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, pages paged, splits none, gqa packed
 // tile      block_m 16, block_n 64, warps 4, row_warps 1, stages 3, min_blocks 2
-// block     256 threads, 4160 bytes of dynamic shared memory
+// block     256 threads, 4416 bytes of dynamic shared memory
 // target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
 // spec      flash_varlen_decode_sm80.yaml
 // template  flash_combine_sm80.cu.j2
@@ -21,13 +21,14 @@ constexpr int kVectors = kHeadDimV / 4;                // of a row of O in fp32
 constexpr int kLaneVectors = (kVectors + 31) / 32;     // of them, those of a lane
 constexpr int kPartsAtOnce = 4;                        // parts that a warp has on their way from global memory
 constexpr int kSumsOffset = kWarps * kHeadDimV * 4;    // shared memory: O of each warp, then row_max and row_sum of each
-constexpr int kSharedBytes = kSumsOffset + kWarps * 8;
+constexpr int kRowsOffset = kSumsOffset + kWarps * 8;  // and the row that each has found
+constexpr int kSharedBytes = kRowsOffset + kWarps * 32;
 
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kNoRowMax = -3.4e38f;  // below any score
 
 static_assert(kHeadDimV % 8 == 0 && kHeadDimV / 8 <= kThreads, "a thread stores 16 bytes of a row");
-static_assert(kSharedBytes == 4160, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes == 4416, "launcher and kernel agree on shared memory");
 
 struct Params {
     const float* part_outputs;            // (parts, kBlockM, kHeadDimV)
@@ -77,11 +78,10 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
 struct Row {
     int batch;
     int head;  // of the queries
-    int query;
     int row_in_tile;
-    int first_block;
-    int last_block;
-    bool begins_share;  // whether the share of first_block begins with the tile
+    int first_part;
+    int last_part;
+    bool begins_share;  // whether the share of first_part begins with the tile
     int row_in_entry;  // of q and out, in which the sequence may be one of several
 };
 
@@ -172,13 +172,12 @@ __device__ __forceinline__ int count_kv_blocks(const Params& params, int sequenc
     return num_heads(params) * tiles.row_blocks * tiles.kv_blocks;
 }
 
-// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of one of 32 sequences
-// at a time.
+// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of every 32nd sequence.
 __device__ __forceinline__ int kv_blocks_per_share(const Params& params, int& num_kv_blocks, int lane) {
-    num_kv_blocks = 0;
-    for (int first = 0; first < params.batch_size; first += 32) {
-        num_kv_blocks += __shfl_sync(0xffffffff, sum_up_to_lane(count_kv_blocks(params, first + lane), lane), 31);
-    }
+    int count = 0;
+#pragma unroll 4  // several lengths on their way from global memory
+    for (int sequence = lane; sequence < params.batch_size; sequence += 32) count += count_kv_blocks(params, sequence);
+    num_kv_blocks = __shfl_sync(0xffffffff, sum_up_to_lane(count, lane), 31);
     return max(1, (num_kv_blocks + params.num_shares - 1) / params.num_shares);
 }
 
@@ -200,7 +199,7 @@ __device__ __forceinline__ void go_on(const Params& params, Numbers& numbers, in
 }
 
 // Row `index` of all heads, where each sequence counts for as many rows as one of them may have. The thread blocks' shares are
-// consecutive KV blocks of all tiles, one tile after the other. Where there is no such row, first_block is last_block.
+// consecutive KV blocks of all tiles, one tile after the other. Where there is no such row, first_part is last_part.
 __device__ __forceinline__ Row find_row(const Params& params, Numbers& numbers, int index, int lane) {
     const int head_of_batch = divide(index, params.num_row_blocks_divisor);
     const int row_of_head = index - head_of_batch * params.num_row_blocks;
@@ -211,22 +210,45 @@ __device__ __forceinline__ Row find_row(const Params& params, Numbers& numbers, 
     const Rows queries = queries_of(params, row.batch);
     const Params own = with_lengths(params, queries.count, keys_of(params, row.batch).count);
     const Tiles tiles = tiles_of(own);
-    row.query = query_of_row(params, row_of_head);
-    row.head = grid_head * params.group_size + row_of_head - row.query * params.group_size;
+    const int query = query_of_row(params, row_of_head);
+    row.head = grid_head * params.group_size + row_of_head - query * params.group_size;
     row.row_in_tile = row_of_head % kBlockM;
     const int begin = numbers.before + (grid_head * tiles.row_blocks + row_of_head / kBlockM) * tiles.kv_blocks;
-    row.first_block = begin / numbers.per_share;
-    row.last_block = row_of_head < num_rows(own) ? (begin + tiles.kv_blocks - 1) / numbers.per_share : row.first_block;
-    row.begins_share = row.first_block * numbers.per_share == begin;
-    row.row_in_entry = queries.begin + row.query;
+    row.first_part = begin / numbers.per_share;
+    row.last_part = row_of_head < num_rows(own) ? (begin + tiles.kv_blocks - 1) / numbers.per_share : row.first_part;
+    row.begins_share = row.first_part * numbers.per_share == begin;
+    row.row_in_entry = queries.begin + query;
     return row;
 }
 
 // Where the part of thread block `block` lies. A thread block leaves the first part of its share in one slot and the last in another;
 // what it has of a tile is the first, unless its share begins ahead of the tile.
 __device__ __forceinline__ int64_t part_row(const Row& row, int block) {
-    const int slot = 2 * block + (block == row.first_block && !row.begins_share ? 1 : 0);
+    const int slot = 2 * block + (block == row.first_part && !row.begins_share ? 1 : 0);
     return int64_t(slot) * kBlockM + row.row_in_tile;
+}
+
+// Leaves the row that a warp has found in shared memory.
+__device__ __forceinline__ void share_row(const Row& row, shared_address smem, int warp, int lane) {
+    if (lane != 0) return;
+    const shared_address place = smem + kRowsOffset + warp * 32;
+    store_shared_128(place, {uint32_t(row.batch), uint32_t(row.head), uint32_t(row.row_in_entry), uint32_t(row.row_in_tile)});
+    store_shared_128(place + 16, {uint32_t(row.first_part), uint32_t(row.last_part), row.begins_share, 0});
+}
+
+__device__ __forceinline__ Row shared_row(shared_address smem, int warp) {
+    const shared_address place = smem + kRowsOffset + warp * 32;
+    const uint4 where = load_shared_128(place);
+    const uint4 parts = load_shared_128(place + 16);
+    Row row;
+    row.batch = where.x;
+    row.head = where.y;
+    row.row_in_entry = where.z;
+    row.row_in_tile = where.w;
+    row.first_part = parts.x;
+    row.last_part = parts.y;
+    row.begins_share = parts.z;
+    return row;
 }
 
 // O, not divided by row_sum yet, and the row_max (log2 domain) and row_sum that go with it; of O a lane's share.
@@ -251,18 +273,17 @@ __device__ __forceinline__ void add(Sums& sums, float row_max, float row_sum, co
     }
 }
 
-// Adds every kWarps-th part of a row, from that of `first_block` on, in order.
-__device__ __forceinline__ Sums add_parts(const Params& params, const Row& row, int first_block, int lane) {
+// Adds every kWarps-th part of a row, from that of `first_part` on, in order.
+__device__ __forceinline__ Sums add_parts(const Params& params, const Row& row, int first_part, int lane) {
     Sums sums = {kNoRowMax, 0.0f, {}};
-    for (int first = first_block; first <= row.last_block; first += kWarps * kPartsAtOnce) {
+    for (int first = first_part; first <= row.last_part; first += kWarps * kPartsAtOnce) {
         // All loads are started before the first one is used.
         float2 loaded[kPartsAtOnce];
         uint4 output[kPartsAtOnce][kLaneVectors];
 #pragma unroll
         for (int part = 0; part < kPartsAtOnce; ++part) {
-            const int block = first + part * kWarps;
-            if (block > row.last_block) break;
-            const int64_t source = part_row(row, block);
+            if (first + part * kWarps > row.last_part) break;
+            const int64_t source = part_row(row, first + part * kWarps);
             loaded[part] = load_global_64(params.part_sums + source * 2);
 #pragma unroll
             for (int i = 0; i < kLaneVectors; ++i) {
@@ -272,7 +293,7 @@ __device__ __forceinline__ Sums add_parts(const Params& params, const Row& row, 
         }
 #pragma unroll
         for (int part = 0; part < kPartsAtOnce; ++part) {
-            if (first + part * kWarps > row.last_block) break;
+            if (first + part * kWarps > row.last_part) break;
             add(sums, loaded[part].x, loaded[part].y, output[part]);
         }
     }
@@ -344,12 +365,19 @@ flash_varlen_combine_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Par
 
     int num_kv_blocks;
     Numbers numbers = {kv_blocks_per_share(params, num_kv_blocks, lane), 0, 0};
-    for (int index = block_index(); index < params.num_tiles; index += gridDim.x) {
-        const Row row = find_row(params, numbers, index, lane);
-        if (row.first_block == row.last_block) continue;  // the one thread block that had the tile has written the row
-        share_sums(add_parts(params, row, row.first_block + warp, lane), smem, warp, lane);
+    for (int first = block_index(); first < params.num_tiles; first += kWarps * int(gridDim.x)) {
+        // Finding a row takes longer than adding its parts, and most rows have one part alone: each warp finds another row.
+        const int index = first + warp * int(gridDim.x);
+        share_row(index < params.num_tiles ? find_row(params, numbers, index, lane) : Row{}, smem, warp, lane);
         barrier_sync(kThreads);
-        store_row(params, row, smem);
-        barrier_sync(kThreads);  // the sums have been read
+        for (int finder = 0; finder < kWarps && first + finder * int(gridDim.x) < params.num_tiles; ++finder) {
+            const Row row = shared_row(smem, finder);
+            if (row.first_part == row.last_part) continue;  // the one thread block that had the tile has written the row
+            share_sums(add_parts(params, row, row.first_part + warp, lane), smem, warp, lane);
+            barrier_sync(kThreads);
+            store_row(params, row, smem);
+            barrier_sync(kThreads);  // the sums have been read
+        }
+        barrier_sync(kThreads);  // as have the rows
     }
 }

@@ -2,7 +2,7 @@
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, pages paged, gqa packed
+// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, pages paged, splits none, gqa packed
 // tile      block_m 16, block_n 64, warps 4, row_warps 1, stages 3, min_blocks 2
 // block     128 threads, 103936 bytes of dynamic shared memory
 // target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
@@ -60,7 +60,7 @@ struct Params {
     float* lse;                           // (batch, num_heads_q, rows_q), without batch where packed; contiguous; may be null
     const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
     const int32_t* kv_lengths;            // (batch,)
-    const int32_t* pages;                 // (batch, pages_per_sequence)
+    const int32_t* pages;                 // (batch, max_pages)
     float* part_outputs;                  // (parts, kBlockM, kHeadDimV); null with a single thread block
     float* part_sums;                     // (parts, kBlockM, 2): row_max, log2 domain, and row_sum
     int64_t q_batch_stride;               // strides are in elements; 0 where sequences are packed
@@ -236,13 +236,12 @@ __device__ __forceinline__ int count_kv_blocks(const Params& params, int sequenc
     return num_heads(params) * tiles.row_blocks * tiles.kv_blocks;
 }
 
-// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of one of 32 sequences
-// at a time.
+// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of every 32nd sequence.
 __device__ __forceinline__ int kv_blocks_per_share(const Params& params, int& num_kv_blocks, int lane) {
-    num_kv_blocks = 0;
-    for (int first = 0; first < params.batch_size; first += 32) {
-        num_kv_blocks += __shfl_sync(0xffffffff, sum_up_to_lane(count_kv_blocks(params, first + lane), lane), 31);
-    }
+    int count = 0;
+#pragma unroll 4  // several lengths on their way from global memory
+    for (int sequence = lane; sequence < params.batch_size; sequence += 32) count += count_kv_blocks(params, sequence);
+    num_kv_blocks = __shfl_sync(0xffffffff, sum_up_to_lane(count, lane), 31);
     return max(1, (num_kv_blocks + params.num_shares - 1) / params.num_shares);
 }
 
@@ -378,14 +377,35 @@ __device__ __forceinline__ const element* head_v(const Params& params, const Til
     return params.v + tile.kv_head * params.v_head_stride;
 }
 
-// Starts the copy of a group's keys of a KV block of K or V, kColumns wide. kSwizzleChunks threads stand side by side along a row and
-// each takes every kSwizzleChunks-th chunk of its rows. `head` is where the head's rows begin in page 0. Rows from `valid_rows` on and
-// elements from `head_dim` on become zeros; the sequence's page table is not read for those rows. A thread looks up the page of each of
-// its rows, as a page may be as small as one key; the entries lie side by side.
+// kSwizzleChunks threads stand side by side along a row, and each takes every kSwizzleChunks-th chunk of its rows.
+constexpr int kRowsPerPass = kGroupThreads / kSwizzleChunks;
+constexpr int kPasses = (kGroupKeys + kRowsPerPass - 1) / kRowsPerPass;
+
+// Where the rows of a KV block that a thread copies lie: a page, and a row of it.
+struct PagedRows {
+    int page[kPasses];
+    int row[kPasses];
+};
+
+// Looks them up in a sequence's page table, which is not read for rows from `valid_rows` on. Each row has a page of its own, as a page
+// may be as small as one key. K and V lie alike, and all loads are on their way before the first page is used.
+__device__ __forceinline__ PagedRows find_paged_rows(const Params& params, const int32_t* pages, int first_key, int valid_rows) {
+    PagedRows rows;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+        const int row = pass * kRowsPerPass + threadIdx.x % kGroupThreads / kSwizzleChunks;
+        const int page_of_sequence = divide(first_key + row, params.page_size_divisor);
+        rows.page[pass] = row < min(valid_rows, kGroupKeys) ? load_page(params, pages, page_of_sequence) : 0;
+        rows.row[pass] = first_key + row - page_of_sequence * params.page_size;
+    }
+    return rows;
+}
+
+// Starts the copy of a group's keys of a KV block of K or V, kColumns wide. `head` is where the head's rows begin in page 0. Rows from
+// `valid_rows` on and elements from `head_dim` on become zeros.
 template <int kColumns>
-__device__ __forceinline__ void copy_keys(const Params& params, const int32_t* pages, shared_address keys, const element* head,
-                                          int64_t page_stride, int64_t row_stride, int first_key, int valid_rows, int head_dim) {
-    constexpr int kRowsPerPass = kGroupThreads / kSwizzleChunks;
+__device__ __forceinline__ void copy_keys(const PagedRows& rows, shared_address keys, const element* head, int64_t page_stride,
+                                          int64_t row_stride, int valid_rows, int head_dim) {
     constexpr int kPanels = kColumns * sizeof(element) / kSwizzleBytes;
     constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
     static_assert(kColumns * sizeof(element) % kSwizzleBytes == 0, "the swizzle permutes whole panels");
@@ -393,20 +413,16 @@ __device__ __forceinline__ void copy_keys(const Params& params, const int32_t* p
     const int chunk = threadIdx.x % kSwizzleChunks;
     const shared_address destination = keys + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
 #pragma unroll
-    for (int first = 0; first < kGroupKeys; first += kRowsPerPass) {
+    for (int pass = 0; pass < kPasses; ++pass) {
+        const int first = pass * kRowsPerPass;
         if (kGroupKeys % kRowsPerPass != 0 && first + row >= kGroupKeys) break;
-        const bool valid_row = first + row < valid_rows;
-        const int key = first_key + first + row;
-        const int page_of_sequence = divide(key, params.page_size_divisor);
-        const int page = valid_row ? load_page(params, pages, page_of_sequence) : 0;
-        const element* source =
-            head + page * page_stride + (key - page_of_sequence * params.page_size) * row_stride + chunk * kChunkElements;
+        const element* source = head + rows.page[pass] * page_stride + rows.row[pass] * row_stride + chunk * kChunkElements;
         // `row` is below kRowsPerPass, a power of two, so the key of first + row is that of the one XOR that of the other.
-        const shared_address pass = (destination ^ 16 * swizzle_key(first)) + first * kRowBytes;
+        const shared_address swizzled = (destination ^ 16 * swizzle_key(first)) + first * kRowBytes;
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
-            const bool valid = valid_row && panel * kPanelElements + chunk * kChunkElements < head_dim;
-            cp_async_16(pass + panel * kSwizzleBytes, source + panel * kPanelElements, valid ? 16 : 0);
+            const bool valid = first + row < valid_rows && panel * kPanelElements + chunk * kChunkElements < head_dim;
+            cp_async_16(swizzled + panel * kSwizzleBytes, source + panel * kPanelElements, valid ? 16 : 0);
         }
     }
 }
@@ -447,10 +463,9 @@ __device__ __forceinline__ void fetch_next(const Params& params, const Share& sh
     if (fetch.index < share.end) {
         const shared_address keys = stage + group * kGroupKeys * kRowBytes;
         const int valid_rows = fetch.seqlen_kv - fetch.first_key;
-        copy_keys<kHeadDim>(params, fetch.pages, keys, fetch.k, params.k_batch_stride, params.k_row_stride, fetch.first_key, valid_rows,
-                            params.head_dim);
-        copy_keys<kHeadDimV>(params, fetch.pages, keys + kVOffset, fetch.v, params.v_batch_stride, params.v_row_stride, fetch.first_key,
-                             valid_rows, params.head_dim_v);
+        const PagedRows rows = find_paged_rows(params, fetch.pages, fetch.first_key, valid_rows);
+        copy_keys<kHeadDim>(rows, keys, fetch.k, params.k_batch_stride, params.k_row_stride, valid_rows, params.head_dim);
+        copy_keys<kHeadDimV>(rows, keys + kVOffset, fetch.v, params.v_batch_stride, params.v_row_stride, valid_rows, params.head_dim_v);
         ++fetch.index;
         if (--fetch.left > 0) {
             fetch.first_key += kBlockN;

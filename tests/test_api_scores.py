@@ -305,7 +305,7 @@ def test_a_number_that_changes_makes_no_new_plan(backend, monkeypatch):
     q, k, v = qkv(np.random.default_rng())
     flashgen.attention(q, k, v, softcap=3.0, backend=backend)
     assert len(api._plans) == 1
-    monkeypatch.setattr(api, "_plan", None)
+    monkeypatch.setattr(api, "make_plan", None)
     monkeypatch.setattr("flashgen.source.render.render", None)
     for cap in (1.0, 2.0, np.float32(0.5)):
         out = flashgen.attention(q, k, v, softcap=cap, backend=backend)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flashgen.api import attention, explain, plan, warmup
-    from flashgen.appending import append
+    from flashgen.appending import AppendPlan, append
     from flashgen.errors import (
         BadParam,
         BadTensorDtype,
@@ -32,12 +32,14 @@ if TYPE_CHECKING:
         TunedWarning,
     )
     from flashgen.kvcache import KVCache, Rotary
+    from flashgen.operators.splits import SplitEvery
     from flashgen.parts import cascade, merge
     from flashgen.runtime.plans import Plan
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AppendPlan",
     "BadParam",
     "BadTensorDtype",
     "BadTensorShape",
@@ -57,6 +59,7 @@ __all__ = [
     "Rotary",
     "SimulationError",
     "SpecError",
+    "SplitEvery",
     "TemplateWarning",
     "TunedWarning",
     "append",
@@ -69,9 +72,11 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AppendPlan": "flashgen.appending",
     "KVCache": "flashgen.kvcache",
     "Plan": "flashgen.runtime.plans",
     "Rotary": "flashgen.kvcache",
+    "SplitEvery": "flashgen.operators.splits",
     "append": "flashgen.appending",
     "attention": "flashgen.api",
     "cascade": "flashgen.parts",

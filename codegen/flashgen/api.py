@@ -12,27 +12,31 @@ import time
 from collections.abc import Mapping
 from functools import lru_cache
 from operator import index as index_of
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from flashgen import logs
 from flashgen.errors import BadParam, DeviceTypeNotSupported, NullPointer
 from flashgen.kvcache import KVCache
 from flashgen.operators.arguments import dtype_name, on_device, view_of_shape
-from flashgen.operators.attention import mask_type_name, operator_for, sees_no_later_key
+from flashgen.operators.attention import operator_for, sees_no_later_key
 from flashgen.runtime import arrays
-from flashgen.runtime.plans import Plan, run_adopted
+from flashgen.runtime.plans import Plan, adopted, run_adopted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from flashgen.appending import AppendPlan
     from flashgen.arch import Device
     from flashgen.kvcache import Rotary
     from flashgen.operators.operator import Operator, Problem
     from flashgen.operators.scores import Score
-    from flashgen.runtime.plans import Runner
+    from flashgen.operators.splits import Splits
+    from flashgen.runtime.plans import Ready, Runner
     from flashgen.schedule.explain import Explanation
     from flashgen.spec.model import Spec
 
+# An operator, and what a call gives it: an array or None for each argument, options, scalars.
+Asked = tuple["Operator", tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
 BACKENDS = ("cuda", "cpu", "simulator")
 _ON_HOST = ("cpu", "simulator")
 MAX_PLANS = 1024
@@ -61,6 +65,7 @@ def attention(
     cu_seqlens_kv: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
+    splits: Splits = "auto",
     append: tuple[Any, Any] | None = None,
     rotary: Rotary | None = None,
     out: Any = None,
@@ -108,6 +113,11 @@ def attention(
     cu_seqlens_kv: the same for k and v. Not with kv_lengths.
     max_seqlen_q, max_seqlen_kv: bounds of the lengths of sequences, which fix grids; by default what the
         arrays hold. Rows of a sequence past max_seqlen_q may stay unwritten.
+    splits: into how many parts the keys of a sequence are split, to be computed side by side and combined.
+        "auto": as suits the batch and the GPU, or not at all. An integer n: n parts of equally many KV
+        blocks, rounded up, so fewer where there are few; 1: none is split. ``SplitEvery(keys)``: parts of so
+        many keys. With both the bits of a sequence do not depend on its batch. n above 1 needs a decoding
+        kernel (fp16 and bf16, few rows); SplitEvery splits where there is one.
     append: (k_new, v_new), to be written into the KVCache ahead of the attention, behind the keys that each
         sequence has there: ``flashgen.append``. With cu_seqlens_q they are packed alike. The lengths of the
         cache stay as they are; the caller adds the new tokens to them.
@@ -136,13 +146,28 @@ def attention(
     """
     of_score = softcap, alibi_slopes, score, params
     lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
-    options = causal, mask_type, window_size, return_lse
+    options = causal, mask_type, window_size, return_lse, splits
     if append is not None or rotary is not None:
-        asked = _asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
-        _check(*asked, backend, algorithm)  # ahead of what writes to the cache
-        q, k = _appended(q, k, append, rotary, options, cu_seqlens_q, stream, backend)
-    asked = _asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
-    return _call(*asked, stream, backend, algorithm)
+        from flashgen.appending import append_and_attend, asked_to_append
+
+        of_append = asked_to_append(q, k, append, rotary, cu_seqlens_q, options[:3], stream)
+
+        def attention_over(q: Any, cache: KVCache) -> Asked:
+            return asked(q, cache, v, mask, out, options, softmax_scale, of_score, lengths)
+
+        return append_and_attend(of_append, attention_over, q, k, stream, backend, algorithm)
+    wanted = asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
+    return _call(*wanted, stream, backend, algorithm)
+
+
+@overload
+def plan(
+    q: Any, k: Any, v: Any = None, *, append: None = None, rotary: None = None, **options: Any
+) -> Plan: ...
+
+
+@overload
+def plan(q: Any, k: KVCache, v: None = None, *, append: tuple[Any, Any], **options: Any) -> AppendPlan: ...
 
 
 def plan(
@@ -164,12 +189,15 @@ def plan(
     cu_seqlens_kv: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
+    splits: Splits = "auto",
+    append: tuple[Any, Any] | None = None,
+    rotary: Rotary | None = None,
     out: Any = None,
     return_lse: bool = False,
     backend: str | None = None,
     algorithm: str | None = None,
-) -> Plan:
-    """A ``Plan`` for all calls whose arrays have the layouts of these.
+) -> Plan | AppendPlan:
+    """A ``Plan`` for all calls whose arrays have the layouts of these; with ``append`` an ``AppendPlan``.
 
     Arguments and errors are those of ``attention``. The kernel is compiled and loaded here, so that calls of
     the plan only queue it. The elements of the arrays are not read. An ``out`` here fixes the layout of every
@@ -179,12 +207,21 @@ def plan(
     """
     of_score = softcap, alibi_slopes, score, params
     lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
-    options = causal, mask_type, window_size, return_lse
-    asked = _asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
-    return _plan(*asked, backend, algorithm)
+    options = causal, mask_type, window_size, return_lse, splits
+    if append is not None or rotary is not None:
+        from flashgen.appending import asked_to_append, held
+
+        of_append = asked_to_append(q, k, append, rotary, cu_seqlens_q, options[:3])
+
+        def attention_over(q: Any, cache: KVCache) -> Asked:
+            return asked(q, cache, v, mask, out, options, softmax_scale, of_score, lengths)
+
+        return held(of_append, attention_over, q, k, rotary, backend, algorithm)
+    wanted = asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
+    return make_plan(*wanted, backend, algorithm)
 
 
-def _asked(
+def asked(
     q: Any,
     k: Any,
     v: Any,
@@ -194,7 +231,7 @@ def _asked(
     softmax_scale: float | None,
     of_score: tuple[Any, ...],
     lengths: tuple[Any, ...],
-) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+) -> Asked:
     """The operator that a call asks for, with its arrays, options and scalars. Raises BadParam."""
     modification, arrays_of_score, scalars = None, (), (softmax_scale,)
     softcap, alibi_slopes, score, params = of_score
@@ -235,38 +272,6 @@ def _asked(
     return varlen_for(modification), given, options, scalars
 
 
-def _appended(
-    q: Any,
-    cache: Any,
-    new: Any,
-    rotary: Rotary | None,
-    options: tuple[Any, ...],
-    cu_seqlens_q: Any,
-    stream: Any,
-    backend: str | None,
-) -> tuple[Any, KVCache]:
-    """q, rotated, and the cache with its lengths after new keys and values went into it. Raises BadParam."""
-    from flashgen.appending import append
-
-    if new is None:
-        raise BadParam("rotary was given without append; it rotates what goes into a cache, and the queries")
-    if not isinstance(new, (tuple, list)) or len(new) != 2:
-        raise BadParam(f"append has type {type(new).__name__}; expected (k_new, v_new)")
-    causal, mask_type, window_size, _ = options
-    moves = causal or mask_type_name(mask_type) == "causal_bottom_right" or tuple(window_size) != (-1, -1)
-    total, rotated = append(
-        cache,
-        *new,
-        rotary=rotary,
-        q=None if rotary is None else q,
-        q_positions="each" if moves else "first",
-        cu_seqlens_new=cu_seqlens_q,
-        stream=stream,
-        backend=backend,
-    )
-    return q if rotated is None else rotated, dataclasses.replace(cache, lengths=total)
-
-
 @lru_cache(maxsize=1)
 def _defaults() -> Mapping[str, Any]:
     """The parameters of ``attention`` with their defaults."""
@@ -275,12 +280,12 @@ def _defaults() -> Mapping[str, Any]:
 
 def _asked_by_name(
     call: Mapping[str, Any],
-) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-    """`_asked` of all parameters of ``attention`` by name."""
+) -> Asked:
+    """`asked` of all parameters of ``attention`` by name."""
     lengths = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
-    return _asked(
+    return asked(
         *(call[name] for name in ("q", "k", "v", "mask", "out")),
-        tuple(call[name] for name in ("causal", "mask_type", "window_size", "return_lse")),
+        tuple(call[name] for name in ("causal", "mask_type", "window_size", "return_lse", "splits")),
         call["softmax_scale"],
         tuple(call[name] for name in ("softcap", "alibi_slopes", "score", "params")),
         tuple(call[name] for name in lengths),
@@ -516,7 +521,7 @@ def _known(
     try:
         layouts, pointers = kind.read(given)
     except RuntimeError:
-        _plan(operator, given, options, scalars, backend, algorithm)  # raises what is wrong, by name
+        make_plan(operator, given, options, scalars, backend, algorithm)  # raises what is wrong, by name
         raise
     key = (operator.name, layouts, options, backend, algorithm)
     try:
@@ -524,30 +529,34 @@ def _known(
     except TypeError:  # an option is not hashable, such as a window in a list
         key = known = None
     if known is None:
-        known = _plan(operator, given, options, scalars, backend, algorithm, keeps_scalars=False)
+        known = make_plan(operator, given, options, scalars, backend, algorithm, keeps_scalars=False)
         if key is not None:
             _remember(key, known)
     return known, pointers
 
 
-def _check(
+def ready(
     operator: Operator,
     given: tuple[Any, ...],
     options: tuple[Any, ...],
     scalars: tuple[Any, ...],
+    stream: Any,
     backend: str | None,
     algorithm: str | None,
-) -> None:
-    """Raise what is wrong with a call; compute nothing. Its plan is kept, so that the call only queues it."""
+) -> tuple[Plan, Ready]:
+    """The kept plan of a call, and the call itself: checked, with memory for its results, not yet queued."""
     kind = _common_kind(given)
     if kind is None:
-        _plan(operator, given, options, scalars, backend, algorithm)
-        return
+        named = {argument.name: x for argument, x in zip(operator.arguments, given, strict=True)}
+        given = tuple(adopted(operator, named, stream).values())
+        kind = _common_kind(given)
+    if kind is None:
+        make_plan(operator, given, options, scalars, backend, algorithm)  # raises: the kinds differ
     known, pointers = _known(kind, operator, given, options, scalars, backend, algorithm)
-    known.check(pointers, scalars)
+    return known, known.ready(given, pointers, scalars, stream)
 
 
-def _plan(
+def make_plan(
     operator: Operator,
     given: tuple[Any, ...],
     options: tuple[Any, ...],
@@ -597,7 +606,7 @@ def _call_adopted(
 ) -> Any:
     """`_call` where not all arrays are of one native library."""
     if all(x is None or arrays.kind_of(x) is not None for x in given):
-        _plan(operator, given, options, scalars, backend, algorithm)  # raises: the kinds differ
+        make_plan(operator, given, options, scalars, backend, algorithm)  # raises: the kinds differ
     names = [argument.name for argument in operator.arguments]
 
     def call(*, stream: Any, **native: Any) -> Any:

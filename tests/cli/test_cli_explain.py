@@ -98,3 +98,21 @@ def test_what_belongs_together(arguments, message, flashgen):
     result = flashgen("explain", "--shape", "8x1x4x64", "--arch", "sm_90", *arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("splits", "blocks"), [("1", 8 * 8), ("3", 3 * 8 * 8), ("every:512", 8 * 8 * 8), ("auto", None)]
+)
+def test_splits(splits, blocks, flashgen):
+    call = ("explain", "--shape", "8x1x32x128", "--kv", "8x4000x8x128", "--arch", "sm_90", "--splits", splits)
+    found = json.loads(flashgen(*call, "--json").stdout)
+    assert found["variant"].startswith("flash_decode")
+    assert found["shares"] in flashgen(*call).stdout
+    assert blocks is None or found["shares"].startswith(f"{blocks} thread blocks")
+
+
+@pytest.mark.parametrize("splits", ["0", "every:0", "many", "every:", "xevery:3"])
+def test_splits_that_are_none(splits, flashgen):
+    result = flashgen("explain", "--shape", "8x1x4x64", "--arch", "sm_90", "--splits", splits)
+    assert result.exit_code == 2
+    assert "expected an integer of 1 or more" in " ".join(result.stderr.split())

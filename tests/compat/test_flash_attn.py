@@ -7,6 +7,7 @@ import inspect
 import numpy as np
 import pytest
 
+import flashgen
 from flashgen import errors
 from flashgen.compat import flash_attn as compat
 from flashgen.compat.flash_attn import (
@@ -203,14 +204,38 @@ def test_a_cache_of_fewer_entries_than_q_is_refused():
     ("name", "value"),
     [
         ("cache_leftpad", np.array([1, 0], np.int32)),
-        ("num_splits", 1),
-        ("num_splits", 4),
     ],
 )
 def test_what_a_cache_cannot_do_is_named(name, value):
     q, k, v = qkv(np.random.default_rng())
     with pytest.raises(NotImplementedError, match=f"^{name} "):
         flash_attn_with_kvcache(q, k, v, **{name: value})
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, np.int32(4)])
+@pytest.mark.parametrize("filled", [None, 29])
+def test_splits_are_those_of_attention(num_splits, filled, monkeypatch):
+    """Given on; on the CPU they change no result."""
+    given = []
+
+    def attention(*arrays, splits, **options):
+        given.append(splits)
+        return flashgen.attention(*arrays, splits=splits, **options)
+
+    monkeypatch.setattr(compat, "attention", attention)
+    q, k, v = qkv(np.random.default_rng())
+    found = flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=filled, num_splits=num_splits, return_softmax_lse=True
+    )
+    close(found, expected(q, k[:, :filled], v[:, :filled]))
+    assert given == [num_splits or "auto"]
+
+
+@pytest.mark.parametrize("wrong", [-1, None, "auto", 1.0])
+def test_a_number_of_splits_that_is_none(wrong):
+    q, k, v = qkv(np.random.default_rng())
+    with pytest.raises(errors.BadParam, match=r"^num_splits is "):
+        flash_attn_with_kvcache(q, k, v, num_splits=wrong)
 
 
 @pytest.mark.parametrize("dropout_p", [0.1, 1])

@@ -13,6 +13,7 @@ from flashgen.operators.attention import normalise
 from flashgen.operators.masks import Band
 from flashgen.operators.numbers import widened
 from flashgen.operators.reference import judge
+from flashgen.operators.splits import SplitEvery
 from flashgen.runtime.arrays import view
 
 DTYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "fp32": np.float32}
@@ -143,6 +144,27 @@ def test_threads_give_the_bits_of_one_thread(monkeypatch):
     monkeypatch.setattr(cpu, "processors", lambda: 4)
     monkeypatch.setattr(cpu, "BLOCK_ROWS", 512)
     np.testing.assert_array_equal(flashgen.attention(q, k, v, causal=True), alone)
+
+
+def test_fixed_splits_leave_blas_one_thread_as_a_large_batch_does(monkeypatch):
+    """So that the bits of a sequence do not depend on its batch; they are those of any splits."""
+    rng = np.random.default_rng()
+    q, k, v = rng.standard_normal((3, 4, 300, 4, 64), np.float32)
+    limited, inside = [], cpu._ONE_BLAS_THREAD
+    attend = cpu._attend
+    monkeypatch.setattr(cpu, "_attend", lambda *args: (limited.append(inside._inside > 0), attend(*args)))
+    results = {}
+    for splits in ("auto", 1, 7, SplitEvery(256)):
+        limited.clear()
+        one = flashgen.attention(q[1:2], k[1:2], v[1:2], causal=True, splits=splits)
+        assert set(limited) == {splits != "auto"}
+        with monkeypatch.context() as large:
+            large.setattr(cpu, "_PARALLEL_WORK", 0)
+            whole = flashgen.attention(q, k, v, causal=True, splits=splits)
+        if splits != "auto":
+            np.testing.assert_array_equal(whole[1:2], one)
+            results[splits] = one.tobytes()
+    assert len(set(results.values())) == 1
 
 
 def test_memory_does_not_grow_with_the_matrix_of_scores():

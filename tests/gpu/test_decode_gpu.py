@@ -144,3 +144,78 @@ def test_calls_on_two_streams_do_not_meet():
         assert torch.equal(lse, results[index % 2][1])
     for arrays, (out, lse) in zip(sets, results[:2], strict=True):
         compare(case, arrays, out, lse, str(case))
+
+
+# Keys and queries of sequences that decode side by side.
+LENGTHS = (1, 8191, 1024, 40_000, 1025, 0, 700, 5000)
+
+
+def own_bits(found, out, lse):
+    """Checks that a sequence has the results that it had before, or keeps them."""
+    kept = found.setdefault("out", out), found.setdefault("lse", lse)
+    assert torch.equal(kept[0], out)
+    assert torch.equal(kept[1], lse)
+
+
+@pytest.mark.parametrize("splits", [1, 7, flashgen.SplitEvery(1024)], ids=str)
+@pytest.mark.parametrize("seqlen_q", [1, 4])
+def test_fixed_splits_give_a_sequence_the_same_bits_in_any_batch(seqlen_q, splits):
+    """Of one length, and of several in rows of a cache and in pages."""
+    torch.manual_seed(new_seed())
+    capacity, size, count = max(LENGTHS), 16, len(LENGTHS)
+    q = torch.randn(count, seqlen_q, 32, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(count, capacity, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+    pool_k, pool_v = (x.reshape(-1, size, 8, 128) for x in (k, v))
+    table = torch.arange(len(pool_k), device="cuda", dtype=torch.int32).reshape(count, -1)
+    lengths = torch.tensor(LENGTHS, device="cuda", dtype=torch.int32)
+    options = {"causal": True, "splits": splits, "return_lse": True}
+    rectangle, rows, pages = ([{} for _ in LENGTHS] for _ in range(3))
+    for batch in (*([b] for b in range(count)), range(count), (7, 3, 1), (4, 0, 5, 3, 2)):
+        which = torch.tensor(list(batch), device="cuda")
+        index = which.to(torch.int32)
+        calls = (
+            (rectangle, (k[which, :5000], v[which, :5000])),
+            (rows, (flashgen.KVCache(k, v, lengths[which], index=index),)),
+            (pages, (flashgen.KVCache(pool_k, pool_v, lengths[which], pages=table[which]),)),
+        )
+        for found, keys in calls:
+            out, lse = flashgen.attention(q[which], *keys, **options)
+            for place, b in enumerate(batch):
+                own_bits(found[b], out[place], lse[place])
+    for b, length in enumerate(LENGTHS):
+        expected = flashgen.attention(q[b], k[b, :length], v[b, :length], causal=True).float()
+        for found in (rows, pages):
+            torch.testing.assert_close(found[b]["out"].float(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("splits", [1, 7, flashgen.SplitEvery(1024)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_fixed_splits_are_right(shape, splits):
+    def attend(arrays):
+        plan = flashgen.plan(arrays.q, arrays.k, arrays.v, return_lse=True, splits=splits, **arrays.options)
+        workspace = torch.full((max(256, plan.workspace_bytes),), 255, dtype=torch.uint8, device="cuda")
+        return plan(arrays.q, arrays.k, arrays.v, out=arrays.out, lse=arrays.lse, workspace=workspace)
+
+    for options in ({"causal": True}, {"window_size": (1000, 0)}):
+        check(case_of(shape, 128, "bf16", **options), attend, "cuda")
+
+
+@pytest.mark.parametrize("num_sms", [1, 13, 132])
+def test_fixed_splits_do_not_depend_on_the_multiprocessors(num_sms):
+    """As if the GPU had fewer: shares of many splits each, or of one."""
+    torch.manual_seed(0)
+    lengths = torch.tensor(LENGTHS, device="cuda", dtype=torch.int32)
+    q = torch.randn(len(LENGTHS), 1, 32, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (
+        torch.randn(len(LENGTHS), max(LENGTHS), 8, 128, device="cuda", dtype=torch.bfloat16) for _ in "kv"
+    )
+    plan = flashgen.plan(q, k, v, kv_lengths=lengths, splits=flashgen.SplitEvery(1024))
+    gpu = dataclasses.replace(device(0), num_sms=num_sms)
+    fewer = Plan(
+        plan.problem,
+        bind(plan.problem, plan.variant, gpu),
+        (q, k, v, None, None, lengths, None, None, None, None),
+    )
+    given = {"kv_lengths": lengths}
+    assert num_sms == 132 or fewer.steps[0].launch.blocks < plan.steps[0].launch.blocks
+    assert torch.equal(fewer(q, k, v, **given), plan(q, k, v, **given))

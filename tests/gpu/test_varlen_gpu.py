@@ -18,12 +18,16 @@ from gpu.test_simulator_gpu import on_gpu
 
 pytestmark = pytest.mark.gpu
 
+FIXED = "flash_varlen_decode_hdim64_bf16"
 VARIANTS = [
     variant
     for spec in load_specs()
     if spec.operator == "varlen"
     for variant in spec.variants()
-    if variant.is_main and variant.head_dim in (64, 128, 256)
+    if variant.is_main
+    and variant.head_dim in (64, 128, 256)
+    # With fixed splits only what numbers them differs: every mask, layout, grouping and tile, once.
+    and (variant.axis("splits") != "fixed" or (variant.name.startswith(FIXED) and variant.target == "sm80"))
 ]
 # Small enough that the float64 of hundreds of variants takes a minute of the host.
 PREFILL = (Shape(300, 500, batch=9), Shape(130, 70, batch=30))

@@ -161,7 +161,7 @@ def test_what_arrays_hold_bounds_lengths():
             r"it is \(tokens, num_heads_kv, head_dim\)",
         ),
         (PAGED, {"index": integers(3)}, errors.BadParam, "pages and index were given"),
-        (PAGED, {"pages": integers(12)}, errors.BadTensorShape, r"expected \(batch, pages_per_sequence\)"),
+        (PAGED, {"pages": integers(12)}, errors.BadTensorShape, r"expected \(batch, max_pages\)"),
         (PAGED, {"pages": integers(3, 4, dtype="uint8")}, errors.BadTensorDtype, "pages has dtype uint8"),
         (
             PAGED,

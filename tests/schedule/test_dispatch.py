@@ -3,12 +3,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flashgen.errors import BadParam, DeviceTypeNotSupported, SpecError
+from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.attention import UNBOUNDED
+from flashgen.operators.splits import SplitEvery
+from flashgen.operators.varlen import normalise as varlen
 from flashgen.schedule.dispatch import candidates, cost, offers, runs_on, select
+from flashgen.schedule.explain import explain
 from flashgen.schedule.grid import rows, tiles
 from flashgen.schedule.tensormap import expressible
 from flashgen.spec.load import load_spec, load_specs
@@ -583,3 +587,81 @@ def test_the_seam_of_a_call_may_be_in_any_of_its_steps():
     assert [step.score for step in modified.steps] == [SOFTCAP, None]
     assert candidates(capped(), H200, [main, modified]) == (modified,)
     assert candidates(problem(), H200, [main, modified]) == (main,)
+
+
+SPLITS = st.one_of(st.integers(1, 9), st.sampled_from([SplitEvery(256), SplitEvery(1024)]))
+
+
+def chosen(made, num_sms):
+    gpu = SimpleNamespace(**{**vars(H200), "num_sms": num_sms})
+    return select(made, gpu, offers(made, gpu, SPECS))
+
+
+def of_lengths(batch, tokens, seqlen_q, heads_q, window, splits):
+    """Packed sequences of at most seqlen_q queries and ``tokens`` keys."""
+    q, kv = (view_of_shape((tokens, heads, 64), "bf16", 0) for heads in (heads_q, 2))
+    cu_seqlens = view_of_shape((batch + 1,), "int32", 0)
+    lengths = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens, "max_seqlen_q": seqlen_q}
+    return varlen(q, kv, kv, **lengths, window_size=window, splits=splits)
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from([1, 3, 20, 900]),
+    st.sampled_from([2, 8]),
+    st.sampled_from([(-1, -1), (-1, 0), (100, 0)]),
+    SPLITS,
+    st.lists(st.tuples(st.integers(1, 70), st.integers(1000, 90_000), st.integers(1, 150)), min_size=2),
+)
+def test_where_the_call_fixes_its_splits_neither_batch_nor_gpu_nor_lengths_choose_the_kernel(
+    seqlen_q, heads_q, window, splits, batches
+):
+    assume(splits in (1, SplitEvery(256), SplitEvery(1024)) or seqlen_q * heads_q // 2 <= 64)
+    rectangles, packed = set(), set()
+    for batch, tokens, num_sms in batches:
+        made = problem(
+            batch=batch,
+            seqlen_q=seqlen_q,
+            seqlen_kv=3000,
+            num_heads_q=heads_q,
+            num_heads_kv=2,
+            splits=splits,
+            **CONTIGUOUS,
+        )
+        rectangles.add(chosen(made, num_sms))
+        packed.add(chosen(of_lengths(batch, tokens, seqlen_q, heads_q, window, splits), num_sms))
+    assert len(rectangles) == len(packed) == 1
+    (of_batch,), (of_sequences,) = rectangles, packed
+    if splits != 1:
+        assert of_batch.grid.shares == of_sequences.grid.shares == (seqlen_q * heads_q // 2 <= 64)
+    assert of_sequences.axis("splits") == ("fixed" if of_sequences.grid.shares else "any")
+
+
+def test_automatic_splits_take_the_kernels_that_they_took():
+    made = of_lengths(4, 5000, 1, 8, (-1, -1), "auto")
+    assert chosen(made, 132).axis("splits") == "none"
+
+
+def test_splits_that_no_kernel_can_make():
+    rows = problem(batch=1, seqlen_q=65, seqlen_kv=3000, splits=2, **CONTIGUOUS)
+    with pytest.raises(BadParam, match=r"splits is 2, but no kernel that splits keys serves so many rows"):
+        chosen(rows, 132)
+    assert not chosen(dataclasses.replace(rows, splits=1), 132).grid.shares
+    assert not chosen(dataclasses.replace(rows, splits=SplitEvery(100)), 132).grid.shares
+    few = dataclasses.replace(rows, seqlen_q=1, splits=SplitEvery(100))
+    with pytest.raises(BadParam, match=r"pass a multiple of 128, such as 128"):
+        chosen(few, 132)
+    for made in (rows, few):
+        with pytest.raises(BadParam, match=r"^splits is"):
+            explain(made, H200, SPECS)
+
+
+def test_explain_agrees_and_says_what_is_shared():
+    for splits in ("auto", 1, 5, SplitEvery(512)):
+        made = problem(batch=3, seqlen_q=1, seqlen_kv=9000, splits=splits, **CONTIGUOUS)
+        found = explain(made, H200, SPECS)
+        assert found.variant == chosen(made, H200.num_sms)
+        assert f"  {found.shares}" in str(found).splitlines()
+        assert found.shares.count == {5: 3 * 16 * 5, SplitEvery(512): 3 * 16 * 18}.get(
+            splits, found.shares.count
+        )

@@ -8,13 +8,17 @@ from hypothesis import strategies as st
 from test_dispatch import CONTIGUOUS, H200, problem
 
 from flashgen.errors import BadTensorShape
+from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.attention import UNBOUNDED
 from flashgen.operators.masks import visible_keys
+from flashgen.operators.splits import SplitEvery
+from flashgen.operators.varlen import normalise as varlen
 from flashgen.schedule.dispatch import cost, offers, select
 from flashgen.schedule.grid import launch_of
 from flashgen.schedule.parameters import parameters
 from flashgen.schedule.plan import plan_steps
 from flashgen.schedule.shares import shares_of
+from flashgen.schedule.visited import kv_blocks
 from flashgen.spec.load import load_specs
 
 (SPEC,) = (spec for spec in load_specs() if spec.name == "flash_decode_sm80")
@@ -162,3 +166,95 @@ def test_a_single_query_takes_the_fewest_rows(given_call, name):
     variants = [variant for (mask, gqa, _), variant in DECODE.items() if (mask, gqa) == ("none", "mha")]
     assume(given_call.batch)
     assert select(given_call, H200, variants) is PLAIN
+
+
+def told(splits, **changes):
+    return call(splits=splits, **changes)
+
+
+every = st.integers(1, 30).map(lambda blocks: SplitEvery(blocks * KEYS))
+
+
+@given(calls, gpus, st.one_of(st.integers(1, 200), every))
+def test_fixed_splits_are_those_of_a_sequence_alone_on_any_gpu(given_call, gpu, splits):
+    """Each a share of its own, and no share of two tiles."""
+    shares = shares_of(dataclasses.replace(given_call, splits=splits), PLAIN, gpu)
+    alone = shares_of(dataclasses.replace(given_call, splits=splits, batch=1), PLAIN, H200)
+    assert shares[1:] == alone[1:]
+    assert shares.per_tile % shares.per_share == 0
+    blocks = max(1, -(-given_call.seqlen_kv // KEYS))
+    of_a_tile = shares.per_tile // shares.per_share
+    assert (of_a_tile - 1) * shares.per_share < blocks <= of_a_tile * shares.per_share
+    assert shares.count == shares.tiles * of_a_tile
+    assert shares.split == (of_a_tile > 1 and shares.tiles > 0)
+    if isinstance(splits, SplitEvery):
+        assert shares.per_share == splits.keys // KEYS or of_a_tile == 1
+    else:
+        assert shares.per_share == -(-blocks // splits)
+        assert of_a_tile == splits or blocks < splits * shares.per_share
+
+
+def test_one_split_leaves_the_combining_step_out():
+    (step,) = plan_steps(told(1, seqlen_kv=100_000), PLAIN, H200).steps
+    assert step.shares.count == step.launch.blocks == 1
+    assert "no tile is split" in str(step.shares)
+    decode, combine = plan_steps(told(4, seqlen_kv=100_000), PLAIN, H200).steps
+    assert decode.shares.count == 4
+    assert combine.shares is None
+
+
+def test_too_many_kv_blocks_of_a_call_that_fixes_its_splits_go_to_no_other_family():
+    """Its bits would be others than those of a smaller batch."""
+    vast = told(SplitEvery(1024), batch=1 << 20, heads=64, seqlen_kv=1 << 20, **CONTIGUOUS)
+    main = select(vast, H200, offers(vast, H200, load_specs()))
+    assert main.family == "flash"
+    with pytest.raises(BadTensorShape, match="KV blocks"):
+        plan_steps(vast, main, H200)
+
+
+OF_LENGTHS = {
+    (variant.mask_type, variant.tile_name): variant
+    for spec in load_specs()
+    if spec.name == "flash_varlen_decode_sm80"
+    for variant in spec.select(
+        head_dim=64, head_dim_v=64, dtype="fp16", target="sm80", pages="none", splits="fixed", gqa="mha"
+    )
+    if variant.is_main
+}
+
+
+def with_lengths(batch, seqlen_q, seqlen_kv, splits, window=(-1, -1)):
+    views = [view_of_shape((batch, n, 2, 64), "fp16", 0) for n in (seqlen_q, seqlen_kv, seqlen_kv)]
+    lengths = view_of_shape((batch,), "int32", 0)
+    return varlen(*views, kv_lengths=lengths, window_size=window, splits=splits)
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(1, 30),
+    st.integers(1, 5000),
+    st.integers(-1, 3000),
+    st.integers(-1, 40),
+    st.one_of(st.integers(1, 50), every),
+    st.data(),
+)
+def test_no_sequence_has_more_splits_than_the_workspace_has_room_for(
+    batch, seqlen_q, seqlen_kv, left, right, splits, data
+):
+    bounds = with_lengths(batch, seqlen_q, seqlen_kv, splits, (left, right))
+    variant = OF_LENGTHS[bounds.mask_type, ""]
+    shares = shares_of(bounds, variant, H200)
+    numbers = parameters(bounds, variant, H200, shares)
+    assert shares.parts in (0, shares.tiles * numbers["splits_per_tile"])
+    assert shares.count * shares.per_share >= shares.tiles * shares.splits
+    assert shares.count <= H200.num_sms * variant.grid.blocks_per_sm
+    own = bounds.of_sequence(data.draw(st.integers(1, seqlen_q)), data.draw(st.integers(0, seqlen_kv)))
+    begin, end = kv_blocks(own, KEYS, 0, own.seqlen_q - 1)
+    blocks = max(1, end - begin)
+    # What the kernel makes of the two numbers, and what the call asks for.
+    per_split = max(numbers["kv_blocks_per_split"], -(-blocks // numbers["splits_per_tile"]))
+    assert -(-blocks // per_split) <= shares.splits
+    if isinstance(splits, SplitEvery):
+        assert per_split == splits.keys // KEYS or blocks <= per_split
+    else:
+        assert per_split == -(-blocks // splits)

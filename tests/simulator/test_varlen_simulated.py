@@ -166,6 +166,18 @@ def test_lengths_may_change_after_the_grid_is_fixed(name, compiler, fresh_seed):
     assert verdict_of(variant, dataclasses.replace(example, problem=problem), fresh_seed) is None
 
 
+def test_the_bits_of_a_sequence_do_not_depend_on_the_next_one(compiler, fresh_seed):
+    """Though rows of that one are in the same warp."""
+    variant = VARIANTS[HOPPER_SINGLE]
+    example = example_of(variant, Shape(70, 500, heads=2, batch=2), fresh_seed, packed_q=True)
+    results = set()
+    for factor in (1, 50):
+        example.q[70:] *= factor  # of the sequence after the first, whose length that is
+        assert verdict_of(variant, example, fresh_seed) is None
+        results.add(example.out[:70].tobytes() + example.lse[:, :70].tobytes())
+    assert len(results) == 1
+
+
 PADDED, PACKED = {"packed_q": False}, {"packed_q": True}
 TILE_WAIT = "        mbarrier_wait(barriers.tile_full(q_ring.stage), q_ring.parity);\n"
 READ_TILE = (
@@ -212,8 +224,10 @@ FAULTS = (
     (fault("parts of an earlier sequence", COMBINE, MANY_LONG, (WRONG, *BOUNDS),
            "numbers.before += __shfl_sync", "numbers.before -= __shfl_sync",
            multiprocessors=20), {}),
+    (fault("rows found before the last ones have been added up", COMBINE, MANY_LONG, (*NUMBERS, "race"),
+           "        barrier_sync(kThreads);  // as have the rows\n", ""), {}),
     (fault("a combined row of the first sequence", COMBINE, MANY_LONG, NUMBERS,
-           "row.row_in_entry = queries.begin + row.query;", "row.row_in_entry = row.query;",
+           "row.row_in_entry = queries.begin + query;", "row.row_in_entry = query;",
            multiprocessors=20), PACKED),
     # Tiles of the Hopper kernel.
     (fault("V past the end as it is", HOPPER, TILES, NUMBERS,

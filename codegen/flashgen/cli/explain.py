@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flashgen.cli.options import Architecture, ShapeType, json_option, mask_type_option
+from flashgen.cli.options import Architecture, ShapeType, SplitsType, json_option, mask_type_option
 
 if TYPE_CHECKING:
+    from flashgen.operators.splits import Splits
     from flashgen.schedule.explain import Explanation
 
 
@@ -26,6 +27,7 @@ Examples:
   flashgen explain --shape 64x1x32x128 --kv 64x8192x8x128 --kv-lengths
   flashgen explain --shape 64x1x32x128 --kv 9000x16x8x128 --pages 64x512
   flashgen explain --shape 9000x32x128 --packed 12 --max-seqlen-q 2048
+  flashgen explain --shape 8x1x32x128 --kv 8x4000x8x128 --splits every:1024
 
 Shapes are those of attention(): BATCHxSEQLENxHEADSxHEAD_DIM, or without batch. Arrays are assumed to be
 contiguous. Times are those of dispatch's model; compare them within one call only.
@@ -47,6 +49,7 @@ one of that architecture, such as the H100 for sm_90. Exit code 1 if no kernel s
 @click.option("--pages", type=ShapeType(), help="Shape of a page table; --kv is PAGESxPAGE_SIZExHEADSxDIM.")
 @click.option("--packed", type=int, metavar="N", help="N packed sequences: --shape is TOKENSxHEADSxHEAD_DIM.")
 @click.option("--max-seqlen-q", type=int, help="The most queries of a packed sequence.")
+@click.option("--splits", type=SplitsType(), help="auto, a number of splits, or every:KEYS for SplitEvery.")
 @click.option("--algorithm", help="A family by its name: naive, v1, v2 or v3.")
 @click.option("--arch", type=Architecture(), help="Architecture, such as sm_90. [default: this GPU's]")
 @click.option("--all", "everything", is_flag=True, help="A line for each variant.")
@@ -65,6 +68,7 @@ def command(
     pages: tuple[int, ...] | None,
     packed: int | None,
     max_seqlen_q: int | None,
+    splits: Splits | None,
     algorithm: str | None,
     arch: str | None,
     everything: bool,
@@ -82,6 +86,8 @@ def command(
     options |= {"softcap": softcap, "algorithm": algorithm}
     if window is not None:
         options["window_size"] = window
+    if splits is not None:
+        options["splits"] = splits
     batch = q[0] if packed is None else packed
     if packed is not None:
         options |= {"cu_seqlens_q": (packed + 1,), "max_seqlen_q": max_seqlen_q}
@@ -110,6 +116,7 @@ def _as_dict(found: Explanation) -> dict[str, Any]:
         "gpu": found.device.name,
         "problem": found.problem.wanted(),
         "variant": found.variant.name if found.variant else None,
+        "shares": str(found.shares) if found.shares else None,
         "others": [
             {"variant": each.variant.name, "rule": each.rule, "why": each.why, "time": each.time}
             for each in found.others
@@ -127,6 +134,7 @@ def _print(found: Explanation, everything: bool) -> None:
             ("GPU", f"{device.name}, {device.arch}, {device.num_sms} multiprocessors"),
             ("call", f"{sizes}\n{problem.dtype}, mask type {problem.mask_type}"),
             ("takes", str(found.variant) if found.variant else "nothing: no variant serves this call here"),
+            *([("shares", str(found.shares))] if found.shares else []),
         ]
     )
     shown = found.others if everything else found.slower

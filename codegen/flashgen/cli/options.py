@@ -96,6 +96,24 @@ class ShapeType(click.ParamType):
         return tuple(int(extent) for extent in re.split("[x,]", value))
 
 
+class SplitsType(click.ParamType):
+    """What ``splits`` of attention() may be: `auto`, `4`, or `every:1024` for SplitEvery(1024)."""
+
+    name = "splits"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The value that attention() takes."""
+        from flashgen.errors import BadParam
+        from flashgen.operators.splits import SplitEvery, splits_of
+
+        number = value.removeprefix("every:")
+        number = int(number) if number.isdecimal() else number
+        try:
+            return SplitEvery(number) if value.startswith("every:") else splits_of(number)
+        except BadParam as error:
+            self.fail(str(error), param, ctx)
+
+
 class MaskType(click.ParamType):
     """A mask type by the words and numbers of attention(), as one of its four names."""
 

@@ -4,7 +4,7 @@
 
 Arrays are those of ``flashgen.attention``: PyTorch, CuPy, NumPy, JAX and others; fp16, bf16, and fp32, which
 flash-attn itself has not. What flashgen does not compute raises NotImplementedError with the name of the
-argument: gradients, dropout, caches that do not begin with their first key, and a fixed number of splits.
+argument: gradients, dropout, and caches that do not begin with their first key.
 Other errors are those of ``flashgen.attention`` and ``flashgen.append``.
 """
 
@@ -230,13 +230,15 @@ def flash_attn_with_kvcache(
     causal, window_size, softcap, alibi_slopes, softmax_scale: as in ``flash_attn_func``, with the keys of
         each sequence, those of k included, for seqlen_k.
     rotary_interleaved: whether elements 2i and 2i + 1 are a pair, in place of i and i + rotary_dim / 2.
-    num_splits: 0 alone: flashgen chooses, by sizes that the host knows. It has no way to fix the splits.
+    num_splits: 0: flashgen chooses, by sizes that the host knows. n: into n splits, as by ``splits=n`` of
+        ``flashgen.attention``; above 1 for up to 64 rows of a kv head (seqlen_q times its query heads), in
+        host memory for any.
 
     Returns out, (batch, seqlen_q, nheads, headdim), or, with return_softmax_lse, (out, softmax_lse) with the
     LSE in fp32, (batch, nheads, seqlen_q).
 
-    Raises NotImplementedError for cache_leftpad, another num_splits, and arrays that require a gradient;
-    BadTensorShape for a cache of another row; BadParam for an int beyond the cache; and what
+    Raises NotImplementedError for cache_leftpad and arrays that require a gradient; BadTensorShape for a
+    cache of another row; BadParam for an int beyond the cache, and splits that no kernel can make; and what
     ``flashgen.append`` and ``flashgen.attention`` raise, of which nothing that the host can tell without
     reading elements is raised after the cache was written to.
     """
@@ -244,15 +246,14 @@ def flash_attn_with_kvcache(
         raise NotImplementedError(
             "cache_leftpad was given, which flashgen does not serve; sequences begin where the cache does"
         )
-    if num_splits != 0:
-        raise NotImplementedError(f"num_splits is {num_splits!r}; flashgen chooses the splits: pass 0")
     refuse_gradients(
         q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin
     )
     _check_rank("q", q, "batch, seqlen_q, nheads, headdim")
     _check_new(k, v, rotary_cos, rotary_sin, cache_seqlens)
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes) | {
-        "return_lse": return_softmax_lse
+        "return_lse": return_softmax_lse,
+        "splits": _splits(num_splits),
     }
     q, seqlen_new = contiguous_rows(q), 0 if k is None else k.shape[1]
     cache = _cache(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, block_table, seqlen_new)
@@ -303,6 +304,13 @@ def _window(window_size: Any, causal: bool) -> Any:
         return window_size
     left, right = (max(side, -1) for side in window_size)
     return left, 0 if causal else right
+
+
+def _splits(num_splits: int) -> Any:
+    """flash-attn's number of splits as ``attention`` has it."""
+    if not isinstance(num_splits, numbers.Integral) or num_splits < 0:
+        raise BadParam(f"num_splits is {num_splits!r}; expected an integer of 0 (any number) or more")
+    return int(num_splits) or "auto"
 
 
 def _cache(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -117,8 +118,10 @@ def attention(
     work = pairs * (problem.head_dim + problem.head_dim_v)
     threads = min(len(tasks), processors())
     if threads < 2 or work < _PARALLEL_WORK:
-        for task in tasks:
-            attend(task)
+        # Of one product BLAS may give other bits with other threads, of which a large batch leaves it one.
+        with _ONE_BLAS_THREAD if problem.invariant else nullcontext():
+            for task in tasks:
+                attend(task)
     else:
         with _ONE_BLAS_THREAD, ThreadPoolExecutor(threads) as pool:
             for _ in pool.map(attend, tasks):

@@ -33,12 +33,14 @@ from flashgen.operators.arguments import (
 )
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.operator import Axis, Number, Operator, Problem, Value
+from flashgen.operators.splits import AUTO, splits_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from flashgen.operators.arguments import ArrayView
     from flashgen.operators.scores import Score
+    from flashgen.operators.splits import Splits
 
 DTYPES = ("fp16", "bf16", "fp32")
 MASK_TYPES = ("none", "dense", "causal_top_left", "causal_bottom_right")
@@ -74,7 +76,7 @@ ARGUMENTS = (
         optional=True,
     ),
 )
-OPTIONS = ("causal", "mask_type", "window_size", "return_lse", "score")
+OPTIONS = ("causal", "mask_type", "window_size", "return_lse", "splits", "score")
 SCALARS = ("softmax_scale",)
 
 
@@ -87,7 +89,7 @@ class AttentionProblem(Problem):
     nothing. ``mask_type`` is what a kernel must implement: ``none``, ``causal`` (bounded on the right only,
     ``window_right`` 0), ``local``, or ``dense``, whose keys may be bounded too. ``score`` is the score
     modification, if any; ``score_scalars`` are its numbers, NaN until a call gives them, and ``score_sizes``
-    the sizes of symbols that are its own.
+    the sizes of symbols that are its own. ``splits`` is what the call says of split-KV.
     """
 
     batch: int
@@ -102,6 +104,7 @@ class AttentionProblem(Problem):
     window_left: int
     window_right: int
     softmax_scale: float
+    splits: Splits = AUTO
     score: Score | None = None
     score_scalars: tuple[float, ...] = ()
     score_sizes: tuple[tuple[str, int], ...] = ()
@@ -152,7 +155,11 @@ class AttentionProblem(Problem):
             f"head_dim {self.head_dim}, head_dim_v {self.head_dim_v}, dtype {self.dtype}, "
             f"mask_type {self.mask_type}, gqa {grouping}"
             + ("" if self.score is None else f", score {self.score.name}")
+            + ("" if self.splits == AUTO else f", splits {self.splits}")
         )
+
+    def standard(self) -> AttentionProblem:
+        return dataclasses.replace(self, batch=1)
 
     def grid_extents(self, axes: Mapping[str, Value]) -> dict[str, int]:
         """In packed GQA ``query_rows`` counts a query once for each head of its group, and ``heads`` are the
@@ -229,6 +236,7 @@ def normalise(
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
     return_lse: bool = False,
+    splits: Splits = AUTO,
     score: Score | None = None,
     score_arrays: Sequence[ArrayView | None] = (),
     score_scalars: Sequence[Any] = (),
@@ -239,6 +247,7 @@ def normalise(
     Raises BadTensorShape, BadTensorDtype, BadTensorStrides, DeviceTypeNotSupported, NullPointer or BadParam.
     """
     causal, return_lse = flag("causal", causal), flag("return_lse", return_lse)
+    splits = splits_of(splits)
     views = {"q": q, "k": k, "v": v}
     if out is not None:
         views["out"] = out
@@ -276,6 +285,7 @@ def normalise(
         ),
         batched=len(q.shape) == 4,
         device=q.device,
+        splits=splits,
         score=score,
         score_scalars=tuple(math.nan for _ in score.scalars) if score else (),
         score_sizes=score_sizes,

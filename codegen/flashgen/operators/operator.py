@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from flashgen.operators.arguments import Argument, Placed, Strides
+from flashgen.operators.splits import AUTO
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
     from flashgen.operators.scores import Score
+    from flashgen.operators.splits import Splits
 
 Value = str | int
 Number = int | float
@@ -38,6 +40,8 @@ class Problem:
     lengths_on_device: ClassVar[bool] = False
     # The score modification of the call, for operators that have one; `scores.Score`.
     score: ClassVar[Score | None] = None
+    # How the keys of a sequence are split, for operators that have them; `splits.Splits`.
+    splits: ClassVar[Splits] = AUTO
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -59,6 +63,15 @@ class Problem:
             )
             if argument.is_output and strides is not None
         )
+
+    @property
+    def invariant(self) -> bool:
+        """Whether the bits of a sequence must not depend on its batch nor on the GPU's multiprocessors."""
+        return self.splits != AUTO
+
+    def standard(self) -> Problem:
+        """What stands for such a problem where its kernel is chosen: the same for each batch."""
+        raise NotImplementedError
 
     def placed(self) -> tuple[Placed | None, ...]:
         """How each argument lies in memory, in the operator's order; None for one that is absent."""

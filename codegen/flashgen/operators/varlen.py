@@ -7,6 +7,7 @@ are packed (``cu_seqlens_kv``), padded (``kv_lengths``), rows of a cache (``inde
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from flashgen.operators.arguments import DTYPE_BYTES, Argument, check_strides, f
 from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem, simplify
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.operator import Axis, Number, Operator, Problem, Value
+from flashgen.operators.splits import AUTO, splits_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,9 +28,15 @@ if TYPE_CHECKING:
 
     from flashgen.operators.arguments import ArrayView
     from flashgen.operators.scores import Score
+    from flashgen.operators.splits import Splits
 
 # What a kernel knows of pages: the keys of a sequence are rows one after another, or lie in pages.
 PAGES = ("none", "paged")
+# Who splits keys: a kernel, into equal shares of all that there are, or the call; of a family that a call of
+# either kind may take, nobody ("any").
+SPLITS = ("none", "fixed")
+# Keys of the sequence that stands for all where the kernel must not depend on their lengths.
+_STANDARD_KEYS = 4096
 _INTEGERS = {"dtypes": ("int32",), "layout": "contiguous", "alignment": 4, "optional": True}
 
 ARGUMENTS = (
@@ -39,7 +47,7 @@ ARGUMENTS = (
     Argument("cu_seqlens_kv", "input", "boundaries", **_INTEGERS),
     Argument("kv_lengths", "input", "batch", **_INTEGERS),
     Argument("index", "input", "batch", **_INTEGERS),
-    Argument("pages", "input", "batch pages_per_sequence", **(_INTEGERS | {"layout": "rows"})),
+    Argument("pages", "input", "batch max_pages", **(_INTEGERS | {"layout": "rows"})),
     Argument("out", "output", "batch_q rows_q num_heads_q head_dim_v"),
     Argument(
         "lse",
@@ -54,7 +62,7 @@ ARGUMENTS = (
 _SHAPES = {
     "cu_seqlens_q": ("batch + 1",),
     "cu_seqlens_kv": ("batch + 1",),
-    "pages": ("batch", "pages_per_sequence"),
+    "pages": ("batch", "max_pages"),
 }
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_kv", "kv_lengths", "index", "pages")
 OPTIONS = (
@@ -62,6 +70,7 @@ OPTIONS = (
     "mask_type",
     "window_size",
     "return_lse",
+    "splits",
     "max_seqlen_q",
     "max_seqlen_kv",
     "score",
@@ -84,7 +93,7 @@ class VarlenProblem(AttentionProblem):
     rows_q: int
     batch_kv: int
     rows_kv: int
-    pages_per_sequence: int
+    max_pages: int
 
     @property
     def operator(self) -> Operator:
@@ -99,7 +108,7 @@ class VarlenProblem(AttentionProblem):
             "batch_kv": self.batch_kv,
             "rows_kv": self.rows_kv,
             "boundaries": self.batch + 1,
-            "pages_per_sequence": self.pages_per_sequence,
+            "max_pages": self.max_pages,
         }
 
     @property
@@ -121,10 +130,23 @@ class VarlenProblem(AttentionProblem):
     @property
     def capacity(self) -> int:
         """The most keys that a sequence can have."""
-        return _capacity(self.batch_kv, self.rows_kv, self.pages_per_sequence if self.paged else None)
+        return _capacity(self.batch_kv, self.rows_kv, self.max_pages if self.paged else None)
 
     def wanted(self) -> str:
         return f"{AttentionProblem.wanted(self)}, pages {'paged' if self.paged else 'none'}"
+
+    def standard(self) -> VarlenProblem:
+        """One sequence with as many keys as queries, or, if more, _STANDARD_KEYS."""
+        seqlen_kv = max(self.seqlen_q, _STANDARD_KEYS)
+        shift = seqlen_kv - self.seqlen_kv if self.mask_type != "none" else 0
+        return dataclasses.replace(
+            self,
+            batch=1,
+            batch_q=1,
+            rows_q=self.seqlen_q,
+            seqlen_kv=seqlen_kv,
+            diagonal_offset=self.diagonal_offset + shift,
+        )
 
     def grid_extents(self, axes: Mapping[str, Value]) -> dict[str, int]:
         """``sequence_rows`` are the rows of all sequences; ``query_rows`` the bound of one."""
@@ -167,6 +189,7 @@ class VarlenProblem(AttentionProblem):
             window_left=left,
             window_right=right,
             softmax_scale=self.softmax_scale,
+            splits=self.splits,
             strides=tuple(
                 None if each.name in absent else place(each, None, sizes, self.dtype).strides
                 for each in arguments
@@ -195,6 +218,7 @@ def normalise(
     return_lse: bool = False,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
+    splits: Splits = AUTO,
     score: Score | None = None,
     score_arrays: Sequence[ArrayView | None] = (),
     score_scalars: Sequence[Any] = (),
@@ -204,6 +228,7 @@ def normalise(
     Raises as `attention.normalise`.
     """
     causal, return_lse = flag("causal", causal), flag("return_lse", return_lse)
+    splits = splits_of(splits)
     views = {"q": q, "k": k, "v": v} | ({} if out is None else {"out": out})
     lengths = dict(zip(LENGTHS, (cu_seqlens_q, cu_seqlens_kv, kv_lengths, index, pages), strict=True))
     given = {name: view for name, view in lengths.items() if view is not None}
@@ -211,9 +236,15 @@ def normalise(
     attention.check_devices(views | given | own)
     dtype = attention.check_dtypes(views)
     _check_combination(given)
+    invariant = splits != AUTO
+    if invariant and cu_seqlens_q is not None and max_seqlen_q is None:
+        raise BadParam(
+            f"splits is {splits} and max_seqlen_q is None; with packed queries pass max_seqlen_q, the same "
+            "for all calls whose bits must agree: the kernel is chosen by it"
+        )
     batch = _check_lengths(given, q)
     sizes = _sizes(q, k, v, given, batch)
-    pages_of_one = None if pages is None else sizes["pages_per_sequence"]
+    pages_of_one = None if pages is None else sizes["max_pages"]
     capacity = _capacity(sizes["batch_kv"], sizes["rows_kv"], pages_of_one)
     sizes["seqlen_q"] = _bound("max_seqlen_q", max_seqlen_q, sizes["rows_q"], cu_seqlens_q is None)
     sizes["seqlen_kv"] = _bound("max_seqlen_kv", max_seqlen_kv, capacity, False)
@@ -223,7 +254,9 @@ def normalise(
         view = (views | given).get(argument.name)
         if view is not None:
             check_strides(argument, view, DTYPE_BYTES[view.dtype])
-    kind, offset, left, right = _band(causal, mask_type, window_size, sizes["seqlen_q"], sizes["seqlen_kv"])
+    kind, offset, left, right = _band(
+        causal, mask_type, window_size, sizes["seqlen_q"], sizes["seqlen_kv"], invariant
+    )
     absent = {name for name in LENGTHS if name not in given} | (set() if return_lse else {"lse"})
     score_sizes = attention.check_score_arrays(score, own, sizes)
     symbols = sizes | dict(score_sizes) | {"boundaries": batch + 1}
@@ -244,6 +277,7 @@ def normalise(
         ),
         batched=cu_seqlens_q is None,
         device=q.device,
+        splits=splits,
         score=score,
         score_scalars=tuple(math.nan for _ in score.scalars) if score else (),
         score_sizes=score_sizes,
@@ -329,7 +363,7 @@ def _sizes(
         "rows_q": rows_q,
         "batch_kv": batch_kv,
         "rows_kv": rows_kv,
-        "pages_per_sequence": given["pages"].shape[1] if "pages" in given else 0,
+        "max_pages": given["pages"].shape[1] if "pages" in given else 0,
     }
 
 
@@ -353,12 +387,17 @@ def _bound(name: str, given: Any, most: int, fixed: bool) -> int:
 
 
 def _band(
-    causal: bool, mask_type: int | str | None, window_size: tuple[int, int], seqlen_q: int, seqlen_kv: int
+    causal: bool,
+    mask_type: int | str | None,
+    window_size: tuple[int, int],
+    seqlen_q: int,
+    seqlen_kv: int,
+    invariant: bool,
 ) -> tuple[str, int, int, int]:
     """The mask type that a kernel must implement, and the band of a sequence of these lengths.
 
     All bands are aligned with the ends of their sequences. A side is unbounded where that hides nothing from
-    a sequence of any lengths up to these.
+    a sequence of any lengths up to these; where the kernel must be ``invariant``, whatever seqlen_kv.
     """
     name = attention.mask_type_name(mask_type)
     if name in ("dense", "causal_top_left"):
@@ -370,7 +409,7 @@ def _band(
     )
     if right >= seqlen_q - 1:
         right = UNBOUNDED
-    if left >= seqlen_kv - 1:
+    if left >= seqlen_kv - 1 and not invariant:
         left = UNBOUNDED
     if left < UNBOUNDED:
         return "local", offset, left, right
@@ -406,6 +445,11 @@ VARLEN = Operator(
     axes={
         **ATTENTION.axes,
         "pages": Axis(lambda problem, value: (value == "paged") == problem.paged, PAGES, default="none"),
+        "splits": Axis(
+            lambda problem, value: value == "any" or (value == "fixed") == (problem.splits != AUTO),
+            SPLITS,
+            default="any",
+        ),
     },
     grid_dimensions=(*ATTENTION.grid_dimensions, "sequence_rows"),
     normalise=_normalise,

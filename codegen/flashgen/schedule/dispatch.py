@@ -9,7 +9,9 @@ The rule, which a spec names ``least_time``:
    device must have its architecture and its shared memory. A family that is ``on_request`` is left out, and
    one for few rows where a head has more than its ``rows_at_most``; a call that asks for an algorithm leaves
    out all families but those of that name. A problem with a score modification leaves out families without a
-   seam for it; the variant is modified likewise.
+   seam for it; the variant is modified likewise. A call that says how its keys are split leaves out families
+   that cannot split them: if into several parts, always; with a SplitEvery, where others can, whose KV blocks
+   have to divide it.
 2. Of these only the smallest head dims count, by the work that they make, then, within a family, the newest
    architecture, then the target that its spec names first.
 3. Where a tile was tuned on this GPU, the ordinary tile of its point, which it was measured against, is out.
@@ -17,16 +19,19 @@ The rule, which a spec names ``least_time``:
 4. Of what is left, tiles and groupings, the least modelled time wins: the scores (rows of queries by keys, in
    whole blocks) that the tiles of the busiest multiprocessor visit, and what else a tile takes, over the
    measured ``efficiency`` of the tile; see ``cost``. Ties go to fewer tiles, then to the order of the spec.
+   Where the call says how its keys are split, the time is that of one sequence on one multiprocessor, so that
+   the choice does not depend on the batch.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.arch import arch_parts, reaches
 from flashgen.errors import BadParam, DeviceTypeNotSupported, SpecError
 from flashgen.operators import OPERATORS
+from flashgen.operators.splits import AUTO, SplitEvery
 from flashgen.schedule.grid import MAX_EXTENT, extents, rows, tiles
 from flashgen.schedule.shares import countable, shares_of
 from flashgen.schedule.tensormap import REQUIREMENTS, expressible
@@ -94,14 +99,29 @@ def select(problem: Problem, device: Device, variants: Iterable[Variant]) -> Var
     Raises DeviceTypeNotSupported when no variant runs on the device, SpecError when none is written for the
     problem.
     """
-    return min(
-        candidates(problem, device, variants),
-        key=lambda variant: (cost(problem, device, variant), tiles(problem, variant)),
-    )
+    found = candidates(problem, device, variants)
+    problem, device = standard(problem, device)
+    return min(found, key=lambda variant: (cost(problem, device, variant), tiles(problem, variant)))
+
+
+def standard(problem: Problem, device: Device) -> tuple[Problem, Device | OneSm]:
+    """The problem and the device by which times are modelled."""
+    if not problem.invariant:
+        return problem, device
+    return problem.standard(), OneSm(1, device.smem_per_sm)
+
+
+class OneSm(NamedTuple):
+    """As much of a device as `cost` reads, with one multiprocessor."""
+
+    num_sms: int
+    smem_per_sm: int
 
 
 def candidates(problem: Problem, device: Device, variants: Iterable[Variant]) -> tuple[Variant, ...]:
-    """The variants of steps 1 to 3 of the rule, at least one. Raises as ``select``."""
+    """The variants of steps 1 to 3 of the rule, at least one. Raises as ``select``, and BadParam where none
+    splits keys as the call asks.
+    """
     operator = problem.operator
     computing = [variant for variant in variants if _computes(problem, variant)]
     suited = [variant for variant in computing if expressible(problem, variant)]
@@ -121,9 +141,36 @@ def candidates(problem: Problem, device: Device, variants: Iterable[Variant]) ->
             f"{device.name} ({device.arch}, {device.smem_per_block} bytes of shared memory a block) runs "
             f"none of the variants for this call; they need {' or '.join(needs)}"
         )
+    running = splitting(problem, running)
     least = min(operator.work(dict(variant.axes)) for variant in running)
     smallest = [variant for variant in running if operator.work(dict(variant.axes)) == least]
     return without_replaced(preferred(smallest))
+
+
+def splitting(problem: Problem, variants: Iterable[Variant]) -> tuple[Variant, ...]:
+    """Of these the variants that split keys as the call asks. Raises BadParam where it needs one and there is
+    none.
+    """
+    variants = tuple(variants)
+    if problem.splits in (AUTO, 1):
+        return variants
+    able = tuple(variant for variant in variants if variant.grid.shares)
+    if not isinstance(problem.splits, SplitEvery):
+        if able:
+            return able
+        raise BadParam(
+            f"splits is {problem.splits}, but no kernel that splits keys serves so many rows, or "
+            f"{problem.wanted()}; pass 1 or 'auto'"
+        )
+    keys = problem.splits.keys
+    fitting = tuple(variant for variant in able if keys % variant.visits.keys == 0)
+    if able and not fitting:
+        block = min(variant.visits.keys for variant in able)
+        raise BadParam(
+            f"splits is {problem.splits}, but the kernels for this call have KV blocks of {block} keys or "
+            f"more; pass a multiple of {block}, such as {-(-keys // block) * block}"
+        )
+    return fitting or variants
 
 
 def preferred(variants: Iterable[Variant]) -> tuple[Variant, ...]:
@@ -144,7 +191,7 @@ def without_replaced(variants: Iterable[Variant]) -> tuple[Variant, ...]:
     return tuple(v for v in variants if v.tile_name or (v.spec, v.target, v.axes) not in tuned)
 
 
-def cost(problem: Problem, device: Device, variant: Variant) -> float:
+def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
     """Modelled time of a problem, comparable between variants for one problem only.
 
     A tile takes the time of ``start`` * block_m keys more than it visits, where block_m is its extent in the
@@ -172,8 +219,9 @@ def cost(problem: Problem, device: Device, variant: Variant) -> float:
 
 def _cost_of_shares(problem: Problem, device: Device, variant: Variant) -> float:
     shares, block_m = shares_of(problem, variant, device), variant.grid.covers[0][1]
-    starts = max(1, shares.per_share / shares.per_tile) * variant.start * block_m
-    keys = -(-shares.count // device.num_sms) * (shares.per_share * variant.visits.keys + starts)
+    blocks = shares.kv_blocks_of_largest
+    starts = max(1, blocks / shares.per_tile) * variant.start * block_m
+    keys = -(-shares.count // device.num_sms) * (blocks * variant.visits.keys + starts)
     combining = variant.grid.split_gain * variant.visits.keys if shares.split else 0
     return (keys + combining) * block_m / variant.efficiency
 

@@ -9,9 +9,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashgen.arch import range_of
-from flashgen.schedule.dispatch import cost, named, preferred, runs_on, without_replaced
+from flashgen.schedule.dispatch import (
+    cost,
+    named,
+    preferred,
+    runs_on,
+    splitting,
+    standard,
+    without_replaced,
+)
 from flashgen.schedule.grid import MAX_EXTENT, extents, rows, tiles
-from flashgen.schedule.shares import countable
+from flashgen.schedule.shares import countable, shares_of
 from flashgen.schedule.tensormap import REQUIREMENTS, expressible
 
 if TYPE_CHECKING:
@@ -19,6 +27,7 @@ if TYPE_CHECKING:
 
     from flashgen.arch import Device
     from flashgen.operators.operator import Problem
+    from flashgen.schedule.shares import Shares
     from flashgen.spec.model import Spec
     from flashgen.spec.variant import Variant
 
@@ -52,6 +61,13 @@ class Explanation:
     others: tuple[Judged, ...]
 
     @property
+    def shares(self) -> Shares | None:
+        """The thread blocks of a kernel that splits keys, and what each has of them; None of another."""
+        if self.variant is None or not self.variant.grid.shares:
+            return None
+        return shares_of(self.problem, self.variant, self.device)
+
+    @property
     def slower(self) -> tuple[Judged, ...]:
         """Those that could have served as well, and would take longer by the model."""
         return tuple(judged for judged in self.others if judged.rule == TIME)
@@ -67,6 +83,7 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"{self.device.name} ({self.device.arch}): {self.problem.wanted()}"]
         lines.append(f"takes {self.variant}" if self.variant else "no variant serves")
+        lines += [f"  {self.shares}"] if self.shares else []
         lines += [f"  {judged.variant}: {judged.why}" for judged in self.slower]
         lines += [f"  {count} variants: {rule}" for rule, count in self.counts().items()]
         return "\n".join(lines)
@@ -97,7 +114,6 @@ def explain(
                     others.append(judged)
     if not left:
         return Explanation(problem, device, None, _ordered(others, operator.axes))
-    least = min(operator.work(dict(variant.axes)) for variant in left)
     sizes = " and ".join(name for name, axis in operator.axes.items() if axis.size)
 
     def keep(kept: Iterable[Variant], rule: str, why: str) -> list[Variant]:
@@ -105,12 +121,15 @@ def explain(
         others.extend(Judged(variant, rule, why) for variant in left if variant not in kept)
         return kept
 
+    left = keep(splitting(problem, left), "splits", f"it does not split keys as splits={problem.splits}")
+    least = min(operator.work(dict(variant.axes)) for variant in left)
     smallest = (variant for variant in left if operator.work(dict(variant.axes)) == least)
     left = keep(smallest, f"larger {sizes}", f"a variant with smaller {sizes} serves, which does less work")
     left = keep(preferred(left), "target", "another target of its family comes first on this GPU")
     left = keep(without_replaced(left), "tuned", "a tile that was tuned on this GPU takes its place")
-    times = {variant: cost(problem, device, variant) for variant in left}
-    chosen = min(left, key=lambda variant: (times[variant], tiles(problem, variant)))
+    modelled, gpu = standard(problem, device)
+    times = {variant: cost(modelled, gpu, variant) for variant in left}
+    chosen = min(left, key=lambda variant: (times[variant], tiles(modelled, variant)))
     slower = []
     for variant in sorted((v for v in left if v != chosen), key=times.__getitem__):
         ratio = times[variant] / times[chosen] if times[chosen] else 1.0

@@ -41,6 +41,8 @@ _OF_SHARES = (
     "kv_blocks_per_tile_divisor",
     "kv_blocks_per_share_divisor",
     "num_shares",
+    "kv_blocks_per_split",
+    "splits_per_tile",
 )
 
 
@@ -103,6 +105,8 @@ def parameters(
             divisor(shares.per_tile),
             divisor(shares.per_share),
             shares.count,
+            shares.per_split,
+            shares.splits,
         )
         values |= zip(_OF_SHARES, numbers, strict=True)
     return values

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.schedule.grid import Launch, launch_of
 from flashgen.schedule.parameters import Struct, pack
-from flashgen.schedule.shares import shares_of
+from flashgen.schedule.shares import Shares, shares_of
 from flashgen.schedule.workspace import Workspace, workspace_of
 
 if TYPE_CHECKING:
@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 class Step(NamedTuple):
     """One kernel launch: the variant, its grid, and its parameter struct.
 
-    ``bindings`` names, for each pointer and tensor map among its parameters, the argument or the slice of the
-    workspace that it is of.
+    ``struct`` says, for each pointer and tensor map among its parameters, the argument or the slice of the
+    workspace that it is of. ``shares`` are what the thread blocks of a grid of shares have of the keys.
     """
 
     variant: Variant
     launch: Launch
     struct: Struct
+    shares: Shares | None = None
 
     @property
     def source(self) -> str:
@@ -54,6 +55,7 @@ def plan_steps(problem: Problem, main: Variant, device: Device) -> Steps:
             variant,
             launch_of(problem, variant, device, shares),
             pack(problem, variant, device, workspace, shares),
+            shares if variant.grid.shares else None,
         )
         for variant in main.steps
         if not variant.combines or shares.split

@@ -1,4 +1,6 @@
-"""Equal shares of the KV blocks of all tiles: what the thread blocks of a grid of shares do."""
+"""Equal shares of the KV blocks of all tiles, or splits as a call asks for them: what the thread blocks of a
+grid of shares do.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,8 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.errors import BadTensorShape
+from flashgen.operators.masks import UNBOUNDED
+from flashgen.operators.splits import AUTO, SplitEvery
 from flashgen.schedule.grid import tiles
 from flashgen.schedule.visited import kv_blocks
 
@@ -24,6 +28,9 @@ class Shares(NamedTuple):
     """The KV blocks of all tiles, one tile after the other, cut into shares of ``per_share``, the last of
     which may have fewer. Each of ``tiles`` tiles has ``per_tile`` of them, from KV block ``first`` of its
     sequence on. Where ``at_most``, only the kernel knows how many there are: no more than these.
+
+    With ``splits`` the kernel cuts each tile into at most so many splits, of ``per_split`` KV blocks at
+    least, and ``per_share`` is in splits.
     """
 
     tiles: int
@@ -31,6 +38,8 @@ class Shares(NamedTuple):
     per_tile: int
     per_share: int
     at_most: bool = False
+    splits: int = 0
+    per_split: int = 1
 
     @property
     def kv_blocks(self) -> int:
@@ -39,22 +48,44 @@ class Shares(NamedTuple):
     @property
     def count(self) -> int:
         """Shares, each a thread block's."""
-        return -(-self.kv_blocks // self.per_share)
+        return -(-self.tiles * (self.splits or self.per_tile) // self.per_share)
+
+    @property
+    def kv_blocks_of_largest(self) -> int:
+        """KV blocks of the largest share."""
+        return self.per_share * (-(-self.per_tile // self.splits) if self.splits else 1)
 
     @property
     def split(self) -> bool:
-        """Whether some share begins within a tile, or may do so."""
+        """Whether some tile is split, or may be."""
+        if self.splits:
+            return self.splits > 1
         return self.count > 1 and (self.at_most or self.per_share % self.per_tile != 0)
 
     @property
     def parts(self) -> int:
-        """Slots for parts of tiles: two for each thread block, as its share may begin and end in a tile."""
-        return 2 * self.count if self.split else 0
+        """Slots for parts of tiles: one for each split, or two for each thread block, as its share may begin
+        and end in a tile.
+        """
+        return (self.tiles * self.splits or 2 * self.count) if self.split else 0
+
+    def __str__(self) -> str:
+        """In words."""
+        most = "at most " if self.at_most else ""
+        if not self.split:
+            return f"{self.count} thread blocks; no tile is split"
+        if self.splits:
+            return (
+                f"{self.count} thread blocks; each of {most}{self.tiles} tiles in {most}{self.splits} splits"
+            )
+        return f"{self.count} thread blocks, each with {most}{self.per_share} KV blocks of {self.tiles} tiles"
 
 
 def countable(problem: Problem, variant: Variant) -> bool:
-    """Whether a kernel can number the KV blocks of all tiles, or has no need to."""
-    return not variant.grid.shares or math.prod(_tiles_and_blocks(problem, variant)[::2]) <= MAX_KV_BLOCKS
+    """Whether a kernel can number the KV blocks of all tiles, or has no need to. Where the kernel must be
+    invariant, no other one takes its place: `shares_of` raises.
+    """
+    return not variant.grid.shares or problem.invariant or _numbered(problem, variant) <= MAX_KV_BLOCKS
 
 
 def shares_of(problem: Problem, variant: Variant, device: Device) -> Shares:
@@ -62,16 +93,28 @@ def shares_of(problem: Problem, variant: Variant, device: Device) -> Shares:
     one, all hidden, where there is none.
 
     There are as many shares as thread blocks run at a time, unless whole tiles give the largest share no more
-    than ``split_gain`` KV blocks above that. Raises BadTensorShape where there are too many KV blocks.
+    than ``split_gain`` KV blocks above that. Where the call fixes its splits, each is a share, and the last
+    one of a tile may reach past its KV blocks. Where moreover only the kernel knows how many there are, a
+    share has several.
+
+    Raises BadTensorShape where there are too many KV blocks.
     """
-    count, begin, per_tile = _tiles_and_blocks(problem, variant)
-    if not countable(problem, variant):
+    numbered = _numbered(problem, variant)
+    if numbered > MAX_KV_BLOCKS:
         raise BadTensorShape(
-            f"there are {count * per_tile} KV blocks of {variant.visits.keys} keys in all tiles, and one "
+            f"there are {numbered} KV blocks of {variant.visits.keys} keys in all tiles, and one "
             f"launch has at most {MAX_KV_BLOCKS}; split the batch"
         )
     room = max(1, min(variant.grid.blocks_per_sm, device.smem_per_sm // (variant.smem_bytes + RESERVED_SMEM)))
     at_a_time = device.num_sms * room
+    count, begin, per_tile = _tiles_and_blocks(problem, variant)
+    if problem.splits != AUTO:
+        per_split, splits = _splits(problem, variant)
+        if not problem.lengths_on_device:
+            return Shares(count, begin, per_split * splits, per_split)
+        least = per_split if isinstance(problem.splits, SplitEvery) else 1
+        per_share = max(1, -(-count * splits // at_a_time))
+        return Shares(count, begin, _most_blocks(problem, variant), per_share, True, splits, least)
     equal = max(1, -(-count * per_tile // at_a_time))
     whole = max(1, -(-count // at_a_time)) * per_tile
     if problem.lengths_on_device:
@@ -80,7 +123,36 @@ def shares_of(problem: Problem, variant: Variant, device: Device) -> Shares:
     return Shares(count, begin, per_tile, per_share)
 
 
+def _numbered(problem: Problem, variant: Variant) -> int:
+    """How many KV blocks the kernel numbers, also those past the end of a tile's last split."""
+    if problem.splits == AUTO:
+        return math.prod(_tiles_and_blocks(problem, variant)[::2])
+    return tiles(problem, variant) * math.prod(_splits(problem, variant))
+
+
 def _tiles_and_blocks(problem: Problem, variant: Variant) -> tuple[int, int, int]:
     """Tiles, the KV block with which each begins, and the KV blocks of each."""
     begin, end = kv_blocks(problem, variant.visits.keys, 0, problem.sizes["seqlen_q"] - 1)
     return tiles(problem, variant), begin, max(1, end - begin)
+
+
+def _splits(problem: Problem, variant: Variant) -> tuple[int, int]:
+    """KV blocks of a split, and the splits of a tile, as the call asks for them."""
+    blocks = _most_blocks(problem, variant)
+    if isinstance(problem.splits, SplitEvery):
+        per_split = min(blocks, problem.splits.keys // variant.visits.keys)
+    else:
+        per_split = -(-blocks // problem.splits)
+    return per_split, -(-blocks // per_split)
+
+
+def _most_blocks(problem: Problem, variant: Variant) -> int:
+    """KV blocks of a tile; with lengths on the device the most, wherever a window begins in a KV block."""
+    if not problem.lengths_on_device:
+        return _tiles_and_blocks(problem, variant)[2]
+    keys, block = problem.sizes["seqlen_kv"], variant.visits.keys
+    most = max(1, -(-keys // block))
+    if problem.window_left >= UNBOUNDED:
+        return most
+    window = problem.window_left + problem.sizes["seqlen_q"] + min(problem.window_right, keys)
+    return max(1, min(most, -(-(window - 1) // block) + 1))

@@ -18,6 +18,7 @@ from flashgen.operators.attention import AttentionProblem, normalise
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.numbers import bfloat16_bits
 from flashgen.operators.reference import Verdict, judge
+from flashgen.operators.splits import AUTO
 from flashgen.schedule.plan import plan_steps
 from flashgen.simulator import hardware
 from flashgen.simulator.execute import simulate
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from flashgen.arch import Device
     from flashgen.operators.operator import Problem
     from flashgen.operators.scores import Score
+    from flashgen.operators.splits import Splits
     from flashgen.simulator.execute import Report
     from flashgen.simulator.library import Library
     from flashgen.spec.variant import Variant
@@ -48,7 +50,8 @@ class Shape:
     is aligned bottom-right, and -1 is no bound. ``top_left`` aligns it, or a causal diagonal, there. ``mask``
     is the shape of a dense mask by the extents it has in full, such as "bhqk", "qk", "1hqk" or "k", and
     ``mask_alignment`` the bytes to which its rows are aligned. Queries are ``spread`` times normal numbers.
-    ``gap`` is the bytes between rows, a multiple of 16.
+    ``gap`` is the bytes between rows, a multiple of 16. ``splits`` is as in ``attention``; "auto" means a
+    number of splits for a variant that takes no other call.
     """
 
     seqlen_q: int = 128
@@ -65,6 +68,7 @@ class Shape:
     spread: float = 1.0
     gap: int = 16
     return_lse: bool = True
+    splits: Splits = AUTO
 
 
 class AnyExample(Protocol):
@@ -152,6 +156,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> Example:
         out=views[3],
         mask=None if mask is None else view_of(mask, "uint8"),
         return_lse=shape.return_lse,
+        splits=shape.splits,
         score=variant.score,
         score_arrays=[view_of(x, _VIEWED[x.dtype.name]) for x in score_arrays],
         score_scalars=score_scalars_of(rng, variant.score),

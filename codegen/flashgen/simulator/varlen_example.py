@@ -11,6 +11,7 @@ import numpy as np
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.reference import Largest, Verdict, judge
 from flashgen.operators.sequences import sequences
+from flashgen.operators.splits import AUTO
 from flashgen.operators.varlen import LENGTHS, VarlenProblem, normalise
 from flashgen.simulator.example import (
     check_sizes,
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 # Entries of a page table that no length reaches.
 _GARBAGE = 1 << 30
 _PAGE_SIZES = (1, 3, 16, 64)
+# Of a variant for calls that say a number, where the shape says none.
+_SPLITS = 3
 
 
 @dataclass(frozen=True)
@@ -134,13 +137,17 @@ def make(variant: Variant, shape: Shape, seed: int) -> VarlenExample:
         "seqlen_kv": shape.seqlen_kv,
     }
     score_arrays = score_arrays_of(rng, variant.score, sizes)
+    fixed = variant.axis("splits") == "fixed" and shape.splits == AUTO
+    splits = _SPLITS if fixed else shape.splits
     window = {"local": shape.window or (max(1, shape.seqlen_kv // 4), 0), "causal": (-1, 0)}
     problem = normalise(
         *(view_of(x, dtype) for x in (q, k, v)),
         **{name: None if x is None else view_of(x, "int32") for name, x in lengths.items()},
         out=view_of(out, dtype),
         window_size=window.get(variant.mask_type, (-1, -1)),
+        max_seqlen_q=shape.seqlen_q if packed_q and splits != AUTO else None,
         return_lse=shape.return_lse,
+        splits=splits,
         score=variant.score,
         score_arrays=[view_of(x, {"float32": "fp32", "int32": "int32"}[x.dtype.name]) for x in score_arrays],
         score_scalars=score_scalars_of(rng, variant.score),

@@ -1,0 +1,44 @@
+"""Split-KV as a call may ask for it: what ``splits`` of ``attention`` means."""
+
+from __future__ import annotations
+
+import numbers
+from dataclasses import dataclass
+from typing import Any
+
+from flashgen.errors import BadParam
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class SplitEvery:
+    """Splits of ``keys`` keys each, of every sequence: ``attention(..., splits=SplitEvery(1024))``.
+
+    Long sequences so have many splits and short ones few, and the bits of a sequence do not depend on its
+    batch. The first split begins with the first KV block that the sequence sees. ``keys`` is a multiple of
+    the KV block of the kernel; a multiple of 256 is one of every kernel's. Raises BadParam for no positive
+    integer.
+    """
+
+    keys: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keys", _count("keys of SplitEvery", self.keys))
+
+
+Splits = str | int | SplitEvery
+
+
+def splits_of(given: Any) -> Splits:
+    """``AUTO``, a number of splits, or a SplitEvery. Raises BadParam for anything else."""
+    if isinstance(given, SplitEvery) or (isinstance(given, str) and given == AUTO):
+        return given
+    return _count("splits", given, ", 'auto', or flashgen.SplitEvery(keys)")
+
+
+def _count(name: str, given: Any, others: str = "") -> int:
+    # Only what cannot change: a plan is kept for it.
+    if not isinstance(given, numbers.Integral) or isinstance(given, bool) or given < 1:
+        raise BadParam(f"{name} is {given!r}; expected an integer of 1 or more{others}")
+    return int(given)
