@@ -2,9 +2,9 @@
 
     python benchmarks/host_time.py [--json FILE]
 
-A call's time is what it takes on the host to queue one kernel: the median of many calls, with the queue
-drained between batches so that it never fills. The goals are 12 µs for `attention` and 8 µs for a held plan,
-with either library. `first_use.py` has the time of first uses.
+A call's time is what it takes on the host to queue its kernels: the median of many calls, with the queue
+drained between batches so that it never fills. The goals are 12 µs for `attention`, 8 µs for a held plan, and
+12 µs for a held plan that decodes, with either library. `first_use.py` has the time of first uses.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def on_cupy() -> Figures:
     batch, seqlen, heads, _ = SHAPE
     lse, mask = cupy.empty((batch, heads, seqlen), cupy.float32), cupy.zeros((seqlen, seqlen), bool)
     (q, k, _, out), _ = sets
-    kinds = calls(sets, lse, mask, cupy.cuda.get_current_stream())
+    kinds = calls(sets, lse, mask, cupy.cuda.get_current_stream()) | decoding(cupy.zeros)
     kinds |= {
         "for scale: cupy.add(q, k, out)": lambda: cupy.add(q, k, out),
         "for scale: an empty function": lambda: None,
@@ -70,6 +70,7 @@ def on_torch() -> Figures:
     mask = torch.zeros((seqlen, seqlen), dtype=torch.bool, device="cuda")
     (q, k, _, out), _ = sets
     kinds = calls(sets, lse, mask, torch.cuda.current_stream())
+    kinds |= decoding(lambda shape, dtype: torch.zeros(shape, dtype=getattr(torch, dtype), device="cuda"))
     kinds["for scale: torch.add(q, k, out=out)"] = lambda: torch.add(q, k, out=out)
     return {name: host_time(call, torch.cuda.synchronize) for name, call in kinds.items()}
 
@@ -97,6 +98,34 @@ def calls(sets: list[list[Any]], lse: Any, mask: Any, stream: Any) -> dict[str, 
         "plan(q, k, v, out=out, stream=stream)": lambda: plan(q, k, v, out=out, stream=stream),
         "plan(q, k, v, out=out, lse=lse)": lambda: with_lse(q, k, v, out=out, lse=lse),
         "plan(q, k, v)": lambda: plan(q, k, v),
+    }
+
+
+def decoding(zeros: Callable[[tuple[int, ...], str], Any]) -> dict[str, Callable[[], Any]]:
+    """One query for each of 8 sequences on a paged cache, without and with append and rotary; ``zeros`` makes
+    an array of a shape and dtype. What is in them makes no difference to the host.
+    """
+    import flashgen
+
+    q, out, q_rotated = (zeros((8, 1, 32, 128), "float16") for _ in range(3))
+    k, v = (zeros((1024, 16, 8, 128), "float16") for _ in "kv")
+    lengths, total_lengths = zeros((8,), "int32"), zeros((8,), "int32")
+    cache = flashgen.KVCache(k, v, lengths, pages=zeros((8, 128), "int32"))
+    new = zeros((8, 1, 8, 128), "float16"), zeros((8, 1, 8, 128), "float16")
+    rotary = flashgen.Rotary(zeros((2048, 64), "float32"), zeros((2048, 64), "float32"))
+    plan, both = flashgen.plan(q, cache), flashgen.plan(q, cache, append=new, rotary=rotary)
+    workspace = zeros((max(1, plan.workspace_bytes, both.workspace_bytes),), "uint8")
+    named = {"kv_lengths": lengths, "pages": cache.pages, "out": out, "workspace": workspace}
+    written = {"total_lengths": total_lengths, "q_rotated": q_rotated, "out": out, "workspace": workspace}
+    return {
+        "attention(q, cache)": lambda: flashgen.attention(q, cache),
+        "attention(q, cache, append=new, rotary=rotary)": lambda: flashgen.attention(
+            q, cache, append=new, rotary=rotary
+        ),
+        "plan(q, cache, out=out, workspace=workspace)": lambda: plan(q, k, v, **named),
+        "plan(q, cache, append=new, rotary=rotary, out=out, workspace=workspace, ...)": lambda: both(
+            q, cache, new, rotary=rotary, **written
+        ),
     }
 
 

@@ -52,6 +52,10 @@ _PEERS = {
     "flash-attn-4": "FlashAttention-4",
     "flex-attention": "FlexAttention",
     "flashinfer-decode": "FlashInfer",
+    "flashinfer-fa2": "FlashInfer (`mma.sync`)",
+    "flashinfer-fa3": "FlashInfer (Hopper)",
+    "torch-varlen": "FlashAttention-2 (varlen)",
+    "flashgen-fixed": "without lengths",
     "flashgen-gqa": "`gqa` pinned",
     "flashgen-packed": "`packed` pinned",
 }
@@ -360,6 +364,9 @@ def _best(row: Row) -> str:
 
 
 def _baseline(report: Report, row: Row) -> str:
+    if report.metric == "µs":
+        added = report.added_ms(row)
+        return "–" if added is None else f"{1e3 * added:+.1f} µs ({row.case.baseline})"
     ratio = report.baseline_ratio(row)
     return "–" if ratio is None else f"{ratio:.2f} ({row.case.baseline})"
 

@@ -301,10 +301,10 @@ def test_a_plan():
         assert all(result[n] is given[name] for n, name in enumerate(("out", "lse")) if name in given)
 
 
-def test_check_raises_what_attention_would_and_computes_nothing(monkeypatch):
-    def check(q, k, v, **options):
+def test_ready_raises_what_attention_would_and_computes_nothing(monkeypatch):
+    def ready(q, k, v, **options):
         call = {**api._defaults(), "q": q, "k": k, "v": v, **options}
-        api._check(*api._asked_by_name(call), None, None)
+        return api.ready(*api._asked_by_name(call), None, None, None)
 
     q, k, v = qkv()
     wrong = [
@@ -318,18 +318,19 @@ def test_check_raises_what_attention_would_and_computes_nothing(monkeypatch):
     ]
     for options, error in wrong:
         call = {"q": q, "k": k, "v": v, **options}
-        for function in (check, flashgen.attention):
+        for function in (ready, flashgen.attention):
             with pytest.raises(error):
                 function(**call)
     monkeypatch.setattr(api, "_plans", {})
     for options in ({}, {"causal": True, "softcap": 3.0, "return_lse": True}):
-        check(q, k, v, **options)
+        out = np.full_like(q, np.nan)
+        plan, (work, given, _, stream, _) = ready(q, k, v, out=out, **options)
         count = len(api._plans)
-        out = flashgen.attention(q, k, v, **options)
-        assert len(api._plans) == count  # the plan that check has made
-        check(q, k, v, **options)
-        expected = flashgen.attention(q.copy(), k, v, **options)
-        assert all(np.array_equal(x, y) for x, y in zip(out, expected, strict=True))
+        assert np.isnan(out).all()
+        expected = flashgen.attention(q, k, v, out=np.empty_like(q), **options)
+        assert len(api._plans) == count  # the plan that ready has made
+        work(given, stream)
+        np.testing.assert_equal(plan.results_of(given), expected)
 
 
 def test_a_plan_is_copied_and_not_pickled():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 import flashgen
-from flashgen import errors
+from flashgen import api, errors
 from flashgen.simulator import hostcompiler
 
 simulated = pytest.mark.skipif(bool(hostcompiler.why_unavailable()), reason="there is no C++ compiler")
@@ -64,6 +66,79 @@ def test_it_is_append_and_then_attention(pages, rotates, options, backend):
     np.testing.assert_array_equal(cache.v.view(np.uint16), other.v.view(np.uint16))
 
 
+@pytest.mark.parametrize("backend", ON)
+@pytest.mark.parametrize("options", [{}, {"causal": True, "return_lse": True}], ids=str)
+@pytest.mark.parametrize("rotates", [False, True], ids=["plain", "rotary"])
+def test_a_held_plan_does_what_the_call_does(rotates, options, backend):
+    """Of other arrays than it was made with, over several steps, with outputs of the caller's or its own."""
+    rng = np.random.default_rng()
+    examples = [numbers(rng, 3, 3, heads, 32) for heads in (4, 2, 2)]
+    rotary = flashgen.Rotary(*tables(rng), interleaved=True) if rotates else None
+    made_with = cache_of(rng, pages=True)
+    before = copied(made_with)
+    options = options | {"softcap": 5.0}
+    plan = flashgen.plan(
+        examples[0], made_with, append=examples[1:], rotary=rotary, backend=backend, **options
+    )
+    np.testing.assert_array_equal(made_with.k.view(np.uint16), before.k.view(np.uint16))
+    steps = [step.variant.spec for step in plan.steps]
+    assert steps[:1] == ([] if backend == "cpu" else ["append_sm80"])
+
+    first, out, total = cache_of(rng, pages=True), np.empty_like(examples[0]), np.empty(3, np.int32)
+    for lengths, given in ((LENGTHS, {}), ([3, 1, 2], {"out": out, "total_lengths": total})):
+        cache = flashgen.KVCache(first.k, first.v, np.array(lengths, np.int32), first.pages)
+        other = copied(cache)
+        q, *new = (numbers(rng, 3, 3, heads, 32) for heads in (4, 2, 2))
+        found = plan(q, cache, new, rotary=rotary, softmax_scale=0.3, **given)
+        expected = flashgen.attention(
+            q, other, append=new, rotary=rotary, backend=backend, softmax_scale=0.3, **options
+        )
+        np.testing.assert_equal(found, expected)
+        np.testing.assert_array_equal(cache.k.view(np.uint16), other.k.view(np.uint16))
+    assert (found[0] if "return_lse" in options else found) is out
+    assert total.tolist() == [6, 4, 5]
+
+
+def test_a_held_plan_refuses_what_it_was_not_made_for_and_writes_nothing():
+    rng = np.random.default_rng()
+    cache, q, *new = cache_of(rng, pages=False), *(numbers(rng, 3, 3, heads, 32) for heads in (4, 2, 2))
+    rotary = flashgen.Rotary(*tables(rng))
+    plan = flashgen.plan(q, cache, append=new, rotary=rotary)
+    before = copied(cache)
+    for error, message, given in (
+        (errors.BadParam, "made with interleaved=False", {"rotary": flashgen.Rotary(*tables(rng), True)}),
+        (errors.BadParam, "rotary is None; the plan was made with", {"rotary": None}),
+        (errors.BadTensorShape, "out has", {"out": q[:, :2]}),
+        (errors.BadParam, "lse was given to a plan made without", {"lse": np.zeros((3, 4, 3), np.float32)}),
+        (errors.BadParam, "softmax_scale is -1", {"softmax_scale": -1.0}),
+        (errors.BadTensorShape, "k_new has", {"append": [x[:, :2] for x in new]}),
+        (errors.BadParam, "append has type ndarray", {"append": q}),
+        (errors.BadParam, "cache has type ndarray", {"cache": q}),
+    ):
+        with pytest.raises(error, match=message):
+            plan(**({"q": q, "cache": cache, "append": new, "rotary": rotary} | given))
+    np.testing.assert_array_equal(cache.k.view(np.uint16), before.k.view(np.uint16))
+    with pytest.raises(errors.BadParam, match="rotary was given without append"):
+        flashgen.plan(q, cache, rotary=rotary)
+
+
+@pytest.mark.parametrize("backend", ON)
+@pytest.mark.parametrize("made", ["held", "call"])
+def test_what_lengths_contradict_is_found_before_the_cache_is_written(made, backend, monkeypatch):
+    monkeypatch.setenv("FLASHGEN_CHECK", "1")
+    monkeypatch.setattr(api, "_plans", {})
+    rng = np.random.default_rng()
+    cache, q, *new = cache_of(rng, pages=True), *(numbers(rng, 3, 3, heads, 32) for heads in (4, 2, 2))
+    before = copied(cache)
+    options = {"append": new, "max_seqlen_kv": 21, "backend": backend}
+    call = partial(flashgen.attention, q, cache, **options)
+    if made == "held":
+        call = partial(flashgen.plan(q, cache, **options), q, cache, new)
+    with pytest.raises(errors.BadParam, match="sequence 2 has length 22; max_seqlen_kv says"):
+        call()
+    np.testing.assert_array_equal(cache.k.view(np.uint16), before.k.view(np.uint16))
+
+
 def test_packed_tokens_are_appended_to_their_sequences():
     rng = np.random.default_rng()
     cache, cu = cache_of(rng, pages=True), np.array([0, 2, 2, 5], np.int32)
@@ -96,6 +171,32 @@ def test_a_wrong_call_leaves_the_cache_as_it_was(changes, error, message):
         flashgen.attention(given.pop("q"), cache, **given)
     np.testing.assert_array_equal(cache.k.view(np.uint16), before.k.view(np.uint16))
     np.testing.assert_array_equal(cache.v.view(np.uint16), before.v.view(np.uint16))
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_arrays_of_other_libraries(library, held):
+    """The result is of the library of q; a cache of NumPy is written to where the others are JAX's."""
+    module = pytest.importorskip("torch" if library == "torch" else "jax.numpy")
+    into = module.from_numpy if library == "torch" else module.asarray
+    rng = np.random.default_rng()
+    cache, q, *new = cache_of(rng, pages=True), *(numbers(rng, 3, 3, heads, 32) for heads in (4, 2, 2))
+    angles = tables(rng)
+    expected, lse = flashgen.attention(
+        q, copied(cache), append=new, rotary=flashgen.Rotary(*angles), return_lse=True
+    )
+    rotary = flashgen.Rotary(*map(into, angles))
+    given = into(q), cache
+    if library == "torch":
+        given = into(q), flashgen.KVCache(*(into(getattr(cache, f)) for f in ("k", "v", "lengths", "pages")))
+    options = {"append": tuple(map(into, new)), "rotary": rotary}
+    if held:
+        found = flashgen.plan(*given, **options, return_lse=True)(*given, **options)
+    else:
+        found = flashgen.attention(*given, **options, return_lse=True)
+    for array, like in zip(found, (expected, lse), strict=True):
+        assert type(array) is type(given[0])
+        np.testing.assert_array_equal(np.asarray(array), like)
 
 
 def test_append_needs_a_cache():

@@ -128,6 +128,8 @@ def use(q: object, k: object, v: object) -> str:
     plan: flashgen.Plan = flashgen.plan(q, k, v, causal=True)
     plan(q, k, v, softmax_scale=0.1)
     assert_type(plan.workspace_bytes, int)
+    step: flashgen.AppendPlan = flashgen.plan(q, flashgen.KVCache(k, v, q), append=(k, v))
+    assert_type(step.append, flashgen.Plan)
     names = flashgen.warmup([{"q": (1, 16, 2, 64), "causal": True}], arch="sm_90")
     assert_type(names, tuple[str, ...])
     found = flashgen.explain((1, 16, 2, 64), dtype="bf16", arch="sm_90")

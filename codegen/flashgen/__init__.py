@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flashgen.api import attention, explain, plan, warmup
-    from flashgen.appending import append
+    from flashgen.appending import AppendPlan, append
     from flashgen.errors import (
         BadParam,
         BadTensorDtype,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AppendPlan",
     "BadParam",
     "BadTensorDtype",
     "BadTensorShape",
@@ -74,6 +75,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AppendPlan": "flashgen.appending",
     "KVCache": "flashgen.kvcache",
     "Plan": "flashgen.runtime.plans",
     "Rotary": "flashgen.kvcache",

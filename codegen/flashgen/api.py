@@ -12,28 +12,31 @@ import time
 from collections.abc import Mapping
 from functools import lru_cache
 from operator import index as index_of
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from flashgen import logs
 from flashgen.errors import BadParam, DeviceTypeNotSupported, NullPointer
 from flashgen.kvcache import KVCache
 from flashgen.operators.arguments import dtype_name, flag, on_device, view_of_shape
-from flashgen.operators.attention import mask_type_name, operator_for, sees_no_later_key
+from flashgen.operators.attention import operator_for, sees_no_later_key
 from flashgen.runtime import arrays
-from flashgen.runtime.plans import Plan, run_adopted
+from flashgen.runtime.plans import Plan, adopted, run_adopted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from flashgen.appending import AppendPlan
     from flashgen.arch import Device
     from flashgen.kvcache import Rotary
     from flashgen.operators.operator import Operator, Problem
     from flashgen.operators.scores import Score
     from flashgen.operators.splits import Splits
-    from flashgen.runtime.plans import Runner
+    from flashgen.runtime.plans import Ready, Runner
     from flashgen.schedule.explain import Explanation
     from flashgen.spec.model import Spec
 
+# An operator, and what a call gives it: an array or None for each argument, options, scalars.
+Asked = tuple["Operator", tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
 BACKENDS = ("cuda", "cpu", "simulator")
 _ON_HOST = ("cpu", "simulator")
 MAX_PLANS = 1024
@@ -156,9 +159,14 @@ def attention(
     if kind is None or not kind.is_compiling() or _unrecorded(v, out, stream, lengths):
         try:
             if append is not None or rotary is not None:
-                wanted = asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
-                _check(*wanted, backend, algorithm)  # ahead of what writes to the cache
-                q, k = _appended(q, k, append, rotary, options, cu_seqlens_q, stream, backend)
+                from flashgen.appending import append_and_attend, asked_to_append
+
+                of_append = asked_to_append(q, k, append, rotary, cu_seqlens_q, options[:3], stream)
+
+                def attention_over(q: Any, cache: KVCache) -> Asked:
+                    return asked(q, cache, v, mask, out, options, softmax_scale, of_score, lengths)
+
+                return append_and_attend(of_append, attention_over, q, k, stream, backend, algorithm)
             wanted = asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
             return _call(*wanted, stream, backend, algorithm)
         except arrays.RequiresGradient as error:
@@ -190,6 +198,16 @@ def _unrecorded(v: Any, out: Any, stream: Any, lengths: tuple[Any, ...]) -> str:
     return "out" if out is not None else "stream" if stream is not None else ""
 
 
+@overload
+def plan(
+    q: Any, k: Any, v: Any = None, *, append: None = None, rotary: None = None, **options: Any
+) -> Plan: ...
+
+
+@overload
+def plan(q: Any, k: KVCache, v: None = None, *, append: tuple[Any, Any], **options: Any) -> AppendPlan: ...
+
+
 def plan(
     q: Any,
     k: Any,
@@ -210,12 +228,14 @@ def plan(
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
     splits: Splits = "auto",
+    append: tuple[Any, Any] | None = None,
+    rotary: Rotary | None = None,
     out: Any = None,
     return_lse: bool = False,
     backend: str | None = None,
     algorithm: str | None = None,
-) -> Plan:
-    """A ``Plan`` for all calls whose arrays have the layouts of these.
+) -> Plan | AppendPlan:
+    """A ``Plan`` for all calls whose arrays have the layouts of these; with ``append`` an ``AppendPlan``.
 
     Arguments and errors are those of ``attention``. The kernel is compiled and loaded here, so that calls of
     the plan only queue it. The elements of the arrays are not read. An ``out`` here fixes the layout of every
@@ -226,6 +246,15 @@ def plan(
     of_score = softcap, alibi_slopes, score, params
     lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
     options = causal, mask_type, window_size, return_lse, splits
+    if append is not None or rotary is not None:
+        from flashgen.appending import asked_to_append, held
+
+        of_append = asked_to_append(q, k, append, rotary, cu_seqlens_q, options[:3])
+
+        def attention_over(q: Any, cache: KVCache) -> Asked:
+            return asked(q, cache, v, mask, out, options, softmax_scale, of_score, lengths)
+
+        return held(of_append, attention_over, q, k, rotary, backend, algorithm)
     wanted = asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
     return make_plan(*wanted, backend, algorithm)
 
@@ -240,7 +269,7 @@ def asked(
     softmax_scale: float | None,
     of_score: tuple[Any, ...],
     lengths: tuple[Any, ...],
-) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+) -> Asked:
     """The operator that a call asks for, with its arrays, options and scalars. Raises BadParam."""
     modification, arrays_of_score, scalars = None, (), (softmax_scale,)
     softcap, alibi_slopes, score, params = of_score
@@ -281,38 +310,6 @@ def asked(
     return varlen_for(modification), given, options, scalars
 
 
-def _appended(
-    q: Any,
-    cache: Any,
-    new: Any,
-    rotary: Rotary | None,
-    options: tuple[Any, ...],
-    cu_seqlens_q: Any,
-    stream: Any,
-    backend: str | None,
-) -> tuple[Any, KVCache]:
-    """q, rotated, and the cache with its lengths after new keys and values went into it. Raises BadParam."""
-    from flashgen.appending import append
-
-    if new is None:
-        raise BadParam("rotary was given without append; it rotates what goes into a cache, and the queries")
-    if not isinstance(new, (tuple, list)) or len(new) != 2:
-        raise BadParam(f"append has type {type(new).__name__}; expected (k_new, v_new)")
-    causal, mask_type, window_size, *_ = options
-    moves = causal or mask_type_name(mask_type) == "causal_bottom_right" or tuple(window_size) != (-1, -1)
-    total, rotated = append(
-        cache,
-        *new,
-        rotary=rotary,
-        q=None if rotary is None else q,
-        q_positions="each" if moves else "first",
-        cu_seqlens_new=cu_seqlens_q,
-        stream=stream,
-        backend=backend,
-    )
-    return q if rotated is None else rotated, dataclasses.replace(cache, lengths=total)
-
-
 @lru_cache(maxsize=1)
 def _defaults() -> Mapping[str, Any]:
     """The parameters of ``attention`` with their defaults."""
@@ -321,7 +318,7 @@ def _defaults() -> Mapping[str, Any]:
 
 def _asked_by_name(
     call: Mapping[str, Any],
-) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+) -> Asked:
     """`asked` of all parameters of ``attention`` by name."""
     lengths = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
     return asked(
@@ -592,21 +589,25 @@ def _known(
     return known, pointers
 
 
-def _check(
+def ready(
     operator: Operator,
     given: tuple[Any, ...],
     options: tuple[Any, ...],
     scalars: tuple[Any, ...],
+    stream: Any,
     backend: str | None,
     algorithm: str | None,
-) -> None:
-    """Raise what is wrong with a call; compute nothing. Its plan is kept, so that the call only queues it."""
+) -> tuple[Plan, Ready]:
+    """The kept plan of a call, and the call itself: checked, with memory for its results, not yet queued."""
     kind = _common_kind(given)
     if kind is None:
-        make_plan(operator, given, options, scalars, backend, algorithm)
-        return
+        named = {argument.name: x for argument, x in zip(operator.arguments, given, strict=True)}
+        given = tuple(adopted(operator, named, stream).values())
+        kind = _common_kind(given)
+    if kind is None:
+        make_plan(operator, given, options, scalars, backend, algorithm)  # raises: the kinds differ
     known, pointers = _known(kind, operator, given, options, scalars, backend, algorithm)
-    known.check(pointers, scalars)
+    return known, known.ready(given, pointers, scalars, stream)
 
 
 def make_plan(

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from flashgen.bench import agreement, chart, environment, traffic
-from flashgen.bench.cases import GRIDS, Case, find_grid
-from flashgen.bench.hosts import Inputs, shapes
+from flashgen.bench.cases import GRIDS, Case, find_grid, zipf_lengths
+from flashgen.bench.hosts import Inputs, filled, quarter_turns, shapes
 from flashgen.bench.peers import all_peers, choose_peers, registry, torch_sdpa
 from flashgen.bench.peers.own import Flashgen
 from flashgen.bench.results import Measurement, Report, Row
@@ -164,6 +164,70 @@ def test_choosing_keeps_baselines_and_refuses_the_unknown():
         find_grid("masks").choose(["e4m3"])
     with pytest.raises(BadParam, match="prefill"):
         find_grid("prefil")
+
+
+LENGTHS = {
+    "cache": {"lengths": "cache", "seqlen_q": 1},
+    "pages": {"lengths": "cache", "seqlen_q": 1, "page_size": 16},
+    "append": {"lengths": "cache", "seqlen_q": 1, "appends": True},
+    "append pages": {"lengths": "cache", "seqlen_q": 3, "page_size": 4, "appends": True, "mask": "causal"},
+    "packed": {"lengths": "packed", "mask": "causal"},
+    "zipf": {"lengths": "zipf", "seqlen_q": 64, "batch": 5, "mask": "causal"},
+}
+
+
+@given(count=st.integers(1, 80), mean=st.integers(1, 600))
+def test_zipf_lengths_add_up_and_fall_by_rank(count, mean):
+    lengths = zipf_lengths(count, mean)
+    assert sum(lengths) == count * mean
+    assert lengths == zipf_lengths(count, mean)
+    first, *rest = sorted(lengths, reverse=True)
+    for rank, length in enumerate(rest, 2):
+        assert length <= first / rank < length + 1 + count  # whole tokens, and the first has the remainder
+
+
+@pytest.mark.parametrize("mask", ["none", "causal"])
+@pytest.mark.parametrize("lengths", ["packed", "zipf"])
+def test_packed_sequences_count_the_visible_pairs(lengths, mask):
+    shape = {"seqlen_q": 64} if lengths == "zipf" else {"seqlen_q": 70, "seqlen_kv": 64}
+    case = a_case(lengths=lengths, mask=mask, batch=6, **shape)
+    one = {"batch": 1, "mask": mask, "lengths": "none"}
+    seen = [visible(replace(case, **one, seqlen_q=q, seqlen_kv=kv)) for q, kv in case.sequences]
+    assert case.pairs * case.batch == sum(np.count_nonzero(x) for x in seen)
+    q, k, v, out, *_ = astuple(FakeHost().inputs(case, 0))
+    assert case.bytes_moved == 2 * (q.size + k.size + v.size + out.size)
+
+
+def test_cases_with_lengths_refuse_what_no_peer_is_told():
+    for wrong in (
+        {"lengths": "cache", "mask": "window", "window": 3},
+        {"lengths": "packed", "score": "softcap"},
+        {"lengths": "zipf", "seqlen_q": 3},
+        {"page_size": 16},
+        {"lengths": "packed", "appends": True},
+        {"lengths": "some"},
+    ):
+        with pytest.raises(BadParam, match="bench case 'a'"):
+            a_case(**wrong)
+
+
+def test_pages_are_set_against_the_contiguous_cache_and_appends_against_decode():
+    cases = {case.name: case for case in GRIDS["paged"].cases}
+    assert [c for c in cases if "pages" not in c] == [c.name for c in GRIDS["decode"].cases[:7]]
+    for case in cases.values():
+        if case.page_size:
+            base = cases[case.baseline]
+            assert (base.lengths, base.page_size) == ("cache", 0)
+            assert case.kv_bytes == base.kv_bytes
+            assert case.loss_limit == (0.10 if case.page_size == 1 else 0.03)
+    assert {case.page_size for case in cases.values()} == {0, 1, 16, 64, 256}
+    cases = {case.name: case for case in GRIDS["append"].cases}
+    for case in cases.values():
+        assert case.appends == (case.baseline is not None)
+        if case.appends:
+            assert replace(case, name="", appends=False, baseline=None) == replace(
+                cases[case.baseline], name=""
+            )
 
 
 # Timing
@@ -356,6 +420,8 @@ def attention64(case: Case, inputs: Inputs) -> np.ndarray:
     elif case.score == "alibi":
         scores = scores - np.asarray(inputs.slopes)[:, None, None] * distance
     seen = visible(case) if inputs.mask is None else ~inputs.mask
+    if case.mask == "random_causal":
+        seen = seen & visible(replace(case, mask="causal"))
     scores = np.where(seen, scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(axis=-1, keepdims=True), v)
@@ -368,10 +434,8 @@ class FakeHost(FakeClock):
     l2_bytes = 10_000
 
     def inputs(self, case, seed):
-        rng = np.random.default_rng(seed)
-        q, k, v, out = (rng.standard_normal(shape) for shape in shapes(case))
-        mask = case.hidden(rng) if case.is_dense else None
-        return Inputs(q, k, v, np.zeros_like(out), mask, case.slopes() if case.score == "alibi" else None)
+        normal = np.random.default_rng(seed).standard_normal
+        return Inputs(**filled(case, seed, normal, lambda array: array), out=np.zeros(shapes(case)[-1]))
 
     def copy(self, array):
         return array.copy()
@@ -447,6 +511,34 @@ def test_flashgen_itself_is_timed_on_the_case_that_is_named(score, mask):
         patch.setattr("flashgen.runtime.plans.Plan.variant", case)
         out = peer.prepare(case, [inputs])(0)
     np.testing.assert_allclose(out, attention64(case, inputs), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_flashgen_itself_is_timed_on_the_lengths_that_are_named(kind):
+    case = a_case(**({"head_dim": 64, "dtype": "fp32"} | LENGTHS[kind]))
+    arrays = astuple(FakeHost().inputs(case, 4))
+    inputs = Inputs(*(x if x is None or x.dtype == np.int32 else x.astype(np.float32) for x in arrays))
+    peer, rng = Flashgen(), np.random.default_rng(2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flashgen.runtime.plans.Plan.variant", case)
+        out = peer.prepare(case, [inputs])(0)
+        if kind in ("cache", "packed"):
+            found = all_peers()["flashgen-fixed"].prepare(case, [replace(inputs, out=np.empty_like(out))])(0)
+            np.testing.assert_allclose(found, out, rtol=1e-4, atol=1e-4)
+    assert peer.variant == case.name
+    shares = [agreement.sampled_share(case, inputs, out, FakeHost(), rng) for _ in range(9)]
+    assert max(shares) <= 1
+    other = {"k_new": 3 * inputs.k_new} if case.appends else {"v": np.flip(inputs.v, axis=(0, 1))}
+    assert agreement.sampled_share(case, replace(inputs, **other), out, FakeHost(), rng) > 10
+
+
+def test_quarter_turns_are_exact():
+    cos, sin = quarter_turns(9, 6)
+    assert set(np.unique(cos)) == set(np.unique(sin)) == {-1, 0, 1}
+    np.testing.assert_array_equal(cos * cos + sin * sin, np.ones_like(cos))
+    angles = np.pi / 2 * (np.arange(9)[:, None] + np.arange(6))
+    np.testing.assert_allclose(cos, np.cos(angles), atol=1e-12)
+    np.testing.assert_allclose(sin, np.sin(angles), atol=1e-12)
 
 
 def test_sampled_rows_notice_an_unwritten_last_row():
@@ -680,6 +772,13 @@ def test_tflops_and_cells():
     assert cell(report, row, "absent") == "–"
     report.metric = "µs"
     assert cell(report, row, "peer") == "1100.0 (1.10×)"
+    longer = Row(replace(row.case, name="x", baseline=row.case.name), {"flashgen": row.measurements["peer"]})
+    longer.measurements["flashgen"] = replace(row.measurements["peer"], peer="flashgen")
+    report.rows.append(longer)
+    assert report.added_ms(longer) == pytest.approx(0.1)
+    shown = Console(record=True, width=200, file=io.StringIO())
+    print_tables(report, shown)
+    assert f"+100.0 µs on {row.case.name}" in shown.export_text()
     report.metric = "GB/s"
     assert row.case.kv_bytes == 2 * 2 * 1024 * row.case.num_heads_kv * 16 * 2
     assert cell(report, row, "peer") == f"{row.case.kv_bytes / 1.1e-3 / 1e9:.1f} (1.10×)"
@@ -829,23 +928,28 @@ def test_one_algorithm_is_timed_only_where_it_is_named(monkeypatch):
 
 
 MHA = {"plain", "window", "dense", "fp32", "wide", "skewed", "192/128", "64/128", "softcap", "alibi", "also"}
+CACHES = {kind for kind in LENGTHS if kind not in ("packed", "zipf")}
+NO_CACHE = {*LENGTHS} - {"cache"}
+WITHOUT = {*MHA, "grouped"}  # lengths
 DECLINED = {
     # name: cases that it must decline, out of the test's; it must take every other
     "flashgen": set(),
-    "flashgen-gqa": MHA,
-    "flashgen-packed": MHA,
-    "torch-flash": {"window", "dense", "fp32", "skewed", "192/128", "64/128", "softcap", "alibi"},
-    "torch-cudnn": {"window", "fp32", "skewed", "softcap", "alibi"},
-    "torch-efficient": {"window", "grouped", "skewed", "softcap", "alibi"},
-    "flash-attn-4": {"dense", "fp32", "alibi"},
-    "flashinfer-fa2": {"dense", "fp32", "wide", "64/128", "alibi"},
-    "flashinfer-fa3": {"dense", "fp32", "wide", "64/128", "alibi"},
-    "flashinfer-decode": {*MHA, "grouped"},
-    "flex-attention": {"plain", "fp32", "wide", "grouped", "skewed", "192/128", "64/128"},
-    "flashgen-naive": {"window", "dense", "fp32", "grouped", "192/128"},
-    "flashgen-v1": {"window", "dense", "fp32", "grouped", "192/128"},
-    "flashgen-v2": set(),
-    "flashgen-v3": {"fp32"},
+    "flashgen-gqa": {*MHA, *LENGTHS},
+    "flashgen-packed": {*MHA, *LENGTHS},
+    "flashgen-fixed": {*WITHOUT, "pages", "append", "append pages", "zipf"},
+    "torch-varlen": {*WITHOUT, "cache", "pages", "append", "append pages"},
+    "torch-flash": {*NO_CACHE, "window", "dense", "fp32", "skewed", "192/128", "64/128", "softcap", "alibi"},
+    "torch-cudnn": {*NO_CACHE, "window", "fp32", "skewed", "softcap", "alibi"},
+    "torch-efficient": {*LENGTHS, "window", "grouped", "skewed", "softcap", "alibi"},
+    "flash-attn-4": {"dense", "fp32", "alibi", "pages", "append", "append pages"},
+    "flashinfer-fa2": {"dense", "fp32", "wide", "64/128", "alibi", *CACHES},
+    "flashinfer-fa3": {"dense", "fp32", "wide", "64/128", "alibi", *CACHES},
+    "flashinfer-decode": {*WITHOUT, "append", "append pages", "packed", "zipf"},
+    "flex-attention": {"plain", "fp32", "wide", "grouped", "skewed", "192/128", "64/128", *LENGTHS},
+    "flashgen-naive": {"window", "dense", "fp32", "grouped", "192/128", *LENGTHS},
+    "flashgen-v1": {"window", "dense", "fp32", "grouped", "192/128", *LENGTHS},
+    "flashgen-v2": {*LENGTHS},
+    "flashgen-v3": {"fp32", *LENGTHS},
 }
 
 
@@ -865,6 +969,7 @@ def test_peers_decline_exactly_what_they_cannot_do():
         "alibi": replace(plain, score="alibi"),
         "also": replace(plain, also="flex-attention"),
     }
+    cases |= {kind: replace(plain, num_heads_kv=2, **changes) for kind, changes in LENGTHS.items()}
     found = {
         name: {kind for kind, case in cases.items() if peer.declines(case)}
         for name, peer in all_peers().items()
@@ -894,6 +999,31 @@ def test_sdpa_gets_views_scale_and_mask_the_right_way_round(changes):
         patch.setattr(torch_sdpa, "_BACKENDS", {"flash": SDPBackend.MATH.name})
         out = peer.prepare(case, [tensors])(0)
     np.testing.assert_allclose(out.numpy(), attention64(case, arrays), atol=1e-12)
+
+
+@pytest.mark.parametrize("knows_groups", [False, True])
+@pytest.mark.parametrize("kind", ["packed", "zipf"])
+def test_varlen_attn_gets_sequences_bounds_and_heads(kind, knows_groups, monkeypatch):
+    torch = pytest.importorskip("torch")
+    from torch.nn.attention import varlen
+
+    case = a_case(**LENGTHS[kind])
+    arrays = FakeHost().inputs(case, 4)
+    tensors = Inputs(*(None if x is None else torch.from_numpy(x) for x in astuple(arrays)))
+
+    def grouped(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, enable_gqa=False):
+        assert (max_q, max_k) == max(case.sequences)
+        assert enable_gqa == knows_groups
+        assert len(k[0]) == (2 if knows_groups else 4)
+        assert window_size == (-1, 0)
+        return cu_seq_q.tolist(), cu_seq_k.tolist()
+
+    def plain(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size):
+        return grouped(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size=window_size)
+
+    monkeypatch.setattr(varlen, "varlen_attn", grouped if knows_groups else plain)
+    ends = all_peers()["torch-varlen"].prepare(case, [tensors])(0)
+    assert [list(np.diff(x)) for x in ends] == [list(x) for x in zip(*case.sequences, strict=True)]
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")

@@ -105,3 +105,34 @@ def test_a_graph_replays_with_other_lengths():
         count = min(3, 64 - length)
         expected[b, length : length + count] = new[b, :count]
     assert torch.equal(k, expected)
+
+
+def test_a_held_plan_of_append_and_attention_replays_with_other_lengths():
+    """In a graph, with all memory the caller's: as `attention(append=)` with the lengths of the replay."""
+    random = torch.Generator("cuda").manual_seed(new_seed())
+
+    def normal(*shape):
+        return torch.randn(shape, generator=random, device="cuda").half()
+
+    q, new = normal(5, 1, 8, 128), (normal(5, 1, 2, 128), normal(5, 1, 2, 128))
+    k, v = normal(60, 16, 2, 128), normal(60, 16, 2, 128)
+    pages = torch.randperm(60, generator=random, device="cuda").int().view(5, 12)
+    lengths = torch.tensor([0, 7, 100, 15, 191], dtype=torch.int32, device="cuda")
+    angles = torch.rand(192, 32, generator=random, device="cuda")
+    cache, rotary = flashgen.KVCache(k, v, lengths, pages=pages), flashgen.Rotary(angles.cos(), angles.sin())
+    plan = flashgen.plan(q, cache, append=new, rotary=rotary)
+    out, q_rotated, total = torch.empty_like(q), torch.empty_like(q), torch.empty_like(lengths)
+    workspace = torch.full((plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device="cuda")
+    written = {"out": out, "q_rotated": q_rotated, "total_lengths": total, "workspace": workspace}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan(q, cache, new, rotary=rotary, **written)
+    for numbers in ([0, 7, 100, 15, 191], [31, 0, 16, 190, 1]):
+        lengths.copy_(torch.tensor(numbers, dtype=torch.int32))
+        other = flashgen.KVCache(k.clone(), v.clone(), lengths, pages=pages)
+        expected = flashgen.attention(q, other, append=new, rotary=rotary)
+        graph.replay()
+        assert torch.equal(out, expected)
+        assert torch.equal(k, other.k)
+        assert torch.equal(v, other.v)
+        assert total.tolist() == [number + 1 for number in numbers]

@@ -1,6 +1,8 @@
 """FLASHGEN_CHECK on a GPU: lengths that queued work has just written are read and named; a graph is captured
 as without it."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -50,6 +52,22 @@ def test_what_queued_work_writes_is_what_is_checked(cache, busy):
         again = flashgen.attention(q, cache)
     stream.synchronize()
     assert np.array_equal(again.get(), right.get())
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_bound_below_what_an_append_leads_to_is_found_before_the_cache_is_written(held, cache):
+    q, new, before = normal(BATCH, 1, 8, 64), normal(BATCH, 1, 2, 64), cache.k.get()
+    cache.lengths[2] = 50
+    options = {"append": (new, new), "max_seqlen_kv": 50}
+    call = partial(flashgen.attention, q, cache, **options)
+    if held:
+        call = partial(flashgen.plan(q, cache, **options), q, cache, (new, new))
+    with pytest.raises(errors.BadParam, match="sequence 2 has length 51; max_seqlen_kv"):
+        call()
+    assert np.array_equal(cache.k.get(), before)
+    cache.lengths[2] = 49
+    call()
+    assert not np.array_equal(cache.k.get(), before)
 
 
 def test_an_append_names_the_sequence_and_writes_nothing(cache):

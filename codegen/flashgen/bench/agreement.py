@@ -31,16 +31,49 @@ def sampled_share(case: Case, inputs: Inputs, out: Any, host: Host, rng: np.rand
     """
     batch = int(rng.integers(case.batch))
     head = int(rng.integers(case.num_heads_q))
-    rows = np.unique(np.r_[0, case.seqlen_q - 1, rng.integers(case.seqlen_q, size=_ROWS)])
-    kv_head = head // case.group_size
-    q, found = (host.numpy(x[batch, :, head])[rows] for x in (inputs.q, out))
-    k, v = (host.numpy(x[batch, :, kv_head]) for x in (inputs.k, inputs.v))
+    q, k, v, found = _one_head(case, inputs, out, batch, head, host)
+    rows = np.unique(np.r_[0, len(q) - 1, rng.integers(len(q), size=_ROWS)])
     dense = None if inputs.mask is None else host.numpy(inputs.mask)[rows]
-    q, k, v = (x[None, :, None] for x in (q, k, v))
-    expected = reference.attention(
-        q, k, v, case.dtype, case.head_dim**-0.5, case.band, dense, rows, _modification(case, head)
-    )
-    return reference.largest(found[None, :, None], expected.out, expected.out_bound).share
+    q, k, v, found = (x[None, :, None] for x in (q[rows], k, v, found[rows]))
+    band, modification = case.band_of(*case.sequences[batch]), _modification(case, head)
+    expected = reference.attention(q, k, v, case.dtype, case.head_dim**-0.5, band, dense, rows, modification)
+    return reference.largest(found, expected.out, expected.out_bound).share
+
+
+def _one_head(
+    case: Case, inputs: Inputs, out: Any, batch: int, head: int, host: Host
+) -> tuple[np.ndarray, ...]:
+    """q, k, v and out of a query head of one sequence, (tokens, width) each, in host memory: as the kernel is
+    to see them, rotated and with what it is to append.
+    """
+    kv_head = head // case.group_size
+    if case.is_packed:
+        begins = np.cumsum([(0, 0), *case.sequences], axis=0)[batch : batch + 2]
+        of_q, of_kv = (slice(int(begin), int(end)) for begin, end in begins.T)
+        q, found = (host.numpy(x[of_q, head]) for x in (inputs.q, out))
+        return q, *(host.numpy(x[of_kv, kv_head]) for x in (inputs.k, inputs.v)), found
+    q, found = (host.numpy(x[batch, :, head]) for x in (inputs.q, out))
+    if case.page_size:
+        pages = host.numpy(inputs.pages[batch]).astype(int).tolist()
+        k, v = (host.numpy(x[:, :, kv_head][pages]) for x in (inputs.k, inputs.v))
+        k, v = (x.reshape(-1, x.shape[-1])[: case.seqlen_kv] for x in (k, v))
+    else:
+        k, v = (host.numpy(x[batch, :, kv_head]) for x in (inputs.k, inputs.v))
+    if case.appends:
+        k_new, v_new = (host.numpy(x[batch, :, kv_head]) for x in (inputs.k_new, inputs.v_new))
+        cos, sin = (host.numpy(x) for x in (inputs.cos, inputs.sin))
+        positions = np.arange(case.seqlen_kv - case.seqlen_q, case.seqlen_kv)
+        of_q = positions if case.is_causal else positions[:1]
+        q = _rotated(q, cos[of_q], sin[of_q])
+        k = np.concatenate((k[: positions[0]], _rotated(k_new, cos[positions], sin[positions])))
+        v = np.concatenate((v[: positions[0]], v_new))
+    return q, k, v, found
+
+
+def _rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """Elements i and i + head_dim / 2 are a pair."""
+    first, second = np.split(x, 2, axis=-1)
+    return np.concatenate((cos * first - sin * second, cos * second + sin * first), axis=-1)
 
 
 def _modification(case: Case, head: int) -> ScoreOfCall | None:

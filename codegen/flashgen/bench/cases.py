@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 MASKS = ("none", "causal", "window", "random", "random_causal", "documents")
 SCORES = ("none", "softcap", "alibi")
+LENGTHS = ("none", "cache", "packed", "zipf")
 SOFTCAP = 30.0
 CLOCKS = ("stream", "graph")
 
@@ -35,7 +36,11 @@ class Case:
     ``mask`` is one of ``none``; ``causal``; ``window``: causal, and ``window`` keys back at most;
     ``random``: a dense mask that hides each key with probability 1/8; ``random_causal``: that and causal
     together; ``documents``: a dense mask that keeps ``documents`` equal blocks on the diagonal. ``score`` is
-    one of ``none``; ``softcap``, of SOFTCAP; ``alibi``, with the usual slopes. ``also`` names a peer that
+    one of ``none``; ``softcap``, of SOFTCAP; ``alibi``, with the usual slopes. ``lengths`` is one of
+    ``none``; ``cache``: keys are a KV cache with lengths on the device, all of seqlen_kv, contiguous or, with
+    ``page_size``, in pages in random order; ``packed``: sequences are packed, all equally long; ``zipf``:
+    packed, of lengths by Zipf's law, seqlen_q = seqlen_kv in the mean. ``appends``: the last seqlen_q keys
+    and values go into the cache in the call, rotated, as q is. ``also`` names a peer that
     times this case though it leaves cases of its kind to the others elsewhere. ``clock`` is
     ``stream`` (events around calls) or ``graph`` (events around replays of a CUDA graph, for kernels shorter
     than a call's host time). ``baseline`` names the case of the same grid that this one is set against, in
@@ -56,6 +61,9 @@ class Case:
     window: int = 0
     documents: int = 1
     head_dim_v: int | None = None
+    lengths: str = "none"
+    page_size: int = 0
+    appends: bool = False
     clock: str = "stream"
     baseline: str | None = None
     loss_limit: float | None = None
@@ -66,9 +74,18 @@ class Case:
             (self.score, SCORES),
             (self.clock, CLOCKS),
             (self.dtype, DTYPES),
+            (self.lengths, LENGTHS),
         ):
             if value not in allowed:
                 raise BadParam(f"bench case {self.name!r}: {value!r} is none of {', '.join(allowed)}")
+        if self.lengths != "none" and (self.mask not in ("none", "causal") or self.score != "none"):
+            raise BadParam(f"bench case {self.name!r}: with lengths it is full or causal, and has no score")
+        if self.lengths == "zipf" and self.seqlen_q != self.seqlen_kv:
+            raise BadParam(
+                f"bench case {self.name!r}: sequences of Zipf lengths have as many keys as queries"
+            )
+        if self.lengths != "cache" and (self.page_size or self.appends):
+            raise BadParam(f"bench case {self.name!r}: only a cache has pages, or is appended to")
 
     @property
     def group_size(self) -> int:
@@ -91,22 +108,42 @@ class Case:
         return self.mask in ("causal", "random_causal")
 
     @property
+    def is_packed(self) -> bool:
+        """Whether sequences follow one another, without a dimension for the batch."""
+        return self.lengths in ("packed", "zipf")
+
+    @property
+    def sequences(self) -> tuple[tuple[int, int], ...]:
+        """Queries and keys of each sequence."""
+        if self.lengths != "zipf":
+            return ((self.seqlen_q, self.seqlen_kv),) * self.batch
+        return tuple((length, length) for length in zipf_lengths(self.batch, self.seqlen_q))
+
+    @property
     def band(self) -> Band:
-        """Which keys a query may see, apart from a dense mask."""
+        """Which keys a query may see, apart from a dense mask; where sequences differ, in one of the mean
+        length.
+        """
+        return self.band_of(self.seqlen_q, self.seqlen_kv)
+
+    def band_of(self, seqlen_q: int, seqlen_kv: int) -> Band:
+        """`band` in a sequence of these lengths."""
         if not self.is_causal and self.mask != "window":
             return Band()
         left = self.window if self.mask == "window" else UNBOUNDED
-        return Band(self.seqlen_kv - self.seqlen_q, left, 0)
+        return Band(seqlen_kv - seqlen_q, left, 0)
 
     @property
     def pairs(self) -> float:
-        """Query-key pairs of one head that count as work.
+        """Query-key pairs of one head that count as work, in the mean of the sequences.
 
-        Half of all for ``causal``, the exact number of visible pairs for ``window`` and ``documents``, all
-        for ``random``: no tile of a random mask is empty, so no kernel can leave any out. ``random_causal``
-        counts as ``causal``.
+        Where sequences are packed, the visible ones. Else half of all for ``causal``, the exact number of
+        visible pairs for ``window`` and ``documents``, all for ``random``: no tile of a random mask is empty,
+        so no kernel can leave any out. ``random_causal`` counts as ``causal``.
         """
         everything = self.seqlen_q * self.seqlen_kv
+        if self.is_packed:
+            return sum(_visible_pairs(self.is_causal, *lengths) for lengths in self.sequences) / self.batch
         if self.is_causal:
             return everything / 2
         if self.mask == "window":
@@ -200,6 +237,24 @@ class Grid:
         for case in self.cases:
             found.setdefault(case.baseline or case.name, []).append(case)
         return [tuple(group) for group in found.values()]
+
+
+def zipf_lengths(count: int, mean: int) -> list[int]:
+    """Lengths of ``count`` sequences that fall as 1 / rank and add up to ``count`` times ``mean``, in an
+    order that is always the same.
+    """
+    ranks = np.arange(1, count + 1)
+    lengths = np.floor(count * mean / (ranks * (1 / ranks).sum())).astype(int)
+    lengths[0] += count * mean - lengths.sum()
+    return np.random.default_rng(0).permutation(lengths).tolist()
+
+
+def _visible_pairs(causal: bool, seqlen_q: int, seqlen_kv: int) -> int:
+    """Query-key pairs of a sequence; causal ones aligned with its end."""
+    if not causal:
+        return seqlen_q * seqlen_kv
+    rows = min(seqlen_q, seqlen_kv)  # those that see a key
+    return rows * seqlen_kv - rows * (rows - 1) // 2
 
 
 def short_length(length: int) -> str:
@@ -391,10 +446,77 @@ def _decode() -> Grid:
     return Grid("decode", doc, tuple(cases), metric="GB/s")
 
 
+_PAGE_SIZES = (1, 16, 64, 256)
+# The share of a contiguous cache's rate that pages may lose: of one key, and of more.
+_PAGE_LOSSES = {1: 0.10, 16: 0.03, 64: 0.03, 256: 0.03}
+
+
+def _decoding(batch: int, seqlen_kv: int, heads_q: int, heads_kv: int, head_dim: int) -> Case:
+    """One query on a contiguous cache."""
+    return Case(
+        f"{batch} × {short_length(seqlen_kv)}, {heads_q}/{heads_kv}, d{head_dim}",
+        batch,
+        seqlen_q=1,
+        seqlen_kv=seqlen_kv,
+        num_heads_q=heads_q,
+        num_heads_kv=heads_kv,
+        head_dim=head_dim,
+        dtype="bf16",
+        lengths="cache",
+        clock="graph",
+    )
+
+
+def _paged() -> Grid:
+    cases = []
+    for shape in _DECODED:
+        base = _decoding(*shape)
+        cases.append(base)
+        for size in _PAGE_SIZES:
+            against = {"baseline": base.name, "loss_limit": _PAGE_LOSSES[size]}
+            cases.append(replace(base, name=f"{base.name}, pages of {size}", page_size=size, **against))
+    doc = "one query on a KV cache, contiguous and in pages of 1 to 256 keys: GB/s of K and V"
+    return Grid("paged", doc, tuple(cases), metric="GB/s")
+
+
+def _append() -> Grid:
+    cases = []
+    for shape in (
+        (1, 4096, 32, 8, 128),
+        (8, 8192, 32, 8, 128),
+        (64, 8192, 32, 8, 128),
+        (128, 2048, 64, 8, 128),
+    ):
+        for size in (0, 16):
+            base = _decoding(*shape)
+            if size:
+                base = replace(base, name=f"{base.name}, pages of {size}", page_size=size)
+            against = {"name": f"{base.name}, append", "baseline": base.name}
+            cases += [base, replace(base, appends=True, **against)]
+    doc = "one query on a KV cache, without and with append and rotary: GPU time inside a CUDA graph"
+    return Grid("append", doc, tuple(cases), metric="µs")
+
+
+def _varlen() -> Grid:
+    def case(name: str, batch: int, seqlen_q: int, seqlen_kv: int, lengths: str = "packed") -> Case:
+        shape: dict[str, Any] = {"num_heads_q": 32, "num_heads_kv": 8, "head_dim": 128}
+        options = {"dtype": "bf16", "mask": "causal", "lengths": lengths, "clock": "graph"}
+        return Case(name, batch, seqlen_q, seqlen_kv, **shape, **options)
+
+    cases = (
+        case("64 of Zipf lengths, 32k in all", 64, 512, 512, "zipf"),
+        case("8 × 4k", 8, 4096, 4096),
+        case("256 × 128", 256, 128, 128),
+        case("2 × 512 on 32k", 2, 512, 32_768),
+    )
+    doc = "packed sequences, causal, bf16, 32 heads on 8, head_dim 128: TFLOP/s of the visible pairs"
+    return Grid("varlen", doc, cases)
+
+
 GRIDS: dict[str, Grid] = {
     grid.name: grid
     for grid in (
         *(_prefill(), _head_dims(), _masks(), _scores(), _small(), _ragged()),
-        *(_lineage(), _decode()),
+        *(_lineage(), _decode(), _paged(), _append(), _varlen()),
     )
 }

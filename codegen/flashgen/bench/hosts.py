@@ -27,6 +27,10 @@ class Inputs:
     ``q`` is (batch, seqlen_q, num_heads_q, head_dim), ``k`` (batch, seqlen_kv, num_heads_kv, head_dim),
     ``v`` and ``out`` are likewise with head_dim_v, all contiguous; ``mask`` is bool (seqlen_q, seqlen_kv),
     True = hidden, or None; ``slopes`` is float32 (num_heads_q,), for ALiBi, or None.
+
+    Packed, they are (tokens, heads, ...), with ``cu_seqlens_q`` and ``cu_seqlens_kv``. A cache has
+    ``kv_lengths`` and, if k and v are (num_pages, page_size, ...), ``pages``. What is appended to it are
+    ``k_new`` and ``v_new``; ``cos`` and ``sin`` are those of `quarter_turns`.
     """
 
     q: Any
@@ -35,6 +39,14 @@ class Inputs:
     out: Any
     mask: Any | None
     slopes: Any | None = None
+    cu_seqlens_q: Any | None = None
+    cu_seqlens_kv: Any | None = None
+    kv_lengths: Any | None = None
+    pages: Any | None = None
+    k_new: Any | None = None
+    v_new: Any | None = None
+    cos: Any | None = None
+    sin: Any | None = None
 
 
 class Clock(Protocol):
@@ -80,14 +92,50 @@ class Host(Clock, Protocol):
 
 def shapes(case: Case) -> tuple[tuple[int, ...], ...]:
     """Shapes of q, k, v and out."""
-    rows_q = (case.batch, case.seqlen_q, case.num_heads_q)
-    rows_kv = (case.batch, case.seqlen_kv, case.num_heads_kv)
-    return (
-        (*rows_q, case.head_dim),
-        (*rows_kv, case.head_dim),
-        (*rows_kv, case.width_v),
-        (*rows_q, case.width_v),
-    )
+    rows_q: tuple[int, ...] = (case.batch, case.seqlen_q)
+    rows_kv: tuple[int, ...] = (case.batch, case.seqlen_kv)
+    if case.is_packed:
+        rows_q, rows_kv = (case.batch * case.seqlen_q,), (case.batch * case.seqlen_kv,)
+    elif case.page_size:
+        rows_kv = (case.batch * -(-case.seqlen_kv // case.page_size), case.page_size)
+    q, kv = (*rows_q, case.num_heads_q), (*rows_kv, case.num_heads_kv)
+    return (*q, case.head_dim), (*kv, case.head_dim), (*kv, case.width_v), (*q, case.width_v)
+
+
+def quarter_turns(rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tables of cosines and sines, float32 (rows, columns), of whole quarter turns: rotation by them is
+    exact, so that a result with it can be compared as closely as one without.
+    """
+    turns = (np.arange(rows)[:, None] + np.arange(columns)) % 4
+    return np.array([1, 0, -1, 0], np.float32)[turns], np.array([0, 1, 0, -1], np.float32)[turns]
+
+
+def filled(
+    case: Case, seed: int, normal: Callable[[tuple[int, ...]], Any], place: Callable[[np.ndarray], Any]
+) -> dict[str, Any]:
+    """All of `Inputs` but ``out``. ``normal`` makes an array of random elements, ``place`` copies one to the
+    device.
+    """
+    rng = np.random.default_rng(seed)
+    found: dict[str, Any] = {"mask": place(case.hidden(rng)) if case.is_dense else None}
+    found |= {name: normal(shape) for name, shape in zip("qkv", shapes(case), strict=False)}
+    if case.score == "alibi":
+        found["slopes"] = place(case.slopes())
+    if case.is_packed:
+        ends = np.cumsum([(0, 0), *case.sequences], axis=0, dtype=np.int32)
+        found |= {f"cu_seqlens_{name}": place(ends[:, n].copy()) for n, name in enumerate(("q", "kv"))}
+    if case.lengths == "cache":
+        length = case.seqlen_kv - (case.seqlen_q if case.appends else 0)
+        found["kv_lengths"] = place(np.full(case.batch, length, np.int32))
+    if case.page_size:
+        order = rng.permutation(shapes(case)[1][0]).astype(np.int32)
+        found["pages"] = place(order.reshape(case.batch, -1))
+    if case.appends:
+        new = (case.batch, case.seqlen_q, case.num_heads_kv)
+        found |= {"k_new": normal((*new, case.head_dim)), "v_new": normal((*new, case.width_v))}
+        tables = quarter_turns(case.seqlen_kv, case.head_dim // 2)
+        found |= {name: place(table) for name, table in zip(("cos", "sin"), tables, strict=True)}
+    return found
 
 
 class TorchHost:
@@ -107,15 +155,12 @@ class TorchHost:
     def inputs(self, case: Case, seed: int) -> Inputs:
         torch = self._torch
         generator = torch.Generator("cuda").manual_seed(seed)
-        *inputs, shape_out = shapes(case)
 
         def normal(shape: tuple[int, ...]) -> Any:
             return torch.randn(shape, generator=generator, device="cuda").to(self._dtypes[case.dtype])
 
-        mask = torch.from_numpy(case.hidden(np.random.default_rng(seed))).cuda() if case.is_dense else None
-        q, k, v = map(normal, inputs)
-        slopes = torch.from_numpy(case.slopes()).cuda() if case.score == "alibi" else None
-        return Inputs(q, k, v, q.new_empty(shape_out), mask, slopes)
+        found = filled(case, seed, normal, lambda array: torch.from_numpy(array).cuda())
+        return Inputs(**found, out=found["q"].new_empty(shapes(case)[-1]))
 
     def record(self) -> Any:
         event = self._torch.cuda.Event(enable_timing=True)
@@ -177,15 +222,12 @@ class CupyHost:
         cupy = self._cupy
         generator = cupy.random.default_rng(seed)
         dtype = self._dtype(case.dtype)
-        *inputs, shape_out = shapes(case)
 
         def normal(shape: tuple[int, ...]) -> Any:
             return generator.standard_normal(shape, dtype=np.float32).astype(dtype)
 
-        mask = cupy.asarray(case.hidden(np.random.default_rng(seed))) if case.is_dense else None
-        q, k, v = map(normal, inputs)
-        slopes = cupy.asarray(case.slopes()) if case.score == "alibi" else None
-        return Inputs(q, k, v, cupy.empty(shape_out, dtype), mask, slopes)
+        found = filled(case, seed, normal, cupy.asarray)
+        return Inputs(**found, out=cupy.empty(shapes(case)[-1], dtype))
 
     def record(self) -> Any:
         event = self._cupy.cuda.Event()

@@ -135,11 +135,24 @@ class Report:
 
     def baseline_ratio(self, row: Row) -> float | None:
         """Flashgen's TFLOP/s on this case over its TFLOP/s on the case's baseline."""
-        base = next((r for r in self.rows if r.case.name == row.case.baseline), None)
-        if base is None or OURS not in row.measurements or OURS not in base.measurements:
+        base = self._baseline(row)
+        if base is None:
             return None
         ours, theirs = row.measurements[OURS].tflops(row.case), base.measurements[OURS].tflops(base.case)
         return ours / theirs if ours and theirs else None
+
+    def added_ms(self, row: Row) -> float | None:
+        """Milliseconds that flashgen takes on this case beyond those on the case's baseline."""
+        base = self._baseline(row)
+        if base is None:
+            return None
+        ours, theirs = row.measurements[OURS].timing, base.measurements[OURS].timing
+        return ours.median_ms - theirs.median_ms if ours and theirs else None
+
+    def _baseline(self, row: Row) -> Row | None:
+        """The row of the case's baseline, where flashgen was measured on both."""
+        base = next((r for r in self.rows if r.case.name == row.case.baseline), None)
+        return base if base and OURS in row.measurements and OURS in base.measurements else None
 
     @property
     def dtypes(self) -> list[str]:
@@ -198,6 +211,7 @@ class Report:
             ratio, peer = row.best_rival() or (None, None)
             derived = {
                 "baseline_ratio": self.baseline_ratio(row),
+                "baseline_added_ms": self.added_ms(row),
                 "best_rival": peer,
                 "best_rival_ratio": ratio,
             }

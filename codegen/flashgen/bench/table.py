@@ -126,6 +126,9 @@ def _best(row: Row) -> str:
 
 
 def _baseline(report: Report, row: Row) -> str:
+    if report.metric == "µs":
+        added = report.added_ms(row)
+        return "–" if added is None else f"{1e3 * added:+.1f} µs on {row.case.baseline}"
     ratio = report.baseline_ratio(row)
     if ratio is None:
         return "–"

@@ -40,34 +40,34 @@ def checked(work: Work, problem: Problem, pointers: Pointers) -> Work:
 
 
 def _check_and_queue(work: Work, problem: Problem, pointers: Pointers, arrays: Arrays, stream: int) -> None:
-    operator = problem.operator
-    if problem.device is None:
-        found = {name: _on_host(arrays[operator.position(name)]) for name in operator.elements_checked}
-        operator.check_elements(problem, found)
-    else:
-        with activated(problem.device):
-            _check_on_gpu(problem, pointers, stream)
+    found = elements(problem, pointers, arrays, stream)
+    if found is not None:
+        problem.operator.check_elements(problem, found)
     work(arrays, stream)
+
+
+def elements(
+    problem: Problem, pointers: Pointers, arrays: Arrays, stream: int
+) -> dict[str, np.ndarray | None] | None:
+    """The arrays whose elements are checked, by name, in host memory: what the work of the stream so far has
+    left in them, for which this waits. A stream that is captured cannot be waited for, and the graph may find
+    other elements: None then.
+    """
+    operator = problem.operator
+    positions = {name: operator.position(name) for name in operator.elements_checked}
+    if problem.device is None:
+        return {name: _on_host(arrays[position]) for name, position in positions.items()}
+    from cupy.cuda import runtime
+
+    with activated(problem.device):
+        if runtime.streamIsCapturing(stream):
+            return None
+        placed = problem.placed()
+        return {name: _copied(placed[place], pointers[place], stream) for name, place in positions.items()}
 
 
 def _on_host(array: Any) -> np.ndarray | None:
     return None if array is None else host_array(array)
-
-
-def _check_on_gpu(problem: Problem, pointers: Pointers, stream: int) -> None:
-    """Wait for the stream, and check what its work so far has left in the arrays. A stream that is captured
-    cannot be waited for, and the graph may find other elements, so nothing is checked there.
-    """
-    from cupy.cuda import runtime
-
-    if runtime.streamIsCapturing(stream):
-        return
-    operator, placed = problem.operator, problem.placed()
-    found = {}
-    for name in operator.elements_checked:
-        position = operator.position(name)
-        found[name] = _copied(placed[position], pointers[position], stream)
-    operator.check_elements(problem, found)
 
 
 def _copied(placed: Placed | None, pointer: int, stream: int) -> np.ndarray | None:

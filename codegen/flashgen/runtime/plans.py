@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -38,6 +37,9 @@ if TYPE_CHECKING:
 Pointers = tuple[int, ...]
 Arrays = tuple[Any, ...]
 Work = Callable[[Arrays, int], None]  # queues the steps on the stream of a CUDA handle
+# A call that is checked and only has to be queued: its work, arrays and pointers, the handle of its stream,
+# and its workspace, which lives until the work is queued.
+Ready = tuple[Work, Arrays, Pointers, int, Any]
 # Works that a plan keeps, by addresses and scalars.
 MAX_WORKS = 256
 # Bytes to which the workspace is aligned; any allocation of a GPU is.
@@ -73,6 +75,7 @@ class Plan:
         "_device",
         "_empty",
         "_known",
+        "_known_workspace",
         "_layouts",
         "_needed",
         "_no_scalars",
@@ -97,6 +100,7 @@ class Plan:
         self._layouts = kind.read(examples)[0]
         # The layouts of the last call, which were found to fit: the next one need not look again.
         self._known = self._layouts
+        self._known_workspace: Any = None  # likewise
         # What to queue, by pointers at which memory was sound, and by scalars.
         self._works: dict[Any, Work] = {}
         self._types = kind.types
@@ -159,12 +163,19 @@ class Plan:
         Raises BadParam, NullPointer, BadTensorShape, BadTensorDtype, BadTensorStrides or
         DeviceTypeNotSupported for what does not fit the plan, and InsufficientWorkspace.
         """
-        arrays, scalars = self._bound(inputs, named)
-        if not self._types.issuperset(map(type, arrays)):
-            if any(x is not None and libraries.kind_of(x) is None for x in arrays):
-                return self._adopted(arrays, scalars, stream, workspace)
-            if any(x is not None and libraries.kind_of(x) is not self.kind for x in arrays):
-                self._check(arrays)  # raises: the libraries differ
+        arrays, scalars = self.bound(inputs, named)
+        if not self._types.issuperset(map(type, arrays)) and any(
+            x is not None and libraries.kind_of(x) is None for x in arrays
+        ):
+            return self._adopted(arrays, scalars, stream, workspace)
+        return self.run(arrays, self.pointers(arrays), scalars, stream, workspace)
+
+    def pointers(self, arrays: Arrays) -> Pointers:
+        """Those of native arrays. Raises what does not fit the plan."""
+        if not self._types.issuperset(map(type, arrays)) and any(
+            x is not None and libraries.kind_of(x) is not self.kind for x in arrays
+        ):
+            self._check(arrays)  # raises: the libraries differ
         try:
             layouts, pointers = self._read(arrays)
         except RuntimeError:
@@ -173,7 +184,7 @@ class Plan:
         if layouts != self._known:
             self._check(arrays)
             self._known = layouts
-        return self.run(arrays, pointers, scalars, stream, workspace)
+        return pointers
 
     def _adopted(self, arrays: Arrays, scalars: tuple[Any, ...], stream: Any, workspace: Any) -> Any:
         operator = self.problem.operator
@@ -185,14 +196,22 @@ class Plan:
         self, arrays: Arrays, pointers: Pointers, scalars: tuple[Any, ...], stream: Any, workspace: Any = None
     ) -> Any:
         """``__call__`` for native arrays whose layouts are known to be the plan's, with their pointers."""
+        work, arrays, _, handle, _memory = self.ready(arrays, pointers, scalars, stream, workspace)
+        work(arrays, handle)
+        return self.results_of(arrays)
+
+    def ready(
+        self, arrays: Arrays, pointers: Pointers, scalars: tuple[Any, ...], stream: Any, workspace: Any = None
+    ) -> Ready:
+        """All of ``run`` but queueing: the checks, and the memory of results and workspace."""
         if stream is None:
             handle = self._current_stream(self._device)
         elif self._device is None:
             raise BadParam("stream was given, but the arrays are in host memory, where there are no streams")
         else:
             handle = libraries.stream_pointer(stream)
-        results, given = self._results, pointers
-        for position in results:
+        given = pointers
+        for position in self._results:
             if arrays[position] is None:
                 arrays, pointers = self._allocated(position, arrays, pointers, stream)
         memory = None  # lives until the work is queued; an allocator reuses it in the order of the stream
@@ -207,26 +226,19 @@ class Plan:
             key = work = None
         if work is None:
             work = self._prepare(key, given, pointers, scalars)
-        work(arrays, handle)
-        del memory
+        return work, arrays, pointers, handle, memory
+
+    def results_of(self, arrays: Arrays) -> Any:
+        """What a call returns: the one of its arrays that is a result, or a tuple of them."""
+        results = self._results
         return arrays[results[0]] if len(results) == 1 else tuple([arrays[place] for place in results])
 
-    def check(self, pointers: Pointers, scalars: tuple[Any, ...]) -> None:
-        """Raise what ``run`` would raise for inputs at these pointers, with 0 for outputs, and scalars."""
-        key = pointers, scalars
-        with contextlib.suppress(TypeError):  # a scalar that is no number; with_scalars says so
-            if key in self._works:
-                return
-        self.problem.with_scalars(scalars)
-        arguments, placed = self.problem.operator.arguments, self.problem.placed()
-        spans = [
-            (0, 0) if each is None or argument.is_output else each.span()
-            for argument, each in zip(arguments, placed, strict=True)
-        ]
-        check_memory(arguments, spans, pointers, ())
-        self._keep(key, _no_work)
+    @property
+    def checks_elements(self) -> bool:
+        """Whether each call reads its lengths and tables on the host, and checks them."""
+        return self._checked or (self.variant is None and self.problem.operator.check_elements is not None)
 
-    def _bound(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Arrays, tuple[Any, ...]]:
+    def bound(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Arrays, tuple[Any, ...]]:
         """Arrays in the operator's order, and scalars in theirs."""
         operator, given = self.problem.operator, len(inputs)
         positions = self._positions
@@ -263,6 +275,11 @@ class Plan:
         if workspace is None:
             memory = self.kind.empty((needed + WORKSPACE_ALIGNMENT,), like, stream, "uint8")
             return memory, -(-self.kind.pointer(memory) // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+        layout = None
+        if type(workspace) in self._types:
+            (layout,), (address,) = self._read((workspace,))
+            if layout == self._known_workspace and not address % WORKSPACE_ALIGNMENT:
+                return workspace, address
         view = libraries.view(workspace, "workspace")
         if view.device != self._device or not is_contiguous(view):
             raise BadParam("workspace must be a contiguous array on the device of the plan")
@@ -274,6 +291,7 @@ class Plan:
                 f"workspace starts at address {view.pointer:#x}; it must be a multiple of "
                 f"{WORKSPACE_ALIGNMENT} bytes"
             )
+        self._known_workspace = layout
         return workspace, view.pointer
 
     def _prepare(self, key: Any, given: Pointers, pointers: Pointers, scalars: tuple[Any, ...]) -> Work:
@@ -375,12 +393,10 @@ def _no_work(arrays: Arrays, stream: int) -> None:
     """What a call without elements comes to."""
 
 
-def run_adopted(call: Any, operator: Any, given: dict[str, Any], stream: Any, **rest: Any) -> Any:
-    """``call`` for arrays that flashgen does not read directly: adopt them, call, hand the results back.
-
-    ``given`` has an array or None for each argument of the operator.
+def adopted(operator: Any, given: dict[str, Any], stream: Any) -> dict[str, Any]:
+    """Native arrays over the memory of ``given``, by the names of the operator's arguments. Raises what
+    `arrays.adopt` does, and BadParam for an output that cannot be written to.
     """
-    first = given[operator.arguments[0].name]
     for argument in operator.arguments:
         array = given[argument.name]
         if argument.is_output and array is not None and libraries.immutable(array):
@@ -388,12 +404,21 @@ def run_adopted(call: Any, operator: Any, given: dict[str, Any], stream: Any, **
                 f"{argument.name} has type {type(array).__name__}, whose memory cannot be written to; "
                 f"call without {argument.name} and use the result"
             )
-    native = {
+    return {
         argument.name: None
         if given[argument.name] is None and (argument.is_output or argument.optional)
         else libraries.adopt(given[argument.name], argument.name, stream)
         for argument in operator.arguments
     }
+
+
+def run_adopted(call: Any, operator: Any, given: dict[str, Any], stream: Any, **rest: Any) -> Any:
+    """``call`` for arrays that flashgen does not read directly: adopt them, call, hand the results back.
+
+    ``given`` has an array or None for each argument of the operator.
+    """
+    first = given[operator.arguments[0].name]
+    native = adopted(operator, given, stream)
     results = call(**native, stream=stream, **rest)
     outputs = [argument.name for argument in operator.arguments if argument.is_output]
     inputs = tuple(native[argument.name] for argument in operator.arguments if not argument.is_output)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from flashgen.bench.hosts import Inputs
 
 Run = Callable[[int], Any]
-"""Launches one call on input set ``i`` and returns the output, (batch, seqlen_q, num_heads_q, head_dim_v)."""
+"""Launches one call on input set ``i`` and returns the output, of the shape of `Inputs.out`."""
 
 
 class Peer(Protocol):

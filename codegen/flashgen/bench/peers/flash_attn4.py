@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 class FlashAttn4:
-    """``flash_attn.cute.flash_attn_func``; it picks its Hopper or Blackwell kernel itself."""
+    """``flash_attn.cute.flash_attn_func``, or ``flash_attn_varlen_func`` where sequences are packed. They
+    pick the Hopper or the Blackwell kernel themselves.
+    """
 
     name = "flash-attn-4"
     hosts = ("torch",)
@@ -39,6 +41,8 @@ class FlashAttn4:
             return "no mask array"
         if case.score == "alibi":
             return "no ALiBi"
+        if case.page_size or case.appends:
+            return "a cache without pages only, and nothing to append"
         return None
 
     def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
@@ -51,7 +55,27 @@ class FlashAttn4:
 
         def run(index: int) -> Any:
             inputs = sets[index]
-            result = flash_attn_func(inputs.q, inputs.k, inputs.v, causal=causal, window_size=window, **cap)
+            if case.is_packed:
+                result = packed(inputs)
+            else:
+                result = flash_attn_func(
+                    inputs.q, inputs.k, inputs.v, causal=causal, window_size=window, **cap
+                )
             return result[0] if isinstance(result, tuple) else result
+
+        def packed(inputs: Inputs) -> Any:
+            from flash_attn.cute import flash_attn_varlen_func
+
+            longest = max(case.sequences)
+            return flash_attn_varlen_func(
+                inputs.q,
+                inputs.k,
+                inputs.v,
+                cu_seqlens_q=inputs.cu_seqlens_q,
+                cu_seqlens_k=inputs.cu_seqlens_kv,
+                max_seqlen_q=longest[0],
+                max_seqlen_k=longest[1],
+                causal=causal,
+            )
 
         return run

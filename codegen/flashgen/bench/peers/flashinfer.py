@@ -7,6 +7,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from flashgen.bench.cases import SOFTCAP
 
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ class FlashInfer:
             return "dense masks are packed bits here, per request"
         if case.score == "alibi":
             return "ALiBi has slopes of its own here"
+        if case.lengths == "cache":
+            return "a cache is for its decode"
         return None
 
     def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
@@ -55,10 +59,9 @@ class FlashInfer:
 
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
         wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=self._backend)
-        starts = torch.arange(case.batch + 1, dtype=torch.int32)
+        ends = np.cumsum([(0, 0), *case.sequences], axis=0, dtype=np.int32)
         wrapper.plan(
-            starts * case.seqlen_q,
-            starts * case.seqlen_kv,
+            *(torch.from_numpy(column.copy()) for column in ends.T),
             case.num_heads_q,
             case.num_heads_kv,
             case.head_dim,
@@ -68,16 +71,18 @@ class FlashInfer:
             q_data_type=sets[0].q.dtype,
             logits_soft_cap=SOFTCAP if case.score == "softcap" else None,
         )
-        rows = [(s.q.flatten(0, 1), s.k.flatten(0, 1), s.v.flatten(0, 1)) for s in sets]
+        rows = [tuple(x.reshape(-1, *x.shape[-2:]) for x in (s.q, s.k, s.v)) for s in sets]
 
         def run(index: int) -> Any:
-            return wrapper.run(*rows[index]).unflatten(0, (case.batch, case.seqlen_q))
+            return wrapper.run(*rows[index]).reshape(sets[index].out.shape)
 
         return run
 
 
 class FlashInferDecode:
-    """``BatchDecodeWithPagedKVCacheWrapper`` on tensor cores, with K and V as pages in their order."""
+    """``BatchDecodeWithPagedKVCacheWrapper`` on tensor cores, with the pages of the case, or with K and V as
+    pages in their order.
+    """
 
     hosts = ("torch",)
     name = "flashinfer-decode"
@@ -94,8 +99,10 @@ class FlashInferDecode:
             return "head_dim 64, 128 and 256 only"
         if case.is_dense:
             return "no mask array"
-        if case.seqlen_kv % _PAGE:
-            return f"a sequence is whole pages of {_PAGE} keys here"
+        if case.is_packed or case.appends:
+            return "timed on a cache, with nothing to append"
+        if case.seqlen_kv % (case.page_size or _PAGE):
+            return f"a sequence is whole pages of {case.page_size or _PAGE} keys here"
         return None
 
     def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
@@ -104,20 +111,23 @@ class FlashInferDecode:
 
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
-        pages = case.seqlen_kv // _PAGE
+        size = case.page_size or _PAGE
+        count = case.seqlen_kv // size
+        order = torch.arange(case.batch * count, dtype=torch.int32, device="cuda")
         wrapper.plan(
-            torch.arange(case.batch + 1, dtype=torch.int32, device="cuda") * pages,
-            torch.arange(case.batch * pages, dtype=torch.int32, device="cuda"),
-            torch.full((case.batch,), _PAGE, dtype=torch.int32, device="cuda"),
+            torch.arange(case.batch + 1, dtype=torch.int32, device="cuda") * count,
+            # A table for all sets: which pages of a set it names makes no difference to the time.
+            sets[0].pages.flatten() if case.page_size else order,
+            torch.full((case.batch,), size, dtype=torch.int32, device="cuda"),
             case.num_heads_q,
             case.num_heads_kv,
             case.head_dim,
-            _PAGE,
+            size,
             window_left=case.window if case.mask == "window" else -1,
             q_data_type=sets[0].q.dtype,
             kv_data_type=sets[0].k.dtype,
         )
-        paged = [tuple(x.flatten(0, 1).unflatten(0, (-1, _PAGE)) for x in (s.k, s.v)) for s in sets]
+        paged = [tuple(x.reshape(-1, size, *x.shape[2:]) for x in (s.k, s.v)) for s in sets]
 
         def run(index: int) -> Any:
             return wrapper.run(sets[index].q.squeeze(1), paged[index]).unsqueeze(1)

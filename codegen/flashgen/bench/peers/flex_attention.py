@@ -33,6 +33,8 @@ class FlexAttention:
         return None
 
     def declines(self, case: Case) -> str | None:
+        if case.lengths != "none":
+            return "timed without lengths only"
         if case.mask in ("none", "causal") and case.score == "none" and case.also != self.name:
             return "timed on windows, dense masks and modified scores, which the other peers do not all have"
         return None

@@ -1,17 +1,18 @@
-"""flashgen itself, through a held plan: as dispatched, with the grouping of query heads pinned, or by one
-algorithm."""
+"""flashgen itself, through a held plan: as dispatched, with the grouping of query heads pinned, by one
+algorithm, or without lengths."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flashgen.bench.cases import SOFTCAP
+from flashgen.bench.hosts import Inputs, shapes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from flashgen.bench.cases import Case
-    from flashgen.bench.hosts import Inputs
     from flashgen.bench.peers.base import Run
     from flashgen.runtime.plans import Plan
 
@@ -38,6 +39,8 @@ class Flashgen:
     def declines(self, case: Case) -> str | None:
         if self._grouping is not None and case.group_size == 1:
             return "one query head per kv head"
+        if (self._grouping or self.algorithm) and case.lengths != "none":
+            return "arrays without lengths only"
         if self.algorithm == "v3" and case.dtype == "fp32":
             return "fp16 and bf16 only"
         if self.algorithm in ("naive", "v1") and not (
@@ -53,6 +56,8 @@ class Flashgen:
         from flashgen import plan as make_plan
 
         first = sets[0]
+        if case.lengths != "none":
+            return self._with_lengths(case, sets)
         plan = make_plan(
             first.q,
             first.k,
@@ -78,12 +83,93 @@ class Flashgen:
 
         return run
 
+    def _with_lengths(self, case: Case, sets: Sequence[Inputs]) -> Run:
+        from flashgen import KVCache, Rotary
+        from flashgen import plan as make_plan
+
+        def keys(inputs: Inputs) -> tuple[Any, ...]:
+            if case.is_packed:
+                return inputs.k, inputs.v
+            return (KVCache(inputs.k, inputs.v, inputs.kv_lengths, pages=inputs.pages),)
+
+        def appended(inputs: Inputs) -> dict[str, Any]:
+            if not case.appends:
+                return {}
+            new, rotary = (inputs.k_new, inputs.v_new), Rotary(inputs.cos, inputs.sin)
+            return {"append": new, "rotary": rotary}
+
+        def named(inputs: Inputs) -> dict[str, Any]:
+            names = ("cu_seqlens_q", "cu_seqlens_kv")
+            return {name: getattr(inputs, name) for name in names} if case.is_packed else {}
+
+        first = sets[0]
+        bounds = {}
+        if case.is_packed:
+            longest = max(case.sequences)
+            bounds = dict(zip(("max_seqlen_q", "max_seqlen_kv"), longest, strict=True))
+        plan = make_plan(
+            first.q,
+            *keys(first),
+            causal=case.is_causal,
+            out=first.out,
+            **named(first),
+            **appended(first),
+            **bounds,
+        )
+        self.variant = plan.variant.name
+
+        if case.appends:
+            return lambda index: plan(
+                sets[index].q, *keys(sets[index]), **appended(sets[index]), out=sets[index].out
+            )
+
+        def run(index: int) -> Any:
+            inputs = sets[index]
+            lengths = named(inputs) or {"kv_lengths": inputs.kv_lengths, "pages": inputs.pages}
+            return plan(inputs.q, inputs.k, inputs.v, **lengths, out=inputs.out)
+
+        return run
+
     def _workspace(self, plan: Plan) -> Any:
         """Memory for every call of the plan, or None where it needs none."""
         import cupy
 
         self.workspace_bytes = plan.workspace_bytes
         return cupy.empty(plan.workspace_bytes, cupy.uint8) if plan.workspace_bytes else None
+
+
+class FlashgenFixed:
+    """``flashgen.plan`` on the same arrays without their lengths, where all sequences are equally long: what
+    lengths cost.
+    """
+
+    hosts = ("cupy", "torch")
+    name = "flashgen-fixed"
+
+    def __init__(self) -> None:
+        self._plain = Flashgen()
+        self.variant: str | None = None
+
+    def unavailable(self) -> str | None:
+        return self._plain.unavailable()
+
+    def declines(self, case: Case) -> str | None:
+        if case.lengths not in ("cache", "packed"):
+            return "sequences that have lengths, and all the same"
+        return "no pages, and nothing to append" if case.page_size or case.appends else None
+
+    def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
+        fixed = replace(case, lengths="none")
+        rows = [
+            Inputs(
+                *(x.reshape(shape) for x, shape in zip((s.q, s.k, s.v, s.out), shapes(fixed), strict=True)),
+                mask=None,
+            )
+            for s in sets
+        ]
+        call = self._plain.prepare(fixed, rows)
+        self.variant = self._plain.variant
+        return lambda index: call(index).reshape(sets[index].out.shape)
 
 
 def _pinned(plan: Plan, inputs: Inputs, grouping: str) -> Plan:

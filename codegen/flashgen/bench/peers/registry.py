@@ -15,7 +15,7 @@ OURS = "flashgen"
 # Flashgen by one algorithm each; timed only where a grid, or the user, names them.
 LINEAGE = {f"{OURS}-{algorithm}": algorithm for algorithm in ("naive", "v1", "v2", "v3")}
 # The fastest of the others; what counts in a cell is the best of those that take it.
-RIVALS = ("torch-cudnn", "flash-attn-4", "flex-attention")
+RIVALS = ("torch-cudnn", "torch-varlen", "flash-attn-4", "flex-attention")
 
 
 def all_peers() -> dict[str, Peer]:
@@ -23,16 +23,19 @@ def all_peers() -> dict[str, Peer]:
     from flashgen.bench.peers.flash_attn4 import FlashAttn4
     from flashgen.bench.peers.flashinfer import FlashInfer, FlashInferDecode
     from flashgen.bench.peers.flex_attention import FlexAttention
-    from flashgen.bench.peers.own import Flashgen
+    from flashgen.bench.peers.own import Flashgen, FlashgenFixed
     from flashgen.bench.peers.torch_sdpa import TorchSdpa
+    from flashgen.bench.peers.torch_varlen import TorchVarlen
 
     peers: list[Peer] = [
         Flashgen(),
         Flashgen(grouping="gqa"),
         Flashgen(grouping="packed"),
+        FlashgenFixed(),
         TorchSdpa("flash"),
         TorchSdpa("cudnn"),
         TorchSdpa("efficient"),
+        TorchVarlen(),
         FlashAttn4(),
         FlashInfer("fa2"),
         FlashInfer("fa3"),

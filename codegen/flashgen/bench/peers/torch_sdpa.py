@@ -34,6 +34,8 @@ class TorchSdpa:
         return None if torch.cuda.is_available() else "this PyTorch sees no CUDA device"
 
     def declines(self, case: Case) -> str | None:
+        if case.lengths != "none" and (case.lengths != "cache" or case.page_size or case.appends):
+            return "arrays without lengths, or a contiguous cache with room for no more, only"
         if case.score != "none":
             return "SDPA modifies no scores but by a mask array"
         if case.mask == "window":
