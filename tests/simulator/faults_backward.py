@@ -120,7 +120,7 @@ FAULTS = (
     Fault("columns past the head dim are written", PLAIN, "main", SHORT, ("global bounds", "global access"),
           "if (first_column + chunk * kChunkElements >= columns) break;", ""),
     Fault("dQ without the scale", PLAIN, "convert", SHAPE, (WRONG,),
-          "rows[pass][row8], params.softmax_scale,", "rows[row8], 1.0f,"),
+          "rows[pass][row8], params.softmax_scale,", "rows[pass][row8], 1.0f,"),
     Fault("elements of a tile in another order", PLAIN, "convert", SHAPE, (WRONG,),
           "rows[e / 2][2 * t + e % 2]", "rows[e % 2][2 * t + e / 2]"),
     Fault("does not wait for the grid ahead", PLAIN, "main", SHAPE, ("dependency",),
