@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from flashgen.operators import ATTENTION
+from flashgen.operators.attention import ATTENTION
 from flashgen.runtime.arrays import view
 from flashgen.runtime.plans import Plan
 from flashgen.schedule.plan import plan_steps

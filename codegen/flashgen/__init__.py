@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from flashgen.operators.splits import SplitEvery
     from flashgen.parts import cascade, merge
     from flashgen.runtime.plans import Plan
+    from flashgen.training import attention_backward, plan_backward
 
 __version__ = "0.1.0"
 
@@ -64,10 +65,12 @@ __all__ = [
     "TunedWarning",
     "append",
     "attention",
+    "attention_backward",
     "cascade",
     "explain",
     "merge",
     "plan",
+    "plan_backward",
     "warmup",
 ]
 
@@ -79,10 +82,12 @@ _HOMES = {
     "SplitEvery": "flashgen.operators.splits",
     "append": "flashgen.appending",
     "attention": "flashgen.api",
+    "attention_backward": "flashgen.training",
     "cascade": "flashgen.parts",
     "explain": "flashgen.api",
     "merge": "flashgen.parts",
     "plan": "flashgen.api",
+    "plan_backward": "flashgen.training",
     "warmup": "flashgen.api",
 }
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, overload
 from flashgen import logs
 from flashgen.errors import BadParam, DeviceTypeNotSupported, NullPointer
 from flashgen.kvcache import KVCache
-from flashgen.operators.arguments import dtype_name, on_device, view_of_shape
+from flashgen.operators.arguments import dtype_name, flag, on_device, view_of_shape
 from flashgen.operators.attention import operator_for, sees_no_later_key
 from flashgen.runtime import arrays
 from flashgen.runtime.plans import Plan, adopted, run_adopted
@@ -70,6 +70,7 @@ def attention(
     rotary: Rotary | None = None,
     out: Any = None,
     return_lse: bool = False,
+    deterministic: bool = False,
     stream: Any = None,
     backend: str | None = None,
     algorithm: str | None = None,
@@ -128,6 +129,8 @@ def attention(
         device of q, in memory that no other argument touches. Not for JAX, whose arrays cannot be written to.
     return_lse: also return the logarithm (base e) of each row's sum of exponentials: fp32,
         (batch, num_heads_q, seqlen_q), or without batch; (num_heads_q, tokens) where queries are packed.
+    deterministic: of gradients: they are the same bits each time, as in ``attention_backward``; so they are
+        under torch.use_deterministic_algorithms. The result always is.
     stream: where to queue the work: a CuPy or PyTorch stream, a CUDA handle, or None for the current stream
         of the library of q. JAX has no public stream: its arrays are handed over by DLPack, both ways, on
         CuPy's current stream. Nothing waits for the GPU, and the call can be captured in a CUDA graph once
@@ -141,23 +144,58 @@ def attention(
 
     Returns ``out``, of the kind of q, or ``(out, lse)``. A row that sees no key is 0, with an LSE of -inf.
 
+    Where a tensor of PyTorch, q, k or v, requires a gradient, autograd records the call. It refuses one with
+    out, stream, lengths or a KVCache, and a mask or an array of a score that requires a gradient itself.
+
     Raises a FlashgenError, before anything is queued or written: BadParam, BadTensorShape, BadTensorDtype,
     BadTensorStrides, NullPointer, DeviceTypeNotSupported, NoCompilerError, or CompileError.
     """
     of_score = softcap, alibi_slopes, score, params
     lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
     options = causal, mask_type, window_size, return_lse, splits
-    if append is not None or rotary is not None:
-        from flashgen.appending import append_and_attend, asked_to_append
+    if deterministic is not False:
+        deterministic = flag("deterministic", deterministic)
+    kind = arrays.kind_of(q)
+    if kind is None or not kind.is_compiling() or _unrecorded(v, out, stream, lengths):
+        try:
+            if append is not None or rotary is not None:
+                from flashgen.appending import append_and_attend, asked_to_append
 
-        of_append = asked_to_append(q, k, append, rotary, cu_seqlens_q, options[:3], stream)
+                of_append = asked_to_append(q, k, append, rotary, cu_seqlens_q, options[:3], stream)
 
-        def attention_over(q: Any, cache: KVCache) -> Asked:
-            return asked(q, cache, v, mask, out, options, softmax_scale, of_score, lengths)
+                def attention_over(q: Any, cache: KVCache) -> Asked:
+                    return asked(q, cache, v, mask, out, options, softmax_scale, of_score, lengths)
 
-        return append_and_attend(of_append, attention_over, q, k, stream, backend, algorithm)
-    wanted = asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
-    return _call(*wanted, stream, backend, algorithm)
+                return append_and_attend(of_append, attention_over, q, k, stream, backend, algorithm)
+            wanted = asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
+            return _call(*wanted, stream, backend, algorithm)
+        except arrays.RequiresGradient as error:
+            # Raised where layouts are read, which looks at each tensor anyway: other calls pay nothing.
+            without = _unrecorded(v, out, stream, lengths)
+            if without:
+                raise BadParam(f"{error}. There are no gradients of calls with {without}") from None
+    from flashgen import autograd
+
+    results = autograd.attention(
+        (q, k, v, mask),
+        options[:3],
+        softmax_scale,
+        of_score,
+        splits=splits,
+        deterministic=deterministic,
+        backend=backend,
+        algorithm=algorithm,
+    )
+    return results if flag("return_lse", return_lse) else results[0]
+
+
+def _unrecorded(v: Any, out: Any, stream: Any, lengths: tuple[Any, ...]) -> str:
+    """What a call has that autograd's operators have not, empty if nothing."""
+    if v is None:
+        return "a KVCache"
+    if any(x is not None for x in lengths):
+        return "lengths"
+    return "out" if out is not None else "stream" if stream is not None else ""
 
 
 @overload
@@ -236,7 +274,7 @@ def asked(
     modification, arrays_of_score, scalars = None, (), (softmax_scale,)
     softcap, alibi_slopes, score, params = of_score
     if softcap is not None or alibi_slopes is not None or score is not None or params is not None:
-        modification, arrays_of_score, of_score = _modification(
+        modification, arrays_of_score, of_score = score_of(
             softcap, alibi_slopes, score, params, sees_no_later_key(*options[:3])
         )
         scalars = (softmax_scale, *of_score)
@@ -300,7 +338,7 @@ def _bound(max_seqlen: Any) -> Any:
         return max_seqlen  # None, or what the operator refuses
 
 
-def _modification(
+def score_of(
     softcap: float | None,
     alibi_slopes: Any,
     score: str | Sequence[str] | None,
@@ -308,6 +346,31 @@ def _modification(
     sees_no_later_key: bool,
 ) -> tuple[Score, tuple[Any, ...], tuple[Any, ...]]:
     """The score modification that a call asks for, its arrays and its numbers. Raises BadParam."""
+    names, given = named_score(softcap, alibi_slopes, score, params, sees_no_later_key)
+    modification = _chain(os.environ.get("FLASHGEN_SPECS", ""), names)
+    wanted = {param.name for param in modification.params}
+    for name in sorted(given.keys() ^ wanted):
+        has = f"it has {', '.join(sorted(wanted)) or 'none'}"
+        if name in given:
+            raise BadParam(f"score {modification.name} has no parameter {name}; {has}")
+        raise BadParam(
+            f"score {modification.name} needs the parameter {name}; pass params={{{name!r}: ...}}: {has}"
+        )
+    return (
+        modification,
+        tuple(given[param.name] for param in modification.arrays),
+        tuple(given[param.name] for param in modification.scalars),
+    )
+
+
+def named_score(
+    softcap: float | None,
+    alibi_slopes: Any,
+    score: str | Sequence[str] | None,
+    params: Mapping[str, Any] | None,
+    sees_no_later_key: bool,
+) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The names of the score modifications that a call asks for, and their parameters. Raises BadParam."""
     names = [score] if isinstance(score, str) else score
     if names is not None and not (isinstance(names, (list, tuple)) and names):
         raise BadParam(f"score is {score!r}; it must be the name of a score modification, or several")
@@ -330,20 +393,7 @@ def _modification(
             # Where no later key is seen the bias is linear, which costs less.
             names = [*names, "alibi" if sees_no_later_key else "alibi_symmetric"]
             given |= {"slope": alibi_slopes}
-    modification = _chain(os.environ.get("FLASHGEN_SPECS", ""), tuple(names))
-    wanted = {param.name for param in modification.params}
-    for name in sorted(given.keys() ^ wanted):
-        has = f"it has {', '.join(sorted(wanted)) or 'none'}"
-        if name in given:
-            raise BadParam(f"score {modification.name} has no parameter {name}; {has}")
-        raise BadParam(
-            f"score {modification.name} needs the parameter {name}; pass params={{{name!r}: ...}}: {has}"
-        )
-    return (
-        modification,
-        tuple(given[param.name] for param in modification.arrays),
-        tuple(given[param.name] for param in modification.scalars),
-    )
+    return tuple(names), given
 
 
 def explain(
@@ -448,7 +498,7 @@ def _shaped(given: dict[str, Any], dtype: str) -> Problem:
     """
     dtype = dtype_name(dtype)
     defaults = _defaults()
-    known = defaults.keys() - {"append", "rotary", "stream", "backend", "algorithm"}
+    known = defaults.keys() - {"append", "rotary", "deterministic", "stream", "backend", "algorithm"}
     unknown = given.keys() - known
     if unknown:
         raise BadParam(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(known))}")
@@ -474,12 +524,15 @@ def call(
     operator: Operator,
     given: tuple[Any, ...],
     options: tuple[Any, ...] = (),
+    scalars: tuple[Any, ...] = (),
     *,
     stream: Any,
     backend: str | None,
+    algorithm: str | None = None,
+    workspace: Any = None,
 ) -> Any:
-    """Compute ``given``, an array or None for each argument of an operator without scalars."""
-    return _call(operator, given, options, (), stream, backend, None)
+    """Compute ``given``, an array or None for each argument of an operator."""
+    return _call(operator, given, options, scalars, stream, backend, algorithm, workspace)
 
 
 def _call(
@@ -490,13 +543,14 @@ def _call(
     stream: Any,
     backend: str | None,
     algorithm: str | None,
+    workspace: Any = None,
 ) -> Any:
     """Compute ``given``, an array or None for each argument of the operator, with a plan that is kept."""
     kind = _common_kind(given)
     if kind is None:
-        return _call_adopted(operator, given, options, scalars, stream, backend, algorithm)
+        return _call_adopted(operator, given, options, scalars, stream, backend, algorithm, workspace)
     known, pointers = _known(kind, operator, given, options, scalars, backend, algorithm)
-    return known.run(given, pointers, scalars, stream)
+    return known.run(given, pointers, scalars, stream, workspace)
 
 
 def _common_kind(given: tuple[Any, ...]) -> arrays.Kind | None:
@@ -603,6 +657,7 @@ def _call_adopted(
     stream: Any,
     backend: str | None,
     algorithm: str | None,
+    workspace: Any = None,
 ) -> Any:
     """`_call` where not all arrays are of one native library."""
     if all(x is None or arrays.kind_of(x) is not None for x in given):
@@ -611,7 +666,7 @@ def _call_adopted(
 
     def call(*, stream: Any, **native: Any) -> Any:
         arrays_of = tuple(native[name] for name in names)
-        return _call(operator, arrays_of, options, scalars, stream, backend, algorithm)
+        return _call(operator, arrays_of, options, scalars, stream, backend, algorithm, workspace)
 
     return run_adopted(call, operator, dict(zip(names, given, strict=True)), stream)
 

@@ -123,9 +123,7 @@ class AppendPlan:
         if self._interleaved != (None if rotary is None else rotary.interleaved):
             made_with = "none" if self._interleaved is None else f"interleaved={self._interleaved}"
             raise BadParam(f"rotary is {rotary}; the plan was made with {made_with}")
-        native_q = q
-        if not self.append.kind.types.issuperset(map(type, (q, *given))):
-            native_q, given = arrays.adopt(q, "q", stream), _adopted(given, stream)
+        native_q, given = arrays.adopt(q, "q", stream), _adopted(given, stream)
         first = self.append.ready(given, self.append.pointers(given), (), stream)
         _, _, _, _, pages, index, _, _, _, cu_seqlens, k, v, total, rotated = first[1]
         seen = native_q if rotated is None else rotated
@@ -238,6 +236,9 @@ def _adopted(given: tuple[Any, ...], stream: Any) -> tuple[Any, ...]:
     """Native arrays over the memory of these. Raises what `arrays.adopt` does, and BadParam for a cache that
     cannot be written to.
     """
+    kind = arrays.kind_of(given[0])
+    if kind is not None and kind.types.issuperset(map(type, given)):
+        return given
     for name in ("k", "v"):
         x = given[APPEND.position(f"{name}_cache")]
         if arrays.immutable(x):

@@ -121,6 +121,19 @@ def test_cells_can_be_times_of_some_cases_with_the_kernel(tmp_path):
     assert lines[2][1:] == ["2000 ± 1.0 %", "5.4", "`a_kernel`"]
 
 
+def test_a_baseline_in_microseconds_is_a_difference(tmp_path):
+    base, case, *_ = GRIDS["append"].cases
+    rows = [
+        Row(each, {"flashgen": Measurement("flashgen", timing(ms), agrees=True)})
+        for each, ms in ((base, 0.02), (case, 0.0226))
+    ]
+    Report("append", "µs", {}, {}, rows).save(tmp_path / "r.json")
+    assert table(tmp_path, "cells r.json")[2:] == [
+        [base.name, "20.0 ± 1.0 %", "–"],
+        [case.name, "22.6 ± 1.0 %", f"+2.6 µs ({base.name})"],
+    ]
+
+
 def test_a_kept_case_is_set_against_a_baseline_that_is_not_shown(tmp_path):
     base, ragged = GRIDS["ragged"].cases[:2]
     saved(tmp_path, "r.json", (base, ragged), flashgen=1.0)

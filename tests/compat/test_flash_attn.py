@@ -277,10 +277,7 @@ def test_what_is_wrong_is_named_by_attention():
 def test_a_gradient_is_refused_by_name(name):
     torch = pytest.importorskip("torch")
     given = dict(zip("qkv", map(torch.from_numpy, qkv(np.random.default_rng())), strict=True))
-    plain = flash_attn_func(**given)
     given[name].requires_grad_()
-    with pytest.raises(NotImplementedError, match=f"^{name} requires a gradient"):
-        flash_attn_func(**given)
     packed, cu = [given[each][0] for each in "qkv"], torch.tensor([0, 5], dtype=torch.int32)
     with pytest.raises(NotImplementedError, match=f"^{name} requires a gradient"):
         flash_attn_varlen_func(*packed, cu, cu, 5, 5)
@@ -292,7 +289,25 @@ def test_a_gradient_is_refused_by_name(name):
         with pytest.raises(NotImplementedError, match=f"^{name} requires a gradient"):
             flash_attn_with_kvcache(given["q"], *caches, given["k"], given["v"], cache_seqlens=0)
     with torch.no_grad():
-        assert torch.equal(flash_attn_func(**given), plain)
+        flash_attn_varlen_func(*packed, cu, cu, 5, 5)
+
+
+def test_gradients_are_those_of_attention():
+    """Also of arrays that are packed, and where rows are padded."""
+    torch = pytest.importorskip("torch")
+    qkv = torch.randn(2, 9, 3, 4, 18, requires_grad=True)
+    q, k, v = (torch.nn.functional.pad(qkv[:, :, place], (0, 2)) for place in range(3))
+    out = flashgen.attention(q, k, v, causal=True, softmax_scale=18**-0.5, softcap=2.0)[..., :18]
+    weights = torch.randn_like(out)
+    (expected,) = torch.autograd.grad(out, qkv, weights)
+    options = {"causal": True, "softcap": 2.0, "deterministic": True}
+    for out in (
+        flash_attn_func(*qkv.unbind(2), **options),
+        flash_attn_qkvpacked_func(qkv, **options),
+        flash_attn_kvpacked_func(qkv[:, :, 0], qkv[:, :, 1:], **options),
+    ):
+        (found,) = torch.autograd.grad(out, qkv, weights, retain_graph=True)
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("width", [32, 36])

@@ -119,14 +119,46 @@ def test_nothing_but_a_bool_mask_is_copied(monkeypatch):
     assert all(x.is_contiguous() for x in seen[1])
 
 
-@pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask"])
-def test_a_gradient_is_refused_by_name(name):
-    given = dict(zip(("query", "key", "value"), qkv(), strict=True)) | {"attn_mask": torch.randn(23, 41)}
-    given[name].requires_grad_()
-    with pytest.raises(NotImplementedError, match=f"^{name} requires a gradient"):
-        scaled_dot_product_attention(**given)
+@pytest.mark.parametrize("width", [32, 30])
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"attn_mask": torch.rand(23, 41) < 0.9}], ids=str)
+def test_gradients_are_pytorchs(options, width):
+    """Also where rows are padded."""
+    given = [x.requires_grad_() for x in qkv(width=width)]
+    weights = torch.randn(2, 4, 23, width)
+    found, expected = (
+        torch.autograd.grad((attend(*given, **options) * weights).sum(), given)
+        for attend in (scaled_dot_product_attention, torch.nn.functional.scaled_dot_product_attention)
+    )
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_into_one_graph():
+    given = [x.requires_grad_() for x in qkv(kv_heads=2, width=30)]
+
+    def attend(*x):
+        return scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    found, expected = (torch.autograd.grad(f(*given).square().sum(), given) for f in (compiled, attend))
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_under_autocast_it_computes_in_the_dtype_of_autocast():
+    given = qkv()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = scaled_dot_product_attention(*given)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, scaled_dot_product_attention(*(x.bfloat16() for x in given)))
+
+
+def test_the_gradient_of_a_mask_is_refused():
+    mask = torch.randn(23, 41, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"^attn_mask requires a gradient"):
+        scaled_dot_product_attention(*qkv(), attn_mask=mask)
     with torch.no_grad():
-        same(**given)
+        same(*qkv(), attn_mask=mask)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.uint8], ids=str)

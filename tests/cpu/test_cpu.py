@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import flashgen
 from flashgen.cpu import attention as cpu
+from flashgen.cpu import threads
 from flashgen.operators import reference
 from flashgen.operators.attention import normalise
 from flashgen.operators.masks import Band
@@ -140,8 +141,8 @@ def test_threads_give_the_bits_of_one_thread(monkeypatch):
     rng = np.random.default_rng(5)
     q, k, v = rng.standard_normal((3, 2, 300, 4, 32), np.float32)
     alone = flashgen.attention(q, k, v, causal=True)
-    monkeypatch.setattr(cpu, "_PARALLEL_WORK", 0)
-    monkeypatch.setattr(cpu, "processors", lambda: 4)
+    monkeypatch.setattr(threads, "_PARALLEL_WORK", 0)
+    monkeypatch.setattr(threads, "processors", lambda: 4)
     monkeypatch.setattr(cpu, "BLOCK_ROWS", 512)
     np.testing.assert_array_equal(flashgen.attention(q, k, v, causal=True), alone)
 
@@ -150,7 +151,7 @@ def test_fixed_splits_leave_blas_one_thread_as_a_large_batch_does(monkeypatch):
     """So that the bits of a sequence do not depend on its batch; they are those of any splits."""
     rng = np.random.default_rng()
     q, k, v = rng.standard_normal((3, 4, 300, 4, 64), np.float32)
-    limited, inside = [], cpu._ONE_BLAS_THREAD
+    limited, inside = [], threads._ONE_BLAS_THREAD
     attend = cpu._attend
     monkeypatch.setattr(cpu, "_attend", lambda *args: (limited.append(inside._inside > 0), attend(*args)))
     results = {}
@@ -159,7 +160,7 @@ def test_fixed_splits_leave_blas_one_thread_as_a_large_batch_does(monkeypatch):
         one = flashgen.attention(q[1:2], k[1:2], v[1:2], causal=True, splits=splits)
         assert set(limited) == {splits != "auto"}
         with monkeypatch.context() as large:
-            large.setattr(cpu, "_PARALLEL_WORK", 0)
+            large.setattr(threads, "_PARALLEL_WORK", 0)
             whole = flashgen.attention(q, k, v, causal=True, splits=splits)
         if splits != "auto":
             np.testing.assert_array_equal(whole[1:2], one)
@@ -184,7 +185,7 @@ def test_blas_gets_its_threads_back_after_calls_that_overlap():
     from threadpoolctl import threadpool_info
 
     before = threadpool_info()
-    limit = cpu._SharedLimit()
+    limit = threads._SharedLimit()
     limit.__enter__()
     limit.__enter__()
     limit.__exit__(None, None, None)

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_dispatch import CONTIGUOUS, H200, problem
 
@@ -229,10 +229,17 @@ def with_lengths(batch, seqlen_q, seqlen_kv, splits, window=(-1, -1)):
     return varlen(*views, kv_lengths=lengths, window_size=window, splits=splits)
 
 
+# Around whole KV blocks.
+lengths = st.builds(
+    lambda blocks, beside: max(1, blocks * KEYS + beside), st.integers(1, 40), st.integers(-2, 2)
+)
+
+
+@settings(max_examples=500)
 @given(
     st.integers(1, 9),
     st.integers(1, 30),
-    st.integers(1, 5000),
+    lengths,
     st.integers(-1, 3000),
     st.integers(-1, 40),
     st.one_of(st.integers(1, 50), every),
@@ -248,7 +255,9 @@ def test_no_sequence_has_more_splits_than_the_workspace_has_room_for(
     assert shares.parts in (0, shares.tiles * numbers["splits_per_tile"])
     assert shares.count * shares.per_share >= shares.tiles * shares.splits
     assert shares.count <= H200.num_sms * variant.grid.blocks_per_sm
-    own = bounds.of_sequence(data.draw(st.integers(1, seqlen_q)), data.draw(st.integers(0, seqlen_kv)))
+    own = bounds.of_sequence(
+        data.draw(st.integers(1, seqlen_q)), min(seqlen_kv, data.draw(st.just(0) | lengths))
+    )
     begin, end = kv_blocks(own, KEYS, 0, own.seqlen_q - 1)
     blocks = max(1, end - begin)
     # What the kernel makes of the two numbers, and what the call asks for.

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from flashgen.errors import SimulationError
+from flashgen.operators.splits import SplitEvery
 from flashgen.schedule.plan import plan_steps
 from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make, run_steps
@@ -57,6 +58,19 @@ def test_shares_of_every_size(multiprocessors, compiler, fresh_seed):
     assert [step.variant.step for step in planned.steps] == (
         ["decode", "combine"] if multiprocessors in (5, 16, 100) else ["decode"]
     )
+
+
+@pytest.mark.parametrize("splits", [1, 3, 50, SplitEvery(256), SplitEvery(4096)], ids=str)
+def test_splits_that_the_call_fixes(splits, compiler, fresh_seed):
+    """The last one of a tile reaches past its keys, which nothing reads."""
+    shape = Shape(1, 2600, heads=6, kv_heads=2, batch=3, splits=splits)
+    _, planned = simulated(PACKED, shape, fresh_seed)
+    expected = {50: 21, SplitEvery(256): 11, SplitEvery(4096): 1}.get(splits, splits)
+    assert planned.steps[0].launch.blocks == 3 * 2 * expected
+    assert len(planned.steps) == (2 if expected > 1 else 1)
+    assert planned.steps[0].shares.per_tile >= 21  # KV blocks
+    windowed = Shape(5, 2000, 2, batch=2, window=(700, 0), splits=splits)
+    simulated("flash_decode_hdim64_fp16_local_sm80", windowed, fresh_seed)
 
 
 @pytest.mark.parametrize("seqlen_kv", [0, 1, 16, 127, 128, 129, 640, 641])

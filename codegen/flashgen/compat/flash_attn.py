@@ -4,7 +4,8 @@
 
 Arrays are those of ``flashgen.attention``: PyTorch, CuPy, NumPy, JAX and others; fp16, bf16, and fp32, which
 flash-attn itself has not. What flashgen does not compute raises NotImplementedError with the name of the
-argument: gradients, dropout, and caches that do not begin with their first key.
+argument: gradients of packed sequences and caches, dropout, and caches that do not begin with their first
+key.
 Other errors are those of ``flashgen.attention`` and ``flashgen.append``.
 """
 
@@ -46,19 +47,23 @@ def flash_attn_func(
     softcap: each scaled score s becomes softcap tanh(s / softcap); 0 and below is no cap.
     alibi_slopes: fp32, (nheads,) or (batch, nheads): subtract slope |p - j|. The LSE is of these very scores.
         flash-attn, when causal, adds slope j instead: the same result, with an LSE that is slope p larger.
-    deterministic: either way; it is about gradients, and the result is always repeatable.
+    deterministic: gradients are the same bits each time; the result always is.
     return_attn_probs: return (out, softmax_lse, None): the LSE in fp32, (batch, nheads, seqlen_q), and no
         probabilities, which flash-attn has for dropout alone.
 
     Returns out, (batch, seqlen_q, nheads, headdim of v); a query that sees no key is 0, with an LSE of -inf
     (in flash-attn inf).
 
-    Raises NotImplementedError for a dropout_p above 0 and for q, k or v that require a gradient, and what
-    ``flashgen.attention`` raises.
+    PyTorch's autograd gets the gradients of q, k and v.
+
+    Raises NotImplementedError for a dropout_p above 0, and what ``flashgen.attention`` raises.
     """
     refuse_dropout(dropout_p)
-    refuse_gradients(q=q, k=k, v=v)
-    result = _attention(q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_rank(name, x, "batch, seqlen, nheads, headdim")
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options |= {"return_lse": return_attn_probs, "deterministic": deterministic}
+    result = attention_of_any_width(q, k, v, **options)
     return (*result, None) if return_attn_probs else result
 
 
@@ -76,7 +81,6 @@ def flash_attn_qkvpacked_func(
     """``flash_attn_func`` of q, k and v in one array: qkv is (batch, seqlen, 3, nheads, headdim), read by its
     strides. Everything else is as there.
     """
-    refuse_gradients(qkv=qkv)
     _check_packed("qkv", qkv, 3, "nheads")
     q, k, v = (qkv[:, :, place] for place in range(3))
     return flash_attn_func(
@@ -109,7 +113,6 @@ def flash_attn_kvpacked_func(
     """``flash_attn_func`` of k and v in one array: kv is (batch, seqlen_k, 2, nheads_k, headdim), read by its
     strides. Everything else is as there.
     """
-    refuse_gradients(kv=kv)
     _check_packed("kv", kv, 2, "nheads_k")
     return flash_attn_func(
         q,
@@ -161,8 +164,8 @@ def flash_attn_varlen_func(
     Returns out, (total_q, nheads, headdim of v), or with return_attn_probs (out, softmax_lse, None) with the
     LSE in fp32, (nheads, total_q).
 
-    Raises what ``flash_attn_func`` does, NullPointer without cu_seqlens, and BadTensorShape for blocks whose
-    rows are no multiple of 16 bytes.
+    Raises what ``flash_attn_func`` does, NotImplementedError for q, k or v that require a gradient,
+    NullPointer without cu_seqlens, and BadTensorShape for blocks whose rows are no multiple of 16 bytes.
     """
     refuse_dropout(dropout_p)
     refuse_gradients(q=q, k=k, v=v)
@@ -264,23 +267,6 @@ def flash_attn_with_kvcache(
         if rotary_cos is not None:
             options["rotary"] = Rotary(rotary_cos, rotary_sin, rotary_interleaved)
     return attention(q, cache, **options)
-
-
-def _attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    alibi_slopes: Any,
-    return_lse: bool,
-) -> Any:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_rank(name, x, "batch, seqlen, nheads, headdim")
-    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return attention_of_any_width(q, k, v, return_lse=return_lse, **options)
 
 
 def _options(

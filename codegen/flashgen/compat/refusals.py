@@ -1,4 +1,4 @@
-"""What every drop-in refuses, so that nothing is lost without a word: gradients and dropout."""
+"""What drop-ins refuse, so that nothing is lost without a word: some gradients, and dropout."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def refuse_gradients(**arrays: Any) -> None:
     for name, x in arrays.items():
         if isinstance(x, torch.Tensor) and x.requires_grad:
             raise NotImplementedError(
-                f"{name} requires a gradient; flashgen has no gradients: call it under torch.no_grad(), or "
-                f"pass {name}.detach()"
+                f"{name} requires a gradient, which flashgen does not compute: call it under "
+                f"torch.no_grad(), or pass {name}.detach()"
             )
 
 

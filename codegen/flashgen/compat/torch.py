@@ -42,11 +42,13 @@ def scaled_dot_product_attention(
     scale: by default 1 / sqrt(E). Not negative.
     enable_gqa: kv_heads may be a divisor of heads: head h reads kv head h // (heads // kv_heads).
 
+    Under autocast query, key and value are cast, as PyTorch's own does. Autograd gets their gradients.
+
     Returns (batch, heads, seqlen_q, Ev), a transposed view of (batch, seqlen_q, heads, Ev), as PyTorch's own
     flash kernels do. A query that sees no key is 0.
 
-    Raises NotImplementedError for a dropout_p above 0, for tensors that require a gradient, for an attn_mask
-    of another dtype, and for any number of dimensions but 3 and 4; BadParam for is_causal with attn_mask;
+    Raises NotImplementedError for a dropout_p above 0, for an attn_mask that requires a gradient or is of
+    another dtype, and for any number of dimensions but 3 and 4; BadParam for is_causal with attn_mask;
     BadTensorShape for a number of heads that enable_gqa would allow; and what ``flashgen.attention`` raises,
     which calls the tensors q, k and v.
     """
@@ -55,7 +57,11 @@ def scaled_dot_product_attention(
     for name, x in (tensors if attn_mask is None else tensors | {"attn_mask": attn_mask}).items():
         if not isinstance(x, torch.Tensor):
             raise BadTensorDtype(f"{name} has type {type(x).__name__}; expected a torch.Tensor")
-    refuse_gradients(**tensors, attn_mask=attn_mask)
+    refuse_gradients(attn_mask=attn_mask)
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
+        tensors = {"query": query, "key": key, "value": value}
     for name, x in tensors.items():
         if x.dim() not in (3, 4):
             raise NotImplementedError(

@@ -7,20 +7,16 @@ of one block of scores for each thread. The query heads of one kv head share a b
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-from threadpoolctl import ThreadpoolController
 
+from flashgen.cpu.threads import for_each
 from flashgen.operators.masks import Band, hidden_keys
 from flashgen.operators.numbers import bfloat16_bits, widened
 from flashgen.operators.scores import ScoreOfCall
 from flashgen.runtime.arrays import check_writable, host_array
-from flashgen.toolchain.processors import processors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,35 +26,6 @@ if TYPE_CHECKING:
 
 BLOCK_ROWS = 512
 BLOCK_KEYS = 256
-# Below this many multiplications, starting threads costs more than they save.
-_PARALLEL_WORK = 1 << 27
-
-
-class _SharedLimit:
-    """Keeps BLAS to one thread while any call is inside: the blocks are what runs in parallel.
-
-    The setting is the process's, so calls that overlap must not each save and restore it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._inside == 0:
-                self._limit = ThreadpoolController().limit(limits=1, user_api="blas")
-                self._limit.__enter__()
-            self._inside += 1
-
-    def __exit__(self, *exception: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                self._limit.__exit__(*exception)
-
-
-_ONE_BLAS_THREAD = _SharedLimit()
 
 
 class Runner:
@@ -101,7 +68,7 @@ def attention(
         out = np.empty(problem.out_shape, np.float32)
     if lse is None:
         lse = np.empty(problem.lse_shape, np.float32)
-    q4, k4, v4, out4 = (_bits(x) if problem.batched else _bits(x)[None] for x in (q, k, v, out))
+    q4, k4, v4, out4 = (bits(x) if problem.batched else bits(x)[None] for x in (q, k, v, out))
     lse3 = lse if problem.batched else lse[None]
     if mask is not None:
         full = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_kv)
@@ -116,16 +83,8 @@ def attention(
     attend = partial(_attend, problem, q4, k4, v4, mask, out4, lse3, score, first_batch)
     pairs = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_kv
     work = pairs * (problem.head_dim + problem.head_dim_v)
-    threads = min(len(tasks), processors())
-    if threads < 2 or work < _PARALLEL_WORK:
-        # Of one product BLAS may give other bits with other threads, of which a large batch leaves it one.
-        with _ONE_BLAS_THREAD if problem.invariant else nullcontext():
-            for task in tasks:
-                attend(task)
-    else:
-        with _ONE_BLAS_THREAD, ThreadPoolExecutor(threads) as pool:
-            for _ in pool.map(attend, tasks):
-                pass
+    # Of one product BLAS may give other bits with other threads, of which a large batch leaves it one.
+    for_each(attend, tasks, work, one_blas_thread=problem.invariant)
     return out, lse
 
 
@@ -187,7 +146,7 @@ def _attend(
 
     result /= np.where(row_sum != 0, row_sum, 1)[:, None]
     lse[batch, heads, start:stop] = (row_max + np.log(row_sum)).reshape(group, count)
-    _store(out[batch, start:stop, heads], result.reshape(group, count, width_v).transpose(1, 0, 2), problem)
+    store(out[batch, start:stop, heads], result.reshape(group, count, width_v).transpose(1, 0, 2), problem)
 
 
 def modification(problem: Problem, score_arrays: Sequence[np.ndarray]) -> ScoreOfCall | None:
@@ -206,11 +165,13 @@ def modification(problem: Problem, score_arrays: Sequence[np.ndarray]) -> ScoreO
     return ScoreOfCall(score, scalars, arrays, problem.seqlen_kv - problem.seqlen_q)
 
 
-def _bits(x: np.ndarray) -> np.ndarray:
+def bits(x: np.ndarray) -> np.ndarray:
+    """``x``, with elements of bfloat16 as their bits in uint16."""
     return x.view(np.uint16) if x.dtype.name == "bfloat16" else x
 
 
-def _store(target: np.ndarray, values: np.ndarray, problem: Problem) -> None:
+def store(target: np.ndarray, values: np.ndarray, problem: Problem) -> None:
+    """Round ``values`` to the dtype of ``target``, or to bfloat16 where it has the bits of these."""
     if problem.dtype == "bf16" and target.dtype == np.uint16:
         values = bfloat16_bits(values)
     target[...] = values

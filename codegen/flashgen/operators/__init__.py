@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 # The module of each operator, by the name that a spec gives under ``operator``, and its name there.
 _PLACES = {
     "attention": ("attention", "ATTENTION"),
+    "attention_backward": ("backward", "BACKWARD"),
     "varlen": ("varlen", "VARLEN"),
     "merge": ("merge", "MERGE"),
     "append": ("append", "APPEND"),

@@ -425,7 +425,7 @@ def mask_semantics(
     if has_mask and name == "none":
         raise BadParam("a mask was given, but mask_type 'none' takes none; leave mask_type out")
     kind = "dense" if has_mask else "local"
-    left, right = _window(window_size)
+    left, right = window_of(window_size)
     windowed = (left, right) != (-1, -1)
     if windowed and name == "causal_top_left":
         raise BadParam(f"window_size is {(left, right)}, but mask_type {name!r} takes no window")
@@ -464,7 +464,8 @@ def mask_type_name(mask_type: int | str | None) -> str | None:
         ) from None
 
 
-def _window(window_size: Any) -> tuple[int, int]:
+def window_of(window_size: Any) -> tuple[int, int]:
+    """Both sides of a caller's window; -1 is no bound. Raises BadParam."""
     try:
         left, right = (operator.index(side) for side in window_size)
     except (TypeError, ValueError):

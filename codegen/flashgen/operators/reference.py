@@ -135,12 +135,12 @@ def judge(
     Arrays have the shapes of the contract, in its order; bfloat16 elements may be of ml_dtypes, their bits in
     uint16, or numbers.
     """
-    q, k, v, out = (_batched(widened(x, problem.dtype), 4) for x in (q, k, v, out))
+    q, k, v, out = (batched(widened(x, problem.dtype), 4) for x in (q, k, v, out))
     modification = modification_of(problem, score_arrays)
     expected = attention(
         q, k, v, problem.dtype, problem.softmax_scale, Band.of(problem), mask, modification=modification
     )
-    found_lse = None if lse is None else largest(_batched(lse, 3), expected.lse, expected.lse_bound)
+    found_lse = None if lse is None else largest(batched(lse, 3), expected.lse, expected.lse_bound)
     return Verdict(largest(out, expected.out, expected.out_bound), found_lse)
 
 
@@ -186,7 +186,7 @@ def attention(
     to (batch, num_heads_q, rows, seqlen_kv). ``rows`` are the positions of q's rows among all queries,
     integers; None if q has all of them. ``modification`` is that of the scores, its arrays in float64.
     """
-    xp = _library(q)
+    xp = library_of(q)
     place = {"device": q.device} if xp.__name__ == "torch" else {}
     batch, count, heads, _ = q.shape
     seqlen_kv, group = k.shape[1], heads // k.shape[2]
@@ -224,7 +224,7 @@ def shares(found: Any, expected: Any, bound: Any) -> Any:
     """|found - expected| / bound, element by element; infinite where one is NaN or they are not the same
     infinity. An element whose bound is 0 must be exact.
     """
-    xp = _library(expected)
+    xp = library_of(expected)
     with np.errstate(all="ignore"):
         share = xp.where(found == expected, 0.0, xp.abs(found - expected) / bound)
     return xp.where(share == share, share, math.inf)
@@ -241,11 +241,25 @@ def largest(found: Any, expected: Any, bound: Any) -> Largest:
     return Largest(share, math.inf if math.isnan(error) else error, float(bound[index]), index)
 
 
-def _attend(
-    xp: Any, q: Any, k: Any, v: Any, hidden: Any, scale: float, dtype: str, at: FormulaAt | None
-) -> tuple[Any, Any, Any, Any]:
-    """``Expected`` for some heads: q (heads, rows, head_dim), k and v (heads, seqlen_kv, ...) with a key;
-    hidden None, or broadcastable to (heads, rows, seqlen_kv).
+class Softmax(NamedTuple):
+    """The softmax of some rows, (heads, rows, keys), in float64; ``hidden`` is true where a row does not see
+    a key, None where all see all. The others are (heads, rows, 1): the log-sum-exp, S and e of the bound, and
+    whether a row sees nothing: its p is 0, its LSE -inf.
+    """
+
+    p: Any
+    hidden: Any
+    lse: Any
+    size: Any
+    error: Any
+    sees_nothing: Any
+
+
+def softmax(
+    xp: Any, q: Any, k: Any, hidden: Any, scale: float, dtype: str, at: FormulaAt | None = None
+) -> Softmax:
+    """That of some heads: q (heads, rows, head_dim), k (heads, seqlen_kv, head_dim) with a key; hidden None,
+    or broadcastable to (heads, rows, seqlen_kv); ``at`` is the score modification there.
     """
     scores = q @ k.swapaxes(1, 2) * scale
     score_sizes = xp.abs(q) @ xp.abs(k).swapaxes(1, 2) * scale
@@ -257,14 +271,9 @@ def _attend(
         score_errors = errors + 2.0**-21 * score_sizes
         unseen = scores == -math.inf
         hidden = unseen if hidden is None else unseen | hidden
-    v_sizes = xp.abs(v)
-    if hidden is None:
-        keys_seen = k.shape[1]
-        visible_v = xp.sum(v_sizes, axis=1, keepdims=True)
-    else:
-        visible = xp.where(hidden, 0.0, xp.ones_like(scores))
-        keys_seen = xp.sum(visible, axis=-1, keepdims=True)
-        visible_v = visible @ v_sizes
+    keys_seen = k.shape[1]
+    if hidden is not None:
+        keys_seen = xp.sum(xp.where(hidden, 0.0, xp.ones_like(scores)), axis=-1, keepdims=True)
         scores = xp.where(hidden, -math.inf, scores)
         score_sizes = xp.where(hidden, 0.0, score_sizes)
         score_errors = xp.where(hidden, 0.0, score_errors)
@@ -273,23 +282,33 @@ def _attend(
     p = xp.exp(scores - xp.where(sees_nothing, 0.0, row_max))
     row_sum = xp.sum(p, axis=-1, keepdims=True)
     row_sum = xp.where(sees_nothing, 1.0, row_sum)
-    p = p / row_sum
-    out, lse = p @ v, row_max + xp.log(row_sum)
-
     size = xp.amax(score_sizes, axis=-1, keepdims=True)
-    relative = xp.amax(score_errors, axis=-1, keepdims=True) + 2.0**-19 + 2.0**-24 * keys_seen**0.5
+    error = xp.amax(score_errors, axis=-1, keepdims=True) + 2.0**-19 + 2.0**-24 * keys_seen**0.5
+    return Softmax(p / row_sum, hidden, row_max + xp.log(row_sum), size, error, sees_nothing)
+
+
+def _attend(
+    xp: Any, q: Any, k: Any, v: Any, hidden: Any, scale: float, dtype: str, at: FormulaAt | None
+) -> tuple[Any, Any, Any, Any]:
+    """``Expected`` for some heads; v (heads, seqlen_kv, head_dim_v), the others as in `softmax`."""
+    p, hidden, lse, size, error, sees_nothing = softmax(xp, q, k, hidden, scale, dtype, at)
+    out, v_sizes = p @ v, xp.abs(v)
+    visible_v = xp.sum(v_sizes, axis=1, keepdims=True)
+    if hidden is not None:
+        visible_v = xp.where(hidden, 0.0, xp.ones_like(p)) @ v_sizes
     mean_size = p @ v_sizes
-    out_bound = 1.05 * UNIT_ROUNDOFF[dtype] * (mean_size + xp.abs(out)) + mean_size * relative
+    out_bound = 1.05 * UNIT_ROUNDOFF[dtype] * (mean_size + xp.abs(out)) + mean_size * error
     out_bound = out_bound + LEAST_P[dtype] * visible_v + LEAST_OUT[dtype]
-    lse_bound = relative + 2.0**-22 * (size + xp.abs(lse))
+    lse_bound = error + 2.0**-22 * (size + xp.abs(lse))
     out_bound, lse_bound = (xp.where(sees_nothing, 0.0, bound) for bound in (out_bound, lse_bound))
     return out, lse[..., 0], out_bound, lse_bound[..., 0]
 
 
-def _library(x: Any) -> Any:
+def library_of(x: Any) -> Any:
     """The module of NumPy, CuPy or PyTorch that an array is of."""
     return sys.modules[type(x).__module__.partition(".")[0]]
 
 
-def _batched(x: np.ndarray, dimensions: int) -> np.ndarray:
+def batched(x: np.ndarray, dimensions: int) -> np.ndarray:
+    """``x`` with a batch dimension, where it has one dimension fewer than with it."""
     return x if x.ndim == dimensions else x[None]

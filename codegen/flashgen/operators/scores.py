@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.errors import BadParam
 from flashgen.operators.arguments import Argument
+from flashgen.operators.derivative import derivative
 from flashgen.operators.formula import Node, evaluate
 from flashgen.operators.lowering import Lowered, lower
 from flashgen.operators.roundoff import evaluate_with_error
@@ -168,6 +169,10 @@ class FormulaAt(NamedTuple):
         whose own scores have an ``error``.
         """
         return evaluate_with_error(self.tree, {**self.values, "score": score}, {"score": error}, dtype, xp)
+
+    def derived(self) -> FormulaAt:
+        """The derivative with respect to the score, there."""
+        return FormulaAt(derivative(self.tree), self.values)
 
 
 def _loader(param: ScoreParam, array: Any, indices: Mapping[str, Any]) -> Any:

@@ -32,6 +32,10 @@ _DL_CUDA = (2, 13)
 _DL_UINT, _DL_BFLOAT = 1, 4
 
 
+class RequiresGradient(BadParam):
+    """A tensor requires a gradient; a caller that can have it recorded catches this."""
+
+
 class NumpyKind:
     """Arrays in host memory."""
 
@@ -90,6 +94,10 @@ class NumpyKind:
     def current_stream(self, device: int | None) -> int:
         """Handle of the library's current stream of a GPU; 0 for host memory (None)."""
         return 0
+
+    def is_compiling(self) -> bool:
+        """Whether the library is compiling the caller, and has no elements."""
+        return False
 
 
 class CupyKind:
@@ -152,6 +160,9 @@ class CupyKind:
     def current_stream(self, device: int | None) -> int:
         return self._get_stream(device).ptr
 
+    def is_compiling(self) -> bool:
+        return False
+
     def nbytes(self, x: Any) -> int:
         return x.nbytes
 
@@ -173,6 +184,7 @@ class TorchKind:
         self.types = {torch.Tensor, type(None)}
         self._torch = torch
         self._is_grad_enabled = torch.is_grad_enabled
+        self.is_compiling = torch.compiler.is_compiling
         self._forward_ad = torch.autograd.forward_ad
         # The handle alone: a Stream object costs 2 µs.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -242,8 +254,8 @@ class TorchKind:
                 "a tensor with a pending negation was given; pass tensor.resolve_neg(), which is a copy"
             )
         if x.requires_grad and torch.is_grad_enabled():
-            raise BadParam(
-                "a tensor requires a gradient, which flashgen does not compute yet; "
+            raise RequiresGradient(
+                "a tensor requires a gradient, which this call does not compute; "
                 "call it under torch.no_grad() or pass tensor.detach()"
             )
         if self._forward_ad._current_level >= 0 and self._has_tangent(x):

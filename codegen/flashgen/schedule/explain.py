@@ -121,7 +121,7 @@ def explain(
         others.extend(Judged(variant, rule, why) for variant in left if variant not in kept)
         return kept
 
-    left = keep(splitting(problem, left), "splits", f"it does not split keys as splits={problem.splits}")
+    left = keep(splitting(problem, left), "split-KV", f"it does not split keys as splits={problem.splits}")
     least = min(operator.work(dict(variant.axes)) for variant in left)
     smallest = (variant for variant in left if operator.work(dict(variant.axes)) == least)
     left = keep(smallest, f"larger {sizes}", f"a variant with smaller {sizes} serves, which does less work")
@@ -163,6 +163,6 @@ def _unfit(problem: Problem, device: Device, variant: Variant, on_request: bool)
 
 def _ordered(others: list[Judged], axes: Iterable[str]) -> tuple[Judged, ...]:
     """Those that came furthest first."""
-    order = [*axes, "score", "length", "rows", "GPU", "tensor maps", "on request"]
+    order = [*axes, "score", "length", "rows", "GPU", "tensor maps", "on request", "split-KV"]
     place = {rule: at for at, rule in enumerate(order)}
     return tuple(sorted(others, key=lambda judged: -place.get(judged.rule, len(order))))

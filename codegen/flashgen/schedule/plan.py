@@ -44,13 +44,14 @@ class Steps(NamedTuple):
 
 def plan_steps(problem: Problem, main: Variant, device: Device) -> Steps:
     """The steps of a call for which dispatch chose ``main``, and the workspace that they share. Where shares
-    split no tile, a step that combines has nothing to do and is left out.
+    split no tile, a step that combines has nothing to do and is left out. So is one without tiles, unless the
+    whole call has no output.
 
     Raises BadTensorShape for a grid that is too large, and SpecError for parameters that nobody can give.
     """
     shares = shares_of(problem, main, device) if main.grid.shares else None
     workspace = workspace_of(problem, main, shares)
-    steps = tuple(
+    steps = (
         Step(
             variant,
             launch_of(problem, variant, device, shares),
@@ -60,4 +61,4 @@ def plan_steps(problem: Problem, main: Variant, device: Device) -> Steps:
         for variant in main.steps
         if not variant.combines or shares.split
     )
-    return Steps(steps, workspace)
+    return Steps(tuple(step for step in steps if step.launch.blocks or problem.empty), workspace)

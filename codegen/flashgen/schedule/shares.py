@@ -143,6 +143,9 @@ def _splits(problem: Problem, variant: Variant) -> tuple[int, int]:
         per_split = min(blocks, problem.splits.keys // variant.visits.keys)
     else:
         per_split = -(-blocks // problem.splits)
+        if problem.lengths_on_device:
+            # A shorter sequence may have more splits than the longest, such as 3 KV blocks in 3 and 4 in 2.
+            return per_split, min(blocks, problem.splits)
     return per_split, -(-blocks // per_split)
 
 

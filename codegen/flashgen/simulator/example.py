@@ -146,7 +146,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> Example:
     lse = (
         np.full((shape.batch, shape.heads, shape.seqlen_q), np.nan, np.float32) if shape.return_lse else None
     )
-    mask = _mask(rng, shape) if variant.mask_type == "dense" else None
+    mask = random_mask(rng, shape) if variant.mask_type == "dense" else None
     views = [view_of(x, variant.dtype) for x in (q, k, v, out)]
     sizes = {"batch": shape.batch, "num_heads_q": shape.heads}
     sizes |= {"seqlen_q": shape.seqlen_q, "seqlen_kv": shape.seqlen_kv}
@@ -161,7 +161,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> Example:
         score_arrays=[view_of(x, _VIEWED[x.dtype.name]) for x in score_arrays],
         score_scalars=score_scalars_of(rng, variant.score),
     )
-    return Example(_masked(problem, variant, shape), q, k, v, mask, out, lse, score_arrays)
+    return Example(masked(problem, variant, shape), q, k, v, mask, out, lse, score_arrays)
 
 
 def check_sizes(variant: Variant, shape: Shape) -> tuple[int, int, int]:
@@ -256,7 +256,7 @@ def _check_window(variant: Variant, window: Window | None) -> None:
         raise BadParam(f"window is {window}; each side must be -1 (no bound), 0 or more")
 
 
-def _masked(problem: AttentionProblem, variant: Variant, shape: Shape) -> AttentionProblem:
+def masked(problem: AttentionProblem, variant: Variant, shape: Shape) -> AttentionProblem:
     """The problem with the variant's own mask type, even where a simpler kernel would hide the same keys."""
     offset = 0 if shape.top_left else problem.seqlen_kv - problem.seqlen_q
     if variant.mask_type == "none" or (variant.mask_type == "dense" and shape.window is None):
@@ -300,7 +300,7 @@ def _aligned(size: int) -> np.ndarray:
     return memory[start : start + size]
 
 
-def _mask(rng: np.random.Generator, shape: Shape) -> np.ndarray:
+def random_mask(rng: np.random.Generator, shape: Shape) -> np.ndarray:
     """Tiles of 64x64 keys that are hidden, visible and mixed, and some rows that see nothing."""
     extents = {"b": shape.batch, "h": shape.heads, "q": shape.seqlen_q, "k": shape.seqlen_kv, "1": 1}
     size = tuple(extents[letter] for letter in shape.mask)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from flashgen.spec.variant import Variant
     from flashgen.toolchain.cache import CubinCache
 
-ABI = 4
+ABI = 5
 HERE = Path(__file__).resolve().parent
 INCLUDE = HERE / "include"
 
@@ -173,6 +173,7 @@ SITE_KINDS = (
     "wgmma",
     "tensor load",
     "tensor store",
+    "global add",
 )
 
 

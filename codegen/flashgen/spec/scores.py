@@ -142,8 +142,9 @@ def _members(param: ScoreParam) -> tuple[str, ...]:
 
 def _param(document: Document, keys: tuple[str, ...], name: str, given: str | list[str]) -> ScoreParam:
     operator = OPERATORS["attention"]
-    taken = {*NAMES, *FUNCTIONS, "inf", "product", "step", "params", "row"}
-    taken |= {*operator.positions, *operator.options, *operator.scalars, "stream", "workspace", "backend"}
+    taken = {*NAMES, *FUNCTIONS, "inf", "product", "step", "params", "row", "stream", "workspace", "backend"}
+    for each in (operator, OPERATORS["attention_backward"]):
+        taken |= {*each.positions, *each.options, *each.scalars}
     if name in taken | _CPP_WORDS or name.startswith(CONSTANT):
         raise document.error(keys, f"`{name}` has a meaning of its own; choose another name")
     if isinstance(given, list) and len(given) < 2:

@@ -150,6 +150,39 @@ __device__ __forceinline__ void store_global_128(void* destination, uint4 value)
                  : "memory");
 }
 
+// Floats that red_add() of four adds with one instruction.
+#if __CUDA_ARCH__ >= 900
+constexpr int kRedWidth = 4;
+#else
+constexpr int kRedWidth = 1;
+#endif
+
+// red.global.add.f32: adds to memory, whoever else does, and returns at once.
+__device__ __forceinline__ void red_add(float* destination, float value) {
+    asm volatile("red.global.add.f32 [%0], %1;\n" ::"l"(destination), "f"(value) : "memory");
+}
+
+// red.global.add.v4.f32: the same for four floats, 16-byte aligned. Before sm_90 there is none, and this does nothing: kRedWidth.
+__device__ __forceinline__ void red_add_128(float* destination, const float (&values)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(destination), "f"(values[0]), "f"(values[1]),
+                 "f"(values[2]), "f"(values[3])
+                 : "memory");
+#endif
+}
+
+// ld.acquire.gpu.u32: what its writer did before a release of the value is visible after it.
+__device__ __forceinline__ uint32_t load_acquire_32(const void* source) {
+    uint32_t value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(value) : "l"(source) : "memory");
+    return value;
+}
+
+// st.release.gpu.u32.
+__device__ __forceinline__ void store_release_32(void* destination, uint32_t value) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;\n" ::"l"(destination), "r"(value) : "memory");
+}
+
 // ld.shared.u32, st.shared.u8, st.shared.u32.
 __device__ __forceinline__ uint32_t load_shared_32(shared_address source) {
     uint32_t value;

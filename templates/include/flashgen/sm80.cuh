@@ -63,6 +63,19 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&fragment)[4], share
                  : "memory");
 }
 
+// ld.shared.u8, ld.shared.v2.f32.
+__device__ __forceinline__ uint32_t load_shared_8(shared_address source) {
+    uint32_t value;
+    asm volatile("ld.shared.u8 %0, [%1];\n" : "=r"(value) : "r"(source) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ float2 load_shared_64(shared_address source) {
+    float2 values;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(values.x), "=f"(values.y) : "r"(source) : "memory");
+    return values;
+}
+
 // st.shared.v2.u32, st.shared.v4.u32, ld.shared.v4.u32.
 __device__ __forceinline__ void store_shared_64(shared_address destination, uint32_t low, uint32_t high) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};\n" ::"r"(destination), "r"(low), "r"(high) : "memory");

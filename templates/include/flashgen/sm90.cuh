@@ -92,6 +92,21 @@ __device__ __forceinline__ void tma_store_5d(const tensor_map& map, shared_addre
                  : "memory");
 }
 
+// cp.async.bulk: `bytes` of global memory, a multiple of 16 as both addresses are, into shared memory. Reports them to `barrier`.
+__device__ __forceinline__ void bulk_load(shared_address destination, const void* source, shared_address barrier, int bytes) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(destination),
+                 "l"(source), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+// cp.reduce.async.bulk.add.f32: adds `bytes` of floats in shared memory to those in global memory, each as one indivisible addition.
+// Alignment as for loads; its groups are those of stores.
+__device__ __forceinline__ void bulk_add(float* destination, shared_address source, int bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n" ::"l"(destination), "r"(source),
+                 "r"(bytes)
+                 : "memory");
+}
+
 // cp.async.bulk.commit_group: the thread's stores since the last one form a group.
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
 
@@ -109,6 +124,17 @@ __device__ __forceinline__ void stmatrix_x4(shared_address row, const uint32_t (
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(row), "r"(matrices[0]),
                  "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
                  : "memory");
+}
+
+// ld.shared.v2.f32, st.shared.v4.f32.
+__device__ __forceinline__ float2 load_shared_64(shared_address source) {
+    float2 values;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(values.x), "=f"(values.y) : "r"(source) : "memory");
+    return values;
+}
+
+__device__ __forceinline__ void store_shared_128(shared_address destination, float a, float b, float c, float d) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"r"(destination), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
 // bar.sync / bar.arrive: named barriers, 0 to 15, that `threads` threads complete.

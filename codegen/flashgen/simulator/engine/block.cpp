@@ -5,6 +5,7 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
+#include <thread>
 
 // For a debugger: a breakpoint here stops on the stack of the thread at fault.
 extern "C" __attribute__((noinline)) void flashgen_simulator_error(const char* message) { asm volatile("" ::"r"(message)); }
@@ -117,6 +118,7 @@ bool Block::run(uint64_t linear_index) {
     for (Thread& thread : threads_) {
         thread.waits_for = nullptr;
         thread.finished = thread.waited = false;
+        thread.spins_at = nullptr;
         thread.copies.clear();
         thread.copies_of_group.clear();
         thread.open_copies = 0;
@@ -362,6 +364,27 @@ void Block::pause(Thread& thread) {
     resume(thread);
     current_warp_ = random_.bit_of(ready_warps_);
     switch_to_another(thread);
+}
+
+void Block::spin(Thread& thread, const void* address, uint32_t value, Location where) {
+    using Clock = std::chrono::steady_clock;
+    if (thread.spins_at != address || thread.spins_on != value) {
+        thread.spins_at = address;
+        thread.spins_on = value;
+        thread.spins = 0;
+        thread.spins_since = Clock::now();
+    }
+    // Blocks of this call run one after another, those of other calls beside them.
+    constexpr uint64_t kSpins = 10000;
+    constexpr std::chrono::seconds kPatience{60};
+    const uint64_t blocks = uint64_t{grid_dim.x} * grid_dim.y * grid_dim.z;
+    const bool alone = launch_.launch.num_blocks == 0 || launch_.launch.num_blocks == blocks;
+    if (++thread.spins > kSpins && (alone || Clock::now() - thread.spins_since > kPatience)) {
+        fail(thread, SIM_DEADLOCK, where,
+             format("ld.acquire finds %u again and again, and no block that is launched earlier is left to change it", value));
+    }
+    std::this_thread::yield();
+    pause(thread);
 }
 
 // Goes on with a thread that can run, which may be `from` itself, or with the caller of run() when all have returned.

@@ -1,6 +1,7 @@
 // One thread block: its threads as fibers, its warps, who may run, and where they meet.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <string>
@@ -59,6 +60,10 @@ struct Thread : ThreadView {
     Location waits_at;
     bool finished = false;
     bool waited = false;  // for the grids ahead of this one
+    const void* spins_at = nullptr;  // where it last made a load that may wait, what it found, how often, and since when
+    uint32_t spins_on = 0;
+    uint64_t spins = 0;
+    std::chrono::steady_clock::time_point spins_since;
     std::vector<PendingCopy> copies;     // oldest first
     std::vector<size_t> copies_of_group;  // of each group that was closed and is under way
     size_t open_copies = 0;              // of the group that is still open
@@ -169,6 +174,10 @@ class Block : public BlockView {
 
     // The running thread could go on, but others may do something first.
     void pause(Thread& thread);
+
+    // The thread has found `value` at an address that it may be waiting at. Fails where nobody is left to change it, or
+    // nobody has for long.
+    void spin(Thread& thread, const void* address, uint32_t value, Location where);
 
     // What the lanes have done comes before what they do next.
     void order_lanes(Warp& warp, uint32_t lanes);

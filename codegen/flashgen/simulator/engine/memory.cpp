@@ -1,4 +1,5 @@
 // What a thread does with memory on its own: loads, stores and asynchronous copies.
+#include <atomic>
 #include <cstring>
 
 #include "block.hpp"
@@ -66,6 +67,33 @@ void store_global(void* address, const void* value, int size, Location where) {
     std::memcpy(address, value, size);
     here.block.counters->global_bytes_written += size;
     here.thread.warp->traffic.add(here.thread.lane, SIM_GLOBAL_STORE, reinterpret_cast<uintptr_t>(address), size, where);
+}
+
+void add_global(float* address, const float* values, int count, Location where) {
+    Here here;
+    const int size = count * static_cast<int>(sizeof(float));
+    GlobalMemory& memory = here.block.global(here.thread, where);
+    // It reads what it adds to.
+    check(here, memory.load(address, size, size), "red", size, where);
+    check(here, memory.store(address, size, size), "red", size, where);
+    for (int i = 0; i < count; ++i) std::atomic_ref(address[i]).fetch_add(values[i], std::memory_order_relaxed);
+    here.block.counters->global_bytes_written += size;
+    here.thread.warp->traffic.add(here.thread.lane, SIM_GLOBAL_ADD, reinterpret_cast<uintptr_t>(address), size, where);
+}
+
+uint32_t load_acquire(const void* address, Location where) {
+    Here here;
+    check(here, here.block.global(here.thread, where).load(address, 4, 4), "ld.acquire", 4, where);
+    const uint32_t value =
+        std::atomic_ref(*static_cast<uint32_t*>(const_cast<void*>(address))).load(std::memory_order_acquire);
+    here.block.spin(here.thread, address, value, where);
+    return value;
+}
+
+void store_release(void* address, uint32_t value, Location where) {
+    Here here;
+    check(here, here.block.global(here.thread, where).store(address, 4, 4), "st.release", 4, where);
+    std::atomic_ref(*static_cast<uint32_t*>(address)).store(value, std::memory_order_release);
 }
 
 void prefetch_global(const void* address, int bytes, Location where) {

@@ -1,6 +1,7 @@
 #include "tensor_copy.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "block.hpp"
@@ -88,10 +89,11 @@ SimTensorMap TensorCopies::read_map(const Thread& thread, const void* pointer, i
 }
 
 // The offset in the block's shared memory of a box of so many bytes at `address`.
-uint32_t TensorCopies::box_offset(const Thread& thread, uint32_t address, uint32_t bytes, const char* what, Location where) {
-    if (address % kSharedAlignment != 0) {
+uint32_t TensorCopies::box_offset(const Thread& thread, uint32_t address, uint32_t bytes, uint32_t alignment, const char* what,
+                                  Location where) {
+    if (address % alignment != 0) {
         block_.fail(thread, SIM_MISALIGNED, where,
-                    format("%s at shared address 0x%x, which is no multiple of %u", what, address, kSharedAlignment));
+                    format("%s at shared address 0x%x, which is no multiple of %u", what, address, alignment));
     }
     const int64_t offset = int64_t{address} - kSharedWindow;
     if (offset < 0 || offset + bytes > block_.shared().size()) {
@@ -104,18 +106,43 @@ uint32_t TensorCopies::box_offset(const Thread& thread, uint32_t address, uint32
 
 void TensorCopies::load(Thread& thread, uint32_t destination, const void* pointer, uint32_t barrier_address,
                         const int* coordinates, int rank, Location where) {
-    ++block_.counters->tensor_loads;
     const SimTensorMap map = read_map(thread, pointer, rank, where);
+    box_offset(thread, destination, box_bytes(map), kSharedAlignment, "tensor load", where);
+    start_load(thread, destination, map, barrier_address, coordinates, "tensor load", where);
+}
+
+void TensorCopies::check_bulk(const Thread& thread, int bytes, const char* what, Location where) {
+    if (bytes <= 0 || bytes % static_cast<int>(kChunkBytes) != 0) {
+        block_.fail(thread, SIM_OPERAND, where, format("%s of %d bytes, which is no positive multiple of 16", what, bytes));
+    }
+}
+
+// Bytes that lie together are a tensor of one dimension, in chunks.
+void TensorCopies::load_bulk(Thread& thread, uint32_t destination, const void* source, uint32_t barrier_address, int bytes,
+                             Location where) {
+    check_bulk(thread, bytes, "bulk load", where);
+    box_offset(thread, destination, bytes, kChunkBytes, "bulk load", where);
+    SimTensorMap map = {};
+    map.address = reinterpret_cast<uintptr_t>(source);
+    map.extents[0] = map.box[0] = static_cast<uint32_t>(bytes) / kChunkBytes;
+    map.rank = 1;
+    map.element_bytes = kChunkBytes;
+    const int coordinates[1] = {0};
+    start_load(thread, destination, map, barrier_address, coordinates, "bulk load", where);
+}
+
+void TensorCopies::start_load(Thread& thread, uint32_t destination, const SimTensorMap& map, uint32_t barrier_address,
+                              const int* coordinates, const char* what, Location where) {
+    ++block_.counters->tensor_loads;
     Mbarrier& barrier = block_.mbarriers().of_copy(thread, barrier_address, where);
     const uint32_t bytes = box_bytes(map);
-    box_offset(thread, destination, bytes, "tensor load", where);
     GlobalMemory& global = block_.global(thread, where);
     uint64_t read = 0;
     Passes passes = {0, 0};
     for_each_row(map, coordinates, [&](const Row& row) {
         if (row.bytes == 0) return;
         const auto fault = global.load(row.address, static_cast<int>(row.bytes), static_cast<int>(map.element_bytes));
-        if (fault.error != SIM_OK) block_.fail(thread, fault.error, where, format("tensor load of %u bytes ", row.bytes) + fault.text);
+        if (fault.error != SIM_OK) block_.fail(thread, fault.error, where, format("%s of %u bytes ", what, row.bytes) + fault.text);
         read += row.bytes;
         passes.ideal += (row.bytes + kSectorBytes - 1) / kSectorBytes;
         passes.actual += static_cast<uint32_t>(sectors(row));
@@ -126,11 +153,11 @@ void TensorCopies::load(Thread& thread, uint32_t destination, const void* pointe
     const Party engine(block_.order(), barrier.actor, barrier.phase + 1, thread.index, 1);
     for (uint32_t at = 0; at < bytes; at += kChunkBytes) {
         const uint32_t offset = swizzled(destination + at, map.swizzle) - kSharedWindow;
-        fail_collision(block_, thread, "tensor load",
+        fail_collision(block_, thread, what,
                        block_.shared().store(engine, offset, kChunkBytes, Touch::tensor_load_in_flight, where), where);
     }
     Load load = {map, {}, destination, &barrier, &thread, where};
-    std::copy_n(coordinates, rank, load.coordinates);
+    std::copy_n(coordinates, map.rank, load.coordinates);
     loads_.push_back(load);
 }
 
@@ -160,7 +187,7 @@ void TensorCopies::store(Thread& thread, const void* pointer, uint32_t source, c
     ++block_.counters->tensor_stores;
     const SimTensorMap map = read_map(thread, pointer, rank, where);
     const uint32_t bytes = box_bytes(map), row = row_bytes(map);
-    box_offset(thread, source, bytes, "tensor store", where);
+    box_offset(thread, source, bytes, kSharedAlignment, "tensor store", where);
     for (int i = 0; i < rank; ++i) {
         // Loads may begin ahead of the tensor. For a store an H200 calls that an illegal instruction.
         if (coordinates[i] < 0) {
@@ -193,6 +220,30 @@ void TensorCopies::store(Thread& thread, const void* pointer, uint32_t source, c
     block_.counters->global_bytes_written += written;
     block_.traffic().add(block_.traffic().site(where, SIM_TENSOR_STORE), SIM_TENSOR_STORE, written, passes);
     stores_.push_back({source, bytes, map.swizzle, thread.index, groups_[thread.index], where});
+}
+
+void TensorCopies::add_bulk(Thread& thread, float* destination, uint32_t source, int bytes, Location where) {
+    ++block_.counters->tensor_stores;
+    check_bulk(thread, bytes, "bulk addition", where);
+    const uint32_t offset = box_offset(thread, source, bytes, kChunkBytes, "bulk addition", where);
+    GlobalMemory& global = block_.global(thread, where);
+    for (const auto& fault : {global.load(destination, bytes, kChunkBytes), global.store(destination, bytes, kChunkBytes)}) {
+        if (fault.error != SIM_OK) block_.fail(thread, fault.error, where, format("bulk addition of %d bytes ", bytes) + fault.text);
+    }
+    const Party engine(block_.order(), thread.index, block_.order().stamp(thread.index), thread.index, 1);
+    for (int at = 0; at < bytes; at += kChunkBytes) {
+        fail_collision(block_, thread, "bulk addition",
+                       block_.shared().load(engine, offset + at, kChunkBytes, Touch::tensor_store_in_flight, where), where);
+        float values[kChunkBytes / sizeof(float)];
+        std::memcpy(values, block_.shared().bytes() + offset + at, kChunkBytes);
+        // Blocks run side by side, each in a thread of the host.
+        for (const float value : values) std::atomic_ref(*destination++).fetch_add(value, std::memory_order_relaxed);
+    }
+    block_.counters->shared_bytes_read += bytes;
+    block_.counters->global_bytes_written += bytes;
+    const auto count = static_cast<uint32_t>((bytes + kSectorBytes - 1) / kSectorBytes);
+    block_.traffic().add(block_.traffic().site(where, SIM_TENSOR_STORE), SIM_TENSOR_STORE, bytes, {count, count});
+    stores_.push_back({source, static_cast<uint32_t>(bytes), 0, thread.index, groups_[thread.index], where});
 }
 
 void TensorCopies::commit(Thread& thread) { ++groups_[thread.index]; }
@@ -232,9 +283,19 @@ void tensor_load(uint32_t destination, const void* map, uint32_t barrier, const 
     thread.owner->tensor_copies().load(thread, destination, map, barrier, coordinates, rank, where);
 }
 
+void bulk_load(uint32_t destination, const void* source, uint32_t barrier, int bytes, Location where) {
+    Thread& thread = running_thread();
+    thread.owner->tensor_copies().load_bulk(thread, destination, source, barrier, bytes, where);
+}
+
 void tensor_store(const void* map, uint32_t source, const int* coordinates, int rank, Location where) {
     Thread& thread = running_thread();
     thread.owner->tensor_copies().store(thread, map, source, coordinates, rank, where);
+}
+
+void bulk_add(float* destination, uint32_t source, int bytes, Location where) {
+    Thread& thread = running_thread();
+    thread.owner->tensor_copies().add_bulk(thread, destination, source, bytes, where);
 }
 
 void tensor_store_commit() {

@@ -22,7 +22,9 @@ class TensorCopies {
     void check_map(const Thread& thread, const void* map, int rank, Location where);
     void load(Thread& thread, uint32_t destination, const void* map, uint32_t barrier, const int* coordinates, int rank,
               Location where);
+    void load_bulk(Thread& thread, uint32_t destination, const void* source, uint32_t barrier, int bytes, Location where);
     void store(Thread& thread, const void* map, uint32_t source, const int* coordinates, int rank, Location where);
+    void add_bulk(Thread& thread, float* destination, uint32_t source, int bytes, Location where);
     void commit(Thread& thread);
     void wait(Thread& thread, int pending);
 
@@ -52,7 +54,10 @@ class TensorCopies {
     };
 
     SimTensorMap read_map(const Thread& thread, const void* map, int rank, Location where);
-    uint32_t box_offset(const Thread& thread, uint32_t address, uint32_t bytes, const char* what, Location where);
+    void check_bulk(const Thread& thread, int bytes, const char* what, Location where);
+    uint32_t box_offset(const Thread& thread, uint32_t address, uint32_t bytes, uint32_t alignment, const char* what, Location where);
+    void start_load(Thread& thread, uint32_t destination, const SimTensorMap& map, uint32_t barrier, const int* coordinates,
+                    const char* what, Location where);
 
     Block& block_;
     std::vector<Load> loads_;

@@ -18,7 +18,7 @@ constexpr int kDepth = 16;
 // All lanes of a warp, and all warps of the group, must say the same.
 bool same_product(const WarpgroupProduct& a, const WarpgroupProduct& b) {
     return a.bf16 == b.bf16 && a.count == b.count && (a.a == nullptr) == (b.a == nullptr) &&
-           a.a_descriptor == b.a_descriptor && a.b_descriptor == b.b_descriptor && a.b_major == b.b_major &&
+           a.a_descriptor == b.a_descriptor && a.b_descriptor == b.b_descriptor && a.a_major == b.a_major && a.b_major == b.b_major &&
            a.accumulate == b.accumulate;
 }
 
@@ -207,10 +207,19 @@ void Warpgroup::execute(const Product& product) {
     uint16_t elements[8];
     if (operands.a == nullptr) {
         Operand a(block_, party, thread, operands.a_descriptor, "wgmma's A", where);
-        for (int step = 0; step < kDepth / 8; ++step) {
-            for (int row = 0; row < kRows; ++row) {
-                a.read(Major::k, row, step, elements);
-                for (int e = 0; e < 8; ++e) a_[row * kDepth + 8 * step + e] = number(bf16, elements[e]);
+        if (operands.a_major == Major::k) {
+            for (int step = 0; step < kDepth / 8; ++step) {
+                for (int row = 0; row < kRows; ++row) {
+                    a.read(Major::k, row, step, elements);
+                    for (int e = 0; e < 8; ++e) a_[row * kDepth + 8 * step + e] = number(bf16, elements[e]);
+                }
+            }
+        } else {
+            for (int k = 0; k < kDepth; ++k) {
+                for (int step = 0; step < kRows / 8; ++step) {
+                    a.read(Major::mn, k, step, elements);
+                    for (int e = 0; e < 8; ++e) a_[(8 * step + e) * kDepth + k] = number(bf16, elements[e]);
+                }
             }
         }
         passes = a.passes;

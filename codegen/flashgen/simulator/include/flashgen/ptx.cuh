@@ -122,6 +122,30 @@ inline void store_global_128(void* destination, uint4 value,
     flashgen::simulator::store_global(destination, &value, 16, where);
 }
 
+constexpr int kRedWidth = 4;
+
+inline void red_add(float* destination, float value,
+                    flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::check_register(value, where);
+    flashgen::simulator::add_global(destination, &value, 1, where);
+}
+
+inline void red_add_128(float* destination, const float (&values)[4],
+                        flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    for (const float value : values) flashgen::simulator::check_register(value, where);
+    flashgen::simulator::add_global(destination, values, 4, where);
+}
+
+inline uint32_t load_acquire_32(const void* source,
+                                flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    return flashgen::simulator::load_acquire(source, where);
+}
+
+inline void store_release_32(void* destination, uint32_t value,
+                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::store_release(destination, value, where);
+}
+
 inline uint32_t load_shared_32(shared_address source,
                                flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     uint32_t value;

@@ -52,6 +52,20 @@ inline void ldmatrix_x4_trans(uint32_t (&fragment)[4], shared_address row,
     flashgen::simulator::load_matrices(fragment, row, true, where);
 }
 
+inline uint32_t load_shared_8(shared_address source,
+                              flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    uint8_t value;
+    flashgen::simulator::load_shared(&value, source, 1, where);
+    return value;
+}
+
+inline float2 load_shared_64(shared_address source,
+                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    float2 values;
+    flashgen::simulator::load_shared(&values, source, 8, where);
+    return values;
+}
+
 inline void store_shared_64(shared_address destination, uint32_t low, uint32_t high,
                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     const uint32_t values[2] = {low, high};

@@ -75,6 +75,16 @@ inline void tma_store_5d(const tensor_map& map, shared_address source, int c0, i
     flashgen::simulator::tensor_store(&map, source, coordinates, 5, where);
 }
 
+inline void bulk_load(shared_address destination, const void* source, shared_address barrier, int bytes,
+                      flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::bulk_load(destination, source, barrier, bytes, where);
+}
+
+inline void bulk_add(float* destination, shared_address source, int bytes,
+                     flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::bulk_add(destination, source, bytes, where);
+}
+
 inline void tma_store_commit() { flashgen::simulator::tensor_store_commit(); }
 
 template <int kPending>
@@ -130,6 +140,20 @@ inline void wgmma_wait(flashgen::simulator::Location where = flashgen::simulator
     flashgen::simulator::warpgroup_wait(kPending, where);
 }
 
+inline void store_shared_128(shared_address destination, float a, float b, float c, float d,
+                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    const float values[4] = {a, b, c, d};
+    for (const float value : values) flashgen::simulator::check_register(value, where);
+    flashgen::simulator::store_shared(destination, values, 16, where);
+}
+
+inline float2 load_shared_64(shared_address source,
+                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    float2 values;
+    flashgen::simulator::load_shared(&values, source, 8, where);
+    return values;
+}
+
 inline void opaque(int& value) { (void)value; }
 
 template <int kCount>
@@ -156,7 +180,22 @@ inline void pin_registers(uint32_t (&registers)[kCount]) {
                                                  .a = nullptr,                                                        \
                                                  .a_descriptor = a,                                                   \
                                                  .b_descriptor = b,                                                   \
+                                                 .a_major = flashgen::simulator::Major::k,                            \
                                                  .b_major = flashgen::simulator::Major::k,                            \
+                                                 .accumulate = accumulate != 0},                                      \
+                                                where);                                                               \
+    }                                                                                                                 \
+    inline void wgmma_m64n##n##k16_##type##_ss_mn(                                                                    \
+        float (&d)[n / 2], uint64_t a, uint64_t b, int accumulate,                                                    \
+        flashgen::simulator::Location where = flashgen::simulator::Location::current()) {                             \
+        flashgen::simulator::multiply_warpgroup({.bf16 = std::is_same_v<type, bf16>,                                  \
+                                                 .accumulator = d,                                                    \
+                                                 .count = n / 2,                                                      \
+                                                 .a = nullptr,                                                        \
+                                                 .a_descriptor = a,                                                   \
+                                                 .b_descriptor = b,                                                   \
+                                                 .a_major = flashgen::simulator::Major::mn,                           \
+                                                 .b_major = flashgen::simulator::Major::mn,                           \
                                                  .accumulate = accumulate != 0},                                      \
                                                 where);                                                               \
     }                                                                                                                 \
@@ -169,6 +208,7 @@ inline void pin_registers(uint32_t (&registers)[kCount]) {
                                                  .a = a,                                                              \
                                                  .a_descriptor = 0,                                                   \
                                                  .b_descriptor = b,                                                   \
+                                                 .a_major = flashgen::simulator::Major::k,                            \
                                                  .b_major = flashgen::simulator::Major::mn,                           \
                                                  .accumulate = accumulate != 0},                                      \
                                                 where);                                                               \

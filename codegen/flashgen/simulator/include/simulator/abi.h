@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define FLASHGEN_SIMULATOR_ABI 4
+#define FLASHGEN_SIMULATOR_ABI 5
 
 /* What a region of global memory allows, as bits. */
 enum SimRegionAccess {
@@ -98,7 +98,8 @@ enum SimAccess {
     SIM_GLOBAL_COPY = 6,    /* the source of cp.async */
     SIM_MATRIX_PRODUCT = 7, /* wgmma, in shared memory */
     SIM_TENSOR_LOAD = 8,    /* in global memory */
-    SIM_TENSOR_STORE = 9    /* in global memory */
+    SIM_TENSOR_STORE = 9,   /* in global memory */
+    SIM_GLOBAL_ADD = 10     /* red */
 };
 
 /* What one source line did with one kind of memory. A wavefront is a pass over the 32 banks of shared memory; `actual`

@@ -52,6 +52,14 @@ void load_global(void* value, const void* address, int size, Location where);
 void store_global(void* address, const void* value, int size, Location where);
 void prefetch_global(const void* address, int bytes, Location where);
 
+// Adds `count` neighbouring floats in one instruction: each on its own is atomic, with blocks of other calls too.
+void add_global(float* address, const float* values, int count, Location where);
+
+// A load that sees what was done before the store_release of the value that it finds. The loading thread may be waiting for another
+// value: others go on first, and a value that nobody is left to change is a deadlock.
+uint32_t load_acquire(const void* address, Location where);
+void store_release(void* address, uint32_t value, Location where);
+
 // Asynchronous copies of a thread, and its groups of them.
 void copy_async(uint32_t destination, const void* source, int size, int source_bytes, Location where);
 void copy_commit();

@@ -1,0 +1,243 @@
+"""Attention in the graphs of PyTorch: the operators ``flashgen::attention`` and
+``flashgen::attention_backward``, for autograd, torch.compile and torch.export.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashgen.api import asked, call, named_score
+from flashgen.errors import BadParam
+from flashgen.operators.arguments import ROW_ALIGNMENT, flag
+from flashgen.operators.attention import mask_type_name, scale_of, sees_no_later_key, window_of
+from flashgen.operators.splits import AUTO, SplitEvery, Splits, splits_of
+from flashgen.training import asked as asked_backward
+
+_NO_LENGTHS = (None,) * 5
+_EVERY = "every "
+
+
+class _Options(NamedTuple):
+    """What is no tensor of a call, in types that a graph can hold. ``score`` and ``array_names`` are names
+    joined by commas, ``numbers`` such as "cap=30.0,other=2.0": autograd takes no list of floats. ``splits``
+    is "auto", "4", or "every 256".
+    """
+
+    causal: bool
+    mask_type: str | None
+    window_left: int
+    window_right: int
+    softmax_scale: float | None
+    score: str
+    array_names: str
+    numbers: str
+    splits: str
+    deterministic: bool
+    backend: str | None
+    algorithm: str | None
+
+    @property
+    def splitting(self) -> Splits:
+        if self.splits.startswith(_EVERY):
+            return SplitEvery(int(self.splits.removeprefix(_EVERY)))
+        return self.splits if self.splits == AUTO else int(self.splits)
+
+    @property
+    def masking(self) -> tuple[Any, ...]:
+        return self.causal, self.mask_type, (self.window_left, self.window_right)
+
+    def of_score(self, arrays: list[Tensor]) -> tuple[Any, ...]:
+        """softcap, alibi_slopes, score and params, as ``attention`` takes them."""
+        if not self.score:
+            return None, None, None, None
+        given = dict(zip(_split(self.array_names), arrays, strict=True))
+        for pair in _split(self.numbers):
+            name, value = pair.split("=")
+            # A parameter that is an integer takes no float.
+            given[name] = int(value) if value.lstrip("-").isdigit() else float(value)
+        return None, None, _split(self.score), given
+
+
+# Its fields in the schemas of the operators, in their order.
+_SCHEMA = (
+    "bool causal, str? mask_type, SymInt window_left, SymInt window_right, float? softmax_scale, str score, "
+    "str array_names, str numbers, str splits, bool deterministic, str? backend, str? algorithm"
+)
+
+
+def attention(
+    tensors: tuple[Any, Any, Any, Any],
+    masking: tuple[Any, ...],
+    softmax_scale: float | None,
+    of_score: tuple[Any, ...],
+    *,
+    splits: Splits,
+    deterministic: bool,
+    backend: str | None,
+    algorithm: str | None,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of q, k, v and mask, recorded. ``masking`` is causal, mask_type and window_size;
+    ``of_score`` softcap, alibi_slopes, score and params. Raises BadParam.
+    """
+    for name, x in zip(("q", "k", "v", "mask"), tensors, strict=True):
+        if not isinstance(x, Tensor) and (name != "mask" or x is not None):
+            raise BadParam(f"{name} has type {type(x).__name__}, and another array requires a gradient")
+    names, arrays, scalars = (), {}, {}
+    if any(x is not None for x in of_score):
+        _, alibi_slopes, _, params = of_score
+        _refuse_gradients({"alibi_slopes": alibi_slopes, **(params if isinstance(params, Mapping) else {})})
+        names, given = named_score(*of_score, sees_no_later_key(*masking))
+        arrays = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+        scalars = {name: x for name, x in given.items() if name not in arrays}
+    causal, mask_type, window_size = masking
+    left, right = window_of(window_size)
+    options = _Options(
+        flag("causal", causal),
+        mask_type_name(mask_type),
+        left,
+        right,
+        None if softmax_scale is None else scale_of(softmax_scale, tensors[0].shape[-1]),
+        ",".join(names),
+        ",".join(arrays),
+        ",".join(f"{name}={_number(name, x)!r}" for name, x in scalars.items()),
+        f"{_EVERY}{splits.keys}" if isinstance(splits, SplitEvery) else str(splits_of(splits)),
+        deterministic or torch.are_deterministic_algorithms_enabled(),
+        backend,
+        algorithm,
+    )
+    return _forward(*tensors, list(arrays.values()), *options)
+
+
+def _refuse_gradients(arrays: Mapping[str, Any]) -> None:
+    """Raise BadParam for an array of a score modification that wants a gradient."""
+    for name, x in arrays.items():
+        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+            raise BadParam(
+                f"{name} requires a gradient; flashgen has gradients of q, k and v alone: pass "
+                f"{name}.detach()"
+            )
+
+
+def _number(name: str, x: Any) -> float:
+    if not isinstance(x, Real):
+        raise BadParam(f"{name} has type {type(x).__name__}; expected a tensor or a number")
+    return int(x) if isinstance(x, Integral) else float(x)
+
+
+def _split(names: str) -> list[str]:
+    return names.split(",") if names else []
+
+
+@torch.library.custom_op(
+    "flashgen::attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor[] arrays, {_SCHEMA}) -> (Tensor, Tensor)",
+)
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, arrays: list[Tensor], *given: Any
+) -> tuple[Tensor, Tensor]:
+    options = _Options(*given)
+    wanted = asked(
+        q,
+        k,
+        v,
+        mask,
+        None,
+        (*options.masking, True, options.splitting),
+        options.softmax_scale,
+        options.of_score(arrays),
+        _NO_LENGTHS,
+    )
+    with torch.no_grad():
+        return call(*wanted, stream=None, backend=options.backend, algorithm=options.algorithm)
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    rows, heads = q.shape[-3], q.shape[-2]
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, q.new_empty((*q.shape[:-3], heads, rows), dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "flashgen::attention_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, Tensor? dlse, "
+    f"Tensor[] arrays, {_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+)
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    arrays: list[Tensor],
+    *given: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    options = _Options(*given)
+    dlse = None if dlse is None else dlse.contiguous()
+    wanted = asked_backward(
+        (_with_rows(dout), q, k, v, mask, _with_rows(out), lse.contiguous(), dlse, None, None, None),
+        options.masking,
+        options.softmax_scale,
+        options.of_score(arrays),
+        options.deterministic,
+    )
+    with torch.no_grad():
+        return call(*wanted, stream=None, backend=options.backend)
+
+
+@_backward.register_fake
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """``x``, or a copy of it where kernels could not read its rows: the gradient of a sum is one element for
+    all.
+    """
+    x = x.resolve_neg()
+    steps = (
+        stride * x.element_size() % ROW_ALIGNMENT
+        for stride, extent in zip(x.stride()[:-1], x.shape[:-1], strict=True)
+        if extent > 1
+    )
+    rows = x.stride(-1) == 1 and not any(steps) and x.data_ptr() % ROW_ALIGNMENT == 0
+    return x if rows else x.clone(memory_format=torch.contiguous_format)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, mask, arrays, *options = inputs
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, mask, *output, *arrays)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, mask, out, lse, *arrays = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    gradients = _backward(dout, q, k, v, mask, out, lse, dlse, arrays, *ctx.options)
+    return (*gradients, None, [None] * len(arrays), *(None for _ in ctx.options))
+
+
+def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    pass
+
+
+def _refuse_second_derivatives(ctx: Any, *gradients: Tensor) -> None:
+    raise BadParam(
+        "a gradient of attention's gradients (double backward) was asked for, which flashgen does not compute"
+    )
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep)
+_backward.register_autograd(_refuse_second_derivatives, setup_context=_keep_nothing)

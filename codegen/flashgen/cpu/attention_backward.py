@@ -1,0 +1,156 @@
+"""The gradients of attention on the CPU: blockwise in float32 over BLAS.
+
+For each block of query rows the keys are walked in blocks, whose P is computed again from the log-sum-exp of
+the forward call. What a block adds to dk and dv is summed in float32 over all blocks and query heads of a kv
+head, which one thread has.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from flashgen.cpu.attention import BLOCK_KEYS, BLOCK_ROWS, bits, modification, store
+from flashgen.cpu.threads import for_each
+from flashgen.operators.backward import ARGUMENTS, BACKWARD
+from flashgen.operators.masks import Band, hidden_keys
+from flashgen.operators.numbers import widened
+from flashgen.runtime.arrays import check_writable, host_array
+
+if TYPE_CHECKING:
+    from flashgen.operators.backward import BackwardProblem
+    from flashgen.operators.scores import ScoreOfCall
+    from flashgen.runtime.plans import Arrays, Pointers, Work
+
+_MASK = BACKWARD.arguments[BACKWARD.position("mask")]
+
+
+class Runner:
+    """Computes a problem at once, in the calling thread and helpers; see ``plans.Runner``."""
+
+    variant = None
+    steps = ()
+    workspace_bytes = 0
+
+    def at(self, pointers: Pointers, problem: BackwardProblem) -> Work:
+        return partial(_run, problem)
+
+
+class _Call(NamedTuple):
+    """The arrays of a call, each with a batch; bfloat16 elements are their bits."""
+
+    dout: np.ndarray
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    mask: np.ndarray | None
+    out: np.ndarray
+    lse: np.ndarray
+    dlse: np.ndarray | None
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    score: ScoreOfCall | None
+
+
+def _run(problem: BackwardProblem, arrays: Arrays, stream: int) -> None:
+    check_writable(problem, arrays)
+    given, score_arrays = arrays[: len(ARGUMENTS)], arrays[len(ARGUMENTS) :]
+    host = {
+        argument.name: None if x is None else bits(host_array(x))
+        for argument, x in zip(ARGUMENTS, given, strict=True)
+    }
+    mask = host.pop("mask")
+    if mask is not None:
+        mask = np.broadcast_to(mask, _MASK.extents(problem.sizes))
+    if not problem.batched:
+        host = {name: None if x is None else x[None] for name, x in host.items()}
+    score = modification(problem, [host_array(x) for x in score_arrays])
+    gradients(problem, _Call(**host, mask=mask, score=score))
+
+
+def gradients(problem: BackwardProblem, call: _Call) -> None:
+    """Fill dq, dk and dv."""
+    tasks = [(batch, head) for batch in range(problem.batch) for head in range(problem.num_heads_kv)]
+    pairs = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_kv
+    work = pairs * (3 * problem.head_dim + 2 * problem.head_dim_v)
+    for_each(partial(_of_kv_head, problem, call), tasks, work)
+
+
+@np.errstate(all="ignore")
+def _of_kv_head(problem: BackwardProblem, call: _Call, task: tuple[int, int]) -> None:
+    """dk and dv of a kv head, and dq of the query heads that share it."""
+    batch, kv_head = task
+    keys, values = (widened(x[batch, :, kv_head], problem.dtype, np.float32) for x in (call.k, call.v))
+    dk, dv = np.zeros_like(keys), np.zeros_like(values)
+    block = max(1, BLOCK_ROWS // problem.group_size)
+    for start in range(0, problem.seqlen_q, block):
+        rows = range(start, min(start + block, problem.seqlen_q))
+        _of_rows(problem, call, batch, kv_head, rows, keys, values, dk, dv)
+    store(call.dk[batch, :, kv_head], dk, problem)
+    store(call.dv[batch, :, kv_head], dv, problem)
+
+
+def _of_rows(
+    problem: BackwardProblem,
+    call: _Call,
+    batch: int,
+    kv_head: int,
+    rows: range,
+    keys: np.ndarray,
+    values: np.ndarray,
+    dk: np.ndarray,
+    dv: np.ndarray,
+) -> None:
+    """dq of some rows of the heads that share a kv head, and what these rows add to its dk and dv."""
+    group, count, scale = problem.group_size, len(rows), np.float32(problem.softmax_scale)
+    heads, part = slice(kv_head * group, (kv_head + 1) * group), slice(rows.start, rows.stop)
+
+    def of_heads(x: np.ndarray) -> np.ndarray:
+        some = widened(x[batch, part, heads], problem.dtype, np.float32)
+        return some.transpose(1, 0, 2).reshape(group * count, x.shape[-1])
+
+    queries, douts = of_heads(call.q) * scale, of_heads(call.dout)
+    delta = np.einsum("ij,ij->i", douts, of_heads(call.out))
+    if call.dlse is not None:
+        delta -= call.dlse[batch, heads, part].reshape(-1)
+    lse = call.lse[batch, heads, part].reshape(-1)
+    # The P of a row that sees nothing is exp(-inf).
+    lse = np.where(np.isneginf(lse), np.float32(np.inf), lse)
+
+    dq = np.zeros_like(queries)
+    band, positions = Band.of(problem), np.arange(rows.start, rows.stop)[:, None]
+    begin, end = band.keys_of_some(rows.start, rows.stop, problem.seqlen_kv)
+    begin_every, end_every = band.keys_of_every(rows.start, rows.stop, problem.seqlen_kv)
+    for first in range(begin, end, BLOCK_KEYS):
+        last = min(first + BLOCK_KEYS, end)
+        some, hidden = np.arange(first, last), None
+        if call.mask is not None or first < begin_every or last > end_every:
+            dense = None if call.mask is None else call.mask[batch, heads, part, first:last]
+            hidden = hidden_keys(band, dense, positions, some)
+            if hidden.all():
+                continue
+        whole = (group, count, last - first)
+        p = queries @ keys[first:last].T
+        slope = None
+        if call.score is not None:
+            at = call.score.at(batch, np.arange(heads.start, heads.stop)[:, None, None], positions, some)
+            slope = at.derived().value(np, p.reshape(whole))
+            p = np.array(at.value(np, p.reshape(whole))).reshape(p.shape)
+        p -= lse[:, None]
+        np.exp(p, out=p)
+        if hidden is not None:
+            np.copyto(p.reshape(whole), 0, where=hidden)
+        dv[first:last] += p.T @ douts
+        ds = douts @ values[first:last].T
+        ds -= delta[:, None]
+        ds *= p
+        if slope is not None:
+            ds.reshape(whole)[...] *= slope
+            np.copyto(ds, 0, where=p == 0)  # where a key is hidden the derivative may be anything
+        dq += ds @ keys[first:last]
+        dk[first:last] += ds.T @ queries
+    dq *= scale
+    store(call.dq[batch, part, heads], dq.reshape(group, count, -1).transpose(1, 0, 2), problem)

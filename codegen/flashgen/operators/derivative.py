@@ -1,0 +1,83 @@
+"""The derivative of a score modification with respect to ``score``: reverse-mode differentiation of its tree.
+
+From the root down, each node passes what the result changes by, for a change of its own, on to its arguments.
+Where two branches meet, as at ``abs(score)`` with score 0, it is that of the branch that is taken.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from flashgen.operators.formula import Node, number
+
+_ZERO, _ONE = number(0.0), number(1.0)
+
+
+@lru_cache(maxsize=64)
+def derivative(tree: Node) -> Node:
+    """The tree of d(tree) / d(score)."""
+    return _below(tree, _ONE)
+
+
+def _below(node: Node, outer: Node) -> Node:
+    """What a change of ``score`` adds to the result by way of ``node``, of which it changes by ``outer``."""
+    if node.op == "name":
+        return outer if node.value == "score" else _ZERO
+    total = _ZERO
+    for position, arg in enumerate(node.args):
+        if arg.type != "bool" and "score" in arg.reads():
+            total = _sum(total, _below(arg, _passed_on(node, position, outer)))
+    return total
+
+
+def _passed_on(node: Node, position: int, outer: Node) -> Node:
+    """What the result changes by, for a change of an argument of ``node``."""
+    args = node.args
+    match node.op:
+        case "+":
+            return outer
+        case "-":
+            return outer if position == 0 else _negative(outer)
+        case "neg":
+            return _negative(outer)
+        case "*":
+            return _product(outer, args[1 - position])
+        case "/" if position == 0:
+            return _quotient(outer, args[1])
+        case "/":
+            return _negative(_quotient(_product(outer, node), args[1]))
+        case "tanh":
+            return _product(outer, Node("-", (_ONE, Node("*", (node, node)))))
+        case "exp":
+            return _product(outer, node)
+        case "log":
+            return _quotient(outer, args[0])
+        case "abs":
+            return _where(Node("<", (args[0], _ZERO), None, "bool"), _negative(outer), outer)
+        case "where":
+            return _where(args[0], *((outer, _ZERO) if position == 1 else (_ZERO, outer)))
+    first = Node("<", args, None, "bool")  # min and max, as `formula.operation` has them
+    takes_first = (node.op == "min") == (position == 0)
+    return _where(first, *((outer, _ZERO) if takes_first else (_ZERO, outer)))
+
+
+def _sum(a: Node, b: Node) -> Node:
+    if a == _ZERO:
+        return b
+    return a if b == _ZERO else Node("+", (a, b))
+
+
+def _product(a: Node, b: Node) -> Node:
+    return b if a == _ONE else Node("*", (a, b))
+
+
+def _quotient(a: Node, b: Node) -> Node:
+    return Node("/", (a, b))
+
+
+def _negative(a: Node) -> Node:
+    return number(-a.value) if a.op == "number" else Node("neg", (a,))
+
+
+def _where(condition: Node, a: Node, b: Node) -> Node:
+    return Node("where", (condition, a, b))

@@ -1,0 +1,239 @@
+"""The backward kernels on a GPU: within the bound of float64 in poisoned memory, over any strides, the same
+bits each time where that was asked for, in a graph with other inputs."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the float64 reference is computed with PyTorch on the GPU")
+
+import flashgen  # noqa: E402
+from flashgen.operators.backward import normalise  # noqa: E402
+from flashgen.operators.gradients import gradients  # noqa: E402
+from flashgen.operators.masks import Band  # noqa: E402
+from flashgen.operators.reference import largest  # noqa: E402
+from flashgen.runtime.arrays import view  # noqa: E402
+from flashgen.runtime.device import device  # noqa: E402
+from flashgen.runtime.launch import bind  # noqa: E402
+from flashgen.runtime.plans import Plan  # noqa: E402
+from flashgen.schedule.dispatch import offers, runs_on  # noqa: E402
+from flashgen.spec.load import load_specs  # noqa: E402
+from gpu.cases import DTYPES, new_seed  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="this PyTorch does not see a GPU"),
+]
+
+HEAD_DIMS = ((32, 32), (64, 64), (80, 80), (128, 128), (112, 96), (192, 128), (192, 192), (256, 256))
+MASKS = {
+    "none": {},
+    "causal": {"causal": True},
+    "local": {"window_size": (90, 20)},
+    "dense": {"mask": "random"},
+    "dense and causal": {"mask": "random", "causal": True},
+}
+TARGETS = ("sm80", "sm86")
+
+
+@functools.cache
+def specs(target):
+    return [s for s in load_specs() if s.operator == "attention_backward" and target in s.targets]
+
+
+def variant_for(problem, target):
+    """The kernel of a target that serves the problem."""
+    gpu = device(0)
+    found = [v for v in offers(problem, gpu, specs(target)) if v.target == target and runs_on(v, gpu)]
+    order = "ordered" if problem.deterministic else "free"
+    (variant,) = (v for v in found if dict(v.axes)["dq_order"] == order and not v.tile_name)
+    return variant
+
+
+class Call:
+    """Random inputs, the results of the forward call, and gradients in memory whose gaps are NaN."""
+
+    def __init__(
+        self, shape, head_dims, dtype, *, mask=None, scale=(1.0, 1.0), dlse=True, strided=False, **options
+    ):
+        batch, seqlen_q, seqlen_kv, heads, kv_heads = shape
+        head_dim, head_dim_v = head_dims
+        random = torch.Generator("cuda").manual_seed(new_seed())
+        self.dtype, self.options, element = dtype, options, DTYPES[dtype]
+
+        def rows(count, of, width, factor=1.0, filled=True):
+            # Heads first in memory, or a gap behind each row.
+            size = (batch, of, count, width) if strided else (batch, count, of, width + 8)
+            memory = torch.full(size, torch.nan, dtype=element, device="cuda")
+            x = memory.transpose(1, 2) if strided else memory[..., :width]
+            if filled:
+                x.copy_(factor * torch.randn(x.shape, generator=random, device="cuda"))
+            return x
+
+        self.q = rows(seqlen_q, heads, head_dim, scale[0])
+        self.k, self.v = (rows(seqlen_kv, kv_heads, width, scale[1]) for width in head_dims)
+        self.dout = rows(seqlen_q, heads, head_dim_v)
+        self.outputs = [
+            rows(seqlen_q, heads, head_dim, filled=False),
+            rows(seqlen_kv, kv_heads, head_dim, filled=False),
+            rows(seqlen_kv, kv_heads, head_dim_v, filled=False),
+        ]
+        self.mask = None
+        if mask is not None:
+            self.mask = torch.rand(heads, seqlen_q, seqlen_kv, generator=random, device="cuda") < 0.4
+        self.dlse = None
+        if dlse:
+            self.dlse = torch.randn(batch, heads, seqlen_q, generator=random, device="cuda")
+        self.random = random
+
+    def forward(self):
+        """The results of the forward call for the inputs as they are."""
+        return flashgen.attention(self.q, self.k, self.v, mask=self.mask, return_lse=True, **self.options)
+
+    def plan(self, target, deterministic=False):
+        out, lse = self.forward()
+        given = (self.dout, self.q, self.k, self.v, self.mask, out, lse, self.dlse, *self.outputs)
+        names = ("dout", "q", "k", "v", "mask", "out", "lse", "dlse", "dq", "dk", "dv")
+        views = {name: view(x, name) for name, x in zip(names, given, strict=True) if x is not None}
+        problem = normalise(**views, deterministic=deterministic, **self.options)
+        main = variant_for(problem, target)
+        return Plan(problem, bind(problem, main, device(0)), given)
+
+    def run(self, plan):
+        """dq, dk and dv, of which nothing is left from before, nor of the workspace."""
+        out, lse = self.forward()
+        for x in self.outputs:
+            x.fill_(torch.nan)
+        workspace = torch.full((plan.workspace_bytes + 256,), 0xFF, dtype=torch.uint8, device="cuda")
+        inputs = {"dout": self.dout, "q": self.q, "k": self.k, "v": self.v, "out": out, "lse": lse}
+        optional = {"mask": self.mask, "dlse": self.dlse}
+        inputs |= {name: x for name, x in optional.items() if x is not None}
+        outputs = dict(zip(("dq", "dk", "dv"), self.outputs, strict=True))
+        plan(**inputs, **outputs, workspace=workspace)
+        return self.outputs
+
+    def check(self, found, problem):
+        right = gradients(
+            *(x.double() for x in (self.dout, self.q, self.k, self.v)),
+            self.dtype,
+            problem.softmax_scale,
+            Band.of(problem),
+            self.mask,
+            None if self.dlse is None else self.dlse.double(),
+        )
+        bounds = right.dq_bound, right.dk_bound, right.dv_bound
+        for name, x, expected, bound in zip("qkv", found, right[:3], bounds, strict=True):
+            worst = largest(x.double(), expected, bound)
+            assert worst.share <= 1, f"d{name}: {worst.describe()} at {worst.index}"
+
+
+def check(*args, target="sm80", deterministic=False, **options):
+    call = Call(*args, **options)
+    plan = call.plan(target, deterministic)
+    call.check(call.run(plan), plan.problem)
+    return plan
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
+def test_within_the_bound(head_dims, mask, target):
+    for index, dtype in enumerate(("fp16", "bf16")):
+        heads = (4, 4) if index else (6, 2)
+        check((2, 300, 429, *heads), head_dims, dtype, target=target, dlse=index == 0, **MASKS[mask])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
+def test_fp32(head_dims, target):
+    if head_dims == (256, 256) and target == "sm86":
+        pytest.skip("no fp32 kernel of this head dim in 99 KB")
+    for mask in ("causal", "local", "dense"):
+        check((1, 150, 201, 4, 2), head_dims, "fp32", target=target, **MASKS[mask])
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_kv"),
+    [(1, 1), (1, 200), (239, 1), (113, 203), (108, 256), (256, 512), (512, 256), (1023, 1024), (1024, 1023)],
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_lengths(head_dim, seqlen_q, seqlen_kv):
+    for options in ({}, {"causal": True}, {"mask_type": "causal_top_left"}, {"window_size": (7, 0)}):
+        check((1, seqlen_q, seqlen_kv, 2, 1), (head_dim, head_dim), "bf16", **options)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(0, 90), (90, 0)])
+def test_without_queries_or_keys_gradients_are_zero(seqlen_q, seqlen_kv):
+    call = Call((2, seqlen_q, seqlen_kv, 2, 2), (64, 64), "fp16")
+    found = call.run(call.plan("sm80"))
+    assert all(not x.any() for x in found)
+
+
+def test_long_sequences():
+    check((1, 4096, 4096, 2, 1), (64, 64), "bf16", causal=True)
+    check((1, 2048, 4096, 2, 2), (128, 128), "fp16")
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_great_scores(dtype):
+    check((1, 500, 500, 2, 2), (64, 64), dtype, scale=(5.0, 3.0))
+
+
+def test_strides():
+    plan = check((2, 200, 300, 4, 2), (128, 64), "bf16", strided=True, causal=True)
+    assert plan.variant.head_dim == 128
+
+
+def test_nothing_beside_the_gradients_is_written():
+    call = Call((2, 100, 150, 2, 2), (64, 64), "fp16")
+    call.run(call.plan("sm80"))
+    for x in call.outputs:
+        memory = torch.as_strided(x, (*x.shape[:-1], x.shape[-1] + 8), x.stride())
+        assert memory[..., x.shape[-1] :].isnan().all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["none", "causal"])
+def test_deterministic_runs_repeat_to_the_bit(options, head_dim, busy):
+    """Also while the GPU has other work, so that thread blocks come in other orders."""
+    import cupy
+
+    call = Call((2, 1500, 1500, 4, 2), (head_dim, head_dim), "bf16", **options)
+    plan = call.plan("sm80", deterministic=True)
+    first = [x.clone() for x in call.run(plan)]
+    call.check(first, plan.problem)
+    other = cupy.cuda.Stream(non_blocking=True)
+    for repeat in range(30):
+        if repeat % 10 == 0:
+            busy(other)
+        assert all(torch.equal(*pair) for pair in zip(call.run(plan), first, strict=True))
+
+
+def test_more_thread_blocks_in_turn_than_the_gpu_has_room_for():
+    check((1, 256, 40_000, 1, 1), (64, 64), "bf16", deterministic=True)
+
+
+def test_dk_and_dv_always_repeat():
+    call = Call((2, 1500, 1500, 4, 2), (128, 128), "bf16", causal=True)
+    plan = call.plan("sm80")
+    first = [x.clone() for x in call.run(plan)[1:]]
+    for _ in range(10):
+        assert all(torch.equal(*pair) for pair in zip(call.run(plan)[1:], first, strict=True))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_graph_replays_with_other_inputs(deterministic):
+    call = Call((2, 400, 400, 4, 4), (64, 64), "bf16", causal=True)
+    plan = call.plan("sm80", deterministic)
+    call.run(plan)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call.run(plan)
+    for _ in range(3):
+        for x in (call.q, call.dout):
+            x.copy_(torch.randn(x.shape, generator=call.random, device="cuda"))
+        graph.replay()
+        call.check(call.outputs, plan.problem)

@@ -1,0 +1,168 @@
+"""The backward pass in the simulator: every tile, mask and dtype, sums that repeat, planted faults."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashgen.errors import SimulationError
+from flashgen.simulator.example import Shape, make_any, run_steps
+from flashgen.simulator.library import load
+from flashgen.source.render import render
+from flashgen.spec.load import load_specs
+from simulator.faults import WRONG
+from simulator.faults_backward import FAULTS, Fault
+
+MAIN = {
+    variant.name: variant
+    for spec in load_specs()
+    if spec.name == "flash_bwd_sm80"
+    for variant in spec.variants()
+    if variant.is_main
+}
+
+
+def simulated(name, shape, seed, *, order=None, threads=None, source_of=render):
+    """The example after the call ran on it, and its reports; AssertionError if it is too far from float64."""
+    variant = MAIN[name]
+    example = make_any(variant, shape, seed)
+    libraries = [load(source_of(step), step.name) for step in variant.steps]
+    reports = run_steps(libraries, variant, example, seed=seed if order is None else order, threads=threads)
+    verdict = example.judge()
+    assert verdict.ok, f"{name}, {shape}: {verdict}"
+    return example, reports
+
+
+# Every tile, each mask type, both groupings, both orders of dQ; ragged blocks, short head dims.
+CASES = [
+    ("32_fp16_causal_free_gqa_sm80", Shape(100, 150, 4, 2, batch=2)),
+    ("32_bf16_local_free_sm80", Shape(150, 300, 2, window=(70, 20))),
+    ("32_fp16_dense_ordered_gqa_sm80", Shape(100, 150, 3, 1, mask="k", mask_alignment=1)),
+    ("64_bf16_free_sm80", Shape(150, 140, 1, head_dim=56, head_dim_v=40)),
+    ("64_fp16_causal_ordered_sm86", Shape(150, 140, 1)),
+    ("64_bf16_dense_free_sm80", Shape(70, 200, 2, mask="hqk", mask_alignment=4, window=(-1, 0))),
+    ("64_bf16_dense_free_sm86", Shape(70, 70, 2, window=(20, 5))),
+    ("96_bf16_causal_free_sm80", Shape(100, 140, 1, head_dim=80)),
+    ("96_fp16_local_free_gqa_sm86", Shape(70, 100, 2, 1, window=(9, 0))),
+    ("96_bf16_dense_free_sm86", Shape(70, 70, 1)),
+    ("128_fp16_local_ordered_sm80", Shape(100, 150, 1, window=(30, 30))),
+    ("128_bf16_free_gqa_sm86", Shape(50, 70, 2, 1, head_dim=112)),
+    ("128_bf16_dense_free_sm80", Shape(50, 140, 1, mask="qk")),
+    ("192_128_bf16_causal_free_gqa_sm80", Shape(70, 100, 2, 1)),
+    ("192_128_fp16_free_sm86", Shape(70, 70, 1, head_dim=160)),
+    ("192_fp16_causal_free_sm80", Shape(70, 100, 1, top_left=True)),
+    ("192_fp16_free_sm86", Shape(70, 70, 1)),
+    ("256_fp16_causal_free_sm80", Shape(100, 70, 1)),
+    ("256_bf16_local_free_sm86", Shape(70, 50, 1, window=(5, 5))),
+    ("32_fp32_causal_free_gqa_sm80", Shape(70, 90, 2, 1)),
+    ("64_fp32_dense_free_sm86", Shape(70, 70, 1)),
+    ("96_fp32_local_free_sm80", Shape(50, 70, 1, window=(20, 0))),
+    ("96_fp32_free_sm86", Shape(50, 70, 1)),
+    ("128_fp32_ordered_sm86", Shape(50, 50, 1, head_dim=100)),
+    ("192_fp32_free_sm86", Shape(40, 20, 1)),
+    ("192_128_fp32_free_sm80", Shape(40, 40, 1)),
+    ("256_fp32_free_sm80", Shape(40, 40, 1)),
+]
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES, ids=[name for name, _ in CASES])
+def test_within_the_bound(name, shape, compiler, fresh_seed):
+    simulated(f"flash_bwd_main_hdim{name}", shape, fresh_seed)
+
+
+def test_the_cases_have_every_tile():
+    def tile_of(variant):
+        return variant.tile, variant.dtype == "fp32"
+
+    cases = [MAIN[f"flash_bwd_main_hdim{name}"] for name, _ in CASES]
+    assert set(map(tile_of, MAIN.values())) == set(map(tile_of, cases))
+
+
+@pytest.mark.parametrize("name", ["fp16_free_sm80", "fp16_causal_ordered_sm80"])
+def test_lengths_at_the_edges_of_blocks(name, compiler, fresh_seed):
+    """Also rows that see nothing, and keys that nobody sees."""
+    for seqlen_q in (0, 1, 63, 64, 65, 128):
+        for seqlen_kv in (0, 1, 128, 129):
+            if seqlen_q + seqlen_kv:
+                simulated(f"flash_bwd_main_hdim32_{name}", Shape(seqlen_q, seqlen_kv, 2), fresh_seed)
+
+
+def test_keys_that_nobody_sees_have_gradients_of_zero(compiler, fresh_seed):
+    shape = Shape(40, 400, 2, window=(3, 3), top_left=True)
+    example, _ = simulated("flash_bwd_main_hdim32_bf16_local_free_sm80", shape, fresh_seed)
+    for name in ("dk", "dv"):
+        assert not example.array(name)[:, 50:].any()
+
+
+def test_without_a_gradient_of_lse(compiler, fresh_seed):
+    example, _ = simulated(
+        "flash_bwd_main_hdim32_fp16_free_sm80", Shape(70, 90, 2, return_lse=False), fresh_seed
+    )
+    assert example.array("dlse") is None
+
+
+@pytest.mark.parametrize("spread", [8.0, 40.0])
+def test_scores_of_great_size(spread, compiler, fresh_seed):
+    simulated("flash_bwd_main_hdim32_bf16_free_sm80", Shape(100, 200, 2, spread=spread), fresh_seed)
+
+
+ORDERED = "flash_bwd_main_hdim32_fp16_causal_ordered_sm80"
+LONG = Shape(300, 1100, 1)
+
+
+def bits_of(orders, seed, source_of=render):
+    """How many different dq there are."""
+    found = set()
+    for order, threads in orders:
+        example, _ = simulated(ORDERED, LONG, seed, order=order, threads=threads, source_of=source_of)
+        found.add(example.array("dq").tobytes())
+    return len(found)
+
+
+def test_in_turns_dq_repeats_to_the_bit(compiler, fresh_seed):
+    """With blocks side by side, so that they do wait for each other."""
+    assert bits_of([(1, 1), (2, 2), (3, 4), (4, 8), (5, 8)], fresh_seed) == 1
+
+
+def test_who_does_not_wait_for_its_turn_is_found(compiler, fresh_seed):
+    fault = Fault(
+        "no wait", ORDERED, "main", LONG, (WRONG,),
+        "while (load_acquire_32(turns) != block.index - first_block) {}", "load_acquire_32(turns);",
+    )  # fmt: skip
+    # Of nine blocks of keys the fifth begins when the first does.
+    assert bits_of([(1, 1), (2, 2), (3, 2), (4, 2)], fresh_seed, fault.sources) > 1
+
+
+def test_no_access_to_shared_memory_has_bank_conflicts(compiler, fresh_seed):
+    for name, shape in (("64_bf16_free_sm80", Shape(128, 128, 1)), ("96_bf16_free_sm86", Shape(64, 64, 1))):
+        _, reports = simulated(f"flash_bwd_main_hdim{name}", shape, fresh_seed)
+        counters = reports[1].counters
+        assert counters["shared_wavefronts"] == counters["shared_wavefronts_ideal"]
+
+
+def verdict_of(fault, source_of, seed):
+    """The check that found something, or None."""
+    variant = MAIN[fault.variant]
+    example = make_any(variant, fault.shape, seed)
+    libraries = [load(source_of(step), step.name) for step in variant.steps]
+    try:
+        run_steps(libraries, variant, example, seed=seed, threads=1)
+    except SimulationError as error:
+        return error.check
+    return None if example.judge().ok else WRONG
+
+
+def test_there_are_enough_faults_of_different_names():
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 12
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_planted_fault_is_found(fault, compiler, fresh_seed):
+    assert verdict_of(fault, fault.sources, fresh_seed) in fault.caught
+
+
+@pytest.mark.parametrize(
+    "fault", list({(f.variant, f.shape): f for f in FAULTS}.values()), ids=lambda fault: fault.name
+)
+def test_without_it_nothing_is_found(fault, compiler, fresh_seed):
+    for seed in range(fresh_seed, fresh_seed + 20):
+        assert verdict_of(fault, render, seed) is None

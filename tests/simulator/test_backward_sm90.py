@@ -1,0 +1,102 @@
+"""The backward pass for Hopper in the simulator: every tile and mask type, shared memory, planted faults."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashgen.errors import SimulationError
+from flashgen.simulator.example import Shape, make_any, run_steps
+from flashgen.simulator.library import load
+from flashgen.source.render import render
+from flashgen.spec.load import load_specs
+from simulator.faults import WRONG
+from simulator.faults_backward_sm90 import FAULTS
+
+MAIN = {
+    variant.name: variant
+    for spec in load_specs()
+    if spec.name == "flash_bwd_sm90"
+    for variant in spec.variants()
+    if variant.is_main
+}
+
+
+def simulated(variant, shape, seed, source_of=render):
+    """The example after the call ran on it, and its reports."""
+    example = make_any(variant, shape, seed)
+    libraries = [load(source_of(step), step.name) for step in variant.steps]
+    return example, run_steps(libraries, variant, example, seed=seed)
+
+
+def within_the_bound(name, shape, seed):
+    example, reports = simulated(MAIN[f"flash_bwd_main_hdim{name}_sm90"], shape, seed)
+    verdict = example.judge()
+    assert verdict.ok, f"{name}, {shape}: {verdict}"
+    return example, reports
+
+
+# Every tile and mask type, both groupings; ragged blocks, head dims that are short, rows and keys that see nothing.
+CASES = [
+    ("32_bf16_free", Shape(300, 150, 1, head_dim=24, head_dim_v=16)),
+    ("32_fp16_causal_free_gqa", Shape(200, 150, 4, 2)),
+    ("32_bf16_local_free", Shape(300, 400, 2, window=(150, 20))),
+    ("64_fp16_free_gqa", Shape(150, 140, 3, 1)),
+    ("64_bf16_causal_free", Shape(300, 330, 1, batch=2)),
+    ("64_fp16_local_free_gqa", Shape(70, 300, 2, 1, window=(30, 0))),
+    ("96_fp16_causal_free", Shape(70, 300, 1, head_dim=80, head_dim_v=72)),
+    ("96_bf16_local_free", Shape(300, 100, 1, window=(20, 30), top_left=True)),
+    ("128_bf16_free", Shape(200, 140, 2)),
+    ("128_fp16_causal_free_gqa", Shape(150, 200, 2, 1, head_dim=104)),
+    ("128_bf16_local_free", Shape(200, 300, 1, window=(70, 10))),
+]
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES, ids=[name for name, _ in CASES])
+def test_within_the_bound(name, shape, compiler, fresh_seed):
+    within_the_bound(name, shape, fresh_seed)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 63, 128, 129])
+@pytest.mark.parametrize("seqlen_kv", [1, 64, 129])
+@pytest.mark.parametrize("name", ["64_fp16_free", "128_bf16_causal_free"])
+def test_lengths_at_the_edges_of_blocks(name, seqlen_q, seqlen_kv, compiler, fresh_seed):
+    within_the_bound(name, Shape(seqlen_q, seqlen_kv, 1), fresh_seed)
+
+
+@pytest.mark.parametrize("spread", [8.0, 40.0])
+def test_scores_of_great_size(spread, compiler, fresh_seed):
+    within_the_bound("64_bf16_causal_free", Shape(200, 150, 1, spread=spread), fresh_seed)
+
+
+def test_no_access_to_shared_memory_has_bank_conflicts(compiler, fresh_seed):
+    for name in ("64_bf16_free", "128_bf16_free"):
+        _, reports = within_the_bound(name, Shape(128, 128, 1), fresh_seed)
+        counters = reports[1].counters
+        assert counters["shared_wavefronts"] == counters["shared_wavefronts_ideal"]
+
+
+def verdict_of(fault, source_of, seed):
+    """The check that found something, or None."""
+    try:
+        example, _ = simulated(MAIN[fault.variant], fault.shape, seed, source_of)
+    except SimulationError as error:
+        return error.check
+    return None if example.judge().ok else WRONG
+
+
+def test_there_are_enough_faults_of_different_names():
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 20
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_planted_fault_is_found(fault, compiler, fresh_seed):
+    assert verdict_of(fault, fault.sources, fresh_seed) in fault.caught
+
+
+@pytest.mark.parametrize(
+    "fault", list({(f.variant, f.shape): f for f in FAULTS}.values()), ids=lambda fault: fault.name
+)
+def test_without_it_nothing_is_found(fault, compiler, fresh_seed):
+    """Under 20 orders of threads."""
+    for seed in range(fresh_seed, fresh_seed + 20):
+        assert verdict_of(fault, render, seed) is None

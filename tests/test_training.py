@@ -1,0 +1,141 @@
+"""``attention_backward`` and ``plan_backward``: what a call may have wrong, and what a plan says."""
+
+import numpy as np
+import pytest
+
+import flashgen
+from flashgen.errors import (
+    BadParam,
+    BadTensorDtype,
+    BadTensorShape,
+    BadTensorStrides,
+    InsufficientWorkspace,
+    NullPointer,
+)
+from flashgen.operators import OPERATORS
+from flashgen.operators.backward import BACKWARD
+from flashgen.operators.gradients import judge
+from flashgen.simulator import hostcompiler
+
+NAMES = ("dout", "q", "k", "v", "out", "lse")
+
+
+def arrays(**changes):
+    q, k, v = np.ones((2, 5, 4, 16), np.float16), np.ones((2, 7, 2, 16), np.float16), None
+    v = np.ones((2, 7, 2, 8), np.float16)
+    out, lse = flashgen.attention(q, k, v, return_lse=True)
+    return dict(zip(NAMES, (out.copy(), q, k, v, out, lse), strict=True)) | changes
+
+
+def called(**changes):
+    return flashgen.attention_backward(**arrays(**changes))
+
+
+ROWS = np.ones((2, 5, 4, 8), np.float16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"out": ROWS[:, :4]}, BadTensorShape, r"out has shape .*\(2, 5, 4, 8\)"),
+        ({"out": ROWS.astype(np.float32)}, BadTensorDtype, "out has dtype fp32"),
+        ({"dout": ROWS[..., :6]}, BadTensorShape, "dout has shape"),
+        ({"dout": ROWS[0]}, BadTensorShape, "dout has shape"),
+        ({"dout": None}, NullPointer, "dout is None"),
+        ({"lse": None}, NullPointer, "lse is None"),
+        ({"lse": np.ones((2, 5, 4), np.float32)}, BadTensorShape, "lse has shape"),
+        ({"lse": np.ones((2, 4, 5), np.float16)}, BadTensorDtype, "lse has dtype fp16; expected fp32"),
+        ({"lse": np.ones((2, 5, 4), np.float32).swapaxes(1, 2)}, BadTensorStrides, "lse has strides"),
+        ({"dlse": np.ones((4, 5), np.float32)}, BadTensorShape, "dlse has shape"),
+        ({"dq": np.ones((2, 5, 4, 8), np.float16)}, BadTensorShape, "dq has shape"),
+        ({"dk": np.ones((2, 7, 4, 16), np.float16)}, BadTensorShape, "dk has shape"),
+        ({"dv": np.ones((2, 7, 2, 8), np.float32)}, BadTensorDtype, "dv has dtype"),
+        ({"deterministic": 2}, BadParam, "deterministic is 2"),
+        ({"causal": None}, BadParam, "causal is None"),
+        ({"kv_lengths": np.ones(2, np.int32)}, BadParam, "kv_lengths was given"),
+        ({"cu_seqlens_q": np.ones(2, np.int32)}, BadParam, "cu_seqlens_q was given"),
+        ({"softmax_scale": float("nan")}, BadParam, "softmax_scale is nan"),
+    ],
+)
+def test_what_does_not_fit_is_named(changes, error, words):
+    with pytest.raises(error, match=words):
+        called(**changes)
+
+
+def test_an_unknown_option_is_a_type_error():
+    with pytest.raises(TypeError, match="dropout"):
+        called(dropout=0.1)
+
+
+@pytest.mark.parametrize("gradient", ["dq", "dk", "dv"])
+def test_a_gradient_may_overlap_nothing(gradient):
+    """Whatever the argument: the check derives from the table."""
+    given = arrays(dlse=np.ones((2, 4, 5), np.float32), mask=np.zeros((5, 7), bool))
+    like = given[{"dq": "q", "dk": "k", "dv": "v"}[gradient]]
+    for argument in BACKWARD.arguments:
+        other = given.get(argument.name)
+        if other is None:
+            continue
+        room = np.zeros(max(other.nbytes, like.nbytes) + 64, np.uint8)
+        start = -room.ctypes.data % 16
+        shared = room[start : start + other.nbytes].view(other.dtype).reshape(other.shape)
+        into = room[start : start + like.nbytes].view(like.dtype).reshape(like.shape)
+        call = given | {argument.name: shared, gradient: into}
+        with pytest.raises(BadTensorStrides, match=f"{gradient} overlaps {argument.name} in memory"):
+            flashgen.attention_backward(**call)
+
+
+def test_gradients_of_packed_arrays_may_lie_between_each_other():
+    rng = np.random.default_rng()
+    qkv = rng.standard_normal((2, 6, 3, 2, 8), np.float32)
+    q, k, v = (qkv[:, :, part] for part in range(3))
+    out, lse = flashgen.attention(q, k, v, return_lse=True)
+    gradient = np.full(qkv.shape, np.nan, np.float32)
+    into = dict(zip(("dq", "dk", "dv"), (gradient[:, :, part] for part in range(3)), strict=True))
+    flashgen.attention_backward(out, q, k, v, out, lse, **into)
+    assert np.isfinite(gradient).all()
+
+
+def test_a_plan_is_called_with_the_arrays_in_their_order():
+    given = arrays(causal=True)
+    plan = flashgen.plan_backward(**given)
+    assert (plan.problem.operator, plan.variant, plan.workspace_bytes) == (BACKWARD, None, 0)
+    assert OPERATORS["attention_backward"] is BACKWARD
+    dout, q, k, v, out, lse, _ = given.values()
+    expected = flashgen.attention_backward(**given)
+    for found in (plan(dout, q, k, v, None, out, lse), plan(**{name: given[name] for name in NAMES})):
+        for x, y in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(x, y)
+    with pytest.raises(BadTensorShape, match="dout has seqlen_q 4"):
+        plan(dout[:, :4], q, k, v, None, out, lse)
+
+
+def test_jax_arrays_get_gradients_of_their_own():
+    jnp = pytest.importorskip("jax.numpy")
+    given = arrays()
+    expected = flashgen.attention_backward(**given)
+    found = flashgen.attention_backward(**{name: jnp.asarray(x) for name, x in given.items()})
+    for x, y in zip(found, expected, strict=True):
+        assert isinstance(x, jnp.ndarray)
+        np.testing.assert_array_equal(np.asarray(x), y)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_simulator_runs_the_kernels_of_a_call(deterministic):
+    if hostcompiler.why_unavailable():
+        pytest.skip(hostcompiler.why_unavailable())
+    rng = np.random.default_rng()
+    q, dout = (rng.standard_normal((40, 2, 32), np.float32).astype(np.float16) for _ in range(2))
+    k, v = (rng.standard_normal((50, 2, 32), np.float32).astype(np.float16) for _ in range(2))
+    out, lse = flashgen.attention(q, k, v, causal=True, return_lse=True)
+    given = dout, q, k, v, out, lse
+    options = {"causal": True, "deterministic": deterministic, "backend": "simulator"}
+    plan = flashgen.plan_backward(*given, **options)
+    assert dict(plan.variant.axes)["dq_order"] == ("ordered" if deterministic else "free")
+    workspace = np.full(plan.workspace_bytes + 256, 0xFF, np.uint8)
+    workspace = workspace[-workspace.ctypes.data % 256 :]
+    found = flashgen.attention_backward(*given, workspace=workspace, **options)
+    verdict = judge(plan.problem, *given[:4], None, out, lse, None, *found)
+    assert verdict.ok, verdict
+    with pytest.raises(InsufficientWorkspace, match="workspace has 256 bytes"):
+        flashgen.attention_backward(*given, workspace=workspace[:256], **options)
