@@ -110,7 +110,7 @@ CACHE = (8, 4096, 8, 128)
                 "causal": True,
                 "dtype": "bf16",
             },
-            "flash_fwd_varlen_hdim128_bf16_causal_packgqa_sm80",
+            "flash_fwd_varlen_hdim128_bf16_causal_packgqa_sm90",
         ),
     ],
 )
@@ -121,6 +121,39 @@ def test_shapes_of_lengths_and_caches(call, variant):
     names = [found.variant.name, *(judged.variant.name for judged in found.others)]
     specs = [spec for spec in load_specs() if spec.operator == "varlen"]
     assert sorted(names) == sorted(v.name for spec in specs for v in spec.variants() if v.is_main)
+
+
+PACKED = {
+    "q": (9000, 32, 128),
+    "k": (9000, 8, 128),
+    "cu_seqlens_q": (9,),
+    "cu_seqlens_kv": (9,),
+    "max_seqlen_q": 3000,
+    "causal": True,
+    "dtype": "bf16",
+    "arch": "sm_90",
+}
+PAGED = [flashgen.KVCache((400, n, 8, 128), (400, n, 8, 128), (8,), pages=(8, 256)) for n in (24, 48)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "target"),
+    [
+        ({}, "sm90"),
+        ({"window_size": (100, 0), "causal": False, "dtype": "fp16"}, "sm90"),
+        ({"k": flashgen.KVCache(CACHE, CACHE, (8,)), "cu_seqlens_kv": None}, "sm90"),
+        ({"q": (9000, 40, 128)}, "sm90"),  # a group that divides no tile: heads apart
+        ({"arch": "sm_80"}, "sm80"),
+        ({"arch": "sm_100"}, "sm80"),
+        ({"dtype": "fp32"}, "sm80"),
+        ({"k": PAGED[0], "cu_seqlens_kv": None}, "sm80"),  # pages that boxes of 16 keys do not fill
+        ({"k": PAGED[1], "cu_seqlens_kv": None}, "sm90"),
+        ({"k": (0, 8, 128)}, "sm80"),  # there is no tensor map of it
+    ],
+)
+def test_hopper_takes_wgmma_for_prefills_that_it_serves(changes, target):
+    found = flashgen.explain(**(PACKED | changes)).variant
+    assert (found.family, found.target) == ("flash_fwd_varlen", target)
 
 
 def test_arrays_of_a_cache_ask_for_the_same_as_their_shapes():

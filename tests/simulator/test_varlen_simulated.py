@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from flashgen.errors import SimulationError
+from flashgen.schedule.tensormap import expressible
 from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make_any, run_steps
 from flashgen.simulator.library import load
 from flashgen.source.render import render
 from flashgen.spec.load import load_specs
-from simulator.faults import BOUNDS, NUMBERS, WRONG, fault
+from simulator.faults import ASYNC, BOUNDS, NUMBERS, WRONG, fault
 
 VARIANTS = {
     variant.name: variant
@@ -38,6 +39,20 @@ KERNELS = (
     "flash_fwd_varlen_hdim32_fp32_paged_m64_gqa_sm80",
     "flash_fwd_varlen_hdim64_bf16_causal_paged_packgqa_sm80",
 )
+# On wgmma: one consumer and one Q buffer, several of both; warpgroups that skip KV blocks; a group that
+# divides 64 rows and one that does not.
+HOPPER = "flash_fwd_varlen_hdim32_bf16_causal_sm90"
+HOPPER_SINGLE = "flash_fwd_varlen_hdim32_fp16_m64_sm90"
+HOPPER_PAGED = "flash_fwd_varlen_hdim64_fp16_causal_paged_m128_packgqa_sm90"
+HOPPER_KERNELS = (
+    HOPPER,
+    HOPPER_SINGLE,
+    HOPPER_PAGED,
+    "flash_fwd_varlen_hdim32_bf16_local_paged_sm90",
+    "flash_fwd_varlen_hdim64_bf16_m128_gqa_sm90",
+    "flash_fwd_varlen_hdim32_fp16_local_packgqa_sm90",
+    "flash_fwd_varlen_hdim96_fp16_causal_m128_packgqa_sm90",
+)
 FEW = Shape(70, 150, heads=2, batch=8)
 MANY = Shape(5, 20, heads=1, batch=45)
 # Shares of all KV blocks: of one group of warps or several, several tiles for the rows of a head.
@@ -54,16 +69,17 @@ DECODING = (
     "flash_varlen_decode_hdim64_bf16_causal_paged_m64_packgqa_sm80",
 )
 LONG = Shape(3, 2100, heads=1, batch=6)
+TILES = Shape(330, 200, heads=1, batch=5)
 MANY_LONG = Shape(3, 2100, heads=1, batch=14)
 TOKENS = Shape(1, 500, heads=2, batch=45)
 
 
 def grouped(variant, shape):
-    return (
-        shape
-        if variant.gqa == "mha"
-        else dataclasses.replace(shape, heads=3 * shape.heads, kv_heads=shape.heads)
-    )
+    if variant.gqa == "mha":
+        return shape
+    # A tensor map of packed rows needs a group that divides the tile.
+    group = 4 if variant.target == "sm90" and variant.tile_value("block_m") % 3 else 3
+    return dataclasses.replace(shape, heads=group * shape.heads, kv_heads=shape.heads)
 
 
 def example_of(variant, shape, seed, packed_q=None, packed_kv=None):
@@ -97,6 +113,15 @@ def test_within_the_bound_and_nothing_else_is_touched(name, packed_q, compiler, 
             assert verdict_of(variant, example, fresh_seed) is None
 
 
+@pytest.mark.parametrize("name", HOPPER_KERNELS)
+@pytest.mark.parametrize("packed_q", [False, True], ids=["padded", "packed"])
+def test_tiles_of_sequences(name, packed_q, compiler, fresh_seed):
+    variant = VARIANTS[name]
+    for shape, packed_kv in ((TILES, False), (MANY, not packed_q and "_paged_" not in name)):
+        example = example_of(variant, grouped(variant, shape), fresh_seed, packed_q, packed_kv)
+        assert verdict_of(variant, example, fresh_seed) is None
+
+
 @pytest.mark.parametrize("name", DECODING)
 @pytest.mark.parametrize("packed_q", [False, True], ids=["padded", "packed"])
 def test_shares_of_sequences(name, packed_q, compiler, fresh_seed):
@@ -116,15 +141,17 @@ def test_neither_the_order_of_threads_nor_of_blocks_changes_a_bit(compiler, fres
     assert len(results) == 1
 
 
-@pytest.mark.parametrize("name", [CAUSAL, CAUSAL_PAGED, DECODE, DECODE_LOCAL])
+@pytest.mark.parametrize("name", [CAUSAL, CAUSAL_PAGED, DECODE, DECODE_LOCAL, HOPPER_SINGLE])
 @pytest.mark.parametrize("shape", [Shape(1, 1, batch=3), Shape(7, 0, batch=2), Shape(65, 64)])
 def test_short_sequences(name, shape, compiler, fresh_seed):
     variant = VARIANTS[name]
     for seed in range(fresh_seed, fresh_seed + 4):
-        assert verdict_of(variant, make_any(variant, grouped(variant, shape), seed), seed) is None
+        example = make_any(variant, grouped(variant, shape), seed)
+        if expressible(example.problem, variant):  # there is no tensor map of no keys
+            assert verdict_of(variant, example, seed) is None
 
 
-@pytest.mark.parametrize("name", [PLAIN, CAUSAL_PAGED, DECODE_PAGED])
+@pytest.mark.parametrize("name", [PLAIN, CAUSAL_PAGED, DECODE_PAGED, HOPPER])
 def test_lengths_may_change_after_the_grid_is_fixed(name, compiler, fresh_seed):
     """As in a graph that is replayed: the problem is that of the first lengths, the arrays have others."""
     variant = VARIANTS[name]
@@ -139,7 +166,26 @@ def test_lengths_may_change_after_the_grid_is_fixed(name, compiler, fresh_seed):
     assert verdict_of(variant, dataclasses.replace(example, problem=problem), fresh_seed) is None
 
 
+def test_the_bits_of_a_sequence_do_not_depend_on_the_next_one(compiler, fresh_seed):
+    """Though rows of that one are in the same warp."""
+    variant = VARIANTS[HOPPER_SINGLE]
+    example = example_of(variant, Shape(70, 500, heads=2, batch=2), fresh_seed, packed_q=True)
+    results = set()
+    for factor in (1, 50):
+        example.q[70:] *= factor  # of the sequence after the first, whose length that is
+        assert verdict_of(variant, example, fresh_seed) is None
+        results.add(example.out[:70].tobytes() + example.lse[:, :70].tobytes())
+    assert len(results) == 1
+
+
 PADDED, PACKED = {"packed_q": False}, {"packed_q": True}
+TILE_WAIT = "        mbarrier_wait(barriers.tile_full(q_ring.stage), q_ring.parity);\n"
+READ_TILE = (
+    "        SequenceTile found;\n"
+    "        found.load(shared + kTileOffset + q_ring.stage * kTileBytes);\n"
+    "        __syncwarp();  // all lanes have read it\n"
+    "        release("
+)
 FAULTS = (
     (fault("all pages instead of a length", CAUSAL_PAGED, FEW, (WRONG, *BOUNDS),
            "return {0, load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};",
@@ -183,6 +229,50 @@ FAULTS = (
     (fault("a combined row of the first sequence", COMBINE, MANY_LONG, NUMBERS,
            "row.row_in_entry = queries.begin + query;", "row.row_in_entry = query;",
            multiprocessors=20), PACKED),
+    # Tiles of the Hopper kernel.
+    (fault("V past the end as it is", HOPPER, TILES, NUMBERS,
+           "            store_shared_32(rows + byte, 0);\n", ""), {"packed_kv": False}),
+    (fault("the last key is cleared as well", HOPPER, TILES, NUMBERS,
+           "params.seqlen_kv - kv_block * kBlockN);", "params.seqlen_kv - kv_block * kBlockN - 1);"), {}),
+    (fault("the first row past the end is not cleared", HOPPER, TILES, NUMBERS,
+           "params.seqlen_kv - kv_block * kBlockN);", "params.seqlen_kv - kv_block * kBlockN + 1);"),
+     {"packed_kv": False}),
+    (fault("zeros without a proxy fence", HOPPER, TILES, ("proxy",),
+           "    fence_proxy_async();  // wgmma would not see the zeros otherwise\n", ""), {}),
+    (fault("V is multiplied before all consumers have cleared it", HOPPER, TILES, ("race",),
+           "            mbarrier_wait(barriers.tail_clear(), tail_parity);\n", ""), {}),
+    (fault("a consumer that skips the last KV block does not clear its share", HOPPER, TILES, ("deadlock",),
+           "            clear_tail(block);\n            skip_block();", "            skip_block();"), {}),
+    (fault("V is cleared before it has arrived", HOPPER, TILES, ("copy in flight", "race", WRONG),
+           "            mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);\n            clear_rows",
+           "            clear_rows"), {}),
+    (fault("rows past the sequence are stored", HOPPER, TILES, (WRONG, "race", *BOUNDS),
+           "return row >= 0 && row < num_rows(params);", "return row >= 0;"), PACKED),
+    (fault("rows ahead of the sequence are stored", HOPPER, TILES, (WRONG, "race", *BOUNDS),
+           "return row >= 0 && row < num_rows(params);", "return row < num_rows(params);"), PACKED),
+    (fault("queries of the first sequence", HOPPER, TILES, NUMBERS,
+           "        tile.first_row += found.first_query;\n", ""), PACKED),
+    (fault("keys of the first sequence", HOPPER, TILES, NUMBERS,
+           "found.first_key + block * kBlockN", "block * kBlockN"), {"packed_kv": True}),
+    (fault("the entry of the sequence, whatever the index says, by TMA", HOPPER, TILES, NUMBERS,
+           "if (params.index != nullptr) tile.entry = load_clamped", "if (false) tile.entry = load_clamped"),
+     {"packed_kv": False, "index": True}),
+    (fault("a tile is overwritten before it is read", HOPPER, TILES, ("race", "deadlock", "mbarrier"),
+           "            mbarrier_wait(barriers.tile_empty(ring.stage), ring.parity ^ 1);\n", ""), {}),
+    (fault("a tile is read before it is found", HOPPER, TILES, ("race", "uninitialised shared memory"),
+           TILE_WAIT + READ_TILE, READ_TILE), {}),
+    (fault("the page of the next 16 keys, by TMA", HOPPER_PAGED, TILES, NUMBERS,
+           "divide(key, params.page_size_divisor)", "divide(key + kBoxKeys, params.page_size_divisor)"), {}),
+    (fault("the page table of the first sequence, by TMA", HOPPER_PAGED, TILES, NUMBERS,
+           "params.pages + found.sequence * params.pages_batch_stride", "params.pages"), {}),
+    (fault("a box of the next lane", HOPPER_PAGED, TILES, (*ASYNC, WRONG),
+           "(panel * kBlockN + lane * kBoxKeys)", "(panel * kBlockN + (lane ^ 1) * kBoxKeys)"), {}),
+    (fault("the lengths of the first 32 sequences for all", HOPPER_SINGLE, MANY, (WRONG, "race", *BOUNDS),
+           "            if (params.batch_size > 32) row_blocks = count(params, first + lane);\n", ""), {}),
+    (fault("the first row blocks are left out", HOPPER_SINGLE, TILES, NUMBERS,
+           "if (slice == 0) return {-1};", "if (slice <= 1) return {-1};"), {}),
+    (fault("lengths read ahead of the wait, for TMA", HOPPER, TILES, ("dependency",),
+           "    griddepcontrol_wait();\n", ""), {}),
     (fault("does not wait for the parts", COMBINE, LONG, ("dependency",),
            "    griddepcontrol_wait();\n", ""), {}),
 )  # fmt: skip

@@ -54,7 +54,7 @@ def tiles(problem: Problem, variant: Variant) -> int:
     """
     sizes = extents(problem, variant)
     count = math.prod(-(-sizes[dimension] // tile) for dimension, tile in variant.grid.covers)
-    if variant.grid.schedule == "sequences":
+    if variant.grid.of_sequences:
         whole = sizes["sequence_rows"] // variant.grid.tile(ROWS)
         count = min(count, (whole + sizes["batch"]) * sizes[HEADS])
     return count

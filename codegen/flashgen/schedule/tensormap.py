@@ -26,7 +26,8 @@ _MAX_EXTENT = 1 << 32
 _MAX_STRIDE = 1 << 40
 REQUIREMENTS = (
     "at least one element in each array, strides that are positive multiples of 16 bytes and less than 2^40, "
-    "and in a packed variant a group size that divides the rows of a box"
+    "in a packed variant a group size that divides the rows of a box, and with pages a page size that is a "
+    "multiple of them"
 )
 
 
@@ -50,7 +51,8 @@ def describe(problem: Problem, variant: Variant, param: Param) -> TensorMap | No
 
     The dimensions are (head_dim, seqlen, heads, batch), the box is (columns, rows, 1, 1). In packed GQA a row
     of a tile is a query and a head of its group: there an array of query heads is (head_dim, group, seqlen_q,
-    num_heads_kv, batch), its box (columns, group, rows / group, 1, 1).
+    num_heads_kv, batch), its box (columns, group, rows / group, 1, 1). Where keys lie in pages, these are the
+    batch, and each box lies in one of them.
 
     Raises SpecError for an array that there is no map of.
     """
@@ -66,6 +68,8 @@ def describe(problem: Problem, variant: Variant, param: Param) -> TensorMap | No
     batch, seqlen, heads, columns = array.extents
     batch_stride, row_stride, head_stride = array.strides
     rows, size = param.box.rows, array.element_bytes
+    if dict(variant.axes).get("pages") == "paged" and "rows_kv" in array.argument.symbols and seqlen % rows:
+        return None
     if variant.gqa == "packed" and "num_heads_q" in array.argument.symbols:
         group = heads // problem.sizes["num_heads_kv"]
         if rows % group:

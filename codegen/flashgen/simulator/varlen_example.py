@@ -113,7 +113,9 @@ def make(variant: Variant, shape: Shape, seed: int) -> VarlenExample:
         q_rows = (batch, shape.seqlen_q)
     q = random_rows(rng, (*q_rows, shape.heads, head_dim), dtype, shape.spread, shape.gap)
     if "paged" in dict(variant.axes).values():
-        kv_rows, places = _paged(rng, lengths, kv_lengths, shape)
+        boxes = [param.box.rows for param in variant.params if param.name == "k" and param.box]
+        sizes = [size for size in _PAGE_SIZES if not any(size % rows for rows in boxes)]
+        kv_rows, places = _paged(rng, lengths, kv_lengths, sizes)
     elif rng.integers(2):
         lengths["cu_seqlens_kv"] = _sums(kv_lengths)
         kv_rows, places = (1, int(kv_lengths.sum())), None
@@ -174,10 +176,12 @@ def _sums(lengths: np.ndarray) -> np.ndarray:
 
 
 def _paged(
-    rng: np.random.Generator, lengths: dict[str, np.ndarray | None], kv_lengths: np.ndarray, shape: Shape
+    rng: np.random.Generator, lengths: dict[str, np.ndarray | None], kv_lengths: np.ndarray, sizes: list[int]
 ) -> tuple[tuple[int, int], np.ndarray]:
-    """Pages in random order, one of them nobody's. Returns pages and their size, and which slots are used."""
-    size = int(rng.choice(_PAGE_SIZES))
+    """Pages of one of the ``sizes`` in random order, one of them nobody's. Returns pages and their size, and
+    which slots are used.
+    """
+    size = int(rng.choice(sizes))
     counts = -(-kv_lengths // size)
     order = rng.permutation(int(counts.sum()) + 1)
     table = np.full((len(kv_lengths), max(1, int(counts.max(initial=0)))), _GARBAGE, np.int32)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 # What the blocks of a launch do: one tile each; the same, of sequences whose lengths the kernel finds; or, no
-# more of them than run at a time, tile after tile, or each an equal share of the KV blocks of all tiles.
-SCHEDULES = ("tile_per_block", "sequences", "persistent", "shares")
+# more of them than run at a time, tile after tile; the same of sequences; or each an equal share of the KV
+# blocks of all tiles.
+SCHEDULES = ("tile_per_block", "sequences", "persistent", "persistent_sequences", "shares")
 
 # In the shape of a workspace array: the parts of tiles that the main step's shares may leave to combine.
 NUM_PARTS = "num_parts"
@@ -35,7 +36,11 @@ class Grid:
 
     @property
     def persistent(self) -> bool:
-        return self.schedule == "persistent"
+        return self.schedule in ("persistent", "persistent_sequences")
+
+    @property
+    def of_sequences(self) -> bool:
+        return self.schedule in ("sequences", "persistent_sequences")
 
     @property
     def shares(self) -> bool:
