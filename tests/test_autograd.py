@@ -5,6 +5,7 @@ import pytest
 
 import flashgen
 from flashgen.errors import BadParam
+from flashgen.simulator import hostcompiler
 
 torch = pytest.importorskip("torch")
 functional = torch.nn.functional
@@ -255,6 +256,18 @@ def test_deterministic_reaches_the_gradients(monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
     assert asked == [False, True, True]
+
+
+def test_kernels_of_both_passes_in_the_simulator():
+    if hostcompiler.why_unavailable():
+        pytest.skip(hostcompiler.why_unavailable())
+    q, k, v, dout = (torch.randn(1, 40, heads, 32).half() for heads in (4, 2, 2, 4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    found, expected = (
+        torch.autograd.grad(flashgen.attention(*leaves, causal=True, backend=backend), leaves, dout)
+        for backend in ("simulator", "cpu")
+    )
+    same(found, expected, tolerance=4e-3)
 
 
 def test_splits_are_those_of_the_forward_pass():

@@ -9,7 +9,7 @@ import pytest
 from flashgen import paths
 from flashgen.operators.numbers import bfloat16_bits, widened
 from flashgen.simulator import library
-from simulator.kernels import run
+from simulator.kernels import fault, run
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
@@ -290,6 +290,57 @@ def test_cp_async_fills_with_zeros_past_the_source(size, step, rng):
         {"out": out},
     )
     np.testing.assert_array_equal(out, np.where(np.arange(size) < lengths[:, None], source, 0))
+
+
+def test_reds_of_all_threads_add_up(rng):
+    values = rng.integers(-8, 9, (96, 4)).astype(np.float32)
+    sums, singles = np.zeros((8, 4), np.float32), np.zeros(8, np.float32)
+    body = """
+        if (threadIdx.x < 8) {
+            store_global_128(params.sums + 4 * threadIdx.x, {});
+            store_global_32(params.singles + threadIdx.x, 0.0f);
+        }
+        barrier_sync(96);
+        const uint4 words = load_global_128(params.values + 4 * threadIdx.x);
+        const float values[4] = {__uint_as_float(words.x), __uint_as_float(words.y), __uint_as_float(words.z),
+                                 __uint_as_float(words.w)};
+        red_add_128(params.sums + threadIdx.x % 8 * 4, values);
+        red_add(params.singles + threadIdx.x % 8, values[0]);
+    """
+    report = run(body, {"values": values}, {"sums": sums, "singles": singles}, block=96)
+    expected = values.reshape(12, 8, 4).sum(0)
+    np.testing.assert_array_equal(sums, expected)
+    np.testing.assert_array_equal(singles, expected[:, 0])
+    assert sum(access.instructions for access in report.accesses if access.kind == "global add") == 6
+
+
+def test_a_release_is_seen_by_who_waits_for_it(fresh_seed):
+    flag, found = np.zeros(1, np.uint32), np.zeros(1, np.uint32)
+    body = """
+        if (threadIdx.x == 0) store_release_32(params.flag, 0);
+        barrier_sync(64);
+        if (threadIdx.x == 32) store_release_32(params.flag, 7);
+        if (threadIdx.x == 0) {
+            while (load_acquire_32(params.flag) != 7) {}
+            store_global_32(params.found, load_global_32(params.flag));
+        }
+    """
+    for seed in range(fresh_seed, fresh_seed + 10):
+        run(body, {}, {"flag": flag, "found": found}, block=64, seed=seed)
+        assert found == 7
+
+
+def test_waiting_for_what_nobody_writes_is_a_deadlock(fresh_seed):
+    error = fault(
+        """
+        store_release_32(params.flag, 0);
+        while (load_acquire_32(params.flag) != 7) {}  // HERE
+        """,
+        {},
+        {"flag": np.zeros(1, np.uint32)},
+        block=1,
+    )
+    assert error.check == "deadlock"
 
 
 def test_cp_async_groups_arrive_one_by_one(rng):

@@ -384,7 +384,9 @@ void Block::spin(Thread& thread, const void* address, uint32_t value, Location w
              format("ld.acquire finds %u again and again, and no block that is launched earlier is left to change it", value));
     }
     std::this_thread::yield();
-    pause(thread);
+    resume(thread);
+    current_warp_ = random_.bit_of(ready_warps_);
+    switch_to_another(thread);
 }
 
 // Goes on with a thread that can run, which may be `from` itself, or with the caller of run() when all have returned.
