@@ -18,6 +18,9 @@ constexpr int kHeadDim = 128;  // of Q and K
 constexpr int kThreads = 256;
 constexpr int kVector = 16 / int(sizeof(element));  // elements that a thread stores at once
 constexpr int kWarpColumns = 32;
+constexpr int kPasses = kHeadDim / kWarpColumns;
+// Their loads are on their way together.
+constexpr int kPassesAtOnce = kPasses <= 4 ? kPasses : kPasses % 4 == 0 ? 4 : kPasses % 3 == 0 ? 3 : 1;
 
 struct Params {
     const float* dq_accum;                // (batch, num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
@@ -104,16 +107,21 @@ flash_bwd_convert_hdim128_fp16_causal_ordered_gqa_sm80(const __grid_constant__ P
 
     const float* tiles = dq_tiles(params, batch, head, first_row);
     element* dq = params.dq + batch * params.dq_batch_stride + head * params.dq_head_stride;
+    for (int first_pass = 0; first_pass < kPasses; first_pass += kPassesAtOnce) {
+        float rows[kPassesAtOnce][2][8];
 #pragma unroll
-    for (int columns = 0; columns < kHeadDim; columns += kWarpColumns) {
-        const int column = columns + first_column;
-        float rows[2][8];
-        load_rows(tiles + column / 8 * kTileElements, g, rows);
+        for (int pass = 0; pass < kPassesAtOnce; ++pass) {
+            load_rows(tiles + ((first_pass + pass) * kWarpColumns + first_column) / 8 * kTileElements, g, rows[pass]);
+        }
 #pragma unroll
-        for (int row8 = 0; row8 < 2; ++row8) {
-            const int row = first_row + 8 * row8 + g;
-            if (row >= params.seqlen_q) continue;
-            store(dq + row * params.dq_row_stride + column, rows[row8], params.softmax_scale, params.head_dim - column);
+        for (int pass = 0; pass < kPassesAtOnce; ++pass) {
+            const int column = (first_pass + pass) * kWarpColumns + first_column;
+#pragma unroll
+            for (int row8 = 0; row8 < 2; ++row8) {
+                const int row = first_row + 8 * row8 + g;
+                if (row >= params.seqlen_q) continue;
+                store(dq + row * params.dq_row_stride + column, rows[pass][row8], params.softmax_scale, params.head_dim - column);
+            }
         }
     }
 }

@@ -20,9 +20,12 @@
 using element = bf16;
 
 constexpr int kHeadDim = 128;  // of Q and K
-constexpr int kLanes = 8;                // threads of a row; 8 of them read 128 bytes at a time, a cache line
+constexpr int kHeadDimV = 128;  // of O and dO
 constexpr int kThreads = 256;
-constexpr int kVector = 16 / int(sizeof(element));  // elements that a thread loads at once
+constexpr int kVector = 16 / int(sizeof(element));        // elements that a thread loads at once
+constexpr int kVectors = kHeadDimV / kVector;             // of a row
+constexpr int kLanes = kVectors < 8 ? 4 : 8;              // threads of a row; 8 of them read 128 bytes at a time, a cache line
+constexpr int kSteps = (kVectors + kLanes - 1) / kLanes;  // vectors of a thread in a row
 
 constexpr float kLog2e = 1.4426950408889634f;
 
@@ -65,7 +68,10 @@ __device__ __forceinline__ int64_t first_unit_row(const Params& params, int batc
 }
 
 constexpr int kRowsPerPass = kThreads / kLanes;
-static_assert(kRowUnit % kRowsPerPass == 0, "each pass has its rows");
+constexpr int kPasses = kRowUnit / kRowsPerPass;
+// Four vectors of dO and four of O are on their way to a thread, or as many as it has in a row.
+constexpr int kPassesAtOnce = kSteps > 2 ? 1 : kSteps == 2 ? 2 : kPasses;
+static_assert(kRowUnit % kRowsPerPass == 0 && kPasses % kPassesAtOnce == 0, "each pass has its rows");
 
 // The sum of the products of elements, as they lie in memory.
 __device__ __forceinline__ float dot(uint4 a, uint4 b) {
@@ -98,28 +104,46 @@ flash_bwd_preprocess_hdim128_bf16_free_sm90(const __grid_constant__ Params param
 
     const int64_t unit_row = first_unit_row(params, batch, head) + first_row;
     float* dq = params.dq_accum + unit_row * kHeadDim;
-    for (int i = 4 * threadIdx.x; i < kRowUnit * kHeadDim; i += 4 * kThreads) store_global_128(dq + i, {});
 
     const element* dout = params.dout + batch * params.dout_batch_stride + head * params.dout_head_stride;
     const element* out = params.out + batch * params.out_batch_stride + head * params.out_head_stride;
+    for (int first_pass = 0; first_pass < kPasses; first_pass += kPassesAtOnce) {
+        uint4 dout_vectors[kPassesAtOnce][kSteps], out_vectors[kPassesAtOnce][kSteps];
+        float lse[kPassesAtOnce], dlse[kPassesAtOnce];
 #pragma unroll
-    for (int pass = 0; pass < kRowUnit; pass += kRowsPerPass) {
-        const int row_of_unit = pass + threadIdx.x / kLanes;
-        const int row = first_row + row_of_unit;
-        const bool valid = row < params.seqlen_q;
-        float sum = 0.0f;
-        for (int column = lane * kVector; valid && column < params.head_dim_v; column += kLanes * kVector) {
-            sum += dot(load_global_128(dout + row * params.dout_row_stride + column),
-                       load_global_128(out + row * params.out_row_stride + column));
+        for (int pass = 0; pass < kPassesAtOnce; ++pass) {
+            const int row = first_row + (first_pass + pass) * kRowsPerPass + threadIdx.x / kLanes;
+            const bool valid = row < params.seqlen_q;
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) {
+                const int column = (step * kLanes + lane) * kVector;
+                dout_vectors[pass][step] = out_vectors[pass][step] = {};
+                if (valid && column < params.head_dim_v) {
+                    dout_vectors[pass][step] = load_global_128(dout + row * params.dout_row_stride + column);
+                    out_vectors[pass][step] = load_global_128(out + row * params.out_row_stride + column);
+                }
+            }
+            const int64_t lse_row = int64_t(head_of_batch) * params.seqlen_q + row;
+            lse[pass] = valid ? __uint_as_float(load_global_32(params.lse + lse_row)) : -INFINITY;
+            dlse[pass] = valid && params.dlse != nullptr ? __uint_as_float(load_global_32(params.dlse + lse_row)) : 0.0f;
         }
+        // Stores for which nothing waits, while the loads are on their way.
+        constexpr int kElements = kPassesAtOnce * kRowsPerPass * kHeadDim;
+        float* cleared = dq + first_pass * kRowsPerPass * kHeadDim;
+#pragma unroll 4
+        for (int i = 4 * threadIdx.x; i < kElements; i += 4 * kThreads) store_global_128(cleared + i, {});
 #pragma unroll
-        for (int distance = 1; distance < kLanes; distance *= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
-        if (lane != 0) continue;
-        const int64_t lse_row = int64_t(head_of_batch) * params.seqlen_q + row;
-        const float lse = valid ? __uint_as_float(load_global_32(params.lse + lse_row)) : -INFINITY;
-        const float dlse = valid && params.dlse != nullptr ? __uint_as_float(load_global_32(params.dlse + lse_row)) : 0.0f;
-        const bool sees_nothing = lse == -INFINITY;
-        store_global_32(params.delta + unit_row + row_of_unit, sees_nothing ? 0.0f : sum - dlse);
-        store_global_32(params.lse_log2 + unit_row + row_of_unit, sees_nothing ? INFINITY : lse * kLog2e);
+        for (int pass = 0; pass < kPassesAtOnce; ++pass) {
+            const int row_of_unit = (first_pass + pass) * kRowsPerPass + threadIdx.x / kLanes;
+            float sum = 0.0f;
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) sum += dot(dout_vectors[pass][step], out_vectors[pass][step]);
+#pragma unroll
+            for (int distance = 1; distance < kLanes; distance *= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
+            if (lane != 0) continue;
+            const bool sees_nothing = lse[pass] == -INFINITY;
+            store_global_32(params.delta + unit_row + row_of_unit, sees_nothing ? 0.0f : sum - dlse[pass]);
+            store_global_32(params.lse_log2 + unit_row + row_of_unit, sees_nothing ? INFINITY : lse[pass] * kLog2e);
+        }
     }
 }
