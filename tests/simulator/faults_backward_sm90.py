@@ -1,5 +1,5 @@
-"""Faults to plant into the main kernel of the backward pass for Hopper: in its stages, in what its warpgroups hand to each
-other, in masks, in dQ on its way, in the epilogue."""
+"""Faults to plant into the main kernel of the backward pass for Hopper: in its stages, in what its warpgroups
+hand to each other, in masks, in dQ on its way, in the epilogue."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from flashgen.simulator.example import Shape
 from simulator.faults import ASYNC, WRONG
 from simulator.faults_backward import Fault
 
-# 128 queries a step; and 64, where a consumer has half of the columns of dQ and dV is under way while dS is computed.
+# 128 queries a step; and 64, where a consumer has half of the columns of dQ and dV is under way while dS is
+# computed.
 ROWS = "flash_bwd_main_hdim64_fp16_free_sm90"
 COLUMNS = "flash_bwd_main_hdim128_bf16_causal_free_sm90"
 PARTLY = "flash_bwd_main_hdim96_fp16_free_sm90"
@@ -15,10 +16,10 @@ GROUPED = "flash_bwd_main_hdim64_fp16_causal_free_gqa_sm90"
 WINDOW = "flash_bwd_main_hdim32_bf16_local_free_sm90"
 BULK = "flash_bwd_main_hdim64_fp16_free_bulk_sm90"
 
-SHAPE = Shape(seqlen_q=500, seqlen_kv=200, heads=1)
-CAUSAL = Shape(seqlen_q=400, seqlen_kv=300, heads=1)
-GROUPS = Shape(seqlen_q=200, seqlen_kv=300, heads=4, kv_heads=2)
-WINDOWED = Shape(seqlen_q=300, seqlen_kv=400, heads=1, window=(150, 20))
+SHAPE = Shape(seqlen_q=400, seqlen_kv=150, heads=1)
+CAUSAL = Shape(seqlen_q=300, seqlen_kv=200, heads=1)
+GROUPS = Shape(seqlen_q=150, seqlen_kv=140, heads=2, kv_heads=1)
+WINDOWED = Shape(seqlen_q=300, seqlen_kv=300, heads=1, window=(150, 20))
 # Scores so far below 0 that a key past the end, with score 0, would have an infinite P.
 FAR = Shape(seqlen_q=70, seqlen_kv=1, heads=4, spread=300.0)
 
@@ -33,63 +34,216 @@ def fault(name: str, variant: str, shape: Shape, caught: tuple[str, ...], old: s
 
 DS_WAIT = "        mbarrier_wait(barriers.ds_ready(), (i + 1) % 2);\n"
 DS_FENCE = "        fence_proxy_async();  // the MMA of dQ would not see the writes otherwise\n"
-DS_RELEASE = "        __syncwarp();  // all lanes have written their dS\n        release(barriers.ds_ready());\n"
+DS_RELEASE = (
+    "        __syncwarp();  // all lanes have written their dS\n        release(barriers.ds_ready());\n"
+)
 LAST_WAIT = "        wgmma_wait<0>();\n        pin_registers(dv);\n        pin_registers(dk);\n"
 RELEASE = "        release(barriers.empty(ring.stage));\n"
 
 FAULTS = (
     # Stages.
-    fault("Q is not awaited", ROWS, SHAPE, ASYNC, "        mbarrier_wait(barriers.q_full(ring.stage), ring.parity);\n", ""),
-    fault("dO is not awaited", ROWS, SHAPE, ASYNC, "        mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);\n", ""),
+    fault(
+        "Q is not awaited",
+        ROWS,
+        SHAPE,
+        ASYNC,
+        "        mbarrier_wait(barriers.q_full(ring.stage), ring.parity);\n",
+        "",
+    ),
+    fault(
+        "dO is not awaited",
+        ROWS,
+        SHAPE,
+        ASYNC,
+        "        mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);\n",
+        "",
+    ),
     fault("K is not awaited", COLUMNS, CAUSAL, ASYNC, "    mbarrier_wait(barriers.k_full(), 0);\n", ""),
     fault("LSE is not announced", ROWS, SHAPE, PHASES, "(q_full, kQBytes + kRowBytes)", "(q_full, kQBytes)"),
-    fault("LSE of another stage", ROWS, SHAPE, (*ASYNC, WRONG), "kLseOffset + ring.stage * kRowBytes, params.scale_log2",
-          "kLseOffset + (ring.stage ^ 1) * kRowBytes, params.scale_log2"),
+    fault(
+        "LSE of another stage",
+        ROWS,
+        SHAPE,
+        (*ASYNC, WRONG),
+        "kLseOffset + ring.stage * kRowBytes, params.scale_log2",
+        "kLseOffset + (ring.stage ^ 1) * kRowBytes, params.scale_log2",
+    ),
     fault("Q is released ahead of dK", ROWS, SHAPE, ASYNC, LAST_WAIT + RELEASE, RELEASE + LAST_WAIT),
-    fault("a stage is loaded though it is not empty", COLUMNS, CAUSAL, PHASES,
-          "    mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);\n", ""),
+    fault(
+        "a stage is loaded though it is not empty",
+        COLUMNS,
+        CAUSAL,
+        PHASES,
+        "    mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);\n",
+        "",
+    ),
     # dS, from consumer to consumer.
     fault("dS is written over while it is read", ROWS, SHAPE, ASYNC, DS_WAIT, ""),
-    fault("dS is awaited a step late", ROWS, SHAPE, PHASES, "(barriers.ds_ready(), (i + 1) % 2)", "(barriers.ds_ready(), i % 2)"),
+    fault(
+        "dS is awaited a step late",
+        ROWS,
+        SHAPE,
+        PHASES,
+        "(barriers.ds_ready(), (i + 1) % 2)",
+        "(barriers.ds_ready(), i % 2)",
+    ),
     fault("dS without a proxy fence", COLUMNS, CAUSAL, PROXY, DS_FENCE, ""),
-    fault("dS of one lane", COLUMNS, CAUSAL, (*ASYNC, "proxy"), DS_RELEASE, "        release(barriers.ds_ready());\n"),
-    fault("dS of this step in place of the last one", ROWS, SHAPE, (*ASYNC, *PROXY, WRONG),
-          "shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared", "shared + kDsOffset + i % 2 * kDsBytes : shared"),
-    fault("dS in rows of the other consumer", ROWS, SHAPE, (*ASYNC, *PROXY, WRONG), "const int key = warp_key + lane % 16;",
-          "const int key = (warp_key ^ 64) + lane % 16;"),
+    fault(
+        "dS of one lane",
+        COLUMNS,
+        CAUSAL,
+        (*ASYNC, "proxy"),
+        DS_RELEASE,
+        "        release(barriers.ds_ready());\n",
+    ),
+    fault(
+        "dS of this step in place of the last one",
+        ROWS,
+        SHAPE,
+        (*ASYNC, *PROXY, WRONG),
+        "shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared",
+        "shared + kDsOffset + i % 2 * kDsBytes : shared",
+    ),
+    fault(
+        "dS in rows of the other consumer",
+        ROWS,
+        SHAPE,
+        (*ASYNC, *PROXY, WRONG),
+        "const int key = warp_key + lane % 16;",
+        "const int key = (warp_key ^ 64) + lane % 16;",
+    ),
     # Matrix products.
-    fault("the next panel of Q and dO where that of K is", COLUMNS, CAUSAL, (*ASYNC, WRONG),
-          "descriptor(b_smem, kBlockM * kPanelRowBytes, 8 * kPanelRowBytes)",
-          "descriptor(b_smem, kBlockN * kPanelRowBytes, 8 * kPanelRowBytes)"),
-    fault("dP is used before it is there", COLUMNS, CAUSAL, ("register in flight",),
-          "        mma_gradient(dv, packed_p, dout_smem);\n        wgmma_wait<1>();\n        pin_registers(ds);\n",
-          "        mma_gradient(dv, packed_p, dout_smem);\n        wgmma_wait<2>();\n        pin_registers(ds);\n"),
-    fault("columns of dQ that there are not", PARTLY, SHAPE, ("global bounds", WRONG),
-          "const int columns = min(kDqColumns, kHeadDim - consumer * kDqColumns);", "const int columns = kDqColumns;"),
+    fault(
+        "the next panel of Q and dO where that of K is",
+        COLUMNS,
+        CAUSAL,
+        (*ASYNC, WRONG),
+        "descriptor(b_smem, kBlockM * kPanelRowBytes, 8 * kPanelRowBytes)",
+        "descriptor(b_smem, kBlockN * kPanelRowBytes, 8 * kPanelRowBytes)",
+    ),
+    fault(
+        "dP is used before it is there",
+        COLUMNS,
+        CAUSAL,
+        ("register in flight",),
+        "dout_smem);\n        wgmma_wait<1>();\n        pin_registers(ds);\n",
+        "dout_smem);\n        wgmma_wait<2>();\n        pin_registers(ds);\n",
+    ),
+    fault(
+        "columns of dQ that there are not",
+        PARTLY,
+        SHAPE,
+        ("global bounds", WRONG),
+        "const int columns = min(kDqColumns, kHeadDim - consumer * kDqColumns);",
+        "const int columns = kDqColumns;",
+    ),
     # Scores.
-    fault("delta of the neighbouring query", ROWS, SHAPE, (WRONG,), "(e % 2 ? delta.y : delta.x)", "(e % 2 ? delta.x : delta.y)"),
-    fault("a diagonal one query late", COLUMNS, CAUSAL, (WRONG,), "if (query < begin[key / 8])", "if (query <= begin[key / 8])"),
-    fault("the last masked block is not masked", COLUMNS, CAUSAL, (WRONG,), "tile.first_key + warp_key + 15)",
-          "tile.first_key + warp_key)"),
-    fault("a window one query long", WINDOW, WINDOWED, (WRONG,), "int64_t(diagonal) + params.window_left + 1",
-          "int64_t(diagonal) + params.window_left + 2"),
+    fault(
+        "delta of the neighbouring query",
+        ROWS,
+        SHAPE,
+        (WRONG,),
+        "(e % 2 ? delta.y : delta.x)",
+        "(e % 2 ? delta.x : delta.y)",
+    ),
+    fault(
+        "a diagonal one query late",
+        COLUMNS,
+        CAUSAL,
+        (WRONG,),
+        "if (query < begin[key / 8])",
+        "if (query <= begin[key / 8])",
+    ),
+    fault(
+        "the last masked block is not masked",
+        COLUMNS,
+        CAUSAL,
+        (WRONG,),
+        "tile.first_key + warp_key + 15)",
+        "tile.first_key + warp_key)",
+    ),
+    fault(
+        "a window one query long",
+        WINDOW,
+        WINDOWED,
+        (WRONG,),
+        "int64_t(diagonal) + params.window_left + 1",
+        "int64_t(diagonal) + params.window_left + 2",
+    ),
     fault("keys past the end", ROWS, FAR, (WRONG,), "key < params.seqlen_kv ? 0 : params.seqlen_q", "0"),
     # dQ.
-    fault("what the first step computes of dQ is added", ROWS, SHAPE, (WRONG,), "if (i > 0) add_previous_dq(dq);",
-          "add_previous_dq(dq);"),
-    fault("dQ of the last step is not", ROWS, SHAPE, (WRONG,), "        add_previous_dq(dq);\n    }\n", "    }\n"),
-    fault("dQ of this step's block", GROUPED, GROUPS, ("global bounds", WRONG), "        previous = step;\n        step = next_step(step, queries);\n",
-          "        step = next_step(step, queries);\n        previous = step;\n"),
-    fault("dQ is staged where it is still read", BULK, SHAPE, ("copy in flight",),
-          "    if (lane == 0) tma_store_wait_read<0>();  // it has read what the step before wrote there\n", ""),
-    fault("dQ without a proxy fence", BULK, SHAPE, PROXY,
-          "    fence_proxy_async();  // the copy engine would not see the writes otherwise\n", ""),
+    fault(
+        "what the first step computes of dQ is added",
+        ROWS,
+        SHAPE,
+        (WRONG,),
+        "if (i > 0) add_previous_dq(dq);",
+        "add_previous_dq(dq);",
+    ),
+    fault(
+        "dQ of the last step is not",
+        ROWS,
+        SHAPE,
+        (WRONG,),
+        "        add_previous_dq(dq);\n    }\n",
+        "    }\n",
+    ),
+    fault(
+        "dQ of this step's block",
+        GROUPED,
+        GROUPS,
+        ("global bounds", WRONG),
+        "        previous = step;\n        step = next_step(step, queries);\n",
+        "        step = next_step(step, queries);\n        previous = step;\n",
+    ),
+    fault(
+        "dQ is staged where it is still read",
+        BULK,
+        SHAPE,
+        ("copy in flight",),
+        "    if (lane == 0) tma_store_wait_read<0>();  // it has read what the step before wrote there\n",
+        "",
+    ),
+    fault(
+        "dQ without a proxy fence",
+        BULK,
+        SHAPE,
+        PROXY,
+        "    fence_proxy_async();  // the copy engine would not see the writes otherwise\n",
+        "",
+    ),
     # The epilogue.
-    fault("dK over K that is still read", ROWS, SHAPE, ASYNC, "    mbarrier_wait(barriers.ds_ready(), count % 2);\n", ""),
-    fault("dK without softmax_scale", COLUMNS, CAUSAL, (WRONG,), "params.dk, dk, params.softmax_scale,", "params.dk, dk, 1.0f,"),
-    fault("gradients without a proxy fence", ROWS, SHAPE, PROXY,
-          "    fence_proxy_async();  // TMA would not see the writes otherwise\n", ""),
-    fault("nobody waits until gradients have been read", ROWS, SHAPE, ("copy in flight",),
-          "    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();", "    if (false) tma_store_wait_read<0>();"),
+    fault(
+        "dK over K that is still read",
+        ROWS,
+        SHAPE,
+        ASYNC,
+        "    mbarrier_wait(barriers.ds_ready(), count % 2);\n",
+        "",
+    ),
+    fault(
+        "dK without softmax_scale",
+        COLUMNS,
+        CAUSAL,
+        (WRONG,),
+        "params.dk, dk, params.softmax_scale,",
+        "params.dk, dk, 1.0f,",
+    ),
+    fault(
+        "gradients without a proxy fence",
+        ROWS,
+        SHAPE,
+        PROXY,
+        "    fence_proxy_async();  // TMA would not see the writes otherwise\n",
+        "",
+    ),
+    fault(
+        "nobody waits until gradients have been read",
+        ROWS,
+        SHAPE,
+        ("copy in flight",),
+        "    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();",
+        "    if (false) tma_store_wait_read<0>();",
+    ),
     fault("the grid ahead is not awaited", ROWS, SHAPE, ("dependency",), "    griddepcontrol_wait();\n", ""),
-)  # fmt: skip
+)

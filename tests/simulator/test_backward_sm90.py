@@ -35,7 +35,7 @@ def within_the_bound(name, shape, seed):
     return example, reports
 
 
-# Every tile and mask type, both groupings; ragged blocks, head dims that are short, rows and keys that see nothing.
+# Every tile and mask type, both groupings; ragged blocks, short head dims, rows and keys that see nothing.
 CASES = [
     ("32_bf16_free", Shape(300, 150, 1, head_dim=24, head_dim_v=16)),
     ("32_fp16_causal_free_gqa", Shape(200, 150, 4, 2)),
