@@ -14,7 +14,6 @@ COLUMNS = "flash_bwd_main_hdim128_bf16_causal_free_sm90"
 PARTLY = "flash_bwd_main_hdim96_fp16_free_sm90"
 GROUPED = "flash_bwd_main_hdim64_fp16_causal_free_gqa_sm90"
 WINDOW = "flash_bwd_main_hdim32_bf16_local_free_sm90"
-BULK = "flash_bwd_main_hdim64_fp16_free_bulk_sm90"
 
 SHAPE = Shape(seqlen_q=400, seqlen_kv=150, heads=1)
 CAUSAL = Shape(seqlen_q=300, seqlen_kv=200, heads=1)
@@ -197,22 +196,6 @@ FAULTS = (
         ("global bounds", WRONG),
         "        previous = step;\n        step = next_step(step, queries);\n",
         "        step = next_step(step, queries);\n        previous = step;\n",
-    ),
-    fault(
-        "dQ is staged where it is still read",
-        BULK,
-        SHAPE,
-        ("copy in flight",),
-        "    if (lane == 0) tma_store_wait_read<0>();  // it has read what the step before wrote there\n",
-        "",
-    ),
-    fault(
-        "dQ without a proxy fence",
-        BULK,
-        SHAPE,
-        PROXY,
-        "    fence_proxy_async();  // the copy engine would not see the writes otherwise\n",
-        "",
     ),
     # The epilogue.
     fault(

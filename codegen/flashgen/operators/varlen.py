@@ -247,6 +247,9 @@ def normalise(
     pages_of_one = None if pages is None else sizes["max_pages"]
     capacity = _capacity(sizes["batch_kv"], sizes["rows_kv"], pages_of_one)
     sizes["seqlen_q"] = _bound("max_seqlen_q", max_seqlen_q, sizes["rows_q"], cu_seqlens_q is None)
+    if invariant and cu_seqlens_q is not None:
+        # Also above the tokens that there are: a few of them would choose another kernel.
+        sizes["seqlen_q"] = _bound("max_seqlen_q", max_seqlen_q, attention.MAX_SEQLEN, False)
     sizes["seqlen_kv"] = _bound("max_seqlen_kv", max_seqlen_kv, capacity, False)
     attention.check_extents(sizes, dtype)
     attention.check_out(out, q, v)

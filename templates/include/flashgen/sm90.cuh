@@ -99,14 +99,6 @@ __device__ __forceinline__ void bulk_load(shared_address destination, const void
                  : "memory");
 }
 
-// cp.reduce.async.bulk.add.f32: adds `bytes` of floats in shared memory to those in global memory, each as one indivisible addition.
-// Alignment as for loads; its groups are those of stores.
-__device__ __forceinline__ void bulk_add(float* destination, shared_address source, int bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n" ::"l"(destination), "r"(source),
-                 "r"(bytes)
-                 : "memory");
-}
-
 // cp.async.bulk.commit_group: the thread's stores since the last one form a group.
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
 

@@ -1,7 +1,6 @@
 #include "tensor_copy.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 
 #include "block.hpp"
@@ -222,30 +221,6 @@ void TensorCopies::store(Thread& thread, const void* pointer, uint32_t source, c
     stores_.push_back({source, bytes, map.swizzle, thread.index, groups_[thread.index], where});
 }
 
-void TensorCopies::add_bulk(Thread& thread, float* destination, uint32_t source, int bytes, Location where) {
-    ++block_.counters->tensor_stores;
-    check_bulk(thread, bytes, "bulk addition", where);
-    const uint32_t offset = box_offset(thread, source, bytes, kChunkBytes, "bulk addition", where);
-    GlobalMemory& global = block_.global(thread, where);
-    for (const auto& fault : {global.load(destination, bytes, kChunkBytes), global.store(destination, bytes, kChunkBytes)}) {
-        if (fault.error != SIM_OK) block_.fail(thread, fault.error, where, format("bulk addition of %d bytes ", bytes) + fault.text);
-    }
-    const Party engine(block_.order(), thread.index, block_.order().stamp(thread.index), thread.index, 1);
-    for (int at = 0; at < bytes; at += kChunkBytes) {
-        fail_collision(block_, thread, "bulk addition",
-                       block_.shared().load(engine, offset + at, kChunkBytes, Touch::tensor_store_in_flight, where), where);
-        float values[kChunkBytes / sizeof(float)];
-        std::memcpy(values, block_.shared().bytes() + offset + at, kChunkBytes);
-        // Blocks run side by side, each in a thread of the host.
-        for (const float value : values) std::atomic_ref(*destination++).fetch_add(value, std::memory_order_relaxed);
-    }
-    block_.counters->shared_bytes_read += bytes;
-    block_.counters->global_bytes_written += bytes;
-    const auto count = static_cast<uint32_t>((bytes + kSectorBytes - 1) / kSectorBytes);
-    block_.traffic().add(block_.traffic().site(where, SIM_TENSOR_STORE), SIM_TENSOR_STORE, bytes, {count, count});
-    stores_.push_back({source, static_cast<uint32_t>(bytes), 0, thread.index, groups_[thread.index], where});
-}
-
 void TensorCopies::commit(Thread& thread) { ++groups_[thread.index]; }
 
 void TensorCopies::wait(Thread& thread, int pending) {
@@ -291,11 +266,6 @@ void bulk_load(uint32_t destination, const void* source, uint32_t barrier, int b
 void tensor_store(const void* map, uint32_t source, const int* coordinates, int rank, Location where) {
     Thread& thread = running_thread();
     thread.owner->tensor_copies().store(thread, map, source, coordinates, rank, where);
-}
-
-void bulk_add(float* destination, uint32_t source, int bytes, Location where) {
-    Thread& thread = running_thread();
-    thread.owner->tensor_copies().add_bulk(thread, destination, source, bytes, where);
 }
 
 void tensor_store_commit() {

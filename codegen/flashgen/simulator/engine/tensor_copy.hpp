@@ -24,7 +24,6 @@ class TensorCopies {
               Location where);
     void load_bulk(Thread& thread, uint32_t destination, const void* source, uint32_t barrier, int bytes, Location where);
     void store(Thread& thread, const void* map, uint32_t source, const int* coordinates, int rank, Location where);
-    void add_bulk(Thread& thread, float* destination, uint32_t source, int bytes, Location where);
     void commit(Thread& thread);
     void wait(Thread& thread, int pending);
 

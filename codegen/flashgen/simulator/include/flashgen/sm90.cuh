@@ -80,11 +80,6 @@ inline void bulk_load(shared_address destination, const void* source, shared_add
     flashgen::simulator::bulk_load(destination, source, barrier, bytes, where);
 }
 
-inline void bulk_add(float* destination, shared_address source, int bytes,
-                     flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    flashgen::simulator::bulk_add(destination, source, bytes, where);
-}
-
 inline void tma_store_commit() { flashgen::simulator::tensor_store_commit(); }
 
 template <int kPending>

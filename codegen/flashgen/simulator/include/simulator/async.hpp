@@ -28,8 +28,6 @@ void tensor_load(uint32_t destination, const void* map, uint32_t barrier, const 
 void tensor_store(const void* map, uint32_t source, const int* coordinates, int rank, Location where);
 // `bytes` that lie together in global memory.
 void bulk_load(uint32_t destination, const void* source, uint32_t barrier, int bytes, Location where);
-// Adds floats that lie together in shared memory to those in global memory, as part of the thread's group of tensor stores.
-void bulk_add(float* destination, uint32_t source, int bytes, Location where);
 // Groups of a thread's tensor stores. A wait for reading ends when their source has been read.
 void tensor_store_commit();
 void tensor_store_wait(int pending);
