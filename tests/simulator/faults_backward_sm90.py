@@ -11,7 +11,6 @@ from simulator.faults_backward import Fault
 # computed.
 ROWS = "flash_bwd_main_hdim64_fp16_free_sm90"
 COLUMNS = "flash_bwd_main_hdim128_bf16_causal_free_sm90"
-PARTLY = "flash_bwd_main_hdim96_fp16_free_sm90"
 GROUPED = "flash_bwd_main_hdim64_fp16_causal_free_gqa_sm90"
 WINDOW = "flash_bwd_main_hdim32_bf16_local_free_sm90"
 
@@ -129,14 +128,6 @@ FAULTS = (
         ("register in flight",),
         "dout_smem);\n        wgmma_wait<1>();\n        pin_registers(ds);\n",
         "dout_smem);\n        wgmma_wait<2>();\n        pin_registers(ds);\n",
-    ),
-    fault(
-        "columns of dQ that there are not",
-        PARTLY,
-        WHOLE,
-        ("global bounds", "global access", WRONG),
-        "const int columns = min(kDqColumns, kHeadDim - consumer * kDqColumns);",
-        "const int columns = kDqColumns;",
     ),
     # Scores.
     fault(
