@@ -118,6 +118,25 @@ def test_sequences_of_any_neighbours_on_any_gpu(layout, splits, window, compiler
     assert [len(each) for each in found] == [1] * len(SEQUENCES)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_a_prefill_that_nothing_splits(arch, compiler, gpu_of, monkeypatch, fresh_seed):
+    """With fewer tokens in a batch than a sequence may have, too, and rows of neighbours in the same tile."""
+    monkeypatch.setenv(hardware.ARCH_VARIABLE, arch)
+    rng = np.random.default_rng(fresh_seed)
+    lengths = (70, 130, 5)
+    q, k, v = ([rows(rng, n, heads) for n in lengths] for heads in (HEADS, KV_HEADS, KV_HEADS))
+    found = [set() for _ in lengths]
+    for batch, num_sms in (((0,), 1), ((1,), 2), ((2,), 100), ((0, 1, 2), 100), ((2, 0), 3)):
+        gpu_of(num_sms)
+        cu = np.cumsum([0, *(lengths[b] for b in batch)]).astype(np.int32)
+        options = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "max_seqlen_q": 130, "causal": True}
+        arrays = (np.concatenate([x[b] for b in batch]) for x in (q, k, v))
+        out, lse = attend(*arrays, **options, splits=SplitEvery(1024))
+        for b, begin, end in zip(batch, cu[:-1], cu[1:], strict=True):
+            found[b].add(bits(out[begin:end], lse[:, begin:end]))
+    assert [len(each) for each in found] == [1, 1, 1]
+
+
 def test_equal_shares_are_not_so(compiler, gpu_of, fresh_seed):
     """What the tests above would find."""
     rng = np.random.default_rng(fresh_seed)
