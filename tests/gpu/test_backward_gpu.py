@@ -181,10 +181,10 @@ def test_lengths(target, head_dim, seqlen_q, seqlen_kv):
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(0, 90), (90, 0)])
-@pytest.mark.parametrize("target", TARGETS[::2])
-def test_without_queries_or_keys_gradients_are_zero(target, seqlen_q, seqlen_kv):
+def test_without_queries_or_keys_gradients_are_zero(seqlen_q, seqlen_kv):
+    """Dispatch takes the Ampere-class kernels: a tensor map describes no empty array."""
     call = Call((2, seqlen_q, seqlen_kv, 2, 2), (64, 64), "fp16")
-    found = call.run(call.plan(target))
+    found = call.run(call.plan("sm80"))
     assert all(not x.any() for x in found)
 
 

@@ -192,7 +192,8 @@ def test_fixed_splits_give_a_sequence_the_same_bits_in_any_batch(seqlen_q, split
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_fixed_splits_are_right(shape, splits):
     def attend(arrays):
-        plan = flashgen.plan(arrays.q, arrays.k, arrays.v, return_lse=True, splits=splits, **arrays.options)
+        options = {"return_lse": True, "splits": splits, **arrays.options}
+        plan = flashgen.plan(arrays.q, arrays.k, arrays.v, out=arrays.out, **options)
         workspace = torch.full((max(256, plan.workspace_bytes),), 255, dtype=torch.uint8, device="cuda")
         return plan(arrays.q, arrays.k, arrays.v, out=arrays.out, lse=arrays.lse, workspace=workspace)
 

@@ -18,19 +18,23 @@ from flashgen.spec.load import load_specs  # noqa: E402
 from flashgen.toolchain import build, obtain  # noqa: E402
 from gpu import forward_cases  # noqa: E402
 from gpu.cases import DTYPES, Arrays, Case, Mask, check, compare, front_door, make, new_seed, problem_of  # noqa: E402
+from simulator.covering import covering  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="this PyTorch does not see a GPU"),
 ]
 
-VARIANTS = [
+SHIPPED = [
     variant
     for spec in load_specs()
     if spec.operator == "attention" and not spec.on_request
     for variant in spec.variants()
     if variant.is_main
 ]
+# Of split-KV, a third of all kernels, a set that has all pairs of values of its axes.
+SPLIT_KV = [variant for variant in SHIPPED if variant.grid.shares]
+VARIANTS = [variant for variant in SHIPPED if not variant.grid.shares] + covering(SPLIT_KV)
 
 
 def named(cases):
