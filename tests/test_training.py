@@ -131,7 +131,7 @@ def test_the_simulator_runs_the_kernels_of_a_call(deterministic):
     given = dout, q, k, v, out, lse
     options = {"causal": True, "deterministic": deterministic, "backend": "simulator"}
     plan = flashgen.plan_backward(*given, **options)
-    assert dict(plan.variant.axes)["dq_order"] == ("ordered" if deterministic else "free")
+    assert dict(plan.variant.axes)["dq_order"] == ("ordered" if deterministic else "none")
     workspace = np.full(plan.workspace_bytes + 256, 0xFF, np.uint8)
     workspace = workspace[-workspace.ctypes.data % 256 :]
     found = flashgen.attention_backward(*given, workspace=workspace, **options)

@@ -47,7 +47,7 @@ def variant_for(problem, target):
     """The kernel of a target that serves the problem."""
     gpu = device(0)
     found = [v for v in offers(problem, gpu, specs(target)) if v.target == target and runs_on(v, gpu)]
-    order = "ordered" if problem.deterministic else "free"
+    order = "ordered" if problem.deterministic else "none"
     if target == "sm90" and not found:
         pytest.skip("Hopper's family has no kernel of it")
     (variant,) = (v for v in found if dict(v.axes)["dq_order"] == order and not v.tile_name)

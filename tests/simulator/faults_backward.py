@@ -10,14 +10,14 @@ from flashgen.source.render import render
 from simulator.faults import ASYNC, NUMBERS, RACE, WRONG
 
 # Two warps share keys and have halves of the queries and of the columns; two stages.
-PLAIN = "flash_bwd_main_hdim32_fp16_free_sm80"
-CAUSAL = "flash_bwd_main_hdim32_fp16_causal_free_gqa_sm80"
-WINDOW = "flash_bwd_main_hdim32_fp16_local_free_sm80"
-DENSE = "flash_bwd_main_hdim32_fp16_dense_free_sm80"
-ORDERED = "flash_bwd_main_hdim32_fp16_causal_ordered_sm80"
-FP32 = "flash_bwd_main_hdim32_fp32_free_sm80"
+PLAIN = "flash_bwd_hdim32_fp16_sm80"
+CAUSAL = "flash_bwd_hdim32_fp16_causal_gqa_sm80"
+WINDOW = "flash_bwd_hdim32_fp16_local_sm80"
+DENSE = "flash_bwd_hdim32_fp16_dense_sm80"
+ORDERED = "flash_bwd_hdim32_fp16_causal_ordered_sm80"
+FP32 = "flash_bwd_hdim32_fp32_sm80"
 # One stage.
-SINGLE = "flash_bwd_main_hdim192_fp16_free_sm86"
+SINGLE = "flash_bwd_hdim192_fp16_sm86"
 
 SHAPE = Shape(seqlen_q=150, seqlen_kv=200, heads=2)
 GROUPS = Shape(seqlen_q=150, seqlen_kv=200, heads=4, kv_heads=2)

@@ -9,10 +9,10 @@ from simulator.faults_backward import Fault
 
 # 128 queries a step; and 64, where a consumer has half of the columns of dQ and dV is under way while dS is
 # computed.
-ROWS = "flash_bwd_main_hdim64_fp16_free_sm90"
-COLUMNS = "flash_bwd_main_hdim128_bf16_causal_free_sm90"
-GROUPED = "flash_bwd_main_hdim64_fp16_causal_free_gqa_sm90"
-WINDOW = "flash_bwd_main_hdim32_bf16_local_free_sm90"
+ROWS = "flash_bwd_hdim64_fp16_sm90"
+COLUMNS = "flash_bwd_hdim128_bf16_causal_sm90"
+GROUPED = "flash_bwd_hdim64_fp16_causal_gqa_sm90"
+WINDOW = "flash_bwd_hdim32_bf16_local_sm90"
 
 SHAPE = Shape(seqlen_q=400, seqlen_kv=150, heads=1)
 CAUSAL = Shape(seqlen_q=300, seqlen_kv=200, heads=1)

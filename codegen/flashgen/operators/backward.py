@@ -41,8 +41,8 @@ ARGUMENTS = (
     Argument("dv", "output", "batch seqlen_kv num_heads_kv head_dim_v"),
 )
 OPTIONS = ("causal", "mask_type", "window_size", "score", "deterministic")
-# In what order thread blocks add to dq: any, or always the same.
-DQ_ORDERS = ("free", "ordered")
+# In what order thread blocks add to dq: in none, or always in the same.
+DQ_ORDERS = ("none", "ordered")
 _OF_CALL = ("dout", "out", "lse", "dlse", "dq", "dk", "dv")
 
 
@@ -69,7 +69,7 @@ class BackwardProblem(AttentionProblem):
 
     def wanted(self) -> str:
         # Not super(): a class with slots is made anew, and the function would not know which.
-        order = "ordered" if self.deterministic else "free or ordered"
+        order = "ordered" if self.deterministic else "none or ordered"
         return f"{AttentionProblem.wanted(self)}, dq_order {order}"
 
 
@@ -171,7 +171,7 @@ BACKWARD = Operator(
     scalars=SCALARS,
     axes={
         **ATTENTION.axes,
-        "dq_order": Axis(_serves_order, DQ_ORDERS, default="free"),
+        "dq_order": Axis(_serves_order, DQ_ORDERS, default="none"),
     },
     grid_dimensions=ATTENTION.grid_dimensions,
     normalise=_normalise,

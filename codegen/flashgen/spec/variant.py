@@ -254,10 +254,10 @@ def variant_name(
     """File stem and symbol: ``flash_fwd_hdim128_fp16_causal_m64_gqa_sm80``.
 
     The order is family, step, head dim (``hdim192_128`` where that of v is another), dtype, mask type, any
-    further axis, tile, grouping, target. A value of ``none`` (and ``mha`` for the grouping) says the ordinary
-    and is left out; a numeric axis carries its own name in front.
+    further axis, tile, grouping, target. A value of ``none`` (and ``mha`` for the grouping, ``main`` for the
+    step) says the ordinary and is left out; a numeric axis carries its own name in front.
     """
-    parts = [family, step]
+    parts = [family, "" if step == "main" else step]
     for axis, value in axes.items():
         ordinary = value == "none" or (axis == "head_dim_v" and value == axes.get("head_dim"))
         if axis != "gqa" and not ordinary:

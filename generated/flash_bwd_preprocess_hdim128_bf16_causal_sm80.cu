@@ -1,8 +1,8 @@
-// flash_bwd_preprocess_hdim128_bf16_causal_free_sm80
+// flash_bwd_preprocess_hdim128_bf16_causal_sm80
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, gqa mha, dq_order free
+// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, gqa mha, dq_order none
 // tile      block_m 64, block_n 128, warps 8, key_warps 4, stages 2, min_blocks 1
 // block     256 threads, 0 bytes of dynamic shared memory
 // target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
@@ -88,7 +88,7 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-flash_bwd_preprocess_hdim128_bf16_causal_free_sm80(const __grid_constant__ Params params) {
+flash_bwd_preprocess_hdim128_bf16_causal_sm80(const __grid_constant__ Params params) {
     const int head_of_batch = block_index() / params.num_row_blocks;
     const int first_row = (block_index() - head_of_batch * params.num_row_blocks) * kRowUnit;
     const int batch = head_of_batch / params.num_heads_q;

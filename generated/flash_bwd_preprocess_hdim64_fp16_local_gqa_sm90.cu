@@ -1,9 +1,9 @@
-// flash_bwd_preprocess_hdim128_bf16_free_sm90
+// flash_bwd_preprocess_hdim64_fp16_local_gqa_sm90
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, gqa mha, dq_order free
-// tile      block_m 64, block_n 128, stages 2
+// axes      head_dim 64, head_dim_v 64, dtype fp16, mask_type local, gqa gqa, dq_order none
+// tile      block_m 128, block_n 128, stages 2
 // block     256 threads, 0 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_bwd_sm90.yaml
@@ -17,10 +17,10 @@
 // so that P = 2^(scale_log2 * S - lse_log2) and dS = P * (dP - delta). A row that sees nothing, or lies behind the last one, has
 // lse_log2 = inf and delta = 0, which makes P and dS exactly 0. Besides it clears what the main kernel adds to.
 
-using element = bf16;
+using element = fp16;
 
-constexpr int kHeadDim = 128;  // of Q and K
-constexpr int kHeadDimV = 128;  // of O and dO
+constexpr int kHeadDim = 64;  // of Q and K
+constexpr int kHeadDimV = 64;  // of O and dO
 constexpr int kThreads = 256;
 constexpr int kVector = 16 / int(sizeof(element));        // elements that a thread loads at once
 constexpr int kVectors = kHeadDimV / kVector;             // of a row
@@ -88,7 +88,7 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-flash_bwd_preprocess_hdim128_bf16_free_sm90(const __grid_constant__ Params params) {
+flash_bwd_preprocess_hdim64_fp16_local_gqa_sm90(const __grid_constant__ Params params) {
     const int head_of_batch = block_index() / params.num_row_blocks;
     const int first_row = (block_index() - head_of_batch * params.num_row_blocks) * kRowUnit;
     const int batch = head_of_batch / params.num_heads_q;

@@ -1,20 +1,20 @@
-// flash_bwd_convert_hdim64_fp16_local_free_gqa_sm90
+// flash_bwd_convert_hdim128_bf16_causal_sm80
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 64, head_dim_v 64, dtype fp16, mask_type local, gqa gqa, dq_order free
-// tile      block_m 128, block_n 128, stages 2
+// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, gqa mha, dq_order none
+// tile      block_m 64, block_n 128, warps 8, key_warps 4, stages 2, min_blocks 1
 // block     256 threads, 0 bytes of dynamic shared memory
-// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
-// spec      flash_bwd_sm90.yaml
+// target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
+// spec      flash_bwd_sm80.yaml
 // template  flash_bwd_convert.cu.j2
-#include "flashgen/sm90.cuh"
+#include "flashgen/sm80.cuh"
 
 // dq = softmax_scale * dq_accum, rounded. A warp has 16 rows, and 32 columns at a time: a lane two rows of 8 columns.
 
-using element = fp16;
+using element = bf16;
 
-constexpr int kHeadDim = 64;  // of Q and K
+constexpr int kHeadDim = 128;  // of Q and K
 constexpr int kThreads = 256;
 constexpr int kVector = 16 / int(sizeof(element));  // elements that a thread stores at once
 constexpr int kWarpColumns = 32;
@@ -30,7 +30,7 @@ struct Params {
     int64_t dq_head_stride;
     int32_t num_heads_q;
     int32_t seqlen_q;
-    int32_t head_dim;                     // of the call: a multiple of 8, at most kHeadDim
+    int32_t head_dim;                     // of the call: a multiple of 8 (fp32: 4), at most kHeadDim
     int32_t num_row_blocks;               // units of rows of one head
     float softmax_scale;                  // dQ is softmax_scale dS K
 };
@@ -88,7 +88,7 @@ __device__ __forceinline__ void store(element* destination, const float (&values
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-flash_bwd_convert_hdim64_fp16_local_free_gqa_sm90(const __grid_constant__ Params params) {
+flash_bwd_convert_hdim128_bf16_causal_sm80(const __grid_constant__ Params params) {
     const int head_of_batch = block_index() / params.num_row_blocks;
     const int batch = head_of_batch / params.num_heads_q;
     const int head = head_of_batch - batch * params.num_heads_q;

@@ -1,10 +1,10 @@
-// flash_bwd_main_hdim64_bf16_causal_free_sm80
+// flash_bwd_hdim128_bf16_causal_sm80
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 64, head_dim_v 64, dtype bf16, mask_type causal, gqa mha, dq_order free
-// tile      block_m 128, block_n 128, warps 8, key_warps 4, stages 2, min_blocks 1
-// block     256 threads, 165904 bytes of dynamic shared memory
+// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, gqa mha, dq_order none
+// tile      block_m 64, block_n 128, warps 8, key_warps 4, stages 2, min_blocks 1
+// block     256 threads, 164880 bytes of dynamic shared memory
 // target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
 // spec      flash_bwd_sm80.yaml
 // template  flash_bwd_sm80.cu.j2
@@ -20,9 +20,9 @@
 
 using element = bf16;
 
-constexpr int kHeadDim = 64;  // of Q and K
-constexpr int kHeadDimV = 64;  // of V and dO
-constexpr int kBlockM = 128;  // queries of a step
+constexpr int kHeadDim = 128;  // of Q and K
+constexpr int kHeadDimV = 128;  // of V and dO
+constexpr int kBlockM = 64;  // queries of a step
 constexpr int kBlockN = 128;  // keys of a thread block
 constexpr int kStages = 2;  // blocks of queries in shared memory
 constexpr int kWarps = 8;
@@ -70,7 +70,7 @@ static_assert(kHeadDim / kPairColumns % kQueryWarps == 0 && kHeadDimV / kPairCol
 static_assert(kHeadDim / kPairColumns % kDqColumnWarps == 0, "and of dQ");
 static_assert(kBlockM % 16 == 0 && 128 % kBlockM == 0, "rows in the workspace are whole blocks");
 static_assert(kStageBytes % 128 == 0 && kDsBytes % 128 == 0, "blocks begin at multiples of 128 bytes");
-static_assert(kSharedBytes == 165904, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes == 164880, "launcher and kernel agree on shared memory");
 
 struct Params {
     const element* dout;                  // (batch, seqlen_q, num_heads_q, head_dim_v), rows 16-byte aligned
@@ -614,7 +614,7 @@ __device__ __forceinline__ void store_gradients(const Params& params, const KeyB
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-flash_bwd_main_hdim64_bf16_causal_free_sm80(const __grid_constant__ Params params) {
+flash_bwd_hdim128_bf16_causal_sm80(const __grid_constant__ Params params) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     const shared_address smem = to_shared(shared_memory);
     const int warp = threadIdx.x / 32;

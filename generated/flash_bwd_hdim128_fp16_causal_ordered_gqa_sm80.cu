@@ -1,8 +1,8 @@
-// flash_bwd_main_hdim128_bf16_free_sm80
+// flash_bwd_hdim128_fp16_causal_ordered_gqa_sm80
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, gqa mha, dq_order free
+// axes      head_dim 128, head_dim_v 128, dtype fp16, mask_type causal, gqa gqa, dq_order ordered
 // tile      block_m 64, block_n 128, warps 8, key_warps 4, stages 2, min_blocks 1
 // block     256 threads, 164880 bytes of dynamic shared memory
 // target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
@@ -18,7 +18,7 @@
 // S is computed as its transpose, so that P^T and dS^T leave the MMA as the A operands of dV and dK. dV and dK stay in registers; dQ,
 // to which the thread blocks of all keys add, is summed in memory. A last step converts it.
 
-using element = bf16;
+using element = fp16;
 
 constexpr int kHeadDim = 128;  // of Q and K
 constexpr int kHeadDimV = 128;  // of V and dO
@@ -82,6 +82,7 @@ struct Params {
     const float* delta;                   // (batch, num_heads_q, unit_rows): sum(dout * out) - dlse
     const float* lse_log2;                // (batch, num_heads_q, unit_rows); inf for a row that sees nothing
     float* dq_accum;                      // (batch, num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
+    int32_t* turns;                       // a counter for each block of queries: blocks of keys that have added to dq_accum
     int64_t dout_batch_stride;            // strides are in elements
     int64_t dout_row_stride;
     int64_t dout_head_stride;
@@ -102,30 +103,33 @@ struct Params {
     int64_t dv_head_stride;
     int32_t num_heads_q;
     int32_t num_heads_kv;
+    int32_t group_size;                   // num_heads_q / num_heads_kv
     int32_t seqlen_q;
     int32_t seqlen_kv;
     int32_t head_dim;                     // of the call: a multiple of 8 (fp32: 4), at most kHeadDim; columns past it are zero-filled
     int32_t head_dim_v;                   // likewise, of v and dout
     int32_t num_row_blocks;               // blocks of keys of one head
+    int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float softmax_scale;                  // dK is softmax_scale dS^T Q
     float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
 };
-static_assert(sizeof(Params) == 256 && offsetof(Params, dout) == 0 && offsetof(Params, q) == 8 && offsetof(Params, k) == 16);
+static_assert(sizeof(Params) == 272 && offsetof(Params, dout) == 0 && offsetof(Params, q) == 8 && offsetof(Params, k) == 16);
 static_assert(offsetof(Params, v) == 24 && offsetof(Params, dk) == 32 && offsetof(Params, dv) == 40);
 static_assert(offsetof(Params, delta) == 48 && offsetof(Params, lse_log2) == 56 && offsetof(Params, dq_accum) == 64);
-static_assert(offsetof(Params, dout_batch_stride) == 72 && offsetof(Params, dout_row_stride) == 80);
-static_assert(offsetof(Params, dout_head_stride) == 88 && offsetof(Params, q_batch_stride) == 96);
-static_assert(offsetof(Params, q_row_stride) == 104 && offsetof(Params, q_head_stride) == 112);
-static_assert(offsetof(Params, k_batch_stride) == 120 && offsetof(Params, k_row_stride) == 128);
-static_assert(offsetof(Params, k_head_stride) == 136 && offsetof(Params, v_batch_stride) == 144);
-static_assert(offsetof(Params, v_row_stride) == 152 && offsetof(Params, v_head_stride) == 160);
-static_assert(offsetof(Params, dk_batch_stride) == 168 && offsetof(Params, dk_row_stride) == 176);
-static_assert(offsetof(Params, dk_head_stride) == 184 && offsetof(Params, dv_batch_stride) == 192);
-static_assert(offsetof(Params, dv_row_stride) == 200 && offsetof(Params, dv_head_stride) == 208);
-static_assert(offsetof(Params, num_heads_q) == 216 && offsetof(Params, num_heads_kv) == 220 && offsetof(Params, seqlen_q) == 224);
-static_assert(offsetof(Params, seqlen_kv) == 228 && offsetof(Params, head_dim) == 232 && offsetof(Params, head_dim_v) == 236);
-static_assert(offsetof(Params, num_row_blocks) == 240 && offsetof(Params, softmax_scale) == 244);
-static_assert(offsetof(Params, scale_log2) == 248);
+static_assert(offsetof(Params, turns) == 72 && offsetof(Params, dout_batch_stride) == 80);
+static_assert(offsetof(Params, dout_row_stride) == 88 && offsetof(Params, dout_head_stride) == 96);
+static_assert(offsetof(Params, q_batch_stride) == 104 && offsetof(Params, q_row_stride) == 112);
+static_assert(offsetof(Params, q_head_stride) == 120 && offsetof(Params, k_batch_stride) == 128);
+static_assert(offsetof(Params, k_row_stride) == 136 && offsetof(Params, k_head_stride) == 144);
+static_assert(offsetof(Params, v_batch_stride) == 152 && offsetof(Params, v_row_stride) == 160);
+static_assert(offsetof(Params, v_head_stride) == 168 && offsetof(Params, dk_batch_stride) == 176);
+static_assert(offsetof(Params, dk_row_stride) == 184 && offsetof(Params, dk_head_stride) == 192);
+static_assert(offsetof(Params, dv_batch_stride) == 200 && offsetof(Params, dv_row_stride) == 208);
+static_assert(offsetof(Params, dv_head_stride) == 216 && offsetof(Params, num_heads_q) == 224);
+static_assert(offsetof(Params, num_heads_kv) == 228 && offsetof(Params, group_size) == 232 && offsetof(Params, seqlen_q) == 236);
+static_assert(offsetof(Params, seqlen_kv) == 240 && offsetof(Params, head_dim) == 244 && offsetof(Params, head_dim_v) == 248);
+static_assert(offsetof(Params, num_row_blocks) == 252 && offsetof(Params, diagonal_offset) == 256);
+static_assert(offsetof(Params, softmax_scale) == 260 && offsetof(Params, scale_log2) == 264);
 
 // The rows of a head in the workspace: whole units of kRowUnit, so that a tile of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
@@ -157,7 +161,8 @@ struct KeyBlock {
     int first_key;
 };
 
-// The blocks of a head follow each other, so that they share its queries in L2.
+// The blocks of a head follow each other, so that they share its queries in L2. Under a diagonal the first keys are attended to by the
+// most queries: short blocks at the end leave the fewest SMs idle.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
     const int head_of_batch = index / params.num_row_blocks;
     KeyBlock block;
@@ -174,20 +179,29 @@ struct QueryBlocks {
     int last;  // below `first` where there are none
 };
 
-// The blocks with a query that attends to some key of [first_key, first_key + kBlockN): all.
-__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int) {
-    return {0, (params.seqlen_q + kBlockM - 1) / kBlockM - 1};
+// The blocks with a query that attends to some key of [first_key, first_key + kBlockN).
+__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
+    const int begin = max(0, first_key - params.diagonal_offset);
+    const int end = params.seqlen_q;
+    if (begin >= end) return {0, -1};
+    return {begin / kBlockM, (end - 1) / kBlockM};
 }
 
 // A step of the main loop: a block of queries of a head.
 struct Step {
+    int head_of_group;
     int block;
 };
 
-__device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
+// The query heads of the kv head follow each other, so that their gradients are summed here.
+__device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks& queries) {
+    return step.block > queries.first ? Step{step.head_of_group, step.block - 1} : Step{step.head_of_group + 1, queries.last};
+}
 
 // The query head of a step.
-__device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
+__device__ __forceinline__ int head_of(const Params& params, const KeyBlock& block, const Step& step) {
+    return block.kv_head * params.group_size + step.head_of_group;
+}
 
 // The block, stashed in shared memory and read back by each step and by the epilogue, instead of being held in registers with the
 // addresses that follow from it.
@@ -452,17 +466,19 @@ struct KeyRange {
     int end;
 };
 
-// The keys that a query attends to: all.
-__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
+// The keys that a query attends to: those up to its diagonal.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
+}
 
-// The keys that some row of [first_row, first_row + count) attends to: all.
+// The keys that some row of [first_row, first_row + count) attends to. Ranges end further right from row to row.
 __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, first_row)).begin,
             keys_of_query(params, query_of_row(params, last_row)).end};
 }
 
-// The keys that every row of [first_row, first_row + count) attends to: all.
+// The keys that every row of [first_row, first_row + count) attends to.
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, last_row)).begin,
@@ -489,7 +505,7 @@ __device__ __forceinline__ void for_each_score(Scores& scores, int first_query, 
     }
 }
 
-// Every query attends to all keys; only the last block has keys past the end, which are masked.
+// Masks the keys that lie outside the range of their query. In most blocks every query attends to all keys, and nothing is masked.
 __device__ __forceinline__ void apply_mask(const Params& params, Scores& scores, int first_query, int first_key, int lane) {
     const KeyRange every = keys_of_every(params, min(first_query, num_rows(params) - 1), kWarpQueries);
     if (first_key + kWarpKeys > every.end) {
@@ -528,6 +544,28 @@ __device__ __forceinline__ void differentiate(Scores& dp, const Scores& p, share
             for (int e = 0; e < 4; ++e) dp[i][j][e] = p[i][j][e] * (dp[i][j][e] - (e % 2 == 0 ? of_queries.x : of_queries.y));
         }
     }
+}
+
+// Thread blocks add to a block of queries in the order of their keys, so that the sums repeat to the bit. Each counts itself when it is
+// done. Those ahead of it were launched earlier, so they get there whatever the GPU has room for.
+__device__ __forceinline__ uint32_t* turns_of(const Params& params, const KeyBlock& block, const Step& step) {
+    const int64_t unit_row = first_unit_row(params, block.batch, head_of(params, block, step));
+    return reinterpret_cast<uint32_t*>(params.turns) + unit_row / kBlockM + step.block;
+}
+
+__device__ __forceinline__ void wait_for_turn(const Params& params, const KeyBlock& block, const Step& step) {
+    const int first_block = keys_of_some(params, step.block * kBlockM, kBlockM).begin / kBlockN;
+    if (threadIdx.x == 0) {
+        const uint32_t* turns = turns_of(params, block, step);
+        while (load_acquire_32(turns) != block.index - first_block) {}
+    }
+    barrier_sync(kThreads);
+}
+
+__device__ __forceinline__ void pass_turn(const Params& params, const KeyBlock& block, const Step& step) {
+    const int first_block = keys_of_some(params, step.block * kBlockM, kBlockM).begin / kBlockN;
+    barrier_sync(kThreads);  // every warp has added
+    if (threadIdx.x == 0) store_release_32(turns_of(params, block, step), block.index - first_block + 1);
 }
 
 // Adds dQ of a warp's rows and columns to what other thread blocks have.
@@ -607,7 +645,7 @@ __device__ __forceinline__ void store_gradients(const Params& params, const KeyB
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-flash_bwd_main_hdim128_bf16_free_sm80(const __grid_constant__ Params params) {
+flash_bwd_hdim128_fp16_causal_ordered_gqa_sm80(const __grid_constant__ Params params) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     const shared_address smem = to_shared(shared_memory);
     const int warp = threadIdx.x / 32;
@@ -621,8 +659,8 @@ flash_bwd_main_hdim128_bf16_free_sm80(const __grid_constant__ Params params) {
     const KeyBlock found_block = find_key_block(params, block_index());
     if (threadIdx.x == 0) stash_block(found_block, smem);
     const QueryBlocks queries = find_query_blocks(params, found_block.first_key);
-    Step step = {queries.last};
-    const int num_steps = queries.last - queries.first + 1;
+    Step step = {0, queries.last};
+    const int num_steps = (queries.last - queries.first + 1) * params.group_size;
     const auto k_rows = down_first<RowsOfK>(smem + kKOffset, warp_key, 0, lane);
     const auto v_rows = down_first<RowsOfV>(smem + kVOffset, warp_key, 0, lane);
     const auto k_columns = summed_rows<RowsOfK>(smem + kKOffset, 0, dq_column_warp, lane);
@@ -672,7 +710,9 @@ flash_bwd_main_hdim128_bf16_free_sm80(const __grid_constant__ Params params) {
         barrier_sync(kThreads);  // P and dS of all warps are here
         float dq[kDqRowTiles][kDqColumnTiles][4] = {};
         mma_dq(dq, smem + kDsOffset, dq_row, k_columns, lane);
+        wait_for_turn(params, block, step);
         add_dq(dq_tiles(params, block.batch, head_of(params, block, step), first_query + dq_row), dq, dq_column_warp, lane);
+        pass_turn(params, block, step);
 
         // P and dS of other queries come from shared memory.
 #pragma unroll

@@ -1,8 +1,8 @@
-// flash_bwd_main_hdim128_bf16_free_sm90
+// flash_bwd_hdim128_bf16_causal_sm90
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, gqa mha, dq_order free
+// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, gqa mha, dq_order none
 // tile      block_m 64, block_n 128, stages 2
 // block     384 threads, 165960 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
@@ -71,6 +71,7 @@ struct Params {
     int32_t seqlen_q;
     int32_t seqlen_kv;
     int32_t num_row_blocks;               // blocks of keys of one head
+    int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
     float softmax_scale;                  // dK is softmax_scale dS^T Q
 };
@@ -79,7 +80,8 @@ static_assert(offsetof(Params, dout) == 384 && offsetof(Params, dk) == 512 && of
 static_assert(offsetof(Params, lse_log2) == 768 && offsetof(Params, delta) == 776 && offsetof(Params, dq_accum) == 784);
 static_assert(offsetof(Params, num_heads_q) == 792 && offsetof(Params, num_heads_kv) == 796 && offsetof(Params, seqlen_q) == 800);
 static_assert(offsetof(Params, seqlen_kv) == 804 && offsetof(Params, num_row_blocks) == 808);
-static_assert(offsetof(Params, scale_log2) == 812 && offsetof(Params, softmax_scale) == 816);
+static_assert(offsetof(Params, diagonal_offset) == 812 && offsetof(Params, scale_log2) == 816);
+static_assert(offsetof(Params, softmax_scale) == 820);
 
 // What a thread block computes: dK and dV of kBlockN keys of a head.
 struct KeyBlock {
@@ -89,7 +91,8 @@ struct KeyBlock {
     int first_key;
 };
 
-// The blocks of a head follow each other, so that they share its queries in L2.
+// The blocks of a head follow each other, so that they share its queries in L2. Under a diagonal the first keys are attended to by the
+// most queries: short blocks at the end leave the fewest SMs idle.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
     const int head_of_batch = index / params.num_row_blocks;
     KeyBlock block;
@@ -106,9 +109,12 @@ struct QueryBlocks {
     int last;  // below `first` where there are none
 };
 
-// The blocks with a query that attends to some key of [first_key, first_key + kBlockN): all.
-__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int) {
-    return {0, (params.seqlen_q + kBlockM - 1) / kBlockM - 1};
+// The blocks with a query that attends to some key of [first_key, first_key + kBlockN).
+__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
+    const int begin = max(0, first_key - params.diagonal_offset);
+    const int end = params.seqlen_q;
+    if (begin >= end) return {0, -1};
+    return {begin / kBlockM, (end - 1) / kBlockM};
 }
 
 // A step of the main loop: a block of queries of a head.
@@ -152,9 +158,10 @@ struct QueryRange {
     int end;
 };
 
-// The queries that attend to a key: all, to a key past the last none.
+// The queries that attend to a key: those from its diagonal on; to a key past the last none.
 __device__ __forceinline__ QueryRange queries_of_key(const Params& params, int key) {
-    return {key < params.seqlen_kv ? 0 : params.seqlen_q, params.seqlen_q};
+    const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
+    return {max(diagonal, 0), params.seqlen_q};
 }
 
 // The mbarriers of a thread block. A buffer is full when TMA has written its bytes. A stage, of Q and dO, is empty when every consumer
@@ -581,7 +588,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-flash_bwd_main_hdim128_bf16_free_sm90(const __grid_constant__ Params params) {
+flash_bwd_hdim128_bf16_causal_sm90(const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     const shared_address shared = (to_shared(shared_memory) + 1023) / 1024 * 1024;
     const Barriers barriers = {shared + kBarrierOffset};

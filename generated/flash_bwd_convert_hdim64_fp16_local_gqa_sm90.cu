@@ -1,9 +1,9 @@
-// flash_bwd_convert_hdim128_bf16_causal_free_sm90
+// flash_bwd_convert_hdim64_fp16_local_gqa_sm90
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, gqa mha, dq_order free
-// tile      block_m 64, block_n 128, stages 2
+// axes      head_dim 64, head_dim_v 64, dtype fp16, mask_type local, gqa gqa, dq_order none
+// tile      block_m 128, block_n 128, stages 2
 // block     256 threads, 0 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_bwd_sm90.yaml
@@ -12,9 +12,9 @@
 
 // dq = softmax_scale * dq_accum, rounded. A warp has 16 rows, and 32 columns at a time: a lane two rows of 8 columns.
 
-using element = bf16;
+using element = fp16;
 
-constexpr int kHeadDim = 128;  // of Q and K
+constexpr int kHeadDim = 64;  // of Q and K
 constexpr int kThreads = 256;
 constexpr int kVector = 16 / int(sizeof(element));  // elements that a thread stores at once
 constexpr int kWarpColumns = 32;
@@ -88,7 +88,7 @@ __device__ __forceinline__ void store(element* destination, const float (&values
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-flash_bwd_convert_hdim128_bf16_causal_free_sm90(const __grid_constant__ Params params) {
+flash_bwd_convert_hdim64_fp16_local_gqa_sm90(const __grid_constant__ Params params) {
     const int head_of_batch = block_index() / params.num_row_blocks;
     const int batch = head_of_batch / params.num_heads_q;
     const int head = head_of_batch - batch * params.num_heads_q;

@@ -1,8 +1,8 @@
-// flash_bwd_main_hdim64_fp16_local_free_gqa_sm90
+// flash_bwd_hdim64_fp16_local_gqa_sm90
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
-// axes      head_dim 64, head_dim_v 64, dtype fp16, mask_type local, gqa gqa, dq_order free
+// axes      head_dim 64, head_dim_v 64, dtype fp16, mask_type local, gqa gqa, dq_order none
 // tile      block_m 128, block_n 128, stages 2
 // block     384 threads, 166984 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
@@ -609,7 +609,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-flash_bwd_main_hdim64_fp16_local_free_gqa_sm90(const __grid_constant__ Params params) {
+flash_bwd_hdim64_fp16_local_gqa_sm90(const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     const shared_address shared = (to_shared(shared_memory) + 1023) / 1024 * 1024;
     const Barriers barriers = {shared + kBarrierOffset};
