@@ -150,7 +150,7 @@ __device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int he
     return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
 }
 
-// What a thread block computes: dK and dV of kBlockN keys of a head.
+// What a thread block computes: dK and dV of kBlockN keys of a head, and their share of dQ.
 struct KeyBlock {
     int batch;
     int kv_head;
@@ -158,8 +158,8 @@ struct KeyBlock {
     int first_key;
 };
 
-// The blocks of a head follow each other, so that they share its queries in L2. Under a diagonal the first keys are attended to by the
-// most queries: short blocks at the end leave the fewest SMs idle.
+// The blocks of a head follow each other, so that they share its queries in L2. Within a head the first keys come first: under
+// a diagonal the most queries attend to them, so that the last blocks of the grid are short.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
     const int head_of_batch = index / params.num_row_blocks;
     KeyBlock block;
@@ -170,7 +170,7 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     return block;
 }
 
-// Blocks of kBlockM queries, visited from the last to the first. All thread blocks of a head begin with the same one.
+// Blocks of kBlockM queries, visited from the last to the first. All thread blocks of a head that have any begin with the same one.
 struct QueryBlocks {
     int first;
     int last;  // below `first` where there are none

@@ -20,7 +20,9 @@ constexpr int kStages = 2;  // buffers of Q, and of dO
 constexpr int kConsumers = kBlockN / 64;  // consumer warpgroups, 64 keys each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
-// Registers of a thread, by setmaxnreg. 65,536 registers a SM are 512 for each of a warpgroup's 128 threads, shared by all warpgroups.
+// Registers of a thread after setmaxnreg. It draws on what the launch has given the thread block: as many as 65,536 registers allow each
+// thread, in units of 8.
+constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 
@@ -33,7 +35,7 @@ constexpr int kKBytes = kPanels * kBlockN * kPanelRowBytes;
 constexpr int kVBytes = kPanelsV * kBlockN * kPanelRowBytes;
 constexpr int kQBytes = kPanels * kBlockM * kPanelRowBytes;
 constexpr int kDoutBytes = kPanelsV * kBlockM * kPanelRowBytes;
-// dS^T of two steps, a row of 64 queries to a key: dQ of a step is computed in the next one.
+// dS^T of a step, a row of 64 queries to a key. Two steps have a buffer each, as dQ of a step is computed in the next one.
 constexpr int kDsPanelBytes = kBlockN * kPanelRowBytes;
 constexpr int kDsBytes = kBlockM / 64 * kDsPanelBytes;
 constexpr int kRowBytes = kBlockM * sizeof(float);  // of lse_log2, and of delta
@@ -53,7 +55,7 @@ constexpr int kSharedBytes = kBarrierOffset + 8 * (3 + 3 * kStages);
 static_assert(kBlockN == 128 && (kBlockM == 64 || kBlockM == 128), "two consumers");
 static_assert(kBlockM % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
 static_assert(kBlockM == 128 ? kHeadDim <= kPanelColumns : kPanels == kConsumers, "a panel of K for the columns of a consumer");
-static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 512, "the register file");
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "the register file");
 static_assert(kSharedBytes + 1024 == 166984, "launcher and kernel agree on shared memory");
 
 struct Params {
@@ -87,7 +89,7 @@ static_assert(offsetof(Params, num_row_blocks) == 812 && offsetof(Params, diagon
 static_assert(offsetof(Params, window_left) == 820 && offsetof(Params, window_right) == 824);
 static_assert(offsetof(Params, scale_log2) == 828 && offsetof(Params, softmax_scale) == 832);
 
-// What a thread block computes: dK and dV of kBlockN keys of a head.
+// What a thread block computes: dK and dV of kBlockN keys of a head, and their share of dQ.
 struct KeyBlock {
     int batch;
     int kv_head;
@@ -95,8 +97,8 @@ struct KeyBlock {
     int first_key;
 };
 
-// The blocks of a head follow each other, so that they share its queries in L2. Under a diagonal the first keys are attended to by the
-// most queries: short blocks at the end leave the fewest SMs idle.
+// The blocks of a head follow each other, so that they share its queries in L2. Within a head the first keys come first: under
+// a diagonal the most queries attend to them, so that the last blocks of the grid are short.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
     const int head_of_batch = index / params.num_row_blocks;
     KeyBlock block;
@@ -107,7 +109,7 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     return block;
 }
 
-// Blocks of kBlockM queries, visited from the last to the first. All thread blocks of a head begin with the same one.
+// Blocks of kBlockM queries, visited from the last to the first. All thread blocks of a head that have any begin with the same one.
 struct QueryBlocks {
     int first;
     int last;  // below `first` where there are none
@@ -348,8 +350,8 @@ __device__ __forceinline__ void mma_gradient(float (&sums)[32], PackedScores& sc
     wgmma_commit();
 }
 
-// Starts dQ (64 x kDqColumns) = dS K of a warpgroup. Both operands are MN-major: dS has a row of 64 queries for each key, K its
-// columns. LBO leads to the next panel of columns of K, SBO to the next eight keys.
+// Starts dQ (64 x kDqColumns) = dS K of a warpgroup. Both operands are MN-major: a key has a row of 64 queries in dS^T, and of
+// its columns in K. SBO leads to the next eight keys, LBO to the next panel of columns, if there is one.
 __device__ __forceinline__ void mma_dq(float (&dq)[kDqColumns / 2], shared_address ds_smem, shared_address k_smem) {
     const uint64_t ds = descriptor(ds_smem, kDsPanelBytes, 8 * kPanelRowBytes);
     const uint64_t k = descriptor(k_smem, kBlockN * kPanelRowBytes, 8 * kPanelRowBytes);
@@ -362,7 +364,7 @@ __device__ __forceinline__ void mma_dq(float (&dq)[kDqColumns / 2], shared_addre
     wgmma_commit();
 }
 
-// The one walk over the scores that a lane holds of a step: visit(key, query, score), where `key` (0 or 8) counts from the lane's first
+// Visits the scores that a lane holds of a step: visit(key, query, score), where `key` (0 or 8) counts from the lane's first
 // key, the warp's plus lane / 4, and `query` (8 j or 8 j + 1) from its first query, the step's plus lane % 4 * 2. Both are constants
 // once unrolled.
 template <typename Visit>
@@ -379,7 +381,7 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Vis
 
 // Hides the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
-    // Queries past the last have P = 0 whatever their score: there a range need not end.
+    // The end of the range is not tested: for queries past the last lse_log2 is inf, so compute_p() makes P = 0.
     const QueryRange ranges[2] = {queries_of_key(params, lane_key), queries_of_key(params, lane_key + 8)};
     for_each_score(scores, [&](int key, int query, float& score) {
         const QueryRange& range = ranges[key / 8];
@@ -387,8 +389,8 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
     });
 }
 
-// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). `lse_smem` has lse_log2 of the step's rows: +inf, so P = 0, of those that see
-// nothing and those past the last.
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). `lse_smem` has lse_log2 of the step's rows: +inf for rows that see nothing
+// and for those past the last: P is 0 there, if S is finite.
 __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], shared_address lse_smem, float scale_log2, int lane) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
@@ -430,7 +432,7 @@ __device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address 
     }
 }
 
-// Adds a warp's part of dQ, 16 rows x `columns`, to the tiles of dq_accum that begin at `tiles`.
+// Adds a warp's part of dQ, 16 rows x kDqColumns, to the tiles of dq_accum that begin at `tiles`.
 __device__ __forceinline__ void add_dq(float* tiles, const float (&dq)[kDqColumns / 2], int columns, int lane) {
 #pragma unroll
     for (int j = 0; j < kDqColumns / 8; ++j) {
@@ -508,7 +510,11 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& ti
     }
 }
 
-// A consumer warpgroup: dK and dV of 64 keys, and its part of dQ of each step.
+// A consumer warpgroup: dK and dV of 64 keys, and its part of dQ of each step. The MMAs of a step, in groups as they are awaited:
+//     S^T = K Q^T, dP^T = V dO^T     P is computed while dP^T is under way
+//     dV += P^T dO
+//     dQ = dS K of the step before
+//     dK += dS^T Q                   ... while that dQ is added to memory
 __device__ __forceinline__ void consume(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers,
                                         int consumer) {
     const int lane = threadIdx.x % 32;
@@ -520,7 +526,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
     };
     const QueryBlocks queries = find_query_blocks(params, tile.first_key);
     const int count = num_steps(params, queries);
-    // Blocks with a query that some key of the warp is hidden from.
+    // Whether some query of a block does not attend to some key of the warp.
     auto needs_mask = [&](int first_query) {
         int key = tile.first_key + warp_key;
         opaque(key);  // ranges that are known ahead of the loop would be held in registers
@@ -568,8 +574,8 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
         packed_p.set(p);
         packed_ds.set(ds);
 
-        // Both consumers have written dS of the step before, and read that of the step before it, whose place this one takes. Of
-        // the first step, the phase before the first has ended.
+        // All warps have written dS of step i - 1, and read dS of step i - 2, whose buffer step i takes. For i = 0 the wait returns at
+        // once: of a new mbarrier the phase of parity 1 counts as ended.
         mbarrier_wait(barriers.ds_ready(), (i + 1) % 2);
         store_ds(packed_ds, shared + kDsOffset + i % 2 * kDsBytes, warp_key, lane);
         fence_proxy_async();  // the MMA of dQ would not see the writes otherwise
@@ -580,7 +586,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
         mma_gradient(dk, packed_ds, q_smem);
         wgmma_wait<1>();
-        __syncwarp();  // all lanes have written their dS
+        __syncwarp();  // all lanes have written their dS, and read LSE and delta of the stage
         release(barriers.ds_ready());
         pin_registers(dq);
         if (i > 0) add_previous_dq(dq);
@@ -601,7 +607,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
         pin_registers(dq);
         add_previous_dq(dq);
     }
-    release(barriers.ds_ready());  // and K is no longer read
+    release(barriers.ds_ready());  // this warp no longer reads K
     store_gradient<kHeadDimV>(params.dv, dv, 1.0f, v_own, tile.first_key + 64 * consumer, tile, consumer, lane);
     mbarrier_wait(barriers.ds_ready(), count % 2);
     store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, k_own, tile.first_key + 64 * consumer, tile, consumer, lane);

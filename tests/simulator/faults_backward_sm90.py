@@ -35,7 +35,8 @@ def fault(name: str, variant: str, shape: Shape, caught: tuple[str, ...], old: s
 DS_WAIT = "        mbarrier_wait(barriers.ds_ready(), (i + 1) % 2);\n"
 DS_FENCE = "        fence_proxy_async();  // the MMA of dQ would not see the writes otherwise\n"
 DS_RELEASE = (
-    "        __syncwarp();  // all lanes have written their dS\n        release(barriers.ds_ready());\n"
+    "        __syncwarp();  // all lanes have written their dS, and read LSE and delta of the stage\n"
+    "        release(barriers.ds_ready());\n"
 )
 LAST_WAIT = "        wgmma_wait<0>();\n        pin_registers(dv);\n        pin_registers(dk);\n"
 RELEASE = "        release(barriers.empty(ring.stage));\n"
