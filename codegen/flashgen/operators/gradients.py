@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from flashgen.operators.masks import Band, hidden_keys
+from flashgen.operators.masks import Band
 from flashgen.operators.numbers import widened
 from flashgen.operators.reference import (
     LEAST_OUT,
@@ -49,6 +49,7 @@ from flashgen.operators.reference import (
     largest,
     library_of,
     modification_of,
+    parts_of_scores,
     softmax,
 )
 
@@ -167,43 +168,28 @@ def gradients(
     seqlen_kv, group = k.shape[1], heads // k.shape[2]
     found = Gradients(*(xp.zeros(x.shape, dtype=xp.float64, **place) for x in (q, k, v, q, k, v)))
     seen = xp.zeros((batch, seqlen_kv, k.shape[2], 1), dtype=xp.float64, **place)
-    rows, keys = xp.arange(count, **place), xp.arange(seqlen_kv, **place)
-    if dense is not None:
-        dense = xp.broadcast_to(dense, (batch, heads, count, seqlen_kv))
-    rows_at_once = max(1, min(count, _SCORES // max(1, seqlen_kv)))
-    pairs_at_once = max(1, _SCORES // (rows_at_once * max(1, seqlen_kv)))
-    for first in range(0, batch * heads if count and seqlen_kv else 0, pairs_at_once):
-        pairs = xp.arange(first, min(first + pairs_at_once, batch * heads), **place)
-        entry, head = pairs // heads, pairs % heads
-        some_k, some_v = (x[entry, :, head // group] for x in (k, v))
-        for start in range(0, count, rows_at_once):
-            part = slice(start, start + rows_at_once)
-            some_dense = None if dense is None else dense[entry, head, part]
-            hidden = hidden_keys(band, some_dense, rows[part][:, None], keys)
-            at = None
-            if modification is not None:
-                at = modification.at(entry[:, None, None], head[:, None, None], rows[part][:, None], keys)
-            some_dlse = 0.0 if dlse is None else dlse[entry, head, part][..., None]
-            of_rows, of_keys, seen_by = _chain_rule(
-                xp,
-                dout[entry, part, head],
-                q[entry, part, head],
-                some_k,
-                some_v,
-                some_dlse,
-                hidden,
-                scale,
-                dtype,
-                group * count,
-                at,
-            )
-            found.dq[entry, part, head], found.dq_bound[entry, part, head] = of_rows
-            # Heads of a group add to one kv head, which an assignment by arrays of indices would do once.
-            for i, pair in enumerate(range(first, first + len(pairs))):
-                one = pair // heads, slice(None), pair % heads // group
-                for name, values in of_keys.items():
-                    getattr(found, name)[one] += values[i]
-                seen[one] += seen_by[i]
+    for part in parts_of_scores(q, k, v, band, dense, None, modification, _SCORES):
+        of_part = part.entry, part.rows, part.head
+        of_rows, of_keys, seen_by = _chain_rule(
+            xp,
+            dout[of_part],
+            q[of_part],
+            part.k,
+            part.v,
+            0.0 if dlse is None else dlse[part.entry, part.head, part.rows][..., None],
+            part.hidden,
+            scale,
+            dtype,
+            group * count,
+            part.at,
+        )
+        found.dq[of_part], found.dq_bound[of_part] = of_rows
+        # Heads of a group add to one kv head, which an assignment by arrays of indices would do once.
+        for i, (entry, head) in enumerate(zip(part.entry.tolist(), part.head.tolist(), strict=True)):
+            one = entry, slice(None), head // group
+            for name, values in of_keys.items():
+                getattr(found, name)[one] += values[i]
+            seen[one] += seen_by[i]
     return _finished(xp, found, seen, dtype)
 
 

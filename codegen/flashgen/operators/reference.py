@@ -49,7 +49,7 @@ from flashgen.operators.numbers import widened
 from flashgen.operators.scores import ScoreOfCall
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from flashgen.operators.attention import AttentionProblem
     from flashgen.operators.scores import FormulaAt
@@ -189,20 +189,59 @@ def attention(
     xp = library_of(q)
     place = {"device": q.device} if xp.__name__ == "torch" else {}
     batch, count, heads, _ = q.shape
-    seqlen_kv, group = k.shape[1], heads // k.shape[2]
     found = Expected(
         xp.zeros((batch, heads, count, v.shape[-1]), dtype=xp.float64, **place),
         xp.full((batch, heads, count), -math.inf, dtype=xp.float64, **place),
         xp.zeros((batch, heads, count, v.shape[-1]), dtype=xp.float64, **place),
         xp.zeros((batch, heads, count), dtype=xp.float64, **place),
     )
+    for part in parts_of_scores(q, k, v, band, dense, rows, modification, _SCORES):
+        own_q = q[part.entry, part.rows, part.head]
+        results = _attend(xp, own_q, part.k, part.v, part.hidden, scale, dtype, part.at)
+        for whole, result in zip(found, results, strict=True):
+            whole[part.entry, part.head, part.rows] = result
+    return found._replace(out=found.out.swapaxes(1, 2), out_bound=found.out_bound.swapaxes(1, 2))
+
+
+class PartOfScores(NamedTuple):
+    """Some rows of some heads: ``entry`` and ``head``, integers, are the pairs of batch entry and query head,
+    one after another; ``rows`` is a slice; ``k`` and ``v`` have a leading dimension of pairs; ``hidden`` and
+    ``at`` are as `_attend` takes them.
+    """
+
+    entry: Any
+    head: Any
+    rows: slice
+    k: Any
+    v: Any
+    hidden: Any
+    at: FormulaAt | None
+
+
+def parts_of_scores(
+    q: Any,
+    k: Any,
+    v: Any,
+    band: Band,
+    dense: Any,
+    rows: Any,
+    modification: ScoreOfCall | None,
+    scores_at_once: int,
+) -> Iterator[PartOfScores]:
+    """All scores of `attention`, whose arguments these are, in parts of about ``scores_at_once``; none where
+    there are no keys.
+    """
+    xp = library_of(q)
+    place = {"device": q.device} if xp.__name__ == "torch" else {}
+    batch, count, heads, _ = q.shape
+    seqlen_kv, group = k.shape[1], heads // k.shape[2]
     if rows is None:
         rows = xp.arange(count, **place)
     keys = xp.arange(seqlen_kv, **place)
     if dense is not None:
         dense = xp.broadcast_to(dense, (batch, heads, count, seqlen_kv))
-    rows_at_once = max(1, min(count, _SCORES // max(1, seqlen_kv)))
-    pairs_at_once = max(1, _SCORES // (rows_at_once * max(1, seqlen_kv)))
+    rows_at_once = max(1, min(count, scores_at_once // max(1, seqlen_kv)))
+    pairs_at_once = max(1, scores_at_once // (rows_at_once * max(1, seqlen_kv)))
     for first in range(0, batch * heads if count and seqlen_kv else 0, pairs_at_once):
         pairs = xp.arange(first, min(first + pairs_at_once, batch * heads), **place)
         entry, head = pairs // heads, pairs % heads
@@ -214,10 +253,7 @@ def attention(
             at = None
             if modification is not None:
                 at = modification.at(entry[:, None, None], head[:, None, None], rows[part][:, None], keys)
-            results = _attend(xp, q[entry, part, head], some_k, some_v, hidden, scale, dtype, at)
-            for whole, result in zip(found, results, strict=True):
-                whole[entry, head, part] = result
-    return found._replace(out=found.out.swapaxes(1, 2), out_bound=found.out_bound.swapaxes(1, 2))
+            yield PartOfScores(entry, head, part, some_k, some_v, hidden, at)
 
 
 def shares(found: Any, expected: Any, bound: Any) -> Any:

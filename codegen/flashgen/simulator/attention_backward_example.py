@@ -14,6 +14,7 @@ from flashgen.operators.numbers import bfloat16_bits, widened
 from flashgen.operators.reference import attention, modification_of
 from flashgen.simulator.example import (
     check_sizes,
+    described,
     masked,
     random_mask,
     random_rows,
@@ -55,13 +56,7 @@ class BackwardExample:
     @property
     def described(self) -> dict[str, Any]:
         """The sizes of the problem, for a report."""
-        problem = self.problem
-        return {
-            "shape": [problem.batch, problem.seqlen_q, problem.num_heads_q, problem.head_dim],
-            "head_dim_v": problem.head_dim_v,
-            "seqlen_kv": problem.seqlen_kv,
-            "num_heads_kv": problem.num_heads_kv,
-        }
+        return described(self.problem)
 
     def judge(self) -> Verdict:
         """How far the outputs are from float64."""

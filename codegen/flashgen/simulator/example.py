@@ -107,18 +107,22 @@ class Example:
     @property
     def described(self) -> dict[str, Any]:
         """The sizes of the problem, for a report."""
-        problem = self.problem
-        return {
-            "shape": [problem.batch, problem.seqlen_q, problem.num_heads_q, problem.head_dim],
-            "head_dim_v": problem.head_dim_v,
-            "seqlen_kv": problem.seqlen_kv,
-            "num_heads_kv": problem.num_heads_kv,
-        }
+        return described(self.problem)
 
     def judge(self) -> Verdict:
         """How far the outputs are from float64."""
         inputs = self.q, self.k, self.v, self.mask
         return judge(self.problem, *inputs, self.out, self.lse, *self.score_arrays)
+
+
+def described(problem: AttentionProblem) -> dict[str, Any]:
+    """The sizes of a problem of attention, for a report."""
+    return {
+        "shape": [problem.batch, problem.seqlen_q, problem.num_heads_q, problem.head_dim],
+        "head_dim_v": problem.head_dim_v,
+        "seqlen_kv": problem.seqlen_kv,
+        "num_heads_kv": problem.num_heads_kv,
+    }
 
 
 def make_any(variant: Variant, shape: Shape, seed: int) -> AnyExample:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -33,3 +34,12 @@ class Peer(Protocol):
         """Everything that a user would do once for a shape: plans, workspaces, masks in the peer's own
         form.
         """
+
+
+def torch_unavailable() -> str | None:
+    """Why PyTorch cannot be used on a GPU here, or None."""
+    if find_spec("torch") is None:
+        return "PyTorch is not installed"
+    import torch
+
+    return None if torch.cuda.is_available() else "this PyTorch sees no CUDA device"

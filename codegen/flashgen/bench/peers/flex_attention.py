@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from flashgen.bench.cases import SOFTCAP
+from flashgen.bench.peers.base import torch_unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,15 +23,9 @@ class FlexAttention:
     hosts = ("torch",)
 
     def unavailable(self) -> str | None:
-        if find_spec("torch") is None:
-            return "PyTorch is not installed"
-        import torch
-
-        if not torch.cuda.is_available():
-            return "this PyTorch sees no CUDA device"
-        if find_spec("triton") is None:
-            return "Triton, which compiles it, is not installed"
-        return None
+        if reason := torch_unavailable():
+            return reason
+        return None if find_spec("triton") else "Triton, which compiles it, is not installed"
 
     def declines(self, case: Case) -> str | None:
         if case.lengths != "none":

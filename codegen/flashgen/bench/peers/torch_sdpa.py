@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from flashgen.bench.peers.base import torch_unavailable
 from flashgen.operators.masks import hidden_keys
 
 if TYPE_CHECKING:
@@ -27,11 +27,7 @@ class TorchSdpa:
         self._backend = backend
 
     def unavailable(self) -> str | None:
-        if find_spec("torch") is None:
-            return "PyTorch is not installed"
-        import torch
-
-        return None if torch.cuda.is_available() else "this PyTorch sees no CUDA device"
+        return torch_unavailable()
 
     def declines(self, case: Case) -> str | None:
         if case.lengths != "none" and (case.lengths != "cache" or case.page_size or case.appends):

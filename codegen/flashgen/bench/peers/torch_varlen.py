@@ -6,6 +6,8 @@ import inspect
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from flashgen.bench.peers.base import torch_unavailable
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -21,12 +23,8 @@ class TorchVarlen:
     hosts = ("torch",)
 
     def unavailable(self) -> str | None:
-        if find_spec("torch") is None:
-            return "PyTorch is not installed"
-        import torch
-
-        if not torch.cuda.is_available():
-            return "this PyTorch sees no CUDA device"
+        if reason := torch_unavailable():
+            return reason
         return None if find_spec("torch.nn.attention.varlen") else "this PyTorch has no varlen_attn"
 
     def declines(self, case: Case) -> str | None:
