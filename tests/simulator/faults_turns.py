@@ -73,7 +73,8 @@ FAULTS = (
            "if (lane == 0) pass_turn(params, block, step);", "if (lane == 32) pass_turn(params, block, step);"),
     ampere("keys past the diagonal are waited for", STUCK, LAST_BLOCK, EVERY_BLOCK),
     ampere("those waited for are launched later", STUCK, _LAUNCHED, "blocks_ahead"),
-    ampere("turns are not cleared", STUCK, "if (threadIdx.x < kBlocks)", "if (threadIdx.x < 0)", "preprocess"),
+    ampere("turns are not cleared", STUCK, "if (threadIdx.x < kBlocks)", "if (threadIdx.x < 0)",
+           "preprocess"),
     hopper("a turn is not awaited", OUT_OF_TURN, "        while (!has_turn(params, tile, step)) {}\n", "",
            backwards=True),
     hopper("a turn is passed before anything is added", OUT_OF_TURN,
@@ -82,5 +83,6 @@ FAULTS = (
     hopper("a turn is not passed on", STUCK, "        pass_turn(params, tile, step);\n", ""),
     hopper("consumers do not say what they have added", STUCK, "        release(barriers.dq_added());\n", ""),
     hopper("keys past the diagonal are waited for", STUCK, LAST_BLOCK, EVERY_BLOCK),
-    hopper("turns are not cleared", STUCK, "if (threadIdx.x < kBlocks)", "if (threadIdx.x < 0)", "preprocess"),
+    hopper("turns are not cleared", STUCK, "if (threadIdx.x < kBlocks)", "if (threadIdx.x < 0)",
+           "preprocess"),
 )  # fmt: skip
