@@ -1,5 +1,5 @@
-"""flashgen itself, through a held plan: as dispatched, with the grouping of query heads pinned, by one
-algorithm, or without lengths."""
+"""flashgen itself, through a held plan: as dispatched, with the grouping of query heads or the target pinned,
+by one algorithm, or without lengths."""
 
 from __future__ import annotations
 
@@ -10,26 +10,30 @@ from flashgen.bench.cases import SOFTCAP
 from flashgen.bench.hosts import Inputs, shapes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from flashgen.bench.cases import Case
     from flashgen.bench.peers.base import Run
     from flashgen.runtime.plans import Plan
+    from flashgen.spec.variant import Variant
 
 
 class Flashgen:
-    """``flashgen.plan``; with ``grouping`` (``gqa`` or ``packed``) only variants of that grouping compete,
-    with ``algorithm`` only those of that one, whose workspace is then held too: ``workspace_bytes`` of it.
+    """``flashgen.plan``, or ``flashgen.plan_backward``; with ``grouping`` (``gqa`` or ``packed``) only
+    variants of that grouping compete, with ``target`` only those of that target, with ``algorithm`` only
+    those of that one, whose workspace is then held too: ``workspace_bytes`` of it.
     """
 
     hosts = ("cupy", "torch")
 
-    def __init__(self, grouping: str | None = None, algorithm: str | None = None) -> None:
-        self.name = "-".join(part for part in ("flashgen", grouping, algorithm) if part)
+    def __init__(
+        self, grouping: str | None = None, algorithm: str | None = None, target: str | None = None
+    ) -> None:
+        self.name = "-".join(part for part in ("flashgen", grouping, algorithm, target) if part)
         self.variant: str | None = None
         self.algorithm = algorithm
         self.workspace_bytes = 0
-        self._grouping = grouping
+        self._grouping, self._target = grouping, target
 
     def unavailable(self) -> str | None:
         from flashgen.runtime import device
@@ -37,6 +41,10 @@ class Flashgen:
         return None if device.available() else device.why_unavailable()
 
     def declines(self, case: Case) -> str | None:
+        if self._target is not None and not case.is_backward:
+            return "timed on gradients, whose families it tells apart"
+        if (self._grouping or self.algorithm) and case.is_backward:
+            return "gradients have one grouping and no algorithms"
         if self._grouping is not None and case.group_size == 1:
             return "one query head per kv head"
         if (self._grouping or self.algorithm) and case.lengths != "none":
@@ -58,20 +66,15 @@ class Flashgen:
         first = sets[0]
         if case.lengths != "none":
             return self._with_lengths(case, sets)
-        plan = make_plan(
-            first.q,
-            first.k,
-            first.v,
-            causal=case.is_causal,
-            window_size=(case.window, 0) if case.mask == "window" else (-1, -1),
-            mask=first.mask,
-            softcap=SOFTCAP if case.score == "softcap" else None,
-            alibi_slopes=first.slopes,
-            out=first.out,
-            algorithm=self.algorithm,
-        )
+        if case.is_backward:
+            return self._gradients(case, sets)
+        given = first.q, first.k, first.v
+        plan = make_plan(*given, out=first.out, algorithm=self.algorithm, **_options(case, first))
         if self._grouping is not None:
-            plan = _pinned(plan, first, self._grouping)
+            examples = {"q": first.q, "k": first.k, "v": first.v, "mask": first.mask, "out": first.out}
+            if first.slopes is not None:
+                examples["slope"] = first.slopes
+            plan = _pinned(plan, examples, lambda variant: variant.gqa == self._grouping)
         self.variant = plan.variant.name
         workspace = self._workspace(plan) if self.algorithm is not None else None
 
@@ -82,6 +85,28 @@ class Flashgen:
             return plan(*given, mask=inputs.mask, out=inputs.out, workspace=workspace, **named)
 
         return run
+
+    def _gradients(self, case: Case, sets: Sequence[Inputs]) -> Run:
+        from flashgen import plan as make_plan
+        from flashgen import plan_backward
+
+        def arrays(inputs: Inputs, *names: str) -> dict[str, Any]:
+            found = {name: getattr(inputs, name) for name in ("q", "k", "v", "mask", "out", "lse", *names)}
+            return found if inputs.slopes is None else found | {"slope": inputs.slopes}
+
+        first = sets[0]
+        options = _options(case, first)
+        forward = make_plan(first.q, first.k, first.v, out=first.out, return_lse=True, **options)
+        for inputs in sets:
+            forward(**arrays(inputs))
+        given = first.dout, first.q, first.k, first.v, first.out, first.lse
+        written = {name: getattr(first, name) for name in ("dq", "dk", "dv")}
+        plan = plan_backward(*given, **written, **options, deterministic=case.deterministic)
+        if self._target is not None:
+            examples = arrays(first, "dout", *written)
+            plan = _pinned(plan, examples, lambda variant: variant.target == self._target)
+        self.variant = plan.variant.name
+        return lambda index: plan(**arrays(sets[index], "dout", *written))
 
     def _with_lengths(self, case: Case, sets: Sequence[Inputs]) -> Run:
         from flashgen import KVCache, Rotary
@@ -172,8 +197,19 @@ class FlashgenFixed:
         return lambda index: call(index).reshape(sets[index].out.shape)
 
 
-def _pinned(plan: Plan, inputs: Inputs, grouping: str) -> Plan:
-    """The same plan with the best variant of one grouping, whatever dispatch would take."""
+def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
+    """The options of a call without lengths."""
+    return {
+        "causal": case.is_causal,
+        "window_size": (case.window, 0) if case.mask == "window" else (-1, -1),
+        "mask": inputs.mask,
+        "softcap": SOFTCAP if case.score == "softcap" else None,
+        "alibi_slopes": inputs.slopes,
+    }
+
+
+def _pinned(plan: Plan, examples: Mapping[str, Any], keep: Callable[[Variant], bool]) -> Plan:
+    """The same plan with the best of the variants to keep, whatever dispatch would take."""
     from flashgen.runtime.device import device
     from flashgen.runtime.launch import prepare
     from flashgen.runtime.plans import Plan
@@ -182,9 +218,7 @@ def _pinned(plan: Plan, inputs: Inputs, grouping: str) -> Plan:
 
     problem = plan.problem
     here = device(problem.device)
-    variants = offers(problem, here, load_specs(gpu=here.name))
-    runner = prepare(problem, problem.device, tuple(v for v in variants if v.gqa == grouping))
-    examples = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "mask": inputs.mask, "out": inputs.out}
-    if inputs.slopes is not None:
-        examples["slope"] = inputs.slopes
+    # Family by family: which head dim is the least that serves differs.
+    variants = (v for spec in load_specs(gpu=here.name) for v in offers(problem, here, (spec,)) if keep(v))
+    runner = prepare(problem, problem.device, tuple(variants))
     return Plan(problem, runner, problem.operator.in_order(**examples))
