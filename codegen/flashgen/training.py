@@ -12,6 +12,7 @@ from flashgen.operators.backward import operator_for
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from flashgen.api import Asked
     from flashgen.operators.operator import Operator
     from flashgen.runtime.plans import Plan
 
@@ -146,6 +147,18 @@ def asked(
         (*given, *arrays_of_score),
         (*masking, modification, deterministic),
         (softmax_scale, *scalars),
+    )
+
+
+def asked_by_name(call: Mapping[str, Any]) -> Asked:
+    """`asked` of all parameters of ``attention_backward`` by name."""
+    arrays = ("dout", "q", "k", "v", "mask", "out", "lse", "dlse", "dq", "dk", "dv")
+    return asked(
+        tuple(call[name] for name in arrays),
+        tuple(call[name] for name in ("causal", "mask_type", "window_size")),
+        call["softmax_scale"],
+        tuple(call[name] for name in ("softcap", "alibi_slopes", "score", "params")),
+        call["deterministic"],
     )
 
 

@@ -176,6 +176,21 @@ class Operator:
         """The position of an argument among pointers and arrays."""
         return self.positions[name]
 
+    def shape_beside(self, name: str, shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...] | None:
+        """The shape of an argument of a call whose other arrays have these, by name; without batch where they
+        have none. None where they do not say.
+        """
+        sizes: dict[str, int] = {}
+        for other, shape in shapes.items():
+            symbols = self.arguments[self.position(other)].symbols
+            if len(symbols) - 1 <= len(shape) <= len(symbols):
+                sizes = dict(zip(reversed(symbols), reversed(shape), strict=False)) | sizes
+        argument = self.arguments[self.position(name)]
+        symbols = argument.symbols
+        if argument.leads_with_batch and symbols[0] not in sizes:
+            symbols = symbols[1:]
+        return tuple(sizes[symbol] for symbol in symbols) if sizes.keys() >= {*symbols} else None
+
     def in_order(self, **by_name: Any) -> tuple[Any, ...]:
         """Values given by the names of arguments, in their order; None for the others."""
         unknown = by_name.keys() - self.positions.keys()

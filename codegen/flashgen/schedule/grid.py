@@ -26,6 +26,10 @@ class Launch(NamedTuple):
     threads: int
     smem_bytes: int
 
+    def __str__(self) -> str:
+        blocks = f"{self.blocks:,} thread block{'s' * (self.blocks != 1)} of {self.threads} threads"
+        return f"{blocks}, {self.smem_bytes:,} bytes of shared memory" if self.smem_bytes else blocks
+
 
 def extents(problem: Problem, variant: Variant) -> dict[str, int]:
     """The size of each dimension that a grid of the variant may cover."""
