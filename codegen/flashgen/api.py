@@ -436,7 +436,7 @@ def explain(
     device = _device_of(arch)
     algorithm = options.pop("algorithm", None)
     problem = _shaped(operator, {"q": q, "k": k, "v": v} | options, dtype)
-    return explained(problem, device, _specs_for(device), algorithm)
+    return explained(problem, device, specs_for(device), algorithm)
 
 
 def warmup(
@@ -457,7 +457,7 @@ def warmup(
     from flashgen.toolchain.compile import in_parallel
 
     device = _device_of(arch)
-    specs = _specs_for(device)
+    specs = specs_for(device)
     shaped = []
     for call in calls:
         given = dict(call)
@@ -501,7 +501,8 @@ def _device_of(arch: str | None) -> Device:
     return typical(arch)
 
 
-def _specs_for(device: Device) -> tuple[Spec, ...]:
+def specs_for(device: Device) -> tuple[Spec, ...]:
+    """The specs that calls on a device choose among, with what is tuned for it."""
     folders, tuned = os.environ.get("FLASHGEN_SPECS", ""), os.environ.get("FLASHGEN_TUNED", "")
     return _specs(folders, tuned, device.name)
 
@@ -733,7 +734,7 @@ def _runner(problem: Problem, backend: str | None, algorithm: str | None) -> Run
     from flashgen.schedule.dispatch import offers
 
     here = device(problem.device)
-    return prepare(problem, problem.device, offers(problem, here, _specs_for(here), algorithm))
+    return prepare(problem, problem.device, offers(problem, here, specs_for(here), algorithm))
 
 
 @lru_cache(maxsize=64)

@@ -21,19 +21,25 @@ if TYPE_CHECKING:
 class Flashgen:
     """``flashgen.plan``, or ``flashgen.plan_backward``; with ``grouping`` (``gqa`` or ``packed``) only
     variants of that grouping compete, with ``target`` only those of that target, with ``algorithm`` only
-    those of that one, whose workspace is then held too: ``workspace_bytes`` of it.
+    those of that one, whose workspace is then held too: ``workspace_bytes`` of it. With ``steps`` a call
+    launches only the first ones, and its results are no results. ``plan`` is the plan of the last case.
     """
 
     hosts = ("cupy", "torch")
 
     def __init__(
-        self, grouping: str | None = None, algorithm: str | None = None, target: str | None = None
+        self,
+        grouping: str | None = None,
+        algorithm: str | None = None,
+        target: str | None = None,
+        steps: int | None = None,
     ) -> None:
         self.name = "-".join(part for part in ("flashgen", grouping, algorithm, target) if part)
         self.variant: str | None = None
+        self.plan: Plan | None = None
         self.algorithm = algorithm
         self.workspace_bytes = 0
-        self._grouping, self._target = grouping, target
+        self._grouping, self._target, self._steps = grouping, target, steps
 
     def unavailable(self) -> str | None:
         from flashgen.runtime import device
@@ -70,12 +76,10 @@ class Flashgen:
             return self._gradients(case, sets)
         given = first.q, first.k, first.v
         plan = make_plan(*given, out=first.out, algorithm=self.algorithm, **_options(case, first))
-        if self._grouping is not None:
-            examples = {"q": first.q, "k": first.k, "v": first.v, "mask": first.mask, "out": first.out}
-            if first.slopes is not None:
-                examples["slope"] = first.slopes
-            plan = _pinned(plan, examples, lambda variant: variant.gqa == self._grouping)
-        self.variant = plan.variant.name
+        examples = {"q": first.q, "k": first.k, "v": first.v, "mask": first.mask, "out": first.out}
+        if first.slopes is not None:
+            examples["slope"] = first.slopes
+        plan = self._changed(plan, examples)
         workspace = self._workspace(plan) if self.algorithm is not None else None
 
         def run(index: int) -> Any:
@@ -102,11 +106,19 @@ class Flashgen:
         given = first.dout, first.q, first.k, first.v, first.out, first.lse
         written = {name: getattr(first, name) for name in ("dq", "dk", "dv")}
         plan = plan_backward(*given, **written, **options, deterministic=case.deterministic)
-        if self._target is not None:
-            examples = arrays(first, "dout", *written)
-            plan = _pinned(plan, examples, lambda variant: variant.target == self._target)
-        self.variant = plan.variant.name
+        plan = self._changed(plan, arrays(first, "dout", *written))
         return lambda index: plan(**arrays(sets[index], "dout", *written))
+
+    def _changed(self, plan: Plan, examples: Mapping[str, Any]) -> Plan:
+        """The plan to time, for arrays like these."""
+        if self._grouping is not None:
+            plan = _pinned(plan, examples, lambda variant: variant.gqa == self._grouping)
+        if self._target is not None:
+            plan = _pinned(plan, examples, lambda variant: variant.target == self._target)
+        if self._steps is not None:
+            plan = _cut(plan, examples, self._steps)
+        self.plan, self.variant = plan, plan.variant.name
+        return plan
 
     def _with_lengths(self, case: Case, sets: Sequence[Inputs]) -> Run:
         from flashgen import KVCache, Rotary
@@ -210,15 +222,31 @@ def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
 
 def _pinned(plan: Plan, examples: Mapping[str, Any], keep: Callable[[Variant], bool]) -> Plan:
     """The same plan with the best of the variants to keep, whatever dispatch would take."""
+    from flashgen.api import specs_for
     from flashgen.runtime.device import device
     from flashgen.runtime.launch import prepare
     from flashgen.runtime.plans import Plan
     from flashgen.schedule.dispatch import offers
-    from flashgen.spec.load import load_specs
 
     problem = plan.problem
     here = device(problem.device)
     # Family by family: which head dim is the least that serves differs.
-    variants = (v for spec in load_specs(gpu=here.name) for v in offers(problem, here, (spec,)) if keep(v))
+    variants = (v for spec in specs_for(here) for v in offers(problem, here, (spec,)) if keep(v))
     runner = prepare(problem, problem.device, tuple(variants))
+    return Plan(problem, runner, problem.operator.in_order(**examples))
+
+
+def _cut(plan: Plan, examples: Mapping[str, Any], steps: int) -> Plan:
+    """The same plan without the steps behind the first ones."""
+    from flashgen.runtime import kernel
+    from flashgen.runtime.device import device
+    from flashgen.runtime.launch import Runner
+    from flashgen.runtime.plans import Plan
+    from flashgen.schedule.plan import plan_steps
+
+    problem, main = plan.problem, plan.variant
+    here = device(problem.device)
+    planned = plan_steps(problem, main, here)
+    planned = planned._replace(steps=planned.steps[:steps])
+    runner = Runner(planned, main, here, [kernel.load(step.variant, here) for step in planned.steps])
     return Plan(problem, runner, problem.operator.in_order(**examples))
