@@ -3,9 +3,9 @@
     python benchmarks/step_times.py [GRID] [--where FIELD=A,B ...] [--rounds N] [--json FILE]
 
 GRID is one of `flashgen bench`, by default backward; its cases without lengths are timed. A kernel has no
-input until those ahead of it have run. So calls of the first kernel, of the first two, ... and of all are timed
-in the same interleaved rounds, and what a kernel adds is the difference. Of dependent launches that is less
-than it would take alone, as it begins while the one ahead ends.
+input until those ahead of it have run. So calls of the first kernel, of the first two, ... and of all are
+timed in the same interleaved rounds, and what a kernel adds is the difference. Of dependent launches that is
+less than it would take alone, as it begins while the one ahead ends.
 """
 
 import argparse
