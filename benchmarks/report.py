@@ -14,7 +14,8 @@ FILE lies in benchmarks/results; while it does not, the page says so. The kinds,
     environment   what was measured on; of several FILEs the first that knows a version
     cells         one line per case, flashgen's rate and its speed over each peer's. FIELD=A,B keeps the cases
                   with these values, as=µs shows times instead, with=variant names the kernel taken
-    by-length     one column per sequence length; to=PEER is who the ratio is to. FIELD=A,B as above
+    by-length     one column per sequence length; to=PEER is who the ratio is to, or to=best: the fastest in the
+                  cell. FIELD=A,B as above
     summary       geometric mean and lowest ratio per peer and dtype
     losses        what ragged lengths lose
     algorithms    one line per case, one column per algorithm: show=time, show=memory (beyond inputs and
@@ -230,7 +231,8 @@ def _by_length(files: list[Path], options: Options) -> list[str]:
     for row in _kept(Report.load(file), {key: options[key] for key in options if key != "to"}):
         case = row.case
         line = found.setdefault((case.dtype, str(case.head_dim), _mask(case)), {})
-        line[case.seqlen_q] = f"{_rate(row)} ({_ratio(row.ratio(peer))})"
+        ratio = (row.best_rival() or (None,))[0] if peer == "best" else row.ratio(peer)
+        line[case.seqlen_q] = f"{_rate(row)} ({_ratio(ratio)})"
     lengths = sorted({length for line in found.values() for length in line})
     header = ["dtype", "head_dim", "mask", *map(short_length, lengths)]
     return _markdown(header, ([*key, *(line.get(n, "–") for n in lengths)] for key, line in found.items()))

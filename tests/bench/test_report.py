@@ -162,7 +162,12 @@ def test_lengths_are_columns_in_order(tmp_path):
 
 
 def test_lengths_are_columns_of_the_cases_that_are_kept(tmp_path):
-    saved(tmp_path, "r.json", GRIDS["backward"].cases, **{"flashgen": 1.0, "flash-attn-4": 1.25})
+    saved(
+        tmp_path,
+        "r.json",
+        GRIDS["backward"].cases,
+        **{"flashgen": 1.0, "flash-attn-4": 1.25, "torch-cudnn": 2.0},
+    )
     kept = "seqlen_q=1024,4096,16384 dtype=bf16 mask=none,causal deterministic=False"
     header, _, *lines = table(tmp_path, f"by-length r.json to=flash-attn-4 {kept}")
     assert header[3:] == ["1k", "4k", "16k"]
@@ -177,6 +182,7 @@ def test_lengths_are_columns_of_the_cases_that_are_kept(tmp_path):
     assert len(rates) == 36
     for _, head_dim, mask, *cells in lines:
         assert cells == [rates[head_dim, mask, n] for n in (1024, 4096, 16_384)]
+    assert table(tmp_path, f"by-length r.json to=best {kept}")[2:] == lines
     with pytest.raises(report.ReportError, match="seqlen"):
         report.renewed(page("by-length r.json to=torch-flash seqlen=1024"), tmp_path)
 
