@@ -14,7 +14,7 @@ FILE lies in benchmarks/results; while it does not, the page says so. The kinds,
     environment   what was measured on; of several FILEs the first that knows a version
     cells         one line per case, flashgen's rate and its speed over each peer's. FIELD=A,B keeps the cases
                   with these values, as=µs shows times instead, with=variant names the kernel taken
-    by-length     one column per sequence length; to=PEER is who the ratio is to, or to=best: the fastest in the
+    by-length     one column per sequence length; to=PEER is who the ratio is to, to=best the fastest in each
                   cell. FIELD=A,B as above
     summary       geometric mean and lowest ratio per peer and dtype
     losses        what ragged lengths lose
