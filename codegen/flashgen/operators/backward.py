@@ -175,6 +175,7 @@ BACKWARD = Operator(
     },
     grid_dimensions=ATTENTION.grid_dimensions,
     normalise=_normalise,
+    differentiates=True,
 )
 
 

@@ -126,7 +126,7 @@ def _score(document: Document, name: str, given: Any) -> Score:
             raise document.error((*keys, "score"), f"{row.score!r} does not read `{each}`")
     score = Score(name, row.score, params, tree)
     for dtype in DTYPES:
-        members = [param.name for param in score_params(score, dtype)]
+        members = [param.name for param in score_params(score, dtype, differentiated=True)]
         for each in params:
             twice = [member for member in _members(each) if members.count(member) > 1]
             if twice:
