@@ -139,7 +139,7 @@ FAULTS = (
         "score_rows.rows[i], lane_key)",
         "score_rows.rows[1 - i], lane_key)",
     ),
-    # In fp16, where a maximum that is too high takes P below its exponents; in bf16 it would often do no harm.
+    # In fp16, where a maximum that is too high takes P below its exponents; in bf16 it may do no harm.
     fault(
         "offset of the block not added to the maximum",
         TILES_PACKED,

@@ -249,7 +249,9 @@ FAULTS = (
     (fault("rows past the sequence are stored", HOPPER, TILES, (WRONG, "race", *BOUNDS),
            "return row >= 0 && row < num_rows(params);", "return row >= 0;"), PACKED),
     (fault("rows ahead of the sequence are stored", HOPPER, TILES, (WRONG, "race", *BOUNDS),
-           "return row >= 0 && row < num_rows(params);", "return row < num_rows(params);"), PACKED),
+           "return row >= 0 && row < num_rows(params);", "return row < num_rows(params);",
+           # In order, so that the sequence before does not store its own rows over them.
+           multiprocessors=1), PACKED),
     (fault("queries of the first sequence", HOPPER, TILES, NUMBERS,
            "        tile.first_row += found.first_query;\n", ""), PACKED),
     (fault("keys of the first sequence", HOPPER, TILES, NUMBERS,
