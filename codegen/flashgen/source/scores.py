@@ -189,7 +189,7 @@ class _Writer:
         return [
             "struct ModifiedScore {",
             "    float score;",
-            "    float derivative;  // of the score with all its factors, with respect to softmax_scale q . k",
+            "    float derivative;  // of the score, all its factors included, by softmax_scale q . k",
             "};",
             "",
             *self._about_score("The modified score and the derivative"),
