@@ -75,5 +75,5 @@ FAULTS = (
     fault("key of the first eight rows", HOPPER, CHAIN, "lane_key, 8 * key8, score)", "lane_key, 0, score)"),
     fault("a derivative of hidden keys on Hopper", HOPPER, ("falls",), "p[i] " + GUARD, ""),
     fault("scores of rows past the last on Hopper", HOPPER, ("falls",),
-          "if (query >= params.seqlen_q - lane_query)", "if (false)"),
+          " || query >= range.end - lane_query", ""),
 )  # fmt: skip
