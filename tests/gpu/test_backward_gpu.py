@@ -10,10 +10,12 @@ import pytest
 torch = pytest.importorskip("torch", reason="the float64 reference is computed with PyTorch on the GPU")
 
 import flashgen  # noqa: E402
+from flashgen.api import score_of  # noqa: E402
+from flashgen.operators.attention import sees_no_later_key  # noqa: E402
 from flashgen.operators.backward import normalise  # noqa: E402
 from flashgen.operators.gradients import gradients  # noqa: E402
 from flashgen.operators.masks import Band  # noqa: E402
-from flashgen.operators.reference import largest  # noqa: E402
+from flashgen.operators.reference import largest, modification_of  # noqa: E402
 from flashgen.runtime.arrays import view  # noqa: E402
 from flashgen.runtime.device import device  # noqa: E402
 from flashgen.runtime.launch import bind  # noqa: E402
@@ -55,10 +57,22 @@ def variant_for(problem, target):
 
 
 class Call:
-    """Random inputs, the results of the forward call, and gradients in memory whose gaps are NaN."""
+    """Random inputs, the results of the forward call, and gradients in memory whose gaps are NaN. ``scored``
+    are the keywords of a score modification.
+    """
 
     def __init__(
-        self, shape, head_dims, dtype, *, mask=None, scale=(1.0, 1.0), dlse=True, strided=False, **options
+        self,
+        shape,
+        head_dims,
+        dtype,
+        *,
+        mask=None,
+        scale=(1.0, 1.0),
+        dlse=True,
+        strided=False,
+        scored=None,
+        **options,
     ):
         batch, seqlen_q, seqlen_kv, heads, kv_heads = shape
         head_dim, head_dim_v = head_dims
@@ -89,19 +103,27 @@ class Call:
         if dlse:
             self.dlse = torch.randn(batch, heads, seqlen_q, generator=random, device="cuda")
         self.random = random
+        self.scored, self.modification, self.arrays, self.numbers = scored or {}, None, (), ()
+        if scored:
+            masking = options.get("causal", False), None, options.get("window_size", (-1, -1))
+            given = (scored.get(each) for each in ("softcap", "alibi_slopes", "score", "params"))
+            self.modification, self.arrays, self.numbers = score_of(*given, sees_no_later_key(*masking))
 
     def forward(self):
         """The results of the forward call for the inputs as they are."""
-        return flashgen.attention(self.q, self.k, self.v, mask=self.mask, return_lse=True, **self.options)
+        options = self.options | self.scored
+        return flashgen.attention(self.q, self.k, self.v, mask=self.mask, return_lse=True, **options)
 
     def plan(self, target, deterministic=False):
         out, lse = self.forward()
         given = (self.dout, self.q, self.k, self.v, self.mask, out, lse, self.dlse, *self.outputs)
         names = ("dout", "q", "k", "v", "mask", "out", "lse", "dlse", "dq", "dk", "dv")
         views = {name: view(x, name) for name, x in zip(names, given, strict=True) if x is not None}
-        problem = normalise(**views, deterministic=deterministic, **self.options)
+        of_score = {"score": self.modification, "score_scalars": self.numbers}
+        of_score["score_arrays"] = [view(x, "an array") for x in self.arrays]
+        problem = normalise(**views, deterministic=deterministic, **of_score, **self.options)
         main = variant_for(problem, target)
-        return Plan(problem, bind(problem, main, device(0)), given)
+        return Plan(problem, bind(problem, main, device(0)), (*given, *self.arrays))
 
     def run(self, plan):
         """dq, dk and dv, of which nothing is left from before, nor of the workspace."""
@@ -112,6 +134,8 @@ class Call:
         inputs = {"dout": self.dout, "q": self.q, "k": self.k, "v": self.v, "out": out, "lse": lse}
         optional = {"mask": self.mask, "dlse": self.dlse}
         inputs |= {name: x for name, x in optional.items() if x is not None}
+        if self.modification is not None:
+            inputs |= dict(zip((x.name for x in self.modification.arrays), self.arrays, strict=True))
         outputs = dict(zip(("dq", "dk", "dv"), self.outputs, strict=True))
         plan(**inputs, **outputs, workspace=workspace)
         return self.outputs
@@ -124,6 +148,7 @@ class Call:
             Band.of(problem),
             self.mask,
             None if self.dlse is None else self.dlse.double(),
+            modification_of(problem, self.arrays, torch),
         )
         bounds = right.dq_bound, right.dk_bound, right.dv_bound
         for name, x, expected, bound in zip("qkv", found, right[:3], bounds, strict=True):

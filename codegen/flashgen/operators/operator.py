@@ -151,6 +151,8 @@ class Operator:
     ``check_elements(problem, arrays)`` raises the error of elements that contradict a problem; ``arrays``
     has, by name, those of ``elements_checked`` in host memory, None for what is absent. The CPU path always
     checks, others where FLASHGEN_CHECK asks for it.
+
+    ``differentiates`` is whether its kernels compute the derivative of a score modification, too.
     """
 
     name: str
@@ -162,6 +164,7 @@ class Operator:
     normalise: Callable[..., Problem] = field(repr=False)
     elements_checked: tuple[str, ...] = ()
     check_elements: Callable[..., None] | None = field(default=None, repr=False)
+    differentiates: bool = False
 
     @property
     def symbols(self) -> frozenset[str]:
