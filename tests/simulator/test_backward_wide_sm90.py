@@ -1,5 +1,5 @@
-"""The backward pass for Hopper at wide head dims in the simulator: every head dim and mask type, shared memory,
-planted faults."""
+"""The backward pass for Hopper at wide head dims in the simulator: every head dim and mask type, shared
+memory, planted faults."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def within_the_bound(name, shape, seed):
     return reports
 
 
-# Every head dim and mask type, both groupings; ragged blocks, short head dims, rows and keys that see nothing.
+# Every head dim and mask type, both groupings; ragged blocks, short head dims, rows and keys that see
+# nothing.
 CASES = [
     ("192_bf16", Shape(150, 70, 1, head_dim=136, head_dim_v=160)),
     ("192_bf16_causal", Shape(200, 150, 1)),
