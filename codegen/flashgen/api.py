@@ -108,7 +108,9 @@ def attention(
         compiling anew; arrays are of the kind and on the device of q.
     kv_lengths: (batch,), int32, on the device of q: sequence b has the keys [0, kv_lengths[b]) of k and v,
         and what lies behind them is not read. Masks and windows align with the end of each sequence, in
-        place of seqlen_kv. Nothing on the host reads lengths, so a captured graph takes those of its replay.
+        place of seqlen_kv; column j of a dense mask is key j, and there are as many columns as
+        max_seqlen_kv, or k has room for. Nothing on the host reads lengths, so a captured graph takes those
+        of its replay.
     cu_seqlens_q: (batch + 1,), int32, on the device of q: sequences are packed, q and out have the shape
         (tokens, num_heads_q, head_dim), and sequence b has the rows [cu_seqlens_q[b], cu_seqlens_q[b + 1]).
     cu_seqlens_kv: the same for k and v. Not with kv_lengths.
@@ -298,12 +300,8 @@ def asked(
             )
         given = (q, k, v, mask, out, None, *arrays_of_score)
         return operator_for(modification), given, (*options, modification), scalars
-    if mask is not None:
-        raise BadParam(
-            "a mask was given with kv_lengths, cu_seqlens or a KVCache; sequences of several lengths take "
-            "causal or window_size"
-        )
-    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, kv_lengths, index, pages, out, None, *arrays_of_score)
+    arrays_of_lengths = cu_seqlens_q, cu_seqlens_kv, kv_lengths, index, pages
+    given = (q, k, v, *arrays_of_lengths, mask, out, None, *arrays_of_score)
     options = (*options, _bound(max_seqlen_q), _bound(max_seqlen_kv), modification)
     from flashgen.operators.varlen import operator_for as varlen_for  # other first calls need not wait for it
 
