@@ -52,7 +52,7 @@ constexpr int kDeltaOffset = kLseOffset + kStages * kRowBytes;
 constexpr int kBarrierOffset = kDeltaOffset + kStages * kRowBytes;
 constexpr int kSharedBytes = kBarrierOffset + 8 * (4 + 3 * kStages);
 
-static_assert(kBlockN == 64 && kBlockM == 64, "a consumer has all of the scores of a step, or of dQ all rows");
+static_assert(kBlockN == 64 && kBlockM == 64, "a warpgroup computes all scores of a step, and all rows of dQ");
 static_assert(kHeadDim % kPanelColumns == 0 && kHeadDimV % kPanelColumns == 0, "whole panels");
 static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * kLaunchRegisters, "the register file");
 static_assert(kSharedBytes + 1024 == 182352, "launcher and kernel agree on shared memory");
