@@ -38,6 +38,8 @@ MASKS = {
     "dense and causal": {"mask": "random", "causal": True},
 }
 TARGETS = ("sm80", "sm86", "sm90")
+# A head dim of each way through the main kernels.
+FEW = (("sm80", 64), ("sm80", 128), ("sm90", 64), ("sm90", 128), ("sm90", 192), ("sm90", 256))
 
 
 @functools.cache
@@ -185,21 +187,24 @@ def test_fp32(head_dims, target):
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
 )
 @pytest.mark.parametrize("mask", ["none", "causal", "local"])
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 112, 128])
-def test_hopper_within_the_bound(head_dim, mask):
+@pytest.mark.parametrize(
+    "head_dims",
+    [*((d, d) for d in (32, 64, 80, 96, 112, 128, 160, 192, 248, 256)), (136, 8), (192, 96), (192, 128)],
+    ids=str,
+)
+def test_hopper_within_the_bound(head_dims, mask):
     for index, dtype in enumerate(("fp16", "bf16")):
         heads = (4, 4) if index else (6, 2)
         for seqlen_q, seqlen_kv in ((300, 429), (1, 1), (700, 260), (130, 1100), (128, 128)):
             shape = (2, seqlen_q, seqlen_kv, *heads)
-            check(shape, (head_dim, head_dim), dtype, target="sm90", dlse=index == 0, **MASKS[mask])
+            check(shape, head_dims, dtype, target="sm90", dlse=index == 0, **MASKS[mask])
 
 
 @pytest.mark.parametrize(
     ("seqlen_q", "seqlen_kv"),
     [(1, 1), (1, 200), (239, 1), (113, 203), (108, 256), (256, 512), (512, 256), (1023, 1024), (1024, 1023)],
 )
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("target", TARGETS[::2])
+@pytest.mark.parametrize(("target", "head_dim"), FEW)
 def test_lengths(target, head_dim, seqlen_q, seqlen_kv):
     for options in ({}, {"causal": True}, {"mask_type": "causal_top_left"}, {"window_size": (7, 0)}):
         check((1, seqlen_q, seqlen_kv, 2, 1), (head_dim, head_dim), "bf16", target=target, **options)
@@ -217,6 +222,14 @@ def test_without_queries_or_keys_gradients_are_zero(seqlen_q, seqlen_kv):
 def test_long_sequences(target):
     check((1, 4096, 4096, 2, 1), (64, 64), "bf16", target=target, causal=True)
     check((1, 2048, 4096, 2, 2), (128, 128), "fp16", target=target)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
+)
+def test_long_sequences_of_wide_heads():
+    check((1, 4096, 2048, 2, 2), (256, 256), "bf16", target="sm90")
+    check((1, 2048, 4096, 2, 1), (192, 192), "fp16", target="sm90", causal=True)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
@@ -261,9 +274,9 @@ def test_more_thread_blocks_in_turn_than_the_gpu_has_room_for():
     check((1, 256, 40_000, 1, 1), (64, 64), "bf16", deterministic=True)
 
 
-@pytest.mark.parametrize("target", TARGETS[::2])
-def test_dk_and_dv_always_repeat(target):
-    call = Call((2, 1500, 1500, 4, 2), (128, 128), "bf16", causal=True)
+@pytest.mark.parametrize(("target", "head_dim"), FEW[1:])
+def test_dk_and_dv_always_repeat(target, head_dim):
+    call = Call((2, 1500, 1500, 4, 2), (head_dim, head_dim), "bf16", causal=True)
     plan = call.plan(target)
     first = [x.clone() for x in call.run(plan)[1:]]
     for _ in range(10):
