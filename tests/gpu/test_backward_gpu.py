@@ -253,14 +253,19 @@ def test_nothing_beside_the_gradients_is_written(target):
         assert memory[..., x.shape[-1] :].isnan().all()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["none", "causal"])
-def test_deterministic_runs_repeat_to_the_bit(options, head_dim, busy):
+@pytest.mark.parametrize(
+    ("target", "head_dim"),
+    [("sm80", 64), ("sm80", 128), ("sm80", 256), ("sm90", 32), ("sm90", 64), ("sm90", 128)],
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window_size": (300, 20)}], ids=["none", "causal", "local"]
+)
+def test_deterministic_runs_repeat_to_the_bit(options, target, head_dim, busy):
     """Also while the GPU has other work, so that thread blocks come in other orders."""
     import cupy
 
     call = Call((2, 1500, 1500, 4, 2), (head_dim, head_dim), "bf16", **options)
-    plan = call.plan("sm80", deterministic=True)
+    plan = call.plan(target, deterministic=True)
     first = [x.clone() for x in call.run(plan)]
     call.check(first, plan.problem)
     other = cupy.cuda.Stream(non_blocking=True)
@@ -270,8 +275,23 @@ def test_deterministic_runs_repeat_to_the_bit(options, head_dim, busy):
         assert all(torch.equal(*pair) for pair in zip(call.run(plan), first, strict=True))
 
 
-def test_more_thread_blocks_in_turn_than_the_gpu_has_room_for():
-    check((1, 256, 40_000, 1, 1), (64, 64), "bf16", deterministic=True)
+@pytest.mark.parametrize("target", TARGETS[::2])
+def test_more_thread_blocks_in_turn_than_the_gpu_has_room_for(target):
+    check((1, 256, 40_000, 1, 1), (64, 64), "bf16", target=target, deterministic=True)
+
+
+@pytest.mark.parametrize("target", TARGETS[::2])
+@pytest.mark.parametrize("mask", ["none", "causal", "local"])
+def test_in_turns_within_the_bound(mask, target):
+    """Sections of heads with a last one that is smaller; both groupings; queries and keys that have no partner."""
+    for head_dim, dtype, shape in (
+        (64, "bf16", (3, 300, 429, 47, 47)),
+        (96, "fp16", (1, 700, 260, 6, 2)),
+        (128, "bf16", (2, 130, 1100, 4, 1)),
+        (32, "fp16", (1, 1, 1, 2, 2)),
+    ):
+        options = MASKS[mask]
+        check(shape, (head_dim, head_dim), dtype, target=target, deterministic=True, dlse=False, **options)
 
 
 @pytest.mark.parametrize(("target", "head_dim"), FEW[1:])
@@ -283,7 +303,9 @@ def test_dk_and_dv_always_repeat(target, head_dim):
         assert all(torch.equal(*pair) for pair in zip(call.run(plan)[1:], first, strict=True))
 
 
-@pytest.mark.parametrize(("target", "deterministic"), [("sm80", False), ("sm80", True), ("sm90", False)])
+@pytest.mark.parametrize(
+    ("target", "deterministic"), [("sm80", False), ("sm80", True), ("sm90", False), ("sm90", True)]
+)
 def test_a_graph_replays_with_other_inputs(target, deterministic):
     call = Call((2, 400, 400, 4, 4), (64, 64), "bf16", causal=True)
     plan = call.plan(target, deterministic)

@@ -17,6 +17,7 @@ MAX_BLOCKS = 2**31 - 1
 # Of a dimension of a grid: kernels count rows, also those behind the last one of a tile, in 32 bits.
 MAX_EXTENT = 2**30 - 4096
 ROWS, HEADS = "query_rows", "heads"
+KEYS, KV_HEADS = "key_rows", "kv_heads"
 
 
 class Launch(NamedTuple):
@@ -44,6 +45,12 @@ def rows(problem: Problem, variant: Variant) -> int:
 def heads(problem: Problem, variant: Variant) -> int:
     """Heads of the grid: query heads, in packed GQA kv heads; 1 where the operator's grids have no heads."""
     return extents(problem, variant).get(HEADS, 1)
+
+
+def all_heads(problem: Problem, variant: Variant) -> int:
+    """Heads of the grid over the batch: kv heads where the grid covers these."""
+    sizes = extents(problem, variant)
+    return sizes["batch"] * sizes.get(KV_HEADS if variant.grid.tile(KV_HEADS) else HEADS, 1)
 
 
 def row_blocks(problem: Problem, variant: Variant) -> int:
