@@ -160,7 +160,8 @@ def test_padded_sequences():
 
 def test_packed_sequences_pass_torchs_own_checks_and_compile():
     q, k, v, dout, lengths = packed()
-    options = (True, None, -1, -1, None, "", "", "", "auto", False, None, None, 6, None)
+    lengths["cu_seqlens_q"][-1] = 9  # what lies behind the last sequence is any number, as the checks compare
+    options = (True, None, -1, -1, None, "", "", "", "auto", False, None, None, 7, None)
     given = None, [], None, *lengths.values(), *options
     torch.library.opcheck(torch.ops.flashgen.attention.default, (q, k, v, *given))
     with torch.no_grad():
@@ -170,7 +171,7 @@ def test_packed_sequences_pass_torchs_own_checks_and_compile():
     torch.library.opcheck(torch.ops.flashgen.attention_backward.default, (*inputs, *given))
 
     def loss(q, k, v):
-        return flashgen.attention(q, k, v, causal=True, max_seqlen_q=6, **lengths)[:8].square().sum()
+        return flashgen.attention(q, k, v, causal=True, max_seqlen_q=7, **lengths).square().sum()
 
     torch.compiler.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -265,6 +266,8 @@ def test_what_has_no_gradient_is_refused_by_name():
     lengths = torch.tensor([3, 4], dtype=torch.int32)
     with pytest.raises(BadParam, match=r"^kv_lengths has type ndarray"):
         flashgen.attention(q, k, v, kv_lengths=lengths.numpy())
+    with pytest.raises(BadParam, match=r"^a mask was given with kv_lengths"):
+        flashgen.attention(q, k, v, kv_lengths=lengths, mask=torch.zeros(6, 7, dtype=torch.bool))
     with pytest.raises(BadParam, match=r"^max_seqlen_q is 1.5"):
         flashgen.attention(q, k, v, kv_lengths=lengths, max_seqlen_q=1.5)
     with pytest.raises(BadParam, match=r"^q: .* with a KVCache$"):

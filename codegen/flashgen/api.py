@@ -40,14 +40,10 @@ Asked = tuple["Operator", tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
 BACKENDS = ("cuda", "cpu", "simulator")
 _ON_HOST = ("cpu", "simulator")
 MAX_PLANS = 1024
-# What is wrong with calls that say half of what lengths take.
+# What is wrong with a call that has bounds alone.
 BOUNDS_ALONE = (
     "max_seqlen_q or max_seqlen_kv was given, but no lengths; they are bounds of kv_lengths, cu_seqlens_q "
     "and cu_seqlens_kv"
-)
-MASK_WITH_LENGTHS = (
-    "a mask was given with kv_lengths, cu_seqlens or a KVCache; sequences of several lengths take causal or "
-    "window_size"
 )
 
 _log = logs.logger("api")
@@ -117,7 +113,9 @@ def attention(
         compiling anew; arrays are of the kind and on the device of q.
     kv_lengths: (batch,), int32, on the device of q: sequence b has the keys [0, kv_lengths[b]) of k and v,
         and what lies behind them is not read. Masks and windows align with the end of each sequence, in
-        place of seqlen_kv. Nothing on the host reads lengths, so a captured graph takes those of its replay.
+        place of seqlen_kv; column j of a dense mask is key j, and there are as many columns as
+        max_seqlen_kv, or k has room for. Nothing on the host reads lengths, so a captured graph takes those
+        of its replay.
     cu_seqlens_q: (batch + 1,), int32, on the device of q: sequences are packed, q and out have the shape
         (tokens, num_heads_q, head_dim), and sequence b has the rows [cu_seqlens_q[b], cu_seqlens_q[b + 1]).
     cu_seqlens_kv: the same for k and v. Not with kv_lengths.
@@ -303,9 +301,8 @@ def asked(
             raise BadParam(BOUNDS_ALONE)
         given = (q, k, v, mask, out, None, *arrays_of_score)
         return operator_for(modification), given, (*options, modification), scalars
-    if mask is not None:
-        raise BadParam(MASK_WITH_LENGTHS)
-    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, kv_lengths, index, pages, out, None, *arrays_of_score)
+    arrays_of_lengths = cu_seqlens_q, cu_seqlens_kv, kv_lengths, index, pages
+    given = (q, k, v, *arrays_of_lengths, mask, out, None, *arrays_of_score)
     options = (*options, bound(max_seqlen_q), bound(max_seqlen_kv), modification)
     from flashgen.operators.varlen import operator_for as varlen_for  # other first calls need not wait for it
 

@@ -17,6 +17,7 @@ from flashgen.errors import BadParam
 from flashgen.operators.arguments import ROW_ALIGNMENT, flag
 from flashgen.operators.attention import mask_type_name, scale_of, sees_no_later_key, window_of
 from flashgen.operators.splits import AUTO, SplitEvery, Splits, splits_of
+from flashgen.training import MASK_WITH_LENGTHS
 from flashgen.training import asked as asked_backward
 
 _EVERY = "every "
@@ -95,6 +96,8 @@ def attention(
     for name, x in zip(("q", "k", "v", *optional), (*tensors, *on_device), strict=True):
         if not isinstance(x, Tensor) and (name not in optional or x is not None):
             raise BadParam(f"{name} has type {type(x).__name__}, and another array requires a gradient")
+    if tensors[3] is not None and any(x is not None for x in on_device):
+        raise BadParam(MASK_WITH_LENGTHS)
     names, arrays, scalars = (), {}, {}
     if any(x is not None for x in of_score):
         _, alibi_slopes, _, params = of_score

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flashgen.api import BOUNDS_ALONE, MASK_WITH_LENGTHS, bound, call, make_plan, score_of
+from flashgen.api import BOUNDS_ALONE, bound, call, make_plan, score_of
 from flashgen.errors import BadParam
 from flashgen.kvcache import KVCache
 from flashgen.operators.attention import sees_no_later_key
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 # Options of attention() that have no gradients, or no part in them.
 NOT_BACKWARD = ("append", "rotary", "splits", "algorithm")
+MASK_WITH_LENGTHS = (
+    "a mask was given with kv_lengths or cu_seqlens; gradients of sequences of several lengths take causal "
+    "or window_size"
+)
 
 
 def attention_backward(

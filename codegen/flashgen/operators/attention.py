@@ -264,7 +264,7 @@ def normalise(
     )
     kind, offset, left, right = simplify(kind, seqlen_q, seqlen_kv, offset, left, right)
     if mask is not None:
-        _check_mask(mask, sizes)
+        check_mask(mask, sizes)
     given = views | {"mask": mask} | own
     absent = {"mask"} if mask is None else set()
     absent |= set() if return_lse else {"lse"}
@@ -491,7 +491,10 @@ def scale_of(softmax_scale: float | None, head_dim: int) -> float:
     return max(scale, MIN_SCALE)
 
 
-def _check_mask(mask: ArrayView, sizes: Mapping[str, int]) -> None:
+def check_mask(mask: ArrayView, sizes: Mapping[str, int]) -> None:
+    """That a dense mask has its dtype and broadcasts to all scores. Raises BadTensorDtype, BadTensorShape or
+    BadTensorStrides.
+    """
     argument = ARGUMENTS[_MASK]
     if mask.dtype not in argument.dtypes:
         raise BadTensorDtype(
