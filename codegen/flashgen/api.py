@@ -46,6 +46,11 @@ _EXPLAINED = {"attention": "flashgen.api", "attention_backward": "flashgen.train
 # Their parameters that no kernel depends on, or that have arguments of their own.
 _UNEXPLAINED = {"append", "rotary", "stream", "backend", "algorithm", "workspace"}
 MAX_PLANS = 1024
+# What is wrong with a call that has bounds alone.
+BOUNDS_ALONE = (
+    "max_seqlen_q or max_seqlen_kv was given, but no lengths; they are bounds of kv_lengths, cu_seqlens_q "
+    "and cu_seqlens_kv"
+)
 
 _log = logs.logger("api")
 _plans: dict[Any, Plan] = {}
@@ -153,7 +158,7 @@ def attention(
     Returns ``out``, of the kind of q, or ``(out, lse)``. A row that sees no key is 0, with an LSE of -inf.
 
     Where a tensor of PyTorch, q, k or v, requires a gradient, autograd records the call. It refuses one with
-    out, stream, lengths or a KVCache, and a mask or an array of a score that requires a gradient itself.
+    out, stream or a KVCache, and a mask or an array of a score that requires a gradient itself.
 
     Raises a FlashgenError, before anything is queued or written: BadParam, BadTensorShape, BadTensorDtype,
     BadTensorStrides, NullPointer, DeviceTypeNotSupported, NoCompilerError, or CompileError.
@@ -164,7 +169,7 @@ def attention(
     if deterministic is not False:
         deterministic = flag("deterministic", deterministic)
     kind = arrays.kind_of(q)
-    if kind is None or not kind.is_compiling() or _unrecorded(v, out, stream, lengths):
+    if kind is None or not kind.is_compiling() or _unrecorded(v, out, stream):
         try:
             if append is not None or rotary is not None:
                 from flashgen.appending import append_and_attend, asked_to_append
@@ -179,7 +184,7 @@ def attention(
             return _call(*wanted, stream, backend, algorithm)
         except arrays.RequiresGradient as error:
             # Raised where layouts are read, which looks at each tensor anyway: other calls pay nothing.
-            without = _unrecorded(v, out, stream, lengths)
+            without = _unrecorded(v, out, stream)
             if without:
                 raise BadParam(f"{error}. There are no gradients of calls with {without}") from None
     from flashgen import autograd
@@ -189,6 +194,7 @@ def attention(
         options[:3],
         softmax_scale,
         of_score,
+        lengths,
         splits=splits,
         deterministic=deterministic,
         backend=backend,
@@ -197,12 +203,10 @@ def attention(
     return results if flag("return_lse", return_lse) else results[0]
 
 
-def _unrecorded(v: Any, out: Any, stream: Any, lengths: tuple[Any, ...]) -> str:
+def _unrecorded(v: Any, out: Any, stream: Any) -> str:
     """What a call has that autograd's operators have not, empty if nothing."""
     if v is None:
         return "a KVCache"
-    if any(x is not None for x in lengths):
-        return "lengths"
     return "out" if out is not None else "stream" if stream is not None else ""
 
 
@@ -300,15 +304,12 @@ def asked(
             raise NullPointer("lengths of the KVCache is None; expected an int32 array, (batch,)")
     elif kv_lengths is None and cu_seqlens_q is None and cu_seqlens_kv is None:
         if max_seqlen_q is not None or max_seqlen_kv is not None:
-            raise BadParam(
-                "max_seqlen_q or max_seqlen_kv was given, but no lengths; they are bounds of kv_lengths, "
-                "cu_seqlens_q and cu_seqlens_kv"
-            )
+            raise BadParam(BOUNDS_ALONE)
         given = (q, k, v, mask, out, None, *arrays_of_score)
         return operator_for(modification), given, (*options, modification), scalars
     arrays_of_lengths = cu_seqlens_q, cu_seqlens_kv, kv_lengths, index, pages
     given = (q, k, v, *arrays_of_lengths, mask, out, None, *arrays_of_score)
-    options = (*options, _bound(max_seqlen_q), _bound(max_seqlen_kv), modification)
+    options = (*options, bound(max_seqlen_q), bound(max_seqlen_kv), modification)
     from flashgen.operators.varlen import operator_for as varlen_for  # other first calls need not wait for it
 
     return varlen_for(modification), given, options, scalars
@@ -338,7 +339,7 @@ def asked_by_name(call: Mapping[str, Any]) -> Asked:
     )
 
 
-def _bound(max_seqlen: Any) -> Any:
+def bound(max_seqlen: Any) -> Any:
     """An int for what stands for one: the element of a tensor may change, and its plan would not."""
     try:
         return index_of(max_seqlen)
