@@ -384,7 +384,6 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Vis
 
 // Hides the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
-    // The end of the range is not tested: for queries past the last lse_log2 is inf, so compute_p() makes P = 0.
     const QueryRange ranges[2] = {queries_of_key(params, lane_key), queries_of_key(params, lane_key + 8)};
     for_each_score(scores, [&](int key, int query, float& score) {
         const QueryRange& range = ranges[key / 8];
