@@ -1,8 +1,8 @@
 """Faults to plant into the turns in which thread blocks add to dQ.
 
-Blocks run one after the other, and each looks, where it adds, whether it has its turn. So a turn that is passed
-too early is seen. One that is not awaited is seen where the blocks ahead of it are launched after it, and never
-run.
+Blocks run one after the other, and each looks, where it adds, whether it has its turn. So a turn that
+is passed too early is seen. One that is not awaited is seen where the blocks ahead of it are launched
+after it, and never run.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def hopper(name, caught, old, new, step="main", backwards=False):
     return TurnFault(name, HOPPER, step, SHAPE, caught, old, new, backwards)
 
 
-LAST_BLOCK = "    return min((last_query + params.diagonal_offset) / kBlockN, params.num_row_blocks - 1);\n"
-EVERY_BLOCK = "    return params.num_row_blocks - 1;\n"
+LAST_BLOCK = "    return min(last_query + params.diagonal_offset, params.seqlen_kv - 1) / kBlockN;\n"
+EVERY_BLOCK = "    return (params.seqlen_kv - 1) / kBlockN;\n"
 
 FAULTS = (
     ampere("a turn is not awaited", OUT_OF_TURN,
