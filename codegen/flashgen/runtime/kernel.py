@@ -7,7 +7,6 @@ be used while a CUDA graph is captured.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -88,7 +87,7 @@ def _load(variant: Variant, device: Device) -> Kernel:
         limit = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         driver.funcSetAttribute(function.ptr, limit, variant.smem_bytes)
         if compiled.is_ptx:
-            compiled = dataclasses.replace(compiled, **_resources(driver, function.ptr))
+            compiled = compiled._replace(**_resources(driver, function.ptr))
     except driver.CUDADriverError as error:
         raise InternalError(_why_not_loaded(variant, device, arch, error)) from error
     return Kernel(variant, device, function, function.ptr, compiled, cached)

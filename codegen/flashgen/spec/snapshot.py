@@ -64,11 +64,7 @@ def encode(content: Content) -> bytes:
         [point, [(row, committed, taken.setdefault(steps, len(taken))) for row, committed, steps in tiles]]
         for point, tiles in content.entries.items()
     ]
-    steps = [
-        step._replace(params=[[param.name, param.ctype, param.doc, param.when] for param in step.params])
-        for step in content.steps
-    ]
-    lines = content._replace(steps=steps, entries=None), [list(taken), tiles]
+    lines = content._replace(entries=None), [list(taken), tiles]
     return b"\n".join(json.dumps(line, separators=(",", ":")).encode() for line in lines)
 
 
@@ -130,7 +126,8 @@ def _resources(plain: tuple[Any, ...]) -> Resources:
 def _frozen(value: Any) -> Any:
     """JSON's lists as tuples, at every depth."""
     if isinstance(value, list):
-        return tuple([_frozen(item) for item in value])
+        # Most items are plain, and a call for each would take most of the time.
+        return tuple([_frozen(item) if isinstance(item, (list, dict)) else item for item in value])
     if isinstance(value, dict):
         return {key: _frozen(item) for key, item in value.items()}
     return value
