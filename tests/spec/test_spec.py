@@ -635,7 +635,8 @@ def test_what_a_step_takes_is_computed_once_for_the_points_at_which_it_is_the_sa
 
 def test_loading_costs_by_the_line_and_makes_no_variant(monkeypatch):
     """However many variants a file describes, it is parsed once, each of its places is checked once, what a
-    tile needs is computed once for the points at which it is the same, and no variant is made before someone asks for it."""
+    tile needs is computed once for the points at which it is the same, and no variant is made before someone
+    asks for it."""
     calls = collections.defaultdict(list)
 
     def record(owner, name):
