@@ -117,6 +117,31 @@ def test_a_cache(seed, lengths, options, page_size, packed):
         np.testing.assert_array_equal(got_lse, own_lse)
 
 
+@given(
+    st.integers(0, 2**32 - 1), batches(), st.sampled_from(OPTIONS[:3]), st.sampled_from(["bhqk", "bqk", "qk"])
+)
+def test_a_dense_mask_beside_a_cache_in_pages(seed, lengths, options, axes):
+    """Its columns are the keys of the sequence; those past a length are not read."""
+    rng = np.random.default_rng(seed)
+    lengths = [(lengths[0][0], m) for _, m in lengths]
+    sequences, _ = alone(rng, lengths, {})
+    k, v, table = paged(rng, sequences, 3)
+    kv_lengths = np.array([m for _, m in lengths], np.int32)
+    q = np.stack([q for q, _, _ in sequences])
+    extents = {"b": len(lengths), "h": HEADS, "q": lengths[0][0], "k": 3 * table.shape[1]}
+    mask = rng.random([extents[letter] for letter in axes]) < 0.4
+    mask = mask[:, None] if axes == "bqk" else mask
+    cache = flashgen.KVCache(k, v, kv_lengths, pages=table)
+    out, lse = flashgen.attention(q, cache, mask=mask, return_lse=True, **options)
+    full = np.broadcast_to(mask, (extents["b"], HEADS, extents["q"], extents["k"]))
+    for b, (own_q, own_k, own_v) in enumerate(sequences):
+        own = (x[None] for x in (own_q, own_k, own_v))
+        own_mask = full[b, :, :, : len(own_k)]
+        expected = flashgen.attention(*own, mask=own_mask[None], return_lse=True, **options)
+        np.testing.assert_array_equal(out[b], expected[0][0])
+        np.testing.assert_array_equal(lse[b], expected[1][0])
+
+
 def test_a_length_that_contradicts_the_cache_is_named_before_anything_is_written():
     q, k = np.ones((2, 1, 2, 8), np.float32), np.ones((2, 4, 2, 8), np.float32)
     out = np.full_like(q, np.nan)

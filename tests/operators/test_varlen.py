@@ -67,6 +67,24 @@ def test_bounds_choose_the_cheapest_mask_and_no_bound_hides_a_key():
     assert call(PADDED, window_size=(-1, 2)).values({"gqa": "packed"})["diagonal_offset"] == 2
 
 
+@given(st.integers(1, 6), st.integers(0, 8), st.integers(-1, 8), st.booleans())
+def test_a_band_beside_a_dense_mask_aligns_with_the_end_of_each_sequence(q_length, kv_length, left, causal):
+    mask = view(q_length, 8, dtype="bool")
+    problem = call(
+        PADDED | {"q": view(3, q_length, 4, 64)},
+        mask=mask,
+        max_seqlen_kv=8,
+        k=view(3, 9, 2, 64),
+        v=view(3, 9, 2, 64),
+        causal=causal,
+        window_size=(left, -1),
+    )
+    assert problem.mask_type == problem.of_sequence(q_length, kv_length).mask_type == "dense"
+    distance = np.arange(kv_length) - np.arange(q_length)[:, None] - (kv_length - q_length)
+    seen = ((left < 0) | (distance >= -left)) & (not causal or distance <= 0)
+    assert np.array_equal(~hidden(problem, q_length, kv_length), seen)
+
+
 @pytest.mark.parametrize("given", [PADDED, PACKED, PAGED])
 def test_equal_layouts_make_equal_problems_and_results_have_the_shape_of_q(given):
     problem = call(given, return_lse=True)
@@ -143,6 +161,26 @@ def test_what_arrays_hold_bounds_lengths():
             errors.BadParam,
             "mask_type is 'causal_top_left'; sequences",
         ),
+        (
+            PACKED,
+            {"mask": view(20, 30, dtype="bool")},
+            errors.BadParam,
+            "mask and cu_seqlens_q were given; a mask needs as many rows",
+        ),
+        (
+            PAGED,
+            {"mask": view(5, 63, dtype="bool")},
+            errors.BadTensorShape,
+            r"mask has shape \(5, 63\); it must broadcast, from the right, to .* = \(3, 4, 5, 64\)",
+        ),
+        (PADDED, {"mask": view(5, 7)}, errors.BadTensorDtype, "mask has dtype fp16; expected bool"),
+        (
+            PADDED,
+            {"mask": view(5, 7, dtype="bool", device=1)},
+            errors.DeviceTypeNotSupported,
+            "mask is on GPU 1",
+        ),
+        (PADDED, {"mask_type": "dense"}, errors.NullPointer, "mask_type 'dense' needs mask"),
         (PADDED, {"out": view(3, 5, 4, 32)}, errors.BadTensorShape, "out has shape"),
         (PADDED, {"v": view(3, 6, 2, 64)}, errors.BadTensorShape, "v has shape"),
         (PADDED, {"q": view(3, 5, 3, 64)}, errors.BadTensorShape, "q has 3 heads, k has 2"),

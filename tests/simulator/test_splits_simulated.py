@@ -188,7 +188,7 @@ def test_a_length_above_its_bound_writes_nothing_outside_of_the_workspace(compil
 FAULTS = (
     fault("a split that begins a KV block late", FIXED, LONG, NUMBERS,
           "return {tile, tiles.first_kv_block + first,", "return {tile, tiles.first_kv_block + first + 1,"),
-    fault("a split that reaches into the next", FIXED, LONG, NUMBERS,
+    fault("a split that reaches into the next", FIXED, LONG, (*NUMBERS, "uninitialised shared memory"),
           "min(first + tiles.kv_blocks_per_split, tiles.kv_blocks)",
           "min(first + tiles.kv_blocks_per_split + 1, tiles.kv_blocks)"),
     fault("K and V of the tile's first split for each", FIXED, LONG, NUMBERS,

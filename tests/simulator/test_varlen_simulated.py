@@ -39,6 +39,10 @@ KERNELS = (
     "flash_fwd_varlen_hdim32_fp32_paged_m64_gqa_sm80",
     "flash_fwd_varlen_hdim64_bf16_causal_paged_packgqa_sm80",
 )
+# Dense masks: where queries are padded, and keys as well, or rows or pages of a cache.
+DENSE = "flash_fwd_varlen_hdim32_fp16_dense_m64_gqa_sm80"
+DENSE_PAGED = "flash_fwd_varlen_hdim32_bf16_dense_paged_m64_packgqa_sm80"
+DENSE_KERNELS = (DENSE, DENSE_PAGED, "flash_fwd_varlen_hdim32_fp32_dense_m64_sm80")
 # On wgmma: one consumer and one Q buffer, several of both; warpgroups that skip KV blocks; a group that
 # divides 64 rows and one that does not.
 HOPPER = "flash_fwd_varlen_hdim32_bf16_causal_sm90"
@@ -111,6 +115,22 @@ def test_within_the_bound_and_nothing_else_is_touched(name, packed_q, compiler, 
         for shape in (FEW, MANY):
             example = example_of(variant, grouped(variant, shape), fresh_seed, packed_q, packed_kv)
             assert verdict_of(variant, example, fresh_seed) is None
+
+
+@pytest.mark.parametrize("name", DENSE_KERNELS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mask": "bhqk"},
+        {"mask": "b1qk", "mask_alignment": 4},
+        {"mask": "qk", "window": (40, 0), "mask_alignment": 1},
+    ],
+    ids=lambda changes: changes["mask"],
+)
+def test_a_dense_mask_beside_lengths(name, changes, compiler, fresh_seed):
+    variant = VARIANTS[name]
+    shape = dataclasses.replace(grouped(variant, FEW), **changes)
+    assert verdict_of(variant, make_any(variant, shape, fresh_seed), fresh_seed) is None
 
 
 @pytest.mark.parametrize("name", HOPPER_KERNELS)
@@ -200,6 +220,10 @@ FAULTS = (
            "own.diagonal_offset += seqlen_kv - seqlen_q;", ""), {}),
     (fault("LSEs of the first sequence", PLAIN, FEW, (WRONG, "race"),
            "own.lse += sequence * params.lse_batch_stride + queries.begin;", ""), PACKED),
+    (fault("the mask of the first sequence", DENSE, FEW, NUMBERS,
+           "params.mask + tile.batch *", "params.mask + 0 *"), {}),
+    (fault("the mask of the first head", DENSE_PAGED, FEW, NUMBERS,
+           "params.mask_row_stride, params.mask_head_stride)", "params.mask_row_stride, 0)"), {}),
     (fault("only the first 32 sequences are counted", PLAIN, MANY, NUMBERS,
            "left -= __shfl_sync(0xffffffff, end, 31);", ""), {}),
     (fault("the sum over the lanes wraps", PLAIN, MANY, (WRONG, "race", *BOUNDS),
@@ -249,7 +273,9 @@ FAULTS = (
     (fault("rows past the sequence are stored", HOPPER, TILES, (WRONG, "race", *BOUNDS),
            "return row >= 0 && row < num_rows(params);", "return row >= 0;"), PACKED),
     (fault("rows ahead of the sequence are stored", HOPPER, TILES, (WRONG, "race", *BOUNDS),
-           "return row >= 0 && row < num_rows(params);", "return row < num_rows(params);"), PACKED),
+           "return row >= 0 && row < num_rows(params);", "return row < num_rows(params);",
+           # In order, so that the sequence before does not store its own rows over them.
+           multiprocessors=1), PACKED),
     (fault("queries of the first sequence", HOPPER, TILES, NUMBERS,
            "        tile.first_row += found.first_query;\n", ""), PACKED),
     (fault("keys of the first sequence", HOPPER, TILES, NUMBERS,

@@ -589,6 +589,17 @@ def test_two_families_must_not_share_names(tiny_folder):
         load_specs(spec.parent)
 
 
+def test_an_axis_may_keep_two_files_of_a_family_apart(tiny_folder):
+    spec = tiny_folder / "specs" / "tiny.yaml"
+    text = re.sub(r"head_dim: (\[32, 64\]|32|64)", "head_dim: 96", spec.read_text())
+    text = text.replace("head_dim: 96\n", "head_dim: [96]\n", 1)
+    spec.with_name("twin.yaml").write_text(text)
+    twins = [s for s in load_specs(spec.parent) if s.family == "tiny_fwd"]
+    names = [variant.name for twin in twins for variant in twin.variants()]
+    assert len(twins) == 2
+    assert len(set(names)) == len(names)
+
+
 @pytest.mark.parametrize("exists", [True, False])
 def test_a_folder_without_specs(exists, tmp_path):
     folder = tmp_path / "empty"

@@ -5,18 +5,20 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from flashgen.cpu import attention
 from flashgen.operators.sequences import sequences
-from flashgen.operators.varlen import ARGUMENTS, LENGTHS
+from flashgen.operators.varlen import ARGUMENTS, LENGTHS, VARLEN
 from flashgen.runtime.arrays import check_writable, host_array
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
-
     from flashgen.operators.varlen import VarlenProblem
     from flashgen.runtime.plans import Arrays, Pointers, Work
+
+_MASK = VARLEN.arguments[VARLEN.position("mask")]
 
 
 class Runner:
@@ -47,6 +49,7 @@ def varlen(
     out: np.ndarray,
     lse: np.ndarray | None,
     *,
+    mask: np.ndarray | None = None,
     lengths: dict[str, np.ndarray | None],
     score_arrays: Sequence[np.ndarray] = (),
 ) -> None:
@@ -58,6 +61,8 @@ def varlen(
     k, v = (x[None] if problem.packed_kv else x for x in (k, v))
     if lse is not None and problem.packed_q:
         lse = lse[None]
+    if mask is not None:
+        mask = np.broadcast_to(mask, _MASK.extents(problem.sizes))
     whole = attention.modification(problem, score_arrays)
     for sequence in sequences(problem, lengths):
         own = problem.of_sequence(sequence.q_length, sequence.kv_length)
@@ -67,6 +72,7 @@ def varlen(
             q[entry, rows][None],
             sequence.keys(k)[None],
             sequence.keys(v)[None],
+            None if mask is None else mask[sequence.number, ..., : sequence.kv_length][None],
             out=out[entry, rows][None],
             lse=None if lse is None else lse[entry, :, rows][None],
             score=whole and whole._replace(offset=own.seqlen_kv - own.seqlen_q),

@@ -191,7 +191,7 @@ class AttentionProblem(Problem):
         if self.score is None:
             return values | {"scale_log2": self.softmax_scale * math.log2(math.e)}
         values |= self._scalars_of_score()
-        values |= self.score.constants(values, self.dtype)
+        values |= self.score.constants(values, self.dtype, self.operator.differentiates)
         # As with softmax_scale: a factor of 0 would turn the -inf of a masked score into NaN.
         return values | {"scale_log2": max(values["scale_log2"], MIN_SCALE)}
 
@@ -202,7 +202,8 @@ class AttentionProblem(Problem):
         scale = self.softmax_scale if softmax_scale is None else scale_of(softmax_scale, self.head_dim)
         called = dataclasses.replace(self, softmax_scale=scale, score_scalars=self._score_scalars(rest))
         if called.score is not None:
-            called.score.check(called._scalars_of_score() | {"softmax_scale": scale}, self.dtype)
+            scalars = called._scalars_of_score() | {"softmax_scale": scale}
+            called.score.check(scalars, self.dtype, self.operator.differentiates)
         return called
 
     def _score_scalars(self, given: Sequence[Any]) -> tuple[float, ...]:
@@ -264,7 +265,7 @@ def normalise(
     )
     kind, offset, left, right = simplify(kind, seqlen_q, seqlen_kv, offset, left, right)
     if mask is not None:
-        _check_mask(mask, sizes)
+        check_mask(mask, sizes)
     given = views | {"mask": mask} | own
     absent = {"mask"} if mask is None else set()
     absent |= set() if return_lse else {"lse"}
@@ -491,7 +492,10 @@ def scale_of(softmax_scale: float | None, head_dim: int) -> float:
     return max(scale, MIN_SCALE)
 
 
-def _check_mask(mask: ArrayView, sizes: Mapping[str, int]) -> None:
+def check_mask(mask: ArrayView, sizes: Mapping[str, int]) -> None:
+    """That a dense mask has its dtype and broadcasts to all scores. Raises BadTensorDtype, BadTensorShape or
+    BadTensorStrides.
+    """
     argument = ARGUMENTS[_MASK]
     if mask.dtype not in argument.dtypes:
         raise BadTensorDtype(

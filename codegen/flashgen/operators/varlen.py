@@ -48,6 +48,15 @@ ARGUMENTS = (
     Argument("kv_lengths", "input", "batch", **_INTEGERS),
     Argument("index", "input", "batch", **_INTEGERS),
     Argument("pages", "input", "batch max_pages", **(_INTEGERS | {"layout": "rows"})),
+    Argument(
+        "mask",
+        "input",
+        "batch num_heads_q rows_q seqlen_kv",
+        dtypes=("bool", "uint8"),
+        layout="broadcast",
+        alignment=1,
+        optional=True,
+    ),
     Argument("out", "output", "batch_q rows_q num_heads_q head_dim_v"),
     Argument(
         "lse",
@@ -117,15 +126,15 @@ class VarlenProblem(AttentionProblem):
 
     @property
     def packed_q(self) -> bool:
-        return self.strides[_CU_SEQLENS_Q] is not None
+        return self.strides[self.operator.position("cu_seqlens_q")] is not None
 
     @property
     def packed_kv(self) -> bool:
-        return self.strides[_CU_SEQLENS_KV] is not None
+        return self.strides[self.operator.position("cu_seqlens_kv")] is not None
 
     @property
     def paged(self) -> bool:
-        return self.strides[_PAGES] is not None
+        return self.strides[self.operator.position("pages")] is not None
 
     @property
     def capacity(self) -> int:
@@ -171,7 +180,7 @@ class VarlenProblem(AttentionProblem):
     def of_sequence(self, q_length: int, kv_length: int) -> AttentionProblem:
         """The problem of one sequence of these lengths, with contiguous arrays of its own."""
         kind, offset, left, right = simplify(
-            "local",
+            "dense" if self.mask_type == "dense" else "local",
             q_length,
             kv_length,
             kv_length - q_length + self.shift,
@@ -180,7 +189,8 @@ class VarlenProblem(AttentionProblem):
         )
         sizes = AttentionProblem.sizes.fget(self) | {"batch": 1, "seqlen_q": q_length, "seqlen_kv": kv_length}
         arguments = attention.operator_for(self.score).arguments
-        absent = {"mask"} if self.return_lse else {"mask", "lse"}
+        absent = set() if self.mask_type == "dense" else {"mask"}
+        absent |= set() if self.return_lse else {"lse"}
         return AttentionProblem(
             **{name: sizes[name] for name in _OWN_SIZES},
             dtype=self.dtype,
@@ -210,6 +220,7 @@ def normalise(
     kv_lengths: ArrayView | None = None,
     index: ArrayView | None = None,
     pages: ArrayView | None = None,
+    mask: ArrayView | None = None,
     out: ArrayView | None = None,
     causal: bool = False,
     mask_type: int | str | None = None,
@@ -233,7 +244,8 @@ def normalise(
     lengths = dict(zip(LENGTHS, (cu_seqlens_q, cu_seqlens_kv, kv_lengths, index, pages), strict=True))
     given = {name: view for name, view in lengths.items() if view is not None}
     own = attention.score_views(score, score_arrays)
-    attention.check_devices(views | given | own)
+    masks = {} if mask is None else {"mask": mask}
+    attention.check_devices(views | given | masks | own)
     dtype = attention.check_dtypes(views)
     _check_combination(given)
     invariant = splits != AUTO
@@ -258,12 +270,15 @@ def normalise(
         if view is not None:
             check_strides(argument, view, DTYPE_BYTES[view.dtype])
     kind, offset, left, right = _band(
-        causal, mask_type, window_size, sizes["seqlen_q"], sizes["seqlen_kv"], invariant
+        causal, mask_type, window_size, mask is not None, sizes["seqlen_q"], sizes["seqlen_kv"], invariant
     )
-    absent = {name for name in LENGTHS if name not in given} | (set() if return_lse else {"lse"})
+    if mask is not None:
+        _check_mask(mask, given, sizes)
+    absent = {name for name in (*LENGTHS, "mask") if name not in given | masks}
+    absent |= set() if return_lse else {"lse"}
     score_sizes = attention.check_score_arrays(score, own, sizes)
     symbols = sizes | dict(score_sizes) | {"boundaries": batch + 1}
-    arrays = views | given | own
+    arrays = views | given | masks | own
     problem = VarlenProblem(
         **sizes,
         dtype=dtype,
@@ -389,10 +404,22 @@ def _bound(name: str, given: Any, most: int, fixed: bool) -> int:
     return min(bound, most)
 
 
+def _check_mask(mask: ArrayView, given: Mapping[str, ArrayView], sizes: Mapping[str, int]) -> None:
+    """That a dense mask has a row for each query of each sequence, and a column for each key."""
+    for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+        if name in given:
+            raise BadParam(
+                f"mask and {name} were given; a mask needs as many rows and columns for each sequence: pass "
+                "padded queries, and keys with kv_lengths or in a KVCache"
+            )
+    attention.check_mask(mask, sizes)
+
+
 def _band(
     causal: bool,
     mask_type: int | str | None,
     window_size: tuple[int, int],
+    has_mask: bool,
     seqlen_q: int,
     seqlen_kv: int,
     invariant: bool,
@@ -403,17 +430,20 @@ def _band(
     a sequence of any lengths up to these; where the kernel must be ``invariant``, whatever seqlen_kv.
     """
     name = attention.mask_type_name(mask_type)
-    if name in ("dense", "causal_top_left"):
+    if name == "causal_top_left":
         raise BadParam(
-            f"mask_type is {name!r}; sequences of several lengths take 'causal_bottom_right' or a window"
+            f"mask_type is {name!r}; sequences of several lengths take 'causal_bottom_right', a window or a "
+            "mask"
         )
-    _, offset, left, right = attention.mask_semantics(
-        causal, mask_type, window_size, False, seqlen_q, seqlen_kv
+    kind, offset, left, right = attention.mask_semantics(
+        causal, mask_type, window_size, has_mask, seqlen_q, seqlen_kv
     )
     if right >= seqlen_q - 1:
         right = UNBOUNDED
     if left >= seqlen_kv - 1 and not invariant:
         left = UNBOUNDED
+    if kind == "dense":
+        return kind, offset, left, right
     if left < UNBOUNDED:
         return "local", offset, left, right
     if right < UNBOUNDED:
@@ -466,7 +496,4 @@ def operator_for(score: Score | None) -> Operator:
     return VARLEN if score is None else attention.modified(VARLEN, score)
 
 
-_CU_SEQLENS_Q, _CU_SEQLENS_KV, _PAGES = (
-    VARLEN.position(name) for name in ("cu_seqlens_q", "cu_seqlens_kv", "pages")
-)
 _OWN_SIZES = ("batch", "seqlen_q", "seqlen_kv", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")

@@ -12,9 +12,10 @@ from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.reference import Largest, Verdict, judge
 from flashgen.operators.sequences import sequences
 from flashgen.operators.splits import AUTO
-from flashgen.operators.varlen import LENGTHS, VarlenProblem, normalise
+from flashgen.operators.varlen import LENGTHS, VARLEN, VarlenProblem, normalise
 from flashgen.simulator.example import (
     check_sizes,
+    random_mask,
     random_rows,
     rows_within_nan,
     score_arrays_of,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 # Entries of a page table that no length reaches.
 _GARBAGE = 1 << 30
 _PAGE_SIZES = (1, 3, 16, 64)
+_MASK = VARLEN.arguments[VARLEN.position("mask")]
 # Of a variant for calls that say a number, where the shape says none.
 _SPLITS = 3
 
@@ -44,12 +46,13 @@ class VarlenExample:
     lengths: dict[str, np.ndarray | None]
     out: np.ndarray
     lse: np.ndarray | None
+    mask: np.ndarray | None = None
     score_arrays: tuple[np.ndarray, ...] = ()
 
     @property
     def arrays(self) -> tuple[np.ndarray | None, ...]:
         lengths = (self.lengths[name] for name in LENGTHS)
-        return self.q, self.k, self.v, *lengths, self.out, self.lse, *self.score_arrays
+        return self.q, self.k, self.v, *lengths, self.mask, self.out, self.lse, *self.score_arrays
 
     @property
     def described(self) -> dict[str, Any]:
@@ -72,6 +75,7 @@ class VarlenExample:
         k, v = (x[None] if problem.packed_kv else x for x in (self.k, self.v))
         lse = self.lse[None] if problem.packed_q and self.lse is not None else self.lse
         of_score = list(zip(problem.score.arrays if problem.score else (), self.score_arrays, strict=True))
+        mask = None if self.mask is None else np.broadcast_to(self.mask, _MASK.extents(problem.sizes))
         worst, untouched = [], np.ones(out.shape[:2], bool)
         for each in sequences(problem, self.lengths):
             own = problem.of_sequence(each.q_length, each.kv_length)
@@ -80,7 +84,8 @@ class VarlenExample:
             arrays = (q[entry, rows][None], each.keys(k)[None], each.keys(v)[None])
             own_lse = None if lse is None else lse[entry, :, rows][None]
             tables = [x[each.number][None] if "batch" in param.symbols else x for param, x in of_score]
-            worst.append(judge(own, *arrays, None, out[entry, rows][None], own_lse, *tables))
+            own_mask = None if mask is None else mask[each.number, ..., : each.kv_length][None]
+            worst.append(judge(own, *arrays, own_mask, out[entry, rows][None], own_lse, *tables))
         left = np.ascontiguousarray(out)[untouched].view(np.uint8)
         if not (left == 0xFF).all():
             worst.append(Verdict(Largest(np.inf, np.nan, 0.0, ()), None))
@@ -94,20 +99,21 @@ class VarlenExample:
 
 def make(variant: Variant, shape: Shape, seed: int) -> VarlenExample:
     """Normal random inputs for ``variant``, sequences of random lengths up to those of ``shape``, the first
-    of which has these. Queries and keys are packed or padded, as the seed will; outputs, what lies between
-    rows, slots past a length and pages of no sequence are NaN, and entries of the page table past a length
-    are garbage.
+    of which has these. Queries and keys are packed or padded, as the seed will, or padded with a dense mask;
+    outputs, what lies between rows, slots past a length and pages of no sequence are NaN, and entries of the
+    page table past a length are garbage.
 
     Raises BadParam for sizes that are not the variant's; and what the contract raises.
     """
     rng = np.random.default_rng(seed)
     head_dim, head_dim_v, kv_heads = check_sizes(variant, shape)
     batch, dtype = shape.batch, variant.dtype
-    q_lengths, kv_lengths = (_lengths(rng, batch, most) for most in (shape.seqlen_q, shape.seqlen_kv))
+    q_lengths, kv_lengths = (random_lengths(rng, batch, most) for most in (shape.seqlen_q, shape.seqlen_kv))
     lengths: dict[str, np.ndarray | None] = dict.fromkeys(LENGTHS)
-    packed_q = bool(rng.integers(2))
+    dense = variant.mask_type == "dense"
+    packed_q = bool(rng.integers(2)) and not dense
     if packed_q:
-        lengths["cu_seqlens_q"] = _sums(q_lengths)
+        lengths["cu_seqlens_q"] = boundaries(q_lengths)
         q_rows = (1, int(q_lengths.sum()))
     else:
         q_rows = (batch, shape.seqlen_q)
@@ -116,8 +122,8 @@ def make(variant: Variant, shape: Shape, seed: int) -> VarlenExample:
         boxes = [param.box.rows for param in variant.params if param.name == "k" and param.box]
         sizes = [size for size in _PAGE_SIZES if not any(size % rows for rows in boxes)]
         kv_rows, places = _paged(rng, lengths, kv_lengths, sizes)
-    elif rng.integers(2):
-        lengths["cu_seqlens_kv"] = _sums(kv_lengths)
+    elif rng.integers(2) and not dense:
+        lengths["cu_seqlens_kv"] = boundaries(kv_lengths)
         kv_rows, places = (1, int(kv_lengths.sum())), None
     else:
         kv_rows, places = _cache(rng, lengths, kv_lengths, shape)
@@ -137,15 +143,22 @@ def make(variant: Variant, shape: Shape, seed: int) -> VarlenExample:
         "seqlen_kv": shape.seqlen_kv,
     }
     score_arrays = score_arrays_of(rng, variant.score, sizes)
+    mask = random_mask(rng, shape) if dense else None
     fixed = variant.axis("splits") == "fixed" and shape.splits == AUTO
     splits = _SPLITS if fixed else shape.splits
-    window = {"local": shape.window or (max(1, shape.seqlen_kv // 4), 0), "causal": (-1, 0)}
+    window = {
+        "local": shape.window or (max(1, shape.seqlen_kv // 4), 0),
+        "causal": (-1, 0),
+        "dense": shape.window or (-1, -1),
+    }
     problem = normalise(
         *(view_of(x, dtype) for x in (q, k, v)),
         **{name: None if x is None else view_of(x, "int32") for name, x in lengths.items()},
+        mask=None if mask is None else view_of(mask, "uint8"),
         out=view_of(out, dtype),
         window_size=window.get(variant.mask_type, (-1, -1)),
         max_seqlen_q=shape.seqlen_q if packed_q and splits != AUTO else None,
+        max_seqlen_kv=shape.seqlen_kv if dense else None,
         return_lse=shape.return_lse,
         splits=splits,
         score=variant.score,
@@ -159,10 +172,10 @@ def make(variant: Variant, shape: Shape, seed: int) -> VarlenExample:
             diagonal_offset=problem.seqlen_kv - problem.seqlen_q,
             window_right=0 if variant.mask_type == "causal" else UNBOUNDED,
         )
-    return VarlenExample(problem, q, k, v, lengths, out, lse, score_arrays)
+    return VarlenExample(problem, q, k, v, lengths, out, lse, mask, score_arrays)
 
 
-def _lengths(rng: np.random.Generator, batch: int, most: int) -> np.ndarray:
+def random_lengths(rng: np.random.Generator, batch: int, most: int) -> np.ndarray:
     """The first is ``most``; of the others some are 0 and some 1."""
     found = rng.integers(0, most + 1, batch)
     found[rng.random(batch) < 0.15] = 0
@@ -171,7 +184,8 @@ def _lengths(rng: np.random.Generator, batch: int, most: int) -> np.ndarray:
     return found
 
 
-def _sums(lengths: np.ndarray) -> np.ndarray:
+def boundaries(lengths: np.ndarray) -> np.ndarray:
+    """Where packed sequences of these lengths begin and end."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 

@@ -76,14 +76,25 @@ def load_specs(
     for folder in spec_folders(extra):
         paths |= {path.stem: path for path in yaml_files(folder) if path.name != SCORES_FILE}
     specs = tuple(load_spec(path, cache, gpu) for path in paths.values())
-    owners: dict[tuple[str, str], Spec] = {}
+    owners: dict[tuple[str, str], list[Spec]] = {}
     for spec in specs:
         for target in spec.targets:
-            owner = owners.setdefault((spec.family, target), spec)
-            if owner is not spec:
-                why = f"{owner.path} has a family `{spec.family}` with a target `{target}` as well"
-                raise spec.error(("family",), f"{why}; rename one of them")
+            earlier = owners.setdefault((spec.family, target), [])
+            for owner in earlier:
+                if _share_names(owner, spec):
+                    why = f"{owner.path} has a family `{spec.family}` with a target `{target}` as well"
+                    raise spec.error(
+                        ("family",), f"{why}; rename one of them, or let an axis keep them apart"
+                    )
+            earlier.append(spec)
     return specs
+
+
+def _share_names(one: Spec, other: Spec) -> bool:
+    """Whether kernels of two specs with the same family and target may have the same name: no axis of both
+    keeps them apart.
+    """
+    return all(set(one.axes[axis]) & set(other.axes[axis]) for axis in one.axes.keys() & other.axes.keys())
 
 
 def spec_folders(extra: str | os.PathLike[str] | None = None) -> tuple[Path, ...]:

@@ -1,0 +1,751 @@
+// flash_bwd_hdim192_bf16_causal_sm90
+//
+// Rendered by flashgen: edit the spec or the template, not this file.
+//
+// axes      head_dim 192, head_dim_v 192, dtype bf16, mask_type causal, gqa mha, dq_order none
+// tile      block_m 64, block_n 64, stages 2
+// block     384 threads, 182352 bytes of dynamic shared memory
+// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
+// spec      flash_bwd_wide_sm90.yaml
+// template  flash_bwd_wide_sm90.cu.j2
+#include "flashgen/sm90.cuh"
+
+using element = bf16;
+
+constexpr int kHeadDim = 192;  // of Q and K
+constexpr int kHeadDimV = 192;  // of V and dO
+constexpr int kBlockM = 64;  // query rows of a step
+constexpr int kBlockN = 64;  // keys of a tile
+constexpr int kStages = 2;  // buffers of Q, and of dO
+constexpr int kThreads = 384;  // warpgroup 0 is the producer, 1 computes S, P and dV, 2 computes dP, dS and dK
+
+// Registers of a thread after setmaxnreg. It draws on what the launch has given the thread block: as many as 65,536 registers allow each
+// thread, in units of 8.
+constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+constexpr int kProducerRegisters = 24;
+constexpr int kConsumerRegisters = 240;
+
+// Shared memory holds panels of 64 columns, each row of 128 bytes swizzled by TMA.
+constexpr int kPanelColumns = 64;
+constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
+constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q and K
+constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;  // of V and dO
+constexpr int kKBytes = kPanels * kBlockN * kPanelRowBytes;
+constexpr int kVBytes = kPanelsV * kBlockN * kPanelRowBytes;
+constexpr int kQBytes = kPanels * kBlockM * kPanelRowBytes;
+constexpr int kDoutBytes = kPanelsV * kBlockM * kPanelRowBytes;
+// dS^T of a step, a row of 64 queries to a key. Two steps have a buffer each, as dQ of a step is computed in the next one.
+constexpr int kDsPanelBytes = kBlockN * kPanelRowBytes;
+constexpr int kDsBytes = kBlockM / 64 * kDsPanelBytes;
+constexpr int kPBytes = kBlockM * kBlockN * sizeof(float);
+constexpr int kRowBytes = kBlockM * sizeof(float);  // of lse_log2, and of delta
+
+constexpr int kDqColumns = 64;  // of an MMA of dQ: a panel of K
+
+constexpr int kVOffset = kKBytes;
+constexpr int kQOffset = kVOffset + kVBytes;
+constexpr int kDoutOffset = kQOffset + kStages * kQBytes;
+constexpr int kDsOffset = kDoutOffset + kStages * kDoutBytes;
+constexpr int kPOffset = kDsOffset + 2 * kDsBytes;
+constexpr int kLseOffset = kPOffset + kPBytes;
+constexpr int kDeltaOffset = kLseOffset + kStages * kRowBytes;
+constexpr int kBarrierOffset = kDeltaOffset + kStages * kRowBytes;
+constexpr int kSharedBytes = kBarrierOffset + 8 * (4 + 3 * kStages);
+
+static_assert(kBlockN == 64 && kBlockM == 64, "a warpgroup computes all scores of a step, and all rows of dQ");
+static_assert(kHeadDim % kPanelColumns == 0 && kHeadDimV % kPanelColumns == 0, "whole panels");
+static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * kLaunchRegisters, "the register file");
+static_assert(kSharedBytes + 1024 == 182352, "launcher and kernel agree on shared memory");
+
+struct Params {
+    tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
+    tensor_map k;                         // (head_dim, seqlen_kv, num_heads_kv, batch)
+    tensor_map v;                         // (head_dim_v, seqlen_kv, num_heads_kv, batch)
+    tensor_map dout;                      // (head_dim_v, seqlen_q, num_heads_q, batch)
+    tensor_map dk;                        // as k
+    tensor_map dv;                        // as v
+    const float* lse_log2;                // (batch, num_heads_q, unit_rows); inf where P is 0
+    const float* delta;                   // (batch, num_heads_q, unit_rows): sum(dout * out) - dlse
+    float* dq_accum;                      // (batch, num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
+    int32_t num_heads_q;
+    int32_t num_heads_kv;
+    int32_t seqlen_q;
+    int32_t seqlen_kv;
+    int32_t num_row_blocks;               // blocks of keys of one head
+    int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
+    float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
+    float softmax_scale;                  // dK is softmax_scale dS^T Q
+};
+static_assert(sizeof(Params) == 832 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
+static_assert(offsetof(Params, dout) == 384 && offsetof(Params, dk) == 512 && offsetof(Params, dv) == 640);
+static_assert(offsetof(Params, lse_log2) == 768 && offsetof(Params, delta) == 776 && offsetof(Params, dq_accum) == 784);
+static_assert(offsetof(Params, num_heads_q) == 792 && offsetof(Params, num_heads_kv) == 796 && offsetof(Params, seqlen_q) == 800);
+static_assert(offsetof(Params, seqlen_kv) == 804 && offsetof(Params, num_row_blocks) == 808);
+static_assert(offsetof(Params, diagonal_offset) == 812 && offsetof(Params, scale_log2) == 816);
+static_assert(offsetof(Params, softmax_scale) == 820);
+
+// What a thread block computes: dK and dV of kBlockN keys of a head, and their share of dQ.
+struct KeyBlock {
+    int batch;
+    int kv_head;
+    int index;  // among the blocks of its head
+    int first_key;
+};
+
+// The blocks of a head follow each other, so that they share its queries in L2. Within a head the first keys come first: under
+// a diagonal the most queries attend to them, so that the last blocks of the grid are short.
+__device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
+    const int head_of_batch = index / params.num_row_blocks;
+    KeyBlock block;
+    block.index = index - head_of_batch * params.num_row_blocks;
+    block.first_key = block.index * kBlockN;
+    block.batch = head_of_batch / params.num_heads_kv;
+    block.kv_head = head_of_batch - block.batch * params.num_heads_kv;
+    return block;
+}
+
+// Blocks of kBlockM queries.
+struct QueryBlocks {
+    int first;
+    int last;  // below `first` where there are none
+};
+
+// The blocks with a query that attends to some key of [first_key, first_key + kBlockN).
+__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
+    const int begin = max(0, first_key - params.diagonal_offset);
+    const int end = params.seqlen_q;
+    if (begin >= end) return {0, -1};
+    return {begin / kBlockM, (end - 1) / kBlockM};
+}
+
+// A step of the main loop: a block of queries of a head.
+struct Step {
+    int block;
+};
+
+// Steps go from the last block of queries to the first. All thread blocks of a head that have any begin with the same one.
+__device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return {queries.last}; }
+
+__device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
+
+// The query head of a step.
+__device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
+
+// The rows of a head in the workspace: whole units of kRowUnit, so that a tile of queries never meets the end of an array.
+constexpr int kRowUnit = 128;
+
+__device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
+
+// The row of the workspace that a head begins with.
+__device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
+    return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
+}
+
+// dq_accum lies as the accumulators of MMAs do: tiles of 16 rows by 8 columns, those of 16 rows one after another. Element e of lane
+// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2. Within a tile the elements lie so that the reds of a warp
+// fill whole lines of 128 bytes: where one red adds all four of a lane these are neighbours, elsewhere those of all lanes.
+constexpr int kTileElements = 128;
+constexpr int kLaneStep = kRedWidth == 4 ? 4 : 1;
+constexpr int kElementStep = kRedWidth == 4 ? 1 : 32;
+
+// Where the tiles of 16 rows begin that `row`, the first of them, is of.
+__device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int head, int row) {
+    return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
+}
+
+static_assert(kRowUnit % kBlockM == 0, "the rows of a step lie in the workspace");
+static_assert(kRedWidth == 4, "a red adds four elements of a lane");
+
+// Queries [begin, end), none where begin is not less.
+struct QueryRange {
+    int begin;
+    int end;
+};
+
+// The queries that attend to a key: those from its diagonal on; to a key past the last none.
+__device__ __forceinline__ QueryRange queries_of_key(const Params& params, int key) {
+    const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
+    return {max(diagonal, 0), params.seqlen_q};
+}
+
+// The mbarriers of a thread block. A buffer is full when TMA has written its bytes. A stage, of Q and dO, is empty when every consumer
+// warp has released it.
+struct Barriers {
+    shared_address first;
+
+    __device__ __forceinline__ shared_address k_full() const { return at(0); }
+    __device__ __forceinline__ shared_address v_full() const { return at(1); }
+    // Every warp of the one consumer has written its part of a step's P.
+    __device__ __forceinline__ shared_address p_full() const { return at(2); }
+    // Every warp of the other one has read it and written its part of dS, and all of both are done with dS of the step before.
+    __device__ __forceinline__ shared_address ds_ready() const { return at(3); }
+    __device__ __forceinline__ shared_address q_full(int stage) const { return at(4 + stage); }
+    __device__ __forceinline__ shared_address dout_full(int stage) const { return at(4 + kStages + stage); }
+    __device__ __forceinline__ shared_address empty(int stage) const { return at(4 + 2 * kStages + stage); }
+
+    __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
+
+    // One thread's work, before any other uses them.
+    __device__ __forceinline__ void init() const {
+        constexpr int kWarps = 4;  // of a consumer
+        mbarrier_init(k_full(), 1);
+        mbarrier_init(v_full(), 1);
+        mbarrier_init(p_full(), kWarps);
+        mbarrier_init(ds_ready(), 2 * kWarps);
+        for (int stage = 0; stage < kStages; ++stage) {
+            mbarrier_init(q_full(stage), 1);
+            mbarrier_init(dout_full(stage), 1);
+            mbarrier_init(empty(stage), 2 * kWarps);
+        }
+    }
+};
+
+// A place in a ring of stages. The parity of a stage's barriers changes each time round.
+template <int kLength>
+struct RingPosition {
+    int stage = 0;
+    int parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        stage = stage == kLength - 1 ? 0 : stage + 1;
+        parity ^= stage == 0;
+    }
+};
+
+// Starts loading kRows rows of a head, panel by panel; what lies outside of the array becomes zeros.
+template <int kPanelCount, int kRows>
+__device__ __forceinline__ void load_rows(shared_address destination, const tensor_map& map, shared_address full, int first_row,
+                                          int head, int batch) {
+#pragma unroll
+    for (int panel = 0; panel < kPanelCount; ++panel) {
+        tma_load_4d(destination + panel * kRows * kPanelRowBytes, map, full, panel * kPanelColumns, first_row, head, batch);
+    }
+}
+
+// The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
+// if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
+// 8 j + 2 t + e % 2.
+#ifndef FLASHGEN_SIMULATOR  // which has C++ in their place
+
+// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both with the K dimension contiguous.
+__device__ __forceinline__ void wgmma_m64n64k16_bf16_ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, p, 1, 1, 0, 0;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both MN-major: with the other dimension contiguous.
+__device__ __forceinline__ void wgmma_m64n64k16_bf16_ss_mn(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, p, 1, 1, 1, 1;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// wgmma.mma_async.m64n192k16. A from registers: a[0] = (row g, columns 2 t, 2 t + 1), a[1] = (row g + 8, same columns), a[2], a[3] =
+// columns 8 further: the accumulator layout, packed. b is MN-major.
+__device__ __forceinline__ void wgmma_m64n192k16_bf16_rs(float (&d)[96], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %101, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+        "}, {"
+        "%96, %97, %98, %99}, %100, p, 1, 1, 1;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
+          "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
+          "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
+          "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
+          "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+#endif
+
+// A matrix descriptor: where an operand lies in shared memory, the leading byte offset (LBO) and the stride byte offset (SBO) between
+// its swizzle atoms of eight rows, and the kind of swizzle.
+__device__ __forceinline__ uint64_t descriptor(shared_address start, int leading_bytes, int stride_bytes) {
+    constexpr uint64_t kSwizzle = kPanelRowBytes == 128 ? 1 : 2;  // of 128 or 64 bytes
+    return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
+           kSwizzle << 62;
+}
+
+// Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns: S^T = K Q^T, dP^T = V dO^T. A is 64 rows of kBlockN, B has
+// kBlockM rows. Both operands are K-major: SBO leads to the next eight rows, LBO is not used under a swizzle. A step of 16 along the
+// K dimension is 32 bytes within the swizzled row.
+template <int kColumns>
+__device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem) {
+    const uint64_t a = descriptor(a_smem, 16, 8 * kPanelRowBytes);
+    const uint64_t b = descriptor(b_smem, 16, 8 * kPanelRowBytes);
+    pin_registers(scores);
+    wgmma_fence();
+#pragma unroll
+    for (int column = 0; column < kColumns; column += 16) {
+        const int panel = column / kPanelColumns, byte = column % kPanelColumns * sizeof(element);
+        wgmma_m64n64k16_bf16_ss(scores, a + ((panel * kBlockN * kPanelRowBytes + byte) >> 4),
+                                 b + ((panel * kBlockM * kPanelRowBytes + byte) >> 4), column > 0);
+    }
+    wgmma_commit();
+}
+
+// P^T or dS^T of 64 keys, rounded and packed: the accumulator layout, in pairs, is that of wgmma's A in registers.
+struct PackedScores {
+    uint32_t fragment[kBlockM / 16][4];
+
+    __device__ __forceinline__ void set(const float (&scores)[kBlockM / 2]) {
+#pragma unroll
+        for (int step = 0; step < kBlockM / 16; ++step) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                fragment[step][e] = pack<element>(scores[8 * step + 2 * e], scores[8 * step + 2 * e + 1]);
+            }
+        }
+    }
+};
+
+// Starts dV += P^T dO or dK += dS^T Q, 64 keys x 192 of a warpgroup. dO or Q is MN-major, its columns contiguous: LBO leads to the next
+// panel of columns, SBO to the next eight queries.
+__device__ __forceinline__ void mma_gradient(float (&sums)[96], PackedScores& scores, shared_address b_smem) {
+    const uint64_t b = descriptor(b_smem, kBlockM * kPanelRowBytes, 8 * kPanelRowBytes);
+    pin_registers(sums);
+#pragma unroll
+    for (int step = 0; step < kBlockM / 16; ++step) pin_registers(scores.fragment[step]);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kBlockM / 16; ++step) {
+        wgmma_m64n192k16_bf16_rs(sums, scores.fragment[step], b + (16 * step * kPanelRowBytes >> 4), 1);
+    }
+    wgmma_commit();
+}
+
+// Starts dQ (64 x kDqColumns) = dS K of a warpgroup. Both operands are MN-major: a key has a row of 64 queries in dS^T, and of
+// its columns in K. SBO leads to the next eight keys, LBO to the next panel of columns, if there is one.
+__device__ __forceinline__ void mma_dq(float (&dq)[kDqColumns / 2], shared_address ds_smem, shared_address k_smem) {
+    const uint64_t ds = descriptor(ds_smem, kDsPanelBytes, 8 * kPanelRowBytes);
+    const uint64_t k = descriptor(k_smem, kBlockN * kPanelRowBytes, 8 * kPanelRowBytes);
+    pin_registers(dq);
+    wgmma_fence();
+#pragma unroll
+    for (int key = 0; key < kBlockN; key += 16) {
+        wgmma_m64n64k16_bf16_ss_mn(dq, ds + (key * kPanelRowBytes >> 4), k + (key * kPanelRowBytes >> 4), key > 0);
+    }
+    wgmma_commit();
+}
+
+// Visits the scores that a lane holds of a step: visit(key, query, score), where `key` (0 or 8) counts from the lane's first
+// key, the warp's plus lane / 4, and `query` (8 j or 8 j + 1) from its first query, the step's plus lane % 4 * 2. Both are constants
+// once unrolled.
+template <typename Visit>
+__device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit) {
+#pragma unroll
+    for (int query = 0; query < kBlockM; query += 8) {
+#pragma unroll
+        for (int key = 0; key <= 8; key += 8) {
+            visit(key, query, scores[query / 2 + key / 4]);
+            visit(key, query + 1, scores[query / 2 + key / 4 + 1]);
+        }
+    }
+}
+
+// Hides the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
+__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
+    // The end of the range is not tested: for queries past the last lse_log2 is inf, so compute_p() makes P = 0.
+    const int begin[2] = {queries_of_key(params, lane_key).begin - lane_query, queries_of_key(params, lane_key + 8).begin - lane_query};
+    for_each_score(scores, [&](int key, int query, float& score) {
+        if (query < begin[key / 8]) score = -INFINITY;
+    });
+}
+
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). `lse_smem` has lse_log2 of the step's rows: +inf for rows that see nothing
+// and for those past the last: P is 0 there, if S is finite.
+__device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], shared_address lse_smem, float scale_log2, int lane) {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 lse = load_shared_64(lse_smem + (8 * j + lane % 4 * 2) * sizeof(float));
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            scores[4 * j + e] = exp2_approx(fmaf(scores[4 * j + e], scale_log2, e % 2 ? -lse.y : -lse.x));
+        }
+    }
+}
+
+// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale.
+__device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], shared_address delta_smem, int lane) {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 delta = load_shared_64(delta_smem + (8 * j + lane % 4 * 2) * sizeof(float));
+#pragma unroll
+        for (int e = 0; e < 4; ++e) dp[4 * j + e] = p[4 * j + e] * (dp[4 * j + e] - (e % 2 ? delta.y : delta.x));
+    }
+}
+
+// P of a step, on its way from one consumer to the other, in fp32: dS takes it before it is rounded. A thread has the same scores in
+// both, so that each finds its own where its counterpart has put them; four neighbours at a time, which keeps banks apart.
+constexpr int kVectorBytes = 4 * sizeof(float);
+
+__device__ __forceinline__ void store_p(const float (&p)[kBlockM / 2], shared_address p_smem) {
+#pragma unroll
+    for (int i = 0; i < kBlockM / 2; i += 4) {
+        store_shared_128(p_smem + (i / 4 * 128 + threadIdx.x % 128) * kVectorBytes, p[i], p[i + 1], p[i + 2], p[i + 3]);
+    }
+}
+
+__device__ __forceinline__ void load_p(float (&p)[kBlockM / 2], shared_address p_smem) {
+#pragma unroll
+    for (int i = 0; i < kBlockM / 2; i += 4) {
+        const uint4 words = load_shared_128(p_smem + (i / 4 * 128 + threadIdx.x % 128) * kVectorBytes);
+        p[i] = __uint_as_float(words.x);
+        p[i + 1] = __uint_as_float(words.y);
+        p[i + 2] = __uint_as_float(words.z);
+        p[i + 3] = __uint_as_float(words.w);
+    }
+}
+
+// The 16-byte chunk of a swizzled row that holds `chunk`.
+__device__ __forceinline__ int swizzled(int row, int chunk) {
+    if constexpr (kPanelRowBytes == 128) {
+        return chunk ^ row % 8;
+    } else {
+        return chunk ^ row / 2 % 4;
+    }
+}
+
+// Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the tile, to shared memory for the MMA of dQ.
+__device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address ds_smem, int warp_key, int lane) {
+    const int key = warp_key + lane % 16;  // whose address this lane gives
+#pragma unroll
+    for (int query = 0; query < kBlockM; query += 16) {
+        // Keys 0 to 7 and 8 to 15 of eight queries, then of the next eight. Lanes 0 to 15 give the rows of the first eight.
+        const shared_address row = ds_smem + query / 64 * kDsPanelBytes + key * kPanelRowBytes;
+        stmatrix_x4(row + 16 * swizzled(key, query % 64 / 8 + lane / 16), ds.fragment[query / 16]);
+    }
+}
+
+// Adds a warp's part of dQ, 16 rows x kDqColumns, to the tiles of dq_accum that begin at `tiles`.
+__device__ __forceinline__ void add_dq(float* tiles, const float (&dq)[kDqColumns / 2], int columns, int lane) {
+#pragma unroll
+    for (int j = 0; j < kDqColumns / 8; ++j) {
+        red_add_128(tiles + j * kTileElements + lane * kLaneStep, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
+    }
+}
+
+// Rounds a warpgroup's 64 rows of dK or dV, times `factor`, and lets TMA write them: through `staging`, the rows of K or V in shared
+// memory, swizzled as these were. One thread of the warpgroup starts the TMA stores.
+template <int kColumns>
+__device__ __forceinline__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor,
+                                               shared_address staging, int first_key, const KeyBlock& tile, int consumer, int lane) {
+    const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
+#pragma unroll
+    for (int column = 0; column < kColumns; column += 16) {
+        uint32_t matrices[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            matrices[e] = pack<element>(sums[column / 2 + 2 * e] * factor, sums[column / 2 + 2 * e + 1] * factor);
+        }
+        const shared_address panel = staging + column / kPanelColumns * kBlockN * kPanelRowBytes;
+        stmatrix_x4(panel + row * kPanelRowBytes + 16 * swizzled(row, column % kPanelColumns / 8 + lane / 16), matrices);
+    }
+    fence_proxy_async();  // TMA would not see the writes otherwise
+    barrier_sync(1 + consumer, 128);
+    if (threadIdx.x % 128 == 0) {
+#pragma unroll
+        for (int panel = 0; panel < (kColumns + kPanelColumns - 1) / kPanelColumns; ++panel) {
+            tma_store_4d(map, staging + panel * kBlockN * kPanelRowBytes, panel * kPanelColumns, first_key, tile.kv_head, tile.batch);
+        }
+        tma_store_commit();
+    }
+}
+
+__device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
+
+// Loads Q and dO of a step, and the LSE and delta of its rows.
+__device__ __forceinline__ void produce_step(const Params& params, const KeyBlock& tile, const Step& step, shared_address shared,
+                                             const Barriers& barriers, const RingPosition<kStages>& ring) {
+    const int first_row = step.block * kBlockM;
+    const int head = head_of(params, tile, step);
+    const int64_t unit_row = first_unit_row(params, tile.batch, head) + first_row;
+    const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(ring.stage);
+    mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
+    mbarrier_arrive_expect_tx(q_full, kQBytes + kRowBytes);
+    load_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, params.q, q_full, first_row, head, tile.batch);
+    bulk_load(shared + kLseOffset + ring.stage * kRowBytes, params.lse_log2 + unit_row, q_full, kRowBytes);
+    mbarrier_arrive_expect_tx(dout_full, kDoutBytes + kRowBytes);
+    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + ring.stage * kDoutBytes, params.dout, dout_full, first_row, head,
+                                 tile.batch);
+    bulk_load(shared + kDeltaOffset + ring.stage * kRowBytes, params.delta + unit_row, dout_full, kRowBytes);
+}
+
+// The producer thread: K and V of the tile, then Q and dO of each step, with their rows' LSE and delta, as fast as buffers become
+// empty.
+__device__ __forceinline__ void produce(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
+    mbarrier_arrive_expect_tx(barriers.k_full(), kKBytes);
+    load_rows<kPanels, kBlockN>(shared, params.k, barriers.k_full(), tile.first_key, tile.kv_head, tile.batch);
+    mbarrier_arrive_expect_tx(barriers.v_full(), kVBytes);
+    load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.v_full(), tile.first_key, tile.kv_head, tile.batch);
+
+    const QueryBlocks queries = find_query_blocks(params, tile.first_key);
+    // The buffers begin empty: of their barriers, the phase before the first has ended.
+    RingPosition<kStages> ring;
+    Step step = first_step(queries);
+#pragma unroll 1
+    for (int left = num_steps(params, queries); left > 0; --left) {
+        produce_step(params, tile, step, shared, barriers, ring);
+        step = next_step(step, queries);
+        ring.advance();
+    }
+}
+
+// Each consumer computes dQ of some panels of columns: the one of dV of the first ones, the one of dK of the others.
+constexpr int kDqPanelsOfDv = kPanels / 2;
+
+// Starts dQ = dS K of a warpgroup, in a panel of columns.
+__device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], shared_address ds_smem, shared_address k_smem, int panel) {
+    mma_dq(dq, ds_smem, k_smem + panel * kBlockN * kPanelRowBytes);
+}
+
+// Adds a warp's 16 rows of it to dq_accum. The step's rows of the warp begin at `warp_row`.
+__device__ __forceinline__ void add_dq_panel(const Params& params, const KeyBlock& tile, const Step& step, const float (&dq)[kDqColumns / 2],
+                                             int panel, int warp_row, int lane) {
+    float* tiles = dq_tiles(params, tile.batch, head_of(params, tile, step), step.block * kBlockM + warp_row);
+    add_dq(tiles + panel * kDqColumns / 8 * kTileElements, dq, kDqColumns, lane);
+}
+
+// The consumer of dV. The MMAs of a step, in groups as they are awaited:
+//     S^T = K Q^T                    P goes to the other consumer
+//     dQ = dS K of the step before   its panels of columns, one after another
+//     dV += P^T dO                   ... while the last of them is added to memory
+__device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
+    const int lane = threadIdx.x % 32;
+    const int warp_row = threadIdx.x % 128 / 32 * 16;  // the warp's first key of the tile, and its first row of dQ
+    auto release = [&](shared_address empty) {
+        if (lane == 0) mbarrier_arrive(empty);
+    };
+    const QueryBlocks queries = find_query_blocks(params, tile.first_key);
+    const int count = num_steps(params, queries);
+    // Whether some query of a block does not attend to some key of the warp.
+    auto needs_mask = [&](int first_query) {
+        int key = tile.first_key + warp_row;
+        opaque(key);  // ranges that are known ahead of the loop would be held in registers
+        return first_query < queries_of_key(params, key + 15).begin;
+    };
+
+    float dv[kHeadDimV / 2] = {};
+    RingPosition<kStages> ring;
+    Step step = first_step(queries);
+    Step previous = step;
+    mbarrier_wait(barriers.k_full(), 0);
+
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+        const shared_address dout_smem = shared + kDoutOffset + ring.stage * kDoutBytes;
+        float p[kBlockM / 2];  // S^T, then P^T
+        mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
+        mma_scores<kHeadDim>(p, shared, shared + kQOffset + ring.stage * kQBytes);
+        wgmma_wait<0>();
+        pin_registers(p);
+        if (needs_mask(step.block * kBlockM)) {
+            apply_mask(params, p, tile.first_key + warp_row + lane / 4, step.block * kBlockM + lane % 4 * 2);
+        }
+        compute_p(p, shared + kLseOffset + ring.stage * kRowBytes, params.scale_log2, lane);
+        // P of step i - 1 has been read, and its dS is there. For i = 0 the wait returns at once: of a new mbarrier the phase of parity 1
+        // counts as ended.
+        mbarrier_wait(barriers.ds_ready(), (i + 1) % 2);
+        store_p(p, shared + kPOffset);
+        __syncwarp();  // all lanes have written their P, and read LSE of the stage
+        release(barriers.p_full());
+        PackedScores packed_p;
+        packed_p.set(p);
+
+        // The first step has none before it and computes what nobody uses, from K: with MMAs that are conditional, ptxas would serialise
+        // all of them.
+        const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared;
+        mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
+#pragma unroll
+        for (int panel = 0; panel < kDqPanelsOfDv; ++panel) {
+            float dq[kDqColumns / 2];
+            start_dq(dq, last_ds, shared, panel);
+            if (panel == kDqPanelsOfDv - 1) {
+                mma_gradient(dv, packed_p, dout_smem);
+                wgmma_wait<1>();
+                release(barriers.ds_ready());
+            } else {
+                wgmma_wait<0>();
+            }
+            pin_registers(dq);
+            if (i > 0) add_dq_panel(params, tile, previous, dq, panel, warp_row, lane);
+        }
+        wgmma_wait<0>();
+        pin_registers(dv);
+        release(barriers.empty(ring.stage));
+        ring.advance();
+        previous = step;
+        step = next_step(step, queries);
+    }
+
+    if (count > 0) {
+        mbarrier_wait(barriers.ds_ready(), (count - 1) % 2);
+#pragma unroll
+        for (int panel = 0; panel < kDqPanelsOfDv; ++panel) {
+            float dq[kDqColumns / 2];
+            start_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes, shared, panel);
+            wgmma_wait<0>();
+            pin_registers(dq);
+            add_dq_panel(params, tile, previous, dq, panel, warp_row, lane);
+        }
+    }
+    release(barriers.ds_ready());  // this warp no longer reads K
+    // The other consumer no longer reads V: dS of the last step is there.
+    mbarrier_wait(barriers.v_full(), 0);
+    store_gradient<kHeadDimV>(params.dv, dv, 1.0f, shared + kVOffset, tile.first_key, tile, 0, lane);
+    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
+}
+
+// The consumer of dK. The MMAs of a step, in groups as they are awaited:
+//     dP^T = V dO^T                  P comes from the other consumer
+//     dQ = dS K of the step before   its panels of columns, one after another
+//     dK += dS^T Q                   ... while the last of them is added to memory
+__device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
+    const int lane = threadIdx.x % 32;
+    const int warp_row = threadIdx.x % 128 / 32 * 16;  // the warp's first key of the tile, and its first row of dQ
+    auto release = [&](shared_address empty) {
+        if (lane == 0) mbarrier_arrive(empty);
+    };
+    const QueryBlocks queries = find_query_blocks(params, tile.first_key);
+    const int count = num_steps(params, queries);
+
+    float dk[kHeadDim / 2] = {};
+    RingPosition<kStages> ring;
+    Step step = first_step(queries);
+    Step previous = step;
+    mbarrier_wait(barriers.k_full(), 0);
+    mbarrier_wait(barriers.v_full(), 0);
+
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+        float ds[kBlockM / 2];  // dP^T, then dS^T
+        mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
+        mma_scores<kHeadDimV>(ds, shared + kVOffset, shared + kDoutOffset + ring.stage * kDoutBytes);
+        wgmma_wait<0>();
+        pin_registers(ds);
+        float p[kBlockM / 2];
+        mbarrier_wait(barriers.p_full(), i % 2);
+        load_p(p, shared + kPOffset);
+        compute_ds(ds, p, shared + kDeltaOffset + ring.stage * kRowBytes, lane);
+        PackedScores packed_ds;
+        packed_ds.set(ds);
+
+        // P was written when all warps had dS of step i - 1 written, and that of step i - 2 read, whose buffer step i takes.
+        store_ds(packed_ds, shared + kDsOffset + i % 2 * kDsBytes, warp_row, lane);
+        fence_proxy_async();  // the MMA of dQ would not see the writes otherwise
+
+        // The first step has none before it and computes what nobody uses, from K: with MMAs that are conditional, ptxas would serialise
+        // all of them.
+        const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared;
+        mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
+#pragma unroll
+        for (int panel = kDqPanelsOfDv; panel < kPanels; ++panel) {
+            float dq[kDqColumns / 2];
+            start_dq(dq, last_ds, shared, panel);
+            if (panel == kPanels - 1) {
+                mma_gradient(dk, packed_ds, shared + kQOffset + ring.stage * kQBytes);
+                wgmma_wait<1>();
+                __syncwarp();  // all lanes have read P and delta, and written their dS
+                release(barriers.ds_ready());
+            } else {
+                wgmma_wait<0>();
+            }
+            pin_registers(dq);
+            if (i > 0) add_dq_panel(params, tile, previous, dq, panel, warp_row, lane);
+        }
+        wgmma_wait<0>();
+        pin_registers(dk);
+        release(barriers.empty(ring.stage));
+        ring.advance();
+        previous = step;
+        step = next_step(step, queries);
+    }
+
+    if (count > 0) {
+        mbarrier_wait(barriers.ds_ready(), (count - 1) % 2);
+#pragma unroll
+        for (int panel = kDqPanelsOfDv; panel < kPanels; ++panel) {
+            float dq[kDqColumns / 2];
+            start_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes, shared, panel);
+            wgmma_wait<0>();
+            pin_registers(dq);
+            add_dq_panel(params, tile, previous, dq, panel, warp_row, lane);
+        }
+    }
+    release(barriers.ds_ready());
+    mbarrier_wait(barriers.ds_ready(), count % 2);  // no warp reads K any longer
+    store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, shared, tile.first_key, tile, 1, lane);
+    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+flash_bwd_hdim192_bf16_causal_sm90(const __grid_constant__ Params params) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    const shared_address shared = (to_shared(shared_memory) + 1023) / 1024 * 1024;
+    const Barriers barriers = {shared + kBarrierOffset};
+    const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+
+    if (threadIdx.x == 0) {
+        prefetch_tensormap(params.q);
+        prefetch_tensormap(params.k);
+        prefetch_tensormap(params.v);
+        prefetch_tensormap(params.dout);
+        prefetch_tensormap(params.dk);
+        prefetch_tensormap(params.dv);
+        barriers.init();
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
+    griddepcontrol_wait();
+    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
+    // before this one to have ended.
+    griddepcontrol_launch_dependents();
+
+    const KeyBlock tile = find_key_block(params, block_index());
+    if (warpgroup == 0) {
+        setmaxnreg_dec<kProducerRegisters>();
+        if (threadIdx.x == 0) produce(params, tile, shared, barriers);
+    } else if (warpgroup == 1) {
+        setmaxnreg_inc<kConsumerRegisters>();
+        consume_dv(params, tile, shared, barriers);
+    } else {
+        setmaxnreg_inc<kConsumerRegisters>();
+        consume_dk(params, tile, shared, barriers);
+    }
+}

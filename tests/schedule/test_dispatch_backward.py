@@ -1,0 +1,58 @@
+"""Which of the shipped kernels the backward pass takes on Hopper."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from flashgen.operators.arguments import view_of_shape
+from flashgen.operators.backward import normalise
+from flashgen.schedule.dispatch import offers, select
+from flashgen.spec.load import load_specs
+
+H200 = SimpleNamespace(
+    name="H200",
+    ordinal=0,
+    arch="sm_90",
+    compute_capability=(9, 0),
+    num_sms=132,
+    smem_per_block=232448,
+    smem_per_sm=233472,
+    l2_bytes=50 << 20,
+)
+
+SPECS = load_specs()
+
+
+def taken(head_dim, head_dim_v, dtype="bf16", seqlen=1000, **options):
+    rows, keys = (2, seqlen, 4), (2, seqlen, 2)
+    q, k = (view_of_shape((*of, head_dim), dtype, 0) for of in (rows, keys))
+    dout, v = (view_of_shape((*of, head_dim_v), dtype, 0) for of in (rows, keys))
+    lse = view_of_shape((2, 4, seqlen), "fp32", 0)
+    problem = normalise(dout, q, k, v, dout, lse, **options)
+    return select(problem, H200, offers(problem, H200, SPECS))
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "held"),
+    [
+        ((128, 128), (128, 128)),
+        ((136, 8), (192, 128)),
+        ((192, 96), (192, 128)),
+        ((160, 160), (192, 192)),
+        ((192, 136), (192, 192)),
+        ((200, 128), (256, 256)),
+        ((248, 248), (256, 256)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (100, 0)}], ids=str)
+@pytest.mark.parametrize("seqlen", [1, 16384])
+def test_kernels_for_hopper_hold_both_head_dims(head_dims, held, options, seqlen):
+    variant = taken(*head_dims, seqlen=seqlen, **options)
+    assert (variant.target, variant.head_dim, variant.head_dim_v) == ("sm90", *held)
+
+
+@pytest.mark.parametrize("head_dim", [192, 256])
+def test_what_they_have_no_kernel_of_is_left_to_those_for_every_gpu(head_dim):
+    assert taken(head_dim, head_dim, dtype="fp32").target == "sm80"
+    assert taken(head_dim, head_dim, deterministic=True).target == "sm80"
