@@ -1,4 +1,5 @@
-"""Write the tables of docs/performance.md and docs/lineage.md from the JSON of the last runs. Needs no GPU.
+"""Write the tables of docs/performance.md, docs/lineage.md and docs/training.md from the JSON of the last
+runs. Needs no GPU.
 
     python benchmarks/report.py            after a run with --save benchmarks/results/...
     python benchmarks/report.py --check    change nothing; exit code 1 where pages and results differ
@@ -13,7 +14,8 @@ FILE lies in benchmarks/results; while it does not, the page says so. The kinds,
     environment   what was measured on; of several FILEs the first that knows a version
     cells         one line per case, flashgen's rate and its speed over each peer's. FIELD=A,B keeps the cases
                   with these values, as=µs shows times instead, with=variant names the kernel taken
-    by-length     one column per sequence length; to=PEER is who the ratio is to
+    by-length     one column per sequence length; to=PEER is who the ratio is to, to=best the fastest in each
+                  cell. FIELD=A,B as above
     summary       geometric mean and lowest ratio per peer and dtype
     losses        what ragged lengths lose
     algorithms    one line per case, one column per algorithm: show=time, show=memory (beyond inputs and
@@ -40,7 +42,7 @@ from flashgen.bench.results import Measurement, Report, Row, figure
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-PAGES = tuple(HERE.parent / "docs" / name for name in ("performance.md", "lineage.md"))
+PAGES = tuple(HERE.parent / "docs" / name for name in ("performance.md", "lineage.md", "training.md"))
 
 _MARKER = re.compile(
     r"(?P<start>^<!-- table: (?P<words>[^\n]*?) -->\n)(?P<table>.*?)(?=^<!-- end -->$)", re.M | re.S
@@ -58,6 +60,9 @@ _PEERS = {
     "flashgen-fixed": "without lengths",
     "flashgen-gqa": "`gqa` pinned",
     "flashgen-packed": "`packed` pinned",
+    "flashgen-sm80": "for Ampere",
+    "flash-attn-2": "FlashAttention-2 (its package)",
+    "flash-attn-3": "FlashAttention-3",
 }
 
 Options = Mapping[str, str]
@@ -77,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--page",
         type=Path,
         action="append",
-        help="a page; repeatable. By default performance.md and lineage.md",
+        help="a page; repeatable. By default performance.md, lineage.md and training.md",
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON lies")
     options = parser.parse_args(arguments)
@@ -223,10 +228,11 @@ def _cells(files: list[Path], options: Options) -> list[str]:
 def _by_length(files: list[Path], options: Options) -> list[str]:
     (file,) = files
     peer, found = options["to"], {}
-    for row in Report.load(file).rows:
+    for row in _kept(Report.load(file), {key: options[key] for key in options if key != "to"}):
         case = row.case
         line = found.setdefault((case.dtype, str(case.head_dim), _mask(case)), {})
-        line[case.seqlen_q] = f"{_rate(row)} ({_ratio(row.ratio(peer))})"
+        ratio = (row.best_rival() or (None,))[0] if peer == "best" else row.ratio(peer)
+        line[case.seqlen_q] = f"{_rate(row)} ({_ratio(ratio)})"
     lengths = sorted({length for line in found.values() for length in line})
     header = ["dtype", "head_dim", "mask", *map(short_length, lengths)]
     return _markdown(header, ([*key, *(line.get(n, "–") for n in lengths)] for key, line in found.items()))

@@ -105,7 +105,7 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     return block;
 }
 
-// Blocks of kBlockM queries, visited from the last to the first. All thread blocks of a head that have any begin with the same one.
+// Blocks of kBlockM queries.
 struct QueryBlocks {
     int first;
     int last;  // below `first` where there are none
@@ -123,6 +123,9 @@ __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, i
 struct Step {
     int block;
 };
+
+// Steps go from the last block of queries to the first. All thread blocks of a head that have any begin with the same one.
+__device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return {queries.last}; }
 
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
 
@@ -451,8 +454,6 @@ __device__ __forceinline__ void store_gradient(const tensor_map& map, const floa
     }
 }
 
-__device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return {queries.last}; }
-
 __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
 
 // Loads Q and dO of a step, and the LSE and delta of its rows.
@@ -484,6 +485,7 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& ti
     // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
     Step step = first_step(queries);
+#pragma unroll 1
     for (int left = num_steps(params, queries); left > 0; --left) {
         produce_step(params, tile, step, shared, barriers, ring);
         step = next_step(step, queries);
@@ -622,7 +624,9 @@ flash_bwd_hdim128_bf16_causal_sm90(const __grid_constant__ Params params) {
     const KeyBlock tile = find_key_block(params, block_index());
     if (warpgroup == 0) {
         setmaxnreg_dec<kProducerRegisters>();
-        if (threadIdx.x == 0) produce(params, tile, shared, barriers);
+        if (threadIdx.x == 0) {
+            produce(params, tile, shared, barriers);
+        }
     } else {
         setmaxnreg_inc<kConsumerRegisters>();
         consume(params, tile, shared, barriers, warpgroup - 1);

@@ -109,11 +109,13 @@ struct Params {
     int32_t head_dim;                     // of the call: a multiple of 8 (fp32: 4), at most kHeadDim; columns past it are zero-filled
     int32_t head_dim_v;                   // likewise, of v and dout
     int32_t num_row_blocks;               // blocks of keys of one head
+    int32_t batch_size;
+    int32_t heads_per_section;            // kv heads whose blocks of keys are launched together
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float softmax_scale;                  // dK is softmax_scale dS^T Q
     float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
 };
-static_assert(sizeof(Params) == 272 && offsetof(Params, dout) == 0 && offsetof(Params, q) == 8 && offsetof(Params, k) == 16);
+static_assert(sizeof(Params) == 280 && offsetof(Params, dout) == 0 && offsetof(Params, q) == 8 && offsetof(Params, k) == 16);
 static_assert(offsetof(Params, v) == 24 && offsetof(Params, dk) == 32 && offsetof(Params, dv) == 40);
 static_assert(offsetof(Params, delta) == 48 && offsetof(Params, lse_log2) == 56 && offsetof(Params, dq_accum) == 64);
 static_assert(offsetof(Params, turns) == 72 && offsetof(Params, dout_batch_stride) == 80);
@@ -128,8 +130,9 @@ static_assert(offsetof(Params, dv_batch_stride) == 200 && offsetof(Params, dv_ro
 static_assert(offsetof(Params, dv_head_stride) == 216 && offsetof(Params, num_heads_q) == 224);
 static_assert(offsetof(Params, num_heads_kv) == 228 && offsetof(Params, group_size) == 232 && offsetof(Params, seqlen_q) == 236);
 static_assert(offsetof(Params, seqlen_kv) == 240 && offsetof(Params, head_dim) == 244 && offsetof(Params, head_dim_v) == 248);
-static_assert(offsetof(Params, num_row_blocks) == 252 && offsetof(Params, diagonal_offset) == 256);
-static_assert(offsetof(Params, softmax_scale) == 260 && offsetof(Params, scale_log2) == 264);
+static_assert(offsetof(Params, num_row_blocks) == 252 && offsetof(Params, batch_size) == 256);
+static_assert(offsetof(Params, heads_per_section) == 260 && offsetof(Params, diagonal_offset) == 264);
+static_assert(offsetof(Params, softmax_scale) == 268 && offsetof(Params, scale_log2) == 272);
 
 // The rows of a head in the workspace: whole units of kRowUnit, so that a tile of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
@@ -161,19 +164,24 @@ struct KeyBlock {
     int first_key;
 };
 
-// The blocks of a head follow each other, so that they share its queries in L2. Within a head the first keys come first: under
-// a diagonal the most queries attend to them, so that the last blocks of the grid are short.
+// Blocks of a head add to dQ in the order of their launch, the last keys first (turn_of). Heads are launched in sections of about as
+// many blocks as run at a time, and in a section the last block of each head comes first, then the one before it. So when a block
+// starts, those of its head that are ahead of it have a lead, and it seldom waits.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
-    const int head_of_batch = index / params.num_row_blocks;
+    const int first_head = index / (params.heads_per_section * params.num_row_blocks) * params.heads_per_section;
+    const int section_heads = min(params.heads_per_section, params.batch_size * params.num_heads_kv - first_head);
+    const int index_in_section = index - first_head * params.num_row_blocks;
+    const int blocks_ahead = index_in_section / section_heads;  // of its head
+    const int head_of_batch = first_head + index_in_section - blocks_ahead * section_heads;
     KeyBlock block;
-    block.index = index - head_of_batch * params.num_row_blocks;
+    block.index = params.num_row_blocks - 1 - blocks_ahead;
     block.first_key = block.index * kBlockN;
     block.batch = head_of_batch / params.num_heads_kv;
     block.kv_head = head_of_batch - block.batch * params.num_heads_kv;
     return block;
 }
 
-// Blocks of kBlockM queries, visited from the last to the first. All thread blocks of a head that have any begin with the same one.
+// Blocks of kBlockM queries.
 struct QueryBlocks {
     int first;
     int last;  // below `first` where there are none
@@ -193,9 +201,13 @@ struct Step {
     int block;
 };
 
+// Steps go from the first block of queries to the last. Under a diagonal a thread block begins with a block of queries that none of
+// the later keys has, where it has the first turn, and follows those of later keys from there on.
 // The query heads of the kv head follow each other, so that their gradients are summed here.
+__device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return {0, queries.first}; }
+
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks& queries) {
-    return step.block > queries.first ? Step{step.head_of_group, step.block - 1} : Step{step.head_of_group + 1, queries.last};
+    return step.block < queries.last ? Step{step.head_of_group, step.block + 1} : Step{step.head_of_group + 1, queries.first};
 }
 
 // The query head of a step.
@@ -546,26 +558,35 @@ __device__ __forceinline__ void differentiate(Scores& dp, const Scores& p, share
     }
 }
 
-// Thread blocks add to a block of queries in the order of their keys, so that the sums repeat to the bit. Each counts itself when it is
-// done. Those ahead of it were launched earlier, so they get there whatever the GPU has room for.
+// Thread blocks add to a block of queries one after the other, those of later keys first, so that the sums repeat to the bit. Each
+// counts itself when it is done. It waits only for blocks of its head that were launched before it, and these likewise. Thread blocks
+// start in the order of their launch, so whatever the GPU has room for, the first of those that run waits for none: no deadlock.
+
+// The last block of keys of which a query of a block attends to some.
+__device__ __forceinline__ int last_key_block(const Params& params, int query_block) {
+    const int last_query = min((query_block + 1) * kBlockM, params.seqlen_q) - 1;
+    return min((last_query + params.diagonal_offset) / kBlockN, params.num_row_blocks - 1);
+}
+
+// How many thread blocks add to a step's block of queries before this one.
+__device__ __forceinline__ uint32_t turn_of(const Params& params, const KeyBlock& block, const Step& step) {
+    return last_key_block(params, step.block) - block.index;
+}
+
+// Where those count that have added to a step's block of queries.
 __device__ __forceinline__ uint32_t* turns_of(const Params& params, const KeyBlock& block, const Step& step) {
     const int64_t unit_row = first_unit_row(params, block.batch, head_of(params, block, step));
     return reinterpret_cast<uint32_t*>(params.turns) + unit_row / kBlockM + step.block;
 }
 
-__device__ __forceinline__ void wait_for_turn(const Params& params, const KeyBlock& block, const Step& step) {
-    const int first_block = keys_of_some(params, step.block * kBlockM, kBlockM).begin / kBlockN;
-    if (threadIdx.x == 0) {
-        const uint32_t* turns = turns_of(params, block, step);
-        while (load_acquire_32(turns) != block.index - first_block) {}
-    }
-    barrier_sync(kThreads);
+// Whether all that were ahead of this thread block have added; if so, what they added is visible.
+__device__ __forceinline__ bool has_turn(const Params& params, const KeyBlock& block, const Step& step) {
+    return load_acquire_32(turns_of(params, block, step)) == turn_of(params, block, step);
 }
 
+// One thread, once all that this thread block adds is visible to it.
 __device__ __forceinline__ void pass_turn(const Params& params, const KeyBlock& block, const Step& step) {
-    const int first_block = keys_of_some(params, step.block * kBlockM, kBlockM).begin / kBlockN;
-    barrier_sync(kThreads);  // every warp has added
-    if (threadIdx.x == 0) store_release_32(turns_of(params, block, step), block.index - first_block + 1);
+    store_release_32(turns_of(params, block, step), turn_of(params, block, step) + 1);
 }
 
 // Adds dQ of a warp's rows and columns to what other thread blocks have.
@@ -659,7 +680,7 @@ flash_bwd_hdim128_fp16_causal_ordered_gqa_sm80(const __grid_constant__ Params pa
     const KeyBlock found_block = find_key_block(params, block_index());
     if (threadIdx.x == 0) stash_block(found_block, smem);
     const QueryBlocks queries = find_query_blocks(params, found_block.first_key);
-    Step step = {0, queries.last};
+    Step step = first_step(queries);
     const int num_steps = (queries.last - queries.first + 1) * params.group_size;
     const auto k_rows = down_first<RowsOfK>(smem + kKOffset, warp_key, 0, lane);
     const auto v_rows = down_first<RowsOfV>(smem + kVOffset, warp_key, 0, lane);
@@ -691,6 +712,8 @@ flash_bwd_hdim128_fp16_causal_ordered_gqa_sm80(const __grid_constant__ Params pa
             copy_queries(params, block, next, smem + kStagesOffset + (left - 1) % kStages * kStageBytes);
             cp_async_commit();
         }
+        // Asked early by one thread, as the answer takes as long as L2 does.
+        bool is_turn = threadIdx.x != kThreads - 32 || has_turn(params, block, step);
 
         Scores p;
         mma_scores<kHeadDim>(p, k_rows, right_first<RowsOfK>(q, warp_query, 0, lane));
@@ -707,12 +730,18 @@ flash_bwd_hdim128_fp16_causal_ordered_gqa_sm80(const __grid_constant__ Params pa
         mma_gradients(gradients.dv, p_weights, summed_rows<RowsOfV>(dout, warp_query, part, lane));
         mma_gradients(gradients.dk, ds_weights, summed_rows<RowsOfK>(q, warp_query, part, lane));
 
+        while (!is_turn) is_turn = has_turn(params, block, step);  // the others wait at the barrier
         barrier_sync(kThreads);  // P and dS of all warps are here
         float dq[kDqRowTiles][kDqColumnTiles][4] = {};
         mma_dq(dq, smem + kDsOffset, dq_row, k_columns, lane);
-        wait_for_turn(params, block, step);
         add_dq(dq_tiles(params, block.batch, head_of(params, block, step), first_query + dq_row), dq, dq_column_warp, lane);
-        pass_turn(params, block, step);
+        // Only the first warp waits until all have added.
+        if (warp == 0) {
+            barrier_sync(2, kThreads);
+            if (lane == 0) pass_turn(params, block, step);
+        } else {
+            barrier_arrive(2, kThreads);
+        }
 
         // P and dS of other queries come from shared memory.
 #pragma unroll

@@ -104,7 +104,7 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     return block;
 }
 
-// Blocks of kBlockM queries, visited from the last to the first. All thread blocks of a head that have any begin with the same one.
+// Blocks of kBlockM queries.
 struct QueryBlocks {
     int first;
     int last;  // below `first` where there are none
@@ -122,6 +122,9 @@ __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, i
 struct Step {
     int block;
 };
+
+// Steps go from the last block of queries to the first. All thread blocks of a head that have any begin with the same one.
+__device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return {queries.last}; }
 
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
 
@@ -482,8 +485,6 @@ __device__ __forceinline__ void store_gradient(const tensor_map& map, const floa
     }
 }
 
-__device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return {queries.last}; }
-
 __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
 
 // Loads Q and dO of a step, and the LSE and delta of its rows.
@@ -515,6 +516,7 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& ti
     // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
     Step step = first_step(queries);
+#pragma unroll 1
     for (int left = num_steps(params, queries); left > 0; --left) {
         produce_step(params, tile, step, shared, barriers, ring);
         step = next_step(step, queries);

@@ -109,7 +109,7 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     return block;
 }
 
-// Blocks of kBlockM queries, visited from the last to the first. All thread blocks of a head that have any begin with the same one.
+// Blocks of kBlockM queries.
 struct QueryBlocks {
     int first;
     int last;  // below `first` where there are none
@@ -132,7 +132,10 @@ struct Step {
     int block;
 };
 
+// Steps go from the last block of queries to the first. All thread blocks of a head that have any begin with the same one.
 // The query heads of the kv head follow each other, so that their gradients are summed here.
+__device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return {0, queries.last}; }
+
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks& queries) {
     return step.block > queries.first ? Step{step.head_of_group, step.block - 1} : Step{step.head_of_group + 1, queries.last};
 }
@@ -381,7 +384,6 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Vis
 
 // Hides the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
-    // The end of the range is not tested: for queries past the last lse_log2 is inf, so compute_p() makes P = 0.
     const QueryRange ranges[2] = {queries_of_key(params, lane_key), queries_of_key(params, lane_key + 8)};
     for_each_score(scores, [&](int key, int query, float& score) {
         const QueryRange& range = ranges[key / 8];
@@ -468,8 +470,6 @@ __device__ __forceinline__ void store_gradient(const tensor_map& map, const floa
 }
 
 // A tile takes each query head of its kv head through the same blocks of queries.
-__device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return {0, queries.last}; }
-
 __device__ __forceinline__ int num_steps(const Params& params, const QueryBlocks& queries) {
     return (queries.last - queries.first + 1) * params.group_size;
 }
@@ -503,6 +503,7 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& ti
     // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
     Step step = first_step(queries);
+#pragma unroll 1
     for (int left = num_steps(params, queries); left > 0; --left) {
         produce_step(params, tile, step, shared, barriers, ring);
         step = next_step(step, queries);
@@ -643,7 +644,9 @@ flash_bwd_hdim64_fp16_local_gqa_sm90(const __grid_constant__ Params params) {
     const KeyBlock tile = find_key_block(params, block_index());
     if (warpgroup == 0) {
         setmaxnreg_dec<kProducerRegisters>();
-        if (threadIdx.x == 0) produce(params, tile, shared, barriers);
+        if (threadIdx.x == 0) {
+            produce(params, tile, shared, barriers);
+        }
     } else {
         setmaxnreg_inc<kConsumerRegisters>();
         consume(params, tile, shared, barriers, warpgroup - 1);

@@ -80,6 +80,26 @@ def driver(monkeypatch):
 
 
 @pytest.fixture
+def fake_arrays():
+    """``fake_arrays(case)``: the inputs of a case of `flashgen.bench` on `fake_gpu`, where every array has
+    memory of its own, and so has a workspace.
+    """
+    pytest.importorskip("cupy")
+    from fake_gpu import Memory
+    from flashgen.bench.hosts import filled
+
+    with Memory() as memory:
+
+        def arrays(case):
+            def empty(shape):
+                return memory.array(shape, case.dtype)
+
+            return filled(case, 0, empty, empty, lambda array: memory.array(array.shape, array.dtype))
+
+        yield arrays
+
+
+@pytest.fixture
 def fake_gpu(driver, monkeypatch):
     """`driver` as the only GPU of the machine, an H200, for the whole road from `flashgen.plan` to a launch.
 

@@ -82,6 +82,39 @@ def array(shape, dtype=np.float16, address=1 << 40, strides=None, device=0):
     return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
 
 
+class Memory:
+    """Addresses that CuPy's allocator hands out, one behind the other, with nothing behind them."""
+
+    def __init__(self):
+        self._end = 1 << 40
+
+    def __enter__(self):
+        import cupy
+
+        self._before = cupy.cuda.get_allocator()
+        cupy.cuda.set_allocator(self._allocate)
+        return self
+
+    def __exit__(self, *_):
+        import cupy
+
+        cupy.cuda.set_allocator(self._before)
+
+    def _allocate(self, size):
+        import cupy
+
+        address, self._end = self._end, self._end + -(-size // 256) * 256
+        return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(address, size, None, 0), 0)
+
+    def array(self, shape, dtype):
+        """An array of these elements, of NumPy or by flashgen's name for them."""
+        import cupy
+        import ml_dtypes
+
+        names = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "fp32": np.float32}
+        return cupy.empty(shape, names.get(dtype, dtype) if isinstance(dtype, str) else dtype)
+
+
 class Binding(dict):
     """Stands in for `tensormap.binding`. An encoded map begins with the address of its array.
 

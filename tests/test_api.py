@@ -303,8 +303,9 @@ def test_a_plan():
 
 def test_ready_raises_what_attention_would_and_computes_nothing(monkeypatch):
     def ready(q, k, v, **options):
-        call = {**api._defaults(), "q": q, "k": k, "v": v, **options}
-        return api.ready(*api._asked_by_name(call), None, None, None)
+        defaults, _ = api._function("attention")
+        call = {**defaults, "q": q, "k": k, "v": v, **options}
+        return api.ready(*api.asked_by_name(call), None, None, None)
 
     q, k, v = qkv()
     wrong = [
@@ -495,6 +496,7 @@ def test_warmup_compiles_what_the_calls_will_take(tmp_path, monkeypatch):
         {"q": (2, 300, 4, 32)},
         {"q": (2, 1, 4, 32), "k": flashgen.KVCache((9, 16, 2, 32), (9, 16, 2, 32), (2,), pages=(2, 4))},
         {"q": (50, 4, 32), "cu_seqlens_q": (3,), "cu_seqlens_kv": (3,), "max_seqlen_q": 40},
+        {"q": (2, 300, 4, 32), "operator": "attention_backward"},
     ]
     names = flashgen.warmup(calls, arch="sm_80", jobs=2)
     assert names == tuple(flashgen.explain(**call, arch="sm_80").variant.name for call in calls)

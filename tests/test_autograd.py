@@ -1,5 +1,7 @@
 """``attention`` in the graphs of PyTorch: autograd, torch.compile, torch.export. On the CPU."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -86,10 +88,12 @@ def test_without_batch_and_of_some_inputs():
 def test_the_operators_pass_torchs_own_checks():
     q, k, v, dout = tensors()
     slopes = torch.rand(HEADS)
-    plain = (None, [], True, None, -1, -1, None, "", "", "", "auto", False, None, None)
+    none = (None, None, None)
+    plain = (None, [], *none, True, None, -1, -1, None, "", "", "", "auto", False, None, None, None, None)
     scored = (
         None,
         [slopes],
+        *none,
         False,
         None,
         3,
@@ -102,6 +106,8 @@ def test_the_operators_pass_torchs_own_checks():
         True,
         "cpu",
         None,
+        None,
+        None,
     )
     for given in (plain, scored):
         torch.library.opcheck(torch.ops.flashgen.attention.default, (q, k, v, *given))
@@ -113,6 +119,63 @@ def test_the_operators_pass_torchs_own_checks():
             torch.ops.flashgen.attention_backward.default,
             (*inputs, None, out, lse, dlse, [], *plain[2:]),
         )
+
+
+def packed(dtype=torch.float32):
+    """q, k and v of three sequences that require gradients, a gradient of the result, and their lengths."""
+    shapes = (9, HEADS, 16), (13, KV_HEADS, 16), (13, KV_HEADS, 8)
+    made = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+    cu_q, cu_kv = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 2, 2, 8], [0, 3, 7, 13]))
+    return (*made, torch.randn(9, HEADS, 8).to(dtype), {"cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_kv})
+
+
+def one_by_one(q, k, v, cu_seqlens_q, cu_seqlens_kv, **options):
+    """The results of packed sequences, each by a call of its own."""
+    ends = zip(cu_seqlens_q.tolist(), cu_seqlens_kv.tolist(), strict=True)
+    pairs = list(itertools.pairwise(ends))
+    parts = [flashgen.attention(q[a:b], k[c:d], v[c:d], **options) for (a, c), (b, d) in pairs if b > a]
+    return torch.cat([*parts, torch.zeros(len(q) - pairs[-1][1][0], HEADS, v.shape[-1])])
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (1, 0), "softcap": 2.0}], ids=str)
+def test_packed_sequences(options):
+    q, k, v, dout, lengths = packed()
+    dout[8:] = 0  # nothing is written behind the last sequence
+    found = gradients(lambda *x: (flashgen.attention(*x, **lengths, **options)[:8] * dout[:8]).sum(), q, k, v)
+    same(found, gradients(lambda *x: (one_by_one(*x, **lengths, **options) * dout).sum(), q, k, v))
+
+
+def test_padded_sequences():
+    q, k, v, dout = tensors()
+    lengths = torch.tensor([4, 0], dtype=torch.int32)
+    found = gradients(lambda *x: (flashgen.attention(*x, kv_lengths=lengths) * dout).sum(), q, k, v)
+    own = q[0].detach(), k[0, :4].detach(), v[0, :4].detach()
+    leaves = [x.requires_grad_() for x in own]
+    expected = gradients(lambda *x: (flashgen.attention(*x) * dout[0]).sum(), *leaves)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x[0, : len(y)], y)
+        assert not x[1].any()
+        assert not x[0, len(y) :].any()
+
+
+def test_packed_sequences_pass_torchs_own_checks_and_compile():
+    q, k, v, dout, lengths = packed()
+    lengths["cu_seqlens_q"][-1] = 9  # what lies behind the last sequence is any number, as the checks compare
+    options = (True, None, -1, -1, None, "", "", "", "auto", False, None, None, 7, None)
+    given = None, [], None, *lengths.values(), *options
+    torch.library.opcheck(torch.ops.flashgen.attention.default, (q, k, v, *given))
+    with torch.no_grad():
+        out, lse = flashgen.attention(q, k, v, causal=True, return_lse=True, **lengths)
+    inputs = [x.detach() for x in (dout, q, k, v)]
+    given = None, out, lse, None, [], None, *lengths.values(), *options
+    torch.library.opcheck(torch.ops.flashgen.attention_backward.default, (*inputs, *given))
+
+    def loss(q, k, v):
+        return flashgen.attention(q, k, v, causal=True, max_seqlen_q=7, **lengths).square().sum()
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
+    same(gradients(compiled, q, k, v), gradients(loss, q, k, v))
 
 
 def test_compiled_into_one_graph():
@@ -201,8 +264,12 @@ def test_what_has_no_gradient_is_refused_by_name():
         with pytest.raises(BadParam, match=r"^bias requires a gradient"):
             flashgen.attention(given, k, v, score="bias", params={"bias": bias})
     lengths = torch.tensor([3, 4], dtype=torch.int32)
-    with pytest.raises(BadParam, match=r"^q: .* with lengths$"):
-        flashgen.attention(q, k, v, kv_lengths=lengths)
+    with pytest.raises(BadParam, match=r"^kv_lengths has type ndarray"):
+        flashgen.attention(q, k, v, kv_lengths=lengths.numpy())
+    with pytest.raises(BadParam, match=r"^a mask was given with kv_lengths"):
+        flashgen.attention(q, k, v, kv_lengths=lengths, mask=torch.zeros(6, 7, dtype=torch.bool))
+    with pytest.raises(BadParam, match=r"^max_seqlen_q is 1.5"):
+        flashgen.attention(q, k, v, kv_lengths=lengths, max_seqlen_q=1.5)
     with pytest.raises(BadParam, match=r"^q: .* with a KVCache$"):
         flashgen.attention(q, flashgen.KVCache(k, v, lengths))
     with pytest.raises(BadParam, match=r"^k has type ndarray"):

@@ -52,14 +52,59 @@ ROWS = np.ones((2, 5, 4, 8), np.float16)
         ({"dv": np.ones((2, 7, 2, 8), np.float32)}, BadTensorDtype, "dv has dtype"),
         ({"deterministic": 2}, BadParam, "deterministic is 2"),
         ({"causal": None}, BadParam, "causal is None"),
-        ({"kv_lengths": np.ones(2, np.int32)}, BadParam, "kv_lengths was given"),
-        ({"cu_seqlens_q": np.ones(2, np.int32)}, BadParam, "cu_seqlens_q was given"),
+        ({"splits": 2}, BadParam, "splits was given"),
+        ({"max_seqlen_q": 3}, BadParam, "max_seqlen_q or max_seqlen_kv was given, but no lengths"),
+        ({"k": flashgen.KVCache(ROWS, ROWS, None)}, BadParam, "k is a KVCache"),
         ({"softmax_scale": float("nan")}, BadParam, "softmax_scale is nan"),
     ],
 )
 def test_what_does_not_fit_is_named(changes, error, words):
     with pytest.raises(error, match=words):
         called(**changes)
+
+
+PACKED = {
+    "dout": np.ones((9, 4, 8), np.float16),
+    "q": np.ones((9, 4, 16), np.float16),
+    "k": np.ones((11, 2, 16), np.float16),
+    "v": np.ones((11, 2, 8), np.float16),
+    "out": np.ones((9, 4, 8), np.float16),
+    "lse": np.ones((4, 9), np.float32),
+    "cu_seqlens_q": np.array([0, 4, 9], np.int32),
+    "cu_seqlens_kv": np.array([0, 11, 11], np.int32),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"dout": PACKED["dout"][None]}, BadTensorShape, r"dout has shape .*\(rows_q, .*\(9, 4, 8\)"),
+        ({"lse": np.ones((1, 4, 9), np.float32)}, BadTensorShape, "lse has shape"),
+        ({"dk": np.ones((1, 11, 2, 16), np.float16)}, BadTensorShape, "dk has shape"),
+        ({"dv": np.ones((11, 2, 8), np.float32)}, BadTensorDtype, "dv has dtype"),
+        ({"mask": np.zeros((9, 11), bool)}, BadParam, "a mask was given with kv_lengths"),
+        ({"mask_type": "causal_top_left"}, BadParam, "mask_type is 'causal_top_left'"),
+        ({"cu_seqlens_kv": np.array([0, 11], np.int32)}, BadTensorShape, "batch of 1"),
+        ({"cu_seqlens_q": np.array([0, 4, 9])}, BadTensorDtype, "cu_seqlens_q has dtype int64"),
+        ({"cu_seqlens_q": np.array([0, 4, 10], np.int32)}, BadParam, "in sequence 1"),
+        ({"kv_lengths": np.ones(2, np.int32)}, BadParam, "cu_seqlens_kv and kv_lengths"),
+        ({"max_seqlen_q": 4}, BadParam, "sequence 1 has length 5; max_seqlen_q"),
+        ({"deterministic": 2}, BadParam, "deterministic is 2"),
+    ],
+)
+def test_what_does_not_fit_lengths_is_named(changes, error, words):
+    with pytest.raises(error, match=words):
+        flashgen.attention_backward(**PACKED | changes)
+
+
+def test_a_plan_of_packed_arrays_makes_results_of_their_shapes():
+    plan = flashgen.plan_backward(**PACKED)
+    order = ("dout", "q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv")
+    found = plan(*(PACKED[name] for name in order), out=PACKED["out"], lse=PACKED["lse"])
+    assert [x.shape for x in found] == [PACKED[name].shape for name in "qkv"]
+    padded = PACKED | {name: np.ones((2, 6, *PACKED[name].shape[1:]), np.float16) for name in "kv"}
+    padded |= {"cu_seqlens_kv": None, "kv_lengths": np.array([6, 0], np.int32)}
+    assert [x.shape for x in flashgen.attention_backward(**padded)] == [padded[name].shape for name in "qkv"]
 
 
 def test_an_unknown_option_is_a_type_error():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import math
 import numbers
@@ -23,7 +24,7 @@ from flashgen.runtime import arrays
 from flashgen.runtime.plans import Plan, adopted, run_adopted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from flashgen.appending import AppendPlan
     from flashgen.arch import Device
@@ -39,7 +40,17 @@ if TYPE_CHECKING:
 Asked = tuple["Operator", tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
 BACKENDS = ("cuda", "cpu", "simulator")
 _ON_HOST = ("cpu", "simulator")
+# Where the functions are that `explain` and `warmup` know by name. Beside each, `asked_by_name` says what a
+# call of it asks for.
+_EXPLAINED = {"attention": "flashgen.api", "attention_backward": "flashgen.training"}
+# Their parameters that no kernel depends on, or that have arguments of their own.
+_UNEXPLAINED = {"append", "rotary", "stream", "backend", "algorithm", "workspace"}
 MAX_PLANS = 1024
+# What is wrong with a call that has bounds alone.
+BOUNDS_ALONE = (
+    "max_seqlen_q or max_seqlen_kv was given, but no lengths; they are bounds of kv_lengths, cu_seqlens_q "
+    "and cu_seqlens_kv"
+)
 
 _log = logs.logger("api")
 _plans: dict[Any, Plan] = {}
@@ -147,7 +158,7 @@ def attention(
     Returns ``out``, of the kind of q, or ``(out, lse)``. A row that sees no key is 0, with an LSE of -inf.
 
     Where a tensor of PyTorch, q, k or v, requires a gradient, autograd records the call. It refuses one with
-    out, stream, lengths or a KVCache, and a mask or an array of a score that requires a gradient itself.
+    out, stream or a KVCache, and a mask or an array of a score that requires a gradient itself.
 
     Raises a FlashgenError, before anything is queued or written: BadParam, BadTensorShape, BadTensorDtype,
     BadTensorStrides, NullPointer, DeviceTypeNotSupported, NoCompilerError, or CompileError.
@@ -158,7 +169,7 @@ def attention(
     if deterministic is not False:
         deterministic = flag("deterministic", deterministic)
     kind = arrays.kind_of(q)
-    if kind is None or not kind.is_compiling() or _unrecorded(v, out, stream, lengths):
+    if kind is None or not kind.is_compiling() or _unrecorded(v, out, stream):
         try:
             if append is not None or rotary is not None:
                 from flashgen.appending import append_and_attend, asked_to_append
@@ -173,7 +184,7 @@ def attention(
             return _call(*wanted, stream, backend, algorithm)
         except arrays.RequiresGradient as error:
             # Raised where layouts are read, which looks at each tensor anyway: other calls pay nothing.
-            without = _unrecorded(v, out, stream, lengths)
+            without = _unrecorded(v, out, stream)
             if without:
                 raise BadParam(f"{error}. There are no gradients of calls with {without}") from None
     from flashgen import autograd
@@ -183,6 +194,7 @@ def attention(
         options[:3],
         softmax_scale,
         of_score,
+        lengths,
         splits=splits,
         deterministic=deterministic,
         backend=backend,
@@ -191,12 +203,10 @@ def attention(
     return results if flag("return_lse", return_lse) else results[0]
 
 
-def _unrecorded(v: Any, out: Any, stream: Any, lengths: tuple[Any, ...]) -> str:
+def _unrecorded(v: Any, out: Any, stream: Any) -> str:
     """What a call has that autograd's operators have not, empty if nothing."""
     if v is None:
         return "a KVCache"
-    if any(x is not None for x in lengths):
-        return "lengths"
     return "out" if out is not None else "stream" if stream is not None else ""
 
 
@@ -294,29 +304,30 @@ def asked(
             raise NullPointer("lengths of the KVCache is None; expected an int32 array, (batch,)")
     elif kv_lengths is None and cu_seqlens_q is None and cu_seqlens_kv is None:
         if max_seqlen_q is not None or max_seqlen_kv is not None:
-            raise BadParam(
-                "max_seqlen_q or max_seqlen_kv was given, but no lengths; they are bounds of kv_lengths, "
-                "cu_seqlens_q and cu_seqlens_kv"
-            )
+            raise BadParam(BOUNDS_ALONE)
         given = (q, k, v, mask, out, None, *arrays_of_score)
         return operator_for(modification), given, (*options, modification), scalars
     arrays_of_lengths = cu_seqlens_q, cu_seqlens_kv, kv_lengths, index, pages
     given = (q, k, v, *arrays_of_lengths, mask, out, None, *arrays_of_score)
-    options = (*options, _bound(max_seqlen_q), _bound(max_seqlen_kv), modification)
+    options = (*options, bound(max_seqlen_q), bound(max_seqlen_kv), modification)
     from flashgen.operators.varlen import operator_for as varlen_for  # other first calls need not wait for it
 
     return varlen_for(modification), given, options, scalars
 
 
-@lru_cache(maxsize=1)
-def _defaults() -> Mapping[str, Any]:
-    """The parameters of ``attention`` with their defaults."""
-    return {name: each.default for name, each in inspect.signature(attention).parameters.items()}
+@lru_cache(maxsize=len(_EXPLAINED))
+def _function(name: str) -> tuple[Mapping[str, Any], Callable[[Mapping[str, Any]], Asked]]:
+    """The parameters of a function in `_EXPLAINED` with their defaults, None where there is none, and its
+    `asked_by_name`.
+    """
+    module = importlib.import_module(_EXPLAINED[name])
+    parameters = inspect.signature(getattr(module, name)).parameters.values()
+    named = (each for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD)
+    defaults = {each.name: None if each.default is each.empty else each.default for each in named}
+    return defaults, module.asked_by_name
 
 
-def _asked_by_name(
-    call: Mapping[str, Any],
-) -> Asked:
+def asked_by_name(call: Mapping[str, Any]) -> Asked:
     """`asked` of all parameters of ``attention`` by name."""
     lengths = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
     return asked(
@@ -328,7 +339,7 @@ def _asked_by_name(
     )
 
 
-def _bound(max_seqlen: Any) -> Any:
+def bound(max_seqlen: Any) -> Any:
     """An int for what stands for one: the element of a tensor may change, and its plan would not."""
     try:
         return index_of(max_seqlen)
@@ -401,26 +412,30 @@ def explain(
     *,
     dtype: str = "fp16",
     arch: str | None = None,
+    operator: str = "attention",
     **options: Any,
 ) -> Explanation:
-    """Which kernel ``attention`` takes for such a call, and why not the others. Needs no GPU and compiles
-    nothing.
+    """Which kernel a call of ``attention`` or ``attention_backward`` takes, and why not the others. Needs no
+    GPU and compiles nothing.
 
     q, k, v: shapes, as in ``attention``, or arrays. k is by default as q, and v as k.
     dtype: that of q, k and v where these are shapes: "fp16", "bf16" or "fp32", or its usual name ("float16").
     arch: the architecture to explain for, such as "sm_90"; None: that of this machine's GPU. For another one
         a well-known GPU is assumed: an H100 for sm_90.
-    options: any other argument of ``attention``; arrays, such as mask, may be shapes as well.
+    operator: the function that is called: "attention" or "attention_backward".
+    options: any other argument of it; arrays, such as mask, may be shapes as well. Inputs that there must be,
+        such as dout, have by default the shapes that belong to q, k and v.
 
-    ``explain(...).variant`` is the kernel; printed, the result says why. Raises BadParam for an unknown
-    option or architecture, and what ``attention`` raises for wrong shapes and options.
+    ``explain(...).variant`` is the kernel, ``steps`` and ``workspace_bytes`` are those of a plan; printed,
+    the result says why. Raises BadParam for an unknown option, operator or architecture, and what the call
+    raises for wrong shapes and options.
     """
     from flashgen.schedule.explain import explain as explained
 
     device = _device_of(arch)
     algorithm = options.pop("algorithm", None)
-    problem = _shaped({"q": q, "k": k, "v": v} | options, dtype)
-    return explained(problem, device, _specs_for(device), algorithm)
+    problem = _shaped(operator, {"q": q, "k": k, "v": v} | options, dtype)
+    return explained(problem, device, specs_for(device), algorithm)
 
 
 def warmup(
@@ -429,27 +444,27 @@ def warmup(
     """Compile, and on this machine's GPU load, the kernels of calls to come, in parallel; without arrays.
 
     calls: for each call the arguments of ``explain`` by name: ``{"q": (1, 4096, 16, 128), "causal": True}``;
-        ``dtype`` is "fp16" where it is not given.
+        ``dtype`` is "fp16" and ``operator`` "attention" where it is not given.
     arch: the architecture to compile for, such as "sm_90", on a machine with or without it; nothing is loaded
         then. None: GPU 0 of this machine.
     jobs: how many kernels to compile at once; by default one for each processor.
 
     Returns the name of the kernel that each call takes. Afterwards the first call of such a shape only makes
-    its plan. Raises what ``attention`` raises for such calls: BadParam, BadTensorShape, CompileError, ...
+    its plan. Raises what such calls raise: BadParam, BadTensorShape, CompileError, ...
     """
     from flashgen.schedule.dispatch import offers, select
     from flashgen.toolchain.compile import in_parallel
 
     device = _device_of(arch)
-    specs = _specs_for(device)
+    specs = specs_for(device)
     shaped = []
     for call in calls:
         given = dict(call)
         dtype = given.pop("dtype", "fp16")
         if "q" not in given:
             raise BadParam(f"a call of warmup has no q: {call}; it is a shape, such as (1, 4096, 16, 128)")
-        algorithm = given.pop("algorithm", None)
-        shaped.append((_shaped(given, dtype), algorithm))
+        operator, algorithm = given.pop("operator", "attention"), given.pop("algorithm", None)
+        shaped.append((_shaped(operator, given, dtype), algorithm))
     if arch is None:
         from flashgen.runtime.launch import prepare
 
@@ -485,29 +500,39 @@ def _device_of(arch: str | None) -> Device:
     return typical(arch)
 
 
-def _specs_for(device: Device) -> tuple[Spec, ...]:
+def specs_for(device: Device) -> tuple[Spec, ...]:
+    """The specs that calls on a device choose among, with what is tuned for it."""
     folders, tuned = os.environ.get("FLASHGEN_SPECS", ""), os.environ.get("FLASHGEN_TUNED", "")
     return _specs(folders, tuned, device.name)
 
 
-def _shaped(given: dict[str, Any], dtype: str) -> Problem:
-    """The Problem of a call of attention on GPU 0, from its keywords; an array may be a shape. k is by
-    default as q, and v as k.
+def _shaped(function: str, given: dict[str, Any], dtype: str) -> Problem:
+    """The Problem of a call on GPU 0, from its keywords; an array may be a shape. k is by default as q, v as
+    k, and any other input that there must be has the shape that belongs to these.
     """
     dtype = dtype_name(dtype)
-    defaults = _defaults()
-    known = defaults.keys() - {"append", "rotary", "deterministic", "stream", "backend", "algorithm"}
+    if function not in _EXPLAINED:
+        raise BadParam(f"operator is {function!r}; allowed are {', '.join(map(repr, _EXPLAINED))}")
+    defaults, asked_by_name = _function(function)
+    known = defaults.keys() - _UNEXPLAINED
     unknown = given.keys() - known
     if unknown:
         raise BadParam(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(known))}")
     call = defaults | given
-    if call["k"] is inspect.Parameter.empty or call["k"] is None:
+    if call["k"] is None:
         call["k"] = call["q"]
     if call["v"] is None and type(call["k"]) is not KVCache:
         call["v"] = call["k"]
-    operator, given_arrays, options, scalars = _asked_by_name(call)
+    operator, given_arrays, options, scalars = asked_by_name(call)
+    shapes = {
+        argument.name: shape
+        for argument, x in zip(operator.arguments, given_arrays, strict=True)
+        if isinstance(shape := getattr(x, "shape", x), tuple | list) and not argument.optional
+    }
     views = []
     for argument, x in zip(operator.arguments, given_arrays, strict=True):
+        if x is None and not (argument.optional or argument.is_output):
+            x = operator.shape_beside(argument.name, shapes)
         if x is None:
             views.append(None)
         elif isinstance(x, tuple | list) and all(isinstance(extent, int) for extent in x):
@@ -708,7 +733,7 @@ def _runner(problem: Problem, backend: str | None, algorithm: str | None) -> Run
     from flashgen.schedule.dispatch import offers
 
     here = device(problem.device)
-    return prepare(problem, problem.device, offers(problem, here, _specs_for(here), algorithm))
+    return prepare(problem, problem.device, offers(problem, here, specs_for(here), algorithm))
 
 
 @lru_cache(maxsize=64)

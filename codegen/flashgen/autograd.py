@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Integral, Real
+from operator import index as index_of
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +17,9 @@ from flashgen.errors import BadParam
 from flashgen.operators.arguments import ROW_ALIGNMENT, flag
 from flashgen.operators.attention import mask_type_name, scale_of, sees_no_later_key, window_of
 from flashgen.operators.splits import AUTO, SplitEvery, Splits, splits_of
+from flashgen.training import MASK_WITH_LENGTHS
 from flashgen.training import asked as asked_backward
 
-_NO_LENGTHS = (None,) * 5
 _EVERY = "every "
 
 
@@ -40,6 +41,8 @@ class _Options(NamedTuple):
     deterministic: bool
     backend: str | None
     algorithm: str | None
+    max_seqlen_q: int | None
+    max_seqlen_kv: int | None
 
     @property
     def splitting(self) -> Splits:
@@ -66,8 +69,11 @@ class _Options(NamedTuple):
 # Its fields in the schemas of the operators, in their order.
 _SCHEMA = (
     "bool causal, str? mask_type, SymInt window_left, SymInt window_right, float? softmax_scale, str score, "
-    "str array_names, str numbers, str splits, bool deterministic, str? backend, str? algorithm"
+    "str array_names, str numbers, str splits, bool deterministic, str? backend, str? algorithm, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_kv"
 )
+# The arrays of lengths, behind those of a score modification.
+_LENGTHS = "Tensor? kv_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv"
 
 
 def attention(
@@ -75,6 +81,7 @@ def attention(
     masking: tuple[Any, ...],
     softmax_scale: float | None,
     of_score: tuple[Any, ...],
+    lengths: tuple[Any, ...],
     *,
     splits: Splits,
     deterministic: bool,
@@ -82,11 +89,15 @@ def attention(
     algorithm: str | None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of q, k, v and mask, recorded. ``masking`` is causal, mask_type and window_size;
-    ``of_score`` softcap, alibi_slopes, score and params. Raises BadParam.
+    ``of_score`` softcap, alibi_slopes, score and params; ``lengths`` as in `api.asked`. Raises BadParam.
     """
-    for name, x in zip(("q", "k", "v", "mask"), tensors, strict=True):
-        if not isinstance(x, Tensor) and (name != "mask" or x is not None):
+    *on_device, max_seqlen_q, max_seqlen_kv = lengths
+    optional = ("mask", "kv_lengths", "cu_seqlens_q", "cu_seqlens_kv")
+    for name, x in zip(("q", "k", "v", *optional), (*tensors, *on_device), strict=True):
+        if not isinstance(x, Tensor) and (name not in optional or x is not None):
             raise BadParam(f"{name} has type {type(x).__name__}, and another array requires a gradient")
+    if tensors[3] is not None and any(x is not None for x in on_device):
+        raise BadParam(MASK_WITH_LENGTHS)
     names, arrays, scalars = (), {}, {}
     if any(x is not None for x in of_score):
         _, alibi_slopes, _, params = of_score
@@ -109,8 +120,10 @@ def attention(
         deterministic or torch.are_deterministic_algorithms_enabled(),
         backend,
         algorithm,
+        _whole("max_seqlen_q", max_seqlen_q),
+        _whole("max_seqlen_kv", max_seqlen_kv),
     )
-    return _forward(*tensors, list(arrays.values()), *options)
+    return _forward(*tensors, list(arrays.values()), *on_device, *options)
 
 
 def _refuse_gradients(arrays: Mapping[str, Any]) -> None:
@@ -129,6 +142,16 @@ def _number(name: str, x: Any) -> float:
     return int(x) if isinstance(x, Integral) else float(x)
 
 
+def _whole(name: str, bound: Any) -> int | None:
+    """A bound in a type that a graph can hold. Raises BadParam."""
+    if bound is None or isinstance(bound, torch.SymInt):
+        return bound
+    try:
+        return index_of(bound)
+    except TypeError:
+        raise BadParam(f"{name} is {bound!r}; expected an integer, or None") from None
+
+
 def _split(names: str) -> list[str]:
     return names.split(",") if names else []
 
@@ -136,10 +159,19 @@ def _split(names: str) -> list[str]:
 @torch.library.custom_op(
     "flashgen::attention",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor[] arrays, {_SCHEMA}) -> (Tensor, Tensor)",
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor[] arrays, "
+    f"{_LENGTHS}, {_SCHEMA}) -> (Tensor, Tensor)",
 )
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, arrays: list[Tensor], *given: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    arrays: list[Tensor],
+    kv_lengths: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_kv: Tensor | None,
+    *given: Any,
 ) -> tuple[Tensor, Tensor]:
     options = _Options(*given)
     wanted = asked(
@@ -151,7 +183,7 @@ def _forward(
         (*options.masking, True, options.splitting),
         options.softmax_scale,
         options.of_score(arrays),
-        _NO_LENGTHS,
+        (kv_lengths, cu_seqlens_q, cu_seqlens_kv, options.max_seqlen_q, options.max_seqlen_kv),
     )
     with torch.no_grad():
         return call(*wanted, stream=None, backend=options.backend, algorithm=options.algorithm)
@@ -168,7 +200,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     "flashgen::attention_backward",
     mutates_args=(),
     schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, Tensor? dlse, "
-    f"Tensor[] arrays, {_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    f"Tensor[] arrays, {_LENGTHS}, {_SCHEMA}) -> (Tensor, Tensor, Tensor)",
 )
 def _backward(
     dout: Tensor,
@@ -180,6 +212,9 @@ def _backward(
     lse: Tensor,
     dlse: Tensor | None,
     arrays: list[Tensor],
+    kv_lengths: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_kv: Tensor | None,
     *given: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     options = _Options(*given)
@@ -189,6 +224,7 @@ def _backward(
         options.masking,
         options.softmax_scale,
         options.of_score(arrays),
+        (kv_lengths, cu_seqlens_q, cu_seqlens_kv, options.max_seqlen_q, options.max_seqlen_kv),
         options.deterministic,
     )
     with torch.no_grad():
@@ -215,18 +251,19 @@ def _with_rows(x: Tensor) -> Tensor:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, mask, arrays, *options = inputs
+    q, k, v, mask, arrays, kv_lengths, cu_seqlens_q, cu_seqlens_kv, *options = inputs
     ctx.options = options
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, mask, *output, *arrays)
+    ctx.save_for_backward(q, k, v, mask, *output, kv_lengths, cu_seqlens_q, cu_seqlens_kv, *arrays)
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, mask, out, lse, *arrays = ctx.saved_tensors
+    q, k, v, mask, out, lse, kv_lengths, cu_seqlens_q, cu_seqlens_kv, *arrays = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    gradients = _backward(dout, q, k, v, mask, out, lse, dlse, arrays, *ctx.options)
-    return (*gradients, None, [None] * len(arrays), *(None for _ in ctx.options))
+    lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv
+    gradients = _backward(dout, q, k, v, mask, out, lse, dlse, arrays, *lengths, *ctx.options)
+    return (*gradients, None, [None] * len(arrays), *(None for _ in (*lengths, *ctx.options)))
 
 
 def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

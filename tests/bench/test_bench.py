@@ -20,7 +20,7 @@ from rich.console import Console
 
 from flashgen.bench import agreement, chart, environment, traffic
 from flashgen.bench.cases import GRIDS, Case, find_grid, zipf_lengths
-from flashgen.bench.hosts import Inputs, filled, quarter_turns, shapes
+from flashgen.bench.hosts import Inputs, filled, quarter_turns
 from flashgen.bench.peers import all_peers, choose_peers, registry, torch_sdpa
 from flashgen.bench.peers.own import Flashgen
 from flashgen.bench.results import Measurement, Report, Row
@@ -209,6 +209,56 @@ def test_cases_with_lengths_refuse_what_no_peer_is_told():
     ):
         with pytest.raises(BadParam, match="bench case 'a'"):
             a_case(**wrong)
+
+
+def test_gradients_are_two_and_a_half_times_the_work_and_move_what_they_take_and_make():
+    for changes in ({}, {"mask": "causal"}, {"mask": "window", "window": 5}):
+        case = a_case(**changes)
+        assert replace(case, direction="backward").flops == 2.5 * case.flops
+    case = a_case(dtype="fp32", direction="backward", head_dim_v=8)
+    s = FakeHost().inputs(case, 0)
+    arrays = (s.dout, s.q, s.k, s.v, s.out, s.lse, s.dq, s.dk, s.dv)
+    assert case.bytes_moved == 4 * sum(x.size for x in arrays)
+    assert [x.shape for x in s.results] == [s.q.shape, s.k.shape, s.v.shape]
+
+
+def test_a_case_of_gradients_refuses_what_is_not_timed():
+    for wrong in (
+        {"direction": "sideways"},
+        {"direction": "backward", "lengths": "packed", "mask": "causal"},
+        {"deterministic": True},
+    ):
+        with pytest.raises(BadParam, match="bench case 'a'"):
+            a_case(**wrong)
+
+
+def test_the_grid_of_gradients_has_its_cells_and_each_deterministic_one_beside_the_default():
+    cases = {case.name: case for case in GRIDS["backward"].cases}
+    sweep = [c for c in cases.values() if c.name.startswith("bf16") and not c.deterministic]
+    assert sorted((c.head_dim, c.mask, c.seqlen_q) for c in sweep) == sorted(
+        product((32, 64, 96, 128, 192, 256), ("none", "causal"), (1024, 4096, 16_384))
+    )
+    assert all(c.batch * c.seqlen_q == 16_384 and c.num_heads_q == 2048 // c.head_dim for c in sweep)
+    assert all(c.is_backward for c in cases.values())
+    fixed = [c for c in cases.values() if c.deterministic]
+    assert [c.baseline for c in fixed] == [c.name for c in sweep if c.seqlen_q == 4096]
+    for case in fixed:
+        plain = {"name": "", "also": ""}
+        assert replace(case, deterministic=False, baseline=None, loss_limit=None, **plain) == replace(
+            cases[case.baseline], **plain
+        )
+        assert case.loss_limit == 0.08
+    others = [c for c in cases.values() if c not in sweep and c not in fixed]
+    assert {(c.num_heads_q, c.num_heads_kv, c.mask, c.seqlen_q, c.dtype, c.clock) for c in others} == {
+        (32, 8, "causal", 8192, "bf16", "stream"),
+        (16, 1, "causal", 8192, "bf16", "stream"),
+        (16, 16, "window", 8192, "bf16", "stream"),
+        (16, 16, "random", 4096, "bf16", "stream"),
+        (16, 16, "none", 4096, "fp32", "stream"),
+        (16, 16, "causal", 4096, "fp32", "stream"),
+        (16, 16, "none", 512, "bf16", "graph"),
+        (16, 16, "causal", 512, "bf16", "graph"),
+    }
 
 
 def test_pages_are_set_against_the_contiguous_cache_and_appends_against_decode():
@@ -427,6 +477,35 @@ def attention64(case: Case, inputs: Inputs) -> np.ndarray:
     return np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(axis=-1, keepdims=True), v)
 
 
+def gradients64(case: Case, inputs: Inputs) -> tuple[np.ndarray, ...]:
+    """Those of `attention64` in q, k and v, in float64, by the chain rule over whole arrays."""
+    k, v = (np.repeat(x, case.group_size, axis=2) for x in (inputs.k, inputs.v))
+    scale = 1 / math.sqrt(case.head_dim)
+    scores = np.einsum("bqhd,bkhd->bhqk", inputs.q, k) * scale
+    slope = 1.0
+    if case.score == "softcap":
+        slope = 1 - np.tanh(scores / 30) ** 2
+        scores = 30 * np.tanh(scores / 30)
+    elif case.score == "alibi":
+        position = np.arange(case.seqlen_q)[:, None] + case.seqlen_kv - case.seqlen_q
+        distance = abs(position - np.arange(case.seqlen_kv))
+        scores = scores - np.asarray(inputs.slopes)[:, None, None] * distance
+    scores = np.where(visible(case) if inputs.mask is None else ~inputs.mask, scores, -np.inf)
+    p = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    p /= p.sum(axis=-1, keepdims=True)
+    dp = np.einsum("bqhd,bkhd->bhqk", inputs.dout, v)
+    ds = p * (dp - (p * dp).sum(axis=-1, keepdims=True)) * slope * scale
+
+    def of_group(x):
+        return x.reshape(*x.shape[:2], case.num_heads_kv, case.group_size, -1).sum(axis=3)
+
+    return (
+        np.einsum("bhqk,bkhd->bqhd", ds, k),
+        of_group(np.einsum("bhqk,bqhd->bkhd", ds, inputs.q)),
+        of_group(np.einsum("bhqk,bqhd->bkhd", p, inputs.dout)),
+    )
+
+
 class FakeHost(FakeClock):
     """NumPy arrays and the synthetic clock."""
 
@@ -435,13 +514,16 @@ class FakeHost(FakeClock):
 
     def inputs(self, case, seed):
         normal = np.random.default_rng(seed).standard_normal
-        return Inputs(**filled(case, seed, normal, lambda array: array), out=np.zeros(shapes(case)[-1]))
+        return filled(case, seed, normal, np.zeros, lambda array: array)
 
     def copy(self, array):
         return array.copy()
 
     def poison(self, array):
         array.fill(np.nan)
+
+    def double(self, array):
+        return np.asarray(array, np.float64)
 
     def numpy(self, array):
         return array
@@ -467,9 +549,11 @@ class FakePeer:
     def prepare(self, case, sets):
         def call(index):
             self.host.launch(self.name, self.ms)
-            out = sets[index].out
-            out[:] = self.flaw(attention64(case, sets[index]))
-            return out
+            results = sets[index].results
+            found = gradients64(case, sets[index]) if case.is_backward else (attention64(case, sets[index]),)
+            for result, x in zip(results, found, strict=True):
+                result[:] = self.flaw(x)
+            return results if case.is_backward else results[0]
 
         return call
 
@@ -480,10 +564,10 @@ def test_sampled_rows_accept_the_formula_and_reject_another_mask(mask):
     case = a_case(mask=mask, window=9, documents=3)
     inputs = host.inputs(case, 1)
     out = attention64(case, inputs)
-    assert agreement.sampled_share(case, inputs, out, host, np.random.default_rng(2)) < 1e-9
+    assert agreement.sampled_share(case, inputs, (out,), host, np.random.default_rng(2)) < 1e-9
     other = replace(case, mask="none" if mask == "causal" else "causal")
     wrong = attention64(other, replace(inputs, mask=None))
-    assert agreement.sampled_share(case, inputs, wrong, host, np.random.default_rng(2)) > 10
+    assert agreement.sampled_share(case, inputs, (wrong,), host, np.random.default_rng(2)) > 10
 
 
 @pytest.mark.parametrize("mask", ["none", "causal"])
@@ -494,9 +578,75 @@ def test_sampled_rows_are_of_modified_scores(score, mask):
     inputs = host.inputs(case, 1)
     inputs = replace(inputs, q=inputs.q * 10)  # so that scores come near the cap
     rng = np.random.default_rng(2)
-    assert agreement.sampled_share(case, inputs, attention64(case, inputs), host, rng) < 1e-9
+    assert agreement.sampled_share(case, inputs, (attention64(case, inputs),), host, rng) < 1e-9
     plain = attention64(replace(case, score="none"), inputs)
-    assert agreement.sampled_share(case, inputs, plain, host, rng) > 10
+    assert agreement.sampled_share(case, inputs, (plain,), host, rng) > 10
+
+
+GRADIENTS = [
+    {},
+    {"mask": "causal"},
+    {"mask": "window", "window": 9},
+    {"mask": "random", "seqlen_q": 64},
+    {"score": "softcap"},
+    {"score": "alibi", "mask": "causal"},
+    {"deterministic": True},
+]
+
+
+@pytest.mark.parametrize("changes", GRADIENTS, ids=str)
+def test_all_gradients_of_a_head_are_checked(changes):
+    host, rng = FakeHost(), np.random.default_rng(2)
+    case = a_case(direction="backward", batch=1, num_heads_q=2, num_heads_kv=1, **changes)
+    inputs = host.inputs(case, 1)
+    found = gradients64(case, inputs)
+    assert agreement.sampled_share(case, inputs, found, host, rng) < 1e-6
+    for index in range(3):
+        wrong = [x.copy() for x in found]
+        place = tuple(rng.integers(wrong[index].shape))
+        wrong[index][place] += 0.1
+        assert agreement.sampled_share(case, inputs, tuple(wrong), host, rng) > 1
+        wrong[index][place] = np.nan
+        assert agreement.sampled_share(case, inputs, tuple(wrong), host, rng) == math.inf
+    other = replace(case, mask="none" if case.is_causal else "causal", score="none")
+    wrong = gradients64(other, replace(inputs, mask=None))
+    assert agreement.sampled_share(case, inputs, wrong, host, rng) > 10
+
+
+@pytest.mark.parametrize("changes", GRADIENTS, ids=str)
+def test_flashgen_itself_is_timed_on_the_gradients_that_are_named(changes):
+    """On arrays in host memory, where the same plan computes on the CPU."""
+    case = a_case(**({"head_dim": 64, "dtype": "fp32", "direction": "backward"} | changes))
+    sets = []
+    for seed in (4, 5):
+        given = zip(Inputs.__dataclass_fields__, astuple(FakeHost().inputs(case, seed)), strict=True)
+        sets.append(Inputs(**{n: x if n == "mask" or x is None else x.astype(np.float32) for n, x in given}))
+    peer = Flashgen()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flashgen.runtime.plans.Plan.variant", case)
+        call = peer.prepare(case, sets)
+    host, rng = FakeHost(), np.random.default_rng(2)
+    for index, inputs in enumerate(sets):
+        assert call(index) == inputs.results
+        assert agreement.sampled_share(case, inputs, inputs.results, host, rng) <= 1
+
+
+def test_a_target_is_pinned_and_the_order_of_additions_asked_for(fake_gpu, fake_arrays):
+    changes = {"direction": "backward", "dtype": "fp16", "head_dim": 64, "mask": "causal"}
+    for deterministic, target in product((False, True), ("sm80", "sm90")):
+        case = a_case(**changes, deterministic=deterministic)
+        peer = Flashgen(target="sm80") if target == "sm80" else Flashgen()
+        before = len(fake_gpu.launches)
+        peer.prepare(case, [fake_arrays(case)])(0)
+        forward, *steps = (fake_gpu.variants[function] for function, *_ in fake_gpu.launches[before:])
+        assert forward.operator == "attention"
+        assert [step.step for step in steps] == ["preprocess", "main", "convert"][: len(steps)]
+        main = next(step for step in steps if step.is_main)
+        assert peer.variant == main.name
+        if target == "sm80":
+            assert main.target == "sm80"
+        if deterministic:
+            assert dict(main.axes)["dq_order"] == "ordered"
 
 
 @pytest.mark.parametrize("mask", ["none", "causal"])
@@ -526,10 +676,10 @@ def test_flashgen_itself_is_timed_on_the_lengths_that_are_named(kind):
             found = all_peers()["flashgen-fixed"].prepare(case, [replace(inputs, out=np.empty_like(out))])(0)
             np.testing.assert_allclose(found, out, rtol=1e-4, atol=1e-4)
     assert peer.variant == case.name
-    shares = [agreement.sampled_share(case, inputs, out, FakeHost(), rng) for _ in range(9)]
+    shares = [agreement.sampled_share(case, inputs, (out,), FakeHost(), rng) for _ in range(9)]
     assert max(shares) <= 1
     other = {"k_new": 3 * inputs.k_new} if case.appends else {"v": np.flip(inputs.v, axis=(0, 1))}
-    assert agreement.sampled_share(case, replace(inputs, **other), out, FakeHost(), rng) > 10
+    assert agreement.sampled_share(case, replace(inputs, **other), (out,), FakeHost(), rng) > 10
 
 
 def test_quarter_turns_are_exact():
@@ -547,7 +697,7 @@ def test_sampled_rows_notice_an_unwritten_last_row():
     inputs = host.inputs(case, 1)
     out = attention64(case, inputs)
     out[:, -1] = np.nan
-    assert agreement.sampled_share(case, inputs, out, host, np.random.default_rng(0)) == math.inf
+    assert agreement.sampled_share(case, inputs, (out,), host, np.random.default_rng(0)) == math.inf
 
 
 def drop_last_row(out):
@@ -582,6 +732,22 @@ def test_a_row_has_ratios_for_agreeing_peers_and_reasons_for_the_others(clock):
     assert row.measurements["narrow"].note == "not this one"
     assert [name for name, m in row.measurements.items() if m.failed] == ["broken"]
     assert list(row.measurements) == [peer.name for peer in peers]
+
+
+def test_gradients_are_compared_one_by_one():
+    host, seen = FakeHost(), iter(range(3))
+    peers = [
+        FakePeer("flashgen", host, 1.0),
+        FakePeer("slow", host, 1.5),
+        FakePeer("wrong", host, 0.1, flaw=lambda x: x * 1.1 if next(seen) == 2 else x),
+        FakePeer("partial", host, 0.1, flaw=drop_last_row),
+    ]
+    seen = itertools.cycle(range(3))
+    (row,) = measure([a_case(direction="backward")], peers, host, rounds=4, sample_ms=4.0, seed=3)
+    assert row.ratio("slow") == pytest.approx(1.5)
+    assert row.measurements["flashgen"].error_share < 1e-6
+    assert row.measurements["wrong"].relative_error == pytest.approx(0.1)
+    assert [row.measurements[name].agrees for name in ("wrong", "partial")] == [False, False]
 
 
 @pytest.mark.filterwarnings("ignore:head_dim")
@@ -931,25 +1097,33 @@ MHA = {"plain", "window", "dense", "fp32", "wide", "skewed", "192/128", "64/128"
 CACHES = {kind for kind in LENGTHS if kind not in ("packed", "zipf")}
 NO_CACHE = {*LENGTHS} - {"cache"}
 WITHOUT = {*MHA, "grouped"}  # lengths
+BACKWARD = {"backward", "same bits"}
 DECLINED = {
     # name: cases that it must decline, out of the test's; it must take every other
     "flashgen": set(),
-    "flashgen-gqa": {*MHA, *LENGTHS},
-    "flashgen-packed": {*MHA, *LENGTHS},
-    "flashgen-fixed": {*WITHOUT, "pages", "append", "append pages", "zipf"},
-    "torch-varlen": {*WITHOUT, "cache", "pages", "append", "append pages"},
+    "flashgen-gqa": {*MHA, *LENGTHS, *BACKWARD},
+    "flashgen-packed": {*MHA, *LENGTHS, *BACKWARD},
+    "flashgen-fixed": {*WITHOUT, *BACKWARD, "pages", "append", "append pages", "zipf"},
+    "flashgen-sm80": {*WITHOUT, *LENGTHS},
+    "torch-varlen": {*WITHOUT, *BACKWARD, "cache", "pages", "append", "append pages"},
     "torch-flash": {*NO_CACHE, "window", "dense", "fp32", "skewed", "192/128", "64/128", "softcap", "alibi"},
-    "torch-cudnn": {*NO_CACHE, "window", "fp32", "skewed", "softcap", "alibi"},
+    "torch-cudnn": {*NO_CACHE, "window", "fp32", "skewed", "softcap", "alibi", "same bits"},
     "torch-efficient": {*LENGTHS, "window", "grouped", "skewed", "softcap", "alibi"},
+    "flash-attn-2": {*LENGTHS, "dense", "fp32", "192/128", "64/128", "alibi"},
+    "flash-attn-3": {*LENGTHS, "dense", "fp32", "192/128", "64/128", "alibi"},
     "flash-attn-4": {"dense", "fp32", "alibi", "pages", "append", "append pages"},
-    "flashinfer-fa2": {"dense", "fp32", "wide", "64/128", "alibi", *CACHES},
-    "flashinfer-fa3": {"dense", "fp32", "wide", "64/128", "alibi", *CACHES},
-    "flashinfer-decode": {*WITHOUT, "append", "append pages", "packed", "zipf"},
-    "flex-attention": {"plain", "fp32", "wide", "grouped", "skewed", "192/128", "64/128", *LENGTHS},
-    "flashgen-naive": {"window", "dense", "fp32", "grouped", "192/128", *LENGTHS},
-    "flashgen-v1": {"window", "dense", "fp32", "grouped", "192/128", *LENGTHS},
-    "flashgen-v2": {*LENGTHS},
-    "flashgen-v3": {"fp32", *LENGTHS},
+    "flashinfer-fa2": {"dense", "fp32", "wide", "64/128", "alibi", *CACHES, *BACKWARD},
+    "flashinfer-fa3": {"dense", "fp32", "wide", "64/128", "alibi", *CACHES, *BACKWARD},
+    "flashinfer-decode": {*WITHOUT, *BACKWARD, "append", "append pages", "packed", "zipf"},
+    "flex-attention": {
+        *LENGTHS,
+        *BACKWARD,
+        *("plain", "fp32", "wide", "grouped", "skewed", "192/128", "64/128"),
+    },
+    "flashgen-naive": {"window", "dense", "fp32", "grouped", "192/128", *LENGTHS, *BACKWARD},
+    "flashgen-v1": {"window", "dense", "fp32", "grouped", "192/128", *LENGTHS, *BACKWARD},
+    "flashgen-v2": {*LENGTHS, *BACKWARD},
+    "flashgen-v3": {"fp32", *LENGTHS, *BACKWARD},
 }
 
 
@@ -968,6 +1142,8 @@ def test_peers_decline_exactly_what_they_cannot_do():
         "softcap": replace(plain, score="softcap"),
         "alibi": replace(plain, score="alibi"),
         "also": replace(plain, also="flex-attention"),
+        "backward": replace(plain, direction="backward"),
+        "same bits": replace(plain, direction="backward", deterministic=True),
     }
     cases |= {kind: replace(plain, num_heads_kv=2, **changes) for kind, changes in LENGTHS.items()}
     found = {
@@ -999,6 +1175,80 @@ def test_sdpa_gets_views_scale_and_mask_the_right_way_round(changes):
         patch.setattr(torch_sdpa, "_BACKENDS", {"flash": SDPBackend.MATH.name})
         out = peer.prepare(case, [tensors])(0)
     np.testing.assert_allclose(out.numpy(), attention64(case, arrays), atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize(
+    ("peer", "changes"),
+    [
+        ("torch-flash", {}),
+        ("torch-flash", {"mask": "causal"}),
+        ("torch-flash", {"num_heads_kv": 2}),
+        ("torch-flash", {"deterministic": True}),
+        ("torch-efficient", {"mask": "random"}),
+        ("flex-attention", {"mask": "window", "window": 9, "num_heads_kv": 2}),
+        ("flex-attention", {"score": "softcap"}),
+    ],
+)
+def test_gradients_of_a_peer_are_those_of_autograd_again_and_again(peer, changes):
+    torch = pytest.importorskip("torch")
+    from torch.nn.attention import SDPBackend, flex_attention
+
+    case = a_case(**({"seqlen_q": 64, "num_heads_kv": 4, "direction": "backward"} | changes))
+    sets = [FakeHost().inputs(case, seed) for seed in (4, 5)]
+    tensors = [Inputs(*(None if x is None else torch.from_numpy(x) for x in astuple(s))) for s in sets]
+    settings = []
+
+    def grad(*arguments, **options):
+        filled = torch.utils.deterministic.fill_uninitialized_memory
+        settings.append((torch.are_deterministic_algorithms_enabled(), filled))
+        return genuine(*arguments, **options)
+
+    genuine = torch.autograd.grad
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_sdpa, "_BACKENDS", dict.fromkeys(("flash", "efficient"), SDPBackend.MATH.name))
+        patch.setattr(torch, "compile", lambda function, **options: function)
+        patch.setattr(flex_attention, "_validate_device", lambda *_: None)  # it refuses gradients on a CPU
+        patch.setattr(torch.autograd, "grad", grad)
+        call = all_peers()[peer].prepare(case, tensors)
+        for index in (0, 1, 0):
+            found = call(index)
+            for x, expected in zip(found, gradients64(case, sets[index]), strict=True):
+                np.testing.assert_allclose(x.numpy(), expected, atol=1e-12)
+    assert set(settings) == {(case.deterministic, not case.deterministic)}
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert not any(x.requires_grad for s in tensors for x in (s.q, s.k, s.v))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("generation", [2, 3])
+def test_flash_attn_gets_mask_window_and_order(generation, deterministic, monkeypatch):
+    torch = pytest.importorskip("torch")
+    from flashgen.bench.peers import flash_attn
+
+    asked = []
+
+    def flash_attn_func(q, k, v, *, causal, window_size, deterministic=False):
+        asked.append((causal, window_size, deterministic))
+        return q + 2 * v if generation == 2 else (q + 2 * v, None)
+
+    module = SimpleNamespace(flash_attn_func=flash_attn_func)
+    monkeypatch.setattr(flash_attn.importlib, "import_module", lambda name: module)
+    case = a_case(
+        mask="window",
+        window=9,
+        seqlen_q=64,
+        num_heads_kv=4,
+        direction="backward",
+        deterministic=deterministic,
+    )
+    inputs = FakeHost().inputs(case, 4)
+    tensors = Inputs(*(None if x is None else torch.from_numpy(x) for x in astuple(inputs)))
+    monkeypatch.setattr(torch.autograd, "grad", lambda out, *_, **__: out.detach())
+    out = all_peers()[f"flash-attn-{generation}"].prepare(case, [tensors])(0)
+    np.testing.assert_array_equal(out.numpy(), inputs.q + 2 * inputs.v)
+    assert asked == [(False, (9, 0), deterministic)]
 
 
 @pytest.mark.parametrize("knows_groups", [False, True])

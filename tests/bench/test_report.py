@@ -161,6 +161,28 @@ def test_lengths_are_columns_in_order(tmp_path):
     assert next(line for line in lines if line[2] == "full")[4] == f"{flops / 1e9:.0f} (1.50)"
 
 
+def test_lengths_are_columns_of_the_cases_that_are_kept(tmp_path):
+    times = {"flashgen": 1.0, "flash-attn-4": 1.25, "torch-cudnn": 2.0}
+    saved(tmp_path, "r.json", GRIDS["backward"].cases, **times)
+    kept = "seqlen_q=1024,4096,16384 dtype=bf16 mask=none,causal deterministic=False"
+    header, _, *lines = table(tmp_path, f"by-length r.json to=flash-attn-4 {kept}")
+    assert header[3:] == ["1k", "4k", "16k"]
+    assert [line[1:3] for line in lines] == [
+        [str(d), mask] for d in (32, 64, 96, 128, 192, 256) for mask in ("full", "causal")
+    ]
+    rates = {
+        (str(c.head_dim), "causal" if c.is_causal else "full", c.seqlen_q): f"{c.flops / 1e9:.0f} (1.25)"
+        for c in GRIDS["backward"].cases
+        if c.name.startswith("bf16") and not c.deterministic
+    }
+    assert len(rates) == 36
+    for _, head_dim, mask, *cells in lines:
+        assert cells == [rates[head_dim, mask, n] for n in (1024, 4096, 16_384)]
+    assert table(tmp_path, f"by-length r.json to=best {kept}")[2:] == lines
+    with pytest.raises(report.ReportError, match="seqlen"):
+        report.renewed(page("by-length r.json to=torch-flash seqlen=1024"), tmp_path)
+
+
 def test_the_summary_has_names_that_people_know(tmp_path):
     cases = GRIDS["small"].cases
     saved(tmp_path, "r.json", cases, **{"flashgen": 2.0, "torch-cudnn": 3.0, "flash-attn-4": 2.2})

@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -11,12 +12,30 @@ def test_says_which_and_why_not_the_others(flashgen):
     assert found["variant"].startswith("flash_fwd_hdim128_bf16_causal")
     assert found["variant"].endswith("_sm90")
     text = flashgen(*CALL, "--arch", "sm_90").stdout
-    assert f"takes  {found['variant']}\n" in text
+    assert re.search(rf"takes +{found['variant']}\n", text)
     for each in found["others"]:
         assert (each["rule"] == "time") == (each["time"] is not None) == (each["variant"] in text)
     everything = flashgen(*CALL, "--arch", "sm_90", "--all").stdout
     assert all(each["variant"] in everything for each in found["others"])
     assert "by dtype" in text
+
+
+@pytest.mark.parametrize("order", ["none", "ordered"])
+def test_gradients_go_by_the_operator(order, flashgen):
+    options = ("--operator", "attention_backward", *(["--deterministic"] if order == "ordered" else []))
+    found = json.loads(flashgen(*CALL, *options, "--arch", "sm_90", "--json").stdout)
+    assert found["problem"].endswith("dq_order " + ("ordered" if order == "ordered" else "none or ordered"))
+    steps = found["steps"]
+    assert [step["variant"].partition("_hdim")[0] for step in steps] == [
+        "flash_bwd_preprocess",
+        "flash_bwd",
+        "flash_bwd_convert",
+    ]
+    assert steps[1]["variant"] == found["variant"]
+    text = flashgen(*CALL, *options, "--arch", "sm_90").stdout
+    assert f"{steps[1]['blocks']:,} thread blocks of {steps[1]['threads']} threads" in text
+    assert f"block_m {found['tile']['block_m']}," in text
+    assert f"workspace  {found['workspace_bytes']:,} bytes" in text
 
 
 @pytest.mark.parametrize(
@@ -25,6 +44,7 @@ def test_says_which_and_why_not_the_others(flashgen):
         (("--shape", "1x16x4x64", "--kv", "1x16x3x64"), 1, "positive multiple"),
         (("--shape", "1x16x4x64", "--dtype", "int8"), 1, "q has dtype int8; supported are"),
         (("--shape", "4096"), 1, "q has shape (4096,)"),
+        (("--shape", "1x16x4x64", "--operator", "append"), 1, "'attention', 'attention_backward'"),
         (("--shape", "1 4096"), 2, "'1 4096' is not a shape"),
         (("--shape", "1x16x4x64", "--arch", "sm_70"), 1, "no GPU of architecture 'sm_70' is known"),
     ],

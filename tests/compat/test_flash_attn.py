@@ -279,8 +279,9 @@ def test_a_gradient_is_refused_by_name(name):
     given = dict(zip("qkv", map(torch.from_numpy, qkv(np.random.default_rng())), strict=True))
     given[name].requires_grad_()
     packed, cu = [given[each][0] for each in "qkv"], torch.tensor([0, 5], dtype=torch.int32)
+    blocks = packed[0], given["k"], given["v"]
     with pytest.raises(NotImplementedError, match=f"^{name} requires a gradient"):
-        flash_attn_varlen_func(*packed, cu, cu, 5, 5)
+        flash_attn_varlen_func(*blocks, cu, cu, 5, 5, block_table=torch.zeros(1, 1, dtype=torch.int32))
     cached = "q" if name == "q" else f"{name}_cache"
     with pytest.raises(NotImplementedError, match=f"^{cached} requires a gradient"):
         flash_attn_with_kvcache(given["q"], given["k"], given["v"])
@@ -308,6 +309,11 @@ def test_gradients_are_those_of_attention():
     ):
         (found,) = torch.autograd.grad(out, qkv, weights, retain_graph=True)
         torch.testing.assert_close(found, expected)
+    # The same rows as two packed sequences.
+    cu, rows = torch.tensor([0, 9, 18], dtype=torch.int32), qkv.flatten(0, 1).unbind(1)
+    out = flash_attn_varlen_func(*rows, cu, cu, 9, 9, **options)
+    (found,) = torch.autograd.grad(out, qkv, weights.flatten(0, 1))
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("width", [32, 36])

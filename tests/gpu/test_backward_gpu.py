@@ -10,10 +10,12 @@ import pytest
 torch = pytest.importorskip("torch", reason="the float64 reference is computed with PyTorch on the GPU")
 
 import flashgen  # noqa: E402
+from flashgen.api import score_of  # noqa: E402
+from flashgen.operators.attention import sees_no_later_key  # noqa: E402
 from flashgen.operators.backward import normalise  # noqa: E402
 from flashgen.operators.gradients import gradients  # noqa: E402
 from flashgen.operators.masks import Band  # noqa: E402
-from flashgen.operators.reference import largest  # noqa: E402
+from flashgen.operators.reference import largest, modification_of  # noqa: E402
 from flashgen.runtime.arrays import view  # noqa: E402
 from flashgen.runtime.device import device  # noqa: E402
 from flashgen.runtime.launch import bind  # noqa: E402
@@ -57,10 +59,22 @@ def variant_for(problem, target):
 
 
 class Call:
-    """Random inputs, the results of the forward call, and gradients in memory whose gaps are NaN."""
+    """Random inputs, the results of the forward call, and gradients in memory whose gaps are NaN. ``scored``
+    are the keywords of a score modification.
+    """
 
     def __init__(
-        self, shape, head_dims, dtype, *, mask=None, scale=(1.0, 1.0), dlse=True, strided=False, **options
+        self,
+        shape,
+        head_dims,
+        dtype,
+        *,
+        mask=None,
+        scale=(1.0, 1.0),
+        dlse=True,
+        strided=False,
+        scored=None,
+        **options,
     ):
         batch, seqlen_q, seqlen_kv, heads, kv_heads = shape
         head_dim, head_dim_v = head_dims
@@ -91,19 +105,27 @@ class Call:
         if dlse:
             self.dlse = torch.randn(batch, heads, seqlen_q, generator=random, device="cuda")
         self.random = random
+        self.scored, self.modification, self.arrays, self.numbers = scored or {}, None, (), ()
+        if scored:
+            masking = options.get("causal", False), None, options.get("window_size", (-1, -1))
+            given = (scored.get(each) for each in ("softcap", "alibi_slopes", "score", "params"))
+            self.modification, self.arrays, self.numbers = score_of(*given, sees_no_later_key(*masking))
 
     def forward(self):
         """The results of the forward call for the inputs as they are."""
-        return flashgen.attention(self.q, self.k, self.v, mask=self.mask, return_lse=True, **self.options)
+        options = self.options | self.scored
+        return flashgen.attention(self.q, self.k, self.v, mask=self.mask, return_lse=True, **options)
 
     def plan(self, target, deterministic=False):
         out, lse = self.forward()
         given = (self.dout, self.q, self.k, self.v, self.mask, out, lse, self.dlse, *self.outputs)
         names = ("dout", "q", "k", "v", "mask", "out", "lse", "dlse", "dq", "dk", "dv")
         views = {name: view(x, name) for name, x in zip(names, given, strict=True) if x is not None}
-        problem = normalise(**views, deterministic=deterministic, **self.options)
+        of_score = {"score": self.modification, "score_scalars": self.numbers}
+        of_score["score_arrays"] = [view(x, "an array") for x in self.arrays]
+        problem = normalise(**views, deterministic=deterministic, **of_score, **self.options)
         main = variant_for(problem, target)
-        return Plan(problem, bind(problem, main, device(0)), given)
+        return Plan(problem, bind(problem, main, device(0)), (*given, *self.arrays))
 
     def run(self, plan):
         """dq, dk and dv, of which nothing is left from before, nor of the workspace."""
@@ -114,6 +136,8 @@ class Call:
         inputs = {"dout": self.dout, "q": self.q, "k": self.k, "v": self.v, "out": out, "lse": lse}
         optional = {"mask": self.mask, "dlse": self.dlse}
         inputs |= {name: x for name, x in optional.items() if x is not None}
+        if self.modification is not None:
+            inputs |= dict(zip((x.name for x in self.modification.arrays), self.arrays, strict=True))
         outputs = dict(zip(("dq", "dk", "dv"), self.outputs, strict=True))
         plan(**inputs, **outputs, workspace=workspace)
         return self.outputs
@@ -126,6 +150,7 @@ class Call:
             Band.of(problem),
             self.mask,
             None if self.dlse is None else self.dlse.double(),
+            modification_of(problem, self.arrays, torch),
         )
         bounds = right.dq_bound, right.dk_bound, right.dv_bound
         for name, x, expected, bound in zip("qkv", found, right[:3], bounds, strict=True):
@@ -228,14 +253,19 @@ def test_nothing_beside_the_gradients_is_written(target):
         assert memory[..., x.shape[-1] :].isnan().all()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["none", "causal"])
-def test_deterministic_runs_repeat_to_the_bit(options, head_dim, busy):
+@pytest.mark.parametrize(
+    ("target", "head_dim"),
+    [("sm80", 64), ("sm80", 128), ("sm80", 256), ("sm90", 32), ("sm90", 64), ("sm90", 128)],
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window_size": (300, 20)}], ids=["none", "causal", "local"]
+)
+def test_deterministic_runs_repeat_to_the_bit(options, target, head_dim, busy):
     """Also while the GPU has other work, so that thread blocks come in other orders."""
     import cupy
 
     call = Call((2, 1500, 1500, 4, 2), (head_dim, head_dim), "bf16", **options)
-    plan = call.plan("sm80", deterministic=True)
+    plan = call.plan(target, deterministic=True)
     first = [x.clone() for x in call.run(plan)]
     call.check(first, plan.problem)
     other = cupy.cuda.Stream(non_blocking=True)
@@ -245,8 +275,23 @@ def test_deterministic_runs_repeat_to_the_bit(options, head_dim, busy):
         assert all(torch.equal(*pair) for pair in zip(call.run(plan), first, strict=True))
 
 
-def test_more_thread_blocks_in_turn_than_the_gpu_has_room_for():
-    check((1, 256, 40_000, 1, 1), (64, 64), "bf16", deterministic=True)
+@pytest.mark.parametrize("target", TARGETS[::2])
+def test_more_thread_blocks_in_turn_than_the_gpu_has_room_for(target):
+    check((1, 256, 40_000, 1, 1), (64, 64), "bf16", target=target, deterministic=True)
+
+
+@pytest.mark.parametrize("target", TARGETS[::2])
+@pytest.mark.parametrize("mask", ["none", "causal", "local"])
+def test_in_turns_within_the_bound(mask, target):
+    """Sections of heads with a last one that is smaller; both groupings; queries and keys that have no partner."""
+    for head_dim, dtype, shape in (
+        (64, "bf16", (3, 300, 429, 47, 47)),
+        (96, "fp16", (1, 700, 260, 6, 2)),
+        (128, "bf16", (2, 130, 1100, 4, 1)),
+        (32, "fp16", (1, 1, 1, 2, 2)),
+    ):
+        options = MASKS[mask]
+        check(shape, (head_dim, head_dim), dtype, target=target, deterministic=True, dlse=False, **options)
 
 
 @pytest.mark.parametrize(("target", "head_dim"), FEW[1:])
@@ -258,7 +303,9 @@ def test_dk_and_dv_always_repeat(target, head_dim):
         assert all(torch.equal(*pair) for pair in zip(call.run(plan)[1:], first, strict=True))
 
 
-@pytest.mark.parametrize(("target", "deterministic"), [("sm80", False), ("sm80", True), ("sm90", False)])
+@pytest.mark.parametrize(
+    ("target", "deterministic"), [("sm80", False), ("sm80", True), ("sm90", False), ("sm90", True)]
+)
 def test_a_graph_replays_with_other_inputs(target, deterministic):
     call = Call((2, 400, 400, 4, 4), (64, 64), "bf16", causal=True)
     plan = call.plan(target, deterministic)

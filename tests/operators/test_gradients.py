@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from flashgen.operators import gradients, reference
+from flashgen.operators import formula, gradients, reference
 from flashgen.operators.derivative import derivative
 from flashgen.operators.formula import evaluate, parse
 from flashgen.operators.masks import Band
@@ -123,3 +123,21 @@ def test_a_derivative_is_what_a_formula_changes_by(text):
 
     change = (value(tree, score + STEP) - value(tree, score - STEP)) / (2 * STEP)
     np.testing.assert_allclose(value(derivative(tree), score) + 0 * score, change + 0 * score, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("cap * tanh(score / cap)", "1 - tanh(score / cap) * tanh(score / cap)"), ("score + cap", "1.0")],
+)
+def test_a_derivative_has_no_factor_that_cancels(text, expected):
+    names = {"score": "float", "cap": "float"}
+    found, wanted = derivative(parse(text, names, {})), parse(expected, names, {})
+    assert formula.text(found).replace("1.0", "1") == formula.text(wanted).replace("1.0", "1")
+
+
+@pytest.mark.parametrize("text", ["where(score > 0, log(score), score)", "min(score, exp(score * 400))"])
+def test_the_branch_that_is_not_taken_has_no_part_in_a_derivative(text):
+    tree = parse(text, {"score": "float"}, {})
+    with np.errstate(all="ignore"):
+        found = evaluate(derivative(tree), {"score": np.float32([0, 500, 600])}, np)
+    assert np.isfinite(found).all()

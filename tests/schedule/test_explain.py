@@ -8,9 +8,12 @@ from flashgen.arch import KNOWN_ARCHS, typical
 from flashgen.errors import BadParam, BadTensorShape
 from flashgen.schedule.dispatch import offers, select
 from flashgen.schedule.explain import TIME, explain
+from flashgen.schedule.plan import plan_steps
 from flashgen.spec.load import load_specs
 
-SPECS = tuple(spec for spec in load_specs() if spec.operator == "attention")
+LOADED = load_specs()
+SPECS = tuple(spec for spec in LOADED if spec.operator == "attention")
+GRADIENTS = tuple(spec for spec in LOADED if spec.operator == "attention_backward")
 
 
 @settings(max_examples=25)
@@ -82,6 +85,56 @@ def test_a_modification_and_an_algorithm_have_their_say():
         flashgen.explain(shape, arch="sm_90", algorithm="v9")
     with pytest.raises(BadParam, match="softcap is -1"):
         flashgen.explain(shape, arch="sm_90", softcap=-1)
+
+
+@settings(max_examples=10)
+@given(
+    st.tuples(st.integers(1, 3), st.integers(1, 700), st.integers(1, 700), st.sampled_from([1, 2, 4])),
+    st.sampled_from([(64, 64), (128, 128), (192, 128)]),
+    st.booleans(),
+    st.sampled_from([{}, {"causal": True}, {"window_size": (100, 0)}, {"mask": (1, 1, 1, 1)}]),
+    st.booleans(),
+)
+def test_gradients_are_explained_as_they_are_planned(sizes, widths, batched, how, deterministic):
+    batch, seqlen_q, seqlen_kv, group = sizes
+    batch = (batch,) if batched else ()
+    if "mask" in how:
+        how = {"mask": (1, 1, seqlen_q, seqlen_kv)}
+    q, k, v = (
+        (*batch, seqlen_q, 2 * group, widths[0]),
+        (*batch, seqlen_kv, 2, widths[0]),
+        (*batch, seqlen_kv, 2, widths[1]),
+    )
+    how = how | {"deterministic": deterministic}
+    found = flashgen.explain(q, k, v, arch="sm_90", operator="attention_backward", **how)
+    given = {"dout": (*q[:-1], widths[1]), "out": (*q[:-1], widths[1]), "lse": (*batch, q[-2], seqlen_q)}
+    assert (
+        found.problem
+        == flashgen.explain(q, k, v, arch="sm_90", operator="attention_backward", **how, **given).problem
+    )
+    assert found.variant == select(
+        found.problem, found.device, offers(found.problem, found.device, GRADIENTS)
+    )
+    if deterministic:
+        assert dict(found.variant.axes)["dq_order"] == "ordered"
+    planned = plan_steps(found.problem, found.variant, found.device)
+    assert found.steps == planned.steps
+    assert found.workspace_bytes == planned.workspace.nbytes > 0
+    text = str(found)
+    assert all(step.variant.name in text for step in found.steps)
+    assert f"{planned.workspace.nbytes:,} bytes" in text
+
+
+def test_a_wrong_call_of_gradients_is_said_as_by_attention_backward():
+    shape, arch = (1, 8, 1, 64), {"arch": "sm_90"}
+    with pytest.raises(BadParam, match="operator is 'gradients'; allowed are 'attention', 'attention_back"):
+        flashgen.explain(shape, operator="gradients", **arch)
+    with pytest.raises(BadParam, match=r"splits: no such option; there are .*dlse"):
+        flashgen.explain(shape, operator="attention_backward", splits=2, **arch)
+    with pytest.raises(BadTensorShape, match="lse has shape"):
+        flashgen.explain(shape, operator="attention_backward", lse=(1, 2, 8), **arch)
+    with pytest.raises(BadTensorShape, match="q has shape"):
+        flashgen.explain((8, 64), operator="attention_backward", **arch)
 
 
 CACHE = (8, 4096, 8, 128)

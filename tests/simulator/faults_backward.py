@@ -14,7 +14,6 @@ PLAIN = "flash_bwd_hdim32_fp16_sm80"
 CAUSAL = "flash_bwd_hdim32_fp16_causal_gqa_sm80"
 WINDOW = "flash_bwd_hdim32_fp16_local_sm80"
 DENSE = "flash_bwd_hdim32_fp16_dense_sm80"
-ORDERED = "flash_bwd_hdim32_fp16_causal_ordered_sm80"
 FP32 = "flash_bwd_hdim32_fp32_sm80"
 # One stage.
 SINGLE = "flash_bwd_hdim192_fp16_sm86"
@@ -107,11 +106,6 @@ FAULTS = (
           "for (int e = 0; e < 4; ++e) store_global_32(tile + e, dq[i][n][e]);"),
     Fault("dQ of the rows of the warp beside", PLAIN, "main", SHAPE, (WRONG,),
           "first_query + dq_row), dq,", "first_query), dq,"),
-    Fault("a turn that is not passed on", ORDERED, "main", SHAPE, ("deadlock",),
-          "if (threadIdx.x == 0) store_release_32", "if (threadIdx.x == 33) store_release_32"
-          "(turns_of(params, block, step), 0);\n    if (threadIdx.x > 1000) store_release_32"),
-    Fault("turns are not cleared", ORDERED, "preprocess", SHAPE, ("deadlock",),
-          "if (threadIdx.x < kBlocks)", "if (threadIdx.x < 0)"),
     # Results.
     Fault("dK and dV while K and V are read", PLAIN, "main", SHAPE, RACE,
           "    barrier_sync(kThreads);  // every warp has finished with K and V\n", ""),

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from flashgen.simulator.example import Shape
 from simulator.faults import BOUNDS, NUMBERS, Fault
 
-# Beside the shipped ones: loads for each key, a formula that hides keys, and one that would bring hidden keys
-# back with a weight that shows.
+# Beside the shipped ones: loads for each key, a formula that hides keys, one that would bring hidden keys
+# back with a weight that shows; and one that gives later keys, and rows past the last, inf and NaN, in its
+# derivative as well.
 LINES = """\
 scores:
   by_key:
     score: "score * gain[h] + bias[b, q, kv] + t[h, min(abs(q - kv), 9)] + s[kv]"
     params: {gain: [h, f32], bias: [b, q, kv, f32], t: [h, distance, f32], s: [kv, i32]}
   bounded: {score: "tanh(score)"}
+  falls: {score: "score / max(q - kv + 1, 0) - log(abs(score)) / 8"}
   hides: {score: "where(abs(kv - q) < n * 8 and score < gain, score, -inf)", params: {n: i32, gain: f32}}
 """
 

@@ -1,4 +1,4 @@
-"""The backward pass in the simulator: every tile, mask and dtype, sums that repeat, planted faults."""
+"""The backward pass in the simulator: every tile, mask and dtype, planted faults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flashgen.simulator.library import load
 from flashgen.source.render import render
 from flashgen.spec.load import load_specs
 from simulator.faults import WRONG
-from simulator.faults_backward import FAULTS, Fault
+from simulator.faults_backward import FAULTS
 
 MAIN = {
     variant.name: variant
@@ -21,12 +21,12 @@ MAIN = {
 }
 
 
-def simulated(name, shape, seed, *, order=None, threads=None, source_of=render):
+def simulated(name, shape, seed):
     """The example after the call ran on it, and its reports; AssertionError if it is too far from float64."""
     variant = MAIN[name]
     example = make_any(variant, shape, seed)
-    libraries = [load(source_of(step), step.name) for step in variant.steps]
-    reports = run_steps(libraries, variant, example, seed=seed if order is None else order, threads=threads)
+    libraries = [load(render(step), step.name) for step in variant.steps]
+    reports = run_steps(libraries, variant, example, seed=seed)
     verdict = example.judge()
     assert verdict.ok, f"{name}, {shape}: {verdict}"
     return example, reports
@@ -101,33 +101,6 @@ def test_without_a_gradient_of_lse(compiler, fresh_seed):
 @pytest.mark.parametrize("spread", [8.0, 40.0])
 def test_scores_of_great_size(spread, compiler, fresh_seed):
     simulated("flash_bwd_hdim32_bf16_sm80", Shape(100, 200, 2, spread=spread), fresh_seed)
-
-
-ORDERED = "flash_bwd_hdim32_fp16_causal_ordered_sm80"
-LONG = Shape(300, 1100, 1)
-
-
-def bits_of(orders, seed, source_of=render):
-    """How many different dq there are."""
-    found = set()
-    for order, threads in orders:
-        example, _ = simulated(ORDERED, LONG, seed, order=order, threads=threads, source_of=source_of)
-        found.add(example.array("dq").tobytes())
-    return len(found)
-
-
-def test_in_turns_dq_repeats_to_the_bit(compiler, fresh_seed):
-    """With blocks side by side, so that they do wait for each other."""
-    assert bits_of([(1, 1), (2, 2), (3, 4), (4, 8), (5, 8)], fresh_seed) == 1
-
-
-def test_who_does_not_wait_for_its_turn_is_found(compiler, fresh_seed):
-    fault = Fault(
-        "no wait", ORDERED, "main", LONG, (WRONG,),
-        "while (load_acquire_32(turns) != block.index - first_block) {}", "load_acquire_32(turns);",
-    )  # fmt: skip
-    # Of nine blocks of keys the fifth begins when the first does.
-    assert bits_of([(1, 1), (2, 2), (3, 2), (4, 2)], fresh_seed, fault.sources) > 1
 
 
 def test_no_access_to_shared_memory_has_bank_conflicts(compiler, fresh_seed):

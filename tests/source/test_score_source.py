@@ -28,6 +28,7 @@ scores:
   signs:
     score: "score - -slope[h] * (q - kv) + -(-shift[kv])"
     params: {slope: [h, f32], shift: [kv, i32]}
+  product: {score: "exp(score / 4) * gain[kv]", params: {gain: [kv, f32]}}
   chosen: {score: "where(q == kv, 2, 3) * score + where(b == 0, q, -kv)"}
 """
 NAMES = re.findall(r"^  (\w+):", LINES, re.M)
@@ -104,6 +105,7 @@ READ = {
     "hides": ([], [], ["starts"]),
     "deep": ([], [], []),
     "signs": (["slope"], [], ["shift"]),
+    "product": ([], [], ["gain"]),
     "chosen": ([], [], []),
 }
 
@@ -151,10 +153,41 @@ def test_chained_modifications_are_one_function(scores):
     assert "slope * float(step)" in result
 
 
+DIFFERENTIATED_SOFTCAP = """\
+    const float tanh_0 = tanh_approx(product * params.score_constant_0);
+    ModifiedScore modified;
+    modified.score = tanh_0;
+    modified.derivative = 1.0f - (tanh_0 * tanh_0);
+    return modified;
+}"""
+
+
+def test_a_tanh_is_computed_once_for_a_score_and_its_derivative(scores):
+    text = score_functions(scores["softcap"], "fp16", differentiated=True)
+    assert text.endswith(DIFFERENTIATED_SOFTCAP)
+    assert "modified_score(" not in text
+
+
+@pytest.mark.parametrize("name", ["mine", "near", "alibi", "alibi_symmetric", "bias"])
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_where_the_derivative_is_plain_nothing_is_read_or_called_twice(name, dtype, scores):
+    plain, text = (score_functions(scores[name], dtype, each) for each in (False, True))
+    # That of a sum is 1 by itself, and no function of its own.
+    assert (plain == text) == (name != "mine")
+    assert loads(plain) == loads(text)
+
+
+def test_what_a_score_and_its_derivative_both_need_has_a_name(scores):
+    found = parts(score_functions(scores["product"], "fp16", differentiated=True))["differentiated_score"]
+    assert loads(found) == ["gain"]
+    assert found.count("exp2_approx") == 1
+
+
 KERNELS = {
     "sm_80": "flash_fwd_hdim32_fp16_m64_gqa_sm80",
     "sm_90a": "flash_fwd_hdim64_fp16_causal_m64_packgqa_sm90",
 }
+BACKWARD = {"sm_80": "flash_bwd_hdim32_fp16_causal_gqa_sm80", "sm_90a": "flash_bwd_hdim64_bf16_sm90"}
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +203,13 @@ def test_nvrtc_takes_it(name, arch, scores, variants):
     assert compiled.cubin
 
 
+@pytest.mark.parametrize(("arch", "name"), [("sm_80", "deep"), ("sm_80", "rows"), ("sm_90a", "hides")])
+def test_nvrtc_takes_it_in_backward_kernels(name, arch, scores, variants):
+    pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
+    compiled, _ = obtain(variants[BACKWARD[arch]].modified(scores[name]), arch)
+    assert compiled.cubin
+
+
 def test_fp32_kernels_compile_as_well(scores, variants):
     pytest.importorskip("cupy", reason="NVRTC comes with CuPy")
     compiled, _ = obtain(variants["flash_fwd_hdim32_fp32_m64_sm80"].modified(scores["deep"]), "sm_80")
@@ -177,12 +217,12 @@ def test_fp32_kernels_compile_as_well(scores, variants):
 
 
 def test_a_plain_kernel_has_no_trace_of_the_seam(variants):
-    for variant in (variants[name] for name in KERNELS.values()):
-        assert not re.search("modif|ScoreRow|score_offset", render(variant))
+    for variant in (variants[name] for name in (*KERNELS.values(), *BACKWARD.values())):
+        assert not re.search("modif|ScoreRow|score_offset|derivative", render(variant))
 
 
 @pytest.mark.parametrize("name", ["softcap", "alibi", "alibi_symmetric", "mine", "rows", "head"])
-@pytest.mark.parametrize("kernel", KERNELS.values())
+@pytest.mark.parametrize("kernel", [*KERNELS.values(), *BACKWARD.values()])
 def test_a_modified_kernel_reads_each_of_its_parameters(name, kernel, scores, variants):
     variant = variants[kernel].modified(scores[name])
     source = render(variant)

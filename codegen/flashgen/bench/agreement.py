@@ -1,4 +1,4 @@
-"""Checks that run beside every timing: a few rows against float64, and peers against flashgen."""
+"""Checks that run beside every timing: a part of the results against float64, and peers against flashgen."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashgen.bench.cases import SOFTCAP
-from flashgen.operators import reference
+from flashgen.operators import gradients, reference
 from flashgen.operators.scores import ScoreOfCall
 
 if TYPE_CHECKING:
     from flashgen.bench.cases import Case
     from flashgen.bench.hosts import Host, Inputs
 
-# ‖out - ours‖ / ‖ours‖ that rounding alone stays well below: a peer rounds where it likes, and may run fp32
-# through TF32. A wrong mask or tail is far above.
+# ‖out - ours‖ / ‖ours‖, of each gradient likewise, that rounding alone stays well below: a peer rounds where
+# it likes, and may run fp32 through TF32. A wrong mask or tail is far above.
 PEER_TOLERANCE = {"fp16": 2e-3, "bf16": 1.6e-2, "fp32": 1e-3}
 
 _ROWS = 24
@@ -23,21 +23,46 @@ _ROWS = 24
 _SCORES = {"softcap": "softcap", "alibi": "alibi_symmetric"}
 
 
-def sampled_share(case: Case, inputs: Inputs, out: Any, host: Host, rng: np.random.Generator) -> float:
-    """The largest error of some rows of one random head against float64 on the host, as a share of its bound;
-    infinite where ``out`` holds a NaN there.
+def sampled_share(
+    case: Case, inputs: Inputs, results: tuple[Any, ...], host: Host, rng: np.random.Generator
+) -> float:
+    """The largest error of a part of the results against float64, as a share of its bound; infinite where
+    they hold a NaN there.
 
-    The rows are the first, the last, and random ones between.
+    Of a forward pass these are some rows of a random head, the first, the last, and random ones between; of a
+    backward pass all of a random kv head and of its query heads.
     """
+    if case.is_backward:
+        return _share_of_gradients(case, inputs, results, host, rng)
+    (out,) = results
     batch = int(rng.integers(case.batch))
     head = int(rng.integers(case.num_heads_q))
     q, k, v, found = _one_head(case, inputs, out, batch, head, host)
     rows = np.unique(np.r_[0, len(q) - 1, rng.integers(len(q), size=_ROWS)])
     dense = None if inputs.mask is None else host.numpy(inputs.mask)[rows]
     q, k, v, found = (x[None, :, None] for x in (q[rows], k, v, found[rows]))
-    band, modification = case.band_of(*case.sequences[batch]), _modification(case, head)
+    band = case.band_of(*case.sequences[batch])
+    modification = _modification(case, case.slopes()[None, head : head + 1].astype(np.float64))
     expected = reference.attention(q, k, v, case.dtype, case.head_dim**-0.5, band, dense, rows, modification)
     return reference.largest(found, expected.out, expected.out_bound).share
+
+
+def _share_of_gradients(
+    case: Case, inputs: Inputs, results: tuple[Any, ...], host: Host, rng: np.random.Generator
+) -> float:
+    """On the device: gradients of keys are sums over all queries."""
+    batch, kv_head = (slice(at, at + 1) for at in map(int, rng.integers((case.batch, case.num_heads_kv))))
+    heads = slice(kv_head.start * case.group_size, kv_head.stop * case.group_size)
+    dout, q, dq = (host.double(x[batch, :, heads]) for x in (inputs.dout, inputs.q, results[0]))
+    k, v, dk, dv = (host.double(x[batch, :, kv_head]) for x in (inputs.k, inputs.v, *results[1:]))
+    scale, band = case.head_dim**-0.5, case.band_of(*case.sequences[0])
+    slopes = None if inputs.slopes is None else host.double(inputs.slopes)[None, heads]
+    modification = _modification(case, slopes)
+    right = gradients.gradients(
+        dout, q, k, v, case.dtype, scale, band, inputs.mask, modification=modification
+    )
+    pairs = zip((dq, dk, dv), right[:3], right[3:], strict=True)
+    return max(reference.largest(*each).share for each in pairs)
 
 
 def _one_head(
@@ -76,12 +101,13 @@ def _rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     return np.concatenate((cos * first - sin * second, cos * second + sin * first), axis=-1)
 
 
-def _modification(case: Case, head: int) -> ScoreOfCall | None:
-    """The score modification of one head, which the reference takes for the only one."""
+def _modification(case: Case, slopes: Any) -> ScoreOfCall | None:
+    """The score modification of some heads, which the reference takes for the only ones; ``slopes`` are
+    theirs, (1, heads).
+    """
     if case.score == "none":
         return None
     from flashgen.spec.scores import load_scores
 
-    arrays = {"slope": case.slopes()[None, head : head + 1].astype(np.float64)}
     score = load_scores().by_name[_SCORES[case.score]]
-    return ScoreOfCall(score, {"cap": SOFTCAP}, arrays, case.seqlen_kv - case.seqlen_q)
+    return ScoreOfCall(score, {"cap": SOFTCAP}, {"slope": slopes}, case.seqlen_kv - case.seqlen_q)

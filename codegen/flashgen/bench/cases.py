@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashgen.errors import BadParam
+from flashgen.operators import OPERATORS
 from flashgen.operators.arguments import DTYPE_BYTES, total_bytes
-from flashgen.operators.attention import ARGUMENTS, DTYPES
+from flashgen.operators.attention import DTYPES
 from flashgen.operators.masks import UNBOUNDED, Band
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 MASKS = ("none", "causal", "window", "random", "random_causal", "documents")
 SCORES = ("none", "softcap", "alibi")
 LENGTHS = ("none", "cache", "packed", "zipf")
+DIRECTIONS = ("forward", "backward")
 SOFTCAP = 30.0
 CLOCKS = ("stream", "graph")
 
@@ -27,6 +29,9 @@ _PREFILL_WIDTH = 2_048
 # Lengths that no tile divides, each with the next one that all tiles' rows divide.
 _RAGGED_LENGTHS = {1000: 1024, 4095: 4096, 8191: 8192}
 _RAGGED_LOSS = 0.05
+_DETERMINISTIC_LOSS = 0.08
+# Five products for each pair, where the forward pass has two.
+_BACKWARD_WORK = 2.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,9 @@ class Case:
     ``none``; ``cache``: keys are a KV cache with lengths on the device, all of seqlen_kv, contiguous or, with
     ``page_size``, in pages in random order; ``packed``: sequences are packed, all equally long; ``zipf``:
     packed, of lengths by Zipf's law, seqlen_q = seqlen_kv in the mean. ``appends``: the last seqlen_q keys
-    and values go into the cache in the call, rotated, as q is. ``also`` names a peer that
+    and values go into the cache in the call, rotated, as q is. ``direction`` is one of ``forward``;
+    ``backward``: the gradients of q, k and v alone, from what a forward call left; ``deterministic``: the
+    same bits of them each time. ``also`` names a peer that
     times this case though it leaves cases of its kind to the others elsewhere. ``clock`` is
     ``stream`` (events around calls) or ``graph`` (events around replays of a CUDA graph, for kernels shorter
     than a call's host time). ``baseline`` names the case of the same grid that this one is set against, in
@@ -64,6 +71,8 @@ class Case:
     lengths: str = "none"
     page_size: int = 0
     appends: bool = False
+    direction: str = "forward"
+    deterministic: bool = False
     clock: str = "stream"
     baseline: str | None = None
     loss_limit: float | None = None
@@ -75,6 +84,7 @@ class Case:
             (self.clock, CLOCKS),
             (self.dtype, DTYPES),
             (self.lengths, LENGTHS),
+            (self.direction, DIRECTIONS),
         ):
             if value not in allowed:
                 raise BadParam(f"bench case {self.name!r}: {value!r} is none of {', '.join(allowed)}")
@@ -86,6 +96,10 @@ class Case:
             )
         if self.lengths != "cache" and (self.page_size or self.appends):
             raise BadParam(f"bench case {self.name!r}: only a cache has pages, or is appended to")
+        if self.is_backward and self.lengths != "none":
+            raise BadParam(f"bench case {self.name!r}: gradients are timed without lengths")
+        if self.deterministic and not self.is_backward:
+            raise BadParam(f"bench case {self.name!r}: deterministic is said of gradients")
 
     @property
     def group_size(self) -> int:
@@ -106,6 +120,11 @@ class Case:
     def is_causal(self) -> bool:
         """Whether the diagonal alone, or beside a dense mask, bounds the keys."""
         return self.mask in ("causal", "random_causal")
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is the backward pass that is timed."""
+        return self.direction == "backward"
 
     @property
     def is_packed(self) -> bool:
@@ -156,16 +175,20 @@ class Case:
     @property
     def flops(self) -> float:
         """Floating-point operations: 2 · batch · heads · pairs · (head_dim + head_dim_v), as is usual for
-        attention forward.
+        attention forward, and 2.5 times that for the backward pass.
         """
-        return 2.0 * self.batch * self.num_heads_q * self.pairs * (self.head_dim + self.width_v)
+        forward = 2.0 * self.batch * self.num_heads_q * self.pairs * (self.head_dim + self.width_v)
+        return forward * _BACKWARD_WORK if self.is_backward else forward
 
     @property
     def bytes_moved(self) -> int:
-        """Fewest bytes that must pass through device memory: q, k, v read once and out written once."""
+        """Fewest bytes that must pass through device memory: each input that there must be, such as q, k and
+        v, read once, and each output written once.
+        """
+        operator = OPERATORS["attention_backward" if self.is_backward else "attention"]
         sizes = {name: getattr(self, name) for name in ("batch", "seqlen_q", "seqlen_kv", "head_dim")}
         sizes |= {"num_heads_q": self.num_heads_q, "num_heads_kv": self.num_heads_kv}
-        required = [argument for argument in ARGUMENTS if not argument.optional]
+        required = [argument for argument in operator.arguments if not argument.optional]
         return total_bytes(required, sizes | {"head_dim_v": self.width_v}, self.dtype)
 
     @property
@@ -513,10 +536,48 @@ def _varlen() -> Grid:
     return Grid("varlen", doc, cases)
 
 
+def _backward() -> Grid:
+    """Each head dim at three lengths, the middle one in the deterministic order as well, and what else there
+    is of masks and heads.
+    """
+
+    def cell(head_dim: int, mask: str, seqlen: int, dtype: str = "bf16", **changes: Any) -> Case:
+        shape: dict[str, Any] = {"batch": _PREFILL_TOKENS // seqlen, "direction": "backward"} | changes
+        return _self_attention(dtype, head_dim, mask, seqlen, **shape)
+
+    cases = []
+    for head_dim, mask, seqlen in product(
+        (32, 64, 96, 128, 192, 256), ("none", "causal"), (1024, 4096, 16_384)
+    ):
+        plain = seqlen == 4096
+        base = cell(head_dim, mask, seqlen, also="flex-attention" if plain and head_dim == 128 else "")
+        cases.append(base)
+        if plain:
+            against = {"baseline": base.name, "loss_limit": _DETERMINISTIC_LOSS, "also": ""}
+            cases.append(replace(base, name=f"{base.name} deterministic", deterministic=True, **against))
+    long = cell(128, "causal", 8192)
+    cases += [
+        replace(long, name="gqa 32q/8kv causal 8k", num_heads_q=32, num_heads_kv=8),
+        replace(long, name="gqa 16q/1kv causal 8k", num_heads_kv=1),
+        replace(long, name="window 1k, 8k", mask="window", window=1024),
+        replace(cell(128, "none", 4096), name="dense random 4k", mask="random"),
+        replace(cell(128, "none", 4096, "fp32", batch=1), name="fp32 d128 full 4k"),
+        replace(cell(128, "causal", 4096, "fp32", batch=1), name="fp32 d128 causal 4k"),
+    ]
+    small = cell(64, "none", 512, batch=1, clock="graph")
+    small = replace(small, name="1×512 d64 full", num_heads_q=16, num_heads_kv=16)
+    cases += [small, replace(small, name="1×512 d64 causal", mask="causal")]
+    doc = (
+        "the backward pass alone: head_dim 32 to 256 at 1k, 4k, 16k, bf16, 16,384 tokens, heads × head_dim = "
+        "2,048; deterministic at 4k; grouped heads, a window, a dense mask, fp32, one short sequence"
+    )
+    return Grid("backward", doc, tuple(cases))
+
+
 GRIDS: dict[str, Grid] = {
     grid.name: grid
     for grid in (
         *(_prefill(), _head_dims(), _masks(), _scores(), _small(), _ragged()),
-        *(_lineage(), _decode(), _paged(), _append(), _varlen()),
+        *(_lineage(), _decode(), _paged(), _append(), _varlen(), _backward()),
     )
 }

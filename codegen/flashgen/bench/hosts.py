@@ -31,6 +31,9 @@ class Inputs:
     Packed, they are (tokens, heads, ...), with ``cu_seqlens_q`` and ``cu_seqlens_kv``. A cache has
     ``kv_lengths`` and, if k and v are (num_pages, page_size, ...), ``pages``. What is appended to it are
     ``k_new`` and ``v_new``; ``cos`` and ``sin`` are those of `quarter_turns`.
+
+    For a backward pass ``dout`` is as out, and ``dq``, ``dk`` and ``dv`` are as q, k and v; out and ``lse``,
+    float32 (batch, num_heads_q, seqlen_q), are then for the forward call that is made ahead.
     """
 
     q: Any
@@ -47,6 +50,16 @@ class Inputs:
     v_new: Any | None = None
     cos: Any | None = None
     sin: Any | None = None
+    dout: Any | None = None
+    lse: Any | None = None
+    dq: Any | None = None
+    dk: Any | None = None
+    dv: Any | None = None
+
+    @property
+    def results(self) -> tuple[Any, ...]:
+        """What the call that is timed writes."""
+        return (self.out,) if self.dout is None else (self.dq, self.dk, self.dv)
 
 
 class Clock(Protocol):
@@ -72,13 +85,16 @@ class Host(Clock, Protocol):
     l2_bytes: int
 
     def inputs(self, case: Case, seed: int) -> Inputs:
-        """Fresh normal q, k and v, and an uninitialised out, on the current device."""
+        """Fresh normal inputs, and uninitialised results, on the current device."""
 
     def copy(self, array: Any) -> Any:
         """A copy on the device."""
 
     def poison(self, array: Any) -> None:
         """Fill the array with NaN."""
+
+    def double(self, array: Any) -> Any:
+        """The array's values in float64, on its device."""
 
     def numpy(self, array: Any) -> np.ndarray:
         """The array's values on the host, float64."""
@@ -111,14 +127,24 @@ def quarter_turns(rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def filled(
-    case: Case, seed: int, normal: Callable[[tuple[int, ...]], Any], place: Callable[[np.ndarray], Any]
-) -> dict[str, Any]:
-    """All of `Inputs` but ``out``. ``normal`` makes an array of random elements, ``place`` copies one to the
-    device.
+    case: Case,
+    seed: int,
+    normal: Callable[[tuple[int, ...]], Any],
+    empty: Callable[[tuple[int, ...]], Any],
+    place: Callable[[np.ndarray], Any],
+) -> Inputs:
+    """One set. ``normal`` makes an array of random elements, ``empty`` one that is only written, ``place``
+    copies one to the device.
     """
     rng = np.random.default_rng(seed)
     found: dict[str, Any] = {"mask": place(case.hidden(rng)) if case.is_dense else None}
-    found |= {name: normal(shape) for name, shape in zip("qkv", shapes(case), strict=False)}
+    *of_inputs, of_out = shapes(case)
+    found |= {name: normal(shape) for name, shape in zip("qkv", of_inputs, strict=True)}
+    found["out"] = empty(of_out)
+    if case.is_backward:
+        found["dout"] = normal(of_out)
+        found["lse"] = place(np.empty((case.batch, case.num_heads_q, case.seqlen_q), np.float32))
+        found |= {f"d{name}": empty(shape) for name, shape in zip("qkv", of_inputs, strict=True)}
     if case.score == "alibi":
         found["slopes"] = place(case.slopes())
     if case.is_packed:
@@ -135,7 +161,7 @@ def filled(
         found |= {"k_new": normal((*new, case.head_dim)), "v_new": normal((*new, case.width_v))}
         tables = quarter_turns(case.seqlen_kv, case.head_dim // 2)
         found |= {name: place(table) for name, table in zip(("cos", "sin"), tables, strict=True)}
-    return found
+    return Inputs(**found)
 
 
 class TorchHost:
@@ -156,11 +182,15 @@ class TorchHost:
         torch = self._torch
         generator = torch.Generator("cuda").manual_seed(seed)
 
-        def normal(shape: tuple[int, ...]) -> Any:
-            return torch.randn(shape, generator=generator, device="cuda").to(self._dtypes[case.dtype])
+        dtype = self._dtypes[case.dtype]
 
-        found = filled(case, seed, normal, lambda array: torch.from_numpy(array).cuda())
-        return Inputs(**found, out=found["q"].new_empty(shapes(case)[-1]))
+        def normal(shape: tuple[int, ...]) -> Any:
+            return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+        def empty(shape: tuple[int, ...]) -> Any:
+            return torch.empty(shape, dtype=dtype, device="cuda")
+
+        return filled(case, seed, normal, empty, lambda array: torch.from_numpy(array).cuda())
 
     def record(self) -> Any:
         event = self._torch.cuda.Event(enable_timing=True)
@@ -174,8 +204,16 @@ class TorchHost:
         self._torch.cuda.synchronize()
 
     def capture(self, body: Callable[[], object]) -> Callable[[], object]:
-        graph = self._torch.cuda.CUDAGraph()
-        with self._torch.cuda.graph(graph):
+        cuda = self._torch.cuda
+        # Once outside of the graph: autograd queues gradients on the stream of the forward pass, which a peer
+        # runs when it is first called on a stream.
+        stream = cuda.Stream()
+        stream.wait_stream(cuda.current_stream())
+        with cuda.stream(stream):
+            body()
+        cuda.current_stream().wait_stream(stream)
+        graph = cuda.CUDAGraph()
+        with cuda.graph(graph, stream=stream):
             body()
         return graph.replay
 
@@ -185,8 +223,11 @@ class TorchHost:
     def poison(self, array: Any) -> None:
         array.fill_(float("nan"))
 
+    def double(self, array: Any) -> Any:
+        return array.detach().double()
+
     def numpy(self, array: Any) -> np.ndarray:
-        return array.detach().double().cpu().numpy()
+        return self.double(array).cpu().numpy()
 
     def growth(self, call: Callable[[], object]) -> int:
         cuda = self._torch.cuda
@@ -226,8 +267,7 @@ class CupyHost:
         def normal(shape: tuple[int, ...]) -> Any:
             return generator.standard_normal(shape, dtype=np.float32).astype(dtype)
 
-        found = filled(case, seed, normal, cupy.asarray)
-        return Inputs(**found, out=cupy.empty(shapes(case)[-1], dtype))
+        return filled(case, seed, normal, lambda shape: cupy.empty(shape, dtype), cupy.asarray)
 
     def record(self) -> Any:
         event = self._cupy.cuda.Event()
@@ -254,6 +294,9 @@ class CupyHost:
 
     def poison(self, array: Any) -> None:
         array.fill(np.nan)
+
+    def double(self, array: Any) -> Any:
+        return array.astype(np.float32).astype(np.float64)
 
     def numpy(self, array: Any) -> np.ndarray:
         return self._cupy.asnumpy(array.astype(np.float32)).astype(np.float64)

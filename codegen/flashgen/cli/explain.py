@@ -11,6 +11,8 @@ from flashgen.cli.options import Architecture, ShapeType, SplitsType, json_optio
 if TYPE_CHECKING:
     from flashgen.operators.splits import Splits
     from flashgen.schedule.explain import Explanation
+    from flashgen.schedule.plan import Step
+    from flashgen.spec.variant import Variant
 
 
 @click.command(
@@ -28,6 +30,7 @@ Examples:
   flashgen explain --shape 64x1x32x128 --kv 9000x16x8x128 --pages 64x512
   flashgen explain --shape 9000x32x128 --packed 12 --max-seqlen-q 2048
   flashgen explain --shape 8x1x32x128 --kv 8x4000x8x128 --splits every:1024
+  flashgen explain --shape 4x4096x16x128 --causal --operator attention_backward --arch sm_90
 
 Shapes are those of attention(): BATCHxSEQLENxHEADSxHEAD_DIM, or without batch. Arrays are assumed to be
 contiguous. Times are those of dispatch's model; compare them within one call only.
@@ -50,6 +53,13 @@ one of that architecture, such as the H100 for sm_90. Exit code 1 if no kernel s
 @click.option("--packed", type=int, metavar="N", help="N packed sequences: --shape is TOKENSxHEADSxHEAD_DIM.")
 @click.option("--max-seqlen-q", type=int, help="The most queries of a packed sequence.")
 @click.option("--splits", type=SplitsType(), help="auto, a number of splits, or every:KEYS for SplitEvery.")
+@click.option("--deterministic", is_flag=True, help="Gradients that are the same bits each time.")
+@click.option(
+    "--operator",
+    default="attention",
+    show_default=True,
+    help="The function that is called: attention, or attention_backward for its gradients.",
+)
 @click.option("--algorithm", help="A family by its name: naive, v1, v2 or v3.")
 @click.option("--arch", type=Architecture(), help="Architecture, such as sm_90. [default: this GPU's]")
 @click.option("--all", "everything", is_flag=True, help="A line for each variant.")
@@ -69,12 +79,14 @@ def command(
     packed: int | None,
     max_seqlen_q: int | None,
     splits: Splits | None,
+    deterministic: bool,
+    operator: str,
     algorithm: str | None,
     arch: str | None,
     everything: bool,
     as_json: bool,
 ) -> None:
-    """Say which kernel a call of attention() takes, and why not the others.
+    """Say which kernel a call of attention(), or of its gradients, takes, and why not the others.
 
     Needs no GPU, and nothing is compiled.
     """
@@ -83,7 +95,7 @@ def command(
     from flashgen.kvcache import KVCache
 
     options: dict[str, Any] = {"causal": causal, "mask_type": mask_type, "mask": mask}
-    options |= {"softcap": softcap, "algorithm": algorithm}
+    options |= {"softcap": softcap, "deterministic": deterministic, "algorithm": algorithm}
     if window is not None:
         options["window_size"] = window
     if splits is not None:
@@ -101,7 +113,7 @@ def command(
         options["kv_lengths"] = (batch,)
     elif packed is not None:
         options["cu_seqlens_kv"] = (packed + 1,)
-    found = explain(q, k, v, dtype=dtype, arch=arch, **options)
+    found = explain(q, k, v, dtype=dtype, arch=arch, operator=operator, **options)
     if as_json:
         print_json(_as_dict(found))
     else:
@@ -116,12 +128,23 @@ def _as_dict(found: Explanation) -> dict[str, Any]:
         "gpu": found.device.name,
         "problem": found.problem.wanted(),
         "variant": found.variant.name if found.variant else None,
+        "tile": dict(found.variant.tile) if found.variant else None,
         "shares": str(found.shares) if found.shares else None,
+        "steps": [{"variant": step.variant.name} | step.launch._asdict() for step in found.steps],
+        "workspace_bytes": found.workspace_bytes,
         "others": [
             {"variant": each.variant.name, "rule": each.rule, "why": each.why, "time": each.time}
             for each in found.others
         ],
     }
+
+
+def _tile(variant: Variant) -> str:
+    return ", ".join(f"{key} {value}" for key, value in variant.tile)
+
+
+def _launched(step: Step) -> str:
+    return f"{step.variant.name}: {step.launch}"
 
 
 def _print(found: Explanation, everything: bool) -> None:
@@ -134,7 +157,10 @@ def _print(found: Explanation, everything: bool) -> None:
             ("GPU", f"{device.name}, {device.arch}, {device.num_sms} multiprocessors"),
             ("call", f"{sizes}\n{problem.dtype}, mask type {problem.mask_type}"),
             ("takes", str(found.variant) if found.variant else "nothing: no variant serves this call here"),
+            *([("tile", _tile(found.variant))] if found.variant else []),
             *([("shares", str(found.shares))] if found.shares else []),
+            *([("launches", "\n".join(map(_launched, found.steps)))] if found.steps else []),
+            *([("workspace", f"{found.workspace_bytes:,} bytes")] if found.workspace_bytes else []),
         ]
     )
     shown = found.others if everything else found.slower

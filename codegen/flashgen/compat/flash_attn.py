@@ -4,8 +4,7 @@
 
 Arrays are those of ``flashgen.attention``: PyTorch, CuPy, NumPy, JAX and others; fp16, bf16, and fp32, which
 flash-attn itself has not. What flashgen does not compute raises NotImplementedError with the name of the
-argument: gradients of packed sequences and caches, dropout, and caches that do not begin with their first
-key.
+argument: gradients of caches and blocks, dropout, and caches that do not begin with their first key.
 Other errors are those of ``flashgen.attention`` and ``flashgen.append``.
 """
 
@@ -162,13 +161,15 @@ def flash_attn_varlen_func(
     alibi_slopes is (nheads,) or (batch, nheads). A head dim is padded as there, but not that of blocks.
 
     Returns out, (total_q, nheads, headdim of v), or with return_attn_probs (out, softmax_lse, None) with the
-    LSE in fp32, (nheads, total_q).
+    LSE in fp32, (nheads, total_q). PyTorch's autograd gets the gradients of q, k and v.
 
-    Raises what ``flash_attn_func`` does, NotImplementedError for q, k or v that require a gradient,
-    NullPointer without cu_seqlens, and BadTensorShape for blocks whose rows are no multiple of 16 bytes.
+    Raises what ``flash_attn_func`` does, NotImplementedError with block_table for q, k or v that require a
+    gradient, NullPointer without cu_seqlens, and BadTensorShape for blocks whose rows are no multiple of 16
+    bytes.
     """
     refuse_dropout(dropout_p)
-    refuse_gradients(q=q, k=k, v=v)
+    if block_table is not None:
+        refuse_gradients(q=q, k=k, v=v)
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if x is None:
             raise NullPointer(f"{name} is None; expected an int32 array, (batch + 1,)")
@@ -179,6 +180,7 @@ def flash_attn_varlen_func(
         "max_seqlen_q": max_seqlen_q,
         "max_seqlen_kv": max_seqlen_k,
         "return_lse": return_attn_probs,
+        "deterministic": deterministic,
     }
     if block_table is None:
         for name, x in (("k", k), ("v", v)):

@@ -38,8 +38,10 @@ class Runner:
         return partial(_run, problem)
 
 
-class _Call(NamedTuple):
-    """The arrays of a call, each with a batch; bfloat16 elements are their bits."""
+class Call(NamedTuple):
+    """The arrays of a call, each with a batch; bfloat16 elements are their bits. ``first_batch`` is the
+    number that a score modification knows the first entry by.
+    """
 
     dout: np.ndarray
     q: np.ndarray
@@ -53,6 +55,7 @@ class _Call(NamedTuple):
     dk: np.ndarray
     dv: np.ndarray
     score: ScoreOfCall | None
+    first_batch: int = 0
 
 
 def _run(problem: BackwardProblem, arrays: Arrays, stream: int) -> None:
@@ -68,10 +71,10 @@ def _run(problem: BackwardProblem, arrays: Arrays, stream: int) -> None:
     if not problem.batched:
         host = {name: None if x is None else x[None] for name, x in host.items()}
     score = modification(problem, [host_array(x) for x in score_arrays])
-    gradients(problem, _Call(**host, mask=mask, score=score))
+    gradients(problem, Call(**host, mask=mask, score=score))
 
 
-def gradients(problem: BackwardProblem, call: _Call) -> None:
+def gradients(problem: BackwardProblem, call: Call) -> None:
     """Fill dq, dk and dv."""
     tasks = [(batch, head) for batch in range(problem.batch) for head in range(problem.num_heads_kv)]
     pairs = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_kv
@@ -80,7 +83,7 @@ def gradients(problem: BackwardProblem, call: _Call) -> None:
 
 
 @np.errstate(all="ignore")
-def _of_kv_head(problem: BackwardProblem, call: _Call, task: tuple[int, int]) -> None:
+def _of_kv_head(problem: BackwardProblem, call: Call, task: tuple[int, int]) -> None:
     """dk and dv of a kv head, and dq of the query heads that share it."""
     batch, kv_head = task
     keys, values = (widened(x[batch, :, kv_head], problem.dtype, np.float32) for x in (call.k, call.v))
@@ -95,7 +98,7 @@ def _of_kv_head(problem: BackwardProblem, call: _Call, task: tuple[int, int]) ->
 
 def _of_rows(
     problem: BackwardProblem,
-    call: _Call,
+    call: Call,
     batch: int,
     kv_head: int,
     rows: range,
@@ -136,7 +139,8 @@ def _of_rows(
         p = queries @ keys[first:last].T
         slope = None
         if call.score is not None:
-            at = call.score.at(batch, np.arange(heads.start, heads.stop)[:, None, None], positions, some)
+            group_heads = np.arange(heads.start, heads.stop)[:, None, None]
+            at = call.score.at(call.first_batch + batch, group_heads, positions, some)
             slope = at.derived().value(np, p.reshape(whole))
             p = np.array(at.value(np, p.reshape(whole))).reshape(p.shape)
         p -= lse[:, None]

@@ -16,6 +16,7 @@ _PLACES = {
     "attention": ("attention", "ATTENTION"),
     "attention_backward": ("backward", "BACKWARD"),
     "varlen": ("varlen", "VARLEN"),
+    "varlen_backward": ("varlen_backward", "VARLEN_BACKWARD"),
     "merge": ("merge", "MERGE"),
     "append": ("append", "APPEND"),
 }

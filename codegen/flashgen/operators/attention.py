@@ -191,7 +191,7 @@ class AttentionProblem(Problem):
         if self.score is None:
             return values | {"scale_log2": self.softmax_scale * math.log2(math.e)}
         values |= self._scalars_of_score()
-        values |= self.score.constants(values, self.dtype)
+        values |= self.score.constants(values, self.dtype, self.operator.differentiates)
         # As with softmax_scale: a factor of 0 would turn the -inf of a masked score into NaN.
         return values | {"scale_log2": max(values["scale_log2"], MIN_SCALE)}
 
@@ -202,7 +202,8 @@ class AttentionProblem(Problem):
         scale = self.softmax_scale if softmax_scale is None else scale_of(softmax_scale, self.head_dim)
         called = dataclasses.replace(self, softmax_scale=scale, score_scalars=self._score_scalars(rest))
         if called.score is not None:
-            called.score.check(called._scalars_of_score() | {"softmax_scale": scale}, self.dtype)
+            scalars = called._scalars_of_score() | {"softmax_scale": scale}
+            called.score.check(scalars, self.dtype, self.operator.differentiates)
         return called
 
     def _score_scalars(self, given: Sequence[Any]) -> tuple[float, ...]:

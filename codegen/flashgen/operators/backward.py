@@ -43,6 +43,8 @@ ARGUMENTS = (
 OPTIONS = ("causal", "mask_type", "window_size", "score", "deterministic")
 # In what order thread blocks add to dq: in none, or always in the same.
 DQ_ORDERS = ("none", "ordered")
+# What its kernels keep beside arguments: no parameter of a score modification is called so.
+KEPT = ("dq_accum", "delta", "lse_log2", "turns")
 _OF_CALL = ("dout", "out", "lse", "dlse", "dq", "dk", "dv")
 
 
@@ -175,6 +177,7 @@ BACKWARD = Operator(
     },
     grid_dimensions=ATTENTION.grid_dimensions,
     normalise=_normalise,
+    differentiates=True,
 )
 
 

@@ -1,7 +1,8 @@
 """The derivative of a score modification with respect to ``score``: reverse-mode differentiation of its tree.
 
 From the root down, each node passes what the result changes by, for a change of its own, on to its arguments.
-Where two branches meet, as at ``abs(score)`` with score 0, it is that of the branch that is taken.
+Where two branches meet, as at ``abs(score)`` with score 0, it is that of the branch that is taken; what the
+other may be, infinite or NaN, has no part in it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ def _below(node: Node, outer: Node) -> Node:
     """What a change of ``score`` adds to the result by way of ``node``, of which it changes by ``outer``."""
     if node.op == "name":
         return outer if node.value == "score" else _ZERO
+    if node.op in ("where", "min", "max") and "score" in node.reads():
+        condition, a, b = _branches(node)
+        return _where(condition, _below(a, outer), _below(b, outer))
     total = _ZERO
     for position, arg in enumerate(node.args):
         if arg.type != "bool" and "score" in arg.reads():
@@ -54,11 +58,16 @@ def _passed_on(node: Node, position: int, outer: Node) -> Node:
             return _quotient(outer, args[0])
         case "abs":
             return _where(Node("<", (args[0], _ZERO), None, "bool"), _negative(outer), outer)
-        case "where":
-            return _where(args[0], *((outer, _ZERO) if position == 1 else (_ZERO, outer)))
-    first = Node("<", args, None, "bool")  # min and max, as `formula.operation` has them
-    takes_first = (node.op == "min") == (position == 0)
-    return _where(first, *((outer, _ZERO) if takes_first else (_ZERO, outer)))
+    raise AssertionError(f"{node.op} has no derivative")
+
+
+def _branches(node: Node) -> tuple[Node, Node, Node]:
+    """A choice as the condition under which it is the first of two values, and these."""
+    if node.op == "where":
+        return node.args
+    first, second = node.args
+    less = Node("<", node.args, None, "bool")  # as `formula.operation` has them
+    return (less, first, second) if node.op == "min" else (less, second, first)
 
 
 def _sum(a: Node, b: Node) -> Node:
@@ -72,6 +81,9 @@ def _product(a: Node, b: Node) -> Node:
 
 
 def _quotient(a: Node, b: Node) -> Node:
+    # As of softcap, which divides by its cap and multiplies by it.
+    if a.op == "*" and a.args[0] == b:
+        return a.args[1]
     return Node("/", (a, b))
 
 
@@ -80,4 +92,4 @@ def _negative(a: Node) -> Node:
 
 
 def _where(condition: Node, a: Node, b: Node) -> Node:
-    return Node("where", (condition, a, b))
+    return a if a == b else Node("where", (condition, a, b))

@@ -12,7 +12,7 @@ derivative of a score modification, 1 without one:
            + |error of f'_ij| p_ij |do_i v_j - delta_i|
     |error of dv_j| <= 1.05 u (sum_i p_ij |do_i| + |dv_j|) + sum_i (p_ij (r_i + w) + least) |do_i| + least_out
     |error of dq_i| <= 1.05 u (scale sum_j (|ds_ij| + |f'_ij| p_ij D_i) |k_j| + |dq_i|)
-                       + scale sum_j (x_ij + |ds_ij| w + least) |k_j| + least_out
+                       + scale sum_j (x_ij + |ds_ij| w + least + 2^-126 |f'_ij t_ij|) |k_j| + least_out
     dk_j as dq_i, with sums over i and |q_i|
 
 - u p, u |ds|: both are rounded to the dtype for the products with do, k and q. u |dv|, ...: so is the result.
@@ -25,7 +25,8 @@ derivative of a score modification, 1 without one:
 - w = 2^-19 + 2^-24 sqrt(m): sums of m terms in fp32, as in `reference`.
 - least: what p and ds lose below the least step of their dtype, for each pair that a mask does not hide:
   2^-25 in fp16, since both are packed as they are, and what is flushed to 0 in the others. least_out:
-  likewise for the result.
+  likewise for the result. 2^-126 |f' t|, with t = do_i v_j - delta_i: p is flushed to 0 before it becomes
+  ds = p f' t.
 
 Where the elements are fp32, products of three TF32 ones leave out at most 2.5 * 2^-21 of each term. There the
 bound is 1e-5 of the largest element of the gradient, or the terms above, if they are more: where a row sees
@@ -232,7 +233,8 @@ def _chain_rule(
     wrong = 2.0**-21 * (size_g + size_d + abs(dlse))
     wrong = wrong + row.error * xp.sum(p * size_g, axis=-1, keepdims=True)
     wrong_ds = xp.abs(ds) * factor + weight * wrong + slope_error * p * xp.abs(terms)
-    wrong_ds = wrong_ds + 1.05 * u * (xp.abs(ds) + weight * size_d) + LEAST_OUT[dtype] * visible
+    wrong_ds = wrong_ds + 1.05 * u * (xp.abs(ds) + weight * size_d)
+    wrong_ds = wrong_ds + (LEAST_OUT[dtype] + 2.0**-126 * xp.abs(terms * slope)) * visible
     sum_of_keys = 2.0**-19 + 2.0**-24 * k.shape[1] ** 0.5
     sum_of_rows = 2.0**-19 + 2.0**-24 * rows_of_key**0.5
     wrong_p = p * (1.05 * u + factor + sum_of_rows) + LEAST_OUT[dtype] * visible

@@ -35,12 +35,20 @@ class Lowered(NamedTuple):
     ``step``, the distance of a key from the lane's first one. ``constants`` are the formulas, over scalars,
     of what it reads by their names. ``offset``, in which kv is the lane's first key, is still to be added to
     all scores of a row and a block; ``factor``, a positive scalar, is still to multiply all scores.
+    ``derivative`` is that of the modified score, offset and factor included, with respect to ``score``, for
+    kernels that need it; None where it is 1.
     """
 
     body: Node
     constants: dict[str, Node]
     offset: Node | None
     factor: Node
+    derivative: Node | None = None
+
+    @property
+    def trees(self) -> tuple[Node, ...]:
+        """All that a kernel computes."""
+        return tuple(tree for tree in (self.body, self.offset, self.derivative) if tree is not None)
 
 
 class _Affine(NamedTuple):
@@ -51,19 +59,25 @@ class _Affine(NamedTuple):
     b: Node
 
 
-def lower(tree: Node, scalars: frozenset[str], approximate: bool) -> Lowered:
+def lower(tree: Node, scalars: frozenset[str], approximate: bool, derivative: Node | None = None) -> Lowered:
     """The body and the constants of a formula in which ``scalars`` are known ahead of a launch;
-    ``approximate`` is whether tanh may be.
+    ``approximate`` is whether tanh may be. ``derivative`` is that of the formula, where the kernel needs it;
+    what both have in common are equal nodes.
     """
     lowering = _Lowering(scalars, approximate)
     whole, factor = lowering.affine(tree), _ONE
     if whole.b == _ZERO and whole.x in lowering.arguments:
         factor = _host("abs", whole.a)
-        argument = _scaled(lowering.arguments[whole.x], _host("sign", whole.a))
-        whole = _plain(Node("tanh", (lowering.value(argument),)))
+        sign = _host("sign", whole.a)
+        argument = _scaled(lowering.arguments[whole.x], sign)
+        signed = Node("tanh", (lowering.value(argument),))
+        lowering.known[whole.x] = _Affine(sign, signed, _ZERO)
+        whole = _plain(signed)
     body, offset = _without_offset(lowering.value(whole))
+    slope = None if derivative is None else lowering.value(lowering.affine(derivative))
+    slope = None if slope == _ONE else slope
     constants: dict[Node, str] = {}
-    for node in (*body.walk(), *(offset.walk() if offset else ())):
+    for node in (each for tree in (body, offset, slope) if tree for each in tree.walk()):
         if node.op == "constant":
             constants.setdefault(node, f"{CONSTANT}{len(constants)}")
 
@@ -75,6 +89,7 @@ def lower(tree: Node, scalars: frozenset[str], approximate: bool) -> Lowered:
         {name: node.args[0] for node, name in constants.items()},
         offset and offset.replaced(named),
         factor,
+        slope and slope.replaced(named),
     )
 
 
@@ -83,6 +98,8 @@ class _Lowering:
         self._scalars, self._approximate = scalars, approximate
         # What the approximate tanh in the tree are of.
         self.arguments: dict[Node | None, _Affine] = {}
+        # And what the kernel has already in place of some of them.
+        self.known: dict[Node, _Affine] = {}
 
     def affine(self, node: Node) -> _Affine:
         """A number, integer or float, as a x + b."""
@@ -112,7 +129,7 @@ class _Lowering:
                 if self._approximate:
                     tanh = Node("tanh", (self.value(args[0]),))
                     self.arguments[tanh] = args[0]
-                    return _plain(tanh)
+                    return self.known.get(tanh, _plain(tanh))
                 power = Node("exp2", (self.value(_scaled(args[0], number(2 * _LOG2_E))),))
                 return _Affine(number(-2.0), Node("rcp", (Node("+", (power, _ONE)),)), _ONE)
             case "exp":
@@ -282,6 +299,8 @@ def _multiply(a: Node, b: Node) -> Node:
         return _ZERO
     if a == _ONE or b == _ONE:
         return b if a == _ONE else a
+    if a == b and a.op == "sign":
+        return _ONE
     if b.op == "/" and b.args[0] == _ONE:
         return Node("/", (a, b.args[1]))
     return Node("*", (a, b))

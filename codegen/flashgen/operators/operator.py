@@ -151,6 +151,8 @@ class Operator:
     ``check_elements(problem, arrays)`` raises the error of elements that contradict a problem; ``arrays``
     has, by name, those of ``elements_checked`` in host memory, None for what is absent. The CPU path always
     checks, others where FLASHGEN_CHECK asks for it.
+
+    ``differentiates`` is whether its kernels compute the derivative of a score modification, too.
     """
 
     name: str
@@ -162,6 +164,7 @@ class Operator:
     normalise: Callable[..., Problem] = field(repr=False)
     elements_checked: tuple[str, ...] = ()
     check_elements: Callable[..., None] | None = field(default=None, repr=False)
+    differentiates: bool = False
 
     @property
     def symbols(self) -> frozenset[str]:
@@ -175,6 +178,21 @@ class Operator:
     def position(self, name: str) -> int:
         """The position of an argument among pointers and arrays."""
         return self.positions[name]
+
+    def shape_beside(self, name: str, shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...] | None:
+        """The shape of an argument of a call whose other arrays have these, by name; without batch where they
+        have none. None where they do not say.
+        """
+        sizes: dict[str, int] = {}
+        for other, shape in shapes.items():
+            symbols = self.arguments[self.position(other)].symbols
+            if len(symbols) - 1 <= len(shape) <= len(symbols):
+                sizes = dict(zip(reversed(symbols), reversed(shape), strict=False)) | sizes
+        argument = self.arguments[self.position(name)]
+        symbols = argument.symbols
+        if argument.leads_with_batch and symbols[0] not in sizes:
+            symbols = symbols[1:]
+        return tuple(sizes[symbol] for symbol in symbols) if sizes.keys() >= {*symbols} else None
 
     def in_order(self, **by_name: Any) -> tuple[Any, ...]:
         """Values given by the names of arguments, in their order; None for the others."""

@@ -70,16 +70,20 @@ class Score:
     def scalars(self) -> tuple[ScoreParam, ...]:
         return tuple(param for param in self.params if not param.dimensions)
 
-    def lowered(self, dtype: str) -> Lowered:
-        """What a kernel of elements of ``dtype`` computes; what follows from scalars alone is a constant."""
-        known = self._lowered.get(dtype)
+    def lowered(self, dtype: str, differentiated: bool = False) -> Lowered:
+        """What a kernel of elements of ``dtype`` computes; what follows from scalars alone is a constant.
+        ``differentiated`` is whether the kernel computes the derivative as well.
+        """
+        known = self._lowered.get((dtype, differentiated))
         if known is None:
             scalars = frozenset(param.name for param in self.scalars)
-            known = self._lowered[dtype] = lower(self.tree, scalars, approximate=dtype != "fp32")
+            slope = derivative(self.tree) if differentiated else None
+            known = lower(self.tree, scalars, approximate=dtype != "fp32", derivative=slope)
+            self._lowered[dtype, differentiated] = known
         return known
 
     @cached_property
-    def _lowered(self) -> dict[str, Lowered]:
+    def _lowered(self) -> dict[tuple[str, bool], Lowered]:
         return {}
 
     def number(self, param: ScoreParam, value: Any) -> float:
@@ -92,11 +96,13 @@ class Score:
             raise BadParam(f"{param.name} is {value!r}; it must be finite, at most {_LARGEST[param.type]:g}")
         return int(value) if param.type == "i32" else float(value)
 
-    def constants(self, scalars: Mapping[str, float], dtype: str) -> dict[str, float]:
-        """The constants of a kernel of ``dtype`` for these scalars, softmax_scale among them; NaN where one
-        cannot be computed. ``scale_log2`` is the factor of its scores times log2(e).
+    def constants(
+        self, scalars: Mapping[str, float], dtype: str, differentiated: bool = False
+    ) -> dict[str, float]:
+        """The constants of a kernel as in ``lowered`` for these scalars, softmax_scale among them; NaN where
+        one cannot be computed. ``scale_log2`` is the factor of its scores times log2(e).
         """
-        lowered, found = self.lowered(dtype), {}
+        lowered, found = self.lowered(dtype, differentiated), {}
         for name, formula in (*lowered.constants.items(), ("scale_log2", lowered.factor)):
             try:
                 found[name] = float(evaluate(formula, scalars, math))
@@ -105,9 +111,10 @@ class Score:
         found["scale_log2"] *= math.log2(math.e)
         return found
 
-    def check(self, scalars: Mapping[str, float], dtype: str) -> None:
+    def check(self, scalars: Mapping[str, float], dtype: str, differentiated: bool = False) -> None:
         """That the constants of the kernel are finite. Raises BadParam."""
-        if not all(abs(value) <= _LARGEST["f32"] for value in self.constants(scalars, dtype).values()):
+        constants = self.constants(scalars, dtype, differentiated)
+        if not all(abs(value) <= _LARGEST["f32"] for value in constants.values()):
             given = ", ".join(
                 f"{name} = {scalars[name]!r}" for name in ("softmax_scale", *(p.name for p in self.scalars))
             )

@@ -126,15 +126,15 @@ class VarlenProblem(AttentionProblem):
 
     @property
     def packed_q(self) -> bool:
-        return self.strides[_CU_SEQLENS_Q] is not None
+        return self.strides[self.operator.position("cu_seqlens_q")] is not None
 
     @property
     def packed_kv(self) -> bool:
-        return self.strides[_CU_SEQLENS_KV] is not None
+        return self.strides[self.operator.position("cu_seqlens_kv")] is not None
 
     @property
     def paged(self) -> bool:
-        return self.strides[_PAGES] is not None
+        return self.strides[self.operator.position("pages")] is not None
 
     @property
     def capacity(self) -> int:
@@ -496,7 +496,4 @@ def operator_for(score: Score | None) -> Operator:
     return VARLEN if score is None else attention.modified(VARLEN, score)
 
 
-_CU_SEQLENS_Q, _CU_SEQLENS_KV, _PAGES = (
-    VARLEN.position(name) for name in ("cu_seqlens_q", "cu_seqlens_kv", "pages")
-)
 _OWN_SIZES = ("batch", "seqlen_q", "seqlen_kv", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")

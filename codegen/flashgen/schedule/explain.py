@@ -19,6 +19,7 @@ from flashgen.schedule.dispatch import (
     without_replaced,
 )
 from flashgen.schedule.grid import MAX_EXTENT, extents, rows, tiles
+from flashgen.schedule.plan import plan_steps
 from flashgen.schedule.shares import countable, shares_of
 from flashgen.schedule.tensormap import REQUIREMENTS, expressible
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from flashgen.arch import Device
     from flashgen.operators.operator import Problem
+    from flashgen.schedule.plan import Step, Steps
     from flashgen.schedule.shares import Shares
     from flashgen.spec.model import Spec
     from flashgen.spec.variant import Variant
@@ -68,6 +70,20 @@ class Explanation:
         return shares_of(self.problem, self.variant, self.device)
 
     @property
+    def steps(self) -> tuple[Step, ...]:
+        """The launches of the call, in order; none where no variant serves."""
+        return self._planned.steps if self.variant else ()
+
+    @property
+    def workspace_bytes(self) -> int:
+        """The memory that the call needs beyond inputs and outputs."""
+        return self._planned.workspace.nbytes if self.variant else 0
+
+    @property
+    def _planned(self) -> Steps:
+        return plan_steps(self.problem, self.variant, self.device)
+
+    @property
     def slower(self) -> tuple[Judged, ...]:
         """Those that could have served as well, and would take longer by the model."""
         return tuple(judged for judged in self.others if judged.rule == TIME)
@@ -84,6 +100,8 @@ class Explanation:
         lines = [f"{self.device.name} ({self.device.arch}): {self.problem.wanted()}"]
         lines.append(f"takes {self.variant}" if self.variant else "no variant serves")
         lines += [f"  {self.shares}"] if self.shares else []
+        lines += [f"  {step.variant}: {step.launch}" for step in self.steps]
+        lines += [f"  workspace of {self.workspace_bytes:,} bytes"] if self.workspace_bytes else []
         lines += [f"  {judged.variant}: {judged.why}" for judged in self.slower]
         lines += [f"  {count} variants: {rule}" for rule, count in self.counts().items()]
         return "\n".join(lines)

@@ -17,6 +17,9 @@ MAX_BLOCKS = 2**31 - 1
 # Of a dimension of a grid: kernels count rows, also those behind the last one of a tile, in 32 bits.
 MAX_EXTENT = 2**30 - 4096
 ROWS, HEADS = "query_rows", "heads"
+KEYS, KV_HEADS = "key_rows", "kv_heads"
+# The rows of all sequences, where those of one are a dimension of the grid.
+_OF_SEQUENCES = {ROWS: "sequence_rows", KEYS: "sequence_keys"}
 
 
 class Launch(NamedTuple):
@@ -25,6 +28,10 @@ class Launch(NamedTuple):
     blocks: int
     threads: int
     smem_bytes: int
+
+    def __str__(self) -> str:
+        blocks = f"{self.blocks:,} thread block{'s' * (self.blocks != 1)} of {self.threads} threads"
+        return f"{blocks}, {self.smem_bytes:,} bytes of shared memory" if self.smem_bytes else blocks
 
 
 def extents(problem: Problem, variant: Variant) -> dict[str, int]:
@@ -42,6 +49,12 @@ def heads(problem: Problem, variant: Variant) -> int:
     return extents(problem, variant).get(HEADS, 1)
 
 
+def all_heads(problem: Problem, variant: Variant) -> int:
+    """Heads of the grid over the batch: kv heads where the grid covers these."""
+    sizes = extents(problem, variant)
+    return sizes["batch"] * sizes.get(KV_HEADS if variant.grid.tile(KV_HEADS) else HEADS, 1)
+
+
 def row_blocks(problem: Problem, variant: Variant) -> int:
     """Tiles of one (batch, head) along the first dimension that the grid covers."""
     dimension, tile = variant.grid.covers[0]
@@ -55,8 +68,9 @@ def tiles(problem: Problem, variant: Variant) -> int:
     sizes = extents(problem, variant)
     count = math.prod(-(-sizes[dimension] // tile) for dimension, tile in variant.grid.covers)
     if variant.grid.of_sequences:
-        whole = sizes["sequence_rows"] // variant.grid.tile(ROWS)
-        count = min(count, (whole + sizes["batch"]) * sizes[HEADS])
+        (dimension, tile), (of_heads, _), (sequences, _) = variant.grid.covers
+        whole = sizes[_OF_SEQUENCES[dimension]] // tile
+        count = min(count, (whole + sizes[sequences]) * sizes[of_heads])
     return count
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from flashgen.errors import SpecError
 from flashgen.schedule.divisor import divisor
-from flashgen.schedule.grid import heads, row_blocks, rows_ahead, tiles
+from flashgen.schedule.grid import all_heads, heads, row_blocks, rows_ahead, tiles
 from flashgen.schedule.sections import sections
 from flashgen.schedule.tensormap import BYTES, REQUIREMENTS, TensorMap, describe
 from flashgen.source.params import layout
@@ -114,7 +114,7 @@ def parameters(
 
 def _sections(problem: Problem, variant: Variant, device: Device) -> dict[str, int]:
     cut = sections(problem, variant, device)
-    last = heads(problem, variant) * problem.sizes["batch"] - (cut.count - 1) * cut.heads
+    last = all_heads(problem, variant) - (cut.count - 1) * cut.heads
     tiles_of_section = cut.heads * row_blocks(problem, variant)
     numbers = (
         cut.heads,

@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.operators.masks import UNBOUNDED, Band
-from flashgen.schedule.grid import ROWS, blocks_at_a_time, heads, row_blocks
+from flashgen.schedule.grid import KEYS, ROWS, all_heads, blocks_at_a_time, heads, row_blocks
 
 if TYPE_CHECKING:
     from flashgen.arch import Device
@@ -30,12 +30,17 @@ def sections(problem: AttentionProblem, variant: Variant, device: Device) -> Sec
     larger, but with more heads than a third of the multiprocessors too few tiles of a head run at a time.
     Under causal, where lengths differ most, a section may have more heads, as long as L2 holds their keys and
     values and at least three tiles and 384 rows of each head run at a time.
+
+    Tiles of keys add to dq one after the other. A section of theirs has as many heads as fill the device, so
+    that a tile starts when the one before it, of the next section but at the same place, has a lead.
     """
-    total = heads(problem, variant) * problem.batch
+    total = all_heads(problem, variant)
     if total == 0:
         return Sections(1, 1)  # not launched, but it has a struct
-    group = heads(problem, variant) // problem.num_heads_kv
     tiles_of_head = max(1, row_blocks(problem, variant))
+    if variant.grid.tile(KEYS):
+        return _even(total, 1, -(-blocks_at_a_time(variant, device) // tiles_of_head))
+    group = heads(problem, variant) // problem.num_heads_kv
     band = Band.of(problem)
     uneven = band.bounded
     if uneven and variant.grid.persistent:

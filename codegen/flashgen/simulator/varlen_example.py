@@ -108,12 +108,12 @@ def make(variant: Variant, shape: Shape, seed: int) -> VarlenExample:
     rng = np.random.default_rng(seed)
     head_dim, head_dim_v, kv_heads = check_sizes(variant, shape)
     batch, dtype = shape.batch, variant.dtype
-    q_lengths, kv_lengths = (_lengths(rng, batch, most) for most in (shape.seqlen_q, shape.seqlen_kv))
+    q_lengths, kv_lengths = (random_lengths(rng, batch, most) for most in (shape.seqlen_q, shape.seqlen_kv))
     lengths: dict[str, np.ndarray | None] = dict.fromkeys(LENGTHS)
     dense = variant.mask_type == "dense"
     packed_q = bool(rng.integers(2)) and not dense
     if packed_q:
-        lengths["cu_seqlens_q"] = _sums(q_lengths)
+        lengths["cu_seqlens_q"] = boundaries(q_lengths)
         q_rows = (1, int(q_lengths.sum()))
     else:
         q_rows = (batch, shape.seqlen_q)
@@ -123,7 +123,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> VarlenExample:
         sizes = [size for size in _PAGE_SIZES if not any(size % rows for rows in boxes)]
         kv_rows, places = _paged(rng, lengths, kv_lengths, sizes)
     elif rng.integers(2) and not dense:
-        lengths["cu_seqlens_kv"] = _sums(kv_lengths)
+        lengths["cu_seqlens_kv"] = boundaries(kv_lengths)
         kv_rows, places = (1, int(kv_lengths.sum())), None
     else:
         kv_rows, places = _cache(rng, lengths, kv_lengths, shape)
@@ -175,7 +175,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> VarlenExample:
     return VarlenExample(problem, q, k, v, lengths, out, lse, mask, score_arrays)
 
 
-def _lengths(rng: np.random.Generator, batch: int, most: int) -> np.ndarray:
+def random_lengths(rng: np.random.Generator, batch: int, most: int) -> np.ndarray:
     """The first is ``most``; of the others some are 0 and some 1."""
     found = rng.integers(0, most + 1, batch)
     found[rng.random(batch) < 0.15] = 0
@@ -184,7 +184,8 @@ def _lengths(rng: np.random.Generator, batch: int, most: int) -> np.ndarray:
     return found
 
 
-def _sums(lengths: np.ndarray) -> np.ndarray:
+def boundaries(lengths: np.ndarray) -> np.ndarray:
+    """Where packed sequences of these lengths begin and end."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 

@@ -4,8 +4,9 @@ Templates are Jinja with delimiters that leave C++ alone: ``//%`` starts a line 
 and ``${ x }`` prints a value; undefined names are errors. A template finds every axis and every tile key by
 name, and beside them ``header`` (the file's first comment), ``params_struct`` (the C struct), ``name``,
 ``operator``, ``target``, ``element_bytes``, ``threads``, ``smem_bytes`` and ``variant``; of a score
-modification ``score`` (its name, or None), ``score_functions`` (`source.scores`), and ``score_has_offset``,
-whether a part of it is left to the row (`operators.lowering`).
+modification ``score`` (its name, or None), ``score_functions`` (`source.scores`), ``score_has_offset``,
+whether a part of it is left to the row, and ``score_has_derivative``, whether the kernel has a derivative of
+it to multiply by (`operators.lowering`).
 """
 
 from __future__ import annotations
@@ -205,13 +206,17 @@ def _context(form: Variant) -> dict[str, Any]:
 
 def _of_score(form: Variant) -> dict[str, Any]:
     if form.score is None:
-        return {"score_functions": "", "score_has_offset": False}
-    from flashgen.source.scores import score_functions  # only a call with a modification waits for it
+        return {"score_functions": "", "score_has_offset": False, "score_has_derivative": False}
+    # Only a call with a modification waits for these.
+    from flashgen.operators import OPERATORS
+    from flashgen.source.scores import score_functions
 
-    lowered = form.score.lowered(form.dtype)
+    differentiated = OPERATORS[form.operator].differentiates
+    lowered = form.score.lowered(form.dtype, differentiated)
     return {
-        "score_functions": score_functions(form.score, form.dtype),
+        "score_functions": score_functions(form.score, form.dtype, differentiated),
         "score_has_offset": lowered.offset is not None,
+        "score_has_derivative": lowered.derivative is not None,
     }
 
 

@@ -5,6 +5,11 @@
     float modified_score(params, row, first_key, step, product);
     float score_offset(params, row, first_key);
 
+Kernels that differentiate have, unless the derivative is 1, in place of ``modified_score``
+
+    struct ModifiedScore { float score, derivative; };
+    ModifiedScore differentiated_score(params, row, first_key, step, product);
+
 Elements of arrays that no key changes are members of the two structs, which are made ahead of a block's
 scores. ``step`` is known when the kernel is compiled: an integer that grows with the key is taken at
 ``first_key``, where it is the same for all of a lane's keys, and the step is added as a float.
@@ -22,6 +27,7 @@ from flashgen.operators.lowering import key_slope
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from flashgen.operators.lowering import Lowered
     from flashgen.operators.scores import Score, ScoreParam
 
 _CALLS = {
@@ -34,24 +40,25 @@ _CALLS = {
     "max": "fmaxf",
     "fma": "fmaf",
 }
+_SLOW = ("exp2", "log2", "rcp", "tanh")
 _INT_CALLS = {"abs": "abs", "min": "min", "max": "max"}
 _SIGNS = {"and": "&&", "or": "||"}
 
 
-def score_functions(score: Score, dtype: str) -> str:
-    """The structs and the functions as C++, for a kernel of elements of ``dtype``. No final newline. Needs
-    ``Params`` in scope.
+def score_functions(score: Score, dtype: str, differentiated: bool = False) -> str:
+    """The structs and the functions as C++, for a kernel of elements of ``dtype`` that computes the
+    derivative as well if ``differentiated``. No final newline. Needs ``Params`` in scope.
     """
-    return _Writer(score, dtype).functions()
+    return _Writer(score, score.lowered(dtype, differentiated), differentiated).functions()
 
 
 class _Writer:
-    def __init__(self, score: Score, dtype: str) -> None:
-        self._score, self._lowered = score, score.lowered(dtype)
-        self._body, self._offset = self._lowered.body, self._lowered.offset
+    def __init__(self, score: Score, lowered: Lowered, differentiated: bool) -> None:
+        self._score, self._lowered, self._differentiated = score, lowered, differentiated
+        self._body, self._offset = lowered.body, lowered.offset
         self._arrays = {param.name: param for param in score.arrays}
         self._scalars = {param.name for param in score.scalars} | {"softmax_scale", *self._lowered.constants}
-        trees = [tree for tree in (self._body, self._offset) if tree is not None]
+        trees = list(lowered.trees)
         nodes = [node for tree in trees for node in tree.walk()]
         self._loads = list(dict.fromkeys(node for node in nodes if node.op == "load"))
         # The members of the two structs, by the elements that they hold.
@@ -61,11 +68,14 @@ class _Writer:
         self._kept = {node: f"row.head.{name}" for node, name in self._of_head.items()}
         self._kept |= {node: f"row.{name}" for node, name in self._of_row.items()}
         self._names = self._names_read(trees, set(kept))
+        # What has a name in the function of one score, by that name.
+        self._named: dict[Node, str] = {}
 
     def functions(self) -> str:
         """All of it."""
         about = [f"// The score modification `{self._score.name}`: {self._score.text}", ""]
-        parts = [self._head(), self._row(), self._modify()]
+        modify = self._modify() if self._lowered.derivative is None else self._differentiate()
+        parts = [self._head(), self._row(), modify]
         if self._offset is not None:
             parts.append(self._offset_function())
         return "\n".join([*about, "\n\n".join("\n".join(part) for part in parts)])
@@ -146,22 +156,65 @@ class _Writer:
         )
 
     def _modify(self) -> list[str]:
-        """The function of one score; what is read several times, or is long, has a name."""
+        """The function of one score."""
         result = _bare(self._code(self._body))
-        types = {
-            "params": "const Params&",
-            "row": "const ScoreRow&",
-            "first_key": "int",
-            "step": "int",
-            "product": "float",
-        }
-        about = ["// The modified score of the key `step` past `first_key`, from its q . k, not scaled yet."]
+        head = _arguments(_OF_SCORE, _used(_OF_SCORE, result))
+        opening = _wrapped("float modified_score", head)
+        return [*self._about_score("The modified score"), *opening, f"    return {result};", "}"]
+
+    def _about_score(self, what: str) -> list[str]:
+        about = [f"// {what} of the key `step` past `first_key`, from its q . k, not scaled yet."]
         if self._lowered.factor != number(1.0):
-            about.append("// softmax_step() multiplies it further, by scale_log2.")
+            by = "What makes P of it" if self._differentiated else "softmax_step()"
+            about.append(f"// {by} multiplies it further, by scale_log2.")
         if self._offset is not None:
             about.append("// What is the same for all of a row's keys in a block is left to score_offset().")
-        head = _arguments(types, _used(types, result))
-        return [*about, *_wrapped("float modified_score", head), f"    return {result};", "}"]
+        return about
+
+    def _differentiate(self) -> list[str]:
+        """The function of one score and its derivative; what both read or call has a name."""
+        lines = []
+        for node in self._shared():
+            name = f"{node.value if node.op == 'load' else node.op}_{len(self._named)}"
+            lines.append(f"    const {node.type} {name} = {_bare(self._code(node))};")
+            self._named[node] = name
+        lines += [
+            "    ModifiedScore modified;",
+            f"    modified.score = {_bare(self._code(self._body))};",
+            f"    modified.derivative = {_bare(self._code(self._lowered.derivative))};",
+            "    return modified;",
+        ]
+        self._named = {}
+        head = _arguments(_OF_SCORE, _used(_OF_SCORE, "\n".join(lines)))
+        return [
+            "struct ModifiedScore {",
+            "    float score;",
+            "    float derivative;  // of the score, all its factors included, by softmax_scale q . k",
+            "};",
+            "",
+            *self._about_score("The modified score and the derivative"),
+            *_wrapped("ModifiedScore differentiated_score", head),
+            *lines,
+            "}",
+        ]
+
+    def _shared(self) -> list[Node]:
+        """The loads and approximate functions of one score that it needs several times, inner ones first."""
+        found: dict[Node, int] = {}
+
+        def count(node: Node) -> None:
+            if node in self._kept:
+                return
+            again = node in found
+            if not again:
+                for arg in node.args:
+                    count(arg)
+            if node.op == "load" or node.op in _SLOW:
+                found[node] = found.get(node, 0) + 1
+
+        for tree in (self._body, self._lowered.derivative):
+            count(tree)
+        return [node for node, times in found.items() if times > 1]
 
     def _offset_function(self) -> list[str]:
         code = _bare(self._code(self._offset, at_first_key=True))
@@ -175,8 +228,8 @@ class _Writer:
 
     def _code(self, node: Node, at_first_key: bool = False) -> str:
         """A value of one score; what has an operator outside of calls is in parentheses."""
-        if node in self._kept:
-            return self._kept[node]
+        if node in self._kept or node in self._named:
+            return self._kept.get(node) or self._named[node]
         if node.op == "number":
             return _literal(node.value)
         if node.op == "load":
@@ -219,8 +272,8 @@ class _Writer:
         return self._integer(node, names, "row.query")
 
     def _integer(self, node: Node, names: dict[str, str], query: str) -> str:
-        if node in self._kept and names.get("q") == "row.q":
-            return self._kept[node]
+        if names.get("q") == "row.q" and (node in self._kept or node in self._named):
+            return self._kept.get(node) or self._named[node]
         if node.op == "number":
             return str(node.value)
         if node.op == "name":
@@ -253,6 +306,14 @@ class _Writer:
 
 # The members that the structs may have beside elements of arrays.
 _MEMBERS = ("h", "b", "head", "query", "q")
+# The arguments of the function of one score.
+_OF_SCORE = {
+    "params": "const Params&",
+    "row": "const ScoreRow&",
+    "first_key": "int",
+    "step": "int",
+    "product": "float",
+}
 _STEP = "(step)"
 _KEY = "(first_key + step)"
 

@@ -66,23 +66,23 @@ class Param:
         return any(set(limits[key]).isdisjoint(limit) for key, limit in self.when if key in limits)
 
 
-def score_params(score: Score, dtype: str) -> tuple[Param, ...]:
-    """What the kernels of elements of ``dtype`` take besides for a score modification: its arrays, with
-    strides and sizes, the scalars that the kernel reads as they are, and its constants.
+def score_params(score: Score, dtype: str, differentiated: bool = False) -> tuple[Param, ...]:
+    """What kernels take besides for a score modification, as `Score.lowered` has it for them: its arrays,
+    with strides and sizes, the scalars that the kernel reads as they are, and its constants.
     """
     # Only a call with a modification waits for what knows formulas.
     from flashgen.operators.formula import text
     from flashgen.operators.scores import TYPES
 
     found: list[Param] = []
-    lowered = score.lowered(dtype)
+    lowered = score.lowered(dtype, differentiated)
     for array in score.arrays:
         ctype = {"f32": "const float*", "i32": "const int32_t*"}[array.type]
         found.append(Param(array.name, ctype, f"({', '.join(array.symbols)})"))
         found += [Param(name, "int64_t") for name in array.argument().stride_names()]
         own = (symbol for symbol in array.symbols if symbol.startswith(f"{array.name}_"))
         found += [Param(symbol, "int32_t") for symbol in own]
-    read = lowered.body.reads() | (lowered.offset.reads() if lowered.offset else frozenset())
+    read = frozenset().union(*(tree.reads() for tree in lowered.trees))
     found += [Param(p.name, TYPES[p.type][2]) for p in score.scalars if p.name in read]
     if "softmax_scale" in read:
         found.append(Param("softmax_scale", "float"))

@@ -26,7 +26,8 @@ RESERVED = frozenset(
     (
         *("variant", "name", "header", "params_struct", "target"),
         *("element_bytes", "threads", "smem_bytes", "max_smem", "min", "max"),
-        *("efficiency", "no_spills", "tile", "step", "score", "score_functions", "score_has_offset"),
+        *("efficiency", "no_spills", "tile", "step"),
+        *("score", "score_functions", "score_has_offset", "score_has_derivative"),
     )
 )
 

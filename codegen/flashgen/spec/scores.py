@@ -13,6 +13,7 @@ import msgspec
 
 from flashgen.operators import OPERATORS
 from flashgen.operators.attention import DTYPES
+from flashgen.operators.backward import KEPT
 from flashgen.operators.formula import FUNCTIONS, FormulaError, parse
 from flashgen.operators.lowering import CONSTANT
 from flashgen.operators.scores import DIMENSIONS, NAMES, TYPES, Score, ScoreParam
@@ -126,7 +127,7 @@ def _score(document: Document, name: str, given: Any) -> Score:
             raise document.error((*keys, "score"), f"{row.score!r} does not read `{each}`")
     score = Score(name, row.score, params, tree)
     for dtype in DTYPES:
-        members = [param.name for param in score_params(score, dtype)]
+        members = [param.name for param in score_params(score, dtype, differentiated=True)]
         for each in params:
             twice = [member for member in _members(each) if members.count(member) > 1]
             if twice:
@@ -145,6 +146,7 @@ def _param(document: Document, keys: tuple[str, ...], name: str, given: str | li
     taken = {*NAMES, *FUNCTIONS, "inf", "product", "step", "params", "row", "stream", "workspace", "backend"}
     for each in (operator, OPERATORS["attention_backward"]):
         taken |= {*each.positions, *each.options, *each.scalars}
+    taken |= {*KEPT}  # or a call could be differentiated on the CPU alone
     if name in taken | _CPP_WORDS or name.startswith(CONSTANT):
         raise document.error(keys, f"`{name}` has a meaning of its own; choose another name")
     if isinstance(given, list) and len(given) < 2:

@@ -177,8 +177,11 @@ class Variant:
         }
         if not self.score_seam:
             return dataclasses.replace(self, **around) if self.before or self.after else self
-        added = score_params(score, self.dtype)
-        taken = {param.name for param in self.params} & {param.name for param in added}
+        own = {param.name for param in self.params}
+        added = score_params(score, self.dtype, OPERATORS[self.operator].differentiates)
+        # Kernels that scale gradients read the scale anyway.
+        added = tuple(param for param in added if param.name != "softmax_scale" or param.name not in own)
+        taken = own & {param.name for param in added}
         if taken:
             raise SpecError(
                 f"the score {score.name}: {self.name} has parameters of its own called {', '.join(taken)}"

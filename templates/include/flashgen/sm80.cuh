@@ -46,6 +46,11 @@ __device__ __forceinline__ void barrier_sync(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// bar.arrive: arrives at such a barrier without waiting for the others.
+__device__ __forceinline__ void barrier_arrive(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // ldmatrix.x4: four 8x8 matrices of 16-bit elements. Lane l gives the address of row l%8 of matrix l/8 and receives
 // elements 2*(l%4), 2*(l%4)+1 of row l/4 of each.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&fragment)[4], shared_address row) {

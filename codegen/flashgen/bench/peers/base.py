@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from flashgen.bench.hosts import Inputs
 
 Run = Callable[[int], Any]
-"""Launches one call on input set ``i`` and returns the output, of the shape of `Inputs.out`."""
+"""Launches one call on input set ``i`` and returns the output, of the shape of `Inputs.out`; of a backward
+pass the gradients of q, k and v.
+"""
 
 
 class Peer(Protocol):
@@ -32,7 +34,7 @@ class Peer(Protocol):
 
     def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
         """Everything that a user would do once for a shape: plans, workspaces, masks in the peer's own
-        form.
+        form; for a backward pass also the forward pass.
         """
 
 

@@ -6,6 +6,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from flashgen.bench.cases import SOFTCAP
+from flashgen.bench.peers.autograd import TorchPeer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,13 +16,12 @@ if TYPE_CHECKING:
     from flashgen.bench.peers.base import Run
 
 
-class FlashAttn4:
+class FlashAttn4(TorchPeer):
     """``flash_attn.cute.flash_attn_func``, or ``flash_attn_varlen_func`` where sequences are packed. They
     pick the Hopper or the Blackwell kernel themselves.
     """
 
     name = "flash-attn-4"
-    hosts = ("torch",)
 
     def unavailable(self) -> str | None:
         try:
@@ -45,13 +45,15 @@ class FlashAttn4:
             return "a cache without pages only, and nothing to append"
         return None
 
-    def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
+    def forward(self, case: Case, sets: Sequence[Inputs]) -> Run:
         from flash_attn.cute import flash_attn_func
 
         # Absent bounds are None here, not -1.
         window = (case.window, 0) if case.mask == "window" else (None, None)
         causal = case.mask == "causal"
-        cap = {"softcap": SOFTCAP} if case.score == "softcap" else {}
+        options: dict[str, Any] = {"softcap": SOFTCAP} if case.score == "softcap" else {}
+        if case.deterministic:
+            options["deterministic"] = True
 
         def run(index: int) -> Any:
             inputs = sets[index]
@@ -59,7 +61,7 @@ class FlashAttn4:
                 result = packed(inputs)
             else:
                 result = flash_attn_func(
-                    inputs.q, inputs.k, inputs.v, causal=causal, window_size=window, **cap
+                    inputs.q, inputs.k, inputs.v, causal=causal, window_size=window, **options
                 )
             return result[0] if isinstance(result, tuple) else result
 

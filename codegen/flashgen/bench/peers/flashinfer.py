@@ -43,6 +43,8 @@ class FlashInfer:
     def declines(self, case: Case) -> str | None:
         if case.dtype == "fp32":
             return "fp16 and bf16 only"
+        if case.is_backward:
+            return "no gradients"
         if (case.head_dim, case.width_v) not in _HEAD_DIMS:
             return "head_dim 64, 128 and 256, or 192 with 128 for v, only"
         if case.is_dense:
@@ -99,6 +101,8 @@ class FlashInferDecode:
             return "head_dim 64, 128 and 256 only"
         if case.is_dense:
             return "no mask array"
+        if case.is_backward:
+            return "no gradients"
         if case.is_packed or case.appends:
             return "timed on a cache, with nothing to append"
         if case.seqlen_kv % (case.page_size or _PAGE):

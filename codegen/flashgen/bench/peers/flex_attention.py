@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from flashgen.bench.cases import SOFTCAP
+from flashgen.bench.peers.autograd import TorchPeer
 from flashgen.bench.peers.base import torch_unavailable
 
 if TYPE_CHECKING:
@@ -16,11 +17,10 @@ if TYPE_CHECKING:
     from flashgen.bench.peers.base import Run
 
 
-class FlexAttention:
+class FlexAttention(TorchPeer):
     """``torch.compile(flex_attention)`` with a ``BlockMask``, so that fully hidden blocks are skipped."""
 
     name = "flex-attention"
-    hosts = ("torch",)
 
     def unavailable(self) -> str | None:
         if reason := torch_unavailable():
@@ -34,12 +34,14 @@ class FlexAttention:
             return "timed on windows, dense masks and modified scores, which the other peers do not all have"
         return None
 
-    def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
+    def forward(self, case: Case, sets: Sequence[Inputs]) -> Run:
         import torch
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         # A grid compiles it for more cases than PyTorch would for one program.
         torch._dynamo.config.recompile_limit = 64
+        # A graph that is retained may not give away the memory of what it saved.
+        torch._functorch.config.donated_buffer = False
         # Whole or not at all: uncompiled it would compute every score in memory.
         compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
         size = (case.seqlen_q, case.seqlen_kv)

@@ -1,5 +1,5 @@
-"""flashgen itself, through a held plan: as dispatched, with the grouping of query heads pinned, by one
-algorithm, or without lengths."""
+"""flashgen itself, through a held plan: as dispatched, with the grouping of query heads or the target pinned,
+by one algorithm, or without lengths."""
 
 from __future__ import annotations
 
@@ -10,26 +10,36 @@ from flashgen.bench.cases import SOFTCAP
 from flashgen.bench.hosts import Inputs, shapes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from flashgen.bench.cases import Case
     from flashgen.bench.peers.base import Run
     from flashgen.runtime.plans import Plan
+    from flashgen.spec.variant import Variant
 
 
 class Flashgen:
-    """``flashgen.plan``; with ``grouping`` (``gqa`` or ``packed``) only variants of that grouping compete,
-    with ``algorithm`` only those of that one, whose workspace is then held too: ``workspace_bytes`` of it.
+    """``flashgen.plan``, or ``flashgen.plan_backward``; with ``grouping`` (``gqa`` or ``packed``) only
+    variants of that grouping compete, with ``target`` only those of that target, with ``algorithm`` only
+    those of that one, whose workspace is then held too: ``workspace_bytes`` of it. With ``steps`` a call
+    launches only the first ones, and its results are no results. ``plan`` is the plan of the last case.
     """
 
     hosts = ("cupy", "torch")
 
-    def __init__(self, grouping: str | None = None, algorithm: str | None = None) -> None:
-        self.name = "-".join(part for part in ("flashgen", grouping, algorithm) if part)
+    def __init__(
+        self,
+        grouping: str | None = None,
+        algorithm: str | None = None,
+        target: str | None = None,
+        steps: int | None = None,
+    ) -> None:
+        self.name = "-".join(part for part in ("flashgen", grouping, algorithm, target) if part)
         self.variant: str | None = None
+        self.plan: Plan | None = None
         self.algorithm = algorithm
         self.workspace_bytes = 0
-        self._grouping = grouping
+        self._grouping, self._target, self._steps = grouping, target, steps
 
     def unavailable(self) -> str | None:
         from flashgen.runtime import device
@@ -37,6 +47,10 @@ class Flashgen:
         return None if device.available() else device.why_unavailable()
 
     def declines(self, case: Case) -> str | None:
+        if self._target is not None and not case.is_backward:
+            return "timed on gradients, whose families it tells apart"
+        if (self._grouping or self.algorithm) and case.is_backward:
+            return "gradients have one grouping and no algorithms"
         if self._grouping is not None and case.group_size == 1:
             return "one query head per kv head"
         if (self._grouping or self.algorithm) and case.lengths != "none":
@@ -58,21 +72,14 @@ class Flashgen:
         first = sets[0]
         if case.lengths != "none":
             return self._with_lengths(case, sets)
-        plan = make_plan(
-            first.q,
-            first.k,
-            first.v,
-            causal=case.is_causal,
-            window_size=(case.window, 0) if case.mask == "window" else (-1, -1),
-            mask=first.mask,
-            softcap=SOFTCAP if case.score == "softcap" else None,
-            alibi_slopes=first.slopes,
-            out=first.out,
-            algorithm=self.algorithm,
-        )
-        if self._grouping is not None:
-            plan = _pinned(plan, first, self._grouping)
-        self.variant = plan.variant.name
+        if case.is_backward:
+            return self._gradients(case, sets)
+        given = first.q, first.k, first.v
+        plan = make_plan(*given, out=first.out, algorithm=self.algorithm, **_options(case, first))
+        examples = {"q": first.q, "k": first.k, "v": first.v, "mask": first.mask, "out": first.out}
+        if first.slopes is not None:
+            examples["slope"] = first.slopes
+        plan = self._changed(plan, examples)
         workspace = self._workspace(plan) if self.algorithm is not None else None
 
         def run(index: int) -> Any:
@@ -82,6 +89,36 @@ class Flashgen:
             return plan(*given, mask=inputs.mask, out=inputs.out, workspace=workspace, **named)
 
         return run
+
+    def _gradients(self, case: Case, sets: Sequence[Inputs]) -> Run:
+        from flashgen import plan as make_plan
+        from flashgen import plan_backward
+
+        def arrays(inputs: Inputs, *names: str) -> dict[str, Any]:
+            found = {name: getattr(inputs, name) for name in ("q", "k", "v", "mask", "out", "lse", *names)}
+            return found if inputs.slopes is None else found | {"slope": inputs.slopes}
+
+        first = sets[0]
+        options = _options(case, first)
+        forward = make_plan(first.q, first.k, first.v, out=first.out, return_lse=True, **options)
+        for inputs in sets:
+            forward(**arrays(inputs))
+        given = first.dout, first.q, first.k, first.v, first.out, first.lse
+        written = {name: getattr(first, name) for name in ("dq", "dk", "dv")}
+        plan = plan_backward(*given, **written, **options, deterministic=case.deterministic)
+        plan = self._changed(plan, arrays(first, "dout", *written))
+        return lambda index: plan(**arrays(sets[index], "dout", *written))
+
+    def _changed(self, plan: Plan, examples: Mapping[str, Any]) -> Plan:
+        """The plan to time, for arrays like these."""
+        if self._grouping is not None:
+            plan = _pinned(plan, examples, lambda variant: variant.gqa == self._grouping)
+        if self._target is not None:
+            plan = _pinned(plan, examples, lambda variant: variant.target == self._target)
+        if self._steps is not None:
+            plan = _cut(plan, examples, self._steps)
+        self.plan, self.variant = plan, plan.variant.name
+        return plan
 
     def _with_lengths(self, case: Case, sets: Sequence[Inputs]) -> Run:
         from flashgen import KVCache, Rotary
@@ -172,19 +209,44 @@ class FlashgenFixed:
         return lambda index: call(index).reshape(sets[index].out.shape)
 
 
-def _pinned(plan: Plan, inputs: Inputs, grouping: str) -> Plan:
-    """The same plan with the best variant of one grouping, whatever dispatch would take."""
+def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
+    """The options of a call without lengths."""
+    return {
+        "causal": case.is_causal,
+        "window_size": (case.window, 0) if case.mask == "window" else (-1, -1),
+        "mask": inputs.mask,
+        "softcap": SOFTCAP if case.score == "softcap" else None,
+        "alibi_slopes": inputs.slopes,
+    }
+
+
+def _pinned(plan: Plan, examples: Mapping[str, Any], keep: Callable[[Variant], bool]) -> Plan:
+    """The same plan with the best of the variants to keep, whatever dispatch would take."""
+    from flashgen.api import specs_for
     from flashgen.runtime.device import device
     from flashgen.runtime.launch import prepare
     from flashgen.runtime.plans import Plan
     from flashgen.schedule.dispatch import offers
-    from flashgen.spec.load import load_specs
 
     problem = plan.problem
     here = device(problem.device)
-    variants = offers(problem, here, load_specs(gpu=here.name))
-    runner = prepare(problem, problem.device, tuple(v for v in variants if v.gqa == grouping))
-    examples = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "mask": inputs.mask, "out": inputs.out}
-    if inputs.slopes is not None:
-        examples["slope"] = inputs.slopes
+    # Family by family: which head dim is the least that serves differs.
+    variants = (v for spec in specs_for(here) for v in offers(problem, here, (spec,)) if keep(v))
+    runner = prepare(problem, problem.device, tuple(variants))
+    return Plan(problem, runner, problem.operator.in_order(**examples))
+
+
+def _cut(plan: Plan, examples: Mapping[str, Any], steps: int) -> Plan:
+    """The same plan without the steps behind the first ones."""
+    from flashgen.runtime import kernel
+    from flashgen.runtime.device import device
+    from flashgen.runtime.launch import Runner
+    from flashgen.runtime.plans import Plan
+    from flashgen.schedule.plan import plan_steps
+
+    problem, main = plan.problem, plan.variant
+    here = device(problem.device)
+    planned = plan_steps(problem, main, here)
+    planned = planned._replace(steps=planned.steps[:steps])
+    runner = Runner(planned, main, here, [kernel.load(step.variant, here) for step in planned.steps])
     return Plan(problem, runner, problem.operator.in_order(**examples))

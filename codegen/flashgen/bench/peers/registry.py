@@ -15,11 +15,12 @@ OURS = "flashgen"
 # Flashgen by one algorithm each; timed only where a grid, or the user, names them.
 LINEAGE = {f"{OURS}-{algorithm}": algorithm for algorithm in ("naive", "v1", "v2", "v3")}
 # The fastest of the others; what counts in a cell is the best of those that take it.
-RIVALS = ("torch-cudnn", "torch-varlen", "flash-attn-4", "flex-attention")
+RIVALS = ("torch-cudnn", "torch-varlen", "flash-attn-3", "flash-attn-4", "flex-attention")
 
 
 def all_peers() -> dict[str, Peer]:
     """Every known peer by name, flashgen first; none of them has imported its library yet."""
+    from flashgen.bench.peers.flash_attn import FlashAttn
     from flashgen.bench.peers.flash_attn4 import FlashAttn4
     from flashgen.bench.peers.flashinfer import FlashInfer, FlashInferDecode
     from flashgen.bench.peers.flex_attention import FlexAttention
@@ -32,10 +33,13 @@ def all_peers() -> dict[str, Peer]:
         Flashgen(grouping="gqa"),
         Flashgen(grouping="packed"),
         FlashgenFixed(),
+        Flashgen(target="sm80"),
         TorchSdpa("flash"),
         TorchSdpa("cudnn"),
         TorchSdpa("efficient"),
         TorchVarlen(),
+        FlashAttn(2),
+        FlashAttn(3),
         FlashAttn4(),
         FlashInfer("fa2"),
         FlashInfer("fa3"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from flashgen.bench.peers.autograd import TorchPeer
 from flashgen.bench.peers.base import torch_unavailable
 from flashgen.operators.masks import hidden_keys
 
@@ -17,10 +18,8 @@ if TYPE_CHECKING:
 _BACKENDS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
 
 
-class TorchSdpa:
+class TorchSdpa(TorchPeer):
     """SDPA's ``flash`` (FlashAttention-2), ``cudnn`` or ``efficient`` (memory-efficient, CUTLASS) backend."""
-
-    hosts = ("torch",)
 
     def __init__(self, backend: str) -> None:
         self.name = f"torch-{backend}"
@@ -46,9 +45,11 @@ class TorchSdpa:
             return "one head dim for q, k and v"
         if case.group_size > 1 and self._backend == "efficient":
             return "no grouped heads"
+        if case.deterministic and self._backend == "cudnn":
+            return "PyTorch asks cuDNN for no order of additions"
         return None
 
-    def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
+    def forward(self, case: Case, sets: Sequence[Inputs]) -> Run:
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
 

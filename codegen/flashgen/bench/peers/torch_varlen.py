@@ -6,6 +6,7 @@ import inspect
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from flashgen.bench.peers.autograd import TorchPeer
 from flashgen.bench.peers.base import torch_unavailable
 
 if TYPE_CHECKING:
@@ -16,11 +17,10 @@ if TYPE_CHECKING:
     from flashgen.bench.peers.base import Run
 
 
-class TorchVarlen:
+class TorchVarlen(TorchPeer):
     """``varlen_attn``. Where it does not know grouped heads, K and V are repeated ahead of the timing."""
 
     name = "torch-varlen"
-    hosts = ("torch",)
 
     def unavailable(self) -> str | None:
         if reason := torch_unavailable():
@@ -34,7 +34,7 @@ class TorchVarlen:
             return "fp16 and bf16 only"
         return "one head dim for q, k and v" if case.width_v != case.head_dim else None
 
-    def prepare(self, case: Case, sets: Sequence[Inputs]) -> Run:
+    def forward(self, case: Case, sets: Sequence[Inputs]) -> Run:
         from torch.nn.attention.varlen import varlen_attn
 
         options: dict[str, Any] = {"window_size": (-1, 0) if case.is_causal else (-1, -1)}

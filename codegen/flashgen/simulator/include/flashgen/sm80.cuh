@@ -42,6 +42,11 @@ inline void barrier_sync(int barrier, int threads,
     flashgen::simulator::block_barrier(barrier, threads, where);
 }
 
+inline void barrier_arrive(int barrier, int threads,
+                           flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::barrier_arrive(barrier, threads, where);
+}
+
 inline void ldmatrix_x4(uint32_t (&fragment)[4], shared_address row,
                         flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     flashgen::simulator::load_matrices(fragment, row, false, where);

@@ -1,0 +1,76 @@
+"""GPU time of each kernel of a call. Needs a GPU.
+
+    python benchmarks/step_times.py [GRID] [--where FIELD=A,B ...] [--rounds N] [--json FILE]
+
+GRID is one of `flashgen bench`, by default backward; its cases without lengths are timed. A kernel has no
+input until those ahead of it have run. So calls of the first kernel, of the first two, ... and of all are
+timed in the same interleaved rounds, and what a kernel adds is the difference. Of dependent launches that is
+less than it would take alone, as it begins while the one ahead ends.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flashgen.bench.cases import Case, find_grid
+from flashgen.bench.hosts import Host
+from flashgen.bench.peers.own import Flashgen
+from flashgen.bench.timing import Timing, graph_step, rotation, stream_step, time_interleaved
+
+
+def measure(case: Case, host: Host, rounds: int, sample_ms: float) -> dict[str, Any]:
+    """The kernels of a case in their order, each with the microseconds that it adds to those ahead of it."""
+    sets = [host.inputs(case, seed) for seed in range(rotation(case.bytes_moved, host.l2_bytes))]
+    whole = Flashgen()
+    whole.prepare(case, sets)
+    names = [step.variant.name for step in whole.plan.steps]
+    steps = {}
+    for count in range(1, len(names) + 1):
+        run = Flashgen(steps=count).prepare(case, sets)
+        graph = case.clock == "graph"
+        steps[count] = graph_step(run, len(sets), host) if graph else stream_step(run, len(sets))
+    timings = time_interleaved(steps, host, rounds=rounds, sample_ms=sample_ms)
+    return {"case": case.name, "kernels": added(names, timings)}
+
+
+def added(names: Sequence[str], timings: Mapping[int, Timing]) -> list[dict[str, Any]]:
+    """What each kernel adds in µs and as a share, from the times of calls of the first 1, 2, ... kernels."""
+    ends = [0.0, *(1e3 * timings[count].median_ms for count in range(1, len(names) + 1))]
+    return [
+        {"variant": name, "added_us": end - begin, "share": (end - begin) / ends[-1]}
+        for name, begin, end in zip(names, ends, ends[1:], strict=False)
+    ]
+
+
+def main() -> None:
+    """Measure, print a line per kernel, and write the same numbers as JSON where asked."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("grid", nargs="?", default="backward", metavar="GRID")
+    parser.add_argument("--where", action="append", default=[], metavar="FIELD=A,B", help="only these cases")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path, help="write the numbers here")
+    options = parser.parse_args()
+    where = {field: values.split(",") for field, _, values in (text.partition("=") for text in options.where)}
+    cases = find_grid(options.grid).choose(where=where | {"lengths": ["none"]}).cases
+
+    from flashgen.bench.hosts import CupyHost
+
+    host, found = CupyHost(), []
+    for case in cases:
+        found.append(measure(case, host, options.rounds, 2.0))
+        for kernel in found[-1]["kernels"]:
+            share = f"{kernel['added_us']:9.1f} µs {100 * kernel['share']:5.1f} %"
+            print(f"{case.name:36}{share}  {kernel['variant']}", flush=True)
+    if options.json:
+        from flashgen.bench import environment
+
+        report = {"environment": environment.describe(), "grid": options.grid, "cases": found}
+        options.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""``varlen_backward`` on the CPU: the sequences one after another, each by `cpu.attention_backward`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from flashgen.cpu.attention import bits, modification
+from flashgen.cpu.attention_backward import Call, gradients
+from flashgen.operators import varlen
+from flashgen.operators.sequences import sequences
+from flashgen.operators.varlen_backward import ARGUMENTS, LENGTHS
+from flashgen.runtime.arrays import check_writable, host_array
+
+if TYPE_CHECKING:
+    from flashgen.operators.varlen_backward import VarlenBackwardProblem
+    from flashgen.runtime.plans import Arrays, Pointers, Work
+
+
+class Runner:
+    """Computes a problem at once, in the calling thread and helpers; see ``plans.Runner``."""
+
+    variant = None
+    steps = ()
+    workspace_bytes = 0
+
+    def at(self, pointers: Pointers, problem: VarlenBackwardProblem) -> Work:
+        return partial(_run, problem)
+
+
+def _run(problem: VarlenBackwardProblem, arrays: Arrays, stream: int) -> None:
+    check_writable(problem, arrays)
+    given, score_arrays = arrays[: len(ARGUMENTS)], arrays[len(ARGUMENTS) :]
+    host = {
+        argument.name: None if x is None else bits(host_array(x))
+        for argument, x in zip(ARGUMENTS, given, strict=True)
+    }
+    lengths = dict.fromkeys(varlen.LENGTHS) | {name: host.pop(name) for name in LENGTHS}
+    found = sequences(problem, lengths)  # raises, before anything is written
+    packed = {
+        argument.name: problem.packed_q if "batch_q" in argument.symbols else problem.packed_kv
+        for argument in ARGUMENTS
+    }
+    host = {name: x[None] if x is not None and packed[name] else x for name, x in host.items()}
+    for name in ("dq", "dk", "dv"):
+        host[name][...] = 0  # also of rows that are no sequence's
+    whole = modification(problem, [host_array(x) for x in score_arrays])
+    for each in found:
+        own = problem.of_sequence(each.q_length, each.kv_length)
+        entry, rows = each.queries()
+        call = {name: host[name][entry, rows][None] for name in ("dout", "q", "out", "dq")}
+        call |= {name: each.keys(host[name])[None] for name in ("k", "v", "dk", "dv")}
+        call |= {
+            name: None if host[name] is None else host[name][entry, :, rows][None] for name in ("lse", "dlse")
+        }
+        score = whole and whole._replace(offset=own.seqlen_kv - own.seqlen_q)
+        gradients(own, Call(**call, mask=None, score=score, first_batch=each.number))

@@ -1,0 +1,693 @@
+// flash_bwd_hdim128_bf16_causal_softcap_sm90
+//
+// Rendered by flashgen: edit the spec or the template, not this file.
+//
+// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, gqa mha, dq_order none, score softcap
+// tile      block_m 64, block_n 128, stages 2
+// block     384 threads, 165960 bytes of dynamic shared memory
+// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
+// spec      flash_bwd_sm90.yaml
+// template  flash_bwd_sm90.cu.j2
+#include "flashgen/sm90.cuh"
+
+using element = bf16;
+
+constexpr int kHeadDim = 128;  // of Q and K
+constexpr int kHeadDimV = 128;  // of V and dO
+constexpr int kBlockM = 64;  // query rows of a step
+constexpr int kBlockN = 128;  // keys of a tile
+constexpr int kStages = 2;  // buffers of Q, and of dO
+constexpr int kConsumers = kBlockN / 64;  // consumer warpgroups, 64 keys each
+constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
+
+// Registers of a thread after setmaxnreg. It draws on what the launch has given the thread block: as many as 65,536 registers allow each
+// thread, in units of 8.
+constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+constexpr int kProducerRegisters = 24;
+constexpr int kConsumerRegisters = 240;
+
+// Shared memory holds panels of 64 columns, each row of 128 bytes swizzled by TMA.
+constexpr int kPanelColumns = 64;
+constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
+constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q and K
+constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;  // of V and dO
+constexpr int kKBytes = kPanels * kBlockN * kPanelRowBytes;
+constexpr int kVBytes = kPanelsV * kBlockN * kPanelRowBytes;
+constexpr int kQBytes = kPanels * kBlockM * kPanelRowBytes;
+constexpr int kDoutBytes = kPanelsV * kBlockM * kPanelRowBytes;
+// dS^T of a step, a row of 64 queries to a key. Two steps have a buffer each, as dQ of a step is computed in the next one.
+constexpr int kDsPanelBytes = kBlockN * kPanelRowBytes;
+constexpr int kDsBytes = kBlockM / 64 * kDsPanelBytes;
+constexpr int kRowBytes = kBlockM * sizeof(float);  // of lse_log2, and of delta
+
+// A consumer computes half of the columns of dQ, those of a panel of K.
+constexpr int kDqColumns = 64;
+
+constexpr int kVOffset = kKBytes;
+constexpr int kQOffset = kVOffset + kVBytes;
+constexpr int kDoutOffset = kQOffset + kStages * kQBytes;
+constexpr int kDsOffset = kDoutOffset + kStages * kDoutBytes;
+constexpr int kLseOffset = kDsOffset + 2 * kDsBytes;
+constexpr int kDeltaOffset = kLseOffset + kStages * kRowBytes;
+constexpr int kBarrierOffset = kDeltaOffset + kStages * kRowBytes;
+constexpr int kSharedBytes = kBarrierOffset + 8 * (3 + 3 * kStages);
+
+static_assert(kBlockN == 128 && (kBlockM == 64 || kBlockM == 128), "two consumers");
+static_assert(kBlockM % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
+static_assert(kBlockM == 128 ? kHeadDim <= kPanelColumns : kPanels == kConsumers, "a panel of K for the columns of a consumer");
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "the register file");
+static_assert(kSharedBytes + 1024 == 165960, "launcher and kernel agree on shared memory");
+
+struct Params {
+    tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
+    tensor_map k;                         // (head_dim, seqlen_kv, num_heads_kv, batch)
+    tensor_map v;                         // (head_dim_v, seqlen_kv, num_heads_kv, batch)
+    tensor_map dout;                      // (head_dim_v, seqlen_q, num_heads_q, batch)
+    tensor_map dk;                        // as k
+    tensor_map dv;                        // as v
+    const float* lse_log2;                // (batch, num_heads_q, unit_rows); inf where P is 0
+    const float* delta;                   // (batch, num_heads_q, unit_rows): sum(dout * out) - dlse
+    float* dq_accum;                      // (batch, num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
+    int32_t num_heads_q;
+    int32_t num_heads_kv;
+    int32_t seqlen_q;
+    int32_t seqlen_kv;
+    int32_t num_row_blocks;               // blocks of keys of one head
+    int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
+    float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
+    float softmax_scale;                  // dK is softmax_scale dS^T Q
+    float score_constant_0;               // (softmax_scale / cap) * (sign(cap))
+};
+static_assert(sizeof(Params) == 832 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
+static_assert(offsetof(Params, dout) == 384 && offsetof(Params, dk) == 512 && offsetof(Params, dv) == 640);
+static_assert(offsetof(Params, lse_log2) == 768 && offsetof(Params, delta) == 776 && offsetof(Params, dq_accum) == 784);
+static_assert(offsetof(Params, num_heads_q) == 792 && offsetof(Params, num_heads_kv) == 796 && offsetof(Params, seqlen_q) == 800);
+static_assert(offsetof(Params, seqlen_kv) == 804 && offsetof(Params, num_row_blocks) == 808);
+static_assert(offsetof(Params, diagonal_offset) == 812 && offsetof(Params, scale_log2) == 816);
+static_assert(offsetof(Params, softmax_scale) == 820 && offsetof(Params, score_constant_0) == 824);
+
+// What a thread block computes: dK and dV of kBlockN keys of a head, and their share of dQ.
+struct KeyBlock {
+    int batch;
+    int kv_head;
+    int index;  // among the blocks of its head
+    int first_key;
+};
+
+// The blocks of a head follow each other, so that they share its queries in L2. Within a head the first keys come first: under
+// a diagonal the most queries attend to them, so that the last blocks of the grid are short.
+__device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
+    const int head_of_batch = index / params.num_row_blocks;
+    KeyBlock block;
+    block.index = index - head_of_batch * params.num_row_blocks;
+    block.first_key = block.index * kBlockN;
+    block.batch = head_of_batch / params.num_heads_kv;
+    block.kv_head = head_of_batch - block.batch * params.num_heads_kv;
+    return block;
+}
+
+// Blocks of kBlockM queries.
+struct QueryBlocks {
+    int first;
+    int last;  // below `first` where there are none
+};
+
+// The blocks with a query that attends to some key of [first_key, first_key + kBlockN).
+__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
+    const int begin = max(0, first_key - params.diagonal_offset);
+    const int end = params.seqlen_q;
+    if (begin >= end) return {0, -1};
+    return {begin / kBlockM, (end - 1) / kBlockM};
+}
+
+// A step of the main loop: a block of queries of a head.
+struct Step {
+    int block;
+};
+
+// Steps go from the last block of queries to the first. All thread blocks of a head that have any begin with the same one.
+__device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return {queries.last}; }
+
+__device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
+
+// The query head of a step.
+__device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
+
+// The rows of a head in the workspace: whole units of kRowUnit, so that a tile of queries never meets the end of an array.
+constexpr int kRowUnit = 128;
+
+__device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
+
+// The row of the workspace that a head begins with.
+__device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
+    return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
+}
+
+// dq_accum lies as the accumulators of MMAs do: tiles of 16 rows by 8 columns, those of 16 rows one after another. Element e of lane
+// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2. Within a tile the elements lie so that the reds of a warp
+// fill whole lines of 128 bytes: where one red adds all four of a lane these are neighbours, elsewhere those of all lanes.
+constexpr int kTileElements = 128;
+constexpr int kLaneStep = kRedWidth == 4 ? 4 : 1;
+constexpr int kElementStep = kRedWidth == 4 ? 1 : 32;
+
+// Where the tiles of 16 rows begin that `row`, the first of them, is of.
+__device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int head, int row) {
+    return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
+}
+
+static_assert(kRowUnit % kBlockM == 0, "the rows of a step lie in the workspace");
+static_assert(kRedWidth == 4, "a red adds four elements of a lane");
+
+// Queries [begin, end), none where begin is not less.
+struct QueryRange {
+    int begin;
+    int end;
+};
+
+// The queries that attend to a key: those from its diagonal on; to a key past the last none.
+__device__ __forceinline__ QueryRange queries_of_key(const Params& params, int key) {
+    const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
+    return {max(diagonal, 0), params.seqlen_q};
+}
+
+// The mbarriers of a thread block. A buffer is full when TMA has written its bytes. A stage, of Q and dO, is empty when every consumer
+// warp has released it.
+struct Barriers {
+    shared_address first;
+
+    __device__ __forceinline__ shared_address k_full() const { return at(0); }
+    __device__ __forceinline__ shared_address v_full() const { return at(1); }
+    // Every consumer warp has written its part of a step's dS, and is done with that of the step before.
+    __device__ __forceinline__ shared_address ds_ready() const { return at(2); }
+    __device__ __forceinline__ shared_address q_full(int stage) const { return at(3 + stage); }
+    __device__ __forceinline__ shared_address dout_full(int stage) const { return at(3 + kStages + stage); }
+    __device__ __forceinline__ shared_address empty(int stage) const { return at(3 + 2 * kStages + stage); }
+
+    __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
+
+    // One thread's work, before any other uses them.
+    __device__ __forceinline__ void init() const {
+        mbarrier_init(k_full(), 1);
+        mbarrier_init(v_full(), 1);
+        mbarrier_init(ds_ready(), 4 * kConsumers);
+        for (int stage = 0; stage < kStages; ++stage) {
+            mbarrier_init(q_full(stage), 1);
+            mbarrier_init(dout_full(stage), 1);
+            mbarrier_init(empty(stage), 4 * kConsumers);
+        }
+    }
+};
+
+// A place in a ring of stages. The parity of a stage's barriers changes each time round.
+template <int kLength>
+struct RingPosition {
+    int stage = 0;
+    int parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        stage = stage == kLength - 1 ? 0 : stage + 1;
+        parity ^= stage == 0;
+    }
+};
+
+// Starts loading kRows rows of a head, panel by panel; what lies outside of the array becomes zeros.
+template <int kPanelCount, int kRows>
+__device__ __forceinline__ void load_rows(shared_address destination, const tensor_map& map, shared_address full, int first_row,
+                                          int head, int batch) {
+#pragma unroll
+    for (int panel = 0; panel < kPanelCount; ++panel) {
+        tma_load_4d(destination + panel * kRows * kPanelRowBytes, map, full, panel * kPanelColumns, first_row, head, batch);
+    }
+}
+
+// The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
+// if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
+// 8 j + 2 t + e % 2.
+#ifndef FLASHGEN_SIMULATOR  // which has C++ in their place
+
+// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both with the K dimension contiguous.
+__device__ __forceinline__ void wgmma_m64n64k16_bf16_ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, p, 1, 1, 0, 0;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both MN-major: with the other dimension contiguous.
+__device__ __forceinline__ void wgmma_m64n64k16_bf16_ss_mn(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, p, 1, 1, 1, 1;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// wgmma.mma_async.m64n128k16. A from registers: a[0] = (row g, columns 2 t, 2 t + 1), a[1] = (row g + 8, same columns), a[2], a[3] =
+// columns 8 further: the accumulator layout, packed. b is MN-major.
+__device__ __forceinline__ void wgmma_m64n128k16_bf16_rs(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, {"
+        "%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+#endif
+
+// A matrix descriptor: where an operand lies in shared memory, the leading byte offset (LBO) and the stride byte offset (SBO) between
+// its swizzle atoms of eight rows, and the kind of swizzle.
+__device__ __forceinline__ uint64_t descriptor(shared_address start, int leading_bytes, int stride_bytes) {
+    constexpr uint64_t kSwizzle = kPanelRowBytes == 128 ? 1 : 2;  // of 128 or 64 bytes
+    return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
+           kSwizzle << 62;
+}
+
+// Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns: S^T = K Q^T, dP^T = V dO^T. A is 64 rows of kBlockN, B has
+// kBlockM rows. Both operands are K-major: SBO leads to the next eight rows, LBO is not used under a swizzle. A step of 16 along the
+// K dimension is 32 bytes within the swizzled row.
+template <int kColumns>
+__device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem) {
+    const uint64_t a = descriptor(a_smem, 16, 8 * kPanelRowBytes);
+    const uint64_t b = descriptor(b_smem, 16, 8 * kPanelRowBytes);
+    pin_registers(scores);
+    wgmma_fence();
+#pragma unroll
+    for (int column = 0; column < kColumns; column += 16) {
+        const int panel = column / kPanelColumns, byte = column % kPanelColumns * sizeof(element);
+        wgmma_m64n64k16_bf16_ss(scores, a + ((panel * kBlockN * kPanelRowBytes + byte) >> 4),
+                                 b + ((panel * kBlockM * kPanelRowBytes + byte) >> 4), column > 0);
+    }
+    wgmma_commit();
+}
+
+// P^T or dS^T of 64 keys, rounded and packed: the accumulator layout, in pairs, is that of wgmma's A in registers.
+struct PackedScores {
+    uint32_t fragment[kBlockM / 16][4];
+
+    __device__ __forceinline__ void set(const float (&scores)[kBlockM / 2]) {
+#pragma unroll
+        for (int step = 0; step < kBlockM / 16; ++step) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                fragment[step][e] = pack<element>(scores[8 * step + 2 * e], scores[8 * step + 2 * e + 1]);
+            }
+        }
+    }
+};
+
+// Starts dV += P^T dO or dK += dS^T Q, 64 keys x 128 of a warpgroup. dO or Q is MN-major, its columns contiguous: LBO leads to the next
+// panel of columns, SBO to the next eight queries.
+__device__ __forceinline__ void mma_gradient(float (&sums)[64], PackedScores& scores, shared_address b_smem) {
+    const uint64_t b = descriptor(b_smem, kBlockM * kPanelRowBytes, 8 * kPanelRowBytes);
+    pin_registers(sums);
+#pragma unroll
+    for (int step = 0; step < kBlockM / 16; ++step) pin_registers(scores.fragment[step]);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kBlockM / 16; ++step) {
+        wgmma_m64n128k16_bf16_rs(sums, scores.fragment[step], b + (16 * step * kPanelRowBytes >> 4), 1);
+    }
+    wgmma_commit();
+}
+
+// Starts dQ (64 x kDqColumns) = dS K of a warpgroup. Both operands are MN-major: a key has a row of 64 queries in dS^T, and of
+// its columns in K. SBO leads to the next eight keys, LBO to the next panel of columns, if there is one.
+__device__ __forceinline__ void mma_dq(float (&dq)[kDqColumns / 2], shared_address ds_smem, shared_address k_smem) {
+    const uint64_t ds = descriptor(ds_smem, kDsPanelBytes, 8 * kPanelRowBytes);
+    const uint64_t k = descriptor(k_smem, kBlockN * kPanelRowBytes, 8 * kPanelRowBytes);
+    pin_registers(dq);
+    wgmma_fence();
+#pragma unroll
+    for (int key = 0; key < kBlockN; key += 16) {
+        wgmma_m64n64k16_bf16_ss_mn(dq, ds + (key * kPanelRowBytes >> 4), k + (key * kPanelRowBytes >> 4), key > 0);
+    }
+    wgmma_commit();
+}
+
+// Visits the scores that a lane holds of a step: visit(key, query, score), where `key` (0 or 8) counts from the lane's first
+// key, the warp's plus lane / 4, and `query` (8 j or 8 j + 1) from its first query, the step's plus lane % 4 * 2. Both are constants
+// once unrolled.
+template <typename Visit>
+__device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit) {
+#pragma unroll
+    for (int query = 0; query < kBlockM; query += 8) {
+#pragma unroll
+        for (int key = 0; key <= 8; key += 8) {
+            visit(key, query, scores[query / 2 + key / 4]);
+            visit(key, query + 1, scores[query / 2 + key / 4 + 1]);
+        }
+    }
+}
+
+// The score modification `softcap`: cap * tanh(score / cap)
+
+// What all rows of a query head share: nothing.
+struct ScoreHead {};
+
+__device__ __forceinline__ ScoreHead score_head(const Params&, int, int) {
+    return {};
+}
+
+// What all keys of a row share.
+struct ScoreRow {
+    ScoreHead head;
+};
+
+__device__ __forceinline__ ScoreRow score_row(const Params&, const ScoreHead& head, int) {
+    ScoreRow row;
+    row.head = head;
+    return row;
+}
+
+struct ModifiedScore {
+    float score;
+    float derivative;  // of the score, all its factors included, by softmax_scale q . k
+};
+
+// The modified score and the derivative of the key `step` past `first_key`, from its q . k, not scaled yet.
+// What makes P of it multiplies it further, by scale_log2.
+__device__ __forceinline__ ModifiedScore differentiated_score(const Params& params, const ScoreRow&, int, int, float product) {
+    const float tanh_0 = tanh_approx(product * params.score_constant_0);
+    ModifiedScore modified;
+    modified.score = tanh_0;
+    modified.derivative = 1.0f - (tanh_0 * tanh_0);
+    return modified;
+}
+
+// Puts the modified scores of a query head in place of q . k, and (dP - delta) times the derivative of each in place of dP. `lane_key`
+// and `lane_query` are the lane's first ones; `delta_smem` has delta of the step's rows.
+__device__ __forceinline__ void modify_scores(const Params& params, int batch, int head, float (&scores)[kBlockM / 2],
+                                              float (&dp)[kBlockM / 2], shared_address delta_smem, int lane_key, int lane_query, int lane) {
+    const ScoreHead of_head = score_head(params, batch, head);
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 delta = load_shared_64(delta_smem + (8 * j + lane % 4 * 2) * sizeof(float));
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const ScoreRow of_query = score_row(params, of_head, min(lane_query + 8 * j + e, params.seqlen_q - 1));
+#pragma unroll
+            for (int key8 = 0; key8 < 2; ++key8) {
+                float& score = scores[4 * j + 2 * key8 + e];
+                float& ds = dp[4 * j + 2 * key8 + e];
+                const ModifiedScore modified = differentiated_score(params, of_query, lane_key, 8 * key8, score);
+                score = modified.score;
+                ds = (ds - (e == 0 ? delta.x : delta.y)) * modified.derivative;
+            }
+        }
+    }
+}
+
+// Turns what modify_scores() made of dP^T into dS^T, without the factor softmax_scale. Where a key is hidden it may be infinite or NaN.
+__device__ __forceinline__ void weigh(float (&ds)[kBlockM / 2], const float (&p)[kBlockM / 2]) {
+#pragma unroll
+    for (int i = 0; i < kBlockM / 2; ++i) ds[i] = p[i] == 0.0f ? 0.0f : p[i] * ds[i];
+}
+
+// Hides the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
+__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
+    const QueryRange ranges[2] = {queries_of_key(params, lane_key), queries_of_key(params, lane_key + 8)};
+    for_each_score(scores, [&](int key, int query, float& score) {
+        const QueryRange& range = ranges[key / 8];
+        if (query < range.begin - lane_query || query >= range.end - lane_query) score = -INFINITY;
+    });
+}
+
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). `lse_smem` has lse_log2 of the step's rows: +inf for rows that see nothing
+// and for those past the last: P is 0 there, if S is finite.
+__device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], shared_address lse_smem, float scale_log2, int lane) {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 lse = load_shared_64(lse_smem + (8 * j + lane % 4 * 2) * sizeof(float));
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            scores[4 * j + e] = exp2_approx(fmaf(scores[4 * j + e], scale_log2, e % 2 ? -lse.y : -lse.x));
+        }
+    }
+}
+
+// The 16-byte chunk of a swizzled row that holds `chunk`.
+__device__ __forceinline__ int swizzled(int row, int chunk) {
+    if constexpr (kPanelRowBytes == 128) {
+        return chunk ^ row % 8;
+    } else {
+        return chunk ^ row / 2 % 4;
+    }
+}
+
+// Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the tile, to shared memory for the MMA of dQ.
+__device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address ds_smem, int warp_key, int lane) {
+    const int key = warp_key + lane % 16;  // whose address this lane gives
+#pragma unroll
+    for (int query = 0; query < kBlockM; query += 16) {
+        // Keys 0 to 7 and 8 to 15 of eight queries, then of the next eight. Lanes 0 to 15 give the rows of the first eight.
+        const shared_address row = ds_smem + query / 64 * kDsPanelBytes + key * kPanelRowBytes;
+        stmatrix_x4(row + 16 * swizzled(key, query % 64 / 8 + lane / 16), ds.fragment[query / 16]);
+    }
+}
+
+// Adds a warp's part of dQ, 16 rows x kDqColumns, to the tiles of dq_accum that begin at `tiles`.
+__device__ __forceinline__ void add_dq(float* tiles, const float (&dq)[kDqColumns / 2], int columns, int lane) {
+#pragma unroll
+    for (int j = 0; j < kDqColumns / 8; ++j) {
+        red_add_128(tiles + j * kTileElements + lane * kLaneStep, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
+    }
+}
+
+// Rounds a warpgroup's 64 rows of dK or dV, times `factor`, and lets TMA write them: through `staging`, the rows of K or V in shared
+// memory, swizzled as these were. One thread of the warpgroup starts the TMA stores.
+template <int kColumns>
+__device__ __forceinline__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor,
+                                               shared_address staging, int first_key, const KeyBlock& tile, int consumer, int lane) {
+    const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
+#pragma unroll
+    for (int column = 0; column < kColumns; column += 16) {
+        uint32_t matrices[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            matrices[e] = pack<element>(sums[column / 2 + 2 * e] * factor, sums[column / 2 + 2 * e + 1] * factor);
+        }
+        const shared_address panel = staging + column / kPanelColumns * kBlockN * kPanelRowBytes;
+        stmatrix_x4(panel + row * kPanelRowBytes + 16 * swizzled(row, column % kPanelColumns / 8 + lane / 16), matrices);
+    }
+    fence_proxy_async();  // TMA would not see the writes otherwise
+    barrier_sync(1 + consumer, 128);
+    if (threadIdx.x % 128 == 0) {
+#pragma unroll
+        for (int panel = 0; panel < (kColumns + kPanelColumns - 1) / kPanelColumns; ++panel) {
+            tma_store_4d(map, staging + panel * kBlockN * kPanelRowBytes, panel * kPanelColumns, first_key, tile.kv_head, tile.batch);
+        }
+        tma_store_commit();
+    }
+}
+
+__device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
+
+// Loads Q and dO of a step, and the LSE and delta of its rows.
+__device__ __forceinline__ void produce_step(const Params& params, const KeyBlock& tile, const Step& step, shared_address shared,
+                                             const Barriers& barriers, const RingPosition<kStages>& ring) {
+    const int first_row = step.block * kBlockM;
+    const int head = head_of(params, tile, step);
+    const int64_t unit_row = first_unit_row(params, tile.batch, head) + first_row;
+    const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(ring.stage);
+    mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
+    mbarrier_arrive_expect_tx(q_full, kQBytes + kRowBytes);
+    load_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, params.q, q_full, first_row, head, tile.batch);
+    bulk_load(shared + kLseOffset + ring.stage * kRowBytes, params.lse_log2 + unit_row, q_full, kRowBytes);
+    mbarrier_arrive_expect_tx(dout_full, kDoutBytes + kRowBytes);
+    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + ring.stage * kDoutBytes, params.dout, dout_full, first_row, head,
+                                 tile.batch);
+    bulk_load(shared + kDeltaOffset + ring.stage * kRowBytes, params.delta + unit_row, dout_full, kRowBytes);
+}
+
+// The producer thread: K and V of the tile, then Q and dO of each step, with their rows' LSE and delta, as fast as buffers become
+// empty.
+__device__ __forceinline__ void produce(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
+    mbarrier_arrive_expect_tx(barriers.k_full(), kKBytes);
+    load_rows<kPanels, kBlockN>(shared, params.k, barriers.k_full(), tile.first_key, tile.kv_head, tile.batch);
+    mbarrier_arrive_expect_tx(barriers.v_full(), kVBytes);
+    load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.v_full(), tile.first_key, tile.kv_head, tile.batch);
+
+    const QueryBlocks queries = find_query_blocks(params, tile.first_key);
+    // The buffers begin empty: of their barriers, the phase before the first has ended.
+    RingPosition<kStages> ring;
+    Step step = first_step(queries);
+#pragma unroll 1
+    for (int left = num_steps(params, queries); left > 0; --left) {
+        produce_step(params, tile, step, shared, barriers, ring);
+        step = next_step(step, queries);
+        ring.advance();
+    }
+}
+
+// A consumer warpgroup: dK and dV of 64 keys, and its part of dQ of each step. The MMAs of a step, in groups as they are awaited:
+//     S^T = K Q^T, dP^T = V dO^T     both are awaited: the derivative of a score goes into its dP
+//     dV += P^T dO                   ... while dS is computed
+//     dQ = dS K of the step before
+//     dK += dS^T Q                   ... while that dQ is added to memory
+__device__ __forceinline__ void consume(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers,
+                                        int consumer) {
+    const int lane = threadIdx.x % 32;
+    const int warp_key = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first key in the tile
+    const shared_address k_own = shared + 64 * consumer * kPanelRowBytes;
+    const shared_address v_own = k_own + kVOffset;
+    auto release = [&](shared_address empty) {
+        if (lane == 0) mbarrier_arrive(empty);
+    };
+    const QueryBlocks queries = find_query_blocks(params, tile.first_key);
+    const int count = num_steps(params, queries);
+    // Whether some query of a block does not attend to some key of the warp.
+    auto needs_mask = [&](int first_query) {
+        int key = tile.first_key + warp_key;
+        opaque(key);  // ranges that are known ahead of the loop would be held in registers
+        return first_query < queries_of_key(params, key + 15).begin || first_query + kBlockM > queries_of_key(params, key).end;
+    };
+
+    float dk[kHeadDim / 2] = {};
+    float dv[kHeadDimV / 2] = {};
+    RingPosition<kStages> ring;
+    Step step = first_step(queries);
+    Step previous = step;
+    mbarrier_wait(barriers.k_full(), 0);
+    mbarrier_wait(barriers.v_full(), 0);
+    // dQ = dS K, with dS of both consumers.
+    auto start_dq = [&](float (&dq)[kDqColumns / 2], shared_address ds_smem) {
+        mma_dq(dq, ds_smem, shared + consumer * kBlockN * kPanelRowBytes);
+    };
+
+    auto add_previous_dq = [&](const float (&dq)[kDqColumns / 2]) {
+        float* tiles = dq_tiles(params, tile.batch, head_of(params, tile, previous), previous.block * kBlockM + warp_key % 64) +
+                       consumer * kDqColumns / 8 * kTileElements;
+        constexpr int columns = kDqColumns;
+        add_dq(tiles, dq, columns, lane);
+    };
+
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+        const shared_address q_smem = shared + kQOffset + ring.stage * kQBytes;
+        const shared_address dout_smem = shared + kDoutOffset + ring.stage * kDoutBytes;
+        float p[kBlockM / 2];  // S^T, then P^T
+        mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
+        mma_scores<kHeadDim>(p, k_own, q_smem);
+        float ds[kBlockM / 2];  // dP^T, then dS^T
+        mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
+        mma_scores<kHeadDimV>(ds, v_own, dout_smem);
+        wgmma_wait<0>();
+        pin_registers(p);
+        pin_registers(ds);
+        modify_scores(params, tile.batch, head_of(params, tile, step), p, ds, shared + kDeltaOffset + ring.stage * kRowBytes,
+                      tile.first_key + warp_key + lane / 4, step.block * kBlockM + lane % 4 * 2, lane);
+        if (needs_mask(step.block * kBlockM)) {
+            apply_mask(params, p, tile.first_key + warp_key + lane / 4, step.block * kBlockM + lane % 4 * 2);
+        }
+        compute_p(p, shared + kLseOffset + ring.stage * kRowBytes, params.scale_log2, lane);
+        PackedScores packed_p, packed_ds;
+        packed_p.set(p);
+        mma_gradient(dv, packed_p, dout_smem);
+        weigh(ds, p);
+        packed_ds.set(ds);
+
+        // All warps have written dS of step i - 1, and read dS of step i - 2, whose buffer step i takes. For i = 0 the wait returns at
+        // once: of a new mbarrier the phase of parity 1 counts as ended.
+        mbarrier_wait(barriers.ds_ready(), (i + 1) % 2);
+        store_ds(packed_ds, shared + kDsOffset + i % 2 * kDsBytes, warp_key, lane);
+        fence_proxy_async();  // the MMA of dQ would not see the writes otherwise
+        // dQ of the step before. The first step has none before it and computes what nobody uses, from K: with MMAs that are conditional,
+        // ptxas would serialise all of them.
+        float dq[kDqColumns / 2];
+        start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
+        mma_gradient(dk, packed_ds, q_smem);
+        wgmma_wait<1>();
+        __syncwarp();  // all lanes have written their dS, and read LSE and delta of the stage
+        release(barriers.ds_ready());
+        pin_registers(dq);
+        if (i > 0) add_previous_dq(dq);
+        wgmma_wait<0>();
+        pin_registers(dv);
+        pin_registers(dk);
+        release(barriers.empty(ring.stage));
+        ring.advance();
+        previous = step;
+        step = next_step(step, queries);
+    }
+
+    if (count > 0) {
+        mbarrier_wait(barriers.ds_ready(), (count - 1) % 2);
+        float dq[kDqColumns / 2];
+        start_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes);
+        wgmma_wait<0>();
+        pin_registers(dq);
+        add_previous_dq(dq);
+    }
+    release(barriers.ds_ready());  // this warp no longer reads K
+    store_gradient<kHeadDimV>(params.dv, dv, 1.0f, v_own, tile.first_key + 64 * consumer, tile, consumer, lane);
+    mbarrier_wait(barriers.ds_ready(), count % 2);
+    store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, k_own, tile.first_key + 64 * consumer, tile, consumer, lane);
+    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+flash_bwd_hdim128_bf16_causal_softcap_sm90(const __grid_constant__ Params params) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    const shared_address shared = (to_shared(shared_memory) + 1023) / 1024 * 1024;
+    const Barriers barriers = {shared + kBarrierOffset};
+    const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+
+    if (threadIdx.x == 0) {
+        prefetch_tensormap(params.q);
+        prefetch_tensormap(params.k);
+        prefetch_tensormap(params.v);
+        prefetch_tensormap(params.dout);
+        prefetch_tensormap(params.dk);
+        prefetch_tensormap(params.dv);
+        barriers.init();
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
+    griddepcontrol_wait();
+    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
+    // before this one to have ended.
+    griddepcontrol_launch_dependents();
+
+    const KeyBlock tile = find_key_block(params, block_index());
+    if (warpgroup == 0) {
+        setmaxnreg_dec<kProducerRegisters>();
+        if (threadIdx.x == 0) {
+            produce(params, tile, shared, barriers);
+        }
+    } else {
+        setmaxnreg_inc<kConsumerRegisters>();
+        consume(params, tile, shared, barriers, warpgroup - 1);
+    }
+}

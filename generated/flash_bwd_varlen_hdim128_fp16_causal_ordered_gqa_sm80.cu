@@ -1,0 +1,882 @@
+// flash_bwd_varlen_hdim128_fp16_causal_ordered_gqa_sm80
+//
+// Rendered by flashgen: edit the spec or the template, not this file.
+//
+// axes      head_dim 128, head_dim_v 128, dtype fp16, mask_type causal, gqa gqa, dq_order ordered
+// tile      block_m 64, block_n 128, warps 8, key_warps 4, stages 2, min_blocks 1
+// block     256 threads, 164912 bytes of dynamic shared memory
+// target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
+// spec      flash_bwd_varlen_sm80.yaml
+// template  flash_bwd_sm80.cu.j2
+#include "flashgen/sm80.cuh"
+
+// A thread block has kBlockN keys of a head and takes them through all queries that attend to them, a block of queries a step:
+//
+//     S^T = K Q^T    P^T = 2^(scale_log2 S^T - lse_log2)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
+//     dV += P^T dO   dK += dS^T Q                           dQ += dS K
+//
+// S is computed as its transpose, so that P^T and dS^T leave the MMA as the A operands of dV and dK. dV and dK stay in registers; dQ,
+// to which the thread blocks of all keys add, is summed in memory. A last step converts it.
+
+using element = fp16;
+
+constexpr int kHeadDim = 128;  // of Q and K
+constexpr int kHeadDimV = 128;  // of V and dO
+constexpr int kBlockM = 64;  // queries of a step
+constexpr int kBlockN = 128;  // keys of a thread block
+constexpr int kStages = 2;  // blocks of queries in shared memory
+constexpr int kWarps = 8;
+constexpr int kThreads = 32 * kWarps;
+
+// S^T: a warp has keys of its own, and shares them with the other warps of its row, which have other queries and other columns of dK
+// and dV.
+constexpr int kKeyWarps = 4;
+constexpr int kQueryWarps = 2;
+constexpr int kWarpKeys = kBlockN / kKeyWarps;
+constexpr int kWarpQueries = kBlockM / kQueryWarps;
+constexpr int kKeyTiles = kWarpKeys / 16;                  // MMA tiles of S^T along the keys
+constexpr int kQueryTiles = kWarpQueries / 8;              // and along the queries
+constexpr int kDkTiles = kHeadDim / kQueryWarps / 8;       // MMA tiles of dK along the head dimension
+constexpr int kDvTiles = kHeadDimV / kQueryWarps / 8;      // and of dV
+
+// dQ: 32 rows a warp, or 16 where columns would not come by 16.
+constexpr int kPairColumns = 32 / sizeof(element);  // columns that the lanes of a warp fetch at a time
+constexpr bool kTallDq = kBlockM % 32 == 0 && kWarps % (kBlockM / 32) == 0 && kHeadDim / kPairColumns % (kWarps / (kBlockM / 32)) == 0;
+constexpr int kDqRowWarps = kTallDq ? kBlockM / 32 : kBlockM / 16;
+constexpr int kDqColumnWarps = kWarps / kDqRowWarps;
+constexpr int kDqRowTiles = kBlockM / kDqRowWarps / 16;
+constexpr int kDqColumnTiles = kHeadDim / kDqColumnWarps / 8;
+
+// Shared memory: K, V, P and dS of a step, then the stages: Q, dO, lse_log2, delta.
+constexpr int kRowBytes = kHeadDim * sizeof(element);
+constexpr int kRowBytesV = kHeadDimV * sizeof(element);
+constexpr int kKOffset = 0;
+constexpr int kVOffset = kKOffset + kBlockN * kRowBytes;
+constexpr int kDsOffset = kVOffset + kBlockN * kRowBytesV;
+constexpr int kDsBytes = kBlockN * kBlockM * sizeof(element);
+constexpr int kPOffset = kDsOffset + kDsBytes;
+constexpr int kStagesOffset = kPOffset + kDsBytes;
+constexpr int kQOffset = 0;  // in a stage
+constexpr int kDoutOffset = kQOffset + kBlockM * kRowBytes;
+constexpr int kLseOffset = kDoutOffset + kBlockM * kRowBytesV;
+constexpr int kDeltaOffset = kLseOffset + 4 * kBlockM;
+constexpr int kStageBytes = kDeltaOffset + 4 * kBlockM;
+constexpr int kStashOffset = kStagesOffset + kStages * kStageBytes;
+constexpr int kSharedBytes = kStashOffset + 48;
+
+static_assert(kWarps == kKeyWarps * kQueryWarps && kWarps == kDqRowWarps * kDqColumnWarps, "every warp has a part");
+static_assert(kWarpKeys % 16 == 0 && kWarpQueries % 16 == 0, "a warp has whole MMA tiles of P^T, also as an A operand");
+static_assert(kHeadDim / kPairColumns % kQueryWarps == 0 && kHeadDimV / kPairColumns % kQueryWarps == 0, "each has as many columns");
+static_assert(kHeadDim / kPairColumns % kDqColumnWarps == 0, "and of dQ");
+static_assert(kBlockM % 16 == 0 && 128 % kBlockM == 0, "rows in the workspace are whole blocks");
+static_assert(kStageBytes % 128 == 0 && kDsBytes % 128 == 0, "blocks begin at multiples of 128 bytes");
+static_assert(kSharedBytes == 164912, "launcher and kernel agree on shared memory");
+
+struct Params {
+    const element* dout;                  // (batch, rows_q, num_heads_q, head_dim_v), without batch where packed; rows 16-byte aligned
+    const element* q;                     // the same with head_dim
+    const element* k;                     // (batch, rows_kv, num_heads_kv, head_dim), likewise
+    const element* v;                     // the same with head_dim_v
+    element* dk;                          // as k
+    element* dv;                          // as v
+    const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
+    const int32_t* cu_seqlens_kv;         // (batch + 1,); null where keys are padded
+    const int32_t* kv_lengths;            // (batch,); null where cu_seqlens_kv has them, or all have seqlen_kv
+    const float* delta;                   // (num_heads_q, unit_rows): sum(dout * out) - dlse
+    const float* lse_log2;                // (num_heads_q, unit_rows); inf for a row that sees nothing
+    float* dq_accum;                      // (num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
+    int32_t* turns;                       // a counter for each block of queries: blocks of keys that have added to dq_accum
+    int64_t dout_batch_stride;            // strides are in elements; 0 where sequences are packed
+    int64_t dout_row_stride;
+    int64_t dout_head_stride;
+    int64_t q_batch_stride;
+    int64_t q_row_stride;
+    int64_t q_head_stride;
+    int64_t k_batch_stride;
+    int64_t k_row_stride;
+    int64_t k_head_stride;
+    int64_t v_batch_stride;
+    int64_t v_row_stride;
+    int64_t v_head_stride;
+    int64_t dk_batch_stride;
+    int64_t dk_row_stride;
+    int64_t dk_head_stride;
+    int64_t dv_batch_stride;
+    int64_t dv_row_stride;
+    int64_t dv_head_stride;
+    int32_t batch_size;                   // sequences
+    int32_t num_heads_q;
+    int32_t num_heads_kv;
+    int32_t group_size;                   // num_heads_q / num_heads_kv
+    int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
+    int32_t rows_kv;                      // of an entry of k
+    int32_t seqlen_q;                     // the most queries of a sequence; with_lengths() puts its own here
+    int32_t seqlen_kv;                    // the most keys, likewise
+    int32_t head_dim;                     // of the call: a multiple of 8 (fp32: 4), at most kHeadDim; columns past it are zero-filled
+    int32_t head_dim_v;                   // likewise, of v and dout
+    int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset, to which with_lengths() adds seqlen_kv - seqlen_q
+    float softmax_scale;                  // dK is softmax_scale dS^T Q
+    float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
+};
+static_assert(sizeof(Params) == 304 && offsetof(Params, dout) == 0 && offsetof(Params, q) == 8 && offsetof(Params, k) == 16);
+static_assert(offsetof(Params, v) == 24 && offsetof(Params, dk) == 32 && offsetof(Params, dv) == 40);
+static_assert(offsetof(Params, cu_seqlens_q) == 48 && offsetof(Params, cu_seqlens_kv) == 56);
+static_assert(offsetof(Params, kv_lengths) == 64 && offsetof(Params, delta) == 72 && offsetof(Params, lse_log2) == 80);
+static_assert(offsetof(Params, dq_accum) == 88 && offsetof(Params, turns) == 96 && offsetof(Params, dout_batch_stride) == 104);
+static_assert(offsetof(Params, dout_row_stride) == 112 && offsetof(Params, dout_head_stride) == 120);
+static_assert(offsetof(Params, q_batch_stride) == 128 && offsetof(Params, q_row_stride) == 136);
+static_assert(offsetof(Params, q_head_stride) == 144 && offsetof(Params, k_batch_stride) == 152);
+static_assert(offsetof(Params, k_row_stride) == 160 && offsetof(Params, k_head_stride) == 168);
+static_assert(offsetof(Params, v_batch_stride) == 176 && offsetof(Params, v_row_stride) == 184);
+static_assert(offsetof(Params, v_head_stride) == 192 && offsetof(Params, dk_batch_stride) == 200);
+static_assert(offsetof(Params, dk_row_stride) == 208 && offsetof(Params, dk_head_stride) == 216);
+static_assert(offsetof(Params, dv_batch_stride) == 224 && offsetof(Params, dv_row_stride) == 232);
+static_assert(offsetof(Params, dv_head_stride) == 240 && offsetof(Params, batch_size) == 248);
+static_assert(offsetof(Params, num_heads_q) == 252 && offsetof(Params, num_heads_kv) == 256);
+static_assert(offsetof(Params, group_size) == 260 && offsetof(Params, rows_q) == 264 && offsetof(Params, rows_kv) == 268);
+static_assert(offsetof(Params, seqlen_q) == 272 && offsetof(Params, seqlen_kv) == 276 && offsetof(Params, head_dim) == 280);
+static_assert(offsetof(Params, head_dim_v) == 284 && offsetof(Params, diagonal_offset) == 288);
+static_assert(offsetof(Params, softmax_scale) == 292 && offsetof(Params, scale_log2) == 296);
+
+// The rows of a head in the workspace: each sequence has whole units of kRowUnit of its own, so that a tile of queries never meets the
+// rows of another one.
+constexpr int kRowUnit = 128;
+
+__device__ __forceinline__ int64_t unit_rows(const Params& params) {
+    const int64_t rows = int64_t(params.cu_seqlens_q == nullptr ? params.batch_size : 1) * params.rows_q;
+    return (rows / kRowUnit + params.batch_size) * kRowUnit;
+}
+
+// The row of a head that a sequence begins with, from row `begin` of its entry of q: the rows of those ahead of it fill at most
+// (rows ahead) / kRowUnit + (sequences ahead) units, so that no sum over sequences is needed.
+__device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin) {
+    const int64_t rows_ahead = params.cu_seqlens_q == nullptr ? int64_t(sequence) * params.rows_q : begin;
+    return (rows_ahead / kRowUnit + sequence) * kRowUnit;
+}
+
+// The row of the workspace that a head begins with. Pointers are those of the sequence.
+__device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows(params); }
+
+// dq_accum lies as the accumulators of MMAs do: tiles of 16 rows by 8 columns, those of 16 rows one after another. Element e of lane
+// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2. Within a tile the elements lie so that the reds of a warp
+// fill whole lines of 128 bytes: where one red adds all four of a lane these are neighbours, elsewhere those of all lanes.
+constexpr int kTileElements = 128;
+constexpr int kLaneStep = kRedWidth == 4 ? 4 : 1;
+constexpr int kElementStep = kRedWidth == 4 ? 1 : 32;
+
+// Where the tiles of 16 rows begin that `row`, the first of them, is of.
+__device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int head, int row) {
+    return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
+}
+
+// A length, a row or a page from global memory. One out of range is clamped, so that it cannot reach other memory.
+__device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
+    return max(0, min(most, int(load_global_32(values + index))));
+}
+
+// Rows of an entry of an array: where they begin, and how many there are.
+struct Rows {
+    int begin;
+    int count;
+};
+
+// Those of a sequence among packed ones.
+__device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
+    const int begin = load_clamped(cu_seqlens, sequence, rows);
+    return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
+}
+
+// The queries of a sequence.
+__device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
+    if (params.cu_seqlens_q == nullptr) return {0, params.seqlen_q};
+    return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
+}
+
+// Its keys.
+__device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
+    if (params.cu_seqlens_kv != nullptr) return packed_rows(params.cu_seqlens_kv, sequence, params.rows_kv, params.seqlen_kv);
+    return {0, params.kv_lengths == nullptr ? params.seqlen_kv : load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
+}
+
+// The parameters for a sequence of these lengths, whose diagonal ends with it. `params` has the bounds of all sequences.
+__device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv) {
+    Params own = params;
+    own.seqlen_q = seqlen_q;
+    own.seqlen_kv = seqlen_kv;
+    own.diagonal_offset += seqlen_kv - seqlen_q;
+    return own;
+}
+
+// The sum over the lanes up to this one.
+__device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int before = __shfl_up_sync(0xffffffff, value, distance);
+        if (lane >= distance) value += before;
+    }
+    return value;
+}
+
+// One of the blocks of a sequence. The blocks of all sequences are numbered, one sequence after another.
+struct BlockOfSequence {
+    int sequence;  // below 0: none
+    int index;     // among the blocks of the sequence
+    int count;     // how many it has
+};
+
+// The block of a number. Each lane counts the blocks of one of 32 sequences at a time, which is what count_of(sequence) returns.
+template <typename CountOf>
+__device__ __forceinline__ BlockOfSequence find_block_of_sequence(int sequences, int number, int lane, CountOf count_of) {
+    int left = number;  // blocks between the first of these 32 sequences and the one that is looked for
+    for (int first = 0; first < sequences; first += 32) {
+        const int count = first + lane < sequences ? count_of(first + lane) : 0;
+        const int end = sum_up_to_lane(count, lane);
+        const uint32_t beyond = __ballot_sync(0xffffffff, left < end);
+        if (beyond != 0) {
+            const int found = __ffs(beyond) - 1;
+            const int blocks = __shfl_sync(0xffffffff, count, found);
+            return {first + found, left - (__shfl_sync(0xffffffff, end, found) - blocks), blocks};
+        }
+        left -= __shfl_sync(0xffffffff, end, 31);
+    }
+    return {-1, 0, 0};
+}
+
+// The rows of a sequence, whatever their bound. Rows behind the last packed sequence count as one more, number batch_size.
+__device__ __forceinline__ Rows rows_to_write(const int32_t* cu_seqlens, int sequence, int batch_size, int rows) {
+    if (cu_seqlens == nullptr) return {0, sequence < batch_size ? rows : 0};
+    if (sequence < batch_size) return packed_rows(cu_seqlens, sequence, rows, rows);
+    const int begin = load_clamped(cu_seqlens, batch_size, rows);
+    return {begin, rows - begin};
+}
+
+// What a thread block computes: dK and dV of kBlockN keys of a head of a sequence, and their share of dQ.
+struct KeyBlock {
+    int batch;  // the sequence; below 0: none; batch_size: of the rows behind the last sequence
+    int kv_head;
+    int index;  // among the blocks of its sequence and head
+    int first_key;
+    int first_row_q;   // the rows of q and k that the sequence begins with
+    int first_row_kv;
+    int seqlen_q;
+    int seqlen_kv;
+    int rows_kv;  // rows of dK and dV: past the sequence's keys they are 0
+};
+
+// The blocks of a head follow each other, so that they share its queries in L2. Within a head the first keys come first: under
+// a diagonal the most queries attend to them.
+__device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index, int lane) {
+    const auto rows_of = [&](int sequence) {
+        return rows_to_write(params.cu_seqlens_kv, sequence, params.batch_size, params.rows_kv);
+    };
+    const auto blocks_of = [&](int sequence) { return (rows_of(sequence).count + kBlockN - 1) / kBlockN; };
+    const BlockOfSequence found = find_block_of_sequence(params.batch_size + 1, index, lane, [&](int sequence) {
+        return blocks_of(sequence) * params.num_heads_kv;
+    });
+    KeyBlock block = {found.sequence};
+    if (found.sequence < 0) return block;
+    const int blocks = found.count / params.num_heads_kv;
+    block.kv_head = found.index / blocks;
+    block.index = found.index - block.kv_head * blocks;
+    block.first_key = block.index * kBlockN;
+    const Rows rows = rows_of(found.sequence);
+    block.first_row_kv = rows.begin;
+    block.rows_kv = rows.count;
+    if (found.sequence < params.batch_size) {
+        const Rows queries = queries_of(params, found.sequence);
+        block.first_row_q = queries.begin;
+        block.seqlen_q = queries.count;
+        block.seqlen_kv = keys_of(params, found.sequence).count;
+    }
+    return block;
+}
+
+// The parameters of a call of the block's sequence alone: its lengths, and pointers to its first rows. They are made anew from the
+// constant bank where they are needed, since registers have no room for them.
+__device__ __forceinline__ Params of_sequence(const Params& params, const KeyBlock& block) {
+    Params own = with_lengths(params, block.seqlen_q, block.seqlen_kv);
+    own.q += block.first_row_q * params.q_row_stride;
+    own.dout += block.first_row_q * params.dout_row_stride;
+    own.k += block.first_row_kv * params.k_row_stride;
+    own.v += block.first_row_kv * params.v_row_stride;
+    own.dk += block.first_row_kv * params.dk_row_stride;
+    own.dv += block.first_row_kv * params.dv_row_stride;
+    const int64_t unit_row = unit_row_of_sequence(params, block.batch, block.first_row_q);
+    own.delta += unit_row;
+    own.lse_log2 += unit_row;
+    own.dq_accum += unit_row * kHeadDim;
+    own.turns += unit_row / kBlockM;
+    return own;
+}
+
+// Blocks of kBlockM queries, visited from the last to the first. All thread blocks of a head that have any begin with the same one.
+struct QueryBlocks {
+    int first;
+    int last;  // below `first` where there are none
+};
+
+// The blocks with a query that attends to some key of [first_key, first_key + kBlockN).
+__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
+    if (first_key >= params.seqlen_kv) return {0, -1};  // rows past the sequence's keys
+    const int begin = max(0, first_key - params.diagonal_offset);
+    const int end = params.seqlen_q;
+    if (begin >= end) return {0, -1};
+    return {begin / kBlockM, (end - 1) / kBlockM};
+}
+
+// A step of the main loop: a block of queries of a head.
+struct Step {
+    int head_of_group;
+    int block;
+};
+
+// The query heads of the kv head follow each other, so that their gradients are summed here.
+__device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks& queries) {
+    return step.block > queries.first ? Step{step.head_of_group, step.block - 1} : Step{step.head_of_group + 1, queries.last};
+}
+
+// The query head of a step.
+__device__ __forceinline__ int head_of(const Params& params, const KeyBlock& block, const Step& step) {
+    return block.kv_head * params.group_size + step.head_of_group;
+}
+
+// The block, stashed in shared memory and read back by each step and by the epilogue, instead of being held in registers with the
+// addresses that follow from it.
+__device__ __forceinline__ void stash_block(const KeyBlock& block, shared_address smem) {
+    store_shared_64(smem + kStashOffset, block.batch, block.kv_head);
+    store_shared_64(smem + kStashOffset + 8, block.index, block.first_key);
+    store_shared_64(smem + kStashOffset + 16, block.first_row_q, block.seqlen_q);
+    store_shared_64(smem + kStashOffset + 24, block.first_row_kv, block.seqlen_kv);
+    store_shared_32(smem + kStashOffset + 32, block.rows_kv);
+}
+
+__device__ __forceinline__ KeyBlock stashed_block(shared_address smem) {
+    const uint4 words = load_shared_128(smem + kStashOffset);
+    KeyBlock block;
+    block.batch = words.x;
+    block.kv_head = words.y;
+    block.index = words.z;
+    block.first_key = words.w;
+    const uint4 rows = load_shared_128(smem + kStashOffset + 16);
+    block.first_row_q = rows.x;
+    block.seqlen_q = rows.y;
+    block.first_row_kv = rows.z;
+    block.seqlen_kv = rows.w;
+    block.rows_kv = load_shared_32(smem + kStashOffset + 32);
+    return block;
+}
+
+constexpr int kChunkElements = 16 / sizeof(element);
+
+// Rows of a block in shared memory, written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that
+// the eight consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks. Blocks begin
+// at multiples of 128 bytes.
+template <int kRowBytes>
+struct SwizzledRows {
+    static constexpr int kChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;  // that are permuted
+    static constexpr int kPeriod = 16 * kChunks;
+    static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two chunks");
+
+    // With 8 chunks every row starts at bank 0. With fewer, 8 / kChunks rows start at different banks, and share a key.
+    static __device__ __forceinline__ int key(int row) { return row / (8 / kChunks) % kChunks; }
+
+    shared_address at;
+
+    __device__ __forceinline__ SwizzledRows(shared_address block, int row, int chunk)
+        : at(block + row * kRowBytes + 16 * (chunk ^ key(row))) {}
+
+    // The address `rows` further down, a multiple of 8, and `chunks` to the right. Within the period that step is an XOR: the chunk
+    // that it starts from has no bit in common with it.
+    __device__ __forceinline__ shared_address step(int rows, int chunks) const {
+        return (at ^ 16 * chunks % kPeriod) + rows * kRowBytes + 16 * chunks / kPeriod * kPeriod;
+    }
+};
+
+// Where a lane finds its part of what ldmatrix reads: the four 8x8 matrices are rows 0-7 and 8-15 of the left chunk, then of the right
+// one.
+template <typename Rows>
+__device__ __forceinline__ Rows down_first(shared_address block, int row, int chunk, int lane) {
+    return Rows(block, row + lane % 16, chunk + lane / 16);
+}
+
+// Likewise: the left and the right chunk of rows 0-7, then of rows 8-15.
+template <typename Rows>
+__device__ __forceinline__ Rows right_first(shared_address block, int row, int chunk, int lane) {
+    return Rows(block, row + lane / 16 * 8 + lane % 8, chunk + lane / 8 % 2);
+}
+
+using RowsOfK = SwizzledRows<kRowBytes>;  // of Q, too
+using RowsOfV = SwizzledRows<kRowBytesV>;  // of dO, too
+using RowsOfWeights = SwizzledRows<kBlockM * sizeof(element)>;  // of P^T and dS^T, a row for each key
+
+// Starts the copy of kCount rows into shared memory. kChunks threads stand side by side along a row, and each takes every kChunks-th
+// chunk of its rows. Rows from `valid_rows` on and elements from `columns` on become zeros. `row_stride` is in elements.
+template <typename Rows, int kRowBytes, int kCount>
+__device__ __forceinline__ void copy_rows(shared_address block, const element* source, int64_t row_stride, int valid_rows, int columns) {
+    constexpr int kRowsPerPass = kThreads / Rows::kChunks;
+    static_assert(kRowsPerPass % 8 == 0, "the rows of a thread are swizzled alike");
+    const int row = threadIdx.x / Rows::kChunks;
+    const int chunk = threadIdx.x % Rows::kChunks;
+    const Rows destination(block, row, chunk);
+    source += row * row_stride + chunk * kChunkElements;
+    // One pointer steps from row to row, an addition each. The compiler would work out an address for each copy, which takes
+    // five, if it saw through the pointer.
+#pragma unroll
+    for (int first = 0; first < kCount; first += kRowsPerPass) {
+        if (kCount % kRowsPerPass != 0 && first + row >= kCount) break;
+#pragma unroll
+        for (int panel = 0; panel < kRowBytes / Rows::kPeriod; ++panel) {
+            const int column = (panel * Rows::kChunks + chunk) * kChunkElements;
+            cp_async_16(destination.step(first, panel * Rows::kChunks), source + panel * Rows::kChunks * kChunkElements,
+                        first + row < valid_rows && column < columns ? 16 : 0);
+        }
+        if (first + kRowsPerPass < kCount) source += kRowsPerPass * row_stride;
+        opaque(source);
+    }
+}
+
+// Starts the copy of K and V of the block.
+__device__ __forceinline__ void copy_keys(const Params& params, const KeyBlock& block, shared_address smem) {
+    const int valid_rows = params.seqlen_kv - block.first_key;
+    copy_rows<RowsOfK, kRowBytes, kBlockN>(smem + kKOffset,
+                                           params.k + block.batch * params.k_batch_stride + block.kv_head * params.k_head_stride +
+                                               block.first_key * params.k_row_stride,
+                                           params.k_row_stride, valid_rows, params.head_dim);
+    copy_rows<RowsOfV, kRowBytesV, kBlockN>(smem + kVOffset,
+                                            params.v + block.batch * params.v_batch_stride + block.kv_head * params.v_head_stride +
+                                                block.first_key * params.v_row_stride,
+                                            params.v_row_stride, valid_rows, params.head_dim_v);
+}
+
+// Starts the copy of a step's Q, dO, lse_log2 and delta into a stage.
+__device__ __forceinline__ void copy_queries(const Params& params, const KeyBlock& block, const Step& step, shared_address stage) {
+    const int head = head_of(params, block, step);
+    const int first_query = step.block * kBlockM;
+    const int valid_rows = params.seqlen_q - first_query;
+    copy_rows<RowsOfK, kRowBytes, kBlockM>(stage + kQOffset,
+                                           params.q + block.batch * params.q_batch_stride + head * params.q_head_stride +
+                                               first_query * params.q_row_stride,
+                                           params.q_row_stride, valid_rows, params.head_dim);
+    copy_rows<RowsOfV, kRowBytesV, kBlockM>(stage + kDoutOffset,
+                                            params.dout + block.batch * params.dout_batch_stride + head * params.dout_head_stride +
+                                                first_query * params.dout_row_stride,
+                                            params.dout_row_stride, valid_rows, params.head_dim_v);
+    // The workspace has all rows of the block. Four floats a thread.
+    const int row = threadIdx.x % (kBlockM / 4) * 4;
+    const int64_t unit_row = first_unit_row(params, block.batch, head) + first_query + row;
+    if (threadIdx.x < kBlockM / 4) {
+        cp_async_16(stage + kLseOffset + 4 * row, params.lse_log2 + unit_row, 16);
+    } else if (threadIdx.x < kBlockM / 2) {
+        cp_async_16(stage + kDeltaOffset + 4 * row, params.delta + unit_row, 16);
+    }
+}
+
+// Of a warp's keys and queries. Element [i][j][e] of thread (g, t) = (lane / 4, lane % 4) is key 16 i + 8 (e / 2) + g, query
+// 8 j + 2 t + e % 2.
+using Scores = float[kKeyTiles][kQueryTiles][4];
+
+// Of a warp's keys and columns, in fp32.
+struct Gradients {
+    float dk[kKeyTiles][kDkTiles][4];
+    float dv[kKeyTiles][kDvTiles][4];
+};
+
+// C = A . B^T over kDim columns, for the warp's keys and queries: rows of A and of B lie as in memory.
+template <int kDim, typename Rows>
+__device__ __forceinline__ void mma_scores(Scores& product, const Rows& keys, const Rows& queries) {
+#pragma unroll
+    for (int i = 0; i < kKeyTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < kQueryTiles; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) product[i][j][e] = 0.0f;
+        }
+    }
+#pragma unroll
+    for (int step = 0; step < kDim / 16; ++step) {
+        uint32_t a[kKeyTiles][4];
+#pragma unroll
+        for (int i = 0; i < kKeyTiles; ++i) ldmatrix_x4(a[i], keys.step(16 * i, 2 * step));
+#pragma unroll
+        for (int j = 0; j < kQueryTiles; j += 2) {
+            uint32_t b[4];
+            ldmatrix_x4(b, queries.step(8 * j, 2 * step));
+#pragma unroll
+            for (int i = 0; i < kKeyTiles; ++i) {
+                mma_m16n8k16<element>(product[i][j], a[i], b[0], b[1]);
+                mma_m16n8k16<element>(product[i][j + 1], a[i], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// P^T or dS^T of the warp's keys and some queries, rounded and packed: an A operand. The accumulator layout of two neighbouring
+// tiles is the A layout of one 16x16 tile.
+struct Weights {
+    uint32_t fragment[kKeyTiles][kQueryTiles / 2][4];
+
+    __device__ __forceinline__ explicit Weights(const Scores& scores) {
+#pragma unroll
+        for (int i = 0; i < kKeyTiles; ++i) {
+#pragma unroll
+            for (int j = 0; j < kQueryTiles; ++j) {
+                fragment[i][j / 2][j % 2 * 2] = pack<element>(scores[i][j][0], scores[i][j][1]);
+                fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(scores[i][j][2], scores[i][j][3]);
+            }
+        }
+    }
+
+    // Those of other queries, from the tile.
+    __device__ __forceinline__ Weights(shared_address tile, int first_key, int first_query, int lane) {
+        const auto rows = down_first<RowsOfWeights>(tile, first_key, first_query / 8, lane);
+#pragma unroll
+        for (int i = 0; i < kKeyTiles; ++i) {
+#pragma unroll
+            for (int j = 0; j < kQueryTiles / 2; ++j) ldmatrix_x4(fragment[i][j], rows.step(16 * i, 2 * j));
+        }
+    }
+
+    // Puts them into the tile, a row for each key.
+    __device__ __forceinline__ void store(shared_address tile, int first_key, int first_query, int lane) const {
+        const RowsOfWeights rows(tile, first_key + lane / 4, first_query / 8);
+#pragma unroll
+        for (int i = 0; i < kKeyTiles; ++i) {
+#pragma unroll
+            for (int j = 0; j < kQueryTiles; ++j) {
+#pragma unroll
+                for (int key8 = 0; key8 < 2; ++key8) {
+                    store_shared_32(rows.step(16 * i + 8 * key8, j) + lane % 4 * 4, fragment[i][j / 2][j % 2 * 2 + key8]);
+                }
+            }
+        }
+    }
+};
+
+// Where a lane finds its part of a B operand whose rows are summed over, and whose columns the MMA has side by side: 16 columns of
+// every 16 * kStride.
+template <typename Rows>
+__device__ __forceinline__ Rows summed_rows(shared_address block, int row, int column_pair, int lane) {
+    return down_first<Rows>(block, row, 2 * column_pair, lane);
+}
+
+// The first column of accumulator tile n of columns that come so.
+__device__ __forceinline__ int column_of(int n, int stride, int column_pair) { return 16 * (n / 2 * stride + column_pair) + n % 2 * 8; }
+
+// sums += weights . rows: the gradients of the warp's keys.
+template <typename Rows, int kTiles>
+__device__ __forceinline__ void mma_gradients(float (&sums)[kKeyTiles][kTiles][4], const Weights& weights, const Rows& rows) {
+#pragma unroll
+    for (int j = 0; j < kQueryTiles / 2; ++j) {
+#pragma unroll
+        for (int n = 0; n < kTiles; n += 2) {
+            uint32_t b[4];
+            ldmatrix_x4_trans(b, rows.step(16 * j, n * kQueryWarps));
+#pragma unroll
+            for (int i = 0; i < kKeyTiles; ++i) {
+                mma_m16n8k16<element>(sums[i][n], weights.fragment[i][j], b[0], b[1]);
+                mma_m16n8k16<element>(sums[i][n + 1], weights.fragment[i][j], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// dQ = dS . K of the warp's queries and columns; dS is the transpose of the tile.
+__device__ __forceinline__ void mma_dq(float (&dq)[kDqRowTiles][kDqColumnTiles][4], shared_address ds, int first_query,
+                                       const RowsOfK& keys, int lane) {
+    const auto weights = right_first<RowsOfWeights>(ds, 0, first_query / 8, lane);
+#pragma unroll
+    for (int step = 0; step < kBlockN / 16; ++step) {
+        uint32_t a[kDqRowTiles][4];
+#pragma unroll
+        for (int i = 0; i < kDqRowTiles; ++i) ldmatrix_x4_trans(a[i], weights.step(16 * step, 2 * i));
+#pragma unroll
+        for (int n = 0; n < kDqColumnTiles; n += 2) {
+            uint32_t b[4];
+            ldmatrix_x4_trans(b, keys.step(16 * step, n * kDqColumnWarps));
+#pragma unroll
+            for (int i = 0; i < kDqRowTiles; ++i) {
+                mma_m16n8k16<element>(dq[i][n], a[i], b[0], b[1]);
+                mma_m16n8k16<element>(dq[i][n + 1], a[i], b[2], b[3]);
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
+
+__device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+// The keys that a query attends to: those up to its diagonal.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
+}
+
+// The keys that some row of [first_row, first_row + count) attends to. Ranges end further right from row to row.
+__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, first_row)).begin,
+            keys_of_query(params, query_of_row(params, last_row)).end};
+}
+
+// The keys that every row of [first_row, first_row + count) attends to.
+__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, last_row)).begin,
+            keys_of_query(params, query_of_row(params, first_row)).end};
+}
+
+// Walks S^T, the one place where scores are told their queries and keys. The scores are those of a warp's MMA tiles from key `first_key`
+// and query `first_query` on. For each query of this lane `at_query(query, lane_key)` returns a function, which is then called with
+// (step, score) for each score that this lane has of the query: that of key lane_key + step. The steps are constants, so that comparing
+// one takes one instruction.
+template <typename AtQuery>
+__device__ __forceinline__ void for_each_score(Scores& scores, int first_query, int first_key, int lane, AtQuery at_query) {
+#pragma unroll
+    for (int j = 0; j < kQueryTiles; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            auto at_score = at_query(first_query + 8 * j + lane % 4 * 2 + e, first_key + lane / 4);
+#pragma unroll
+            for (int i = 0; i < kKeyTiles; ++i) {
+#pragma unroll
+                for (int key8 = 0; key8 < 2; ++key8) at_score(16 * i + 8 * key8, scores[i][j][2 * key8 + e]);
+            }
+        }
+    }
+}
+
+// Masks the keys that lie outside the range of their query. In most blocks every query attends to all keys, and nothing is masked.
+__device__ __forceinline__ void apply_mask(const Params& params, Scores& scores, int first_query, int first_key, int lane) {
+    const KeyRange every = keys_of_every(params, min(first_query, num_rows(params) - 1), kWarpQueries);
+    if (first_key + kWarpKeys > every.end) {
+        for_each_score(scores, first_query, first_key, lane, [&](int query, int lane_key) {
+            const int end = keys_of_query(params, query).end - lane_key;
+            return [=](int step, float& score) {
+                if (step >= end) score = -INFINITY;
+            };
+        });
+    }
+}
+
+// P^T = 2^(scale_log2 * S^T - lse_log2), in place.
+__device__ __forceinline__ void exponentiate(Scores& scores, float scale_log2, shared_address lse, int lane) {
+#pragma unroll
+    for (int j = 0; j < kQueryTiles; ++j) {
+        const float2 of_queries = load_shared_64(lse + 4 * (8 * j + lane % 4 * 2));
+#pragma unroll
+        for (int i = 0; i < kKeyTiles; ++i) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                scores[i][j][e] = exp2_approx(fmaf(scores[i][j][e], scale_log2, e % 2 == 0 ? -of_queries.x : -of_queries.y));
+            }
+        }
+    }
+}
+
+// dS^T = P^T * (dP^T - delta), in place of dP^T.
+__device__ __forceinline__ void differentiate(Scores& dp, const Scores& p, shared_address delta, int lane) {
+#pragma unroll
+    for (int j = 0; j < kQueryTiles; ++j) {
+        const float2 of_queries = load_shared_64(delta + 4 * (8 * j + lane % 4 * 2));
+#pragma unroll
+        for (int i = 0; i < kKeyTiles; ++i) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) dp[i][j][e] = p[i][j][e] * (dp[i][j][e] - (e % 2 == 0 ? of_queries.x : of_queries.y));
+        }
+    }
+}
+
+// Thread blocks add to a block of queries in the order of their keys, so that the sums repeat to the bit. Each counts itself when it is
+// done. Those ahead of it were launched earlier, so they get there whatever the GPU has room for.
+__device__ __forceinline__ uint32_t* turns_of(const Params& params, const KeyBlock& block, const Step& step) {
+    const int64_t unit_row = first_unit_row(params, block.batch, head_of(params, block, step));
+    return reinterpret_cast<uint32_t*>(params.turns) + unit_row / kBlockM + step.block;
+}
+
+__device__ __forceinline__ void wait_for_turn(const Params& params, const KeyBlock& block, const Step& step) {
+    const int first_block = keys_of_some(params, step.block * kBlockM, kBlockM).begin / kBlockN;
+    if (threadIdx.x == 0) {
+        const uint32_t* turns = turns_of(params, block, step);
+        while (load_acquire_32(turns) != block.index - first_block) {}
+    }
+    barrier_sync(kThreads);
+}
+
+__device__ __forceinline__ void pass_turn(const Params& params, const KeyBlock& block, const Step& step) {
+    const int first_block = keys_of_some(params, step.block * kBlockM, kBlockM).begin / kBlockN;
+    barrier_sync(kThreads);  // every warp has added
+    if (threadIdx.x == 0) store_release_32(turns_of(params, block, step), block.index - first_block + 1);
+}
+
+// Adds dQ of a warp's rows and columns to what other thread blocks have.
+__device__ __forceinline__ void add_dq(float* tiles, const float (&dq)[kDqRowTiles][kDqColumnTiles][4], int column_warp, int lane) {
+    tiles += kLaneStep * lane;
+#pragma unroll
+    for (int i = 0; i < kDqRowTiles; ++i) {
+#pragma unroll
+        for (int n = 0; n < kDqColumnTiles; ++n) {
+            float* tile = tiles + (i * (kHeadDim / 8) + column_of(n, kDqColumnWarps, column_warp) / 8) * kTileElements;
+            if constexpr (kRedWidth == 4) {
+                red_add_128(tile, dq[i][n]);
+            } else {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) red_add(tile + kElementStep * e, dq[i][n][e]);
+            }
+        }
+    }
+}
+
+// Rounds the gradients of the warp's keys and puts them into a block of shared memory.
+template <typename Rows, int kTiles>
+__device__ __forceinline__ void stage_gradients(shared_address block, const float (&sums)[kKeyTiles][kTiles][4], float scale, int warp_key,
+                                                int part, int lane) {
+    const Rows rows(block, warp_key + lane / 4, 2 * part);
+#pragma unroll
+    for (int i = 0; i < kKeyTiles; ++i) {
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+            const int chunk = column_of(n, kQueryWarps, 0) / kChunkElements;
+#pragma unroll
+            for (int key8 = 0; key8 < 2; ++key8) {
+                const float low = scale * sums[i][n][2 * key8];
+                const float high = scale * sums[i][n][2 * key8 + 1];
+                store_shared_32(rows.step(16 * i + 8 * key8, chunk) + lane % 4 * 4, pack<element>(low, high));
+            }
+        }
+    }
+}
+
+// Writes a block of gradients, so that global memory sees whole rows in 16-byte vectors.
+template <typename Rows, int kRowBytes>
+__device__ __forceinline__ void store_rows(shared_address block, element* destination, int64_t row_stride, int valid_rows, int columns) {
+    constexpr int kRowsPerPass = kThreads / Rows::kChunks;
+    const int row = threadIdx.x / Rows::kChunks;
+    const int chunk = threadIdx.x % Rows::kChunks;
+    const Rows source(block, row, chunk);
+    destination += row * row_stride + chunk * kChunkElements;
+#pragma unroll
+    for (int first = 0; first < kBlockN; first += kRowsPerPass) {
+        if (first + row >= min(kBlockN, valid_rows)) break;
+#pragma unroll
+        for (int panel = 0; panel < kRowBytes / Rows::kPeriod; ++panel) {
+            const int first_column = panel * Rows::kChunks * kChunkElements;
+            if (first_column + chunk * kChunkElements >= columns) break;
+            store_global_128(destination + first_column, load_shared_128(source.step(first, panel * Rows::kChunks)));
+        }
+        destination += kRowsPerPass * row_stride;
+    }
+}
+
+// Writes dK and dV by way of the blocks of K and V, which every warp has finished with.
+__device__ __forceinline__ void store_gradients(const Params& params, const KeyBlock& block, const Gradients& gradients,
+                                                shared_address smem, int warp_key, int part, int lane) {
+    stage_gradients<RowsOfK>(smem + kKOffset, gradients.dk, params.softmax_scale, warp_key, part, lane);
+    stage_gradients<RowsOfV>(smem + kVOffset, gradients.dv, 1.0f, warp_key, part, lane);
+    barrier_sync(kThreads);
+    const int valid_rows = block.rows_kv - block.first_key;  // also rows past the sequence's keys, whose sums are 0
+    store_rows<RowsOfK, kRowBytes>(smem + kKOffset,
+                                   params.dk + block.batch * params.dk_batch_stride + block.kv_head * params.dk_head_stride +
+                                       block.first_key * params.dk_row_stride,
+                                   params.dk_row_stride, valid_rows, params.head_dim);
+    store_rows<RowsOfV, kRowBytesV>(smem + kVOffset,
+                                    params.dv + block.batch * params.dv_batch_stride + block.kv_head * params.dv_head_stride +
+                                        block.first_key * params.dv_row_stride,
+                                    params.dv_row_stride, valid_rows, params.head_dim_v);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+flash_bwd_varlen_hdim128_fp16_causal_ordered_gqa_sm80(const __grid_constant__ Params all) {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    const shared_address smem = to_shared(shared_memory);
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    const int warp_key = warp / kQueryWarps * kWarpKeys;
+    const int part = warp % kQueryWarps;  // of queries, and of columns of dK and dV
+    const int warp_query = part * kWarpQueries;
+    const int dq_row = warp / kDqColumnWarps * (16 * kDqRowTiles);
+    const int dq_column_warp = warp % kDqColumnWarps;
+
+    // The wait comes first: lengths may be results of the grid before.
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
+    griddepcontrol_wait();
+    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
+    // before this one to have ended.
+    griddepcontrol_launch_dependents();
+
+    const KeyBlock found_block = find_key_block(all, block_index(), lane);
+    if (found_block.batch < 0) return;  // the grid is for the most blocks of keys that such arrays can have
+    const Params params = of_sequence(all, found_block);
+    if (threadIdx.x == 0) stash_block(found_block, smem);
+    const QueryBlocks queries = find_query_blocks(params, found_block.first_key);
+    Step step = {0, queries.last};
+    const int num_steps = (queries.last - queries.first + 1) * params.group_size;
+    const auto k_rows = down_first<RowsOfK>(smem + kKOffset, warp_key, 0, lane);
+    const auto v_rows = down_first<RowsOfV>(smem + kVOffset, warp_key, 0, lane);
+    const auto k_columns = summed_rows<RowsOfK>(smem + kKOffset, 0, dq_column_warp, lane);
+    Gradients gradients = {};
+
+    if (num_steps > 0) {
+        copy_keys(params, found_block, smem);
+        copy_queries(params, found_block, step, smem + kStagesOffset + num_steps % kStages * kStageBytes);
+        cp_async_commit();
+    }
+    for (int left = num_steps; left > 0; --left) {
+        const shared_address stage = smem + kStagesOffset + left % kStages * kStageBytes;
+        const shared_address q = stage + kQOffset;
+        const shared_address dout = stage + kDoutOffset;
+        // Q and dO of this step are here, and every warp has finished with those of the step before, and with its dS.
+        cp_async_wait<0>();
+        barrier_sync(kThreads);
+        const KeyBlock block = stashed_block(smem);
+        const Params params = of_sequence(all, block);
+        const Step next = next_step(step, find_query_blocks(params, block.first_key));
+        if (left > 1) {
+            copy_queries(params, block, next, smem + kStagesOffset + (left - 1) % kStages * kStageBytes);
+            cp_async_commit();
+        }
+
+        Scores p;
+        mma_scores<kHeadDim>(p, k_rows, right_first<RowsOfK>(q, warp_query, 0, lane));
+        const int first_query = step.block * kBlockM;
+        apply_mask(params, p, first_query + warp_query, block.first_key + warp_key, lane);
+        exponentiate(p, params.scale_log2, stage + kLseOffset + 4 * warp_query, lane);
+        Scores ds;
+        mma_scores<kHeadDimV>(ds, v_rows, right_first<RowsOfV>(dout, warp_query, 0, lane));
+        differentiate(ds, p, stage + kDeltaOffset + 4 * warp_query, lane);
+        const Weights p_weights(p);
+        const Weights ds_weights(ds);
+        p_weights.store(smem + kPOffset, warp_key, warp_query, lane);
+        ds_weights.store(smem + kDsOffset, warp_key, warp_query, lane);
+        mma_gradients(gradients.dv, p_weights, summed_rows<RowsOfV>(dout, warp_query, part, lane));
+        mma_gradients(gradients.dk, ds_weights, summed_rows<RowsOfK>(q, warp_query, part, lane));
+
+        barrier_sync(kThreads);  // P and dS of all warps are here
+        float dq[kDqRowTiles][kDqColumnTiles][4] = {};
+        mma_dq(dq, smem + kDsOffset, dq_row, k_columns, lane);
+        wait_for_turn(params, block, step);
+        add_dq(dq_tiles(params, block.batch, head_of(params, block, step), first_query + dq_row), dq, dq_column_warp, lane);
+        pass_turn(params, block, step);
+
+        // P and dS of other queries come from shared memory.
+#pragma unroll
+        for (int other = 1; other < kQueryWarps; ++other) {
+            const int other_query = (part + other) % kQueryWarps * kWarpQueries;
+            mma_gradients(gradients.dv, Weights(smem + kPOffset, warp_key, other_query, lane),
+                          summed_rows<RowsOfV>(dout, other_query, part, lane));
+            mma_gradients(gradients.dk, Weights(smem + kDsOffset, warp_key, other_query, lane),
+                          summed_rows<RowsOfK>(q, other_query, part, lane));
+        }
+        step = next;
+    }
+
+    barrier_sync(kThreads);  // every warp has finished with K and V
+    const KeyBlock stored_block = stashed_block(smem);
+    store_gradients(of_sequence(all, stored_block), stored_block, gradients, smem, warp_key, part, lane);
+}

@@ -1,0 +1,88 @@
+"""Faults to plant into the turns in which thread blocks add to dQ.
+
+Blocks run one after the other, and each looks, where it adds, whether it has its turn. So a turn that is passed too
+early is seen. One that is not awaited is seen where the blocks ahead of it are launched after it, and never run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashgen.simulator.example import Shape
+from flashgen.source.render import render
+from simulator.faults_backward import Fault
+
+AMPERE = "flash_bwd_hdim32_fp16_causal_ordered_sm80"
+HOPPER = "flash_bwd_hdim64_bf16_causal_ordered_sm90"
+SHAPE = Shape(seqlen_q=300, seqlen_kv=330, heads=1)
+
+OUT_OF_TURN = ("global bounds", "global access")
+STUCK = ("deadlock",)
+
+_LAUNCHED = "params.num_row_blocks - 1 - blocks_ahead"
+_ADDS = {
+    AMPERE: ("        add_dq(dq_tiles(params", "block, step"),
+    HOPPER: ("        add_dq(tiles, dq", "tile, previous"),
+}
+
+
+def watched(source: str, name: str) -> str:
+    """The source, in which a warp that adds out of turn writes where nothing is."""
+    adds, step = _ADDS[name]
+    assert source.count(adds) == 1
+    look = f"        if (lane == 0 && !has_turn(params, {step})) store_global_32(params.turns - 1, 0u);\n"
+    return source.replace(adds, look + adds)
+
+
+@dataclass(frozen=True)
+class TurnFault(Fault):
+    """``backwards``: blocks are launched in the opposite order, so that those ahead never run."""
+
+    backwards: bool = False
+
+    def sources(self, step):
+        source = render(step)
+        if step.step == self.step:
+            source = self.plant(source)
+        if step.step == "main":
+            source = watched(source, self.variant)
+            if self.backwards:
+                assert source.count(_LAUNCHED) == 1
+                source = source.replace(_LAUNCHED, "blocks_ahead")
+        return source
+
+
+def ampere(name, caught, old, new, step="main", backwards=False):
+    return TurnFault(name, AMPERE, step, SHAPE, caught, old, new, backwards)
+
+
+def hopper(name, caught, old, new, step="main", backwards=False):
+    return TurnFault(name, HOPPER, step, SHAPE, caught, old, new, backwards)
+
+
+LAST_BLOCK = "    return min((last_query + params.diagonal_offset) / kBlockN, params.num_row_blocks - 1);\n"
+EVERY_BLOCK = "    return params.num_row_blocks - 1;\n"
+
+FAULTS = (
+    ampere("a turn is not awaited", OUT_OF_TURN,
+           "        while (!is_turn) is_turn = has_turn(params, block, step);  // the others wait at the barrier\n",
+           "", backwards=True),
+    ampere("a turn is passed before all have added", (*OUT_OF_TURN, "barrier"),
+           "            barrier_sync(2, kThreads);\n", ""),
+    ampere("a turn is not passed on", STUCK,
+           "if (lane == 0) pass_turn(params, block, step);", "if (lane == 32) pass_turn(params, block, step);"),
+    ampere("keys past the diagonal are waited for", STUCK, LAST_BLOCK, EVERY_BLOCK),
+    ampere("those waited for are launched later", STUCK, _LAUNCHED, "blocks_ahead"),
+    ampere("turns are not cleared", STUCK, "if (threadIdx.x < kBlocks)", "if (threadIdx.x < 0)",
+           "preprocess"),
+    hopper("a turn is not awaited", OUT_OF_TURN, "        while (!has_turn(params, tile, step)) {}\n", "",
+           backwards=True),
+    hopper("a turn is passed before anything is added", OUT_OF_TURN,
+           "        mbarrier_wait(barriers.dq_added(), i % 2);\n        pass_turn(params, tile, step);\n",
+           "        pass_turn(params, tile, step);\n        mbarrier_wait(barriers.dq_added(), i % 2);\n"),
+    hopper("a turn is not passed on", STUCK, "        pass_turn(params, tile, step);\n", ""),
+    hopper("consumers do not say what they have added", STUCK, "        release(barriers.dq_added());\n", ""),
+    hopper("keys past the diagonal are waited for", STUCK, LAST_BLOCK, EVERY_BLOCK),
+    hopper("turns are not cleared", STUCK, "if (threadIdx.x < kBlocks)", "if (threadIdx.x < 0)",
+           "preprocess"),
+)  # fmt: skip

@@ -1,0 +1,67 @@
+"""Faults to plant into the backward kernels of sequences: in where a sequence begins and ends."""
+
+from __future__ import annotations
+
+from flashgen.simulator.example import Shape
+from simulator.faults import BOUNDS, NUMBERS, WRONG
+from simulator.faults_backward import Fault
+
+PLAIN = "32_fp16_sm80"
+CAUSAL = "32_fp16_causal_gqa_sm80"
+ORDERED = "32_fp16_causal_ordered_sm80"
+MANY = Shape(100, 150, 2, batch=5)
+CROWD = Shape(5, 20, 1, batch=40)
+GROUPS = Shape(100, 150, 4, 2, batch=5)
+PADDED, PACKED = {"packed_q": False, "packed_kv": False}, {"packed_q": True, "packed_kv": True}
+
+BEHIND = PACKED | {"behind": True}
+
+FAULTS = (
+    (Fault("sequences without units of their own", PLAIN, "main", MANY, (WRONG,),
+           "(rows_ahead / kRowUnit + sequence) * kRowUnit;", "rows_ahead / kRowUnit * kRowUnit;"),
+     PACKED),
+    (Fault("rows of the next sequence are written", PLAIN, "main", MANY, (WRONG, "race", *BOUNDS),
+           "const int valid_rows = block.rows_kv - block.first_key;", "const int valid_rows = kBlockN;"),
+     PACKED),
+    (Fault("a key of the next sequence", PLAIN, "main", MANY, (WRONG, *BOUNDS),
+           "own.seqlen_kv = seqlen_kv;", "own.seqlen_kv = seqlen_kv + 1;"),
+     PACKED),
+    (Fault("delta of all sequences in one place", PLAIN, "preprocess", MANY, (WRONG, "race"),
+           "own.delta += unit_row;", ""),
+     PACKED),
+    (Fault("keys past the length", PLAIN, "main", MANY, (WRONG,),
+           "block.seqlen_kv = keys_of(params, found.sequence).count;", "block.seqlen_kv = rows.count;"),
+     PADDED),
+    (Fault("a diagonal that all sequences share", CAUSAL, "main", GROUPS, NUMBERS,
+           "own.diagonal_offset += seqlen_kv - seqlen_q;", ""),
+     PACKED),
+    (Fault("dK of all sequences in one place", PLAIN, "main", MANY, (WRONG, "race"),
+           "own.dk += block.first_row_kv * params.dk_row_stride;", ""),
+     PACKED),
+    (Fault("LSEs of the first sequence", PLAIN, "preprocess", MANY, NUMBERS, "own.lse += lse_row;", ""),
+     PACKED),
+    (Fault("the batch of a padded LSE", PLAIN, "preprocess", MANY, NUMBERS,
+           "unit.sequence * params.lse_batch_stride + unit.begin", "unit.begin"),
+     PADDED),
+    (Fault("keys behind the last sequence are left as they were", PLAIN, "main", MANY, (WRONG,),
+           "find_block_of_sequence(params.batch_size + 1,", "find_block_of_sequence(params.batch_size,"),
+     BEHIND),
+    (Fault("queries behind the last sequence are left as they were", PLAIN, "convert", MANY, (WRONG,),
+           "if (row >= unit.rows) continue;", "if (row >= params.seqlen_q) continue;"),
+     BEHIND),
+    (Fault("queries behind the last sequence have sums", PLAIN, "convert", MANY, (WRONG, *BOUNDS),
+           "if (first_row >= params.seqlen_q) break;", ""),
+     BEHIND),
+    (Fault("the keys' first row is that of the queries", PLAIN, "main", MANY, (WRONG, *BOUNDS),
+           "block.first_row_kv = rows.z;", "block.first_row_kv = rows.x;"),
+     PACKED),
+    (Fault("the first 32 sequences alone", PLAIN, "main", CROWD, (WRONG, "race"),
+           "left -= __shfl_sync(0xffffffff, end, 31);", ""),
+     PACKED),
+    (Fault("turns that all sequences share", ORDERED, "main", MANY, ("deadlock",),
+           "own.turns += unit_row / kBlockM;", ""),
+     PACKED),
+    (Fault("lengths before the grid ahead has ended", PLAIN, "main", MANY, ("dependency",),
+           "    griddepcontrol_wait();\n", ""),
+     PACKED),
+)  # fmt: skip

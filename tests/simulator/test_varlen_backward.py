@@ -1,0 +1,158 @@
+"""Gradients of sequences of several lengths in the simulator: packed, padded; planted faults."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from flashgen.errors import SimulationError
+from flashgen.simulator.example import Shape, make_any, run_steps
+from flashgen.simulator.library import load
+from flashgen.source.render import render
+from flashgen.spec.load import load_specs
+from simulator.faults import WRONG
+from simulator.faults_varlen_backward import FAULTS
+
+MAIN = {
+    variant.name.removeprefix("flash_bwd_varlen_hdim"): variant
+    for spec in load_specs()
+    if spec.name == "flash_bwd_varlen_sm80"
+    for variant in spec.variants()
+    if variant.is_main
+}
+
+
+def example_of(name, shape, seed, packed_q=None, packed_kv=None, behind=False):
+    """The example of the first seed from ``seed`` on whose sequences are packed as asked for, with rows
+    ``behind`` the last one.
+    """
+    for each in range(seed, seed + 100):
+        example = make_any(MAIN[name], shape, each)
+        if packed_q not in (None, example.problem.packed_q):
+            continue
+        if packed_kv not in (None, example.problem.packed_kv):
+            continue
+        if not behind or all(
+            rows > example.array(cu)[-1]
+            for cu, rows in (
+                ("cu_seqlens_q", example.problem.rows_q),
+                ("cu_seqlens_kv", example.problem.rows_kv),
+            )
+        ):
+            return example
+    raise AssertionError("no seed packs sequences so")
+
+
+def verdict_of(name, example, seed, source_of=render, threads=None):
+    """The check that found something, or None."""
+    variant = MAIN[name]
+    libraries = [load(source_of(step), step.name) for step in variant.steps]
+    try:
+        run_steps(libraries, variant, example, seed=seed, threads=threads)
+    except SimulationError as error:
+        return error.check
+    return None if example.judge().ok else WRONG
+
+
+# Each mask type, both groupings and orders of dQ, one stage and two, all dtypes.
+CASES = [
+    ("32_fp16_causal_gqa_sm80", Shape(100, 150, 2, 1, batch=5)),
+    ("32_bf16_local_ordered_sm80", Shape(150, 200, 1, batch=4, window=(70, 20))),
+    ("64_bf16_sm86", Shape(150, 140, 1, batch=3, head_dim=56, head_dim_v=40)),
+    ("128_fp16_causal_sm86", Shape(70, 100, 1, batch=3, head_dim=80)),
+    ("192_fp16_sm86", Shape(70, 70, 1, batch=2)),
+    ("32_fp32_local_gqa_sm80", Shape(70, 90, 2, 1, batch=3)),
+]
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES, ids=[name for name, _ in CASES])
+@pytest.mark.parametrize("packed_q", [False, True], ids=["padded", "packed"])
+def test_within_the_bound_and_all_else_is_zero(name, shape, packed_q, compiler, fresh_seed):
+    for packed_kv in (False, True):
+        example = example_of(name, shape, fresh_seed, packed_q, packed_kv)
+        assert verdict_of(name, example, fresh_seed) is None
+
+
+PLAIN, ORDERED = "32_fp16_sm80", "32_fp16_causal_ordered_sm80"
+
+
+@pytest.mark.parametrize("name", [PLAIN, ORDERED])
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(1, 1, batch=3), Shape(7, 0, batch=2), Shape(0, 9, batch=2), Shape(5, 130, batch=40)],
+    ids=str,
+)
+def test_short_and_many_sequences(name, shape, compiler, fresh_seed):
+    for seed in range(fresh_seed, fresh_seed + 2):
+        example = make_any(MAIN[name], dataclasses.replace(shape, heads=1), seed)
+        assert verdict_of(name, example, seed) is None
+
+
+def test_without_a_gradient_of_lse(compiler, fresh_seed):
+    example = make_any(MAIN[PLAIN], Shape(70, 90, 2, batch=3, return_lse=False), fresh_seed)
+    assert example.array("dlse") is None
+    assert verdict_of(PLAIN, example, fresh_seed) is None
+
+
+@pytest.mark.parametrize("packed_kv", [False, True], ids=["padded", "packed"])
+def test_lengths_may_change_after_the_grid_is_fixed(packed_kv, compiler, fresh_seed):
+    """As in a graph that is replayed: the problem is that of the first lengths, the arrays have others."""
+    shape = Shape(100, 150, 2, batch=6)
+    example = example_of(ORDERED, shape, fresh_seed, packed_q=True, packed_kv=packed_kv)
+    rng = np.random.default_rng(fresh_seed)
+    for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+        cu = example.array(name)
+        if cu is not None:
+            cu[1:-1] = np.sort(rng.integers(0, cu[-1] + 1, len(cu) - 2))
+    if not packed_kv:
+        example.array("kv_lengths")[...] = rng.integers(0, example.array("kv_lengths") + 1)
+    # Sequences may now be as long as all tokens.
+    problem = dataclasses.replace(
+        example.problem,
+        seqlen_q=example.problem.rows_q,
+        seqlen_kv=example.problem.rows_kv,
+        diagonal_offset=example.problem.rows_kv - example.problem.rows_q,
+    )
+    example = dataclasses.replace(example, problem=problem)
+    example.forward()
+    assert verdict_of(ORDERED, example, fresh_seed) is None
+
+
+@pytest.mark.parametrize("name", [PLAIN, ORDERED])
+def test_lengths_that_contradict_the_arrays_stay_within_them(name, compiler, fresh_seed):
+    """The simulator would find an access to other memory."""
+    rng = np.random.default_rng(fresh_seed)
+    example = example_of(name, Shape(100, 150, 2, batch=4), fresh_seed, packed_q=True, packed_kv=True)
+    example = dataclasses.replace(example, problem=dataclasses.replace(example.problem, seqlen_q=64))
+    libraries = [load(render(step), step.name) for step in MAIN[name].steps]
+    for of_array in ("cu_seqlens_q", "cu_seqlens_kv"):
+        cu = example.array(of_array)
+        cu[...] = rng.integers(-5, 2 * abs(cu[-1]) + 5, len(cu))
+    run_steps(libraries, MAIN[name], example, seed=fresh_seed)
+
+
+def test_in_turns_dq_repeats_to_the_bit(compiler, fresh_seed):
+    found = set()
+    for order, threads in ((1, 1), (2, 4), (3, 8)):
+        example = make_any(MAIN[ORDERED], Shape(200, 600, 1, batch=3), fresh_seed)
+        assert verdict_of(ORDERED, example, order, threads=threads) is None
+        found.add(example.array("dq").tobytes())
+    assert len(found) == 1
+
+
+def test_there_are_enough_faults_of_different_names():
+    assert len({fault.name for fault, _ in FAULTS}) == len(FAULTS) >= 8
+
+
+@pytest.mark.parametrize(("fault", "packing"), FAULTS, ids=[fault.name for fault, _ in FAULTS])
+def test_a_planted_fault_is_found(fault, packing, compiler, fresh_seed):
+    example = example_of(fault.variant, fault.shape, fresh_seed, **packing)
+    assert verdict_of(fault.variant, example, fresh_seed, fault.sources, threads=1) in fault.caught
+
+
+def test_without_one_nothing_is_found(compiler, fresh_seed):
+    for name, shape in dict.fromkeys((fault.variant, fault.shape) for fault, _ in FAULTS):
+        for seed in range(fresh_seed, fresh_seed + 3):
+            assert verdict_of(name, make_any(MAIN[name], shape, seed), seed) is None, seed
