@@ -516,7 +516,7 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& ti
 // The last block of keys of which a query of a block attends to some.
 __device__ __forceinline__ int last_key_block(const Params& params, int query_block) {
     const int last_query = min((query_block + 1) * kBlockM, params.seqlen_q) - 1;
-    return min((last_query + params.diagonal_offset) / kBlockN, params.num_row_blocks - 1);
+    return min(last_query + params.diagonal_offset, params.seqlen_kv - 1) / kBlockN;
 }
 
 // How many thread blocks add to a step's block of queries before this one.

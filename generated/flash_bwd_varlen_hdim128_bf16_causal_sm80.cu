@@ -306,7 +306,7 @@ __device__ __forceinline__ Params of_sequence(const Params& params, const KeyBlo
     return own;
 }
 
-// Blocks of kBlockM queries, visited from the last to the first. All thread blocks of a head that have any begin with the same one.
+// Blocks of kBlockM queries.
 struct QueryBlocks {
     int first;
     int last;  // below `first` where there are none
@@ -325,6 +325,9 @@ __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, i
 struct Step {
     int block;
 };
+
+// Steps go from the last block of queries to the first. All thread blocks of a head that have any begin with the same one.
+__device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return {queries.last}; }
 
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
 
@@ -784,7 +787,7 @@ flash_bwd_varlen_hdim128_bf16_causal_sm80(const __grid_constant__ Params all) {
     const Params params = of_sequence(all, found_block);
     if (threadIdx.x == 0) stash_block(found_block, smem);
     const QueryBlocks queries = find_query_blocks(params, found_block.first_key);
-    Step step = {queries.last};
+    Step step = first_step(queries);
     const int num_steps = queries.last - queries.first + 1;
     const auto k_rows = down_first<RowsOfK>(smem + kKOffset, warp_key, 0, lane);
     const auto v_rows = down_first<RowsOfV>(smem + kVOffset, warp_key, 0, lane);

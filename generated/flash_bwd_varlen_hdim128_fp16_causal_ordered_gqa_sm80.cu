@@ -263,8 +263,8 @@ struct KeyBlock {
     int rows_kv;  // rows of dK and dV: past the sequence's keys they are 0
 };
 
-// The blocks of a head follow each other, so that they share its queries in L2. Within a head the first keys come first: under
-// a diagonal the most queries attend to them.
+// The blocks of a head follow each other, so that they share its queries in L2. The last keys come first: in this order blocks add to
+// dQ (turn_of).
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index, int lane) {
     const auto rows_of = [&](int sequence) {
         return rows_to_write(params.cu_seqlens_kv, sequence, params.batch_size, params.rows_kv);
@@ -277,7 +277,7 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     if (found.sequence < 0) return block;
     const int blocks = found.count / params.num_heads_kv;
     block.kv_head = found.index / blocks;
-    block.index = found.index - block.kv_head * blocks;
+    block.index = (block.kv_head + 1) * blocks - 1 - found.index;
     block.first_key = block.index * kBlockN;
     const Rows rows = rows_of(found.sequence);
     block.first_row_kv = rows.begin;
@@ -309,7 +309,7 @@ __device__ __forceinline__ Params of_sequence(const Params& params, const KeyBlo
     return own;
 }
 
-// Blocks of kBlockM queries, visited from the last to the first. All thread blocks of a head that have any begin with the same one.
+// Blocks of kBlockM queries.
 struct QueryBlocks {
     int first;
     int last;  // below `first` where there are none
@@ -330,9 +330,13 @@ struct Step {
     int block;
 };
 
+// Steps go from the first block of queries to the last. Under a diagonal a thread block begins with a block of queries that none of
+// the later keys has, where it has the first turn, and follows those of later keys from there on.
 // The query heads of the kv head follow each other, so that their gradients are summed here.
+__device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return {0, queries.first}; }
+
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks& queries) {
-    return step.block > queries.first ? Step{step.head_of_group, step.block - 1} : Step{step.head_of_group + 1, queries.last};
+    return step.block < queries.last ? Step{step.head_of_group, step.block + 1} : Step{step.head_of_group + 1, queries.first};
 }
 
 // The query head of a step.
@@ -692,26 +696,35 @@ __device__ __forceinline__ void differentiate(Scores& dp, const Scores& p, share
     }
 }
 
-// Thread blocks add to a block of queries in the order of their keys, so that the sums repeat to the bit. Each counts itself when it is
-// done. Those ahead of it were launched earlier, so they get there whatever the GPU has room for.
+// Thread blocks add to a block of queries one after the other, those of later keys first, so that the sums repeat to the bit. Each
+// counts itself when it is done. It waits only for blocks of its head that were launched before it, and these likewise. Thread blocks
+// start in the order of their launch, so whatever the GPU has room for, the first of those that run waits for none: no deadlock.
+
+// The last block of keys of which a query of a block attends to some.
+__device__ __forceinline__ int last_key_block(const Params& params, int query_block) {
+    const int last_query = min((query_block + 1) * kBlockM, params.seqlen_q) - 1;
+    return min(last_query + params.diagonal_offset, params.seqlen_kv - 1) / kBlockN;
+}
+
+// How many thread blocks add to a step's block of queries before this one.
+__device__ __forceinline__ uint32_t turn_of(const Params& params, const KeyBlock& block, const Step& step) {
+    return last_key_block(params, step.block) - block.index;
+}
+
+// Where those count that have added to a step's block of queries.
 __device__ __forceinline__ uint32_t* turns_of(const Params& params, const KeyBlock& block, const Step& step) {
     const int64_t unit_row = first_unit_row(params, block.batch, head_of(params, block, step));
     return reinterpret_cast<uint32_t*>(params.turns) + unit_row / kBlockM + step.block;
 }
 
-__device__ __forceinline__ void wait_for_turn(const Params& params, const KeyBlock& block, const Step& step) {
-    const int first_block = keys_of_some(params, step.block * kBlockM, kBlockM).begin / kBlockN;
-    if (threadIdx.x == 0) {
-        const uint32_t* turns = turns_of(params, block, step);
-        while (load_acquire_32(turns) != block.index - first_block) {}
-    }
-    barrier_sync(kThreads);
+// Whether all that were ahead of this thread block have added; if so, what they added is visible.
+__device__ __forceinline__ bool has_turn(const Params& params, const KeyBlock& block, const Step& step) {
+    return load_acquire_32(turns_of(params, block, step)) == turn_of(params, block, step);
 }
 
+// One thread, once all that this thread block adds is visible to it.
 __device__ __forceinline__ void pass_turn(const Params& params, const KeyBlock& block, const Step& step) {
-    const int first_block = keys_of_some(params, step.block * kBlockM, kBlockM).begin / kBlockN;
-    barrier_sync(kThreads);  // every warp has added
-    if (threadIdx.x == 0) store_release_32(turns_of(params, block, step), block.index - first_block + 1);
+    store_release_32(turns_of(params, block, step), turn_of(params, block, step) + 1);
 }
 
 // Adds dQ of a warp's rows and columns to what other thread blocks have.
@@ -815,7 +828,7 @@ flash_bwd_varlen_hdim128_fp16_causal_ordered_gqa_sm80(const __grid_constant__ Pa
     const Params params = of_sequence(all, found_block);
     if (threadIdx.x == 0) stash_block(found_block, smem);
     const QueryBlocks queries = find_query_blocks(params, found_block.first_key);
-    Step step = {0, queries.last};
+    Step step = first_step(queries);
     const int num_steps = (queries.last - queries.first + 1) * params.group_size;
     const auto k_rows = down_first<RowsOfK>(smem + kKOffset, warp_key, 0, lane);
     const auto v_rows = down_first<RowsOfV>(smem + kVOffset, warp_key, 0, lane);
@@ -841,6 +854,8 @@ flash_bwd_varlen_hdim128_fp16_causal_ordered_gqa_sm80(const __grid_constant__ Pa
             copy_queries(params, block, next, smem + kStagesOffset + (left - 1) % kStages * kStageBytes);
             cp_async_commit();
         }
+        // Asked early by one thread, as the answer takes as long as L2 does.
+        bool is_turn = threadIdx.x != kThreads - 32 || has_turn(params, block, step);
 
         Scores p;
         mma_scores<kHeadDim>(p, k_rows, right_first<RowsOfK>(q, warp_query, 0, lane));
@@ -857,12 +872,18 @@ flash_bwd_varlen_hdim128_fp16_causal_ordered_gqa_sm80(const __grid_constant__ Pa
         mma_gradients(gradients.dv, p_weights, summed_rows<RowsOfV>(dout, warp_query, part, lane));
         mma_gradients(gradients.dk, ds_weights, summed_rows<RowsOfK>(q, warp_query, part, lane));
 
+        while (!is_turn) is_turn = has_turn(params, block, step);  // the others wait at the barrier
         barrier_sync(kThreads);  // P and dS of all warps are here
         float dq[kDqRowTiles][kDqColumnTiles][4] = {};
         mma_dq(dq, smem + kDsOffset, dq_row, k_columns, lane);
-        wait_for_turn(params, block, step);
         add_dq(dq_tiles(params, block.batch, head_of(params, block, step), first_query + dq_row), dq, dq_column_warp, lane);
-        pass_turn(params, block, step);
+        // Only the first warp waits until all have added.
+        if (warp == 0) {
+            barrier_sync(2, kThreads);
+            if (lane == 0) pass_turn(params, block, step);
+        } else {
+            barrier_arrive(2, kThreads);
+        }
 
         // P and dS of other queries come from shared memory.
 #pragma unroll

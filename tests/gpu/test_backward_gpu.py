@@ -283,7 +283,7 @@ def test_more_thread_blocks_in_turn_than_the_gpu_has_room_for(target):
 @pytest.mark.parametrize("target", TARGETS[::2])
 @pytest.mark.parametrize("mask", ["none", "causal", "local"])
 def test_in_turns_within_the_bound(mask, target):
-    """Sections of heads with a last one that is smaller; both groupings; queries and keys that have no partner."""
+    """A last section with fewer heads; both groupings; queries and keys that have no partner."""
     for head_dim, dtype, shape in (
         (64, "bf16", (3, 300, 429, 47, 47)),
         (96, "fp16", (1, 700, 260, 6, 2)),

@@ -1,7 +1,8 @@
 """Faults to plant into the turns in which thread blocks add to dQ.
 
-Blocks run one after the other, and each looks, where it adds, whether it has its turn. So a turn that is passed too
-early is seen. One that is not awaited is seen where the blocks ahead of it are launched after it, and never run.
+Blocks run one after the other, and each looks, where it adds, whether it has its turn. So a turn that
+is passed too early is seen. One that is not awaited is seen where the blocks ahead of it are launched
+after it, and never run.
 """
 
 from __future__ import annotations
@@ -60,17 +61,17 @@ def hopper(name, caught, old, new, step="main", backwards=False):
     return TurnFault(name, HOPPER, step, SHAPE, caught, old, new, backwards)
 
 
-LAST_BLOCK = "    return min((last_query + params.diagonal_offset) / kBlockN, params.num_row_blocks - 1);\n"
-EVERY_BLOCK = "    return params.num_row_blocks - 1;\n"
+LAST_BLOCK = "    return min(last_query + params.diagonal_offset, params.seqlen_kv - 1) / kBlockN;\n"
+EVERY_BLOCK = "    return (params.seqlen_kv - 1) / kBlockN;\n"
 
 FAULTS = (
     ampere("a turn is not awaited", OUT_OF_TURN,
-           "        while (!is_turn) is_turn = has_turn(params, block, step);  // the others wait at the barrier\n",
-           "", backwards=True),
+           "        while (!is_turn) is_turn = has_turn(params, block, step);", "",
+           backwards=True),
     ampere("a turn is passed before all have added", (*OUT_OF_TURN, "barrier"),
            "            barrier_sync(2, kThreads);\n", ""),
     ampere("a turn is not passed on", STUCK,
-           "if (lane == 0) pass_turn(params, block, step);", "if (lane == 32) pass_turn(params, block, step);"),
+           "if (lane == 0) pass_turn(", "if (lane == 32) pass_turn("),
     ampere("keys past the diagonal are waited for", STUCK, LAST_BLOCK, EVERY_BLOCK),
     ampere("those waited for are launched later", STUCK, _LAUNCHED, "blocks_ahead"),
     ampere("turns are not cleared", STUCK, "if (threadIdx.x < kBlocks)", "if (threadIdx.x < 0)",
