@@ -113,6 +113,7 @@ def fake_gpu(driver, monkeypatch):
     for module, name in ((device, "device"), (launch, "device_of")):
         monkeypatch.setattr(module, name, lambda ordinal: H200)
     monkeypatch.setattr(kernel, "load", driver.load)
+    monkeypatch.setattr(kernel, "load_all", lambda variants, gpu: [kernel.load(v, gpu) for v in variants])
     monkeypatch.setattr(tensormap, "binding", Binding)
     monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda device=-1: cupy.cuda.Stream.null)
     # These keep what they have bound or seen.

@@ -14,10 +14,10 @@ def problem(**fields):
 
 
 def replace(made, **changes):
-    """``dataclasses.replace``; of a problem, strides by name."""
+    """``dataclasses.replace``, also of a named tuple; of a problem, strides by name."""
     if isinstance(made, AttentionProblem):
         changes["strides"] = _strides(changes, made.strides)
-    return dataclasses.replace(made, **changes)
+    return made._replace(**changes) if isinstance(made, tuple) else dataclasses.replace(made, **changes)
 
 
 def _strides(fields, before):

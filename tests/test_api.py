@@ -275,6 +275,18 @@ def test_backends(backend, monkeypatch):
     flashgen.attention(q, k, v, backend="cpu")
 
 
+def test_a_backend_is_forbidden_to_gpu_arrays_when_a_plan_is_made(fake_gpu, monkeypatch):
+    from fake_gpu import array
+
+    q, k, v, out = (array((1, 64, 2, 64), np.float16, (n + 1) << 32) for n in range(4))
+    flashgen.attention(q, k, v, out=out)
+    monkeypatch.setenv("FLASHGEN_BACKEND", "simulator")
+    flashgen.attention(q, k, v, out=out)
+    assert len(fake_gpu.launches) == 2
+    with pytest.raises(errors.DeviceTypeNotSupported, match="simulator"):
+        flashgen.attention(q, k, v, out=out, causal=True)
+
+
 def test_gpu_arrays_never_fall_back_to_the_cpu():
     cupy = pytest.importorskip("cupy")
     if device.available():

@@ -181,7 +181,7 @@ def attention(
 
                 return append_and_attend(of_append, attention_over, q, k, stream, backend, algorithm)
             wanted = asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
-            return _call(*wanted, stream, backend, algorithm)
+            return _call(kind, *wanted, stream, backend, algorithm)
         except arrays.RequiresGradient as error:
             # Raised where layouts are read, which looks at each tensor anyway: other calls pay nothing.
             without = _unrecorded(v, out, stream)
@@ -555,10 +555,12 @@ def call(
     workspace: Any = None,
 ) -> Any:
     """Compute ``given``, an array or None for each argument of an operator."""
-    return _call(operator, given, options, scalars, stream, backend, algorithm, workspace)
+    kind = arrays.kind_of(given[0])
+    return _call(kind, operator, given, options, scalars, stream, backend, algorithm, workspace)
 
 
 def _call(
+    kind: arrays.Kind | None,
     operator: Operator,
     given: tuple[Any, ...],
     options: tuple[Any, ...],
@@ -568,20 +570,20 @@ def _call(
     algorithm: str | None,
     workspace: Any = None,
 ) -> Any:
-    """Compute ``given``, an array or None for each argument of the operator, with a plan that is kept."""
-    kind = _common_kind(given)
-    if kind is None:
+    """Compute ``given``, an array or None for each argument of the operator, with a plan that is kept.
+    ``kind`` is that of the first.
+    """
+    if not _are_all(kind, given):
         return _call_adopted(operator, given, options, scalars, stream, backend, algorithm, workspace)
     known, pointers = _known(kind, operator, given, options, scalars, backend, algorithm)
     return known.run(given, pointers, scalars, stream, workspace)
 
 
-def _common_kind(given: tuple[Any, ...]) -> arrays.Kind | None:
-    """The native library that all arrays are of, or None."""
-    kind = arrays.kind_of(given[0])
+def _are_all(kind: arrays.Kind | None, given: tuple[Any, ...]) -> bool:
+    """Whether all arrays are of one native library, that of the first."""
     if kind is None or kind.types.issuperset(map(type, given)):
-        return kind
-    return kind if all(x is None or arrays.kind_of(x) is kind for x in given) else None
+        return kind is not None
+    return all(x is None or arrays.kind_of(x) is kind for x in given)
 
 
 def _known(
@@ -594,7 +596,9 @@ def _known(
     algorithm: str | None,
 ) -> tuple[Plan, tuple[int, ...]]:
     """The kept plan of a call, made if it is the first, and the pointers of its arrays, of one library."""
-    backend = backend or os.environ.get("FLASHGEN_BACKEND")
+    if not backend and kind.on_host(given[0]):
+        # On a GPU there is one backend, and only a new plan asks whether it is forbidden: a look takes 1 µs.
+        backend = os.environ.get("FLASHGEN_BACKEND")
     try:
         layouts, pointers = kind.read(given)
     except RuntimeError:
@@ -622,12 +626,12 @@ def ready(
     algorithm: str | None,
 ) -> tuple[Plan, Ready]:
     """The kept plan of a call, and the call itself: checked, with memory for its results, not yet queued."""
-    kind = _common_kind(given)
-    if kind is None:
+    kind = arrays.kind_of(given[0])
+    if not _are_all(kind, given):
         named = {argument.name: x for argument, x in zip(operator.arguments, given, strict=True)}
         given = tuple(adopted(operator, named, stream).values())
-        kind = _common_kind(given)
-    if kind is None:
+        kind = arrays.kind_of(given[0])
+    if not _are_all(kind, given):
         make_plan(operator, given, options, scalars, backend, algorithm)  # raises: the kinds differ
     known, pointers = _known(kind, operator, given, options, scalars, backend, algorithm)
     return known, known.ready(given, pointers, scalars, stream)
@@ -689,7 +693,8 @@ def _call_adopted(
 
     def call(*, stream: Any, **native: Any) -> Any:
         arrays_of = tuple(native[name] for name in names)
-        return _call(operator, arrays_of, options, scalars, stream, backend, algorithm, workspace)
+        kind = arrays.kind_of(arrays_of[0])
+        return _call(kind, operator, arrays_of, options, scalars, stream, backend, algorithm, workspace)
 
     return run_adopted(call, operator, dict(zip(names, given, strict=True)), stream)
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from flashgen.operators.operator import Operator
     from flashgen.runtime.plans import Plan
 
+LENGTHS = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
 # Options of attention() that have no gradients, or no part in them.
 NOT_BACKWARD = ("append", "rotary", "splits", "algorithm")
 MASK_WITH_LENGTHS = (
@@ -181,6 +182,7 @@ def asked_by_name(call: Mapping[str, Any]) -> Asked:
         tuple(call[name] for name in ("causal", "mask_type", "window_size")),
         call["softmax_scale"],
         tuple(call[name] for name in ("softcap", "alibi_slopes", "score", "params")),
+        tuple(call[name] for name in LENGTHS),
         call["deterministic"],
     )
 

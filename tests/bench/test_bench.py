@@ -225,7 +225,7 @@ def test_gradients_are_two_and_a_half_times_the_work_and_move_what_they_take_and
 def test_a_case_of_gradients_refuses_what_is_not_timed():
     for wrong in (
         {"direction": "sideways"},
-        {"direction": "backward", "lengths": "packed", "mask": "causal"},
+        {"direction": "backward", "lengths": "cache", "seqlen_q": 1},
         {"deterministic": True},
     ):
         with pytest.raises(BadParam, match="bench case 'a'"):
@@ -254,10 +254,13 @@ def test_the_grid_of_gradients_has_its_cells_and_each_deterministic_one_beside_t
         (16, 1, "causal", 8192, "bf16", "stream"),
         (16, 16, "window", 8192, "bf16", "stream"),
         (16, 16, "random", 4096, "bf16", "stream"),
+        (16, 16, "none", 4096, "bf16", "stream"),  # with a softcap
+        (16, 16, "causal", 4096, "bf16", "stream"),  # with ALiBi
         (16, 16, "none", 4096, "fp32", "stream"),
         (16, 16, "causal", 4096, "fp32", "stream"),
         (16, 16, "none", 512, "bf16", "graph"),
         (16, 16, "causal", 512, "bf16", "graph"),
+        (32, 8, "causal", 512, "bf16", "stream"),  # in the mean
     }
 
 
@@ -613,14 +616,15 @@ def test_all_gradients_of_a_head_are_checked(changes):
     assert agreement.sampled_share(case, inputs, wrong, host, rng) > 10
 
 
-@pytest.mark.parametrize("changes", GRADIENTS, ids=str)
+@pytest.mark.parametrize("changes", [*GRADIENTS, LENGTHS["packed"], LENGTHS["zipf"]], ids=str)
 def test_flashgen_itself_is_timed_on_the_gradients_that_are_named(changes):
     """On arrays in host memory, where the same plan computes on the CPU."""
     case = a_case(**({"head_dim": 64, "dtype": "fp32", "direction": "backward"} | changes))
     sets = []
     for seed in (4, 5):
         given = zip(Inputs.__dataclass_fields__, astuple(FakeHost().inputs(case, seed)), strict=True)
-        sets.append(Inputs(**{n: x if n == "mask" or x is None else x.astype(np.float32) for n, x in given}))
+        kept = {n: x if x is None or x.dtype.kind in "bi" else x.astype(np.float32) for n, x in given}
+        sets.append(Inputs(**kept))
     peer = Flashgen()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("flashgen.runtime.plans.Plan.variant", case)
@@ -1097,7 +1101,7 @@ MHA = {"plain", "window", "dense", "fp32", "wide", "skewed", "192/128", "64/128"
 CACHES = {kind for kind in LENGTHS if kind not in ("packed", "zipf")}
 NO_CACHE = {*LENGTHS} - {"cache"}
 WITHOUT = {*MHA, "grouped"}  # lengths
-BACKWARD = {"backward", "same bits"}
+BACKWARD = {"backward", "same bits", "packed backward"}
 DECLINED = {
     # name: cases that it must decline, out of the test's; it must take every other
     "flashgen": set(),
@@ -1105,12 +1109,32 @@ DECLINED = {
     "flashgen-packed": {*MHA, *LENGTHS, *BACKWARD},
     "flashgen-fixed": {*WITHOUT, *BACKWARD, "pages", "append", "append pages", "zipf"},
     "flashgen-sm80": {*WITHOUT, *LENGTHS},
-    "torch-varlen": {*WITHOUT, *BACKWARD, "cache", "pages", "append", "append pages"},
-    "torch-flash": {*NO_CACHE, "window", "dense", "fp32", "skewed", "192/128", "64/128", "softcap", "alibi"},
-    "torch-cudnn": {*NO_CACHE, "window", "fp32", "skewed", "softcap", "alibi", "same bits"},
-    "torch-efficient": {*LENGTHS, "window", "grouped", "skewed", "softcap", "alibi"},
-    "flash-attn-2": {*LENGTHS, "dense", "fp32", "192/128", "64/128", "alibi"},
-    "flash-attn-3": {*LENGTHS, "dense", "fp32", "192/128", "64/128", "alibi"},
+    "torch-varlen": {*WITHOUT, "backward", "same bits", "cache", "pages", "append", "append pages"},
+    "torch-flash": {
+        *NO_CACHE,
+        "packed backward",
+        "window",
+        "dense",
+        "fp32",
+        "skewed",
+        "192/128",
+        "64/128",
+        "softcap",
+        "alibi",
+    },
+    "torch-cudnn": {
+        *NO_CACHE,
+        "packed backward",
+        "window",
+        "fp32",
+        "skewed",
+        "softcap",
+        "alibi",
+        "same bits",
+    },
+    "torch-efficient": {*LENGTHS, "packed backward", "window", "grouped", "skewed", "softcap", "alibi"},
+    "flash-attn-2": {*LENGTHS, "packed backward", "dense", "fp32", "192/128", "64/128", "alibi"},
+    "flash-attn-3": {*LENGTHS, "packed backward", "dense", "fp32", "192/128", "64/128", "alibi"},
     "flash-attn-4": {"dense", "fp32", "alibi", "pages", "append", "append pages"},
     "flashinfer-fa2": {"dense", "fp32", "wide", "64/128", "alibi", *CACHES, *BACKWARD},
     "flashinfer-fa3": {"dense", "fp32", "wide", "64/128", "alibi", *CACHES, *BACKWARD},
@@ -1144,6 +1168,7 @@ def test_peers_decline_exactly_what_they_cannot_do():
         "also": replace(plain, also="flex-attention"),
         "backward": replace(plain, direction="backward"),
         "same bits": replace(plain, direction="backward", deterministic=True),
+        "packed backward": replace(plain, direction="backward", lengths="packed"),
     }
     cases |= {kind: replace(plain, num_heads_kv=2, **changes) for kind, changes in LENGTHS.items()}
     found = {

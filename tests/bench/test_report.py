@@ -164,7 +164,7 @@ def test_lengths_are_columns_in_order(tmp_path):
 def test_lengths_are_columns_of_the_cases_that_are_kept(tmp_path):
     times = {"flashgen": 1.0, "flash-attn-4": 1.25, "torch-cudnn": 2.0}
     saved(tmp_path, "r.json", GRIDS["backward"].cases, **times)
-    kept = "seqlen_q=1024,4096,16384 dtype=bf16 mask=none,causal deterministic=False"
+    kept = "seqlen_q=1024,4096,16384 dtype=bf16 mask=none,causal score=none deterministic=False"
     header, _, *lines = table(tmp_path, f"by-length r.json to=flash-attn-4 {kept}")
     assert header[3:] == ["1k", "4k", "16k"]
     assert [line[1:3] for line in lines] == [

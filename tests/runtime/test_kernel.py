@@ -159,6 +159,30 @@ def test_many_threads_compile_each_variant_once_and_side_by_side(folder, driver,
     assert len({id(one) for one in loaded}) == 2
 
 
+def test_the_kernels_of_a_call_are_compiled_side_by_side_and_looked_for_once(folder, driver, monkeypatch):
+    variants = [make_variant(folder, block_m=block_m) for block_m in (16, 32, 64)]
+    real, meeting = fc.compile_cubin, threading.Barrier(2)
+    present = kernel.load(variants[1], GPU)
+
+    def compile_cubin(*given):
+        meeting.wait(60)  # for the other one
+        return real(*given)
+
+    monkeypatch.setattr(fc, "compile_cubin", compile_cubin)
+    loaded = kernel.load_all(variants, GPU)
+    assert [each.variant for each in loaded] == variants
+    assert not any(each.cached for each in loaded)
+    assert loaded[1] is present
+    monkeypatch.setattr(kernel, "_kernels", {})
+    monkeypatch.setattr(fc, "nvrtc", lambda: pytest.fail("loaded NVRTC"))
+    looked_for, recall = [], kernel.recall
+    monkeypatch.setattr(kernel, "recall", lambda *given: looked_for.append(given[0]) or recall(*given))
+    again = kernel.load_all([variants[0], variants[2]], GPU)
+    assert looked_for == [variants[0], variants[2]]
+    assert [each.compiled for each in again] == [loaded[0].compiled, loaded[2].compiled]
+    assert all(each.cached for each in again)
+
+
 def test_a_kernel_on_disk_is_loaded_without_its_compiler(folder, driver, monkeypatch):
     variant = make_variant(folder)
     first = kernel.load(variant, GPU)

@@ -307,7 +307,7 @@ def test_a_missing_binding_is_noticed_before_compiling(monkeypatch):
     from flashgen.runtime import kernel
 
     monkeypatch.setattr(launch, "device_of", lambda ordinal: H200)
-    monkeypatch.setattr(kernel, "load", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(kernel, "load_all", lambda *_: pytest.fail("compiled"))
 
     def absent():
         raise NoBindingError("no driver")

@@ -125,6 +125,17 @@ def test_gradients_are_explained_as_they_are_planned(sizes, widths, batched, how
     assert f"{planned.workspace.nbytes:,} bytes" in text
 
 
+def test_gradients_of_packed_sequences_take_their_inputs_from_the_table_as_well():
+    packed = {"cu_seqlens_q": (9,), "cu_seqlens_kv": (9,), "max_seqlen_q": 700, "causal": True}
+    found = flashgen.explain(
+        (900, 8, 64), (900, 2, 64), arch="sm_90", operator="attention_backward", **packed
+    )
+    assert found.variant.family == "flash_bwd_varlen"
+    given = {"dout": (900, 8, 64), "out": (900, 8, 64), "lse": (8, 900)} | packed
+    again = flashgen.explain((900, 8, 64), (900, 2, 64), arch="sm_90", operator="attention_backward", **given)
+    assert again.problem == found.problem
+
+
 def test_a_wrong_call_of_gradients_is_said_as_by_attention_backward():
     shape, arch = (1, 8, 1, 64), {"arch": "sm_90"}
     with pytest.raises(BadParam, match="operator is 'gradients'; allowed are 'attention', 'attention_back"):

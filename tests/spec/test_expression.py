@@ -63,3 +63,8 @@ def test_unknown_names_are_named_with_the_known(text):
 def test_a_value_that_is_no_integer(text):
     with pytest.raises(ValueError, match=r"cannot be computed|an integer is needed"):
         Expression(text, NAMES)({"a": 1, "b": 0, "dtype": "fp16"})
+
+
+def test_it_says_which_names_it_reads():
+    assert Expression("max(a, 2) if dtype == 'b' else 3", NAMES).reads == {"a", "dtype"}
+    assert Expression(48, NAMES).reads == frozenset()

@@ -70,6 +70,14 @@ print({"yaml", "msgspec", "filelock", "flashgen.spec.check"} & set(sys.modules))
     assert done.stdout.split() == [str(sum(len(spec.variants()) for spec in load_specs())), "set()"]
 
 
+def test_a_call_reads_the_entries_of_the_specs_that_it_looks_at(cache):
+    load_specs(cache=cache)
+    specs = load_specs(cache=cache)
+    asked = next(spec for spec in specs if spec.name == "merge_sm80")
+    assert asked.select(dtype="fp16") == load_spec(asked.path).select(dtype="fp16") != ()
+    assert [spec for spec in specs if "_known" in vars(spec.content.entries)] == [asked]
+
+
 def test_an_edit_is_seen_at_once(tiny, cache, edit_spec):
     before = load_spec(tiny, cache).content
     status = tiny.stat()

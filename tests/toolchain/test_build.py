@@ -44,7 +44,7 @@ def test_a_listed_feature_set_answers_to_its_architecture(tiny_variants):
 def test_only_a_forbidden_spill_is_a_failure(tiny_variants):
     strict = tiny_variants[0]
     lax = dataclasses.replace(strict, no_spills=False)
-    spilled = dataclasses.replace(MADE, spill_stores=8, spill_loads=4)
+    spilled = MADE._replace(spill_stores=8, spill_loads=4)
     assert not Built(strict, "sm_90", 1.0, compiled=MADE).failure
     some = dataclasses.replace(strict, no_spills=("sm_80", "sm_90"))
     assert not Built(lax, "sm_90", 1.0, compiled=spilled).failure
@@ -56,7 +56,7 @@ def test_only_a_forbidden_spill_is_a_failure(tiny_variants):
 
 def test_ptx_has_no_resources_and_no_failure(tiny_variants):
     unknown = dict.fromkeys(("registers", "spill_stores", "spill_loads", "stack", "smem_static"))
-    built = Built(tiny_variants[0], "compute_90", 1.0, compiled=dataclasses.replace(MADE, **unknown))
+    built = Built(tiny_variants[0], "compute_90", 1.0, compiled=MADE._replace(**unknown))
     assert built.spilled == 0
     assert built.as_dict()["registers"] is None
 

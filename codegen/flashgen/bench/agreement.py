@@ -51,11 +51,19 @@ def _share_of_gradients(
     case: Case, inputs: Inputs, results: tuple[Any, ...], host: Host, rng: np.random.Generator
 ) -> float:
     """On the device: gradients of keys are sums over all queries."""
-    batch, kv_head = (slice(at, at + 1) for at in map(int, rng.integers((case.batch, case.num_heads_kv))))
-    heads = slice(kv_head.start * case.group_size, kv_head.stop * case.group_size)
-    dout, q, dq = (host.double(x[batch, :, heads]) for x in (inputs.dout, inputs.q, results[0]))
-    k, v, dk, dv = (host.double(x[batch, :, kv_head]) for x in (inputs.k, inputs.v, *results[1:]))
-    scale, band = case.head_dim**-0.5, case.band_of(*case.sequences[0])
+    batch, kv_head = map(int, rng.integers((case.batch, case.num_heads_kv)))
+    heads = slice(kv_head * case.group_size, (kv_head + 1) * case.group_size)
+
+    def of_heads(x: Any, some: slice, side: int) -> Any:
+        if not case.is_packed:
+            return host.double(x[batch : batch + 1, :, some])
+        begin, end = np.cumsum([0, *(lengths[side] for lengths in case.sequences)])[batch : batch + 2]
+        return host.double(x[int(begin) : int(end), some])[None]
+
+    dout, q, dq = (of_heads(x, heads, 0) for x in (inputs.dout, inputs.q, results[0]))
+    of_kv = (inputs.k, inputs.v, *results[1:])
+    k, v, dk, dv = (of_heads(x, slice(kv_head, kv_head + 1), 1) for x in of_kv)
+    scale, band = case.head_dim**-0.5, case.band_of(*case.sequences[batch])
     slopes = None if inputs.slopes is None else host.double(inputs.slopes)[None, heads]
     modification = _modification(case, slopes)
     right = gradients.gradients(

@@ -96,8 +96,8 @@ class Case:
             )
         if self.lengths != "cache" and (self.page_size or self.appends):
             raise BadParam(f"bench case {self.name!r}: only a cache has pages, or is appended to")
-        if self.is_backward and self.lengths != "none":
-            raise BadParam(f"bench case {self.name!r}: gradients are timed without lengths")
+        if self.is_backward and self.lengths == "cache":
+            raise BadParam(f"bench case {self.name!r}: a cache has no gradients")
         if self.deterministic and not self.is_backward:
             raise BadParam(f"bench case {self.name!r}: deterministic is said of gradients")
 
@@ -561,6 +561,8 @@ def _backward() -> Grid:
         replace(long, name="gqa 16q/1kv causal 8k", num_heads_kv=1),
         replace(long, name="window 1k, 8k", mask="window", window=1024),
         replace(cell(128, "none", 4096), name="dense random 4k", mask="random"),
+        replace(cell(128, "none", 4096), name="softcap full 4k", score="softcap"),
+        replace(cell(128, "causal", 4096), name="alibi causal 4k", score="alibi"),
         replace(cell(128, "none", 4096, "fp32", batch=1), name="fp32 d128 full 4k"),
         replace(cell(128, "causal", 4096, "fp32", batch=1), name="fp32 d128 causal 4k"),
     ]
@@ -571,6 +573,15 @@ def _backward() -> Grid:
         "the backward pass alone: head_dim 32 to 256 at 1k, 4k, 16k, bf16, 16,384 tokens, heads × head_dim = "
         "2,048; deterministic at 4k; grouped heads, a window, a dense mask, fp32, one short sequence"
     )
+    packed: dict[str, Any] = {
+        "num_heads_q": 32,
+        "num_heads_kv": 8,
+        "batch": 64,
+        "seqlen_q": 512,
+        "seqlen_kv": 512,
+    }
+    name = "64 of Zipf lengths, 32k in all, gqa 32q/8kv causal"
+    cases.append(replace(long, name=name, lengths="zipf", **packed))
     return Grid("backward", doc, tuple(cases))
 
 

@@ -33,7 +33,8 @@ class Inputs:
     ``k_new`` and ``v_new``; ``cos`` and ``sin`` are those of `quarter_turns`.
 
     For a backward pass ``dout`` is as out, and ``dq``, ``dk`` and ``dv`` are as q, k and v; out and ``lse``,
-    float32 (batch, num_heads_q, seqlen_q), are then for the forward call that is made ahead.
+    float32 (batch, num_heads_q, seqlen_q) or (num_heads_q, tokens), are then for the forward call that is
+    made ahead.
     """
 
     q: Any
@@ -143,7 +144,8 @@ def filled(
     found["out"] = empty(of_out)
     if case.is_backward:
         found["dout"] = normal(of_out)
-        found["lse"] = place(np.empty((case.batch, case.num_heads_q, case.seqlen_q), np.float32))
+        rows = (case.num_heads_q, case.seqlen_q * (case.batch if case.is_packed else 1))
+        found["lse"] = place(np.empty(rows if case.is_packed else (case.batch, *rows), np.float32))
         found |= {f"d{name}": empty(shape) for name, shape in zip("qkv", of_inputs, strict=True)}
     if case.score == "alibi":
         found["slopes"] = place(case.slopes())

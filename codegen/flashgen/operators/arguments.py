@@ -7,10 +7,9 @@ example arrays and byte counts derive from it. A shape is written in symbols, as
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, BadTensorStrides, NullPointer
 
@@ -60,8 +59,7 @@ class ArrayView:
     owner: Any = field(repr=False, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Argument:
+class Argument(NamedTuple):
     """One array of an operator.
 
     ``shape`` lists the symbols of its dimensions; a leading batch may be left out by the caller, an empty
@@ -111,8 +109,7 @@ class Argument:
         return tuple(sizes[symbol] for symbol in self.symbols)
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """An argument as one call lays it out: the size of each dimension, and the strides of all but the last in
     elements, 0 where the extent is at most 1.
     """
@@ -359,7 +356,7 @@ def interleave(first: Placed, second: Placed, distance: int) -> bool:
 def _span_within(placed: Placed, period: int) -> tuple[int, int]:
     """`Placed.span` of an array that does not move by whole periods."""
     strides = tuple(0 if stride * placed.element_bytes % period == 0 else stride for stride in placed.strides)
-    return dataclasses.replace(placed, strides=strides).span()
+    return placed._replace(strides=strides).span()
 
 
 def _shares_elements(view: ArrayView) -> bool:

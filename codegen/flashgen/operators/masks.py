@@ -5,8 +5,7 @@ Rows and keys are integers, or integer arrays of any library, so that NumPy, CuP
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,8 +24,7 @@ class Masked(Protocol):
     window_right: int
 
 
-@dataclass(frozen=True, slots=True)
-class Band:
+class Band(NamedTuple):
     """Row i sees key j iff ``p - left <= j <= p + right``, where ``p = i + diagonal_offset``. A side that is
     ``UNBOUNDED`` hides nothing.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from flashgen.operators.arguments import Argument, Placed, Strides
 from flashgen.operators.splits import AUTO
@@ -118,8 +118,7 @@ class Problem:
         raise NotImplementedError
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
+class Axis(NamedTuple):
     """How an operator claims an axis of its families' specs.
 
     ``serves`` tells whether a variant with a value computes a problem. ``known`` lists the values that a spec

@@ -91,6 +91,10 @@ class NumpyKind:
         """Bytes of the elements of ``x``."""
         return x.nbytes
 
+    def on_host(self, x: Any) -> bool:
+        """Whether the elements of ``x`` lie in host memory."""
+        return True
+
     def current_stream(self, device: int | None) -> int:
         """Handle of the library's current stream of a GPU; 0 for host memory (None)."""
         return 0
@@ -156,6 +160,9 @@ class CupyKind:
 
     def broadcast(self, x: Any, shape: tuple[int, ...]) -> Any:
         return _cupy().broadcast_to(x, shape)
+
+    def on_host(self, x: Any) -> bool:
+        return False
 
     def current_stream(self, device: int | None) -> int:
         return self._get_stream(device).ptr
@@ -301,6 +308,9 @@ class TorchKind:
         cuda = self._torch.cuda
         # 0 and 1 both name the legacy default stream; PyTorch knows it only as its own default.
         return cuda.default_stream(device) if handle in (0, 1) else cuda.ExternalStream(handle, device=device)
+
+    def on_host(self, x: Any) -> bool:
+        return not x.is_cuda
 
     def current_stream(self, device: int | None) -> int:
         return 0 if device is None else self._get_stream(device)

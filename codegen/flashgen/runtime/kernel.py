@@ -7,7 +7,6 @@ be used while a CUDA graph is captured.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +17,8 @@ from flashgen.toolchain import compile as compiler
 from flashgen.toolchain.obtain import arch_for, obtain, own_arch, recall
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from flashgen.arch import Device
     from flashgen.spec.variant import Variant
     from flashgen.toolchain.compile import Compiled
@@ -37,13 +38,30 @@ class Kernel(NamedTuple):
     cached: bool
 
 
+# Machine code, and whether the disk cache had it.
+Found = tuple["Compiled", bool]
 _kernels: dict[tuple[Variant, int, int], Kernel] = {}
 _loading: dict[tuple[Variant, int, int], threading.Lock] = {}
 _guard = threading.Lock()
 
 
-def load(variant: Variant, device: Device) -> Kernel:
-    """The kernel of ``variant`` in the primary context of ``device``; made for the first caller.
+def load_all(variants: Sequence[Variant], device: Device) -> list[Kernel]:
+    """`load` of the kernels of a call. Those that the disk cache does not have are compiled side by side."""
+    if len(variants) == 1:
+        return [load(variants[0], device)]
+    with activated(device.ordinal) as context:
+        new = [variant for variant in variants if (variant, device.ordinal, context) not in _kernels]
+    found = {variant: _recalled(variant, device) for variant in new}
+    missing = [variant for variant in new if found[variant] is None]
+    if len(missing) > 1:
+        made = compiler.in_parallel(lambda variant: _obtained(variant, device), missing)
+        found |= zip(missing, made, strict=True)
+    return [load(variant, device, found.get(variant)) for variant in variants]
+
+
+def load(variant: Variant, device: Device, found: Found | None = None) -> Kernel:
+    """The kernel of ``variant`` in the primary context of ``device``; made for the first caller. ``found`` is
+    its machine code where the caller has it already.
 
     Threads that ask for one kernel wait for each other; different kernels are made side by side. Raises
     DeviceTypeNotSupported where the device lacks the architecture or the shared memory, and what `obtain`
@@ -59,26 +77,17 @@ def load(variant: Variant, device: Device) -> Kernel:
         with lock:
             kernel = _kernels.get(key)
             if kernel is None:
-                kernel = _kernels[key] = _load(variant, device)
+                kernel = _kernels[key] = _load(variant, device, found)
     return kernel
 
 
-def _load(variant: Variant, device: Device) -> Kernel:
+def _load(variant: Variant, device: Device, found: Found | None) -> Kernel:
     from cupy.cuda.function import Module
     from cupy_backends.cuda.api import driver
 
-    arch = own_arch(variant, device)
+    own_arch(variant, device)  # ahead of the memory: raises where the device has another architecture
     _check_smem(variant, device, variant.smem_bytes)
-    compiled, cached = recall(variant, arch), True
-    if compiled is None:
-        try:
-            arch = arch_for(variant, device)
-        except NoCompilerError as error:
-            held = ", ".join(str(bundle.path) for bundle in caches.default().bundles)
-            if not held:
-                raise
-            raise NoCompilerError(f"{held} has no {variant} for {arch}, and {error}") from error
-        compiled, cached = obtain(variant, arch)
+    compiled, cached = found or _recalled(variant, device) or _obtained(variant, device)
     _check_smem(variant, device, variant.smem_bytes + (compiled.smem_static or 0))
     module = Module()
     try:
@@ -88,10 +97,27 @@ def _load(variant: Variant, device: Device) -> Kernel:
         limit = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         driver.funcSetAttribute(function.ptr, limit, variant.smem_bytes)
         if compiled.is_ptx:
-            compiled = dataclasses.replace(compiled, **_resources(driver, function.ptr))
+            compiled = compiled._replace(**_resources(driver, function.ptr))
     except driver.CUDADriverError as error:
-        raise InternalError(_why_not_loaded(variant, device, arch, error)) from error
+        raise InternalError(_why_not_loaded(variant, device, compiled.arch, error)) from error
     return Kernel(variant, device, function, function.ptr, compiled, cached)
+
+
+def _recalled(variant: Variant, device: Device) -> Found | None:
+    compiled = recall(variant, own_arch(variant, device))
+    return None if compiled is None else (compiled, True)
+
+
+def _obtained(variant: Variant, device: Device) -> Found:
+    """`obtain` for a device. Raises what it does, and says which bundles lack the kernel."""
+    try:
+        return obtain(variant, arch_for(variant, device))
+    except NoCompilerError as error:
+        held = ", ".join(str(bundle.path) for bundle in caches.default().bundles)
+        if not held:
+            raise
+        arch = own_arch(variant, device)
+        raise NoCompilerError(f"{held} has no {variant} for {arch}, and {error}") from error
 
 
 def _check_smem(variant: Variant, device: Device, needed: int) -> None:

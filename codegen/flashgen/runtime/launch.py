@@ -154,4 +154,5 @@ def bind(problem: Problem, main: Variant, device: Device) -> Runner:
     planned = plan_steps(problem, main, device)
     if any(step.struct.maps for step in planned.steps):
         tensormap.binding()
-    return Runner(planned, main, device, [kernel.load(step.variant, device) for step in planned.steps])
+    kernels = kernel.load_all([step.variant for step in planned.steps], device)
+    return Runner(planned, main, device, kernels)

@@ -4,8 +4,7 @@ go."""
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.errors import SpecError
 from flashgen.schedule.divisor import divisor
@@ -46,8 +45,7 @@ _OF_SHARES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Struct:
+class Struct(NamedTuple):
     """A step's parameter struct for one problem, and what a call has to fill in.
 
     ``template`` has everything but pointers and tensor maps. ``pointers`` lists (offset, source, distance):

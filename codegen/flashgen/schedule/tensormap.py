@@ -9,8 +9,7 @@ driver API.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.errors import SpecError
 from flashgen.spec.params import TENSOR_MAP
@@ -31,8 +30,7 @@ REQUIREMENTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TensorMap:
+class TensorMap(NamedTuple):
     """A map but for its address. All tuples begin with the dimension whose elements are contiguous.
 
     ``extents`` and ``box`` are in elements, ``strides`` (of all dimensions but the first) in bytes.

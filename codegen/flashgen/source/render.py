@@ -35,17 +35,18 @@ if TYPE_CHECKING:
 # The line of the header comment by which a rendered file is known.
 RENDERED_BY = "Rendered by flashgen: edit the spec or the template, not this file."
 
-# Statements that bring in another template: {% include "x" %} and //% from "x" import y.
+# Statements of a line that bring in another template: {% include "x" %} and //% from "x" import y.
 _REFERENCE = re.compile(
-    r"(?:\{%|^[ \t]*//%)[-+]?[ \t]*(?:include|import|from|extends)\b[ \t]*(\"[^\"]*\"|'[^']*')?", re.MULTILINE
+    r"(?:\{%|^[ \t]*//%)[-+]?[ \t]*(?:include|import|from|extends)\b[ \t]*(\"[^\"]*\"|'[^']*')?"
 )
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"(flashgen/[^"]+)"[^\n]*\n?', re.MULTILINE)
-_VALUE = re.compile(r"\$\{[^}]*\}")
+# Patterns from here on are for rendering alone: a call of a kernel on disk does not wait for them.
+_VALUE = r"\$\{[^}]*\}"
 # Jinja's own line statements swallow the blank lines behind them, and its line comments leave one.
-_STATEMENT_LINE = re.compile(r"^[ \t]*//%([-+]?)(.*?)[ \t]*$", re.MULTILINE)
-_COMMENT_LINE = re.compile(r"^[ \t]*//#.*$", re.MULTILINE)
-_BLANK_LINES = re.compile(r"\n(?:[ \t]*\n){2,}")
-_PRAGMA_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*\n", re.MULTILINE)
+_STATEMENT_LINE = r"(?m)^[ \t]*//%([-+]?)(.*?)[ \t]*$"
+_COMMENT_LINE = r"(?m)^[ \t]*//#.*$"
+_BLANK_LINES = r"\n(?:[ \t]*\n){2,}"
+_PRAGMA_ONCE = r"(?m)^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*\n"
 
 
 def render(variant: Variant, template_dirs: Sequence[str | os.PathLike[str]] | None = None) -> str:
@@ -71,7 +72,7 @@ def render(variant: Variant, template_dirs: Sequence[str | os.PathLike[str]] | N
         raise InternalError(
             f"{_template_line(error, folders)}: {error} (rendering {variant.name})"
         ) from error
-    text = _BLANK_LINES.sub("\n\n", text).strip("\n") + "\n"
+    text = re.sub(_BLANK_LINES, "\n\n", text).strip("\n") + "\n"
     if not text.startswith(header_comment(form)):
         raise InternalError(f"{variant.template}: a template starts with ${{ header }}; this one does not")
     return text
@@ -146,7 +147,7 @@ def flatten(source: str, include_dirs: Sequence[str | os.PathLike[str]] | None =
         if name in done:
             return ""
         done.add(name)
-        body = inline(_PRAGMA_ONCE.sub("", texts[name])).strip("\n")
+        body = inline(re.sub(_PRAGMA_ONCE, "", texts[name])).strip("\n")
         return f"// begin {name}\n{body}\n// end {name}\n"
 
     return inline(source)
@@ -163,7 +164,7 @@ def origin(variant: Variant, line: str) -> str | None:
         if path is None or name.endswith(".cuh"):  # a header is no template: its own name stands in the log
             continue
         for number, each in enumerate(text.splitlines(), 1):
-            pieces = _VALUE.split(each.strip())
+            pieces = re.split(_VALUE, each.strip())
             if any(map(str.strip, pieces)) and re.fullmatch(".*".join(map(re.escape, pieces)), line.strip()):
                 found.append(f"{path}:{number}")
     return found[0] if len(found) == 1 else None
@@ -226,7 +227,7 @@ def _environment(folders: tuple[str, ...]) -> jinja2.Environment:
 
     class LineStatements(jinja2.ext.Extension):
         def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
-            return _COMMENT_LINE.sub("{##}", _STATEMENT_LINE.sub(r"{%\1\2 %}", source))
+            return re.sub(_COMMENT_LINE, "{##}", re.sub(_STATEMENT_LINE, r"{%\1\2 %}", source))
 
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(folders),
@@ -295,11 +296,12 @@ def _closure(template: str, header: str, spec: str, folders: tuple[str, ...]) ->
         if path is None:
             raise _missing(name, spec, folders, at)
         found[name] = text = path.read_text(encoding="utf-8")
-        for match in _REFERENCE.finditer(text):
-            here = _place(text, match, str(path))
-            if match[1] is None:
-                raise InternalError(f"{here}: the name of an included template must be a plain string")
-            waiting.append((match[1][1:-1], here))
+        for number, line in enumerate(text.split("\n"), 1):
+            for match in _REFERENCE.finditer(line) if "%" in line else ():  # most lines have none
+                here = f"{path}:{number}"
+                if match[1] is None:
+                    raise InternalError(f"{here}: the name of an included template must be a plain string")
+                waiting.append((match[1][1:-1], here))
         included += _included(text, str(path))
     included.append((header, f"{spec}.yaml"))
     return found | _headers(included, _including(folders))
@@ -320,13 +322,15 @@ def _headers(included: list[tuple[str, str]], folders: Sequence[str]) -> dict[st
 
 def _included(text: str, file: str) -> list[tuple[str, str]]:
     """The headers that ``text`` includes, each with the file and line."""
-    return [(match[1], _place(text, match, file)) for match in _INCLUDE.finditer(text)]
+    if '"flashgen/' not in text:
+        return []
+    return [(match[1], f"{file}:{_line_of(match)}") for match in _INCLUDE.finditer(text)]
 
 
-def _place(text: str, match: re.Match[str], file: str) -> str:
+def _line_of(match: re.Match[str]) -> int:
     # A match may begin with the blank lines before it.
     start = match.start() + len(match[0]) - len(match[0].lstrip())
-    return f"{file}:{text.count(chr(10), 0, start) + 1}"
+    return match.string.count("\n", 0, start) + 1
 
 
 def _folders(variant: Variant, template_dirs: Sequence[str | os.PathLike[str]] | None) -> tuple[str, ...]:

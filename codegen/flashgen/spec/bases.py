@@ -22,7 +22,7 @@ def whole_text(path: Path, text: bytes) -> bytes:
 def bases(path: Path, text: bytes) -> list[tuple[Path, bytes]]:
     """What ``text`` extends, what that extends, and so on: files and their contents."""
     found: list[tuple[Path, bytes]] = []
-    while match := _EXTENDS.search(text):
+    while b"extends" in text and (match := _EXTENDS.search(text)):  # the first is much faster
         name = match[1].decode()
         line = text.count(b"\n", 0, match.start()) + 1
         beside, shipped = path.with_name(f"{name}.yaml"), specs_dir() / f"{name}.yaml"

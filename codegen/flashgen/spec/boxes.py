@@ -41,6 +41,10 @@ class Boxes:
             for i, (param, given) in enumerate(zip(params, rows, strict=True))
             if param.ctype == TENSOR_MAP
         ]
+        # The axes and tile keys on which the boxes depend.
+        self.reads = {"dtype", "element_bytes"} if self._maps else set()
+        for param, _, columns, rows in self._maps:
+            self.reads |= {key for key, _ in param.when} | columns.reads | rows.reads
 
     def at(self, values: Mapping[str, str | int], where: Callable[[], str]) -> tuple[Box, ...]:
         """The boxes of the tensor maps that exist where axes and tile keys have these ``values``.

@@ -42,16 +42,17 @@ ALLOWED = "names, integers, + - * // %, comparisons, and/or/not, a if c else b, 
 
 
 class Expression:
-    """A checked expression over ``names``.
+    """A checked expression over ``names``; ``reads`` are those that it uses.
 
     Raises ValueError with a message that says what was found and what is allowed.
     """
 
-    __slots__ = ("_code", "text")
+    __slots__ = ("_code", "reads", "text")
 
     def __init__(self, text: str | int, names: frozenset[str]) -> None:
         self.text = " ".join(str(text).split())
         self._code = _compile(self.text, names)
+        self.reads = names.intersection(self._code.co_names)
 
     def __call__(self, values: Mapping[str, str | int]) -> int:
         """The expression's value. Raises ValueError when it is not an integer or cannot be computed."""

@@ -5,7 +5,6 @@ Scheduling reads these numbers; nothing there repeats what a template decides.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 # What the blocks of a launch do: one tile each; the same, of sequences whose lengths the kernel finds; or, no
@@ -17,8 +16,7 @@ SCHEDULES = ("tile_per_block", "sequences", "persistent", "persistent_sequences"
 NUM_PARTS = "num_parts"
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
+class Grid(NamedTuple):
     """The work tiles of a launch.
 
     ``covers`` names the dimensions of the operator that are cut into tiles, with a tile's extent in each;

@@ -9,7 +9,6 @@ pay for the hundreds that it leaves alone.
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.errors import BadParam, SpecError
@@ -220,7 +219,7 @@ class Spec:
             present = (param for param in params if param.present(values))
             left = iter(boxes)
             self._params_at[key] = tuple(
-                replace(param, box=next(left)) if param.ctype == TENSOR_MAP else param for param in present
+                param._replace(box=next(left)) if param.ctype == TENSOR_MAP else param for param in present
             )
         return self._params_at[key]
 

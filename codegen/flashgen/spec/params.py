@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -41,8 +40,7 @@ class Box(NamedTuple):
     rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class Param:
+class Param(NamedTuple):
     """One member of the parameter struct. ``ctype`` is one of ``CTYPES``; ``doc`` is its comment in the C
     struct.
 

@@ -12,20 +12,21 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
+from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import CacheWarning
 from flashgen.paths import code_digest
 from flashgen.spec.grid import Buffer, Visits
-from flashgen.spec.model import Content, Entry, Resources, Step
+from flashgen.spec.model import Content, Entry, Point, Resources, Step
 from flashgen.spec.params import Box, Param
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from flashgen.toolchain.cache import CubinCache
 
-_ENTRIES = Content._fields.index("entries")
 # The rooms whose code decides what a text means.
 _ROOMS = ("operators", "spec")
 
@@ -55,38 +56,58 @@ def snapshot_key(text: bytes) -> str:
 
 
 def encode(content: Content) -> bytes:
-    """A content as JSON. What tiles take is listed once, however many points have the same."""
+    """A content as two lines of JSON: all but its entries, then these. What tiles take is listed once,
+    however many points have the same.
+    """
     taken: dict[tuple[Resources, ...], int] = {}
-    entries = [
+    tiles = [
         [point, [(row, committed, taken.setdefault(steps, len(taken))) for row, committed, steps in tiles]]
         for point, tiles in content.entries.items()
     ]
-    steps = [
-        step._replace(params=[[param.name, param.ctype, param.doc, param.when] for param in step.params])
-        for step in content.steps
-    ]
-    plain = content._replace(steps=steps, entries=[list(taken), entries])
-    return json.dumps(plain, separators=(",", ":")).encode()
+    lines = content._replace(entries=None), [list(taken), tiles]
+    return b"\n".join(json.dumps(line, separators=(",", ":")).encode() for line in lines)
 
 
 def decode(stored: bytes) -> Content:
-    """The content that `encode` made these bytes of."""
-    plain = json.loads(stored)
-    if not isinstance(plain, list):
-        raise TypeError(f"found {type(plain).__name__}")
-    content = Content._make(plain)
-    known, entries = content.entries
-    taken = [tuple([_resources(_frozen(each)) for each in steps]) for steps in known]
-    others = [_frozen(getattr(content, name)) for name in Content._fields if name != "entries"]
-    frozen = Content._make([*others[:_ENTRIES], {}, *others[_ENTRIES:]])
-    return frozen._replace(
-        steps=tuple(_step(step) for step in frozen.steps),
-        workspace=tuple(Buffer._make(buffer) for buffer in frozen.workspace),
-        entries={
-            tuple(point): tuple([Entry(row, committed, taken[index]) for row, committed, index in tiles])
-            for point, tiles in entries
-        },
+    """The content that `encode` made these bytes of. Its entries are read when they are first looked at."""
+    first, _, entries = stored.partition(b"\n")
+    plain = json.loads(first)
+    if not isinstance(plain, list) or not entries:
+        raise TypeError(f"found {type(plain).__name__}, and {len(entries)} bytes of entries")
+    content = Content._make([_frozen(member) for member in plain])
+    return content._replace(
+        steps=tuple(_step(step) for step in content.steps),
+        workspace=tuple(Buffer._make(buffer) for buffer in content.workspace),
+        entries=_Entries(entries),
     )
+
+
+class _Entries(Mapping[Point, tuple[Entry, ...]]):
+    """The entries of a snapshot. A call looks at a few specs of many, and there at a few points."""
+
+    def __init__(self, stored: bytes) -> None:
+        self._stored = stored
+
+    @cached_property
+    def _known(self) -> tuple[list[Any], dict[Point, Any]]:
+        """What tiles take, and the tiles of each point, as JSON has them."""
+        taken, tiles = json.loads(self._stored)
+        return taken, {tuple(point): of_point for point, of_point in tiles}
+
+    def __getitem__(self, point: Point) -> tuple[Entry, ...]:
+        taken, tiles = self._known
+        return tuple(
+            [
+                Entry(row, committed, tuple([_resources(_frozen(step)) for step in taken[index]]))
+                for row, committed, index in tiles[point]
+            ]
+        )
+
+    def __iter__(self) -> Iterator[Point]:
+        return iter(self._known[1])
+
+    def __len__(self) -> int:
+        return len(self._known[1])
 
 
 def _step(plain: tuple[Any, ...]) -> Step:
@@ -105,7 +126,8 @@ def _resources(plain: tuple[Any, ...]) -> Resources:
 def _frozen(value: Any) -> Any:
     """JSON's lists as tuples, at every depth."""
     if isinstance(value, list):
-        return tuple([_frozen(item) for item in value])
+        # Most items are plain, and a call for each would take most of the time.
+        return tuple([_frozen(item) if isinstance(item, (list, dict)) else item for item in value])
     if isinstance(value, dict):
         return {key: _frozen(item) for key, item in value.items()}
     return value

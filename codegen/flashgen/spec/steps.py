@@ -63,6 +63,7 @@ class StepTable:
     ) -> None:
         self._document, self._keys = document, keys
         self._names = expression_names(file, axes)
+        self._reads = {"max_smem"}
         params = _params(document, file, axes, keys, row.params)
         self.step = Step(
             row.name if keys else "",
@@ -95,19 +96,34 @@ class StepTable:
                 self._expression(("visits", key), getattr(row.visits, key)) for key in Visits._fields
             ]
         self._boxes = Boxes(document, (*keys, "params"), self._names, params, row.params)
+        self._reads |= self._boxes.reads
+        self._found: dict[tuple[str | int, ...], Resources] = {}
 
     def at(
         self,
         values: Mapping[str, str | int],
-        limit: int,
         where: Callable[[], str],
         error: Callable[[str], SpecError],
     ) -> Resources:
-        """What the step takes where axes and tile keys have these ``values``; ``limit`` is the shared memory
-        in bytes that a block may have.
+        """What the step takes where axes and tile keys have these ``values``, and a block may have
+        ``max_smem`` bytes of shared memory.
 
         Raises what ``error`` makes of a message for what a block may not have, and SpecError for a box.
         """
+        # Most points differ in axes that nothing here depends on, such as the mask type.
+        key = tuple([values[name] for name in self._reads])
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._computed(values, where, error)
+        return found
+
+    def _computed(
+        self,
+        values: Mapping[str, str | int],
+        where: Callable[[], str],
+        error: Callable[[str], SpecError],
+    ) -> Resources:
+        """`at`, anew."""
         try:
             threads, smem_bytes = self._threads(values), self._smem_bytes(values)
             covers = tuple(extent(values) for extent in self._covers)
@@ -120,8 +136,9 @@ class StepTable:
             raise error(f"{where()}: {cause}") from None
         if not 32 <= threads <= 1024 or threads % 32:
             raise error(f"{threads} threads for {where()}; allowed: multiples of 32 from 32 to 1024")
-        if not 0 <= smem_bytes <= limit:
-            raise error(f"{smem_bytes} bytes of shared memory for {where()}; allowed: at most {limit}")
+        if not 0 <= smem_bytes <= values["max_smem"]:
+            allowed = f"at most {values['max_smem']}"
+            raise error(f"{smem_bytes} bytes of shared memory for {where()}; allowed: {allowed}")
         positive = (*covers, blocks_per_sm, *(visits or ()))
         if min(positive) < 1 or min(from_last_row, split_gain) < 0:
             raise error(f"an extent of `grid` or `visits` is below 1 for {where()}")
@@ -130,9 +147,11 @@ class StepTable:
 
     def _expression(self, keys: Keys, text: str | int) -> Expression:
         try:
-            return Expression(text, self._names)
+            expression = Expression(text, self._names)
         except ValueError as error:
             raise self._document.error((*self._keys, *keys), str(error)) from None
+        self._reads |= expression.reads
+        return expression
 
 
 def _params(

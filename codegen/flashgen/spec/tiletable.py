@@ -41,6 +41,7 @@ class TileTable:
         self._targets, self._element_bytes, self._steps = targets, element_bytes, steps
         domain = {**axes.values, "target": tuple(targets)}
         self.rows = self._load("tiles", tile_row(domain, tile_types(file), file.no_spills))
+        self._tiles = [{key: getattr(row, key) for key in file.tile_keys} for row in self.rows]
         self._by_name = self._names()
         self._matching = Matcher(domain, self.rows)
         self._excluded = Matcher(domain, self._load("exclude", conditions("Exclude", domain)))
@@ -87,9 +88,8 @@ class TileTable:
             if hits:
                 index = (hits & -hits).bit_length() - 1
                 self._used.add(index)
-                tile = {key: getattr(self.rows[index], key) for key in self._file.tile_keys}
                 error = partial(self._document.error, ("tiles", index))
-                steps = self.resources(tile, point, error)
+                steps = self.resources(self._tiles[index], point, error)
                 listed = committed and any(
                     committed >> i & 1 and row.name in (None, name) for i, row in enumerate(self._commit)
                 )
@@ -106,12 +106,11 @@ class TileTable:
 
         Raises what ``error`` makes of a message where a block may not have it, and SpecError for a box.
         """
-        limit = self._targets[point[-1]].max_smem
         values = dict(zip(self._axes, point, strict=False))
         values["element_bytes"] = self._element_bytes[values["dtype"]]
-        values["max_smem"] = limit
+        values["max_smem"] = self._targets[point[-1]].max_smem
         values |= tile
-        return tuple(step.at(values, limit, lambda: self.describe(point), error) for step in self._steps)
+        return tuple(step.at(values, lambda: self.describe(point), error) for step in self._steps)
 
     def _check_promise(self, index: int) -> None:
         """That ``no_spills`` names architectures that `flashgen build` would find wanting."""

@@ -17,7 +17,6 @@ import os
 import re
 import struct
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -40,8 +39,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True)
-class Compiled:
+class Compiled(NamedTuple):
     """One kernel as the driver takes it.
 
     ``cubin`` is machine code for ``arch`` ("sm_90"), or NUL-terminated PTX text where ``arch`` is virtual
@@ -69,7 +67,7 @@ class Compiled:
 
     def to_bytes(self) -> bytes:
         """One byte string for the cache: length of the description, the description as JSON, the code."""
-        fields = asdict(self)
+        fields = self._asdict()
         del fields["cubin"]
         head = json.dumps(fields).encode()
         return len(head).to_bytes(4, "little") + head + self.cubin

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 from flashgen import logs
@@ -73,7 +72,7 @@ def cache_key(variant: Variant, arch: str, version: str | None = None) -> str:
     """The key of ``variant`` for ``arch`` in the disk cache; ``version`` is by default that of the compiler
     that is loaded.
     """
-    layout = ",".join(field.name for field in dataclasses.fields(Compiled))
+    layout = ",".join(Compiled._fields)
     options = (*compiler.BASE_OPTIONS, *variant.options, layout)
     version = version or compiler.compiler_version()
     return caches.key_for(render.source_digest(variant), arch, options, version)

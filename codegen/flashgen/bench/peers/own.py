@@ -70,10 +70,10 @@ class Flashgen:
         from flashgen import plan as make_plan
 
         first = sets[0]
-        if case.lengths != "none":
-            return self._with_lengths(case, sets)
         if case.is_backward:
             return self._gradients(case, sets)
+        if case.lengths != "none":
+            return self._with_lengths(case, sets)
         given = first.q, first.k, first.v
         plan = make_plan(*given, out=first.out, algorithm=self.algorithm, **_options(case, first))
         examples = {"q": first.q, "k": first.k, "v": first.v, "mask": first.mask, "out": first.out}
@@ -95,11 +95,16 @@ class Flashgen:
         from flashgen import plan_backward
 
         def arrays(inputs: Inputs, *names: str) -> dict[str, Any]:
-            found = {name: getattr(inputs, name) for name in ("q", "k", "v", "mask", "out", "lse", *names)}
+            lengths = ("cu_seqlens_q", "cu_seqlens_kv") if case.is_packed else ("mask",)
+            found = {name: getattr(inputs, name) for name in ("q", "k", "v", "out", "lse", *lengths, *names)}
             return found if inputs.slopes is None else found | {"slope": inputs.slopes}
 
         first = sets[0]
         options = _options(case, first)
+        if case.is_packed:
+            longest = max(case.sequences)
+            options |= {"cu_seqlens_q": first.cu_seqlens_q, "cu_seqlens_kv": first.cu_seqlens_kv}
+            options |= dict(zip(("max_seqlen_q", "max_seqlen_kv"), longest, strict=True))
         forward = make_plan(first.q, first.k, first.v, out=first.out, return_lse=True, **options)
         for inputs in sets:
             forward(**arrays(inputs))
@@ -191,6 +196,8 @@ class FlashgenFixed:
         return self._plain.unavailable()
 
     def declines(self, case: Case) -> str | None:
+        if case.is_backward:
+            return "timed on forward passes"
         if case.lengths not in ("cache", "packed"):
             return "sequences that have lengths, and all the same"
         return "no pages, and nothing to append" if case.page_size or case.appends else None
