@@ -104,7 +104,6 @@ struct Params {
     int64_t dv_row_stride;
     int64_t dv_head_stride;
     int32_t batch_size;                   // sequences
-    int32_t num_heads_q;
     int32_t num_heads_kv;
     int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
     int32_t rows_kv;                      // of an entry of k
@@ -130,11 +129,10 @@ static_assert(offsetof(Params, v_head_stride) == 184 && offsetof(Params, dk_batc
 static_assert(offsetof(Params, dk_row_stride) == 200 && offsetof(Params, dk_head_stride) == 208);
 static_assert(offsetof(Params, dv_batch_stride) == 216 && offsetof(Params, dv_row_stride) == 224);
 static_assert(offsetof(Params, dv_head_stride) == 232 && offsetof(Params, batch_size) == 240);
-static_assert(offsetof(Params, num_heads_q) == 244 && offsetof(Params, num_heads_kv) == 248 && offsetof(Params, rows_q) == 252);
-static_assert(offsetof(Params, rows_kv) == 256 && offsetof(Params, seqlen_q) == 260 && offsetof(Params, seqlen_kv) == 264);
-static_assert(offsetof(Params, head_dim) == 268 && offsetof(Params, head_dim_v) == 272);
-static_assert(offsetof(Params, diagonal_offset) == 276 && offsetof(Params, softmax_scale) == 280);
-static_assert(offsetof(Params, scale_log2) == 284);
+static_assert(offsetof(Params, num_heads_kv) == 244 && offsetof(Params, rows_q) == 248 && offsetof(Params, rows_kv) == 252);
+static_assert(offsetof(Params, seqlen_q) == 256 && offsetof(Params, seqlen_kv) == 260 && offsetof(Params, head_dim) == 264);
+static_assert(offsetof(Params, head_dim_v) == 268 && offsetof(Params, diagonal_offset) == 272);
+static_assert(offsetof(Params, softmax_scale) == 276 && offsetof(Params, scale_log2) == 280);
 
 // The rows of a head in the workspace: each sequence has whole units of kRowUnit of its own, so that a tile of queries never meets the
 // rows of another one.

@@ -105,7 +105,6 @@ struct Params {
     int64_t dv_row_stride;
     int64_t dv_head_stride;
     int32_t batch_size;                   // sequences
-    int32_t num_heads_q;
     int32_t num_heads_kv;
     int32_t group_size;                   // num_heads_q / num_heads_kv
     int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
@@ -118,7 +117,7 @@ struct Params {
     float softmax_scale;                  // dK is softmax_scale dS^T Q
     float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
 };
-static_assert(sizeof(Params) == 304 && offsetof(Params, dout) == 0 && offsetof(Params, q) == 8 && offsetof(Params, k) == 16);
+static_assert(sizeof(Params) == 296 && offsetof(Params, dout) == 0 && offsetof(Params, q) == 8 && offsetof(Params, k) == 16);
 static_assert(offsetof(Params, v) == 24 && offsetof(Params, dk) == 32 && offsetof(Params, dv) == 40);
 static_assert(offsetof(Params, cu_seqlens_q) == 48 && offsetof(Params, cu_seqlens_kv) == 56);
 static_assert(offsetof(Params, kv_lengths) == 64 && offsetof(Params, delta) == 72 && offsetof(Params, lse_log2) == 80);
@@ -132,11 +131,11 @@ static_assert(offsetof(Params, v_head_stride) == 192 && offsetof(Params, dk_batc
 static_assert(offsetof(Params, dk_row_stride) == 208 && offsetof(Params, dk_head_stride) == 216);
 static_assert(offsetof(Params, dv_batch_stride) == 224 && offsetof(Params, dv_row_stride) == 232);
 static_assert(offsetof(Params, dv_head_stride) == 240 && offsetof(Params, batch_size) == 248);
-static_assert(offsetof(Params, num_heads_q) == 252 && offsetof(Params, num_heads_kv) == 256);
-static_assert(offsetof(Params, group_size) == 260 && offsetof(Params, rows_q) == 264 && offsetof(Params, rows_kv) == 268);
-static_assert(offsetof(Params, seqlen_q) == 272 && offsetof(Params, seqlen_kv) == 276 && offsetof(Params, head_dim) == 280);
-static_assert(offsetof(Params, head_dim_v) == 284 && offsetof(Params, diagonal_offset) == 288);
-static_assert(offsetof(Params, softmax_scale) == 292 && offsetof(Params, scale_log2) == 296);
+static_assert(offsetof(Params, num_heads_kv) == 252 && offsetof(Params, group_size) == 256 && offsetof(Params, rows_q) == 260);
+static_assert(offsetof(Params, rows_kv) == 264 && offsetof(Params, seqlen_q) == 268 && offsetof(Params, seqlen_kv) == 272);
+static_assert(offsetof(Params, head_dim) == 276 && offsetof(Params, head_dim_v) == 280);
+static_assert(offsetof(Params, diagonal_offset) == 284 && offsetof(Params, softmax_scale) == 288);
+static_assert(offsetof(Params, scale_log2) == 292);
 
 // The rows of a head in the workspace: each sequence has whole units of kRowUnit of its own, so that a tile of queries never meets the
 // rows of another one.

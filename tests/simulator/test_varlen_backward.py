@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from flashgen.errors import SimulationError
+from flashgen.operators.scores import chained
 from flashgen.simulator.example import Shape, make_any, run_steps
 from flashgen.simulator.library import load
 from flashgen.source.render import render
 from flashgen.spec.load import load_specs
+from flashgen.spec.scores import load_scores
 from simulator.faults import WRONG
 from simulator.faults_varlen_backward import FAULTS
 
@@ -54,6 +56,22 @@ def verdict_of(name, example, seed, source_of=render, threads=None):
     except SimulationError as error:
         return error.check
     return None if example.judge().ok else WRONG
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [("32_fp16_causal_gqa_sm80", ["softcap", "alibi"]), ("32_bf16_sm80", ["alibi_symmetric"])],
+    ids=["softcap+alibi", "alibi_symmetric"],
+)
+def test_a_score_modification(name, names, compiler, fresh_seed):
+    """Positions and batch entries of parameters are those of the sequence."""
+    scores = load_scores().by_name
+    variant = MAIN[name].modified(chained([scores[each] for each in names]))
+    libraries = [load(render(step), step.name) for step in variant.steps]
+    for seed in (fresh_seed, fresh_seed + 1):
+        example = make_any(variant, Shape(70, 90, 2, 1 if "gqa" in name else None, batch=4), seed)
+        run_steps(libraries, variant, example, seed=seed)
+        assert example.judge().ok
 
 
 # Each mask type, both groupings and orders of dQ, one stage and two, all dtypes.

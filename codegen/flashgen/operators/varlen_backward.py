@@ -217,6 +217,7 @@ VARLEN_BACKWARD = Operator(
     normalise=_normalise,
     elements_checked=LENGTHS,
     check_elements=_check_elements,
+    differentiates=True,
 )
 
 
