@@ -16,10 +16,9 @@ using element = bf16;
 
 constexpr int kHeadDim = 128;  // of Q and K
 constexpr int kThreads = 256;
-constexpr int kVector = 16 / int(sizeof(element));  // elements that a thread stores at once
 constexpr int kWarpColumns = 32;
 constexpr int kPasses = kHeadDim / kWarpColumns;
-// Their loads are on their way together.
+// Whose loads are in flight together.
 constexpr int kPassesAtOnce = kPasses <= 4 ? kPasses : kPasses % 4 == 0 ? 4 : kPasses % 3 == 0 ? 3 : 1;
 
 struct Params {
@@ -50,14 +49,12 @@ __device__ __forceinline__ int64_t first_unit_row(const Params& params, int batc
     return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
 }
 
-// dq_accum lies as the accumulators of MMAs do: tiles of 16 rows by 8 columns, those of 16 rows one after another. Element e of lane
-// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2. Within a tile the elements lie so that the reds of a warp
-// fill whole lines of 128 bytes: where one red adds all four of a lane these are neighbours, elsewhere those of all lanes.
+// dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
+// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2. The reds of a warp fill whole lines of 128 bytes: where one
+// red adds the four elements of a lane, these are contiguous, elsewhere element e of all lanes is.
 constexpr int kTileElements = 128;
-constexpr int kLaneStep = kRedWidth == 4 ? 4 : 1;
-constexpr int kElementStep = kRedWidth == 4 ? 1 : 32;
 
-// Where the tiles of 16 rows begin that `row`, the first of them, is of.
+// The tiles of the 16 rows that begin at `row`.
 __device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int head, int row) {
     return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
 }

@@ -16,7 +16,7 @@
 //     dV += P^T dO   dK += dS^T Q                           dQ += dS K
 //
 // S is computed as its transpose, so that P^T and dS^T leave the MMA as the A operands of dV and dK. dV and dK stay in registers; dQ,
-// to which the thread blocks of all keys add, is summed in memory. A last step converts it.
+// to which the thread blocks of all keys add, is summed in memory. The convert kernel rounds it.
 
 using element = fp16;
 
@@ -28,8 +28,8 @@ constexpr int kStages = 2;  // blocks of queries in shared memory
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 
-// S^T: a warp has keys of its own, and shares them with the other warps of its row, which have other queries and other columns of dK
-// and dV.
+// Warps form a grid of kKeyWarps by kQueryWarps. A warp has kWarpKeys by kWarpQueries of S^T, and for its keys the kQueryWarps-th part of
+// the columns of dK and dV, over all queries.
 constexpr int kKeyWarps = 4;
 constexpr int kQueryWarps = 2;
 constexpr int kWarpKeys = kBlockN / kKeyWarps;
@@ -144,14 +144,12 @@ __device__ __forceinline__ int64_t first_unit_row(const Params& params, int batc
     return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
 }
 
-// dq_accum lies as the accumulators of MMAs do: tiles of 16 rows by 8 columns, those of 16 rows one after another. Element e of lane
-// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2. Within a tile the elements lie so that the reds of a warp
-// fill whole lines of 128 bytes: where one red adds all four of a lane these are neighbours, elsewhere those of all lanes.
+// dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
+// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2. The reds of a warp fill whole lines of 128 bytes: where one
+// red adds the four elements of a lane, these are contiguous, elsewhere element e of all lanes is.
 constexpr int kTileElements = 128;
-constexpr int kLaneStep = kRedWidth == 4 ? 4 : 1;
-constexpr int kElementStep = kRedWidth == 4 ? 1 : 32;
 
-// Where the tiles of 16 rows begin that `row`, the first of them, is of.
+// The tiles of the 16 rows that begin at `row`.
 __device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int head, int row) {
     return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
 }
@@ -201,8 +199,8 @@ struct Step {
     int block;
 };
 
-// Steps go from the first block of queries to the last. Under a diagonal a thread block begins with a block of queries that none of
-// the later keys has, where it has the first turn, and follows those of later keys from there on.
+// Steps go from the first block of queries to the last. Under a diagonal a thread block begins, but for those that begin with query 0,
+// with a block of queries to which no later keys are visible. There it has the first turn, and it follows those of later keys from there on.
 // The query heads of the kv head follow each other, so that their gradients are summed here.
 __device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return {0, queries.first}; }
 
@@ -559,8 +557,9 @@ __device__ __forceinline__ void differentiate(Scores& dp, const Scores& p, share
 }
 
 // Thread blocks add to a block of queries one after the other, those of later keys first, so that the sums repeat to the bit. Each
-// counts itself when it is done. It waits only for blocks of its head that were launched before it, and these likewise. Thread blocks
-// start in the order of their launch, so whatever the GPU has room for, the first of those that run waits for none: no deadlock.
+// counts itself when it is done. It waits only for blocks of its head with a lower index in the grid, and these likewise. So the
+// unfinished block with the lowest index waits for none, and there is no deadlock if it runs. That it does rests on the hardware starting
+// thread blocks by increasing index, as it does, though CUDA does not promise it.
 
 // The last block of keys of which a query of a block attends to some.
 __device__ __forceinline__ int last_key_block(const Params& params, int query_block) {
@@ -579,15 +578,18 @@ __device__ __forceinline__ uint32_t* turns_of(const Params& params, const KeyBlo
     return reinterpret_cast<uint32_t*>(params.turns) + unit_row / kBlockM + step.block;
 }
 
-// Whether all that were ahead of this thread block have added; if so, what they added is visible.
+// Whether all that were ahead of this thread block have added; if so, their additions come before those that follow.
 __device__ __forceinline__ bool has_turn(const Params& params, const KeyBlock& block, const Step& step) {
     return load_acquire_32(turns_of(params, block, step)) == turn_of(params, block, step);
 }
 
-// One thread, once all that this thread block adds is visible to it.
+// Called by one thread behind a barrier that follows the additions of all: the release covers them.
 __device__ __forceinline__ void pass_turn(const Params& params, const KeyBlock& block, const Step& step) {
     store_release_32(turns_of(params, block, step), turn_of(params, block, step) + 1);
 }
+
+constexpr int kLaneStep = kRedWidth == 4 ? 4 : 1;
+constexpr int kElementStep = kRedWidth == 4 ? 1 : 32;
 
 // Adds dQ of a warp's rows and columns to what other thread blocks have.
 __device__ __forceinline__ void add_dq(float* tiles, const float (&dq)[kDqRowTiles][kDqColumnTiles][4], int column_warp, int lane) {

@@ -10,6 +10,14 @@
 // template  flash_bwd_wide_sm90.cu.j2
 #include "flashgen/sm90.cuh"
 
+// A thread block has kBlockN keys of a head and takes them through all queries that attend to them, a block of queries a step:
+//
+//     S^T = K Q^T    P^T = 2^(scale_log2 S^T - lse_log2)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
+//     dV += P^T dO   dK += dS^T Q                           dQ += dS K
+//
+// S is computed as its transpose, so that P^T and dS^T leave the MMA as the A operands of dV and dK. dV and dK stay in registers; dQ,
+// to which the thread blocks of all keys add, is summed in memory. The convert kernel rounds it.
+
 using element = bf16;
 
 constexpr int kHeadDim = 192;  // of Q and K
@@ -17,7 +25,7 @@ constexpr int kHeadDimV = 192;  // of V and dO
 constexpr int kBlockM = 64;  // query rows of a step
 constexpr int kBlockN = 64;  // keys of a tile
 constexpr int kStages = 2;  // buffers of Q, and of dO
-constexpr int kThreads = 384;  // warpgroup 0 is the producer, 1 computes S, P and dV, 2 computes dP, dS and dK
+constexpr int kThreads = 384;  // warpgroup 0 is the producer, 1 computes S, P and dV, 2 computes dP, dS and dK, each some panels of dQ
 
 // Registers of a thread after setmaxnreg. It draws on what the launch has given the thread block: as many as 65,536 registers allow each
 // thread, in units of 8.
@@ -25,7 +33,7 @@ constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 
-// Shared memory holds panels of 64 columns, each row of 128 bytes swizzled by TMA.
+// K, V, Q, dO and dS lie in panels of 64 columns: rows of 128 bytes under the 128-byte swizzle.
 constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
 constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q and K
@@ -64,7 +72,7 @@ struct Params {
     tensor_map dout;                      // (head_dim_v, seqlen_q, num_heads_q, batch)
     tensor_map dk;                        // as k
     tensor_map dv;                        // as v
-    const float* lse_log2;                // (batch, num_heads_q, unit_rows); inf where P is 0
+    const float* lse_log2;                // (batch, num_heads_q, unit_rows); inf for a row that sees nothing, and past the last
     const float* delta;                   // (batch, num_heads_q, unit_rows): sum(dout * out) - dlse
     float* dq_accum;                      // (batch, num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
     int32_t num_heads_q;
@@ -141,20 +149,17 @@ __device__ __forceinline__ int64_t first_unit_row(const Params& params, int batc
     return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
 }
 
-// dq_accum lies as the accumulators of MMAs do: tiles of 16 rows by 8 columns, those of 16 rows one after another. Element e of lane
-// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2. Within a tile the elements lie so that the reds of a warp
-// fill whole lines of 128 bytes: where one red adds all four of a lane these are neighbours, elsewhere those of all lanes.
+// dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
+// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2. The reds of a warp fill whole lines of 128 bytes: where one
+// red adds the four elements of a lane, these are contiguous, elsewhere element e of all lanes is.
 constexpr int kTileElements = 128;
-constexpr int kLaneStep = kRedWidth == 4 ? 4 : 1;
-constexpr int kElementStep = kRedWidth == 4 ? 1 : 32;
 
-// Where the tiles of 16 rows begin that `row`, the first of them, is of.
+// The tiles of the 16 rows that begin at `row`.
 __device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int head, int row) {
     return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
 }
 
 static_assert(kRowUnit % kBlockM == 0, "the rows of a step lie in the workspace");
-static_assert(kRedWidth == 4, "a red adds four elements of a lane");
 
 // Queries [begin, end), none where begin is not less.
 struct QueryRange {
@@ -175,9 +180,9 @@ struct Barriers {
 
     __device__ __forceinline__ shared_address k_full() const { return at(0); }
     __device__ __forceinline__ shared_address v_full() const { return at(1); }
-    // Every warp of the one consumer has written its part of a step's P.
+    // Each warp of the dV consumer has written its part of P of a step.
     __device__ __forceinline__ shared_address p_full() const { return at(2); }
-    // Every warp of the other one has read it and written its part of dS, and all of both are done with dS of the step before.
+    // Each warp of the dK consumer has read P and written its part of dS, and all warps of both have finished dQ of the step before.
     __device__ __forceinline__ shared_address ds_ready() const { return at(3); }
     __device__ __forceinline__ shared_address q_full(int stage) const { return at(4 + stage); }
     __device__ __forceinline__ shared_address dout_full(int stage) const { return at(4 + kStages + stage); }
@@ -376,7 +381,7 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Vis
     }
 }
 
-// Hides the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
+// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
     // The end of the range is not tested: for queries past the last lse_log2 is inf, so compute_p() makes P = 0.
     const int begin[2] = {queries_of_key(params, lane_key).begin - lane_query, queries_of_key(params, lane_key + 8).begin - lane_query};
@@ -408,8 +413,8 @@ __device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float
     }
 }
 
-// P of a step, on its way from one consumer to the other, in fp32: dS takes it before it is rounded. A thread has the same scores in
-// both, so that each finds its own where its counterpart has put them; four neighbours at a time, which keeps banks apart.
+// P goes through shared memory in fp32, since dS takes it before it is rounded. The accumulators of both consumers have the same layout,
+// so that a thread reads what its counterpart has written; 16 bytes at a time, without bank conflicts.
 constexpr int kVectorBytes = 4 * sizeof(float);
 
 __device__ __forceinline__ void store_p(const float (&p)[kBlockM / 2], shared_address p_smem) {
@@ -454,7 +459,7 @@ __device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address 
 __device__ __forceinline__ void add_dq(float* tiles, const float (&dq)[kDqColumns / 2], int columns, int lane) {
 #pragma unroll
     for (int j = 0; j < kDqColumns / 8; ++j) {
-        red_add_128(tiles + j * kTileElements + lane * kLaneStep, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
+        red_add_128(tiles + j * kTileElements + 4 * lane, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
     }
 }
 
@@ -524,7 +529,7 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& ti
     }
 }
 
-// Each consumer computes dQ of some panels of columns: the one of dV of the first ones, the one of dK of the others.
+// The dV consumer computes panels [0, kDqPanelsOfDv) of dQ, the dK consumer the others.
 constexpr int kDqPanelsOfDv = kPanels / 2;
 
 // Starts dQ = dS K of a warpgroup, in a panel of columns.
@@ -576,7 +581,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
             apply_mask(params, p, tile.first_key + warp_row + lane / 4, step.block * kBlockM + lane % 4 * 2);
         }
         compute_p(p, shared + kLseOffset + ring.stage * kRowBytes, params.scale_log2, lane);
-        // P of step i - 1 has been read, and its dS is there. For i = 0 the wait returns at once: of a new mbarrier the phase of parity 1
+        // P of step i - 1 has been read, and its dS is complete. For i = 0 the wait returns at once: of a new mbarrier the phase of parity 1
         // counts as ended.
         mbarrier_wait(barriers.ds_ready(), (i + 1) % 2);
         store_p(p, shared + kPOffset);
@@ -585,8 +590,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
         PackedScores packed_p;
         packed_p.set(p);
 
-        // The first step has none before it and computes what nobody uses, from K: with MMAs that are conditional, ptxas would serialise
-        // all of them.
+        // The first step runs these MMAs on K and discards the result: with MMAs that are conditional, ptxas would serialise all of them.
         const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared;
         mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
 #pragma unroll
@@ -663,12 +667,11 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         PackedScores packed_ds;
         packed_ds.set(ds);
 
-        // P was written when all warps had dS of step i - 1 written, and that of step i - 2 read, whose buffer step i takes.
+        // p_full implies that all warps have written dS of step i - 1 and finished reading that of step i - 2, whose buffer step i takes.
         store_ds(packed_ds, shared + kDsOffset + i % 2 * kDsBytes, warp_row, lane);
         fence_proxy_async();  // the MMA of dQ would not see the writes otherwise
 
-        // The first step has none before it and computes what nobody uses, from K: with MMAs that are conditional, ptxas would serialise
-        // all of them.
+        // The first step runs these MMAs on K and discards the result: with MMAs that are conditional, ptxas would serialise all of them.
         const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared;
         mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
 #pragma unroll

@@ -10,6 +10,14 @@
 // template  flash_bwd_sm90.cu.j2
 #include "flashgen/sm90.cuh"
 
+// A thread block has kBlockN keys of a head and takes them through all queries that attend to them, a block of queries a step:
+//
+//     S^T = K Q^T    P^T = 2^(scale_log2 S^T - lse_log2)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
+//     dV += P^T dO   dK += dS^T Q                           dQ += dS K
+//
+// S is computed as its transpose, so that P^T and dS^T leave the MMA as the A operands of dV and dK. dV and dK stay in registers; dQ,
+// to which the thread blocks of all keys add, is summed in memory. The convert kernel rounds it.
+
 using element = fp16;
 
 constexpr int kHeadDim = 64;  // of Q and K
@@ -26,7 +34,7 @@ constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 
-// Shared memory holds panels of 64 columns, each row of 128 bytes swizzled by TMA.
+// K, V, Q, dO and dS lie in panels of 64 columns: rows of 128 bytes under the 128-byte swizzle.
 constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
 constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q and K
@@ -65,7 +73,7 @@ struct Params {
     tensor_map dout;                      // (head_dim_v, seqlen_q, num_heads_q, batch)
     tensor_map dk;                        // as k
     tensor_map dv;                        // as v
-    const float* lse_log2;                // (batch, num_heads_q, unit_rows); inf where P is 0
+    const float* lse_log2;                // (batch, num_heads_q, unit_rows); inf for a row that sees nothing, and past the last
     const float* delta;                   // (batch, num_heads_q, unit_rows): sum(dout * out) - dlse
     float* dq_accum;                      // (batch, num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
     int32_t num_heads_q;
@@ -155,20 +163,17 @@ __device__ __forceinline__ int64_t first_unit_row(const Params& params, int batc
     return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
 }
 
-// dq_accum lies as the accumulators of MMAs do: tiles of 16 rows by 8 columns, those of 16 rows one after another. Element e of lane
-// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2. Within a tile the elements lie so that the reds of a warp
-// fill whole lines of 128 bytes: where one red adds all four of a lane these are neighbours, elsewhere those of all lanes.
+// dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
+// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2. The reds of a warp fill whole lines of 128 bytes: where one
+// red adds the four elements of a lane, these are contiguous, elsewhere element e of all lanes is.
 constexpr int kTileElements = 128;
-constexpr int kLaneStep = kRedWidth == 4 ? 4 : 1;
-constexpr int kElementStep = kRedWidth == 4 ? 1 : 32;
 
-// Where the tiles of 16 rows begin that `row`, the first of them, is of.
+// The tiles of the 16 rows that begin at `row`.
 __device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int head, int row) {
     return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
 }
 
 static_assert(kRowUnit % kBlockM == 0, "the rows of a step lie in the workspace");
-static_assert(kRedWidth == 4, "a red adds four elements of a lane");
 
 // Queries [begin, end), none where begin is not less.
 struct QueryRange {
@@ -382,7 +387,7 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Vis
     }
 }
 
-// Hides the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
+// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
     const QueryRange ranges[2] = {queries_of_key(params, lane_key), queries_of_key(params, lane_key + 8)};
     for_each_score(scores, [&](int key, int query, float& score) {
@@ -438,7 +443,7 @@ __device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address 
 __device__ __forceinline__ void add_dq(float* tiles, const float (&dq)[kDqColumns / 2], int columns, int lane) {
 #pragma unroll
     for (int j = 0; j < kDqColumns / 8; ++j) {
-        red_add_128(tiles + j * kTileElements + lane * kLaneStep, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
+        red_add_128(tiles + j * kTileElements + 4 * lane, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
     }
 }
 

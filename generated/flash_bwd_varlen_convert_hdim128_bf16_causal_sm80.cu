@@ -16,10 +16,9 @@ using element = bf16;
 
 constexpr int kHeadDim = 128;  // of Q and K
 constexpr int kThreads = 256;
-constexpr int kVector = 16 / int(sizeof(element));  // elements that a thread stores at once
 constexpr int kWarpColumns = 32;
 constexpr int kPasses = kHeadDim / kWarpColumns;
-// Their loads are on their way together.
+// Whose loads are in flight together.
 constexpr int kPassesAtOnce = kPasses <= 4 ? kPasses : kPasses % 4 == 0 ? 4 : kPasses % 3 == 0 ? 3 : 1;
 
 struct Params {
@@ -61,14 +60,12 @@ __device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, in
 // The row of the workspace that a head begins with. Pointers are those of the sequence.
 __device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows(params); }
 
-// dq_accum lies as the accumulators of MMAs do: tiles of 16 rows by 8 columns, those of 16 rows one after another. Element e of lane
-// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2. Within a tile the elements lie so that the reds of a warp
-// fill whole lines of 128 bytes: where one red adds all four of a lane these are neighbours, elsewhere those of all lanes.
+// dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
+// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2. The reds of a warp fill whole lines of 128 bytes: where one
+// red adds the four elements of a lane, these are contiguous, elsewhere element e of all lanes is.
 constexpr int kTileElements = 128;
-constexpr int kLaneStep = kRedWidth == 4 ? 4 : 1;
-constexpr int kElementStep = kRedWidth == 4 ? 1 : 32;
 
-// Where the tiles of 16 rows begin that `row`, the first of them, is of.
+// The tiles of the 16 rows that begin at `row`.
 __device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int head, int row) {
     return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
 }
@@ -223,7 +220,7 @@ flash_bwd_varlen_convert_hdim128_bf16_causal_sm80(const __grid_constant__ Params
     const float* tiles = dq_tiles(params, batch, head, first_row);
     element* dq = params.dq + batch * params.dq_batch_stride + head * params.dq_head_stride;
     for (int first_pass = 0; first_pass < kPasses; first_pass += kPassesAtOnce) {
-        // Rows past the sequence's queries have no place in the workspace, and a gradient of 0.
+        // Tiles of 16 rows past the sequence's queries are not read: their gradient is 0, as that of rows past them in an earlier tile is.
         float rows[kPassesAtOnce][2][8] = {};
 #pragma unroll
         for (int pass = 0; pass < kPassesAtOnce; ++pass) {

@@ -16,7 +16,7 @@
 //     dV += P^T dO   dK += dS^T Q                           dQ += dS K
 //
 // S is computed as its transpose, so that P^T and dS^T leave the MMA as the A operands of dV and dK. dV and dK stay in registers; dQ,
-// to which the thread blocks of all keys add, is summed in memory. A last step converts it.
+// to which the thread blocks of all keys add, is summed in memory. The convert kernel rounds it.
 
 using element = bf16;
 
@@ -28,8 +28,8 @@ constexpr int kStages = 2;  // blocks of queries in shared memory
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 
-// S^T: a warp has keys of its own, and shares them with the other warps of its row, which have other queries and other columns of dK
-// and dV.
+// Warps form a grid of kKeyWarps by kQueryWarps. A warp has kWarpKeys by kWarpQueries of S^T, and for its keys the kQueryWarps-th part of
+// the columns of dK and dV, over all queries.
 constexpr int kKeyWarps = 4;
 constexpr int kQueryWarps = 2;
 constexpr int kWarpKeys = kBlockN / kKeyWarps;
@@ -153,14 +153,12 @@ __device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, in
 // The row of the workspace that a head begins with. Pointers are those of the sequence.
 __device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows(params); }
 
-// dq_accum lies as the accumulators of MMAs do: tiles of 16 rows by 8 columns, those of 16 rows one after another. Element e of lane
-// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2. Within a tile the elements lie so that the reds of a warp
-// fill whole lines of 128 bytes: where one red adds all four of a lane these are neighbours, elsewhere those of all lanes.
+// dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
+// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2. The reds of a warp fill whole lines of 128 bytes: where one
+// red adds the four elements of a lane, these are contiguous, elsewhere element e of all lanes is.
 constexpr int kTileElements = 128;
-constexpr int kLaneStep = kRedWidth == 4 ? 4 : 1;
-constexpr int kElementStep = kRedWidth == 4 ? 1 : 32;
 
-// Where the tiles of 16 rows begin that `row`, the first of them, is of.
+// The tiles of the 16 rows that begin at `row`.
 __device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int head, int row) {
     return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
 }
@@ -683,6 +681,9 @@ __device__ __forceinline__ void differentiate(Scores& dp, const Scores& p, share
         }
     }
 }
+
+constexpr int kLaneStep = kRedWidth == 4 ? 4 : 1;
+constexpr int kElementStep = kRedWidth == 4 ? 1 : 32;
 
 // Adds dQ of a warp's rows and columns to what other thread blocks have.
 __device__ __forceinline__ void add_dq(float* tiles, const float (&dq)[kDqRowTiles][kDqColumnTiles][4], int column_warp, int lane) {

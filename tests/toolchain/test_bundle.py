@@ -111,15 +111,15 @@ cupy.cuda.nvrtc = types.SimpleNamespace(getVersion=absent)
 from flashgen.toolchain import compile
 compile.installed_version = lambda: None
 from flashgen.arch import typical
-from flashgen.api import _shaped, _specs_for
+from flashgen.api import _shaped, specs_for
 from flashgen.errors import NoCompilerError
 from flashgen.runtime import kernel
 from flashgen.schedule.dispatch import offers, select
 from flashgen.toolchain.obtain import own_arch, recall
 
 h100 = typical("sm_90")
-specs = _specs_for(h100)
-problem = _shaped({"q": (1, 4096, 2, 64), "causal": True}, sys.argv[1])
+specs = specs_for(h100)
+problem = _shaped("attention", {"q": (1, 4096, 2, 64), "causal": True}, sys.argv[1])
 variant = select(problem, h100, offers(problem, h100, specs))
 compiled = recall(variant, own_arch(variant, h100))
 print(variant.name, compiled and compiled.cubin[:4] == b"\\x7fELF", "yaml" in sys.modules)

@@ -30,7 +30,7 @@ Examples:
   flashgen explain --shape 64x1x32x128 --kv 9000x16x8x128 --pages 64x512
   flashgen explain --shape 9000x32x128 --packed 12 --max-seqlen-q 2048
   flashgen explain --shape 8x1x32x128 --kv 8x4000x8x128 --splits every:1024
-  flashgen explain --shape 4x4096x16x128 --causal --operator attention_backward --arch sm_90
+  flashgen explain --shape 4x4096x16x128 --operator attention_backward
 
 Shapes are those of attention(): BATCHxSEQLENxHEADSxHEAD_DIM, or without batch. Arrays are assumed to be
 contiguous. Times are those of dispatch's model; compare them within one call only.

@@ -134,7 +134,7 @@ class GpuBench:
             run = self._runner(variant, case, sets)
             host.poison(sets[0].out)
             out = run(0)
-            share = agreement.sampled_share(case, sets[0], out, host, np.random.default_rng(self._seed))
+            share = agreement.sampled_share(case, sets[0], (out,), host, np.random.default_rng(self._seed))
             if share > 1:
                 wrong[index] = f"wrong result: error {share:.2g} of its bound"
                 continue

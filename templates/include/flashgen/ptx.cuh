@@ -157,7 +157,7 @@ constexpr int kRedWidth = 4;
 constexpr int kRedWidth = 1;
 #endif
 
-// red.global.add.f32: adds to memory, whoever else does, and returns at once.
+// red.global.add.f32: an atomic addition without a result; relaxed, at gpu scope.
 __device__ __forceinline__ void red_add(float* destination, float value) {
     asm volatile("red.global.add.f32 [%0], %1;\n" ::"l"(destination), "f"(value) : "memory");
 }
@@ -171,7 +171,7 @@ __device__ __forceinline__ void red_add_128(float* destination, const float (&va
 #endif
 }
 
-// ld.acquire.gpu.u32: what its writer did before a release of the value is visible after it.
+// ld.acquire.gpu.u32. Pairs with store_release_32(): writes that precede the release are visible after this load.
 __device__ __forceinline__ uint32_t load_acquire_32(const void* source) {
     uint32_t value;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(value) : "l"(source) : "memory");

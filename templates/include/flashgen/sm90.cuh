@@ -108,7 +108,7 @@ __device__ __forceinline__ void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kPending) : "memory");
 }
 
-// fence.proxy.async: orders the thread's accesses to shared memory before those of TMA.
+// fence.proxy.async: orders the thread's accesses to shared memory before later ones of TMA and wgmma.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 
 // stmatrix.x4: four 8x8 matrices of 16-bit elements, whose rows go where lane 8 i + j says for row j of matrix i.
