@@ -510,6 +510,7 @@ shipped_problems = st.builds(
 )
 
 
+@settings(max_examples=40)
 @given(shipped_problems, st.sampled_from([H200, GEFORCE]))
 def test_a_family_for_few_rows_changes_no_other_choice(call, device):
     before = select(call, device, offers(call, device, forward_specs()))
