@@ -46,6 +46,8 @@ _EXPLAINED = {"attention": "flashgen.api", "attention_backward": "flashgen.train
 # Their parameters that no kernel depends on, or that have arguments of their own.
 _UNEXPLAINED = {"append", "rotary", "stream", "backend", "algorithm", "workspace"}
 MAX_PLANS = 1024
+# What a call says of the lengths of sequences.
+LENGTHS = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
 # What is wrong with a call that has bounds alone.
 BOUNDS_ALONE = (
     "max_seqlen_q or max_seqlen_kv was given, but no lengths; they are bounds of kv_lengths, cu_seqlens_q "
@@ -329,13 +331,12 @@ def _function(name: str) -> tuple[Mapping[str, Any], Callable[[Mapping[str, Any]
 
 def asked_by_name(call: Mapping[str, Any]) -> Asked:
     """`asked` of all parameters of ``attention`` by name."""
-    lengths = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
     return asked(
         *(call[name] for name in ("q", "k", "v", "mask", "out")),
         tuple(call[name] for name in ("causal", "mask_type", "window_size", "return_lse", "splits")),
         call["softmax_scale"],
         tuple(call[name] for name in ("softcap", "alibi_slopes", "score", "params")),
-        tuple(call[name] for name in lengths),
+        tuple(call[name] for name in LENGTHS),
     )
 
 

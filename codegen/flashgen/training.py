@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flashgen.api import BOUNDS_ALONE, bound, call, make_plan, score_of
+from flashgen.api import BOUNDS_ALONE, LENGTHS, bound, call, make_plan, score_of
 from flashgen.errors import BadParam
 from flashgen.kvcache import KVCache
 from flashgen.operators.attention import sees_no_later_key
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from flashgen.operators.operator import Operator
     from flashgen.runtime.plans import Plan
 
-LENGTHS = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
 # Options of attention() that have no gradients, or no part in them.
 NOT_BACKWARD = ("append", "rotary", "splits", "algorithm")
 MASK_WITH_LENGTHS = (

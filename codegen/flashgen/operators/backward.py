@@ -22,7 +22,7 @@ from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem
 from flashgen.operators.operator import Axis, Operator, Problem, Value
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from flashgen.operators.arguments import ArrayView
     from flashgen.operators.scores import Score
@@ -120,34 +120,40 @@ def normalise(
     given = {name: view for name, view in views.items() if view is not None}
     attention.check_devices({"q": q} | given)
     for name, view in given.items():
-        _check_array(ARGUMENTS[_POSITIONS[name]], view, forward)
+        check_array(ARGUMENTS[_POSITIONS[name]], view, forward, 0 if forward.batched else 1)
     own = attention.score_views(score, score_arrays)
     views |= {"q": q, "k": k, "v": v, "mask": mask} | own
+    return BackwardProblem(
+        **kept_of(forward, operator_for(score).arguments, views), deterministic=deterministic
+    )
+
+
+def kept_of(
+    forward: AttentionProblem, arguments: Sequence[Argument], views: Mapping[str, ArrayView | None]
+) -> dict[str, Any]:
+    """The fields of a forward call's problem, with the strides of these arguments of its gradients."""
     kept = {field.name: getattr(forward, field.name) for field in dataclasses.fields(forward)}
     kept["strides"] = tuple(
         None
         if argument.optional and views.get(argument.name) is None
         else place(argument, views.get(argument.name), forward.sizes, forward.dtype).strides
-        for argument in operator_for(score).arguments
+        for argument in arguments
     )
-    return BackwardProblem(**kept, deterministic=deterministic)
+    return kept
 
 
-def _check_array(argument: Argument, view: ArrayView, forward: AttentionProblem) -> None:
-    """That an array belongs to the forward call, and its layout fits. Raises BadTensorDtype, BadTensorShape
-    or BadTensorStrides.
+def check_array(argument: Argument, view: ArrayView, forward: AttentionProblem, missing: int) -> None:
+    """That an array belongs to the forward call, and its layout fits; the caller leaves out the first
+    ``missing`` dimensions. Raises BadTensorDtype, BadTensorShape or BadTensorStrides.
     """
     name, dtype = argument.name, argument.dtype(forward.dtype)
     if view.dtype != dtype:
         why = "" if argument.dtypes else ", that of q"
         raise BadTensorDtype(f"{name} has dtype {view.dtype}; expected {dtype}{why}")
-    extents = argument.extents(forward.sizes)
-    expected = extents if forward.batched else extents[1:]
+    expected = argument.extents(forward.sizes)[missing:]
     if view.shape != expected:
-        symbols = argument.symbols if forward.batched else argument.symbols[1:]
-        raise BadTensorShape(
-            f"{name} has shape {view.shape}; these q, k and v need ({', '.join(symbols)}) = {expected}"
-        )
+        symbols = ", ".join(argument.symbols[missing:])
+        raise BadTensorShape(f"{name} has shape {view.shape}; these q, k and v need ({symbols}) = {expected}")
     check_strides(argument, view, DTYPE_BYTES[dtype])
 
 

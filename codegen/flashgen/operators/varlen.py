@@ -48,15 +48,7 @@ ARGUMENTS = (
     Argument("kv_lengths", "input", "batch", **_INTEGERS),
     Argument("index", "input", "batch", **_INTEGERS),
     Argument("pages", "input", "batch max_pages", **(_INTEGERS | {"layout": "rows"})),
-    Argument(
-        "mask",
-        "input",
-        "batch num_heads_q rows_q seqlen_kv",
-        dtypes=("bool", "uint8"),
-        layout="broadcast",
-        alignment=1,
-        optional=True,
-    ),
+    ATTENTION.arguments[ATTENTION.position("mask")]._replace(shape="batch num_heads_q rows_q seqlen_kv"),
     Argument("out", "output", "batch_q rows_q num_heads_q head_dim_v"),
     Argument(
         "lse",

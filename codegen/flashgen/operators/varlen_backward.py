@@ -10,9 +10,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashgen.errors import BadTensorDtype, BadTensorShape
 from flashgen.operators import attention, backward, varlen
-from flashgen.operators.arguments import DTYPE_BYTES, Argument, check_strides, flag, place
+from flashgen.operators.arguments import Argument, flag, place
 from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem
 from flashgen.operators.backward import BackwardProblem
 from flashgen.operators.operator import Operator, Problem, Value
@@ -67,7 +66,7 @@ class VarlenBackwardProblem(VarlenProblem):
 
     def shape(self, position: int) -> tuple[int, ...]:
         argument = self.operator.arguments[position]
-        return _shape(argument, argument.extents(self.sizes), self.packed_q, self.packed_kv)
+        return argument.extents(self.sizes)[_missing(argument, self.packed_q, self.packed_kv) :]
 
     def wanted(self) -> str:
         order = "ordered" if self.deterministic else "none or ordered"
@@ -154,40 +153,19 @@ def normalise(
     given = {name: view for name, view in views.items() if view is not None}
     attention.check_devices({"q": q} | given)
     for name, view in given.items():
-        _check_array(ARGUMENTS[_POSITIONS[name]], view, forward)
+        argument = ARGUMENTS[_POSITIONS[name]]
+        missing = _missing(argument, forward.packed_q, forward.packed_kv)
+        backward.check_array(argument, view, forward, missing)
     views |= {"q": q, "k": k, "v": v} | lengths | attention.score_views(score, score_arrays)
-    kept = {field.name: getattr(forward, field.name) for field in dataclasses.fields(forward)}
-    kept["strides"] = tuple(
-        None
-        if argument.optional and views.get(argument.name) is None
-        else place(argument, views.get(argument.name), forward.sizes, forward.dtype).strides
-        for argument in operator_for(score).arguments
+    return VarlenBackwardProblem(
+        **backward.kept_of(forward, operator_for(score).arguments, views), deterministic=deterministic
     )
-    return VarlenBackwardProblem(**kept, deterministic=deterministic)
 
 
-def _shape(argument: Argument, extents: tuple[Any, ...], packed_q: bool, packed_kv: bool) -> tuple[Any, ...]:
-    """Of an array's extents, or symbols, those that a caller's has: packed rows have no batch."""
+def _missing(argument: Argument, packed_q: bool, packed_kv: bool) -> int:
+    """How many dimensions a caller leaves out: packed rows have no batch."""
     packed = {"batch_q": packed_q, "batch_kv": packed_kv}
-    return extents[1:] if packed.get(argument.symbols[0] if argument.symbols else "", False) else extents
-
-
-def _check_array(argument: Argument, view: ArrayView, forward: VarlenProblem) -> None:
-    """That an array belongs to the forward call, and its layout fits. Raises BadTensorDtype, BadTensorShape
-    or BadTensorStrides.
-    """
-    name, dtype = argument.name, argument.dtype(forward.dtype)
-    if view.dtype != dtype:
-        why = "" if argument.dtypes else ", that of q"
-        raise BadTensorDtype(f"{name} has dtype {view.dtype}; expected {dtype}{why}")
-    packed = forward.packed_q, forward.packed_kv
-    expected = _shape(argument, argument.extents(forward.sizes), *packed)
-    if view.shape != expected:
-        symbols = _shape(argument, argument.symbols, *packed)
-        raise BadTensorShape(
-            f"{name} has shape {view.shape}; these q, k and v need ({', '.join(symbols)}) = {expected}"
-        )
-    check_strides(argument, view, DTYPE_BYTES[dtype])
+    return int(packed.get(argument.symbols[0] if argument.symbols else "", False))
 
 
 def _normalise(views: Sequence[ArrayView | None], options: Sequence[Any], scalars: Sequence[Any]) -> Problem:

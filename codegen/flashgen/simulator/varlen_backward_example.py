@@ -15,6 +15,7 @@ from flashgen.operators.numbers import bfloat16_bits, widened
 from flashgen.operators.reference import Largest, attention, modification_of
 from flashgen.operators.sequences import sequences
 from flashgen.operators.varlen_backward import LENGTHS, VarlenBackwardProblem, normalise
+from flashgen.simulator.attention_backward_example import BackwardExample
 from flashgen.simulator.example import (
     check_sizes,
     random_rows,
@@ -41,39 +42,15 @@ _JUDGED = ("dout", "q", "k", "v", "mask", "out", "lse", "dlse", "dq", "dk", "dv"
 
 
 @dataclass(frozen=True)
-class VarlenBackwardExample:
-    """A problem with its arrays in host memory, in the operator's order. bfloat16 elements are their bits in
-    uint16; lengths and dlse may be None.
-    """
+class VarlenBackwardExample(BackwardExample):
+    """The same with lengths, of which each may be None."""
 
     problem: VarlenBackwardProblem
-    arrays: tuple[np.ndarray | None, ...]
-
-    def array(self, name: str) -> np.ndarray | None:
-        """One of them by its name."""
-        return self.arrays[self.problem.operator.position(name)]
-
-    @property
-    def out(self) -> np.ndarray:
-        """dq, the first of the outputs."""
-        return self.array("dq")
-
-    @property
-    def lse(self) -> None:
-        """No output of this operator; the LSE of the forward call is ``array("lse")``."""
-        return
 
     @property
     def described(self) -> dict[str, Any]:
         """The sizes of the problem, for a report."""
-        problem = self.problem
-        return {
-            "shape": list(self.array("q").shape),
-            "head_dim_v": problem.head_dim_v,
-            "seqlen_kv": problem.seqlen_kv,
-            "num_heads_kv": problem.num_heads_kv,
-            "sequences": problem.batch,
-        }
+        return super().described | {"shape": list(self.array("q").shape), "sequences": self.problem.batch}
 
     def sequences(self) -> list[Sequence]:
         """Those that the lengths say now."""
