@@ -743,7 +743,9 @@ flash_bwd_hdim192_bf16_causal_sm90(const __grid_constant__ Params params) {
     const KeyBlock tile = find_key_block(params, block_index());
     if (warpgroup == 0) {
         setmaxnreg_dec<kProducerRegisters>();
-        if (threadIdx.x == 0) produce(params, tile, shared, barriers);
+        if (threadIdx.x == 0) {
+            produce(params, tile, shared, barriers);
+        }
     } else if (warpgroup == 1) {
         setmaxnreg_inc<kConsumerRegisters>();
         consume_dv(params, tile, shared, barriers);
