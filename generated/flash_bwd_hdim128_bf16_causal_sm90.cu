@@ -438,7 +438,8 @@ __device__ __forceinline__ void add_dq(float* tiles, const float (&dq)[kDqColumn
 // memory, swizzled as these were. One thread of the warpgroup starts the TMA stores.
 template <int kColumns>
 __device__ __forceinline__ void store_gradient(const Params& params, const tensor_map& map, const float (&sums)[kColumns / 2],
-                                               float factor, shared_address staging, int first_key, const KeyBlock& tile, int consumer, int lane) {
+                                               float factor, shared_address staging, int first_key, const KeyBlock& tile, int consumer,
+                                               int lane) {
     const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
 #pragma unroll
     for (int column = 0; column < kColumns; column += 16) {

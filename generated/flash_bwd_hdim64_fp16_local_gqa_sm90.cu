@@ -76,7 +76,7 @@ struct Params {
     const float* lse_log2;                // (batch, num_heads_q, unit_rows); inf for a row that sees nothing, and past the last
     const float* delta;                   // (batch, num_heads_q, unit_rows): sum(dout * out) - dlse
     float* dq_accum;                      // (batch, num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
-    float* dk_parts;                      // (batch, num_heads_kv * group_parts, part_rows, kHeadDim), in the order of part_tiles
+    float* dk_parts;                      // (batch, num_heads_kv * group_parts, part_rows, kHeadDim), in tiles of 16 rows by 8 columns
     float* dv_parts;                      // (batch, num_heads_kv * group_parts, part_rows, kHeadDimV), likewise
     int32_t num_heads_q;
     int32_t num_heads_kv;
@@ -464,7 +464,8 @@ __device__ __forceinline__ void add_dq(float* tiles, const float (&dq)[kDqColumn
 // memory, swizzled as these were. One thread of the warpgroup starts the TMA stores.
 template <int kColumns>
 __device__ __forceinline__ void store_gradient(const Params& params, const tensor_map& map, const float (&sums)[kColumns / 2],
-                                               float factor, shared_address staging, int first_key, const KeyBlock& tile, int consumer, int lane) {
+                                               float factor, shared_address staging, int first_key, const KeyBlock& tile, int consumer,
+                                               int lane) {
     const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
 #pragma unroll
     for (int column = 0; column < kColumns; column += 16) {

@@ -18,14 +18,14 @@ using element = fp16;
 
 constexpr int kHeadDim = 128;  // of K
 constexpr int kHeadDimV = 128;  // of V
-constexpr int kBlockN = 128;  // parts have whole blocks of so many keys
+constexpr int kBlockN = 128;  // keys of a thread block of the main kernel
 constexpr int kThreads = 256;
 constexpr int kRows = 16;
 constexpr int kWarpColumns = 32;
 constexpr int kTileElements = 128;  // 16 rows by 8 columns
 
 struct Params {
-    const float* dk_parts;                // (batch, num_heads_kv * group_parts, part_rows, kHeadDim), in the order of part_tiles
+    const float* dk_parts;                // (batch, num_heads_kv * group_parts, part_rows, kHeadDim), in tiles of 16 rows by 8 columns
     const float* dv_parts;                // (batch, num_heads_kv * group_parts, part_rows, kHeadDimV), likewise
     element* dk;                          // (batch, seqlen_kv, num_heads_kv, head_dim), rows 16-byte aligned
     element* dv;                          // (batch, seqlen_kv, num_heads_kv, head_dim_v), likewise
@@ -55,6 +55,9 @@ static_assert(offsetof(Params, softmax_scale) == 104);
 static_assert(kHeadDim % kWarpColumns == 0 && kHeadDimV % kWarpColumns == 0, "columns come by 32");
 static_assert(kBlockN % kRows == 0, "the rows of a thread block lie in one block of keys");
 
+// Keys of a part in the workspace: whole blocks.
+__device__ __forceinline__ int part_rows(const Params& params) { return (params.seqlen_kv + kBlockN - 1) / kBlockN * kBlockN; }
+
 // Rounds and writes 8 elements of a row, times `scale`, as far as there are columns.
 __device__ __forceinline__ void store(element* destination, const float (&values)[8], float scale, int columns_left) {
     if (columns_left <= 0) return;
@@ -68,7 +71,7 @@ template <int kColumns>
 __device__ __forceinline__ void sum_parts(const Params& params, const float* parts, element* gradient, int64_t row_stride, float scale,
                                           int first_row, int column, int columns, int lane) {
     const int g = lane / 4;
-    const int64_t part_elements = int64_t((params.seqlen_kv + kBlockN - 1) / kBlockN * kBlockN) * kColumns;
+    const int64_t part_elements = int64_t(part_rows(params)) * kColumns;
     // Of a tile, four lanes of an MMA have rows g and g + 8: two elements of each row, side by side.
     const float* lanes = parts + int64_t(first_row) * kColumns + column / 8 * kTileElements + 16 * g;
     float rows[2][8] = {};
@@ -99,7 +102,7 @@ flash_bwd_sum_hdim128_fp16_causal_ordered_gqa_sm80(const __grid_constant__ Param
     const int first_row = (block_index() - head_of_batch * params.num_row_blocks) * kRows;
     const int lane = threadIdx.x % 32;
 
-    const int64_t first_key = int64_t(head_of_batch) * params.group_parts * ((params.seqlen_kv + kBlockN - 1) / kBlockN * kBlockN);
+    const int64_t first_key = int64_t(head_of_batch) * params.group_parts * part_rows(params);
     element* dk = params.dk + batch * params.dk_batch_stride + head * params.dk_head_stride;
     element* dv = params.dv + batch * params.dv_batch_stride + head * params.dv_head_stride;
 

@@ -47,7 +47,7 @@ def simulated(name, shape, seed, parts, *, threads=1, order=0, source_of=render)
     return example, arrays
 
 
-# Both families and all heads of a group, or fewer, in a part; one kv head; both orders of dQ; fp32; wide heads.
+# All families; one kv head; both orders of dQ; fp32.
 CASES = [
     ("flash_bwd_hdim32_fp16_causal_gqa_sm80", Shape(70, 150, 6, 1, head_dim=24), (1, 2, 3, 6)),
     ("flash_bwd_hdim32_fp16_dense_ordered_gqa_sm80", Shape(70, 150, 4, 2, mask="k"), (1, 2)),

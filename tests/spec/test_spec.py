@@ -716,3 +716,32 @@ def test_shares_are_of_kv_blocks(tmp_path):
     path.write_text(SHARES[:begin] + SHARES[end:])
     with pytest.raises(SpecError, match=r"grid\.schedule: .*`visits` is missing"):
         load_spec(path)
+
+
+GROUPS = (specs_dir() / "flash_bwd_sm90.yaml").read_text(encoding="utf-8")
+SUM_WHEN = "    when: {gqa: gqa}\n    template"
+SUM_GRID = "{key_rows: 16, kv_heads: 1, batch: 1}"
+WAVES = "group_waves: 8 if mask_type == 'causal' else 4"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "place", "why"),
+    [
+        (SUM_WHEN, "    template", None, None),
+        (SUM_WHEN, "    when: {gqa: some}\n    template", r"steps\[3\]\.when\.gqa", "some"),
+        ("    main: true\n", "    main: true\n    when: {gqa: gqa}\n", r"steps\[1\]\.when", "every variant"),
+        (WAVES, "group_waves: 0", r"steps\[3\]\.combines", "has parts"),
+        (WAVES, "group_waves: 0 - 1", r"tiles\[0\]", "below 1"),
+        (WAVES, f"schedule: persistent\n      {WAVES}", r"group_waves", "each tile and part"),
+        (SUM_GRID, "{key_rows: 16}, group_waves: 1", r"group_waves", "only the main step"),
+    ],
+)
+def test_what_a_family_may_say_of_groups_in_parts(old, new, place, why, tmp_path):
+    assert GROUPS.count(old) == 1
+    path = tmp_path / "flash_bwd_sm90.yaml"
+    path.write_text(GROUPS.replace(old, new))
+    if place is None:
+        assert all("sum" in {step.step for step in v.steps} for v in load_spec(path).variants() if v.is_main)
+        return
+    with pytest.raises(SpecError, match=rf"{place}: .*{re.escape(why)}"):
+        load_spec(path)
