@@ -618,7 +618,7 @@ def test_another_ending_is_not_passed_over(tiny_folder):
 def test_shipped_specs_are_complete():
     """The product that the shipped family promises, and a committed slice that a person can review."""
     variants = [v for spec in load_specs() for v in spec.variants()]
-    assert 1 <= sum(v.committed for v in variants) <= 100
+    assert 1 <= sum(v.committed for v in variants) <= 110
     forward = [v for v in variants if v.spec == "flash_fwd_sm80"]
     points = {((v.head_dim, v.head_dim_v), v.dtype, v.mask_type, v.gqa, v.target) for v in forward}
     alike = [(width, width) for width in (32, 64, 96, 128, 192, 256)]
@@ -731,7 +731,7 @@ WAVES = "group_waves: 8 if mask_type == 'causal' else 4"
         (SUM_WHEN, "    when: {gqa: some}\n    template", r"steps\[3\]\.when\.gqa", "some"),
         ("    main: true\n", "    main: true\n    when: {gqa: gqa}\n", r"steps\[1\]\.when", "every variant"),
         (WAVES, "group_waves: 0", r"steps\[3\]\.combines", "has parts"),
-        (WAVES, "group_waves: 0 - 1", r"tiles\[0\]", "below 1"),
+        (WAVES, "group_waves: 0 - 1", r"tiles\[\d+\]", "below 1"),
         (WAVES, f"schedule: persistent\n      {WAVES}", r"group_waves", "each tile and part"),
         (SUM_GRID, "{key_rows: 16}, group_waves: 1", r"group_waves", "only the main step"),
     ],
