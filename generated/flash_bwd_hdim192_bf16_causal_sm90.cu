@@ -497,27 +497,30 @@ __device__ __forceinline__ void produce_step(const Params& params, const KeyBloc
                                              const Barriers& barriers, const RingPosition<kStages>& ring) {
     const int first_row = step.block * kBlockM;
     const int head = head_of(params, tile, step);
-    const int64_t unit_row = first_unit_row(params, tile.batch, head) + first_row;
+    const int batch = tile.batch;
+    const int row = first_row;
+    const int64_t unit_row = first_unit_row(params, batch, head) + first_row;
     const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(ring.stage);
     mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
     mbarrier_arrive_expect_tx(q_full, kQBytes + kRowBytes);
-    load_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, params.q, q_full, first_row, head, tile.batch);
+    load_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, params.q, q_full, row, head, batch);
     bulk_load(shared + kLseOffset + ring.stage * kRowBytes, params.lse_log2 + unit_row, q_full, kRowBytes);
     mbarrier_arrive_expect_tx(dout_full, kDoutBytes + kRowBytes);
-    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + ring.stage * kDoutBytes, params.dout, dout_full, first_row, head,
-                                 tile.batch);
+    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + ring.stage * kDoutBytes, params.dout, dout_full, row, head, batch);
     bulk_load(shared + kDeltaOffset + ring.stage * kRowBytes, params.delta + unit_row, dout_full, kRowBytes);
 }
 
 // The producer thread: K and V of the tile, then Q and dO of each step, with their rows' LSE and delta, as fast as buffers become
 // empty.
 __device__ __forceinline__ void produce(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
-    mbarrier_arrive_expect_tx(barriers.k_full(), kKBytes);
-    load_rows<kPanels, kBlockN>(shared, params.k, barriers.k_full(), tile.first_key, tile.kv_head, tile.batch);
-    mbarrier_arrive_expect_tx(barriers.v_full(), kVBytes);
-    load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.v_full(), tile.first_key, tile.kv_head, tile.batch);
-
+    const int batch = tile.batch;
+    const int row = tile.first_key;
     const QueryBlocks queries = find_query_blocks(params, tile.first_key);
+    mbarrier_arrive_expect_tx(barriers.k_full(), kKBytes);
+    load_rows<kPanels, kBlockN>(shared, params.k, barriers.k_full(), row, tile.kv_head, batch);
+    mbarrier_arrive_expect_tx(barriers.v_full(), kVBytes);
+    load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.v_full(), row, tile.kv_head, batch);
+
     // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
     Step step = first_step(queries);

@@ -97,6 +97,28 @@ static_assert(offsetof(Params, num_row_blocks) == 812 && offsetof(Params, diagon
 static_assert(offsetof(Params, window_left) == 820 && offsetof(Params, window_right) == 824);
 static_assert(offsetof(Params, scale_log2) == 828 && offsetof(Params, softmax_scale) == 832);
 
+// The rows of a head in the workspace: whole units of kRowUnit, so that a tile of queries never meets the end of an array.
+constexpr int kRowUnit = 128;
+
+__device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
+
+// The row of the workspace that a head begins with.
+__device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
+    return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
+}
+
+// dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
+// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2. The reds of a warp fill whole lines of 128 bytes: where one
+// red adds the four elements of a lane, these are contiguous, elsewhere element e of all lanes is.
+constexpr int kTileElements = 128;
+
+// The tiles of the 16 rows that begin at `row`.
+__device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int head, int row) {
+    return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
+}
+
+static_assert(kRowUnit % kBlockM == 0, "the rows of a step lie in the workspace");
+
 // What a thread block computes: dK and dV of kBlockN keys of a head, and their share of dQ.
 struct KeyBlock {
     int batch;
@@ -152,28 +174,6 @@ __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks& q
 __device__ __forceinline__ int head_of(const Params& params, const KeyBlock& block, const Step& step) {
     return block.kv_head * params.group_size + step.head_of_group;
 }
-
-// The rows of a head in the workspace: whole units of kRowUnit, so that a tile of queries never meets the end of an array.
-constexpr int kRowUnit = 128;
-
-__device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
-
-// The row of the workspace that a head begins with.
-__device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
-    return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
-}
-
-// dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
-// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2. The reds of a warp fill whole lines of 128 bytes: where one
-// red adds the four elements of a lane, these are contiguous, elsewhere element e of all lanes is.
-constexpr int kTileElements = 128;
-
-// The tiles of the 16 rows that begin at `row`.
-__device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int head, int row) {
-    return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
-}
-
-static_assert(kRowUnit % kBlockM == 0, "the rows of a step lie in the workspace");
 
 // Queries [begin, end), none where begin is not less.
 struct QueryRange {
@@ -484,27 +484,30 @@ __device__ __forceinline__ void produce_step(const Params& params, const KeyBloc
                                              const Barriers& barriers, const RingPosition<kStages>& ring) {
     const int first_row = step.block * kBlockM;
     const int head = head_of(params, tile, step);
-    const int64_t unit_row = first_unit_row(params, tile.batch, head) + first_row;
+    const int batch = tile.batch;
+    const int row = first_row;
+    const int64_t unit_row = first_unit_row(params, batch, head) + first_row;
     const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(ring.stage);
     mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
     mbarrier_arrive_expect_tx(q_full, kQBytes + kRowBytes);
-    load_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, params.q, q_full, first_row, head, tile.batch);
+    load_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, params.q, q_full, row, head, batch);
     bulk_load(shared + kLseOffset + ring.stage * kRowBytes, params.lse_log2 + unit_row, q_full, kRowBytes);
     mbarrier_arrive_expect_tx(dout_full, kDoutBytes + kRowBytes);
-    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + ring.stage * kDoutBytes, params.dout, dout_full, first_row, head,
-                                 tile.batch);
+    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + ring.stage * kDoutBytes, params.dout, dout_full, row, head, batch);
     bulk_load(shared + kDeltaOffset + ring.stage * kRowBytes, params.delta + unit_row, dout_full, kRowBytes);
 }
 
 // The producer thread: K and V of the tile, then Q and dO of each step, with their rows' LSE and delta, as fast as buffers become
 // empty.
 __device__ __forceinline__ void produce(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
-    mbarrier_arrive_expect_tx(barriers.k_full(), kKBytes);
-    load_rows<kPanels, kBlockN>(shared, params.k, barriers.k_full(), tile.first_key, tile.kv_head, tile.batch);
-    mbarrier_arrive_expect_tx(barriers.v_full(), kVBytes);
-    load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.v_full(), tile.first_key, tile.kv_head, tile.batch);
-
+    const int batch = tile.batch;
+    const int row = tile.first_key;
     const QueryBlocks queries = find_query_blocks(params, tile.first_key);
+    mbarrier_arrive_expect_tx(barriers.k_full(), kKBytes);
+    load_rows<kPanels, kBlockN>(shared, params.k, barriers.k_full(), row, tile.kv_head, batch);
+    mbarrier_arrive_expect_tx(barriers.v_full(), kVBytes);
+    load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.v_full(), row, tile.kv_head, batch);
+
     // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
     Step step = first_step(queries);

@@ -15,7 +15,7 @@ GROUPS = Shape(100, 150, 4, 2, batch=5)
 # On Hopper. One sequence, whose last blocks are not whole.
 HOPPER = "32_fp16_sm90"
 ALONE = Shape(100, 150, 1)
-SHARED = Shape(100, 150, 1, batch=3)
+SHARED = Shape(100, 150, 1, batch=8)
 PADDED, PACKED = {"packed_q": False, "packed_kv": False}, {"packed_q": True, "packed_kv": True}
 
 BEHIND = PACKED | {"behind": True}
@@ -90,15 +90,15 @@ FAULTS = (
            "if (stored >= rows) break;", ""),
      PACKED),
     (Fault("queries of the first sequence", HOPPER, "main", SHARED, (WRONG,),
-           "const int row = tile.first_row_q + first_row;", "const int row = first_row;"),
+           "const int row = tile.first_row_q + step.block * kBlockM;", "const int row = step.block * kBlockM;"),
      PACKED),
     (Fault("LSE and delta of the first sequence", HOPPER, "main", SHARED, (WRONG,),
-           "unit_row_of_sequence(params, tile.batch, tile.first_row_q) + first_row", "first_row"),
+           "unit_row_of_sequence(params, tile.batch, tile.first_row_q) + ", ""),
      PACKED),
     (Fault("keys of the first entry", HOPPER, "main", SHARED, (WRONG,),
            "params.cu_seqlens_kv == nullptr ? tile.batch : 0", "0"),
      PADDED),
-    (Fault("blocks of more work, once more", HOPPER, "main", SHARED, (WRONG, "race"),
+    (Fault("blocks of more work count once more", HOPPER, "main", ALONE, (WRONG,),
            "return {most, index - ahead};", "return {most, index};"),
-     PACKED),
+     BEHIND),
 )  # fmt: skip
