@@ -161,6 +161,8 @@ __device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return 
 
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
 
+__device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
+
 // The query head of a step.
 __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
 
@@ -491,8 +493,9 @@ __device__ __forceinline__ void add_dq(float* tiles, const float (&dq)[kDqColumn
 // Rounds a warpgroup's 64 rows of dK or dV, times `factor`, and lets TMA write them: through `staging`, the rows of K or V in shared
 // memory, swizzled as these were. One thread of the warpgroup starts the TMA stores.
 template <int kColumns>
-__device__ __forceinline__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor,
-                                               shared_address staging, int first_key, const KeyBlock& tile, int consumer, int lane) {
+__device__ __forceinline__ void store_gradient(const Params& params, const tensor_map& map, const float (&sums)[kColumns / 2],
+                                               float factor, shared_address staging, int first_key, const KeyBlock& tile, int consumer,
+                                               int lane) {
     const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
 #pragma unroll
     for (int column = 0; column < kColumns; column += 16) {
@@ -509,7 +512,8 @@ __device__ __forceinline__ void store_gradient(const tensor_map& map, const floa
     if (threadIdx.x % 128 == 0) {
 #pragma unroll
         for (int panel = 0; panel < (kColumns + kPanelColumns - 1) / kPanelColumns; ++panel) {
-            tma_store_4d(map, staging + panel * kBlockN * kPanelRowBytes, panel * kPanelColumns, first_key, tile.kv_head, tile.batch);
+            tma_store_4d(map, staging + panel * kBlockN * kPanelRowBytes, panel * kPanelColumns, first_key, kv_head_of(params, tile),
+                         tile.batch);
         }
         tma_store_commit();
     }
@@ -520,11 +524,10 @@ __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queri
 // Loads Q and dO of a step, and the LSE and delta of its rows.
 __device__ __forceinline__ void produce_step(const Params& params, const KeyBlock& tile, const Step& step, shared_address shared,
                                              const Barriers& barriers, const RingPosition<kStages>& ring) {
-    const int first_row = step.block * kBlockM;
     const int head = head_of(params, tile, step);
     const int batch = tile.batch;
-    const int row = first_row;
-    const int64_t unit_row = first_unit_row(params, batch, head) + first_row;
+    const int row = step.block * kBlockM;
+    const int64_t unit_row = first_unit_row(params, batch, head) + row;
     const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(ring.stage);
     mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
     mbarrier_arrive_expect_tx(q_full, kQBytes + kRowBytes);
@@ -541,10 +544,11 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& ti
     const int batch = tile.batch;
     const int row = tile.first_key;
     const QueryBlocks queries = find_query_blocks(params, tile.first_key);
+    const int kv_head = kv_head_of(params, tile);
     mbarrier_arrive_expect_tx(barriers.k_full(), kKBytes);
-    load_rows<kPanels, kBlockN>(shared, params.k, barriers.k_full(), row, tile.kv_head, batch);
+    load_rows<kPanels, kBlockN>(shared, params.k, barriers.k_full(), row, kv_head, batch);
     mbarrier_arrive_expect_tx(barriers.v_full(), kVBytes);
-    load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.v_full(), row, tile.kv_head, batch);
+    load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.v_full(), row, kv_head, batch);
 
     // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
@@ -657,9 +661,9 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
         add_previous_dq(dq);
     }
     release(barriers.ds_ready());  // this warp no longer reads K
-    store_gradient<kHeadDimV>(params.dv, dv, 1.0f, v_own, tile.first_key + 64 * consumer, tile, consumer, lane);
+    store_gradient<kHeadDimV>(params, params.dv, dv, 1.0f, v_own, tile.first_key + 64 * consumer, tile, consumer, lane);
     mbarrier_wait(barriers.ds_ready(), count % 2);
-    store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, k_own, tile.first_key + 64 * consumer, tile, consumer, lane);
+    store_gradient<kHeadDim>(params, params.dk, dk, params.softmax_scale, k_own, tile.first_key + 64 * consumer, tile, consumer, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
 
