@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from flashgen.operators import varlen_backward
 from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.backward import normalise
 from flashgen.schedule.dispatch import offers, select
@@ -65,3 +66,29 @@ def test_deterministic_and_modified_scores_have_kernels_for_hopper(head_dim):
         variant = taken(head_dim, head_dim, deterministic=True, **options)
         assert variant.target == "sm90"
         assert dict(variant.axes)["dq_order"] == "ordered"
+
+
+def taken_packed(head_dim, dtype="bf16", tokens=1000, **options):
+    q, k = (view_of_shape((tokens, heads, head_dim), dtype, 0) for heads in (4, 2))
+    lse = view_of_shape((4, tokens), "fp32", 0)
+    cu = view_of_shape((9,), "int32", 0)
+    lengths = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu}
+    problem = varlen_backward.normalise(q, q, k, k, q, lse, **lengths, **options)
+    return select(problem, H200, offers(problem, H200, SPECS))
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 96, 128])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (100, 0)}], ids=str)
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_packed_sequences_have_kernels_for_hopper(head_dim, options, dtype):
+    variant = taken_packed(head_dim, dtype, **options)
+    assert (variant.spec, variant.head_dim) == ("flash_bwd_varlen_sm90", max(32, head_dim))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"dtype": "fp32"}, {"deterministic": True}, {"head_dim": 136}, {"tokens": 0}],
+    ids=str,
+)
+def test_other_gradients_of_packed_sequences_are_left_to_those_for_every_gpu(options):
+    assert taken_packed(**{"head_dim": 128} | options).spec == "flash_bwd_varlen_sm80"
