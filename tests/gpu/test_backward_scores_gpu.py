@@ -23,7 +23,7 @@ scores:
     score: "score * gain + bias[h, q, kv] + table[h, min(abs(q - kv), 15)] + shift[b, kv]"
     params: {gain: f32, bias: [h, q, kv, f32], table: [h, distance, f32], shift: [b, kv, i32]}
   hides: {score: "where(abs(kv - q) <= n, score, -inf)", params: {n: i32}}
-  falls: {score: "score / max(q - kv + 1, 0) - log(abs(score)) / 8"}
+  falls: {score: "score / max(q - kv + 1, 0) - log(abs(score) + 1) / 8"}
 """
 # Queries, keys, query heads, kv heads: the last block of queries is mostly empty.
 SHAPE = (2, 260, 429, 4, 2)

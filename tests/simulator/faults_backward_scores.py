@@ -48,7 +48,7 @@ FAULTS = (
         "1.0f - tanh_approx(tanh_0) * tanh_approx(tanh_0)",
     ),
     fault("slope of the group's first head", AMPERE, CHAIN, "head_of(params, block, step), p,",
-          "block.kv_head * params.group_size, p,"),
+          "kv_head_of(params, block) * 2, p,"),
     fault("offset of the query beside", AMPERE, CHAIN, "min(first_query + 8 * j + lane % 4 * 2 + e,",
           "min(first_query + 8 * j + lane % 4 * 2,"),
     fault("a derivative of hidden keys", AMPERE, ("falls",), "p[i][j][e] " + GUARD, ""),
