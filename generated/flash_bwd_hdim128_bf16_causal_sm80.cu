@@ -192,6 +192,8 @@ __device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return 
 
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
 
+__device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
+
 // The query head of a step.
 __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
 
@@ -284,12 +286,13 @@ __device__ __forceinline__ void copy_rows(shared_address block, const element* s
 // Starts the copy of K and V of the block.
 __device__ __forceinline__ void copy_keys(const Params& params, const KeyBlock& block, shared_address smem) {
     const int valid_rows = params.seqlen_kv - block.first_key;
+    const int kv_head = kv_head_of(params, block);
     copy_rows<RowsOfK, kRowBytes, kBlockN>(smem + kKOffset,
-                                           params.k + block.batch * params.k_batch_stride + block.kv_head * params.k_head_stride +
+                                           params.k + block.batch * params.k_batch_stride + kv_head * params.k_head_stride +
                                                block.first_key * params.k_row_stride,
                                            params.k_row_stride, valid_rows, params.head_dim);
     copy_rows<RowsOfV, kRowBytesV, kBlockN>(smem + kVOffset,
-                                            params.v + block.batch * params.v_batch_stride + block.kv_head * params.v_head_stride +
+                                            params.v + block.batch * params.v_batch_stride + kv_head * params.v_head_stride +
                                                 block.first_key * params.v_row_stride,
                                             params.v_row_stride, valid_rows, params.head_dim_v);
 }
@@ -607,12 +610,13 @@ __device__ __forceinline__ void store_gradients(const Params& params, const KeyB
     stage_gradients<RowsOfV>(smem + kVOffset, gradients.dv, 1.0f, warp_key, part, lane);
     barrier_sync(kThreads);
     const int valid_rows = params.seqlen_kv - block.first_key;
+    const int kv_head = kv_head_of(params, block);
     store_rows<RowsOfK, kRowBytes>(smem + kKOffset,
-                                   params.dk + block.batch * params.dk_batch_stride + block.kv_head * params.dk_head_stride +
+                                   params.dk + block.batch * params.dk_batch_stride + kv_head * params.dk_head_stride +
                                        block.first_key * params.dk_row_stride,
                                    params.dk_row_stride, valid_rows, params.head_dim);
     store_rows<RowsOfV, kRowBytesV>(smem + kVOffset,
-                                    params.dv + block.batch * params.dv_batch_stride + block.kv_head * params.dv_head_stride +
+                                    params.dv + block.batch * params.dv_batch_stride + kv_head * params.dv_head_stride +
                                         block.first_key * params.dv_row_stride,
                                     params.dv_row_stride, valid_rows, params.head_dim_v);
 }

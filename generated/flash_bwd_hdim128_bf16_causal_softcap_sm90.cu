@@ -95,6 +95,28 @@ static_assert(offsetof(Params, seqlen_kv) == 804 && offsetof(Params, num_row_blo
 static_assert(offsetof(Params, diagonal_offset) == 812 && offsetof(Params, scale_log2) == 816);
 static_assert(offsetof(Params, softmax_scale) == 820 && offsetof(Params, score_constant_0) == 824);
 
+// The rows of a head in the workspace: whole units of kRowUnit, so that a tile of queries never meets the end of an array.
+constexpr int kRowUnit = 128;
+
+__device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
+
+// The row of the workspace that a head begins with.
+__device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
+    return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
+}
+
+// dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
+// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2. The reds of a warp fill whole lines of 128 bytes: where one
+// red adds the four elements of a lane, these are contiguous, elsewhere element e of all lanes is.
+constexpr int kTileElements = 128;
+
+// The tiles of the 16 rows that begin at `row`.
+__device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int head, int row) {
+    return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
+}
+
+static_assert(kRowUnit % kBlockM == 0, "the rows of a step lie in the workspace");
+
 // What a thread block computes: dK and dV of kBlockN keys of a head, and their share of dQ.
 struct KeyBlock {
     int batch;
@@ -139,30 +161,10 @@ __device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return 
 
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
 
+__device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
+
 // The query head of a step.
 __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
-
-// The rows of a head in the workspace: whole units of kRowUnit, so that a tile of queries never meets the end of an array.
-constexpr int kRowUnit = 128;
-
-__device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
-
-// The row of the workspace that a head begins with.
-__device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
-    return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
-}
-
-// dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
-// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2. The reds of a warp fill whole lines of 128 bytes: where one
-// red adds the four elements of a lane, these are contiguous, elsewhere element e of all lanes is.
-constexpr int kTileElements = 128;
-
-// The tiles of the 16 rows that begin at `row`.
-__device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int head, int row) {
-    return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
-}
-
-static_assert(kRowUnit % kBlockM == 0, "the rows of a step lie in the workspace");
 
 // Queries [begin, end), none where begin is not less.
 struct QueryRange {
@@ -491,8 +493,9 @@ __device__ __forceinline__ void add_dq(float* tiles, const float (&dq)[kDqColumn
 // Rounds a warpgroup's 64 rows of dK or dV, times `factor`, and lets TMA write them: through `staging`, the rows of K or V in shared
 // memory, swizzled as these were. One thread of the warpgroup starts the TMA stores.
 template <int kColumns>
-__device__ __forceinline__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor,
-                                               shared_address staging, int first_key, const KeyBlock& tile, int consumer, int lane) {
+__device__ __forceinline__ void store_gradient(const Params& params, const tensor_map& map, const float (&sums)[kColumns / 2],
+                                               float factor, shared_address staging, int first_key, const KeyBlock& tile, int consumer,
+                                               int lane) {
     const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
 #pragma unroll
     for (int column = 0; column < kColumns; column += 16) {
@@ -509,7 +512,8 @@ __device__ __forceinline__ void store_gradient(const tensor_map& map, const floa
     if (threadIdx.x % 128 == 0) {
 #pragma unroll
         for (int panel = 0; panel < (kColumns + kPanelColumns - 1) / kPanelColumns; ++panel) {
-            tma_store_4d(map, staging + panel * kBlockN * kPanelRowBytes, panel * kPanelColumns, first_key, tile.kv_head, tile.batch);
+            tma_store_4d(map, staging + panel * kBlockN * kPanelRowBytes, panel * kPanelColumns, first_key, kv_head_of(params, tile),
+                         tile.batch);
         }
         tma_store_commit();
     }
@@ -522,31 +526,34 @@ __device__ __forceinline__ void produce_step(const Params& params, const KeyBloc
                                              const Barriers& barriers, const RingPosition<kStages>& ring) {
     const int first_row = step.block * kBlockM;
     const int head = head_of(params, tile, step);
-    const int64_t unit_row = first_unit_row(params, tile.batch, head) + first_row;
+    const int batch = tile.batch;
+    const int row = first_row;
+    const int64_t unit_row = first_unit_row(params, batch, head) + first_row;
     const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(ring.stage);
     mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
     mbarrier_arrive_expect_tx(q_full, kQBytes + kRowBytes);
-    load_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, params.q, q_full, first_row, head, tile.batch);
+    load_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, params.q, q_full, row, head, batch);
     bulk_load(shared + kLseOffset + ring.stage * kRowBytes, params.lse_log2 + unit_row, q_full, kRowBytes);
     mbarrier_arrive_expect_tx(dout_full, kDoutBytes + kRowBytes);
-    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + ring.stage * kDoutBytes, params.dout, dout_full, first_row, head,
-                                 tile.batch);
+    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + ring.stage * kDoutBytes, params.dout, dout_full, row, head, batch);
     bulk_load(shared + kDeltaOffset + ring.stage * kRowBytes, params.delta + unit_row, dout_full, kRowBytes);
 }
 
 // The producer thread: K and V of the tile, then Q and dO of each step, with their rows' LSE and delta, as fast as buffers become
 // empty.
 __device__ __forceinline__ void produce(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
-    mbarrier_arrive_expect_tx(barriers.k_full(), kKBytes);
-    load_rows<kPanels, kBlockN>(shared, params.k, barriers.k_full(), tile.first_key, tile.kv_head, tile.batch);
-    mbarrier_arrive_expect_tx(barriers.v_full(), kVBytes);
-    load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.v_full(), tile.first_key, tile.kv_head, tile.batch);
-
+    const int batch = tile.batch;
+    const int row = tile.first_key;
     const QueryBlocks queries = find_query_blocks(params, tile.first_key);
+    const int kv_head = kv_head_of(params, tile);
+    mbarrier_arrive_expect_tx(barriers.k_full(), kKBytes);
+    load_rows<kPanels, kBlockN>(shared, params.k, barriers.k_full(), row, kv_head, batch);
+    mbarrier_arrive_expect_tx(barriers.v_full(), kVBytes);
+    load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.v_full(), row, kv_head, batch);
+
     // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
     Step step = first_step(queries);
-#pragma unroll 1
     for (int left = num_steps(params, queries); left > 0; --left) {
         produce_step(params, tile, step, shared, barriers, ring);
         step = next_step(step, queries);
@@ -654,9 +661,9 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
         add_previous_dq(dq);
     }
     release(barriers.ds_ready());  // this warp no longer reads K
-    store_gradient<kHeadDimV>(params.dv, dv, 1.0f, v_own, tile.first_key + 64 * consumer, tile, consumer, lane);
+    store_gradient<kHeadDimV>(params, params.dv, dv, 1.0f, v_own, tile.first_key + 64 * consumer, tile, consumer, lane);
     mbarrier_wait(barriers.ds_ready(), count % 2);
-    store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, k_own, tile.first_key + 64 * consumer, tile, consumer, lane);
+    store_gradient<kHeadDim>(params, params.dk, dk, params.softmax_scale, k_own, tile.first_key + 64 * consumer, tile, consumer, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
 

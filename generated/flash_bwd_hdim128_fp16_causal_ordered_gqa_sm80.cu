@@ -83,6 +83,8 @@ struct Params {
     const float* lse_log2;                // (batch, num_heads_q, unit_rows); inf for a row that sees nothing
     float* dq_accum;                      // (batch, num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
     int32_t* turns;                       // a counter for each block of queries: blocks of keys that have added to dq_accum
+    float* dk_parts;                      // (batch, num_heads_kv * group_parts, part_rows, kHeadDim), in tiles of 16 rows by 8 columns
+    float* dv_parts;                      // (batch, num_heads_kv * group_parts, part_rows, kHeadDimV), likewise
     int64_t dout_batch_stride;            // strides are in elements
     int64_t dout_row_stride;
     int64_t dout_head_stride;
@@ -103,36 +105,39 @@ struct Params {
     int64_t dv_head_stride;
     int32_t num_heads_q;
     int32_t num_heads_kv;
-    int32_t group_size;                   // num_heads_q / num_heads_kv
+    int32_t group_parts;                  // parts of the query heads of a kv head
+    int32_t heads_per_part;               // num_heads_q / num_heads_kv / group_parts
     int32_t seqlen_q;
     int32_t seqlen_kv;
     int32_t head_dim;                     // of the call: a multiple of 8 (fp32: 4), at most kHeadDim; columns past it are zero-filled
     int32_t head_dim_v;                   // likewise, of v and dout
     int32_t num_row_blocks;               // blocks of keys of one head
     int32_t batch_size;
-    int32_t heads_per_section;            // kv heads whose blocks of keys are launched together
+    int32_t heads_per_section;            // kv heads, or parts of their query heads, whose blocks of keys are launched together
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float softmax_scale;                  // dK is softmax_scale dS^T Q
     float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
 };
-static_assert(sizeof(Params) == 280 && offsetof(Params, dout) == 0 && offsetof(Params, q) == 8 && offsetof(Params, k) == 16);
+static_assert(sizeof(Params) == 296 && offsetof(Params, dout) == 0 && offsetof(Params, q) == 8 && offsetof(Params, k) == 16);
 static_assert(offsetof(Params, v) == 24 && offsetof(Params, dk) == 32 && offsetof(Params, dv) == 40);
 static_assert(offsetof(Params, delta) == 48 && offsetof(Params, lse_log2) == 56 && offsetof(Params, dq_accum) == 64);
-static_assert(offsetof(Params, turns) == 72 && offsetof(Params, dout_batch_stride) == 80);
-static_assert(offsetof(Params, dout_row_stride) == 88 && offsetof(Params, dout_head_stride) == 96);
-static_assert(offsetof(Params, q_batch_stride) == 104 && offsetof(Params, q_row_stride) == 112);
-static_assert(offsetof(Params, q_head_stride) == 120 && offsetof(Params, k_batch_stride) == 128);
-static_assert(offsetof(Params, k_row_stride) == 136 && offsetof(Params, k_head_stride) == 144);
-static_assert(offsetof(Params, v_batch_stride) == 152 && offsetof(Params, v_row_stride) == 160);
-static_assert(offsetof(Params, v_head_stride) == 168 && offsetof(Params, dk_batch_stride) == 176);
-static_assert(offsetof(Params, dk_row_stride) == 184 && offsetof(Params, dk_head_stride) == 192);
-static_assert(offsetof(Params, dv_batch_stride) == 200 && offsetof(Params, dv_row_stride) == 208);
-static_assert(offsetof(Params, dv_head_stride) == 216 && offsetof(Params, num_heads_q) == 224);
-static_assert(offsetof(Params, num_heads_kv) == 228 && offsetof(Params, group_size) == 232 && offsetof(Params, seqlen_q) == 236);
-static_assert(offsetof(Params, seqlen_kv) == 240 && offsetof(Params, head_dim) == 244 && offsetof(Params, head_dim_v) == 248);
-static_assert(offsetof(Params, num_row_blocks) == 252 && offsetof(Params, batch_size) == 256);
-static_assert(offsetof(Params, heads_per_section) == 260 && offsetof(Params, diagonal_offset) == 264);
-static_assert(offsetof(Params, softmax_scale) == 268 && offsetof(Params, scale_log2) == 272);
+static_assert(offsetof(Params, turns) == 72 && offsetof(Params, dk_parts) == 80 && offsetof(Params, dv_parts) == 88);
+static_assert(offsetof(Params, dout_batch_stride) == 96 && offsetof(Params, dout_row_stride) == 104);
+static_assert(offsetof(Params, dout_head_stride) == 112 && offsetof(Params, q_batch_stride) == 120);
+static_assert(offsetof(Params, q_row_stride) == 128 && offsetof(Params, q_head_stride) == 136);
+static_assert(offsetof(Params, k_batch_stride) == 144 && offsetof(Params, k_row_stride) == 152);
+static_assert(offsetof(Params, k_head_stride) == 160 && offsetof(Params, v_batch_stride) == 168);
+static_assert(offsetof(Params, v_row_stride) == 176 && offsetof(Params, v_head_stride) == 184);
+static_assert(offsetof(Params, dk_batch_stride) == 192 && offsetof(Params, dk_row_stride) == 200);
+static_assert(offsetof(Params, dk_head_stride) == 208 && offsetof(Params, dv_batch_stride) == 216);
+static_assert(offsetof(Params, dv_row_stride) == 224 && offsetof(Params, dv_head_stride) == 232);
+static_assert(offsetof(Params, num_heads_q) == 240 && offsetof(Params, num_heads_kv) == 244);
+static_assert(offsetof(Params, group_parts) == 248 && offsetof(Params, heads_per_part) == 252);
+static_assert(offsetof(Params, seqlen_q) == 256 && offsetof(Params, seqlen_kv) == 260 && offsetof(Params, head_dim) == 264);
+static_assert(offsetof(Params, head_dim_v) == 268 && offsetof(Params, num_row_blocks) == 272);
+static_assert(offsetof(Params, batch_size) == 276 && offsetof(Params, heads_per_section) == 280);
+static_assert(offsetof(Params, diagonal_offset) == 284 && offsetof(Params, softmax_scale) == 288);
+static_assert(offsetof(Params, scale_log2) == 292);
 
 // The rows of a head in the workspace: whole units of kRowUnit, so that a tile of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
@@ -154,28 +159,32 @@ __device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int he
     return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
 }
 
-// What a thread block computes: dK and dV of kBlockN keys of a head, and their share of dQ.
+// What a thread block computes: dK and dV of kBlockN keys, summed over the query heads of their kv head, or over a part of these, and
+// their share of dQ.
 struct KeyBlock {
     int batch;
-    int kv_head;
+    int group_part;  // heads_per_part query heads; counted over the kv heads of the batch entry
     int index;  // among the blocks of its head
     int first_key;
 };
+
+// Heads of a batch entry in the grid: each kv head, or each part of its query heads.
+__device__ __forceinline__ int heads_of_grid(const Params& params) { return params.num_heads_kv * params.group_parts; }
 
 // Blocks of a head add to dQ in the order of their launch, the last keys first (turn_of). Heads are launched in sections of about as
 // many blocks as run at a time, and in a section the last block of each head comes first, then the one before it. So when a block
 // starts, those of its head that are ahead of it have a lead, and it seldom waits.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
     const int first_head = index / (params.heads_per_section * params.num_row_blocks) * params.heads_per_section;
-    const int section_heads = min(params.heads_per_section, params.batch_size * params.num_heads_kv - first_head);
+    const int section_heads = min(params.heads_per_section, params.batch_size * heads_of_grid(params) - first_head);
     const int index_in_section = index - first_head * params.num_row_blocks;
     const int blocks_ahead = index_in_section / section_heads;  // of its head
     const int head_of_batch = first_head + index_in_section - blocks_ahead * section_heads;
     KeyBlock block;
     block.index = params.num_row_blocks - 1 - blocks_ahead;
     block.first_key = block.index * kBlockN;
-    block.batch = head_of_batch / params.num_heads_kv;
-    block.kv_head = head_of_batch - block.batch * params.num_heads_kv;
+    block.batch = head_of_batch / heads_of_grid(params);
+    block.group_part = head_of_batch - block.batch * heads_of_grid(params);
     return block;
 }
 
@@ -195,28 +204,33 @@ __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, i
 
 // A step of the main loop: a block of queries of a head.
 struct Step {
-    int head_of_group;
+    int head;  // among those that the thread block goes through
     int block;
 };
 
 // Steps go from the first block of queries to the last. Under a diagonal a thread block begins, but for those that begin with query 0,
 // with a block of queries to which no later keys are visible. There it has the first turn, and it follows those of later keys from there on.
-// The query heads of the kv head follow each other, so that their gradients are summed here.
+// The query heads follow each other, so that the gradients of their keys are summed here.
 __device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return {0, queries.first}; }
 
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks& queries) {
-    return step.block < queries.last ? Step{step.head_of_group, step.block + 1} : Step{step.head_of_group + 1, queries.first};
+    return step.block < queries.last ? Step{step.head, step.block + 1} : Step{step.head + 1, queries.first};
 }
+
+__device__ __forceinline__ int kv_head_of(const Params& params, const KeyBlock& block) { return block.group_part / params.group_parts; }
+
+// Query heads that a thread block goes through.
+__device__ __forceinline__ int heads_of_block(const Params& params) { return params.heads_per_part; }
 
 // The query head of a step.
 __device__ __forceinline__ int head_of(const Params& params, const KeyBlock& block, const Step& step) {
-    return block.kv_head * params.group_size + step.head_of_group;
+    return block.group_part * params.heads_per_part + step.head;
 }
 
 // The block, stashed in shared memory and read back by each step and by the epilogue, instead of being held in registers with the
 // addresses that follow from it.
 __device__ __forceinline__ void stash_block(const KeyBlock& block, shared_address smem) {
-    store_shared_64(smem + kStashOffset, block.batch, block.kv_head);
+    store_shared_64(smem + kStashOffset, block.batch, block.group_part);
     store_shared_64(smem + kStashOffset + 8, block.index, block.first_key);
 }
 
@@ -224,7 +238,7 @@ __device__ __forceinline__ KeyBlock stashed_block(shared_address smem) {
     const uint4 words = load_shared_128(smem + kStashOffset);
     KeyBlock block;
     block.batch = words.x;
-    block.kv_head = words.y;
+    block.group_part = words.y;
     block.index = words.z;
     block.first_key = words.w;
     return block;
@@ -302,12 +316,13 @@ __device__ __forceinline__ void copy_rows(shared_address block, const element* s
 // Starts the copy of K and V of the block.
 __device__ __forceinline__ void copy_keys(const Params& params, const KeyBlock& block, shared_address smem) {
     const int valid_rows = params.seqlen_kv - block.first_key;
+    const int kv_head = kv_head_of(params, block);
     copy_rows<RowsOfK, kRowBytes, kBlockN>(smem + kKOffset,
-                                           params.k + block.batch * params.k_batch_stride + block.kv_head * params.k_head_stride +
+                                           params.k + block.batch * params.k_batch_stride + kv_head * params.k_head_stride +
                                                block.first_key * params.k_row_stride,
                                            params.k_row_stride, valid_rows, params.head_dim);
     copy_rows<RowsOfV, kRowBytesV, kBlockN>(smem + kVOffset,
-                                            params.v + block.batch * params.v_batch_stride + block.kv_head * params.v_head_stride +
+                                            params.v + block.batch * params.v_batch_stride + kv_head * params.v_head_stride +
                                                 block.first_key * params.v_row_stride,
                                             params.v_row_stride, valid_rows, params.head_dim_v);
 }
@@ -609,6 +624,23 @@ __device__ __forceinline__ void add_dq(float* tiles, const float (&dq)[kDqRowTil
     }
 }
 
+// With group_parts above 1, what a thread block has summed over its part of the query heads goes to the workspace in fp32, and the sum
+// kernel adds up the parts. Tiles of 16 keys by 8 columns lie as those of dq_accum do where one red adds four elements: the elements of a
+// lane are contiguous.
+
+// The tiles of the 16 keys that begin at `key`.
+template <int kColumns>
+__device__ __forceinline__ float* part_tiles(const Params& params, float* parts, const KeyBlock& block, int key) {
+    const int64_t part = int64_t(block.batch) * heads_of_grid(params) + block.group_part;
+    return parts + (part * params.num_row_blocks * kBlockN + key) * kColumns;
+}
+
+// Writes a warp's tile, of which each lane has four elements.
+__device__ __forceinline__ void store_tile(float* tile, const float (&values)[4], int lane) {
+    store_global_128(tile + 4 * lane, {__float_as_uint(values[0]), __float_as_uint(values[1]), __float_as_uint(values[2]),
+                                       __float_as_uint(values[3])});
+}
+
 // Rounds the gradients of the warp's keys and puts them into a block of shared memory.
 template <typename Rows, int kTiles>
 __device__ __forceinline__ void stage_gradients(shared_address block, const float (&sums)[kKeyTiles][kTiles][4], float scale, int warp_key,
@@ -650,19 +682,38 @@ __device__ __forceinline__ void store_rows(shared_address block, element* destin
     }
 }
 
+// Writes the gradients of the warp's keys, summed over a part of the query heads, to the tiles of its first key.
+template <int kColumns, int kTiles>
+__device__ __forceinline__ void store_part(float* tiles, const float (&sums)[kKeyTiles][kTiles][4], int part, int lane) {
+#pragma unroll
+    for (int i = 0; i < kKeyTiles; ++i) {
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+            store_tile(tiles + (i * (kColumns / 8) + column_of(n, kQueryWarps, part) / 8) * kTileElements, sums[i][n], lane);
+        }
+    }
+}
+
 // Writes dK and dV by way of the blocks of K and V, which every warp has finished with.
 __device__ __forceinline__ void store_gradients(const Params& params, const KeyBlock& block, const Gradients& gradients,
                                                 shared_address smem, int warp_key, int part, int lane) {
+    if (params.group_parts > 1) {
+        const int first_key = block.first_key + warp_key;
+        store_part<kHeadDim>(part_tiles<kHeadDim>(params, params.dk_parts, block, first_key), gradients.dk, part, lane);
+        store_part<kHeadDimV>(part_tiles<kHeadDimV>(params, params.dv_parts, block, first_key), gradients.dv, part, lane);
+        return;
+    }
     stage_gradients<RowsOfK>(smem + kKOffset, gradients.dk, params.softmax_scale, warp_key, part, lane);
     stage_gradients<RowsOfV>(smem + kVOffset, gradients.dv, 1.0f, warp_key, part, lane);
     barrier_sync(kThreads);
     const int valid_rows = params.seqlen_kv - block.first_key;
+    const int kv_head = kv_head_of(params, block);
     store_rows<RowsOfK, kRowBytes>(smem + kKOffset,
-                                   params.dk + block.batch * params.dk_batch_stride + block.kv_head * params.dk_head_stride +
+                                   params.dk + block.batch * params.dk_batch_stride + kv_head * params.dk_head_stride +
                                        block.first_key * params.dk_row_stride,
                                    params.dk_row_stride, valid_rows, params.head_dim);
     store_rows<RowsOfV, kRowBytesV>(smem + kVOffset,
-                                    params.dv + block.batch * params.dv_batch_stride + block.kv_head * params.dv_head_stride +
+                                    params.dv + block.batch * params.dv_batch_stride + kv_head * params.dv_head_stride +
                                         block.first_key * params.dv_row_stride,
                                     params.dv_row_stride, valid_rows, params.head_dim_v);
 }
@@ -683,7 +734,7 @@ flash_bwd_hdim128_fp16_causal_ordered_gqa_sm80(const __grid_constant__ Params pa
     if (threadIdx.x == 0) stash_block(found_block, smem);
     const QueryBlocks queries = find_query_blocks(params, found_block.first_key);
     Step step = first_step(queries);
-    const int num_steps = (queries.last - queries.first + 1) * params.group_size;
+    const int num_steps = (queries.last - queries.first + 1) * heads_of_block(params);
     const auto k_rows = down_first<RowsOfK>(smem + kKOffset, warp_key, 0, lane);
     const auto v_rows = down_first<RowsOfV>(smem + kVOffset, warp_key, 0, lane);
     const auto k_columns = summed_rows<RowsOfK>(smem + kKOffset, 0, dq_column_warp, lane);

@@ -76,9 +76,12 @@ struct Params {
     const float* lse_log2;                // (batch, num_heads_q, unit_rows); inf for a row that sees nothing, and past the last
     const float* delta;                   // (batch, num_heads_q, unit_rows): sum(dout * out) - dlse
     float* dq_accum;                      // (batch, num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
+    float* dk_parts;                      // (batch, num_heads_kv * group_parts, part_rows, kHeadDim), in tiles of 16 rows by 8 columns
+    float* dv_parts;                      // (batch, num_heads_kv * group_parts, part_rows, kHeadDimV), likewise
     int32_t num_heads_q;
     int32_t num_heads_kv;
-    int32_t group_size;                   // num_heads_q / num_heads_kv
+    int32_t group_parts;                  // parts of the query heads of a kv head
+    int32_t heads_per_part;               // num_heads_q / num_heads_kv / group_parts
     int32_t seqlen_q;
     int32_t seqlen_kv;
     int32_t num_row_blocks;               // blocks of keys of one head
@@ -91,67 +94,12 @@ struct Params {
 static_assert(sizeof(Params) == 896 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
 static_assert(offsetof(Params, dout) == 384 && offsetof(Params, dk) == 512 && offsetof(Params, dv) == 640);
 static_assert(offsetof(Params, lse_log2) == 768 && offsetof(Params, delta) == 776 && offsetof(Params, dq_accum) == 784);
-static_assert(offsetof(Params, num_heads_q) == 792 && offsetof(Params, num_heads_kv) == 796);
-static_assert(offsetof(Params, group_size) == 800 && offsetof(Params, seqlen_q) == 804 && offsetof(Params, seqlen_kv) == 808);
-static_assert(offsetof(Params, num_row_blocks) == 812 && offsetof(Params, diagonal_offset) == 816);
-static_assert(offsetof(Params, window_left) == 820 && offsetof(Params, window_right) == 824);
-static_assert(offsetof(Params, scale_log2) == 828 && offsetof(Params, softmax_scale) == 832);
-
-// What a thread block computes: dK and dV of kBlockN keys of a head, and their share of dQ.
-struct KeyBlock {
-    int batch;
-    int kv_head;
-    int index;  // among the blocks of its head
-    int first_key;
-};
-
-// The blocks of a head follow each other, so that they share its queries in L2. Within a head the first keys come first: under
-// a diagonal the most queries attend to them, so that the last blocks of the grid are short.
-__device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
-    const int head_of_batch = index / params.num_row_blocks;
-    KeyBlock block;
-    block.index = index - head_of_batch * params.num_row_blocks;
-    block.first_key = block.index * kBlockN;
-    block.batch = head_of_batch / params.num_heads_kv;
-    block.kv_head = head_of_batch - block.batch * params.num_heads_kv;
-    return block;
-}
-
-// Blocks of kBlockM queries.
-struct QueryBlocks {
-    int first;
-    int last;  // below `first` where there are none
-};
-
-// The blocks with a query that attends to some key of [first_key, first_key + kBlockN).
-__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
-    const int last_key = min(first_key + kBlockN, params.seqlen_kv) - 1;
-    const int begin = max(0, first_key - params.diagonal_offset - params.window_right);
-    // A side without a bound lies 2^30 keys away.
-    const int64_t last_query = int64_t(last_key) - params.diagonal_offset + params.window_left;
-    const int end = last_query < params.seqlen_q ? int(last_query) + 1 : params.seqlen_q;
-    if (begin >= end) return {0, -1};
-    return {begin / kBlockM, (end - 1) / kBlockM};
-}
-
-// A step of the main loop: a block of queries of a head.
-struct Step {
-    int head_of_group;
-    int block;
-};
-
-// Steps go from the last block of queries to the first. All thread blocks of a head that have any begin with the same one.
-// The query heads of the kv head follow each other, so that their gradients are summed here.
-__device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return {0, queries.last}; }
-
-__device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks& queries) {
-    return step.block > queries.first ? Step{step.head_of_group, step.block - 1} : Step{step.head_of_group + 1, queries.last};
-}
-
-// The query head of a step.
-__device__ __forceinline__ int head_of(const Params& params, const KeyBlock& block, const Step& step) {
-    return block.kv_head * params.group_size + step.head_of_group;
-}
+static_assert(offsetof(Params, dk_parts) == 792 && offsetof(Params, dv_parts) == 800 && offsetof(Params, num_heads_q) == 808);
+static_assert(offsetof(Params, num_heads_kv) == 812 && offsetof(Params, group_parts) == 816);
+static_assert(offsetof(Params, heads_per_part) == 820 && offsetof(Params, seqlen_q) == 824 && offsetof(Params, seqlen_kv) == 828);
+static_assert(offsetof(Params, num_row_blocks) == 832 && offsetof(Params, diagonal_offset) == 836);
+static_assert(offsetof(Params, window_left) == 840 && offsetof(Params, window_right) == 844);
+static_assert(offsetof(Params, scale_log2) == 848 && offsetof(Params, softmax_scale) == 852);
 
 // The rows of a head in the workspace: whole units of kRowUnit, so that a tile of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
@@ -174,6 +122,71 @@ __device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int he
 }
 
 static_assert(kRowUnit % kBlockM == 0, "the rows of a step lie in the workspace");
+
+// What a thread block computes: dK and dV of kBlockN keys, summed over the query heads of their kv head, or over a part of these, and
+// their share of dQ.
+struct KeyBlock {
+    int batch;
+    int group_part;  // heads_per_part query heads; counted over the kv heads of the batch entry
+    int index;  // among the blocks of its head
+    int first_key;
+};
+
+// Heads of a batch entry in the grid: each kv head, or each part of its query heads.
+__device__ __forceinline__ int heads_of_grid(const Params& params) { return params.num_heads_kv * params.group_parts; }
+
+// The blocks of a head follow each other, so that they share its queries in L2. Within a head the first keys come first: under
+// a diagonal the most queries attend to them, so that the last blocks of the grid are short.
+__device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
+    const int head_of_batch = index / params.num_row_blocks;
+    KeyBlock block;
+    block.index = index - head_of_batch * params.num_row_blocks;
+    block.first_key = block.index * kBlockN;
+    block.batch = head_of_batch / heads_of_grid(params);
+    block.group_part = head_of_batch - block.batch * heads_of_grid(params);
+    return block;
+}
+
+// Blocks of kBlockM queries.
+struct QueryBlocks {
+    int first;
+    int last;  // below `first` where there are none
+};
+
+// The blocks with a query that attends to some key of [first_key, first_key + kBlockN).
+__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
+    const int last_key = min(first_key + kBlockN, params.seqlen_kv) - 1;
+    const int begin = max(0, first_key - params.diagonal_offset - params.window_right);
+    // A side without a bound lies 2^30 keys away.
+    const int64_t last_query = int64_t(last_key) - params.diagonal_offset + params.window_left;
+    const int end = last_query < params.seqlen_q ? int(last_query) + 1 : params.seqlen_q;
+    if (begin >= end) return {0, -1};
+    return {begin / kBlockM, (end - 1) / kBlockM};
+}
+
+// A step of the main loop: a block of queries of a head.
+struct Step {
+    int head;  // among those that the thread block goes through
+    int block;
+};
+
+// Steps go from the last block of queries to the first. All thread blocks of a head that have any begin with the same one.
+// The query heads follow each other, so that the gradients of their keys are summed here.
+__device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return {0, queries.last}; }
+
+__device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks& queries) {
+    return step.block > queries.first ? Step{step.head, step.block - 1} : Step{step.head + 1, queries.last};
+}
+
+__device__ __forceinline__ int kv_head_of(const Params& params, const KeyBlock& block) { return block.group_part / params.group_parts; }
+
+// Query heads that a thread block goes through.
+__device__ __forceinline__ int heads_of_block(const Params& params) { return params.heads_per_part; }
+
+// The query head of a step.
+__device__ __forceinline__ int head_of(const Params& params, const KeyBlock& block, const Step& step) {
+    return block.group_part * params.heads_per_part + step.head;
+}
 
 // Queries [begin, end), none where begin is not less.
 struct QueryRange {
@@ -450,8 +463,9 @@ __device__ __forceinline__ void add_dq(float* tiles, const float (&dq)[kDqColumn
 // Rounds a warpgroup's 64 rows of dK or dV, times `factor`, and lets TMA write them: through `staging`, the rows of K or V in shared
 // memory, swizzled as these were. One thread of the warpgroup starts the TMA stores.
 template <int kColumns>
-__device__ __forceinline__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor,
-                                               shared_address staging, int first_key, const KeyBlock& tile, int consumer, int lane) {
+__device__ __forceinline__ void store_gradient(const Params& params, const tensor_map& map, const float (&sums)[kColumns / 2],
+                                               float factor, shared_address staging, int first_key, const KeyBlock& tile, int consumer,
+                                               int lane) {
     const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
 #pragma unroll
     for (int column = 0; column < kColumns; column += 16) {
@@ -468,15 +482,42 @@ __device__ __forceinline__ void store_gradient(const tensor_map& map, const floa
     if (threadIdx.x % 128 == 0) {
 #pragma unroll
         for (int panel = 0; panel < (kColumns + kPanelColumns - 1) / kPanelColumns; ++panel) {
-            tma_store_4d(map, staging + panel * kBlockN * kPanelRowBytes, panel * kPanelColumns, first_key, tile.kv_head, tile.batch);
+            tma_store_4d(map, staging + panel * kBlockN * kPanelRowBytes, panel * kPanelColumns, first_key, kv_head_of(params, tile),
+                         tile.batch);
         }
         tma_store_commit();
     }
 }
 
-// A tile takes each query head of its kv head through the same blocks of queries.
+// With group_parts above 1, what a thread block has summed over its part of the query heads goes to the workspace in fp32, and the sum
+// kernel adds up the parts. Tiles of 16 keys by 8 columns lie as those of dq_accum do where one red adds four elements: the elements of a
+// lane are contiguous.
+
+// The tiles of the 16 keys that begin at `key`.
+template <int kColumns>
+__device__ __forceinline__ float* part_tiles(const Params& params, float* parts, const KeyBlock& block, int key) {
+    const int64_t part = int64_t(block.batch) * heads_of_grid(params) + block.group_part;
+    return parts + (part * params.num_row_blocks * kBlockN + key) * kColumns;
+}
+
+// Writes a warp's tile, of which each lane has four elements.
+__device__ __forceinline__ void store_tile(float* tile, const float (&values)[4], int lane) {
+    store_global_128(tile + 4 * lane, {__float_as_uint(values[0]), __float_as_uint(values[1]), __float_as_uint(values[2]),
+                                       __float_as_uint(values[3])});
+}
+
+// Writes a warp's 16 rows of dK or dV, summed over a part of the query heads, to their tiles.
+template <int kColumns>
+__device__ __forceinline__ void store_part(float* tiles, const float (&sums)[kColumns / 2], int lane) {
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+        store_tile(tiles + j * kTileElements, {sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]}, lane);
+    }
+}
+
+// A tile takes each of its query heads through the same blocks of queries.
 __device__ __forceinline__ int num_steps(const Params& params, const QueryBlocks& queries) {
-    return (queries.last - queries.first + 1) * params.group_size;
+    return (queries.last - queries.first + 1) * heads_of_block(params);
 }
 
 // Loads Q and dO of a step, and the LSE and delta of its rows.
@@ -484,31 +525,34 @@ __device__ __forceinline__ void produce_step(const Params& params, const KeyBloc
                                              const Barriers& barriers, const RingPosition<kStages>& ring) {
     const int first_row = step.block * kBlockM;
     const int head = head_of(params, tile, step);
-    const int64_t unit_row = first_unit_row(params, tile.batch, head) + first_row;
+    const int batch = tile.batch;
+    const int row = first_row;
+    const int64_t unit_row = first_unit_row(params, batch, head) + first_row;
     const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(ring.stage);
     mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
     mbarrier_arrive_expect_tx(q_full, kQBytes + kRowBytes);
-    load_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, params.q, q_full, first_row, head, tile.batch);
+    load_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, params.q, q_full, row, head, batch);
     bulk_load(shared + kLseOffset + ring.stage * kRowBytes, params.lse_log2 + unit_row, q_full, kRowBytes);
     mbarrier_arrive_expect_tx(dout_full, kDoutBytes + kRowBytes);
-    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + ring.stage * kDoutBytes, params.dout, dout_full, first_row, head,
-                                 tile.batch);
+    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + ring.stage * kDoutBytes, params.dout, dout_full, row, head, batch);
     bulk_load(shared + kDeltaOffset + ring.stage * kRowBytes, params.delta + unit_row, dout_full, kRowBytes);
 }
 
 // The producer thread: K and V of the tile, then Q and dO of each step, with their rows' LSE and delta, as fast as buffers become
 // empty.
 __device__ __forceinline__ void produce(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
-    mbarrier_arrive_expect_tx(barriers.k_full(), kKBytes);
-    load_rows<kPanels, kBlockN>(shared, params.k, barriers.k_full(), tile.first_key, tile.kv_head, tile.batch);
-    mbarrier_arrive_expect_tx(barriers.v_full(), kVBytes);
-    load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.v_full(), tile.first_key, tile.kv_head, tile.batch);
-
+    const int batch = tile.batch;
+    const int row = tile.first_key;
     const QueryBlocks queries = find_query_blocks(params, tile.first_key);
+    const int kv_head = kv_head_of(params, tile);
+    mbarrier_arrive_expect_tx(barriers.k_full(), kKBytes);
+    load_rows<kPanels, kBlockN>(shared, params.k, barriers.k_full(), row, kv_head, batch);
+    mbarrier_arrive_expect_tx(barriers.v_full(), kVBytes);
+    load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.v_full(), row, kv_head, batch);
+
     // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
     Step step = first_step(queries);
-#pragma unroll 1
     for (int left = num_steps(params, queries); left > 0; --left) {
         produce_step(params, tile, step, shared, barriers, ring);
         step = next_step(step, queries);
@@ -613,10 +657,16 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
         pin_registers(dq);
         add_previous_dq(dq);
     }
+    if (params.group_parts > 1) {
+        const int first_key = tile.first_key + warp_key;
+        store_part<kHeadDimV>(part_tiles<kHeadDimV>(params, params.dv_parts, tile, first_key), dv, lane);
+        store_part<kHeadDim>(part_tiles<kHeadDim>(params, params.dk_parts, tile, first_key), dk, lane);
+        return;
+    }
     release(barriers.ds_ready());  // this warp no longer reads K
-    store_gradient<kHeadDimV>(params.dv, dv, 1.0f, v_own, tile.first_key + 64 * consumer, tile, consumer, lane);
+    store_gradient<kHeadDimV>(params, params.dv, dv, 1.0f, v_own, tile.first_key + 64 * consumer, tile, consumer, lane);
     mbarrier_wait(barriers.ds_ready(), count % 2);
-    store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, k_own, tile.first_key + 64 * consumer, tile, consumer, lane);
+    store_gradient<kHeadDim>(params, params.dk, dk, params.softmax_scale, k_own, tile.first_key + 64 * consumer, tile, consumer, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
 

@@ -190,6 +190,7 @@ __device__ __forceinline__ void load_rows(const float* tile, int g, float (&rows
     }
 }
 
+// Rounds and writes 8 elements of a row, times `scale`, as far as there are columns.
 __device__ __forceinline__ void store(element* destination, const float (&values)[8], float scale, int columns_left) {
     if (columns_left <= 0) return;
     store_global_128(destination,

@@ -323,22 +323,27 @@ __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, i
 
 // A step of the main loop: a block of queries of a head.
 struct Step {
-    int head_of_group;
+    int head;  // among those that the thread block goes through
     int block;
 };
 
 // Steps go from the first block of queries to the last. Under a diagonal a thread block begins, but for those that begin with query 0,
 // with a block of queries to which no later keys are visible. There it has the first turn, and it follows those of later keys from there on.
-// The query heads of the kv head follow each other, so that their gradients are summed here.
+// The query heads follow each other, so that the gradients of their keys are summed here.
 __device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return {0, queries.first}; }
 
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks& queries) {
-    return step.block < queries.last ? Step{step.head_of_group, step.block + 1} : Step{step.head_of_group + 1, queries.first};
+    return step.block < queries.last ? Step{step.head, step.block + 1} : Step{step.head + 1, queries.first};
 }
+
+__device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
+
+// Query heads that a thread block goes through.
+__device__ __forceinline__ int heads_of_block(const Params& params) { return params.group_size; }
 
 // The query head of a step.
 __device__ __forceinline__ int head_of(const Params& params, const KeyBlock& block, const Step& step) {
-    return block.kv_head * params.group_size + step.head_of_group;
+    return block.kv_head * params.group_size + step.head;
 }
 
 // The block, stashed in shared memory and read back by each step and by the epilogue, instead of being held in registers with the
@@ -439,12 +444,13 @@ __device__ __forceinline__ void copy_rows(shared_address block, const element* s
 // Starts the copy of K and V of the block.
 __device__ __forceinline__ void copy_keys(const Params& params, const KeyBlock& block, shared_address smem) {
     const int valid_rows = params.seqlen_kv - block.first_key;
+    const int kv_head = kv_head_of(params, block);
     copy_rows<RowsOfK, kRowBytes, kBlockN>(smem + kKOffset,
-                                           params.k + block.batch * params.k_batch_stride + block.kv_head * params.k_head_stride +
+                                           params.k + block.batch * params.k_batch_stride + kv_head * params.k_head_stride +
                                                block.first_key * params.k_row_stride,
                                            params.k_row_stride, valid_rows, params.head_dim);
     copy_rows<RowsOfV, kRowBytesV, kBlockN>(smem + kVOffset,
-                                            params.v + block.batch * params.v_batch_stride + block.kv_head * params.v_head_stride +
+                                            params.v + block.batch * params.v_batch_stride + kv_head * params.v_head_stride +
                                                 block.first_key * params.v_row_stride,
                                             params.v_row_stride, valid_rows, params.head_dim_v);
 }
@@ -794,12 +800,13 @@ __device__ __forceinline__ void store_gradients(const Params& params, const KeyB
     stage_gradients<RowsOfV>(smem + kVOffset, gradients.dv, 1.0f, warp_key, part, lane);
     barrier_sync(kThreads);
     const int valid_rows = block.rows_kv - block.first_key;  // also rows past the sequence's keys, whose sums are 0
+    const int kv_head = kv_head_of(params, block);
     store_rows<RowsOfK, kRowBytes>(smem + kKOffset,
-                                   params.dk + block.batch * params.dk_batch_stride + block.kv_head * params.dk_head_stride +
+                                   params.dk + block.batch * params.dk_batch_stride + kv_head * params.dk_head_stride +
                                        block.first_key * params.dk_row_stride,
                                    params.dk_row_stride, valid_rows, params.head_dim);
     store_rows<RowsOfV, kRowBytesV>(smem + kVOffset,
-                                    params.dv + block.batch * params.dv_batch_stride + block.kv_head * params.dv_head_stride +
+                                    params.dv + block.batch * params.dv_batch_stride + kv_head * params.dv_head_stride +
                                         block.first_key * params.dv_row_stride,
                                     params.dv_row_stride, valid_rows, params.head_dim_v);
 }
@@ -830,7 +837,7 @@ flash_bwd_varlen_hdim128_fp16_causal_ordered_gqa_sm80(const __grid_constant__ Pa
     if (threadIdx.x == 0) stash_block(found_block, smem);
     const QueryBlocks queries = find_query_blocks(params, found_block.first_key);
     Step step = first_step(queries);
-    const int num_steps = (queries.last - queries.first + 1) * params.group_size;
+    const int num_steps = (queries.last - queries.first + 1) * heads_of_block(params);
     const auto k_rows = down_first<RowsOfK>(smem + kKOffset, warp_key, 0, lane);
     const auto v_rows = down_first<RowsOfV>(smem + kVOffset, warp_key, 0, lane);
     const auto k_columns = summed_rows<RowsOfK>(smem + kKOffset, 0, dq_column_warp, lane);

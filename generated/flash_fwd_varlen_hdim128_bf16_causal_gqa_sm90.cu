@@ -450,15 +450,16 @@ __device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], PackedP& 
     wgmma_commit();
 }
 
-// Writes zeros over rows of V from `row` on, in the stage at `v_smem`: what lies there is no key of the sequence and may be NaN, and
-// 0 * NaN is NaN. All consumers share the work.
-__device__ __forceinline__ void clear_rows(shared_address v_smem, int row) {
+// Writes zeros over rows of a block of kRows from `row` on: what lies there is not of the sequence and may be NaN, and 0 * NaN is NaN.
+// All consumers share the work.
+template <int kPanelCount, int kRows>
+__device__ __forceinline__ void clear_rows(shared_address block, int row) {
 #pragma unroll
-    for (int panel = 0; panel < kPanelsV; ++panel) {
-        const shared_address rows = v_smem + panel * kBlockN * kPanelRowBytes;
+    for (int panel = 0; panel < kPanelCount; ++panel) {
+        const shared_address rows = block + panel * kRows * kPanelRowBytes;
 #pragma unroll 1
-        for (int byte = row * kPanelRowBytes + 4 * (threadIdx.x - 128); byte < kBlockN * kPanelRowBytes; byte += 4 * 128 * kConsumers) {
-            store_shared_32(rows + byte, 0);
+        for (int byte = row * kPanelRowBytes + 16 * (threadIdx.x - 128); byte < kRows * kPanelRowBytes; byte += 16 * 128 * kConsumers) {
+            store_shared_128(rows + byte, 0.0f, 0.0f, 0.0f, 0.0f);
         }
     }
     fence_proxy_async();  // wgmma would not see the zeros otherwise
@@ -806,7 +807,7 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
         auto clear_tail = [&](int kv_block) {
             if (!has_tail(kv_block)) return;
             mbarrier_wait(barriers.v_full(v_ring.stage), v_ring.parity);
-            clear_rows(shared + kVOffset + v_ring.stage * kVBytes, params.seqlen_kv - kv_block * kBlockN);
+            clear_rows<kPanelsV, kBlockN>(shared + kVOffset + v_ring.stage * kVBytes, params.seqlen_kv - kv_block * kBlockN);
             __syncwarp();
             release(barriers.tail_clear());
         };

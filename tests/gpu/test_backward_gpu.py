@@ -255,7 +255,7 @@ def test_nothing_beside_the_gradients_is_written(target):
 
 @pytest.mark.parametrize(
     ("target", "head_dim"),
-    [("sm80", 64), ("sm80", 128), ("sm80", 256), ("sm90", 32), ("sm90", 64), ("sm90", 128)],
+    [("sm80", 64), ("sm80", 128), ("sm80", 256), *(("sm90", d) for d in (32, 64, 128, 192, 256))],
 )
 @pytest.mark.parametrize(
     "options", [{}, {"causal": True}, {"window_size": (300, 20)}], ids=["none", "causal", "local"]
@@ -288,6 +288,8 @@ def test_in_turns_within_the_bound(mask, target):
         (64, "bf16", (3, 300, 429, 47, 47)),
         (96, "fp16", (1, 700, 260, 6, 2)),
         (128, "bf16", (2, 130, 1100, 4, 1)),
+        (192, "fp16", (1, 300, 429, 6, 2)),
+        (256, "bf16", (1, 150, 200, 47, 47)),
         (32, "fp16", (1, 1, 1, 2, 2)),
     ):
         options = MASKS[mask]

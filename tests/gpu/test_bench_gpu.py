@@ -49,7 +49,7 @@ def test_lengths_are_timed_and_agree(changes, takes):
         ({"dtype": "fp32"}, {"flashgen", "flashgen-sm80", "torch-efficient"}),
         ({"mask": "window", "window": 50}, {"flashgen", "flashgen-sm80", "flex-attention"}),
     ],
-    ids=str,
+    ids=lambda x: str(sorted(x)),
 )
 def test_gradients_are_timed_and_agree(changes, takes):
     shape = {"batch": 2, "seqlen_q": 304, "seqlen_kv": 304, "num_heads_q": 8, "num_heads_kv": 8}

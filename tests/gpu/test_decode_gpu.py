@@ -212,11 +212,12 @@ def test_fixed_splits_do_not_depend_on_the_multiprocessors(num_sms):
     )
     plan = flashgen.plan(q, k, v, kv_lengths=lengths, splits=flashgen.SplitEvery(1024))
     gpu = dataclasses.replace(device(0), num_sms=num_sms)
+    given = {"kv_lengths": lengths}
+    examples = {"q": q, "k": k, "v": v, **given}
     fewer = Plan(
         plan.problem,
         bind(plan.problem, plan.variant, gpu),
-        (q, k, v, None, None, lengths, None, None, None, None),
+        tuple(examples.get(argument.name) for argument in plan.problem.operator.arguments),
     )
-    given = {"kv_lengths": lengths}
     assert num_sms == 132 or fewer.steps[0].launch.blocks < plan.steps[0].launch.blocks
     assert torch.equal(fewer(q, k, v, **given), plan(q, k, v, **given))

@@ -98,8 +98,6 @@ FAULTS = (
           "mma_dq(dq, smem + kDsOffset,", "mma_dq(dq, smem + kPOffset,"),
     Fault("even and odd keys of an fp32 operand", FP32, "main", WIDE, (WRONG,),
           "odd(block, row + lane % 4 * 2 + 1, chunk", "odd(block, row + lane % 4 * 2, chunk"),
-    Fault("one query head of a group", CAUSAL, "main", GROUPS, (WRONG,),
-          "Step{step.head_of_group + 1, queries.last}", "Step{step.head_of_group, queries.last}"),
     # dQ.
     Fault("dQ of one block of keys alone", PLAIN, "main", SHAPE, (WRONG,),
           "red_add_128(tile, dq[i][n]);",

@@ -11,10 +11,12 @@ from simulator.faults_backward import Fault
 
 AMPERE = "flash_bwd_hdim32_fp16_causal_gqa_sm80"
 HOPPER = "flash_bwd_hdim32_fp16_causal_gqa_sm90"
+WIDE = "flash_bwd_hdim192_128_fp16_causal_gqa_sm90"
 
 # A last block of queries that is mostly empty.
 SHAPE = Shape(seqlen_q=70, seqlen_kv=150, heads=4, kv_heads=2, spread=2.0)
 ROWS = Shape(seqlen_q=140, seqlen_kv=150, heads=4, kv_heads=2, spread=2.0)
+FEW = Shape(seqlen_q=70, seqlen_kv=80, heads=2, kv_heads=1, spread=2.0)
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ CHAIN = ("softcap", "alibi")
 
 
 def fault(name, variant, scores, old, new, caught=(WRONG,)):
-    shape = ROWS if variant == HOPPER else SHAPE
+    shape = {AMPERE: SHAPE, HOPPER: ROWS, WIDE: FEW}[variant]
     return ScoreFault(name, variant, "main", shape, caught, old, new, scores)
 
 
@@ -46,7 +48,7 @@ FAULTS = (
         "1.0f - tanh_approx(tanh_0) * tanh_approx(tanh_0)",
     ),
     fault("slope of the group's first head", AMPERE, CHAIN, "head_of(params, block, step), p,",
-          "block.kv_head * params.group_size, p,"),
+          "kv_head_of(params, block) * 2, p,"),
     fault("offset of the query beside", AMPERE, CHAIN, "min(first_query + 8 * j + lane % 4 * 2 + e,",
           "min(first_query + 8 * j + lane % 4 * 2,"),
     fault("a derivative of hidden keys", AMPERE, ("falls",), "p[i][j][e] " + GUARD, ""),
@@ -76,4 +78,10 @@ FAULTS = (
     fault("a derivative of hidden keys on Hopper", HOPPER, ("falls",), "p[i] " + GUARD, ""),
     fault("scores of rows past the last on Hopper", HOPPER, ("falls",),
           " || query >= range.end - lane_query", ""),
+    fault("P without the derivative to the other consumer", WIDE, CHAIN,
+          "store_p(derivatives,", "store_p(p,"),
+    fault("the derivative in dV", WIDE, CHAIN, "packed_p.set(p);", "packed_p.set(derivatives);"),
+    fault("slope of the group's first head at wide head dims", WIDE, CHAIN, "head_of(params, tile, step), p,",
+          "tile.kv_head * params.group_size, p,"),
+    fault("a derivative of hidden keys at wide head dims", WIDE, ("falls",), "p[i] " + GUARD, ""),
 )  # fmt: skip

@@ -13,11 +13,14 @@ ROWS = "flash_bwd_hdim64_fp16_sm90"
 COLUMNS = "flash_bwd_hdim128_bf16_causal_sm90"
 GROUPED = "flash_bwd_hdim64_fp16_causal_gqa_sm90"
 WINDOW = "flash_bwd_hdim32_bf16_local_sm90"
+DENSE = "flash_bwd_hdim128_fp16_dense_gqa_sm90"
 
 SHAPE = Shape(seqlen_q=400, seqlen_kv=150, heads=1)
 CAUSAL = Shape(seqlen_q=300, seqlen_kv=200, heads=1)
 GROUPS = Shape(seqlen_q=150, seqlen_kv=140, heads=2, kv_heads=1)
 WINDOWED = Shape(seqlen_q=300, seqlen_kv=300, heads=1, window=(150, 20))
+# Rows of a mask that are not aligned to words.
+MASKED = Shape(seqlen_q=100, seqlen_kv=141, heads=2, kv_heads=1, mask_alignment=1, window=(60, 30))
 # The last rows of dq_accum.
 WHOLE = Shape(seqlen_q=128, seqlen_kv=100, heads=1)
 # Scores so far below 0 that a key past the end, with score 0, would have an infinite P.
@@ -164,6 +167,95 @@ FAULTS = (
         "int64_t(diagonal) + params.window_left + 2",
     ),
     fault("keys past the end", ROWS, FAR, (WRONG,), "key < params.seqlen_kv ? 0 : params.seqlen_q", "0"),
+    # A dense mask.
+    fault(
+        "the mask of the neighbouring head",
+        DENSE,
+        MASKED,
+        (WRONG,),
+        "head_of(params, tile, step) * params.mask_head_stride",
+        "(head_of(params, tile, step) ^ 1) * params.mask_head_stride",
+    ),
+    fault(
+        "the mask of the kv head",
+        DENSE,
+        MASKED,
+        (WRONG,),
+        "head_of(params, tile, step) * params.mask_head_stride",
+        "tile.kv_head * params.mask_head_stride",
+    ),
+    fault(
+        "the mask a query late",
+        DENSE,
+        MASKED,
+        (WRONG,),
+        "params.mask + head_offset, step.block * kBlockM + i / kBlockN * 32,",
+        "params.mask + head_offset, step.block * kBlockM + i / kBlockN * 32 + 1,",
+    ),
+    fault(
+        "the mask past its last row",
+        DENSE,
+        MASKED,
+        ("global bounds",),
+        "if (first + i + 1 < count) source",
+        "if (first + i < count) source",
+    ),
+    fault(
+        "words of rows that are aligned to bytes",
+        DENSE,
+        MASKED,
+        ("alignment",),
+        "params.mask_vector_width >= 4 && keys >= 4",
+        "keys >= 4",
+    ),
+    fault(
+        "bytes past the last key",
+        DENSE,
+        MASKED,
+        ("global bounds",),
+        "if (i < keys) word |=",
+        "word |=",
+    ),
+    fault(
+        "queries outside of the range",
+        DENSE,
+        MASKED,
+        (WRONG,),
+        "hidden[word] | bits_outside(range,",
+        "hidden[word] | 0 * bits_outside(range,",
+    ),
+    fault(
+        "a range one query long",
+        DENSE,
+        MASKED,
+        (WRONG,),
+        "~bits_before(range.end - first_query)",
+        "~bits_before(range.end + 1 - first_query)",
+    ),
+    fault(
+        "the mask of the lane's other key",
+        DENSE,
+        MASKED,
+        (WRONG,),
+        "if (hidden[key / 8][query / 32]",
+        "if (hidden[1 - key / 8][query / 32]",
+    ),
+    fault(
+        "the mask is not awaited",
+        DENSE,
+        MASKED,
+        (*ASYNC, WRONG),
+        "        mbarrier_wait(barriers.mask_full(ring.stage), ring.parity);\n",
+        "",
+    ),
+    fault(
+        "the mask is written though its buffer is not empty",
+        DENSE,
+        MASKED,
+        PHASES,
+        "            mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);\n",
+        "",
+    ),
     # dQ.
     fault(
         "what the first step computes of dQ is added",

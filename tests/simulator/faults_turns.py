@@ -15,15 +15,21 @@ from simulator.faults_backward import Fault
 
 AMPERE = "flash_bwd_hdim32_fp16_causal_ordered_sm80"
 HOPPER = "flash_bwd_hdim64_bf16_causal_ordered_sm90"
+WIDE = "flash_bwd_hdim192_bf16_causal_ordered_sm90"
 SHAPE = Shape(seqlen_q=300, seqlen_kv=330, heads=1)
+NARROW = Shape(seqlen_q=200, seqlen_kv=180, heads=1)
 
 OUT_OF_TURN = ("global bounds", "global access")
 STUCK = ("deadlock",)
 
 _LAUNCHED = "params.num_row_blocks - 1 - blocks_ahead"
+_POLLS = "while (!has_turn(params, tile, step)) {}"
+# It would be found polling, before a consumer that does not await its turn has added.
+_GIVES_UP = "if (!has_turn(params, tile, step)) return;"
 _ADDS = {
     AMPERE: ("        add_dq(dq_tiles(params", "block, step"),
     HOPPER: ("        add_dq(tiles, dq", "tile, previous"),
+    WIDE: ("    add_dq(tiles + panel", "tile, step"),
 }
 
 
@@ -49,7 +55,7 @@ class TurnFault(Fault):
             source = watched(source, self.variant)
             if self.backwards:
                 assert source.count(_LAUNCHED) == 1
-                source = source.replace(_LAUNCHED, "blocks_ahead")
+                source = source.replace(_LAUNCHED, "blocks_ahead").replace(_POLLS, _GIVES_UP)
         return source
 
 
@@ -59,6 +65,10 @@ def ampere(name, caught, old, new, step="main", backwards=False):
 
 def hopper(name, caught, old, new, step="main", backwards=False):
     return TurnFault(name, HOPPER, step, SHAPE, caught, old, new, backwards)
+
+
+def wide(name, caught, old, new, backwards=False):
+    return TurnFault(name, WIDE, "main", NARROW, caught, old, new, backwards)
 
 
 LAST_BLOCK = "    return min(last_query + params.diagonal_offset, params.seqlen_kv - 1) / kBlockN;\n"
@@ -86,4 +96,13 @@ FAULTS = (
     hopper("keys past the diagonal are waited for", STUCK, LAST_BLOCK, EVERY_BLOCK),
     hopper("turns are not cleared", STUCK, "if (threadIdx.x < kBlocks)", "if (threadIdx.x < 0)",
            "preprocess"),
+    wide("the consumer of dV does not await its turn", OUT_OF_TURN,
+         "            if (i > 0 && panel == 0) mbarrier_wait(barriers.turn(), (i + 1) % 2);\n", "",
+         backwards=True),
+    wide("the consumer of dK does not await its turn", OUT_OF_TURN,
+         "            if (i > 0 && panel == kDqPanelsOfDv) mbarrier_wait(barriers.turn(), (i + 1) % 2);\n",
+         "",
+         backwards=True),
+    wide("a turn is passed when one consumer has added", (*OUT_OF_TURN, *STUCK),
+         "mbarrier_init(dq_added(), 2 * kWarps);", "mbarrier_init(dq_added(), kWarps);"),
 )  # fmt: skip

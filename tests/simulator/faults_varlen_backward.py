@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashgen.simulator.example import Shape
-from simulator.faults import BOUNDS, NUMBERS, WRONG
+from simulator.faults import ASYNC, BOUNDS, NUMBERS, WRONG
 from simulator.faults_backward import Fault
 
 PLAIN = "32_fp16_sm80"
@@ -12,6 +12,10 @@ ORDERED = "32_fp16_causal_ordered_sm80"
 MANY = Shape(100, 150, 2, batch=5)
 CROWD = Shape(5, 20, 1, batch=40)
 GROUPS = Shape(100, 150, 4, 2, batch=5)
+# On Hopper. One sequence, whose last blocks are not whole.
+HOPPER = "32_fp16_sm90"
+ALONE = Shape(100, 150, 1)
+SHARED = Shape(100, 150, 1, batch=3)
 PADDED, PACKED = {"packed_q": False, "packed_kv": False}, {"packed_q": True, "packed_kv": True}
 
 BEHIND = PACKED | {"behind": True}
@@ -63,5 +67,38 @@ FAULTS = (
      PACKED),
     (Fault("lengths before the grid ahead has ended", PLAIN, "main", MANY, ("dependency",),
            "    griddepcontrol_wait();\n", ""),
+     PACKED),
+    (Fault("Q of no sequence", HOPPER, "main", ALONE, (WRONG,),
+           "clear_rows<kPanels, kBlockM>(q_smem, queries_left);", ""),
+     BEHIND),
+    (Fault("dO of no sequence", HOPPER, "main", ALONE, (WRONG,),
+           "clear_rows<kPanelsV, kBlockM>(dout_smem, queries_left);", ""),
+     BEHIND),
+    (Fault("K of no sequence", HOPPER, "main", ALONE, (WRONG,),
+           "clear_rows<kPanels, kBlockN>(shared, keys_left);", ""),
+     BEHIND),
+    (Fault("V of no sequence", HOPPER, "main", ALONE, (WRONG,),
+           "clear_rows<kPanelsV, kBlockN>(shared + kVOffset, keys_left);", ""),
+     BEHIND),
+    (Fault("rows that are cleared behind the reader's back", HOPPER, "main", ALONE, (*ASYNC, "proxy", WRONG),
+           "dout_smem, queries_left);\n            barrier_sync(1, 128 * kConsumers);", "dout_smem, queries_left);"),
+     BEHIND),
+    (Fault("rows that wgmma does not see cleared", HOPPER, "main", ALONE, ("proxy",),
+           "    fence_proxy_async();  // wgmma would not see the zeros otherwise\n", ""),
+     BEHIND),
+    (Fault("rows of the next sequence are written, on Hopper", HOPPER, "main", SHARED, (WRONG, "race", *BOUNDS),
+           "if (stored >= rows) break;", ""),
+     PACKED),
+    (Fault("queries of the first sequence", HOPPER, "main", SHARED, (WRONG,),
+           "const int row = tile.first_row_q + first_row;", "const int row = first_row;"),
+     PACKED),
+    (Fault("LSE and delta of the first sequence", HOPPER, "main", SHARED, (WRONG,),
+           "unit_row_of_sequence(params, tile.batch, tile.first_row_q) + first_row", "first_row"),
+     PACKED),
+    (Fault("keys of the first entry", HOPPER, "main", SHARED, (WRONG,),
+           "params.cu_seqlens_kv == nullptr ? tile.batch : 0", "0"),
+     PADDED),
+    (Fault("blocks of more work, once more", HOPPER, "main", SHARED, (WRONG, "race"),
+           "return {most, index - ahead};", "return {most, index};"),
      PACKED),
 )  # fmt: skip

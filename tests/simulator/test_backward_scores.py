@@ -32,6 +32,9 @@ CASES = [
     ("64_bf16_causal_sm90", "alibi", Shape(150, 140, 2, batch=2)),
     ("64_fp16_local_sm90", "softcap", Shape(150, 140, 2, window=(70, 5))),
     ("128_fp16_gqa_sm90", "by_key", Shape(70, 140, 4, 1)),
+    ("192_fp16_causal_gqa_sm90", "softcap+by_key", Shape(70, 140, 2, 1)),
+    ("192_128_bf16_causal_sm90", "alibi", Shape(150, 100, 1)),
+    ("256_bf16_causal_sm90", "falls", Shape(70, 80, 1)),
 ]
 
 

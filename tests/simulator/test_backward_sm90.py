@@ -48,6 +48,10 @@ CASES = [
     ("128_bf16", Shape(200, 140, 2)),
     ("128_fp16_causal_gqa", Shape(150, 200, 2, 1, head_dim=104)),
     ("128_bf16_local", Shape(200, 300, 1, window=(70, 10))),
+    ("32_fp16_dense", Shape(300, 272, 2, mask="hqk", batch=2)),
+    ("64_bf16_dense_gqa", Shape(200, 150, 4, 2, mask="k", mask_alignment=1)),
+    ("96_fp16_dense_ordered", Shape(100, 300, 2, window=(70, 10))),
+    ("128_bf16_dense_gqa", Shape(150, 201, 2, 1, mask_alignment=4, window=(-1, 0))),
 ]
 
 

@@ -17,7 +17,7 @@ from flashgen.simulator.library import load
 from flashgen.source.render import render
 from flashgen.spec.load import load_specs
 from simulator.faults import WRONG
-from simulator.faults_turns import AMPERE, FAULTS, HOPPER, watched
+from simulator.faults_turns import AMPERE, FAULTS, HOPPER, WIDE, watched
 
 MAIN = {
     variant.name: variant
@@ -48,6 +48,8 @@ CASES = [
     ("flash_bwd_hdim32_fp16_dense_ordered_gqa_sm80", Shape(100, 600, 4, 2, mask="k", window=(150, 0))),
     (HOPPER, Shape(300, 600, 1)),
     ("flash_bwd_hdim128_fp16_local_ordered_gqa_sm90", Shape(200, 330, 2, 1, window=(150, 20))),
+    (WIDE, Shape(150, 200, 1)),
+    ("flash_bwd_hdim256_fp16_causal_ordered_gqa_sm90", Shape(100, 140, 2, 1)),
 ]
 
 
@@ -89,10 +91,11 @@ def test_a_planted_fault_is_found(fault, compiler, fresh_seed):
     assert check_of(fault.variant, fault.shape, fresh_seed, fault.sources) in fault.caught
 
 
-@pytest.mark.parametrize("name", [AMPERE, HOPPER])
+@pytest.mark.parametrize("name", [AMPERE, HOPPER, WIDE])
 def test_without_it_nothing_is_found(name, compiler, fresh_seed):
     def source_of(step):
         return watched(render(step), name) if step.step == "main" else render(step)
 
+    shape = next(fault.shape for fault in FAULTS if fault.variant == name)
     for seed in range(fresh_seed, fresh_seed + 20):
-        assert check_of(name, FAULTS[0].shape, seed, source_of) is None
+        assert check_of(name, shape, seed, source_of) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from simulator.faults_varlen_backward import FAULTS
 MAIN = {
     variant.name.removeprefix("flash_bwd_varlen_hdim"): variant
     for spec in load_specs()
-    if spec.name == "flash_bwd_varlen_sm80"
+    if spec.operator == "varlen_backward"
     for variant in spec.variants()
     if variant.is_main
 }
@@ -60,8 +61,12 @@ def verdict_of(name, example, seed, source_of=render, threads=None):
 
 @pytest.mark.parametrize(
     ("name", "names"),
-    [("32_fp16_causal_gqa_sm80", ["softcap", "alibi"]), ("32_bf16_sm80", ["alibi_symmetric"])],
-    ids=["softcap+alibi", "alibi_symmetric"],
+    [
+        ("32_fp16_causal_gqa_sm80", ["softcap", "alibi"]),
+        ("32_bf16_sm80", ["alibi_symmetric"]),
+        ("128_bf16_causal_gqa_sm90", ["softcap", "alibi"]),
+    ],
+    ids=["softcap+alibi", "alibi_symmetric", "softcap+alibi_sm90"],
 )
 def test_a_score_modification(name, names, compiler, fresh_seed):
     """Positions and batch entries of parameters are those of the sequence."""
@@ -82,6 +87,10 @@ CASES = [
     ("128_fp16_causal_sm86", Shape(70, 100, 1, batch=3, head_dim=80)),
     ("192_fp16_sm86", Shape(70, 70, 1, batch=2)),
     ("32_fp32_local_gqa_sm80", Shape(70, 90, 2, 1, batch=3)),
+    ("32_fp16_sm90", Shape(150, 140, 1, batch=4, head_dim=24)),
+    ("64_bf16_causal_gqa_sm90", Shape(150, 200, 2, 1, batch=4)),
+    ("96_fp16_local_sm90", Shape(100, 200, 1, batch=3, head_dim=80, head_dim_v=72, window=(70, 20))),
+    ("128_bf16_causal_gqa_sm90", Shape(100, 150, 2, 1, batch=3)),
 ]
 
 
@@ -93,13 +102,17 @@ def test_within_the_bound_and_all_else_is_zero(name, shape, packed_q, compiler, 
         assert verdict_of(name, example, fresh_seed) is None
 
 
-PLAIN, ORDERED = "32_fp16_sm80", "32_fp16_causal_ordered_sm80"
+PLAIN, ORDERED, HOPPER = "32_fp16_sm80", "32_fp16_causal_ordered_sm80", "32_fp16_sm90"
+SHORT, MANY = Shape(1, 1, batch=3), Shape(5, 130, batch=40)
 
 
-@pytest.mark.parametrize("name", [PLAIN, ORDERED])
 @pytest.mark.parametrize(
-    "shape",
-    [Shape(1, 1, batch=3), Shape(7, 0, batch=2), Shape(0, 9, batch=2), Shape(5, 130, batch=40)],
+    ("name", "shape"),
+    [
+        *itertools.product([PLAIN, ORDERED], [SHORT, Shape(7, 0, batch=2), Shape(0, 9, batch=2), MANY]),
+        (HOPPER, SHORT),
+        (HOPPER, MANY),
+    ],
     ids=str,
 )
 def test_short_and_many_sequences(name, shape, compiler, fresh_seed):
@@ -114,14 +127,15 @@ def test_without_a_gradient_of_lse(compiler, fresh_seed):
     assert verdict_of(PLAIN, example, fresh_seed) is None
 
 
+@pytest.mark.parametrize("name", [ORDERED, HOPPER])
 @pytest.mark.parametrize("packed_kv", [False, True], ids=["padded", "packed"])
-def test_lengths_may_change_after_the_grid_is_fixed(packed_kv, compiler, fresh_seed):
+def test_lengths_may_change_after_the_grid_is_fixed(packed_kv, name, compiler, fresh_seed):
     """As in a graph that is replayed: the problem is that of the first lengths, the arrays have others."""
     shape = Shape(100, 150, 2, batch=6)
-    example = example_of(ORDERED, shape, fresh_seed, packed_q=True, packed_kv=packed_kv)
+    example = example_of(name, shape, fresh_seed, packed_q=True, packed_kv=packed_kv)
     rng = np.random.default_rng(fresh_seed)
-    for name in ("cu_seqlens_q", "cu_seqlens_kv"):
-        cu = example.array(name)
+    for boundaries in ("cu_seqlens_q", "cu_seqlens_kv"):
+        cu = example.array(boundaries)
         if cu is not None:
             cu[1:-1] = np.sort(rng.integers(0, cu[-1] + 1, len(cu) - 2))
     if not packed_kv:
@@ -135,10 +149,10 @@ def test_lengths_may_change_after_the_grid_is_fixed(packed_kv, compiler, fresh_s
     )
     example = dataclasses.replace(example, problem=problem)
     example.forward()
-    assert verdict_of(ORDERED, example, fresh_seed) is None
+    assert verdict_of(name, example, fresh_seed) is None
 
 
-@pytest.mark.parametrize("name", [PLAIN, ORDERED])
+@pytest.mark.parametrize("name", [PLAIN, ORDERED, HOPPER])
 def test_lengths_that_contradict_the_arrays_stay_within_them(name, compiler, fresh_seed):
     """The simulator would find an access to other memory."""
     rng = np.random.default_rng(fresh_seed)
@@ -149,6 +163,23 @@ def test_lengths_that_contradict_the_arrays_stay_within_them(name, compiler, fre
         cu = example.array(of_array)
         cu[...] = rng.integers(-5, 2 * abs(cu[-1]) + 5, len(cu))
     run_steps(libraries, MAIN[name], example, seed=fresh_seed)
+
+
+@pytest.mark.parametrize("name", [PLAIN, HOPPER])
+def test_a_sequence_of_nan_leaves_the_others_alone(name, compiler, fresh_seed):
+    shape = Shape(100, 150, 2, batch=4)
+    example, poisoned = (example_of(name, shape, fresh_seed, packed_q=True, packed_kv=True) for _ in range(2))
+    wrong = int(np.random.default_rng(fresh_seed).integers(4))
+    for of_array in ("dout", "q", "k", "v", "out", "lse", "dlse"):
+        poisoned.of_sequence(poisoned.sequences()[wrong])[of_array][...] = np.nan
+    for each in (example, poisoned):
+        verdict_of(name, each, fresh_seed, threads=1)
+    for sequence in example.sequences():
+        if sequence.number != wrong:
+            found, expected = poisoned.of_sequence(sequence), example.of_sequence(sequence)
+            for gradient in ("dk", "dv"):
+                assert found[gradient].tobytes() == expected[gradient].tobytes()
+            assert np.allclose(found["dq"], expected["dq"], rtol=0.01, atol=0.01)
 
 
 def test_in_turns_dq_repeats_to_the_bit(compiler, fresh_seed):

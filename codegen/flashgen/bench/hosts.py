@@ -215,7 +215,8 @@ class TorchHost:
             body()
         cuda.current_stream().wait_stream(stream)
         graph = cuda.CUDAGraph()
-        with cuda.graph(graph, stream=stream):
+        # Autograd's thread allocates on its own; by default that would end the capture.
+        with cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             body()
         return graph.replay
 

@@ -49,10 +49,12 @@ def heads(problem: Problem, variant: Variant) -> int:
     return extents(problem, variant).get(HEADS, 1)
 
 
-def all_heads(problem: Problem, variant: Variant) -> int:
-    """Heads of the grid over the batch: kv heads where the grid covers these."""
+def all_heads(problem: Problem, variant: Variant, parts: int = 1) -> int:
+    """Heads of the grid over the batch: kv heads where the grid covers these, each counted once for each of
+    the ``parts`` into which its query heads are split.
+    """
     sizes = extents(problem, variant)
-    return sizes["batch"] * sizes.get(KV_HEADS if variant.grid.tile(KV_HEADS) else HEADS, 1)
+    return parts * sizes["batch"] * sizes.get(KV_HEADS if variant.grid.tile(KV_HEADS) else HEADS, 1)
 
 
 def row_blocks(problem: Problem, variant: Variant) -> int:
@@ -97,15 +99,18 @@ def blocks_at_a_time(variant: Variant, device: Device) -> int:
     return device.num_sms * variant.grid.blocks_per_sm
 
 
-def launch_of(problem: Problem, variant: Variant, device: Device, shares: Shares | None = None) -> Launch:
+def launch_of(
+    problem: Problem, variant: Variant, device: Device, shares: Shares | None = None, parts: int = 1
+) -> Launch:
     """One block for each tile, or, with a persistent schedule, no more than run at a time; in a grid of
-    ``shares``, one for each of them.
+    ``shares``, one for each of them. A step that splits groups of query heads into ``parts`` has one for each
+    tile and part.
 
     Raises BadTensorShape when there are more tiles than a grid can have.
     """
     if variant.grid.shares:
         return Launch(shares.count, variant.threads, variant.smem_bytes)
-    blocks = tiles(problem, variant)
+    blocks = tiles(problem, variant) * (parts if variant.grid.group_waves else 1)
     if blocks > MAX_BLOCKS:
         sizes = ", ".join(f"{name} {size}" for name, size in problem.sizes.items())
         raise BadTensorShape(

@@ -12,6 +12,7 @@ from flashgen.schedule.grid import all_heads, heads, row_blocks, rows_ahead, til
 from flashgen.schedule.sections import sections
 from flashgen.schedule.tensormap import BYTES, REQUIREMENTS, TensorMap, describe
 from flashgen.source.params import layout
+from flashgen.spec.grid import GROUP_PARTS
 from flashgen.spec.params import C_TYPES, TENSOR_MAP, VECTOR_WIDTH
 
 if TYPE_CHECKING:
@@ -64,14 +65,15 @@ class Struct(NamedTuple):
 
 
 def parameters(
-    problem: Problem, variant: Variant, device: Device, shares: Shares | None = None
+    problem: Problem, variant: Variant, device: Device, shares: Shares | None = None, parts: int = 1
 ) -> dict[str, Number]:
     """Every number that a spec may name in ``params``, by name.
 
     Sizes have the names of the operator's symbols, strides are in elements: ``q_row_stride``. The rest are
     `Problem.values` and those of the grid. ``num_row_blocks`` is the tiles of one (batch, head).
     ``heads_per_section`` and ``num_sections`` are those of `sections`; what has ``kv_block`` in its name is
-    of ``shares``, those of the main step's grid; what ends in ``_divisor`` is a `divisor`.
+    of ``shares``, those of the main step's grid; what ends in ``_divisor`` is a `divisor`. The query heads of
+    a kv head are ``group_parts`` times ``heads_per_part``.
     """
     values: dict[str, Number] = dict(problem.sizes)
     for argument, strides in zip(problem.operator.arguments, problem.strides, strict=True):
@@ -79,6 +81,8 @@ def parameters(
         values |= zip(names, strides or (0,) * len(names), strict=True)
     values |= problem.values(problem.operator.axis_values(dict(variant.axes)))
     blocks = row_blocks(problem, variant)
+    if "group_size" in values:
+        values |= {GROUP_PARTS: parts, "heads_per_part": int(values["group_size"]) // parts}
     values |= {
         "num_row_blocks": blocks,
         "num_tiles": tiles(problem, variant),
@@ -93,7 +97,7 @@ def parameters(
         if base != name and base in values:
             values[name] = divisor(max(1, int(values[base])))
     if any(param.name in _OF_SECTIONS for param in variant.params):
-        values |= _sections(problem, variant, device)
+        values |= _sections(problem, variant, device, parts)
     if shares is not None:
         numbers = (
             shares.first,
@@ -110,9 +114,9 @@ def parameters(
     return values
 
 
-def _sections(problem: Problem, variant: Variant, device: Device) -> dict[str, int]:
-    cut = sections(problem, variant, device)
-    last = all_heads(problem, variant) - (cut.count - 1) * cut.heads
+def _sections(problem: Problem, variant: Variant, device: Device, parts: int) -> dict[str, int]:
+    cut = sections(problem, variant, device, parts)
+    last = all_heads(problem, variant, parts) - (cut.count - 1) * cut.heads
     tiles_of_section = cut.heads * row_blocks(problem, variant)
     numbers = (
         cut.heads,
@@ -142,6 +146,7 @@ def pack(
     device: Device,
     workspace: Workspace | None = None,
     shares: Shares | None = None,
+    parts: int = 1,
 ) -> Struct:
     """The parameter struct of one step. The pointer to an array of the workspace without elements is null.
 
@@ -151,7 +156,7 @@ def pack(
     operator, table = problem.operator, layout(variant.params)
     slices: Mapping[str, int] = workspace.offsets if workspace else {}
     sizes = {each.name: each.nbytes for each in workspace.slices} if workspace else {}
-    numbers = parameters(problem, variant, device, shares)
+    numbers = parameters(problem, variant, device, shares, parts)
     values: dict[str, Number | bytes] = dict(numbers)
     pointers, maps, widths, scalars = [], [], [], []
     of_scalars = problem.scalar_values().keys()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.schedule.grid import Launch, launch_of
+from flashgen.schedule.groups import group_parts
 from flashgen.schedule.parameters import Struct, pack
 from flashgen.schedule.shares import Shares, shares_of
 from flashgen.schedule.workspace import Workspace, workspace_of
@@ -44,21 +45,22 @@ class Steps(NamedTuple):
 
 def plan_steps(problem: Problem, main: Variant, device: Device) -> Steps:
     """The steps of a call for which dispatch chose ``main``, and the workspace that they share. Where shares
-    split no tile, a step that combines has nothing to do and is left out. So is one without tiles, unless the
-    whole call has no output.
+    split no tile and groups of query heads are whole, a step that combines has nothing to do and is left out.
+    So is one without tiles, unless the whole call has no output.
 
     Raises BadTensorShape for a grid that is too large, and SpecError for parameters that nobody can give.
     """
     shares = shares_of(problem, main, device) if main.grid.shares else None
-    workspace = workspace_of(problem, main, shares)
+    parts = group_parts(problem, main, device)
+    workspace = workspace_of(problem, main, shares, parts)
     steps = (
         Step(
             variant,
-            launch_of(problem, variant, device, shares),
-            pack(problem, variant, device, workspace, shares),
+            launch_of(problem, variant, device, shares, parts),
+            pack(problem, variant, device, workspace, shares, parts),
             shares if variant.grid.shares else None,
         )
         for variant in main.steps
-        if not variant.combines or shares.split
+        if not variant.combines or parts > 1 or (shares is not None and shares.split)
     )
     return Steps(tuple(step for step in steps if step.launch.blocks or problem.empty), workspace)

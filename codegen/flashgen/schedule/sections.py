@@ -22,8 +22,9 @@ class Sections(NamedTuple):
     count: int
 
 
-def sections(problem: AttentionProblem, variant: Variant, device: Device) -> Sections:
-    """How a variant's grid is cut.
+def sections(problem: AttentionProblem, variant: Variant, device: Device, parts: int = 1) -> Sections:
+    """How a variant's grid is cut. Where groups of query heads are split, each of their ``parts`` counts as a
+    head.
 
     A section of as many tiles as multiprocessors is enough to share keys and values. Where tiles differ in
     length (causal or a window, also beside a dense mask) they also have to balance, and the section is
@@ -34,7 +35,7 @@ def sections(problem: AttentionProblem, variant: Variant, device: Device) -> Sec
     Tiles of keys add to dq one after the other. A section of theirs has as many heads as fill the device, so
     that a tile starts when the one before it, of the next section but at the same place, has a lead.
     """
-    total = all_heads(problem, variant)
+    total = all_heads(problem, variant, parts)
     if total == 0:
         return Sections(1, 1)  # not launched, but it has a struct
     tiles_of_head = max(1, row_blocks(problem, variant))

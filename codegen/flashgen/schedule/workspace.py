@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from flashgen.errors import SpecError
 from flashgen.operators.arguments import DTYPE_BYTES
 from flashgen.schedule.grid import extents
-from flashgen.spec.grid import NUM_PARTS
+from flashgen.spec.grid import GROUP_PARTS, NUM_PARTS
 
 if TYPE_CHECKING:
     from flashgen.operators.operator import Problem
@@ -38,9 +38,11 @@ class Workspace(NamedTuple):
         return {each.name: each.offset for each in self.slices}
 
 
-def workspace_of(problem: Problem, main: Variant, shares: Shares | None = None) -> Workspace:
+def workspace_of(
+    problem: Problem, main: Variant, shares: Shares | None = None, parts: int = 1
+) -> Workspace:
     """The slices that the family of ``main`` asks for, one after the other; ``shares`` are those of its
-    grid.
+    grid, and ``parts`` those of each group of query heads.
     """
     if not main.workspace:
         return Workspace((), 0)
@@ -48,6 +50,7 @@ def workspace_of(problem: Problem, main: Variant, shares: Shares | None = None) 
 
     values = {**problem.sizes, **extents(problem, main), **dict(main.axes), **dict(main.tile)}
     values[NUM_PARTS] = shares.parts if shares else 0
+    values[GROUP_PARTS] = parts
     slices, end = [], 0
     for buffer in main.workspace:
         shape = [Expression(extent, frozenset(values))(values) for extent in buffer.shape]

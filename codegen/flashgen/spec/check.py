@@ -9,7 +9,7 @@ from flashgen.operators import OPERATORS
 from flashgen.spec import extends, tunedrows
 from flashgen.spec.axes import read_axes
 from flashgen.spec.expression import Expression
-from flashgen.spec.grid import NUM_PARTS, Buffer
+from flashgen.spec.grid import GROUP_PARTS, NUM_PARTS, Buffer
 from flashgen.spec.model import Content
 from flashgen.spec.schema import File, Positive, ShortName, Target
 from flashgen.spec.searchspace import SearchSpace
@@ -149,7 +149,8 @@ def _workspace(document: Document, file: File, axes: dict[str, Values]) -> tuple
     """The slices of the workspace, their extents checked as expressions."""
     operator = OPERATORS[file.operator]
     taken = {argument.name for argument in operator.arguments}
-    names = frozenset((*axes, *file.tile_keys, *operator.symbols, *operator.grid_dimensions, NUM_PARTS))
+    known = (*axes, *file.tile_keys, *operator.symbols, *operator.grid_dimensions)
+    names = frozenset((*known, NUM_PARTS, GROUP_PARTS))
     buffers = []
     for name, row in file.workspace.items():
         if name in taken:

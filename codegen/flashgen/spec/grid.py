@@ -14,6 +14,8 @@ SCHEDULES = ("tile_per_block", "sequences", "persistent", "persistent_sequences"
 
 # In the shape of a workspace array: the parts of tiles that the main step's shares may leave to combine.
 NUM_PARTS = "num_parts"
+# Likewise: the parts of a kv head's query heads, each with thread blocks of its own (`Grid.group_waves`).
+GROUP_PARTS = "group_parts"
 
 
 class Grid(NamedTuple):
@@ -23,7 +25,8 @@ class Grid(NamedTuple):
     their product is the number of tiles. ``schedule`` is one of SCHEDULES. ``blocks_per_sm`` is the thread
     blocks that a multiprocessor has room for. ``from_last_row`` is 0 where tiles are counted from the first
     row of a head; else they are counted from the last one, in multiples of so many rows. ``split_gain`` is
-    the KV blocks that the largest share must lose for shares to begin within tiles.
+    the KV blocks that the largest share must lose for shares to begin within tiles. ``group_waves`` is the
+    waves of thread blocks below which the query heads of each kv head are split into parts (0: never).
     """
 
     covers: tuple[tuple[str, int], ...] = ()
@@ -31,6 +34,7 @@ class Grid(NamedTuple):
     blocks_per_sm: int = 1
     from_last_row: int = 0
     split_gain: int = 0
+    group_waves: int = 0
 
     @property
     def persistent(self) -> bool:
@@ -63,7 +67,8 @@ class Visits(NamedTuple):
 
 class Buffer(NamedTuple):
     """A slice of the workspace: an array of the family's own that its steps share. The extents in ``shape``
-    are expressions over sizes of the call, axes, tile keys, the dimensions of grids and ``num_parts``.
+    are expressions over sizes of the call, axes, tile keys, the dimensions of grids, ``num_parts`` and
+    ``group_parts``.
     """
 
     name: str

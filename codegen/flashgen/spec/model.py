@@ -42,6 +42,7 @@ class Resources(NamedTuple):
     blocks_per_sm: int
     from_last_row: int
     split_gain: int
+    group_waves: int
     visits: Visits | None
 
 
@@ -57,7 +58,8 @@ class Entry(NamedTuple):
 
 class Step(NamedTuple):
     """One kernel of a family: what its variants share. ``covers`` names the dimensions of its grid.
-    ``score_seam`` is whether it takes score modifications.
+    ``score_seam`` is whether it takes score modifications. ``when`` lists, per axis or tile key, the values
+    for which variants have the step; empty means always.
     """
 
     name: str
@@ -68,6 +70,11 @@ class Step(NamedTuple):
     dependent_launch: bool
     score_seam: bool
     combines: bool
+    when: tuple[tuple[str, tuple[str | int, ...]], ...]
+
+    def present(self, values: Members) -> bool:
+        """Whether variants with these values of axes and tile keys have the step."""
+        return all(values[key] in limit for key, limit in self.when)
 
 
 class Content(NamedTuple):
@@ -163,9 +170,10 @@ class Spec:
         key = point, entry.row
         if key not in self._made:
             content = self.content
-            before = tuple(self._variant(point, entry, index) for index in range(content.main))
-            rest = range(content.main + 1, len(content.steps))
-            after = tuple(self._variant(point, entry, index) for index in rest)
+            values = dict(zip(self.axes, point, strict=False)) | dict(content.rows[entry.row]["tile"])
+            present = [index for index, step in enumerate(content.steps) if step.present(values)]
+            before = tuple(self._variant(point, entry, index) for index in present if index < content.main)
+            after = tuple(self._variant(point, entry, index) for index in present if index > content.main)
             main = self._variant(point, entry, content.main, is_main=True, before=before, after=after)
             self._made[key] = main.steps
         return self._made[key]
@@ -200,6 +208,7 @@ class Spec:
                 takes.blocks_per_sm,
                 takes.from_last_row,
                 takes.split_gain,
+                takes.group_waves,
             ),
             visits=takes.visits,
             committed=entry.committed,

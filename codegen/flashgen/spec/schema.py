@@ -83,6 +83,7 @@ class GridRow(msgspec.Struct, forbid_unknown_fields=True):
     blocks_per_sm: Number = 1
     from_last_row: Number = 0
     split_gain: Number = 0
+    group_waves: Number = 0
 
 
 class VisitsRow(msgspec.Struct, forbid_unknown_fields=True):
@@ -96,7 +97,8 @@ class VisitsRow(msgspec.Struct, forbid_unknown_fields=True):
 
 class StepRow(msgspec.Struct, forbid_unknown_fields=True):
     """One kernel of a family whose calls take several. Dispatch chooses by the one that is ``main``. Calls
-    that split no tile pass over one that ``combines``.
+    that split no tile, and no group of query heads, pass over one that ``combines``. Only variants with the
+    values of ``when`` have the step.
     """
 
     name: ShortName
@@ -110,6 +112,7 @@ class StepRow(msgspec.Struct, forbid_unknown_fields=True):
     score_seam: bool = False
     main: bool = False
     combines: bool = False
+    when: dict[str, Any] = {}
 
 
 class BufferRow(msgspec.Struct, forbid_unknown_fields=True):
@@ -187,7 +190,7 @@ def tile_types(file: File) -> dict[str, Any]:
 
 
 def when_type(domain: Mapping[str, Sequence[Any]], keys: Mapping[str, Any]) -> type:
-    """The type of the condition of a parameter: values of axes and of tile keys."""
+    """The type of the condition of a parameter or a step: values of axes and of tile keys."""
     limits = [
         (key, value | Annotated[list[value], msgspec.Meta(min_length=1)] | None, None)
         for key, value in keys.items()

@@ -48,11 +48,18 @@ def read_steps(document: Document, file: File, axes: Mapping[str, Values]) -> tu
     main = [i for i, row in enumerate(rows) if row.main]
     if len(main) != 1:
         raise document.error(("steps",), f"{len(main)} steps say `main: true`; one of them must")
+    if rows[main[0]].when:
+        raise document.error(("steps", main[0], "when"), "every variant has the main step")
     for i, row in enumerate(rows):
-        if row.combines and (i <= main[0] or rows[main[0]].grid.schedule != "shares"):
-            why = "only a step behind a main one with `schedule: shares` has parts of tiles to combine"
+        if row.combines and (i <= main[0] or not _splits(rows[main[0]])):
+            why = "only a step behind a main one with `schedule: shares` or `group_waves` has parts to combine"
             raise document.error(("steps", i, "combines"), why)
     return [StepTable(document, file, axes, ("steps", i), row) for i, row in enumerate(rows)], main[0]
+
+
+def _splits(row: StepRow) -> bool:
+    """Whether a main step may leave parts of its results to a step that combines them."""
+    return row.grid.schedule == "shares" or bool(row.grid.group_waves)
 
 
 class StepTable:
@@ -74,9 +81,13 @@ class StepTable:
             row.dependent_launch,
             row.score_seam,
             row.combines,
+            _limits(document, file, axes, (*keys, "when"), row.when),
         )
         if row.grid.schedule == "shares" and row.visits is None:
             raise document.error((*keys, "grid", "schedule"), "shares are of KV blocks: `visits` is missing")
+        if row.grid.group_waves and (not row.main or row.grid.schedule != "tile_per_block"):
+            why = "only the main step splits groups of query heads, one thread block to each tile and part"
+            raise document.error((*keys, "grid", "group_waves"), why)
         self._threads = self._expression(("threads",), row.threads)
         self._smem_bytes = self._expression(("smem_bytes",), row.smem_bytes)
         known = OPERATORS[file.operator].grid_dimensions
@@ -90,6 +101,7 @@ class StepTable:
         self._blocks_per_sm = self._expression(("grid", "blocks_per_sm"), row.grid.blocks_per_sm)
         self._from_last_row = self._expression(("grid", "from_last_row"), row.grid.from_last_row)
         self._split_gain = self._expression(("grid", "split_gain"), row.grid.split_gain)
+        self._group_waves = self._expression(("grid", "group_waves"), row.grid.group_waves)
         self._visits = None
         if row.visits is not None:
             self._visits = [
@@ -128,7 +140,7 @@ class StepTable:
             threads, smem_bytes = self._threads(values), self._smem_bytes(values)
             covers = tuple(extent(values) for extent in self._covers)
             blocks_per_sm, from_last_row = self._blocks_per_sm(values), self._from_last_row(values)
-            split_gain = self._split_gain(values)
+            split_gain, group_waves = self._split_gain(values), self._group_waves(values)
             visits = None
             if self._visits is not None:
                 visits = Visits(*(number(values) for number in self._visits))
@@ -140,10 +152,11 @@ class StepTable:
             allowed = f"at most {values['max_smem']}"
             raise error(f"{smem_bytes} bytes of shared memory for {where()}; allowed: {allowed}")
         positive = (*covers, blocks_per_sm, *(visits or ()))
-        if min(positive) < 1 or min(from_last_row, split_gain) < 0:
+        if min(positive) < 1 or min(from_last_row, split_gain, group_waves) < 0:
             raise error(f"an extent of `grid` or `visits` is below 1 for {where()}")
         boxes = self._boxes.at(values, where)
-        return Resources(threads, smem_bytes, boxes, covers, blocks_per_sm, from_last_row, split_gain, visits)
+        numbers = (from_last_row, split_gain, group_waves)
+        return Resources(threads, smem_bytes, boxes, covers, blocks_per_sm, *numbers, visits)
 
     def _expression(self, keys: Keys, text: str | int) -> Expression:
         try:
@@ -158,7 +171,6 @@ def _params(
     document: Document, file: File, axes: Mapping[str, Values], step: Keys, given: list[Any]
 ) -> tuple[Param, ...]:
     params: list[Param] = []
-    condition = when_type(axes, tile_types(file))
     if not given:
         raise document.error((*step, "params"), "expected `array` of length >= 1, found []")
     for i, each in enumerate(given):
@@ -168,10 +180,7 @@ def _params(
             raise document.error(keys, f"the key `box` is missing; a {TENSOR_MAP} needs it")
         if row.type != TENSOR_MAP and row.box is not None:
             raise document.error((*keys, "box"), f"only a {TENSOR_MAP} has a box")
-        when = document.convert((*keys, "when"), row.when, condition)
-        limits = ((key, getattr(when, key)) for key in (*axes, *file.tile_keys))
-        kept = tuple((key, tuple(as_values(limit))) for key, limit in limits if limit is not None)
-        param = Param(row.name, row.type, row.doc, kept)
+        param = Param(row.name, row.type, row.doc, _limits(document, file, axes, (*keys, "when"), row.when))
         if any(other.name == row.name and not param.excludes(other) for other in params):
             raise document.error(
                 (*keys, "name"),
@@ -182,6 +191,17 @@ def _params(
             raise document.error((*keys, "type"), f"found {row.type!r}; allowed: {', '.join(wanted)}")
         params.append(param)
     return tuple(params)
+
+
+def _limits(
+    document: Document, file: File, axes: Mapping[str, Values], keys: Keys, given: dict[str, Any]
+) -> tuple[tuple[str, tuple[str | int, ...]], ...]:
+    """The values of axes and tile keys that a ``when`` names."""
+    if not given:
+        return ()
+    when = document.convert(keys, given, when_type(axes, tile_types(file)))
+    limits = ((key, getattr(when, key)) for key in (*axes, *file.tile_keys))
+    return tuple((key, tuple(as_values(limit))) for key, limit in limits if limit is not None)
 
 
 def _type_of(file: File, name: str) -> tuple[str, ...]:
