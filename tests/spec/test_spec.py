@@ -721,7 +721,7 @@ def test_shares_are_of_kv_blocks(tmp_path):
 GROUPS = (specs_dir() / "flash_bwd_sm90.yaml").read_text(encoding="utf-8")
 SUM_WHEN = "    when: {gqa: gqa}\n    template"
 SUM_GRID = "{key_rows: 16, kv_heads: 1, batch: 1}"
-WAVES = "group_waves: 8 if mask_type == 'causal' else 4"
+WAVES = "group_waves: 15 if dq_order == 'ordered' else 8 if mask_type == 'causal' else 4"
 
 
 @pytest.mark.parametrize(
