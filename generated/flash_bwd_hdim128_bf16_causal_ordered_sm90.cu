@@ -484,11 +484,10 @@ __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queri
 // Loads Q and dO of a step, and the LSE and delta of its rows.
 __device__ __forceinline__ void produce_step(const Params& params, const KeyBlock& tile, const Step& step, shared_address shared,
                                              const Barriers& barriers, const RingPosition<kStages>& ring) {
-    const int first_row = step.block * kBlockM;
     const int head = head_of(params, tile, step);
     const int batch = tile.batch;
-    const int row = first_row;
-    const int64_t unit_row = first_unit_row(params, batch, head) + first_row;
+    const int row = step.block * kBlockM;
+    const int64_t unit_row = first_unit_row(params, batch, head) + row;
     const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(ring.stage);
     mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
     mbarrier_arrive_expect_tx(q_full, kQBytes + kRowBytes);

@@ -296,11 +296,9 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     return block;
 }
 
-// The parameters of a call of the block's sequence alone: its lengths, and pointers to its first rows. Tensor maps are those of the call.
+// The parameters of a call of the block's sequence alone: its lengths, and pointers to its first rows in the workspace.
 __device__ __forceinline__ Params of_sequence(const Params& params, const KeyBlock& block) {
     Params own = with_lengths(params, block.seqlen_q, block.seqlen_kv);
-    own.dk += block.first_row_kv * params.dk_row_stride;
-    own.dv += block.first_row_kv * params.dv_row_stride;
     const int64_t unit_row = unit_row_of_sequence(params, block.batch, block.first_row_q);
     own.delta += unit_row;
     own.lse_log2 += unit_row;
@@ -690,12 +688,12 @@ __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queri
 // Loads Q and dO of a step, and the LSE and delta of its rows.
 __device__ __forceinline__ void produce_step(const Params& params, const KeyBlock& tile, const Step& step, shared_address shared,
                                              const Barriers& barriers, const RingPosition<kStages>& ring) {
-    const int first_row = step.block * kBlockM;
     const int head = head_of(params, tile, step);
     // To TMA packed sequences are rows of a single entry.
     const int batch = params.cu_seqlens_q == nullptr ? tile.batch : 0;
-    const int row = tile.first_row_q + first_row;
-    const int64_t unit_row = first_unit_row(params, batch, head) + unit_row_of_sequence(params, tile.batch, tile.first_row_q) + first_row;
+    const int row = tile.first_row_q + step.block * kBlockM;
+    const int64_t unit_row =
+        first_unit_row(params, batch, head) + unit_row_of_sequence(params, tile.batch, tile.first_row_q) + step.block * kBlockM;
     const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(ring.stage);
     mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
     mbarrier_arrive_expect_tx(q_full, kQBytes + kRowBytes);
@@ -841,14 +839,15 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
     }
     release(barriers.ds_ready());  // this warp no longer reads K
     const KeyBlock stored = stashed_block(shared + kStashOffset);  // anew, as the loop has no registers for what it does not use
-    const Params own = of_sequence(all, stored);
-    const int first_key = stored.first_key + 64 * consumer;
-    const int rows = stored.rows_kv - first_key;  // also rows past the sequence's keys, whose sums are 0
-    store_gradient<kHeadDimV>(own.dv + stored.batch * own.dv_batch_stride + stored.kv_head * own.dv_head_stride + first_key * own.dv_row_stride,
-                              own.dv_row_stride, dv, 1.0f, v_own, rows, own.head_dim_v, lane);
+    const int first_row = stored.first_row_kv + stored.first_key + 64 * consumer;
+    const int rows = stored.rows_kv - stored.first_key - 64 * consumer;  // also rows past the sequence's keys, whose sums are 0
+    element* own_dv =
+        params.dv + stored.batch * params.dv_batch_stride + stored.kv_head * params.dv_head_stride + first_row * params.dv_row_stride;
+    element* own_dk =
+        params.dk + stored.batch * params.dk_batch_stride + stored.kv_head * params.dk_head_stride + first_row * params.dk_row_stride;
+    store_gradient<kHeadDimV>(own_dv, params.dv_row_stride, dv, 1.0f, v_own, rows, params.head_dim_v, lane);
     mbarrier_wait(barriers.ds_ready(), count % 2);
-    store_gradient<kHeadDim>(own.dk + stored.batch * own.dk_batch_stride + stored.kv_head * own.dk_head_stride + first_key * own.dk_row_stride,
-                             own.dk_row_stride, dk, own.softmax_scale, k_own, rows, own.head_dim, lane);
+    store_gradient<kHeadDim>(own_dk, params.dk_row_stride, dk, params.softmax_scale, k_own, rows, params.head_dim, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

@@ -20,8 +20,13 @@ from gpu.test_simulator_gpu import on_gpu
 
 pytestmark = pytest.mark.gpu
 
-# Each mask type of the usual head dims, then the other head dims, dtypes, orders of dQ and targets.
+# Of each family each mask type of the usual head dims, then other head dims, dtypes, orders of dQ and
+# targets.
 NAMES = (
+    *(f"{d}_bf16{mask}_gqa_sm90" for d in (64, 128) for mask in ("", "_causal", "_local")),
+    "32_fp16_causal_sm90",
+    "96_bf16_local_sm90",
+    "128_fp16_sm90",
     *(f"{d}_bf16{mask}_gqa_sm80" for d in (64, 128) for mask in ("", "_causal", "_local")),
     "32_fp16_causal_ordered_sm86",
     "64_fp16_local_ordered_gqa_sm80",

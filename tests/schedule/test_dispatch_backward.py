@@ -4,10 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from flashgen.operators import varlen_backward
 from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.backward import normalise
 from flashgen.schedule.dispatch import offers, select
 from flashgen.spec.load import load_specs
+from flashgen.spec.scores import load_scores
 
 H200 = SimpleNamespace(
     name="H200",
@@ -55,4 +57,38 @@ def test_kernels_for_hopper_hold_both_head_dims(head_dims, held, options, seqlen
 @pytest.mark.parametrize("head_dim", [192, 256])
 def test_what_they_have_no_kernel_of_is_left_to_those_for_every_gpu(head_dim):
     assert taken(head_dim, head_dim, dtype="fp32").target == "sm80"
-    assert taken(head_dim, head_dim, deterministic=True).target == "sm80"
+
+
+@pytest.mark.parametrize("head_dim", [64, 192, 256])
+def test_deterministic_and_modified_scores_have_kernels_for_hopper(head_dim):
+    softcap = {"score": load_scores().by_name["softcap"], "score_scalars": (30.0,)}
+    for options in ({}, softcap):
+        variant = taken(head_dim, head_dim, deterministic=True, **options)
+        assert variant.target == "sm90"
+        assert dict(variant.axes)["dq_order"] == "ordered"
+
+
+def taken_packed(head_dim, dtype="bf16", tokens=1000, **options):
+    q, k = (view_of_shape((tokens, heads, head_dim), dtype, 0) for heads in (4, 2))
+    lse = view_of_shape((4, tokens), "fp32", 0)
+    cu = view_of_shape((9,), "int32", 0)
+    lengths = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu}
+    problem = varlen_backward.normalise(q, q, k, k, q, lse, **lengths, **options)
+    return select(problem, H200, offers(problem, H200, SPECS))
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 96, 128])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (100, 0)}], ids=str)
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_packed_sequences_have_kernels_for_hopper(head_dim, options, dtype):
+    variant = taken_packed(head_dim, dtype, **options)
+    assert (variant.spec, variant.head_dim) == ("flash_bwd_varlen_sm90", max(32, head_dim))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"dtype": "fp32"}, {"deterministic": True}, {"head_dim": 136}, {"tokens": 0}],
+    ids=str,
+)
+def test_other_gradients_of_packed_sequences_are_left_to_those_for_every_gpu(options):
+    assert taken_packed(**{"head_dim": 128} | options).spec == "flash_bwd_varlen_sm80"

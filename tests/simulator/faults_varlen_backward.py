@@ -15,7 +15,7 @@ GROUPS = Shape(100, 150, 4, 2, batch=5)
 # On Hopper. One sequence, whose last blocks are not whole.
 HOPPER = "32_fp16_sm90"
 ALONE = Shape(100, 150, 1)
-SHARED = Shape(100, 150, 1, batch=3)
+SHARED = Shape(100, 150, 1, batch=8)
 PADDED, PACKED = {"packed_q": False, "packed_kv": False}, {"packed_q": True, "packed_kv": True}
 
 BEHIND = PACKED | {"behind": True}
@@ -81,24 +81,26 @@ FAULTS = (
            "clear_rows<kPanelsV, kBlockN>(shared + kVOffset, keys_left);", ""),
      BEHIND),
     (Fault("rows that are cleared behind the reader's back", HOPPER, "main", ALONE, (*ASYNC, "proxy", WRONG),
-           "dout_smem, queries_left);\n            barrier_sync(1, 128 * kConsumers);", "dout_smem, queries_left);"),
+           "dout_smem, queries_left);\n            barrier_sync(1, 128 * kConsumers);",
+           "dout_smem, queries_left);"),
      BEHIND),
     (Fault("rows that wgmma does not see cleared", HOPPER, "main", ALONE, ("proxy",),
            "    fence_proxy_async();  // wgmma would not see the zeros otherwise\n", ""),
      BEHIND),
-    (Fault("rows of the next sequence are written, on Hopper", HOPPER, "main", SHARED, (WRONG, "race", *BOUNDS),
+    (Fault("next rows are written, on Hopper", HOPPER, "main", SHARED, (WRONG, "race", *BOUNDS),
            "if (stored >= rows) break;", ""),
      PACKED),
     (Fault("queries of the first sequence", HOPPER, "main", SHARED, (WRONG,),
-           "const int row = tile.first_row_q + first_row;", "const int row = first_row;"),
+           "const int row = tile.first_row_q + step.block * kBlockM;",
+           "const int row = step.block * kBlockM;"),
      PACKED),
     (Fault("LSE and delta of the first sequence", HOPPER, "main", SHARED, (WRONG,),
-           "unit_row_of_sequence(params, tile.batch, tile.first_row_q) + first_row", "first_row"),
+           "unit_row_of_sequence(params, tile.batch, tile.first_row_q) + ", ""),
      PACKED),
     (Fault("keys of the first entry", HOPPER, "main", SHARED, (WRONG,),
            "params.cu_seqlens_kv == nullptr ? tile.batch : 0", "0"),
      PADDED),
-    (Fault("blocks of more work, once more", HOPPER, "main", SHARED, (WRONG, "race"),
+    (Fault("blocks of more work count once more", HOPPER, "main", ALONE, (WRONG,),
            "return {most, index - ahead};", "return {most, index};"),
-     PACKED),
+     BEHIND),
 )  # fmt: skip
