@@ -740,7 +740,6 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& ti
     // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
     Step step = first_step(queries);
-#pragma unroll 1
     for (int left = num_steps(params, queries); left > 0; --left) {
         produce_step(params, tile, step, shared, barriers, ring);
         step = next_step(step, queries);

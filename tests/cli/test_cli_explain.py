@@ -30,6 +30,7 @@ def test_gradients_go_by_the_operator(order, flashgen):
         "flash_bwd_preprocess",
         "flash_bwd",
         "flash_bwd_convert",
+        "flash_bwd_sum",  # of the parts of a group
     ]
     assert steps[1]["variant"] == found["variant"]
     text = flashgen(*CALL, *options, "--arch", "sm_90").stdout

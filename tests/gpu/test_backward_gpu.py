@@ -3,6 +3,7 @@ bits each time where that was asked for, in a graph with other inputs."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -21,6 +22,7 @@ from flashgen.runtime.device import device  # noqa: E402
 from flashgen.runtime.launch import bind  # noqa: E402
 from flashgen.runtime.plans import Plan  # noqa: E402
 from flashgen.schedule.dispatch import offers, runs_on  # noqa: E402
+from flashgen.schedule.groups import group_parts  # noqa: E402
 from flashgen.spec.load import load_specs  # noqa: E402
 from gpu.cases import DTYPES, new_seed  # noqa: E402
 
@@ -101,6 +103,7 @@ class Call:
         self.mask = None
         if mask is not None:
             self.mask = torch.rand(heads, seqlen_q, seqlen_kv, generator=random, device="cuda") < 0.4
+            self.mask[:, 1::50] = True  # rows that see nothing
         self.dlse = None
         if dlse:
             self.dlse = torch.randn(batch, heads, seqlen_q, generator=random, device="cuda")
@@ -116,7 +119,7 @@ class Call:
         options = self.options | self.scored
         return flashgen.attention(self.q, self.k, self.v, mask=self.mask, return_lse=True, **options)
 
-    def plan(self, target, deterministic=False):
+    def plan(self, target, deterministic=False, group_waves=None):
         out, lse = self.forward()
         given = (self.dout, self.q, self.k, self.v, self.mask, out, lse, self.dlse, *self.outputs)
         names = ("dout", "q", "k", "v", "mask", "out", "lse", "dlse", "dq", "dk", "dv")
@@ -125,6 +128,8 @@ class Call:
         of_score["score_arrays"] = [view(x, "an array") for x in self.arrays]
         problem = normalise(**views, deterministic=deterministic, **of_score, **self.options)
         main = variant_for(problem, target)
+        if group_waves is not None:
+            main = dataclasses.replace(main, grid=main.grid._replace(group_waves=group_waves))
         return Plan(problem, bind(problem, main, device(0)), (*given, *self.arrays))
 
     def run(self, plan):
@@ -186,7 +191,7 @@ def test_fp32(head_dims, target):
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
 )
-@pytest.mark.parametrize("mask", ["none", "causal", "local"])
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(
     "head_dims",
     [*((d, d) for d in (32, 64, 80, 96, 112, 128, 160, 192, 248, 256)), (136, 8), (192, 96), (192, 128)],
@@ -281,7 +286,7 @@ def test_more_thread_blocks_in_turn_than_the_gpu_has_room_for(target):
 
 
 @pytest.mark.parametrize("target", TARGETS[::2])
-@pytest.mark.parametrize("mask", ["none", "causal", "local"])
+@pytest.mark.parametrize("mask", MASKS)
 def test_in_turns_within_the_bound(mask, target):
     """A last section with fewer heads; both groupings; queries and keys that have no partner."""
     for head_dim, dtype, shape in (
@@ -303,6 +308,35 @@ def test_dk_and_dv_always_repeat(target, head_dim):
     first = [x.clone() for x in call.run(plan)[1:]]
     for _ in range(10):
         assert all(torch.equal(*pair) for pair in zip(call.run(plan)[1:], first, strict=True))
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "local"])
+@pytest.mark.parametrize(
+    ("target", "head_dim", "deterministic"),
+    [(*few, False) for few in FEW] + [(*few, True) for few in FEW[:4]],
+)
+def test_groups_of_query_heads_in_parts(target, head_dim, deterministic, mask):
+    """Each head by itself, whole groups, and in between; dk and dv repeat to the bit."""
+    call = Call((2, 500, 1200, 24, 2), (head_dim, head_dim), "bf16", **MASKS[mask])
+    counts = set()
+    for waves in (0, 2, 100):
+        plan = call.plan(target, deterministic, waves)
+        counts.add(group_parts(plan.problem, plan.variant, device(0)))
+        first = [x.clone() for x in call.run(plan)]
+        call.check(first, plan.problem)
+        again = call.run(plan)
+        assert all(torch.equal(*pair) for pair in zip(again[1:], first[1:], strict=True))
+        assert not deterministic or torch.equal(again[0], first[0])
+    assert {1, 12} <= counts
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_many_query_heads_on_one_kv_head(target):
+    """As many parts as the spec asks for on this GPU, in fp32 too; rows and keys that see nothing."""
+    for shape, dtype in (((1, 900, 2000, 16, 1), "bf16"), ((2, 1000, 300, 9, 1), "fp16")):
+        check(shape, (64, 48), dtype, target=target, causal=True)
+    if target != "sm90":
+        check((1, 200, 300, 6, 1), (64, 64), "fp32", target=target, causal=True)
 
 
 @pytest.mark.parametrize(

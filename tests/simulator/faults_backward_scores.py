@@ -71,7 +71,7 @@ FAULTS = (
         ("register in flight",),
     ),
     fault("slope of the group's first head on Hopper", HOPPER, CHAIN, "head_of(params, tile, step), p,",
-          "tile.kv_head * params.group_size, p,"),
+          "kv_head_of(params, tile) * 2, p,"),
     fault("offset of the query beside on Hopper", HOPPER, CHAIN, "min(lane_query + 8 * j + e,",
           "min(lane_query + 8 * j,"),
     fault("key of the first eight rows", HOPPER, CHAIN, "lane_key, 8 * key8, score)", "lane_key, 0, score)"),

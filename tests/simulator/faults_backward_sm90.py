@@ -19,8 +19,8 @@ SHAPE = Shape(seqlen_q=400, seqlen_kv=150, heads=1)
 CAUSAL = Shape(seqlen_q=300, seqlen_kv=200, heads=1)
 GROUPS = Shape(seqlen_q=150, seqlen_kv=140, heads=2, kv_heads=1)
 WINDOWED = Shape(seqlen_q=300, seqlen_kv=300, heads=1, window=(150, 20))
-# Rows of a mask that are not aligned to words.
-MASKED = Shape(seqlen_q=100, seqlen_kv=141, heads=2, kv_heads=1, mask_alignment=1, window=(60, 30))
+# The last copy of a row of the mask is not whole.
+MASKED = Shape(seqlen_q=100, seqlen_kv=141, heads=2, kv_heads=1, window=(60, 30))
 # The last rows of dq_accum.
 WHOLE = Shape(seqlen_q=128, seqlen_kv=100, heads=1)
 # Scores so far below 0 that a key past the end, with score 0, would have an infinite P.
@@ -173,15 +173,15 @@ FAULTS = (
         DENSE,
         MASKED,
         (WRONG,),
-        "head_of(params, tile, step) * params.mask_head_stride",
-        "(head_of(params, tile, step) ^ 1) * params.mask_head_stride",
+        "head_of(params, tile, next.step) * params.mask_head_stride",
+        "(head_of(params, tile, next.step) ^ 1) * params.mask_head_stride",
     ),
     fault(
         "the mask of the kv head",
         DENSE,
         MASKED,
         (WRONG,),
-        "head_of(params, tile, step) * params.mask_head_stride",
+        "head_of(params, tile, next.step) * params.mask_head_stride",
         "tile.kv_head * params.mask_head_stride",
     ),
     fault(
@@ -189,40 +189,56 @@ FAULTS = (
         DENSE,
         MASKED,
         (WRONG,),
-        "params.mask + head_offset, step.block * kBlockM + i / kBlockN * 32,",
-        "params.mask + head_offset, step.block * kBlockM + i / kBlockN * 32 + 1,",
+        "const int query = next.step.block * kBlockM + next.first;",
+        "const int query = next.step.block * kBlockM + next.first + 1;",
     ),
     fault(
         "the mask past its last row",
         DENSE,
         MASKED,
         ("global bounds",),
-        "if (first + i + 1 < count) source",
-        "if (first + i < count) source",
+        "cp_async_16(destination, source, query < queries ? bytes : 0)",
+        "cp_async_16(destination, source, bytes)",
     ),
     fault(
-        "words of rows that are aligned to bytes",
-        DENSE,
-        MASKED,
-        ("alignment",),
-        "params.mask_vector_width >= 4 && keys >= 4",
-        "keys >= 4",
-    ),
-    fault(
-        "bytes past the last key",
+        "the mask past its last key",
         DENSE,
         MASKED,
         ("global bounds",),
-        "if (i < keys) word |=",
-        "word |=",
+        "min(max(keys - key, 0), kBytes)",
+        "kBytes",
+    ),
+    fault(
+        "the copy of the mask is not awaited",
+        DENSE,
+        MASKED,
+        (*ASYNC, WRONG),
+        "        cp_async_wait<1>();\n",
+        "",
+    ),
+    fault(
+        "the mask that one lane has copied",
+        DENSE,
+        MASKED,
+        (*ASYNC, WRONG),
+        "        __syncwarp();  // all lanes have copied\n",
+        "",
+    ),
+    fault(
+        "a copy of the mask over what is still read",
+        DENSE,
+        MASKED,
+        (*ASYNC, WRONG),
+        "(2 * warp + i % 2) * kMaskBufferBytes",
+        "2 * warp * kMaskBufferBytes",
     ),
     fault(
         "queries outside of the range",
         DENSE,
         MASKED,
         (WRONG,),
-        "hidden[word] | bits_outside(range,",
-        "hidden[word] | 0 * bits_outside(range,",
+        "hidden[key] | bits_outside(range,",
+        "hidden[key] | 0 * bits_outside(range,",
     ),
     fault(
         "a range one query long",
@@ -253,7 +269,7 @@ FAULTS = (
         DENSE,
         MASKED,
         PHASES,
-        "            mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);\n",
+        "        mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);\n",
         "",
     ),
     # dQ.

@@ -618,7 +618,7 @@ def test_another_ending_is_not_passed_over(tiny_folder):
 def test_shipped_specs_are_complete():
     """The product that the shipped family promises, and a committed slice that a person can review."""
     variants = [v for spec in load_specs() for v in spec.variants()]
-    assert 1 <= sum(v.committed for v in variants) <= 100
+    assert 1 <= sum(v.committed for v in variants) <= 110
     forward = [v for v in variants if v.spec == "flash_fwd_sm80"]
     points = {((v.head_dim, v.head_dim_v), v.dtype, v.mask_type, v.gqa, v.target) for v in forward}
     alike = [(width, width) for width in (32, 64, 96, 128, 192, 256)]
@@ -715,4 +715,33 @@ def test_shares_are_of_kv_blocks(tmp_path):
     path = tmp_path / "flash_decode_sm80.yaml"
     path.write_text(SHARES[:begin] + SHARES[end:])
     with pytest.raises(SpecError, match=r"grid\.schedule: .*`visits` is missing"):
+        load_spec(path)
+
+
+GROUPS = (specs_dir() / "flash_bwd_sm90.yaml").read_text(encoding="utf-8")
+SUM_WHEN = "    when: {gqa: gqa}\n    template"
+SUM_GRID = "{key_rows: 16, kv_heads: 1, batch: 1}"
+WAVES = "group_waves: 8 if mask_type == 'causal' else 4"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "place", "why"),
+    [
+        (SUM_WHEN, "    template", None, None),
+        (SUM_WHEN, "    when: {gqa: some}\n    template", r"steps\[3\]\.when\.gqa", "some"),
+        ("    main: true\n", "    main: true\n    when: {gqa: gqa}\n", r"steps\[1\]\.when", "every variant"),
+        (WAVES, "group_waves: 0", r"steps\[3\]\.combines", "has parts"),
+        (WAVES, "group_waves: 0 - 1", r"tiles\[\d+\]", "below 1"),
+        (WAVES, f"schedule: persistent\n      {WAVES}", r"group_waves", "each tile and part"),
+        (SUM_GRID, "{key_rows: 16}, group_waves: 1", r"group_waves", "only the main step"),
+    ],
+)
+def test_what_a_family_may_say_of_groups_in_parts(old, new, place, why, tmp_path):
+    assert GROUPS.count(old) == 1
+    path = tmp_path / "flash_bwd_sm90.yaml"
+    path.write_text(GROUPS.replace(old, new))
+    if place is None:
+        assert all("sum" in {step.step for step in v.steps} for v in load_spec(path).variants() if v.is_main)
+        return
+    with pytest.raises(SpecError, match=rf"{place}: .*{re.escape(why)}"):
         load_spec(path)

@@ -38,9 +38,7 @@ class Workspace(NamedTuple):
         return {each.name: each.offset for each in self.slices}
 
 
-def workspace_of(
-    problem: Problem, main: Variant, shares: Shares | None = None, parts: int = 1
-) -> Workspace:
+def workspace_of(problem: Problem, main: Variant, shares: Shares | None = None, parts: int = 1) -> Workspace:
     """The slices that the family of ``main`` asks for, one after the other; ``shares`` are those of its
     grid, and ``parts`` those of each group of query heads.
     """

@@ -52,7 +52,7 @@ def read_steps(document: Document, file: File, axes: Mapping[str, Values]) -> tu
         raise document.error(("steps", main[0], "when"), "every variant has the main step")
     for i, row in enumerate(rows):
         if row.combines and (i <= main[0] or not _splits(rows[main[0]])):
-            why = "only a step behind a main one with `schedule: shares` or `group_waves` has parts to combine"
+            why = "only a step behind a main one with `schedule: shares` or `group_waves` has parts"
             raise document.error(("steps", i, "combines"), why)
     return [StepTable(document, file, axes, ("steps", i), row) for i, row in enumerate(rows)], main[0]
 

@@ -16,28 +16,6 @@ __device__ __forceinline__ void opaque(T*& pointer) {
     asm volatile("" : "+l"(pointer));
 }
 
-// cp.async.cg.shared.global: 16 bytes, past L1. The first `source_bytes` are read, the rest become 0; with 0 the source
-// need not be a valid address.
-__device__ __forceinline__ void cp_async_16(shared_address destination, const void* source, int source_bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(destination), "l"(source), "r"(source_bytes)
-                 : "memory");
-}
-
-// cp.async.ca.shared.global: 4 bytes, of which the first `source_bytes` (0 to 4) are read and the rest zero-filled.
-__device__ __forceinline__ void cp_async_4(shared_address destination, const void* source, int source_bytes) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(destination), "l"(source), "r"(source_bytes)
-                 : "memory");
-}
-
-// cp.async.commit_group: closes the group of copies that this thread has issued since the last one.
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-
-// cp.async.wait_group: waits until at most `kPending` of this thread's groups are still under way.
-template <int kPending>
-__device__ __forceinline__ void cp_async_wait() {
-    asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
-}
-
 // bar.sync 1: waits until `threads` threads have arrived, from wherever in the program, and makes their writes visible.
 __device__ __forceinline__ void barrier_sync(int threads) { asm volatile("bar.sync 1, %0;\n" ::"r"(threads) : "memory"); }
 

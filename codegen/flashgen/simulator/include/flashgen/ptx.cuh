@@ -146,6 +146,23 @@ inline void store_release_32(void* destination, uint32_t value,
     flashgen::simulator::store_release(destination, value, where);
 }
 
+inline void cp_async_16(shared_address destination, const void* source, int source_bytes,
+                        flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::copy_async(destination, source, 16, source_bytes, where);
+}
+
+inline void cp_async_4(shared_address destination, const void* source, int source_bytes,
+                       flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::copy_async(destination, source, 4, source_bytes, where);
+}
+
+inline void cp_async_commit() { flashgen::simulator::copy_commit(); }
+
+template <int kPending>
+inline void cp_async_wait() {
+    flashgen::simulator::copy_wait(kPending);
+}
+
 inline uint32_t load_shared_32(shared_address source,
                                flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     uint32_t value;

@@ -16,23 +16,6 @@ inline void opaque(T*& pointer) {
     static_cast<void>(pointer);
 }
 
-inline void cp_async_16(shared_address destination, const void* source, int source_bytes,
-                        flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    flashgen::simulator::copy_async(destination, source, 16, source_bytes, where);
-}
-
-inline void cp_async_4(shared_address destination, const void* source, int source_bytes,
-                       flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    flashgen::simulator::copy_async(destination, source, 4, source_bytes, where);
-}
-
-inline void cp_async_commit() { flashgen::simulator::copy_commit(); }
-
-template <int kPending>
-inline void cp_async_wait() {
-    flashgen::simulator::copy_wait(kPending);
-}
-
 inline void barrier_sync(int threads, flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     flashgen::simulator::block_barrier(1, threads, where);
 }
