@@ -537,6 +537,8 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& ti
 
 // The dV consumer computes panels [0, kDqPanelsOfDv) of dQ, the dK consumer the others.
 constexpr int kDqPanelsOfDv = kPanels / 2;
+static_assert(kDqPanelsOfDv <= 2 && kPanels - kDqPanelsOfDv == 2, "the first of two panels has the registers of the scores");
+static_assert(kDqColumns == kBlockM, "which are as many");
 
 // Starts dQ = dS K of a warpgroup, in a panel of columns.
 __device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], shared_address ds_smem, shared_address k_smem, int panel) {
@@ -552,8 +554,8 @@ __device__ __forceinline__ void add_dq_panel(const Params& params, const KeyBloc
 
 // The consumer of dV. The MMAs of a step, in groups as they are awaited:
 //     S^T = K Q^T                    P goes to the other consumer
-//     dQ = dS K of the step before   its panels of columns, one after another
-//     dV += P^T dO                   ... while the last of them is added to memory
+//     dQ = dS K of the step before   its panels of columns
+//     dV += P^T dO                   ... while they are added to memory, and S^T of the next step behind it
 __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
     const int warp_row = threadIdx.x % 128 / 32 * 16;  // the warp's first key of the tile, and its first row of dQ
@@ -574,15 +576,17 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
     Step step = first_step(queries);
     Step previous = step;
     mbarrier_wait(barriers.k_full(), 0);
+    float p[kBlockM / 2];  // S^T, then P^T
+    if (count > 0) {
+        mbarrier_wait(barriers.q_full(0), 0);
+        mma_scores<kHeadDim>(p, shared, shared + kQOffset);
+        wgmma_wait<0>();
+        pin_registers(p);
+    }
 
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
         const shared_address dout_smem = shared + kDoutOffset + ring.stage * kDoutBytes;
-        float p[kBlockM / 2];  // S^T, then P^T
-        mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
-        mma_scores<kHeadDim>(p, shared, shared + kQOffset + ring.stage * kQBytes);
-        wgmma_wait<0>();
-        pin_registers(p);
         if (needs_mask(step.block * kBlockM)) {
             apply_mask(params, p, tile.first_key + warp_row + lane / 4, step.block * kBlockM + lane % 4 * 2);
         }
@@ -599,24 +603,33 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
         // The first step runs these MMAs on K and discards the result: with MMAs that are conditional, ptxas would serialise all of them.
         const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared;
         mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
-#pragma unroll
-        for (int panel = 0; panel < kDqPanelsOfDv; ++panel) {
-            float dq[kDqColumns / 2];
-            start_dq(dq, last_ds, shared, panel);
-            if (panel == kDqPanelsOfDv - 1) {
-                mma_gradient(dv, packed_p, dout_smem);
-                wgmma_wait<1>();
-                release(barriers.ds_ready());
-            } else {
-                wgmma_wait<0>();
-            }
-            pin_registers(dq);
-            if (i > 0) add_dq_panel(params, tile, previous, dq, panel, warp_row, lane);
+        // Of two panels the first has the registers of P, which is packed.
+        float dq[kDqColumns / 2];
+        if constexpr (kDqPanelsOfDv == 2) start_dq(p, last_ds, shared, 0);
+        start_dq(dq, last_ds, shared, kDqPanelsOfDv - 1);
+        mma_gradient(dv, packed_p, dout_smem);
+        if constexpr (kDqPanelsOfDv == 2) {
+            wgmma_wait<2>();
+            pin_registers(p);
+            if (i > 0) add_dq_panel(params, tile, previous, p, 0, warp_row, lane);
         }
-        wgmma_wait<0>();
+        wgmma_wait<1>();
+        release(barriers.ds_ready());
+        pin_registers(dq);
+        if (i > 0) add_dq_panel(params, tile, previous, dq, kDqPanelsOfDv - 1, warp_row, lane);
+
+        // S of the next step. The last step computes what nobody uses, from K.
+        RingPosition<kStages> next = ring;
+        next.advance();
+        const bool is_last = i + 1 == count;
+        if (!is_last) mbarrier_wait(barriers.q_full(next.stage), next.parity);
+        mma_scores<kHeadDim>(p, shared, is_last ? shared : shared + kQOffset + next.stage * kQBytes);
+        wgmma_wait<1>();
         pin_registers(dv);
         release(barriers.empty(ring.stage));
-        ring.advance();
+        wgmma_wait<0>();
+        pin_registers(p);
+        ring = next;
         previous = step;
         step = next_step(step, queries);
     }
@@ -641,8 +654,8 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
 
 // The consumer of dK. The MMAs of a step, in groups as they are awaited:
 //     dP^T = V dO^T                  P comes from the other consumer
-//     dQ = dS K of the step before   its panels of columns, one after another
-//     dK += dS^T Q                   ... while the last of them is added to memory
+//     dQ = dS K of the step before   its panels of columns
+//     dK += dS^T Q                   ... while they are added to memory, and dP^T of the next step behind it
 __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
     const int warp_row = threadIdx.x % 128 / 32 * 16;  // the warp's first key of the tile, and its first row of dQ
@@ -658,14 +671,16 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
     Step previous = step;
     mbarrier_wait(barriers.k_full(), 0);
     mbarrier_wait(barriers.v_full(), 0);
+    float ds[kBlockM / 2];  // dP^T, then dS^T
+    if (count > 0) {
+        mbarrier_wait(barriers.dout_full(0), 0);
+        mma_scores<kHeadDimV>(ds, shared + kVOffset, shared + kDoutOffset);
+        wgmma_wait<0>();
+        pin_registers(ds);
+    }
 
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-        float ds[kBlockM / 2];  // dP^T, then dS^T
-        mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
-        mma_scores<kHeadDimV>(ds, shared + kVOffset, shared + kDoutOffset + ring.stage * kDoutBytes);
-        wgmma_wait<0>();
-        pin_registers(ds);
         float p[kBlockM / 2];
         mbarrier_wait(barriers.p_full(), i % 2);
         load_p(p, shared + kPOffset);
@@ -680,25 +695,33 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         // The first step runs these MMAs on K and discards the result: with MMAs that are conditional, ptxas would serialise all of them.
         const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared;
         mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
-#pragma unroll
-        for (int panel = kDqPanelsOfDv; panel < kPanels; ++panel) {
-            float dq[kDqColumns / 2];
-            start_dq(dq, last_ds, shared, panel);
-            if (panel == kPanels - 1) {
-                mma_gradient(dk, packed_ds, shared + kQOffset + ring.stage * kQBytes);
-                wgmma_wait<1>();
-                __syncwarp();  // all lanes have read P and delta, and written their dS
-                release(barriers.ds_ready());
-            } else {
-                wgmma_wait<0>();
-            }
-            pin_registers(dq);
-            if (i > 0) add_dq_panel(params, tile, previous, dq, panel, warp_row, lane);
-        }
-        wgmma_wait<0>();
+        // The first of the two panels has the registers of dS, which is packed.
+        float dq[kDqColumns / 2];
+        start_dq(ds, last_ds, shared, kDqPanelsOfDv);
+        start_dq(dq, last_ds, shared, kDqPanelsOfDv + 1);
+        mma_gradient(dk, packed_ds, shared + kQOffset + ring.stage * kQBytes);
+        wgmma_wait<2>();
+        pin_registers(ds);
+        if (i > 0) add_dq_panel(params, tile, previous, ds, kDqPanelsOfDv, warp_row, lane);
+        wgmma_wait<1>();
+        __syncwarp();  // all lanes have read P and delta, and written their dS
+        release(barriers.ds_ready());
+        pin_registers(dq);
+        if (i > 0) add_dq_panel(params, tile, previous, dq, kDqPanelsOfDv + 1, warp_row, lane);
+
+        // dP of the next step. The last step computes what nobody uses, from K: the other consumer may be storing dV over V.
+        RingPosition<kStages> next = ring;
+        next.advance();
+        const bool is_last = i + 1 == count;
+        if (!is_last) mbarrier_wait(barriers.dout_full(next.stage), next.parity);
+        mma_scores<kHeadDimV>(ds, is_last ? shared : shared + kVOffset,
+                              is_last ? shared : shared + kDoutOffset + next.stage * kDoutBytes);
+        wgmma_wait<1>();
         pin_registers(dk);
         release(barriers.empty(ring.stage));
-        ring.advance();
+        wgmma_wait<0>();
+        pin_registers(ds);
+        ring = next;
         previous = step;
         step = next_step(step, queries);
     }

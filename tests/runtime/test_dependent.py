@@ -53,15 +53,15 @@ def binding(monkeypatch):
 
 @pytest.fixture
 def make(driver, binding, monkeypatch):
-    """``make(variant, switch, device)`` is a launcher for PROBLEM."""
+    """``make(variant, switch, device)`` is a runner of one step for PROBLEM."""
 
     def launcher(variant=SM90, switch=None, device=H200):
         if switch is None:
             monkeypatch.delenv(dependent.SWITCH, raising=False)
         else:
             monkeypatch.setenv(dependent.SWITCH, switch)
-        (step,) = plan_steps(PROBLEM, variant, device).steps
-        return launch.Launcher(step, device, driver.load(variant, device))
+        planned = plan_steps(PROBLEM, variant, device)
+        return launch.Runner(planned, variant, device, [driver.load(variant, device)])
 
     return launcher
 

@@ -11,7 +11,6 @@ from fake_gpu import H200, Binding
 from flashgen.errors import BadTensorShape, NoBindingError, SpecError
 from flashgen.operators.attention import UNBOUNDED
 from flashgen.runtime import launch, tensormap
-from flashgen.runtime.launch import Launcher
 from flashgen.schedule.grid import heads, launch_of, rows, tiles
 from flashgen.schedule.parameters import pack, parameters, vector_width
 from flashgen.schedule.plan import plan_steps
@@ -123,8 +122,10 @@ def launcher(driver):
 
 
 def launcher_of(problem, variant, device, driver):
-    (step,) = plan_steps(problem, variant, device).steps
-    return Launcher(step, device, driver.load(variant, device))
+    """A runner of one step."""
+    return launch.Runner(
+        plan_steps(problem, variant, device), variant, device, [driver.load(variant, device)]
+    )
 
 
 def run(launcher, pointers, stream=0):
@@ -198,7 +199,7 @@ def test_a_failed_launch_is_not_swallowed(driver):
     def fail(*arguments):
         raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED")
 
-    made._launch = fail
+    made._launchers[0]._launch = fail
     with pytest.raises(RuntimeError, match="LAUNCH_FAILED"):
         run(made, (16,) * 6)
 
@@ -255,14 +256,15 @@ def test_tensor_maps_are_encoded_once_and_then_moved(driver, binding):
 def test_a_struct_copied_while_another_thread_encodes_is_encoded_itself(driver, binding):
     variant = tma_variant()
     made = launcher_of(MAPPED, variant, H200, driver)
-    copy = made._copy
+    (launcher,) = made._launchers
+    copy = launcher._copy
 
     def interrupted(*arguments):
         copy(*arguments)
-        made._copy = copy
+        launcher._copy = copy
         made.at((32,) * 6, PROBLEM)  # as a thread would that comes in between
 
-    made._copy = interrupted
+    launcher._copy = interrupted
     run(made, (16,) * 6)
     assert np.frombuffer(driver.members()["q"].tobytes(), "<u8")[0] == 16
     assert not binding.moves

@@ -52,6 +52,19 @@ def test_every_launch_gets_the_pointers_and_the_stream_of_its_call(gpu):
     assert len(gpu.launches) == 6
 
 
+def test_layouts_tell_strides_apart_but_those_that_nobody_uses():
+    kind = arrays.kind_of(array(SHAPE))
+    rows, heads = 2 * 8 * 4, 8 * 4
+    plain, odd = array(SHAPE), array(SHAPE, strides=(12, rows, heads, 4))  # of one batch entry
+    assert kind.layout(plain) == kind.layout(odd)
+    for strides in ((12, 2 * rows, heads, 4), (12, heads, 4 * heads, 4), (12, 0, heads, 4)):
+        assert kind.layout(array(SHAPE, strides=strides)) not in (kind.layout(plain), None)
+    plan = plan_of()
+    plan(odd, array(SHAPE, address=K), array(SHAPE, address=V), out=array(SHAPE, address=OUT))
+    with pytest.raises(errors.BadTensorStrides, match="q has strides"):
+        plan(array(SHAPE, strides=(12, 2 * rows, heads, 4)), *map(array, (SHAPE,) * 2))
+
+
 # Addresses that are often misaligned, null or within reach of each other, and often those of the call before.
 ADDRESSES = st.tuples(
     *[st.sampled_from([0, *range(1 << 20, (1 << 20) + 4 * SIZE, SIZE // 2), (1 << 20) + 8])] * 4

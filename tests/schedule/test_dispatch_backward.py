@@ -59,6 +59,15 @@ def test_what_they_have_no_kernel_of_is_left_to_those_for_every_gpu(head_dim):
     assert taken(head_dim, head_dim, dtype="fp32").target == "sm80"
 
 
+@pytest.mark.parametrize("head_dim", [64, 192, 256])
+def test_deterministic_and_modified_scores_have_kernels_for_hopper(head_dim):
+    softcap = {"score": load_scores().by_name["softcap"], "score_scalars": (30.0,)}
+    for options in ({}, softcap):
+        variant = taken(head_dim, head_dim, deterministic=True, **options)
+        assert variant.target == "sm90"
+        assert dict(variant.axes)["dq_order"] == "ordered"
+
+
 def taken_packed(head_dim, dtype="bf16", tokens=1000, **options):
     q, k = (view_of_shape((tokens, heads, head_dim), dtype, 0) for heads in (4, 2))
     lse = view_of_shape((4, tokens), "fp32", 0)
@@ -83,12 +92,3 @@ def test_packed_sequences_have_kernels_for_hopper(head_dim, options, dtype):
 )
 def test_other_gradients_of_packed_sequences_are_left_to_those_for_every_gpu(options):
     assert taken_packed(**{"head_dim": 128} | options).spec == "flash_bwd_varlen_sm80"
-
-
-@pytest.mark.parametrize("head_dim", [64, 192, 256])
-def test_deterministic_and_modified_scores_have_kernels_for_hopper(head_dim):
-    softcap = {"score": load_scores().by_name["softcap"], "score_scalars": (30.0,)}
-    for options in ({}, softcap):
-        variant = taken(head_dim, head_dim, deterministic=True, **options)
-        assert variant.target == "sm90"
-        assert dict(variant.axes)["dq_order"] == "ordered"

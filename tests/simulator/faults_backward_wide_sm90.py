@@ -30,8 +30,9 @@ LAST_DS = (
 )
 PREVIOUS = "        previous = step;\n"
 ADVANCE = (
-    "        release(barriers.empty(ring.stage));\n"
-    "        ring.advance();\n" + PREVIOUS + "        step = next_step(step, queries);\n"
+    "        pin_registers(ds);\n        ring = next;\n"
+    + PREVIOUS
+    + "        step = next_step(step, queries);\n"
 )
 
 FAULTS = (
@@ -91,7 +92,7 @@ FAULTS = (
         CAUSAL,
         LONG,
         (*ASYNC, *PROXY),
-        "                __syncwarp();  // all lanes have read P and delta, and written their dS\n",
+        "        __syncwarp();  // all lanes have read P and delta, and written their dS\n",
         "",
     ),
     fault(
@@ -99,8 +100,8 @@ FAULTS = (
         CAUSAL,
         LONG,
         (WRONG,),
-        "mma_scores<kHeadDimV>(ds,",
-        "mma_scores<128>(ds,",
+        "mma_scores<kHeadDimV>(ds, is_last",
+        "mma_scores<128>(ds, is_last",
     ),
     # Stages.
     fault(
@@ -119,14 +120,47 @@ FAULTS = (
         LAST_DS + "        mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);\n",
         LAST_DS,
     ),
+    fault(
+        "a stage that dV still reads",
+        PLAIN,
+        SHAPE,
+        (*ASYNC, WRONG),
+        "        wgmma_wait<1>();\n        pin_registers(dv);\n",
+        "",
+    ),
+    # Scores of the next step.
+    fault(
+        "Q of the next step is not awaited",
+        PLAIN,
+        SHAPE,
+        ASYNC,
+        "        if (!is_last) mbarrier_wait(barriers.q_full(next.stage), next.parity);\n",
+        "",
+    ),
+    fault(
+        "dP behind the last step, of V",
+        CAUSAL,
+        LONG,
+        ASYNC,
+        "mma_scores<kHeadDimV>(ds, is_last ? shared : shared + kVOffset,",
+        "mma_scores<kHeadDimV>(ds, shared + kVOffset,",
+    ),
     # dQ.
+    fault(
+        "the second panel of dQ for the first",
+        PLAIN,
+        SHAPE,
+        (*ASYNC, WRONG, "register in flight"),
+        "            pin_registers(p);\n            if (i > 0) add_dq_panel(params, tile, previous, p, 0,",
+        "            if (i > 0) add_dq_panel(params, tile, previous, dq, 0,",
+    ),
     fault(
         "dQ of this step's block",
         CAUSAL,
         LONG,
         ("global bounds", WRONG),
-        "pin_registers(dk);\n" + ADVANCE,
-        "pin_registers(dk);\n" + ADVANCE.replace(PREVIOUS, "") + PREVIOUS,
+        ADVANCE,
+        ADVANCE.replace(PREVIOUS, "") + PREVIOUS,
     ),
     fault(
         "a panel of dQ where its neighbour is",

@@ -71,6 +71,9 @@ def wide(name, caught, old, new, backwards=False):
     return TurnFault(name, WIDE, "main", NARROW, caught, old, new, backwards)
 
 
+AWAITS = "        if (i > 0) mbarrier_wait(barriers.turn(), (i + 1) % 2);\n"
+AWAITS_OF_DV = "mma_gradient(dv, packed_p, dout_smem);\n" + AWAITS
+AWAITS_OF_DK = "mma_gradient(dk, packed_ds, shared + kQOffset + ring.stage * kQBytes);\n" + AWAITS
 LAST_BLOCK = "    return min(last_query + params.diagonal_offset, params.seqlen_kv - 1) / kBlockN;\n"
 EVERY_BLOCK = "    return (params.seqlen_kv - 1) / kBlockN;\n"
 
@@ -97,12 +100,9 @@ FAULTS = (
     hopper("turns are not cleared", STUCK, "if (threadIdx.x < kBlocks)", "if (threadIdx.x < 0)",
            "preprocess"),
     wide("the consumer of dV does not await its turn", OUT_OF_TURN,
-         "            if (i > 0 && panel == 0) mbarrier_wait(barriers.turn(), (i + 1) % 2);\n", "",
-         backwards=True),
+         AWAITS_OF_DV, AWAITS_OF_DV.replace(AWAITS, ""), backwards=True),
     wide("the consumer of dK does not await its turn", OUT_OF_TURN,
-         "            if (i > 0 && panel == kDqPanelsOfDv) mbarrier_wait(barriers.turn(), (i + 1) % 2);\n",
-         "",
-         backwards=True),
+         AWAITS_OF_DK, AWAITS_OF_DK.replace(AWAITS, ""), backwards=True),
     wide("a turn is passed when one consumer has added", (*OUT_OF_TURN, *STUCK),
          "mbarrier_init(dq_added(), 2 * kWarps);", "mbarrier_init(dq_added(), kWarps);"),
 )  # fmt: skip

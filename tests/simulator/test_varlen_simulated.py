@@ -43,6 +43,9 @@ KERNELS = (
 DENSE = "flash_fwd_varlen_hdim32_fp16_dense_m64_gqa_sm80"
 DENSE_PAGED = "flash_fwd_varlen_hdim32_bf16_dense_paged_m64_packgqa_sm80"
 DENSE_KERNELS = (DENSE, DENSE_PAGED, "flash_fwd_varlen_hdim32_fp32_dense_m64_sm80")
+# One warp for the rows, and two; splits that the call fixes.
+DENSE_DECODE = "flash_varlen_decode_hdim32_fp16_dense_packgqa_sm80"
+DENSE_DECODE_PAGED = "flash_varlen_decode_hdim64_bf16_dense_paged_fixed_m32_sm80"
 # On wgmma: one consumer and one Q buffer, several of both; warpgroups that skip KV blocks; a group that
 # divides 64 rows and one that does not.
 HOPPER = "flash_fwd_varlen_hdim32_bf16_causal_sm90"
@@ -130,6 +133,17 @@ def test_within_the_bound_and_nothing_else_is_touched(name, packed_q, compiler, 
 def test_a_dense_mask_beside_lengths(name, changes, compiler, fresh_seed):
     variant = VARIANTS[name]
     shape = dataclasses.replace(grouped(variant, FEW), **changes)
+    assert verdict_of(variant, make_any(variant, shape, fresh_seed), fresh_seed) is None
+
+
+@pytest.mark.parametrize("name", [DENSE_DECODE, DENSE_DECODE_PAGED])
+@pytest.mark.parametrize(
+    "changes", [{"mask": "bhqk"}, {"mask": "qk", "window": (300, 0), "mask_alignment": 1}]
+)
+def test_drafts_in_a_tree(name, changes, compiler, fresh_seed):
+    """A few queries, whose mask says which of the other drafts each one sees."""
+    variant = VARIANTS[name]
+    shape = dataclasses.replace(grouped(variant, LONG), **changes)
     assert verdict_of(variant, make_any(variant, shape, fresh_seed), fresh_seed) is None
 
 
@@ -224,6 +238,8 @@ FAULTS = (
            "params.mask + tile.batch *", "params.mask + 0 *"), {}),
     (fault("the mask of the first head", DENSE_PAGED, FEW, NUMBERS,
            "params.mask_row_stride, params.mask_head_stride)", "params.mask_row_stride, 0)"), {}),
+    (fault("drafts under the mask of the first sequence", DENSE_DECODE, LONG, NUMBERS,
+           "params.mask + tile.batch *", "params.mask + 0 *"), {}),
     (fault("only the first 32 sequences are counted", PLAIN, MANY, NUMBERS,
            "left -= __shfl_sync(0xffffffff, end, 31);", ""), {}),
     (fault("the sum over the lanes wraps", PLAIN, MANY, (WRONG, "race", *BOUNDS),

@@ -118,7 +118,7 @@ class CupyKind:
         self._dtypes = {name: _dtype(known) for name, known in _NUMPY_NAMES.items()}
 
     def layout(self, x: Any) -> tuple:
-        return x.shape, x.strides, x.dtype, x.data.device_id
+        return self.read((x,))[0][0]
 
     def read(self, arrays: Iterable[Any]) -> Read:
         layouts: list[tuple | None] = []
@@ -129,7 +129,8 @@ class CupyKind:
                 pointers.append(0)
             else:
                 memory = x.data
-                layouts.append((x.shape, x.strides, x.dtype, memory.device_id))
+                # Strides are dear, and the shape of an array in C order says them.
+                layouts.append((x.shape, x._c_contiguous or x.strides, x.dtype, memory.device_id))
                 pointers.append(memory.ptr)
         return tuple(layouts), tuple(pointers)
 
@@ -225,7 +226,8 @@ class TorchKind:
                 pointers.append(0)
             else:
                 refused = (grad and x.requires_grad) or x.is_neg() or (dual and self._has_tangent(x))
-                layouts.append((x.shape, x.stride(), x.dtype, x.device, refused))
+                strides = x.is_contiguous() or x.stride()  # as for CuPy
+                layouts.append((x.shape, strides, x.dtype, x.device, refused))
                 pointers.append(x.data_ptr())
         return tuple(layouts), tuple(pointers)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import struct
 import warnings
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import CompileError, TunedWarning
 from flashgen.runtime import dependent, kernel, tensormap
@@ -27,8 +28,13 @@ if TYPE_CHECKING:
     from flashgen.spec.variant import Variant
 
 
+# One step of a call, ready to be queued: called as ``launch(stream, argument, 0)``, where the device is
+# current. The last member is the memory behind the argument, which lives as long.
+Prepared = tuple[Callable[[int, Any, int], None], Any, Any]
+
+
 class Launcher:
-    """Queues one step of a call. Safe to use from many threads at once."""
+    """Launches of one step of a call. Safe to use from many threads at once."""
 
     def __init__(self, step: Step, device: Device, kernel: Kernel) -> None:
         from cupy_backends.cuda.api import driver
@@ -54,8 +60,8 @@ class Launcher:
             shape = (*blocks, *threads, grid.smem_bytes)
             self._launch = partial(driver.launchKernel, kernel.function_ptr, *shape)
 
-    def at(self, pointers: Pointers, problem: Problem) -> Work:
-        """What queues the kernel with its parameter struct for arrays at ``pointers`` and the scalars of
+    def at(self, pointers: Pointers, problem: Problem) -> Prepared:
+        """The launch of the kernel with its parameter struct for arrays at ``pointers`` and the scalars of
         ``problem``.
         """
         # First the array of one pointer to the struct that the driver wants, then the struct. Both are only
@@ -79,15 +85,7 @@ class Launcher:
         if made.maps:
             self._map(address, pointers, encoded)
         # CuPy's function takes the array's address, that of a dependent launch the array.
-        return partial(self._queue, memory, memory if self._dependent else argument)
-
-    def _queue(self, memory: ctypes.Array, argument: int | ctypes.Array, arrays: Arrays, stream: int) -> None:
-        if self._current_context() == self._context:
-            self._launch(stream, argument, 0)
-        else:
-            # The thread's current device is another one, or it has not used CUDA yet.
-            with activated(self._device):
-                self._launch(stream, argument, 0)
+        return self._launch, memory if self._dependent else argument, memory
 
     def _map(self, address: int, pointers: Pointers, encoded: bool) -> None:
         """Fill in the tensor maps of a struct: anew, or, where they are ``encoded``, for other addresses."""
@@ -109,20 +107,33 @@ class Runner:
     """Queues the steps of a call on a GPU, in order; see ``plans.Runner``."""
 
     def __init__(self, planned: Steps, main: Variant, device: Device, kernels: Sequence[Kernel]) -> None:
+        from cupy_backends.cuda.api import driver
+
         self.steps, self.variant = planned.steps, main
         self.workspace_bytes = planned.workspace.nbytes
         self._launchers = [
             Launcher(step, device, kernel) for step, kernel in zip(planned.steps, kernels, strict=True)
         ]
+        self._device = device.ordinal
+        with activated(device.ordinal) as context:
+            self._context = context
+        self._current_context = driver.ctxGetCurrent
 
     def at(self, pointers: Pointers, problem: Problem) -> Work:
-        works = [launcher.at(pointers, problem) for launcher in self._launchers]
-        return works[0] if len(works) == 1 else partial(_queue_all, works)
+        launches = [launcher.at(pointers, problem) for launcher in self._launchers]
+        context, current_context, device = self._context, self._current_context, self._device
 
+        def queue(arrays: Arrays, stream: int) -> None:
+            if current_context() != context:
+                # The thread's current device is another one, or it has not used CUDA yet.
+                with activated(device):
+                    for launch, argument, _ in launches:
+                        launch(stream, argument, 0)
+                return
+            for launch, argument, _ in launches:
+                launch(stream, argument, 0)
 
-def _queue_all(works: Sequence[Work], arrays: Arrays, stream: int) -> None:
-    for work in works:
-        work(arrays, stream)
+        return queue
 
 
 def prepare(problem: Problem, device_ordinal: int, variants: tuple[Variant, ...]) -> Runner:

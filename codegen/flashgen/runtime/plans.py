@@ -164,18 +164,19 @@ class Plan:
         DeviceTypeNotSupported for what does not fit the plan, and InsufficientWorkspace.
         """
         arrays, scalars = self.bound(inputs, named)
-        if not self._types.issuperset(map(type, arrays)) and any(
-            x is not None and libraries.kind_of(x) is None for x in arrays
-        ):
+        pointers = self.pointers(arrays)
+        if pointers is None:
             return self._adopted(arrays, scalars, stream, workspace)
-        return self.run(arrays, self.pointers(arrays), scalars, stream, workspace)
+        return self.run(arrays, pointers, scalars, stream, workspace)
 
-    def pointers(self, arrays: Arrays) -> Pointers:
-        """Those of native arrays. Raises what does not fit the plan."""
-        if not self._types.issuperset(map(type, arrays)) and any(
-            x is not None and libraries.kind_of(x) is not self.kind for x in arrays
-        ):
-            self._check(arrays)  # raises: the libraries differ
+    def pointers(self, arrays: Arrays) -> Pointers | None:
+        """Those of native arrays; None where one has to be adopted. Raises what does not fit the plan."""
+        if not self._types.issuperset(map(type, arrays)):
+            kinds = [libraries.kind_of(x) for x in arrays if x is not None]
+            if None in kinds:
+                return None
+            if any(kind is not self.kind for kind in kinds):
+                self._check(arrays)  # raises: the libraries differ
         try:
             layouts, pointers = self._read(arrays)
         except RuntimeError:
@@ -247,16 +248,16 @@ class Plan:
         arrays: list[Any] = [*inputs, *self._absent[given:]]
         scalars = self._no_scalars
         for name, value in named.items():
-            position = positions.get(name)
-            if position is None and name in operator.scalars:
+            position = positions.get(name, -1)
+            if position >= given:
+                arrays[position] = value
+            elif position < 0 and name in operator.scalars:
                 place = operator.scalars.index(name)
                 scalars = (*scalars[:place], value, *scalars[place + 1 :])
-            elif position is None or position < given:
-                known = ", ".join((*positions, *operator.scalars, "stream", "workspace"))
-                why = "is no argument" if position is None else "was given twice"
-                raise BadParam(f"{name} {why}; the arguments are {known}")
             else:
-                arrays[position] = value
+                known = ", ".join((*positions, *operator.scalars, "stream", "workspace"))
+                why = "is no argument" if position < 0 else "was given twice"
+                raise BadParam(f"{name} {why}; the arguments are {known}")
         return tuple(arrays), scalars
 
     def _allocated(
