@@ -38,9 +38,6 @@ __device__ __forceinline__ void prefetch_l2(const void* source, int bytes) {
 #endif
 }
 
-// prefetch.global.L2: asks for the line of L2 with this address. It reads nothing, as above.
-__device__ __forceinline__ void prefetch_l2_line(const void* source) { asm volatile("prefetch.global.L2 [%0];\n" ::"l"(source)); }
-
 // cvt.rn.{f16x2,bf16x2}.f32: two floats rounded to nearest even, `low` in the lower half.
 template <typename Element>
 __device__ uint32_t pack(float low, float high);

@@ -22,11 +22,6 @@ inline void prefetch_l2(const void* source, int bytes,
     flashgen::simulator::prefetch_global(source, bytes, where);
 }
 
-inline void prefetch_l2_line(const void* source,
-                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    flashgen::simulator::prefetch_global(source, 16, where);
-}
-
 template <typename Element>
 inline uint32_t pack(float low, float high,
                      flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
