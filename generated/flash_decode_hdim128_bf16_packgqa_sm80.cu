@@ -283,25 +283,6 @@ __device__ __forceinline__ Fetch seek(const Params& params, int index, int group
     return fetch;
 }
 
-// Asks for the group's keys of the first KV blocks of the share to be brought into L2, as many as there are stages to fetch into. What
-// follows in another tile is left out.
-__device__ __forceinline__ void prefetch_first(const Params& params, const Share& share, const Fetch& fetch) {
-    constexpr int kLineElements = 128 / sizeof(element);  // a line of L2
-    constexpr int kRowLines = (kHeadDim + kLineElements - 1) / kLineElements;
-    const int blocks = min(kStages - 1, min(fetch.left, share.end - fetch.index));
-#pragma unroll 1
-    for (int block = 0; block < blocks; ++block) {
-        const int valid_rows = min(kGroupKeys, params.seqlen_kv - fetch.first_key - block * kBlockN);
-#pragma unroll 1
-        for (int line = threadIdx.x % kGroupThreads; line < valid_rows * kRowLines; line += kGroupThreads) {
-            const int64_t key = block * kBlockN + line / kRowLines;
-            const int column = line % kRowLines * kLineElements;
-            if (column < params.head_dim) prefetch_l2_line(fetch.k + key * params.k_row_stride + column);
-            if (column < params.head_dim_v) prefetch_l2_line(fetch.v + key * params.v_row_stride + column);
-        }
-    }
-}
-
 // Starts the copies of the next KV block, if the share has one left. Each call is one group of copies.
 __device__ __forceinline__ void fetch_next(const Params& params, const Share& share, Fetch& fetch, shared_address stage, int group) {
     if (fetch.index < share.end) {
@@ -745,8 +726,6 @@ flash_decode_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
 
     const Share share = find_share(params, block_index());
     Fetch fetch = seek(params, share.begin, group);
-    // The grid ahead may still be at work. What it writes goes to L2 as well, so this reads nothing too early.
-    prefetch_first(params, share, fetch);
 
     // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
     // reads.

@@ -356,10 +356,12 @@ flash_varlen_combine_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Par
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
 
-    // Blocks of the next grid may start while the kernel before this one is still at work, and ask for what they read first. That
-    // kernel's results are for this one alone, and the next grid waits until this one has ended.
-    griddepcontrol_launch_dependents();
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
     griddepcontrol_wait();
+    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
+    // before this one to have ended.
+    griddepcontrol_launch_dependents();
 
     int num_kv_blocks;
     Numbers numbers = {kv_blocks_per_share(params, num_kv_blocks, lane), 0, 0};
