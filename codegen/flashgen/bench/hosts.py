@@ -215,8 +215,7 @@ class TorchHost:
             body()
         cuda.current_stream().wait_stream(stream)
         graph = cuda.CUDAGraph()
-        # Autograd's thread allocates on its own; by default that would end the capture.
-        with cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        with cuda.graph(graph, stream=stream):
             body()
         return graph.replay
 

@@ -57,11 +57,12 @@ def rotation(set_bytes: int, l2_bytes: int, limit: int = 128) -> int:
 @dataclass(frozen=True, slots=True)
 class Step:
     """What one repetition does: ``launches`` calls of a peer, each on another input set when there are
-    several.
+    several. ``holds`` owns the inputs that ``run`` reads without owning them.
     """
 
     run: Callable[[], object]
     launches: int
+    holds: object = None
 
 
 def stream_step(run: Run, sets: int) -> Step:
@@ -77,7 +78,8 @@ def graph_step(run: Run, sets: int, clock: Clock) -> Step:
         for index in range(sets):
             run(index)
 
-    return Step(clock.capture(body), sets)
+    # A graph has the addresses of its arrays alone.
+    return Step(clock.capture(body), sets, holds=run)
 
 
 def time_interleaved(
