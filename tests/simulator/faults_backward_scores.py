@@ -82,6 +82,6 @@ FAULTS = (
           "store_p(derivatives,", "store_p(p,"),
     fault("the derivative in dV", WIDE, CHAIN, "packed_p.set(p);", "packed_p.set(derivatives);"),
     fault("slope of the group's first head at wide head dims", WIDE, CHAIN, "head_of(params, tile, step), p,",
-          "tile.kv_head * params.group_size, p,"),
+          "kv_head_of(params, tile) * params.group_parts * params.heads_per_part, p,"),
     fault("a derivative of hidden keys at wide head dims", WIDE, ("falls",), "p[i] " + GUARD, ""),
 )  # fmt: skip

@@ -285,7 +285,7 @@ FAULTS = (
         "dQ of this step's block",
         GROUPED,
         GROUPS,
-        ("global bounds", WRONG),
+        ("global bounds", "uninitialised global memory", WRONG),
         "        previous = step;\n        step = next_step(step, queries);\n",
         "        step = next_step(step, queries);\n        previous = step;\n",
     ),
