@@ -508,7 +508,7 @@ __device__ __forceinline__ void store_gradient(const Params& params, const tenso
         stmatrix_x4(panel + row * kPanelRowBytes + 16 * swizzled(row, column % kPanelColumns / 8 + lane / 16), matrices);
     }
     fence_proxy_async();  // TMA would not see the writes otherwise
-    barrier_sync(1 + consumer, 128);
+    barrier_sync(1 + consumer, 128);  // all rows of the warpgroup are there
     if (threadIdx.x % 128 == 0) {
 #pragma unroll
         for (int panel = 0; panel < (kColumns + kPanelColumns - 1) / kPanelColumns; ++panel) {
@@ -571,8 +571,8 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
     const int warp_key = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first key in the tile
     const shared_address k_own = shared + 64 * consumer * kPanelRowBytes;
     const shared_address v_own = k_own + kVOffset;
-    auto release = [&](shared_address empty) {
-        if (lane == 0) mbarrier_arrive(empty);
+    auto release = [&](shared_address barrier) {  // once for the warp
+        if (lane == 0) mbarrier_arrive(barrier);
     };
     const QueryBlocks queries = find_query_blocks(params, tile.first_key);
     const int count = num_steps(params, queries);

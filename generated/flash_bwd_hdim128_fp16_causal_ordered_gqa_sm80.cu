@@ -83,8 +83,8 @@ struct Params {
     const float* lse_log2;                // (batch, num_heads_q, unit_rows); inf for a row that sees nothing
     float* dq_accum;                      // (batch, num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
     int32_t* turns;                       // a counter for each block of queries: blocks of keys that have added to dq_accum
-    float* dk_parts;                      // (batch, num_heads_kv * group_parts, part_rows, kHeadDim), in tiles of 16 rows by 8 columns
-    float* dv_parts;                      // (batch, num_heads_kv * group_parts, part_rows, kHeadDimV), likewise
+    float* dk_parts;                      // (batch, num_heads_kv * group_parts, num_row_blocks * kBlockN, kHeadDim), in tiles of 16 rows by 8 columns
+    float* dv_parts;                      // (batch, num_heads_kv * group_parts, num_row_blocks * kBlockN, kHeadDimV), likewise
     int64_t dout_batch_stride;            // strides are in elements
     int64_t dout_row_stride;
     int64_t dout_head_stride;

@@ -45,7 +45,7 @@ constexpr int kDoutBytes = kPanelsV * kBlockM * kPanelRowBytes;
 // dS^T of a step, a row of 64 queries to a key. Two steps have a buffer each, as dQ of a step is computed in the next one.
 constexpr int kDsPanelBytes = kBlockN * kPanelRowBytes;
 constexpr int kDsBytes = kBlockM / 64 * kDsPanelBytes;
-constexpr int kPBytes = kBlockM * kBlockN * sizeof(float);
+constexpr int kPBytes = kBlockM * kBlockN * sizeof(float);  // P of a step, not yet rounded
 constexpr int kRowBytes = kBlockM * sizeof(float);  // of lse_log2, and of delta
 
 constexpr int kDqColumns = 64;  // of an MMA of dQ: a panel of K
@@ -483,7 +483,7 @@ __device__ __forceinline__ void store_gradient(const Params& params, const tenso
         stmatrix_x4(panel + row * kPanelRowBytes + 16 * swizzled(row, column % kPanelColumns / 8 + lane / 16), matrices);
     }
     fence_proxy_async();  // TMA would not see the writes otherwise
-    barrier_sync(1 + consumer, 128);
+    barrier_sync(1 + consumer, 128);  // all rows of the warpgroup are there
     if (threadIdx.x % 128 == 0) {
 #pragma unroll
         for (int panel = 0; panel < (kColumns + kPanelColumns - 1) / kPanelColumns; ++panel) {
@@ -538,7 +538,7 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& ti
 // The dV consumer computes panels [0, kDqPanelsOfDv) of dQ, the dK consumer the others.
 constexpr int kDqPanelsOfDv = kPanels / 2;
 static_assert(kDqPanelsOfDv <= 2 && kPanels - kDqPanelsOfDv == 2, "the first of two panels has the registers of the scores");
-static_assert(kDqColumns == kBlockM, "which are as many");
+static_assert(kDqColumns == kBlockM, "a panel of dQ takes as many registers as the scores");
 
 // Starts dQ = dS K of a warpgroup, in a panel of columns.
 __device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], shared_address ds_smem, shared_address k_smem, int panel) {
@@ -559,8 +559,8 @@ __device__ __forceinline__ void add_dq_panel(const Params& params, const KeyBloc
 __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
     const int warp_row = threadIdx.x % 128 / 32 * 16;  // the warp's first key of the tile, and its first row of dQ
-    auto release = [&](shared_address empty) {
-        if (lane == 0) mbarrier_arrive(empty);
+    auto release = [&](shared_address barrier) {  // once for the warp
+        if (lane == 0) mbarrier_arrive(barrier);
     };
     const QueryBlocks queries = find_query_blocks(params, tile.first_key);
     const int count = num_steps(params, queries);
@@ -600,7 +600,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
         PackedScores packed_p;
         packed_p.set(p);
 
-        // The first step runs these MMAs on K and discards the result: with MMAs that are conditional, ptxas would serialise all of them.
+        // The first step runs the MMAs of dQ on K and discards their result: with MMAs that are conditional, ptxas would serialise all of them.
         const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared;
         mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
         // Of two panels the first has the registers of P, which is packed.
@@ -659,8 +659,8 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
 __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
     const int warp_row = threadIdx.x % 128 / 32 * 16;  // the warp's first key of the tile, and its first row of dQ
-    auto release = [&](shared_address empty) {
-        if (lane == 0) mbarrier_arrive(empty);
+    auto release = [&](shared_address barrier) {  // once for the warp
+        if (lane == 0) mbarrier_arrive(barrier);
     };
     const QueryBlocks queries = find_query_blocks(params, tile.first_key);
     const int count = num_steps(params, queries);
@@ -692,7 +692,7 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         store_ds(packed_ds, shared + kDsOffset + i % 2 * kDsBytes, warp_row, lane);
         fence_proxy_async();  // the MMA of dQ would not see the writes otherwise
 
-        // The first step runs these MMAs on K and discards the result: with MMAs that are conditional, ptxas would serialise all of them.
+        // The first step runs the MMAs of dQ on K and discards their result: with MMAs that are conditional, ptxas would serialise all of them.
         const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared;
         mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
         // The first of the two panels has the registers of dS, which is packed.

@@ -76,8 +76,8 @@ struct Params {
     const float* lse_log2;                // (batch, num_heads_q, unit_rows); inf for a row that sees nothing, and past the last
     const float* delta;                   // (batch, num_heads_q, unit_rows): sum(dout * out) - dlse
     float* dq_accum;                      // (batch, num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
-    float* dk_parts;                      // (batch, num_heads_kv * group_parts, part_rows, kHeadDim), in tiles of 16 rows by 8 columns
-    float* dv_parts;                      // (batch, num_heads_kv * group_parts, part_rows, kHeadDimV), likewise
+    float* dk_parts;                      // (batch, num_heads_kv * group_parts, num_row_blocks * kBlockN, kHeadDim), in tiles of 16 rows by 8 columns
+    float* dv_parts;                      // (batch, num_heads_kv * group_parts, num_row_blocks * kBlockN, kHeadDimV), likewise
     int32_t num_heads_q;
     int32_t num_heads_kv;
     int32_t group_parts;                  // parts of the query heads of a kv head
@@ -170,7 +170,8 @@ struct Step {
     int block;
 };
 
-// Steps go from the last block of queries to the first. All thread blocks of a head that have any begin with the same one.
+// Steps go from the last block of queries to the first. Without a left window all thread blocks of a head that have any begin with the
+// same one.
 // The query heads follow each other, so that the gradients of their keys are summed here.
 __device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return {0, queries.last}; }
 
@@ -478,7 +479,7 @@ __device__ __forceinline__ void store_gradient(const Params& params, const tenso
         stmatrix_x4(panel + row * kPanelRowBytes + 16 * swizzled(row, column % kPanelColumns / 8 + lane / 16), matrices);
     }
     fence_proxy_async();  // TMA would not see the writes otherwise
-    barrier_sync(1 + consumer, 128);
+    barrier_sync(1 + consumer, 128);  // all rows of the warpgroup are there
     if (threadIdx.x % 128 == 0) {
 #pragma unroll
         for (int panel = 0; panel < (kColumns + kPanelColumns - 1) / kPanelColumns; ++panel) {
@@ -570,8 +571,8 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
     const int warp_key = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first key in the tile
     const shared_address k_own = shared + 64 * consumer * kPanelRowBytes;
     const shared_address v_own = k_own + kVOffset;
-    auto release = [&](shared_address empty) {
-        if (lane == 0) mbarrier_arrive(empty);
+    auto release = [&](shared_address barrier) {  // once for the warp
+        if (lane == 0) mbarrier_arrive(barrier);
     };
     const QueryBlocks queries = find_query_blocks(params, tile.first_key);
     const int count = num_steps(params, queries);

@@ -114,7 +114,7 @@ flash_bwd_sum_hdim64_fp16_local_gqa_sm90(const __grid_constant__ Params params) 
     griddepcontrol_launch_dependents();
 
     // The columns of dK, then those of dV.
-    for (int first = threadIdx.x / 32 * kWarpColumns; first < kHeadDim + kHeadDimV; first += kThreads) {
+    for (int first = threadIdx.x / 32 * kWarpColumns; first < kHeadDim + kHeadDimV; first += kThreads / 32 * kWarpColumns) {
         const int column = first + lane % 4 * 8;
         if (first < kHeadDim) {
             sum_parts<kHeadDim>(params, params.dk_parts + first_key * kHeadDim, dk, params.dk_row_stride, params.softmax_scale, first_row,

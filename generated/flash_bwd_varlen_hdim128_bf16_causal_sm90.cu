@@ -78,7 +78,7 @@ struct Params {
     const int32_t* cu_seqlens_kv;         // (batch + 1,); null where keys are padded
     const int32_t* kv_lengths;            // (batch,); null where cu_seqlens_kv has them, or all have seqlen_kv
     const float* delta;                   // (num_heads_q, unit_rows): sum(dout * out) - dlse
-    const float* lse_log2;                // (num_heads_q, unit_rows); inf for a row that sees nothing
+    const float* lse_log2;                // (num_heads_q, unit_rows); inf for a row that sees nothing, and past a sequence's last
     float* dq_accum;                      // (num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
     int64_t dk_batch_stride;              // strides are in elements; 0 where sequences are packed
     int64_t dk_row_stride;
@@ -127,7 +127,7 @@ __device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, in
     return (rows_ahead / kRowUnit + sequence) * kRowUnit;
 }
 
-// The row of the workspace that a head begins with. Pointers are those of the sequence.
+// The row of the workspace that a head begins with. A sequence begins unit_row_of_sequence() rows later.
 __device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows(params); }
 
 // dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
@@ -738,8 +738,8 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
     const int warp_key = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first key in the tile
     const shared_address k_own = shared + 64 * consumer * kPanelRowBytes;
     const shared_address v_own = k_own + kVOffset;
-    auto release = [&](shared_address empty) {
-        if (lane == 0) mbarrier_arrive(empty);
+    auto release = [&](shared_address barrier) {  // once for the warp
+        if (lane == 0) mbarrier_arrive(barrier);
     };
     const QueryBlocks queries = find_query_blocks(params, tile.first_key);
     const int count = num_steps(params, queries);
@@ -759,7 +759,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
     if (keys_left < kBlockN && count > 0) {
         clear_rows<kPanels, kBlockN>(shared, keys_left);
         clear_rows<kPanelsV, kBlockN>(shared + kVOffset, keys_left);
-        barrier_sync(1, 128 * kConsumers);
+        barrier_sync(1, 128 * kConsumers);  // the zeros of all consumers are there
     }
     // dQ = dS K, with dS of both consumers.
     auto start_dq = [&](float (&dq)[kDqColumns / 2], shared_address ds_smem) {
@@ -783,7 +783,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
             clear_rows<kPanels, kBlockM>(q_smem, queries_left);
             mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
             clear_rows<kPanelsV, kBlockM>(dout_smem, queries_left);
-            barrier_sync(1, 128 * kConsumers);
+            barrier_sync(1, 128 * kConsumers);  // the zeros of all consumers are there
         }
         float p[kBlockM / 2];  // S^T, then P^T
         mbarrier_wait(barriers.q_full(ring.stage), ring.parity);

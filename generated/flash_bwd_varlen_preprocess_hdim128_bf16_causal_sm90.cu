@@ -78,7 +78,7 @@ __device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, in
     return (rows_ahead / kRowUnit + sequence) * kRowUnit;
 }
 
-// The row of the workspace that a head begins with. Pointers are those of the sequence.
+// The row of the workspace that a head begins with. A sequence begins unit_row_of_sequence() rows later.
 __device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows(params); }
 
 // A length, a row or a page from global memory. One out of range is clamped, so that it cannot reach other memory.
