@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backward_variants import MAIN
 from fake_gpu import H200
 from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.backward import normalise
@@ -13,15 +14,7 @@ from flashgen.schedule.grid import tiles
 from flashgen.schedule.groups import group_parts
 from flashgen.schedule.plan import plan_steps
 from flashgen.schedule.sections import sections
-from flashgen.spec.load import load_specs
 
-MAIN = {
-    variant.name: variant
-    for spec in load_specs()
-    if spec.operator == "attention_backward"
-    for variant in spec.variants()
-    if variant.is_main
-}
 # Under a diagonal blocks of keys differ in length: 8 waves. Otherwise 4.
 CAUSAL = MAIN["flash_bwd_hdim128_bf16_causal_gqa_sm90"]
 FULL = MAIN["flash_bwd_hdim128_bf16_gqa_sm90"]

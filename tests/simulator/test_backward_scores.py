@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from backward_variants import MAIN
 from flashgen.errors import SimulationError
 from flashgen.operators.scores import chained
 from flashgen.simulator.example import Shape, make_any, run_steps
 from flashgen.simulator.library import load
 from flashgen.source.render import render
-from flashgen.spec.load import load_specs
 from flashgen.spec.scores import load_scores
 from simulator.faults import WRONG
 from simulator.faults_backward_scores import FAULTS
 from simulator.faults_scores import LINES
 
-MAIN = {
-    variant.name: variant
-    for spec in load_specs()
-    if spec.operator == "attention_backward"
-    for variant in spec.variants()
-    if variant.is_main
-}
 # Each mask type, both groupings, both orders of dQ and fp32; of Hopper both numbers of queries of a step.
 CASES = [
     ("32_bf16_local_gqa_sm80", "by_key", Shape(70, 150, 4, 2, batch=2, window=(70, 5))),

@@ -8,6 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from backward_variants import MAIN
 from flashgen.errors import SimulationError
 from flashgen.schedule.grid import tiles
 from flashgen.schedule.plan import plan_steps
@@ -16,17 +17,8 @@ from flashgen.simulator.execute import simulate
 from flashgen.simulator.hardware import pretend_for
 from flashgen.simulator.library import load
 from flashgen.source.render import render
-from flashgen.spec.load import load_specs
 from simulator.faults import WRONG
 from simulator.faults_group_parts import AMPERE, FAULTS, HOPPER, PARTS, SHAPE
-
-MAIN = {
-    variant.name: variant
-    for spec in load_specs()
-    if spec.operator == "attention_backward"
-    for variant in spec.variants()
-    if variant.is_main
-}
 
 
 def simulated(name, shape, seed, parts, *, threads=1, order=0, source_of=render):

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from backward_variants import MAIN
 from flashgen.errors import SimulationError
 from flashgen.schedule.plan import plan_steps
 from flashgen.schedule.sections import sections
@@ -15,17 +16,8 @@ from flashgen.simulator.execute import simulate
 from flashgen.simulator.hardware import pretend_for
 from flashgen.simulator.library import load
 from flashgen.source.render import render
-from flashgen.spec.load import load_specs
 from simulator.faults import WRONG
 from simulator.faults_turns import AMPERE, FAULTS, HOPPER, WIDE, watched
-
-MAIN = {
-    variant.name: variant
-    for spec in load_specs()
-    if spec.operator == "attention_backward"
-    for variant in spec.variants()
-    if variant.is_main
-}
 
 
 def simulated(variant, shape, seed, *, threads=1, order=0, sms=None, source_of=render):

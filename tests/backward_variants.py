@@ -1,0 +1,11 @@
+"""The main kernels of the backward families, by name."""
+
+from flashgen.spec.load import load_specs
+
+MAIN = {
+    variant.name: variant
+    for spec in load_specs()
+    if spec.operator == "attention_backward"
+    for variant in spec.variants()
+    if variant.is_main
+}
