@@ -28,16 +28,17 @@ _POLLS = "while (!has_turn(params, tile, step)) {}"
 _GIVES_UP = "if (!has_turn(params, tile, step)) return;"
 _ADDS = {
     AMPERE: ("        add_dq(dq_tiles(params", "block, step"),
-    HOPPER: ("        add_dq(tiles, dq", "tile, previous"),
-    WIDE: ("    add_dq(tiles + panel", "tile, step"),
+    HOPPER: ("        add_dq(own, dq", "tile, previous"),
+    WIDE: ("if (i > 0) add_dq(own_dq", "tile, previous"),
 }
 
 
 def watched(source: str, name: str) -> str:
     """The source, in which a warp that adds out of turn writes where nothing is."""
     adds, step = _ADDS[name]
-    assert source.count(adds) == 1
-    look = f"        if (lane == 0 && !has_turn(params, {step})) store_global_32(params.turns - 1, 0u);\n"
+    assert adds in source
+    adding = "i > 0 && " if adds.startswith("if (i > 0)") else ""
+    look = f"        if ({adding}lane == 0 && !has_turn(params, {step})) store_global_32(params.turns - 1, 0u);\n"
     return source.replace(adds, look + adds)
 
 
@@ -72,8 +73,8 @@ def wide(name, caught, old, new, backwards=False):
 
 
 AWAITS = "        if (i > 0) mbarrier_wait(barriers.turn(), (i + 1) % 2);\n"
-AWAITS_OF_DV = "mma_gradient(dv, packed_p, dout_smem);\n" + AWAITS
-AWAITS_OF_DK = "mma_gradient(dk, packed_ds, shared + kQOffset + ring.stage * kQBytes);\n" + AWAITS
+AWAITS_OF_DV = "dq_of_panel(params, tile, previous, 0, warp_row, lane);\n" + AWAITS
+AWAITS_OF_DK = "dq_of_panel(params, tile, previous, kDqPanelsOfDv, warp_row, lane);\n" + AWAITS
 LAST_BLOCK = "    return min(last_query + params.diagonal_offset, params.seqlen_kv - 1) / kBlockN;\n"
 EVERY_BLOCK = "    return (params.seqlen_kv - 1) / kBlockN;\n"
 
