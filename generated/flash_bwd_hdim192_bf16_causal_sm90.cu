@@ -123,7 +123,7 @@ struct QueryBlocks {
     int last;  // below `first` where there are none
 };
 
-// The blocks with a query that attends to some key of [first_key, first_key + kBlockN).
+// The blocks with a query that attends to some key of [first_key, first_key + 2 * kBlockN): those of the thread blocks of a cluster.
 __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
     const int begin = max(0, first_key - params.diagonal_offset);
     const int end = params.seqlen_q;
