@@ -1,5 +1,5 @@
-"""Faults to plant into the main kernel of the backward pass for Hopper where two thread blocks make a cluster:
-in what they send to each other, in the columns of dQ that each has, at their begin and end."""
+"""Faults to plant into the backward kernel for Hopper in clusters of two thread blocks: in what they send each
+other, in the columns of dQ that each has, at their begin and end."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ def test_head_dim_192_is_in_clusters():
         assert variant.grid.cluster == variant.tile_value("cluster") == 1 + paired
 
 
-# One block of keys, whose pair is past the last key; an odd and an even number; the first or the last block of
-# a pair sees no query of a step, or of any; parts of groups.
+# One block of keys, whose pair is past the last key; an odd and an even number; one block of a pair sees no
+# query of a step, or of any; parts of groups.
 CASES = [
     ("192_bf16", Shape(70, 60, 1)),
     ("192_bf16", Shape(250, 190, 1)),

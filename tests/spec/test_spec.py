@@ -667,7 +667,7 @@ def test_loading_costs_by_the_line_and_makes_no_variant(monkeypatch):
     assert len(parsed) == 1
     places = collections.Counter((place, type) for place, _, type in checked)
     assert set(places.values()) == {1}
-    of_a_tile = 2 + len(spec.content.steps[0].covers) + 4 + len(Visits._fields)
+    of_a_tile = 2 + len(spec.content.steps[0].covers) + 5 + len(Visits._fields)
     tiles = sum(map(len, spec.content.entries.values()))
     assert len(computed) % of_a_tile == 0
     assert len(computed) < of_a_tile * tiles / 2
