@@ -1,5 +1,5 @@
-"""Faults to plant into the backward kernel for Hopper in clusters of two thread blocks: in what they send each
-other, in the columns of dQ that each has, at their begin and end."""
+"""Faults to plant into the backward kernel for Hopper in clusters of two thread blocks: in what they send
+each other, in the columns of dQ that each has, at their begin and end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from flashgen.simulator.example import Shape
 from simulator.faults import ASYNC, WRONG
 from simulator.faults_backward import Fault
 
-PAIR = "flash_bwd_hdim192_bf16_causal_sm90"
+PAIR = "flash_bwd_hdim192_bf16_causal_pair_sm90"
 
 # Three blocks of keys, and a fourth past the last key.
 SHAPE = Shape(seqlen_q=200, seqlen_kv=150, heads=1)

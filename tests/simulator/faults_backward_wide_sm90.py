@@ -7,9 +7,8 @@ from flashgen.simulator.example import Shape
 from simulator.faults import ASYNC, WRONG
 from simulator.faults_backward import Fault
 
-# Two panels of dQ to each consumer; and two thread blocks that share them.
+# Two panels of dQ to each consumer; and one to that of dV, two to that of dK.
 PLAIN = "flash_bwd_hdim256_fp16_sm90"
-PLAIN_CAUSAL = "flash_bwd_hdim256_bf16_causal_sm90"
 CAUSAL = "flash_bwd_hdim192_bf16_causal_sm90"
 
 SHAPE = Shape(seqlen_q=250, seqlen_kv=70, heads=1)
@@ -82,8 +81,8 @@ FAULTS = (
     ),
     fault(
         "dS without a proxy fence",
-        PLAIN,
-        SHAPE,
+        CAUSAL,
+        LONG,
         PROXY,
         "        fence_proxy_async();  // the MMA of dQ would not see the writes otherwise\n",
         "",
@@ -182,7 +181,7 @@ FAULTS = (
     ),
     fault(
         "dV over V that has not come",
-        PLAIN_CAUSAL,
+        CAUSAL,
         UNSEEN,
         (*ASYNC, WRONG),
         "    mbarrier_wait(barriers.v_full(), 0);\n    store_gradient",

@@ -10,14 +10,6 @@ from flashgen.source.render import render
 from simulator.faults_backward_pair_sm90 import FAULTS, PAIR
 from simulator.test_backward_wide_sm90 import MAIN, verdict_of, within_the_bound
 
-
-def test_head_dim_192_is_in_clusters():
-    for variant in MAIN.values():
-        axes = dict(variant.axes)
-        paired = axes["head_dim"] == 192 and axes["dq_order"] == "none"
-        assert variant.grid.cluster == variant.tile_value("cluster") == 1 + paired
-
-
 # One block of keys, whose pair is past the last key; an odd and an even number; one block of a pair sees no
 # query of a step, or of any; parts of groups.
 CASES = [
@@ -32,14 +24,13 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "shape"), CASES, ids=[f"{name}-{shape.seqlen_kv}" for name, shape in CASES])
 def test_within_the_bound(name, shape, compiler, fresh_seed):
-    if shape.kv_heads not in (None, shape.heads):
-        name += "_gqa"
-    within_the_bound(name, shape, fresh_seed)
+    gqa = "_gqa" if shape.kv_heads not in (None, shape.heads) else ""
+    within_the_bound(f"{name}_pair{gqa}", shape, fresh_seed)
 
 
 def test_half_rows_of_k_alone_have_bank_conflicts(compiler, fresh_seed):
     """Half of a panel's columns is 64 bytes of each row, those of neighbouring rows in the same banks."""
-    main = within_the_bound("192_bf16_causal", Shape(128, 64, 1), fresh_seed)[1]
+    main = within_the_bound("192_bf16_causal_pair", Shape(128, 64, 1), fresh_seed)[1]
     source = render(MAIN[PAIR]).splitlines()
     conflicting = [
         source[access.line - 1] for access in main.accesses if access.conflicts and "shared" in access.kind

@@ -734,6 +734,8 @@ WAVES = "group_waves: 15 if dq_order == 'ordered' else 8 if mask_type == 'causal
         (WAVES, "group_waves: 0 - 1", r"tiles\[\d+\]", "below 1"),
         (WAVES, f"schedule: persistent\n      {WAVES}", r"group_waves", "each tile and part"),
         (SUM_GRID, "{key_rows: 16}, group_waves: 1", r"group_waves", "only the main step"),
+        (WAVES, f"{WAVES}\n      cluster: 0", r"tiles\[\d+\]", "below 1"),
+        (SUM_GRID, f"{SUM_GRID}, schedule: persistent, cluster: 2", r"tiles\[\d+\]", "to each tile"),
     ],
 )
 def test_what_a_family_may_say_of_groups_in_parts(old, new, place, why, tmp_path):

@@ -155,6 +155,8 @@ class StepTable:
         positive = (*covers, blocks_per_sm, cluster, *(visits or ()))
         if min(positive) < 1 or min(from_last_row, split_gain, group_waves) < 0:
             raise error(f"an extent of `grid` or `visits` is below 1 for {where()}")
+        if cluster > 1 and self.step.schedule != "tile_per_block":
+            raise error(f"clusters of {cluster} for {where()}: only with one thread block to each tile")
         boxes = self._boxes.at(values, where)
         numbers = (from_last_row, split_gain, group_waves, cluster)
         return Resources(threads, smem_bytes, boxes, covers, blocks_per_sm, *numbers, visits)
