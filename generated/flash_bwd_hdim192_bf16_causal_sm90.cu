@@ -25,7 +25,7 @@ constexpr int kHeadDimV = 192;  // of V and dO
 constexpr int kBlockM = 64;  // query rows of a step
 constexpr int kBlockN = 64;  // keys of a tile
 constexpr int kStages = 2;  // buffers of Q, and of dO
-constexpr int kThreads = 384;  // warpgroup 0 is the producer, 1 computes S, P and dV, 2 computes dP, dS and dK, each some panels of dQ
+constexpr int kThreads = 384;  // warpgroup 0 is the producer, 1 computes S, P and dV, 2 computes dP, dS and dK, each some columns of dQ
 
 // Registers of a thread after setmaxnreg. It draws on what the launch has given the thread block: as many as 65,536 registers allow each
 // thread, in units of 8.

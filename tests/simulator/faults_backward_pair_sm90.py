@@ -82,8 +82,8 @@ FAULTS = (
     fault(
         "the peer's barriers are not awaited",
         ("race", "mbarrier"),
-        "  // the barriers of both thread blocks are there\n    cluster_wait();\n",
-        "\n    __syncthreads();\n",
+        "    cluster_wait();  // so are its barriers, as p_full tells the other consumer\n",
+        "",
     ),
     fault(
         "barriers that no fence has made visible", ("race", "proxy"), "        fence_mbarrier_init();\n", ""

@@ -159,6 +159,8 @@ void Block::finish(Thread& thread) {
     for (Barrier& barrier : member.barriers) {
         if (barrier.expected == kAllThreads) release_if_full(member, barrier);
     }
+    // Who has returned counts as arrived.
+    if (thread.at_cluster_barrier && thread.cluster_phase == cluster_barrier_.phase) --cluster_barrier_.arrived;
     release_cluster_if_full();
     if (member.num_running == 0) finish_member(member, thread);
     if (num_running_ == 0) register_pool_.check_end();
@@ -218,7 +220,6 @@ void Block::wait_for_cluster(Thread& thread, Location where) {
     order_.learn(thread.index, cluster_barrier_.completed);
 }
 
-// Threads that have returned do not count.
 void Block::release_cluster_if_full() {
     if (cluster_barrier_.arrived == 0 || cluster_barrier_.arrived < num_running_) return;
     ++cluster_barrier_.phase;

@@ -138,7 +138,7 @@ struct Member {
 
 // barrier.cluster.
 struct ClusterBarrier {
-    int arrived = 0;
+    int arrived = 0;  // of the threads that have not returned
     uint64_t phase = 0;
     Clock clock;
     Clock completed;
