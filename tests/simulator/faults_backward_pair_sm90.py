@@ -43,7 +43,7 @@ FAULTS = (
     fault(
         "dS is sent without a proxy fence",
         ("proxy",),
-        "        fence_proxy_async();  // the MMA of dQ and the copy would not see the writes otherwise\n",
+        "        fence_proxy_async();  // the MMA of dQ and the copy would not see dS otherwise\n",
         "",
     ),
     fault("dS is sent when one lane has written it", (*ASYNC, "proxy"), SYNC, ""),
