@@ -36,7 +36,7 @@ def fault(name: str, variant: str, shape: Shape, caught: tuple[str, ...], old: s
 
 
 DS_WAIT = "        mbarrier_wait(barriers.ds_ready(), (i + 1) % 2);\n"
-DS_FENCE = "        fence_proxy_async();  // the MMA of dQ would not see the writes otherwise\n"
+DS_FENCE = "        fence_proxy_async();  // the MMA of dQ, in the next step, would not see the writes of dS otherwise\n"
 DS_RELEASE = (
     "        __syncwarp();  // all lanes have written their dS, and read LSE and delta of the stage\n"
     "        release(barriers.ds_ready());\n"
@@ -69,8 +69,8 @@ FAULTS = (
         ROWS,
         SHAPE,
         (*ASYNC, WRONG),
-        "kLseOffset + ring.stage * kRowBytes, params.scale_log2",
-        "kLseOffset + (ring.stage ^ 1) * kRowBytes, params.scale_log2",
+        "lse.load(shared + kLseOffset + ring.stage * kRowBytes",
+        "lse.load(shared + kLseOffset + (ring.stage ^ 1) * kRowBytes",
     ),
     fault("Q is released ahead of dK", ROWS, SHAPE, ASYNC, LAST_WAIT + RELEASE, RELEASE + LAST_WAIT),
     fault(
@@ -139,8 +139,8 @@ FAULTS = (
         ROWS,
         SHAPE,
         (WRONG,),
-        "(e % 2 ? delta.y : delta.x)",
-        "(e % 2 ? delta.x : delta.y)",
+        "(i % 2 ? delta.pair[i / 4].y : delta.pair[i / 4].x)",
+        "(i % 2 ? delta.pair[i / 4].x : delta.pair[i / 4].y)",
     ),
     fault(
         "a diagonal one query late",
@@ -270,15 +270,15 @@ FAULTS = (
         ROWS,
         SHAPE,
         (WRONG,),
-        "if (i > 0) add_previous_dq(dq);",
-        "add_previous_dq(dq);",
+        "if (i > 0) add_own_dq(own_dq, dq);",
+        "add_own_dq(own_dq, dq);",
     ),
     fault(
         "dQ of the last step is not",
         ROWS,
         SHAPE,
         (WRONG,),
-        "        add_previous_dq(dq);\n    }\n",
+        "        add_own_dq(dq_of(previous), dq);\n    }\n",
         "    }\n",
     ),
     fault(

@@ -84,7 +84,7 @@ FAULTS = (
         CAUSAL,
         LONG,
         PROXY,
-        "        fence_proxy_async();  // the MMA of dQ would not see the writes otherwise\n",
+        "        fence_proxy_async();  // the MMAs of dQ, in the next step, would not see the writes of dS otherwise\n",
         "",
     ),
     fault(
@@ -134,7 +134,7 @@ FAULTS = (
         PLAIN,
         SHAPE,
         ASYNC,
-        "        if (!is_last) mbarrier_wait(barriers.q_full(next.stage), next.parity);\n",
+        "            mbarrier_wait(barriers.q_full(next.stage), next.parity);\n",
         "",
     ),
     fault(
@@ -151,8 +151,8 @@ FAULTS = (
         PLAIN,
         SHAPE,
         (*ASYNC, WRONG, "register in flight"),
-        "            pin_registers(p);\n            if (i > 0) add_dq_panel(params, tile, previous, p, 0,",
-        "            if (i > 0) add_dq_panel(params, tile, previous, dq, 0,",
+        "            pin_registers(p);\n            if (i > 0) add_dq(own_dq, p, kDqColumns);",
+        "            if (i > 0) add_dq(own_dq, dq, kDqColumns);",
     ),
     fault(
         "dQ of this step's block",
@@ -166,9 +166,9 @@ FAULTS = (
         "a panel of dQ where its neighbour is",
         PLAIN,
         SHAPE,
-        (WRONG,),
-        "add_dq(tiles + panel * kDqColumns",
-        "add_dq(tiles + (panel ^ 1) * kDqColumns",
+        (WRONG, "global access"),
+        "tiles + panel * kPanelElements",
+        "tiles + (panel ^ 1) * kPanelElements",
     ),
     # The epilogue.
     fault(

@@ -150,6 +150,12 @@ __device__ __forceinline__ void store_global_128(void* destination, uint4 value)
                  : "memory");
 }
 
+// No instruction: the compiler forgets what it knows of the value.
+template <typename T>
+__device__ __forceinline__ void opaque(T*& pointer) {
+    asm volatile("" : "+l"(pointer));
+}
+
 // Floats that red_add() of four adds with one instruction.
 #if __CUDA_ARCH__ >= 900
 constexpr int kRedWidth = 4;

@@ -10,12 +10,6 @@ __device__ __forceinline__ shared_address to_shared(const void* pointer) {
     return static_cast<shared_address>(__cvta_generic_to_shared(pointer));
 }
 
-// No instruction: the compiler forgets what it knows of the value.
-template <typename T>
-__device__ __forceinline__ void opaque(T*& pointer) {
-    asm volatile("" : "+l"(pointer));
-}
-
 // bar.sync 1: waits until `threads` threads have arrived, from wherever in the program, and makes their writes visible.
 __device__ __forceinline__ void barrier_sync(int threads) { asm volatile("bar.sync 1, %0;\n" ::"r"(threads) : "memory"); }
 

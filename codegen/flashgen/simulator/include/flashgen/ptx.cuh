@@ -124,6 +124,11 @@ inline void store_global_128(void* destination, uint4 value,
 
 constexpr int kRedWidth = 4;
 
+template <typename T>
+inline void opaque(T*& pointer) {
+    static_cast<void>(pointer);
+}
+
 inline void red_add(float* destination, float value,
                     flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     flashgen::simulator::check_register(value, where);

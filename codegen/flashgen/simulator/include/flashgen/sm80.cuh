@@ -11,11 +11,6 @@ inline shared_address to_shared(const void* pointer,
     return flashgen::simulator::to_shared_window(pointer, where);
 }
 
-template <typename T>
-inline void opaque(T*& pointer) {
-    static_cast<void>(pointer);
-}
-
 inline void barrier_sync(int threads, flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     flashgen::simulator::block_barrier(1, threads, where);
 }
