@@ -449,16 +449,14 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
     });
 }
 
-// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). `lse_smem` has lse_log2 of the step's rows: +inf for rows that see nothing
-// and for those past the last: P is 0 there, if S is finite.
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,
+// if S is finite.
 __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], shared_address lse_smem, float scale_log2, int lane) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 lse = load_shared_64(lse_smem + (8 * j + lane % 4 * 2) * sizeof(float));
+        const float2 pair = load_shared_64(lse_smem + (8 * j + lane % 4 * 2) * sizeof(float));
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            scores[4 * j + e] = exp2_approx(fmaf(scores[4 * j + e], scale_log2, e % 2 ? -lse.y : -lse.x));
-        }
+        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -pair.y : -pair.x));
     }
 }
 
@@ -482,11 +480,11 @@ __device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address 
     }
 }
 
-// Adds a warp's part of dQ, 16 rows x kDqColumns, to the tiles of dq_accum that begin at `tiles`.
-__device__ __forceinline__ void add_dq(float* tiles, const float (&dq)[kDqColumns / 2], int columns, int lane) {
+// Adds a warp's part of dQ, 16 rows x kDqColumns, to tiles of dq_accum. `own` is where the lane's elements of the first one go.
+__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kDqColumns / 2], int columns) {
 #pragma unroll
     for (int j = 0; j < kDqColumns / 8; ++j) {
-        red_add_128(tiles + j * kTileElements + 4 * lane, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
+        red_add_128(own + j * kTileElements, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
     }
 }
 
@@ -595,11 +593,16 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
         mma_dq(dq, ds_smem, shared + consumer * kBlockN * kPanelRowBytes);
     };
 
-    auto add_previous_dq = [&](const float (&dq)[kDqColumns / 2]) {
-        float* tiles = dq_tiles(params, tile.batch, head_of(params, tile, previous), previous.block * kBlockM + warp_key % 64) +
-                       consumer * kDqColumns / 8 * kTileElements;
+    // Where the lane's elements of the dQ of a step go.
+    auto dq_of = [&](const Step& step) {
+        float* own = dq_tiles(params, tile.batch, head_of(params, tile, step), step.block * kBlockM + warp_key % 64) +
+                     consumer * kDqColumns / 8 * kTileElements + 4 * lane;
+        opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
+        return own;
+    };
+    auto add_own_dq = [&](float* own, const float (&dq)[kDqColumns / 2]) {
         constexpr int columns = kDqColumns;
-        add_dq(tiles, dq, columns, lane);
+        add_dq(own, dq, columns);
     };
 
 #pragma unroll 1
@@ -631,17 +634,18 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
         // once: of a new mbarrier the phase of parity 1 counts as ended.
         mbarrier_wait(barriers.ds_ready(), (i + 1) % 2);
         store_ds(packed_ds, shared + kDsOffset + i % 2 * kDsBytes, warp_key, lane);
-        fence_proxy_async();  // the MMA of dQ would not see the writes otherwise
         // dQ of the step before. The first step has none before it and computes what nobody uses, from K: with MMAs that are conditional,
         // ptxas would serialise all of them.
         float dq[kDqColumns / 2];
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
         mma_gradient(dk, packed_ds, q_smem);
+        fence_proxy_async();  // the MMA of dQ, in the next step, would not see the writes of dS otherwise
+        float* own_dq = dq_of(previous);
         wgmma_wait<1>();
         __syncwarp();  // all lanes have written their dS, and read LSE and delta of the stage
         release(barriers.ds_ready());
         pin_registers(dq);
-        if (i > 0) add_previous_dq(dq);
+        if (i > 0) add_own_dq(own_dq, dq);
         wgmma_wait<0>();
         pin_registers(dv);
         pin_registers(dk);
@@ -657,7 +661,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
         start_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes);
         wgmma_wait<0>();
         pin_registers(dq);
-        add_previous_dq(dq);
+        add_own_dq(dq_of(previous), dq);
     }
     release(barriers.ds_ready());  // this warp no longer reads K
     store_gradient<kHeadDimV>(params, params.dv, dv, 1.0f, v_own, tile.first_key + 64 * consumer, tile, consumer, lane);

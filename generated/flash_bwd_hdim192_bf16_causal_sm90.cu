@@ -392,27 +392,31 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
     });
 }
 
-// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). `lse_smem` has lse_log2 of the step's rows: +inf for rows that see nothing
-// and for those past the last: P is 0 there, if S is finite.
-__device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], shared_address lse_smem, float scale_log2, int lane) {
+// LSE or delta of the queries of a lane's scores, two by two. Loaded well ahead of their use: while wgmmas read shared memory, it is slow
+// to answer.
+struct QueryValues {
+    float2 pair[kBlockM / 8];
+
+    __device__ __forceinline__ void load(shared_address smem, int lane) {
 #pragma unroll
-    for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 lse = load_shared_64(lse_smem + (8 * j + lane % 4 * 2) * sizeof(float));
+        for (int j = 0; j < kBlockM / 8; ++j) pair[j] = load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float));
+    }
+};
+
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,
+// if S is finite.
+__device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            scores[4 * j + e] = exp2_approx(fmaf(scores[4 * j + e], scale_log2, e % 2 ? -lse.y : -lse.x));
-        }
+    for (int i = 0; i < kBlockM / 2; ++i) {
+        const float2 pair = lse.pair[i / 4];
+        scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -pair.y : -pair.x));
     }
 }
 
 // Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale.
-__device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], shared_address delta_smem, int lane) {
+__device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
 #pragma unroll
-    for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 delta = load_shared_64(delta_smem + (8 * j + lane % 4 * 2) * sizeof(float));
-#pragma unroll
-        for (int e = 0; e < 4; ++e) dp[4 * j + e] = p[4 * j + e] * (dp[4 * j + e] - (e % 2 ? delta.y : delta.x));
-    }
+    for (int i = 0; i < kBlockM / 2; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? delta.pair[i / 4].y : delta.pair[i / 4].x));
 }
 
 // P goes through shared memory in fp32, since dS takes it before it is rounded. The accumulators of both consumers have the same layout,
@@ -457,11 +461,11 @@ __device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address 
     }
 }
 
-// Adds a warp's part of dQ, 16 rows x kDqColumns, to the tiles of dq_accum that begin at `tiles`.
-__device__ __forceinline__ void add_dq(float* tiles, const float (&dq)[kDqColumns / 2], int columns, int lane) {
+// Adds a warp's part of dQ, 16 rows x kDqColumns, to tiles of dq_accum. `own` is where the lane's elements of the first one go.
+__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kDqColumns / 2], int columns) {
 #pragma unroll
     for (int j = 0; j < kDqColumns / 8; ++j) {
-        red_add_128(tiles + j * kTileElements + 4 * lane, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
+        red_add_128(own + j * kTileElements, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
     }
 }
 
@@ -545,11 +549,14 @@ __device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], shared_add
     mma_dq(dq, ds_smem, k_smem + panel * kBlockN * kPanelRowBytes);
 }
 
-// Adds a warp's 16 rows of it to dq_accum. The step's rows of the warp begin at `warp_row`.
-__device__ __forceinline__ void add_dq_panel(const Params& params, const KeyBlock& tile, const Step& step, const float (&dq)[kDqColumns / 2],
-                                             int panel, int warp_row, int lane) {
+constexpr int kPanelElements = kDqColumns / 8 * kTileElements;  // from a panel of a warp's 16 rows to the next in dq_accum
+
+// Where a lane's elements of a panel of dQ of a step go. The step's rows of the warp begin at `warp_row`.
+__device__ __forceinline__ float* dq_of_panel(const Params& params, const KeyBlock& tile, const Step& step, int panel, int warp_row, int lane) {
     float* tiles = dq_tiles(params, tile.batch, head_of(params, tile, step), step.block * kBlockM + warp_row);
-    add_dq(tiles + panel * kDqColumns / 8 * kTileElements, dq, kDqColumns, lane);
+    float* own = tiles + panel * kPanelElements + 4 * lane;
+    opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
+    return own;
 }
 
 // The consumer of dV. The MMAs of a step, in groups as they are awaited:
@@ -577,8 +584,10 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
     Step previous = step;
     mbarrier_wait(barriers.k_full(), 0);
     float p[kBlockM / 2];  // S^T, then P^T
+    QueryValues lse;
     if (count > 0) {
         mbarrier_wait(barriers.q_full(0), 0);
+        lse.load(shared + kLseOffset, lane);
         mma_scores<kHeadDim>(p, shared, shared + kQOffset);
         wgmma_wait<0>();
         pin_registers(p);
@@ -590,7 +599,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
         if (needs_mask(step.block * kBlockM)) {
             apply_mask(params, p, tile.first_key + warp_row + lane / 4, step.block * kBlockM + lane % 4 * 2);
         }
-        compute_p(p, shared + kLseOffset + ring.stage * kRowBytes, params.scale_log2, lane);
+        compute_p(p, lse, params.scale_log2);
         // P of step i - 1 has been read, and its dS is complete. For i = 0 the wait returns at once: of a new mbarrier the phase of parity 1
         // counts as ended.
         mbarrier_wait(barriers.ds_ready(), (i + 1) % 2);
@@ -608,21 +617,25 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
         if constexpr (kDqPanelsOfDv == 2) start_dq(p, last_ds, shared, 0);
         start_dq(dq, last_ds, shared, kDqPanelsOfDv - 1);
         mma_gradient(dv, packed_p, dout_smem);
+        float* own_dq = dq_of_panel(params, tile, previous, 0, warp_row, lane);
         if constexpr (kDqPanelsOfDv == 2) {
             wgmma_wait<2>();
             pin_registers(p);
-            if (i > 0) add_dq_panel(params, tile, previous, p, 0, warp_row, lane);
+            if (i > 0) add_dq(own_dq, p, kDqColumns);
         }
         wgmma_wait<1>();
         release(barriers.ds_ready());
         pin_registers(dq);
-        if (i > 0) add_dq_panel(params, tile, previous, dq, kDqPanelsOfDv - 1, warp_row, lane);
+        if (i > 0) add_dq(own_dq + (kDqPanelsOfDv - 1) * kPanelElements, dq, kDqColumns);
 
         // S of the next step. The last step computes what nobody uses, from K.
         RingPosition<kStages> next = ring;
         next.advance();
         const bool is_last = i + 1 == count;
-        if (!is_last) mbarrier_wait(barriers.q_full(next.stage), next.parity);
+        if (!is_last) {
+            mbarrier_wait(barriers.q_full(next.stage), next.parity);
+            lse.load(shared + kLseOffset + next.stage * kRowBytes, lane);
+        }
         mma_scores<kHeadDim>(p, shared, is_last ? shared : shared + kQOffset + next.stage * kQBytes);
         wgmma_wait<1>();
         pin_registers(dv);
@@ -642,7 +655,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
             start_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes, shared, panel);
             wgmma_wait<0>();
             pin_registers(dq);
-            add_dq_panel(params, tile, previous, dq, panel, warp_row, lane);
+            add_dq(dq_of_panel(params, tile, previous, panel, warp_row, lane), dq, kDqColumns);
         }
     }
     release(barriers.ds_ready());  // this warp no longer reads K
@@ -672,8 +685,10 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
     mbarrier_wait(barriers.k_full(), 0);
     mbarrier_wait(barriers.v_full(), 0);
     float ds[kBlockM / 2];  // dP^T, then dS^T
+    QueryValues delta;
     if (count > 0) {
         mbarrier_wait(barriers.dout_full(0), 0);
+        delta.load(shared + kDeltaOffset, lane);
         mma_scores<kHeadDimV>(ds, shared + kVOffset, shared + kDoutOffset);
         wgmma_wait<0>();
         pin_registers(ds);
@@ -684,13 +699,12 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         float p[kBlockM / 2];
         mbarrier_wait(barriers.p_full(), i % 2);
         load_p(p, shared + kPOffset);
-        compute_ds(ds, p, shared + kDeltaOffset + ring.stage * kRowBytes, lane);
+        compute_ds(ds, p, delta);
         PackedScores packed_ds;
         packed_ds.set(ds);
 
         // p_full implies that all warps have written dS of step i - 1 and finished reading that of step i - 2, whose buffer step i takes.
         store_ds(packed_ds, shared + kDsOffset + i % 2 * kDsBytes, warp_row, lane);
-        fence_proxy_async();  // the MMA of dQ would not see the writes otherwise
 
         // The first step runs the MMAs of dQ on K and discards their result: with MMAs that are conditional, ptxas would serialise all of them.
         const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared;
@@ -700,20 +714,25 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         start_dq(ds, last_ds, shared, kDqPanelsOfDv);
         start_dq(dq, last_ds, shared, kDqPanelsOfDv + 1);
         mma_gradient(dk, packed_ds, shared + kQOffset + ring.stage * kQBytes);
+        fence_proxy_async();  // the MMAs of dQ, in the next step, would not see the writes of dS otherwise
+        float* own_dq = dq_of_panel(params, tile, previous, kDqPanelsOfDv, warp_row, lane);
         wgmma_wait<2>();
         pin_registers(ds);
-        if (i > 0) add_dq_panel(params, tile, previous, ds, kDqPanelsOfDv, warp_row, lane);
+        if (i > 0) add_dq(own_dq, ds, kDqColumns);
         wgmma_wait<1>();
         __syncwarp();  // all lanes have read P and delta, and written their dS
         release(barriers.ds_ready());
         pin_registers(dq);
-        if (i > 0) add_dq_panel(params, tile, previous, dq, kDqPanelsOfDv + 1, warp_row, lane);
+        if (i > 0) add_dq(own_dq + kPanelElements, dq, kDqColumns);
 
         // dP of the next step. The last step computes what nobody uses, from K: the other consumer may be storing dV over V.
         RingPosition<kStages> next = ring;
         next.advance();
         const bool is_last = i + 1 == count;
-        if (!is_last) mbarrier_wait(barriers.dout_full(next.stage), next.parity);
+        if (!is_last) {
+            mbarrier_wait(barriers.dout_full(next.stage), next.parity);
+            delta.load(shared + kDeltaOffset + next.stage * kRowBytes, lane);
+        }
         mma_scores<kHeadDimV>(ds, is_last ? shared : shared + kVOffset,
                               is_last ? shared : shared + kDoutOffset + next.stage * kDoutBytes);
         wgmma_wait<1>();
@@ -734,7 +753,7 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
             start_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes, shared, panel);
             wgmma_wait<0>();
             pin_registers(dq);
-            add_dq_panel(params, tile, previous, dq, panel, warp_row, lane);
+            add_dq(dq_of_panel(params, tile, previous, panel, warp_row, lane), dq, kDqColumns);
         }
     }
     release(barriers.ds_ready());

@@ -582,27 +582,31 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
     });
 }
 
-// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). `lse_smem` has lse_log2 of the step's rows: +inf for rows that see nothing
-// and for those past the last: P is 0 there, if S is finite.
-__device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], shared_address lse_smem, float scale_log2, int lane) {
+// LSE or delta of the queries of a lane's scores, two by two. Loaded well ahead of their use: while wgmmas read shared memory, it is slow
+// to answer.
+struct QueryValues {
+    float2 pair[kBlockM / 8];
+
+    __device__ __forceinline__ void load(shared_address smem, int lane) {
 #pragma unroll
-    for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 lse = load_shared_64(lse_smem + (8 * j + lane % 4 * 2) * sizeof(float));
+        for (int j = 0; j < kBlockM / 8; ++j) pair[j] = load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float));
+    }
+};
+
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,
+// if S is finite.
+__device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            scores[4 * j + e] = exp2_approx(fmaf(scores[4 * j + e], scale_log2, e % 2 ? -lse.y : -lse.x));
-        }
+    for (int i = 0; i < kBlockM / 2; ++i) {
+        const float2 pair = lse.pair[i / 4];
+        scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -pair.y : -pair.x));
     }
 }
 
 // Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale.
-__device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], shared_address delta_smem, int lane) {
+__device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
 #pragma unroll
-    for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 delta = load_shared_64(delta_smem + (8 * j + lane % 4 * 2) * sizeof(float));
-#pragma unroll
-        for (int e = 0; e < 4; ++e) dp[4 * j + e] = p[4 * j + e] * (dp[4 * j + e] - (e % 2 ? delta.y : delta.x));
-    }
+    for (int i = 0; i < kBlockM / 2; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? delta.pair[i / 4].y : delta.pair[i / 4].x));
 }
 
 // Writes zeros over rows of a block of kRows from `row` on: what lies there is not of the sequence and may be NaN, and 0 * NaN is NaN.
@@ -640,11 +644,11 @@ __device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address 
     }
 }
 
-// Adds a warp's part of dQ, 16 rows x kDqColumns, to the tiles of dq_accum that begin at `tiles`.
-__device__ __forceinline__ void add_dq(float* tiles, const float (&dq)[kDqColumns / 2], int columns, int lane) {
+// Adds a warp's part of dQ, 16 rows x kDqColumns, to tiles of dq_accum. `own` is where the lane's elements of the first one go.
+__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kDqColumns / 2], int columns) {
 #pragma unroll
     for (int j = 0; j < kDqColumns / 8; ++j) {
-        red_add_128(tiles + j * kTileElements + 4 * lane, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
+        red_add_128(own + j * kTileElements, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
     }
 }
 
@@ -766,11 +770,16 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
         mma_dq(dq, ds_smem, shared + consumer * kBlockN * kPanelRowBytes);
     };
 
-    auto add_previous_dq = [&](const float (&dq)[kDqColumns / 2]) {
-        float* tiles = dq_tiles(params, tile.batch, head_of(params, tile, previous), previous.block * kBlockM + warp_key % 64) +
-                       consumer * kDqColumns / 8 * kTileElements;
+    // Where the lane's elements of the dQ of a step go.
+    auto dq_of = [&](const Step& step) {
+        float* own = dq_tiles(params, tile.batch, head_of(params, tile, step), step.block * kBlockM + warp_key % 64) +
+                     consumer * kDqColumns / 8 * kTileElements + 4 * lane;
+        opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
+        return own;
+    };
+    auto add_own_dq = [&](float* own, const float (&dq)[kDqColumns / 2]) {
         constexpr int columns = kDqColumns;
-        add_dq(tiles, dq, columns, lane);
+        add_dq(own, dq, columns);
     };
 
 #pragma unroll 1
@@ -787,6 +796,8 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
         }
         float p[kBlockM / 2];  // S^T, then P^T
         mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
+        QueryValues lse;
+        lse.load(shared + kLseOffset + ring.stage * kRowBytes, lane);
         mma_scores<kHeadDim>(p, k_own, q_smem);
         float ds[kBlockM / 2];  // dP^T, then dS^T
         mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
@@ -796,30 +807,33 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
         if (needs_mask(step.block * kBlockM)) {
             apply_mask(params, p, tile.first_key + warp_key + lane / 4, step.block * kBlockM + lane % 4 * 2);
         }
-        compute_p(p, shared + kLseOffset + ring.stage * kRowBytes, params.scale_log2, lane);
+        compute_p(p, lse, params.scale_log2);
+        QueryValues delta;
+        delta.load(shared + kDeltaOffset + ring.stage * kRowBytes, lane);
         PackedScores packed_p, packed_ds;
         packed_p.set(p);
         mma_gradient(dv, packed_p, dout_smem);
         wgmma_wait<1>();
         pin_registers(ds);
-        compute_ds(ds, p, shared + kDeltaOffset + ring.stage * kRowBytes, lane);
+        compute_ds(ds, p, delta);
         packed_ds.set(ds);
 
         // All warps have written dS of step i - 1, and read dS of step i - 2, whose buffer step i takes. For i = 0 the wait returns at
         // once: of a new mbarrier the phase of parity 1 counts as ended.
         mbarrier_wait(barriers.ds_ready(), (i + 1) % 2);
         store_ds(packed_ds, shared + kDsOffset + i % 2 * kDsBytes, warp_key, lane);
-        fence_proxy_async();  // the MMA of dQ would not see the writes otherwise
         // dQ of the step before. The first step has none before it and computes what nobody uses, from K: with MMAs that are conditional,
         // ptxas would serialise all of them.
         float dq[kDqColumns / 2];
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
         mma_gradient(dk, packed_ds, q_smem);
+        fence_proxy_async();  // the MMA of dQ, in the next step, would not see the writes of dS otherwise
+        float* own_dq = dq_of(previous);
         wgmma_wait<1>();
         __syncwarp();  // all lanes have written their dS, and read LSE and delta of the stage
         release(barriers.ds_ready());
         pin_registers(dq);
-        if (i > 0) add_previous_dq(dq);
+        if (i > 0) add_own_dq(own_dq, dq);
         wgmma_wait<0>();
         pin_registers(dv);
         pin_registers(dk);
@@ -835,7 +849,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
         start_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes);
         wgmma_wait<0>();
         pin_registers(dq);
-        add_previous_dq(dq);
+        add_own_dq(dq_of(previous), dq);
     }
     release(barriers.ds_ready());  // this warp no longer reads K
     const KeyBlock stored = stashed_block(shared + kStashOffset);  // anew, as the loop has no registers for what it does not use
