@@ -3,7 +3,7 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 192, head_dim_v 192, dtype bf16, mask_type causal, gqa mha, dq_order none
-// tile      block_m 64, block_n 64, stages 2
+// tile      block_m 64, block_n 64, stages 2, cluster 1
 // block     384 threads, 182352 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_bwd_wide_sm90.yaml
@@ -25,7 +25,7 @@ constexpr int kHeadDimV = 192;  // of V and dO
 constexpr int kBlockM = 64;  // query rows of a step
 constexpr int kBlockN = 64;  // keys of a tile
 constexpr int kStages = 2;  // buffers of Q, and of dO
-constexpr int kThreads = 384;  // warpgroup 0 is the producer, 1 computes S, P and dV, 2 computes dP, dS and dK, each some panels of dQ
+constexpr int kThreads = 384;  // warpgroup 0 is the producer, 1 computes S, P and dV, 2 computes dP, dS and dK, each some columns of dQ
 
 // Registers of a thread after setmaxnreg. It draws on what the launch has given the thread block: as many as 65,536 registers allow each
 // thread, in units of 8.
@@ -354,9 +354,9 @@ __device__ __forceinline__ void mma_gradient(float (&sums)[96], PackedScores& sc
     wgmma_commit();
 }
 
-// Starts dQ (64 x kDqColumns) = dS K of a warpgroup. Both operands are MN-major: a key has a row of 64 queries in dS^T, and of
-// its columns in K. SBO leads to the next eight keys, LBO to the next panel of columns, if there is one.
-__device__ __forceinline__ void mma_dq(float (&dq)[kDqColumns / 2], shared_address ds_smem, shared_address k_smem) {
+// Starts dQ (64 x 64) = dS K of a warpgroup. Both operands are MN-major: a key has a row of 64 queries in dS^T, and of its columns in K.
+// SBO leads to the next eight keys, LBO to the next panel of columns, if there is one.
+__device__ __forceinline__ void mma_dq(float (&dq)[32], shared_address ds_smem, shared_address k_smem) {
     const uint64_t ds = descriptor(ds_smem, kDsPanelBytes, 8 * kPanelRowBytes);
     const uint64_t k = descriptor(k_smem, kBlockN * kPanelRowBytes, 8 * kPanelRowBytes);
     pin_registers(dq);
@@ -461,10 +461,11 @@ __device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address 
     }
 }
 
-// Adds a warp's part of dQ, 16 rows x kDqColumns, to tiles of dq_accum. `own` is where the lane's elements of the first one go.
-__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kDqColumns / 2], int columns) {
+// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `own` is where the lane's elements of the first one go.
+template <int kCount>
+__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount]) {
 #pragma unroll
-    for (int j = 0; j < kDqColumns / 8; ++j) {
+    for (int j = 0; j < kCount / 4; ++j) {
         red_add_128(own + j * kTileElements, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
     }
 }
@@ -621,12 +622,12 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
         if constexpr (kDqPanelsOfDv == 2) {
             wgmma_wait<2>();
             pin_registers(p);
-            if (i > 0) add_dq(own_dq, p, kDqColumns);
+            if (i > 0) add_dq(own_dq, p);
         }
         wgmma_wait<1>();
         release(barriers.ds_ready());
         pin_registers(dq);
-        if (i > 0) add_dq(own_dq + (kDqPanelsOfDv - 1) * kPanelElements, dq, kDqColumns);
+        if (i > 0) add_dq(own_dq + (kDqPanelsOfDv - 1) * kPanelElements, dq);
 
         // S of the next step. The last step computes what nobody uses, from K.
         RingPosition<kStages> next = ring;
@@ -655,7 +656,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
             start_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes, shared, panel);
             wgmma_wait<0>();
             pin_registers(dq);
-            add_dq(dq_of_panel(params, tile, previous, panel, warp_row, lane), dq, kDqColumns);
+            add_dq(dq_of_panel(params, tile, previous, panel, warp_row, lane), dq);
         }
     }
     release(barriers.ds_ready());  // this warp no longer reads K
@@ -718,12 +719,12 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         float* own_dq = dq_of_panel(params, tile, previous, kDqPanelsOfDv, warp_row, lane);
         wgmma_wait<2>();
         pin_registers(ds);
-        if (i > 0) add_dq(own_dq, ds, kDqColumns);
+        if (i > 0) add_dq(own_dq, ds);
         wgmma_wait<1>();
         __syncwarp();  // all lanes have read P and delta, and written their dS
         release(barriers.ds_ready());
         pin_registers(dq);
-        if (i > 0) add_dq(own_dq + kPanelElements, dq, kDqColumns);
+        if (i > 0) add_dq(own_dq + kPanelElements, dq);
 
         // dP of the next step. The last step computes what nobody uses, from K: the other consumer may be storing dV over V.
         RingPosition<kStages> next = ring;
@@ -753,7 +754,7 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
             start_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes, shared, panel);
             wgmma_wait<0>();
             pin_registers(dq);
-            add_dq(dq_of_panel(params, tile, previous, panel, warp_row, lane), dq, kDqColumns);
+            add_dq(dq_of_panel(params, tile, previous, panel, warp_row, lane), dq);
         }
     }
     release(barriers.ds_ready());

@@ -48,9 +48,6 @@ constexpr int kDsPanelBytes = kBlockN * kPanelRowBytes;
 constexpr int kDsBytes = kBlockM / 64 * kDsPanelBytes;
 constexpr int kRowBytes = kBlockM * sizeof(float);  // of lse_log2, and of delta
 
-// A consumer computes dQ of 64 of the rows.
-constexpr int kDqColumns = 64;
-
 constexpr int kVOffset = kKBytes;
 constexpr int kQOffset = kVOffset + kVBytes;
 constexpr int kDoutOffset = kQOffset + kStages * kQBytes;
@@ -563,9 +560,9 @@ __device__ __forceinline__ void mma_gradient(float (&sums)[32], PackedScores& sc
     wgmma_commit();
 }
 
-// Starts dQ (64 x kDqColumns) = dS K of a warpgroup. Both operands are MN-major: a key has a row of 64 queries in dS^T, and of
-// its columns in K. SBO leads to the next eight keys, LBO to the next panel of columns, if there is one.
-__device__ __forceinline__ void mma_dq(float (&dq)[kDqColumns / 2], shared_address ds_smem, shared_address k_smem) {
+// Starts dQ (64 x 64) = dS K of a warpgroup. Both operands are MN-major: a key has a row of 64 queries in dS^T, and of its columns in K.
+// SBO leads to the next eight keys, LBO to the next panel of columns, if there is one.
+__device__ __forceinline__ void mma_dq(float (&dq)[32], shared_address ds_smem, shared_address k_smem) {
     const uint64_t ds = descriptor(ds_smem, kDsPanelBytes, 8 * kPanelRowBytes);
     const uint64_t k = descriptor(k_smem, kBlockN * kPanelRowBytes, 8 * kPanelRowBytes);
     pin_registers(dq);
@@ -663,10 +660,11 @@ __device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address 
     }
 }
 
-// Adds a warp's part of dQ, 16 rows x kDqColumns, to tiles of dq_accum. `own` is where the lane's elements of the first one go.
-__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kDqColumns / 2], int columns) {
+// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `own` is where the lane's elements of the first one go.
+template <int kCount>
+__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount]) {
 #pragma unroll
-    for (int j = 0; j < kDqColumns / 8; ++j) {
+    for (int j = 0; j < kCount / 4; ++j) {
         red_add_128(own + j * kTileElements, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
     }
 }
@@ -757,6 +755,8 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& ti
 //     dV += P^T dO
 //     dQ = dS K of the step before
 //     dK += dS^T Q                   ... while that dQ is added to memory
+// Of dQ it computes 64 of the rows, all kDqColumns.
+template <int kDqColumns>
 __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile, shared_address shared, const Barriers& barriers,
                                         int consumer) {
     const Params params = of_sequence(all, tile);
@@ -802,8 +802,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
         return own;
     };
     auto add_own_dq = [&](float* own, const float (&dq)[kDqColumns / 2]) {
-        constexpr int columns = kDqColumns;
-        add_dq(own, dq, columns);
+        add_dq(own, dq);
     };
 
 #pragma unroll 1
@@ -928,6 +927,6 @@ flash_bwd_varlen_hdim64_fp16_local_gqa_sm90(const __grid_constant__ Params param
         }
     } else {
         setmaxnreg_inc<kConsumerRegisters>();
-        consume(params, tile, shared, barriers, warpgroup - 1);
+        consume<64>(params, tile, shared, barriers, warpgroup - 1);
     }
 }

@@ -49,14 +49,14 @@ def specs(target):
     return [s for s in load_specs() if s.operator == "attention_backward" and target in s.targets]
 
 
-def variant_for(problem, target):
-    """The kernel of a target that serves the problem."""
+def variant_for(problem, target, tile=""):
+    """The kernel of a target that serves the problem, with the ordinary tile or the one of that name."""
     gpu = device(0)
     found = [v for v in offers(problem, gpu, specs(target)) if v.target == target and runs_on(v, gpu)]
     order = "ordered" if problem.deterministic else "none"
     if target == "sm90" and not found:
         pytest.skip("Hopper's family has no kernel of it")
-    (variant,) = (v for v in found if dict(v.axes)["dq_order"] == order and not v.tile_name)
+    (variant,) = (v for v in found if dict(v.axes)["dq_order"] == order and v.tile_name == tile)
     return variant
 
 
@@ -119,7 +119,7 @@ class Call:
         options = self.options | self.scored
         return flashgen.attention(self.q, self.k, self.v, mask=self.mask, return_lse=True, **options)
 
-    def plan(self, target, deterministic=False, group_waves=None):
+    def plan(self, target, deterministic=False, group_waves=None, tile=""):
         out, lse = self.forward()
         given = (self.dout, self.q, self.k, self.v, self.mask, out, lse, self.dlse, *self.outputs)
         names = ("dout", "q", "k", "v", "mask", "out", "lse", "dlse", "dq", "dk", "dv")
@@ -127,7 +127,7 @@ class Call:
         of_score = {"score": self.modification, "score_scalars": self.numbers}
         of_score["score_arrays"] = [view(x, "an array") for x in self.arrays]
         problem = normalise(**views, deterministic=deterministic, **of_score, **self.options)
-        main = variant_for(problem, target)
+        main = variant_for(problem, target, tile)
         if group_waves is not None:
             main = dataclasses.replace(main, grid=main.grid._replace(group_waves=group_waves))
         return Plan(problem, bind(problem, main, device(0)), (*given, *self.arrays))
@@ -163,9 +163,9 @@ class Call:
             assert worst.share <= 1, f"d{name}: {worst.describe()} at {worst.index}"
 
 
-def check(*args, target="sm80", deterministic=False, **options):
+def check(*args, target="sm80", deterministic=False, tile="", **options):
     call = Call(*args, **options)
-    plan = call.plan(target, deterministic)
+    plan = call.plan(target, deterministic, tile=tile)
     call.check(call.run(plan), plan.problem)
     return plan
 
@@ -235,6 +235,35 @@ def test_long_sequences(target):
 def test_long_sequences_of_wide_heads():
     check((1, 4096, 2048, 2, 2), (256, 256), "bf16", target="sm90")
     check((1, 2048, 4096, 2, 1), (192, 192), "fp16", target="sm90", causal=True)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
+)
+@pytest.mark.parametrize("mask", ["none", "causal", "local"])
+@pytest.mark.parametrize("head_dims", [(192, 192), (136, 160), (192, 128), (136, 8)], ids=str)
+def test_pairs_of_thread_blocks_within_the_bound(head_dims, mask):
+    """Heads of an odd number of blocks of keys and of an even one; many more pairs than run together."""
+    for index, dtype in enumerate(("fp16", "bf16")):
+        heads = (4, 4) if index else (6, 2)
+        for seqlen_q, seqlen_kv in ((300, 429), (1, 1), (65, 64), (700, 260), (130, 1100), (1024, 1023)):
+            shape = (2, seqlen_q, seqlen_kv, *heads)
+            check(shape, head_dims, dtype, target="sm90", dlse=index == 0, tile="pair", **MASKS[mask])
+    check((1, 2048, 4000, 8, 4), head_dims, "bf16", target="sm90", tile="pair", **MASKS[mask])
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
+)
+def test_dk_and_dv_of_pairs_repeat():
+    """Also with the query heads of a group in parts."""
+    call = Call((2, 1000, 1200, 12, 2), (192, 192), "bf16", causal=True)
+    for waves in (0, 100):
+        plan = call.plan("sm90", group_waves=waves, tile="pair")
+        first = [x.clone() for x in call.run(plan)]
+        call.check(first, plan.problem)
+        for _ in range(20):
+            assert all(torch.equal(*pair) for pair in zip(call.run(plan)[1:], first[1:], strict=True))
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])

@@ -8,6 +8,7 @@ from flashgen.operators import varlen_backward
 from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.backward import normalise
 from flashgen.schedule.dispatch import offers, select
+from flashgen.schedule.grid import launch_of, row_blocks, tiles
 from flashgen.spec.load import load_specs
 from flashgen.spec.scores import load_scores
 
@@ -25,12 +26,16 @@ H200 = SimpleNamespace(
 SPECS = load_specs()
 
 
-def taken(head_dim, head_dim_v, dtype="bf16", seqlen=1000, **options):
-    rows, keys = (2, seqlen, 4), (2, seqlen, 2)
+def problem_of(head_dim, head_dim_v, dtype="bf16", seqlen=1000, batch=2, **options):
+    rows, keys = (batch, seqlen, 4), (batch, seqlen, 2)
     q, k = (view_of_shape((*of, head_dim), dtype, 0) for of in (rows, keys))
     dout, v = (view_of_shape((*of, head_dim_v), dtype, 0) for of in (rows, keys))
-    lse = view_of_shape((2, 4, seqlen), "fp32", 0)
-    problem = normalise(dout, q, k, v, dout, lse, **options)
+    lse = view_of_shape((batch, 4, seqlen), "fp32", 0)
+    return normalise(dout, q, k, v, dout, lse, **options)
+
+
+def taken(*head_dims, **options):
+    problem = problem_of(*head_dims, **options)
     return select(problem, H200, offers(problem, H200, SPECS))
 
 
@@ -52,6 +57,29 @@ def taken(head_dim, head_dim_v, dtype="bf16", seqlen=1000, **options):
 def test_kernels_for_hopper_hold_both_head_dims(head_dims, held, options, seqlen):
     variant = taken(*head_dims, seqlen=seqlen, **options)
     assert (variant.target, variant.head_dim, variant.head_dim_v) == ("sm90", *held)
+
+
+@pytest.mark.parametrize(("seqlen", "blocks"), [(1, 2), (64, 2), (65, 2), (129, 4), (1000, 16)])
+def test_each_head_has_whole_clusters(seqlen, blocks):
+    heads = 4  # two kv heads in each of two entries; both query heads of a group in one part or two
+    problem = problem_of(192, 192, seqlen=seqlen)
+    variant = next(v for v in offers(problem, H200, SPECS) if v.grid.cluster == 2)
+    assert row_blocks(problem, variant) == blocks
+    assert tiles(problem, variant) == heads * blocks
+    assert launch_of(problem, variant, H200, parts=2).blocks == 2 * heads * blocks
+
+
+@pytest.mark.parametrize(
+    ("batch", "seqlen", "cluster"), [(400, 190, 1), (400, 200, 2), (4, 16384, 2), (1, 64, 2)]
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_empty_block_of_a_cluster_is_worth_its_time_or_not(batch, seqlen, cluster, causal):
+    """And no order of additions is taken that was not asked for."""
+    for of_v in (192, 128):
+        variant = taken(192, of_v, batch=batch, seqlen=seqlen, causal=causal)
+        assert (variant.grid.cluster, dict(variant.axes)["dq_order"]) == (cluster, "none")
+    ordered = taken(192, 192, batch=batch, seqlen=seqlen, causal=causal, deterministic=True)
+    assert (ordered.grid.cluster, dict(ordered.axes)["dq_order"]) == (1, "ordered")
 
 
 @pytest.mark.parametrize("head_dim", [192, 256])

@@ -151,8 +151,8 @@ FAULTS = (
         PLAIN,
         SHAPE,
         (*ASYNC, WRONG, "register in flight"),
-        "            pin_registers(p);\n            if (i > 0) add_dq(own_dq, p, kDqColumns);",
-        "            if (i > 0) add_dq(own_dq, dq, kDqColumns);",
+        "            pin_registers(p);\n            if (i > 0) add_dq(own_dq, p);",
+        "            if (i > 0) add_dq(own_dq, dq);",
     ),
     fault(
         "dQ of this step's block",

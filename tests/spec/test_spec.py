@@ -667,7 +667,7 @@ def test_loading_costs_by_the_line_and_makes_no_variant(monkeypatch):
     assert len(parsed) == 1
     places = collections.Counter((place, type) for place, _, type in checked)
     assert set(places.values()) == {1}
-    of_a_tile = 2 + len(spec.content.steps[0].covers) + 4 + len(Visits._fields)
+    of_a_tile = 2 + len(spec.content.steps[0].covers) + 5 + len(Visits._fields)
     tiles = sum(map(len, spec.content.entries.values()))
     assert len(computed) % of_a_tile == 0
     assert len(computed) < of_a_tile * tiles / 2
@@ -734,6 +734,8 @@ WAVES = "group_waves: 15 if dq_order == 'ordered' else 8 if mask_type == 'causal
         (WAVES, "group_waves: 0 - 1", r"tiles\[\d+\]", "below 1"),
         (WAVES, f"schedule: persistent\n      {WAVES}", r"group_waves", "each tile and part"),
         (SUM_GRID, "{key_rows: 16}, group_waves: 1", r"group_waves", "only the main step"),
+        (WAVES, f"{WAVES}\n      cluster: 0", r"tiles\[\d+\]", "below 1"),
+        (SUM_GRID, f"{SUM_GRID}, schedule: persistent, cluster: 2", r"tiles\[\d+\]", "to each tile"),
     ],
 )
 def test_what_a_family_may_say_of_groups_in_parts(old, new, place, why, tmp_path):

@@ -58,9 +58,10 @@ def all_heads(problem: Problem, variant: Variant, parts: int = 1) -> int:
 
 
 def row_blocks(problem: Problem, variant: Variant) -> int:
-    """Tiles of one (batch, head) along the first dimension that the grid covers."""
+    """Tiles of one (batch, head) along the first dimension that the grid covers, in whole clusters."""
     dimension, tile = variant.grid.covers[0]
-    return -(-extents(problem, variant)[dimension] // tile)
+    clusters = -(-extents(problem, variant)[dimension] // (tile * variant.grid.cluster))
+    return clusters * variant.grid.cluster
 
 
 def tiles(problem: Problem, variant: Variant) -> int:
@@ -68,7 +69,8 @@ def tiles(problem: Problem, variant: Variant) -> int:
     that is not whole.
     """
     sizes = extents(problem, variant)
-    count = math.prod(-(-sizes[dimension] // tile) for dimension, tile in variant.grid.covers)
+    further = (-(-sizes[dimension] // tile) for dimension, tile in variant.grid.covers[1:])
+    count = row_blocks(problem, variant) * math.prod(further)
     if variant.grid.of_sequences:
         (dimension, tile), (of_heads, _), (sequences, _) = variant.grid.covers
         whole = sizes[_OF_SEQUENCES[dimension]] // tile

@@ -123,6 +123,7 @@ def simulate(
                 regions,
                 max_shared_bytes=variant.max_smem,
                 dependent=variant.dependent_launch,
+                cluster=variant.grid.cluster,
                 seed=seed,
                 threads=threads,
             )
@@ -141,13 +142,15 @@ def execute(
     *,
     max_shared_bytes: int = 0,
     dependent: bool = False,
+    cluster: int = 1,
     seed: int = 0,
     threads: int | None = None,
 ) -> Report:
     """Launch any kernel that takes one struct, ``params``; ``regions`` are all the memory that it may touch.
 
     ``max_shared_bytes`` is what a block may ask for, 0 for what the largest GPU allows. A ``dependent``
-    launch may begin before those ahead of it have ended. The rest, and what is raised, as in ``simulate``.
+    launch may begin before those ahead of it have ended. ``cluster`` is the kernel's thread blocks of a
+    cluster. The rest, and what is raised, as in ``simulate``.
     """
     if len(params) != library.params_bytes:
         raise InternalError(
@@ -176,7 +179,7 @@ def execute(
         library.simulate(launch, raw)
         return raw
 
-    shares = _shares(math.prod(grid), threads or processors())
+    shares = _shares(math.prod(grid), threads or processors(), cluster)
     if len(shares) == 1:
         raws = [run(shares[0])]
     else:
@@ -257,10 +260,13 @@ def _runs(shape: Sequence[int], strides: Sequence[int], length: int) -> list[tup
     return list(zip(starts[first].tolist(), stops.tolist(), strict=True))
 
 
-def _shares(blocks: int, threads: int) -> list[tuple[int, int]]:
-    """(first block, number of blocks) for each thread. An empty grid is a share, for the engine to refuse."""
-    threads = max(1, min(blocks, threads))
-    bounds = [blocks * thread // threads for thread in range(threads + 1)]
+def _shares(blocks: int, threads: int, cluster: int) -> list[tuple[int, int]]:
+    """(first block, number of blocks) for each thread, in whole clusters. An empty grid is a share, for the
+    engine to refuse.
+    """
+    clusters = blocks // cluster
+    threads = max(1, min(clusters, threads))
+    bounds = [clusters * thread // threads * cluster for thread in range(threads + 1)]
     return [(first, stop - first) for first, stop in itertools.pairwise(bounds)]
 
 

@@ -52,7 +52,9 @@ _KERNEL_OPTIONS = (
 _UNOPTIMISED = ("-O0", "-ggdb3", "-Dalways_inline=noinline")
 
 _KERNEL = re.compile(
-    r"__global__\s+void\s+(?:__launch_bounds__\s*\((?P<bounds>[^)]*)\)\s*)?(?P<name>\w+)\s*\(", re.DOTALL
+    r"__global__\s+void\s+(?:__cluster_dims__\s*\((?P<cluster>[^)]*)\)\s*)?"
+    r"(?:__launch_bounds__\s*\((?P<bounds>[^)]*)\)\s*)?(?P<name>\w+)\s*\(",
+    re.DOTALL,
 )
 _SHARED = re.compile(r"\bextern\s+__shared__\b[^;]*?(?P<name>\w+)\s*\[\s*\]\s*;")
 
@@ -316,6 +318,8 @@ def _definitions(source: str, name: str) -> tuple[str, ...]:
     definitions = [f"-DFLASHGEN_KERNEL={name}"]
     if found["bounds"] is not None:
         definitions.append(f"-DFLASHGEN_LAUNCH_BOUNDS={' '.join(found['bounds'].split())}")
+    if found["cluster"] is not None:
+        definitions.append(f"-DFLASHGEN_CLUSTER_DIMS={found['cluster']}")
     shared = _SHARED.search(source)
     if shared is not None:
         definitions.append(f"-DFLASHGEN_SHARED_MEMORY={shared['name']}")

@@ -2,7 +2,7 @@
 //
 // FLASHGEN_SOURCE is the path of the source as a string, FLASHGEN_KERNEL the kernel's name, FLASHGEN_SHARED_MEMORY the
 // name of its array of dynamic shared memory, FLASHGEN_LAUNCH_BOUNDS what stands between the parentheses of its
-// __launch_bounds__. The last two are left out where the kernel has none.
+// __launch_bounds__, FLASHGEN_CLUSTER_DIMS between those of its __cluster_dims__. The last three are left out where the kernel has none.
 #include "simulator/cuda.hpp"
 #include "simulator/kernel.hpp"
 
@@ -14,6 +14,10 @@
 #endif
 #ifndef FLASHGEN_LAUNCH_BOUNDS
 #define FLASHGEN_LAUNCH_BOUNDS 1024
+#endif
+
+#ifndef FLASHGEN_CLUSTER_DIMS
+#define FLASHGEN_CLUSTER_DIMS 1, 1, 1
 #endif
 
 #include FLASHGEN_SOURCE
@@ -33,7 +37,13 @@ FLASHGEN_EXPORT uint64_t flashgen_params_size() {
 FLASHGEN_EXPORT int flashgen_simulate(const SimLaunch* launch, SimReport* report) {
     using Parameters = flashgen::simulator::Parameters<&FLASHGEN_KERNEL>;
     static constexpr int kLaunchBounds[] = {FLASHGEN_LAUNCH_BOUNDS};
-    static constexpr flashgen::simulator::Kernel kKernel = {
-        FLASHGEN_TEXT_OF(FLASHGEN_KERNEL), &Parameters::call, Parameters::kBytes, Parameters::kAlign, kLaunchBounds[0]};
+    static constexpr int kClusterDims[] = {FLASHGEN_CLUSTER_DIMS};
+    static_assert(kClusterDims[1] == 1 && kClusterDims[2] == 1, "the simulator knows clusters along x");
+    static constexpr flashgen::simulator::Kernel kKernel = {FLASHGEN_TEXT_OF(FLASHGEN_KERNEL),
+                                                            &Parameters::call,
+                                                            Parameters::kBytes,
+                                                            Parameters::kAlign,
+                                                            kLaunchBounds[0],
+                                                            kClusterDims[0]};
     return flashgen::simulator::simulate(kKernel, flashgen_dynamic_shared_memory, *launch, *report);
 }

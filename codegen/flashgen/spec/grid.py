@@ -27,6 +27,7 @@ class Grid(NamedTuple):
     row of a head; else they are counted from the last one, in multiples of so many rows. ``split_gain`` is
     the KV blocks that the largest share must lose for shares to begin within tiles. ``group_waves`` is the
     waves of thread blocks below which the query heads of each kv head are split into parts (0: never).
+    ``cluster`` is the thread blocks of a cluster, which have neighbouring tiles of the first dimension.
     """
 
     covers: tuple[tuple[str, int], ...] = ()
@@ -35,6 +36,7 @@ class Grid(NamedTuple):
     from_last_row: int = 0
     split_gain: int = 0
     group_waves: int = 0
+    cluster: int = 1
 
     @property
     def persistent(self) -> bool:

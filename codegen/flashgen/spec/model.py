@@ -43,6 +43,7 @@ class Resources(NamedTuple):
     from_last_row: int
     split_gain: int
     group_waves: int
+    cluster: int
     visits: Visits | None
 
 
@@ -209,6 +210,7 @@ class Spec:
                 takes.from_last_row,
                 takes.split_gain,
                 takes.group_waves,
+                takes.cluster,
             ),
             visits=takes.visits,
             committed=entry.committed,

@@ -84,6 +84,7 @@ class GridRow(msgspec.Struct, forbid_unknown_fields=True):
     from_last_row: Number = 0
     split_gain: Number = 0
     group_waves: Number = 0
+    cluster: Number = 1
 
 
 class VisitsRow(msgspec.Struct, forbid_unknown_fields=True):

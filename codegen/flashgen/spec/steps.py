@@ -102,6 +102,7 @@ class StepTable:
         self._from_last_row = self._expression(("grid", "from_last_row"), row.grid.from_last_row)
         self._split_gain = self._expression(("grid", "split_gain"), row.grid.split_gain)
         self._group_waves = self._expression(("grid", "group_waves"), row.grid.group_waves)
+        self._cluster = self._expression(("grid", "cluster"), row.grid.cluster)
         self._visits = None
         if row.visits is not None:
             self._visits = [
@@ -141,7 +142,7 @@ class StepTable:
             covers = tuple(extent(values) for extent in self._covers)
             blocks_per_sm, from_last_row = self._blocks_per_sm(values), self._from_last_row(values)
             split_gain, group_waves = self._split_gain(values), self._group_waves(values)
-            visits = None
+            cluster, visits = self._cluster(values), None
             if self._visits is not None:
                 visits = Visits(*(number(values) for number in self._visits))
         except ValueError as cause:
@@ -151,11 +152,13 @@ class StepTable:
         if not 0 <= smem_bytes <= values["max_smem"]:
             allowed = f"at most {values['max_smem']}"
             raise error(f"{smem_bytes} bytes of shared memory for {where()}; allowed: {allowed}")
-        positive = (*covers, blocks_per_sm, *(visits or ()))
+        positive = (*covers, blocks_per_sm, cluster, *(visits or ()))
         if min(positive) < 1 or min(from_last_row, split_gain, group_waves) < 0:
             raise error(f"an extent of `grid` or `visits` is below 1 for {where()}")
+        if cluster > 1 and self.step.schedule != "tile_per_block":
+            raise error(f"clusters of {cluster} for {where()}: only with one thread block to each tile")
         boxes = self._boxes.at(values, where)
-        numbers = (from_last_row, split_gain, group_waves)
+        numbers = (from_last_row, split_gain, group_waves, cluster)
         return Resources(threads, smem_bytes, boxes, covers, blocks_per_sm, *numbers, visits)
 
     def _expression(self, keys: Keys, text: str | int) -> Expression:

@@ -99,6 +99,33 @@ __device__ __forceinline__ void bulk_load(shared_address destination, const void
                  : "memory");
 }
 
+// mapa: where an address of shared memory lies in the block of that rank of the cluster.
+__device__ __forceinline__ shared_address map_shared(shared_address address, int rank) {
+    shared_address mapped;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(mapped) : "r"(address), "r"(rank));
+    return mapped;
+}
+
+// mbarrier.arrive: at a barrier of any block of the cluster, at an address of map_shared(). Orders nothing for other blocks but that
+// wgmmas and copies which the thread has awaited are over: a release for the cluster would wait for all writes to global memory.
+__device__ __forceinline__ void mbarrier_arrive_cluster(shared_address barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(barrier) : "memory");
+}
+
+// cp.async.bulk: `bytes` of shared memory, a multiple of 16 as both addresses are, to a block of the cluster. Reports them to `barrier`
+// there; both are addresses of map_shared().
+__device__ __forceinline__ void bulk_send(shared_address destination, shared_address source, shared_address barrier, int bytes) {
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(destination),
+                 "r"(source), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+// barrier.cluster.arrive.relaxed: all threads of the cluster. Before it, fence_mbarrier_init() makes initialised barriers visible.
+__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;\n" ::: "memory"); }
+
+// barrier.cluster.wait.
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;\n" ::: "memory"); }
+
 // cp.async.bulk.commit_group: the thread's stores since the last one form a group.
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
 

@@ -57,14 +57,16 @@ std::string text_of(Location where) {
 
 Block::Block(LaunchState& launch, unsigned char* shared_memory)
     : launch_(launch),
-      order_(static_cast<int>(launch.launch.block[0] * launch.launch.block[1] * launch.launch.block[2])),
-      shared_(shared_memory, static_cast<uint32_t>(launch.launch.shared_bytes)),
+      order_(static_cast<int>(launch.launch.block[0] * launch.launch.block[1] * launch.launch.block[2] * launch.kernel.cluster)),
+      shared_(shared_memory, static_cast<uint32_t>(launch.launch.shared_bytes), static_cast<int>(launch.kernel.cluster)),
       threads_(order_.threads()),
-      barriers_(kNumBarriers),
+      members_(launch.kernel.cluster),
       mbarriers_(*this),
       tensor_copies_(*this),
-      register_pool_(*this, static_cast<int>(launch.kernel.max_threads), (order_.threads() + 31) / 32),
-      stacks_(order_.threads()) {
+      register_pool_(*this, static_cast<int>(launch.kernel.max_threads), (order_.threads() + 31) / 32,
+                     static_cast<int>(launch.kernel.cluster)),
+      stacks_(order_.threads()),
+      block_threads_(order_.threads() / static_cast<int>(launch.kernel.cluster)) {
     const auto& size = launch.launch.block;
     block_dim = {size[0], size[1], size[2]};
     grid_dim = {launch.launch.grid[0], launch.launch.grid[1], launch.launch.grid[2]};
@@ -78,9 +80,10 @@ Block::Block(LaunchState& launch, unsigned char* shared_memory)
     }
     for (int i = 0; i < num_threads; ++i) {
         Thread& thread = threads_[i];
-        const auto linear = static_cast<unsigned>(i);
+        const auto linear = static_cast<unsigned>(i % block_threads_);
         thread.thread_index = {linear % size[0], linear / size[0] % size[1], linear / size[0] / size[1]};
-        thread.block = this;
+        thread.rank = i / block_threads_;
+        thread.block = &members_[thread.rank].view;
         thread.owner = this;
         thread.warp = &warps_[i / 32];
         thread.lane = i % 32;
@@ -91,8 +94,18 @@ Block::Block(LaunchState& launch, unsigned char* shared_memory)
 
 bool Block::run(uint64_t linear_index) {
     const uint64_t x = grid_dim.x, y = grid_dim.y;
-    block_index = {static_cast<unsigned>(linear_index % x), static_cast<unsigned>(linear_index / x % y),
-                   static_cast<unsigned>(linear_index / x / y)};
+    for (Member& member : members_) {
+        // The blocks of a cluster are neighbours along x.
+        const uint64_t linear = linear_index + (&member - members_.data());
+        member.view = *this;
+        member.view.block_index = {static_cast<unsigned>(linear % x), static_cast<unsigned>(linear / x % y),
+                                   static_cast<unsigned>(linear / x / y)};
+        member.num_running = block_threads_;
+        member.waited = false;
+        member.touched.clear();
+        member.barriers.assign(kNumBarriers, {});
+    }
+    cluster_barrier_ = {};
     random_ = Random(launch_.launch.seed, linear_index);
     // Some blocks run in near lockstep, in others a warp runs far ahead: different mistakes need different orders.
     constexpr uint64_t kChanges[] = {1 << 16, 1 << 13, 1 << 9, 1 << 5};
@@ -103,21 +116,15 @@ bool Block::run(uint64_t linear_index) {
 
     order_.reset();
     shared_.reset();
-    for (Barrier& barrier : barriers_) {
-        barrier.expected = barrier.arrived = 0;
-        barrier.any = false;
-        barrier.waiting.clear();
-        barrier.clock.clear();
-    }
     mbarriers_.reset();
     tensor_copies_.reset();
     register_pool_.reset();
     for (Warpgroup& warpgroup : warpgroups_) warpgroup.reset();
     num_running_ = order_.threads();
-    waited_ = false;
     for (Thread& thread : threads_) {
         thread.waits_for = nullptr;
-        thread.finished = thread.waited = false;
+        thread.finished = thread.waited = thread.at_cluster_barrier = false;
+        thread.fenced_inits.clear();
         thread.spins_at = nullptr;
         thread.copies.clear();
         thread.copies_of_group.clear();
@@ -145,22 +152,81 @@ void Block::run_thread() {
 void Block::finish(Thread& thread) {
     thread.finished = true;
     thread.warp->finished |= 1u << thread.lane;
+    Member& member = members_[thread.rank];
     --num_running_;
+    --member.num_running;
     complete_meetings_without(thread);
-    for (Barrier& barrier : barriers_) {
-        if (barrier.expected == kAllThreads) release_if_full(barrier);
+    for (Barrier& barrier : member.barriers) {
+        if (barrier.expected == kAllThreads) release_if_full(member, barrier);
     }
-    if (num_running_ == 0) {
-        tensor_copies_.check_end(thread);
-        register_pool_.check_end();
-        if (launch_.launch.flags & SIM_DEPENDENT && !waited_) {
-            fail(thread, SIM_DEPENDENCY, {},
-                 "the block of a dependent launch ends and none of its threads has waited for the grids ahead of it, so that "
-                 "the next one may run beside them");
-        }
-    }
+    // Who has returned counts as arrived.
+    if (thread.at_cluster_barrier && thread.cluster_phase == cluster_barrier_.phase) --cluster_barrier_.arrived;
+    release_cluster_if_full();
+    if (member.num_running == 0) finish_member(member, thread);
+    if (num_running_ == 0) register_pool_.check_end();
     switch_to_another(thread);
     __builtin_unreachable();  // nobody goes on with a thread that has returned
+}
+
+void Block::finish_member(Member& member, const Thread& last) {
+    tensor_copies_.check_end(last);
+    for (const Member::Touched& touched : member.touched) {
+        bool heard = false;
+        for (const Thread& thread : threads_) {
+            heard |= thread.rank == last.rank && order_.before(touched.party, touched.stamp, thread.index);
+        }
+        if (heard) continue;
+        fail(last, SIM_COPY_IN_FLIGHT, {},
+             format("the block ends, and none of its threads has waited for the %s of thread %d at %s", touched.what, touched.thread,
+                    text_of(touched.where).c_str()),
+             {touched.where, touched.thread});
+    }
+    if (launch_.launch.flags & SIM_DEPENDENT && !member.waited) {
+        fail(last, SIM_DEPENDENCY, {},
+             "the block of a dependent launch ends and none of its threads has waited for the grids ahead of it, so that "
+             "the next one may run beside them");
+    }
+}
+
+void Block::touch(const Thread& thread, int rank, int party, uint32_t stamp, const char* what, Location where) {
+    Member& member = members_[rank];
+    if (member.num_running == 0) {
+        fail(thread, SIM_COPY_IN_FLIGHT, where, format("%s in block %d of the cluster, which has ended", what, rank));
+    }
+    for (Member::Touched& touched : member.touched) {
+        if (touched.party != party) continue;
+        touched = {party, stamp, thread.index, where, what};
+        return;
+    }
+    member.touched.push_back({party, stamp, thread.index, where, what});
+}
+
+void Block::arrive_at_cluster(Thread& thread, Location where) {
+    if (thread.at_cluster_barrier) fail(thread, SIM_BARRIER, where, "barrier.cluster.arrive twice, with no wait between");
+    thread.at_cluster_barrier = true;
+    thread.cluster_phase = cluster_barrier_.phase;
+    cluster_barrier_.clock.join(thread.fenced_inits);
+    ++cluster_barrier_.arrived;
+    release_cluster_if_full();
+}
+
+void Block::wait_for_cluster(Thread& thread, Location where) {
+    if (!thread.at_cluster_barrier) fail(thread, SIM_BARRIER, where, "barrier.cluster.wait of a thread that has not arrived");
+    while (thread.cluster_phase == cluster_barrier_.phase) {
+        cluster_barrier_.waiting.push_back(&thread);
+        park(thread, "barrier.cluster", where);
+    }
+    thread.at_cluster_barrier = false;
+    order_.learn(thread.index, cluster_barrier_.completed);
+}
+
+void Block::release_cluster_if_full() {
+    if (cluster_barrier_.arrived == 0 || cluster_barrier_.arrived < num_running_) return;
+    ++cluster_barrier_.phase;
+    cluster_barrier_.arrived = 0;
+    cluster_barrier_.completed = cluster_barrier_.clock;
+    for (Thread* thread : cluster_barrier_.waiting) resume(*thread);
+    cluster_barrier_.waiting.clear();
 }
 
 GlobalMemory& Block::global(const Thread& thread, Location where) {
@@ -174,8 +240,27 @@ GlobalMemory& Block::global(const Thread& thread, Location where) {
 GlobalMemory& Block::global_ahead() { return launch_.global; }
 
 void Block::wait_for_grids(Thread& thread) {
-    thread.waited = waited_ = true;
+    thread.waited = members_[thread.rank].waited = true;
     pause(thread);
+}
+
+void cluster_arrive_relaxed(Location where) {
+    Thread& thread = running_thread();
+    thread.owner->arrive_at_cluster(thread, where);
+}
+
+void cluster_wait(Location where) {
+    Thread& thread = running_thread();
+    thread.owner->wait_for_cluster(thread, where);
+}
+
+uint32_t map_shared(uint32_t address, int rank, Location where) {
+    Thread& thread = running_thread();
+    Block& block = *thread.owner;
+    if (rank < 0 || rank >= block.num_blocks()) {
+        block.fail(thread, SIM_OPERAND, where, format("mapa to block %d of a cluster of %d", rank, block.num_blocks()));
+    }
+    return address + (rank - thread.rank) * kBlockWindow;
 }
 
 void wait_for_grids() {
@@ -272,11 +357,12 @@ bool Block::arrive(Warp& warp, uint32_t lanes, Location where) {
     if (threads != kAllThreads && (threads <= 0 || threads % 32 != 0)) {
         fail(thread, SIM_BARRIER, where, format("barrier %d for %d threads, which is no number of whole warps", id, threads));
     }
-    if (threads > (order_.threads() + 31) / 32 * 32) {
+    if (threads > (block_threads_ + 31) / 32 * 32) {
         fail(thread, SIM_BARRIER, where,
-             format("barrier %d for %d threads in a block of %d: it can never be full", id, threads, order_.threads()));
+             format("barrier %d for %d threads in a block of %d: it can never be full", id, threads, block_threads_));
     }
-    Barrier& barrier = barriers_[id];
+    Member& member = members_[thread.rank];
+    Barrier& barrier = member.barriers[id];
     if (barrier.expected == 0) {
         barrier.expected = threads;
         barrier.first_thread = thread.index;
@@ -298,12 +384,12 @@ bool Block::arrive(Warp& warp, uint32_t lanes, Location where) {
     // A barrier counts warps, whether or not all of their lanes are there.
     barrier.arrived += threads == kAllThreads ? std::popcount(lanes) : 32;
     if (first.waits) barrier.waiting.emplace_back(&warp, lanes);
-    release_if_full(barrier);
+    release_if_full(member, barrier);
     return !first.waits;
 }
 
-void Block::release_if_full(Barrier& barrier) {
-    const int expected = barrier.expected == kAllThreads ? num_running_ : barrier.expected;
+void Block::release_if_full(const Member& member, Barrier& barrier) {
+    const int expected = barrier.expected == kAllThreads ? member.num_running : barrier.expected;
     if (barrier.arrived == expected) release(barrier);
 }
 
@@ -447,13 +533,21 @@ void Block::fail_stuck() {
 
 std::string Block::describe_barriers(std::vector<Other>& firsts) const {
     std::string text;
-    for (size_t id = 0; id < barriers_.size(); ++id) {
-        const Barrier& barrier = barriers_[id];
-        if (barrier.waiting.empty()) continue;
-        text += format(" barrier %zu has %d of %d threads, the first of them thread %d at %s;", id, barrier.arrived,
-                       barrier.expected == kAllThreads ? num_running_ : barrier.expected, barrier.first_thread,
-                       text_of(barrier.where).c_str());
-        firsts.push_back({barrier.where, barrier.first_thread});
+    for (const Member& member : members_) {
+        for (size_t id = 0; id < member.barriers.size(); ++id) {
+            const Barrier& barrier = member.barriers[id];
+            if (barrier.waiting.empty()) continue;
+            text += format(" barrier %zu has %d of %d threads, the first of them thread %d at %s;", id, barrier.arrived,
+                           barrier.expected == kAllThreads ? member.num_running : barrier.expected, barrier.first_thread,
+                           text_of(barrier.where).c_str());
+            firsts.push_back({barrier.where, barrier.first_thread});
+        }
+    }
+    if (!cluster_barrier_.waiting.empty()) {
+        const Thread& first = *cluster_barrier_.waiting.front();
+        text += format(" barrier.cluster has %d of %d threads, the first that waits is thread %d at %s;", cluster_barrier_.arrived,
+                       num_running_, first.index, text_of(first.waits_at).c_str());
+        firsts.push_back({first.waits_at, first.index});
     }
     return text;
 }
@@ -465,6 +559,7 @@ void Block::fail(const Thread& thread, SimError error, Location where, const std
     report.other_line = other.where.line();
     report.thread = thread.index;
     report.other_thread = other.thread;
+    const uint3 block_index = thread.block->block_index;
     report.block[0] = block_index.x;
     report.block[1] = block_index.y;
     report.block[2] = block_index.z;

@@ -1,4 +1,4 @@
-// One thread block: its threads as fibers, its warps, who may run, and where they meet.
+// One thread block, or those of a cluster: its threads as fibers, its warps, who may run, and where they meet.
 #pragma once
 
 #include <chrono>
@@ -55,11 +55,15 @@ struct Thread : ThreadView {
     Warp* warp;
     int lane;
     int index;
+    int rank;  // of its block in the cluster
     Context context;
     const char* waits_for = nullptr;  // null while it can run
     Location waits_at;
     bool finished = false;
     bool waited = false;  // for the grids ahead of this one
+    Clock fenced_inits;   // what it had done at its last fence.mbarrier_init
+    bool at_cluster_barrier = false;  // has arrived, and not waited
+    uint64_t cluster_phase = 0;       // in which it arrived
     const void* spins_at = nullptr;  // where it last made a load that may wait, what it found, how often, and since when
     uint32_t spins_on = 0;
     uint64_t spins = 0;
@@ -115,6 +119,32 @@ struct Barrier {
     std::vector<std::pair<Warp*, uint32_t>> waiting;
 };
 
+// What a block of a cluster has of its own. A block without a cluster is the only one of its own.
+struct Member {
+    BlockView view;
+    int num_running = 0;
+    bool waited = false;  // some thread, for the grids ahead of this one
+    std::vector<Barrier> barriers;
+    // The last access of each party from elsewhere, which the block must have heard of when it ends.
+    struct Touched {
+        int party;
+        uint32_t stamp;
+        int thread;
+        Location where;
+        const char* what;
+    };
+    std::vector<Touched> touched;
+};
+
+// barrier.cluster.
+struct ClusterBarrier {
+    int arrived = 0;  // of the threads that have not returned
+    uint64_t phase = 0;
+    Clock clock;
+    Clock completed;
+    std::vector<Thread*> waiting;
+};
+
 // What the blocks of a launch share.
 struct LaunchState {
     const Kernel& kernel;
@@ -135,7 +165,7 @@ class Block : public BlockView {
   public:
     Block(LaunchState& launch, unsigned char* shared_memory);
 
-    // Runs one block to its end. Returns false when it found a fault, which the report then has.
+    // Runs one block, or the cluster that begins with it, to its end. Returns false when it found a fault, which the report then has.
     bool run(uint64_t linear_index);
 
     // Ends the simulation with a fault of a thread.
@@ -149,6 +179,12 @@ class Block : public BlockView {
     // For a prefetch, which is none.
     GlobalMemory& global_ahead();
     void wait_for_grids(Thread& thread);
+    int num_blocks() const { return static_cast<int>(members_.size()); }
+    // An access of `party`, at its `stamp`, to the shared memory of the block of that rank, from elsewhere or by what works on its own:
+    // fails where the block has ended, or ends without having heard of it.
+    void touch(const Thread& thread, int rank, int party, uint32_t stamp, const char* what, Location where);
+    void arrive_at_cluster(Thread& thread, Location where);
+    void wait_for_cluster(Thread& thread, Location where);
     Order& order() { return order_; }
     Mbarriers& mbarriers() { return mbarriers_; }
     TensorCopies& tensor_copies() { return tensor_copies_; }
@@ -188,11 +224,13 @@ class Block : public BlockView {
   private:
     static void run_thread();
     void finish(Thread& thread);
+    void finish_member(Member& member, const Thread& last);
+    void release_cluster_if_full();
     bool is_complete(const Warp& warp, const Meeting& meeting) const;
     void complete(Warp& warp, size_t meeting);
     void complete_meetings_without(const Thread& gone);
     void release(Barrier& barrier);
-    void release_if_full(Barrier& barrier);
+    void release_if_full(const Member& member, Barrier& barrier);
     void make_ready(Warp& warp, uint32_t lanes);
     void switch_to_another(Thread& from);
     Thread* pick();
@@ -206,7 +244,8 @@ class Block : public BlockView {
     SharedMemory shared_;
     std::vector<Thread> threads_;
     std::vector<Warp> warps_;
-    std::vector<Barrier> barriers_;
+    std::vector<Member> members_;
+    ClusterBarrier cluster_barrier_;
     Mbarriers mbarriers_;
     TensorCopies tensor_copies_;
     RegisterPool register_pool_;
@@ -218,8 +257,8 @@ class Block : public BlockView {
     int current_warp_ = 0;
     uint64_t change_warp_ = 0;  // a meeting of a warp is followed by another warp in so many of 2^16 cases
     uint64_t finish_copy_ = 0;  // likewise, a change of threads by the end of a copy
+    int block_threads_;
     int num_running_ = 0;
-    bool waited_ = false;  // some thread, for the grids ahead of this one
     Clock scratch_;
     bool failed_ = false;
 };

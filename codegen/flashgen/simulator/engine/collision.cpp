@@ -7,14 +7,27 @@ uint32_t shared_offset(Block& block, const Thread& thread, uint32_t address, int
         block.fail(thread, SIM_MISALIGNED, where,
                    format("%s of %d bytes at shared address 0x%x, which is no multiple of %d", what, size, address, size));
     }
+    return bounded_offset(block, thread, address, size, thread.rank, what, where);
+}
+
+uint32_t cluster_offset(Block& block, const Thread& thread, uint32_t address, int size, const char* what, Location where) {
+    const uint32_t rank = (address - kSharedWindow) / kBlockWindow;
+    if (address < kSharedWindow || rank >= static_cast<uint32_t>(block.num_blocks())) {
+        block.fail(thread, SIM_SHARED_BOUNDS, where,
+                   format("%s of %d bytes at shared address 0x%x, in no block of the cluster", what, size, address));
+    }
+    return bounded_offset(block, thread, address, size, static_cast<int>(rank), what, where);
+}
+
+uint32_t bounded_offset(Block& block, const Thread& thread, uint32_t address, int size, int rank, const char* what, Location where) {
     const uint32_t limit = block.shared().size();
-    const int64_t offset = int64_t{address} - kSharedWindow;
+    const int64_t offset = int64_t{address} - kSharedWindow - int64_t{rank} * kBlockWindow;
     if (offset < 0 || offset + size > limit) {
         block.fail(thread, SIM_SHARED_BOUNDS, where,
                    format("%s of %d bytes at offset %lld of the block's shared memory, which has %u bytes", what, size,
                           static_cast<long long>(offset), limit));
     }
-    return static_cast<uint32_t>(offset);
+    return address - kSharedWindow;
 }
 
 void fail_collision(Block& block, const Thread& thread, const char* what, const Collision& collision, Location where) {

@@ -29,10 +29,16 @@ void Mbarriers::init(Thread& thread, uint32_t address, int arrivals, Location wh
 
 void Mbarriers::fence_init(Thread& thread) {
     for (Mbarrier& barrier : barriers_) barrier.init_fenced |= barrier.init_thread == thread.index;
+    thread.fenced_inits.clear();
+    block_.order().publish(thread.index, thread.fenced_inits);
+    block_.order().advance(thread.index);
 }
 
 Mbarrier& Mbarriers::find(Thread& thread, uint32_t address, const char* what, Location where) {
-    const uint32_t offset = shared_offset(block_, thread, address, kBytes, what, where);
+    return find_at(thread, shared_offset(block_, thread, address, kBytes, what, where), what, where);
+}
+
+Mbarrier& Mbarriers::find_at(Thread& thread, uint32_t offset, const char* what, Location where) {
     for (Mbarrier& barrier : barriers_) {
         if (barrier.offset != offset) continue;
         if (!block_.order().before(barrier.init_thread, barrier.init_stamp, thread.index)) {
@@ -48,8 +54,20 @@ Mbarrier& Mbarriers::find(Thread& thread, uint32_t address, const char* what, Lo
 }
 
 void Mbarriers::arrive(Thread& thread, uint32_t address, Location where) {
+    arrive_at(thread, find(thread, address, "mbarrier.arrive", where), where);
+}
+
+void Mbarriers::arrive_in_cluster(Thread& thread, uint32_t address, Location where) {
+    constexpr const char* kWhat = "mbarrier.arrive in a cluster";
+    const uint32_t offset = cluster_offset(block_, thread, address, kBytes, kWhat, where);
+    block_.touch(thread, static_cast<int>(offset / kBlockWindow), thread.index, block_.order().stamp(thread.index), kWhat, where);
+    Mbarrier& barrier = find_at(thread, offset, kWhat, where);
+    check_fenced(thread, barrier, kWhat, where);
+    arrive_at(thread, barrier, where);
+}
+
+void Mbarriers::arrive_at(Thread& thread, Mbarrier& barrier, Location where) {
     ++block_.counters->mbarrier_arrivals;
-    Mbarrier& barrier = find(thread, address, "mbarrier.arrive", where);
     if (barrier.missing == 0) {
         block_.fail(thread, SIM_MBARRIER, where,
                     format("one more than the %d arrivals of a phase at the mbarrier at offset %u, initialised at %s, which "
@@ -93,15 +111,27 @@ void Mbarriers::wait(Thread& thread, uint32_t address, int parity, Location wher
 }
 
 Mbarrier& Mbarriers::of_copy(Thread& thread, uint32_t address, Location where) {
-    Mbarrier& barrier = find(thread, address, "tensor load to the mbarrier", where);
+    constexpr const char* kWhat = "tensor load to the mbarrier";
+    Mbarrier& barrier = find(thread, address, kWhat, where);
+    check_fenced(thread, barrier, kWhat, where);
+    return barrier;
+}
+
+Mbarrier& Mbarriers::of_send(Thread& thread, uint32_t address, Location where) {
+    constexpr const char* kWhat = "copy to the mbarrier";
+    Mbarrier& barrier = find_at(thread, cluster_offset(block_, thread, address, kBytes, kWhat, where), kWhat, where);
+    check_fenced(thread, barrier, kWhat, where);
+    return barrier;
+}
+
+void Mbarriers::check_fenced(Thread& thread, const Mbarrier& barrier, const char* what, Location where) {
     if (!barrier.init_fenced && !block_.order().fenced(barrier.init_thread, barrier.init_stamp, thread.index)) {
         block_.fail(thread, SIM_PROXY, where,
-                    format("tensor load to the mbarrier at offset %u, whose initialisation at %s no fence.mbarrier_init has "
-                           "made visible to the copy engine",
-                           barrier.offset, text_of(barrier.init_at).c_str()),
+                    format("%s at offset %u, whose initialisation at %s no fence.mbarrier_init has made visible beyond its block's "
+                           "threads",
+                           what, barrier.offset, text_of(barrier.init_at).c_str()),
                     {barrier.init_at, barrier.init_thread});
     }
-    return barrier;
 }
 
 void Mbarriers::bring(Mbarrier& barrier, int64_t bytes, const Thread& thread, Location where) {
@@ -163,6 +193,11 @@ void fence_mbarrier_init(Location) {
 void mbarrier_arrive(uint32_t barrier, Location where) {
     Thread& thread = running_thread();
     thread.owner->mbarriers().arrive(thread, barrier, where);
+}
+
+void mbarrier_arrive_cluster(uint32_t barrier, Location where) {
+    Thread& thread = running_thread();
+    thread.owner->mbarriers().arrive_in_cluster(thread, barrier, where);
 }
 
 void mbarrier_expect_tx(uint32_t barrier, int bytes, Location where) {

@@ -47,11 +47,15 @@ class Mbarriers {
     void init(Thread& thread, uint32_t address, int arrivals, Location where);
     void fence_init(Thread& thread);
     void arrive(Thread& thread, uint32_t address, Location where);
+    // At a barrier of any block of the cluster.
+    void arrive_in_cluster(Thread& thread, uint32_t address, Location where);
     void expect(Thread& thread, uint32_t address, int bytes, Location where);
     void wait(Thread& thread, uint32_t address, int parity, Location where);
 
     // The barrier to which a copy of `thread` will bring its bytes.
     Mbarrier& of_copy(Thread& thread, uint32_t address, Location where);
+    // Likewise, where it may be one of any block of the cluster.
+    Mbarrier& of_send(Thread& thread, uint32_t address, Location where);
     // Bytes of a copy that `thread` started are there.
     void bring(Mbarrier& barrier, int64_t bytes, const Thread& thread, Location where);
 
@@ -60,6 +64,9 @@ class Mbarriers {
 
   private:
     Mbarrier& find(Thread& thread, uint32_t address, const char* what, Location where);
+    Mbarrier& find_at(Thread& thread, uint32_t offset, const char* what, Location where);
+    void arrive_at(Thread& thread, Mbarrier& barrier, Location where);
+    void check_fenced(Thread& thread, const Mbarrier& barrier, const char* what, Location where);
     void end_phase_if_complete(Mbarrier& barrier);
 
     Block& block_;

@@ -25,12 +25,12 @@ void check(Here& here, const GlobalMemory::Fault& fault, const char* what, int s
 uint32_t to_shared_window(const void* pointer, Location where) {
     Here here;
     const auto* byte = static_cast<const unsigned char*>(pointer);
-    const unsigned char* first = here.block.shared().bytes();
+    const unsigned char* first = here.block.shared().window();
     if (byte < first || byte > first + here.block.shared().size()) {
         here.block.fail(here.thread, SIM_SHARED_BOUNDS, where,
                         "a pointer that does not point to the block's dynamic shared memory");
     }
-    return kSharedWindow + static_cast<uint32_t>(byte - first);
+    return kSharedWindow + here.thread.rank * kBlockWindow + static_cast<uint32_t>(byte - first);
 }
 
 void load_shared(void* value, uint32_t address, int size, Location where) {

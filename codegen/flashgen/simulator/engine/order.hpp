@@ -22,6 +22,18 @@ struct Clock {
         past.clear();
         fenced.clear();
     }
+
+    void join(const Clock& other) {
+        join(past, other.past);
+        join(fenced, other.fenced);
+    }
+
+    static void join(std::vector<uint32_t>& into, const std::vector<uint32_t>& from) {
+        if (into.size() < from.size()) into.resize(from.size());
+        uint32_t* a = into.data();
+        const uint32_t* b = from.data();
+        for (size_t i = 0, n = from.size(); i < n; ++i) a[i] = a[i] < b[i] ? b[i] : a[i];
+    }
 };
 
 // The parties are the threads, and after them actors: what works on its own once a thread has started it.
@@ -64,8 +76,8 @@ class Order {
 
     // Adds what `thread` knows, and all that it has done, to `clock`.
     void publish(int thread, Clock& clock) const {
-        join(clock.past, clocks_[thread].past);
-        if (fences_) join(clock.fenced, clocks_[thread].fenced);
+        Clock::join(clock.past, clocks_[thread].past);
+        if (fences_) Clock::join(clock.fenced, clocks_[thread].fenced);
     }
 
     // What the thread does from here on is not in any clock yet.
@@ -73,8 +85,8 @@ class Order {
 
     // Tells `thread` what `clock` knows.
     void learn(int thread, const Clock& clock) {
-        join(clocks_[thread].past, clock.past);
-        if (fences_) join(clocks_[thread].fenced, clock.fenced);
+        Clock::join(clocks_[thread].past, clock.past);
+        if (fences_) Clock::join(clocks_[thread].fenced, clock.fenced);
         advance(thread);
     }
 
@@ -94,20 +106,13 @@ class Order {
     // A proxy fence of `thread`.
     void fence(int thread) {
         fences_ = true;
-        join(clocks_[thread].fenced, clocks_[thread].past);
+        Clock::join(clocks_[thread].fenced, clocks_[thread].past);
         advance(thread);
     }
 
     int threads() const { return threads_; }
 
   private:
-    static void join(std::vector<uint32_t>& into, const std::vector<uint32_t>& from) {
-        if (into.size() < from.size()) into.resize(from.size());
-        uint32_t* a = into.data();
-        const uint32_t* b = from.data();
-        for (size_t i = 0, n = from.size(); i < n; ++i) a[i] = a[i] < b[i] ? b[i] : a[i];
-    }
-
     int threads_;
     int parties_;
     bool fences_;  // whether there has been one

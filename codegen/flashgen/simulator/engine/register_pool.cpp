@@ -27,15 +27,17 @@ bool complete_change(Warp& warp, uint32_t, Location where) {
 
 }  // namespace
 
-RegisterPool::RegisterPool(Block& block, int max_threads, int warps)
+RegisterPool::RegisterPool(Block& block, int max_threads, int warps, int blocks)
     : block_(block),
       at_launch_(std::min(kMost, kRegisters / ((max_threads + 31) / 32 * 32) / kUnit * kUnit)),
+      warps_of_block_(warps / blocks),
+      free_(blocks),
       registers_(warps),
       changes_(warps),
       history_((warps + kWarpsOfGroup - 1) / kWarpsOfGroup) {}
 
 void RegisterPool::reset() {
-    free_ = 0;
+    std::ranges::fill(free_, 0);
     std::ranges::fill(registers_, at_launch_);
     std::ranges::fill(changes_, 0);
     for (auto& changes : history_) changes.clear();
@@ -70,7 +72,7 @@ bool RegisterPool::change(Warp& warp, int count, bool increase, Location where) 
         grant();
         return false;  // granted or not, the pool says when it goes on
     }
-    free_ += 32 * (held - count);
+    free_[warp.index / warps_of_block_] += 32 * (held - count);
     held = count;
     grant();
     return true;
@@ -80,8 +82,9 @@ void RegisterPool::grant() {
     std::erase_if(waiting_, [&](const Request& request) {
         int& held = registers_[request.warp->index];
         const int wanted = 32 * (request.count - held);
-        if (wanted > free_) return false;
-        free_ -= wanted;
+        int& free = free_[request.warp->index / warps_of_block_];
+        if (wanted > free) return false;
+        free -= wanted;
         held = request.count;
         block_.resume(*request.warp);
         return true;
@@ -95,7 +98,8 @@ std::string RegisterPool::describe(std::vector<Other>& firsts) const {
     return format(" %zu warps, the first of them warp %d at %s, wait for setmaxnreg.inc to %d registers a thread; it has %d, "
                   "and %d of the block's %d are free;",
                   waiting_.size(), first.warp->index, text_of(first.where).c_str(), first.count,
-                  registers_[first.warp->index], free_, at_launch_ * 32 * static_cast<int>(registers_.size()));
+                  registers_[first.warp->index], free_[first.warp->index / warps_of_block_],
+                  at_launch_ * 32 * warps_of_block_);
 }
 
 void RegisterPool::check_end() {

@@ -15,8 +15,8 @@ struct Warp;
 
 class RegisterPool {
   public:
-    // A block's threads begin with as many registers each as its launch bounds allow.
-    RegisterPool(Block& block, int max_threads, int warps);
+    // A block's threads begin with as many registers each as its launch bounds allow. Each block of a cluster has a pool of its own.
+    RegisterPool(Block& block, int max_threads, int warps, int blocks);
 
     void reset();
 
@@ -45,7 +45,8 @@ class RegisterPool {
 
     Block& block_;
     int at_launch_;
-    int free_ = 0;
+    int warps_of_block_;
+    std::vector<int> free_;                     // of each block
     std::vector<int> registers_;                // of a thread, by warp
     std::vector<size_t> changes_;               // that each warp has made
     std::vector<std::vector<Change>> history_;  // of each warpgroup

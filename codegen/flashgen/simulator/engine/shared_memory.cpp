@@ -67,11 +67,14 @@ bool Party::has_fenced(const Access& access) const {
     return true;
 }
 
-SharedMemory::SharedMemory(unsigned char* bytes, uint32_t size)
-    : bytes_(bytes), size_(size), chunks_((size + kChunkBytes - 1) / kChunkBytes) {}
+SharedMemory::SharedMemory(unsigned char* bytes, uint32_t size, int blocks)
+    : bytes_(bytes),
+      size_(size),
+      own_(blocks > 1 ? blocks * kBlockWindow : 0),
+      chunks_(((blocks - 1) * kBlockWindow + size + kChunkBytes - 1) / kChunkBytes) {}
 
 void SharedMemory::reset() {
-    std::memset(bytes_, kPoison, size_);
+    std::memset(bytes(), kPoison, own_.empty() ? size_ : own_.size());
     for (Chunk& chunk : chunks_) {
         chunk.written = 0;
         chunk.accesses.clear();

@@ -11,6 +11,8 @@ namespace flashgen::simulator {
 
 // Where shared memory begins in the shared window; the first kilobyte belongs to the system, as on compute capability 9.0.
 constexpr uint32_t kSharedWindow = 1024;
+// Between the windows of the blocks of a cluster: as much as the addresses of matrix descriptors reach.
+constexpr uint32_t kBlockWindow = 1 << 18;
 constexpr uint32_t kChunkBytes = 16;
 
 enum class Touch : uint8_t {
@@ -82,14 +84,16 @@ struct Collision {
 };
 
 // Accesses are of 1, 2, 4, 8 or 16 bytes at a multiple of their size, so that each lies in one chunk of 16 bytes.
-// `offset` counts from the start of the block's shared memory.
+// `offset` counts from the start of the shared memory of a cluster's first block; that of the next one begins kBlockWindow later.
 class SharedMemory {
   public:
-    SharedMemory(unsigned char* bytes, uint32_t size);
+    // `bytes` is what the kernel's pointers point to. The blocks of a cluster have memory of their own, which only addresses reach.
+    SharedMemory(unsigned char* bytes, uint32_t size, int blocks);
 
     void reset();
-    uint32_t size() const { return size_; }
-    unsigned char* bytes() { return bytes_; }
+    uint32_t size() const { return size_; }  // of a block
+    unsigned char* bytes() { return own_.empty() ? bytes_ : own_.data(); }
+    const unsigned char* window() const { return bytes_; }
 
     // The bytes may be read when the returned kind is none.
     Collision load(const Party& party, uint32_t offset, int size, Touch touch, Location where);
@@ -106,6 +110,7 @@ class SharedMemory {
 
     unsigned char* bytes_;
     uint32_t size_;
+    std::vector<unsigned char> own_;  // of the blocks of a cluster
     std::vector<Chunk> chunks_;
 };
 

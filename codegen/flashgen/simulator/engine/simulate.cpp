@@ -40,6 +40,15 @@ std::string refusal(const Kernel& kernel, const SimLaunch& launch) {
         return format("%llu bytes of parameters; the kernel has %llu", 1ull * launch.params_bytes,
                       1ull * kernel.params_bytes);
     }
+    if (kernel.cluster > 1 && (threads % 128 != 0 || threads * kernel.cluster > kMaxThreads)) {
+        return format("clusters of %u blocks of %llu threads; the simulator knows blocks of whole warpgroups, and at most %llu threads "
+                      "in a cluster",
+                      kernel.cluster, threads, 1ull * kMaxThreads);
+    }
+    if (launch.grid[0] % kernel.cluster != 0 || launch.first_block % kernel.cluster != 0 || launch.num_blocks % kernel.cluster != 0) {
+        return format("blocks %llu and %llu more of %u in dimension 0 of the grid, in clusters of %u", 1ull * launch.first_block,
+                      1ull * launch.num_blocks, launch.grid[0], kernel.cluster);
+    }
     const uint64_t blocks = volume(launch.grid);
     if (launch.first_block >= blocks || launch.num_blocks > blocks - launch.first_block) {
         return format("blocks %llu and %llu more of a grid of %llu", 1ull * launch.first_block, 1ull * launch.num_blocks,
@@ -78,7 +87,7 @@ int simulate(const Kernel& kernel, unsigned char* shared_memory, const SimLaunch
         Block block(state, shared_memory);
         const uint64_t end =
             launch.num_blocks == 0 ? volume(launch.grid) : launch.first_block + launch.num_blocks;
-        for (uint64_t index = launch.first_block; index < end; ++index) {
+        for (uint64_t index = launch.first_block; index < end; index += kernel.cluster) {
             if (!block.run(index)) break;
         }
         state.traffic.write(report);

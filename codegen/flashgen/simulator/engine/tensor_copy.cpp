@@ -61,6 +61,7 @@ uint64_t sectors(const Row& row) {
 
 void TensorCopies::reset() {
     loads_.clear();
+    sends_.clear();
     stores_.clear();
     groups_.assign(block_.order().threads(), 0);
 }
@@ -94,13 +95,7 @@ uint32_t TensorCopies::box_offset(const Thread& thread, uint32_t address, uint32
         block_.fail(thread, SIM_MISALIGNED, where,
                     format("%s at shared address 0x%x, which is no multiple of %u", what, address, alignment));
     }
-    const int64_t offset = int64_t{address} - kSharedWindow;
-    if (offset < 0 || offset + bytes > block_.shared().size()) {
-        block_.fail(thread, SIM_SHARED_BOUNDS, where,
-                    format("%s of %u bytes at offset %lld of the block's shared memory, which has %u bytes", what, bytes,
-                           static_cast<long long>(offset), block_.shared().size()));
-    }
-    return static_cast<uint32_t>(offset);
+    return bounded_offset(block_, thread, address, static_cast<int>(bytes), thread.rank, what, where);
 }
 
 void TensorCopies::load(Thread& thread, uint32_t destination, const void* pointer, uint32_t barrier_address,
@@ -160,8 +155,53 @@ void TensorCopies::start_load(Thread& thread, uint32_t destination, const SimTen
     loads_.push_back(load);
 }
 
+void TensorCopies::send(Thread& thread, uint32_t destination, uint32_t source, uint32_t barrier_address, int bytes, Location where) {
+    constexpr const char* kWhat = "copy to a block of the cluster";
+    ++block_.counters->tensor_loads;
+    check_bulk(thread, bytes, kWhat, where);
+    const uint32_t from = box_offset(thread, source, bytes, kChunkBytes, kWhat, where);
+    const uint32_t to = cluster_offset(block_, thread, destination, bytes, kWhat, where);
+    Mbarrier& barrier = block_.mbarriers().of_send(thread, barrier_address, where);
+    if (to % kChunkBytes != 0) block_.fail(thread, SIM_MISALIGNED, where, "a copy to shared memory at no multiple of 16 bytes");
+    if (to / kBlockWindow != barrier.offset / kBlockWindow) {
+        block_.fail(thread, SIM_OPERAND, where, "a copy to one block of the cluster and an mbarrier of another one");
+    }
+    // Both blocks must have heard of its end before they end.
+    block_.touch(thread, thread.rank, barrier.actor, barrier.phase + 1, kWhat, where);
+    block_.touch(thread, static_cast<int>(to / kBlockWindow), barrier.actor, barrier.phase + 1, kWhat, where);
+    const Party engine(block_.order(), barrier.actor, barrier.phase + 1, thread.index, 1);
+    for (uint32_t at = 0; at < static_cast<uint32_t>(bytes); at += kChunkBytes) {
+        fail_collision(block_, thread, kWhat,
+                       block_.shared().load(engine, from + at, kChunkBytes, Touch::tensor_store_in_flight, where), where);
+        fail_collision(block_, thread, kWhat,
+                       block_.shared().store(engine, to + at, kChunkBytes, Touch::tensor_load_in_flight, where), where);
+    }
+    sends_.push_back({to, from, static_cast<uint32_t>(bytes), &barrier, &thread, where});
+}
+
+void TensorCopies::finish_send(const Send& send) {
+    const int actor = send.barrier->actor;
+    const uint32_t stamp = send.barrier->phase + 1;
+    SharedMemory& shared = block_.shared();
+    std::memcpy(shared.bytes() + send.destination, shared.bytes() + send.source, send.bytes);
+    for (uint32_t at = 0; at < send.bytes; at += kChunkBytes) {
+        shared.arrive(actor, stamp, send.source + at, kChunkBytes, Touch::tensor_store_in_flight, Touch::tensor_store);
+        shared.arrive(actor, stamp, send.destination + at, kChunkBytes, Touch::tensor_load_in_flight, Touch::tensor_load);
+    }
+    block_.counters->shared_bytes_read += send.bytes;
+    block_.counters->shared_bytes_written += send.bytes;
+    block_.mbarriers().bring(*send.barrier, send.bytes, *send.thread, send.where);
+}
+
 void TensorCopies::finish_one(Random& random) {
-    const size_t chosen = random.next() % loads_.size();
+    const size_t chosen = random.next() % (loads_.size() + sends_.size());
+    if (chosen >= loads_.size()) {
+        Send& place = sends_[chosen - loads_.size()];
+        const Send send = place;
+        place = sends_.back();
+        sends_.pop_back();
+        return finish_send(send);
+    }
     const Load load = loads_[chosen];
     loads_[chosen] = loads_.back();
     loads_.pop_back();
@@ -237,12 +277,12 @@ void TensorCopies::wait(Thread& thread, int pending) {
 
 void TensorCopies::check_end(const Thread& last) {
     constexpr const char* kText = "the block ends while this %s is at work on its shared memory: nobody has waited for it";
-    if (!loads_.empty()) {
-        const Load& load = loads_.front();
+    for (const Load& load : loads_) {
+        if (load.thread->rank != last.rank) continue;
         block_.fail(*load.thread, SIM_COPY_IN_FLIGHT, load.where, format(kText, "tensor load"), {{}, last.index});
     }
-    if (!stores_.empty()) {
-        const Store& store = stores_.front();
+    for (const Store& store : stores_) {
+        if (block_.thread(store.thread).rank != last.rank) continue;
         block_.fail(block_.thread(store.thread), SIM_COPY_IN_FLIGHT, store.where, format(kText, "tensor store"),
                     {{}, last.index});
     }
@@ -261,6 +301,11 @@ void tensor_load(uint32_t destination, const void* map, uint32_t barrier, const 
 void bulk_load(uint32_t destination, const void* source, uint32_t barrier, int bytes, Location where) {
     Thread& thread = running_thread();
     thread.owner->tensor_copies().load_bulk(thread, destination, source, barrier, bytes, where);
+}
+
+void bulk_send(uint32_t destination, uint32_t source, uint32_t barrier, int bytes, Location where) {
+    Thread& thread = running_thread();
+    thread.owner->tensor_copies().send(thread, destination, source, barrier, bytes, where);
 }
 
 void tensor_store(const void* map, uint32_t source, const int* coordinates, int rank, Location where) {

@@ -23,15 +23,17 @@ class TensorCopies {
     void load(Thread& thread, uint32_t destination, const void* map, uint32_t barrier, const int* coordinates, int rank,
               Location where);
     void load_bulk(Thread& thread, uint32_t destination, const void* source, uint32_t barrier, int bytes, Location where);
+    // `bytes` from the thread's block to a block of the cluster.
+    void send(Thread& thread, uint32_t destination, uint32_t source, uint32_t barrier, int bytes, Location where);
     void store(Thread& thread, const void* map, uint32_t source, const int* coordinates, int rank, Location where);
     void commit(Thread& thread);
     void wait(Thread& thread, int pending);
 
-    // Loads that have been started and are not there.
-    bool any_under_way() const { return !loads_.empty(); }
+    // Loads and sends that have been started and are not there.
+    bool any_under_way() const { return !loads_.empty() || !sends_.empty(); }
     void finish_one(Random& random);
 
-    // Fails where a copy is still at work on shared memory as the last thread returns.
+    // Fails where a copy is still at work on shared memory as the last thread of a block returns.
     void check_end(const Thread& last);
 
   private:
@@ -39,6 +41,14 @@ class TensorCopies {
         SimTensorMap map;
         int coordinates[5];
         uint32_t destination;  // in the shared window
+        Mbarrier* barrier;
+        Thread* thread;
+        Location where;
+    };
+    struct Send {
+        uint32_t destination;  // offsets in the cluster's shared memory
+        uint32_t source;
+        uint32_t bytes;
         Mbarrier* barrier;
         Thread* thread;
         Location where;
@@ -59,7 +69,10 @@ class TensorCopies {
                     const char* what, Location where);
 
     Block& block_;
+    void finish_send(const Send& send);
+
     std::vector<Load> loads_;
+    std::vector<Send> sends_;
     std::vector<Store> stores_;
     std::vector<int> groups_;  // that each thread has committed
 };

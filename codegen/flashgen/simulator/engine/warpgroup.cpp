@@ -41,7 +41,8 @@ class Operand {
 
     void read(Major major, uint32_t row, uint32_t step, uint16_t (&elements)[8]) {
         const uint32_t address = chunk_address(matrix_, major, row, step);
-        const uint32_t offset = shared_offset(block_, thread_, address, kChunkBytes, what_, where_);
+        // A descriptor has the address within the window of its thread's block.
+        const uint32_t offset = shared_offset(block_, thread_, address + thread_.rank * kBlockWindow, kChunkBytes, what_, where_);
         fail_collision(block_, thread_, what_, block_.shared().load(party_, offset, kChunkBytes, Touch::matrix_product, where_),
                        where_);
         std::memcpy(elements, block_.shared().bytes() + offset, kChunkBytes);

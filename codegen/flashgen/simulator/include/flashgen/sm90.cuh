@@ -80,6 +80,29 @@ inline void bulk_load(shared_address destination, const void* source, shared_add
     flashgen::simulator::bulk_load(destination, source, barrier, bytes, where);
 }
 
+inline shared_address map_shared(shared_address address, int rank,
+                                 flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    return flashgen::simulator::map_shared(address, rank, where);
+}
+
+inline void mbarrier_arrive_cluster(shared_address barrier,
+                                    flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::mbarrier_arrive_cluster(barrier, where);
+}
+
+inline void bulk_send(shared_address destination, shared_address source, shared_address barrier, int bytes,
+                      flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::bulk_send(destination, source, barrier, bytes, where);
+}
+
+inline void cluster_arrive_relaxed(flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::cluster_arrive_relaxed(where);
+}
+
+inline void cluster_wait(flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::cluster_wait(where);
+}
+
 inline void tma_store_commit() { flashgen::simulator::tensor_store_commit(); }
 
 template <int kPending>

@@ -19,6 +19,13 @@ void mbarrier_arrive(uint32_t barrier, Location where);
 void mbarrier_expect_tx(uint32_t barrier, int bytes, Location where);
 void mbarrier_wait(uint32_t barrier, int parity, Location where);
 
+// Clusters: mapa, mbarrier.arrive at a barrier of any block, barrier.cluster. A relaxed arrival publishes mbarriers that the thread has
+// initialised and fenced, nothing else.
+uint32_t map_shared(uint32_t address, int rank, Location where);
+void mbarrier_arrive_cluster(uint32_t barrier, Location where);
+void cluster_arrive_relaxed(Location where);
+void cluster_wait(Location where);
+
 // fence.proxy.async.
 void fence_proxy_async(Location where);
 
@@ -28,6 +35,8 @@ void tensor_load(uint32_t destination, const void* map, uint32_t barrier, const 
 void tensor_store(const void* map, uint32_t source, const int* coordinates, int rank, Location where);
 // `bytes` that lie together in global memory.
 void bulk_load(uint32_t destination, const void* source, uint32_t barrier, int bytes, Location where);
+// `bytes` of the thread's block to a block of its cluster, as are the addresses of the destination and the barrier.
+void bulk_send(uint32_t destination, uint32_t source, uint32_t barrier, int bytes, Location where);
 // Groups of a thread's tensor stores. A wait for reading ends when their source has been read.
 void tensor_store_commit();
 void tensor_store_wait(int pending);

@@ -1,0 +1,97 @@
+"""Faults to plant into the backward kernel for Hopper in clusters of two thread blocks: in what they send
+each other, in the columns of dQ that each has, at their begin and end."""
+
+from __future__ import annotations
+
+from flashgen.simulator.example import Shape
+from simulator.faults import ASYNC, WRONG
+from simulator.faults_backward import Fault
+
+PAIR = "flash_bwd_hdim192_bf16_causal_pair_sm90"
+
+# Three blocks of keys, and a fourth past the last key.
+SHAPE = Shape(seqlen_q=200, seqlen_kv=150, heads=1)
+
+# With phases out of step anything may come first.
+PHASES = (*ASYNC, "proxy", "deadlock", "mbarrier", WRONG)
+
+
+def fault(name: str, caught: tuple[str, ...], old: str, new: str) -> Fault:
+    return Fault(name, PAIR, "main", SHAPE, caught, old, new)
+
+
+RECEIVED = "        if (i > 0) mbarrier_wait(barriers.ds_received((i + 1) % 2), (i - 1) / 2 % 2);\n"
+Q_FULL = "        mbarrier_wait(barriers.q_full(ring.stage), ring.parity);\n"
+LAST_RECEIVED = "        mbarrier_wait(barriers.ds_received((count - 1) % 2), (count - 1) / 2 % 2);\n"
+SYNC = "        __syncwarp();  // all lanes have read P and delta, and written their dS\n"
+
+FAULTS = (
+    # dS.
+    fault(
+        "dS over what the peer has not read",
+        PHASES,
+        "        mbarrier_wait(barriers.slot_free(i % 2), (i / 2 + 1) % 2);\n",
+        "",
+    ),
+    fault("the dK consumer does not await dS of the peer", ASYNC, RECEIVED + Q_FULL, Q_FULL),
+    fault(
+        "dS of the last step is not awaited",
+        (*ASYNC, "mbarrier"),
+        LAST_RECEIVED + "        float dq[kDqColumnsOfDk / 2];\n",
+        "        float dq[kDqColumnsOfDk / 2];\n",
+    ),
+    fault(
+        "dS is sent without a proxy fence",
+        ("proxy",),
+        "        fence_proxy_async();  // the MMA of dQ and the copy would not see dS otherwise\n",
+        "",
+    ),
+    fault("dS is sent when one lane has written it", (*ASYNC, "proxy"), SYNC, ""),
+    fault(
+        "a barrier of the sender counts the bytes",
+        ("operand",),
+        "rows, map_shared(ds_received, peer), 16",
+        "rows, ds_received, 16",
+    ),
+    fault(
+        "one consumer alone frees a slot",
+        PHASES,
+        "mbarrier_init(slot_free(slot), 2 * kWarps);",
+        "mbarrier_init(slot_free(slot), kWarps);",
+    ),
+    # Columns of dQ.
+    fault(
+        "the other half of the peer's K",
+        (WRONG,),
+        "(first_peer_panel(tile) + panel) * kPanelColumns, first_key",
+        "(kPanels - kPeerPanels - first_peer_panel(tile) + panel) * kPanelColumns, first_key",
+    ),
+    fault(
+        "the peer's K is not awaited",
+        ASYNC,
+        "    mbarrier_wait(barriers.v_full(), 0);  // the peer's K is there\n",
+        "",
+    ),
+    # Begin and end.
+    fault(
+        "each block takes steps of its own",
+        PHASES,
+        "return tile.first_key - rank_of(tile) * kBlockN;",
+        "return tile.first_key;",
+    ),
+    fault(
+        "the peer's barriers are not awaited",
+        ("race", "mbarrier"),
+        "    cluster_wait();  // so are its barriers, as p_full tells the other consumer\n",
+        "",
+    ),
+    fault(
+        "barriers that no fence has made visible", ("race", "proxy"), "        fence_mbarrier_init();\n", ""
+    ),
+    fault(
+        "a block leaves before its last copy has",
+        ("copy in flight",),
+        "    if (count > 0) mbarrier_wait(barriers.slot_free((count - 1) % 2), (count - 1) / 2 % 2);\n",
+        "",
+    ),
+)

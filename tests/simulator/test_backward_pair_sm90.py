@@ -1,0 +1,54 @@
+"""The backward pass for Hopper in clusters of two thread blocks in the simulator: pairs that are not whole,
+masks under which the blocks of a pair see different queries, planted faults."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashgen.simulator.example import Shape
+from flashgen.source.render import render
+from simulator.faults_backward_pair_sm90 import FAULTS, PAIR
+from simulator.test_backward_wide_sm90 import MAIN, verdict_of, within_the_bound
+
+# One block of keys, whose pair is past the last key; an odd and an even number; one block of a pair sees no
+# query of a step, or of any; parts of groups.
+CASES = [
+    ("192_bf16", Shape(70, 60, 1)),
+    ("192_bf16", Shape(250, 190, 1)),
+    ("192_bf16_causal", Shape(330, 300, 1, batch=2)),
+    ("192_bf16_causal", Shape(100, 300, 1, top_left=True)),
+    ("192_bf16_causal", Shape(70, 260, 4, 1)),
+    ("192_128_bf16_local", Shape(300, 250, 1, window=(0, 3))),
+]
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES, ids=[f"{name}-{shape.seqlen_kv}" for name, shape in CASES])
+def test_within_the_bound(name, shape, compiler, fresh_seed):
+    gqa = "_gqa" if shape.kv_heads not in (None, shape.heads) else ""
+    within_the_bound(f"{name}_pair{gqa}", shape, fresh_seed)
+
+
+def test_half_rows_of_k_alone_have_bank_conflicts(compiler, fresh_seed):
+    """Half of a panel's columns is 64 bytes of each row, those of neighbouring rows in the same banks."""
+    main = within_the_bound("192_bf16_causal_pair", Shape(128, 64, 1), fresh_seed)[1]
+    source = render(MAIN[PAIR]).splitlines()
+    conflicting = [
+        source[access.line - 1] for access in main.accesses if access.conflicts and "shared" in access.kind
+    ]
+    assert conflicting == []
+    products = [
+        source[access.line - 1] for access in main.accesses if access.conflicts and access.kind == "wgmma"
+    ]
+    assert products
+    assert all("wgmma_m64n32k16" in line for line in products)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_planted_fault_is_found(fault, compiler, fresh_seed):
+    assert verdict_of(fault, fault.sources, fresh_seed) in fault.caught
+
+
+def test_without_it_nothing_is_found(compiler, fresh_seed):
+    """Under 20 orders of threads."""
+    for seed in range(fresh_seed, fresh_seed + 20):
+        assert verdict_of(FAULTS[0], render, seed) is None
