@@ -36,7 +36,7 @@ def fault(name: str, variant: str, shape: Shape, caught: tuple[str, ...], old: s
 
 
 DS_WAIT = "        mbarrier_wait(barriers.ds_ready(), (i + 1) % 2);\n"
-DS_FENCE = "        fence_proxy_async();  // the MMA of dQ, in the next step, would not see the writes of dS otherwise\n"
+DS_FENCE = "        fence_proxy_async();  // the MMA of dQ, in the next step,"
 DS_RELEASE = (
     "        __syncwarp();  // all lanes have written their dS, and read LSE and delta of the stage\n"
     "        release(barriers.ds_ready());\n"
@@ -91,7 +91,7 @@ FAULTS = (
         "(barriers.ds_ready(), (i + 1) % 2)",
         "(barriers.ds_ready(), i % 2)",
     ),
-    fault("dS without a proxy fence", COLUMNS, CAUSAL, PROXY, DS_FENCE, ""),
+    fault("dS without a proxy fence", COLUMNS, CAUSAL, PROXY, DS_FENCE, "        //"),
     fault(
         "dS of one lane",
         COLUMNS,

@@ -84,8 +84,8 @@ FAULTS = (
         CAUSAL,
         LONG,
         PROXY,
-        "        fence_proxy_async();  // the MMAs of dQ, in the next step, would not see the writes of dS otherwise\n",
-        "",
+        "        fence_proxy_async();  // the MMAs of dQ, in the next step,",
+        "        //",
     ),
     fault(
         "dS of one lane",

@@ -38,7 +38,8 @@ def watched(source: str, name: str) -> str:
     adds, step = _ADDS[name]
     assert adds in source
     adding = "i > 0 && " if adds.startswith("if (i > 0)") else ""
-    look = f"        if ({adding}lane == 0 && !has_turn(params, {step})) store_global_32(params.turns - 1, 0u);\n"
+    late = f"{adding}lane == 0 && !has_turn(params, {step})"
+    look = f"        if ({late}) store_global_32(params.turns - 1, 0u);\n"
     return source.replace(adds, look + adds)
 
 
