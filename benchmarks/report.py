@@ -1,5 +1,5 @@
-"""Write the tables of docs/performance.md, docs/lineage.md and docs/training.md from the JSON of the last
-runs. Needs no GPU.
+"""Write the tables of docs/performance.md, docs/lineage.md, docs/training.md and docs/serving.md from the JSON of
+the last runs. Needs no GPU.
 
     python benchmarks/report.py            after a run with --save benchmarks/results/...
     python benchmarks/report.py --check    change nothing; exit code 1 where pages and results differ
@@ -42,7 +42,7 @@ from flashgen.bench.results import Measurement, Report, Row, figure
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-PAGES = tuple(HERE.parent / "docs" / name for name in ("performance.md", "lineage.md", "training.md"))
+PAGES = tuple(HERE.parent / "docs" / f"{name}.md" for name in ("performance", "lineage", "training", "serving"))
 
 _MARKER = re.compile(
     r"(?P<start>^<!-- table: (?P<words>[^\n]*?) -->\n)(?P<table>.*?)(?=^<!-- end -->$)", re.M | re.S
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--page",
         type=Path,
         action="append",
-        help="a page; repeatable. By default performance.md, lineage.md and training.md",
+        help="a page; repeatable. By default performance.md, lineage.md, training.md and serving.md",
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON lies")
     options = parser.parse_args(arguments)
