@@ -1,5 +1,5 @@
-"""Write the tables of docs/performance.md, docs/lineage.md, docs/training.md and docs/serving.md from the JSON of
-the last runs. Needs no GPU.
+"""Write the tables of performance.md, lineage.md, training.md and serving.md in docs/ from the JSON of the
+last runs. Needs no GPU.
 
     python benchmarks/report.py            after a run with --save benchmarks/results/...
     python benchmarks/report.py --check    change nothing; exit code 1 where pages and results differ
@@ -42,7 +42,8 @@ from flashgen.bench.results import Measurement, Report, Row, figure
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-PAGES = tuple(HERE.parent / "docs" / f"{name}.md" for name in ("performance", "lineage", "training", "serving"))
+_NAMES = ("performance", "lineage", "training", "serving")
+PAGES = tuple(HERE.parent / "docs" / f"{name}.md" for name in _NAMES)
 
 _MARKER = re.compile(
     r"(?P<start>^<!-- table: (?P<words>[^\n]*?) -->\n)(?P<table>.*?)(?=^<!-- end -->$)", re.M | re.S

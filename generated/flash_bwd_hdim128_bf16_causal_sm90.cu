@@ -180,7 +180,8 @@ struct Barriers {
 
     __device__ __forceinline__ shared_address k_full() const { return at(0); }
     __device__ __forceinline__ shared_address v_full() const { return at(1); }
-    // Every consumer warp has written its part of a step's dS, and is done with that of the step before.
+    // Every consumer warp has written its part of a step's dS, and is done with that of the step before. It completes once more behind the
+    // last step: no warp reads K.
     __device__ __forceinline__ shared_address ds_ready() const { return at(2); }
     __device__ __forceinline__ shared_address q_full(int stage) const { return at(3 + stage); }
     __device__ __forceinline__ shared_address dout_full(int stage) const { return at(3 + kStages + stage); }
@@ -380,8 +381,8 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
     });
 }
 
-// LSE or delta of the queries of a lane's scores, two by two. Loaded well ahead of their use: while wgmmas read shared memory, it is slow
-// to answer.
+// LSE or delta of the queries of a lane's scores, two by two. Loaded well ahead of their use, and of wgmmas: a load from
+// shared memory waits for wgmmas that were started before it.
 struct QueryValues {
     float2 pair[kBlockM / 8];
 
@@ -588,7 +589,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
         float dq[kDqColumns / 2];
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
         mma_gradient(dk, packed_ds, q_smem);
-        fence_proxy_async();  // the MMA of dQ, in the next step, would not see the writes of dS otherwise
+        fence_proxy_async();  // the MMA of dQ, in the next step, would not see the writes of dS otherwise; here it overlaps with MMAs
         float* own_dq = dq_of(previous);
         wgmma_wait<1>();
         __syncwarp();  // all lanes have written their dS, and read LSE and delta of the stage
@@ -612,9 +613,10 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
         pin_registers(dq);
         add_own_dq(dq_of(previous), dq);
     }
+    // dV is staged over the warpgroup's own V: ds_ready of the last step says that all its warps are done with dP. K both consumers read.
     release(barriers.ds_ready());  // this warp no longer reads K
     store_gradient<kHeadDimV>(params, params.dv, dv, 1.0f, v_own, tile.first_key + 64 * consumer, tile, consumer, lane);
-    mbarrier_wait(barriers.ds_ready(), count % 2);
+    mbarrier_wait(barriers.ds_ready(), count % 2);  // no warp reads K any longer: dK is staged there
     store_gradient<kHeadDim>(params, params.dk, dk, params.softmax_scale, k_own, tile.first_key + 64 * consumer, tile, consumer, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }

@@ -379,7 +379,8 @@ struct Barriers {
 
     __device__ __forceinline__ shared_address k_full() const { return at(0); }
     __device__ __forceinline__ shared_address v_full() const { return at(1); }
-    // Every consumer warp has written its part of a step's dS, and is done with that of the step before.
+    // Every consumer warp has written its part of a step's dS, and is done with that of the step before. It completes once more behind the
+    // last step: no warp reads K.
     __device__ __forceinline__ shared_address ds_ready() const { return at(2); }
     __device__ __forceinline__ shared_address q_full(int stage) const { return at(3 + stage); }
     __device__ __forceinline__ shared_address dout_full(int stage) const { return at(3 + kStages + stage); }
@@ -579,8 +580,8 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
     });
 }
 
-// LSE or delta of the queries of a lane's scores, two by two. Loaded well ahead of their use: while wgmmas read shared memory, it is slow
-// to answer.
+// LSE or delta of the queries of a lane's scores, two by two. Loaded well ahead of their use, and of wgmmas: a load from
+// shared memory waits for wgmmas that were started before it.
 struct QueryValues {
     float2 pair[kBlockM / 8];
 
@@ -826,7 +827,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
         float dq[kDqColumns / 2];
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
         mma_gradient(dk, packed_ds, q_smem);
-        fence_proxy_async();  // the MMA of dQ, in the next step, would not see the writes of dS otherwise
+        fence_proxy_async();  // the MMA of dQ, in the next step, would not see the writes of dS otherwise; here it overlaps with MMAs
         float* own_dq = dq_of(previous);
         wgmma_wait<1>();
         __syncwarp();  // all lanes have written their dS, and read LSE and delta of the stage
@@ -850,6 +851,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
         pin_registers(dq);
         add_own_dq(dq_of(previous), dq);
     }
+    // dV is staged over the warpgroup's own V: ds_ready of the last step says that all its warps are done with dP. K both consumers read.
     release(barriers.ds_ready());  // this warp no longer reads K
     const KeyBlock stored = stashed_block(shared + kStashOffset);  // anew, as the loop has no registers for what it does not use
     const int first_row = stored.first_row_kv + stored.first_key + 64 * consumer;
@@ -859,7 +861,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
     element* own_dk =
         params.dk + stored.batch * params.dk_batch_stride + stored.kv_head * params.dk_head_stride + first_row * params.dk_row_stride;
     store_gradient<kHeadDimV>(own_dv, params.dv_row_stride, dv, 1.0f, v_own, rows, params.head_dim_v, lane);
-    mbarrier_wait(barriers.ds_ready(), count % 2);
+    mbarrier_wait(barriers.ds_ready(), count % 2);  // no warp reads K any longer: dK is staged there
     store_gradient<kHeadDim>(own_dk, params.dk_row_stride, dk, params.softmax_scale, k_own, rows, params.head_dim, lane);
 }
 

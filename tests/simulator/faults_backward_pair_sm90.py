@@ -43,8 +43,8 @@ FAULTS = (
     fault(
         "dS is sent without a proxy fence",
         ("proxy",),
-        "        fence_proxy_async();  // the MMA of dQ and the copy would not see dS otherwise\n",
-        "",
+        "        fence_proxy_async();\n        __syncwarp();",
+        "        __syncwarp();",
     ),
     fault("dS is sent when one lane has written it", (*ASYNC, "proxy"), SYNC, ""),
     fault(
@@ -69,8 +69,8 @@ FAULTS = (
     fault(
         "the peer's K is not awaited",
         ASYNC,
-        "    mbarrier_wait(barriers.v_full(), 0);  // the peer's K is there\n",
-        "",
+        "    mbarrier_wait(barriers.v_full(), 0);  // the peer's K is there;",
+        "    // the peer's K is there;",
     ),
     # Begin and end.
     fault(

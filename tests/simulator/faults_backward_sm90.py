@@ -295,8 +295,8 @@ FAULTS = (
         ROWS,
         SHAPE,
         ASYNC,
-        "    mbarrier_wait(barriers.ds_ready(), count % 2);\n",
-        "",
+        "    mbarrier_wait(barriers.ds_ready(), count % 2);  // no warp reads K any longer",
+        "    // no warp reads K any longer",
     ),
     fault(
         "dK without softmax_scale",

@@ -106,8 +106,9 @@ __device__ __forceinline__ shared_address map_shared(shared_address address, int
     return mapped;
 }
 
-// mbarrier.arrive: at a barrier of any block of the cluster, at an address of map_shared(). Orders nothing for other blocks but that
-// wgmmas and copies which the thread has awaited are over: a release for the cluster would wait for all writes to global memory.
+// mbarrier.arrive: at a barrier of any block of the cluster, at an address of map_shared(). Its release has the scope of the block, so it
+// publishes no writes to the other block. It hands back a buffer, as wgmmas and copies that read it, and were awaited, are over. A release
+// at the scope of the cluster would wait for all outstanding writes to global memory, too.
 __device__ __forceinline__ void mbarrier_arrive_cluster(shared_address barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }

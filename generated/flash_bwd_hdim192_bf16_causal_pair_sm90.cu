@@ -1,10 +1,10 @@
-// flash_bwd_hdim192_bf16_causal_sm90
+// flash_bwd_hdim192_bf16_causal_pair_sm90
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 192, head_dim_v 192, dtype bf16, mask_type causal, gqa mha, dq_order none
-// tile      block_m 64, block_n 64, stages 2, cluster 1
-// block     384 threads, 182352 bytes of dynamic shared memory
+// tile      block_m 64, block_n 64, stages 2, cluster 2 (pair)
+// block     384 threads, 215152 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_bwd_wide_sm90.yaml
 // template  flash_bwd_wide_sm90.cu.j2
@@ -17,6 +17,9 @@
 //
 // S is computed as its transpose, so that P^T and dS^T leave the MMA as the A operands of dV and dK. dV and dK stay in registers; dQ,
 // to which the thread blocks of all keys add, is summed in memory. The convert kernel rounds it.
+//
+// Two thread blocks make a cluster. They have neighbouring blocks of keys, go through the steps together, and send each other their dS.
+// Each computes half of the columns of dQ over the keys of both, so that half as much is added to memory.
 
 using element = bf16;
 
@@ -45,25 +48,27 @@ constexpr int kDoutBytes = kPanelsV * kBlockM * kPanelRowBytes;
 // dS^T of a step, a row of 64 queries to a key. Two steps have a buffer each, as dQ of a step is computed in the next one.
 constexpr int kDsPanelBytes = kBlockN * kPanelRowBytes;
 constexpr int kDsBytes = kBlockM / 64 * kDsPanelBytes;
+constexpr int kDsSlotBytes = 2 * kDsBytes;  // of the thread block's own keys, then of its peer's
+constexpr int kPeerPanels = 2;  // of the peer's K: those that hold this thread block's half of the columns of dQ
+constexpr int kPeerKBytes = kPeerPanels * kBlockN * kPanelRowBytes;
 constexpr int kPBytes = kBlockM * kBlockN * sizeof(float);  // P of a step, not yet rounded
 constexpr int kRowBytes = kBlockM * sizeof(float);  // of lse_log2, and of delta
-
-constexpr int kDqColumns = 64;  // of an MMA of dQ: a panel of K
 
 constexpr int kVOffset = kKBytes;
 constexpr int kQOffset = kVOffset + kVBytes;
 constexpr int kDoutOffset = kQOffset + kStages * kQBytes;
 constexpr int kDsOffset = kDoutOffset + kStages * kDoutBytes;
-constexpr int kPOffset = kDsOffset + 2 * kDsBytes;
+constexpr int kPeerKOffset = kDsOffset + 2 * kDsSlotBytes;
+constexpr int kPOffset = kPeerKOffset + kPeerKBytes;
 constexpr int kLseOffset = kPOffset + kPBytes;
 constexpr int kDeltaOffset = kLseOffset + kStages * kRowBytes;
 constexpr int kBarrierOffset = kDeltaOffset + kStages * kRowBytes;
-constexpr int kSharedBytes = kBarrierOffset + 8 * (4 + 3 * kStages);
+constexpr int kSharedBytes = kBarrierOffset + 8 * (8 + 3 * kStages);
 
 static_assert(kBlockN == 64 && kBlockM == 64, "a warpgroup computes all scores of a step, and all rows of dQ");
 static_assert(kHeadDim % kPanelColumns == 0 && kHeadDimV % kPanelColumns == 0, "whole panels");
 static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * kLaunchRegisters, "the register file");
-static_assert(kSharedBytes + 1024 == 182352, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes + 1024 == 215152, "launcher and kernel agree on shared memory");
 
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
@@ -181,14 +186,22 @@ struct Barriers {
     shared_address first;
 
     __device__ __forceinline__ shared_address k_full() const { return at(0); }
+    // V, and the panels of the peer's K.
     __device__ __forceinline__ shared_address v_full() const { return at(1); }
     // Each warp of the dV consumer has written its part of P of a step.
     __device__ __forceinline__ shared_address p_full() const { return at(2); }
-    // Each warp of the dK consumer has read P and written its part of dS, and all warps of both have finished dQ of the step before.
+    // Each warp of the dK consumer has read P and written its part of dS, and all warps of both have finished dQ of the step before. It
+    // completes once more behind the last step: no warp reads K.
     __device__ __forceinline__ shared_address ds_ready() const { return at(3); }
     __device__ __forceinline__ shared_address q_full(int stage) const { return at(4 + stage); }
     __device__ __forceinline__ shared_address dout_full(int stage) const { return at(4 + kStages + stage); }
     __device__ __forceinline__ shared_address empty(int stage) const { return at(4 + 2 * kStages + stage); }
+
+    // dS of a step has come from the peer. Step i uses slot i % 2.
+    __device__ __forceinline__ shared_address ds_received(int slot) const { return at(4 + 3 * kStages + slot); }
+    // Each consumer warp of the peer has finished the dQ that reads dS sent to this slot: the slot there, and the buffer here that it was
+    // copied from, may be overwritten.
+    __device__ __forceinline__ shared_address slot_free(int slot) const { return at(6 + 3 * kStages + slot); }
 
     __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
 
@@ -199,6 +212,10 @@ struct Barriers {
         mbarrier_init(v_full(), 1);
         mbarrier_init(p_full(), kWarps);
         mbarrier_init(ds_ready(), 2 * kWarps);
+        for (int slot = 0; slot < 2; ++slot) {
+            mbarrier_init(ds_received(slot), 1);
+            mbarrier_init(slot_free(slot), 2 * kWarps);
+        }
         for (int stage = 0; stage < kStages; ++stage) {
             mbarrier_init(q_full(stage), 1);
             mbarrier_init(dout_full(stage), 1);
@@ -226,6 +243,32 @@ __device__ __forceinline__ void load_rows(shared_address destination, const tens
 #pragma unroll
     for (int panel = 0; panel < kPanelCount; ++panel) {
         tma_load_4d(destination + panel * kRows * kPanelRowBytes, map, full, panel * kPanelColumns, first_row, head, batch);
+    }
+}
+
+// The rank of a thread block in its cluster, and that of the other one: a head has an even number of blocks of keys in the grid.
+__device__ __forceinline__ int rank_of(const KeyBlock& tile) { return tile.index % 2; }
+
+__device__ __forceinline__ int peer_of(const KeyBlock& tile) { return rank_of(tile) ^ 1; }
+
+// The first key of both thread blocks.
+__device__ __forceinline__ int first_key_of_pair(const KeyBlock& tile) { return tile.first_key - rank_of(tile) * kBlockN; }
+
+// The blocks of queries that both go through: those with a query that attends to some key of either.
+__device__ __forceinline__ QueryBlocks find_query_blocks_of_pair(const Params& params, const KeyBlock& tile) {
+    return find_query_blocks(params, first_key_of_pair(tile));  // whoever attends to a later key attends to the first one, too
+}
+
+// The first of the panels of the peer's K: the thread block of rank 0 computes the first half of the columns of dQ.
+__device__ __forceinline__ int first_peer_panel(const KeyBlock& tile) { return rank_of(tile) * (kPanels - kPeerPanels); }
+
+// Starts loading kPeerPanels panels of the peer's K.
+__device__ __forceinline__ void load_peer_k(const Params& params, const KeyBlock& tile, shared_address shared, shared_address full) {
+    const int first_key = first_key_of_pair(tile) + peer_of(tile) * kBlockN;
+#pragma unroll
+    for (int panel = 0; panel < kPeerPanels; ++panel) {
+        tma_load_4d(shared + kPeerKOffset + panel * kBlockN * kPanelRowBytes, params.k, full,
+                    (first_peer_panel(tile) + panel) * kPanelColumns, first_key, kv_head_of(params, tile), tile.batch);
     }
 }
 
@@ -263,6 +306,19 @@ __device__ __forceinline__ void wgmma_m64n64k16_bf16_ss_mn(float (&d)[32], uint6
           "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
           "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
           "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// wgmma.mma_async.m64n32k16: a and b in shared memory under descriptors, both MN-major: with the other dimension contiguous.
+__device__ __forceinline__ void wgmma_m64n32k16_bf16_ss_mn(float (&d)[16], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+        "}, %16, %17, p, 1, 1, 1, 1;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
         : "l"(a), "l"(b), "r"(accumulate));
 }
 
@@ -354,20 +410,6 @@ __device__ __forceinline__ void mma_gradient(float (&sums)[96], PackedScores& sc
     wgmma_commit();
 }
 
-// Starts dQ (64 x 64) = dS K of a warpgroup. Both operands are MN-major: a key has a row of 64 queries in dS^T, and of its columns in K.
-// SBO leads to the next eight keys, LBO to the next panel of columns, if there is one.
-__device__ __forceinline__ void mma_dq(float (&dq)[32], shared_address ds_smem, shared_address k_smem) {
-    const uint64_t ds = descriptor(ds_smem, kDsPanelBytes, 8 * kPanelRowBytes);
-    const uint64_t k = descriptor(k_smem, kBlockN * kPanelRowBytes, 8 * kPanelRowBytes);
-    pin_registers(dq);
-    wgmma_fence();
-#pragma unroll
-    for (int key = 0; key < kBlockN; key += 16) {
-        wgmma_m64n64k16_bf16_ss_mn(dq, ds + (key * kPanelRowBytes >> 4), k + (key * kPanelRowBytes >> 4), key > 0);
-    }
-    wgmma_commit();
-}
-
 // Visits the scores that a lane holds of a step: visit(key, query, score), where `key` (0 or 8) counts from the lane's first
 // key, the warp's plus lane / 4, and `query` (8 j or 8 j + 1) from its first query, the step's plus lane % 4 * 2. Both are constants
 // once unrolled.
@@ -392,8 +434,8 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
     });
 }
 
-// LSE or delta of the queries of a lane's scores, two by two. Loaded well ahead of their use: while wgmmas read shared memory, it is slow
-// to answer.
+// LSE or delta of the queries of a lane's scores, two by two. Loaded well ahead of their use, and of wgmmas: a load from
+// shared memory waits for wgmmas that were started before it.
 struct QueryValues {
     float2 pair[kBlockM / 8];
 
@@ -419,7 +461,7 @@ __device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float
     for (int i = 0; i < kBlockM / 2; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? delta.pair[i / 4].y : delta.pair[i / 4].x));
 }
 
-// P goes through shared memory in fp32, since dS takes it before it is rounded. The accumulators of both consumers have the same layout,
+// P goes through shared memory in fp32, as dS takes P unrounded. The accumulators of both consumers have the same layout,
 // so that a thread reads what its counterpart has written; 16 bytes at a time, without bank conflicts.
 constexpr int kVectorBytes = 4 * sizeof(float);
 
@@ -518,17 +560,18 @@ __device__ __forceinline__ void produce_step(const Params& params, const KeyBloc
     bulk_load(shared + kDeltaOffset + ring.stage * kRowBytes, params.delta + unit_row, dout_full, kRowBytes);
 }
 
-// The producer thread: K and V of the tile, then Q and dO of each step, with their rows' LSE and delta, as fast as buffers become
-// empty.
+// The producer thread: K and V of the tile, and the peer's K for dQ, then Q and dO of each step, with their rows' LSE and delta, as fast as
+// buffers become empty.
 __device__ __forceinline__ void produce(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
     const int batch = tile.batch;
     const int row = tile.first_key;
-    const QueryBlocks queries = find_query_blocks(params, tile.first_key);
+    const QueryBlocks queries = find_query_blocks_of_pair(params, tile);
     const int kv_head = kv_head_of(params, tile);
     mbarrier_arrive_expect_tx(barriers.k_full(), kKBytes);
     load_rows<kPanels, kBlockN>(shared, params.k, barriers.k_full(), row, kv_head, batch);
-    mbarrier_arrive_expect_tx(barriers.v_full(), kVBytes);
+    mbarrier_arrive_expect_tx(barriers.v_full(), kVBytes + kPeerKBytes);
     load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.v_full(), row, kv_head, batch);
+    load_peer_k(params, tile, shared, barriers.v_full());
 
     // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
@@ -540,29 +583,81 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& ti
     }
 }
 
-// The dV consumer computes panels [0, kDqPanelsOfDv) of dQ, the dK consumer the others.
-constexpr int kDqPanelsOfDv = kPanels / 2;
-static_assert(kDqPanelsOfDv <= 2 && kPanels - kDqPanelsOfDv == 2, "the first of two panels has the registers of the scores");
-static_assert(kDqColumns == kBlockM, "a panel of dQ takes as many registers as the scores");
+// Of the columns of dQ a thread block computes half, over the keys of both. Its dK consumer has the outer panel of these, its dV consumer
+// the rest. At head_dim 192, rank 0: [0, 64) and [64, 96); rank 1: [128, 192) and [96, 128).
+constexpr int kDqColumnsOfDk = kPanelColumns;
+constexpr int kDqColumnsOfDv = kHeadDim / 2 - kPanelColumns;
+static_assert(kDqColumnsOfDv > 0 && kPanelColumns % kDqColumnsOfDv == 0, "the columns of a consumer lie in one panel");
 
-// Starts dQ = dS K of a warpgroup, in a panel of columns.
-__device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], shared_address ds_smem, shared_address k_smem, int panel) {
-    mma_dq(dq, ds_smem, k_smem + panel * kBlockN * kPanelRowBytes);
+// The columns of dQ of a consumer: the first one, and where it lies in K of both thread blocks.
+struct DqColumns {
+    int first;
+    shared_address k;
+    shared_address peer_k;
+};
+
+// The copy of the peer's K begins with panel first_peer_panel().
+__device__ __forceinline__ DqColumns columns_from(int first, const KeyBlock& tile, shared_address shared) {
+    const int byte = first % kPanelColumns * sizeof(element);  // under the swizzle an operand may begin within a row
+    const shared_address k = shared + first / kPanelColumns * kBlockN * kPanelRowBytes + byte;
+    return {first, k, k + kPeerKOffset - first_peer_panel(tile) * kBlockN * kPanelRowBytes};
 }
 
-constexpr int kPanelElements = kDqColumns / 8 * kTileElements;  // from a panel of a warp's 16 rows to the next in dq_accum
+// Starts dQ (64 x 64) = dS K of a warpgroup, over the keys of both thread blocks. Both operands are MN-major: a key has a row of 64
+// queries in dS^T, and of its columns in K. SBO leads to the next eight keys; there is no second panel for LBO.
+__device__ __forceinline__ void mma_dq(float (&dq)[32], shared_address ds_smem, const DqColumns& columns) {
+    const uint64_t ds = descriptor(ds_smem, 16, 8 * kPanelRowBytes);
+    const uint64_t k = descriptor(columns.k, 16, 8 * kPanelRowBytes);
+    const uint64_t peer_k = descriptor(columns.peer_k, 16, 8 * kPanelRowBytes);
+    pin_registers(dq);
+    wgmma_fence();
+#pragma unroll
+    for (int key = 0; key < kBlockN; key += 16) {
+        wgmma_m64n64k16_bf16_ss_mn(dq, ds + (key * kPanelRowBytes >> 4), k + (key * kPanelRowBytes >> 4), key > 0);
+    }
+#pragma unroll
+    for (int key = 0; key < kBlockN; key += 16) {
+        wgmma_m64n64k16_bf16_ss_mn(dq, ds + ((kDsBytes + key * kPanelRowBytes) >> 4), peer_k + (key * kPanelRowBytes >> 4), 1);
+    }
+    wgmma_commit();
+}
 
-// Where a lane's elements of a panel of dQ of a step go. The step's rows of the warp begin at `warp_row`.
-__device__ __forceinline__ float* dq_of_panel(const Params& params, const KeyBlock& tile, const Step& step, int panel, int warp_row, int lane) {
+// Starts dQ (64 x 32) = dS K of a warpgroup, over the keys of both thread blocks. Both operands are MN-major: a key has a row of 64
+// queries in dS^T, and of its columns in K. SBO leads to the next eight keys; there is no second panel for LBO.
+__device__ __forceinline__ void mma_dq(float (&dq)[16], shared_address ds_smem, const DqColumns& columns) {
+    const uint64_t ds = descriptor(ds_smem, 16, 8 * kPanelRowBytes);
+    const uint64_t k = descriptor(columns.k, 16, 8 * kPanelRowBytes);
+    const uint64_t peer_k = descriptor(columns.peer_k, 16, 8 * kPanelRowBytes);
+    pin_registers(dq);
+    wgmma_fence();
+#pragma unroll
+    for (int key = 0; key < kBlockN; key += 16) {
+        wgmma_m64n32k16_bf16_ss_mn(dq, ds + (key * kPanelRowBytes >> 4), k + (key * kPanelRowBytes >> 4), key > 0);
+    }
+#pragma unroll
+    for (int key = 0; key < kBlockN; key += 16) {
+        wgmma_m64n32k16_bf16_ss_mn(dq, ds + ((kDsBytes + key * kPanelRowBytes) >> 4), peer_k + (key * kPanelRowBytes >> 4), 1);
+    }
+    wgmma_commit();
+}
+
+// Where a lane's elements of these columns of dQ of a step go. The step's rows of the warp begin at `warp_row`.
+__device__ __forceinline__ float* dq_of_columns(const Params& params, const KeyBlock& tile, const Step& step, const DqColumns& columns,
+                                                int warp_row, int lane) {
     float* tiles = dq_tiles(params, tile.batch, head_of(params, tile, step), step.block * kBlockM + warp_row);
-    float* own = tiles + panel * kPanelElements + 4 * lane;
+    float* own = tiles + columns.first / 8 * kTileElements + 4 * lane;
     opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
     return own;
 }
 
+// Sends a warp's 16 keys of dS, which lie at `rows`, to the same place behind dS of the peer's own keys. One thread's work.
+__device__ __forceinline__ void send_ds(shared_address rows, shared_address ds_received, int peer) {
+    bulk_send(map_shared(rows + kDsBytes, peer), rows, map_shared(ds_received, peer), 16 * kPanelRowBytes);
+}
+
 // The consumer of dV. The MMAs of a step, in groups as they are awaited:
 //     S^T = K Q^T                    P goes to the other consumer
-//     dQ = dS K of the step before   its panels of columns
+//     dQ = dS K of the step before   its columns, over the keys of both thread blocks
 //     dV += P^T dO                   ... while they are added to memory, and S^T of the next step behind it
 __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
@@ -570,7 +665,11 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
     auto release = [&](shared_address barrier) {  // once for the warp
         if (lane == 0) mbarrier_arrive(barrier);
     };
-    const QueryBlocks queries = find_query_blocks(params, tile.first_key);
+    auto free_slot = [&](int slot) {  // likewise, of the peer
+        if (lane == 0) mbarrier_arrive_cluster(map_shared(barriers.slot_free(slot), peer_of(tile)));
+    };
+    const DqColumns columns = columns_from(kDqColumnsOfDk + rank_of(tile) * kDqColumnsOfDv, tile, shared);
+    const QueryBlocks queries = find_query_blocks_of_pair(params, tile);
     const int count = num_steps(params, queries);
     // Whether some query of a block does not attend to some key of the warp.
     auto needs_mask = [&](int first_query) {
@@ -593,6 +692,8 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
         wgmma_wait<0>();
         pin_registers(p);
     }
+    mbarrier_wait(barriers.v_full(), 0);  // the peer's K is there; and V, over which dV is staged in the end
+    cluster_wait();  // so are its barriers, as p_full tells the other consumer
 
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
@@ -611,23 +712,18 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
         packed_p.set(p);
 
         // The first step runs the MMAs of dQ on K and discards their result: with MMAs that are conditional, ptxas would serialise all of them.
-        const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared;
+        const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsSlotBytes : shared;
+        if (i > 0) mbarrier_wait(barriers.ds_received((i + 1) % 2), (i - 1) / 2 % 2);
         mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
-        // Of two panels the first has the registers of P, which is packed.
-        float dq[kDqColumns / 2];
-        if constexpr (kDqPanelsOfDv == 2) start_dq(p, last_ds, shared, 0);
-        start_dq(dq, last_ds, shared, kDqPanelsOfDv - 1);
+        float dq[kDqColumnsOfDv / 2];
+        mma_dq(dq, last_ds, columns);
         mma_gradient(dv, packed_p, dout_smem);
-        float* own_dq = dq_of_panel(params, tile, previous, 0, warp_row, lane);
-        if constexpr (kDqPanelsOfDv == 2) {
-            wgmma_wait<2>();
-            pin_registers(p);
-            if (i > 0) add_dq(own_dq, p);
-        }
+        float* own_dq = dq_of_columns(params, tile, previous, columns, warp_row, lane);
         wgmma_wait<1>();
         release(barriers.ds_ready());
+        if (i > 0) free_slot((i + 1) % 2);
         pin_registers(dq);
-        if (i > 0) add_dq(own_dq + (kDqPanelsOfDv - 1) * kPanelElements, dq);
+        if (i > 0) add_dq(own_dq, dq);
 
         // S of the next step. The last step computes what nobody uses, from K.
         RingPosition<kStages> next = ring;
@@ -650,33 +746,36 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
 
     if (count > 0) {
         mbarrier_wait(barriers.ds_ready(), (count - 1) % 2);
-#pragma unroll
-        for (int panel = 0; panel < kDqPanelsOfDv; ++panel) {
-            float dq[kDqColumns / 2];
-            start_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes, shared, panel);
-            wgmma_wait<0>();
-            pin_registers(dq);
-            add_dq(dq_of_panel(params, tile, previous, panel, warp_row, lane), dq);
-        }
+        mbarrier_wait(barriers.ds_received((count - 1) % 2), (count - 1) / 2 % 2);
+        float dq[kDqColumnsOfDv / 2];
+        mma_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsSlotBytes, columns);
+        wgmma_wait<0>();
+        pin_registers(dq);
+        free_slot((count - 1) % 2);
+        add_dq(dq_of_columns(params, tile, previous, columns, warp_row, lane), dq);
     }
     release(barriers.ds_ready());  // this warp no longer reads K
     // The other consumer no longer reads V: dS of the last step is there.
-    mbarrier_wait(barriers.v_full(), 0);
     store_gradient<kHeadDimV>(params, params.dv, dv, 1.0f, shared + kVOffset, tile.first_key, tile, 0, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
 
-// The consumer of dK. The MMAs of a step, in groups as they are awaited:
-//     dP^T = V dO^T                  P comes from the other consumer
-//     dQ = dS K of the step before   its panels of columns
-//     dK += dS^T Q                   ... while they are added to memory, and dP^T of the next step behind it
+// The consumer of dK. The MMAs of a step:
+//     dP^T = V dO^T                  started in the step before. P comes from the other consumer
+//     dQ = dS K of the step before   its panel of columns, over the keys of both thread blocks
+//     dK += dS^T Q                   ... while it is added to memory, with dP^T of the next step queued behind it
 __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
     const int warp_row = threadIdx.x % 128 / 32 * 16;  // the warp's first key of the tile, and its first row of dQ
     auto release = [&](shared_address barrier) {  // once for the warp
         if (lane == 0) mbarrier_arrive(barrier);
     };
-    const QueryBlocks queries = find_query_blocks(params, tile.first_key);
+    const int peer = peer_of(tile);
+    auto free_slot = [&](int slot) {  // once for the warp: tells the peer that its dS has been read
+        if (lane == 0) mbarrier_arrive_cluster(map_shared(barriers.slot_free(slot), peer));
+    };
+    const DqColumns columns = columns_from(rank_of(tile) * (kHeadDim - kDqColumnsOfDk), tile, shared);
+    const QueryBlocks queries = find_query_blocks_of_pair(params, tile);
     const int count = num_steps(params, queries);
 
     float dk[kHeadDim / 2] = {};
@@ -685,7 +784,7 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
     Step previous = step;
     mbarrier_wait(barriers.k_full(), 0);
     mbarrier_wait(barriers.v_full(), 0);
-    float ds[kBlockM / 2];  // dP^T, then dS^T
+    float ds[kBlockM / 2];  // dP^T, then dS^T, then dQ of the step before
     QueryValues delta;
     if (count > 0) {
         mbarrier_wait(barriers.dout_full(0), 0);
@@ -704,27 +803,32 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         PackedScores packed_ds;
         packed_ds.set(ds);
 
-        // p_full implies that all warps have written dS of step i - 1 and finished reading that of step i - 2, whose buffer step i takes.
-        store_ds(packed_ds, shared + kDsOffset + i % 2 * kDsBytes, warp_row, lane);
+        // p_full of step i implies that ds_ready of step i - 1 is complete: all warps here have written dS of step i - 1, which the next MMA
+        // reads, and finished dQ of step i - 2, whose slot step i takes. slot_free says the latter of the peer, so that the copy to it has
+        // left the buffer here. For i < 2 the wait returns at once.
+        mbarrier_wait(barriers.slot_free(i % 2), (i / 2 + 1) % 2);
+        const shared_address ds_smem = shared + kDsOffset + i % 2 * kDsSlotBytes;
+        store_ds(packed_ds, ds_smem, warp_row, lane);
 
         // The first step runs the MMAs of dQ on K and discards their result: with MMAs that are conditional, ptxas would serialise all of them.
-        const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared;
+        const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsSlotBytes : shared;
+        if (i > 0) mbarrier_wait(barriers.ds_received((i + 1) % 2), (i - 1) / 2 % 2);
         mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
-        // The first of the two panels has the registers of dS, which is packed.
-        float dq[kDqColumns / 2];
-        start_dq(ds, last_ds, shared, kDqPanelsOfDv);
-        start_dq(dq, last_ds, shared, kDqPanelsOfDv + 1);
+        mma_dq(ds, last_ds, columns);  // in the registers of dS, which is packed
         mma_gradient(dk, packed_ds, shared + kQOffset + ring.stage * kQBytes);
-        fence_proxy_async();  // the MMAs of dQ, in the next step, would not see the writes of dS otherwise
-        float* own_dq = dq_of_panel(params, tile, previous, kDqPanelsOfDv, warp_row, lane);
-        wgmma_wait<2>();
+        // For the copy below and the MMA of dQ in the next step, which would not see dS otherwise. Behind the start of this step's MMAs, it
+        // overlaps with them.
+        fence_proxy_async();
+        __syncwarp();  // all lanes have read P and delta, and written their dS
+        // Bytes of the peer may have come before: without this arrival the phase cannot end.
+        if (threadIdx.x % 128 == 0) mbarrier_arrive_expect_tx(barriers.ds_received(i % 2), kDsBytes);
+        if (lane == 0) send_ds(ds_smem + warp_row * kPanelRowBytes, barriers.ds_received(i % 2), peer);
+        float* own_dq = dq_of_columns(params, tile, previous, columns, warp_row, lane);
+        wgmma_wait<1>();
+        release(barriers.ds_ready());
+        if (i > 0) free_slot((i + 1) % 2);
         pin_registers(ds);
         if (i > 0) add_dq(own_dq, ds);
-        wgmma_wait<1>();
-        __syncwarp();  // all lanes have read P and delta, and written their dS
-        release(barriers.ds_ready());
-        pin_registers(dq);
-        if (i > 0) add_dq(own_dq + kPanelElements, dq);
 
         // dP of the next step. The last step computes what nobody uses, from K: the other consumer may be storing dV over V.
         RingPosition<kStages> next = ring;
@@ -748,23 +852,26 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
 
     if (count > 0) {
         mbarrier_wait(barriers.ds_ready(), (count - 1) % 2);
-#pragma unroll
-        for (int panel = kDqPanelsOfDv; panel < kPanels; ++panel) {
-            float dq[kDqColumns / 2];
-            start_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes, shared, panel);
-            wgmma_wait<0>();
-            pin_registers(dq);
-            add_dq(dq_of_panel(params, tile, previous, panel, warp_row, lane), dq);
-        }
+        mbarrier_wait(barriers.ds_received((count - 1) % 2), (count - 1) / 2 % 2);
+        float dq[kDqColumnsOfDk / 2];
+        mma_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsSlotBytes, columns);
+        wgmma_wait<0>();
+        pin_registers(dq);
+        free_slot((count - 1) % 2);
+        add_dq(dq_of_columns(params, tile, previous, columns, warp_row, lane), dq);
     }
-    release(barriers.ds_ready());
-    mbarrier_wait(barriers.ds_ready(), count % 2);  // no warp reads K any longer
+    release(barriers.ds_ready());  // this warp no longer reads K
+    mbarrier_wait(barriers.ds_ready(), count % 2);  // nor does any other: dK is staged there
+    // Shared memory must outlive the last two copies out of it, and the peer's last arrivals at slot_free here. This warpgroup's wait is
+    // enough, as the memory stays until the last thread of the block exits.
+    if (count > 1) mbarrier_wait(barriers.slot_free(count % 2), (count - 2) / 2 % 2);
+    if (count > 0) mbarrier_wait(barriers.slot_free((count - 1) % 2), (count - 1) / 2 % 2);
     store_gradient<kHeadDim>(params, params.dk, dk, params.softmax_scale, shared, tile.first_key, tile, 1, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-flash_bwd_hdim192_bf16_causal_sm90(const __grid_constant__ Params params) {
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
+flash_bwd_hdim192_bf16_causal_pair_sm90(const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     const shared_address shared = (to_shared(shared_memory) + 1023) / 1024 * 1024;
     const Barriers barriers = {shared + kBarrierOffset};
@@ -780,6 +887,7 @@ flash_bwd_hdim192_bf16_causal_sm90(const __grid_constant__ Params params) {
         barriers.init();
         fence_mbarrier_init();
     }
+    cluster_arrive_relaxed();  // only the dV consumer waits: the dK consumer comes behind it, by p_full, and the producer sends nothing
     __syncthreads();
 
     // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it

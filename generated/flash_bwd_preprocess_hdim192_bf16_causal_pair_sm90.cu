@@ -1,9 +1,9 @@
-// flash_bwd_preprocess_hdim192_bf16_causal_sm90
+// flash_bwd_preprocess_hdim192_bf16_causal_pair_sm90
 //
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 192, head_dim_v 192, dtype bf16, mask_type causal, gqa mha, dq_order none
-// tile      block_m 64, block_n 64, stages 2, cluster 1
+// tile      block_m 64, block_n 64, stages 2, cluster 2 (pair)
 // block     256 threads, 0 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_bwd_wide_sm90.yaml
@@ -88,7 +88,7 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-flash_bwd_preprocess_hdim192_bf16_causal_sm90(const __grid_constant__ Params params) {
+flash_bwd_preprocess_hdim192_bf16_causal_pair_sm90(const __grid_constant__ Params params) {
     const int head_of_batch = block_index() / params.num_row_blocks;
     const int first_row = (block_index() - head_of_batch * params.num_row_blocks) * kRowUnit;
     const int batch = head_of_batch / params.num_heads_q;
