@@ -374,6 +374,14 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Vis
     }
 }
 
+// LSE or delta of the queries of a lane's scores, two by two. Loaded where they are used, as there are no registers for them before.
+struct QueryValues {
+    shared_address smem;
+    int lane;
+
+    __device__ __forceinline__ float2 pair(int j) const { return load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float)); }
+};
+
 // The score modification `softcap`: cap * tanh(score / cap)
 
 // What all rows of a query head share: nothing.
@@ -410,13 +418,13 @@ __device__ __forceinline__ ModifiedScore differentiated_score(const Params& para
 }
 
 // Puts the modified scores of a query head in place of q . k, and (dP - delta) times the derivative of each in place of dP. `lane_key`
-// and `lane_query` are the lane's first ones; `delta_smem` has delta of the step's rows.
+// and `lane_query` are the lane's first ones.
 __device__ __forceinline__ void modify_scores(const Params& params, int batch, int head, float (&scores)[kBlockM / 2],
-                                              float (&dp)[kBlockM / 2], shared_address delta_smem, int lane_key, int lane_query, int lane) {
+                                              float (&dp)[kBlockM / 2], const QueryValues& delta, int lane_key, int lane_query) {
     const ScoreHead of_head = score_head(params, batch, head);
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 delta = load_shared_64(delta_smem + (8 * j + lane % 4 * 2) * sizeof(float));
+        const float2 pair = delta.pair(j);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const ScoreRow of_query = score_row(params, of_head, min(lane_query + 8 * j + e, params.seqlen_q - 1));
@@ -426,7 +434,7 @@ __device__ __forceinline__ void modify_scores(const Params& params, int batch, i
                 float& ds = dp[4 * j + 2 * key8 + e];
                 const ModifiedScore modified = differentiated_score(params, of_query, lane_key, 8 * key8, score);
                 score = modified.score;
-                ds = (ds - (e == 0 ? delta.x : delta.y)) * modified.derivative;
+                ds = (ds - (e == 0 ? pair.x : pair.y)) * modified.derivative;
             }
         }
     }
@@ -449,10 +457,10 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 
 // Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,
 // if S is finite.
-__device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], shared_address lse_smem, float scale_log2, int lane) {
+__device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 pair = load_shared_64(lse_smem + (8 * j + lane % 4 * 2) * sizeof(float));
+        const float2 pair = lse.pair(j);
 #pragma unroll
         for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -pair.y : -pair.x));
     }
@@ -618,12 +626,13 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
         wgmma_wait<0>();
         pin_registers(p);
         pin_registers(ds);
-        modify_scores(params, tile.batch, head_of(params, tile, step), p, ds, shared + kDeltaOffset + ring.stage * kRowBytes,
-                      tile.first_key + warp_key + lane / 4, step.block * kBlockM + lane % 4 * 2, lane);
+        modify_scores(params, tile.batch, head_of(params, tile, step), p, ds,
+                      QueryValues{shared + kDeltaOffset + ring.stage * kRowBytes, lane}, tile.first_key + warp_key + lane / 4,
+                      step.block * kBlockM + lane % 4 * 2);
         if (needs_mask(step.block * kBlockM)) {
             apply_mask(params, p, tile.first_key + warp_key + lane / 4, step.block * kBlockM + lane % 4 * 2);
         }
-        compute_p(p, shared + kLseOffset + ring.stage * kRowBytes, params.scale_log2, lane);
+        compute_p(p, QueryValues{shared + kLseOffset + ring.stage * kRowBytes, lane}, params.scale_log2);
         PackedScores packed_p, packed_ds;
         packed_p.set(p);
         mma_gradient(dv, packed_p, dout_smem);

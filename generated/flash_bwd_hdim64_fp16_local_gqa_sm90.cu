@@ -399,6 +399,19 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Vis
     }
 }
 
+// LSE or delta of the queries of a lane's scores, two by two. Loaded well ahead of their use, and of wgmmas: a load from
+// shared memory waits for wgmmas that were started before it.
+struct QueryValues {
+    float2 pairs[kBlockM / 8];
+
+    __device__ __forceinline__ void load(shared_address smem, int lane) {
+#pragma unroll
+        for (int j = 0; j < kBlockM / 8; ++j) pairs[j] = load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float));
+    }
+
+    __device__ __forceinline__ float2 pair(int j) const { return pairs[j]; }
+};
+
 // Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
     const QueryRange ranges[2] = {queries_of_key(params, lane_key), queries_of_key(params, lane_key + 8)};
@@ -408,31 +421,25 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
     });
 }
 
-// LSE or delta of the queries of a lane's scores, two by two. Loaded well ahead of their use, and of wgmmas: a load from
-// shared memory waits for wgmmas that were started before it.
-struct QueryValues {
-    float2 pair[kBlockM / 8];
-
-    __device__ __forceinline__ void load(shared_address smem, int lane) {
-#pragma unroll
-        for (int j = 0; j < kBlockM / 8; ++j) pair[j] = load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float));
-    }
-};
-
 // Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,
 // if S is finite.
 __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
 #pragma unroll
-    for (int i = 0; i < kBlockM / 2; ++i) {
-        const float2 pair = lse.pair[i / 4];
-        scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -pair.y : -pair.x));
+    for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 pair = lse.pair(j);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -pair.y : -pair.x));
     }
 }
 
 // Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale.
 __device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
 #pragma unroll
-    for (int i = 0; i < kBlockM / 2; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? delta.pair[i / 4].y : delta.pair[i / 4].x));
+    for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 pair = delta.pair(j);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? pair.y : pair.x));
+    }
 }
 
 // The 16-byte chunk of a swizzled row that holds `chunk`.

@@ -139,8 +139,8 @@ FAULTS = (
         ROWS,
         SHAPE,
         (WRONG,),
-        "(i % 2 ? delta.pair[i / 4].y : delta.pair[i / 4].x)",
-        "(i % 2 ? delta.pair[i / 4].x : delta.pair[i / 4].y)",
+        "(i % 2 ? pair.y : pair.x)",
+        "(i % 2 ? pair.x : pair.y)",
     ),
     fault(
         "a diagonal one query late",
