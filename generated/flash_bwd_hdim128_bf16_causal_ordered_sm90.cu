@@ -208,7 +208,7 @@ struct Barriers {
         mbarrier_init(k_full(), 1);
         mbarrier_init(v_full(), 1);
         mbarrier_init(ds_ready(), 4 * kConsumers);
-        mbarrier_init(turn(), 1);
+        mbarrier_init(turn(), 2);
         mbarrier_init(dq_added(), 4 * kConsumers);
         for (int stage = 0; stage < kStages; ++stage) {
             mbarrier_init(q_full(stage), 1);
@@ -563,15 +563,30 @@ __device__ __forceinline__ void pass_turn(const Params& params, const KeyBlock& 
     store_release_32(turns_of(params, block, step), turn_of(params, block, step) + 1);
 }
 
-// A thread that waits for the turn of each step and passes it on, so that no consumer polls global memory.
-__device__ __forceinline__ void keep_turns(const Params& params, const KeyBlock& tile, const Barriers& barriers) {
+// Consumers add dQ of a step when two threads have arrived at turn(): the one of await_turns(), which polls global memory for the turn, and
+// the one of pass_turns(), which has seen that dQ of the step before has been added. So the poll for the next turn, and the additions of the
+// next step, do not wait for the release of this one, which takes until the additions are in L2.
+__device__ __forceinline__ void await_turns(const Params& params, const KeyBlock& tile, const Barriers& barriers) {
     const QueryBlocks queries = find_query_blocks(params, tile.first_key);
     const int count = num_steps(params, queries);
     Step step = first_step(queries);
     for (int i = 0; i < count; ++i) {
         while (!has_turn(params, tile, step)) {}
+        if (i > 0) mbarrier_wait(barriers.turn(), (i - 1) % 2);  // two arrivals of this thread in one phase would end it early
         mbarrier_arrive(barriers.turn());
+        step = next_step(step, queries);
+    }
+}
+
+__device__ __forceinline__ void pass_turns(const Params& params, const KeyBlock& tile, const Barriers& barriers) {
+    const QueryBlocks queries = find_query_blocks(params, tile.first_key);
+    const int count = num_steps(params, queries);
+    Step step = first_step(queries);
+    mbarrier_arrive(barriers.turn());  // nothing is added ahead of the first step
+#pragma unroll 1  // few registers are left to the producer warpgroup
+    for (int i = 0; i < count; ++i) {
         mbarrier_wait(barriers.dq_added(), i % 2);
+        mbarrier_arrive(barriers.turn());  // of the next step
         pass_turn(params, tile, step);
         step = next_step(step, queries);
     }
@@ -727,7 +742,9 @@ flash_bwd_hdim128_bf16_causal_ordered_sm90(const __grid_constant__ Params params
         if (threadIdx.x == 0) {
             produce(params, tile, shared, barriers);
         } else if (threadIdx.x == 32) {
-            keep_turns(params, tile, barriers);
+            await_turns(params, tile, barriers);
+        } else if (threadIdx.x == 64) {
+            pass_turns(params, tile, barriers);
         }
     } else {
         setmaxnreg_inc<kConsumerRegisters>();

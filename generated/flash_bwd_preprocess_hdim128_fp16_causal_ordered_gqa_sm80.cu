@@ -105,8 +105,8 @@ flash_bwd_preprocess_hdim128_fp16_causal_ordered_gqa_sm80(const __grid_constant_
 
     const int64_t unit_row = first_unit_row(params, batch, head) + first_row;
     float* dq = params.dq_accum + unit_row * kHeadDim;
-    constexpr int kBlocks = kRowUnit / 64;  // of queries in a unit of rows
-    if (threadIdx.x < kBlocks) store_global_32(params.turns + unit_row / 64 + threadIdx.x, 0u);
+    constexpr int kTurns = kRowUnit / 64;  // counters of a unit of rows: one for each block of queries
+    if (threadIdx.x < kTurns) store_global_32(params.turns + unit_row / kRowUnit * kTurns + threadIdx.x, 0u);
 
     const element* dout = params.dout + batch * params.dout_batch_stride + head * params.dout_head_stride;
     const element* out = params.out + batch * params.out_batch_stride + head * params.out_head_stride;

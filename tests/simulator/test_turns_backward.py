@@ -17,7 +17,7 @@ from flashgen.simulator.hardware import pretend_for
 from flashgen.simulator.library import load
 from flashgen.source.render import render
 from simulator.faults import WRONG
-from simulator.faults_turns import AMPERE, FAULTS, HOPPER, WIDE, watched
+from simulator.faults_turns import AMPERE, FAULTS, HOPPER, PAIR, WIDE, watched
 
 
 def simulated(variant, shape, seed, *, threads=1, order=0, sms=None, source_of=render):
@@ -41,6 +41,8 @@ CASES = [
     (HOPPER, Shape(300, 600, 1)),
     ("flash_bwd_hdim128_fp16_local_ordered_gqa_sm90", Shape(200, 330, 2, 1, window=(150, 20))),
     (WIDE, Shape(150, 200, 1)),
+    (PAIR, Shape(150, 260, 2)),
+    ("flash_bwd_hdim192_128_fp16_local_ordered_pair_gqa_sm90", Shape(200, 330, 2, 1, window=(0, 3))),
     ("flash_bwd_hdim256_fp16_causal_ordered_gqa_sm90", Shape(100, 140, 2, 1)),
 ]
 
@@ -83,7 +85,7 @@ def test_a_planted_fault_is_found(fault, compiler, fresh_seed):
     assert check_of(fault.variant, fault.shape, fresh_seed, fault.sources) in fault.caught
 
 
-@pytest.mark.parametrize("name", [AMPERE, HOPPER, WIDE])
+@pytest.mark.parametrize("name", [AMPERE, HOPPER, WIDE, PAIR])
 def test_without_it_nothing_is_found(name, compiler, fresh_seed):
     def source_of(step):
         return watched(render(step), name) if step.step == "main" else render(step)
