@@ -28,6 +28,8 @@ class Grid(NamedTuple):
     the KV blocks that the largest share must lose for shares to begin within tiles. ``group_waves`` is the
     waves of thread blocks below which the query heads of each kv head are split into parts (0: never).
     ``cluster`` is the thread blocks of a cluster, which have neighbouring tiles of the first dimension.
+    ``step_rows`` is the query rows of a step of tiles of keys that add to dq in turns (0: `sections` takes no
+    account of them).
     """
 
     covers: tuple[tuple[str, int], ...] = ()
@@ -37,6 +39,7 @@ class Grid(NamedTuple):
     split_gain: int = 0
     group_waves: int = 0
     cluster: int = 1
+    step_rows: int = 0
 
     @property
     def persistent(self) -> bool:
