@@ -20,8 +20,8 @@ WINDOWED = Shape(seqlen_q=3, seqlen_kv=2900, heads=2, window=(2400, 0))
 WIDE = Shape(seqlen_q=1, seqlen_kv=2500, heads=4, kv_heads=2, spread=8.0)
 # More parts of a tile than the step that combines has warps.
 MANY_PARTS = Shape(seqlen_q=1, seqlen_kv=5200, heads=2, kv_heads=1, spread=8.0)
-# More rows than the step that combines has thread blocks.
-MANY_ROWS = Shape(seqlen_q=1, seqlen_kv=2500, heads=16, kv_heads=2, batch=4)
+# More rows of a tile than the step that combines has warps.
+MANY_ROWS = Shape(seqlen_q=3, seqlen_kv=2500, heads=8, kv_heads=2)
 
 UNWAITED = ("dependency",)
 UNSEEN = ("uninitialised shared memory",)
@@ -212,11 +212,20 @@ FAULTS = (
         multiprocessors=3,
     ),
     fault(
+        "the next grid may begin before the wait",
+        COMBINE,
+        SPLIT,
+        UNWAITED,
+        "    griddepcontrol_wait();\n",
+        "    griddepcontrol_launch_dependents();\n    griddepcontrol_wait();\n",
+        multiprocessors=3,
+    ),
+    fault(
         "the first part from the slot of a share's first",
         COMBINE,
         SPLIT,
         NUMBERS,
-        "(block == row.first_part && !row.begins_share ? 1 : 0)",
+        "(block == parts.first && !parts.begins_share ? 1 : 0)",
         "0",
         multiprocessors=3,
     ),
@@ -225,8 +234,8 @@ FAULTS = (
         COMBINE,
         SPLIT,
         NUMBERS,
-        "first <= row.last_part; first += kWarps * kPartsAtOnce",
-        "first < row.last_part; first += kWarps * kPartsAtOnce",
+        "first <= parts.last; first += step * kPartsAtOnce",
+        "first < parts.last; first += step * kPartsAtOnce",
         multiprocessors=3,
     ),
     fault(
@@ -248,12 +257,12 @@ FAULTS = (
         multiprocessors=3,
     ),
     fault(
-        "only as many parts as warps have on their way at once",
+        "only as many parts as are on their way at once",
         COMBINE,
         MANY_PARTS,
         NUMBERS,
-        "first <= row.last_part; first += kWarps * kPartsAtOnce",
-        "first <= row.last_part && first < first_part + 1; first += kWarps * kPartsAtOnce",
+        "first <= parts.last; first += step * kPartsAtOnce",
+        "first <= parts.last && first < first_part + 1; first += step * kPartsAtOnce",
         multiprocessors=50,
     ),
     fault(
@@ -261,21 +270,30 @@ FAULTS = (
         COMBINE,
         SPLIT,
         NUMBERS,
-        "int64_t(slot) * kBlockM + row.row_in_tile",
-        "int64_t(slot) * kBlockM + (row.row_in_tile ^ 1)",
+        "int64_t(slot) * kBlockM + row;",
+        "int64_t(slot) * kBlockM + (row ^ 1);",
         multiprocessors=3,
+    ),
+    fault(
+        "a tile's rows left to the next thread block",
+        COMBINE,
+        MANY_PARTS,
+        NUMBERS,
+        "const int first_row = parts.own - parts.first - 1;",
+        "const int first_row = parts.own - parts.first;",
+        multiprocessors=50,
     ),
     fault(
         "stored before all warps have their sums in shared memory",
         COMBINE,
         SPLIT,
         (*RACE, *UNSEEN),
-        "lane), smem, warp, lane);\n        barrier_sync(kThreads);",
-        "lane), smem, warp, lane);",
+        "        barrier_sync(kThreads);\n        const int stored",
+        "        const int stored",
         multiprocessors=3,
     ),
     fault(
-        "sums of the next row over those of this one",
+        "sums of the next rows over those of these",
         COMBINE,
         MANY_ROWS,
         RACE,
