@@ -234,8 +234,8 @@ FAULTS = (
         COMBINE,
         SPLIT,
         NUMBERS,
-        "first <= parts.last; first += step * kPartsAtOnce",
-        "first < parts.last; first += step * kPartsAtOnce",
+        "first <= parts.last; first += kStep * kPartsAtOnce",
+        "first < parts.last; first += kStep * kPartsAtOnce",
         multiprocessors=3,
     ),
     fault(
@@ -261,8 +261,8 @@ FAULTS = (
         COMBINE,
         MANY_PARTS,
         NUMBERS,
-        "first <= parts.last; first += step * kPartsAtOnce",
-        "first <= parts.last && first < first_part + 1; first += step * kPartsAtOnce",
+        "first <= parts.last; first += kStep * kPartsAtOnce",
+        "first <= parts.last && first < first_part + 1; first += kStep * kPartsAtOnce",
         multiprocessors=50,
     ),
     fault(
@@ -279,8 +279,8 @@ FAULTS = (
         COMBINE,
         MANY_PARTS,
         NUMBERS,
-        "const int first_row = parts.own - parts.first - 1;",
-        "const int first_row = parts.own - parts.first;",
+        "parts.first_row = own - parts.first - 1;",
+        "parts.first_row = own - parts.first;",
         multiprocessors=50,
     ),
     fault(
@@ -288,8 +288,8 @@ FAULTS = (
         COMBINE,
         SPLIT,
         (*RACE, *UNSEEN),
-        "        barrier_sync(kThreads);\n        const int stored",
-        "        const int stored",
+        "        barrier_sync(kThreads);\n        const int place",
+        "        const int place",
         multiprocessors=3,
     ),
     fault(

@@ -257,7 +257,7 @@ FAULTS = (
            "fetch.index < fetch.place.end ? fetch.place : next_place(params, fetch.place)",
            "fetch.place"), {}),
     (fault("a lost part", COMBINE, LONG, NUMBERS,
-           "parts.first + warp % team, team", "parts.first + 1 + warp % team, team",
+           "parts.first + warp % kTeam", "parts.first + 1 + warp % kTeam",
            multiprocessors=20), {}),
     (fault("parts of the thread block before", COMBINE, LONG, (WRONG, *NUMBERS, *BOUNDS),
            "const int slot = 2 * block +", "const int slot = 2 * block - 2 +",
