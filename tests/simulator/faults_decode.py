@@ -20,8 +20,8 @@ WINDOWED = Shape(seqlen_q=3, seqlen_kv=2900, heads=2, window=(2400, 0))
 WIDE = Shape(seqlen_q=1, seqlen_kv=2500, heads=4, kv_heads=2, spread=8.0)
 # More parts of a tile than the step that combines has warps.
 MANY_PARTS = Shape(seqlen_q=1, seqlen_kv=5200, heads=2, kv_heads=1, spread=8.0)
-# More rows of a tile than the step that combines has warps.
-MANY_ROWS = Shape(seqlen_q=3, seqlen_kv=2500, heads=8, kv_heads=2)
+# More rows than the step that combines has thread blocks.
+MANY_ROWS = Shape(seqlen_q=1, seqlen_kv=2500, heads=16, kv_heads=2, batch=4)
 
 UNWAITED = ("dependency",)
 UNSEEN = ("uninitialised shared memory",)
@@ -275,25 +275,16 @@ FAULTS = (
         multiprocessors=3,
     ),
     fault(
-        "a tile's rows left to the next thread block",
-        COMBINE,
-        MANY_PARTS,
-        NUMBERS,
-        "parts.first_row = own - parts.first - 1;",
-        "parts.first_row = own - parts.first;",
-        multiprocessors=50,
-    ),
-    fault(
         "stored before all warps have their sums in shared memory",
         COMBINE,
         SPLIT,
         (*RACE, *UNSEEN),
-        "        barrier_sync(kThreads);\n        const int place",
-        "        const int place",
+        "lane), smem, warp, lane);\n        barrier_sync(kThreads);",
+        "lane), smem, warp, lane);",
         multiprocessors=3,
     ),
     fault(
-        "sums of the next rows over those of these",
+        "sums of the next row over those of this one",
         COMBINE,
         MANY_ROWS,
         RACE,
