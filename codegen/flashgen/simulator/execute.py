@@ -110,7 +110,9 @@ def simulate(
     """
     reports = []
     written: set[str] = set()  # what an earlier step may have filled
-    settled: set[str] = set()  # what only steps ahead of the one before, and those ahead of the call, may write
+    settled: set[str] = (
+        set()
+    )  # what only steps ahead of the one before, and those ahead of the call, may write
     for library, step in zip(libraries, planned.steps, strict=True):
         variant, grid = step.variant, step.launch
         regions = _regions(problem, pointers, written, settled) + _slices(planned, variant, pointers, written)
@@ -218,9 +220,7 @@ def encode(described: TensorMap, pointer: int) -> bytes:
     )
 
 
-def _regions(
-    problem: Problem, pointers: Pointers, written: set[str], settled: set[str]
-) -> list[Region]:
+def _regions(problem: Problem, pointers: Pointers, written: set[str], settled: set[str]) -> list[Region]:
     """The memory of the arrays, without the gaps between their rows."""
     inputs, outputs = Region.READABLE | Region.INITIALISED, Region.READABLE | Region.WRITABLE
     found = []
