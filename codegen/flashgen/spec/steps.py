@@ -83,7 +83,7 @@ class StepTable:
             row.combines,
             _limits(document, file, axes, (*keys, "when"), row.when),
         )
-        if row.grid.schedule == "shares" and row.visits is None:
+        if row.grid.schedule == "shares" and row.visits is None and not row.combines:
             raise document.error((*keys, "grid", "schedule"), "shares are of KV blocks: `visits` is missing")
         if row.grid.group_waves and (not row.main or row.grid.schedule != "tile_per_block"):
             why = "only the main step splits groups of query heads, one thread block to each tile and part"

@@ -55,7 +55,8 @@ void store_shared(uint32_t address, const void* value, int size, Location where)
 
 void load_global(void* value, const void* address, int size, Location where) {
     Here here;
-    check(here, here.block.global(here.thread, where).load(address, size, size), "load", size, where);
+    GlobalMemory& memory = here.block.global_to_load(here.thread, address, size, where);
+    check(here, memory.load(address, size, size), "load", size, where);
     std::memcpy(value, address, size);
     here.block.counters->global_bytes_read += size;
     here.thread.warp->traffic.add(here.thread.lane, SIM_GLOBAL_LOAD, reinterpret_cast<uintptr_t>(address), size, where);

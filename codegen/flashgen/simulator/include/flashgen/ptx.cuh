@@ -15,7 +15,10 @@ inline int block_index() { return static_cast<int>(flashgen::simulator::this_thr
 inline void griddepcontrol_wait() { flashgen::simulator::wait_for_grids(); }
 
 // Blocks of other launches are not simulated.
-inline void griddepcontrol_launch_dependents() {}
+inline void griddepcontrol_launch_dependents(
+    flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::launch_dependents(where);
+}
 
 inline void prefetch_l2(const void* source, int bytes,
                         flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
