@@ -562,10 +562,10 @@ __device__ __forceinline__ void mma_gradient(float (&sums)[32], PackedScores& sc
 }
 
 // Starts dQ (64 x 64) = dS K of a warpgroup. Both operands are MN-major: a key has a row of 64 queries in dS^T, and of its columns in K.
-// SBO leads to the next eight keys, LBO to the next panel of columns, if there is one.
+// SBO leads to the next eight keys; there is no second panel for LBO.
 __device__ __forceinline__ void mma_dq(float (&dq)[32], shared_address ds_smem, shared_address k_smem) {
-    const uint64_t ds = descriptor(ds_smem, kDsPanelBytes, 8 * kPanelRowBytes);
-    const uint64_t k = descriptor(k_smem, kBlockN * kPanelRowBytes, 8 * kPanelRowBytes);
+    const uint64_t ds = descriptor(ds_smem, 16, 8 * kPanelRowBytes);
+    const uint64_t k = descriptor(k_smem, 16, 8 * kPanelRowBytes);
     pin_registers(dq);
     wgmma_fence();
 #pragma unroll
