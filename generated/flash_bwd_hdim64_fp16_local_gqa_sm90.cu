@@ -471,12 +471,10 @@ __device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount]) {
     }
 }
 
-// Rounds a warpgroup's 64 rows of dK or dV, times `factor`, and lets TMA write them: through `staging`, the rows of K or V in shared
-// memory, swizzled as these were. One thread of the warpgroup starts the TMA stores.
+// Rounds a warp's 16 rows of dK or dV, times `factor`, into `staging`, the rows of the warpgroup's K or V in shared memory, swizzled as
+// these were.
 template <int kColumns>
-__device__ __forceinline__ void store_gradient(const Params& params, const tensor_map& map, const float (&sums)[kColumns / 2],
-                                               float factor, shared_address staging, int first_key, const KeyBlock& tile, int consumer,
-                                               int lane) {
+__device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane) {
     const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
 #pragma unroll
     for (int column = 0; column < kColumns; column += 16) {
@@ -488,6 +486,15 @@ __device__ __forceinline__ void store_gradient(const Params& params, const tenso
         const shared_address panel = staging + column / kPanelColumns * kBlockN * kPanelRowBytes;
         stmatrix_x4(panel + row * kPanelRowBytes + 16 * swizzled(row, column % kPanelColumns / 8 + lane / 16), matrices);
     }
+}
+
+// Lets TMA write a warpgroup's 64 rows of dK or dV, times `factor` and rounded, by way of `staging`. One thread of the warpgroup starts
+// the TMA stores.
+template <int kColumns>
+__device__ __forceinline__ void store_gradient(const Params& params, const tensor_map& map, const float (&sums)[kColumns / 2],
+                                               float factor, shared_address staging, int first_key, const KeyBlock& tile, int consumer,
+                                               int lane) {
+    stage_gradient<kColumns>(sums, factor, staging, lane);
     fence_proxy_async();  // TMA would not see the writes otherwise
     barrier_sync(1 + consumer, 128);  // all rows of the warpgroup are there
     if (threadIdx.x % 128 == 0) {

@@ -677,14 +677,11 @@ __device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount]) {
     }
 }
 
-// Rounds a warp's 16 rows of dK or dV, times `factor`, and writes those below `rows` and the columns below `columns`: the rows behind them
-// are of the next sequence, where TMA would write too. They go through `staging`, the rows of the warpgroup's K or V in shared memory, so
-// that global memory sees whole rows in 16-byte vectors.
+// Rounds a warp's 16 rows of dK or dV, times `factor`, into `staging`, the rows of the warpgroup's K or V in shared memory, swizzled as
+// these were.
 template <int kColumns>
-__device__ __forceinline__ void store_gradient(element* destination, int64_t row_stride, const float (&sums)[kColumns / 2], float factor,
-                                               shared_address staging, int rows, int columns, int lane) {
-    const int warp_row = threadIdx.x % 128 / 32 * 16;
-    const int row = warp_row + lane % 16;  // whose address this lane gives
+__device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane) {
+    const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
 #pragma unroll
     for (int column = 0; column < kColumns; column += 16) {
         uint32_t matrices[4];
@@ -695,6 +692,16 @@ __device__ __forceinline__ void store_gradient(element* destination, int64_t row
         const shared_address panel = staging + column / kPanelColumns * kBlockN * kPanelRowBytes;
         stmatrix_x4(panel + row * kPanelRowBytes + 16 * swizzled(row, column % kPanelColumns / 8 + lane / 16), matrices);
     }
+}
+
+// Writes those of a warp's 16 rows of dK or dV, times `factor` and rounded, that are below `rows`, and the columns below `columns`: the rows
+// behind them are of the next sequence, where TMA would write too. They go through `staging`, so that global memory sees whole rows in
+// 16-byte vectors.
+template <int kColumns>
+__device__ __forceinline__ void store_gradient(element* destination, int64_t row_stride, const float (&sums)[kColumns / 2], float factor,
+                                               shared_address staging, int rows, int columns, int lane) {
+    const int warp_row = threadIdx.x % 128 / 32 * 16;
+    stage_gradient<kColumns>(sums, factor, staging, lane);
     __syncwarp();  // the warp reads only rows it wrote itself
     const int vector = lane % 8;  // of 16 bytes, in a panel
     destination += 8 * vector;
