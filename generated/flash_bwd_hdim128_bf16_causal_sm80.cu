@@ -152,7 +152,6 @@ __device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int he
 struct KeyBlock {
     int batch;
     int kv_head;
-    int index;  // among the blocks of its head
     int first_key;
 };
 
@@ -160,9 +159,9 @@ struct KeyBlock {
 // a diagonal the most queries attend to them, so that the last blocks of the grid are short.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
     const int head_of_batch = index / params.num_row_blocks;
+    const int index_in_head = index - head_of_batch * params.num_row_blocks;
     KeyBlock block;
-    block.index = index - head_of_batch * params.num_row_blocks;
-    block.first_key = block.index * kBlockN;
+    block.first_key = index_in_head * kBlockN;
     block.batch = head_of_batch / params.num_heads_kv;
     block.kv_head = head_of_batch - block.batch * params.num_heads_kv;
     return block;
@@ -201,7 +200,7 @@ __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, con
 // addresses that follow from it.
 __device__ __forceinline__ void stash_block(const KeyBlock& block, shared_address smem) {
     store_shared_64(smem + kStashOffset, block.batch, block.kv_head);
-    store_shared_64(smem + kStashOffset + 8, block.index, block.first_key);
+    store_shared_64(smem + kStashOffset + 8, 0, block.first_key);  // the 0 fills 16 bytes, which one load brings
 }
 
 __device__ __forceinline__ KeyBlock stashed_block(shared_address smem) {
@@ -209,7 +208,6 @@ __device__ __forceinline__ KeyBlock stashed_block(shared_address smem) {
     KeyBlock block;
     block.batch = words.x;
     block.kv_head = words.y;
-    block.index = words.z;
     block.first_key = words.w;
     return block;
 }

@@ -118,7 +118,6 @@ static_assert(kRowUnit % kBlockM == 0, "the rows of a step lie in the workspace"
 struct KeyBlock {
     int batch;
     int kv_head;
-    int index;  // among the blocks of its head
     int first_key;
 };
 
@@ -126,9 +125,9 @@ struct KeyBlock {
 // a diagonal the most queries attend to them, so that the last blocks of the grid are short.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
     const int head_of_batch = index / params.num_row_blocks;
+    const int index_in_head = index - head_of_batch * params.num_row_blocks;
     KeyBlock block;
-    block.index = index - head_of_batch * params.num_row_blocks;
-    block.first_key = block.index * kBlockN;
+    block.first_key = index_in_head * kBlockN;
     block.batch = head_of_batch / params.num_heads_kv;
     block.kv_head = head_of_batch - block.batch * params.num_heads_kv;
     return block;

@@ -109,9 +109,10 @@ struct KeyBlock {
 // a diagonal the most queries attend to them, so that the last blocks of the grid are short.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
     const int head_of_batch = index / params.num_row_blocks;
+    const int index_in_head = index - head_of_batch * params.num_row_blocks;
     KeyBlock block;
-    block.index = index - head_of_batch * params.num_row_blocks;
-    block.first_key = block.index * kBlockN;
+    block.index = index_in_head;
+    block.first_key = index_in_head * kBlockN;
     block.batch = head_of_batch / params.num_heads_kv;
     block.kv_head = head_of_batch - block.batch * params.num_heads_kv;
     return block;

@@ -248,7 +248,6 @@ __device__ __forceinline__ Rows rows_to_write(const int32_t* cu_seqlens, int seq
 struct KeyBlock {
     int batch;  // the sequence; below 0: none; batch_size: of the rows behind the last sequence
     int kv_head;
-    int index;  // among the blocks of its sequence and head
     int first_key;
     int first_row_q;   // the rows of q and k that the sequence begins with
     int first_row_kv;
@@ -271,8 +270,7 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     if (found.sequence < 0) return block;
     const int blocks = found.count / params.num_heads_kv;
     block.kv_head = found.index / blocks;
-    block.index = found.index - block.kv_head * blocks;
-    block.first_key = block.index * kBlockN;
+    block.first_key = (found.index - block.kv_head * blocks) * kBlockN;
     const Rows rows = rows_of(found.sequence);
     block.first_row_kv = rows.begin;
     block.rows_kv = rows.count;
@@ -336,7 +334,7 @@ __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, con
 // addresses that follow from it.
 __device__ __forceinline__ void stash_block(const KeyBlock& block, shared_address smem) {
     store_shared_64(smem + kStashOffset, block.batch, block.kv_head);
-    store_shared_64(smem + kStashOffset + 8, block.index, block.first_key);
+    store_shared_64(smem + kStashOffset + 8, 0, block.first_key);  // the 0 fills 16 bytes, which one load brings
     store_shared_64(smem + kStashOffset + 16, block.first_row_q, block.seqlen_q);
     store_shared_64(smem + kStashOffset + 24, block.first_row_kv, block.seqlen_kv);
     store_shared_32(smem + kStashOffset + 32, block.rows_kv);
@@ -347,7 +345,6 @@ __device__ __forceinline__ KeyBlock stashed_block(shared_address smem) {
     KeyBlock block;
     block.batch = words.x;
     block.kv_head = words.y;
-    block.index = words.z;
     block.first_key = words.w;
     const uint4 rows = load_shared_128(smem + kStashOffset + 16);
     block.first_row_q = rows.x;

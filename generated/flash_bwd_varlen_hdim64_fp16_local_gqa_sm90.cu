@@ -4,7 +4,7 @@
 //
 // axes      head_dim 64, head_dim_v 64, dtype fp16, mask_type local, gqa gqa, dq_order none
 // tile      block_m 128, block_n 128, stages 2
-// block     384 threads, 167024 bytes of dynamic shared memory
+// block     384 threads, 167016 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_bwd_varlen_sm90.yaml
 // template  flash_bwd_sm90.cu.j2
@@ -56,13 +56,13 @@ constexpr int kLseOffset = kDsOffset + 2 * kDsBytes;
 constexpr int kDeltaOffset = kLseOffset + kStages * kRowBytes;
 constexpr int kBarrierOffset = kDeltaOffset + kStages * kRowBytes;
 constexpr int kStashOffset = kBarrierOffset + 8 * (3 + 3 * kStages);
-constexpr int kSharedBytes = kStashOffset + 40;
+constexpr int kSharedBytes = kStashOffset + 32;
 
 static_assert(kBlockN == 128 && (kBlockM == 64 || kBlockM == 128), "two consumers");
 static_assert(kBlockM % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
 static_assert(kBlockM == 128 ? kHeadDim <= kPanelColumns : kPanels == kConsumers, "a panel of K for the columns of a consumer");
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "the register file");
-static_assert(kSharedBytes + 1024 == 167024, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes + 1024 == 167016, "launcher and kernel agree on shared memory");
 
 struct Params {
     tensor_map q;                         // (head_dim, rows_q, num_heads_q, batch); packed sequences are rows of a batch of 1
@@ -229,7 +229,6 @@ __device__ __forceinline__ Rows rows_to_write(const int32_t* cu_seqlens, int seq
 struct KeyBlock {
     int batch;  // the sequence; below 0: none; batch_size: of the rows behind the last sequence
     int kv_head;
-    int index;  // among the blocks of its sequence and head
     int first_key;
     int first_row_q;   // the rows of q and k that the sequence begins with
     int first_row_kv;
@@ -283,8 +282,8 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     if (found.sequence < 0) return block;
     const int blocks = found.count / params.num_heads_kv;
     block.kv_head = found.index / blocks;
-    block.index = blocks_with(params, found.sequence, launched.work + 1) + found.index - block.kv_head * blocks;
-    block.first_key = block.index * kBlockN;
+    const int index_in_head = blocks_with(params, found.sequence, launched.work + 1) + found.index - block.kv_head * blocks;
+    block.first_key = index_in_head * kBlockN;
     const Rows rows = rows_of(found.sequence);
     block.first_row_kv = rows.begin;
     block.rows_kv = rows.count;
@@ -354,26 +353,24 @@ __device__ __forceinline__ int head_of(const Params& params, const KeyBlock& blo
 __device__ __forceinline__ void stash_block(const KeyBlock& block, shared_address stash) {
     store_shared_32(stash, block.batch);
     store_shared_32(stash + 4, block.kv_head);
-    store_shared_32(stash + 8, block.index);
-    store_shared_32(stash + 12, block.first_key);
-    store_shared_32(stash + 16, block.first_row_q);
-    store_shared_32(stash + 20, block.first_row_kv);
-    store_shared_32(stash + 24, block.seqlen_q);
-    store_shared_32(stash + 28, block.seqlen_kv);
-    store_shared_32(stash + 32, block.rows_kv);
+    store_shared_32(stash + 8, block.first_key);
+    store_shared_32(stash + 12, block.first_row_q);
+    store_shared_32(stash + 16, block.first_row_kv);
+    store_shared_32(stash + 20, block.seqlen_q);
+    store_shared_32(stash + 24, block.seqlen_kv);
+    store_shared_32(stash + 28, block.rows_kv);
 }
 
 __device__ __forceinline__ KeyBlock stashed_block(shared_address stash) {
     KeyBlock block;
     block.batch = load_shared_32(stash);
     block.kv_head = load_shared_32(stash + 4);
-    block.index = load_shared_32(stash + 8);
-    block.first_key = load_shared_32(stash + 12);
-    block.first_row_q = load_shared_32(stash + 16);
-    block.first_row_kv = load_shared_32(stash + 20);
-    block.seqlen_q = load_shared_32(stash + 24);
-    block.seqlen_kv = load_shared_32(stash + 28);
-    block.rows_kv = load_shared_32(stash + 32);
+    block.first_key = load_shared_32(stash + 8);
+    block.first_row_q = load_shared_32(stash + 12);
+    block.first_row_kv = load_shared_32(stash + 16);
+    block.seqlen_q = load_shared_32(stash + 20);
+    block.seqlen_kv = load_shared_32(stash + 24);
+    block.rows_kv = load_shared_32(stash + 28);
     return block;
 }
 
