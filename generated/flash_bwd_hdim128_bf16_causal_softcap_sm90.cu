@@ -92,7 +92,7 @@ static_assert(offsetof(Params, seqlen_kv) == 804 && offsetof(Params, num_row_blo
 static_assert(offsetof(Params, diagonal_offset) == 812 && offsetof(Params, scale_log2) == 816);
 static_assert(offsetof(Params, softmax_scale) == 820 && offsetof(Params, score_constant_0) == 824);
 
-// The rows of a head in the workspace: whole units of kRowUnit, so that a tile of queries never meets the end of an array.
+// The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
 
 __device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
@@ -378,7 +378,7 @@ struct QueryValues {
     shared_address smem;
     int lane;
 
-    __device__ __forceinline__ float2 pair(int j) const { return load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float)); }
+    __device__ __forceinline__ float2 two(int j) const { return load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float)); }
 };
 
 // The score modification `softcap`: cap * tanh(score / cap)
@@ -423,7 +423,7 @@ __device__ __forceinline__ void modify_scores(const Params& params, int batch, i
     const ScoreHead of_head = score_head(params, batch, head);
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 pair = delta.pair(j);
+        const float2 of_two = delta.two(j);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const ScoreRow of_query = score_row(params, of_head, min(lane_query + 8 * j + e, params.seqlen_q - 1));
@@ -433,7 +433,7 @@ __device__ __forceinline__ void modify_scores(const Params& params, int batch, i
                 float& ds = dp[4 * j + 2 * key8 + e];
                 const ModifiedScore modified = differentiated_score(params, of_query, lane_key, 8 * key8, score);
                 score = modified.score;
-                ds = (ds - (e == 0 ? pair.x : pair.y)) * modified.derivative;
+                ds = (ds - (e == 0 ? of_two.x : of_two.y)) * modified.derivative;
             }
         }
     }
@@ -459,9 +459,9 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 pair = lse.pair(j);
+        const float2 of_two = lse.two(j);
 #pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -pair.y : -pair.x));
+        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -of_two.y : -of_two.x));
     }
 }
 

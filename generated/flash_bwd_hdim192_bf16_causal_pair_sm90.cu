@@ -147,7 +147,7 @@ __device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) 
 // The query head of a step.
 __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
 
-// The rows of a head in the workspace: whole units of kRowUnit, so that a tile of queries never meets the end of an array.
+// The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
 
 __device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
@@ -429,14 +429,14 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Vis
 // LSE or delta of the queries of a lane's scores, two by two. Loaded well ahead of their use, and of wgmmas: a load from
 // shared memory waits for wgmmas that were started before it.
 struct QueryValues {
-    float2 pairs[kBlockM / 8];
+    float2 values[kBlockM / 8];
 
     __device__ __forceinline__ void load(shared_address smem, int lane) {
 #pragma unroll
-        for (int j = 0; j < kBlockM / 8; ++j) pairs[j] = load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float));
+        for (int j = 0; j < kBlockM / 8; ++j) values[j] = load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float));
     }
 
-    __device__ __forceinline__ float2 pair(int j) const { return pairs[j]; }
+    __device__ __forceinline__ float2 two(int j) const { return values[j]; }
 };
 
 // Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
@@ -453,9 +453,9 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 pair = lse.pair(j);
+        const float2 of_two = lse.two(j);
 #pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -pair.y : -pair.x));
+        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -of_two.y : -of_two.x));
     }
 }
 
@@ -463,9 +463,9 @@ __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const Qu
 __device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 pair = delta.pair(j);
+        const float2 of_two = delta.two(j);
 #pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? pair.y : pair.x));
+        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? of_two.y : of_two.x));
     }
 }
 

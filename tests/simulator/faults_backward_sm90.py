@@ -139,8 +139,8 @@ FAULTS = (
         ROWS,
         SHAPE,
         (WRONG,),
-        "(i % 2 ? pair.y : pair.x)",
-        "(i % 2 ? pair.x : pair.y)",
+        "(i % 2 ? of_two.y : of_two.x)",
+        "(i % 2 ? of_two.x : of_two.y)",
     ),
     fault(
         "a diagonal one query late",
