@@ -63,7 +63,7 @@ static_assert(offsetof(Params, lse_batch_stride) == 120 && offsetof(Params, lse_
 static_assert(offsetof(Params, batch_size) == 136 && offsetof(Params, num_heads_q) == 140 && offsetof(Params, rows_q) == 144);
 static_assert(offsetof(Params, seqlen_q) == 148 && offsetof(Params, head_dim_v) == 152);
 
-// The rows of a head in the workspace: each sequence has whole units of kRowUnit of its own, so that a tile of queries never meets the
+// The rows of a head in the workspace: each sequence has whole units of kRowUnit of its own, so that a block of queries never meets the
 // rows of another one.
 constexpr int kRowUnit = 128;
 
