@@ -171,7 +171,7 @@ def attention(
     if deterministic is not False:
         deterministic = flag("deterministic", deterministic)
     kind = arrays.kind_of(q)
-    if kind is None or not kind.is_compiling() or _unrecorded(v, out, stream):
+    if kind is None or not kind.records(q, k, v) or _unrecorded(v, out, stream):
         try:
             if append is not None or rotary is not None:
                 from flashgen.appending import append_and_attend, asked_to_append

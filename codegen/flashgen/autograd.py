@@ -1,5 +1,5 @@
-"""Attention in the graphs of PyTorch: the operators ``flashgen::attention`` and
-``flashgen::attention_backward``, for autograd, torch.compile and torch.export.
+"""Attention in the graphs of PyTorch: recorded by autograd, and as the operators ``flashgen::attention`` and
+``flashgen::attention_backward`` for torch.compile, torch.export, and whatever else looks at operators.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from flashgen.training import MASK_WITH_LENGTHS
 from flashgen.training import asked as asked_backward
 
 _EVERY = "every "
+# The tensors whose operators nobody but autograd looks at.
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
 class _Options(NamedTuple):
@@ -123,7 +125,23 @@ def attention(
         _whole("max_seqlen_q", max_seqlen_q),
         _whole("max_seqlen_kv", max_seqlen_kv),
     )
-    return _forward(*tensors, list(arrays.values()), *on_device, *options)
+    rest = list(arrays.values()), *on_device, *options
+    if _is_eager(tensors):
+        q, k, v, mask = tensors
+        return _Attention.apply(q, k, v, (mask, *rest))
+    return _forward(*tensors, *rest)
+
+
+def _is_eager(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether nothing needs to see an operator: no compiler, no dispatch mode, no transform of torch.func, no
+    subclass of tensors, and none without memory.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or tensors[0].is_meta
+    ) and _PLAIN.issuperset(map(type, tensors))
 
 
 def _refuse_gradients(arrays: Mapping[str, Any]) -> None:
@@ -156,13 +174,7 @@ def _split(names: str) -> list[str]:
     return names.split(",") if names else []
 
 
-@torch.library.custom_op(
-    "flashgen::attention",
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor[] arrays, "
-    f"{_LENGTHS}, {_SCHEMA}) -> (Tensor, Tensor)",
-)
-def _forward(
+def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -173,6 +185,7 @@ def _forward(
     cu_seqlens_kv: Tensor | None,
     *given: Any,
 ) -> tuple[Tensor, Tensor]:
+    """out and lse, where nothing is recorded."""
     options = _Options(*given)
     wanted = asked(
         q,
@@ -185,8 +198,18 @@ def _forward(
         options.of_score(arrays),
         (kv_lengths, cu_seqlens_q, cu_seqlens_kv, options.max_seqlen_q, options.max_seqlen_kv),
     )
-    with torch.no_grad():
-        return call(*wanted, stream=None, backend=options.backend, algorithm=options.algorithm)
+    return call(*wanted, stream=None, backend=options.backend, algorithm=options.algorithm)
+
+
+@torch.library.custom_op(
+    "flashgen::attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor[] arrays, "
+    f"{_LENGTHS}, {_SCHEMA}) -> (Tensor, Tensor)",
+)
+@torch.no_grad()
+def _forward(*given: Any) -> tuple[Tensor, Tensor]:
+    return _attend(*given)
 
 
 @_forward.register_fake
@@ -196,13 +219,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     return out, q.new_empty((*q.shape[:-3], heads, rows), dtype=torch.float32)
 
 
-@torch.library.custom_op(
-    "flashgen::attention_backward",
-    mutates_args=(),
-    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, Tensor? dlse, "
-    f"Tensor[] arrays, {_LENGTHS}, {_SCHEMA}) -> (Tensor, Tensor, Tensor)",
-)
-def _backward(
+def _differentiate(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -217,6 +234,7 @@ def _backward(
     cu_seqlens_kv: Tensor | None,
     *given: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, where nothing is recorded."""
     options = _Options(*given)
     dlse = None if dlse is None else dlse.contiguous()
     wanted = asked_backward(
@@ -227,8 +245,18 @@ def _backward(
         (kv_lengths, cu_seqlens_q, cu_seqlens_kv, options.max_seqlen_q, options.max_seqlen_kv),
         options.deterministic,
     )
-    with torch.no_grad():
-        return call(*wanted, stream=None, backend=options.backend)
+    return call(*wanted, stream=None, backend=options.backend)
+
+
+@torch.library.custom_op(
+    "flashgen::attention_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, Tensor? dlse, "
+    f"Tensor[] arrays, {_LENGTHS}, {_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+)
+@torch.no_grad()
+def _backward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _differentiate(*given)
 
 
 @_backward.register_fake
@@ -257,13 +285,36 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(q, k, v, mask, *output, kv_lengths, cu_seqlens_q, cu_seqlens_kv, *arrays)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+def _kept(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    """What the backward pass of a call takes."""
     q, k, v, mask, out, lse, kv_lengths, cu_seqlens_q, cu_seqlens_kv, *arrays = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
     lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv
-    gradients = _backward(dout, q, k, v, mask, out, lse, dlse, arrays, *lengths, *ctx.options)
-    return (*gradients, None, [None] * len(arrays), *(None for _ in (*lengths, *ctx.options)))
+    return dout, q, k, v, mask, out, lse, dlse, arrays, *lengths, *ctx.options
+
+
+class _Attention(torch.autograd.Function):
+    """The same in eager mode, where recording an operator takes ten times as long as queueing kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        output = _attend(q, k, v, *rest)
+        _keep(ctx, (q, k, v, *rest), output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        given = _kept(ctx, dout, dlse)
+        # Where gradients are recorded themselves, the operator refuses to have its own.
+        unseen = not torch.is_grad_enabled() and _is_eager(given[:8])
+        return *(_differentiate if unseen else _backward)(*given), None
+
+
+def _of_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    given = _kept(ctx, dout, dlse)
+    arrays = given[8]
+    return (*_backward(*given), None, [None] * len(arrays), *[None] * len(given[9:]))
 
 
 def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -276,5 +327,5 @@ def _refuse_second_derivatives(ctx: Any, *gradients: Tensor) -> None:
     )
 
 
-_forward.register_autograd(_differentiate, setup_context=_keep)
+_forward.register_autograd(_of_operator, setup_context=_keep)
 _backward.register_autograd(_refuse_second_derivatives, setup_context=_keep_nothing)

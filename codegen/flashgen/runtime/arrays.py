@@ -99,8 +99,8 @@ class NumpyKind:
         """Handle of the library's current stream of a GPU; 0 for host memory (None)."""
         return 0
 
-    def is_compiling(self) -> bool:
-        """Whether the library is compiling the caller, and has no elements."""
+    def records(self, *arrays: Any) -> bool:
+        """Whether the library records calls on these arrays, for their gradients or to compile the caller."""
         return False
 
 
@@ -168,7 +168,7 @@ class CupyKind:
     def current_stream(self, device: int | None) -> int:
         return self._get_stream(device).ptr
 
-    def is_compiling(self) -> bool:
+    def records(self, *arrays: Any) -> bool:
         return False
 
     def nbytes(self, x: Any) -> int:
@@ -192,7 +192,8 @@ class TorchKind:
         self.types = {torch.Tensor, type(None)}
         self._torch = torch
         self._is_grad_enabled = torch.is_grad_enabled
-        self.is_compiling = torch.compiler.is_compiling
+        self._is_compiling = torch.compiler.is_compiling
+        self._is_transforming = torch._C._are_functorch_transforms_active
         self._forward_ad = torch.autograd.forward_ad
         # The handle alone: a Stream object costs 2 µs.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -316,6 +317,14 @@ class TorchKind:
 
     def current_stream(self, device: int | None) -> int:
         return 0 if device is None else self._get_stream(device)
+
+    def records(self, *arrays: Any) -> bool:
+        if self._is_grad_enabled():
+            for x in arrays:
+                if getattr(x, "requires_grad", False):
+                    # Other calls refuse these two by name.
+                    return self._is_compiling() or not (self._is_transforming() or x.is_nested)
+        return self._is_compiling()
 
 
 def _is_wrapped(torch: Any, x: Any) -> bool:
