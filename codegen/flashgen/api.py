@@ -56,6 +56,9 @@ BOUNDS_ALONE = (
 
 _log = logs.logger("api")
 _plans: dict[Any, Plan] = {}
+# By all of a call but its arrays: the plan of the last one and, once two of one layout followed each other,
+# what gives the pointers of such arrays.
+_recent: dict[Any, tuple[arrays.Expecting | None, Plan]] = {}
 _plans_lock = threading.Lock()
 
 
@@ -600,20 +603,27 @@ def _known(
     if not backend and kind.on_host(given[0]):
         # On a GPU there is one backend, and only a new plan asks whether it is forbidden: a look takes 1 µs.
         backend = os.environ.get("FLASHGEN_BACKEND")
+    wanted = operator.name, options, backend, algorithm
+    try:
+        expected, recent = _recent.get(wanted, (None, None))
+    except TypeError:  # an option is not hashable, such as a window in a list
+        wanted = expected = recent = None
+    if expected is not None:
+        pointers = expected(given)
+        if pointers is not None:
+            return recent, pointers
     try:
         layouts, pointers = kind.read(given)
     except RuntimeError:
         make_plan(operator, given, options, scalars, backend, algorithm)  # raises what is wrong, by name
         raise
-    key = (operator.name, layouts, options, backend, algorithm)
-    try:
-        known = _plans.get(key)
-    except TypeError:  # an option is not hashable, such as a window in a list
-        key = known = None
+    known = None if wanted is None else _plans.get((wanted, layouts))
     if known is None:
         known = make_plan(operator, given, options, scalars, backend, algorithm, keeps_scalars=False)
-        if key is not None:
-            _remember(key, known)
+        if wanted is not None:
+            _remember((wanted, layouts), known)
+    if wanted is not None:
+        _recent[wanted] = kind.expecting(given) if known is recent else None, known
     return known, pointers
 
 
@@ -774,6 +784,7 @@ def _specs(folders: str, tuned: str = "", gpu: str | None = None) -> tuple[Spec,
 
 def _remember(key: Any, known: Plan) -> None:
     with _plans_lock:
-        while len(_plans) >= MAX_PLANS:
-            del _plans[next(iter(_plans))]
+        for kept in (_plans, _recent):
+            while len(kept) >= MAX_PLANS:
+                del kept[next(iter(kept))]
         _plans[key] = known

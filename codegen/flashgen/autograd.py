@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashgen.api import asked, call, named_score
+from flashgen.api import LENGTHS, asked, call, named_score
 from flashgen.errors import BadParam
 from flashgen.operators.arguments import ROW_ALIGNMENT, flag
 from flashgen.operators.attention import mask_type_name, scale_of, sees_no_later_key, window_of
@@ -94,19 +94,14 @@ def attention(
     ``of_score`` softcap, alibi_slopes, score and params; ``lengths`` as in `api.asked`. Raises BadParam.
     """
     *on_device, max_seqlen_q, max_seqlen_kv = lengths
-    optional = ("mask", "kv_lengths", "cu_seqlens_q", "cu_seqlens_kv")
-    for name, x in zip(("q", "k", "v", *optional), (*tensors, *on_device), strict=True):
-        if not isinstance(x, Tensor) and (name not in optional or x is not None):
-            raise BadParam(f"{name} has type {type(x).__name__}, and another array requires a gradient")
+    given = *tensors, *on_device
+    if not _PLAIN.issuperset(map(type, given)):
+        for name, x in zip(("q", "k", "v", "mask", *LENGTHS[:3]), given, strict=True):
+            if not isinstance(x, Tensor) and x is not None:
+                raise BadParam(f"{name} has type {type(x).__name__}, and another array requires a gradient")
     if tensors[3] is not None and any(x is not None for x in on_device):
         raise BadParam(MASK_WITH_LENGTHS)
-    names, arrays, scalars = (), {}, {}
-    if any(x is not None for x in of_score):
-        _, alibi_slopes, _, params = of_score
-        _refuse_gradients({"alibi_slopes": alibi_slopes, **(params if isinstance(params, Mapping) else {})})
-        names, given = named_score(*of_score, sees_no_later_key(*masking))
-        arrays = {name: x for name, x in given.items() if isinstance(x, Tensor)}
-        scalars = {name: x for name, x in given.items() if name not in arrays}
+    score, array_names, numbers, arrays = _written(of_score, masking)
     causal, mask_type, window_size = masking
     left, right = window_of(window_size)
     options = _Options(
@@ -115,9 +110,9 @@ def attention(
         left,
         right,
         None if softmax_scale is None else scale_of(softmax_scale, tensors[0].shape[-1]),
-        ",".join(names),
-        ",".join(arrays),
-        ",".join(f"{name}={_number(name, x)!r}" for name, x in scalars.items()),
+        score,
+        array_names,
+        numbers,
         f"{_EVERY}{splits.keys}" if isinstance(splits, SplitEvery) else str(splits_of(splits)),
         deterministic or torch.are_deterministic_algorithms_enabled(),
         backend,
@@ -125,11 +120,23 @@ def attention(
         _whole("max_seqlen_q", max_seqlen_q),
         _whole("max_seqlen_kv", max_seqlen_kv),
     )
-    rest = list(arrays.values()), *on_device, *options
+    rest = arrays, *on_device, *options
     if _is_eager(tensors):
         q, k, v, mask = tensors
         return _Attention.apply(q, k, v, (mask, *rest))
     return _forward(*tensors, *rest)
+
+
+def _written(of_score: tuple[Any, ...], masking: tuple[Any, ...]) -> tuple[str, str, str, list[Tensor]]:
+    """``score``, ``array_names`` and ``numbers`` of `_Options`, and the arrays. Raises BadParam."""
+    softcap, alibi_slopes, score, params = of_score
+    if softcap is None and alibi_slopes is None and score is None and params is None:
+        return "", "", "", []
+    _refuse_gradients({"alibi_slopes": alibi_slopes, **(params if isinstance(params, Mapping) else {})})
+    names, given = named_score(*of_score, sees_no_later_key(*masking))
+    arrays = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    numbers = (f"{name}={_number(name, x)!r}" for name, x in given.items() if name not in arrays)
+    return ",".join(names), ",".join(arrays), ",".join(numbers), list(arrays.values())
 
 
 def _is_eager(tensors: tuple[Tensor | None, ...]) -> bool:
@@ -269,12 +276,11 @@ def _with_rows(x: Tensor) -> Tensor:
     all.
     """
     x = x.resolve_neg()
-    steps = (
-        stride * x.element_size() % ROW_ALIGNMENT
-        for stride, extent in zip(x.stride()[:-1], x.shape[:-1], strict=True)
-        if extent > 1
-    )
-    rows = x.stride(-1) == 1 and not any(steps) and x.data_ptr() % ROW_ALIGNMENT == 0
+    *strides, last = x.stride()
+    size = x.element_size()
+    rows = last == 1 and x.data_ptr() % ROW_ALIGNMENT == 0
+    for stride, extent in zip(strides, x.shape, strict=False):
+        rows = rows and (extent < 2 or stride * size % ROW_ALIGNMENT == 0)
     return x if rows else x.clone(memory_format=torch.contiguous_format)
 
 

@@ -12,6 +12,8 @@ import contextlib
 import ctypes
 import operator
 import sys
+from collections.abc import Callable
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from flashgen import installing
@@ -19,12 +21,15 @@ from flashgen.errors import BadParam, BadTensorDtype, DeviceTypeNotSupported, No
 from flashgen.operators.arguments import ArrayView
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from flashgen.operators.operator import Problem
 
 # A key over the layouts of a call's arrays, and their pointers; None and 0 for an array that is absent.
 Read = tuple[tuple, tuple[int, ...]]
+
+# Pointers of arrays, or None where one does not lie as expected.
+Expecting = Callable[[tuple[Any, ...]], tuple[int, ...] | None]
 
 # DLPack's device types and type codes: https://dmlc.github.io/dlpack/latest/c_api.html
 _DL_HOST = (1, 3)
@@ -58,6 +63,10 @@ class NumpyKind:
             tuple([None if x is None else layout(x) for x in arrays]),
             tuple([0 if x is None else pointer(x) for x in arrays]),
         )
+
+    def expecting(self, arrays: tuple[Any, ...]) -> Expecting:
+        """What gives the pointers of as many arrays that lie as these, and None for any others."""
+        return _read_and_compared(self, arrays)
 
     def pointer(self, x: Any) -> int:
         return x.__array_interface__["data"][0]
@@ -134,6 +143,9 @@ class CupyKind:
                 pointers.append(memory.ptr)
         return tuple(layouts), tuple(pointers)
 
+    def expecting(self, arrays: tuple[Any, ...]) -> Expecting:
+        return _read_and_compared(self, arrays)
+
     def pointer(self, x: Any) -> int:
         return x.data.ptr
 
@@ -195,6 +207,9 @@ class TorchKind:
         self._is_compiling = torch.compiler.is_compiling
         self._is_transforming = torch._C._are_functorch_transforms_active
         self._forward_ad = torch.autograd.forward_ad
+        # What Dynamo recognises tensors by: type, dispatch keys, dtype, device, shape and strides.
+        dynamo = getattr(torch._C, "_dynamo", None)
+        self._guards = getattr(getattr(dynamo, "guards", None), "TensorGuards", None)
         # The handle alone: a Stream object costs 2 µs.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self._get_stream = raw_stream or (lambda device: torch.cuda.current_stream(device).cuda_stream)
@@ -231,6 +246,31 @@ class TorchKind:
                 layouts.append((x.shape, strides, x.dtype, x.device, refused))
                 pointers.append(x.data_ptr())
         return tuple(layouts), tuple(pointers)
+
+    def expecting(self, arrays: tuple[Any, ...]) -> Expecting:
+        tensors = [x for x in arrays if x is not None]
+        # A guard finds no tensor twice.
+        if self._guards is None or len(set(map(id, tensors))) < len(tensors):
+            return _read_and_compared(self, arrays)
+        # One call in place of seven for each tensor.
+        fit = self._guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        given = [x is not None for x in arrays]
+        absent = [place for place, x in enumerate(arrays) if x is None]
+        differentiable = any(x.requires_grad for x in tensors)
+        is_grad_enabled, forward_ad = self._is_grad_enabled, self._forward_ad
+
+        def pointers(arrays: tuple[Any, ...]) -> tuple[int, ...] | None:
+            for place in absent:
+                if arrays[place] is not None:
+                    return None
+            if not fit(*compress(arrays, given)):
+                return None
+            # What a guard does not look at: derivatives that would be lost.
+            if (differentiable and is_grad_enabled()) or forward_ad._current_level >= 0:
+                return None
+            return tuple([0 if x is None else x.data_ptr() for x in arrays])
+
+        return pointers
 
     def pointer(self, x: Any) -> int:
         return x.data_ptr()
@@ -335,6 +375,23 @@ def _is_wrapped(torch: Any, x: Any) -> bool:
 
 
 Kind = NumpyKind | CupyKind | TorchKind
+
+
+def _read_and_compared(kind: Kind, arrays: tuple[Any, ...]) -> Expecting:
+    """`expecting` by layouts."""
+    known, types, read = kind.read(arrays)[0], kind.types, kind.read
+
+    def pointers(arrays: tuple[Any, ...]) -> tuple[int, ...] | None:
+        if not types.issuperset(map(type, arrays)):
+            return None
+        try:
+            layouts, found = read(arrays)
+        except RuntimeError:  # a tensor without memory of its own
+            return None
+        return found if layouts == known else None
+
+    return pointers
+
 
 _KINDS: dict[str, Kind] = {}
 _KIND_BY_TYPE: dict[type, Kind | None] = {}

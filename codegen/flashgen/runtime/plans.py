@@ -74,14 +74,13 @@ class Plan:
         "_current_stream",
         "_device",
         "_empty",
-        "_known",
-        "_known_workspace",
+        "_expected",
+        "_expected_workspace",
         "_layouts",
         "_needed",
         "_no_scalars",
         "_outputs",
         "_positions",
-        "_read",
         "_results",
         "_runner",
         "_types",
@@ -95,12 +94,12 @@ class Plan:
         kind = libraries.kind_of(examples[0])
         self.problem, self.kind = problem, kind
         self._runner = runner
-        self._read, self._current_stream, self._device = kind.read, kind.current_stream, problem.device
+        self._current_stream, self._device = kind.current_stream, problem.device
         self._empty = problem.empty
         self._layouts = kind.read(examples)[0]
-        # The layouts of the last call, which were found to fit: the next one need not look again.
-        self._known = self._layouts
-        self._known_workspace: Any = None  # likewise
+        # The pointers of arrays that lie as those of the last call, which were found to fit.
+        self._expected = kind.expecting(examples)
+        self._expected_workspace: Any = None  # likewise
         # What to queue, by pointers at which memory was sound, and by scalars.
         self._works: dict[Any, Work] = {}
         self._types = kind.types
@@ -171,21 +170,18 @@ class Plan:
 
     def pointers(self, arrays: Arrays) -> Pointers | None:
         """Those of native arrays; None where one has to be adopted. Raises what does not fit the plan."""
+        pointers = self._expected(arrays)
+        if pointers is not None:
+            return pointers
         if not self._types.issuperset(map(type, arrays)):
             kinds = [libraries.kind_of(x) for x in arrays if x is not None]
             if None in kinds:
                 return None
             if any(kind is not self.kind for kind in kinds):
                 self._check(arrays)  # raises: the libraries differ
-        try:
-            layouts, pointers = self._read(arrays)
-        except RuntimeError:
-            self._check(arrays)  # raises what is wrong, by the argument's name
-            raise
-        if layouts != self._known:
-            self._check(arrays)
-            self._known = layouts
-        return pointers
+        self._check(arrays)
+        self._expected = self.kind.expecting(arrays)
+        return self.kind.read(arrays)[1]
 
     def _adopted(self, arrays: Arrays, scalars: tuple[Any, ...], stream: Any, workspace: Any) -> Any:
         operator = self.problem.operator
@@ -214,7 +210,8 @@ class Plan:
         given = pointers
         for position in self._results:
             if arrays[position] is None:
-                arrays, pointers = self._allocated(position, arrays, pointers, stream)
+                arrays, pointers = self._allocated(arrays, pointers, stream)
+                break
         memory = None  # lives until the work is queued; an allocator reuses it in the order of the stream
         if self._needed:
             memory, address = self._workspace(workspace, arrays[0], stream)
@@ -260,15 +257,14 @@ class Plan:
                 raise BadParam(f"{name} {why}; the arguments are {known}")
         return tuple(arrays), scalars
 
-    def _allocated(
-        self, position: int, arrays: Arrays, pointers: Pointers, stream: Any
-    ) -> tuple[Arrays, Pointers]:
-        """The arrays with a new output at a position, and its pointer."""
-        kind = self.kind
-        shape, dtype = self._outputs[position]
-        new = kind.empty(shape, arrays[0], stream, dtype)
-        arrays = (*arrays[:position], new, *arrays[position + 1 :])
-        return arrays, (*pointers[:position], kind.pointer(new), *pointers[position + 1 :])
+    def _allocated(self, given: Arrays, addresses: Pointers, stream: Any) -> tuple[Arrays, Pointers]:
+        """The arrays with new ones for all outputs that are missing, and their pointers."""
+        kind, arrays, pointers = self.kind, [*given], [*addresses]
+        for position, (shape, dtype) in self._outputs.items():
+            if arrays[position] is None:
+                arrays[position] = kind.empty(shape, given[0], stream, dtype)
+                pointers[position] = kind.pointer(arrays[position])
+        return tuple(arrays), tuple(pointers)
 
     def _workspace(self, workspace: Any, like: Any, stream: Any) -> tuple[Any, int]:
         """The caller's workspace, or a new one, and its address."""
@@ -276,11 +272,10 @@ class Plan:
         if workspace is None:
             memory = self.kind.empty((needed + WORKSPACE_ALIGNMENT,), like, stream, "uint8")
             return memory, -(-self.kind.pointer(memory) // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
-        layout = None
-        if type(workspace) in self._types:
-            (layout,), (address,) = self._read((workspace,))
-            if layout == self._known_workspace and not address % WORKSPACE_ALIGNMENT:
-                return workspace, address
+        if self._expected_workspace is not None:
+            found = self._expected_workspace((workspace,))
+            if found is not None and not found[0] % WORKSPACE_ALIGNMENT:
+                return workspace, found[0]
         view = libraries.view(workspace, "workspace")
         if view.device != self._device or not is_contiguous(view):
             raise BadParam("workspace must be a contiguous array on the device of the plan")
@@ -292,7 +287,7 @@ class Plan:
                 f"workspace starts at address {view.pointer:#x}; it must be a multiple of "
                 f"{WORKSPACE_ALIGNMENT} bytes"
             )
-        self._known_workspace = layout
+        self._expected_workspace = self.kind.expecting((workspace,))
         return workspace, view.pointer
 
     def _prepare(self, key: Any, given: Pointers, pointers: Pointers, scalars: tuple[Any, ...]) -> Work:
