@@ -45,6 +45,7 @@ class NumpyKind:
     """Arrays in host memory."""
 
     name = "numpy"
+    expecting = None  # nothing is quicker than `read`
 
     def __init__(self, numpy: Any) -> None:
         # Of most calls all arrays are of these types; an array of a subclass takes a moment longer.
@@ -63,10 +64,6 @@ class NumpyKind:
             tuple([None if x is None else layout(x) for x in arrays]),
             tuple([0 if x is None else pointer(x) for x in arrays]),
         )
-
-    def expecting(self, arrays: tuple[Any, ...]) -> Expecting:
-        """What gives the pointers of as many arrays that lie as these, and None for any others."""
-        return _read_and_compared(self, arrays)
 
     def pointer(self, x: Any) -> int:
         return x.__array_interface__["data"][0]
@@ -108,8 +105,8 @@ class NumpyKind:
         """Handle of the library's current stream of a GPU; 0 for host memory (None)."""
         return 0
 
-    def records(self, *arrays: Any) -> bool:
-        """Whether the library records calls on these arrays, for their gradients or to compile the caller."""
+    def records(self, q: Any, k: Any, v: Any) -> bool:
+        """Whether the library records a call on these, for their gradients or to compile the caller."""
         return False
 
 
@@ -117,6 +114,7 @@ class CupyKind:
     """Arrays on a GPU."""
 
     name = "cupy"
+    expecting = None
 
     def __init__(self, cupy: Any) -> None:
         self.types = {cupy.ndarray, type(None)}
@@ -142,9 +140,6 @@ class CupyKind:
                 layouts.append((x.shape, x._c_contiguous or x.strides, x.dtype, memory.device_id))
                 pointers.append(memory.ptr)
         return tuple(layouts), tuple(pointers)
-
-    def expecting(self, arrays: tuple[Any, ...]) -> Expecting:
-        return _read_and_compared(self, arrays)
 
     def pointer(self, x: Any) -> int:
         return x.data.ptr
@@ -180,7 +175,7 @@ class CupyKind:
     def current_stream(self, device: int | None) -> int:
         return self._get_stream(device).ptr
 
-    def records(self, *arrays: Any) -> bool:
+    def records(self, q: Any, k: Any, v: Any) -> bool:
         return False
 
     def nbytes(self, x: Any) -> int:
@@ -210,6 +205,7 @@ class TorchKind:
         # What Dynamo recognises tensors by: type, dispatch keys, dtype, device, shape and strides.
         dynamo = getattr(torch._C, "_dynamo", None)
         self._guards = getattr(getattr(dynamo, "guards", None), "TensorGuards", None)
+        self.expecting = None if self._guards is None else self._expecting
         # The handle alone: a Stream object costs 2 µs.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self._get_stream = raw_stream or (lambda device: torch.cuda.current_stream(device).cuda_stream)
@@ -247,11 +243,13 @@ class TorchKind:
                 pointers.append(x.data_ptr())
         return tuple(layouts), tuple(pointers)
 
-    def expecting(self, arrays: tuple[Any, ...]) -> Expecting:
+    def _expecting(self, arrays: tuple[Any, ...]) -> Expecting | None:
+        """What gives the pointers of as many arrays that lie as these, and None for any others; None where
+        there is nothing quicker than `read`.
+        """
         tensors = [x for x in arrays if x is not None]
-        # A guard finds no tensor twice.
-        if self._guards is None or len(set(map(id, tensors))) < len(tensors):
-            return _read_and_compared(self, arrays)
+        if len(set(map(id, tensors))) < len(tensors):
+            return None  # a guard refuses a tensor that comes twice
         # One call in place of seven for each tensor.
         fit = self._guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         given = [x is not None for x in arrays]
@@ -358,9 +356,9 @@ class TorchKind:
     def current_stream(self, device: int | None) -> int:
         return 0 if device is None else self._get_stream(device)
 
-    def records(self, *arrays: Any) -> bool:
+    def records(self, q: Any, k: Any, v: Any) -> bool:
         if self._is_grad_enabled():
-            for x in arrays:
+            for x in (q, k, v):
                 if getattr(x, "requires_grad", False):
                     # Other calls refuse these two by name.
                     return self._is_compiling() or not (self._is_transforming() or x.is_nested)
@@ -375,22 +373,6 @@ def _is_wrapped(torch: Any, x: Any) -> bool:
 
 
 Kind = NumpyKind | CupyKind | TorchKind
-
-
-def _read_and_compared(kind: Kind, arrays: tuple[Any, ...]) -> Expecting:
-    """`expecting` by layouts."""
-    known, types, read = kind.read(arrays)[0], kind.types, kind.read
-
-    def pointers(arrays: tuple[Any, ...]) -> tuple[int, ...] | None:
-        if not types.issuperset(map(type, arrays)):
-            return None
-        try:
-            layouts, found = read(arrays)
-        except RuntimeError:  # a tensor without memory of its own
-            return None
-        return found if layouts == known else None
-
-    return pointers
 
 
 _KINDS: dict[str, Kind] = {}

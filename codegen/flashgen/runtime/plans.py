@@ -76,11 +76,15 @@ class Plan:
         "_empty",
         "_expected",
         "_expected_workspace",
+        "_expecting",
+        "_known",
+        "_known_workspace",
         "_layouts",
         "_needed",
         "_no_scalars",
         "_outputs",
         "_positions",
+        "_read",
         "_results",
         "_runner",
         "_types",
@@ -94,12 +98,16 @@ class Plan:
         kind = libraries.kind_of(examples[0])
         self.problem, self.kind = problem, kind
         self._runner = runner
-        self._current_stream, self._device = kind.current_stream, problem.device
+        self._read, self._current_stream, self._device = kind.read, kind.current_stream, problem.device
         self._empty = problem.empty
         self._layouts = kind.read(examples)[0]
-        # The pointers of arrays that lie as those of the last call, which were found to fit.
-        self._expected = kind.expecting(examples)
-        self._expected_workspace: Any = None  # likewise
+        # The layouts of the last call, which were found to fit: the next one need not look again.
+        self._known = self._layouts
+        self._known_workspace: Any = None  # likewise
+        # Where the library can tell at a glance: the pointers of arrays of these layouts.
+        self._expecting = kind.expecting
+        self._expected: Any = None
+        self._expected_workspace: Any = None
         # What to queue, by pointers at which memory was sound, and by scalars.
         self._works: dict[Any, Work] = {}
         self._types = kind.types
@@ -170,18 +178,27 @@ class Plan:
 
     def pointers(self, arrays: Arrays) -> Pointers | None:
         """Those of native arrays; None where one has to be adopted. Raises what does not fit the plan."""
-        pointers = self._expected(arrays)
-        if pointers is not None:
-            return pointers
+        if self._expected is not None:
+            pointers = self._expected(arrays)
+            if pointers is not None:
+                return pointers
         if not self._types.issuperset(map(type, arrays)):
             kinds = [libraries.kind_of(x) for x in arrays if x is not None]
             if None in kinds:
                 return None
             if any(kind is not self.kind for kind in kinds):
                 self._check(arrays)  # raises: the libraries differ
-        self._check(arrays)
-        self._expected = self.kind.expecting(arrays)
-        return self.kind.read(arrays)[1]
+        try:
+            layouts, pointers = self._read(arrays)
+        except RuntimeError:
+            self._check(arrays)  # raises what is wrong, by the argument's name
+            raise
+        if layouts != self._known:
+            self._check(arrays)
+            self._known = layouts
+        if self._expecting is not None:
+            self._expected = self._expecting(arrays)
+        return pointers
 
     def _adopted(self, arrays: Arrays, scalars: tuple[Any, ...], stream: Any, workspace: Any) -> Any:
         operator = self.problem.operator
@@ -276,6 +293,11 @@ class Plan:
             found = self._expected_workspace((workspace,))
             if found is not None and not found[0] % WORKSPACE_ALIGNMENT:
                 return workspace, found[0]
+        layout = None
+        if type(workspace) in self._types:
+            (layout,), (address,) = self._read((workspace,))
+            if layout == self._known_workspace and not address % WORKSPACE_ALIGNMENT:
+                return workspace, address
         view = libraries.view(workspace, "workspace")
         if view.device != self._device or not is_contiguous(view):
             raise BadParam("workspace must be a contiguous array on the device of the plan")
@@ -287,7 +309,9 @@ class Plan:
                 f"workspace starts at address {view.pointer:#x}; it must be a multiple of "
                 f"{WORKSPACE_ALIGNMENT} bytes"
             )
-        self._expected_workspace = self.kind.expecting((workspace,))
+        self._known_workspace = layout
+        if self._expecting is not None:
+            self._expected_workspace = self._expecting((workspace,))
         return workspace, view.pointer
 
     def _prepare(self, key: Any, given: Pointers, pointers: Pointers, scalars: tuple[Any, ...]) -> Work:
