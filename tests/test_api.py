@@ -11,6 +11,7 @@ import pytest
 import flashgen
 from flashgen import api, errors
 from flashgen.runtime import device
+from flashgen.runtime.arrays import kind_of
 
 
 @pytest.fixture(autouse=True)
@@ -391,9 +392,14 @@ def test_a_plan_refuses_arrays_that_are_not_its_own():
             plan(**({"q": q, "k": k, "v": v} | wrong))
 
 
-def test_a_plan_goes_on_refusing_tensors_after_calls_that_fit():
+@pytest.mark.parametrize("at_a_glance", [True, False])
+def test_a_plan_goes_on_refusing_tensors_after_calls_that_fit(at_a_glance, monkeypatch):
     torch = pytest.importorskip("torch")
     q, k, v = map(torch.from_numpy, qkv())
+    kind = kind_of(q)
+    assert kind.expecting is not None
+    if not at_a_glance:
+        monkeypatch.setattr(kind, "expecting", None)
     plan, out = flashgen.plan(q, k, v), torch.empty_like(q)
     for error, wrong in (
         (errors.BadTensorShape, {"q": q[:, :-1]}),
