@@ -56,6 +56,9 @@ BOUNDS_ALONE = (
 
 _log = logs.logger("api")
 _plans: dict[Any, Plan] = {}
+# By all of a call but its arrays: the plan of the last one and, once two of one layout followed each other,
+# what gives the pointers of such arrays.
+_recent: dict[Any, tuple[Plan, arrays.Expecting | None]] = {}
 _plans_lock = threading.Lock()
 
 
@@ -171,7 +174,7 @@ def attention(
     if deterministic is not False:
         deterministic = flag("deterministic", deterministic)
     kind = arrays.kind_of(q)
-    if kind is None or not kind.is_compiling() or _unrecorded(v, out, stream):
+    if kind is None or not kind.records(q, k, v) or _unrecorded(v, out, stream):
         try:
             if append is not None or rotary is not None:
                 from flashgen.appending import append_and_attend, asked_to_append
@@ -574,7 +577,8 @@ def _call(
     """Compute ``given``, an array or None for each argument of the operator, with a plan that is kept.
     ``kind`` is that of the first.
     """
-    if not _are_all(kind, given):
+    # Most arrays are of these types: no need to ask for the kind of each.
+    if kind is None or not (kind.types.issuperset(map(type, given)) or _are_all(kind, given)):
         return _call_adopted(operator, given, options, scalars, stream, backend, algorithm, workspace)
     known, pointers = _known(kind, operator, given, options, scalars, backend, algorithm)
     return known.run(given, pointers, scalars, stream, workspace)
@@ -582,9 +586,7 @@ def _call(
 
 def _are_all(kind: arrays.Kind | None, given: tuple[Any, ...]) -> bool:
     """Whether all arrays are of one native library, that of the first."""
-    if kind is None or kind.types.issuperset(map(type, given)):
-        return kind is not None
-    return all(x is None or arrays.kind_of(x) is kind for x in given)
+    return kind is not None and all(x is None or arrays.kind_of(x) is kind for x in given)
 
 
 def _known(
@@ -600,21 +602,37 @@ def _known(
     if not backend and kind.on_host(given[0]):
         # On a GPU there is one backend, and only a new plan asks whether it is forbidden: a look takes 1 µs.
         backend = os.environ.get("FLASHGEN_BACKEND")
+    wanted = operator.name, options, backend, algorithm
+    expecting, recent = kind.expecting, None
+    if expecting is not None:
+        recent, expected = _recent_of(wanted)
+        if expected is not None:
+            pointers = expected(given)
+            if pointers is not None:
+                return recent, pointers
     try:
         layouts, pointers = kind.read(given)
     except RuntimeError:
         make_plan(operator, given, options, scalars, backend, algorithm)  # raises what is wrong, by name
         raise
-    key = (operator.name, layouts, options, backend, algorithm)
+    key = wanted, layouts
     try:
         known = _plans.get(key)
     except TypeError:  # an option is not hashable, such as a window in a list
-        key = known = None
+        return make_plan(operator, given, options, scalars, backend, algorithm, keeps_scalars=False), pointers
     if known is None:
         known = make_plan(operator, given, options, scalars, backend, algorithm, keeps_scalars=False)
-        if key is not None:
-            _remember(key, known)
+        _remember(key, known)
+    if expecting is not None:
+        _recent[wanted] = known, expecting(given) if known is recent else None
     return known, pointers
+
+
+def _recent_of(wanted: tuple[Any, ...]) -> tuple[Plan | None, arrays.Expecting | None]:
+    try:
+        return _recent.get(wanted, (None, None))
+    except TypeError:  # as in `_known`
+        return None, None
 
 
 def ready(
@@ -774,6 +792,7 @@ def _specs(folders: str, tuned: str = "", gpu: str | None = None) -> tuple[Spec,
 
 def _remember(key: Any, known: Plan) -> None:
     with _plans_lock:
-        while len(_plans) >= MAX_PLANS:
-            del _plans[next(iter(_plans))]
+        for kept in (_plans, _recent):
+            while len(kept) >= MAX_PLANS:
+                del kept[next(iter(kept))]
         _plans[key] = known

@@ -32,6 +32,7 @@ def gpu_of(monkeypatch):
 
         monkeypatch.setattr(hardware, "pretend", pretended)
         monkeypatch.setattr(api, "_plans", {})
+        monkeypatch.setattr(api, "_recent", {})
 
     return pretend_to_have
 
