@@ -241,8 +241,6 @@ GlobalMemory& Block::global_to_load(const Thread& thread, const void* address, i
     return launch_.global.settled(address, size) ? launch_.global : global(thread, where);
 }
 
-GlobalMemory& Block::global_ahead() { return launch_.global; }
-
 void Block::launch_dependents(const Thread& thread, Location where) {
     if (launch_.launch.flags & SIM_DEPENDENT && !thread.waited) {
         fail(thread, SIM_DEPENDENCY, where,

@@ -177,8 +177,6 @@ class Block : public BlockView {
     // For an access of a thread; fails where grids ahead of this one may be at work on it.
     GlobalMemory& global(const Thread& thread, Location where);
     GlobalMemory& global_to_load(const Thread& thread, const void* address, int size, Location where);
-    // For a prefetch, which is none.
-    GlobalMemory& global_ahead();
     void launch_dependents(const Thread& thread, Location where);
     void wait_for_grids(Thread& thread);
     int num_blocks() const { return static_cast<int>(members_.size()); }

@@ -97,14 +97,6 @@ void store_release(void* address, uint32_t value, Location where) {
     std::atomic_ref(*static_cast<uint32_t*>(address)).store(value, std::memory_order_release);
 }
 
-void prefetch_global(const void* address, int bytes, Location where) {
-    Here here;
-    if (bytes <= 0 || bytes % 16 != 0) {
-        here.block.fail(here.thread, SIM_OPERAND, where, format("cp.async.bulk.prefetch of %d bytes", bytes));
-    }
-    check(here, here.block.global_ahead().load(address, bytes, 16), "cp.async.bulk.prefetch", bytes, where);
-}
-
 void copy_async(uint32_t destination, const void* source, int size, int source_bytes, Location where) {
     Here here;
     const uint32_t offset = shared_offset(here.block, here.thread, destination, size, "cp.async", where);

@@ -20,11 +20,6 @@ inline void griddepcontrol_launch_dependents(
     flashgen::simulator::launch_dependents(where);
 }
 
-inline void prefetch_l2(const void* source, int bytes,
-                        flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    flashgen::simulator::prefetch_global(source, bytes, where);
-}
-
 template <typename Element>
 inline uint32_t pack(float low, float high,
                      flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
