@@ -760,7 +760,16 @@ __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, const S
     return {max(blocks.first, found.first_block), min(blocks.last, found.end_block - 1)};
 }
 
-// The warp that finds what the thread block's share has of tile after tile, ahead of the producer and the consumers.
+// The first KV block of the tile that has KV block `index` of all, in a sequence at `place`.
+__device__ __forceinline__ int begin_of_tile(const Params& params, const Place& place, int index) {
+    const Params own = with_lengths(params, queries_of(params, place.sequence).count, keys_of(params, place.sequence).count);
+    return index - (index - place.begin) % tiles_of(own).kv_blocks;
+}
+
+// The warp that finds what the thread block's share has of tile after tile, ahead of the producer and the consumers: the part with which
+// the share begins, the one with which it ends, then the whole tiles between them. All tiles of a sequence are equally long and are taken
+// from the end. So thread blocks that begin together and keep pace are at two places of the keys of a head, wherever their shares begin,
+// and find them in L2.
 __device__ __forceinline__ void find_tiles(const Params& params, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
     RingPosition<kQStages> ring;
@@ -774,10 +783,8 @@ __device__ __forceinline__ void find_tiles(const Params& params, shared_address 
         ring.advance();
     };
     const Share share = find_share(params, block_index(), lane);
-    Place place = {};
-    if (share.begin < share.end) place = find_place(params, share.begin, lane);
-    for (int index = share.begin; index < share.end;) {
-        if (index == place.end) place = next_place(params, place);
+    // Passes on the part that begins with KV block `index` of all. Returns the one behind it.
+    auto pass_on_part = [&](const Place& place, int index) {
         const Params own = with_lengths(params, queries_of(params, place.sequence).count, keys_of(params, place.sequence).count);
         const Part part = find_part(own, share, place, index);
         const int row_blocks = tiles_of(own).row_blocks;
@@ -787,7 +794,20 @@ __device__ __forceinline__ void find_tiles(const Params& params, shared_address 
         found.end_block = part.end;
         found.slot = part.slot;
         pass_on(found);
-        index += part.end - part.first;
+        return index + part.end - part.first;
+    };
+    if (share.begin < share.end) {
+        Place place = find_place(params, share.begin, lane);
+        int index = pass_on_part(place, share.begin);
+        if (index < share.end) {
+            const Place last_place = find_place(params, share.end - 1, lane);
+            const int last = begin_of_tile(params, last_place, share.end - 1);
+            pass_on_part(last_place, last);
+            while (index < last) {
+                if (index == place.end) place = next_place(params, place);
+                index = pass_on_part(place, index);
+            }
+        }
     }
     pass_on({-1});
 }
