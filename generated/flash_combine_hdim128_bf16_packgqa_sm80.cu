@@ -19,7 +19,6 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kVectors = kHeadDimV / 4;                // of a row of O in fp32
 constexpr int kLaneVectors = (kVectors + 31) / 32;     // of them, those of a lane
 constexpr int kPartsAtOnce = 4;                        // parts that a warp has on their way from global memory
-constexpr int kPartStep = kWarps;                      // from a part that a warp adds to its next one
 constexpr int kSumsOffset = kWarps * kHeadDimV * 4;    // shared memory: O of each warp, then row_max and row_sum of each
 constexpr int kSharedBytes = kSumsOffset + kWarps * 8;
 
@@ -126,17 +125,17 @@ __device__ __forceinline__ void add(Sums& sums, float row_max, float row_sum, co
     }
 }
 
-// Adds every kPartStep-th part of a row, from that of `first_part` on, in order.
+// Adds every kWarps-th part of a row, from that of `first_part` on, in order.
 __device__ __forceinline__ Sums add_parts(const Params& params, const Row& row, int first_part, int lane) {
     Sums sums = {kNoRowMax, 0.0f, {}};
-    for (int first = first_part; first <= row.last_part; first += kPartStep * kPartsAtOnce) {
+    for (int first = first_part; first <= row.last_part; first += kWarps * kPartsAtOnce) {
         // All loads are started before the first one is used.
         float2 loaded[kPartsAtOnce];
         uint4 output[kPartsAtOnce][kLaneVectors];
 #pragma unroll
         for (int part = 0; part < kPartsAtOnce; ++part) {
-            if (first + part * kPartStep > row.last_part) break;
-            const int64_t source = part_row(row, first + part * kPartStep);
+            if (first + part * kWarps > row.last_part) break;
+            const int64_t source = part_row(row, first + part * kWarps);
             loaded[part] = load_global_64(params.part_sums + source * 2);
 #pragma unroll
             for (int i = 0; i < kLaneVectors; ++i) {
@@ -146,7 +145,7 @@ __device__ __forceinline__ Sums add_parts(const Params& params, const Row& row, 
         }
 #pragma unroll
         for (int part = 0; part < kPartsAtOnce; ++part) {
-            if (first + part * kPartStep > row.last_part) break;
+            if (first + part * kWarps > row.last_part) break;
             add(sums, loaded[part].x, loaded[part].y, output[part]);
         }
     }

@@ -20,7 +20,6 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kVectors = kHeadDimV / 4;             // of a row of O in fp32
 constexpr int kLaneVectors = (kVectors + 31) / 32;  // of them, those of a lane
 constexpr int kPartsAtOnce = 4;                     // parts that a warp has on their way from global memory
-constexpr int kPartStep = 1;                        // from a part that a warp adds to its next one
 
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kNoRowMax = -3.4e38f;  // below any score
@@ -251,17 +250,17 @@ __device__ __forceinline__ void add(Sums& sums, float row_max, float row_sum, co
     }
 }
 
-// Adds every kPartStep-th part of a row, from that of `first_part` on, in order.
-__device__ __forceinline__ Sums add_parts(const Params& params, const Row& row, int first_part, int lane) {
+// Adds the parts of a row, in the order of the thread blocks.
+__device__ __forceinline__ Sums add_parts(const Params& params, const Row& row, int lane) {
     Sums sums = {kNoRowMax, 0.0f, {}};
-    for (int first = first_part; first <= row.last_part; first += kPartStep * kPartsAtOnce) {
+    for (int first = row.first_part; first <= row.last_part; first += kPartsAtOnce) {
         // All loads are started before the first one is used.
         float2 loaded[kPartsAtOnce];
         uint4 output[kPartsAtOnce][kLaneVectors];
 #pragma unroll
         for (int part = 0; part < kPartsAtOnce; ++part) {
-            if (first + part * kPartStep > row.last_part) break;
-            const int64_t source = part_row(row, first + part * kPartStep);
+            if (first + part > row.last_part) break;
+            const int64_t source = part_row(row, first + part);
             loaded[part] = load_global_64(params.part_sums + source * 2);
 #pragma unroll
             for (int i = 0; i < kLaneVectors; ++i) {
@@ -271,7 +270,7 @@ __device__ __forceinline__ Sums add_parts(const Params& params, const Row& row, 
         }
 #pragma unroll
         for (int part = 0; part < kPartsAtOnce; ++part) {
-            if (first + part * kPartStep > row.last_part) break;
+            if (first + part > row.last_part) break;
             add(sums, loaded[part].x, loaded[part].y, output[part]);
         }
     }
@@ -314,6 +313,6 @@ flash_varlen_split_combine_hdim128_bf16_causal_paged_packgqa_sm90(const __grid_c
     for (int index = block_index() * kWarps + warp; index < params.num_tiles; index += kWarps * int(gridDim.x)) {
         const Row row = find_row(params, numbers, index, lane);
         if (row.first_part == row.last_part) continue;  // the one thread block that had the tile has written the row
-        store_row(params, row, add_parts(params, row, row.first_part, lane), lane);
+        store_row(params, row, add_parts(params, row, lane), lane);
     }
 }

@@ -75,6 +75,7 @@ struct Params {
     int32_t batch_kv;                     // pages
     int32_t page_size;
     uint64_t page_size_divisor;           // for divisors see divide()
+    uint64_t group_size_divisor;          // likewise
     int32_t seqlen_q;                     // the most queries of a sequence; with_lengths() puts its own here
     int32_t seqlen_kv;                    // the most keys, likewise
     int32_t head_dim_v;                   // of the call, at most kHeadDimV
@@ -91,11 +92,12 @@ static_assert(offsetof(Params, lse_batch_stride) == 464 && offsetof(Params, lse_
 static_assert(offsetof(Params, pages_batch_stride) == 480 && offsetof(Params, batch_size) == 488);
 static_assert(offsetof(Params, num_heads_kv) == 492 && offsetof(Params, group_size) == 496 && offsetof(Params, rows_q) == 500);
 static_assert(offsetof(Params, batch_kv) == 504 && offsetof(Params, page_size) == 508);
-static_assert(offsetof(Params, page_size_divisor) == 512 && offsetof(Params, seqlen_q) == 520);
-static_assert(offsetof(Params, seqlen_kv) == 524 && offsetof(Params, head_dim_v) == 528 && offsetof(Params, num_shares) == 532);
-static_assert(offsetof(Params, diagonal_offset) == 536 && offsetof(Params, scale_log2) == 540);
+static_assert(offsetof(Params, page_size_divisor) == 512 && offsetof(Params, group_size_divisor) == 520);
+static_assert(offsetof(Params, seqlen_q) == 528 && offsetof(Params, seqlen_kv) == 532 && offsetof(Params, head_dim_v) == 536);
+static_assert(offsetof(Params, num_shares) == 540 && offsetof(Params, diagonal_offset) == 544);
+static_assert(offsetof(Params, scale_log2) == 548);
 
-// A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
+// A tile: kBlockM rows of queries, and the KV blocks that they attend to.
 // Rows are (query, head in group) pairs, heads fastest.
 struct Tile {
     int batch;
@@ -103,6 +105,41 @@ struct Tile {
     int kv_head;
     int first_row;
 };
+
+// The KV blocks of all tiles, one tile after the other, are numbered. A thread block takes an equal share of them, which may begin
+// and end in the middle of a tile: numbers [begin, end).
+struct Share {
+    int begin;
+    int end;
+};
+
+// What a share has of a tile: KV blocks [first, end) of the sequence.
+struct Part {
+    int tile;
+    int first;
+    int end;
+    int slot;  // of the workspace, where another share has KV blocks of the tile as well; else below 0
+};
+
+// n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
+// that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
+__device__ __forceinline__ int divide(int n, uint64_t divisor) {
+    return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
+}
+
+__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
+
+__device__ __forceinline__ int query_of_row(const Params& params, int row) {
+    return divide(row, params.group_size_divisor);
+}
+
+// Offset in elements, from the start of the batch entry, of the row of q or out that belongs to `row`.
+__device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
+                                              int64_t head_stride) {
+    const int query = query_of_row(params, row);
+    const int head = tile.head + row - query * params.group_size;
+    return query * row_stride + head * head_stride;
+}
 
 // A length, a row or a page from global memory. One out of range is clamped, so that it cannot reach other memory.
 __device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
@@ -151,83 +188,6 @@ __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
     return value;
 }
 
-__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
-
-__device__ __forceinline__ int query_of_row(const Params& params, int row) {
-    return row / params.group_size;
-}
-
-// Offset in elements, from the start of the batch entry, of the row of q or out that belongs to `row`.
-__device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
-                                              int64_t head_stride) {
-    const int query = query_of_row(params, row);
-    const int head = tile.head + row - query * params.group_size;
-    return query * row_stride + head * head_stride;
-}
-
-// A tile of a sequence: what the warp that finds it tells the producer and the consumers.
-struct SequenceTile {
-    int sequence;     // below 0: there are no more tiles
-    int head;         // of the grid
-    int first_row;
-    int first_query;  // the row of q where the sequence begins
-    int seqlen_q;
-    int seqlen_kv;
-    int first_block;  // the KV blocks [first_block, end_block) are this thread block's
-    int end_block;
-    int slot;         // of the workspace, where other thread blocks have KV blocks of the tile as well; else below 0
-
-    __device__ __forceinline__ void load(shared_address passed) {
-        sequence = load_shared_32(passed);
-        head = load_shared_32(passed + 4);
-        first_row = load_shared_32(passed + 8);
-        first_query = load_shared_32(passed + 12);
-        seqlen_q = load_shared_32(passed + 16);
-        seqlen_kv = load_shared_32(passed + 20);
-        first_block = load_shared_32(passed + 32);
-        end_block = load_shared_32(passed + 36);
-        slot = load_shared_32(passed + 40);
-    }
-
-    __device__ __forceinline__ void store(shared_address passed) const {
-        store_shared_32(passed, sequence);
-        store_shared_32(passed + 4, head);
-        store_shared_32(passed + 8, first_row);
-        store_shared_32(passed + 12, first_query);
-        store_shared_32(passed + 16, seqlen_q);
-        store_shared_32(passed + 20, seqlen_kv);
-        store_shared_32(passed + 32, first_block);
-        store_shared_32(passed + 36, end_block);
-        store_shared_32(passed + 40, slot);
-    }
-};
-
-// The tile of a sequence whose rows begin at `first_row`, of a head of the grid.
-__device__ __forceinline__ SequenceTile tile_at(const Params& params, int sequence, int head, int first_row) {
-    const Rows queries = queries_of(params, sequence);
-    const Rows keys = keys_of(params, sequence);
-    SequenceTile tile = {sequence, head, first_row, queries.begin, queries.count, keys.count};
-    return tile;
-}
-
-// The parameters of a call of one sequence alone: its lengths, and pointers to its first rows.
-__device__ __forceinline__ Params of_sequence(const Params& params, const SequenceTile& found) {
-    Params own = with_lengths(params, found.seqlen_q, found.seqlen_kv);
-    own.out += found.sequence * params.out_batch_stride + found.first_query * params.out_row_stride;
-    if (params.lse != nullptr) own.lse += found.sequence * params.lse_batch_stride + found.first_query;
-    own.out_batch_stride = 0;  // the pointer is that of the sequence
-    return own;
-}
-
-__device__ __forceinline__ Tile tile_of(const Params& params, const SequenceTile& found) {
-    Tile tile;
-    tile.batch = found.sequence;
-    tile.kv_head = found.head;
-    tile.head = found.head * params.group_size;
-    tile.first_row = found.first_row;
-    return tile;
-}
-
 // Keys [begin, end).
 struct KeyRange {
     int begin;
@@ -238,35 +198,6 @@ struct KeyRange {
 __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
     return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
-
-// The keys that some row of [first_row, first_row + count) attends to. Ranges end further right from row to row.
-__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
-    const int last_row = min(first_row + count, num_rows(params)) - 1;
-    return {keys_of_query(params, query_of_row(params, first_row)).begin,
-            keys_of_query(params, query_of_row(params, last_row)).end};
-}
-
-// The keys that every row of [first_row, first_row + count) attends to.
-__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
-    const int last_row = min(first_row + count, num_rows(params)) - 1;
-    return {keys_of_query(params, query_of_row(params, last_row)).begin,
-            keys_of_query(params, query_of_row(params, first_row)).end};
-}
-
-// The KV blocks of all tiles, one tile after the other, are numbered. A thread block takes an equal share of them, which may begin
-// and end in the middle of a tile: numbers [begin, end).
-struct Share {
-    int begin;
-    int end;
-};
-
-// What a share has of a tile: KV blocks [first, end) of the sequence.
-struct Part {
-    int tile;
-    int first;
-    int end;
-    int slot;  // of the workspace, where another share has KV blocks of the tile as well; else below 0
-};
 
 // The tiles of a sequence: of each head of the grid `row_blocks`, each with KV blocks [first_kv_block, first_kv_block + kv_blocks).
 struct Tiles {
@@ -350,6 +281,95 @@ __device__ __forceinline__ Part find_part(const Params& params, const Share& sha
     const int first = tiles.first_kv_block + index - tile_begin;
     const int slot = 2 * block_index() + (index == share.begin ? 0 : 1);
     return {tile, first, first + count, count == tiles.kv_blocks ? -1 : slot};
+}
+
+// Tile `index` of a sequence, of which `params` are.
+__device__ __forceinline__ Tile find_tile(const Params& params, const Place& place, int index) {
+    const int row_blocks = tiles_of(params).row_blocks;
+    const int head = index / row_blocks;
+    Tile tile;
+    tile.batch = place.sequence;
+    tile.kv_head = head;
+    tile.head = head * params.group_size;
+    tile.first_row = (index - head * row_blocks) * kBlockM;
+    return tile;
+}
+
+// A tile of a sequence: what the warp that finds it tells the producer and the consumers.
+struct SequenceTile {
+    int sequence;     // below 0: there are no more tiles
+    int head;         // of the grid
+    int first_row;
+    int first_query;  // the row of q where the sequence begins
+    int seqlen_q;
+    int seqlen_kv;
+    int first_block;  // the KV blocks [first_block, end_block) are this thread block's
+    int end_block;
+    int slot;         // of the workspace, where other thread blocks have KV blocks of the tile as well; else below 0
+
+    __device__ __forceinline__ void load(shared_address passed) {
+        sequence = load_shared_32(passed);
+        head = load_shared_32(passed + 4);
+        first_row = load_shared_32(passed + 8);
+        first_query = load_shared_32(passed + 12);
+        seqlen_q = load_shared_32(passed + 16);
+        seqlen_kv = load_shared_32(passed + 20);
+        first_block = load_shared_32(passed + 32);
+        end_block = load_shared_32(passed + 36);
+        slot = load_shared_32(passed + 40);
+    }
+
+    __device__ __forceinline__ void store(shared_address passed) const {
+        store_shared_32(passed, sequence);
+        store_shared_32(passed + 4, head);
+        store_shared_32(passed + 8, first_row);
+        store_shared_32(passed + 12, first_query);
+        store_shared_32(passed + 16, seqlen_q);
+        store_shared_32(passed + 20, seqlen_kv);
+        store_shared_32(passed + 32, first_block);
+        store_shared_32(passed + 36, end_block);
+        store_shared_32(passed + 40, slot);
+    }
+};
+
+// The tile of a sequence whose rows begin at `first_row`, of a head of the grid.
+__device__ __forceinline__ SequenceTile tile_at(const Params& params, int sequence, int head, int first_row) {
+    const Rows queries = queries_of(params, sequence);
+    const Rows keys = keys_of(params, sequence);
+    SequenceTile tile = {sequence, head, first_row, queries.begin, queries.count, keys.count};
+    return tile;
+}
+
+// The parameters of a call of one sequence alone: its lengths, and pointers to its first rows.
+__device__ __forceinline__ Params of_sequence(const Params& params, const SequenceTile& found) {
+    Params own = with_lengths(params, found.seqlen_q, found.seqlen_kv);
+    own.out += found.sequence * params.out_batch_stride + found.first_query * params.out_row_stride;
+    if (params.lse != nullptr) own.lse += found.sequence * params.lse_batch_stride + found.first_query;
+    own.out_batch_stride = 0;  // the pointer is that of the sequence
+    return own;
+}
+
+__device__ __forceinline__ Tile tile_of(const Params& params, const SequenceTile& found) {
+    Tile tile;
+    tile.batch = found.sequence;
+    tile.kv_head = found.head;
+    tile.head = found.head * params.group_size;
+    tile.first_row = found.first_row;
+    return tile;
+}
+
+// The keys that some row of [first_row, first_row + count) attends to. Ranges end further right from row to row.
+__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, first_row)).begin,
+            keys_of_query(params, query_of_row(params, last_row)).end};
+}
+
+// The keys that every row of [first_row, first_row + count) attends to.
+__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, last_row)).begin,
+            keys_of_query(params, query_of_row(params, first_row)).end};
 }
 
 // The mbarriers between the producer and the consumers. A buffer is full when TMA has written its bytes, and empty when every consumer
@@ -787,9 +807,8 @@ __device__ __forceinline__ void find_tiles(const Params& params, shared_address 
     auto pass_on_part = [&](const Place& place, int index) {
         const Params own = with_lengths(params, queries_of(params, place.sequence).count, keys_of(params, place.sequence).count);
         const Part part = find_part(own, share, place, index);
-        const int row_blocks = tiles_of(own).row_blocks;
-        const int head = part.tile / row_blocks;
-        SequenceTile found = tile_at(params, place.sequence, head, (part.tile - head * row_blocks) * kBlockM);
+        const Tile tile = find_tile(own, place, part.tile);
+        SequenceTile found = tile_at(params, place.sequence, tile.kv_head, tile.first_row);  // that is the head of the grid
         found.first_block = part.first;
         found.end_block = part.end;
         found.slot = part.slot;
@@ -810,12 +829,6 @@ __device__ __forceinline__ void find_tiles(const Params& params, shared_address 
         }
     }
     pass_on({-1});
-}
-
-// n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
-// that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
-__device__ __forceinline__ int divide(int n, uint64_t divisor) {
-    return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
 constexpr int kBoxKeys = 16;  // keys that TMA brings at a time, all of one page
