@@ -9,6 +9,7 @@ from test_dispatch import H200
 
 from flashgen.bench.cases import GRIDS
 from flashgen.operators.arguments import view_of_shape
+from flashgen.operators.attention import normalise as rectangle
 from flashgen.operators.splits import SplitEvery
 from flashgen.operators.varlen import normalise
 from flashgen.schedule.dispatch import offers, select
@@ -42,7 +43,7 @@ def chosen(problem, device=H200):
 
 @pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("batch", "queries"), [(1, 32), (1, 128), (1, 256), (2, 128), (1, 512), (2, 512)])
+@pytest.mark.parametrize(("batch", "queries"), [(1, 32), (1, 128), (1, 256), (2, 128), (3, 96)])
 def test_a_few_hundred_queries_on_many_keys_are_split(batch, queries, causal, page_size):
     problem = chunks(batch, queries, 32_768, causal=causal, page_size=page_size)
     variant = chosen(problem)
@@ -76,12 +77,27 @@ def test_decoding_is_not(batch, queries, keys, head_dim, causal):
     assert chosen(problem).family != SPLIT
 
 
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(1, 512, 32_768), (2, 512, 32_768), (4, 256, 8192)])
+def test_tiles_that_fill_their_last_wave_are_whole(batch, queries, keys, varlen):
+    """Tiles of 128 rows do; of 192 rows there are fewer, of which some multiprocessors have two."""
+    if varlen:
+        problem = chunks(batch, queries, keys, causal=True)
+    else:
+        q, kv = (view_of_shape((batch, n, heads, 128), "bf16", 0) for n, heads in ((queries, 32), (keys, 8)))
+        problem = rectangle(q, kv, kv, causal=True)
+    variant = chosen(problem)
+    assert (variant.target, variant.grid.schedule.startswith("persistent")) == ("sm90", True)
+    assert variant.tile_value("block_m") == 128
+
+
 @pytest.mark.parametrize("splits", [1, SplitEvery(1024)])
 def test_splits_that_the_call_fixes_are_not_equal_shares(splits):
-    assert chosen(chunks(2, 512, 32_768, splits=splits)).family == "flash_fwd_varlen"
+    assert chosen(chunks(1, 128, 32_768)).family == SPLIT
+    assert chosen(chunks(1, 128, 32_768, splits=splits)).family == "flash_fwd_varlen"
 
 
 def test_pages_that_no_box_fits_and_other_gpus():
-    assert chosen(chunks(2, 512, 32_768, page_size=8)).spec == "flash_fwd_varlen_sm80"
+    assert chosen(chunks(1, 128, 32_768, page_size=8)).spec == "flash_fwd_varlen_sm80"
     blackwell = SimpleNamespace(**{**vars(H200), "arch": "sm_100", "compute_capability": (10, 0)})
-    assert chosen(chunks(2, 512, 32_768), blackwell).spec == "flash_fwd_varlen_sm80"
+    assert chosen(chunks(1, 128, 32_768), blackwell).spec == "flash_fwd_varlen_sm80"
