@@ -189,6 +189,17 @@ struct SequenceTile {
     }
 };
 
+// The tile of a sequence whose rows begin at `first_row`, of a head of the grid.
+__device__ __forceinline__ SequenceTile tile_at(const Params& params, int sequence, int head, int first_row) {
+    const Rows queries = queries_of(params, sequence);
+    const Rows keys = keys_of(params, sequence);
+    SequenceTile tile = {sequence, head, first_row, queries.begin, queries.count, keys.count};
+    tile.entry = params.cu_seqlens_kv == nullptr ? sequence : 0;
+    if (params.index != nullptr) tile.entry = load_clamped(params.index, sequence, params.batch_kv - 1);
+    tile.first_key = keys.begin;
+    return tile;
+}
+
 // The parameters of a call of one sequence alone: its lengths, and pointers to its first rows.
 __device__ __forceinline__ Params of_sequence(const Params& params, const SequenceTile& found) {
     Params own = with_lengths(params, found.seqlen_q, found.seqlen_kv);
@@ -675,7 +686,8 @@ struct TileFinder {
             if (beyond != 0) {
                 const int found = __ffs(beyond) - 1;
                 const int behind = __shfl_sync(0xffffffff, end, found) - 1 - number;  // row blocks of the sequence that come after it
-                return tile_at(params, first + found, index - number * num_heads, slice * kSliceBlocks + behind);
+                const int row_block = slice * kSliceBlocks + behind;
+                return tile_at(params, first + found, index - number * num_heads, first_row(params, first + found, row_block));
             }
             before = __shfl_sync(0xffffffff, end, 31);
             first += 32;
@@ -693,16 +705,9 @@ struct TileFinder {
         return sequence < params.batch_size ? (rows_of(params, sequence) + kBlockM - 1) / kBlockM : 0;
     }
 
-    __device__ static __forceinline__ SequenceTile tile_at(const Params& params, int sequence, int head, int row_block) {
-        const Rows queries = queries_of(params, sequence);
-        const Rows keys = keys_of(params, sequence);
-        SequenceTile tile = {sequence, head, row_block * kBlockM, queries.begin, queries.count, keys.count};
-        // Where the last tile is whole and the first is not, the missing rows are those with the fewest keys.
-        tile.first_row -= rows_ahead(params, rows_of(params, sequence));
-        tile.entry = params.cu_seqlens_kv == nullptr ? sequence : 0;
-        if (params.index != nullptr) tile.entry = load_clamped(params.index, sequence, params.batch_kv - 1);
-        tile.first_key = keys.begin;
-        return tile;
+    // Where the last tile is whole and the first is not, the missing rows are those with the fewest keys.
+    __device__ static __forceinline__ int first_row(const Params& params, int sequence, int row_block) {
+        return row_block * kBlockM - rows_ahead(params, rows_of(params, sequence));
     }
 };
 

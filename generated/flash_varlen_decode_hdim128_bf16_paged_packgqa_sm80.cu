@@ -245,24 +245,6 @@ __device__ __forceinline__ int kv_blocks_per_share(const Params& params, int& nu
     return max(1, (num_kv_blocks + params.num_shares - 1) / params.num_shares);
 }
 
-// The parameters of a call of one sequence alone: its lengths, and pointers to its first rows.
-__device__ __forceinline__ Params of_sequence(const Params& params, int sequence) {
-    const Rows queries = queries_of(params, sequence);
-    const Rows keys = keys_of(params, sequence);
-    Params own = with_lengths(params, queries.count, keys.count);
-    own.q += sequence * params.q_batch_stride + queries.begin * params.q_row_stride;
-    own.out += sequence * params.out_batch_stride + queries.begin * params.out_row_stride;
-    if (params.lse != nullptr) own.lse += sequence * params.lse_batch_stride + queries.begin;
-    own.q_batch_stride = own.out_batch_stride = 0;  // the pointers are those of the sequence
-    own.pages += sequence * params.pages_batch_stride;
-    return own;
-}
-
-// The page that entry `index` of a sequence's page table names.
-__device__ __forceinline__ int load_page(const Params& params, const int32_t* pages, int index) {
-    return load_clamped(pages, index, params.batch_kv - 1);
-}
-
 __device__ __forceinline__ Share find_share(const Params& params, int index, int lane) {
     int num_kv_blocks;
     const int per_share = kv_blocks_per_share(params, num_kv_blocks, lane);
@@ -322,6 +304,24 @@ __device__ __forceinline__ Part find_part(const Params& params, const Share& sha
     const int first = tiles.first_kv_block + index - tile_begin;
     const int slot = 2 * block_index() + (index == share.begin ? 0 : 1);
     return {tile, first, first + count, count == tiles.kv_blocks ? -1 : slot};
+}
+
+// The parameters of a call of one sequence alone: its lengths, and pointers to its first rows.
+__device__ __forceinline__ Params of_sequence(const Params& params, int sequence) {
+    const Rows queries = queries_of(params, sequence);
+    const Rows keys = keys_of(params, sequence);
+    Params own = with_lengths(params, queries.count, keys.count);
+    own.q += sequence * params.q_batch_stride + queries.begin * params.q_row_stride;
+    own.out += sequence * params.out_batch_stride + queries.begin * params.out_row_stride;
+    if (params.lse != nullptr) own.lse += sequence * params.lse_batch_stride + queries.begin;
+    own.q_batch_stride = own.out_batch_stride = 0;  // the pointers are those of the sequence
+    own.pages += sequence * params.pages_batch_stride;
+    return own;
+}
+
+// The page that entry `index` of a sequence's page table names.
+__device__ __forceinline__ int load_page(const Params& params, const int32_t* pages, int index) {
+    return load_clamped(pages, index, params.batch_kv - 1);
 }
 
 // Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight

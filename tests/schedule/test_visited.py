@@ -35,7 +35,7 @@ def test_it_counts_the_blocks_with_a_visible_key(target, gqa, seqlen_q, seqlen_k
     variant = VARIANTS[target, 32 if target == "sm80" else 128, call.mask_type, gqa]
     block_m, block_n = variant.tile_value("block_m"), variant.tile_value("block_n")
     rows = seqlen_q * (group if gqa == "packed" else 1)
-    lengths, most_blocks = [], 0
+    lengths, tile_blocks = [], []
     # Tiles begin with the first row, or end with the last warpgroup that has a row. Each half of the ones and
     # each warpgroup of the others visits what its own rows see.
     unit = block_m if target == "sm80" else 64
@@ -56,17 +56,19 @@ def test_it_counts_the_blocks_with_a_visible_key(target, gqa, seqlen_q, seqlen_k
             blocks = range(low // block_n, -(-high // block_n)) if high > low else ()
             lengths[-1] += len(blocks) * block_n * 64 / block_m
             seen.update(blocks)
-        most_blocks = max(most_blocks, len(seen))
-    mean, most = visited_keys(call, variant)
+        tile_blocks.append(len(seen))
+    mean, of_tile, most = visited_keys(call, variant)
     # A window that begins behind the last key visits nothing; the model may count the block at its edge.
+    most_blocks = max(tile_blocks)
     assert most in (most_blocks * block_n, (most_blocks + 1) * block_n)
     assert mean == pytest.approx(sum(lengths) / len(lengths), abs=block_n)
+    assert of_tile == pytest.approx(sum(tile_blocks) / len(tile_blocks) * block_n, abs=block_n)
 
 
 def test_of_many_row_blocks_a_sample_is_enough():
     call = replace(CALL, seqlen_q=60000, seqlen_kv=60000)
     variant = VARIANTS["sm90", 128, "causal", "mha"]
-    mean, most = visited_keys(call, variant)
+    mean, _, most = visited_keys(call, variant)
     assert mean == pytest.approx(30000, rel=0.02)
     assert most == pytest.approx(60000, rel=0.05)
 
@@ -75,7 +77,7 @@ def test_every_tile_visits_all_keys_of_a_call_that_hides_none():
     call = replace(CALL, mask_type="none", window_right=UNBOUNDED, seqlen_q=4096, seqlen_kv=1000)
     variant = VARIANTS["sm90", 256, "none", "mha"]
     keys = -(-1000 // variant.tile_value("block_n")) * variant.tile_value("block_n")
-    assert visited_keys(call, variant) == (keys, keys)
+    assert visited_keys(call, variant) == (keys, keys, keys)
 
 
 @pytest.mark.parametrize("target", ["sm80", "sm90"])
@@ -96,7 +98,7 @@ def test_of_a_mask_it_counts_the_blocks_of_its_band(target, gqa, seqlen_q, seqle
         low = max(0, queries[0] + offset - left)
         high = min(seqlen_kv, queries[-1] + offset + right + 1)
         blocks.append(max(0, -(-high // block_n) - low // block_n))
-    mean, most = visited_keys(call, variant)
+    mean, _, most = visited_keys(call, variant)
     assert most == max(blocks) * block_n
     assert mean == pytest.approx(sum(blocks) / len(blocks) * block_n)
 
@@ -104,4 +106,4 @@ def test_of_a_mask_it_counts_the_blocks_of_its_band(target, gqa, seqlen_q, seqle
 def test_a_mask_alone_counts_as_one_that_hides_nothing():
     call = replace(CALL, mask_type="dense", window_right=UNBOUNDED, seqlen_q=4096, seqlen_kv=1000)
     variant = VARIANTS["sm90", 128, "dense", "mha"]
-    assert visited_keys(call, variant) == (1024, 1024)
+    assert visited_keys(call, variant) == (1024, 1024, 1024)

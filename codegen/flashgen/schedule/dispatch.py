@@ -31,8 +31,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from flashgen.arch import arch_parts, reaches
 from flashgen.errors import BadParam, DeviceTypeNotSupported, SpecError
 from flashgen.operators import OPERATORS
+from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.splits import AUTO, SplitEvery
-from flashgen.schedule.grid import MAX_EXTENT, extents, rows, tiles
+from flashgen.schedule.grid import MAX_EXTENT, extents, row_blocks, rows, tiles
 from flashgen.schedule.shares import countable, shares_of
 from flashgen.schedule.tensormap import REQUIREMENTS, expressible
 from flashgen.schedule.visited import visited_keys
@@ -197,7 +198,7 @@ def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
     A tile takes the time of ``start`` * block_m keys more than it visits, where block_m is its extent in the
     first dimension of the grid. With only a share x of the thread blocks that a multiprocessor has room for,
     it reaches x ** ``fill`` of its full rate, which the blocks on it share; at 0 it counts as having room for
-    one.
+    one. A persistent grid also has a last wave, in which some multiprocessors may be idle.
 
     In a grid of shares, the busiest multiprocessor visits the KV blocks of its shares, each of which is of
     one tile or several, and ``split_gain`` more where tiles are split and have to be combined.
@@ -205,7 +206,7 @@ def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
     if variant.grid.shares:
         return _cost_of_shares(problem, device, variant)
     block_m, room = variant.grid.covers[0][1], variant.grid.blocks_per_sm if variant.fill else 1
-    mean, longest = (keys + variant.start * block_m for keys in visited_keys(problem, variant))
+    mean, of_tile, longest = (keys + variant.start * block_m for keys in visited_keys(problem, variant))
     count = tiles(problem, variant)
     if mean == longest:
         rounds, rest = divmod(-(-count // device.num_sms), room)
@@ -214,6 +215,11 @@ def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
         # Tiles of different lengths are handed out so that multiprocessors have about the same work.
         beside = min(room, max(1, count / device.num_sms))
         keys = max(count * mean / device.num_sms, beside * longest) / (beside / room) ** variant.fill
+        if variant.grid.persistent and problem.window_left >= UNBOUNDED and row_blocks(problem, variant) > 1:
+            # Some multiprocessor has a tile of the last wave. Lengths fall about linearly from tile to tile.
+            whole = (count - 1) // device.num_sms
+            last = longest - 2 * (longest - of_tile) * whole * device.num_sms / count
+            keys = max(keys, whole * mean + last)
     return keys * block_m / variant.efficiency
 
 

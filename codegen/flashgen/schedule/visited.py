@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.operators.masks import UNBOUNDED, Band
 from flashgen.schedule.grid import ROWS, row_blocks, rows, rows_ahead
@@ -15,25 +15,34 @@ if TYPE_CHECKING:
 _SAMPLES = 32
 
 
-def visited_keys(problem: AttentionProblem, variant: Variant) -> tuple[float, int]:
-    """Keys that a tile of the variant visits, in whole KV blocks: the mean over the row blocks of a head, and
-    the most. Where parts of a tile skip KV blocks of their own, the mean is over what each of them visits. A
-    dense mask counts as one that hides nothing but what its band does. Without ``visits`` in the spec, a tile
-    visits all keys; a problem without keys counts as having one.
+class Visited(NamedTuple):
+    """Keys that a tile visits, over the row blocks of a head: the mean of what each of its parts visits, and
+    of what they visit together the mean, and the most.
+    """
+
+    mean_of_parts: float
+    mean: float
+    most: int
+
+
+def visited_keys(problem: AttentionProblem, variant: Variant) -> Visited:
+    """Keys that the tiles of the variant visit, in whole KV blocks. Parts of a tile may skip KV blocks of
+    their own. A dense mask counts as one that hides nothing but what its band does. Without ``visits`` in the
+    spec, a tile visits all keys; a problem without keys counts as having one.
     """
     visits = variant.visits
     if visits is None:
         keys = problem.sizes.get("seqlen_kv", 1)
-        return keys, keys
+        return Visited(keys, keys, keys)
     block_m, block_n, part = variant.grid.tile(ROWS), visits.keys, visits.rows
     everything = -(-problem.seqlen_kv // block_n) * block_n
     blocks = row_blocks(problem, variant)
     band = Band.of(problem)
     if not band.bounded or not blocks:
-        return everything, everything
+        return Visited(everything, everything, everything)
     count = min(blocks, _SAMPLES)
     ahead = rows_ahead(problem, variant)
-    total, most = 0, 0
+    total, whole, most = 0, 0, 0
     for sample in range(count):
         first_row = (2 * sample + 1) * blocks // (2 * count) * block_m - ahead
         keys = 0
@@ -42,8 +51,9 @@ def visited_keys(problem: AttentionProblem, variant: Variant) -> tuple[float, in
                 keys = _keys_of(problem, variant, row, part)
             total += keys * part
         skipped = max(0, -first_row)
-        most = max(most, _keys_of(problem, variant, first_row + skipped, block_m - skipped))
-    return total / (count * block_m), most
+        of_tile = _keys_of(problem, variant, first_row + skipped, block_m - skipped)
+        whole, most = whole + of_tile, max(most, of_tile)
+    return Visited(total / (count * block_m), whole / count, most)
 
 
 def idles(problem: AttentionProblem, variant: Variant) -> bool:

@@ -1,0 +1,318 @@
+// flash_varlen_split_combine_hdim128_bf16_causal_paged_packgqa_sm90
+//
+// Rendered by flashgen: edit the spec or the template, not this file.
+//
+// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, pages paged, splits none, gqa packed
+// tile      block_m 192, block_n 64, q_stages 2, stages 3
+// block     256 threads, 0 bytes of dynamic shared memory
+// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
+// spec      flash_varlen_split_sm90.yaml
+// template  flash_combine_rows_sm90.cu.j2
+#include "flashgen/sm90.cuh"
+
+using element = bf16;
+
+constexpr int kHeadDimV = 128;  // of O
+constexpr int kBlockM = 192;  // query rows of a tile of the kernel before this one
+constexpr int kBlockN = 64;  // keys of its KV blocks
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kVectors = kHeadDimV / 4;             // of a row of O in fp32
+constexpr int kLaneVectors = (kVectors + 31) / 32;  // of them, those of a lane
+constexpr int kPartsAtOnce = 4;                     // parts that a warp has on their way from global memory
+
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kNoRowMax = -3.4e38f;  // below any score
+
+static_assert(kHeadDimV % 4 == 0, "a lane stores four elements of a row");
+
+struct Params {
+    const float* part_outputs;            // (parts, kBlockM, kHeadDimV)
+    const float* part_sums;               // (parts, kBlockM, 2): row_max, log2 domain, and row_sum
+    element* out;                         // (batch, rows_q, num_heads_q, head_dim_v), without batch where packed; rows 16-byte aligned
+    float* lse;                           // (batch, num_heads_q, rows_q), without batch where packed; contiguous; may be null
+    const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
+    const int32_t* kv_lengths;            // (batch,)
+    int64_t out_batch_stride;             // strides are in elements; 0 where sequences are packed
+    int64_t out_row_stride;
+    int64_t out_head_stride;
+    int64_t lse_batch_stride;
+    int64_t lse_head_stride;
+    int32_t num_heads_kv;
+    int32_t group_size;                   // num_heads_q / num_heads_kv
+    int32_t rows_q;                       // of an entry of out: all tokens where sequences are packed
+    int32_t batch_size;                   // sequences
+    int32_t seqlen_q;                     // the most queries of a sequence; with_lengths() puts its own here
+    int32_t seqlen_kv;                    // the most keys, likewise
+    int32_t head_dim_v;                   // of the call, at most kHeadDimV
+    int32_t num_row_blocks;               // the most rows of one head
+    int32_t num_tiles;                    // of all heads
+    int32_t num_shares;                   // thread blocks of the kernel before this one
+    uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
+    uint64_t num_row_blocks_divisor;
+    uint64_t group_size_divisor;
+    int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset, to which with_lengths() adds seqlen_kv - seqlen_q
+};
+static_assert(sizeof(Params) == 160 && offsetof(Params, part_outputs) == 0 && offsetof(Params, part_sums) == 8);
+static_assert(offsetof(Params, out) == 16 && offsetof(Params, lse) == 24 && offsetof(Params, cu_seqlens_q) == 32);
+static_assert(offsetof(Params, kv_lengths) == 40 && offsetof(Params, out_batch_stride) == 48);
+static_assert(offsetof(Params, out_row_stride) == 56 && offsetof(Params, out_head_stride) == 64);
+static_assert(offsetof(Params, lse_batch_stride) == 72 && offsetof(Params, lse_head_stride) == 80);
+static_assert(offsetof(Params, num_heads_kv) == 88 && offsetof(Params, group_size) == 92 && offsetof(Params, rows_q) == 96);
+static_assert(offsetof(Params, batch_size) == 100 && offsetof(Params, seqlen_q) == 104 && offsetof(Params, seqlen_kv) == 108);
+static_assert(offsetof(Params, head_dim_v) == 112 && offsetof(Params, num_row_blocks) == 116);
+static_assert(offsetof(Params, num_tiles) == 120 && offsetof(Params, num_shares) == 124);
+static_assert(offsetof(Params, num_heads_divisor) == 128 && offsetof(Params, num_row_blocks_divisor) == 136);
+static_assert(offsetof(Params, group_size_divisor) == 144 && offsetof(Params, diagonal_offset) == 152);
+
+// n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
+// that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
+__device__ __forceinline__ int divide(int n, uint64_t divisor) {
+    return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
+}
+
+// A row of the tiles of a head, and which thread blocks of the kernel before this one had parts of its tile.
+struct Row {
+    int batch;
+    int head;  // of the queries
+    int row_in_tile;
+    int first_part;
+    int last_part;
+    bool begins_share;  // whether the share of first_part begins with the tile
+    int row_in_entry;  // of q and out, in which the sequence may be one of several
+};
+
+__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
+
+__device__ __forceinline__ int query_of_row(const Params& params, int row) {
+    return divide(row, params.group_size_divisor);
+}
+
+// A length, a row or a page from global memory. One out of range is clamped, so that it cannot reach other memory.
+__device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
+    return max(0, min(most, int(load_global_32(values + index))));
+}
+
+// Rows of an entry of an array: where they begin, and how many there are.
+struct Rows {
+    int begin;
+    int count;
+};
+
+// Those of a sequence among packed ones.
+__device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
+    const int begin = load_clamped(cu_seqlens, sequence, rows);
+    return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
+}
+
+// The queries of a sequence.
+__device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
+    if (params.cu_seqlens_q == nullptr) return {0, params.seqlen_q};
+    return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
+}
+
+// Its keys.
+__device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
+    return {0, load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
+}
+
+// The parameters for a sequence of these lengths, whose diagonal ends with it. `params` has the bounds of all sequences.
+__device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv) {
+    Params own = params;
+    own.seqlen_q = seqlen_q;
+    own.seqlen_kv = seqlen_kv;
+    own.diagonal_offset += seqlen_kv - seqlen_q;
+    return own;
+}
+
+// The sum over the lanes up to this one.
+__device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int before = __shfl_up_sync(0xffffffff, value, distance);
+        if (lane >= distance) value += before;
+    }
+    return value;
+}
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+// The keys that a query attends to: those up to its diagonal.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
+}
+
+// The tiles of a sequence: of each head of the grid `row_blocks`, each with KV blocks [first_kv_block, first_kv_block + kv_blocks).
+struct Tiles {
+    int row_blocks;
+    int first_kv_block;
+    int kv_blocks;  // at least one, so that a tile without keys is somebody's
+};
+
+// `params` are those of the sequence.
+__device__ __forceinline__ Tiles tiles_of(const Params& params) {
+    if (params.seqlen_q == 0) return {0, 0, 1};
+    const int begin = keys_of_query(params, 0).begin / kBlockN;
+    const int end = (keys_of_query(params, params.seqlen_q - 1).end + kBlockN - 1) / kBlockN;
+    return {(num_rows(params) + kBlockM - 1) / kBlockM, begin, max(1, end - begin)};
+}
+
+__device__ __forceinline__ int num_heads(const Params& params) {
+    return params.num_heads_kv;
+}
+
+// How many KV blocks all tiles of a sequence have; `params` have the bounds of all sequences.
+__device__ __forceinline__ int count_kv_blocks(const Params& params, int sequence) {
+    if (sequence >= params.batch_size) return 0;
+    const Tiles tiles = tiles_of(with_lengths(params, queries_of(params, sequence).count, keys_of(params, sequence).count));
+    return num_heads(params) * tiles.row_blocks * tiles.kv_blocks;
+}
+
+// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of every 32nd sequence.
+__device__ __forceinline__ int kv_blocks_per_share(const Params& params, int& num_kv_blocks, int lane) {
+    int count = 0;
+#pragma unroll 4  // several lengths on their way from global memory
+    for (int sequence = lane; sequence < params.batch_size; sequence += 32) count += count_kv_blocks(params, sequence);
+    num_kv_blocks = __shfl_sync(0xffffffff, sum_up_to_lane(count, lane), 31);
+    return max(1, (num_kv_blocks + params.num_shares - 1) / params.num_shares);
+}
+
+// Numbers of KV blocks: of a share, and of all sequences before one of them.
+struct Numbers {
+    int per_share;
+    int sequence;
+    int before;
+};
+
+// Goes on to a later sequence, whose number is `sequence`.
+__device__ __forceinline__ void go_on(const Params& params, Numbers& numbers, int sequence, int lane) {
+    for (; numbers.sequence < sequence; numbers.sequence += 32) {
+        const int other = numbers.sequence + lane;
+        const int count = other < sequence ? count_kv_blocks(params, other) : 0;
+        numbers.before += __shfl_sync(0xffffffff, sum_up_to_lane(count, lane), 31);
+    }
+    numbers.sequence = sequence;
+}
+
+// Row `index` of all heads, where each sequence counts for as many rows as one of them may have. The thread blocks' shares are
+// consecutive KV blocks of all tiles, one tile after the other. Where there is no such row, first_part is last_part.
+__device__ __forceinline__ Row find_row(const Params& params, Numbers& numbers, int index, int lane) {
+    const int head_of_batch = divide(index, params.num_row_blocks_divisor);
+    const int row_of_head = index - head_of_batch * params.num_row_blocks;
+    Row row;
+    row.batch = divide(head_of_batch, params.num_heads_divisor);
+    const int grid_head = head_of_batch - row.batch * num_heads(params);
+    go_on(params, numbers, row.batch, lane);
+    const Rows queries = queries_of(params, row.batch);
+    const Params own = with_lengths(params, queries.count, keys_of(params, row.batch).count);
+    const Tiles tiles = tiles_of(own);
+    const int query = query_of_row(params, row_of_head);
+    row.head = grid_head * params.group_size + row_of_head - query * params.group_size;
+    row.row_in_tile = row_of_head % kBlockM;
+    const int begin = numbers.before + (grid_head * tiles.row_blocks + row_of_head / kBlockM) * tiles.kv_blocks;
+    row.first_part = begin / numbers.per_share;
+    row.last_part = row_of_head < num_rows(own) ? (begin + tiles.kv_blocks - 1) / numbers.per_share : row.first_part;
+    row.begins_share = row.first_part * numbers.per_share == begin;
+    row.row_in_entry = queries.begin + query;
+    return row;
+}
+
+// Where the part of thread block `block` lies. A thread block leaves the first part of its share in one slot and the last in another;
+// what it has of a tile is the first, unless its share begins ahead of the tile.
+__device__ __forceinline__ int64_t part_row(const Row& row, int block) {
+    const int slot = 2 * block + (block == row.first_part && !row.begins_share ? 1 : 0);
+    return int64_t(slot) * kBlockM + row.row_in_tile;
+}
+
+// O, not divided by row_sum yet, and the row_max (log2 domain) and row_sum that go with it; of O a lane's share.
+struct Sums {
+    float row_max;
+    float row_sum;
+    float output[kLaneVectors][4];
+};
+
+__device__ __forceinline__ void add(Sums& sums, float row_max, float row_sum, const uint4 (&output)[kLaneVectors]) {
+    const float larger = fmaxf(sums.row_max, row_max);
+    const float own_factor = exp2_approx(sums.row_max - larger);
+    const float other_factor = exp2_approx(row_max - larger);
+    sums.row_max = larger;
+    sums.row_sum = sums.row_sum * own_factor + row_sum * other_factor;
+#pragma unroll
+    for (int i = 0; i < kLaneVectors; ++i) {
+        sums.output[i][0] = sums.output[i][0] * own_factor + __uint_as_float(output[i].x) * other_factor;
+        sums.output[i][1] = sums.output[i][1] * own_factor + __uint_as_float(output[i].y) * other_factor;
+        sums.output[i][2] = sums.output[i][2] * own_factor + __uint_as_float(output[i].z) * other_factor;
+        sums.output[i][3] = sums.output[i][3] * own_factor + __uint_as_float(output[i].w) * other_factor;
+    }
+}
+
+// Adds the parts of a row, in the order of the thread blocks.
+__device__ __forceinline__ Sums add_parts(const Params& params, const Row& row, int lane) {
+    Sums sums = {kNoRowMax, 0.0f, {}};
+    for (int first = row.first_part; first <= row.last_part; first += kPartsAtOnce) {
+        // All loads are started before the first one is used.
+        float2 loaded[kPartsAtOnce];
+        uint4 output[kPartsAtOnce][kLaneVectors];
+#pragma unroll
+        for (int part = 0; part < kPartsAtOnce; ++part) {
+            if (first + part > row.last_part) break;
+            const int64_t source = part_row(row, first + part);
+            loaded[part] = load_global_64(params.part_sums + source * 2);
+#pragma unroll
+            for (int i = 0; i < kLaneVectors; ++i) {
+                if (kVectors % 32 != 0 && 32 * i + lane >= kVectors) break;
+                output[part][i] = load_global_128(params.part_outputs + source * kHeadDimV + (32 * i + lane) * 4);
+            }
+        }
+#pragma unroll
+        for (int part = 0; part < kPartsAtOnce; ++part) {
+            if (first + part > row.last_part) break;
+            add(sums, loaded[part].x, loaded[part].y, output[part]);
+        }
+    }
+    return sums;
+}
+
+// Writes O of a row, four elements a lane, and the first lane LSE.
+__device__ __forceinline__ void store_row(const Params& params, const Row& row, const Sums& sums, int lane) {
+    // A row that attends to nothing has the sum 0 and becomes 0.
+    const float factor = sums.row_sum == 0.0f ? 0.0f : __fdividef(1.0f, sums.row_sum);
+    element* out = params.out + row.batch * params.out_batch_stride + row.row_in_entry * params.out_row_stride +
+                   row.head * params.out_head_stride;
+#pragma unroll
+    for (int i = 0; i < kLaneVectors; ++i) {
+        const int column = (32 * i + lane) * 4;
+        if (column >= params.head_dim_v) break;
+        store_global_32(out + column, pack<element>(sums.output[i][0] * factor, sums.output[i][1] * factor));
+        store_global_32(out + column + 2, pack<element>(sums.output[i][2] * factor, sums.output[i][3] * factor));
+    }
+    if (params.lse != nullptr && lane == 0) {
+        const int64_t lse_row = row.batch * params.lse_batch_stride + row.head * params.lse_head_stride + row.row_in_entry;
+        store_global_32(params.lse + lse_row, (sums.row_max + log2_approx(sums.row_sum)) * kLn2);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+flash_varlen_split_combine_hdim128_bf16_causal_paged_packgqa_sm90(const __grid_constant__ Params params) {
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
+    griddepcontrol_wait();
+    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
+    // before this one to have ended.
+    griddepcontrol_launch_dependents();
+
+    int num_kv_blocks;
+    Numbers numbers = {kv_blocks_per_share(params, num_kv_blocks, lane), 0, 0};
+    for (int index = block_index() * kWarps + warp; index < params.num_tiles; index += kWarps * int(gridDim.x)) {
+        const Row row = find_row(params, numbers, index, lane);
+        if (row.first_part == row.last_part) continue;  // the one thread block that had the tile has written the row
+        store_row(params, row, add_parts(params, row, lane), lane);
+    }
+}

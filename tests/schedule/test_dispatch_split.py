@@ -1,0 +1,103 @@
+"""Which calls with lengths on the device take the kernels that split the keys of many queries."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_dispatch import H200
+
+from flashgen.bench.cases import GRIDS
+from flashgen.operators.arguments import view_of_shape
+from flashgen.operators.attention import normalise as rectangle
+from flashgen.operators.splits import SplitEvery
+from flashgen.operators.varlen import normalise
+from flashgen.schedule.dispatch import offers, select
+from flashgen.schedule.plan import plan_steps
+from flashgen.spec.load import load_specs
+
+SPECS = load_specs()
+SPLIT = "flash_varlen_split"
+
+
+def chunks(batch, queries, keys, *, heads=(32, 8), head_dim=128, tokens=None, page_size=None, **options):
+    """Packed sequences of at most so many queries, and as many keys or pages for them."""
+
+    def integers(*shape):
+        return view_of_shape(shape, "int32", 0)
+
+    q = view_of_shape((tokens or batch * queries, heads[0], head_dim), "bf16", 0)
+    if page_size is None:
+        kv = view_of_shape((tokens or batch * keys, heads[1], head_dim), "bf16", 0)
+        lengths = {"cu_seqlens_kv": integers(batch + 1), "max_seqlen_kv": keys}
+    else:
+        pages = -(-keys // page_size)
+        kv = view_of_shape((batch * pages, page_size, heads[1], head_dim), "bf16", 0)
+        lengths = {"kv_lengths": integers(batch), "pages": integers(batch, pages)}
+    return normalise(q, kv, kv, cu_seqlens_q=integers(batch + 1), max_seqlen_q=queries, **lengths, **options)
+
+
+def chosen(problem, device=H200):
+    return select(problem, device, offers(problem, device, SPECS))
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("batch", "queries"), [(1, 32), (1, 128), (1, 256), (2, 128), (3, 96)])
+def test_a_few_hundred_queries_on_many_keys_are_split(batch, queries, causal, page_size):
+    problem = chunks(batch, queries, 32_768, causal=causal, page_size=page_size)
+    variant = chosen(problem)
+    assert (variant.family, variant.gqa) == (SPLIT, "packed")
+    plan = plan_steps(problem, variant, H200)
+    blocks = plan.steps[0].launch.blocks
+    assert 0.95 * H200.num_sms < blocks <= H200.num_sms
+    # Two parts of a tile for each thread block: O, row_max and row_sum.
+    block_m = variant.tile_value("block_m")
+    assert plan.workspace.nbytes == 2 * blocks * block_m * (128 + 2) * 4
+
+
+@pytest.mark.parametrize("case", [case for case in GRIDS["varlen"].cases if case.seqlen_kv < 32_768])
+def test_prompts_are_not(case):
+    heads = (case.num_heads_q, case.num_heads_kv)
+    problem = chunks(case.batch, case.seqlen_q, case.seqlen_kv, heads=heads, tokens=32_768, causal=True)
+    assert chosen(problem).family == "flash_fwd_varlen"
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from([1, 2, 7, 64]),
+    st.sampled_from([1, 2, 4, 8, 16]),
+    st.integers(1, 150_000),
+    st.sampled_from([64, 80, 128, 192, 256]),
+    st.booleans(),
+)
+def test_decoding_is_not(batch, queries, keys, head_dim, causal):
+    """Up to 64 rows of a kv head."""
+    problem = chunks(batch, queries, keys, head_dim=head_dim, page_size=16, causal=causal)
+    assert chosen(problem).family != SPLIT
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(1, 512, 32_768), (2, 512, 32_768), (4, 256, 8192)])
+def test_tiles_that_fill_their_last_wave_are_whole(batch, queries, keys, varlen):
+    """Tiles of 128 rows do; of 192 rows there are fewer, of which some multiprocessors have two."""
+    if varlen:
+        problem = chunks(batch, queries, keys, causal=True)
+    else:
+        q, kv = (view_of_shape((batch, n, heads, 128), "bf16", 0) for n, heads in ((queries, 32), (keys, 8)))
+        problem = rectangle(q, kv, kv, causal=True)
+    variant = chosen(problem)
+    assert (variant.target, variant.grid.schedule.startswith("persistent")) == ("sm90", True)
+    assert variant.tile_value("block_m") == 128
+
+
+@pytest.mark.parametrize("splits", [1, SplitEvery(1024)])
+def test_splits_that_the_call_fixes_are_not_equal_shares(splits):
+    assert chosen(chunks(1, 128, 32_768)).family == SPLIT
+    assert chosen(chunks(1, 128, 32_768, splits=splits)).family == "flash_fwd_varlen"
+
+
+def test_pages_that_no_box_fits_and_other_gpus():
+    assert chosen(chunks(1, 128, 32_768, page_size=8)).spec == "flash_fwd_varlen_sm80"
+    blackwell = SimpleNamespace(**{**vars(H200), "arch": "sm_100", "compute_capability": (10, 0)})
+    assert chosen(chunks(1, 128, 32_768), blackwell).spec == "flash_fwd_varlen_sm80"
