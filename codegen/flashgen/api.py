@@ -439,7 +439,7 @@ def explain(
     device = _device_of(arch)
     algorithm = options.pop("algorithm", None)
     problem = _shaped(operator, {"q": q, "k": k, "v": v} | options, dtype)
-    return explained(problem, device, specs_for(device), algorithm)
+    return explained(problem, device, specs_for(device, problem.operator.name), algorithm)
 
 
 def warmup(
@@ -504,10 +504,12 @@ def _device_of(arch: str | None) -> Device:
     return typical(arch)
 
 
-def specs_for(device: Device) -> tuple[Spec, ...]:
-    """The specs that calls on a device choose among, with what is tuned for it."""
+def specs_for(device: Device, operator: str | None = None) -> tuple[Spec, ...]:
+    """The specs that calls on a device choose among, with what is tuned for it: all, or those of an operator,
+    which the first call of a process need not wait for others to see. Folders of the caller are read whole.
+    """
     folders, tuned = os.environ.get("FLASHGEN_SPECS", ""), os.environ.get("FLASHGEN_TUNED", "")
-    return _specs(folders, tuned, device.name)
+    return _specs(folders, tuned, device.name, None if folders else operator)
 
 
 def _shaped(function: str, given: dict[str, Any], dtype: str) -> Problem:
@@ -757,7 +759,8 @@ def _runner(problem: Problem, backend: str | None, algorithm: str | None) -> Run
     from flashgen.schedule.dispatch import offers
 
     here = device(problem.device)
-    return prepare(problem, problem.device, offers(problem, here, specs_for(here), algorithm))
+    specs = specs_for(here, problem.operator.name)
+    return prepare(problem, problem.device, offers(problem, here, specs, algorithm))
 
 
 @lru_cache(maxsize=64)
@@ -775,14 +778,16 @@ def _chain(folders: str, names: tuple[str, ...]) -> Score:
     return chained([known[name] for name in names])
 
 
-@lru_cache(maxsize=8)
-def _specs(folders: str, tuned: str = "", gpu: str | None = None) -> tuple[Spec, ...]:
+@lru_cache(maxsize=32)
+def _specs(
+    folders: str, tuned: str = "", gpu: str | None = None, operator: str | None = None
+) -> tuple[Spec, ...]:
     """The shipped specs and those in ``folders``, with what is tuned for ``gpu``; ``folders`` and ``tuned``
     are the values of FLASHGEN_SPECS and FLASHGEN_TUNED. Read once for each set of these."""
     from flashgen.spec.load import load_specs
     from flashgen.toolchain import cache as caches
 
-    specs = load_specs(cache=caches.default(), gpu=gpu)
+    specs = load_specs(cache=caches.default(), gpu=gpu, operator=operator)
     if folders:
         from flashgen.source.render import warn_of_unused_overrides
 

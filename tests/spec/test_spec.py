@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashgen.errors import BadParam, FlashgenError, SpecError
+from flashgen.operators import OPERATORS
 from flashgen.paths import specs_dir
+from flashgen.spec.bases import is_of
 from flashgen.spec.expression import Expression
 from flashgen.spec.grid import Visits
 from flashgen.spec.load import load_spec, load_specs
@@ -580,6 +582,37 @@ def test_a_users_folder_adds_and_overrides(tiny_folder, edit_spec, monkeypatch, 
     assert list(specs) == [*shipped, "tiny"]
     assert specs["tiny"].axes["head_dim"] == (64,)
     assert load_specs(tiny_folder / "specs")[-1].axes["head_dim"] == (32, 64)
+
+
+def test_specs_of_an_operator_are_read_without_the_others(tiny_folder, edit_spec, monkeypatch):
+    monkeypatch.delenv("FLASHGEN_SPECS", raising=False)
+    by_operator = collections.defaultdict(list)
+    for spec in load_specs():
+        by_operator[spec.operator].append(spec.name)
+    for operator in OPERATORS:
+        assert [spec.name for spec in load_specs(operator=operator)] == by_operator[operator]
+    edit_spec("no_spills: true", "no_spill: true")
+    folder = tiny_folder / "specs"
+    load_specs(folder, operator="merge")
+    with pytest.raises(SpecError, match="no_spill: unknown key"):
+        load_specs(folder, operator="attention")
+
+
+@pytest.mark.parametrize(
+    ("line", "read"),
+    [
+        ("operator: attention", True),
+        ("operator : 'attention'", True),
+        ("operator: merge  # as attention", False),
+        ("operator: attention_backward", False),
+        ('"operator": merge', True),  # not said plainly: only a parser knows
+    ],
+)
+def test_the_operator_of_a_text(line, read, tmp_path):
+    text = f"family: mine\n{line}\n  operator: nested\n".encode()
+    assert is_of("attention", tmp_path / "mine.yaml", text) is read
+    (tmp_path / "base.yaml").write_bytes(text)
+    assert is_of("attention", tmp_path / "other.yaml", b"extends: base\nfamily: other\n") is read
 
 
 def test_two_families_must_not_share_names(tiny_folder):

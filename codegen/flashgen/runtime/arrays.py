@@ -202,9 +202,7 @@ class TorchKind:
         self._is_compiling = torch.compiler.is_compiling
         self._is_transforming = torch._C._are_functorch_transforms_active
         self._forward_ad = torch.autograd.forward_ad
-        # What Dynamo recognises tensors by: type, dispatch keys, dtype, device, shape and strides.
-        dynamo = getattr(torch._C, "_dynamo", None)
-        self._guards = getattr(getattr(dynamo, "guards", None), "TensorGuards", None)
+        self._guards = _guards_of(torch)
         self.expecting = None if self._guards is None else self._expecting
         # The handle alone: a Stream object costs 2 µs.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -251,7 +249,7 @@ class TorchKind:
         if len(set(map(id, tensors))) < len(tensors):
             return None  # a guard refuses a tensor that comes twice
         # One call in place of seven for each tensor.
-        fit = self._guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        fit = self._guards(*tensors, **_ALL_FIXED).check
         given = [x is not None for x in arrays]
         absent = [place for place, x in enumerate(arrays) if x is None]
         differentiable = any(x.requires_grad for x in tensors)
@@ -363,6 +361,23 @@ class TorchKind:
                     # Other calls refuse these two by name.
                     return self._is_compiling() or not (self._is_transforming() or x.is_nested)
         return self._is_compiling()
+
+
+_ALL_FIXED = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
+
+
+def _guards_of(torch: Any) -> Any:
+    """What Dynamo recognises tensors by: type, dispatch keys, dtype, device, shape and strides. It is no public
+    class: None where this PyTorch has none that works as expected.
+    """
+    x = torch.empty(2, 2, device="cpu")
+    others = x.view(torch.int32), x[:1], x.T, torch._neg_view(x)
+    try:
+        guard = torch._C._dynamo.guards.TensorGuards
+        seen = [guard(x, **_ALL_FIXED).check(each) for each in (x, x.detach(), *others)]
+    except (AttributeError, TypeError):
+        return None
+    return guard if seen == [True, True] + [False] * len(others) else None
 
 
 def _is_wrapped(torch: Any, x: Any) -> bool:
