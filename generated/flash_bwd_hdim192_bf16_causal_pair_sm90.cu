@@ -52,7 +52,7 @@ constexpr int kDsSlotBytes = 2 * kDsBytes;  // of the thread block's own keys, t
 constexpr int kPeerPanels = 2;  // of the peer's K: those that hold this thread block's half of the columns of dQ
 constexpr int kPeerKBytes = kPeerPanels * kBlockN * kPanelRowBytes;
 constexpr int kPBytes = kBlockM * kBlockN * sizeof(float);  // P of a step, not yet rounded
-constexpr int kRowBytes = kBlockM * sizeof(float);  // of lse_log2, and of delta
+constexpr int kQueryValueBytes = kBlockM * sizeof(float);  // of lse_log2, and of delta
 
 constexpr int kVOffset = kKBytes;
 constexpr int kQOffset = kVOffset + kVBytes;
@@ -61,8 +61,8 @@ constexpr int kDsOffset = kDoutOffset + kStages * kDoutBytes;
 constexpr int kPeerKOffset = kDsOffset + 2 * kDsSlotBytes;
 constexpr int kPOffset = kPeerKOffset + kPeerKBytes;
 constexpr int kLseOffset = kPOffset + kPBytes;
-constexpr int kDeltaOffset = kLseOffset + kStages * kRowBytes;
-constexpr int kBarrierOffset = kDeltaOffset + kStages * kRowBytes;
+constexpr int kDeltaOffset = kLseOffset + kStages * kQueryValueBytes;
+constexpr int kBarrierOffset = kDeltaOffset + kStages * kQueryValueBytes;
 constexpr int kSharedBytes = kBarrierOffset + 8 * (8 + 3 * kStages);
 
 static_assert(kBlockN == 64 && kBlockM == 64, "a warpgroup computes all scores of a step, and all rows of dQ");
@@ -567,12 +567,12 @@ __device__ __forceinline__ void produce_step(const Params& params, const KeyBloc
     const int64_t unit_row = first_unit_row(params, batch, head) + row;
     const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(ring.stage);
     mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
-    mbarrier_arrive_expect_tx(q_full, kQBytes + kRowBytes);
+    mbarrier_arrive_expect_tx(q_full, kQBytes + kQueryValueBytes);
     load_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, params.q, q_full, row, head, batch);
-    bulk_load(shared + kLseOffset + ring.stage * kRowBytes, params.lse_log2 + unit_row, q_full, kRowBytes);
-    mbarrier_arrive_expect_tx(dout_full, kDoutBytes + kRowBytes);
+    bulk_load(shared + kLseOffset + ring.stage * kQueryValueBytes, params.lse_log2 + unit_row, q_full, kQueryValueBytes);
+    mbarrier_arrive_expect_tx(dout_full, kDoutBytes + kQueryValueBytes);
     load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + ring.stage * kDoutBytes, params.dout, dout_full, row, head, batch);
-    bulk_load(shared + kDeltaOffset + ring.stage * kRowBytes, params.delta + unit_row, dout_full, kRowBytes);
+    bulk_load(shared + kDeltaOffset + ring.stage * kQueryValueBytes, params.delta + unit_row, dout_full, kQueryValueBytes);
 }
 
 // The producer thread: K and V of the tile, and the peer's K for dQ, then Q and dO of each step, with their rows' LSE and delta, as fast as
@@ -746,7 +746,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
         const bool is_last = i + 1 == count;
         if (!is_last) {
             mbarrier_wait(barriers.q_full(next.stage), next.parity);
-            lse.load(shared + kLseOffset + next.stage * kRowBytes, lane);
+            lse.load(shared + kLseOffset + next.stage * kQueryValueBytes, lane);
         }
         mma_scores<kHeadDim>(p, shared, is_last ? shared : shared + kQOffset + next.stage * kQBytes);
         wgmma_wait<1>();
@@ -851,7 +851,7 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         const bool is_last = i + 1 == count;
         if (!is_last) {
             mbarrier_wait(barriers.dout_full(next.stage), next.parity);
-            delta.load(shared + kDeltaOffset + next.stage * kRowBytes, lane);
+            delta.load(shared + kDeltaOffset + next.stage * kQueryValueBytes, lane);
         }
         mma_scores<kHeadDimV>(ds, is_last ? shared : shared + kVOffset,
                               is_last ? shared : shared + kDoutOffset + next.stage * kDoutBytes);

@@ -46,15 +46,15 @@ constexpr int kDoutBytes = kPanelsV * kBlockM * kPanelRowBytes;
 // dS^T of a step, a row of 64 queries to a key. Two steps have a buffer each, as dQ of a step is computed in the next one.
 constexpr int kDsPanelBytes = kBlockN * kPanelRowBytes;
 constexpr int kDsBytes = kBlockM / 64 * kDsPanelBytes;
-constexpr int kRowBytes = kBlockM * sizeof(float);  // of lse_log2, and of delta
+constexpr int kQueryValueBytes = kBlockM * sizeof(float);  // of lse_log2, and of delta
 
 constexpr int kVOffset = kKBytes;
 constexpr int kQOffset = kVOffset + kVBytes;
 constexpr int kDoutOffset = kQOffset + kStages * kQBytes;
 constexpr int kDsOffset = kDoutOffset + kStages * kDoutBytes;
 constexpr int kLseOffset = kDsOffset + 2 * kDsBytes;
-constexpr int kDeltaOffset = kLseOffset + kStages * kRowBytes;
-constexpr int kBarrierOffset = kDeltaOffset + kStages * kRowBytes;
+constexpr int kDeltaOffset = kLseOffset + kStages * kQueryValueBytes;
+constexpr int kBarrierOffset = kDeltaOffset + kStages * kQueryValueBytes;
 constexpr int kStashOffset = kBarrierOffset + 8 * (3 + 3 * kStages);
 constexpr int kSharedBytes = kStashOffset + 32;
 
@@ -710,12 +710,12 @@ __device__ __forceinline__ void produce_step(const Params& params, const KeyBloc
         first_unit_row(params, batch, head) + unit_row_of_sequence(params, tile.batch, tile.first_row_q) + step.block * kBlockM;
     const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(ring.stage);
     mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
-    mbarrier_arrive_expect_tx(q_full, kQBytes + kRowBytes);
+    mbarrier_arrive_expect_tx(q_full, kQBytes + kQueryValueBytes);
     load_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, params.q, q_full, row, head, batch);
-    bulk_load(shared + kLseOffset + ring.stage * kRowBytes, params.lse_log2 + unit_row, q_full, kRowBytes);
-    mbarrier_arrive_expect_tx(dout_full, kDoutBytes + kRowBytes);
+    bulk_load(shared + kLseOffset + ring.stage * kQueryValueBytes, params.lse_log2 + unit_row, q_full, kQueryValueBytes);
+    mbarrier_arrive_expect_tx(dout_full, kDoutBytes + kQueryValueBytes);
     load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + ring.stage * kDoutBytes, params.dout, dout_full, row, head, batch);
-    bulk_load(shared + kDeltaOffset + ring.stage * kRowBytes, params.delta + unit_row, dout_full, kRowBytes);
+    bulk_load(shared + kDeltaOffset + ring.stage * kQueryValueBytes, params.delta + unit_row, dout_full, kQueryValueBytes);
 }
 
 // The producer thread: K and V of the tile, then Q and dO of each step, with their rows' LSE and delta, as fast as buffers become
@@ -808,7 +808,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
         float p[kBlockM / 2];  // S^T, then P^T
         mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
         QueryValues lse;
-        lse.load(shared + kLseOffset + ring.stage * kRowBytes, lane);
+        lse.load(shared + kLseOffset + ring.stage * kQueryValueBytes, lane);
         mma_scores<kHeadDim>(p, k_own, q_smem);
         float ds[kBlockM / 2];  // dP^T, then dS^T
         mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
@@ -820,7 +820,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
         }
         compute_p(p, lse, params.scale_log2);
         QueryValues delta;
-        delta.load(shared + kDeltaOffset + ring.stage * kRowBytes, lane);
+        delta.load(shared + kDeltaOffset + ring.stage * kQueryValueBytes, lane);
         PackedScores packed_p, packed_ds;
         packed_p.set(p);
         mma_gradient(dv, packed_p, dout_smem);
