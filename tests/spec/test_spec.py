@@ -700,7 +700,7 @@ def test_loading_costs_by_the_line_and_makes_no_variant(monkeypatch):
     assert len(parsed) == 1
     places = collections.Counter((place, type) for place, _, type in checked)
     assert set(places.values()) == {1}
-    of_a_tile = 2 + len(spec.content.steps[0].covers) + 5 + len(Visits._fields)
+    of_a_tile = 2 + len(spec.content.steps[0].covers) + 6 + len(Visits._fields)
     tiles = sum(map(len, spec.content.entries.values()))
     assert len(computed) % of_a_tile == 0
     assert len(computed) < of_a_tile * tiles / 2
@@ -754,6 +754,7 @@ def test_shares_are_of_kv_blocks(tmp_path):
 GROUPS = (specs_dir() / "flash_bwd_sm90.yaml").read_text(encoding="utf-8")
 SUM_WHEN = "    when: {gqa: gqa}\n    template"
 SUM_GRID = "{key_rows: 16, kv_heads: 1, batch: 1}"
+STEP = "step_rows: block_m if dq_order == 'ordered' else 0"
 WAVES = "group_waves: 15 if dq_order == 'ordered' else 8 if mask_type == 'causal' else 4"
 
 
@@ -768,6 +769,7 @@ WAVES = "group_waves: 15 if dq_order == 'ordered' else 8 if mask_type == 'causal
         (WAVES, f"schedule: persistent\n      {WAVES}", r"group_waves", "each tile and part"),
         (SUM_GRID, "{key_rows: 16}, group_waves: 1", r"group_waves", "only the main step"),
         (WAVES, f"{WAVES}\n      cluster: 0", r"tiles\[\d+\]", "below 1"),
+        (STEP, "step_rows: 0 - 1", r"tiles\[\d+\]", "below 1"),
         (SUM_GRID, f"{SUM_GRID}, schedule: persistent, cluster: 2", r"tiles\[\d+\]", "to each tile"),
     ],
 )
