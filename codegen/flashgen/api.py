@@ -626,7 +626,9 @@ def _known(
         known = make_plan(operator, given, options, scalars, backend, algorithm, keeps_scalars=False)
         _remember(key, known)
     if expecting is not None:
-        _recent[wanted] = known, expecting(given) if known is recent else None
+        expected = expecting(given) if known is recent else None
+        with _plans_lock:
+            _recent[wanted] = known, expected
     return known, pointers
 
 

@@ -367,8 +367,8 @@ _ALL_FIXED = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
 
 
 def _guards_of(torch: Any) -> Any:
-    """What Dynamo recognises tensors by: type, dispatch keys, dtype, device, shape and strides. The class is
-    not public: None where this PyTorch has none that works as expected.
+    """What Dynamo recognises tensors by: type, dispatch keys, dtype, device, shape and strides. No public
+    class, so None where this PyTorch has none that works as expected.
     """
     x = torch.empty(2, 2, device="cpu")
     others = x.view(torch.int32), x[:1], x.T, torch._neg_view(x)
