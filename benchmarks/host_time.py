@@ -71,6 +71,7 @@ def on_torch() -> Figures:
     (q, k, _, out), _ = sets
     kinds = calls(sets, lse, mask, torch.cuda.current_stream())
     kinds |= decoding(lambda shape, dtype: torch.zeros(shape, dtype=getattr(torch, dtype), device="cuda"))
+    kinds |= training(sets[0])
     kinds["for scale: torch.add(q, k, out=out)"] = lambda: torch.add(q, k, out=out)
     return {name: host_time(call, torch.cuda.synchronize) for name, call in kinds.items()}
 
@@ -126,6 +127,26 @@ def decoding(zeros: Callable[[tuple[int, ...], str], Any]) -> dict[str, Callable
         "plan(q, cache, append=new, rotary=rotary, out=out, workspace=workspace, ...)": lambda: both(
             q, cache, new, rotary=rotary, **written
         ),
+    }
+
+
+def training(tensors: list[Any]) -> dict[str, Callable[[], Any]]:
+    """Forward and backward passes of q, k, v and a gradient of the result, and PyTorch's own beside them."""
+    import torch
+
+    import flashgen
+
+    *inputs, dout = tensors
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    turned = [x.transpose(1, 2).contiguous().requires_grad_() for x in inputs]
+    dout_turned = dout.transpose(1, 2).contiguous()
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    grad = torch.autograd.grad
+    return {
+        "attention(q, k, v), recorded": lambda: flashgen.attention(*leaves),
+        "attention(q, k, v) and gradients": lambda: grad(flashgen.attention(*leaves), leaves, dout),
+        "for scale: SDPA, recorded": lambda: sdpa(*turned),
+        "for scale: SDPA and gradients": lambda: grad(sdpa(*turned), turned, dout_turned),
     }
 
 

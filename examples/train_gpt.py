@@ -2,6 +2,7 @@
 
     python examples/train_gpt.py                      # on a GPU in bfloat16, else in host memory in fp32
     python examples/train_gpt.py --steps 500 --chart loss.png
+    python examples/train_gpt.py --busy               # how much of a step the GPU is at work, too
 
 The text is made on the spot: who gives what to whom, and who has it then, which takes attention to foretell.
 Prints the loss and the tokens per second of both; ``--chart`` draws both loss curves, with matplotlib.
@@ -141,6 +142,13 @@ def train(
     return losses, (steps - untimed) * size.batch * size.context / seconds
 
 
+def busy(size: Size, attention: str, steps: int, given: argparse.Namespace) -> float:
+    """Milliseconds of a step in which the GPU is at work, by PyTorch's profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        train(size, attention, steps, given.seed, "cuda", given.compile)
+    return sum(each.self_device_time_total for each in seen.key_averages()) / 1e3 / steps
+
+
 def draw(curves: dict[str, list[float]], path: Path) -> None:
     """Both loss curves on one chart."""
     from matplotlib.figure import Figure
@@ -167,6 +175,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action="store_true", help="torch.compile the model, in one graph")
+    parser.add_argument("--busy", action="store_true", help="also how long the GPU is at work in a step")
     parser.add_argument("--chart", type=Path, help="a PNG of both loss curves")
     given = parser.parse_args()
     size = Size(given.layers, given.width, given.heads, given.kv_heads, given.context, given.batch)
@@ -175,6 +184,9 @@ def main() -> None:
         losses, rate = train(size, name, given.steps, given.seed, given.device, given.compile)
         curves[name] = losses
         print(f"{name:9} loss {losses[0]:.3f} -> {losses[-1]:.3f}, {rate:,.0f} tokens/s")
+        if given.busy:
+            step, at_work = 1e3 * size.batch * size.context / rate, busy(size, name, 20, given)
+            print(f"{name:9} {step:.2f} ms a step, the GPU at work for {at_work:.2f}")
     apart = max(abs(a - b) for a, b in zip(*curves.values(), strict=True))
     print(f"the curves are at most {apart:.3g} apart")
     if given.chart:

@@ -39,7 +39,7 @@ static_assert(offsetof(Params, dq_head_stride) == 32 && offsetof(Params, num_hea
 static_assert(offsetof(Params, head_dim) == 48 && offsetof(Params, num_row_blocks) == 52);
 static_assert(offsetof(Params, softmax_scale) == 56);
 
-// The rows of a head in the workspace: whole units of kRowUnit, so that a tile of queries never meets the end of an array.
+// The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
 
 __device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }

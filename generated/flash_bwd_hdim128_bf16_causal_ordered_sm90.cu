@@ -94,7 +94,7 @@ static_assert(offsetof(Params, batch_size) == 820 && offsetof(Params, heads_per_
 static_assert(offsetof(Params, diagonal_offset) == 828 && offsetof(Params, scale_log2) == 832);
 static_assert(offsetof(Params, softmax_scale) == 836);
 
-// The rows of a head in the workspace: whole units of kRowUnit, so that a tile of queries never meets the end of an array.
+// The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
 
 __device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
@@ -208,7 +208,7 @@ struct Barriers {
         mbarrier_init(k_full(), 1);
         mbarrier_init(v_full(), 1);
         mbarrier_init(ds_ready(), 4 * kConsumers);
-        mbarrier_init(turn(), 1);
+        mbarrier_init(turn(), 2);
         mbarrier_init(dq_added(), 4 * kConsumers);
         for (int stage = 0; stage < kStages; ++stage) {
             mbarrier_init(q_full(stage), 1);
@@ -360,10 +360,10 @@ __device__ __forceinline__ void mma_gradient(float (&sums)[64], PackedScores& sc
 }
 
 // Starts dQ (64 x 64) = dS K of a warpgroup. Both operands are MN-major: a key has a row of 64 queries in dS^T, and of its columns in K.
-// SBO leads to the next eight keys, LBO to the next panel of columns, if there is one.
+// SBO leads to the next eight keys; there is no second panel for LBO.
 __device__ __forceinline__ void mma_dq(float (&dq)[32], shared_address ds_smem, shared_address k_smem) {
-    const uint64_t ds = descriptor(ds_smem, kDsPanelBytes, 8 * kPanelRowBytes);
-    const uint64_t k = descriptor(k_smem, kBlockN * kPanelRowBytes, 8 * kPanelRowBytes);
+    const uint64_t ds = descriptor(ds_smem, 16, 8 * kPanelRowBytes);
+    const uint64_t k = descriptor(k_smem, 16, 8 * kPanelRowBytes);
     pin_registers(dq);
     wgmma_fence();
 #pragma unroll
@@ -391,14 +391,14 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Vis
 // LSE or delta of the queries of a lane's scores, two by two. Loaded well ahead of their use, and of wgmmas: a load from
 // shared memory waits for wgmmas that were started before it.
 struct QueryValues {
-    float2 pairs[kBlockM / 8];
+    float2 values[kBlockM / 8];
 
     __device__ __forceinline__ void load(shared_address smem, int lane) {
 #pragma unroll
-        for (int j = 0; j < kBlockM / 8; ++j) pairs[j] = load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float));
+        for (int j = 0; j < kBlockM / 8; ++j) values[j] = load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float));
     }
 
-    __device__ __forceinline__ float2 pair(int j) const { return pairs[j]; }
+    __device__ __forceinline__ float2 two(int j) const { return values[j]; }
 };
 
 // Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
@@ -415,9 +415,9 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 pair = lse.pair(j);
+        const float2 of_two = lse.two(j);
 #pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -pair.y : -pair.x));
+        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -of_two.y : -of_two.x));
     }
 }
 
@@ -425,9 +425,9 @@ __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const Qu
 __device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 pair = delta.pair(j);
+        const float2 of_two = delta.two(j);
 #pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? pair.y : pair.x));
+        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? of_two.y : of_two.x));
     }
 }
 
@@ -460,12 +460,10 @@ __device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount]) {
     }
 }
 
-// Rounds a warpgroup's 64 rows of dK or dV, times `factor`, and lets TMA write them: through `staging`, the rows of K or V in shared
-// memory, swizzled as these were. One thread of the warpgroup starts the TMA stores.
+// Rounds a warp's 16 rows of dK or dV, times `factor`, into `staging`, the rows of the warpgroup's K or V in shared memory, swizzled as
+// these were.
 template <int kColumns>
-__device__ __forceinline__ void store_gradient(const Params& params, const tensor_map& map, const float (&sums)[kColumns / 2],
-                                               float factor, shared_address staging, int first_key, const KeyBlock& tile, int consumer,
-                                               int lane) {
+__device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane) {
     const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
 #pragma unroll
     for (int column = 0; column < kColumns; column += 16) {
@@ -477,6 +475,15 @@ __device__ __forceinline__ void store_gradient(const Params& params, const tenso
         const shared_address panel = staging + column / kPanelColumns * kBlockN * kPanelRowBytes;
         stmatrix_x4(panel + row * kPanelRowBytes + 16 * swizzled(row, column % kPanelColumns / 8 + lane / 16), matrices);
     }
+}
+
+// Lets TMA write a warpgroup's 64 rows of dK or dV, times `factor` and rounded, by way of `staging`. One thread of the warpgroup starts
+// the TMA stores.
+template <int kColumns>
+__device__ __forceinline__ void store_gradient(const Params& params, const tensor_map& map, const float (&sums)[kColumns / 2],
+                                               float factor, shared_address staging, int first_key, const KeyBlock& tile, int consumer,
+                                               int lane) {
+    stage_gradient<kColumns>(sums, factor, staging, lane);
     fence_proxy_async();  // TMA would not see the writes otherwise
     barrier_sync(1 + consumer, 128);  // all rows of the warpgroup are there
     if (threadIdx.x % 128 == 0) {
@@ -563,15 +570,30 @@ __device__ __forceinline__ void pass_turn(const Params& params, const KeyBlock& 
     store_release_32(turns_of(params, block, step), turn_of(params, block, step) + 1);
 }
 
-// A thread that waits for the turn of each step and passes it on, so that no consumer polls global memory.
-__device__ __forceinline__ void keep_turns(const Params& params, const KeyBlock& tile, const Barriers& barriers) {
+// Consumers add dQ of a step when two threads have arrived at turn(): the one of await_turns(), which polls global memory for the turn, and
+// the one of pass_turns(), which has seen that dQ of the step before has been added. So the poll for the next turn, and the additions of the
+// next step, do not wait for the release of this one, which takes until the additions are in L2.
+__device__ __forceinline__ void await_turns(const Params& params, const KeyBlock& tile, const Barriers& barriers) {
     const QueryBlocks queries = find_query_blocks(params, tile.first_key);
     const int count = num_steps(params, queries);
     Step step = first_step(queries);
     for (int i = 0; i < count; ++i) {
         while (!has_turn(params, tile, step)) {}
+        if (i > 0) mbarrier_wait(barriers.turn(), (i - 1) % 2);  // two arrivals of this thread in one phase would end it early
         mbarrier_arrive(barriers.turn());
+        step = next_step(step, queries);
+    }
+}
+
+__device__ __forceinline__ void pass_turns(const Params& params, const KeyBlock& tile, const Barriers& barriers) {
+    const QueryBlocks queries = find_query_blocks(params, tile.first_key);
+    const int count = num_steps(params, queries);
+    Step step = first_step(queries);
+    mbarrier_arrive(barriers.turn());  // nothing is added ahead of the first step
+#pragma unroll 1  // few registers are left to the producer warpgroup
+    for (int i = 0; i < count; ++i) {
         mbarrier_wait(barriers.dq_added(), i % 2);
+        mbarrier_arrive(barriers.turn());  // of the next step
         pass_turn(params, tile, step);
         step = next_step(step, queries);
     }
@@ -727,7 +749,9 @@ flash_bwd_hdim128_bf16_causal_ordered_sm90(const __grid_constant__ Params params
         if (threadIdx.x == 0) {
             produce(params, tile, shared, barriers);
         } else if (threadIdx.x == 32) {
-            keep_turns(params, tile, barriers);
+            await_turns(params, tile, barriers);
+        } else if (threadIdx.x == 64) {
+            pass_turns(params, tile, barriers);
         }
     } else {
         setmaxnreg_inc<kConsumerRegisters>();

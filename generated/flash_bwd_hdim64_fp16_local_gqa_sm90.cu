@@ -98,7 +98,7 @@ static_assert(offsetof(Params, num_row_blocks) == 832 && offsetof(Params, diagon
 static_assert(offsetof(Params, window_left) == 840 && offsetof(Params, window_right) == 844);
 static_assert(offsetof(Params, scale_log2) == 848 && offsetof(Params, softmax_scale) == 852);
 
-// The rows of a head in the workspace: whole units of kRowUnit, so that a tile of queries never meets the end of an array.
+// The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
 
 __device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
@@ -125,7 +125,6 @@ static_assert(kRowUnit % kBlockM == 0, "the rows of a step lie in the workspace"
 struct KeyBlock {
     int batch;
     int group_part;  // heads_per_part query heads; counted over the kv heads of the batch entry
-    int index;  // among the blocks of its head
     int first_key;
 };
 
@@ -136,9 +135,9 @@ __device__ __forceinline__ int heads_of_grid(const Params& params) { return para
 // a diagonal the most queries attend to them, so that the last blocks of the grid are short.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
     const int head_of_batch = index / params.num_row_blocks;
+    const int index_in_head = index - head_of_batch * params.num_row_blocks;
     KeyBlock block;
-    block.index = index - head_of_batch * params.num_row_blocks;
-    block.first_key = block.index * kBlockN;
+    block.first_key = index_in_head * kBlockN;
     block.batch = head_of_batch / heads_of_grid(params);
     block.group_part = head_of_batch - block.batch * heads_of_grid(params);
     return block;
@@ -371,10 +370,10 @@ __device__ __forceinline__ void mma_gradient(float (&sums)[32], PackedScores& sc
 }
 
 // Starts dQ (64 x 64) = dS K of a warpgroup. Both operands are MN-major: a key has a row of 64 queries in dS^T, and of its columns in K.
-// SBO leads to the next eight keys, LBO to the next panel of columns, if there is one.
+// SBO leads to the next eight keys; there is no second panel for LBO.
 __device__ __forceinline__ void mma_dq(float (&dq)[32], shared_address ds_smem, shared_address k_smem) {
-    const uint64_t ds = descriptor(ds_smem, kDsPanelBytes, 8 * kPanelRowBytes);
-    const uint64_t k = descriptor(k_smem, kBlockN * kPanelRowBytes, 8 * kPanelRowBytes);
+    const uint64_t ds = descriptor(ds_smem, 16, 8 * kPanelRowBytes);
+    const uint64_t k = descriptor(k_smem, 16, 8 * kPanelRowBytes);
     pin_registers(dq);
     wgmma_fence();
 #pragma unroll
@@ -402,14 +401,14 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Vis
 // LSE or delta of the queries of a lane's scores, two by two. Loaded well ahead of their use, and of wgmmas: a load from
 // shared memory waits for wgmmas that were started before it.
 struct QueryValues {
-    float2 pairs[kBlockM / 8];
+    float2 values[kBlockM / 8];
 
     __device__ __forceinline__ void load(shared_address smem, int lane) {
 #pragma unroll
-        for (int j = 0; j < kBlockM / 8; ++j) pairs[j] = load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float));
+        for (int j = 0; j < kBlockM / 8; ++j) values[j] = load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float));
     }
 
-    __device__ __forceinline__ float2 pair(int j) const { return pairs[j]; }
+    __device__ __forceinline__ float2 two(int j) const { return values[j]; }
 };
 
 // Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
@@ -426,9 +425,9 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 pair = lse.pair(j);
+        const float2 of_two = lse.two(j);
 #pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -pair.y : -pair.x));
+        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -of_two.y : -of_two.x));
     }
 }
 
@@ -436,9 +435,9 @@ __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const Qu
 __device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 pair = delta.pair(j);
+        const float2 of_two = delta.two(j);
 #pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? pair.y : pair.x));
+        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? of_two.y : of_two.x));
     }
 }
 
@@ -471,12 +470,10 @@ __device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount]) {
     }
 }
 
-// Rounds a warpgroup's 64 rows of dK or dV, times `factor`, and lets TMA write them: through `staging`, the rows of K or V in shared
-// memory, swizzled as these were. One thread of the warpgroup starts the TMA stores.
+// Rounds a warp's 16 rows of dK or dV, times `factor`, into `staging`, the rows of the warpgroup's K or V in shared memory, swizzled as
+// these were.
 template <int kColumns>
-__device__ __forceinline__ void store_gradient(const Params& params, const tensor_map& map, const float (&sums)[kColumns / 2],
-                                               float factor, shared_address staging, int first_key, const KeyBlock& tile, int consumer,
-                                               int lane) {
+__device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane) {
     const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
 #pragma unroll
     for (int column = 0; column < kColumns; column += 16) {
@@ -488,6 +485,15 @@ __device__ __forceinline__ void store_gradient(const Params& params, const tenso
         const shared_address panel = staging + column / kPanelColumns * kBlockN * kPanelRowBytes;
         stmatrix_x4(panel + row * kPanelRowBytes + 16 * swizzled(row, column % kPanelColumns / 8 + lane / 16), matrices);
     }
+}
+
+// Lets TMA write a warpgroup's 64 rows of dK or dV, times `factor` and rounded, by way of `staging`. One thread of the warpgroup starts
+// the TMA stores.
+template <int kColumns>
+__device__ __forceinline__ void store_gradient(const Params& params, const tensor_map& map, const float (&sums)[kColumns / 2],
+                                               float factor, shared_address staging, int first_key, const KeyBlock& tile, int consumer,
+                                               int lane) {
+    stage_gradient<kColumns>(sums, factor, staging, lane);
     fence_proxy_async();  // TMA would not see the writes otherwise
     barrier_sync(1 + consumer, 128);  // all rows of the warpgroup are there
     if (threadIdx.x % 128 == 0) {

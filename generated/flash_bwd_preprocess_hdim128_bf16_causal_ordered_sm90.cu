@@ -58,7 +58,7 @@ static_assert(offsetof(Params, out_head_stride) == 104 && offsetof(Params, num_h
 static_assert(offsetof(Params, seqlen_q) == 116 && offsetof(Params, head_dim_v) == 120);
 static_assert(offsetof(Params, num_row_blocks) == 124);
 
-// The rows of a head in the workspace: whole units of kRowUnit, so that a tile of queries never meets the end of an array.
+// The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
 
 __device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
@@ -105,8 +105,8 @@ flash_bwd_preprocess_hdim128_bf16_causal_ordered_sm90(const __grid_constant__ Pa
 
     const int64_t unit_row = first_unit_row(params, batch, head) + first_row;
     float* dq = params.dq_accum + unit_row * kHeadDim;
-    constexpr int kBlocks = kRowUnit / 64;  // of queries in a unit of rows
-    if (threadIdx.x < kBlocks) store_global_32(params.turns + unit_row / 64 + threadIdx.x, 0u);
+    constexpr int kTurns = kRowUnit / 64;  // counters of a unit of rows: one for each block of queries
+    if (threadIdx.x < kTurns) store_global_32(params.turns + unit_row / kRowUnit * kTurns + threadIdx.x, 0u);
 
     const element* dout = params.dout + batch * params.dout_batch_stride + head * params.dout_head_stride;
     const element* out = params.out + batch * params.out_batch_stride + head * params.out_head_stride;

@@ -57,7 +57,7 @@ static_assert(offsetof(Params, out_head_stride) == 96 && offsetof(Params, num_he
 static_assert(offsetof(Params, seqlen_q) == 108 && offsetof(Params, head_dim_v) == 112);
 static_assert(offsetof(Params, num_row_blocks) == 116);
 
-// The rows of a head in the workspace: whole units of kRowUnit, so that a tile of queries never meets the end of an array.
+// The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
 
 __device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }

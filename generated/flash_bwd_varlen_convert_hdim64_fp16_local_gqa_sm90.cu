@@ -41,7 +41,7 @@ static_assert(offsetof(Params, dq_row_stride) == 32 && offsetof(Params, dq_head_
 static_assert(offsetof(Params, batch_size) == 48 && offsetof(Params, num_heads_q) == 52 && offsetof(Params, rows_q) == 56);
 static_assert(offsetof(Params, seqlen_q) == 60 && offsetof(Params, head_dim) == 64 && offsetof(Params, softmax_scale) == 68);
 
-// The rows of a head in the workspace: each sequence has whole units of kRowUnit of its own, so that a tile of queries never meets the
+// The rows of a head in the workspace: each sequence has whole units of kRowUnit of its own, so that a block of queries never meets the
 // rows of another one.
 constexpr int kRowUnit = 128;
 

@@ -134,7 +134,7 @@ static_assert(offsetof(Params, seqlen_q) == 256 && offsetof(Params, seqlen_kv) =
 static_assert(offsetof(Params, head_dim_v) == 268 && offsetof(Params, diagonal_offset) == 272);
 static_assert(offsetof(Params, softmax_scale) == 276 && offsetof(Params, scale_log2) == 280);
 
-// The rows of a head in the workspace: each sequence has whole units of kRowUnit of its own, so that a tile of queries never meets the
+// The rows of a head in the workspace: each sequence has whole units of kRowUnit of its own, so that a block of queries never meets the
 // rows of another one.
 constexpr int kRowUnit = 128;
 
@@ -248,7 +248,6 @@ __device__ __forceinline__ Rows rows_to_write(const int32_t* cu_seqlens, int seq
 struct KeyBlock {
     int batch;  // the sequence; below 0: none; batch_size: of the rows behind the last sequence
     int kv_head;
-    int index;  // among the blocks of its sequence and head
     int first_key;
     int first_row_q;   // the rows of q and k that the sequence begins with
     int first_row_kv;
@@ -271,8 +270,7 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     if (found.sequence < 0) return block;
     const int blocks = found.count / params.num_heads_kv;
     block.kv_head = found.index / blocks;
-    block.index = found.index - block.kv_head * blocks;
-    block.first_key = block.index * kBlockN;
+    block.first_key = (found.index - block.kv_head * blocks) * kBlockN;
     const Rows rows = rows_of(found.sequence);
     block.first_row_kv = rows.begin;
     block.rows_kv = rows.count;
@@ -336,7 +334,7 @@ __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, con
 // addresses that follow from it.
 __device__ __forceinline__ void stash_block(const KeyBlock& block, shared_address smem) {
     store_shared_64(smem + kStashOffset, block.batch, block.kv_head);
-    store_shared_64(smem + kStashOffset + 8, block.index, block.first_key);
+    store_shared_64(smem + kStashOffset + 8, 0, block.first_key);  // the 0 fills 16 bytes, which one load brings
     store_shared_64(smem + kStashOffset + 16, block.first_row_q, block.seqlen_q);
     store_shared_64(smem + kStashOffset + 24, block.first_row_kv, block.seqlen_kv);
     store_shared_32(smem + kStashOffset + 32, block.rows_kv);
@@ -347,7 +345,6 @@ __device__ __forceinline__ KeyBlock stashed_block(shared_address smem) {
     KeyBlock block;
     block.batch = words.x;
     block.kv_head = words.y;
-    block.index = words.z;
     block.first_key = words.w;
     const uint4 rows = load_shared_128(smem + kStashOffset + 16);
     block.first_row_q = rows.x;
@@ -399,7 +396,7 @@ __device__ __forceinline__ Rows right_first(shared_address block, int row, int c
 
 using RowsOfK = SwizzledRows<kRowBytes>;  // of Q, too
 using RowsOfV = SwizzledRows<kRowBytesV>;  // of dO, too
-using RowsOfWeights = SwizzledRows<kBlockM * sizeof(element)>;  // of P^T and dS^T, a row for each key
+using RowsOfScores = SwizzledRows<kBlockM * sizeof(element)>;  // of P^T and dS^T, a row for each key
 
 // Starts the copy of kCount rows into shared memory. kChunks threads stand side by side along a row, and each takes every kChunks-th
 // chunk of its rows. Rows from `valid_rows` on and elements from `columns` on become zeros. `row_stride` is in elements.
@@ -476,13 +473,13 @@ struct Gradients {
 
 // C = A . B^T over kDim columns, for the warp's keys and queries: rows of A and of B lie as in memory.
 template <int kDim, typename Rows>
-__device__ __forceinline__ void mma_scores(Scores& product, const Rows& keys, const Rows& queries) {
+__device__ __forceinline__ void mma_scores(Scores& scores, const Rows& keys, const Rows& queries) {
 #pragma unroll
     for (int i = 0; i < kKeyTiles; ++i) {
 #pragma unroll
         for (int j = 0; j < kQueryTiles; ++j) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) product[i][j][e] = 0.0f;
+            for (int e = 0; e < 4; ++e) scores[i][j][e] = 0.0f;
         }
     }
 #pragma unroll
@@ -496,8 +493,8 @@ __device__ __forceinline__ void mma_scores(Scores& product, const Rows& keys, co
             ldmatrix_x4(b, queries.step(8 * j, 2 * step));
 #pragma unroll
             for (int i = 0; i < kKeyTiles; ++i) {
-                mma_m16n8k16<element>(product[i][j], a[i], b[0], b[1]);
-                mma_m16n8k16<element>(product[i][j + 1], a[i], b[2], b[3]);
+                mma_m16n8k16<element>(scores[i][j], a[i], b[0], b[1]);
+                mma_m16n8k16<element>(scores[i][j + 1], a[i], b[2], b[3]);
             }
         }
     }
@@ -505,10 +502,10 @@ __device__ __forceinline__ void mma_scores(Scores& product, const Rows& keys, co
 
 // P^T or dS^T of the warp's keys and some queries, rounded and packed: an A operand. The accumulator layout of two neighbouring
 // tiles is the A layout of one 16x16 tile.
-struct Weights {
+struct Operand {
     uint32_t fragment[kKeyTiles][kQueryTiles / 2][4];
 
-    __device__ __forceinline__ explicit Weights(const Scores& scores) {
+    __device__ __forceinline__ explicit Operand(const Scores& scores) {
 #pragma unroll
         for (int i = 0; i < kKeyTiles; ++i) {
 #pragma unroll
@@ -519,9 +516,9 @@ struct Weights {
         }
     }
 
-    // Those of other queries, from the tile.
-    __device__ __forceinline__ Weights(shared_address tile, int first_key, int first_query, int lane) {
-        const auto rows = down_first<RowsOfWeights>(tile, first_key, first_query / 8, lane);
+    // Those of other queries, from a block of P^T or dS^T in shared memory.
+    __device__ __forceinline__ Operand(shared_address block, int first_key, int first_query, int lane) {
+        const auto rows = down_first<RowsOfScores>(block, first_key, first_query / 8, lane);
 #pragma unroll
         for (int i = 0; i < kKeyTiles; ++i) {
 #pragma unroll
@@ -529,9 +526,9 @@ struct Weights {
         }
     }
 
-    // Puts them into the tile, a row for each key.
-    __device__ __forceinline__ void store(shared_address tile, int first_key, int first_query, int lane) const {
-        const RowsOfWeights rows(tile, first_key + lane / 4, first_query / 8);
+    // Puts them into a block of P^T or dS^T in shared memory, a row for each key.
+    __device__ __forceinline__ void store(shared_address block, int first_key, int first_query, int lane) const {
+        const RowsOfScores rows(block, first_key + lane / 4, first_query / 8);
 #pragma unroll
         for (int i = 0; i < kKeyTiles; ++i) {
 #pragma unroll
@@ -555,9 +552,9 @@ __device__ __forceinline__ Rows summed_rows(shared_address block, int row, int c
 // The first column of accumulator tile n of columns that come so.
 __device__ __forceinline__ int column_of(int n, int stride, int column_pair) { return 16 * (n / 2 * stride + column_pair) + n % 2 * 8; }
 
-// sums += weights . rows: the gradients of the warp's keys.
+// sums += operand . rows: the gradients of the warp's keys.
 template <typename Rows, int kTiles>
-__device__ __forceinline__ void mma_gradients(float (&sums)[kKeyTiles][kTiles][4], const Weights& weights, const Rows& rows) {
+__device__ __forceinline__ void mma_gradients(float (&sums)[kKeyTiles][kTiles][4], const Operand& operand, const Rows& rows) {
 #pragma unroll
     for (int j = 0; j < kQueryTiles / 2; ++j) {
 #pragma unroll
@@ -566,22 +563,22 @@ __device__ __forceinline__ void mma_gradients(float (&sums)[kKeyTiles][kTiles][4
             ldmatrix_x4_trans(b, rows.step(16 * j, n * kQueryWarps));
 #pragma unroll
             for (int i = 0; i < kKeyTiles; ++i) {
-                mma_m16n8k16<element>(sums[i][n], weights.fragment[i][j], b[0], b[1]);
-                mma_m16n8k16<element>(sums[i][n + 1], weights.fragment[i][j], b[2], b[3]);
+                mma_m16n8k16<element>(sums[i][n], operand.fragment[i][j], b[0], b[1]);
+                mma_m16n8k16<element>(sums[i][n + 1], operand.fragment[i][j], b[2], b[3]);
             }
         }
     }
 }
 
-// dQ = dS . K of the warp's queries and columns; dS is the transpose of the tile.
+// dQ = dS . K of the warp's queries and columns; `ds` has dS^T, a row for each key.
 __device__ __forceinline__ void mma_dq(float (&dq)[kDqRowTiles][kDqColumnTiles][4], shared_address ds, int first_query,
                                        const RowsOfK& keys, int lane) {
-    const auto weights = right_first<RowsOfWeights>(ds, 0, first_query / 8, lane);
+    const auto ds_rows = right_first<RowsOfScores>(ds, 0, first_query / 8, lane);
 #pragma unroll
     for (int step = 0; step < kBlockN / 16; ++step) {
         uint32_t a[kDqRowTiles][4];
 #pragma unroll
-        for (int i = 0; i < kDqRowTiles; ++i) ldmatrix_x4_trans(a[i], weights.step(16 * step, 2 * i));
+        for (int i = 0; i < kDqRowTiles; ++i) ldmatrix_x4_trans(a[i], ds_rows.step(16 * step, 2 * i));
 #pragma unroll
         for (int n = 0; n < kDqColumnTiles; n += 2) {
             uint32_t b[4];
@@ -825,12 +822,12 @@ flash_bwd_varlen_hdim128_bf16_causal_sm80(const __grid_constant__ Params all) {
         Scores ds;
         mma_scores<kHeadDimV>(ds, v_rows, right_first<RowsOfV>(dout, warp_query, 0, lane));
         differentiate(ds, p, stage + kDeltaOffset + 4 * warp_query, lane);
-        const Weights p_weights(p);
-        const Weights ds_weights(ds);
-        p_weights.store(smem + kPOffset, warp_key, warp_query, lane);
-        ds_weights.store(smem + kDsOffset, warp_key, warp_query, lane);
-        mma_gradients(gradients.dv, p_weights, summed_rows<RowsOfV>(dout, warp_query, part, lane));
-        mma_gradients(gradients.dk, ds_weights, summed_rows<RowsOfK>(q, warp_query, part, lane));
+        const Operand p_operand(p);
+        const Operand ds_operand(ds);
+        p_operand.store(smem + kPOffset, warp_key, warp_query, lane);
+        ds_operand.store(smem + kDsOffset, warp_key, warp_query, lane);
+        mma_gradients(gradients.dv, p_operand, summed_rows<RowsOfV>(dout, warp_query, part, lane));
+        mma_gradients(gradients.dk, ds_operand, summed_rows<RowsOfK>(q, warp_query, part, lane));
 
         barrier_sync(kThreads);  // P and dS of all warps are here
         float dq[kDqRowTiles][kDqColumnTiles][4] = {};
@@ -841,9 +838,9 @@ flash_bwd_varlen_hdim128_bf16_causal_sm80(const __grid_constant__ Params all) {
 #pragma unroll
         for (int other = 1; other < kQueryWarps; ++other) {
             const int other_query = (part + other) % kQueryWarps * kWarpQueries;
-            mma_gradients(gradients.dv, Weights(smem + kPOffset, warp_key, other_query, lane),
+            mma_gradients(gradients.dv, Operand(smem + kPOffset, warp_key, other_query, lane),
                           summed_rows<RowsOfV>(dout, other_query, part, lane));
-            mma_gradients(gradients.dk, Weights(smem + kDsOffset, warp_key, other_query, lane),
+            mma_gradients(gradients.dk, Operand(smem + kDsOffset, warp_key, other_query, lane),
                           summed_rows<RowsOfK>(q, other_query, part, lane));
         }
         step = next;

@@ -4,7 +4,7 @@
 //
 // axes      head_dim 64, head_dim_v 64, dtype fp16, mask_type local, gqa gqa, dq_order none
 // tile      block_m 128, block_n 128, stages 2
-// block     384 threads, 167024 bytes of dynamic shared memory
+// block     384 threads, 167016 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_bwd_varlen_sm90.yaml
 // template  flash_bwd_sm90.cu.j2
@@ -56,13 +56,13 @@ constexpr int kLseOffset = kDsOffset + 2 * kDsBytes;
 constexpr int kDeltaOffset = kLseOffset + kStages * kRowBytes;
 constexpr int kBarrierOffset = kDeltaOffset + kStages * kRowBytes;
 constexpr int kStashOffset = kBarrierOffset + 8 * (3 + 3 * kStages);
-constexpr int kSharedBytes = kStashOffset + 40;
+constexpr int kSharedBytes = kStashOffset + 32;
 
 static_assert(kBlockN == 128 && (kBlockM == 64 || kBlockM == 128), "two consumers");
 static_assert(kBlockM % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
 static_assert(kBlockM == 128 ? kHeadDim <= kPanelColumns : kPanels == kConsumers, "a panel of K for the columns of a consumer");
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "the register file");
-static_assert(kSharedBytes + 1024 == 167024, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes + 1024 == 167016, "launcher and kernel agree on shared memory");
 
 struct Params {
     tensor_map q;                         // (head_dim, rows_q, num_heads_q, batch); packed sequences are rows of a batch of 1
@@ -113,7 +113,7 @@ static_assert(offsetof(Params, diagonal_offset) == 660 && offsetof(Params, windo
 static_assert(offsetof(Params, window_right) == 668 && offsetof(Params, softmax_scale) == 672);
 static_assert(offsetof(Params, scale_log2) == 676);
 
-// The rows of a head in the workspace: each sequence has whole units of kRowUnit of its own, so that a tile of queries never meets the
+// The rows of a head in the workspace: each sequence has whole units of kRowUnit of its own, so that a block of queries never meets the
 // rows of another one.
 constexpr int kRowUnit = 128;
 
@@ -229,7 +229,6 @@ __device__ __forceinline__ Rows rows_to_write(const int32_t* cu_seqlens, int seq
 struct KeyBlock {
     int batch;  // the sequence; below 0: none; batch_size: of the rows behind the last sequence
     int kv_head;
-    int index;  // among the blocks of its sequence and head
     int first_key;
     int first_row_q;   // the rows of q and k that the sequence begins with
     int first_row_kv;
@@ -283,8 +282,8 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     if (found.sequence < 0) return block;
     const int blocks = found.count / params.num_heads_kv;
     block.kv_head = found.index / blocks;
-    block.index = blocks_with(params, found.sequence, launched.work + 1) + found.index - block.kv_head * blocks;
-    block.first_key = block.index * kBlockN;
+    const int index_in_head = blocks_with(params, found.sequence, launched.work + 1) + found.index - block.kv_head * blocks;
+    block.first_key = index_in_head * kBlockN;
     const Rows rows = rows_of(found.sequence);
     block.first_row_kv = rows.begin;
     block.rows_kv = rows.count;
@@ -354,26 +353,24 @@ __device__ __forceinline__ int head_of(const Params& params, const KeyBlock& blo
 __device__ __forceinline__ void stash_block(const KeyBlock& block, shared_address stash) {
     store_shared_32(stash, block.batch);
     store_shared_32(stash + 4, block.kv_head);
-    store_shared_32(stash + 8, block.index);
-    store_shared_32(stash + 12, block.first_key);
-    store_shared_32(stash + 16, block.first_row_q);
-    store_shared_32(stash + 20, block.first_row_kv);
-    store_shared_32(stash + 24, block.seqlen_q);
-    store_shared_32(stash + 28, block.seqlen_kv);
-    store_shared_32(stash + 32, block.rows_kv);
+    store_shared_32(stash + 8, block.first_key);
+    store_shared_32(stash + 12, block.first_row_q);
+    store_shared_32(stash + 16, block.first_row_kv);
+    store_shared_32(stash + 20, block.seqlen_q);
+    store_shared_32(stash + 24, block.seqlen_kv);
+    store_shared_32(stash + 28, block.rows_kv);
 }
 
 __device__ __forceinline__ KeyBlock stashed_block(shared_address stash) {
     KeyBlock block;
     block.batch = load_shared_32(stash);
     block.kv_head = load_shared_32(stash + 4);
-    block.index = load_shared_32(stash + 8);
-    block.first_key = load_shared_32(stash + 12);
-    block.first_row_q = load_shared_32(stash + 16);
-    block.first_row_kv = load_shared_32(stash + 20);
-    block.seqlen_q = load_shared_32(stash + 24);
-    block.seqlen_kv = load_shared_32(stash + 28);
-    block.rows_kv = load_shared_32(stash + 32);
+    block.first_key = load_shared_32(stash + 8);
+    block.first_row_q = load_shared_32(stash + 12);
+    block.first_row_kv = load_shared_32(stash + 16);
+    block.seqlen_q = load_shared_32(stash + 20);
+    block.seqlen_kv = load_shared_32(stash + 24);
+    block.rows_kv = load_shared_32(stash + 28);
     return block;
 }
 
@@ -562,10 +559,10 @@ __device__ __forceinline__ void mma_gradient(float (&sums)[32], PackedScores& sc
 }
 
 // Starts dQ (64 x 64) = dS K of a warpgroup. Both operands are MN-major: a key has a row of 64 queries in dS^T, and of its columns in K.
-// SBO leads to the next eight keys, LBO to the next panel of columns, if there is one.
+// SBO leads to the next eight keys; there is no second panel for LBO.
 __device__ __forceinline__ void mma_dq(float (&dq)[32], shared_address ds_smem, shared_address k_smem) {
-    const uint64_t ds = descriptor(ds_smem, kDsPanelBytes, 8 * kPanelRowBytes);
-    const uint64_t k = descriptor(k_smem, kBlockN * kPanelRowBytes, 8 * kPanelRowBytes);
+    const uint64_t ds = descriptor(ds_smem, 16, 8 * kPanelRowBytes);
+    const uint64_t k = descriptor(k_smem, 16, 8 * kPanelRowBytes);
     pin_registers(dq);
     wgmma_fence();
 #pragma unroll
@@ -593,14 +590,14 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Vis
 // LSE or delta of the queries of a lane's scores, two by two. Loaded well ahead of their use, and of wgmmas: a load from
 // shared memory waits for wgmmas that were started before it.
 struct QueryValues {
-    float2 pairs[kBlockM / 8];
+    float2 values[kBlockM / 8];
 
     __device__ __forceinline__ void load(shared_address smem, int lane) {
 #pragma unroll
-        for (int j = 0; j < kBlockM / 8; ++j) pairs[j] = load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float));
+        for (int j = 0; j < kBlockM / 8; ++j) values[j] = load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float));
     }
 
-    __device__ __forceinline__ float2 pair(int j) const { return pairs[j]; }
+    __device__ __forceinline__ float2 two(int j) const { return values[j]; }
 };
 
 // Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
@@ -617,9 +614,9 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 pair = lse.pair(j);
+        const float2 of_two = lse.two(j);
 #pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -pair.y : -pair.x));
+        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -of_two.y : -of_two.x));
     }
 }
 
@@ -627,9 +624,9 @@ __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const Qu
 __device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 pair = delta.pair(j);
+        const float2 of_two = delta.two(j);
 #pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? pair.y : pair.x));
+        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? of_two.y : of_two.x));
     }
 }
 
@@ -677,14 +674,11 @@ __device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount]) {
     }
 }
 
-// Rounds a warp's 16 rows of dK or dV, times `factor`, and writes those below `rows` and the columns below `columns`: the rows behind them
-// are of the next sequence, where TMA would write too. They go through `staging`, the rows of the warpgroup's K or V in shared memory, so
-// that global memory sees whole rows in 16-byte vectors.
+// Rounds a warp's 16 rows of dK or dV, times `factor`, into `staging`, the rows of the warpgroup's K or V in shared memory, swizzled as
+// these were.
 template <int kColumns>
-__device__ __forceinline__ void store_gradient(element* destination, int64_t row_stride, const float (&sums)[kColumns / 2], float factor,
-                                               shared_address staging, int rows, int columns, int lane) {
-    const int warp_row = threadIdx.x % 128 / 32 * 16;
-    const int row = warp_row + lane % 16;  // whose address this lane gives
+__device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane) {
+    const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
 #pragma unroll
     for (int column = 0; column < kColumns; column += 16) {
         uint32_t matrices[4];
@@ -695,6 +689,16 @@ __device__ __forceinline__ void store_gradient(element* destination, int64_t row
         const shared_address panel = staging + column / kPanelColumns * kBlockN * kPanelRowBytes;
         stmatrix_x4(panel + row * kPanelRowBytes + 16 * swizzled(row, column % kPanelColumns / 8 + lane / 16), matrices);
     }
+}
+
+// Writes those of a warp's 16 rows of dK or dV, times `factor` and rounded, that are below `rows`, and the columns below `columns`: the rows
+// behind them are of the next sequence, where TMA would write too. They go through `staging`, so that global memory sees whole rows in
+// 16-byte vectors.
+template <int kColumns>
+__device__ __forceinline__ void store_gradient(element* destination, int64_t row_stride, const float (&sums)[kColumns / 2], float factor,
+                                               shared_address staging, int rows, int columns, int lane) {
+    const int warp_row = threadIdx.x % 128 / 32 * 16;
+    stage_gradient<kColumns>(sums, factor, staging, lane);
     __syncwarp();  // the warp reads only rows it wrote itself
     const int vector = lane % 8;  // of 16 bytes, in a panel
     destination += 8 * vector;

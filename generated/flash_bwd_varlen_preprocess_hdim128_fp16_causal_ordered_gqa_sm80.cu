@@ -63,7 +63,7 @@ static_assert(offsetof(Params, lse_batch_stride) == 120 && offsetof(Params, lse_
 static_assert(offsetof(Params, batch_size) == 136 && offsetof(Params, num_heads_q) == 140 && offsetof(Params, rows_q) == 144);
 static_assert(offsetof(Params, seqlen_q) == 148 && offsetof(Params, head_dim_v) == 152);
 
-// The rows of a head in the workspace: each sequence has whole units of kRowUnit of its own, so that a tile of queries never meets the
+// The rows of a head in the workspace: each sequence has whole units of kRowUnit of its own, so that a block of queries never meets the
 // rows of another one.
 constexpr int kRowUnit = 128;
 
@@ -233,8 +233,8 @@ flash_bwd_varlen_preprocess_hdim128_fp16_causal_ordered_gqa_sm80(const __grid_co
 
     const int64_t unit_row = first_unit_row(params, batch, head) + first_row;
     float* dq = params.dq_accum + unit_row * kHeadDim;
-    constexpr int kBlocks = kRowUnit / 64;  // of queries in a unit of rows
-    if (threadIdx.x < kBlocks) store_global_32(params.turns + unit_row / 64 + threadIdx.x, 0u);
+    constexpr int kTurns = kRowUnit / 64;  // counters of a unit of rows: one for each block of queries
+    if (threadIdx.x < kTurns) store_global_32(params.turns + unit_row / kRowUnit * kTurns + threadIdx.x, 0u);
 
     const element* dout = params.dout + batch * params.dout_batch_stride + head * params.dout_head_stride;
     const element* out = params.out + batch * params.out_batch_stride + head * params.out_head_stride;

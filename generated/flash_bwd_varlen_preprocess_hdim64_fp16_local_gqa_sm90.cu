@@ -62,7 +62,7 @@ static_assert(offsetof(Params, lse_head_stride) == 120 && offsetof(Params, batch
 static_assert(offsetof(Params, num_heads_q) == 132 && offsetof(Params, rows_q) == 136 && offsetof(Params, seqlen_q) == 140);
 static_assert(offsetof(Params, head_dim_v) == 144);
 
-// The rows of a head in the workspace: each sequence has whole units of kRowUnit of its own, so that a tile of queries never meets the
+// The rows of a head in the workspace: each sequence has whole units of kRowUnit of its own, so that a block of queries never meets the
 // rows of another one.
 constexpr int kRowUnit = 128;
 

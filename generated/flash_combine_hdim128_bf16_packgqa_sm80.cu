@@ -16,16 +16,17 @@ constexpr int kHeadDimV = 128;  // of O
 constexpr int kBlockM = 16;  // query rows of a tile of the kernel before this one
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kVectors = kHeadDimV / 4;                // of a row of O in fp32
-constexpr int kLaneVectors = (kVectors + 31) / 32;     // of them, those of a lane
-constexpr int kPartsAtOnce = 4;                        // parts that a warp has on their way from global memory
-constexpr int kSumsOffset = kWarps * kHeadDimV * 4;    // shared memory: O of each warp, then row_max and row_sum of each
+constexpr int kVectors = kHeadDimV / 4;              // of a row of O in fp32
+constexpr int kLaneVectors = (kVectors + 31) / 32;   // of them, those of a lane
+constexpr int kRowThreads = kHeadDimV / 8;           // threads that store a row, 16 bytes each
+constexpr int kPartsAtOnce = 5;                      // parts that a warp has on their way from global memory
+constexpr int kSumsOffset = kWarps * kHeadDimV * 4;  // shared memory: O of each warp, then row_max and row_sum of each
 constexpr int kSharedBytes = kSumsOffset + kWarps * 8;
 
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kNoRowMax = -3.4e38f;  // below any score
 
-static_assert(kHeadDimV % 8 == 0 && kHeadDimV / 8 <= kThreads, "a thread stores 16 bytes of a row");
+static_assert(kHeadDimV % 8 == 0 && kRowThreads <= kThreads, "a thread stores 16 bytes of a row");
 static_assert(kSharedBytes == 4160, "launcher and kernel agree on shared memory");
 
 struct Params {
@@ -60,47 +61,67 @@ static_assert(offsetof(Params, kv_blocks_per_share) == 88 && offsetof(Params, nu
 static_assert(offsetof(Params, num_row_blocks_divisor) == 104 && offsetof(Params, group_size_divisor) == 112);
 static_assert(offsetof(Params, kv_blocks_per_share_divisor) == 120);
 
+// A tile: kBlockM rows of queries, and the KV blocks that they attend to.
+// Rows are (query, head in group) pairs, heads fastest.
+struct Tile {
+    int batch;
+    int head;  // first query head of the group that shares kv_head
+    int kv_head;
+    int first_row;
+};
+
 // n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
 // that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
 __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
-// A row of the tiles of a head, and which thread blocks of the kernel before this one had parts of its tile.
-struct Row {
-    int batch;
-    int head;  // of the queries
-    int query;
-    int row_in_tile;
-    int first_part;
-    int last_part;
-    bool begins_share;  // whether the share of first_part begins with the tile
+__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
+
+__device__ __forceinline__ int query_of_row(const Params& params, int row) {
+    return divide(row, params.group_size_divisor);
+}
+
+// Offset in elements, from the start of the batch entry, of the row of q or out that belongs to `row`.
+__device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
+                                              int64_t head_stride) {
+    const int query = query_of_row(params, row);
+    const int head = tile.head + row - query * params.group_size;
+    return query * row_stride + head * head_stride;
+}
+
+// A row of a tile, and which thread blocks of the kernel before this one had parts of the tile.
+struct Parts {
+    Tile tile;
+    int row;
+    int first;
+    int last;
+    bool begins_share;  // whether the share of the first one begins with the tile
 };
 
 // Row `index` of all heads. The thread blocks' shares are consecutive KV blocks of all tiles, one tile after the other.
-__device__ __forceinline__ Row find_row(const Params& params, int index) {
+__device__ __forceinline__ Parts find_parts(const Params& params, int index) {
     const int head_of_batch = divide(index, params.num_row_blocks_divisor);
     const int row_of_head = index - head_of_batch * params.num_row_blocks;
-    Row row;
-    row.batch = divide(head_of_batch, params.num_heads_divisor);
-    // Rows are (query, head in group) pairs, heads fastest.
-    const int kv_head = head_of_batch - row.batch * params.num_heads_kv;
-    row.query = divide(row_of_head, params.group_size_divisor);
-    row.head = kv_head * params.group_size + row_of_head - row.query * params.group_size;
-    row.row_in_tile = row_of_head % kBlockM;
+    Parts parts;
+    parts.tile.batch = divide(head_of_batch, params.num_heads_divisor);
+    parts.tile.kv_head = head_of_batch - parts.tile.batch * params.num_heads_kv;
+    parts.tile.head = parts.tile.kv_head * params.group_size;
+    parts.row = row_of_head % kBlockM;
+    parts.tile.first_row = row_of_head - parts.row;
     const int tile = head_of_batch * ((params.num_row_blocks + kBlockM - 1) / kBlockM) + row_of_head / kBlockM;
     const int begin = tile * params.kv_blocks_per_tile;
-    row.first_part = divide(begin, params.kv_blocks_per_share_divisor);
-    row.last_part = divide(begin + params.kv_blocks_per_tile - 1, params.kv_blocks_per_share_divisor);
-    row.begins_share = row.first_part * params.kv_blocks_per_share == begin;
-    return row;
+    parts.first = divide(begin, params.kv_blocks_per_share_divisor);
+    parts.last = divide(begin + params.kv_blocks_per_tile - 1, params.kv_blocks_per_share_divisor);
+    parts.begins_share = parts.first * params.kv_blocks_per_share == begin;
+    return parts;
 }
 
-// Where the part of thread block `block` lies. A thread block leaves the first part of its share in one slot and the last in another;
-// what it has of a tile is the first, unless its share begins ahead of the tile.
-__device__ __forceinline__ int64_t part_row(const Row& row, int block) {
-    const int slot = 2 * block + (block == row.first_part && !row.begins_share ? 1 : 0);
-    return int64_t(slot) * kBlockM + row.row_in_tile;
+// Where a row of a thread block's part lies in the workspace. A thread block leaves the first part of its share in one slot and the last
+// in another; what it has of a tile is the first, unless its share begins ahead of the tile.
+__device__ __forceinline__ int64_t part_row(const Parts& parts, int block, int row) {
+    const int slot = 2 * block + (block == parts.first && !parts.begins_share ? 1 : 0);
+    return int64_t(slot) * kBlockM + row;
 }
 
 // O, not divided by row_sum yet, and the row_max (log2 domain) and row_sum that go with it; of O a lane's share.
@@ -125,17 +146,18 @@ __device__ __forceinline__ void add(Sums& sums, float row_max, float row_sum, co
     }
 }
 
-// Adds every kWarps-th part of a row, from that of `first_part` on, in order.
-__device__ __forceinline__ Sums add_parts(const Params& params, const Row& row, int first_part, int lane) {
+// Adds every kStep-th part of a row of the tile, from part `first_part` on, in order.
+template <int kStep>
+__device__ __forceinline__ Sums add_parts(const Params& params, const Parts& parts, int row, int first_part, int lane) {
     Sums sums = {kNoRowMax, 0.0f, {}};
-    for (int first = first_part; first <= row.last_part; first += kWarps * kPartsAtOnce) {
+    for (int first = first_part; first <= parts.last; first += kStep * kPartsAtOnce) {
         // All loads are started before the first one is used.
         float2 loaded[kPartsAtOnce];
         uint4 output[kPartsAtOnce][kLaneVectors];
 #pragma unroll
         for (int part = 0; part < kPartsAtOnce; ++part) {
-            if (first + part * kWarps > row.last_part) break;
-            const int64_t source = part_row(row, first + part * kWarps);
+            if (first + part * kStep > parts.last) break;
+            const int64_t source = part_row(parts, first + part * kStep, row);
             loaded[part] = load_global_64(params.part_sums + source * 2);
 #pragma unroll
             for (int i = 0; i < kLaneVectors; ++i) {
@@ -145,7 +167,7 @@ __device__ __forceinline__ Sums add_parts(const Params& params, const Row& row, 
         }
 #pragma unroll
         for (int part = 0; part < kPartsAtOnce; ++part) {
-            if (first + part * kWarps > row.last_part) break;
+            if (first + part * kStep > parts.last) break;
             add(sums, loaded[part].x, loaded[part].y, output[part]);
         }
     }
@@ -166,38 +188,42 @@ __device__ __forceinline__ void share_sums(const Sums& sums, shared_address smem
     }
 }
 
-// Adds up the warps' sums in the order of the warps. Each of the first threads writes eight elements of O, the first one LSE as well.
-__device__ __forceinline__ void store_row(const Params& params, const Row& row, shared_address smem) {
-    const int first_element = threadIdx.x * 8;
+// Adds up the sums of a row that kTeam warps from `first` on have left, in the order of the warps. Each thread of the row writes eight
+// elements of O, the first one LSE as well.
+template <int kTeam>
+__device__ __forceinline__ void store_row(const Params& params, const Tile& tile, int row, shared_address smem, int first, int thread) {
+    const int first_element = thread * 8;
     if (first_element >= params.head_dim_v) return;
     float row_max = kNoRowMax;
 #pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) {
-        row_max = fmaxf(row_max, __uint_as_float(load_shared_32(smem + kSumsOffset + warp * 8)));
+    for (int i = 0; i < kTeam; ++i) {
+        row_max = fmaxf(row_max, __uint_as_float(load_shared_32(smem + kSumsOffset + (first + i) * 8)));
     }
     float row_sum = 0.0f;
     float output[8] = {};
 #pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) {
+    for (int i = 0; i < kTeam; ++i) {
+        const int warp = first + i;
         const float factor = exp2_approx(__uint_as_float(load_shared_32(smem + kSumsOffset + warp * 8)) - row_max);
         row_sum += __uint_as_float(load_shared_32(smem + kSumsOffset + warp * 8 + 4)) * factor;
         const uint4 low = load_shared_128(smem + (warp * kHeadDimV + first_element) * 4);
         const uint4 high = load_shared_128(smem + (warp * kHeadDimV + first_element) * 4 + 16);
         const uint32_t values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
-        for (int i = 0; i < 8; ++i) output[i] += __uint_as_float(values[i]) * factor;
+        for (int j = 0; j < 8; ++j) output[j] += __uint_as_float(values[j]) * factor;
     }
     // A row that attends to nothing has the sum 0 and becomes 0.
     const float factor = row_sum == 0.0f ? 0.0f : __fdividef(1.0f, row_sum);
-    element* out = params.out + row.batch * params.out_batch_stride + row.query * params.out_row_stride +
-                   row.head * params.out_head_stride;
+    element* out = params.out + tile.batch * params.out_batch_stride +
+                   row_offset(params, tile, row, params.out_row_stride, params.out_head_stride);
     store_global_128(out + first_element, {pack<element>(output[0] * factor, output[1] * factor),
                                            pack<element>(output[2] * factor, output[3] * factor),
                                            pack<element>(output[4] * factor, output[5] * factor),
                                            pack<element>(output[6] * factor, output[7] * factor)});
-    if (params.lse != nullptr && threadIdx.x == 0) {
-        const int64_t lse_row = (int64_t(row.batch) * params.num_heads_q + row.head) * params.seqlen_q + row.query;
-        store_global_32(params.lse + lse_row, (row_max + log2_approx(row_sum)) * kLn2);
+    if (params.lse != nullptr && thread == 0) {
+        float* lse = params.lse + int64_t(tile.batch) * params.num_heads_q * params.seqlen_q +
+                     row_offset(params, tile, row, 1, params.seqlen_q);
+        store_global_32(lse, (row_max + log2_approx(row_sum)) * kLn2);
     }
 }
 
@@ -216,11 +242,13 @@ flash_combine_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
     griddepcontrol_launch_dependents();
 
     for (int index = block_index(); index < params.num_tiles; index += gridDim.x) {
-        const Row row = find_row(params, index);
-        if (row.first_part == row.last_part) continue;  // the one thread block that had the tile has written the row
-        share_sums(add_parts(params, row, row.first_part + warp, lane), smem, warp, lane);
+        const Parts parts = find_parts(params, index);
+        if (parts.first == parts.last) continue;  // the one thread block that had the tile has written the row
+        share_sums(add_parts<kWarps>(params, parts, parts.row, parts.first + warp, lane), smem, warp, lane);
         barrier_sync(kThreads);
-        store_row(params, row, smem);
+        if (threadIdx.x < kRowThreads) {
+            store_row<kWarps>(params, parts.tile, parts.tile.first_row + parts.row, smem, 0, threadIdx.x);
+        }
         barrier_sync(kThreads);  // the sums have been read
     }
 }

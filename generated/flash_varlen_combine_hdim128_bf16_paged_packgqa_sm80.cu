@@ -4,31 +4,35 @@
 //
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, pages paged, splits none, gqa packed
 // tile      block_m 16, block_n 64, warps 4, row_warps 1, stages 3, min_blocks 2
-// block     256 threads, 4416 bytes of dynamic shared memory
+// block     128 threads, 2080 bytes of dynamic shared memory
 // target    sm80: GPUs of sm_80 or later whose blocks may have 166912 bytes of shared memory
 // spec      flash_varlen_decode_sm80.yaml
-// template  flash_combine_sm80.cu.j2
+// template  flash_varlen_combine_sm80.cu.j2
 #include "flashgen/sm80.cuh"
+
+// Adds up what several thread blocks of the kernel before this one have left of a tile. Those whose shares begin within the tile divide
+// its rows among them: each has one thread block here.
 
 using element = bf16;
 
 constexpr int kHeadDimV = 128;  // of O
 constexpr int kBlockM = 16;  // query rows of a tile of the kernel before this one
 constexpr int kBlockN = 64;  // keys of its KV blocks
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
-constexpr int kVectors = kHeadDimV / 4;                // of a row of O in fp32
-constexpr int kLaneVectors = (kVectors + 31) / 32;     // of them, those of a lane
-constexpr int kPartsAtOnce = 4;                        // parts that a warp has on their way from global memory
-constexpr int kSumsOffset = kWarps * kHeadDimV * 4;    // shared memory: O of each warp, then row_max and row_sum of each
-constexpr int kRowsOffset = kSumsOffset + kWarps * 8;  // and the row that each has found
-constexpr int kSharedBytes = kRowsOffset + kWarps * 32;
+constexpr int kMinBlocks = 1024 / kThreads;  // of so few registers that some fit beside thread blocks of the kernel before this one
+constexpr int kVectors = kHeadDimV / 4;              // of a row of O in fp32
+constexpr int kLaneVectors = (kVectors + 31) / 32;   // of them, those of a lane
+constexpr int kRowThreads = kHeadDimV / 8;           // threads that store a row, 16 bytes each
+constexpr int kPartsAtOnce = 5;                      // parts that a warp has on their way from global memory
+constexpr int kSumsOffset = kWarps * kHeadDimV * 4;  // shared memory: O of each warp, then row_max and row_sum of each
+constexpr int kSharedBytes = kSumsOffset + kWarps * 8;
 
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kNoRowMax = -3.4e38f;  // below any score
 
-static_assert(kHeadDimV % 8 == 0 && kHeadDimV / 8 <= kThreads, "a thread stores 16 bytes of a row");
-static_assert(kSharedBytes == 4416, "launcher and kernel agree on shared memory");
+static_assert(kHeadDimV % 8 == 0 && kRowThreads * kWarps <= kThreads, "a row for each warp can be stored at once");
+static_assert(kSharedBytes == 2080, "launcher and kernel agree on shared memory");
 
 struct Params {
     const float* part_outputs;            // (parts, kBlockM, kHeadDimV)
@@ -49,24 +53,27 @@ struct Params {
     int32_t seqlen_q;                     // the most queries of a sequence; with_lengths() puts its own here
     int32_t seqlen_kv;                    // the most keys, likewise
     int32_t head_dim_v;                   // of the call, at most kHeadDimV
-    int32_t num_row_blocks;               // the most rows of one head
-    int32_t num_tiles;                    // of all heads
     int32_t num_shares;                   // thread blocks of the kernel before this one
-    uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
-    uint64_t num_row_blocks_divisor;
-    uint64_t group_size_divisor;
+    uint64_t group_size_divisor;          // for divisors see divide()
 };
-static_assert(sizeof(Params) == 152 && offsetof(Params, part_outputs) == 0 && offsetof(Params, part_sums) == 8);
+static_assert(sizeof(Params) == 128 && offsetof(Params, part_outputs) == 0 && offsetof(Params, part_sums) == 8);
 static_assert(offsetof(Params, out) == 16 && offsetof(Params, lse) == 24 && offsetof(Params, cu_seqlens_q) == 32);
 static_assert(offsetof(Params, kv_lengths) == 40 && offsetof(Params, out_batch_stride) == 48);
 static_assert(offsetof(Params, out_row_stride) == 56 && offsetof(Params, out_head_stride) == 64);
 static_assert(offsetof(Params, lse_batch_stride) == 72 && offsetof(Params, lse_head_stride) == 80);
 static_assert(offsetof(Params, num_heads_kv) == 88 && offsetof(Params, group_size) == 92 && offsetof(Params, rows_q) == 96);
 static_assert(offsetof(Params, batch_size) == 100 && offsetof(Params, seqlen_q) == 104 && offsetof(Params, seqlen_kv) == 108);
-static_assert(offsetof(Params, head_dim_v) == 112 && offsetof(Params, num_row_blocks) == 116);
-static_assert(offsetof(Params, num_tiles) == 120 && offsetof(Params, num_shares) == 124);
-static_assert(offsetof(Params, num_heads_divisor) == 128 && offsetof(Params, num_row_blocks_divisor) == 136);
-static_assert(offsetof(Params, group_size_divisor) == 144);
+static_assert(offsetof(Params, head_dim_v) == 112 && offsetof(Params, num_shares) == 116);
+static_assert(offsetof(Params, group_size_divisor) == 120);
+
+// A tile: kBlockM rows of queries, and the KV blocks that they attend to.
+// Rows are (query, head in group) pairs, heads fastest.
+struct Tile {
+    int batch;
+    int head;  // first query head of the group that shares kv_head
+    int kv_head;
+    int first_row;
+};
 
 // n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
 // that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
@@ -74,21 +81,18 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
-// A row of the tiles of a head, and which thread blocks of the kernel before this one had parts of its tile.
-struct Row {
-    int batch;
-    int head;  // of the queries
-    int row_in_tile;
-    int first_part;
-    int last_part;
-    bool begins_share;  // whether the share of first_part begins with the tile
-    int row_in_entry;  // of q and out, in which the sequence may be one of several
-};
-
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
 
 __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
+}
+
+// Offset in elements, from the start of the batch entry, of the row of q or out that belongs to `row`.
+__device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
+                                              int64_t head_stride) {
+    const int query = query_of_row(params, row);
+    const int head = tile.head + row - query * params.group_size;
+    return query * row_stride + head * head_stride;
 }
 
 // A length, a row or a page from global memory. One out of range is clamped, so that it cannot reach other memory.
@@ -181,74 +185,90 @@ __device__ __forceinline__ int kv_blocks_per_share(const Params& params, int& nu
     return max(1, (num_kv_blocks + params.num_shares - 1) / params.num_shares);
 }
 
-// Numbers of KV blocks: of a share, and of all sequences before one of them.
-struct Numbers {
-    int per_share;
+// A sequence, and the numbers [begin, end) of its KV blocks.
+struct Place {
     int sequence;
-    int before;
+    int begin;
+    int end;
 };
 
-// Goes on to a later sequence, whose number is `sequence`.
-__device__ __forceinline__ void go_on(const Params& params, Numbers& numbers, int sequence, int lane) {
-    for (; numbers.sequence < sequence; numbers.sequence += 32) {
-        const int other = numbers.sequence + lane;
-        const int count = other < sequence ? count_kv_blocks(params, other) : 0;
-        numbers.before += __shfl_sync(0xffffffff, sum_up_to_lane(count, lane), 31);
+// The sequence that has KV block `index` of all, of which there are more.
+__device__ __forceinline__ Place find_place(const Params& params, int index, int lane) {
+    int begin = 0;  // of the first of these 32 sequences
+    for (int first = 0;; first += 32) {
+        const int count = count_kv_blocks(params, first + lane);
+        const int end = begin + sum_up_to_lane(count, lane);
+        const uint32_t beyond = __ballot_sync(0xffffffff, index < end);
+        if (beyond != 0) {
+            const int found = __ffs(beyond) - 1;
+            const int end_of_found = __shfl_sync(0xffffffff, end, found);
+            return {first + found, end_of_found - __shfl_sync(0xffffffff, count, found), end_of_found};
+        }
+        begin = __shfl_sync(0xffffffff, end, 31);
     }
-    numbers.sequence = sequence;
 }
 
-// Row `index` of all heads, where each sequence counts for as many rows as one of them may have. The thread blocks' shares are
-// consecutive KV blocks of all tiles, one tile after the other. Where there is no such row, first_part is last_part.
-__device__ __forceinline__ Row find_row(const Params& params, Numbers& numbers, int index, int lane) {
-    const int head_of_batch = divide(index, params.num_row_blocks_divisor);
-    const int row_of_head = index - head_of_batch * params.num_row_blocks;
-    Row row;
-    row.batch = divide(head_of_batch, params.num_heads_divisor);
-    const int grid_head = head_of_batch - row.batch * num_heads(params);
-    go_on(params, numbers, row.batch, lane);
-    const Rows queries = queries_of(params, row.batch);
-    const Params own = with_lengths(params, queries.count, keys_of(params, row.batch).count);
-    const Tiles tiles = tiles_of(own);
-    const int query = query_of_row(params, row_of_head);
-    row.head = grid_head * params.group_size + row_of_head - query * params.group_size;
-    row.row_in_tile = row_of_head % kBlockM;
-    const int begin = numbers.before + (grid_head * tiles.row_blocks + row_of_head / kBlockM) * tiles.kv_blocks;
-    row.first_part = begin / numbers.per_share;
-    row.last_part = row_of_head < num_rows(own) ? (begin + tiles.kv_blocks - 1) / numbers.per_share : row.first_part;
-    row.begins_share = row.first_part * numbers.per_share == begin;
-    row.row_in_entry = queries.begin + query;
-    return row;
+// Tile `index` of a sequence, of which `params` are.
+__device__ __forceinline__ Tile find_tile(const Params& params, const Place& place, int index) {
+    const int row_blocks = tiles_of(params).row_blocks;
+    const int head = index / row_blocks;
+    Tile tile;
+    tile.batch = place.sequence;
+    tile.kv_head = head;
+    tile.head = head * params.group_size;
+    tile.first_row = (index - head * row_blocks) * kBlockM;
+    return tile;
 }
 
-// Where the part of thread block `block` lies. A thread block leaves the first part of its share in one slot and the last in another;
-// what it has of a tile is the first, unless its share begins ahead of the tile.
-__device__ __forceinline__ int64_t part_row(const Row& row, int block) {
-    const int slot = 2 * block + (block == row.first_part && !row.begins_share ? 1 : 0);
-    return int64_t(slot) * kBlockM + row.row_in_tile;
+// The thread blocks of the kernel before this one that had parts of a tile, and its rows that this thread block combines: `num_rows` of
+// them, each step-th from `first_row` on.
+struct Parts {
+    Tile tile;
+    int first;
+    int last;
+    bool begins_share;  // whether the share of the first one begins with the tile
+    int step;
+    int first_row;
+    int num_rows;
+};
+
+// What thread block or split `own` of [first, last] combines; the first has nothing to combine.
+__device__ __forceinline__ void divide_rows(const Params& params, Parts& parts, int own) {
+    parts.step = parts.last - parts.first;
+    parts.first_row = own - parts.first - 1;
+    if (parts.first_row < 0) return;
+    const int tile_rows = min(kBlockM, num_rows(params) - parts.tile.first_row);
+    parts.num_rows = (tile_rows - parts.first_row + parts.step - 1) / parts.step;
 }
 
-// Leaves the row that a warp has found in shared memory.
-__device__ __forceinline__ void share_row(const Row& row, shared_address smem, int warp, int lane) {
-    if (lane != 0) return;
-    const shared_address place = smem + kRowsOffset + warp * 32;
-    store_shared_128(place, {uint32_t(row.batch), uint32_t(row.head), uint32_t(row.row_in_entry), uint32_t(row.row_in_tile)});
-    store_shared_128(place + 16, {uint32_t(row.first_part), uint32_t(row.last_part), row.begins_share, 0});
+// The parameters of a call of one sequence alone: its lengths, and pointers to its first rows.
+__device__ __forceinline__ Params of_sequence(const Params& params, int sequence) {
+    const Rows queries = queries_of(params, sequence);
+    Params own = with_lengths(params, queries.count, keys_of(params, sequence).count);
+    own.out += sequence * params.out_batch_stride + queries.begin * params.out_row_stride;
+    if (params.lse != nullptr) own.lse += sequence * params.lse_batch_stride + queries.begin;
+    own.out_batch_stride = 0;  // the pointer is that of the sequence
+    return own;
 }
 
-__device__ __forceinline__ Row shared_row(shared_address smem, int warp) {
-    const shared_address place = smem + kRowsOffset + warp * 32;
-    const uint4 where = load_shared_128(place);
-    const uint4 parts = load_shared_128(place + 16);
-    Row row;
-    row.batch = where.x;
-    row.head = where.y;
-    row.row_in_entry = where.z;
-    row.row_in_tile = where.w;
-    row.first_part = parts.x;
-    row.last_part = parts.y;
-    row.begins_share = parts.z;
-    return row;
+// Of the tile with which, or within which, a share begins. `params` are those of its sequence.
+__device__ __forceinline__ Parts find_parts(const Params& params, const Place& place, int per_share, int share) {
+    const int kv_blocks = tiles_of(params).kv_blocks;
+    const int tile = (share * per_share - place.begin) / kv_blocks;
+    const int begin = place.begin + tile * kv_blocks;
+    Parts parts = {find_tile(params, place, tile)};
+    parts.first = begin / per_share;
+    parts.last = (begin + kv_blocks - 1) / per_share;
+    parts.begins_share = parts.first * per_share == begin;
+    divide_rows(params, parts, share);
+    return parts;
+}
+
+// Where a row of a thread block's part lies in the workspace. A thread block leaves the first part of its share in one slot and the last
+// in another; what it has of a tile is the first, unless its share begins ahead of the tile.
+__device__ __forceinline__ int64_t part_row(const Parts& parts, int block, int row) {
+    const int slot = 2 * block + (block == parts.first && !parts.begins_share ? 1 : 0);
+    return int64_t(slot) * kBlockM + row;
 }
 
 // O, not divided by row_sum yet, and the row_max (log2 domain) and row_sum that go with it; of O a lane's share.
@@ -273,17 +293,18 @@ __device__ __forceinline__ void add(Sums& sums, float row_max, float row_sum, co
     }
 }
 
-// Adds every kWarps-th part of a row, from that of `first_part` on, in order.
-__device__ __forceinline__ Sums add_parts(const Params& params, const Row& row, int first_part, int lane) {
+// Adds every kStep-th part of a row of the tile, from part `first_part` on, in order.
+template <int kStep>
+__device__ __forceinline__ Sums add_parts(const Params& params, const Parts& parts, int row, int first_part, int lane) {
     Sums sums = {kNoRowMax, 0.0f, {}};
-    for (int first = first_part; first <= row.last_part; first += kWarps * kPartsAtOnce) {
+    for (int first = first_part; first <= parts.last; first += kStep * kPartsAtOnce) {
         // All loads are started before the first one is used.
         float2 loaded[kPartsAtOnce];
         uint4 output[kPartsAtOnce][kLaneVectors];
 #pragma unroll
         for (int part = 0; part < kPartsAtOnce; ++part) {
-            if (first + part * kWarps > row.last_part) break;
-            const int64_t source = part_row(row, first + part * kWarps);
+            if (first + part * kStep > parts.last) break;
+            const int64_t source = part_row(parts, first + part * kStep, row);
             loaded[part] = load_global_64(params.part_sums + source * 2);
 #pragma unroll
             for (int i = 0; i < kLaneVectors; ++i) {
@@ -293,7 +314,7 @@ __device__ __forceinline__ Sums add_parts(const Params& params, const Row& row, 
         }
 #pragma unroll
         for (int part = 0; part < kPartsAtOnce; ++part) {
-            if (first + part * kWarps > row.last_part) break;
+            if (first + part * kStep > parts.last) break;
             add(sums, loaded[part].x, loaded[part].y, output[part]);
         }
     }
@@ -314,47 +335,89 @@ __device__ __forceinline__ void share_sums(const Sums& sums, shared_address smem
     }
 }
 
-// Adds up the warps' sums in the order of the warps. Each of the first threads writes eight elements of O, the first one LSE as well.
-__device__ __forceinline__ void store_row(const Params& params, const Row& row, shared_address smem) {
-    const int first_element = threadIdx.x * 8;
+// Adds up the sums of a row that kTeam warps from `first` on have left, in the order of the warps. Each thread of the row writes eight
+// elements of O, the first one LSE as well.
+template <int kTeam>
+__device__ __forceinline__ void store_row(const Params& params, const Tile& tile, int row, shared_address smem, int first, int thread) {
+    const int first_element = thread * 8;
     if (first_element >= params.head_dim_v) return;
     float row_max = kNoRowMax;
 #pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) {
-        row_max = fmaxf(row_max, __uint_as_float(load_shared_32(smem + kSumsOffset + warp * 8)));
+    for (int i = 0; i < kTeam; ++i) {
+        row_max = fmaxf(row_max, __uint_as_float(load_shared_32(smem + kSumsOffset + (first + i) * 8)));
     }
     float row_sum = 0.0f;
     float output[8] = {};
 #pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) {
+    for (int i = 0; i < kTeam; ++i) {
+        const int warp = first + i;
         const float factor = exp2_approx(__uint_as_float(load_shared_32(smem + kSumsOffset + warp * 8)) - row_max);
         row_sum += __uint_as_float(load_shared_32(smem + kSumsOffset + warp * 8 + 4)) * factor;
         const uint4 low = load_shared_128(smem + (warp * kHeadDimV + first_element) * 4);
         const uint4 high = load_shared_128(smem + (warp * kHeadDimV + first_element) * 4 + 16);
         const uint32_t values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
-        for (int i = 0; i < 8; ++i) output[i] += __uint_as_float(values[i]) * factor;
+        for (int j = 0; j < 8; ++j) output[j] += __uint_as_float(values[j]) * factor;
     }
     // A row that attends to nothing has the sum 0 and becomes 0.
     const float factor = row_sum == 0.0f ? 0.0f : __fdividef(1.0f, row_sum);
-    element* out = params.out + row.batch * params.out_batch_stride + row.row_in_entry * params.out_row_stride +
-                   row.head * params.out_head_stride;
+    element* out = params.out + tile.batch * params.out_batch_stride +
+                   row_offset(params, tile, row, params.out_row_stride, params.out_head_stride);
     store_global_128(out + first_element, {pack<element>(output[0] * factor, output[1] * factor),
                                            pack<element>(output[2] * factor, output[3] * factor),
                                            pack<element>(output[4] * factor, output[5] * factor),
                                            pack<element>(output[6] * factor, output[7] * factor)});
-    if (params.lse != nullptr && threadIdx.x == 0) {
-        const int64_t lse_row = row.batch * params.lse_batch_stride + row.head * params.lse_head_stride + row.row_in_entry;
-        store_global_32(params.lse + lse_row, (row_max + log2_approx(row_sum)) * kLn2);
+    if (params.lse != nullptr && thread == 0) {
+        float* lse = params.lse + row_offset(params, tile, row, 1, params.lse_head_stride);
+        store_global_32(lse, (row_max + log2_approx(row_sum)) * kLn2);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
-flash_varlen_combine_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Params params) {
+// Each kTeam warps add up the parts of a row.
+template <int kTeam>
+__device__ __forceinline__ void combine_by(const Params& params, const Parts& parts, shared_address smem, int warp, int lane) {
+    constexpr int kRowsAtOnce = kWarps / kTeam;
+    for (int first = 0; first < parts.num_rows; first += kRowsAtOnce) {
+        const int added = first + warp / kTeam;
+        if (added < parts.num_rows) {
+            const int row = parts.first_row + added * parts.step;
+            share_sums(add_parts<kTeam>(params, parts, row, parts.first + warp % kTeam, lane), smem, warp, lane);
+        }
+        barrier_sync(kThreads);
+        const int place = threadIdx.x / kRowThreads;
+        const int stored = first + place;
+        if (place < kRowsAtOnce && stored < parts.num_rows) {
+            const int row = parts.tile.first_row + parts.first_row + stored * parts.step;
+            store_row<kTeam>(params, parts.tile, row, smem, place * kTeam, threadIdx.x % kRowThreads);
+        }
+        barrier_sync(kThreads);  // the sums have been read
+    }
+}
+
+// A single row may have many parts. Of several rows each has few, as there are no fewer rows than thread blocks that divide them.
+__device__ __forceinline__ void combine(const Params& params, const Parts& parts, shared_address smem, int warp, int lane) {
+    if (parts.num_rows == 1) {
+        combine_by<kWarps>(params, parts, smem, warp, lane);
+    } else {
+        combine_by<1>(params, parts, smem, warp, lane);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
+flash_varlen_combine_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Params all) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     const shared_address smem = to_shared(shared_memory);
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
+
+    // Which rows these are takes longer to find than to add up. The lengths are there: the kernel before this one lets it begin behind its
+    // own wait for those ahead.
+    int num_kv_blocks;
+    const int per_share = kv_blocks_per_share(all, num_kv_blocks, lane);
+    const bool has_share = block_index() * per_share < num_kv_blocks;  // not where KV blocks are few
+    const Place place = has_share ? find_place(all, block_index() * per_share, lane) : Place{};
+    const Params params = of_sequence(all, place.sequence);
+    const Parts parts = has_share ? find_parts(params, place, per_share, block_index()) : Parts{};
 
     // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
     // reads.
@@ -363,21 +426,5 @@ flash_varlen_combine_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Par
     // before this one to have ended.
     griddepcontrol_launch_dependents();
 
-    int num_kv_blocks;
-    Numbers numbers = {kv_blocks_per_share(params, num_kv_blocks, lane), 0, 0};
-    for (int first = block_index(); first < params.num_tiles; first += kWarps * int(gridDim.x)) {
-        // Finding a row takes longer than adding its parts, and most rows have one part alone: each warp finds another row.
-        const int index = first + warp * int(gridDim.x);
-        share_row(index < params.num_tiles ? find_row(params, numbers, index, lane) : Row{}, smem, warp, lane);
-        barrier_sync(kThreads);
-        for (int finder = 0; finder < kWarps && first + finder * int(gridDim.x) < params.num_tiles; ++finder) {
-            const Row row = shared_row(smem, finder);
-            if (row.first_part == row.last_part) continue;  // the one thread block that had the tile has written the row
-            share_sums(add_parts(params, row, row.first_part + warp, lane), smem, warp, lane);
-            barrier_sync(kThreads);
-            store_row(params, row, smem);
-            barrier_sync(kThreads);  // the sums have been read
-        }
-        barrier_sync(kThreads);  // as have the rows
-    }
+    combine(params, parts, smem, warp, lane);
 }

@@ -264,6 +264,18 @@ __device__ __forceinline__ Place find_place(const Params& params, int index, int
     }
 }
 
+// Tile `index` of a sequence, of which `params` are.
+__device__ __forceinline__ Tile find_tile(const Params& params, const Place& place, int index) {
+    const int row_blocks = tiles_of(params).row_blocks;
+    const int head = index / row_blocks;
+    Tile tile;
+    tile.batch = place.sequence;
+    tile.kv_head = head;
+    tile.head = head * params.group_size;
+    tile.first_row = (index - head * row_blocks) * kBlockM;
+    return tile;
+}
+
 // The next sequence that has KV blocks.
 __device__ __forceinline__ Place next_place(const Params& params, const Place& place) {
     Place next = {place.sequence, place.end, place.end};
@@ -281,18 +293,6 @@ __device__ __forceinline__ Part find_part(const Params& params, const Share& sha
     const int first = tiles.first_kv_block + index - tile_begin;
     const int slot = 2 * block_index() + (index == share.begin ? 0 : 1);
     return {tile, first, first + count, count == tiles.kv_blocks ? -1 : slot};
-}
-
-// Tile `index` of a sequence, of which `params` are.
-__device__ __forceinline__ Tile find_tile(const Params& params, const Place& place, int index) {
-    const int row_blocks = tiles_of(params).row_blocks;
-    const int head = index / row_blocks;
-    Tile tile;
-    tile.batch = place.sequence;
-    tile.kv_head = head;
-    tile.head = head * params.group_size;
-    tile.first_row = (index - head * row_blocks) * kBlockM;
-    return tile;
 }
 
 // A tile of a sequence: what the warp that finds it tells the producer and the consumers.

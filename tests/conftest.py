@@ -120,4 +120,5 @@ def fake_gpu(driver, monkeypatch):
     monkeypatch.setattr(arrays, "_KINDS", {})
     monkeypatch.setattr(arrays, "_KIND_BY_TYPE", {})
     monkeypatch.setattr(api, "_plans", {})
+    monkeypatch.setattr(api, "_recent", {})
     return driver

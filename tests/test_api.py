@@ -11,11 +11,13 @@ import pytest
 import flashgen
 from flashgen import api, errors
 from flashgen.runtime import device
+from flashgen.runtime.arrays import kind_of
 
 
 @pytest.fixture(autouse=True)
 def fresh_plans(monkeypatch):
     monkeypatch.setattr(api, "_plans", {})
+    monkeypatch.setattr(api, "_recent", {})
     monkeypatch.delenv("FLASHGEN_BACKEND", raising=False)
 
 
@@ -335,6 +337,7 @@ def test_ready_raises_what_attention_would_and_computes_nothing(monkeypatch):
             with pytest.raises(error):
                 function(**call)
     monkeypatch.setattr(api, "_plans", {})
+    monkeypatch.setattr(api, "_recent", {})
     for options in ({}, {"causal": True, "softcap": 3.0, "return_lse": True}):
         out = np.full_like(q, np.nan)
         plan, (work, given, _, stream, _) = ready(q, k, v, out=out, **options)
@@ -387,6 +390,50 @@ def test_a_plan_refuses_arrays_that_are_not_its_own():
     for wrong in ({"q": torch.from_numpy(q)}, {"lse": torch.empty(2, 4, 30)}):
         with pytest.raises(errors.BadParam):
             plan(**({"q": q, "k": k, "v": v} | wrong))
+
+
+@pytest.mark.parametrize("at_a_glance", [True, False])
+def test_a_plan_goes_on_refusing_tensors_after_calls_that_fit(at_a_glance, monkeypatch):
+    torch = pytest.importorskip("torch")
+    q, k, v = map(torch.from_numpy, qkv())
+    kind = kind_of(q)
+    assert kind.expecting is not None
+    if not at_a_glance:
+        monkeypatch.setattr(kind, "expecting", None)
+    plan, out = flashgen.plan(q, k, v), torch.empty_like(q)
+    for error, wrong in (
+        (errors.BadTensorShape, {"q": q[:, :-1]}),
+        (errors.BadTensorStrides, {"k": k.transpose(1, 2).contiguous().transpose(1, 2)}),
+        (errors.BadTensorDtype, {"v": v.bfloat16()}),
+        (errors.BadTensorDtype, {"out": out.half()}),
+        (errors.DeviceTypeNotSupported, {"v": v.to("meta")}),
+        (errors.BadParam, {"k": torch._neg_view(k)}),
+        (errors.BadParam, {"k": k.clone().requires_grad_()}),
+        (errors.BadParam, {"mask": torch.zeros(30, 40, dtype=torch.bool)}),
+        (errors.BadParam, {"lse": torch.empty(2, 4, 30)}),
+        (errors.NullPointer, {"k": None}),
+    ):
+        for _ in range(2):
+            expected = plan(q, k, v, out=out)
+        with pytest.raises(error):
+            plan(**({"q": q, "k": k, "v": v, "out": out} | wrong))
+    with torch.inference_mode():
+        assert torch.equal(plan(q, k, v), expected)
+
+
+def test_calls_of_one_layout_take_one_plan_and_others_their_own():
+    """Whichever plan the last call had."""
+    torch = pytest.importorskip("torch")
+    q, k, v = map(torch.from_numpy, qkv())
+    shorter = k[:, :20], v[:, :20]
+    found = {rows: [] for rows in (k.shape[1], 20)}
+    for given in ((k, v), (k, v), (k, v), shorter, (k, v), shorter, shorter, shorter, (k, v)):
+        found[given[0].shape[1]].append(flashgen.attention(q, *given))
+    for results in found.values():
+        assert all(torch.equal(x, results[0]) for x in results)
+    assert len(api._plans) == 2
+    with pytest.raises(errors.BadTensorDtype):
+        flashgen.attention(q, k, v.bfloat16())
 
 
 def test_a_stride_that_is_never_used_may_differ_from_the_plan_s():

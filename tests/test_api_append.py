@@ -127,6 +127,7 @@ def test_a_held_plan_refuses_what_it_was_not_made_for_and_writes_nothing():
 def test_what_lengths_contradict_is_found_before_the_cache_is_written(made, backend, monkeypatch):
     monkeypatch.setenv("FLASHGEN_CHECK", "1")
     monkeypatch.setattr(api, "_plans", {})
+    monkeypatch.setattr(api, "_recent", {})
     rng = np.random.default_rng()
     cache, q, *new = cache_of(rng, pages=True), *(numbers(rng, 3, 3, heads, 32) for heads in (4, 2, 2))
     before = copied(cache)

@@ -33,6 +33,7 @@ scores:
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     monkeypatch.setattr(api, "_plans", {})
+    monkeypatch.setattr(api, "_recent", {})
     monkeypatch.delenv("FLASHGEN_BACKEND", raising=False)
     monkeypatch.delenv("FLASHGEN_SPECS", raising=False)
 
@@ -314,6 +315,7 @@ def test_a_number_that_changes_makes_no_new_plan(backend, monkeypatch):
     slopes = np.ones(4, np.float32)
     monkeypatch.undo()
     api._plans.clear()
+    api._recent.clear()
     for factor in (1, 2, 3):  # other contents of an array are no new plan either
         flashgen.attention(q, k, v, alibi_slopes=slopes * np.float32(factor), backend=backend)
     assert len(api._plans) == 1

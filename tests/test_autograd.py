@@ -10,6 +10,8 @@ from flashgen.errors import BadParam
 from flashgen.simulator import hostcompiler
 
 torch = pytest.importorskip("torch")
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
 functional = torch.nn.functional
 
 HEADS, KV_HEADS = 4, 2
@@ -176,6 +178,71 @@ def test_packed_sequences_pass_torchs_own_checks_and_compile():
     torch.compiler.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
     same(gradients(compiled, q, k, v), gradients(loss, q, k, v))
+
+
+class Watching(TorchDispatchMode):
+    """Keeps the names of flashgen's operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.namespace == "flashgen":
+            self.seen.append(operator._opname)
+        return operator(*args, **kwargs or {})
+
+
+def test_a_dispatch_mode_sees_the_operators_and_other_calls_do_without():
+    """Recording an operator takes ten times as long as queueing kernels."""
+    q, k, v, dout = tensors()
+    with Watching() as all_of_it:
+        out = flashgen.attention(q, k, v)
+        expected = torch.autograd.grad(out, (q, k, v), dout)
+    assert all_of_it.seen == ["attention", "attention_backward"]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        out = flashgen.attention(q, k, v)
+        found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    names = {event.key for event in profiler.key_averages()}
+    assert "_AttentionBackward" in names
+    assert not any(name.startswith("flashgen::") for name in names)
+    with Watching() as backward:
+        again = torch.autograd.grad(out, (q, k, v), dout)
+    assert backward.seen == ["attention_backward"]
+    for gradients_found in (found, again):
+        assert all(torch.equal(x, y) for x, y in zip(gradients_found, expected, strict=True))
+
+
+def test_tensors_without_memory_have_shapes_of_gradients():
+    leaves = [x.detach().to("meta").requires_grad_() for x in tensors()[:3]]
+    found = gradients(lambda *x: flashgen.attention(*x).sum(), *leaves)
+    assert [x.shape for x in found] == [x.shape for x in leaves]
+
+
+def test_what_is_no_plain_tensor_is_refused_by_name():
+    q, k, v, _ = tensors()
+    nested = torch.nested.nested_tensor(
+        [q[0].detach(), q[1].detach()], layout=torch.jagged, requires_grad=True
+    )
+    with pytest.raises(BadParam, match=r"^q: a nested tensor"):
+        flashgen.attention(nested, k, v)
+    with pytest.raises(BadParam, match=r"^q: a tensor inside torch.func"):
+        torch.func.grad(lambda q: flashgen.attention(q, k, v).sum())(q)
+
+
+def test_saved_tensors_may_be_packed_and_must_not_change():
+    q, k, v, dout = tensors()
+    slopes = torch.rand(HEADS)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x.clone(), lambda x: x):
+        out = flashgen.attention(q, k, v, alibi_slopes=slopes)
+    assert any(torch.equal(x, slopes) for x in packed)
+    found = torch.autograd.grad(out, (q, k, v), dout)
+    out = flashgen.attention(q, k, v, alibi_slopes=slopes)
+    same(found, torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), tolerance=0)
+    slopes.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out, (q, k, v), dout)
 
 
 def test_compiled_into_one_graph():

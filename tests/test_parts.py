@@ -18,6 +18,7 @@ BATCH, ROWS, HEADS, KV_HEADS, WIDTH, WIDTH_V = 3, 6, 4, 2, 16, 24
 @pytest.fixture(autouse=True)
 def fresh_plans(monkeypatch):
     monkeypatch.setattr(api, "_plans", {})
+    monkeypatch.setattr(api, "_recent", {})
     monkeypatch.setattr(parts, "_sound", set())
     monkeypatch.delenv("FLASHGEN_BACKEND", raising=False)
 

@@ -56,6 +56,9 @@ BOUNDS_ALONE = (
 
 _log = logs.logger("api")
 _plans: dict[Any, Plan] = {}
+# By all of a call but its arrays: the plan of the last one and, once two of one layout followed each other,
+# what gives the pointers of such arrays.
+_recent: dict[Any, tuple[Plan, arrays.Expecting | None]] = {}
 _plans_lock = threading.Lock()
 
 
@@ -171,7 +174,7 @@ def attention(
     if deterministic is not False:
         deterministic = flag("deterministic", deterministic)
     kind = arrays.kind_of(q)
-    if kind is None or not kind.is_compiling() or _unrecorded(v, out, stream):
+    if kind is None or not kind.records(q, k, v) or _unrecorded(v, out, stream):
         try:
             if append is not None or rotary is not None:
                 from flashgen.appending import append_and_attend, asked_to_append
@@ -436,7 +439,7 @@ def explain(
     device = _device_of(arch)
     algorithm = options.pop("algorithm", None)
     problem = _shaped(operator, {"q": q, "k": k, "v": v} | options, dtype)
-    return explained(problem, device, specs_for(device), algorithm)
+    return explained(problem, device, specs_for(device, problem.operator.name), algorithm)
 
 
 def warmup(
@@ -501,10 +504,12 @@ def _device_of(arch: str | None) -> Device:
     return typical(arch)
 
 
-def specs_for(device: Device) -> tuple[Spec, ...]:
-    """The specs that calls on a device choose among, with what is tuned for it."""
+def specs_for(device: Device, operator: str | None = None) -> tuple[Spec, ...]:
+    """The specs that calls on a device choose among, with what is tuned for it: all, or those of an operator,
+    which the first call of a process need not wait for others to see. Folders of the caller are read whole.
+    """
     folders, tuned = os.environ.get("FLASHGEN_SPECS", ""), os.environ.get("FLASHGEN_TUNED", "")
-    return _specs(folders, tuned, device.name)
+    return _specs(folders, tuned, device.name, None if folders else operator)
 
 
 def _shaped(function: str, given: dict[str, Any], dtype: str) -> Problem:
@@ -574,7 +579,8 @@ def _call(
     """Compute ``given``, an array or None for each argument of the operator, with a plan that is kept.
     ``kind`` is that of the first.
     """
-    if not _are_all(kind, given):
+    # Most arrays are of these types: no need to ask for the kind of each.
+    if kind is None or not (kind.types.issuperset(map(type, given)) or _are_all(kind, given)):
         return _call_adopted(operator, given, options, scalars, stream, backend, algorithm, workspace)
     known, pointers = _known(kind, operator, given, options, scalars, backend, algorithm)
     return known.run(given, pointers, scalars, stream, workspace)
@@ -582,9 +588,7 @@ def _call(
 
 def _are_all(kind: arrays.Kind | None, given: tuple[Any, ...]) -> bool:
     """Whether all arrays are of one native library, that of the first."""
-    if kind is None or kind.types.issuperset(map(type, given)):
-        return kind is not None
-    return all(x is None or arrays.kind_of(x) is kind for x in given)
+    return kind is not None and all(x is None or arrays.kind_of(x) is kind for x in given)
 
 
 def _known(
@@ -600,21 +604,37 @@ def _known(
     if not backend and kind.on_host(given[0]):
         # On a GPU there is one backend, and only a new plan asks whether it is forbidden: a look takes 1 µs.
         backend = os.environ.get("FLASHGEN_BACKEND")
+    wanted = operator.name, options, backend, algorithm
+    expecting, recent = kind.expecting, None
+    if expecting is not None:
+        recent, expected = _recent_of(wanted)
+        if expected is not None:
+            pointers = expected(given)
+            if pointers is not None:
+                return recent, pointers
     try:
         layouts, pointers = kind.read(given)
     except RuntimeError:
         make_plan(operator, given, options, scalars, backend, algorithm)  # raises what is wrong, by name
         raise
-    key = (operator.name, layouts, options, backend, algorithm)
+    key = wanted, layouts
     try:
         known = _plans.get(key)
     except TypeError:  # an option is not hashable, such as a window in a list
-        key = known = None
+        return make_plan(operator, given, options, scalars, backend, algorithm, keeps_scalars=False), pointers
     if known is None:
         known = make_plan(operator, given, options, scalars, backend, algorithm, keeps_scalars=False)
-        if key is not None:
-            _remember(key, known)
+        _remember(key, known)
+    if expecting is not None:
+        _recent[wanted] = known, expecting(given) if known is recent else None
     return known, pointers
+
+
+def _recent_of(wanted: tuple[Any, ...]) -> tuple[Plan | None, arrays.Expecting | None]:
+    try:
+        return _recent.get(wanted, (None, None))
+    except TypeError:  # as in `_known`
+        return None, None
 
 
 def ready(
@@ -739,7 +759,8 @@ def _runner(problem: Problem, backend: str | None, algorithm: str | None) -> Run
     from flashgen.schedule.dispatch import offers
 
     here = device(problem.device)
-    return prepare(problem, problem.device, offers(problem, here, specs_for(here), algorithm))
+    specs = specs_for(here, problem.operator.name)
+    return prepare(problem, problem.device, offers(problem, here, specs, algorithm))
 
 
 @lru_cache(maxsize=64)
@@ -757,14 +778,16 @@ def _chain(folders: str, names: tuple[str, ...]) -> Score:
     return chained([known[name] for name in names])
 
 
-@lru_cache(maxsize=8)
-def _specs(folders: str, tuned: str = "", gpu: str | None = None) -> tuple[Spec, ...]:
+@lru_cache(maxsize=32)
+def _specs(
+    folders: str, tuned: str = "", gpu: str | None = None, operator: str | None = None
+) -> tuple[Spec, ...]:
     """The shipped specs and those in ``folders``, with what is tuned for ``gpu``; ``folders`` and ``tuned``
     are the values of FLASHGEN_SPECS and FLASHGEN_TUNED. Read once for each set of these."""
     from flashgen.spec.load import load_specs
     from flashgen.toolchain import cache as caches
 
-    specs = load_specs(cache=caches.default(), gpu=gpu)
+    specs = load_specs(cache=caches.default(), gpu=gpu, operator=operator)
     if folders:
         from flashgen.source.render import warn_of_unused_overrides
 
@@ -774,6 +797,7 @@ def _specs(folders: str, tuned: str = "", gpu: str | None = None) -> tuple[Spec,
 
 def _remember(key: Any, known: Plan) -> None:
     with _plans_lock:
-        while len(_plans) >= MAX_PLANS:
-            del _plans[next(iter(_plans))]
+        for kept in (_plans, _recent):
+            while len(kept) >= MAX_PLANS:
+                del kept[next(iter(kept))]
         _plans[key] = known

@@ -1,5 +1,5 @@
-"""Attention in the graphs of PyTorch: the operators ``flashgen::attention`` and
-``flashgen::attention_backward``, for autograd, torch.compile and torch.export.
+"""Attention in the graphs of PyTorch: recorded by autograd, and as the operators ``flashgen::attention`` and
+``flashgen::attention_backward`` for torch.compile, torch.export, and whatever else looks at operators.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashgen.api import asked, call, named_score
+from flashgen.api import LENGTHS, asked, call, named_score
 from flashgen.errors import BadParam
 from flashgen.operators.arguments import ROW_ALIGNMENT, flag
 from flashgen.operators.attention import mask_type_name, scale_of, sees_no_later_key, window_of
@@ -21,6 +21,8 @@ from flashgen.training import MASK_WITH_LENGTHS
 from flashgen.training import asked as asked_backward
 
 _EVERY = "every "
+# The tensors whose operators nobody but autograd looks at.
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
 class _Options(NamedTuple):
@@ -92,19 +94,14 @@ def attention(
     ``of_score`` softcap, alibi_slopes, score and params; ``lengths`` as in `api.asked`. Raises BadParam.
     """
     *on_device, max_seqlen_q, max_seqlen_kv = lengths
-    optional = ("mask", "kv_lengths", "cu_seqlens_q", "cu_seqlens_kv")
-    for name, x in zip(("q", "k", "v", *optional), (*tensors, *on_device), strict=True):
-        if not isinstance(x, Tensor) and (name not in optional or x is not None):
-            raise BadParam(f"{name} has type {type(x).__name__}, and another array requires a gradient")
+    given = *tensors, *on_device
+    if not _PLAIN.issuperset(map(type, given)):
+        for name, x in zip(("q", "k", "v", "mask", *LENGTHS[:3]), given, strict=True):
+            if not isinstance(x, Tensor) and x is not None:
+                raise BadParam(f"{name} has type {type(x).__name__}, and another array requires a gradient")
     if tensors[3] is not None and any(x is not None for x in on_device):
         raise BadParam(MASK_WITH_LENGTHS)
-    names, arrays, scalars = (), {}, {}
-    if any(x is not None for x in of_score):
-        _, alibi_slopes, _, params = of_score
-        _refuse_gradients({"alibi_slopes": alibi_slopes, **(params if isinstance(params, Mapping) else {})})
-        names, given = named_score(*of_score, sees_no_later_key(*masking))
-        arrays = {name: x for name, x in given.items() if isinstance(x, Tensor)}
-        scalars = {name: x for name, x in given.items() if name not in arrays}
+    score, array_names, numbers, arrays = _written(of_score, masking)
     causal, mask_type, window_size = masking
     left, right = window_of(window_size)
     options = _Options(
@@ -113,9 +110,9 @@ def attention(
         left,
         right,
         None if softmax_scale is None else scale_of(softmax_scale, tensors[0].shape[-1]),
-        ",".join(names),
-        ",".join(arrays),
-        ",".join(f"{name}={_number(name, x)!r}" for name, x in scalars.items()),
+        score,
+        array_names,
+        numbers,
         f"{_EVERY}{splits.keys}" if isinstance(splits, SplitEvery) else str(splits_of(splits)),
         deterministic or torch.are_deterministic_algorithms_enabled(),
         backend,
@@ -123,7 +120,35 @@ def attention(
         _whole("max_seqlen_q", max_seqlen_q),
         _whole("max_seqlen_kv", max_seqlen_kv),
     )
-    return _forward(*tensors, list(arrays.values()), *on_device, *options)
+    rest = arrays, *on_device, *options
+    if _is_eager(tensors):
+        q, k, v, mask = tensors
+        return _Attention.apply(q, k, v, (mask, *rest))
+    return _forward(*tensors, *rest)
+
+
+def _written(of_score: tuple[Any, ...], masking: tuple[Any, ...]) -> tuple[str, str, str, list[Tensor]]:
+    """``score``, ``array_names`` and ``numbers`` of `_Options`, and the arrays. Raises BadParam."""
+    softcap, alibi_slopes, score, params = of_score
+    if softcap is None and alibi_slopes is None and score is None and params is None:
+        return "", "", "", []
+    _refuse_gradients({"alibi_slopes": alibi_slopes, **(params if isinstance(params, Mapping) else {})})
+    names, given = named_score(*of_score, sees_no_later_key(*masking))
+    arrays = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    numbers = (f"{name}={_number(name, x)!r}" for name, x in given.items() if name not in arrays)
+    return ",".join(names), ",".join(arrays), ",".join(numbers), list(arrays.values())
+
+
+def _is_eager(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether nothing needs to see an operator: no compiler, no dispatch mode, no transform of torch.func, no
+    subclass of tensors, and none without memory.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or tensors[0].is_meta
+    ) and _PLAIN.issuperset(map(type, tensors))
 
 
 def _refuse_gradients(arrays: Mapping[str, Any]) -> None:
@@ -156,13 +181,7 @@ def _split(names: str) -> list[str]:
     return names.split(",") if names else []
 
 
-@torch.library.custom_op(
-    "flashgen::attention",
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor[] arrays, "
-    f"{_LENGTHS}, {_SCHEMA}) -> (Tensor, Tensor)",
-)
-def _forward(
+def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -173,6 +192,7 @@ def _forward(
     cu_seqlens_kv: Tensor | None,
     *given: Any,
 ) -> tuple[Tensor, Tensor]:
+    """out and lse, where nothing is recorded."""
     options = _Options(*given)
     wanted = asked(
         q,
@@ -185,8 +205,18 @@ def _forward(
         options.of_score(arrays),
         (kv_lengths, cu_seqlens_q, cu_seqlens_kv, options.max_seqlen_q, options.max_seqlen_kv),
     )
-    with torch.no_grad():
-        return call(*wanted, stream=None, backend=options.backend, algorithm=options.algorithm)
+    return call(*wanted, stream=None, backend=options.backend, algorithm=options.algorithm)
+
+
+@torch.library.custom_op(
+    "flashgen::attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor[] arrays, "
+    f"{_LENGTHS}, {_SCHEMA}) -> (Tensor, Tensor)",
+)
+@torch.no_grad()
+def _forward(*given: Any) -> tuple[Tensor, Tensor]:
+    return _attend(*given)
 
 
 @_forward.register_fake
@@ -196,13 +226,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     return out, q.new_empty((*q.shape[:-3], heads, rows), dtype=torch.float32)
 
 
-@torch.library.custom_op(
-    "flashgen::attention_backward",
-    mutates_args=(),
-    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, Tensor? dlse, "
-    f"Tensor[] arrays, {_LENGTHS}, {_SCHEMA}) -> (Tensor, Tensor, Tensor)",
-)
-def _backward(
+def _differentiate(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -217,6 +241,7 @@ def _backward(
     cu_seqlens_kv: Tensor | None,
     *given: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, where nothing is recorded."""
     options = _Options(*given)
     dlse = None if dlse is None else dlse.contiguous()
     wanted = asked_backward(
@@ -227,8 +252,18 @@ def _backward(
         (kv_lengths, cu_seqlens_q, cu_seqlens_kv, options.max_seqlen_q, options.max_seqlen_kv),
         options.deterministic,
     )
-    with torch.no_grad():
-        return call(*wanted, stream=None, backend=options.backend)
+    return call(*wanted, stream=None, backend=options.backend)
+
+
+@torch.library.custom_op(
+    "flashgen::attention_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, Tensor? dlse, "
+    f"Tensor[] arrays, {_LENGTHS}, {_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+)
+@torch.no_grad()
+def _backward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _differentiate(*given)
 
 
 @_backward.register_fake
@@ -241,12 +276,11 @@ def _with_rows(x: Tensor) -> Tensor:
     all.
     """
     x = x.resolve_neg()
-    steps = (
-        stride * x.element_size() % ROW_ALIGNMENT
-        for stride, extent in zip(x.stride()[:-1], x.shape[:-1], strict=True)
-        if extent > 1
-    )
-    rows = x.stride(-1) == 1 and not any(steps) and x.data_ptr() % ROW_ALIGNMENT == 0
+    *strides, last = x.stride()
+    size = x.element_size()
+    rows = last == 1 and x.data_ptr() % ROW_ALIGNMENT == 0
+    for stride, extent in zip(strides, x.shape, strict=False):
+        rows = rows and (extent < 2 or stride * size % ROW_ALIGNMENT == 0)
     return x if rows else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -257,13 +291,36 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(q, k, v, mask, *output, kv_lengths, cu_seqlens_q, cu_seqlens_kv, *arrays)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+def _kept(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    """What the backward pass of a call takes."""
     q, k, v, mask, out, lse, kv_lengths, cu_seqlens_q, cu_seqlens_kv, *arrays = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
     lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv
-    gradients = _backward(dout, q, k, v, mask, out, lse, dlse, arrays, *lengths, *ctx.options)
-    return (*gradients, None, [None] * len(arrays), *(None for _ in (*lengths, *ctx.options)))
+    return dout, q, k, v, mask, out, lse, dlse, arrays, *lengths, *ctx.options
+
+
+class _Attention(torch.autograd.Function):
+    """The same in eager mode, where recording an operator takes ten times as long as queueing kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        output = _attend(q, k, v, *rest)
+        _keep(ctx, (q, k, v, *rest), output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        given = _kept(ctx, dout, dlse)
+        # Where gradients are recorded themselves, the operator refuses to have its own.
+        unseen = not torch.is_grad_enabled() and _is_eager(given[:8])
+        return *(_differentiate if unseen else _backward)(*given), None
+
+
+def _of_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    given = _kept(ctx, dout, dlse)
+    arrays = given[8]
+    return (*_backward(*given), None, [None] * len(arrays), *[None] * len(given[9:]))
 
 
 def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -276,5 +333,5 @@ def _refuse_second_derivatives(ctx: Any, *gradients: Tensor) -> None:
     )
 
 
-_forward.register_autograd(_differentiate, setup_context=_keep)
+_forward.register_autograd(_of_operator, setup_context=_keep)
 _backward.register_autograd(_refuse_second_derivatives, setup_context=_keep_nothing)

@@ -146,6 +146,7 @@ def test_out_gets_the_sources_and_no_compile_compiles_nothing(tiny, flashgen, tm
     assert json.loads(result.stdout) == {
         "kernels": [],
         "written": ["tiny_fwd_hdim64_fp16_sm80.cu"],
+        "removed": [],
         "failures": 0,
         "not_kept": 0,
     }
@@ -173,6 +174,26 @@ def test_check_passes_after_a_build_and_fails_after_a_change(tiny, edit, flashge
     assert all("causal" in each["file"] and each["kind"] == "changed" for each in differences)
 
 
+def test_stale_sources_leave_out_and_all_else_stays(tiny, flashgen, tmp_path):
+    out = tmp_path / "out"
+    build = ("build", "--out", out, "--no-compile", "--json")
+    committed = json.loads(flashgen(*build).stdout)["written"]
+    everything = json.loads(flashgen(*build, "--slice", "all").stdout)
+    assert everything["removed"] == []
+    more = set(everything["written"])
+    (out / "mine.cu").write_text((out / committed[0]).read_text())
+    # A part of the sources says nothing about the others.
+    assert json.loads(flashgen(*build, *ONE).stdout)["removed"] == []
+    checked = flashgen("build", "--check", "--out", out)
+    assert checked.exit_code == 1
+    assert all(f"stale: {name}" in checked.stdout for name in more)
+    assert f"`flashgen build --out {out}` brings" in checked.stdout
+    result = flashgen(*build[:-1])
+    assert f"0 files changed, {len(more)} stale removed" in result.stdout
+    assert {path.name for path in out.iterdir()} == {*committed, "mine.cu"}
+    assert flashgen("build", "--check", "--out", out).exit_code == 0
+
+
 def test_a_checkout_keeps_generated_up_to_date(tiny, flashgen, monkeypatch):
     generated = tiny / "generated"
     generated.mkdir()
@@ -182,7 +203,7 @@ def test_a_checkout_keeps_generated_up_to_date(tiny, flashgen, monkeypatch):
     written = {path.name for path in generated.glob("*.cu")}
     assert written
     stale = generated / "tiny_fwd_hdim8_fp16_sm80.cu"
-    stale.write_text((generated / min(written)).read_text())
+    stale.write_text((generated / min(written)).read_text().replace(min(written)[:-3], stale.stem))
     assert flashgen("build", "--check").exit_code == 1
     assert flashgen("build", "--no-compile", "--select", "head_dim=32").exit_code == 0
     assert {path.name for path in generated.glob("*.cu")} == written | {stale.name}

@@ -39,6 +39,16 @@ def test_gradients_go_by_the_operator(order, flashgen):
     assert f"workspace  {found['workspace_bytes']:,} bytes" in text
 
 
+def test_a_grid_in_clusters_says_so(flashgen):
+    call = ("explain", "--shape", "1x4097x2x192", "--dtype", "bf16", "--operator", "attention_backward")
+    found = json.loads(flashgen(*call, "--arch", "sm_90", "--json").stdout)
+    assert [step["cluster"] for step in found["steps"]] == [1, 2, 1]
+    assert found["steps"][1]["blocks"] == 2 * 2 * 33  # heads, blocks of 128 keys
+    lines = flashgen(*call, "--arch", "sm_90").stdout.splitlines()
+    (line,) = (line for line in lines if "clusters" in line)
+    assert f"{found['variant']}: 132 thread blocks of 384 threads in clusters of 2, " in line
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

@@ -266,6 +266,26 @@ def test_dk_and_dv_of_pairs_repeat():
             assert all(torch.equal(*pair) for pair in zip(call.run(plan)[1:], first[1:], strict=True))
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
+)
+@pytest.mark.parametrize("mask", ["none", "causal", "local"])
+@pytest.mark.parametrize("head_dims", [(192, 192), (192, 128)], ids=str)
+def test_pairs_of_thread_blocks_in_turns(head_dims, mask, busy):
+    """Within the bound, and the same bits beside other work, where clusters come in other orders."""
+    import cupy
+
+    other = cupy.cuda.Stream(non_blocking=True)
+    for shape in ((2, 300, 429, 6, 2), (1, 65, 64, 4, 4), (3, 700, 260, 4, 4), (2, 2048, 4000, 8, 4)):
+        call = Call(shape, head_dims, "bf16", **MASKS[mask])
+        plan = call.plan("sm90", deterministic=True, tile="pair")
+        first = [x.clone() for x in call.run(plan)]
+        call.check(first, plan.problem)
+        busy(other)
+        for _ in range(10):
+            assert all(torch.equal(*pair) for pair in zip(call.run(plan), first, strict=True))
+
+
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("target", TARGETS[::2])
 def test_great_scores(target, dtype):

@@ -19,6 +19,7 @@ BATCH, PAGES, PAGE_SIZE = 3, 4, 16
 @pytest.fixture(autouse=True)
 def checking(monkeypatch):
     monkeypatch.setattr(api, "_plans", {})
+    monkeypatch.setattr(api, "_recent", {})
     monkeypatch.setenv(check.SWITCH, "1")
 
 

@@ -46,6 +46,7 @@ def own_lines(tmp_path, monkeypatch):
     (tmp_path / "scores.yaml").write_text(LINES)
     monkeypatch.setenv("FLASHGEN_SPECS", str(tmp_path))
     monkeypatch.setattr(api, "_plans", {})
+    monkeypatch.setattr(api, "_recent", {})
 
 
 @pytest.fixture

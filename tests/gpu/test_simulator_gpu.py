@@ -14,12 +14,12 @@ import pytest
 
 from flashgen.operators.numbers import widened
 from flashgen.runtime.device import device
-from flashgen.runtime.launch import bind
 from flashgen.schedule.dispatch import runs_on
 from flashgen.simulator import hostcompiler
 from flashgen.simulator.example import make, run_steps
 from flashgen.simulator.library import load
 from flashgen.source.render import render
+from gpu.copies import computed
 from simulator.covering import VARIANTS, covering, shapes
 
 pytestmark = pytest.mark.gpu
@@ -35,17 +35,6 @@ def values(variant):
     return {(variant.spec, *each) for each in (*variant.axes, ("target", variant.target), *tile)}
 
 
-def on_gpu(x: np.ndarray):
-    """A copy of the memory that ``x`` is a view of, and the address of ``x`` in it."""
-    import cupy
-
-    memory = x
-    while isinstance(memory.base, np.ndarray):
-        memory = memory.base
-    copy = cupy.asarray(memory)
-    return copy, copy.data.ptr + x.ctypes.data - memory.ctypes.data, memory
-
-
 @pytest.mark.parametrize("variant", covering(VARIANTS.values(), values), ids=lambda variant: variant.name)
 def test_simulator_and_gpu_agree(variant):
     gpu = device(0)
@@ -57,25 +46,11 @@ def test_simulator_and_gpu_agree(variant):
     libraries = [load(render(step), step.name) for step in variant.steps]
     for shape in shapes(variant):
         example = make(variant, shape, seed)
-        copies = [on_gpu(x) if x is not None else None for x in example.arrays]
+        found = computed(example, variant, ("out", "lse"))
         run_steps(libraries, variant, example, seed=seed, device=gpu)
-
-        import cupy
-
-        launcher = bind(example.problem, variant, gpu)
-        workspace = cupy.full(max(1, launcher.workspace_bytes), 0xFF, cupy.uint8)
-        pointers = (*(copy[1] if copy else 0 for copy in copies), workspace.data.ptr)
-        work = launcher.at(pointers, example.problem)
-        work((None,) * 6, cupy.cuda.get_current_stream().ptr)
-        _, _, _, _, out, lse = copies
-        back = out[0].get()
-        start = example.out.ctypes.data - out[2].ctypes.data
-        mine = widened(example.out, variant.dtype)
-        theirs = np.lib.stride_tricks.as_strided(
-            back.view(np.uint8)[start:].view(example.out.dtype), example.out.shape, example.out.strides
-        )
+        mine, theirs = (widened(x, variant.dtype) for x in (example.out, found["out"]))
         largest = np.abs(widened(example.v, variant.dtype)).max(initial=1.0)
-        error = np.abs(mine - widened(theirs, variant.dtype)).max(initial=0.0)
+        error = np.abs(mine - theirs).max(initial=0.0)
         assert error <= 2 * UNIT[variant.dtype] * largest, f"{shape}, seed {seed}"
-        if lse:
-            np.testing.assert_allclose(lse[0].get().reshape(example.lse.shape), example.lse, 1e-5, 1e-5)
+        if example.lse is not None:
+            np.testing.assert_allclose(found["lse"], example.lse, 1e-5, 1e-5)

@@ -107,6 +107,53 @@ class TestTorch:
         x = self.torch.nn.Parameter(self.torch.zeros(2), requires_grad=False)
         assert arrays.kind_of(x) is arrays.kind_of(self.torch.zeros(2))
 
+    def others(self):
+        """Pairs of tensors and what else they might have been, by name."""
+        torch = self.torch
+        x, y = torch.zeros(3, 4, 8).half(), torch.ones(3, 4, 8).half()
+        yield "missing", (x, None)
+        yield "there", (x, y, y.clone())
+        yield "dtype", (x, y.bfloat16())
+        yield "shape", (x, y[:, :3].contiguous())
+        yield "strides", (x, torch.zeros(3, 4, 16).half()[..., :8])
+        yield "transposed", (torch.zeros(4, 3, 8).half().transpose(0, 1), y)
+        yield "rank", (x, y[0])
+        yield "device", (x, y.to("meta"))
+        yield "negated", (x, torch._neg_view(y))
+        yield "gradient", (x, y.clone().requires_grad_())
+        yield "sparse", (x, y.to_sparse())
+        yield "subclass", (x, torch.nn.Parameter(y, requires_grad=False))
+        yield "library", (x, y.numpy())
+
+    def test_expected_layouts(self):
+        """Pointers of arrays that lie alike, and of no others."""
+        torch = self.torch
+        kind = arrays.TorchKind(torch)
+        x, y, z = (torch.rand(3, 4, 8).half() for _ in range(3))
+        expected = kind.expecting((x, None, y))
+        assert expected((y, None, z)) == (y.data_ptr(), 0, z.data_ptr())
+        assert kind.expecting((x, None, x)) is None
+        for name, (first, *rest) in self.others():
+            given = (first, rest[1], rest[0]) if name == "there" else (first, None, *rest)
+            assert expected(given) is None, name
+
+    def test_expected_layouts_where_derivatives_would_be_lost(self):
+        torch = self.torch
+        kind = arrays.TorchKind(torch)
+        x, leaf = torch.rand(4, 8), torch.rand(4, 8, requires_grad=True)
+        with torch.no_grad():
+            of_leaf, of_plain = kind.expecting((leaf,)), kind.expecting((x,))
+            assert of_leaf((leaf,)) == (leaf.data_ptr(),)
+        assert of_leaf((leaf,)) is None
+        assert of_plain((leaf,)) is None
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            assert of_plain((dual,)) is None
+
+    def test_a_torch_without_guards_has_its_tensors_read(self, monkeypatch):
+        monkeypatch.delattr(self.torch._C._dynamo.guards, "TensorGuards")
+        assert arrays.TorchKind(self.torch).expecting is None
+
 
 class TestJax:
     jax = property(lambda self: pytest.importorskip("jax"))

@@ -18,6 +18,7 @@ ADDRESS = 1 << 40
 @pytest.fixture(autouse=True)
 def fresh_plans(monkeypatch):
     monkeypatch.setattr(api, "_plans", {})
+    monkeypatch.setattr(api, "_recent", {})
     monkeypatch.setenv(check.SWITCH, "1")
 
 
@@ -110,6 +111,7 @@ def test_a_cache_without_pages_is_not_read_and_has_room_for_no_key(simulated, mo
         flashgen.attention(q, cache)
     monkeypatch.delenv(check.SWITCH)
     monkeypatch.setattr(api, "_plans", {})
+    monkeypatch.setattr(api, "_recent", {})
     assert not flashgen.attention(q, cache).any()
 
 

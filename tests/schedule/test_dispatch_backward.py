@@ -79,7 +79,7 @@ def test_an_empty_block_of_a_cluster_is_worth_its_time_or_not(batch, seqlen, clu
         variant = taken(192, of_v, batch=batch, seqlen=seqlen, causal=causal)
         assert (variant.grid.cluster, dict(variant.axes)["dq_order"]) == (cluster, "none")
     ordered = taken(192, 192, batch=batch, seqlen=seqlen, causal=causal, deterministic=True)
-    assert (ordered.grid.cluster, dict(ordered.axes)["dq_order"]) == (1, "ordered")
+    assert (ordered.grid.cluster, dict(ordered.axes)["dq_order"]) == (cluster, "ordered")
 
 
 @pytest.mark.parametrize("head_dim", [192, 256])

@@ -2,8 +2,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from backward_variants import MAIN
 from fake_gpu import H200
+from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.attention import UNBOUNDED
+from flashgen.operators.backward import normalise
 from flashgen.schedule.grid import heads, rows
 from flashgen.schedule.sections import sections
 from flashgen.spec.load import load_specs
@@ -55,6 +58,12 @@ def call_for(variant, batch, kv_heads, seqlen, group=1):
         window_right=0 if variant.mask_type in ("causal", "local") else UNBOUNDED,
         mask_strides=(0, 0, 4096) if variant.mask_type == "dense" else None,
     )
+
+
+def backward_call(batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dim):
+    q, k = (batch, seqlen_q, num_heads_q, head_dim), (batch, seqlen_kv, num_heads_kv, head_dim)
+    q, k = (view_of_shape(shape, "bf16", 0) for shape in (q, k))
+    return normalise(q, q, k, k, q, view_of_shape((batch, num_heads_q, seqlen_q), "fp32", 0))
 
 
 def row_blocks_of(call, variant):
@@ -151,3 +160,23 @@ def test_a_diagonal_beside_a_mask_cuts_the_grid_as_it_does_alone(variant, kv_hea
     diagonal = replace(alone, window_right=0)
     for call, mask_type in ((alone, "none"), (diagonal, "causal")):
         assert sections(call, variant, H200) == sections(replace(call, mask_type=mask_type), variant, H200)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "seqlens", "heads", "expected"),
+    [
+        ("256_bf16_ordered", 4, (4096, 4096), (8, 8), 4),  # 33 tiles of a head at a time, 64 steps
+        ("256_bf16_ordered", 16, (1024, 1024), (8, 8), 16),
+        ("192_bf16_ordered_pair", 4, (4096, 4096), (10, 10), 3),  # 22 clusters, 64 steps
+        ("128_bf16_causal_ordered", 4, (4096, 4096), (16, 16), 5),
+        ("128_bf16_ordered", 1, (512, 16384), (64, 64), 32),  # 4 tiles, 8 steps
+        ("128_bf16_ordered_gqa", 1, (512, 16384), (64, 8), 4),
+        ("128_bf16_ordered", 1, (512, 16384), (2, 2), 2),
+    ],
+)
+def test_a_head_has_twice_as_many_steps_as_tiles_of_keys_in_turn(name, batch, seqlens, heads, expected):
+    variant = MAIN[f"flash_bwd_hdim{name}_sm90"]
+    problem = backward_call(batch, *seqlens, *heads, variant.head_dim)
+    size, count = sections(problem, variant, H200)
+    assert size == expected
+    assert (count - 1) * size < batch * heads[1] <= count * size

@@ -54,8 +54,10 @@ DENSE_TURNS = "flash_fwd_hdim96_fp16_dense_sm80"
 RAGGED = Shape(seqlen_q=100, seqlen_kv=150, heads=2)
 SHORT_HEAD = Shape(seqlen_q=70, seqlen_kv=100, heads=2, head_dim=24)
 NARROW_V = Shape(seqlen_q=70, seqlen_kv=100, heads=2, head_dim=24, head_dim_v=8)
-MASKED_CAUSAL = Shape(seqlen_q=100, seqlen_kv=150, heads=2, window=(-1, 0))
-MASKED_WINDOW = Shape(seqlen_q=100, seqlen_kv=150, heads=2, window=(40, 15))
+# Heads enough that the random mask shows the keys of a fault in one of them, whatever the seed.
+MASKED = Shape(seqlen_q=100, seqlen_kv=150, heads=8)
+MASKED_CAUSAL = Shape(seqlen_q=100, seqlen_kv=150, heads=4, window=(-1, 0))
+MASKED_WINDOW = Shape(seqlen_q=100, seqlen_kv=150, heads=8, window=(40, 15))
 LONG = Shape(seqlen_q=300, seqlen_kv=520, heads=1)
 # Scores of a standard deviation of 8, so that the running maximum moves.
 WIDE = Shape(seqlen_q=100, seqlen_kv=300, heads=2, spread=8.0)
@@ -125,7 +127,7 @@ FAULTS = (
     fault(
         "mask word of the wrong lane",
         DENSE,
-        RAGGED,
+        MASKED,
         NUMBERS,
         "const int owner = row * kLanesPerRow + i * kKeysPerWord / kLaneKeys;",
         "const int owner = row * kLanesPerRow + i * kKeysPerWord / kLaneKeys ^ 1;",
@@ -140,7 +142,7 @@ FAULTS = (
     ),
     fault(
         "range beside a mask begins one key early",
-        DENSE_TURNS,
+        DENSE,
         MASKED_WINDOW,
         NUMBERS,
         "max(0, diagonal - params.window_left)",

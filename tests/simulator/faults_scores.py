@@ -16,7 +16,7 @@ scores:
     score: "score * gain[h] + bias[b, q, kv] + t[h, min(abs(q - kv), 9)] + s[kv]"
     params: {gain: [h, f32], bias: [b, q, kv, f32], t: [h, distance, f32], s: [kv, i32]}
   bounded: {score: "tanh(score)"}
-  falls: {score: "score / max(q - kv + 1, 0) - log(abs(score)) / 8"}
+  falls: {score: "score / max(q - kv + 1, 0) - log(abs(score)) / 100000"}
   hides: {score: "where(abs(kv - q) < n * 8 and score < gain, score, -inf)", params: {n: i32, gain: f32}}
 """
 

@@ -23,9 +23,10 @@ LONG = Shape(seqlen_q=200, seqlen_kv=600, heads=2)
 CAUSAL = Shape(seqlen_q=300, seqlen_kv=500, heads=1)
 SLIDING = Shape(seqlen_q=300, seqlen_kv=500, heads=1, window=(150, 20))
 GROUPED = Shape(seqlen_q=50, seqlen_kv=400, heads=4, kv_heads=1)
-# A mask and a range together; the range of the last tile lies behind every key.
-MASKED_CAUSAL = Shape(seqlen_q=200, seqlen_kv=400, heads=1, window=(-1, 0))
-MASKED_WINDOW = Shape(seqlen_q=200, seqlen_kv=400, heads=1, window=(150, 20))
+# A mask and a range together, in two heads: the random mask of one may hide the keys of a fault. The range of
+# the last tile of NOTHING_LEFT lies behind every key.
+MASKED_CAUSAL = Shape(seqlen_q=200, seqlen_kv=400, heads=2, window=(-1, 0))
+MASKED_WINDOW = Shape(seqlen_q=200, seqlen_kv=400, heads=2, window=(150, 20))
 NOTHING_LEFT = Shape(seqlen_q=700, seqlen_kv=100, heads=1, window=(30, 30), top_left=True)
 # Scores of a standard deviation of 8, so that the running maximum moves.
 WIDE = Shape(seqlen_q=130, seqlen_kv=600, heads=1, spread=8.0)

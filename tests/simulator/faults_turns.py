@@ -17,12 +17,15 @@ AMPERE = "flash_bwd_hdim32_fp16_causal_ordered_sm80"
 HOPPER = "flash_bwd_hdim64_bf16_causal_ordered_sm90"
 WIDE = "flash_bwd_hdim192_bf16_causal_ordered_sm90"
 SHAPE = Shape(seqlen_q=300, seqlen_kv=330, heads=1)
+PAIR = "flash_bwd_hdim192_bf16_causal_ordered_pair_sm90"
 NARROW = Shape(seqlen_q=200, seqlen_kv=180, heads=1)
+TWO_PAIRS = Shape(seqlen_q=200, seqlen_kv=250, heads=1)
 
 OUT_OF_TURN = ("global bounds", "global access")
 STUCK = ("deadlock",)
 
 _LAUNCHED = "params.num_row_blocks - 1 - blocks_ahead"
+_LAUNCHED_PAIR = "params.num_row_blocks - 2 - 2 * pairs_ahead"
 _POLLS = "while (!has_turn(params, tile, step)) {}"
 # It would be found polling, before a consumer that does not await its turn has added.
 _GIVES_UP = "if (!has_turn(params, tile, step)) return;"
@@ -30,6 +33,7 @@ _ADDS = {
     AMPERE: ("        add_dq(dq_tiles(params", "block, step"),
     HOPPER: ("        add_dq(own, dq", "tile, previous"),
     WIDE: ("if (i > 0) add_dq(own_dq", "tile, previous"),
+    PAIR: ("        add_dq(own, dq", "tile, previous"),
 }
 
 
@@ -56,8 +60,11 @@ class TurnFault(Fault):
         if step.step == "main":
             source = watched(source, self.variant)
             if self.backwards:
-                assert source.count(_LAUNCHED) == 1
-                source = source.replace(_LAUNCHED, "blocks_ahead").replace(_POLLS, _GIVES_UP)
+                launched, opposite = _LAUNCHED, "blocks_ahead"
+                if self.variant == PAIR:
+                    launched, opposite = _LAUNCHED_PAIR, "2 * pairs_ahead"
+                assert source.count(launched) == 1
+                source = source.replace(launched, opposite).replace(_POLLS, _GIVES_UP)
         return source
 
 
@@ -73,9 +80,22 @@ def wide(name, caught, old, new, backwards=False):
     return TurnFault(name, WIDE, "main", NARROW, caught, old, new, backwards)
 
 
+def pair(name, caught, old, new, step="main", backwards=False):
+    return TurnFault(name, PAIR, step, TWO_PAIRS, caught, old, new, backwards)
+
+
 AWAITS = "        if (i > 0) mbarrier_wait(barriers.turn(), (i + 1) % 2);\n"
 AWAITS_OF_DV = "dq_of_panel(params, tile, previous, 0, warp_row, lane);\n" + AWAITS
 AWAITS_OF_DK = "dq_of_panel(params, tile, previous, kDqPanelsOfDv, warp_row, lane);\n" + AWAITS
+ADDED = "        mbarrier_wait(barriers.dq_added(), i % 2);\n"
+NEXT = "        mbarrier_arrive(barriers.turn());  // of the next step\n"
+PASSES = "        pass_turn(params, tile, step);\n"
+IN_TURN_OF_DV = "float (&dq)[kDqColumnsOfDv / 2]) {\n        mbarrier_wait(barriers.turn(), i % 2);\n"
+IN_TURN_OF_DK = IN_TURN_OF_DV.replace("OfDv", "OfDk")
+OF_PAIR = """    const QueryBlocks queries = find_query_blocks_of_pair(params, tile);
+    const int count = num_steps(params, queries);
+    Step step = first_step(queries);
+    mbarrier_arrive("""
 LAST_BLOCK = "    return min(last_query + params.diagonal_offset, params.seqlen_kv - 1) / kBlockN;\n"
 EVERY_BLOCK = "    return (params.seqlen_kv - 1) / kBlockN;\n"
 
@@ -89,17 +109,22 @@ FAULTS = (
            "if (lane == 0) pass_turn(", "if (lane == 32) pass_turn("),
     ampere("keys past the diagonal are waited for", STUCK, LAST_BLOCK, EVERY_BLOCK),
     ampere("those waited for are launched later", STUCK, _LAUNCHED, "blocks_ahead"),
-    ampere("turns are not cleared", STUCK, "if (threadIdx.x < kBlocks)", "if (threadIdx.x < 0)",
+    ampere("turns are not cleared", STUCK, "if (threadIdx.x < kTurns)", "if (threadIdx.x < 0)",
            "preprocess"),
     hopper("a turn is not awaited", OUT_OF_TURN, "        while (!has_turn(params, tile, step)) {}\n", "",
            backwards=True),
     hopper("a turn is passed before anything is added", OUT_OF_TURN,
-           "        mbarrier_wait(barriers.dq_added(), i % 2);\n        pass_turn(params, tile, step);\n",
-           "        pass_turn(params, tile, step);\n        mbarrier_wait(barriers.dq_added(), i % 2);\n"),
+           ADDED + NEXT + PASSES, PASSES + ADDED + NEXT),
+    hopper("dQ of a step is added over that of the step before", (*OUT_OF_TURN, *STUCK),
+           ADDED + NEXT, NEXT + ADDED),
+    hopper("a turn counts for two steps", (*OUT_OF_TURN, *STUCK),
+           "        if (i > 0) mbarrier_wait(barriers.turn(), (i - 1) % 2);", "       "),
+    hopper("the first step is not begun", STUCK,
+           "    mbarrier_arrive(barriers.turn());  // nothing is added", "    // nothing is added"),
     hopper("a turn is not passed on", STUCK, "        pass_turn(params, tile, step);\n", ""),
     hopper("consumers do not say what they have added", STUCK, "        release(barriers.dq_added());\n", ""),
     hopper("keys past the diagonal are waited for", STUCK, LAST_BLOCK, EVERY_BLOCK),
-    hopper("turns are not cleared", STUCK, "if (threadIdx.x < kBlocks)", "if (threadIdx.x < 0)",
+    hopper("turns are not cleared", STUCK, "if (threadIdx.x < kTurns)", "if (threadIdx.x < 0)",
            "preprocess"),
     wide("the consumer of dV does not await its turn", OUT_OF_TURN,
          AWAITS_OF_DV, AWAITS_OF_DV.replace(AWAITS, ""), backwards=True),
@@ -107,4 +132,14 @@ FAULTS = (
          AWAITS_OF_DK, AWAITS_OF_DK.replace(AWAITS, ""), backwards=True),
     wide("a turn is passed when one consumer has added", (*OUT_OF_TURN, *STUCK),
          "mbarrier_init(dq_added(), 2 * kWarps);", "mbarrier_init(dq_added(), kWarps);"),
+    pair("the consumer of dV does not await its turn", OUT_OF_TURN,
+         IN_TURN_OF_DV, IN_TURN_OF_DV.split("\n")[0], backwards=True),
+    pair("the consumer of dK does not await its turn", OUT_OF_TURN,
+         IN_TURN_OF_DK, IN_TURN_OF_DK.split("\n")[0], backwards=True),
+    pair("one turn for both halves of the columns", (*OUT_OF_TURN, *STUCK), " * 2 + rank_of(block);", ";"),
+    pair("turns of blocks, not of pairs", STUCK, "/ 2 - block.index / 2;", "- block.index;"),
+    pair("a block of a pair that sees nothing of a step takes no turn", (*OUT_OF_TURN, *STUCK),
+         OF_PAIR, OF_PAIR.replace("find_query_blocks_of_pair(params, tile)",
+                                  "find_query_blocks(params, tile.first_key)")),
+    pair("counters of one half are not cleared", STUCK, "kTurns = 2 * ", "kTurns = ", "preprocess"),
 )  # fmt: skip

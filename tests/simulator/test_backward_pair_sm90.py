@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import pytest
 
+from backward_variants import MAIN
 from flashgen.simulator.example import Shape
 from flashgen.source.render import render
+from simulator.calls import check_of, within_the_bound
 from simulator.faults_backward_pair_sm90 import FAULTS, PAIR
-from simulator.test_backward_wide_sm90 import MAIN, verdict_of, within_the_bound
 
 # One block of keys, whose pair is past the last key; an odd and an even number; one block of a pair sees no
 # query of a step, or of any; parts of groups.
@@ -25,12 +26,12 @@ CASES = [
 @pytest.mark.parametrize(("name", "shape"), CASES, ids=[f"{name}-{shape.seqlen_kv}" for name, shape in CASES])
 def test_within_the_bound(name, shape, compiler, fresh_seed):
     gqa = "_gqa" if shape.kv_heads not in (None, shape.heads) else ""
-    within_the_bound(f"{name}_pair{gqa}", shape, fresh_seed)
+    within_the_bound(MAIN[f"flash_bwd_hdim{name}_pair{gqa}_sm90"], shape, fresh_seed)
 
 
 def test_half_rows_of_k_alone_have_bank_conflicts(compiler, fresh_seed):
     """Half of a panel's columns is 64 bytes of each row, those of neighbouring rows in the same banks."""
-    main = within_the_bound("192_bf16_causal_pair", Shape(128, 64, 1), fresh_seed)[1]
+    _, (_, main, *_) = within_the_bound(MAIN[PAIR], Shape(128, 64, 1), fresh_seed)
     source = render(MAIN[PAIR]).splitlines()
     conflicting = [
         source[access.line - 1] for access in main.accesses if access.conflicts and "shared" in access.kind
@@ -45,10 +46,10 @@ def test_half_rows_of_k_alone_have_bank_conflicts(compiler, fresh_seed):
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_found(fault, compiler, fresh_seed):
-    assert verdict_of(fault, fault.sources, fresh_seed) in fault.caught
+    assert check_of(MAIN[fault.variant], fault.shape, fresh_seed, fault.sources) in fault.caught
 
 
 def test_without_it_nothing_is_found(compiler, fresh_seed):
     """Under 20 orders of threads."""
     for seed in range(fresh_seed, fresh_seed + 20):
-        assert verdict_of(FAULTS[0], render, seed) is None
+        assert check_of(MAIN[PAIR], FAULTS[0].shape, seed) is None

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from backward_variants import MAIN
-from flashgen.errors import SimulationError
+from flashgen.operators.numbers import widened
 from flashgen.operators.scores import chained
-from flashgen.simulator.example import Shape, make_any, run_steps
-from flashgen.simulator.library import load
-from flashgen.source.render import render
+from flashgen.simulator.example import Shape, make_any
 from flashgen.spec.scores import load_scores
-from simulator.faults import WRONG
+from simulator.calls import check_on
 from simulator.faults_backward_scores import FAULTS
 from simulator.faults_scores import LINES
 
@@ -43,27 +42,28 @@ def modified(name, names, scores):
     return MAIN[name].modified(chained([scores[each] for each in names]))
 
 
-def verdict_of(variant, shape, seed, source_of=render):
-    """The check that found something, or None."""
-    example = make_any(variant, shape, seed)
-    libraries = [load(source_of(step), step.name) for step in variant.steps]
-    try:
-        run_steps(libraries, variant, example, seed=seed)
-    except SimulationError as error:
-        return error.check
-    return None if example.judge().ok else WRONG
+def check_of(variant, shape, seed, *source_of):
+    """The check that found something in a call of this shape, or None. The inputs are those of the first seed
+    from ``seed`` on of whose scores none may be 0 in fp32, where `falls` has no value."""
+    for each in range(seed, seed + 100):
+        example = make_any(variant, shape, each)
+        q, k = (widened(example.array(name), variant.dtype) for name in ("q", "k"))
+        k = k.repeat(q.shape[2] // k.shape[2], axis=2)
+        if np.abs(np.einsum("bihd,bjhd->bhij", q, k)).min(initial=1.0) > 1e-5:
+            return check_on(variant, example, seed, *source_of)
+    raise AssertionError("no seed keeps scores from 0")
 
 
 @pytest.mark.parametrize(("name", "names", "shape"), CASES, ids=[f"{case[0]} {case[1]}" for case in CASES])
 def test_a_modified_kernel(name, names, shape, scores, compiler, fresh_seed):
     variant = modified(f"flash_bwd_hdim{name}", names.split("+"), scores)
-    assert verdict_of(variant, shape, fresh_seed) is None
+    assert check_of(variant, shape, fresh_seed) is None
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_found(fault, scores, compiler, fresh_seed):
     variant = modified(fault.variant, fault.scores, scores)
-    assert verdict_of(variant, fault.shape, fresh_seed, fault.sources) in fault.caught
+    assert check_of(variant, fault.shape, fresh_seed, fault.sources) in fault.caught
 
 
 CLEAN = {(fault.variant, fault.scores): fault for fault in FAULTS}
@@ -76,12 +76,12 @@ def test_without_it_nothing_is_found(fault, scores, compiler, fresh_seed):
     """Also at the ends of blocks, and where rows see nothing."""
     variant = modified(fault.variant, fault.scores, scores)
     for seed in range(fresh_seed, fresh_seed + 3):
-        assert verdict_of(variant, fault.shape, seed) is None
+        assert check_of(variant, fault.shape, seed) is None
     for seqlen_q, seqlen_kv in ((1, 1), (128, 129), (140, 60)):
-        assert verdict_of(variant, Shape(seqlen_q, seqlen_kv, 2, 1), fresh_seed) is None
+        assert check_of(variant, Shape(seqlen_q, seqlen_kv, 2, 1), fresh_seed) is None
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(0, 3), (3, 0)])
 def test_without_queries_or_keys(seqlen_q, seqlen_kv, scores, compiler, fresh_seed):
     variant = modified("flash_bwd_hdim32_fp16_causal_gqa_sm80", ["falls"], scores)
-    assert verdict_of(variant, Shape(seqlen_q, seqlen_kv, 2, 1), fresh_seed) is None
+    assert check_of(variant, Shape(seqlen_q, seqlen_kv, 2, 1), fresh_seed) is None

@@ -4,33 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from flashgen.errors import SimulationError
-from flashgen.simulator.example import Shape, make_any, run_steps
-from flashgen.simulator.library import load
-from flashgen.source.render import render
-from flashgen.spec.load import load_specs
-from simulator.faults import WRONG
+from backward_variants import MAIN
+from flashgen.simulator.example import Shape
+from simulator.calls import check_of, within_the_bound
 from simulator.faults_backward import FAULTS
-
-MAIN = {
-    variant.name: variant
-    for spec in load_specs()
-    if spec.name == "flash_bwd_sm80"
-    for variant in spec.variants()
-    if variant.is_main
-}
-
-
-def simulated(name, shape, seed):
-    """The example after the call ran on it, and its reports; AssertionError if it is too far from float64."""
-    variant = MAIN[name]
-    example = make_any(variant, shape, seed)
-    libraries = [load(render(step), step.name) for step in variant.steps]
-    reports = run_steps(libraries, variant, example, seed=seed)
-    verdict = example.judge()
-    assert verdict.ok, f"{name}, {shape}: {verdict}"
-    return example, reports
-
 
 # Every tile, each mask type, both groupings, both orders of dQ; ragged blocks, short head dims.
 CASES = [
@@ -66,7 +43,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "shape"), CASES, ids=[name for name, _ in CASES])
 def test_within_the_bound(name, shape, compiler, fresh_seed):
-    simulated(f"flash_bwd_hdim{name}", shape, fresh_seed)
+    within_the_bound(MAIN[f"flash_bwd_hdim{name}"], shape, fresh_seed)
 
 
 def test_the_cases_have_every_tile():
@@ -74,52 +51,44 @@ def test_the_cases_have_every_tile():
         return variant.tile, variant.dtype == "fp32"
 
     cases = [MAIN[f"flash_bwd_hdim{name}"] for name, _ in CASES]
-    assert set(map(tile_of, MAIN.values())) == set(map(tile_of, cases))
+    family = [variant for variant in MAIN.values() if variant.spec == "flash_bwd_sm80"]
+    assert set(map(tile_of, family)) == set(map(tile_of, cases))
 
 
 @pytest.mark.parametrize("name", ["fp16_sm80", "fp16_causal_ordered_sm80"])
 def test_lengths_at_the_edges_of_blocks(name, compiler, fresh_seed):
     """Also rows that see nothing, and keys that nobody sees."""
+    variant = MAIN[f"flash_bwd_hdim32_{name}"]
     for seqlen_q in (0, 1, 63, 64, 65, 128):
         for seqlen_kv in (0, 1, 128, 129):
             if seqlen_q + seqlen_kv:
-                simulated(f"flash_bwd_hdim32_{name}", Shape(seqlen_q, seqlen_kv, 2), fresh_seed)
+                within_the_bound(variant, Shape(seqlen_q, seqlen_kv, 2), fresh_seed)
 
 
 def test_keys_that_nobody_sees_have_gradients_of_zero(compiler, fresh_seed):
     shape = Shape(40, 400, 2, window=(3, 3), top_left=True)
-    example, _ = simulated("flash_bwd_hdim32_bf16_local_sm80", shape, fresh_seed)
+    example, _ = within_the_bound(MAIN["flash_bwd_hdim32_bf16_local_sm80"], shape, fresh_seed)
     for name in ("dk", "dv"):
         assert not example.array(name)[:, 50:].any()
 
 
 def test_without_a_gradient_of_lse(compiler, fresh_seed):
-    example, _ = simulated("flash_bwd_hdim32_fp16_sm80", Shape(70, 90, 2, return_lse=False), fresh_seed)
+    shape = Shape(70, 90, 2, return_lse=False)
+    example, _ = within_the_bound(MAIN["flash_bwd_hdim32_fp16_sm80"], shape, fresh_seed)
     assert example.array("dlse") is None
 
 
 @pytest.mark.parametrize("spread", [8.0, 40.0])
 def test_scores_of_great_size(spread, compiler, fresh_seed):
-    simulated("flash_bwd_hdim32_bf16_sm80", Shape(100, 200, 2, spread=spread), fresh_seed)
+    shape = Shape(100, 200, 2, spread=spread)
+    within_the_bound(MAIN["flash_bwd_hdim32_bf16_sm80"], shape, fresh_seed)
 
 
 def test_no_access_to_shared_memory_has_bank_conflicts(compiler, fresh_seed):
     for name, shape in (("64_bf16_sm80", Shape(128, 128, 1)), ("96_bf16_sm86", Shape(64, 64, 1))):
-        _, reports = simulated(f"flash_bwd_hdim{name}", shape, fresh_seed)
+        _, reports = within_the_bound(MAIN[f"flash_bwd_hdim{name}"], shape, fresh_seed)
         counters = reports[1].counters
         assert counters["shared_wavefronts"] == counters["shared_wavefronts_ideal"]
-
-
-def verdict_of(fault, source_of, seed):
-    """The check that found something, or None."""
-    variant = MAIN[fault.variant]
-    example = make_any(variant, fault.shape, seed)
-    libraries = [load(source_of(step), step.name) for step in variant.steps]
-    try:
-        run_steps(libraries, variant, example, seed=seed, threads=1)
-    except SimulationError as error:
-        return error.check
-    return None if example.judge().ok else WRONG
 
 
 def test_there_are_enough_faults_of_different_names():
@@ -128,7 +97,7 @@ def test_there_are_enough_faults_of_different_names():
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_found(fault, compiler, fresh_seed):
-    assert verdict_of(fault, fault.sources, fresh_seed) in fault.caught
+    assert check_of(MAIN[fault.variant], fault.shape, fresh_seed, fault.sources, threads=1) in fault.caught
 
 
 @pytest.mark.parametrize(
@@ -136,4 +105,4 @@ def test_a_planted_fault_is_found(fault, compiler, fresh_seed):
 )
 def test_without_it_nothing_is_found(fault, compiler, fresh_seed):
     for seed in range(fresh_seed, fresh_seed + 20):
-        assert verdict_of(fault, render, seed) is None
+        assert check_of(MAIN[fault.variant], fault.shape, seed, threads=1) is None

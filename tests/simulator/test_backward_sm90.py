@@ -4,36 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from flashgen.errors import SimulationError
-from flashgen.simulator.example import Shape, make_any, run_steps
-from flashgen.simulator.library import load
-from flashgen.source.render import render
-from flashgen.spec.load import load_specs
-from simulator.faults import WRONG
+from backward_variants import MAIN
+from flashgen.simulator.example import Shape
+from simulator.calls import check_of, within_the_bound
 from simulator.faults_backward_sm90 import FAULTS
-
-MAIN = {
-    variant.name: variant
-    for spec in load_specs()
-    if spec.name == "flash_bwd_sm90"
-    for variant in spec.variants()
-    if variant.is_main
-}
-
-
-def simulated(variant, shape, seed, source_of=render):
-    """The example after the call ran on it, and its reports."""
-    example = make_any(variant, shape, seed)
-    libraries = [load(source_of(step), step.name) for step in variant.steps]
-    return example, run_steps(libraries, variant, example, seed=seed)
-
-
-def within_the_bound(name, shape, seed):
-    example, reports = simulated(MAIN[f"flash_bwd_hdim{name}_sm90"], shape, seed)
-    verdict = example.judge()
-    assert verdict.ok, f"{name}, {shape}: {verdict}"
-    return example, reports
-
 
 # Every tile and mask type, both groupings; ragged blocks, short head dims, rows and keys that see nothing.
 CASES = [
@@ -57,35 +31,27 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "shape"), CASES, ids=[name for name, _ in CASES])
 def test_within_the_bound(name, shape, compiler, fresh_seed):
-    within_the_bound(name, shape, fresh_seed)
+    within_the_bound(MAIN[f"flash_bwd_hdim{name}_sm90"], shape, fresh_seed)
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 63, 128, 129])
 @pytest.mark.parametrize("seqlen_kv", [1, 64, 129])
 @pytest.mark.parametrize("name", ["64_fp16", "128_bf16_causal"])
 def test_lengths_at_the_edges_of_blocks(name, seqlen_q, seqlen_kv, compiler, fresh_seed):
-    within_the_bound(name, Shape(seqlen_q, seqlen_kv, 1), fresh_seed)
+    within_the_bound(MAIN[f"flash_bwd_hdim{name}_sm90"], Shape(seqlen_q, seqlen_kv, 1), fresh_seed)
 
 
 @pytest.mark.parametrize("spread", [8.0, 40.0])
 def test_scores_of_great_size(spread, compiler, fresh_seed):
-    within_the_bound("64_bf16_causal", Shape(200, 150, 1, spread=spread), fresh_seed)
+    shape = Shape(200, 150, 1, spread=spread)
+    within_the_bound(MAIN["flash_bwd_hdim64_bf16_causal_sm90"], shape, fresh_seed)
 
 
 def test_no_access_to_shared_memory_has_bank_conflicts(compiler, fresh_seed):
     for name in ("64_bf16", "128_bf16"):
-        _, reports = within_the_bound(name, Shape(128, 128, 1), fresh_seed)
+        _, reports = within_the_bound(MAIN[f"flash_bwd_hdim{name}_sm90"], Shape(128, 128, 1), fresh_seed)
         counters = reports[1].counters
         assert counters["shared_wavefronts"] == counters["shared_wavefronts_ideal"]
-
-
-def verdict_of(fault, source_of, seed):
-    """The check that found something, or None."""
-    try:
-        example, _ = simulated(MAIN[fault.variant], fault.shape, seed, source_of)
-    except SimulationError as error:
-        return error.check
-    return None if example.judge().ok else WRONG
 
 
 def test_there_are_enough_faults_of_different_names():
@@ -94,7 +60,7 @@ def test_there_are_enough_faults_of_different_names():
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_found(fault, compiler, fresh_seed):
-    assert verdict_of(fault, fault.sources, fresh_seed) in fault.caught
+    assert check_of(MAIN[fault.variant], fault.shape, fresh_seed, fault.sources) in fault.caught
 
 
 @pytest.mark.parametrize(
@@ -103,4 +69,4 @@ def test_a_planted_fault_is_found(fault, compiler, fresh_seed):
 def test_without_it_nothing_is_found(fault, compiler, fresh_seed):
     """Under 20 orders of threads."""
     for seed in range(fresh_seed, fresh_seed + 20):
-        assert verdict_of(fault, render, seed) is None
+        assert check_of(MAIN[fault.variant], fault.shape, seed) is None

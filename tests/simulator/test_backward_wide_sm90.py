@@ -5,36 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from flashgen.errors import SimulationError
-from flashgen.simulator.example import Shape, make_any, run_steps
-from flashgen.simulator.library import load
-from flashgen.source.render import render
-from flashgen.spec.load import load_specs
-from simulator.faults import WRONG
+from backward_variants import MAIN
+from flashgen.simulator.example import Shape
+from simulator.calls import check_of, within_the_bound
 from simulator.faults_backward_wide_sm90 import FAULTS
-
-MAIN = {
-    variant.name: variant
-    for spec in load_specs()
-    if spec.name == "flash_bwd_wide_sm90"
-    for variant in spec.variants()
-    if variant.is_main
-}
-
-
-def simulated(variant, shape, seed, source_of=render):
-    """The example after the call ran on it, and its reports."""
-    example = make_any(variant, shape, seed)
-    libraries = [load(source_of(step), step.name) for step in variant.steps]
-    return example, run_steps(libraries, variant, example, seed=seed)
-
-
-def within_the_bound(name, shape, seed):
-    example, reports = simulated(MAIN[f"flash_bwd_hdim{name}_sm90"], shape, seed)
-    verdict = example.judge()
-    assert verdict.ok, f"{name}, {shape}: {verdict}"
-    return reports
-
 
 # Every head dim and mask type, both groupings; ragged blocks, short head dims, rows and keys that see
 # nothing.
@@ -52,38 +26,31 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "shape"), CASES, ids=[name for name, _ in CASES])
 def test_within_the_bound(name, shape, compiler, fresh_seed):
-    within_the_bound(name, shape, fresh_seed)
+    within_the_bound(MAIN[f"flash_bwd_hdim{name}_sm90"], shape, fresh_seed)
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 64, 65])
 @pytest.mark.parametrize("seqlen_kv", [1, 65])
 @pytest.mark.parametrize("name", ["192_bf16_causal", "256_fp16"])
 def test_lengths_at_the_edges_of_blocks(name, seqlen_q, seqlen_kv, compiler, fresh_seed):
-    within_the_bound(name, Shape(seqlen_q, seqlen_kv, 1), fresh_seed)
+    within_the_bound(MAIN[f"flash_bwd_hdim{name}_sm90"], Shape(seqlen_q, seqlen_kv, 1), fresh_seed)
 
 
 def test_scores_of_great_size(compiler, fresh_seed):
-    within_the_bound("192_bf16_causal", Shape(150, 100, 1, spread=20.0), fresh_seed)
+    shape = Shape(150, 100, 1, spread=20.0)
+    within_the_bound(MAIN["flash_bwd_hdim192_bf16_causal_sm90"], shape, fresh_seed)
 
 
 def test_no_access_to_shared_memory_has_bank_conflicts(compiler, fresh_seed):
     for name in ("192_bf16_causal", "256_fp16"):
-        counters = within_the_bound(name, Shape(128, 64, 1), fresh_seed)[1].counters
+        _, reports = within_the_bound(MAIN[f"flash_bwd_hdim{name}_sm90"], Shape(128, 64, 1), fresh_seed)
+        counters = reports[1].counters
         assert counters["shared_wavefronts"] == counters["shared_wavefronts_ideal"]
-
-
-def verdict_of(fault, source_of, seed):
-    """The check that found something, or None."""
-    try:
-        example, _ = simulated(MAIN[fault.variant], fault.shape, seed, source_of)
-    except SimulationError as error:
-        return error.check
-    return None if example.judge().ok else WRONG
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_found(fault, compiler, fresh_seed):
-    assert verdict_of(fault, fault.sources, fresh_seed) in fault.caught
+    assert check_of(MAIN[fault.variant], fault.shape, fresh_seed, fault.sources) in fault.caught
 
 
 @pytest.mark.parametrize(
@@ -92,4 +59,4 @@ def test_a_planted_fault_is_found(fault, compiler, fresh_seed):
 def test_without_it_nothing_is_found(fault, compiler, fresh_seed):
     """Under 20 orders of threads."""
     for seed in range(fresh_seed, fresh_seed + 20):
-        assert verdict_of(fault, render, seed) is None
+        assert check_of(MAIN[fault.variant], fault.shape, seed) is None

@@ -428,9 +428,6 @@ def test_a_copy_may_begin_only_when_readers_have_finished():
         ),
         ("load_global_8(nullptr)", "global bounds", "null pointer"),
         ("cp_async_16(shared, params.source + 32, 1)", "global bounds", "past the end of source"),
-        ("prefetch_l2(params.source + 16, 80)", "global bounds", "bytes 64..143 of source"),
-        ("prefetch_l2(params.source + 1, 16)", "alignment", "no multiple of 16"),
-        ("prefetch_l2(params.source, 24)", "operand", "24 bytes"),
         (
             "cp_async_16(shared, params.source + 31 / 4 * 4 + 4, 16)",
             "global bounds",

@@ -578,7 +578,6 @@ def test_a_dependent_launch_touches_global_memory_after_its_wait(access, fresh_s
     touch = f"if (threadIdx.x == 0) {{ {ACCESSES[access]} }}"
     dependently(WAIT + touch, seed=fresh_seed)
     dependently(touch, dependent=False, seed=fresh_seed)
-    dependently("prefetch_l2(params.values, 256);" + WAIT + touch, seed=fresh_seed)  # no access
     # The wait of another thread is none, barrier or not.
     for body in (touch, touch + WAIT, f"if (warp == 1) {WAIT} __syncthreads(); {touch}"):
         with pytest.raises(SimulationError, match=r"before griddepcontrol\.wait") as caught:
@@ -588,9 +587,19 @@ def test_a_dependent_launch_touches_global_memory_after_its_wait(access, fresh_s
 
 def test_a_dependent_launch_does_not_end_before_those_ahead_of_it(fresh_seed):
     """Even where it touches nothing. One thread of a block is enough."""
-    idle = "prefetch_tensormap(params.source); griddepcontrol_launch_dependents();"
+    idle = "prefetch_tensormap(params.source);"
     dependently(idle, dependent=False, seed=fresh_seed)
     dependently(f"{idle} if (threadIdx.x == 40) {WAIT}", seed=fresh_seed)
     with pytest.raises(SimulationError, match="none of its threads has waited") as caught:
         dependently(idle, seed=fresh_seed)
+    assert caught.value.check == "dependency"
+
+
+def test_the_next_launch_begins_behind_the_wait(fresh_seed):
+    """It counts on all those ahead of this one to have ended."""
+    begin = "griddepcontrol_launch_dependents();"
+    dependently(begin, dependent=False, seed=fresh_seed)
+    dependently(WAIT + begin, seed=fresh_seed)
+    with pytest.raises(SimulationError, match=r"launch_dependents before griddepcontrol\.wait") as caught:
+        dependently(begin + WAIT, seed=fresh_seed)
     assert caught.value.check == "dependency"

@@ -32,6 +32,7 @@ def gpu_of(monkeypatch):
 
         monkeypatch.setattr(hardware, "pretend", pretended)
         monkeypatch.setattr(api, "_plans", {})
+        monkeypatch.setattr(api, "_recent", {})
 
     return pretend_to_have
 
@@ -153,7 +154,6 @@ FIXED = DECODE.replace("_packgqa", "_fixed_packgqa")
 FIXED_PAGED = "flash_varlen_decode_hdim32_fp16_local_paged_fixed_m32_packgqa_sm80"
 FIXED_COMBINE = COMBINE.replace("_packgqa", "_fixed_packgqa")
 LONG = Shape(3, 2100, heads=1, batch=6, splits=3)
-MANY_LONG = dataclasses.replace(LONG, batch=14)
 MANY = Shape(1, 500, heads=2, batch=45, splits=SplitEvery(256))
 
 
@@ -198,13 +198,12 @@ FAULTS = (
           "(index - place.begin) / tiles_of(params).splits : 0", "part.tile + 1 : 0"),
     fault("the slot of the share", FIXED, LONG, (*NUMBERS, "race"),
           "tiles.splits == 1 ? -1 : index}", "tiles.splits == 1 ? -1 : block_index()}"),
-    fault("the last split left out", FIXED_COMBINE, LONG, NUMBERS,
-          "row.first_part + tiles.splits - 1 :", "row.first_part + tiles.splits - 2 :"),
-    fault("parts of an earlier sequence", FIXED_COMBINE, MANY_LONG, (*NUMBERS, *BOUNDS),
-          "numbers.before += __shfl_sync", "numbers.before -= __shfl_sync"),
-    fault("parts of the head's first tile", FIXED_COMBINE, dataclasses.replace(LONG, seqlen_q=9), NUMBERS,
-          "(grid_head * tiles.row_blocks + row_of_head / kBlockM) * tiles.splits",
-          "grid_head * tiles.row_blocks * tiles.splits"),
+    fault("the first split left out", FIXED_COMBINE, LONG, NUMBERS,
+          "parts.first + warp % kTeam", "parts.first + 1 + warp % kTeam"),
+    fault("the split before", FIXED_COMBINE, LONG, (*NUMBERS, *BOUNDS),
+          "int64_t(split) * kBlockM + row", "int64_t(split - 1) * kBlockM + row"),
+    fault("rows of the head's first tile", FIXED_COMBINE, dataclasses.replace(LONG, seqlen_q=9), NUMBERS,
+          "find_tile(params, place, tile)", "find_tile(params, place, 0)"),
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from flashgen.simulator.hardware import pretend_for
 from flashgen.simulator.library import load
 from flashgen.source.render import render
 from simulator.faults import WRONG
-from simulator.faults_turns import AMPERE, FAULTS, HOPPER, WIDE, watched
+from simulator.faults_turns import AMPERE, FAULTS, HOPPER, PAIR, WIDE, watched
 
 
 def simulated(variant, shape, seed, *, threads=1, order=0, sms=None, source_of=render):
@@ -41,6 +41,8 @@ CASES = [
     (HOPPER, Shape(300, 600, 1)),
     ("flash_bwd_hdim128_fp16_local_ordered_gqa_sm90", Shape(200, 330, 2, 1, window=(150, 20))),
     (WIDE, Shape(150, 200, 1)),
+    (PAIR, Shape(150, 260, 2)),
+    ("flash_bwd_hdim192_128_fp16_local_ordered_pair_gqa_sm90", Shape(200, 330, 2, 1, window=(0, 3))),
     ("flash_bwd_hdim256_fp16_causal_ordered_gqa_sm90", Shape(100, 140, 2, 1)),
 ]
 
@@ -57,12 +59,14 @@ def test_dq_repeats_to_the_bit(name, shape, compiler, fresh_seed):
         assert again == first
 
 
-@pytest.mark.parametrize("name", [AMPERE, HOPPER])
-def test_heads_in_sections_of_any_size(name, compiler, fresh_seed):
+@pytest.mark.parametrize(
+    ("name", "seqlen_q", "few", "some"), [(AMPERE, 70, 2, 6), (HOPPER, 140, 1, 2)], ids=[AMPERE, HOPPER]
+)
+def test_heads_in_sections_of_any_size(name, seqlen_q, few, some, compiler, fresh_seed):
     """Also the last one, with the heads that are left, and one of a head that is longer than the device."""
     variant = MAIN[name]
-    shape = Shape(70, 300, 5)  # three blocks of keys
-    for sms, expected in ((2, (1, 5)), (6, (2, 3)), (132, (5, 1))):
+    shape = Shape(seqlen_q, 300, 5)  # three blocks of keys
+    for sms, expected in ((few, (1, 5)), (some, (2, 3)), (132, (5, 1))):
         example, _ = simulated(variant, shape, fresh_seed, sms=sms)
         assert example.judge().ok
         device = dataclasses.replace(pretend_for(variant), num_sms=sms)
@@ -83,7 +87,7 @@ def test_a_planted_fault_is_found(fault, compiler, fresh_seed):
     assert check_of(fault.variant, fault.shape, fresh_seed, fault.sources) in fault.caught
 
 
-@pytest.mark.parametrize("name", [AMPERE, HOPPER, WIDE])
+@pytest.mark.parametrize("name", [AMPERE, HOPPER, WIDE, PAIR])
 def test_without_it_nothing_is_found(name, compiler, fresh_seed):
     def source_of(step):
         return watched(render(step), name) if step.step == "main" else render(step)

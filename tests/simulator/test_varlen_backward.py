@@ -8,14 +8,11 @@ import itertools
 import numpy as np
 import pytest
 
-from flashgen.errors import SimulationError
 from flashgen.operators.scores import chained
-from flashgen.simulator.example import Shape, make_any, run_steps
-from flashgen.simulator.library import load
-from flashgen.source.render import render
+from flashgen.simulator.example import Shape, make_any
 from flashgen.spec.load import load_specs
 from flashgen.spec.scores import load_scores
-from simulator.faults import WRONG
+from simulator.calls import check_on, simulated
 from simulator.faults_varlen_backward import FAULTS
 
 MAIN = {
@@ -48,17 +45,6 @@ def example_of(name, shape, seed, packed_q=None, packed_kv=None, behind=False):
     raise AssertionError("no seed packs sequences so")
 
 
-def verdict_of(name, example, seed, source_of=render, threads=None):
-    """The check that found something, or None."""
-    variant = MAIN[name]
-    libraries = [load(source_of(step), step.name) for step in variant.steps]
-    try:
-        run_steps(libraries, variant, example, seed=seed, threads=threads)
-    except SimulationError as error:
-        return error.check
-    return None if example.judge().ok else WRONG
-
-
 @pytest.mark.parametrize(
     ("name", "names"),
     [
@@ -72,11 +58,9 @@ def test_a_score_modification(name, names, compiler, fresh_seed):
     """Positions and batch entries of parameters are those of the sequence."""
     scores = load_scores().by_name
     variant = MAIN[name].modified(chained([scores[each] for each in names]))
-    libraries = [load(render(step), step.name) for step in variant.steps]
     for seed in (fresh_seed, fresh_seed + 1):
         example = make_any(variant, Shape(70, 90, 2, 1 if "gqa" in name else None, batch=4), seed)
-        run_steps(libraries, variant, example, seed=seed)
-        assert example.judge().ok
+        assert check_on(variant, example, seed) is None
 
 
 # Each mask type, both groupings and orders of dQ, one stage and two, all dtypes.
@@ -99,7 +83,7 @@ CASES = [
 def test_within_the_bound_and_all_else_is_zero(name, shape, packed_q, compiler, fresh_seed):
     for packed_kv in (False, True):
         example = example_of(name, shape, fresh_seed, packed_q, packed_kv)
-        assert verdict_of(name, example, fresh_seed) is None
+        assert check_on(MAIN[name], example, fresh_seed) is None
 
 
 PLAIN, ORDERED, HOPPER = "32_fp16_sm80", "32_fp16_causal_ordered_sm80", "32_fp16_sm90"
@@ -118,13 +102,13 @@ SHORT, MANY = Shape(1, 1, batch=3), Shape(5, 130, batch=40)
 def test_short_and_many_sequences(name, shape, compiler, fresh_seed):
     for seed in range(fresh_seed, fresh_seed + 2):
         example = make_any(MAIN[name], dataclasses.replace(shape, heads=1), seed)
-        assert verdict_of(name, example, seed) is None
+        assert check_on(MAIN[name], example, seed) is None
 
 
 def test_without_a_gradient_of_lse(compiler, fresh_seed):
     example = make_any(MAIN[PLAIN], Shape(70, 90, 2, batch=3, return_lse=False), fresh_seed)
     assert example.array("dlse") is None
-    assert verdict_of(PLAIN, example, fresh_seed) is None
+    assert check_on(MAIN[PLAIN], example, fresh_seed) is None
 
 
 @pytest.mark.parametrize("name", [ORDERED, HOPPER])
@@ -149,7 +133,7 @@ def test_lengths_may_change_after_the_grid_is_fixed(packed_kv, name, compiler, f
     )
     example = dataclasses.replace(example, problem=problem)
     example.forward()
-    assert verdict_of(name, example, fresh_seed) is None
+    assert check_on(MAIN[name], example, fresh_seed) is None
 
 
 @pytest.mark.parametrize("name", [PLAIN, ORDERED, HOPPER])
@@ -158,11 +142,10 @@ def test_lengths_that_contradict_the_arrays_stay_within_them(name, compiler, fre
     rng = np.random.default_rng(fresh_seed)
     example = example_of(name, Shape(100, 150, 2, batch=4), fresh_seed, packed_q=True, packed_kv=True)
     example = dataclasses.replace(example, problem=dataclasses.replace(example.problem, seqlen_q=64))
-    libraries = [load(render(step), step.name) for step in MAIN[name].steps]
     for of_array in ("cu_seqlens_q", "cu_seqlens_kv"):
         cu = example.array(of_array)
         cu[...] = rng.integers(-5, 2 * abs(cu[-1]) + 5, len(cu))
-    run_steps(libraries, MAIN[name], example, seed=fresh_seed)
+    simulated(MAIN[name], example, fresh_seed)
 
 
 @pytest.mark.parametrize("name", [PLAIN, HOPPER])
@@ -173,7 +156,7 @@ def test_a_sequence_of_nan_leaves_the_others_alone(name, compiler, fresh_seed):
     for of_array in ("dout", "q", "k", "v", "out", "lse", "dlse"):
         poisoned.of_sequence(poisoned.sequences()[wrong])[of_array][...] = np.nan
     for each in (example, poisoned):
-        verdict_of(name, each, fresh_seed, threads=1)
+        check_on(MAIN[name], each, fresh_seed, threads=1)
     for sequence in example.sequences():
         if sequence.number != wrong:
             found, expected = poisoned.of_sequence(sequence), example.of_sequence(sequence)
@@ -186,7 +169,7 @@ def test_in_turns_dq_repeats_to_the_bit(compiler, fresh_seed):
     found = set()
     for order, threads in ((1, 1), (2, 4), (3, 8)):
         example = make_any(MAIN[ORDERED], Shape(200, 600, 1, batch=3), fresh_seed)
-        assert verdict_of(ORDERED, example, order, threads=threads) is None
+        assert check_on(MAIN[ORDERED], example, order, threads=threads) is None
         found.add(example.array("dq").tobytes())
     assert len(found) == 1
 
@@ -198,10 +181,10 @@ def test_there_are_enough_faults_of_different_names():
 @pytest.mark.parametrize(("fault", "packing"), FAULTS, ids=[fault.name for fault, _ in FAULTS])
 def test_a_planted_fault_is_found(fault, packing, compiler, fresh_seed):
     example = example_of(fault.variant, fault.shape, fresh_seed, **packing)
-    assert verdict_of(fault.variant, example, fresh_seed, fault.sources, threads=1) in fault.caught
+    assert check_on(MAIN[fault.variant], example, fresh_seed, fault.sources, threads=1) in fault.caught
 
 
 def test_without_one_nothing_is_found(compiler, fresh_seed):
     for name, shape in dict.fromkeys((fault.variant, fault.shape) for fault, _ in FAULTS):
         for seed in range(fresh_seed, fresh_seed + 3):
-            assert verdict_of(name, make_any(MAIN[name], shape, seed), seed) is None, seed
+            assert check_on(MAIN[name], make_any(MAIN[name], shape, seed), seed) is None, seed

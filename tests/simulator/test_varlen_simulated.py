@@ -77,7 +77,6 @@ DECODING = (
 )
 LONG = Shape(3, 2100, heads=1, batch=6)
 TILES = Shape(330, 200, heads=1, batch=5)
-MANY_LONG = Shape(3, 2100, heads=1, batch=14)
 TOKENS = Shape(1, 500, heads=2, batch=45)
 
 
@@ -257,18 +256,24 @@ FAULTS = (
     (fault("K of the next sequence is that of this one", DECODE, TOKENS, (WRONG, *BOUNDS),
            "fetch.index < fetch.place.end ? fetch.place : next_place(params, fetch.place)",
            "fetch.place"), {}),
-    (fault("a lost part", COMBINE, MANY_LONG, NUMBERS,
-           "(begin + tiles.kv_blocks - 1) / numbers.per_share :",
-           "(begin + tiles.kv_blocks - 1) / numbers.per_share - 1 :",
+    (fault("a lost part", COMBINE, LONG, NUMBERS,
+           "parts.first + warp % kTeam", "parts.first + 1 + warp % kTeam",
            multiprocessors=20), {}),
-    (fault("parts of an earlier sequence", COMBINE, MANY_LONG, (WRONG, *BOUNDS),
-           "numbers.before += __shfl_sync", "numbers.before -= __shfl_sync",
+    (fault("parts of the thread block before", COMBINE, LONG, (WRONG, *NUMBERS, *BOUNDS),
+           "const int slot = 2 * block +", "const int slot = 2 * block - 2 +",
            multiprocessors=20), {}),
-    (fault("rows found before the last ones have been added up", COMBINE, MANY_LONG, (*NUMBERS, "race"),
-           "        barrier_sync(kThreads);  // as have the rows\n", ""), {}),
-    (fault("a combined row of the first sequence", COMBINE, MANY_LONG, NUMBERS,
-           "row.row_in_entry = queries.begin + query;", "row.row_in_entry = query;",
+    (fault("stored before all warps have their sums in shared memory", COMBINE, LONG,
+           ("race", "uninitialised shared memory"),
+           "        barrier_sync(kThreads);\n        const int place", "        const int place",
+           multiprocessors=20), {}),
+    (fault("sums of the next rows over those of these", COMBINE, LONG, ("race",),
+           "        barrier_sync(kThreads);  // the sums have been read\n", "", multiprocessors=3), {}),
+    (fault("a combined row of the first sequence", COMBINE, LONG, NUMBERS,
+           "own.out += sequence * params.out_batch_stride + queries.begin * params.out_row_stride;",
+           "own.out += sequence * params.out_batch_stride;",
            multiprocessors=20), PACKED),
+    (fault("parts are read ahead of the wait, as lengths may be", COMBINE, LONG, ("dependency",),
+           "    griddepcontrol_wait();\n", "", multiprocessors=20), {}),
     # Tiles of the Hopper kernel.
     (fault("V past the end as it is", HOPPER, TILES, NUMBERS,
            "            store_shared_128(rows + byte, 0.0f, 0.0f, 0.0f, 0.0f);\n", ""),

@@ -51,7 +51,7 @@ def test_differences_are_named_counted_and_shown(files, tmp_path):
     (tmp_path / second).write_text(text)
     (tmp_path / third).write_bytes(files[third].replace("\n", "\r\n").encode())
     stale = first.replace("tiny_fwd", "old_fwd")
-    (tmp_path / stale).write_text(files[first])
+    (tmp_path / stale).write_text(files[first].replace("tiny_fwd", "old_fwd"))
     differences = {d.file: d for d in diff_generated(files, tmp_path)}
     assert {name: d.kind for name, d in differences.items()} == {
         first: "missing",
@@ -71,12 +71,13 @@ def test_differences_are_named_counted_and_shown(files, tmp_path):
 def test_only_rendered_files_are_removed(files, tmp_path):
     write_generated(files, tmp_path)
     (tmp_path / "mine.cu").write_text("// by hand\n")
-    (tmp_path / "README.md").write_text(generate.RENDERED_BY)
     (first, *rest) = files
+    (tmp_path / "README.md").write_text(files[first])
+    (tmp_path / "copy.cu").write_text(files[first])
     kept = {name: files[name] for name in rest}
     assert write_generated(kept, tmp_path).removed == ()
     assert write_generated(kept, tmp_path, complete=True).removed == (first,)
-    assert {path.name for path in tmp_path.iterdir()} == {*rest, "mine.cu", "README.md"}
+    assert {path.name for path in tmp_path.iterdir()} == {*rest, "mine.cu", "README.md", "copy.cu"}
     assert diff_generated(kept, tmp_path) == []
 
 

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashgen.errors import BadParam, FlashgenError, SpecError
+from flashgen.operators import OPERATORS
 from flashgen.paths import specs_dir
+from flashgen.spec.bases import is_of
 from flashgen.spec.expression import Expression
 from flashgen.spec.grid import Visits
 from flashgen.spec.load import load_spec, load_specs
@@ -582,6 +584,37 @@ def test_a_users_folder_adds_and_overrides(tiny_folder, edit_spec, monkeypatch, 
     assert load_specs(tiny_folder / "specs")[-1].axes["head_dim"] == (32, 64)
 
 
+def test_specs_of_an_operator_are_read_without_the_others(tiny_folder, edit_spec, monkeypatch):
+    monkeypatch.delenv("FLASHGEN_SPECS", raising=False)
+    by_operator = collections.defaultdict(list)
+    for spec in load_specs():
+        by_operator[spec.operator].append(spec.name)
+    for operator in OPERATORS:
+        assert [spec.name for spec in load_specs(operator=operator)] == by_operator[operator]
+    edit_spec("no_spills: true", "no_spill: true")
+    folder = tiny_folder / "specs"
+    load_specs(folder, operator="merge")
+    with pytest.raises(SpecError, match="no_spill: unknown key"):
+        load_specs(folder, operator="attention")
+
+
+@pytest.mark.parametrize(
+    ("line", "read"),
+    [
+        ("operator: attention", True),
+        ("operator : 'attention'", True),
+        ("operator: merge  # as attention", False),
+        ("operator: attention_backward", False),
+        ('"operator": merge', True),  # not said plainly: only a parser knows
+    ],
+)
+def test_the_operator_of_a_text(line, read, tmp_path):
+    text = f"family: mine\n{line}\n  operator: nested\n".encode()
+    assert is_of("attention", tmp_path / "mine.yaml", text) is read
+    (tmp_path / "base.yaml").write_bytes(text)
+    assert is_of("attention", tmp_path / "other.yaml", b"extends: base\nfamily: other\n") is read
+
+
 def test_two_families_must_not_share_names(tiny_folder):
     spec = tiny_folder / "specs" / "tiny.yaml"
     spec.with_name("twin.yaml").write_text(spec.read_text())
@@ -667,7 +700,7 @@ def test_loading_costs_by_the_line_and_makes_no_variant(monkeypatch):
     assert len(parsed) == 1
     places = collections.Counter((place, type) for place, _, type in checked)
     assert set(places.values()) == {1}
-    of_a_tile = 2 + len(spec.content.steps[0].covers) + 5 + len(Visits._fields)
+    of_a_tile = 2 + len(spec.content.steps[0].covers) + 6 + len(Visits._fields)
     tiles = sum(map(len, spec.content.entries.values()))
     assert len(computed) % of_a_tile == 0
     assert len(computed) < of_a_tile * tiles / 2
@@ -721,6 +754,7 @@ def test_shares_are_of_kv_blocks(tmp_path):
 GROUPS = (specs_dir() / "flash_bwd_sm90.yaml").read_text(encoding="utf-8")
 SUM_WHEN = "    when: {gqa: gqa}\n    template"
 SUM_GRID = "{key_rows: 16, kv_heads: 1, batch: 1}"
+STEP = "step_rows: block_m if dq_order == 'ordered' else 0"
 WAVES = "group_waves: 15 if dq_order == 'ordered' else 8 if mask_type == 'causal' else 4"
 
 
@@ -735,6 +769,7 @@ WAVES = "group_waves: 15 if dq_order == 'ordered' else 8 if mask_type == 'causal
         (WAVES, f"schedule: persistent\n      {WAVES}", r"group_waves", "each tile and part"),
         (SUM_GRID, "{key_rows: 16}, group_waves: 1", r"group_waves", "only the main step"),
         (WAVES, f"{WAVES}\n      cluster: 0", r"tiles\[\d+\]", "below 1"),
+        (STEP, "step_rows: 0 - 1", r"tiles\[\d+\]", "below 1"),
         (SUM_GRID, f"{SUM_GRID}, schedule: persistent, cluster: 2", r"tiles\[\d+\]", "to each tile"),
     ],
 )

@@ -22,6 +22,7 @@ from flashgen.cli.options import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from flashgen.source.generated import Written
     from flashgen.spec.variant import Variant
     from flashgen.toolchain.build import Built
 
@@ -47,7 +48,9 @@ Architectures: those in the spec of each variant, or those of --arch among them.
 --arch, every variant that runs on it is compiled for it.
 
 Output: machine code goes into the cache that attention() reads (see `flashgen cache info`), sources into
---out. In a checkout of the repository `flashgen build` without options also updates generated/.
+--out. In a checkout of the repository `flashgen build` without options also updates generated/. Without
+--select and --score, other sources there that flashgen rendered are stale: they are removed, and --check
+reports them. Files of any other origin stay.
 
 Exit code 1: a kernel does not compile, spills registers although its spec says no_spills (marked ! in the
 table), or could not be written to the cache, or --check found a difference.
@@ -106,21 +109,24 @@ def command(
     from flashgen.cli.output import counted, note, print_json
     from flashgen.toolchain import cache as caches
 
-    whole = not selections and score is None and slice_ != "all"
+    # All that a folder should hold: what else was rendered there is stale.
+    complete = not selections and score is None
+    whole = complete and slice_ != "all"
     # What is compiled ahead is there for a first call, which looks for the checked specs as well.
     cache = None if check or no_compile else caches.default()
     variants = chosen_variants(specs, selections, cache, score)
     if whole or slice_ == "committed":
         variants = tuple(variant for variant in variants if variant.committed)
     if check:
-        _check(variants, whole, out, as_json)
+        _check(variants, complete, out, as_json)
         return
-    written = _write(variants, out, whole and specs is None)
+    written = _write(variants, complete, out, whole and specs is None)
+    files = {"written": written.changed, "removed": written.removed}
     if no_compile:
         if as_json:
-            print_json({"kernels": [], "written": written, "failures": 0, "not_kept": 0})
+            print_json({"kernels": [], **files, "failures": 0, "not_kept": 0})
         else:
-            click.echo(f"{len(variants)} rendered, {counted(len(written), 'file')} changed")
+            click.echo(f"{len(variants)} rendered, {_changed(written)}")
         return
     results = compiled(variants, archs, jobs)
     failed = [built for built in results if built.failure]
@@ -129,7 +135,7 @@ def command(
         print_json(
             {
                 "kernels": [built.as_dict() for built in results],
-                "written": written,
+                **files,
                 "failures": len(failed),
                 "not_kept": lost,
             }
@@ -142,29 +148,32 @@ def command(
         sys.exit(1)
 
 
-def _write(variants: Sequence[Variant], out: Path | None, whole: bool) -> list[str]:
-    """Render all; write those that differ to --out, or to generated/ where the whole slice was asked for.
-
-    Returns the names of the files that changed or went away.
-    """
+def _write(variants: Sequence[Variant], complete: bool, out: Path | None, committed: bool) -> Written:
+    """Render all; bring --out up to date or, where the ``committed`` slice was asked for, generated/."""
     from flashgen.paths import checkout, generated_dir
-    from flashgen.source.generated import generated_files, write_generated
+    from flashgen.source.generated import Written, generated_files, write_generated
 
     files = generated_files(variants)
-    if out is None and not (whole and checkout()):
-        return []
-    written = write_generated(files, out or generated_dir(), complete=out is None)
-    return [*written.changed, *written.removed]
+    if out is None and not (committed and checkout()):
+        return Written((), ())
+    return write_generated(files, out or generated_dir(), complete)
 
 
-def _check(variants: Sequence[Variant], whole: bool, out: Path | None, as_json: bool) -> None:
+def _changed(written: Written) -> str:
+    from flashgen.cli.output import counted
+
+    removed = f", {len(written.removed)} stale removed" if written.removed else ""
+    return f"{counted(len(written.changed), 'file')} changed{removed}"
+
+
+def _check(variants: Sequence[Variant], complete: bool, out: Path | None, as_json: bool) -> None:
     """Compare, say how they differ, and exit with 1 if they do."""
     from flashgen.cli.output import counted, print_json
     from flashgen.paths import generated_dir
     from flashgen.source.generated import diff_generated, generated_files
 
     folder = out or generated_dir()
-    found = diff_generated(generated_files(variants), folder, complete=whole)
+    found = diff_generated(generated_files(variants), folder, complete)
     if as_json:
         print_json(
             {"folder": str(folder), "files": len(variants), "differences": [asdict(each) for each in found]}
@@ -173,22 +182,20 @@ def _check(variants: Sequence[Variant], whole: bool, out: Path | None, as_json: 
         for each in found:
             click.echo(str(each))
         click.echo(f"\n{counted(len(found), 'file')} in {folder} not as the specs and templates say;")
-        click.echo("`flashgen build` brings them up to date")
+        click.echo(f"`flashgen build{f' --out {out}' if out else ''}` brings them up to date")
     else:
         click.echo(f"{counted(len(variants), 'file')} in {folder} as the specs and templates say")
     if found:
         sys.exit(1)
 
 
-def _report(results: Sequence[Built], failed: Sequence[Built], written: Sequence[str]) -> None:
+def _report(results: Sequence[Built], failed: Sequence[Built], written: Written) -> None:
     from flashgen.cli.kernels import print_kernels
     from flashgen.cli.output import counted, note
 
     print_kernels(results)
     cached = sum(built.cached for built in results)
-    note(
-        f"{counted(len(results), 'kernel')}, {cached} from the cache; {counted(len(written), 'file')} changed"
-    )
+    note(f"{counted(len(results), 'kernel')}, {cached} from the cache; {_changed(written)}")
     for built in failed[:_FAILURES_SHOWN]:
         note(f"\nfailed: {built.variant.name} for {built.arch}: {built.failure}")
     if len(failed) > _FAILURES_SHOWN:

@@ -12,6 +12,8 @@ import contextlib
 import ctypes
 import operator
 import sys
+from collections.abc import Callable
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from flashgen import installing
@@ -19,12 +21,15 @@ from flashgen.errors import BadParam, BadTensorDtype, DeviceTypeNotSupported, No
 from flashgen.operators.arguments import ArrayView
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from flashgen.operators.operator import Problem
 
 # A key over the layouts of a call's arrays, and their pointers; None and 0 for an array that is absent.
 Read = tuple[tuple, tuple[int, ...]]
+
+# Pointers of arrays, or None where one does not lie as expected.
+Expecting = Callable[[tuple[Any, ...]], tuple[int, ...] | None]
 
 # DLPack's device types and type codes: https://dmlc.github.io/dlpack/latest/c_api.html
 _DL_HOST = (1, 3)
@@ -40,6 +45,7 @@ class NumpyKind:
     """Arrays in host memory."""
 
     name = "numpy"
+    expecting = None  # nothing is quicker than `read`
 
     def __init__(self, numpy: Any) -> None:
         # Of most calls all arrays are of these types; an array of a subclass takes a moment longer.
@@ -99,8 +105,8 @@ class NumpyKind:
         """Handle of the library's current stream of a GPU; 0 for host memory (None)."""
         return 0
 
-    def is_compiling(self) -> bool:
-        """Whether the library is compiling the caller, and has no elements."""
+    def records(self, q: Any, k: Any, v: Any) -> bool:
+        """Whether the library records a call on these, for their gradients or to compile the caller."""
         return False
 
 
@@ -108,6 +114,7 @@ class CupyKind:
     """Arrays on a GPU."""
 
     name = "cupy"
+    expecting = None
 
     def __init__(self, cupy: Any) -> None:
         self.types = {cupy.ndarray, type(None)}
@@ -168,7 +175,7 @@ class CupyKind:
     def current_stream(self, device: int | None) -> int:
         return self._get_stream(device).ptr
 
-    def is_compiling(self) -> bool:
+    def records(self, q: Any, k: Any, v: Any) -> bool:
         return False
 
     def nbytes(self, x: Any) -> int:
@@ -192,8 +199,11 @@ class TorchKind:
         self.types = {torch.Tensor, type(None)}
         self._torch = torch
         self._is_grad_enabled = torch.is_grad_enabled
-        self.is_compiling = torch.compiler.is_compiling
+        self._is_compiling = torch.compiler.is_compiling
+        self._is_transforming = torch._C._are_functorch_transforms_active
         self._forward_ad = torch.autograd.forward_ad
+        self._guards = _guards_of(torch)
+        self.expecting = None if self._guards is None else self._expecting
         # The handle alone: a Stream object costs 2 µs.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self._get_stream = raw_stream or (lambda device: torch.cuda.current_stream(device).cuda_stream)
@@ -230,6 +240,33 @@ class TorchKind:
                 layouts.append((x.shape, strides, x.dtype, x.device, refused))
                 pointers.append(x.data_ptr())
         return tuple(layouts), tuple(pointers)
+
+    def _expecting(self, arrays: tuple[Any, ...]) -> Expecting | None:
+        """What gives the pointers of as many arrays that lie as these, and None for any others; None where
+        there is nothing quicker than `read`.
+        """
+        tensors = [x for x in arrays if x is not None]
+        if len(set(map(id, tensors))) < len(tensors):
+            return None  # a guard refuses a tensor that comes twice
+        # One call in place of seven for each tensor.
+        fit = self._guards(*tensors, **_ALL_FIXED).check
+        given = [x is not None for x in arrays]
+        absent = [place for place, x in enumerate(arrays) if x is None]
+        differentiable = any(x.requires_grad for x in tensors)
+        is_grad_enabled, forward_ad = self._is_grad_enabled, self._forward_ad
+
+        def pointers(arrays: tuple[Any, ...]) -> tuple[int, ...] | None:
+            for place in absent:
+                if arrays[place] is not None:
+                    return None
+            if not fit(*compress(arrays, given)):
+                return None
+            # What a guard does not look at: derivatives that would be lost.
+            if (differentiable and is_grad_enabled()) or forward_ad._current_level >= 0:
+                return None
+            return tuple([0 if x is None else x.data_ptr() for x in arrays])
+
+        return pointers
 
     def pointer(self, x: Any) -> int:
         return x.data_ptr()
@@ -317,6 +354,31 @@ class TorchKind:
     def current_stream(self, device: int | None) -> int:
         return 0 if device is None else self._get_stream(device)
 
+    def records(self, q: Any, k: Any, v: Any) -> bool:
+        if self._is_grad_enabled():
+            for x in (q, k, v):
+                if getattr(x, "requires_grad", False):
+                    # Other calls refuse these two by name.
+                    return self._is_compiling() or not (self._is_transforming() or x.is_nested)
+        return self._is_compiling()
+
+
+_ALL_FIXED = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
+
+
+def _guards_of(torch: Any) -> Any:
+    """What Dynamo recognises tensors by: type, dispatch keys, dtype, device, shape and strides. The class is
+    not public: None where this PyTorch has none that works as expected.
+    """
+    x = torch.empty(2, 2, device="cpu")
+    others = x.view(torch.int32), x[:1], x.T, torch._neg_view(x)
+    try:
+        guard = torch._C._dynamo.guards.TensorGuards
+        seen = [guard(x, **_ALL_FIXED).check(each) for each in (x, x.detach(), *others)]
+    except (AttributeError, TypeError):
+        return None
+    return guard if seen == [True, True] + [False] * len(others) else None
+
 
 def _is_wrapped(torch: Any, x: Any) -> bool:
     """Whether ``x`` is what torch.func hands to a function that it transforms."""
@@ -326,6 +388,7 @@ def _is_wrapped(torch: Any, x: Any) -> bool:
 
 
 Kind = NumpyKind | CupyKind | TorchKind
+
 
 _KINDS: dict[str, Kind] = {}
 _KIND_BY_TYPE: dict[type, Kind | None] = {}

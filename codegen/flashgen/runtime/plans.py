@@ -74,6 +74,9 @@ class Plan:
         "_current_stream",
         "_device",
         "_empty",
+        "_expected",
+        "_expected_workspace",
+        "_expecting",
         "_known",
         "_known_workspace",
         "_layouts",
@@ -101,6 +104,10 @@ class Plan:
         # The layouts of the last call, which were found to fit: the next one need not look again.
         self._known = self._layouts
         self._known_workspace: Any = None  # likewise
+        # Where the library can tell at a glance: the pointers of arrays of these layouts.
+        self._expecting = kind.expecting
+        self._expected: Any = None
+        self._expected_workspace: Any = None
         # What to queue, by pointers at which memory was sound, and by scalars.
         self._works: dict[Any, Work] = {}
         self._types = kind.types
@@ -171,6 +178,10 @@ class Plan:
 
     def pointers(self, arrays: Arrays) -> Pointers | None:
         """Those of native arrays; None where one has to be adopted. Raises what does not fit the plan."""
+        if self._expected is not None:
+            pointers = self._expected(arrays)
+            if pointers is not None:
+                return pointers
         if not self._types.issuperset(map(type, arrays)):
             kinds = [libraries.kind_of(x) for x in arrays if x is not None]
             if None in kinds:
@@ -185,6 +196,8 @@ class Plan:
         if layouts != self._known:
             self._check(arrays)
             self._known = layouts
+        if self._expecting is not None:
+            self._expected = self._expecting(arrays)
         return pointers
 
     def _adopted(self, arrays: Arrays, scalars: tuple[Any, ...], stream: Any, workspace: Any) -> Any:
@@ -214,7 +227,8 @@ class Plan:
         given = pointers
         for position in self._results:
             if arrays[position] is None:
-                arrays, pointers = self._allocated(position, arrays, pointers, stream)
+                arrays, pointers = self._allocated(arrays, pointers, stream)
+                break
         memory = None  # lives until the work is queued; an allocator reuses it in the order of the stream
         if self._needed:
             memory, address = self._workspace(workspace, arrays[0], stream)
@@ -260,15 +274,14 @@ class Plan:
                 raise BadParam(f"{name} {why}; the arguments are {known}")
         return tuple(arrays), scalars
 
-    def _allocated(
-        self, position: int, arrays: Arrays, pointers: Pointers, stream: Any
-    ) -> tuple[Arrays, Pointers]:
-        """The arrays with a new output at a position, and its pointer."""
-        kind = self.kind
-        shape, dtype = self._outputs[position]
-        new = kind.empty(shape, arrays[0], stream, dtype)
-        arrays = (*arrays[:position], new, *arrays[position + 1 :])
-        return arrays, (*pointers[:position], kind.pointer(new), *pointers[position + 1 :])
+    def _allocated(self, given: Arrays, addresses: Pointers, stream: Any) -> tuple[Arrays, Pointers]:
+        """The arrays with new ones for all outputs that are missing, and their pointers."""
+        kind, arrays, pointers = self.kind, [*given], [*addresses]
+        for position, (shape, dtype) in self._outputs.items():
+            if arrays[position] is None:
+                arrays[position] = kind.empty(shape, given[0], stream, dtype)
+                pointers[position] = kind.pointer(arrays[position])
+        return tuple(arrays), tuple(pointers)
 
     def _workspace(self, workspace: Any, like: Any, stream: Any) -> tuple[Any, int]:
         """The caller's workspace, or a new one, and its address."""
@@ -276,6 +289,10 @@ class Plan:
         if workspace is None:
             memory = self.kind.empty((needed + WORKSPACE_ALIGNMENT,), like, stream, "uint8")
             return memory, -(-self.kind.pointer(memory) // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+        if self._expected_workspace is not None:
+            found = self._expected_workspace((workspace,))
+            if found is not None and not found[0] % WORKSPACE_ALIGNMENT:
+                return workspace, found[0]
         layout = None
         if type(workspace) in self._types:
             (layout,), (address,) = self._read((workspace,))
@@ -293,6 +310,8 @@ class Plan:
                 f"{WORKSPACE_ALIGNMENT} bytes"
             )
         self._known_workspace = layout
+        if self._expecting is not None:
+            self._expected_workspace = self._expecting((workspace,))
         return workspace, view.pointer
 
     def _prepare(self, key: Any, given: Pointers, pointers: Pointers, scalars: tuple[Any, ...]) -> Work:

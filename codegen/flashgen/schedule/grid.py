@@ -23,14 +23,19 @@ _OF_SEQUENCES = {ROWS: "sequence_rows", KEYS: "sequence_keys"}
 
 
 class Launch(NamedTuple):
-    """A one-dimensional launch: blocks, threads of a block, and dynamic shared memory of a block in bytes."""
+    """A one-dimensional launch: blocks, threads of a block, dynamic shared memory of a block in bytes, and
+    blocks of a cluster.
+    """
 
     blocks: int
     threads: int
     smem_bytes: int
+    cluster: int = 1
 
     def __str__(self) -> str:
         blocks = f"{self.blocks:,} thread block{'s' * (self.blocks != 1)} of {self.threads} threads"
+        if self.cluster > 1:
+            blocks += f" in clusters of {self.cluster}"
         return f"{blocks}, {self.smem_bytes:,} bytes of shared memory" if self.smem_bytes else blocks
 
 
@@ -120,4 +125,4 @@ def launch_of(
         )
     if variant.grid.persistent:
         blocks = min(blocks, blocks_at_a_time(variant, device))
-    return Launch(blocks, variant.threads, variant.smem_bytes)
+    return Launch(blocks, variant.threads, variant.smem_bytes, variant.grid.cluster)

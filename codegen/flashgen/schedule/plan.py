@@ -20,7 +20,8 @@ class Step(NamedTuple):
     """One kernel launch: the variant, its grid, and its parameter struct.
 
     ``struct`` says, for each pointer and tensor map among its parameters, the argument or the slice of the
-    workspace that it is of. ``shares`` are what the thread blocks of a grid of shares have of the keys.
+    workspace that it is of. ``shares`` are what the thread blocks of a main step have of the keys, if
+    these are cut into shares.
     """
 
     variant: Variant
@@ -58,7 +59,7 @@ def plan_steps(problem: Problem, main: Variant, device: Device) -> Steps:
             variant,
             launch_of(problem, variant, device, shares, parts),
             pack(problem, variant, device, workspace, shares, parts),
-            shares if variant.grid.shares else None,
+            shares if variant.is_main else None,
         )
         for variant in main.steps
         if not variant.combines or parts > 1 or (shares is not None and shares.split)

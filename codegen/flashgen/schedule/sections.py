@@ -33,14 +33,22 @@ def sections(problem: AttentionProblem, variant: Variant, device: Device, parts:
     values and at least three tiles and 384 rows of each head run at a time.
 
     Tiles of keys add to dq one after the other. A section of theirs has as many heads as fill the device, so
-    that a tile starts when the one before it, of the next section but at the same place, has a lead.
+    that a tile starts when the one before it, of the next section but at the same place, has a lead. A turn
+    takes up to 1.8 steps from tile to tile. So at most half as many tiles of a head run at a time as it has
+    steps, or turns would be what the head waits for.
     """
     total = all_heads(problem, variant, parts)
     if total == 0:
         return Sections(1, 1)  # not launched, but it has a struct
     tiles_of_head = max(1, row_blocks(problem, variant))
     if variant.grid.tile(KEYS):
-        return _even(total, 1, -(-blocks_at_a_time(variant, device) // tiles_of_head))
+        running = blocks_at_a_time(variant, device)
+        wanted = -(-running // tiles_of_head)
+        if variant.grid.step_rows:
+            query_heads = problem.num_heads_q // problem.num_heads_kv // parts
+            steps = max(1, query_heads * -(-problem.seqlen_q // variant.grid.step_rows))
+            wanted = max(wanted, 2 * running // (variant.grid.cluster * steps))
+        return _even(total, 1, wanted)
     group = heads(problem, variant) // problem.num_heads_kv
     band = Band.of(problem)
     uneven = band.bounded

@@ -110,9 +110,12 @@ def simulate(
     """
     reports = []
     written: set[str] = set()  # what an earlier step may have filled
+    settled: set[str] = (
+        set()
+    )  # what only steps ahead of the one before, and those ahead of the call, may write
     for library, step in zip(libraries, planned.steps, strict=True):
         variant, grid = step.variant, step.launch
-        regions = _regions(problem, pointers, written) + _slices(planned, variant, pointers, written)
+        regions = _regions(problem, pointers, written, settled) + _slices(planned, variant, pointers, written)
         reports.append(
             execute(
                 library,
@@ -128,7 +131,9 @@ def simulate(
                 threads=threads,
             )
         )
-        written |= {param.name for param in variant.params if not param.ctype.startswith("const ")}
+        writes = {param.name for param in variant.params if not param.ctype.startswith("const ")}
+        settled = {argument.name for argument in problem.operator.arguments} - writes
+        written |= writes
     return tuple(reports)
 
 
@@ -215,7 +220,7 @@ def encode(described: TensorMap, pointer: int) -> bytes:
     )
 
 
-def _regions(problem: Problem, pointers: Pointers, written: set[str]) -> list[Region]:
+def _regions(problem: Problem, pointers: Pointers, written: set[str], settled: set[str]) -> list[Region]:
     """The memory of the arrays, without the gaps between their rows."""
     inputs, outputs = Region.READABLE | Region.INITIALISED, Region.READABLE | Region.WRITABLE
     found = []
@@ -224,6 +229,7 @@ def _regions(problem: Problem, pointers: Pointers, written: set[str]) -> list[Re
             strides = tuple(stride * array.element_bytes for stride in array.strides)
             access = outputs if array.argument.is_output else inputs
             access |= Region.INITIALISED if array.argument.name in written else 0
+            access |= Region.SETTLED if array.argument.name in settled else 0
             found += [
                 Region(pointer + start, stop - start, array.argument.name.encode(), access)
                 for start, stop in _runs(array.extents[:-1], strides, array.row_bytes)

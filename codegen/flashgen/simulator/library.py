@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from flashgen.spec.variant import Variant
     from flashgen.toolchain.cache import CubinCache
 
-ABI = 5
+ABI = 6
 HERE = Path(__file__).resolve().parent
 INCLUDE = HERE / "include"
 
@@ -60,9 +60,11 @@ _SHARED = re.compile(r"\bextern\s+__shared__\b[^;]*?(?P<name>\w+)\s*\[\s*\]\s*;"
 
 
 class Region(ctypes.Structure):
-    """Memory that a kernel may touch: ``access`` adds up READABLE, WRITABLE and INITIALISED."""
+    """Memory that a kernel may touch: ``access`` adds up READABLE, WRITABLE, INITIALISED, and SETTLED
+    where no grid writes that the kernel may run beside.
+    """
 
-    READABLE, WRITABLE, INITIALISED = 1, 2, 4
+    READABLE, WRITABLE, INITIALISED, SETTLED = 1, 2, 4, 8
     _fields_ = (
         ("address", ctypes.c_void_p),
         ("bytes", ctypes.c_uint64),

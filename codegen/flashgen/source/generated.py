@@ -88,8 +88,8 @@ def write_generated(
     """Write ``files`` into ``folder``, which is made if need be; a file that is right already is not touched.
 
     Each file appears whole or not at all. With ``complete``, sources that were rendered once and are not in
-    ``files`` are removed; files that flashgen did not write stay. Raises OSError where the folder is not
-    writable.
+    ``files`` are removed; files that flashgen did not write stay, and so do copies under names of their own.
+    Raises OSError where the folder is not writable.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,9 +103,13 @@ def write_generated(
 
 
 def _rendered(folder: Path) -> list[str]:
-    """Names of the sources in ``folder`` that carry flashgen's header comment."""
+    """Names of the sources in ``folder`` that carry flashgen's header comment with their own name."""
     paths = sorted(folder.glob("*.cu")) if folder.is_dir() else []
-    return [path.name for path in paths if RENDERED_BY.encode() in path.read_bytes()[:1024]]
+    return [path.name for path in paths if path.read_bytes().startswith(_header(path.stem))]
+
+
+def _header(name: str) -> bytes:
+    return f"// {name}\n//\n// {RENDERED_BY}\n".encode()
 
 
 def _changed(name: str, old: str, new: str) -> Difference:

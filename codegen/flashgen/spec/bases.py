@@ -1,4 +1,6 @@
-"""Which specs a spec extends. Found without a YAML parser, which a spec with a snapshot does not need."""
+"""Which specs a spec extends, and its operator. Found without a YAML parser, which a spec with a snapshot
+does not need.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _EXTENDS = re.compile(rb"^extends[ \t]*:[ \t]*['\"]?([\w-]+)", re.MULTILINE)
+_OPERATOR = re.compile(rb"^operator[ \t]*:[ \t]*['\"]?([\w-]+)", re.MULTILINE)
 
 
 def whole_text(path: Path, text: bytes) -> bytes:
     """The texts that decide what the spec ``path`` says: its own, and those of what it extends."""
     return b"\0".join([text, *(content for _, content in bases(path, text))])
+
+
+def is_of(operator: str, path: Path, text: bytes) -> bool:
+    """Whether the spec ``path`` is of this operator; True as well where its texts do not say."""
+    for content in (text, *(content for _, content in bases(path, text))):
+        if match := _OPERATOR.search(content):
+            return match[1].decode() == operator
+    return True
 
 
 def bases(path: Path, text: bytes) -> list[tuple[Path, bytes]]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 # What the blocks of a launch do: one tile each; the same, of sequences whose lengths the kernel finds; or, no
 # more of them than run at a time, tile after tile; the same of sequences; or each an equal share of the KV
-# blocks of all tiles.
+# blocks of all tiles, and of a step that combines, one for each share of the main step.
 SCHEDULES = ("tile_per_block", "sequences", "persistent", "persistent_sequences", "shares")
 
 # In the shape of a workspace array: the parts of tiles that the main step's shares may leave to combine.
@@ -28,6 +28,8 @@ class Grid(NamedTuple):
     the KV blocks that the largest share must lose for shares to begin within tiles. ``group_waves`` is the
     waves of thread blocks below which the query heads of each kv head are split into parts (0: never).
     ``cluster`` is the thread blocks of a cluster, which have neighbouring tiles of the first dimension.
+    ``step_rows`` is the query rows of a step of tiles of keys that add to dq in turns (0: `sections` takes no
+    account of them).
     """
 
     covers: tuple[tuple[str, int], ...] = ()
@@ -37,6 +39,7 @@ class Grid(NamedTuple):
     split_gain: int = 0
     group_waves: int = 0
     cluster: int = 1
+    step_rows: int = 0
 
     @property
     def persistent(self) -> bool:

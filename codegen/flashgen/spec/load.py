@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from flashgen.errors import SpecError
 from flashgen.paths import specs_dir
-from flashgen.spec.bases import whole_text
+from flashgen.spec.bases import is_of, whole_text
 from flashgen.spec.model import Spec
 
 if TYPE_CHECKING:
@@ -31,11 +31,7 @@ def load_spec(path: str | os.PathLike[str], cache: CubinCache | None = None, gpu
     what is allowed.
     """
     path = Path(path).absolute()
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise SpecError(f"{path}: cannot be read: {error}") from error
-
+    text = _text(path)
     tuned = None
     if gpu is not None:
         from flashgen.spec.tuned import find
@@ -62,9 +58,13 @@ def load_spec(path: str | os.PathLike[str], cache: CubinCache | None = None, gpu
 
 
 def load_specs(
-    extra: str | os.PathLike[str] | None = None, cache: CubinCache | None = None, gpu: str | None = None
+    extra: str | os.PathLike[str] | None = None,
+    cache: CubinCache | None = None,
+    gpu: str | None = None,
+    operator: str | None = None,
 ) -> tuple[Spec, ...]:
-    """All specs: the shipped folder, then the folders in ``FLASHGEN_SPECS``, then ``extra``.
+    """All specs, or those of an ``operator``, without checking the others: the shipped folder, then the
+    folders in ``FLASHGEN_SPECS``, then ``extra``.
 
     ``FLASHGEN_SPECS`` separates folders as ``PATH`` does. A file whose stem an earlier folder has as well
     takes its place; any other file adds a family. ``cache`` keeps what was checked for later processes;
@@ -75,6 +75,8 @@ def load_specs(
     paths: dict[str, Path] = {}
     for folder in spec_folders(extra):
         paths |= {path.stem: path for path in yaml_files(folder) if path.name != SCORES_FILE}
+    if operator is not None:
+        paths = {stem: path for stem, path in paths.items() if is_of(operator, path, _text(path))}
     specs = tuple(load_spec(path, cache, gpu) for path in paths.values())
     owners: dict[tuple[str, str], list[Spec]] = {}
     for spec in specs:
@@ -88,6 +90,13 @@ def load_specs(
                     )
             earlier.append(spec)
     return specs
+
+
+def _text(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read: {error}") from error
 
 
 def _share_names(one: Spec, other: Spec) -> bool:

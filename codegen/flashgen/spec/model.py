@@ -44,6 +44,7 @@ class Resources(NamedTuple):
     split_gain: int
     group_waves: int
     cluster: int
+    step_rows: int
     visits: Visits | None
 
 
@@ -211,6 +212,7 @@ class Spec:
                 takes.split_gain,
                 takes.group_waves,
                 takes.cluster,
+                takes.step_rows,
             ),
             visits=takes.visits,
             committed=entry.committed,

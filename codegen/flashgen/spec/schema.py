@@ -85,6 +85,7 @@ class GridRow(msgspec.Struct, forbid_unknown_fields=True):
     split_gain: Number = 0
     group_waves: Number = 0
     cluster: Number = 1
+    step_rows: Number = 0
 
 
 class VisitsRow(msgspec.Struct, forbid_unknown_fields=True):

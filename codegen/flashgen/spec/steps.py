@@ -83,7 +83,7 @@ class StepTable:
             row.combines,
             _limits(document, file, axes, (*keys, "when"), row.when),
         )
-        if row.grid.schedule == "shares" and row.visits is None:
+        if row.grid.schedule == "shares" and row.visits is None and not row.combines:
             raise document.error((*keys, "grid", "schedule"), "shares are of KV blocks: `visits` is missing")
         if row.grid.group_waves and (not row.main or row.grid.schedule != "tile_per_block"):
             why = "only the main step splits groups of query heads, one thread block to each tile and part"
@@ -103,6 +103,7 @@ class StepTable:
         self._split_gain = self._expression(("grid", "split_gain"), row.grid.split_gain)
         self._group_waves = self._expression(("grid", "group_waves"), row.grid.group_waves)
         self._cluster = self._expression(("grid", "cluster"), row.grid.cluster)
+        self._step_rows = self._expression(("grid", "step_rows"), row.grid.step_rows)
         self._visits = None
         if row.visits is not None:
             self._visits = [
@@ -142,7 +143,7 @@ class StepTable:
             covers = tuple(extent(values) for extent in self._covers)
             blocks_per_sm, from_last_row = self._blocks_per_sm(values), self._from_last_row(values)
             split_gain, group_waves = self._split_gain(values), self._group_waves(values)
-            cluster, visits = self._cluster(values), None
+            cluster, step_rows, visits = self._cluster(values), self._step_rows(values), None
             if self._visits is not None:
                 visits = Visits(*(number(values) for number in self._visits))
         except ValueError as cause:
@@ -153,12 +154,12 @@ class StepTable:
             allowed = f"at most {values['max_smem']}"
             raise error(f"{smem_bytes} bytes of shared memory for {where()}; allowed: {allowed}")
         positive = (*covers, blocks_per_sm, cluster, *(visits or ()))
-        if min(positive) < 1 or min(from_last_row, split_gain, group_waves) < 0:
+        if min(positive) < 1 or min(from_last_row, split_gain, group_waves, step_rows) < 0:
             raise error(f"an extent of `grid` or `visits` is below 1 for {where()}")
         if cluster > 1 and self.step.schedule != "tile_per_block":
             raise error(f"clusters of {cluster} for {where()}: only with one thread block to each tile")
         boxes = self._boxes.at(values, where)
-        numbers = (from_last_row, split_gain, group_waves, cluster)
+        numbers = (from_last_row, split_gain, group_waves, cluster, step_rows)
         return Resources(threads, smem_bytes, boxes, covers, blocks_per_sm, *numbers, visits)
 
     def _expression(self, keys: Keys, text: str | int) -> Expression:

@@ -30,14 +30,6 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #endif
 }
 
-// cp.async.bulk.prefetch.L2: asks for `bytes` of global memory, a multiple of 16 as the address is, to be brought into L2. It reads
-// nothing, so grids ahead may still be writing there: their writes go to L2 as well. Compiles to nothing before sm_90.
-__device__ __forceinline__ void prefetch_l2(const void* source, int bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(source), "r"(bytes) : "memory");
-#endif
-}
-
 // cvt.rn.{f16x2,bf16x2}.f32: two floats rounded to nearest even, `low` in the lower half.
 template <typename Element>
 __device__ uint32_t pack(float low, float high);

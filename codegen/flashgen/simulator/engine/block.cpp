@@ -237,7 +237,17 @@ GlobalMemory& Block::global(const Thread& thread, Location where) {
     return launch_.global;
 }
 
-GlobalMemory& Block::global_ahead() { return launch_.global; }
+GlobalMemory& Block::global_to_load(const Thread& thread, const void* address, int size, Location where) {
+    return launch_.global.settled(address, size) ? launch_.global : global(thread, where);
+}
+
+void Block::launch_dependents(const Thread& thread, Location where) {
+    if (launch_.launch.flags & SIM_DEPENDENT && !thread.waited) {
+        fail(thread, SIM_DEPENDENCY, where,
+             "griddepcontrol.launch_dependents before griddepcontrol.wait: the next grid counts on those ahead of this one to have "
+             "ended");
+    }
+}
 
 void Block::wait_for_grids(Thread& thread) {
     thread.waited = members_[thread.rank].waited = true;
@@ -261,6 +271,11 @@ uint32_t map_shared(uint32_t address, int rank, Location where) {
         block.fail(thread, SIM_OPERAND, where, format("mapa to block %d of a cluster of %d", rank, block.num_blocks()));
     }
     return address + (rank - thread.rank) * kBlockWindow;
+}
+
+void launch_dependents(Location where) {
+    const Thread& thread = running_thread();
+    thread.owner->launch_dependents(thread, where);
 }
 
 void wait_for_grids() {

@@ -176,8 +176,8 @@ class Block : public BlockView {
     SharedMemory& shared() { return shared_; }
     // For an access of a thread; fails where grids ahead of this one may be at work on it.
     GlobalMemory& global(const Thread& thread, Location where);
-    // For a prefetch, which is none.
-    GlobalMemory& global_ahead();
+    GlobalMemory& global_to_load(const Thread& thread, const void* address, int size, Location where);
+    void launch_dependents(const Thread& thread, Location where);
     void wait_for_grids(Thread& thread);
     int num_blocks() const { return static_cast<int>(members_.size()); }
     // An access of `party`, at its `stamp`, to the shared memory of the block of that rank, from elsewhere or by what works on its own:

@@ -52,6 +52,11 @@ GlobalMemory::Fault GlobalMemory::store(const void* pointer, int size, int align
     return {};
 }
 
+bool GlobalMemory::settled(const void* pointer, int size) {
+    const Region* region = find(reinterpret_cast<uintptr_t>(pointer), size, SIM_READABLE);
+    return region != nullptr && region->access & SIM_SETTLED;
+}
+
 // The region that holds the bytes; of several, one that gives the access.
 GlobalMemory::Region* GlobalMemory::find(uintptr_t address, int size, SimRegionAccess access) {
     auto holds = [&](const Region& region) { return address >= region.begin && address + size <= region.end; };

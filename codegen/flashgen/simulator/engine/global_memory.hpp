@@ -23,6 +23,9 @@ class GlobalMemory {
     Fault load(const void* address, int size, int alignment);
     Fault store(const void* address, int size, int alignment);
 
+    // Whether no grid that may still be running writes there.
+    bool settled(const void* address, int size);
+
   private:
     struct Region {
         uintptr_t begin;

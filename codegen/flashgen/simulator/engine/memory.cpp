@@ -55,7 +55,8 @@ void store_shared(uint32_t address, const void* value, int size, Location where)
 
 void load_global(void* value, const void* address, int size, Location where) {
     Here here;
-    check(here, here.block.global(here.thread, where).load(address, size, size), "load", size, where);
+    GlobalMemory& memory = here.block.global_to_load(here.thread, address, size, where);
+    check(here, memory.load(address, size, size), "load", size, where);
     std::memcpy(value, address, size);
     here.block.counters->global_bytes_read += size;
     here.thread.warp->traffic.add(here.thread.lane, SIM_GLOBAL_LOAD, reinterpret_cast<uintptr_t>(address), size, where);
@@ -94,14 +95,6 @@ void store_release(void* address, uint32_t value, Location where) {
     Here here;
     check(here, here.block.global(here.thread, where).store(address, 4, 4), "st.release", 4, where);
     std::atomic_ref(*static_cast<uint32_t*>(address)).store(value, std::memory_order_release);
-}
-
-void prefetch_global(const void* address, int bytes, Location where) {
-    Here here;
-    if (bytes <= 0 || bytes % 16 != 0) {
-        here.block.fail(here.thread, SIM_OPERAND, where, format("cp.async.bulk.prefetch of %d bytes", bytes));
-    }
-    check(here, here.block.global_ahead().load(address, bytes, 16), "cp.async.bulk.prefetch", bytes, where);
 }
 
 void copy_async(uint32_t destination, const void* source, int size, int source_bytes, Location where) {

@@ -15,11 +15,9 @@ inline int block_index() { return static_cast<int>(flashgen::simulator::this_thr
 inline void griddepcontrol_wait() { flashgen::simulator::wait_for_grids(); }
 
 // Blocks of other launches are not simulated.
-inline void griddepcontrol_launch_dependents() {}
-
-inline void prefetch_l2(const void* source, int bytes,
-                        flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    flashgen::simulator::prefetch_global(source, bytes, where);
+inline void griddepcontrol_launch_dependents(
+    flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::launch_dependents(where);
 }
 
 template <typename Element>

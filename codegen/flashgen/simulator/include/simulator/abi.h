@@ -12,13 +12,14 @@
 extern "C" {
 #endif
 
-#define FLASHGEN_SIMULATOR_ABI 5
+#define FLASHGEN_SIMULATOR_ABI 6
 
 /* What a region of global memory allows, as bits. */
 enum SimRegionAccess {
     SIM_READABLE = 1,
     SIM_WRITABLE = 2,
-    SIM_INITIALISED = 4 /* its bytes hold values before the launch */
+    SIM_INITIALISED = 4, /* its bytes hold values before the launch */
+    SIM_SETTLED = 8      /* no grid that a dependent launch may run beside writes there */
 };
 
 /* What stands in a kernel's parameters in place of a CUtensorMap: the arguments of cuTensorMapEncodeTiled. Dimension 0 is

@@ -10,6 +10,7 @@
 namespace flashgen::simulator {
 
 // griddepcontrol.wait.
+void launch_dependents(Location where);
 void wait_for_grids();
 
 // mbarriers, by their address in the shared window.

@@ -50,7 +50,6 @@ void store_shared(uint32_t address, const void* value, int size, Location where)
 // Global memory.
 void load_global(void* value, const void* address, int size, Location where);
 void store_global(void* address, const void* value, int size, Location where);
-void prefetch_global(const void* address, int bytes, Location where);
 
 // Adds `count` neighbouring floats in one instruction: each on its own is atomic, with blocks of other calls too.
 void add_global(float* address, const float* values, int count, Location where);

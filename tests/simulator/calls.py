@@ -1,0 +1,38 @@
+"""All steps of a call of one variant in the simulator, and what finds a fault in them."""
+
+from __future__ import annotations
+
+from flashgen.errors import SimulationError
+from flashgen.simulator.example import make_any, run_steps
+from flashgen.simulator.library import load
+from flashgen.source.render import render
+from simulator.faults import WRONG
+
+
+def simulated(variant, example, seed, source_of=render, **options):
+    """The reports of the steps, run on the example; ``source_of`` a step is the source to take."""
+    libraries = [load(source_of(step), step.name) for step in variant.steps]
+    return run_steps(libraries, variant, example, seed=seed, **options)
+
+
+def within_the_bound(variant, shape, seed):
+    """The example after the call ran on it, and its reports; AssertionError if it is too far from float64."""
+    example = make_any(variant, shape, seed)
+    reports = simulated(variant, example, seed)
+    verdict = example.judge()
+    assert verdict.ok, f"{variant.name}, {shape}: {verdict}"
+    return example, reports
+
+
+def check_of(variant, shape, seed, source_of=render, **options):
+    """The check that found something in a call of this shape, or None."""
+    return check_on(variant, make_any(variant, shape, seed), seed, source_of, **options)
+
+
+def check_on(variant, example, seed, source_of=render, **options):
+    """The check that found something in the call on the example, or None."""
+    try:
+        simulated(variant, example, seed, source_of, **options)
+    except SimulationError as error:
+        return error.check
+    return None if example.judge().ok else WRONG
