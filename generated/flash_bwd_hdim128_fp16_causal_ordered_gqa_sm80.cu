@@ -572,7 +572,7 @@ __device__ __forceinline__ void differentiate(Scores& dp, const Scores& p, share
 }
 
 // Thread blocks add to a block of queries one after the other, those of later keys first, so that the sums repeat to the bit. Each
-// counts itself when it is done. It waits only for blocks of its head with a lower index in the grid, and these likewise. So the
+// counts itself there when it has added. It waits only for blocks of its head with a lower index in the grid, and these likewise. So the
 // unfinished block with the lowest index waits for none, and there is no deadlock if it runs. That it does rests on the hardware starting
 // thread blocks by increasing index, as it does, though CUDA does not promise it.
 

@@ -232,7 +232,7 @@ struct Parts {
     int num_rows;
 };
 
-// What thread block or split `own` of [first, last] combines; the first has nothing to combine.
+// What thread block `own` of [first, last] combines. The first has nothing to combine here: its share begins with the tile.
 __device__ __forceinline__ void divide_rows(const Params& params, Parts& parts, int own) {
     parts.step = parts.last - parts.first;
     parts.first_row = own - parts.first - 1;

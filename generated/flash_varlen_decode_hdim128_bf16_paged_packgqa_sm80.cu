@@ -295,7 +295,7 @@ __device__ __forceinline__ Place next_place(const Params& params, const Place& p
 }
 
 // The part that begins with KV block `index` of the share. A share leaves at most two parts in the workspace: its first, and its last.
-// `params` are those of the sequence. Its divisor is known to no launcher; a part divides once.
+// `params` are those of the sequence. How many KV blocks its tiles have, no launcher knows: this is a division, not divide().
 __device__ __forceinline__ Part find_part(const Params& params, const Share& share, const Place& place, int index) {
     const Tiles tiles = tiles_of(params);
     const int tile = (index - place.begin) / tiles.kv_blocks;

@@ -71,15 +71,20 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
-// A row of the tiles of a head, and which thread blocks of the kernel before this one had parts of its tile.
+// Which thread blocks of the kernel before this one had parts of a tile.
+struct Parts {
+    int first;
+    int last;
+    bool begins_share;  // whether the share of the first one begins with the tile
+};
+
+// A row of the tiles of a head.
 struct Row {
     int batch;
     int head;  // of the queries
     int row_in_tile;
-    int first_part;
-    int last_part;
-    bool begins_share;  // whether the share of first_part begins with the tile
     int row_in_entry;  // of q and out, in which the sequence may be one of several
+    Parts parts;  // of its tile
 };
 
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
@@ -199,7 +204,7 @@ __device__ __forceinline__ void go_on(const Params& params, Numbers& numbers, in
 }
 
 // Row `index` of all heads, where each sequence counts for as many rows as one of them may have. The thread blocks' shares are
-// consecutive KV blocks of all tiles, one tile after the other. Where there is no such row, first_part is last_part.
+// consecutive KV blocks of all tiles, one tile after the other. Where there is no such row, the first part is the last one.
 __device__ __forceinline__ Row find_row(const Params& params, Numbers& numbers, int index, int lane) {
     const int head_of_batch = divide(index, params.num_row_blocks_divisor);
     const int row_of_head = index - head_of_batch * params.num_row_blocks;
@@ -214,18 +219,19 @@ __device__ __forceinline__ Row find_row(const Params& params, Numbers& numbers, 
     row.head = grid_head * params.group_size + row_of_head - query * params.group_size;
     row.row_in_tile = row_of_head % kBlockM;
     const int begin = numbers.before + (grid_head * tiles.row_blocks + row_of_head / kBlockM) * tiles.kv_blocks;
-    row.first_part = begin / numbers.per_share;
-    row.last_part = row_of_head < num_rows(own) ? (begin + tiles.kv_blocks - 1) / numbers.per_share : row.first_part;
-    row.begins_share = row.first_part * numbers.per_share == begin;
+    Parts& parts = row.parts;
+    parts.first = begin / numbers.per_share;
+    parts.last = row_of_head < num_rows(own) ? (begin + tiles.kv_blocks - 1) / numbers.per_share : parts.first;
+    parts.begins_share = parts.first * numbers.per_share == begin;
     row.row_in_entry = queries.begin + query;
     return row;
 }
 
-// Where the part of thread block `block` lies. A thread block leaves the first part of its share in one slot and the last in another;
-// what it has of a tile is the first, unless its share begins ahead of the tile.
-__device__ __forceinline__ int64_t part_row(const Row& row, int block) {
-    const int slot = 2 * block + (block == row.first_part && !row.begins_share ? 1 : 0);
-    return int64_t(slot) * kBlockM + row.row_in_tile;
+// Where a row of a thread block's part lies in the workspace. A thread block leaves the first part of its share in one slot and the last
+// in another; what it has of a tile is the first, unless its share begins ahead of the tile.
+__device__ __forceinline__ int64_t part_row(const Parts& parts, int block, int row) {
+    const int slot = 2 * block + (block == parts.first && !parts.begins_share ? 1 : 0);
+    return int64_t(slot) * kBlockM + row;
 }
 
 // O, not divided by row_sum yet, and the row_max (log2 domain) and row_sum that go with it; of O a lane's share.
@@ -250,17 +256,18 @@ __device__ __forceinline__ void add(Sums& sums, float row_max, float row_sum, co
     }
 }
 
-// Adds the parts of a row, in the order of the thread blocks.
-__device__ __forceinline__ Sums add_parts(const Params& params, const Row& row, int lane) {
+// Adds every kStep-th part of a row of the tile, from part `first_part` on, in order.
+template <int kStep>
+__device__ __forceinline__ Sums add_parts(const Params& params, const Parts& parts, int row, int first_part, int lane) {
     Sums sums = {kNoRowMax, 0.0f, {}};
-    for (int first = row.first_part; first <= row.last_part; first += kPartsAtOnce) {
+    for (int first = first_part; first <= parts.last; first += kStep * kPartsAtOnce) {
         // All loads are started before the first one is used.
         float2 loaded[kPartsAtOnce];
         uint4 output[kPartsAtOnce][kLaneVectors];
 #pragma unroll
         for (int part = 0; part < kPartsAtOnce; ++part) {
-            if (first + part > row.last_part) break;
-            const int64_t source = part_row(row, first + part);
+            if (first + part * kStep > parts.last) break;
+            const int64_t source = part_row(parts, first + part * kStep, row);
             loaded[part] = load_global_64(params.part_sums + source * 2);
 #pragma unroll
             for (int i = 0; i < kLaneVectors; ++i) {
@@ -270,7 +277,7 @@ __device__ __forceinline__ Sums add_parts(const Params& params, const Row& row, 
         }
 #pragma unroll
         for (int part = 0; part < kPartsAtOnce; ++part) {
-            if (first + part > row.last_part) break;
+            if (first + part * kStep > parts.last) break;
             add(sums, loaded[part].x, loaded[part].y, output[part]);
         }
     }
@@ -312,7 +319,7 @@ flash_varlen_split_combine_hdim128_bf16_causal_paged_packgqa_sm90(const __grid_c
     Numbers numbers = {kv_blocks_per_share(params, num_kv_blocks, lane), 0, 0};
     for (int index = block_index() * kWarps + warp; index < params.num_tiles; index += kWarps * int(gridDim.x)) {
         const Row row = find_row(params, numbers, index, lane);
-        if (row.first_part == row.last_part) continue;  // the one thread block that had the tile has written the row
-        store_row(params, row, add_parts(params, row, lane), lane);
+        if (row.parts.first == row.parts.last) continue;  // the one thread block that had the tile has written the row
+        store_row(params, row, add_parts<1>(params, row.parts, row.row_in_tile, row.parts.first, lane), lane);
     }
 }

@@ -111,7 +111,7 @@ FAULTS = (
           "(begin + tiles.kv_blocks - 1) / numbers.per_share :",
           "(begin + tiles.kv_blocks - 1) / numbers.per_share - 1 :"),
     fault("the slot of the share's other part", COMBINE, CHUNKS, (*NUMBERS, "uninitialised global memory"),
-          "&& !row.begins_share ? 1 : 0", "&& !row.begins_share ? 0 : 1"),
+          "&& !parts.begins_share ? 1 : 0", "&& !parts.begins_share ? 0 : 1"),
     fault("does not wait for the parts", COMBINE, CHUNKS, ("dependency",),
           "    griddepcontrol_wait();\n", ""),
     fault("lengths read ahead of the wait", CAUSAL, CHUNKS, ("dependency",),
