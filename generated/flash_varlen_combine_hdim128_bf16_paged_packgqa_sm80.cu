@@ -165,6 +165,11 @@ __device__ __forceinline__ Tiles tiles_of(const Params& params) {
     return {(num_rows(params) + kBlockM - 1) / kBlockM, begin, max(1, end - begin)};
 }
 
+// The parameters for the lengths of a sequence. `params` has the bounds of all sequences.
+__device__ __forceinline__ Params with_lengths_of(const Params& params, int sequence) {
+    return with_lengths(params, queries_of(params, sequence).count, keys_of(params, sequence).count);
+}
+
 __device__ __forceinline__ int num_heads(const Params& params) {
     return params.num_heads_kv;
 }
@@ -172,7 +177,7 @@ __device__ __forceinline__ int num_heads(const Params& params) {
 // How many KV blocks all tiles of a sequence have; `params` have the bounds of all sequences.
 __device__ __forceinline__ int count_kv_blocks(const Params& params, int sequence) {
     if (sequence >= params.batch_size) return 0;
-    const Tiles tiles = tiles_of(with_lengths(params, queries_of(params, sequence).count, keys_of(params, sequence).count));
+    const Tiles tiles = tiles_of(with_lengths_of(params, sequence));
     return num_heads(params) * tiles.row_blocks * tiles.kv_blocks;
 }
 

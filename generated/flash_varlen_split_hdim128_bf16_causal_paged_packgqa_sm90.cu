@@ -22,9 +22,8 @@ constexpr int kConsumers = 3;  // consumer warpgroups, 64 rows each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
 // Registers of a thread, by setmaxnreg. 65,536 registers a SM are 512 for each of a warpgroup's 128 threads, shared by all warpgroups.
-constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 56;
-// Two consumers begin with 168 registers a thread, which are 504 in all.
-constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 152;
+constexpr int kProducerRegisters = 56;
+constexpr int kConsumerRegisters = 152;
 
 // Named barriers: 0 is __syncthreads; 1 to kConsumers are the consumers' turns.
 // Shared memory holds panels of 64 columns, each row of 128 bytes swizzled by TMA.
@@ -214,6 +213,11 @@ __device__ __forceinline__ Tiles tiles_of(const Params& params) {
     return {(num_rows(params) + kBlockM - 1) / kBlockM, begin, max(1, end - begin)};
 }
 
+// The parameters for the lengths of a sequence. `params` has the bounds of all sequences.
+__device__ __forceinline__ Params with_lengths_of(const Params& params, int sequence) {
+    return with_lengths(params, queries_of(params, sequence).count, keys_of(params, sequence).count);
+}
+
 __device__ __forceinline__ int num_heads(const Params& params) {
     return params.num_heads_kv;
 }
@@ -221,7 +225,7 @@ __device__ __forceinline__ int num_heads(const Params& params) {
 // How many KV blocks all tiles of a sequence have; `params` have the bounds of all sequences.
 __device__ __forceinline__ int count_kv_blocks(const Params& params, int sequence) {
     if (sequence >= params.batch_size) return 0;
-    const Tiles tiles = tiles_of(with_lengths(params, queries_of(params, sequence).count, keys_of(params, sequence).count));
+    const Tiles tiles = tiles_of(with_lengths_of(params, sequence));
     return num_heads(params) * tiles.row_blocks * tiles.kv_blocks;
 }
 
@@ -782,8 +786,7 @@ __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, const S
 
 // The first KV block of the tile that has KV block `index` of all, in a sequence at `place`.
 __device__ __forceinline__ int begin_of_tile(const Params& params, const Place& place, int index) {
-    const Params own = with_lengths(params, queries_of(params, place.sequence).count, keys_of(params, place.sequence).count);
-    return index - (index - place.begin) % tiles_of(own).kv_blocks;
+    return index - (index - place.begin) % tiles_of(with_lengths_of(params, place.sequence)).kv_blocks;
 }
 
 // The warp that finds what the thread block's share has of tile after tile, ahead of the producer and the consumers: the part with which
@@ -805,7 +808,7 @@ __device__ __forceinline__ void find_tiles(const Params& params, shared_address 
     const Share share = find_share(params, block_index(), lane);
     // Passes on the part that begins with KV block `index` of all. Returns the one behind it.
     auto pass_on_part = [&](const Place& place, int index) {
-        const Params own = with_lengths(params, queries_of(params, place.sequence).count, keys_of(params, place.sequence).count);
+        const Params own = with_lengths_of(params, place.sequence);
         const Part part = find_part(own, share, place, index);
         const Tile tile = find_tile(own, place, part.tile);
         SequenceTile found = tile_at(params, place.sequence, tile.kv_head, tile.first_row);  // that is the head of the grid

@@ -110,9 +110,7 @@ def simulate(
     """
     reports = []
     written: set[str] = set()  # what an earlier step may have filled
-    settled: set[str] = (
-        set()
-    )  # what only steps ahead of the one before, and those ahead of the call, may write
+    settled: set[str] = set()  # arguments that the step before, which has waited for others, does not write
     for library, step in zip(libraries, planned.steps, strict=True):
         variant, grid = step.variant, step.launch
         regions = _regions(problem, pointers, written, settled) + _slices(planned, variant, pointers, written)
