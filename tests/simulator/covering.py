@@ -44,12 +44,17 @@ def work(variant: Variant) -> int:
 def covering(variants: Iterable[Variant], traits: Callable[[Variant], set[tuple]] = traits) -> list[Variant]:
     """Greedily, the variant with the most traits that are still missing, until none is."""
     pool = sorted(variants, key=lambda variant: (work(variant), variant.name))
-    missing = set().union(*map(traits, pool))
+    lacking = {variant: traits(variant) for variant in pool}
     chosen = []
-    while missing:
-        best = max(pool, key=lambda variant: len(traits(variant) & missing))
-        missing -= traits(best)
+    while lacking:
+        # The first of equals, which is the cheapest.
+        best = max(lacking, key=lambda variant: len(lacking[variant]))
         chosen.append(best)
+        found = lacking.pop(best)
+        for variant in list(lacking):
+            lacking[variant] = lacking[variant] - found
+            if not lacking[variant]:
+                del lacking[variant]
     return sorted(chosen, key=lambda variant: variant.name)
 
 
