@@ -182,17 +182,6 @@ struct RingPosition {
     }
 };
 
-// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
-template <int kPanelCount>
-__device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
-                                              int first_key, int head, int batch) {
-    mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);
-#pragma unroll
-    for (int panel = 0; panel < kPanelCount; ++panel) {
-        tma_load_4d(destination + panel * kBlockN * kPanelRowBytes, map, full, panel * kPanelColumns, first_key, head, batch);
-    }
-}
-
 // Loads Q of a tile.
 __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full) {
     mbarrier_arrive_expect_tx(full, kQBytes);
@@ -514,6 +503,17 @@ struct TileSequence {
         step = 2 * gridDim.x - step;
     }
 };
+
+// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
+template <int kPanelCount>
+__device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
+                                              int first_key, int head, int batch) {
+    mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);
+#pragma unroll
+    for (int panel = 0; panel < kPanelCount; ++panel) {
+        tma_load_4d(destination + panel * kBlockN * kPanelRowBytes, map, full, panel * kPanelColumns, first_key, head, batch);
+    }
+}
 
 // The producer thread: Q of each tile, and K and V of its KV blocks, as fast as buffers become empty.
 __device__ __forceinline__ void produce(const Params& params, shared_address shared, const Barriers& barriers) {
