@@ -524,7 +524,7 @@ __device__ __forceinline__ void produce(const Params& params, shared_address sha
         load_q(params, tile, shared + q_ring.stage * kQBytes, barriers.q_full(q_ring.stage));
         q_ring.advance();
         const KvBlocks blocks = find_kv_blocks(params, tile.first_row, kBlockM);
-#pragma unroll 1  // it waits for copies; unrolled, it takes longer to compile and is no faster
+#pragma unroll 1  // it waits for copies, and unrolled it takes longer to compile
         for (int block = blocks.last; block >= blocks.first; --block) {
             mbarrier_wait(barriers.k_empty(ring.stage), ring.parity ^ 1);
             load_kv_block<kPanels>(shared + kKOffset + ring.stage * kKBytes, params.k, barriers.k_full(ring.stage),
