@@ -294,17 +294,6 @@ struct RingPosition {
     }
 };
 
-// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
-template <int kPanelCount>
-__device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
-                                              int first_key, int head, int batch) {
-    mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);
-#pragma unroll
-    for (int panel = 0; panel < kPanelCount; ++panel) {
-        tma_load_4d(destination + panel * kBlockN * kPanelRowBytes, map, full, panel * kPanelColumns, first_key, head, batch);
-    }
-}
-
 // Loads Q of a tile.
 __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full) {
     mbarrier_arrive_expect_tx(full, kQBytes);
@@ -733,6 +722,17 @@ __device__ __forceinline__ void find_tiles(const Params& params, shared_address 
     }
 }
 
+// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
+template <int kPanelCount>
+__device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
+                                              int first_key, int head, int batch) {
+    mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);
+#pragma unroll
+    for (int panel = 0; panel < kPanelCount; ++panel) {
+        tma_load_4d(destination + panel * kBlockN * kPanelRowBytes, map, full, panel * kPanelColumns, first_key, head, batch);
+    }
+}
+
 // The producer warp: Q of each tile, and K and V of its KV blocks, as fast as buffers become empty.
 __device__ __forceinline__ void produce(const Params& params, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
@@ -751,18 +751,23 @@ __device__ __forceinline__ void produce(const Params& params, shared_address sha
         // To TMA the tile is one of the whole array, where packed sequences are rows of a single entry.
         tile.first_row += found.first_query;
         if (params.cu_seqlens_q != nullptr) tile.batch = 0;
-        mbarrier_wait(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
-        if (lane == 0) load_q(params, tile, shared + q_ring.stage * kQBytes, barriers.q_full(q_ring.stage));
+        if (lane == 0) {
+            mbarrier_wait(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
+            load_q(params, tile, shared + q_ring.stage * kQBytes, barriers.q_full(q_ring.stage));
+        }
         q_ring.advance();
 #pragma unroll 1  // few registers are left to the producer
         for (int block = blocks.last; block >= blocks.first; --block) {
             const shared_address k_smem = shared + kKOffset + ring.stage * kKBytes;
             const shared_address v_smem = shared + kVOffset + ring.stage * kVBytes;
-            const int key = found.first_key + block * kBlockN;
-            mbarrier_wait(barriers.k_empty(ring.stage), ring.parity ^ 1);
-            if (lane == 0) load_kv_block<kPanels>(k_smem, params.k, barriers.k_full(ring.stage), key, tile.kv_head, found.entry);
-            mbarrier_wait(barriers.v_empty(ring.stage), ring.parity ^ 1);
-            if (lane == 0) load_kv_block<kPanelsV>(v_smem, params.v, barriers.v_full(ring.stage), key, tile.kv_head, found.entry);
+            // Lane 0 alone waits: a lane that waits and is overtaken by two phases would wait for ever.
+            if (lane == 0) {
+                const int key = found.first_key + block * kBlockN;
+                mbarrier_wait(barriers.k_empty(ring.stage), ring.parity ^ 1);
+                load_kv_block<kPanels>(k_smem, params.k, barriers.k_full(ring.stage), key, tile.kv_head, found.entry);
+                mbarrier_wait(barriers.v_empty(ring.stage), ring.parity ^ 1);
+                load_kv_block<kPanelsV>(v_smem, params.v, barriers.v_full(ring.stage), key, tile.kv_head, found.entry);
+            }
             ring.advance();
         }
         __syncwarp();
