@@ -944,6 +944,12 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
         __syncwarp();
         float output[kHeadDimV / 2] = {};
         RowState rows;
+        // Rows past the end are queries of another sequence. They must not decide when the row_max of a warp moves: the bits of this
+        // sequence would depend on that one.
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (!is_row(params, first_row + 8 * half + lane / 4)) rows.row_max[half] = INFINITY;
+        }
 
         if (!visible) release(barriers.q_empty(q_ring.stage));  // Q is loaded for every tile, even one without a visible block
         // Most blocks need no mask for a warp's 16 rows. first_row is clamped because a warp's rows may all lie past the last.
@@ -959,11 +965,6 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
             begin_turn();
             mma_qk(scores, q_smem, shared + kKOffset + k_ring.stage * kKBytes);
             end_turn();
-            // Rows past the end are queries of another sequence. They must not decide when the row_max of a warp moves: the bits of this
-            // sequence would depend on that one.
-            for (int half = 0; half < 2; ++half) {
-                if (!is_row(params, first_row + 8 * half + lane / 4)) rows.row_max[half] = INFINITY;
-            }
             clear_tail(block);
             wgmma_wait<0>();
             pin_registers(scores);
