@@ -645,11 +645,11 @@ __device__ __forceinline__ int rows_ahead(const Params&, int rows) {
 }
 
 // Finds tile after tile, in rising order. The row blocks of sequences are numbered slice by slice, the last slice first: slice s has
-// row blocks [s * kSliceBlocks, (s + 1) * kSliceBlocks) of each sequence. So the longest sequences come first, and the end of the grid
-// is short, while row blocks that share keys in L2 stay together. Within a slice the sequences come one after another, the last row
-// block of each first, each row block for all heads. The whole warp works: a lane counts the row blocks of one of 32 sequences.
+// row blocks [s * slice_blocks, (s + 1) * slice_blocks) of each sequence. So the longest sequences come first, and the end of the grid
+// is short, while tiles that share keys in L2 stay together. Within a slice the sequences come one after another, the last row block of
+// each first, each row block for all heads. The whole warp works: a lane counts the row blocks of one of 32 sequences.
 struct TileFinder {
-    static constexpr int kSliceBlocks = 4;
+    int slice_blocks;
     int slice;
     int first;       // of the 32 sequences
     int row_blocks;  // of the lane's sequence
@@ -660,7 +660,10 @@ struct TileFinder {
         for (int sequence = lane; sequence < params.batch_size; sequence += 32) most = max(most, count(params, sequence));
 #pragma unroll
         for (int distance = 16; distance > 0; distance /= 2) most = max(most, __shfl_xor_sync(0xffffffff, most, distance));
-        slice = max(most - 1, 0) / kSliceBlocks;
+        // Four tiles that share keys are enough, and the heads of a group share them. The fewer row blocks a slice has, the more evenly
+        // tiles become shorter, and the more alike is what thread blocks have to do.
+        slice_blocks = max(1, 4 / params.group_size);
+        slice = max(most - 1, 0) / slice_blocks;
         row_blocks = count(params, lane);
     }
 
@@ -669,13 +672,13 @@ struct TileFinder {
         const int num_heads = params.num_heads_q;
         const int number = index / num_heads;
         while (true) {
-            const int in_slice = min(max(row_blocks - slice * kSliceBlocks, 0), kSliceBlocks);
+            const int in_slice = min(max(row_blocks - slice * slice_blocks, 0), slice_blocks);
             const int end = before + sum_up_to_lane(in_slice, lane);
             const uint32_t beyond = __ballot_sync(0xffffffff, number < end);
             if (beyond != 0) {
                 const int found = __ffs(beyond) - 1;
                 const int behind = __shfl_sync(0xffffffff, end, found) - 1 - number;  // row blocks of the sequence that come after it
-                const int row_block = slice * kSliceBlocks + behind;
+                const int row_block = slice * slice_blocks + behind;
                 return tile_at(params, first + found, index - number * num_heads, first_row(params, first + found, row_block));
             }
             before = __shfl_sync(0xffffffff, end, 31);
