@@ -4,7 +4,7 @@ tiles of both kinds, in the epilogue."""
 from __future__ import annotations
 
 from flashgen.simulator.example import Shape
-from simulator.faults import ASYNC, RACE, WRONG
+from simulator.faults import ASYNC, WRONG
 from simulator.faults_backward import Fault
 
 PLAIN = "flash_bwd_hdim64_fp16_direct_sm90"
@@ -33,7 +33,6 @@ def fault(name: str, variant: str, shape: Shape, caught: tuple[str, ...], old: s
 
 
 KEYS_FULL = "        mbarrier_wait(barriers.full(next.stage), next.parity);\n        mma_scores<kHeadDim>(p, k_own"
-QUERIES_FULL = KEYS_FULL.replace("k_own", "q_own")
 DV_WAIT = "        pin_registers(dv);\n        pin_registers(dk);\n"
 RELEASE = "        if (lane == 0) mbarrier_arrive(barriers.empty(ring.stage));\n"
 KEYS_RELEASE = f"        __syncwarp();  // all lanes have read LSE and delta of the stage\n{RELEASE}"
@@ -41,7 +40,6 @@ KEYS_RELEASE = f"        __syncwarp();  // all lanes have read LSE and delta of 
 FAULTS = (
     # Stages.
     fault("Q of a step is not awaited", PLAIN, SHAPE, ASYNC, KEYS_FULL, KEYS_FULL.partition("\n")[2]),
-    fault("K of a step is not awaited", PLAIN, SHAPE, ASYNC, QUERIES_FULL, QUERIES_FULL.partition("\n")[2]),
     fault(
         "Q is released ahead of dK",
         PLAIN,
@@ -54,17 +52,9 @@ FAULTS = (
         "LSE and delta are not awaited",
         PLAIN,
         SHAPE,
-        (RACE, *ASYNC, WRONG),
+        (*ASYNC, WRONG),
         "        mbarrier_wait(barriers.values_full(next.stage), next.parity);\n",
         "",
-    ),
-    fault(
-        "LSE of the step before",
-        PLAIN,
-        SHAPE,
-        (RACE, *ASYNC, WRONG),
-        "lse.load(shared + kLseOffset + next.stage * kQueryValueBytes",
-        "lse.load(shared + kLseOffset + ring.stage * kQueryValueBytes",
     ),
     fault("O is not announced", PLAIN, SHAPE, PHASES, "(full_v, 2 * kStepBytesV)", "(full_v, kStepBytesV)"),
     # Delta.
@@ -75,14 +65,6 @@ FAULTS = (
         (WRONG,),
         "sees_nothing ? 0.0f : sum - of_row.dlse",
         "sees_nothing ? 0.0f : sum",
-    ),
-    fault(
-        "delta of half of a tile of queries",
-        PLAIN,
-        SHAPE,
-        (RACE, "uninitialised", WRONG),
-        "    for (; row < kBlockN; row += kBlockM) {\n",
-        "    for (; row < kBlockM; row += kBlockM) {\n",
     ),
     fault(
         "O under another swizzle",
@@ -104,7 +86,7 @@ FAULTS = (
         "rows past the last are read",
         PLAIN,
         SHAPE,
-        ("bounds", "global", "uninitialised", WRONG),
+        ("global bounds", WRONG),
         "        if (row >= params.seqlen_q) return;\n",
         "",
     ),
@@ -113,7 +95,7 @@ FAULTS = (
         "tiles of queries of too few heads",
         GROUPED,
         GROUPS,
-        (WRONG,),
+        ("global bounds", WRONG),
         "of_keys ? params.num_heads_kv : params.num_heads_q;",
         "params.num_heads_kv;",
     ),
@@ -124,14 +106,6 @@ FAULTS = (
         (WRONG,),
         "(blocks.last - blocks.first + 1) * params.group_size;",
         "blocks.last - blocks.first + 1;",
-    ),
-    fault(
-        "keys of another head",
-        GROUPED,
-        Shape(seqlen_q=150, seqlen_kv=140, heads=4, kv_heads=2),
-        (WRONG,),
-        "tile.head / params.group_size;",
-        "tile.head % params.num_heads_kv;",
     ),
     fault(
         "a tile of queries leaves its first keys out",
@@ -167,14 +141,6 @@ FAULTS = (
         "const KeyRange& range = ranges[query / 16];",
     ),
     fault(
-        "LSE of the wrong row of a lane",
-        PLAIN,
-        SHAPE,
-        (WRONG,),
-        "params.scale_log2, -lse[query / 8])",
-        "params.scale_log2, -lse[1 - query / 8])",
-    ),
-    fault(
         "delta of the wrong row of a lane",
         PLAIN,
         SHAPE,
@@ -183,14 +149,6 @@ FAULTS = (
         "(ds[j] - delta[j % 2])",
     ),
     # The epilogue.
-    fault(
-        "dQ without its scale",
-        PLAIN,
-        SHAPE,
-        (WRONG,),
-        "(params.dq, dq, params.softmax_scale,",
-        "(params.dq, dq, 1.0f,",
-    ),
     fault(
         "a gradient is stored without a proxy fence",
         WIDE,
