@@ -1,5 +1,5 @@
-"""Faults to plant into the backward kernel of small problems on Hopper: in its stages, in delta, in masks, in the
-tiles of both kinds, in the epilogue."""
+"""Faults to plant into the backward kernel of small problems on Hopper: in its stages, in delta, in masks, in
+the tiles of both kinds, in the epilogue."""
 
 from __future__ import annotations
 
@@ -32,10 +32,13 @@ def fault(name: str, variant: str, shape: Shape, caught: tuple[str, ...], old: s
     return Fault(name, variant, "", shape, caught, old, new)
 
 
-KEYS_FULL = "        mbarrier_wait(barriers.full(next.stage), next.parity);\n        mma_scores<kHeadDim>(p, k_own"
+KEYS_FULL = (
+    "        mbarrier_wait(barriers.full(next.stage), next.parity);\n        mma_scores<kHeadDim>(p, k_own"
+)
 DV_WAIT = "        pin_registers(dv);\n        pin_registers(dk);\n"
 RELEASE = "        if (lane == 0) mbarrier_arrive(barriers.empty(ring.stage));\n"
 KEYS_RELEASE = f"        __syncwarp();  // all lanes have read LSE and delta of the stage\n{RELEASE}"
+LAST_STORE = "params.softmax_scale, k_own, tile, consumer, lane);\n"
 
 FAULTS = (
     # Stages.
@@ -49,12 +52,28 @@ FAULTS = (
         f"{KEYS_RELEASE}        wgmma_wait<1>();\n{DV_WAIT}",
     ),
     fault(
-        "LSE and delta are not awaited",
+        "LSE is not awaited",
         PLAIN,
         SHAPE,
         (*ASYNC, WRONG),
-        "        mbarrier_wait(barriers.values_full(next.stage), next.parity);\n",
+        "        mbarrier_wait(barriers.lse_full(next.stage), next.parity);\n",
         "",
+    ),
+    fault(
+        "delta is not awaited",
+        PLAIN,
+        SHAPE,
+        (*ASYNC, WRONG),
+        "        mbarrier_wait(barriers.delta_full(ring.stage), ring.parity);",
+        "",
+    ),
+    fault(
+        "LSE is written over while it is read",
+        PLAIN,
+        SHAPE,
+        PHASES,
+        "        mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);\n        put_lse",
+        "        put_lse",
     ),
     fault("O is not announced", PLAIN, SHAPE, PHASES, "(full_v, 2 * kStepBytesV)", "(full_v, kStepBytesV)"),
     # Delta.
@@ -63,8 +82,8 @@ FAULTS = (
         PLAIN,
         SHAPE,
         (WRONG,),
-        "sees_nothing ? 0.0f : sum - of_row.dlse",
-        "sees_nothing ? 0.0f : sum",
+        "0.0f : sum - values.dlse[i];",
+        "0.0f : sum;",
     ),
     fault(
         "O under another swizzle",
@@ -79,16 +98,16 @@ FAULTS = (
         CAUSAL,
         BLIND,
         (WRONG,),
-        "sees_nothing ? INFINITY : of_row.lse * kLog2e",
-        "of_row.lse * kLog2e",
+        "values.lse[i] == -INFINITY ? INFINITY : values.lse[i] * kLog2e",
+        "values.lse[i] * kLog2e",
     ),
     fault(
         "rows past the last are read",
         PLAIN,
         SHAPE,
         ("global bounds", WRONG),
-        "        if (row >= params.seqlen_q) return;\n",
-        "",
+        "const bool valid = row < params.seqlen_q;",
+        "const bool valid = row >= 0;",
     ),
     # Tiles and steps.
     fault(
@@ -170,7 +189,7 @@ FAULTS = (
         PLAIN,
         SHAPE,
         ASYNC,
-        "params.softmax_scale, k_own, tile, consumer, lane);\n    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();",
-        "params.softmax_scale, k_own, tile, consumer, lane);\n    //",
+        f"{LAST_STORE}    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();",
+        f"{LAST_STORE}    //",
     ),
 )

@@ -1,5 +1,5 @@
-"""The backward pass of small problems on Hopper in the simulator: every tile and mask type, planted faults, the
-same bits each time."""
+"""The backward pass of small problems on Hopper in the simulator: every tile and mask type, planted faults,
+the same bits each time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from backward_variants import MAIN
-from flashgen.simulator.example import Shape
-from simulator.calls import check_of, within_the_bound
+from flashgen.simulator.example import Shape, make_any
+from simulator.calls import check_of, simulated, within_the_bound
 from simulator.faults_backward_direct_sm90 import FAULTS
 
 # Every tile and mask type, both groupings; ragged tiles, short head dims, rows and keys that see nothing.
@@ -51,9 +51,6 @@ def test_no_access_to_shared_memory_has_bank_conflicts(compiler, fresh_seed):
 
 def test_any_order_of_threads_gives_the_same_bits(compiler, fresh_seed):
     """Which is what lets it serve calls that ask for that."""
-    from flashgen.simulator.example import make_any
-    from simulator.calls import simulated
-
     variant = MAIN["flash_bwd_hdim64_bf16_causal_direct_gqa_sm90"]
     found = []
     for order in (1, 2):

@@ -242,8 +242,8 @@ def _cost_of_shares(problem: Problem, device: Device, variant: Variant) -> float
 def _cost_of_keys(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
     parts, block_n = group_parts(problem, variant, device), variant.grid.covers[0][1]
     of_keys, of_queries = tiles(problem, variant) * parts, tiles_beside(problem, variant)
-    rows = problem.sizes["seqlen_q"] * (problem.sizes["num_heads_q"] // problem.sizes["num_heads_kv"]) // parts
-    keys = problem.sizes["seqlen_kv"]
+    group = problem.sizes["num_heads_q"] // problem.sizes["num_heads_kv"]
+    rows, keys = problem.sizes["seqlen_q"] * group // parts, problem.sizes["seqlen_kv"]
     count = of_keys + of_queries
     mean = (of_keys * rows + of_queries * keys) / max(1, count)
     longest = max(rows if of_keys else 0, keys if of_queries else 0)

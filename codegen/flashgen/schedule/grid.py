@@ -70,8 +70,8 @@ def row_blocks(problem: Problem, variant: Variant) -> int:
 
 
 def tiles(problem: Problem, variant: Variant) -> int:
-    """Tiles of the grid, without those beside them. In a grid of sequences they are the most that there can be: each sequence has one
-    that is not whole.
+    """Tiles of the grid, without those beside them. In a grid of sequences they are the most that there can
+    be: each sequence has one that is not whole.
     """
     sizes = extents(problem, variant)
     further = (-(-sizes[dimension] // tile) for dimension, tile in variant.grid.covers[1:])
