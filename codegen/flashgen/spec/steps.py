@@ -89,6 +89,9 @@ class StepTable:
         if row.grid.group_waves and (not row.main or row.grid.schedule != "tile_per_block"):
             why = "only the main step splits groups of query heads, one thread block to each tile and part"
             raise document.error((*keys, "grid", "group_waves"), why)
+        if row.grid.beside and row.grid.schedule != "tile_per_block":
+            why = "only with one thread block to each tile"
+            raise document.error((*keys, "grid", "beside"), why)
         self._threads = self._expression(("threads",), row.threads)
         self._smem_bytes = self._expression(("smem_bytes",), row.smem_bytes)
         known = OPERATORS[file.operator].grid_dimensions
