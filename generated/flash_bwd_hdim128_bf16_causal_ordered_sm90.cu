@@ -197,8 +197,9 @@ struct Barriers {
     __device__ __forceinline__ shared_address dout_full(int stage) const { return at(3 + kStages + stage); }
     __device__ __forceinline__ shared_address empty(int stage) const { return at(3 + 2 * kStages + stage); }
 
-    // It is this thread block's turn to add dQ of a step; every consumer warp has added its part of it.
+    // It is this thread block's turn to add dQ of a step.
     __device__ __forceinline__ shared_address turn() const { return at(3 + 3 * kStages); }
+    // Every consumer warp has added its part of dQ of a step.
     __device__ __forceinline__ shared_address dq_added() const { return at(4 + 3 * kStages); }
 
     __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }

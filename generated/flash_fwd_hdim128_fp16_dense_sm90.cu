@@ -210,17 +210,6 @@ struct RingPosition {
     }
 };
 
-// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
-template <int kPanelCount>
-__device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
-                                              int first_key, int head, int batch) {
-    mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);
-#pragma unroll
-    for (int panel = 0; panel < kPanelCount; ++panel) {
-        tma_load_4d(destination + panel * kBlockN * kPanelRowBytes, map, full, panel * kPanelColumns, first_key, head, batch);
-    }
-}
-
 // Loads Q of a tile.
 __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full) {
     mbarrier_arrive_expect_tx(full, kQBytes);
@@ -692,6 +681,17 @@ struct TileSequence {
         step = 2 * gridDim.x - step;
     }
 };
+
+// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
+template <int kPanelCount>
+__device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
+                                              int first_key, int head, int batch) {
+    mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);
+#pragma unroll
+    for (int panel = 0; panel < kPanelCount; ++panel) {
+        tma_load_4d(destination + panel * kBlockN * kPanelRowBytes, map, full, panel * kPanelColumns, first_key, head, batch);
+    }
+}
 
 // A warp that reads the mask: an entry of the ring for each KV block with a visible key, and one that ends the tile. Blocks outside
 // of the range of the tile's rows are not even read. It runs ahead of the ring's readers, the producer thread and the consumer warps.

@@ -182,17 +182,6 @@ struct RingPosition {
     }
 };
 
-// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
-template <int kPanelCount>
-__device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
-                                              int first_key, int head, int batch) {
-    mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);
-#pragma unroll
-    for (int panel = 0; panel < kPanelCount; ++panel) {
-        tma_load_4d(destination + panel * kBlockN * kPanelRowBytes, map, full, panel * kPanelColumns, first_key, head, batch);
-    }
-}
-
 // Loads Q of a tile.
 __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full) {
     mbarrier_arrive_expect_tx(full, kQBytes);
@@ -518,6 +507,17 @@ struct TileSequence {
     }
 };
 
+// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
+template <int kPanelCount>
+__device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
+                                              int first_key, int head, int batch) {
+    mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);
+#pragma unroll
+    for (int panel = 0; panel < kPanelCount; ++panel) {
+        tma_load_4d(destination + panel * kBlockN * kPanelRowBytes, map, full, panel * kPanelColumns, first_key, head, batch);
+    }
+}
+
 // The producer thread: Q of each tile, and K and V of its KV blocks, as fast as buffers become empty.
 __device__ __forceinline__ void produce(const Params& params, shared_address shared, const Barriers& barriers) {
     // The buffers begin empty: of their barriers, the phase before the first has ended.
@@ -529,6 +529,7 @@ __device__ __forceinline__ void produce(const Params& params, shared_address sha
         load_q(params, tile, shared + q_ring.stage * kQBytes, barriers.q_full(q_ring.stage));
         q_ring.advance();
         const KvBlocks blocks = find_kv_blocks(params, tile.first_row, kBlockM);
+#pragma unroll 1  // it waits for copies, and unrolled it takes longer to compile
         for (int block = blocks.last; block >= blocks.first; --block) {
             mbarrier_wait(barriers.k_empty(ring.stage), ring.parity ^ 1);
             load_kv_block<kPanels>(shared + kKOffset + ring.stage * kKBytes, params.k, barriers.k_full(ring.stage),

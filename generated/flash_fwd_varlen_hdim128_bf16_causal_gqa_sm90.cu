@@ -294,17 +294,6 @@ struct RingPosition {
     }
 };
 
-// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
-template <int kPanelCount>
-__device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
-                                              int first_key, int head, int batch) {
-    mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);
-#pragma unroll
-    for (int panel = 0; panel < kPanelCount; ++panel) {
-        tma_load_4d(destination + panel * kBlockN * kPanelRowBytes, map, full, panel * kPanelColumns, first_key, head, batch);
-    }
-}
-
 // Loads Q of a tile.
 __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full) {
     mbarrier_arrive_expect_tx(full, kQBytes);
@@ -656,11 +645,11 @@ __device__ __forceinline__ int rows_ahead(const Params&, int rows) {
 }
 
 // Finds tile after tile, in rising order. The row blocks of sequences are numbered slice by slice, the last slice first: slice s has
-// row blocks [s * kSliceBlocks, (s + 1) * kSliceBlocks) of each sequence. So the longest sequences come first, and the end of the grid
-// is short, while row blocks that share keys in L2 stay together. Within a slice the sequences come one after another, the last row
-// block of each first, each row block for all heads. The whole warp works: a lane counts the row blocks of one of 32 sequences.
+// row blocks [s * slice_blocks, (s + 1) * slice_blocks) of each sequence. So the longest sequences come first, and the end of the grid
+// is short, while tiles that share keys in L2 stay together. Within a slice the sequences come one after another, the last row block of
+// each first, each row block for all heads. The whole warp works: a lane counts the row blocks of one of 32 sequences.
 struct TileFinder {
-    static constexpr int kSliceBlocks = 4;
+    int slice_blocks;
     int slice;
     int first;       // of the 32 sequences
     int row_blocks;  // of the lane's sequence
@@ -671,7 +660,10 @@ struct TileFinder {
         for (int sequence = lane; sequence < params.batch_size; sequence += 32) most = max(most, count(params, sequence));
 #pragma unroll
         for (int distance = 16; distance > 0; distance /= 2) most = max(most, __shfl_xor_sync(0xffffffff, most, distance));
-        slice = max(most - 1, 0) / kSliceBlocks;
+        // Four tiles that share keys are enough, and the heads of a group share them. The fewer row blocks a slice has, the more evenly
+        // tiles become shorter, and the more alike is what thread blocks have to do.
+        slice_blocks = max(1, 4 / params.group_size);
+        slice = max(most - 1, 0) / slice_blocks;
         row_blocks = count(params, lane);
     }
 
@@ -680,13 +672,13 @@ struct TileFinder {
         const int num_heads = params.num_heads_q;
         const int number = index / num_heads;
         while (true) {
-            const int in_slice = min(max(row_blocks - slice * kSliceBlocks, 0), kSliceBlocks);
+            const int in_slice = min(max(row_blocks - slice * slice_blocks, 0), slice_blocks);
             const int end = before + sum_up_to_lane(in_slice, lane);
             const uint32_t beyond = __ballot_sync(0xffffffff, number < end);
             if (beyond != 0) {
                 const int found = __ffs(beyond) - 1;
                 const int behind = __shfl_sync(0xffffffff, end, found) - 1 - number;  // row blocks of the sequence that come after it
-                const int row_block = slice * kSliceBlocks + behind;
+                const int row_block = slice * slice_blocks + behind;
                 return tile_at(params, first + found, index - number * num_heads, first_row(params, first + found, row_block));
             }
             before = __shfl_sync(0xffffffff, end, 31);
@@ -730,6 +722,17 @@ __device__ __forceinline__ void find_tiles(const Params& params, shared_address 
     }
 }
 
+// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
+template <int kPanelCount>
+__device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
+                                              int first_key, int head, int batch) {
+    mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);
+#pragma unroll
+    for (int panel = 0; panel < kPanelCount; ++panel) {
+        tma_load_4d(destination + panel * kBlockN * kPanelRowBytes, map, full, panel * kPanelColumns, first_key, head, batch);
+    }
+}
+
 // The producer warp: Q of each tile, and K and V of its KV blocks, as fast as buffers become empty.
 __device__ __forceinline__ void produce(const Params& params, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
@@ -748,18 +751,23 @@ __device__ __forceinline__ void produce(const Params& params, shared_address sha
         // To TMA the tile is one of the whole array, where packed sequences are rows of a single entry.
         tile.first_row += found.first_query;
         if (params.cu_seqlens_q != nullptr) tile.batch = 0;
-        mbarrier_wait(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
-        if (lane == 0) load_q(params, tile, shared + q_ring.stage * kQBytes, barriers.q_full(q_ring.stage));
+        if (lane == 0) {
+            mbarrier_wait(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
+            load_q(params, tile, shared + q_ring.stage * kQBytes, barriers.q_full(q_ring.stage));
+        }
         q_ring.advance();
 #pragma unroll 1  // few registers are left to the producer
         for (int block = blocks.last; block >= blocks.first; --block) {
             const shared_address k_smem = shared + kKOffset + ring.stage * kKBytes;
             const shared_address v_smem = shared + kVOffset + ring.stage * kVBytes;
-            const int key = found.first_key + block * kBlockN;
-            mbarrier_wait(barriers.k_empty(ring.stage), ring.parity ^ 1);
-            if (lane == 0) load_kv_block<kPanels>(k_smem, params.k, barriers.k_full(ring.stage), key, tile.kv_head, found.entry);
-            mbarrier_wait(barriers.v_empty(ring.stage), ring.parity ^ 1);
-            if (lane == 0) load_kv_block<kPanelsV>(v_smem, params.v, barriers.v_full(ring.stage), key, tile.kv_head, found.entry);
+            // Lane 0 alone waits: a lane that waits and is overtaken by two phases would wait for ever.
+            if (lane == 0) {
+                const int key = found.first_key + block * kBlockN;
+                mbarrier_wait(barriers.k_empty(ring.stage), ring.parity ^ 1);
+                load_kv_block<kPanels>(k_smem, params.k, barriers.k_full(ring.stage), key, tile.kv_head, found.entry);
+                mbarrier_wait(barriers.v_empty(ring.stage), ring.parity ^ 1);
+                load_kv_block<kPanelsV>(v_smem, params.v, barriers.v_full(ring.stage), key, tile.kv_head, found.entry);
+            }
             ring.advance();
         }
         __syncwarp();

@@ -427,17 +427,6 @@ struct RingPosition {
     }
 };
 
-// Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
-template <int kPanelCount>
-__device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
-                                              int first_key, int head, int batch) {
-    mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);
-#pragma unroll
-    for (int panel = 0; panel < kPanelCount; ++panel) {
-        tma_load_4d(destination + panel * kBlockN * kPanelRowBytes, map, full, panel * kPanelColumns, first_key, head, batch);
-    }
-}
-
 // Loads Q of a tile.
 __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, shared_address destination, shared_address full) {
     mbarrier_arrive_expect_tx(full, kQBytes);
@@ -790,9 +779,9 @@ __device__ __forceinline__ int begin_of_tile(const Params& params, const Place& 
 }
 
 // The warp that finds what the thread block's share has of tile after tile, ahead of the producer and the consumers: the part with which
-// the share begins, the one with which it ends, then the whole tiles between them. All tiles of a sequence are equally long and are taken
-// from the end. So thread blocks that begin together and keep pace are at two places of the keys of a head, wherever their shares begin,
-// and find them in L2.
+// the share begins, the one with which it ends, then the whole tiles between them. All tiles of a sequence are equally long, and each is
+// visited from its last KV block on. A share's first and last part add up to as many KV blocks as those of other shares, but for whole
+// tiles. So thread blocks that keep pace visit a head in at most two places, wherever their shares begin, and find its keys in L2.
 __device__ __forceinline__ void find_tiles(const Params& params, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
     RingPosition<kQStages> ring;
@@ -884,8 +873,10 @@ __device__ __forceinline__ void produce(const Params& params, shared_address sha
         // To TMA the tile is one of the whole array, where packed sequences are rows of a single entry.
         tile.first_row += found.first_query * params.group_size;
         if (params.cu_seqlens_q != nullptr) tile.batch = 0;
-        mbarrier_wait(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
-        if (lane == 0) load_q(params, tile, shared + q_ring.stage * kQBytes, barriers.q_full(q_ring.stage));
+        if (lane == 0) {
+            mbarrier_wait(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
+            load_q(params, tile, shared + q_ring.stage * kQBytes, barriers.q_full(q_ring.stage));
+        }
         q_ring.advance();
 #pragma unroll 1  // few registers are left to the producer
         for (int block = blocks.last; block >= blocks.first; --block) {

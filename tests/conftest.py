@@ -1,6 +1,8 @@
 """A tiny family of kernels (tests/fixtures) to load, change and render, apart from the shipped ones; and a
 GPU that only keeps what it is asked to launch."""
 
+import os
+import secrets
 import shutil
 from pathlib import Path
 
@@ -21,6 +23,14 @@ FIXTURES = Path(__file__).parent / "fixtures"
 def nothing_tuned(tmp_path, monkeypatch):
     """What was tuned on this machine has no part in the tests."""
     monkeypatch.setenv("FLASHGEN_TUNED", str(tmp_path / "tuned"))
+
+
+@pytest.fixture
+def fresh_seed():
+    """A fresh seed, which pytest shows where a test fails; or FLASHGEN_TEST_SEED, to see a failure again."""
+    seed = int(os.environ.get("FLASHGEN_TEST_SEED") or secrets.randbits(32))
+    print(f"FLASHGEN_TEST_SEED={seed}")
+    return seed
 
 
 @pytest.fixture

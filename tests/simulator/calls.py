@@ -8,6 +8,9 @@ from flashgen.simulator.library import load
 from flashgen.source.render import render
 from simulator.faults import WRONG
 
+# Orders of threads under which a kernel without a fault runs; seeds are fresh, so the next run has others.
+ORDERS = 5
+
 
 def simulated(variant, example, seed, source_of=render, **options):
     """The reports of the steps, run on the example; ``source_of`` a step is the source to take."""

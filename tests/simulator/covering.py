@@ -27,12 +27,13 @@ VARIANTS = {
 
 def traits(variant: Variant) -> set[tuple]:
     """What the set must have: each tile of a target with each mask type, and for each spec all pairs of axis
-    values, target, loop and name of the tile.
+    values, target, loop and name of the tile. Decoding has one loop, so there a tile is needed once.
     """
     values = [*variant.axes, ("target", variant.target), ("loop", dict(variant.tile).get("loop"))]
     values.append(("tile_name", variant.tile_name))
     pairs = {(variant.spec, *pair) for pair in combinations(values, 2)}
-    return {*pairs, (variant.target, variant.tile, variant.mask_type)}
+    mask_type = None if variant.spec == "flash_decode_sm80" else variant.mask_type
+    return {*pairs, (variant.target, variant.tile, mask_type)}
 
 
 def work(variant: Variant) -> int:
@@ -44,12 +45,17 @@ def work(variant: Variant) -> int:
 def covering(variants: Iterable[Variant], traits: Callable[[Variant], set[tuple]] = traits) -> list[Variant]:
     """Greedily, the variant with the most traits that are still missing, until none is."""
     pool = sorted(variants, key=lambda variant: (work(variant), variant.name))
-    missing = set().union(*map(traits, pool))
+    lacking = {variant: traits(variant) for variant in pool}
     chosen = []
-    while missing:
-        best = max(pool, key=lambda variant: len(traits(variant) & missing))
-        missing -= traits(best)
+    while lacking:
+        # The first of equals, which is the cheapest.
+        best = max(lacking, key=lambda variant: len(lacking[variant]))
         chosen.append(best)
+        found = lacking.pop(best)
+        for variant in list(lacking):
+            lacking[variant] = lacking[variant] - found
+            if not lacking[variant]:
+                del lacking[variant]
     return sorted(chosen, key=lambda variant: variant.name)
 
 

@@ -12,6 +12,7 @@ from flashgen.simulator.example import make, run
 from flashgen.simulator.library import load
 from flashgen.source.render import render
 from simulator import faults, faults_sm90
+from simulator.calls import ORDERS
 from simulator.covering import VARIANTS
 from simulator.faults import WRONG
 
@@ -55,13 +56,13 @@ CLEAN = sorted({(fault.variant, fault.shape, fault.multiprocessors) for fault in
 
 @pytest.mark.parametrize(("name", "shape", "multiprocessors"), CLEAN, ids=str)
 def test_without_it_nothing_is_found(name, shape, multiprocessors, compiler, fresh_seed):
-    """Under 20 orders of threads."""
+    """Under several orders of threads."""
     variant = VARIANTS[name]
     source = render(variant)
-    seeds = range(fresh_seed, fresh_seed + 20)
+    seeds = range(fresh_seed, fresh_seed + ORDERS)
     assert [verdict_of(source, variant, shape, seed, multiprocessors) for seed in seeds] == [
         (None, None)
-    ] * 20
+    ] * ORDERS
 
 
 @named(faults_sm90.HARMLESS)

@@ -16,6 +16,7 @@ from flashgen.simulator.execute import simulate
 from flashgen.simulator.hardware import pretend_for
 from flashgen.simulator.library import load
 from flashgen.source.render import render
+from simulator.calls import ORDERS
 from simulator.faults import WRONG
 from simulator.faults_turns import AMPERE, FAULTS, HOPPER, PAIR, WIDE, watched
 
@@ -93,5 +94,5 @@ def test_without_it_nothing_is_found(name, compiler, fresh_seed):
         return watched(render(step), name) if step.step == "main" else render(step)
 
     shape = next(fault.shape for fault in FAULTS if fault.variant == name)
-    for seed in range(fresh_seed, fresh_seed + 20):
+    for seed in range(fresh_seed, fresh_seed + ORDERS):
         assert check_of(name, shape, seed, source_of) is None

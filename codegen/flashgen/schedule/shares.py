@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from flashgen.operators.operator import Problem
     from flashgen.spec.variant import Variant
 
-# Kernels number KV blocks in 32 bits.
-MAX_KV_BLOCKS = 2**31 - 1
+# Kernels number KV blocks in 32 bits, up to the end of the last thread block's share, which may lie past the
+# last KV block by one for each thread block.
+MAX_KV_BLOCKS = 2**31 - 2**17
 # Of a multiprocessor's shared memory, what the driver keeps for each thread block.
 RESERVED_SMEM = 1024
 

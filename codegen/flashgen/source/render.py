@@ -240,6 +240,7 @@ def _environment(folders: tuple[str, ...]) -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=False,
+        optimized=False,  # an eighth of a first rendering goes into folding constants, of which there are few
     )
 
 
