@@ -3,8 +3,8 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 64, head_dim_v 64, dtype bf16, mask_type causal, gqa mha, dq_order direct
-// tile      block_m 128, block_n 128, stages 3
-// block     384 threads, 184456 bytes of dynamic shared memory
+// tile      block_m 64, block_n 128, stages 4
+// block     384 threads, 134320 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_bwd_direct_sm90.yaml
 // template  flash_bwd_direct_sm90.cu.j2
@@ -28,9 +28,9 @@ using element = bf16;
 
 constexpr int kHeadDim = 64;  // of Q and K
 constexpr int kHeadDimV = 64;  // of V, O and dO
-constexpr int kBlockM = 128;  // rows of a step
+constexpr int kBlockM = 64;  // rows of a step
 constexpr int kBlockN = 128;  // rows of a tile
-constexpr int kStages = 3;  // buffers of Q, dO and O, or of K and V
+constexpr int kStages = 4;  // buffers of Q, dO and O, or of K and V
 constexpr int kConsumers = kBlockN / 64;  // consumer warpgroups, 64 rows each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 constexpr int kValueWarps = 2;  // the last ones of the producer, which compute delta
@@ -69,7 +69,7 @@ static_assert(kBlockM % (32 * kValueWarps) == 0 && kBlockN % kBlockM == 0, "lane
 static_assert(kStages * kBlockM >= kBlockN, "O of a tile has room where that of steps has");
 static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "the register file");
-static_assert(kSharedBytes + 1024 == 184456, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes + 1024 == 134320, "launcher and kernel agree on shared memory");
 
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
@@ -273,25 +273,19 @@ __device__ __forceinline__ void load_rows(shared_address destination, const tens
 // 8 j + 2 t + e % 2.
 #ifndef FLASHGEN_SIMULATOR  // which has C++ in their place
 
-// wgmma.mma_async.m64n128k16: a and b in shared memory under descriptors, both with the K dimension contiguous.
-__device__ __forceinline__ void wgmma_m64n128k16_bf16_ss(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both with the K dimension contiguous.
+__device__ __forceinline__ void wgmma_m64n64k16_bf16_ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-        "}, %64, %65, p, 1, 1, 0, 0;\n}\n"
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, p, 1, 1, 0, 0;\n}\n"
         :
           "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
           "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
           "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
         : "l"(a), "l"(b), "r"(accumulate));
 }
 
@@ -335,7 +329,7 @@ __device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], shared_
 #pragma unroll
     for (int column = 0; column < kColumns; column += 16) {
         const int panel = column / kPanelColumns, byte = column % kPanelColumns * sizeof(element);
-        wgmma_m64n128k16_bf16_ss(scores, a + ((panel * kBlockN * kPanelRowBytes + byte) >> 4),
+        wgmma_m64n64k16_bf16_ss(scores, a + ((panel * kBlockN * kPanelRowBytes + byte) >> 4),
                                  b + ((panel * kBlockM * kPanelRowBytes + byte) >> 4), column > 0);
     }
     wgmma_commit();
@@ -583,12 +577,17 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Vis
     }
 }
 
-// LSE or delta of the queries of a lane's scores, two by two. Loaded where they are used, as there are no registers for them before.
+// LSE or delta of the queries of a lane's scores, two by two. Loaded well ahead of their use, and of wgmmas: a load from
+// shared memory waits for wgmmas that were started before it.
 struct QueryValues {
-    shared_address smem;
-    int lane;
+    float2 values[kBlockM / 8];
 
-    __device__ __forceinline__ float2 two(int j) const { return load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float)); }
+    __device__ __forceinline__ void load(shared_address smem, int lane) {
+#pragma unroll
+        for (int j = 0; j < kBlockM / 8; ++j) values[j] = load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float));
+    }
+
+    __device__ __forceinline__ float2 two(int j) const { return values[j]; }
 };
 
 // Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
@@ -623,7 +622,7 @@ __device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float
 
 // A consumer warpgroup of a tile of keys: dK and dV of 64 of them. The MMAs of a step, in groups as they are awaited:
 //     dP^T = V dO^T                  while P is computed of S^T
-//     dV += P^T dO
+//     dV += P^T dO                   while dS is computed of dP^T
 //     dK += dS^T Q                   with S^T = K Q^T of the next step behind it
 __device__ __forceinline__ void consume_keys(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers,
                                              int consumer) {
@@ -642,6 +641,7 @@ __device__ __forceinline__ void consume_keys(const Params& params, const Tile& t
     float dk[kHeadDim / 2] = {};
     float dv[kHeadDimV / 2] = {};
     float p[kBlockM / 2];  // S^T, then P^T
+    QueryValues lse;
     RingPosition<kStages> ring;
     mbarrier_wait(barriers.tile_full(), 0);
     if (steps.count > 0) {
@@ -651,6 +651,7 @@ __device__ __forceinline__ void consume_keys(const Params& params, const Tile& t
         pin_registers(p);
         mbarrier_wait(barriers.tile_full_v(), 0);
         mbarrier_wait(barriers.lse_full(0), 0);
+        lse.load(shared + kLseOffset, lane);
     }
 
 #pragma unroll 1
@@ -662,18 +663,17 @@ __device__ __forceinline__ void consume_keys(const Params& params, const Tile& t
         mma_scores<kHeadDimV>(ds, v_own, dout_smem);
         const int first_query = steps.block * kBlockM;
         if (needs_mask(first_query)) apply_mask(params, p, warp_key + lane / 4, first_query + lane % 4 * 2);
-        int values = shared + kLseOffset + ring.stage * kQueryValueBytes;
-        opaque(values);  // what is read takes constant offsets from one address
-        compute_p(p, {shared_address(values), lane}, params.scale_log2);
+        compute_p(p, lse, params.scale_log2);
         PackedScores packed_p, packed_ds;
-        pin_registers(p);
-        mbarrier_wait(barriers.delta_full(ring.stage), ring.parity);  // ptxas moves exponentials behind a wait for MMAs, but not past a branch
-        wgmma_wait<0>();
-        pin_registers(ds);
-        compute_ds(ds, p, {shared_address(values + kDeltaOffset - kLseOffset), lane});
+        mbarrier_wait(barriers.delta_full(ring.stage), ring.parity);
+        QueryValues delta;
+        delta.load(shared + kDeltaOffset + ring.stage * kQueryValueBytes, lane);
         packed_p.set(p);
-        packed_ds.set(ds);
         mma_gradient(dv, packed_p, dout_smem);
+        wgmma_wait<1>();
+        pin_registers(ds);
+        compute_ds(ds, p, delta);
+        packed_ds.set(ds);
         mma_gradient(dk, packed_ds, q_smem);
 
         // The last step begins once more what nobody uses: with MMAs that are conditional, ptxas would serialise all of them.
@@ -687,6 +687,7 @@ __device__ __forceinline__ void consume_keys(const Params& params, const Tile& t
         __syncwarp();  // all lanes have read LSE and delta of the stage
         if (lane == 0) mbarrier_arrive(barriers.empty(ring.stage));
         mbarrier_wait(barriers.lse_full(next.stage), next.parity);
+        lse.load(shared + kLseOffset + next.stage * kQueryValueBytes, lane);
         wgmma_wait<0>();
         pin_registers(p);
         ring = next;
