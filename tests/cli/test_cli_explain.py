@@ -24,7 +24,8 @@ def test_says_which_and_why_not_the_others(flashgen):
 def test_gradients_go_by_the_operator(order, flashgen):
     options = ("--operator", "attention_backward", *(["--deterministic"] if order == "ordered" else []))
     found = json.loads(flashgen(*CALL, *options, "--arch", "sm_90", "--json").stdout)
-    assert found["problem"].endswith("dq_order " + ("ordered" if order == "ordered" else "none or ordered"))
+    orders = "ordered or direct" if order == "ordered" else "none, ordered or direct"
+    assert found["problem"].endswith(f"dq_order {orders}")
     steps = found["steps"]
     assert [step["variant"].partition("_hdim")[0] for step in steps] == [
         "flash_bwd_preprocess",

@@ -49,11 +49,13 @@ def specs(target):
     return [s for s in load_specs() if s.operator == "attention_backward" and target in s.targets]
 
 
-def variant_for(problem, target, tile=""):
-    """The kernel of a target that serves the problem, with the ordinary tile or the one of that name."""
+def variant_for(problem, target, tile="", order=None):
+    """The kernel of a target that serves the problem, with the ordinary tile or the one of that name, and an
+    order of additions to dq: by default the one that was asked for.
+    """
     gpu = device(0)
     found = [v for v in offers(problem, gpu, specs(target)) if v.target == target and runs_on(v, gpu)]
-    order = "ordered" if problem.deterministic else "none"
+    order = order or ("ordered" if problem.deterministic else "none")
     if target == "sm90" and not found:
         pytest.skip("Hopper's family has no kernel of it")
     (variant,) = (v for v in found if dict(v.axes)["dq_order"] == order and v.tile_name == tile)
@@ -119,7 +121,7 @@ class Call:
         options = self.options | self.scored
         return flashgen.attention(self.q, self.k, self.v, mask=self.mask, return_lse=True, **options)
 
-    def plan(self, target, deterministic=False, group_waves=None, tile=""):
+    def plan(self, target, deterministic=False, group_waves=None, tile="", order=None):
         out, lse = self.forward()
         given = (self.dout, self.q, self.k, self.v, self.mask, out, lse, self.dlse, *self.outputs)
         names = ("dout", "q", "k", "v", "mask", "out", "lse", "dlse", "dq", "dk", "dv")
@@ -127,7 +129,7 @@ class Call:
         of_score = {"score": self.modification, "score_scalars": self.numbers}
         of_score["score_arrays"] = [view(x, "an array") for x in self.arrays]
         problem = normalise(**views, deterministic=deterministic, **of_score, **self.options)
-        main = variant_for(problem, target, tile)
+        main = variant_for(problem, target, tile, order)
         if group_waves is not None:
             main = dataclasses.replace(main, grid=main.grid._replace(group_waves=group_waves))
         return Plan(problem, bind(problem, main, device(0)), (*given, *self.arrays))
@@ -163,9 +165,9 @@ class Call:
             assert worst.share <= 1, f"d{name}: {worst.describe()} at {worst.index}"
 
 
-def check(*args, target="sm80", deterministic=False, tile="", **options):
+def check(*args, target="sm80", deterministic=False, tile="", order=None, **options):
     call = Call(*args, **options)
-    plan = call.plan(target, deterministic, tile=tile)
+    plan = call.plan(target, deterministic, tile=tile, order=order)
     call.check(call.run(plan), plan.problem)
     return plan
 

@@ -96,6 +96,36 @@ def test_deterministic_and_modified_scores_have_kernels_for_hopper(head_dim):
         assert dict(variant.axes)["dq_order"] == "ordered"
 
 
+def taken_of_heads(batch, seqlen, heads, kv_heads=None, head_dim=64, **options):
+    q, k = (view_of_shape((batch, seqlen, of, head_dim), "bf16", 0) for of in (heads, kv_heads or heads))
+    lse = view_of_shape((batch, heads, seqlen), "fp32", 0)
+    problem = normalise(q, q, k, k, q, lse, **options)
+    variant = select(problem, H200, offers(problem, H200, SPECS))
+    return variant, launch_of(problem, variant, H200).blocks
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"deterministic": True}], ids=str)
+def test_small_problems_take_one_kernel_with_tiles_of_both_kinds(head_dim, options):
+    variant, blocks = taken_of_heads(1, 512, 16, head_dim=head_dim, **options)
+    assert (variant.spec, len(variant.steps), blocks) == ("flash_bwd_direct_sm90", 1, 128)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((1, 1024, 16), {}),  # twice as many tiles as there are multiprocessors
+        ((16, 4096, 16), {"causal": True}),
+        ((1, 512, 16, 4), {}),  # its tiles of keys would have four times as many steps
+        ((1, 512, 16), {"score": load_scores().by_name["softcap"], "score_scalars": (30.0,)}),
+    ],
+    ids=str,
+)
+def test_others_are_left_to_three_kernels(sizes, options):
+    variant, _ = taken_of_heads(*sizes, **options)
+    assert variant.spec == "flash_bwd_sm90"
+
+
 def taken_packed(head_dim, dtype="bf16", tokens=1000, **options):
     q, k = (view_of_shape((tokens, heads, head_dim), dtype, 0) for heads in (4, 2))
     lse = view_of_shape((4, tokens), "fp32", 0)

@@ -782,3 +782,23 @@ def test_what_a_family_may_say_of_groups_in_parts(old, new, place, why, tmp_path
         return
     with pytest.raises(SpecError, match=rf"{place}: .*{re.escape(why)}"):
         load_spec(path)
+
+
+BESIDE = "beside: {query_rows: block_n, heads: 1, batch: 1}"
+
+
+@pytest.mark.parametrize(
+    ("new", "place", "why"),
+    [
+        ("beside: {rows: 1}", r"grid\.beside\.rows", "no such dimension"),
+        ("beside: {query_rows: 0}", r"tiles\[\d+\]", "below 1"),
+        (f"{BESIDE}\n  schedule: persistent", r"grid\.beside", "one thread block to each tile"),
+    ],
+)
+def test_what_a_grid_may_have_beside_its_tiles(new, place, why, tmp_path):
+    text = (specs_dir() / "flash_bwd_direct_sm90.yaml").read_text(encoding="utf-8")
+    assert text.count(BESIDE) == 1
+    path = tmp_path / "flash_bwd_direct_sm90.yaml"
+    path.write_text(text.replace(BESIDE, new))
+    with pytest.raises(SpecError, match=rf"{place}: .*{re.escape(why)}"):
+        load_spec(path)

@@ -41,8 +41,9 @@ ARGUMENTS = (
     Argument("dv", "output", "batch seqlen_kv num_heads_kv head_dim_v"),
 )
 OPTIONS = ("causal", "mask_type", "window_size", "score", "deterministic")
-# In what order thread blocks add to dq: in none, or always in the same.
-DQ_ORDERS = ("none", "ordered")
+# In what order thread blocks add to dq: in none, or always in the same; or the one that has its rows does
+# all of them.
+DQ_ORDERS = ("none", "ordered", "direct")
 # What its kernels keep beside arguments: no parameter of a score modification is called so.
 KEPT = ("dq_accum", "delta", "lse_log2", "turns")
 _OF_CALL = ("dout", "out", "lse", "dlse", "dq", "dk", "dv")
@@ -71,7 +72,7 @@ class BackwardProblem(AttentionProblem):
 
     def wanted(self) -> str:
         # Not super(): a class with slots is made anew, and the function would not know which.
-        order = "ordered" if self.deterministic else "none or ordered"
+        order = "ordered or direct" if self.deterministic else "none, ordered or direct"
         return f"{AttentionProblem.wanted(self)}, dq_order {order}"
 
 
@@ -169,7 +170,7 @@ def _normalise(views: Sequence[ArrayView | None], options: Sequence[Any], scalar
 
 
 def _serves_order(problem: BackwardProblem, order: Value) -> bool:
-    return order == "ordered" or not problem.deterministic
+    return order != "none" or not problem.deterministic
 
 
 BACKWARD = Operator(

@@ -33,7 +33,8 @@ from flashgen.errors import BadParam, DeviceTypeNotSupported, SpecError
 from flashgen.operators import OPERATORS
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.splits import AUTO, SplitEvery
-from flashgen.schedule.grid import MAX_EXTENT, extents, row_blocks, rows, tiles
+from flashgen.schedule.grid import KEYS, MAX_EXTENT, extents, row_blocks, rows, tiles, tiles_beside
+from flashgen.schedule.groups import group_parts
 from flashgen.schedule.shares import countable, shares_of
 from flashgen.schedule.tensormap import REQUIREMENTS, expressible
 from flashgen.schedule.visited import visited_keys
@@ -200,11 +201,17 @@ def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
     it reaches x ** ``fill`` of its full rate, which the blocks on it share; at 0 it counts as having room for
     one. A persistent grid also has a last wave, in which some multiprocessors may be idle.
 
+    A tile of keys visits the queries of its heads, and tiles of queries that a grid has beside them visit
+    keys. They are handed out in turn, so some multiprocessor has the longest tile, or a mean one in each
+    round.
+
     In a grid of shares, the busiest multiprocessor visits the KV blocks of its shares, each of which is of
     one tile or several, and ``split_gain`` more where tiles are split and have to be combined.
     """
     if variant.grid.shares:
         return _cost_of_shares(problem, device, variant)
+    if variant.grid.tile(KEYS):
+        return _cost_of_keys(problem, device, variant)
     block_m, room = variant.grid.covers[0][1], variant.grid.blocks_per_sm if variant.fill else 1
     mean, of_tile, longest = (keys + variant.start * block_m for keys in visited_keys(problem, variant))
     count = tiles(problem, variant)
@@ -230,6 +237,18 @@ def _cost_of_shares(problem: Problem, device: Device, variant: Variant) -> float
     keys = -(-shares.count // device.num_sms) * (blocks * variant.visits.keys + starts)
     combining = variant.grid.split_gain * variant.visits.keys if shares.split else 0
     return (keys + combining) * block_m / variant.efficiency
+
+
+def _cost_of_keys(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
+    parts, block_n = group_parts(problem, variant, device), variant.grid.covers[0][1]
+    of_keys, of_queries = tiles(problem, variant) * parts, tiles_beside(problem, variant)
+    group = problem.sizes["num_heads_q"] // problem.sizes["num_heads_kv"]
+    rows, keys = problem.sizes["seqlen_q"] * group // parts, problem.sizes["seqlen_kv"]
+    count = of_keys + of_queries
+    mean = (of_keys * rows + of_queries * keys) / max(1, count)
+    longest = max(rows if of_keys else 0, keys if of_queries else 0)
+    rounds = -(-count // device.num_sms)
+    return (max(longest, rounds * mean) + rounds * variant.start * block_n) * block_n / variant.efficiency
 
 
 def runs_on(variant: Variant, device: Device) -> bool:

@@ -70,8 +70,8 @@ def row_blocks(problem: Problem, variant: Variant) -> int:
 
 
 def tiles(problem: Problem, variant: Variant) -> int:
-    """Tiles of the grid. In a grid of sequences they are the most that there can be: each sequence has one
-    that is not whole.
+    """Tiles of the grid, without those beside them. In a grid of sequences they are the most that there can
+    be: each sequence has one that is not whole.
     """
     sizes = extents(problem, variant)
     further = (-(-sizes[dimension] // tile) for dimension, tile in variant.grid.covers[1:])
@@ -81,6 +81,14 @@ def tiles(problem: Problem, variant: Variant) -> int:
         whole = sizes[_OF_SEQUENCES[dimension]] // tile
         count = min(count, (whole + sizes[sequences]) * sizes[of_heads])
     return count
+
+
+def tiles_beside(problem: Problem, variant: Variant) -> int:
+    """Tiles of the second kind; 0 where the grid has none."""
+    if not variant.grid.beside:
+        return 0
+    sizes = extents(problem, variant)
+    return math.prod(-(-sizes[dimension] // tile) for dimension, tile in variant.grid.beside)
 
 
 def rows_ahead(problem: Problem, variant: Variant) -> int:
@@ -118,6 +126,7 @@ def launch_of(
     if variant.grid.shares:
         return Launch(shares.count, variant.threads, variant.smem_bytes)
     blocks = tiles(problem, variant) * (parts if variant.grid.group_waves else 1)
+    blocks += tiles_beside(problem, variant)
     if blocks > MAX_BLOCKS:
         sizes = ", ".join(f"{name} {size}" for name, size in problem.sizes.items())
         raise BadTensorShape(

@@ -94,7 +94,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> BackwardExample:
         mask=None if mask is None else view_of(mask, "uint8"),
         dlse=None if dlse is None else view_of(dlse, "fp32"),
         **{name: view_of(x, dtype) for name, x in (("dq", dq), ("dk", dk), ("dv", dv))},
-        deterministic=dict(variant.axes).get("dq_order") == "ordered",
+        deterministic=dict(variant.axes).get("dq_order") != "none",
         score=variant.score,
         score_arrays=[view_of(x, "fp32" if x.dtype == np.float32 else "int32") for x in score_arrays],
         score_scalars=score_scalars_of(rng, variant.score),

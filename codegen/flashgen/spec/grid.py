@@ -29,7 +29,8 @@ class Grid(NamedTuple):
     waves of thread blocks below which the query heads of each kv head are split into parts (0: never).
     ``cluster`` is the thread blocks of a cluster, which have neighbouring tiles of the first dimension.
     ``step_rows`` is the query rows of a step of tiles of keys that add to dq in turns (0: `sections` takes no
-    account of them).
+    account of them). ``beside`` cuts further dimensions, likewise, into tiles of a second kind, which come
+    behind the others in the same launch.
     """
 
     covers: tuple[tuple[str, int], ...] = ()
@@ -40,6 +41,7 @@ class Grid(NamedTuple):
     group_waves: int = 0
     cluster: int = 1
     step_rows: int = 0
+    beside: tuple[tuple[str, int], ...] = ()
 
     @property
     def persistent(self) -> bool:

@@ -45,6 +45,7 @@ class Resources(NamedTuple):
     group_waves: int
     cluster: int
     step_rows: int
+    beside: tuple[int, ...]
     visits: Visits | None
 
 
@@ -59,7 +60,8 @@ class Entry(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One kernel of a family: what its variants share. ``covers`` names the dimensions of its grid.
+    """One kernel of a family: what its variants share. ``covers`` names the dimensions of its grid,
+    ``beside`` those of the tiles beside them.
     ``score_seam`` is whether it takes score modifications. ``when`` lists, per axis or tile key, the values
     for which variants have the step; empty means always.
     """
@@ -68,6 +70,7 @@ class Step(NamedTuple):
     template: str
     params: tuple[Param, ...]
     covers: tuple[str, ...]
+    beside: tuple[str, ...]
     schedule: str
     dependent_launch: bool
     score_seam: bool
@@ -213,6 +216,7 @@ class Spec:
                 takes.group_waves,
                 takes.cluster,
                 takes.step_rows,
+                tuple(zip(step.beside, takes.beside, strict=True)),
             ),
             visits=takes.visits,
             committed=entry.committed,

@@ -86,6 +86,7 @@ class GridRow(msgspec.Struct, forbid_unknown_fields=True):
     group_waves: Number = 0
     cluster: Number = 1
     step_rows: Number = 0
+    beside: dict[str, Number] = {}
 
 
 class VisitsRow(msgspec.Struct, forbid_unknown_fields=True):

@@ -77,6 +77,7 @@ class StepTable:
             row.template,
             params,
             tuple(row.grid.covers),
+            tuple(row.grid.beside),
             row.grid.schedule,
             row.dependent_launch,
             row.score_seam,
@@ -88,16 +89,21 @@ class StepTable:
         if row.grid.group_waves and (not row.main or row.grid.schedule != "tile_per_block"):
             why = "only the main step splits groups of query heads, one thread block to each tile and part"
             raise document.error((*keys, "grid", "group_waves"), why)
+        if row.grid.beside and row.grid.schedule != "tile_per_block":
+            why = "only with one thread block to each tile"
+            raise document.error((*keys, "grid", "beside"), why)
         self._threads = self._expression(("threads",), row.threads)
         self._smem_bytes = self._expression(("smem_bytes",), row.smem_bytes)
         known = OPERATORS[file.operator].grid_dimensions
-        for name in row.grid.covers:
-            if name not in known:
-                why = f"{file.operator} has no such dimension; allowed: {', '.join(known)}"
-                raise document.error((*keys, "grid", "covers", name), why)
-        self._covers = [
-            self._expression(("grid", "covers", name), extent) for name, extent in row.grid.covers.items()
-        ]
+        for key in ("covers", "beside"):
+            for name in getattr(row.grid, key):
+                if name not in known:
+                    why = f"{file.operator} has no such dimension; allowed: {', '.join(known)}"
+                    raise document.error((*keys, "grid", key, name), why)
+        self._covers, self._beside = (
+            [self._expression(("grid", key, name), extent) for name, extent in getattr(row.grid, key).items()]
+            for key in ("covers", "beside")
+        )
         self._blocks_per_sm = self._expression(("grid", "blocks_per_sm"), row.grid.blocks_per_sm)
         self._from_last_row = self._expression(("grid", "from_last_row"), row.grid.from_last_row)
         self._split_gain = self._expression(("grid", "split_gain"), row.grid.split_gain)
@@ -141,6 +147,7 @@ class StepTable:
         try:
             threads, smem_bytes = self._threads(values), self._smem_bytes(values)
             covers = tuple(extent(values) for extent in self._covers)
+            beside = tuple(extent(values) for extent in self._beside)
             blocks_per_sm, from_last_row = self._blocks_per_sm(values), self._from_last_row(values)
             split_gain, group_waves = self._split_gain(values), self._group_waves(values)
             cluster, step_rows, visits = self._cluster(values), self._step_rows(values), None
@@ -153,13 +160,13 @@ class StepTable:
         if not 0 <= smem_bytes <= values["max_smem"]:
             allowed = f"at most {values['max_smem']}"
             raise error(f"{smem_bytes} bytes of shared memory for {where()}; allowed: {allowed}")
-        positive = (*covers, blocks_per_sm, cluster, *(visits or ()))
+        positive = (*covers, *beside, blocks_per_sm, cluster, *(visits or ()))
         if min(positive) < 1 or min(from_last_row, split_gain, group_waves, step_rows) < 0:
             raise error(f"an extent of `grid` or `visits` is below 1 for {where()}")
         if cluster > 1 and self.step.schedule != "tile_per_block":
             raise error(f"clusters of {cluster} for {where()}: only with one thread block to each tile")
         boxes = self._boxes.at(values, where)
-        numbers = (from_last_row, split_gain, group_waves, cluster, step_rows)
+        numbers = (from_last_row, split_gain, group_waves, cluster, step_rows, beside)
         return Resources(threads, smem_bytes, boxes, covers, blocks_per_sm, *numbers, visits)
 
     def _expression(self, keys: Keys, text: str | int) -> Expression:

@@ -1,0 +1,834 @@
+// flash_bwd_hdim64_bf16_causal_direct_sm90
+//
+// Rendered by flashgen: edit the spec or the template, not this file.
+//
+// axes      head_dim 64, head_dim_v 64, dtype bf16, mask_type causal, gqa mha, dq_order direct
+// tile      block_m 64, block_n 128, stages 4
+// block     384 threads, 134320 bytes of dynamic shared memory
+// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
+// spec      flash_bwd_direct_sm90.yaml
+// template  flash_bwd_direct_sm90.cu.j2
+#include "flashgen/sm90.cuh"
+
+// A thread block has kBlockN rows of a head and takes them through what they attend to, or what attends to them, kBlockM rows a step. With
+// rows of K and V, a tile of keys:
+//
+//     S^T = K Q^T    P^T = 2^(scale_log2 S^T - lse_log2)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
+//     dV += P^T dO   dK += dS^T Q
+//
+// with rows of Q and dO, a tile of queries:
+//
+//     S = Q K^T      P = 2^(scale_log2 S - lse_log2)        dP = dO V^T      dS = P (dP - delta)
+//     dQ += dS K
+//
+// S and dP are computed twice, so seven MMAs take the place of five. In return dQ is summed in registers as dK and dV are: no thread block
+// waits for another, nothing is added up in memory, and one launch computes all. P and dS leave the MMA as A operands.
+
+using element = bf16;
+
+constexpr int kHeadDim = 64;  // of Q and K
+constexpr int kHeadDimV = 64;  // of V, O and dO
+constexpr int kBlockM = 64;  // rows of a step
+constexpr int kBlockN = 128;  // rows of a tile
+constexpr int kStages = 4;  // buffers of Q, dO and O, or of K and V
+constexpr int kConsumers = kBlockN / 64;  // consumer warpgroups, 64 rows each
+constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
+constexpr int kValueWarps = 2;  // the last ones of the producer, which compute delta
+
+// Registers of a thread after setmaxnreg. It draws on what the launch has given the thread block: as many as 65,536 registers allow each
+// thread, in units of 8.
+constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+constexpr int kProducerRegisters = 40;
+constexpr int kConsumerRegisters = 232;
+
+// Rows lie in panels of 64 columns: rows of 128 bytes under the 128-byte swizzle.
+constexpr int kPanelColumns = 64;
+constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
+constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q and K
+constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;  // of V, O and dO
+
+// Q K^T and dO V^T are the same MMAs as K Q^T and V dO^T with the operands exchanged. So shared memory has, of the tile, rows of K or Q
+// and of V or dO, and of each step rows of Q or K and of dO or V. Beside dO lies O, of a tile of queries where those of steps are else.
+constexpr int kTileBytes = kPanels * kBlockN * kPanelRowBytes;
+constexpr int kTileBytesV = kPanelsV * kBlockN * kPanelRowBytes;
+constexpr int kStepBytes = kPanels * kBlockM * kPanelRowBytes;
+constexpr int kStepBytesV = kPanelsV * kBlockM * kPanelRowBytes;
+constexpr int kQueryValueBytes = kBlockM * sizeof(float);  // of lse_log2, and of delta, of the queries of a step
+
+constexpr int kTileOffsetV = kTileBytes;
+constexpr int kStepOffset = kTileOffsetV + kTileBytesV;
+constexpr int kStepOffsetV = kStepOffset + kStages * kStepBytes;
+constexpr int kOutOffset = kStepOffsetV + kStages * kStepBytesV;
+constexpr int kLseOffset = kOutOffset + kStages * kStepBytesV;
+constexpr int kDeltaOffset = kLseOffset + kStages * kQueryValueBytes;
+constexpr int kBarrierOffset = kDeltaOffset + kStages * kQueryValueBytes;
+constexpr int kSharedBytes = kBarrierOffset + 8 * (2 + 5 * kStages);
+
+static_assert(kBlockN == 128, "two consumers");
+static_assert(kBlockM % (32 * kValueWarps) == 0 && kBlockN % kBlockM == 0, "lanes have equally many rows to compute delta of");
+static_assert(kStages * kBlockM >= kBlockN, "O of a tile has room where that of steps has");
+static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "the register file");
+static_assert(kSharedBytes + 1024 == 134320, "launcher and kernel agree on shared memory");
+
+struct Params {
+    tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
+    tensor_map k;                         // (head_dim, seqlen_kv, num_heads_kv, batch)
+    tensor_map v;                         // (head_dim_v, seqlen_kv, num_heads_kv, batch)
+    tensor_map dout;                      // (head_dim_v, seqlen_q, num_heads_q, batch)
+    tensor_map out;                       // as dout
+    tensor_map dq;                        // as q
+    tensor_map dk;                        // as k
+    tensor_map dv;                        // as v
+    const float* lse;                     // (batch, num_heads_q, seqlen_q), contiguous; natural logarithm
+    const float* dlse;                    // likewise, the gradient of lse; may be null
+    int32_t batch_size;
+    int32_t num_heads_q;
+    int32_t num_heads_kv;
+    int32_t seqlen_q;
+    int32_t seqlen_kv;
+    int32_t num_row_blocks;               // tiles of keys of one head
+    int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
+    float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
+    float softmax_scale;                  // dQ is softmax_scale dS K, dK is softmax_scale dS^T Q
+};
+static_assert(sizeof(Params) == 1088 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
+static_assert(offsetof(Params, dout) == 384 && offsetof(Params, out) == 512 && offsetof(Params, dq) == 640);
+static_assert(offsetof(Params, dk) == 768 && offsetof(Params, dv) == 896 && offsetof(Params, lse) == 1024);
+static_assert(offsetof(Params, dlse) == 1032 && offsetof(Params, batch_size) == 1040 && offsetof(Params, num_heads_q) == 1044);
+static_assert(offsetof(Params, num_heads_kv) == 1048 && offsetof(Params, seqlen_q) == 1052);
+static_assert(offsetof(Params, seqlen_kv) == 1056 && offsetof(Params, num_row_blocks) == 1060);
+static_assert(offsetof(Params, diagonal_offset) == 1064 && offsetof(Params, scale_log2) == 1068);
+static_assert(offsetof(Params, softmax_scale) == 1072);
+
+// What a thread block computes: dK and dV of kBlockN keys of a kv head, summed over the query heads of its group, or dQ of kBlockN queries of
+// a query head.
+struct Tile {
+    bool of_keys;
+    int batch;
+    int head;  // a kv head, or a query head
+    int first_row;
+};
+
+// Tiles of keys come first, as they take one MMA a step more. The tiles of a head follow each other: under a diagonal its first keys and its
+// last queries have the most steps, and come first.
+__device__ __forceinline__ Tile find_tile(const Params& params, int index) {
+    const int tiles_of_keys = params.batch_size * params.num_heads_kv * params.num_row_blocks;
+    const bool of_keys = index < tiles_of_keys;
+    const int index_of_kind = of_keys ? index : index - tiles_of_keys;
+    const int heads = of_keys ? params.num_heads_kv : params.num_heads_q;
+    const int tiles_of_head = of_keys ? params.num_row_blocks : (params.seqlen_q + kBlockN - 1) / kBlockN;
+    const int head_of_batch = index_of_kind / tiles_of_head;
+    const int index_in_head = index_of_kind - head_of_batch * tiles_of_head;
+    Tile tile;
+    tile.of_keys = of_keys;
+    tile.batch = head_of_batch / heads;
+    tile.head = head_of_batch - tile.batch * heads;
+    tile.first_row = (of_keys ? index_in_head : tiles_of_head - 1 - index_in_head) * kBlockN;
+    return tile;
+}
+
+// Queries [begin, end), none where begin is not less.
+struct QueryRange {
+    int begin;
+    int end;
+};
+
+// The queries that attend to a key: those from its diagonal on; to a key past the last none.
+__device__ __forceinline__ QueryRange queries_of_key(const Params& params, int key) {
+    const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
+    return {max(diagonal, 0), params.seqlen_q};
+}
+
+__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
+
+__device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+// The keys that a query attends to: those up to its diagonal.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int query) {
+    return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
+}
+
+// The keys that some row of [first_row, first_row + count) attends to. Ranges end further right from row to row.
+__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, first_row)).begin,
+            keys_of_query(params, query_of_row(params, last_row)).end};
+}
+
+// The keys that every row of [first_row, first_row + count) attends to.
+__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, last_row)).begin,
+            keys_of_query(params, query_of_row(params, first_row)).end};
+}
+
+// Blocks of kBlockM queries.
+struct QueryBlocks {
+    int first;
+    int last;  // below `first` where there are none
+};
+
+// The blocks with a query that attends to some key of [first_key, first_key + kBlockN).
+__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
+    const int begin = max(0, first_key - params.diagonal_offset);
+    const int end = params.seqlen_q;
+    if (begin >= end) return {0, -1};
+    return {begin / kBlockM, (end - 1) / kBlockM};
+}
+
+// The steps of a tile of keys: of each query head of the group the blocks of queries, from the last to the first.
+struct QuerySteps {
+    QueryBlocks blocks;
+    int count;
+    int head;
+    int block;
+
+    __device__ __forceinline__ QuerySteps(const Params& params, const Tile& tile) : blocks(find_query_blocks(params, tile.first_row)) {
+        count = blocks.last - blocks.first + 1;
+        head = tile.head;
+        block = blocks.last;
+    }
+
+    __device__ __forceinline__ void advance() {
+        --block;
+    }
+};
+
+// The steps of a tile of queries: blocks of kBlockM keys.
+struct KeySteps {
+    int block;  // first the last one, then those before it
+    int count;  // not above 0 where no query of the tile attends to a key
+
+    __device__ __forceinline__ KeySteps(const Params& params, const Tile& tile) {
+        const KeyRange keys = keys_of_some(params, tile.first_row, kBlockN);
+        block = (keys.end + kBlockM - 1) / kBlockM - 1;
+        count = block - keys.begin / kBlockM + 1;
+    }
+};
+
+// The mbarriers of a thread block. A buffer is full when TMA has written its bytes. A stage is empty when every consumer warp has
+// released it.
+struct Barriers {
+    shared_address first;
+
+    __device__ __forceinline__ shared_address tile_full() const { return at(0); }    // K, or Q
+    __device__ __forceinline__ shared_address tile_full_v() const { return at(1); }  // V, or dO and O
+    __device__ __forceinline__ shared_address full(int stage) const { return at(2 + stage); }               // Q, or K
+    __device__ __forceinline__ shared_address full_v(int stage) const { return at(2 + kStages + stage); }  // dO and O, or V
+    // LSE, and delta, of a stage's queries are there, or in stage 0 those of a tile's.
+    __device__ __forceinline__ shared_address lse_full(int stage) const { return at(2 + 2 * kStages + stage); }
+    __device__ __forceinline__ shared_address delta_full(int stage) const { return at(2 + 3 * kStages + stage); }
+    __device__ __forceinline__ shared_address empty(int stage) const { return at(2 + 4 * kStages + stage); }
+
+    __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
+
+    // One thread's work, before any other uses them.
+    __device__ __forceinline__ void init() const {
+        mbarrier_init(tile_full(), 1);
+        mbarrier_init(tile_full_v(), 1);
+        for (int stage = 0; stage < kStages; ++stage) {
+            mbarrier_init(full(stage), 1);
+            mbarrier_init(full_v(stage), 1);
+            mbarrier_init(lse_full(stage), 32 * kValueWarps);
+            mbarrier_init(delta_full(stage), 32 * kValueWarps);
+            mbarrier_init(empty(stage), 4 * kConsumers);
+        }
+    }
+};
+
+// A place in a ring of stages. The parity of a stage's barriers changes each time round.
+template <int kLength>
+struct RingPosition {
+    int stage = 0;
+    int parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        stage = stage == kLength - 1 ? 0 : stage + 1;
+        parity ^= stage == 0;
+    }
+};
+
+// Starts loading kRows rows of a head, panel by panel, kBlockM rows at a time; what lies outside of the array becomes zeros.
+template <int kPanelCount, int kRows>
+__device__ __forceinline__ void load_rows(shared_address destination, const tensor_map& map, shared_address full, int first_row, int head,
+                                          int batch) {
+#pragma unroll
+    for (int panel = 0; panel < kPanelCount; ++panel) {
+#pragma unroll
+        for (int row = 0; row < kRows; row += kBlockM) {
+            tma_load_4d(destination + (panel * kRows + row) * kPanelRowBytes, map, full, panel * kPanelColumns, first_row + row, head, batch);
+        }
+    }
+}
+
+// The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
+// if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
+// 8 j + 2 t + e % 2.
+#ifndef FLASHGEN_SIMULATOR  // which has C++ in their place
+
+// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both with the K dimension contiguous.
+__device__ __forceinline__ void wgmma_m64n64k16_bf16_ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, p, 1, 1, 0, 0;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// wgmma.mma_async.m64n64k16. A from registers: a[0] = (row g, columns 2 t, 2 t + 1), a[1] = (row g + 8, same columns), a[2], a[3] =
+// columns 8 further: the accumulator layout, packed. b is MN-major.
+__device__ __forceinline__ void wgmma_m64n64k16_bf16_rs(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, {"
+        "%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+#endif
+
+// A matrix descriptor: where an operand lies in shared memory, the leading byte offset (LBO) and the stride byte offset (SBO) between
+// its swizzle atoms of eight rows, and the kind of swizzle.
+__device__ __forceinline__ uint64_t descriptor(shared_address start, int leading_bytes, int stride_bytes) {
+    constexpr uint64_t kSwizzle = kPanelRowBytes == 128 ? 1 : 2;  // of 128 or 64 bytes
+    return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
+           kSwizzle << 62;
+}
+
+// Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns: S^T = K Q^T, dP^T = V dO^T. A is 64 rows of kBlockN, B has
+// kBlockM rows. Both operands are K-major: SBO leads to the next eight rows, LBO is not used under a swizzle. A step of 16 along the
+// K dimension is 32 bytes within the swizzled row.
+template <int kColumns>
+__device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem) {
+    const uint64_t a = descriptor(a_smem, 16, 8 * kPanelRowBytes);
+    const uint64_t b = descriptor(b_smem, 16, 8 * kPanelRowBytes);
+    pin_registers(scores);
+    wgmma_fence();
+#pragma unroll
+    for (int column = 0; column < kColumns; column += 16) {
+        const int panel = column / kPanelColumns, byte = column % kPanelColumns * sizeof(element);
+        wgmma_m64n64k16_bf16_ss(scores, a + ((panel * kBlockN * kPanelRowBytes + byte) >> 4),
+                                 b + ((panel * kBlockM * kPanelRowBytes + byte) >> 4), column > 0);
+    }
+    wgmma_commit();
+}
+
+// P^T or dS^T of 64 keys, rounded and packed: the accumulator layout, in pairs, is that of wgmma's A in registers.
+struct PackedScores {
+    uint32_t fragment[kBlockM / 16][4];
+
+    __device__ __forceinline__ void set(const float (&scores)[kBlockM / 2]) {
+#pragma unroll
+        for (int step = 0; step < kBlockM / 16; ++step) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                fragment[step][e] = pack<element>(scores[8 * step + 2 * e], scores[8 * step + 2 * e + 1]);
+            }
+        }
+    }
+};
+
+// Starts dV += P^T dO or dK += dS^T Q, 64 keys x 64 of a warpgroup. dO or Q is MN-major, its columns contiguous: LBO leads to the next
+// panel of columns, SBO to the next eight queries.
+__device__ __forceinline__ void mma_gradient(float (&sums)[32], PackedScores& scores, shared_address b_smem) {
+    const uint64_t b = descriptor(b_smem, kBlockM * kPanelRowBytes, 8 * kPanelRowBytes);
+    pin_registers(sums);
+#pragma unroll
+    for (int step = 0; step < kBlockM / 16; ++step) pin_registers(scores.fragment[step]);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kBlockM / 16; ++step) {
+        wgmma_m64n64k16_bf16_rs(sums, scores.fragment[step], b + (16 * step * kPanelRowBytes >> 4), 1);
+    }
+    wgmma_commit();
+}
+
+// The 16-byte chunk of a swizzled row that holds `chunk`.
+__device__ __forceinline__ int swizzled(int row, int chunk) {
+    if constexpr (kPanelRowBytes == 128) {
+        return chunk ^ row % 8;
+    } else {
+        return chunk ^ row / 2 % 4;
+    }
+}
+
+// Rounds a warp's 16 rows of dK or dV, times `factor`, into `staging`, the rows of the warpgroup's K or V in shared memory, swizzled as
+// these were.
+template <int kColumns>
+__device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane) {
+    const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
+#pragma unroll
+    for (int column = 0; column < kColumns; column += 16) {
+        uint32_t matrices[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            matrices[e] = pack<element>(sums[column / 2 + 2 * e] * factor, sums[column / 2 + 2 * e + 1] * factor);
+        }
+        const shared_address panel = staging + column / kPanelColumns * kBlockN * kPanelRowBytes;
+        stmatrix_x4(panel + row * kPanelRowBytes + 16 * swizzled(row, column % kPanelColumns / 8 + lane / 16), matrices);
+    }
+}
+
+// Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, by way of `staging`: rows of the tile that the warpgroup
+// alone has read. One thread of the warpgroup starts the TMA stores.
+template <int kColumns>
+__device__ __forceinline__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor, shared_address staging,
+                                               const Tile& tile, int consumer, int lane) {
+    stage_gradient<kColumns>(sums, factor, staging, lane);
+    fence_proxy_async();  // TMA would not see the writes otherwise
+    barrier_sync(1 + consumer, 128);  // all rows of the warpgroup are there
+    if (threadIdx.x % 128 == 0) {
+#pragma unroll
+        for (int panel = 0; panel < (kColumns + kPanelColumns - 1) / kPanelColumns; ++panel) {
+            tma_store_4d(map, staging + panel * kBlockN * kPanelRowBytes, panel * kPanelColumns, tile.first_row + 64 * consumer, tile.head,
+                         tile.batch);
+        }
+        tma_store_commit();
+    }
+}
+
+// The producer thread of a tile of keys: K and V of the tile, and Q, dO and O of each step as fast as buffers become empty. What the first
+// MMAs need comes first.
+__device__ __forceinline__ void produce_of_keys(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers) {
+    mbarrier_arrive_expect_tx(barriers.tile_full(), kTileBytes);
+    load_rows<kPanels, kBlockN>(shared, params.k, barriers.tile_full(), tile.first_row, tile.head, tile.batch);
+
+    // The buffers begin empty: of their barriers, the phase before the first has ended.
+    RingPosition<kStages> ring;
+    QuerySteps steps(params, tile);
+#pragma unroll 1
+    for (int i = 0; i < steps.count; ++i) {
+        const int row = steps.block * kBlockM;
+        const shared_address full = barriers.full(ring.stage), full_v = barriers.full_v(ring.stage);
+        mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
+        mbarrier_arrive_expect_tx(full, kStepBytes);
+        load_rows<kPanels, kBlockM>(shared + kStepOffset + ring.stage * kStepBytes, params.q, full, row, steps.head, tile.batch);
+        mbarrier_arrive_expect_tx(full_v, 2 * kStepBytesV);
+        load_rows<kPanelsV, kBlockM>(shared + kStepOffsetV + ring.stage * kStepBytesV, params.dout, full_v, row, steps.head, tile.batch);
+        load_rows<kPanelsV, kBlockM>(shared + kOutOffset + ring.stage * kStepBytesV, params.out, full_v, row, steps.head, tile.batch);
+        if (i == 0) {
+            mbarrier_arrive_expect_tx(barriers.tile_full_v(), kTileBytesV);
+            load_rows<kPanelsV, kBlockN>(shared + kTileOffsetV, params.v, barriers.tile_full_v(), tile.first_row, tile.head, tile.batch);
+        }
+        steps.advance();
+        ring.advance();
+    }
+}
+
+// The producer thread of a tile of queries: Q, dO and O of the tile, and K and V of each step as fast as buffers become empty.
+__device__ __forceinline__ void produce_of_queries(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers) {
+    mbarrier_arrive_expect_tx(barriers.tile_full(), kTileBytes);
+    load_rows<kPanels, kBlockN>(shared, params.q, barriers.tile_full(), tile.first_row, tile.head, tile.batch);
+    mbarrier_arrive_expect_tx(barriers.tile_full_v(), 2 * kTileBytesV);
+    load_rows<kPanelsV, kBlockN>(shared + kOutOffset, params.out, barriers.tile_full_v(), tile.first_row, tile.head, tile.batch);
+    load_rows<kPanelsV, kBlockN>(shared + kTileOffsetV, params.dout, barriers.tile_full_v(), tile.first_row, tile.head, tile.batch);
+
+    const int kv_head = tile.head;
+    RingPosition<kStages> ring;
+    const KeySteps steps(params, tile);
+#pragma unroll 1
+    for (int i = 0; i < steps.count; ++i) {
+        const int row = (steps.block - i) * kBlockM;
+        const shared_address full = barriers.full(ring.stage), full_v = barriers.full_v(ring.stage);
+        mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
+        mbarrier_arrive_expect_tx(full, kStepBytes);
+        load_rows<kPanels, kBlockM>(shared + kStepOffset + ring.stage * kStepBytes, params.k, full, row, kv_head, tile.batch);
+        mbarrier_arrive_expect_tx(full_v, kStepBytesV);
+        load_rows<kPanelsV, kBlockM>(shared + kStepOffsetV + ring.stage * kStepBytesV, params.v, full_v, row, kv_head, tile.batch);
+        ring.advance();
+    }
+}
+
+// lse_log2 and delta = sum(dO * O) - dlse of the queries. They are computed where they are needed, as a kernel ahead of this one would take
+// longer than the O that is loaded for it: a lane has every kValueLanes-th row. For a row that sees nothing, and past the last, lse_log2 is +inf, so
+// that P is 0 there.
+constexpr float kLog2e = 1.4426950408889634f;
+
+constexpr int kValueLanes = 32 * kValueWarps;
+
+// What a lane loads from global memory, ahead of its use, for its rows of kRows that begin with `first_row`.
+template <int kRows>
+struct RowValues {
+    float lse[kRows / kValueLanes];
+    float dlse[kRows / kValueLanes];
+
+    __device__ __forceinline__ RowValues(const Params& params, int batch, int head, int first_row, int lane) {
+#pragma unroll
+        for (int i = 0; i < kRows / kValueLanes; ++i) {
+            const int row = first_row + lane + i * kValueLanes;
+            const bool valid = row < params.seqlen_q;
+            const int64_t index = (int64_t(batch) * params.num_heads_q + head) * params.seqlen_q + row;
+            lse[i] = valid ? __uint_as_float(load_global_32(params.lse + index)) : -INFINITY;
+            dlse[i] = valid && params.dlse != nullptr ? __uint_as_float(load_global_32(params.dlse + index)) : 0.0f;
+        }
+    }
+};
+
+// The sum of the products of 8 elements, as they lie in memory.
+__device__ __forceinline__ float dot(uint4 a, uint4 b) {
+    const uint32_t a_words[4] = {a.x, a.y, a.z, a.w};
+    const uint32_t b_words[4] = {b.x, b.y, b.z, b.w};
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 a_pair = unpack<element>(a_words[i]);
+        const float2 b_pair = unpack<element>(b_words[i]);
+        sum = fmaf(a_pair.x, b_pair.x, fmaf(a_pair.y, b_pair.y, sum));
+    }
+    return sum;
+}
+
+// Writes lse_log2 of a lane's rows.
+template <int kRows>
+__device__ __forceinline__ void put_lse(const RowValues<kRows>& values, int lane, shared_address lse_smem) {
+#pragma unroll
+    for (int i = 0; i < kRows / kValueLanes; ++i) {
+        const float lse_log2 = values.lse[i] == -INFINITY ? INFINITY : values.lse[i] * kLog2e;
+        store_shared_32(lse_smem + (lane + i * kValueLanes) * sizeof(float), __float_as_uint(lse_log2));
+    }
+}
+
+// Writes delta of a lane's rows of dO and O, which lie in panels of kRows rows.
+template <int kRows>
+__device__ __forceinline__ void put_delta(const RowValues<kRows>& values, shared_address dout_smem, shared_address out_smem, int lane,
+                                          shared_address delta_smem) {
+    constexpr int kVectorElements = 8;
+#pragma unroll
+    for (int i = 0; i < kRows / kValueLanes; ++i) {
+        const int row = lane + i * kValueLanes;
+        float sum = 0.0f;
+#pragma unroll 2  // the producer warpgroup has few registers
+        for (int column = 0; column < kHeadDimV; column += kVectorElements) {
+            // Eight lanes read eight different chunks: no bank conflicts.
+            const int chunk = swizzled(row, column % kPanelColumns / kVectorElements);
+            const int offset = (column / kPanelColumns * kRows + row) * kPanelRowBytes + 16 * chunk;
+            sum += dot(load_shared_128(dout_smem + offset), load_shared_128(out_smem + offset));
+        }
+        const float delta = values.lse[i] == -INFINITY ? 0.0f : sum - values.dlse[i];
+        store_shared_32(delta_smem + row * sizeof(float), __float_as_uint(delta));
+    }
+}
+
+// The value warps of a tile of keys: the queries of each step.
+__device__ __forceinline__ void put_values_of_steps(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers,
+                                                    int lane) {
+    RingPosition<kStages> ring;
+    QuerySteps steps(params, tile);
+#pragma unroll 1
+    for (int i = 0; i < steps.count; ++i) {
+        const RowValues<kBlockM> values(params, tile.batch, steps.head, steps.block * kBlockM, lane);
+        mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
+        put_lse(values, lane, shared + kLseOffset + ring.stage * kQueryValueBytes);
+        mbarrier_arrive(barriers.lse_full(ring.stage));
+        mbarrier_wait(barriers.full_v(ring.stage), ring.parity);
+        put_delta(values, shared + kStepOffsetV + ring.stage * kStepBytesV, shared + kOutOffset + ring.stage * kStepBytesV, lane,
+                  shared + kDeltaOffset + ring.stage * kQueryValueBytes);
+        mbarrier_arrive(barriers.delta_full(ring.stage));
+        steps.advance();
+        ring.advance();
+    }
+}
+
+// The value warps of a tile of queries.
+__device__ __forceinline__ void put_values_of_tile(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers,
+                                                   int lane) {
+    const RowValues<kBlockN> values(params, tile.batch, tile.head, tile.first_row, lane);
+    put_lse(values, lane, shared + kLseOffset);
+    mbarrier_arrive(barriers.lse_full(0));
+    mbarrier_wait(barriers.tile_full_v(), 0);
+    put_delta(values, shared + kTileOffsetV, shared + kOutOffset, lane, shared + kDeltaOffset);
+    mbarrier_arrive(barriers.delta_full(0));
+}
+
+// Visits the scores that a lane holds of a step: visit(key, query, score), where `key` (0 or 8) counts from the lane's first
+// key, the warp's plus lane / 4, and `query` (8 j or 8 j + 1) from its first query, the step's plus lane % 4 * 2. Both are constants
+// once unrolled.
+template <typename Visit>
+__device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit) {
+#pragma unroll
+    for (int query = 0; query < kBlockM; query += 8) {
+#pragma unroll
+        for (int key = 0; key <= 8; key += 8) {
+            visit(key, query, scores[query / 2 + key / 4]);
+            visit(key, query + 1, scores[query / 2 + key / 4 + 1]);
+        }
+    }
+}
+
+// LSE or delta of the queries of a lane's scores, two by two. Loaded well ahead of their use, and of wgmmas: a load from
+// shared memory waits for wgmmas that were started before it.
+struct QueryValues {
+    float2 values[kBlockM / 8];
+
+    __device__ __forceinline__ void load(shared_address smem, int lane) {
+#pragma unroll
+        for (int j = 0; j < kBlockM / 8; ++j) values[j] = load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float));
+    }
+
+    __device__ __forceinline__ float2 two(int j) const { return values[j]; }
+};
+
+// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
+__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
+    // The end of the range is not tested: for queries past the last lse_log2 is inf, so compute_p() makes P = 0.
+    const int begin[2] = {queries_of_key(params, lane_key).begin - lane_query, queries_of_key(params, lane_key + 8).begin - lane_query};
+    for_each_score(scores, [&](int key, int query, float& score) {
+        if (query < begin[key / 8]) score = -INFINITY;
+    });
+}
+
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,
+// if S is finite.
+__device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 of_two = lse.two(j);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -of_two.y : -of_two.x));
+    }
+}
+
+// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale.
+__device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 of_two = delta.two(j);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? of_two.y : of_two.x));
+    }
+}
+
+// A consumer warpgroup of a tile of keys: dK and dV of 64 of them. The MMAs of a step, in groups as they are awaited:
+//     dP^T = V dO^T                  while P is computed of S^T
+//     dV += P^T dO                   while dS is computed of dP^T
+//     dK += dS^T Q                   with S^T = K Q^T of the next step behind it
+__device__ __forceinline__ void consume_keys(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers,
+                                             int consumer) {
+    const int lane = threadIdx.x % 32;
+    const int warp_key = tile.first_row + 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first one
+    const shared_address k_own = shared + 64 * consumer * kPanelRowBytes;
+    const shared_address v_own = k_own + kTileOffsetV;
+    QuerySteps steps(params, tile);
+    // Whether some query of a block does not attend to some key of the warp.
+    auto needs_mask = [&](int first_query) {
+        int key = warp_key;
+        opaque(key);  // ranges that are known ahead of the loop would be held in registers
+        return first_query < queries_of_key(params, key + 15).begin;
+    };
+
+    float dk[kHeadDim / 2] = {};
+    float dv[kHeadDimV / 2] = {};
+    float p[kBlockM / 2];  // S^T, then P^T
+    QueryValues lse;
+    RingPosition<kStages> ring;
+    mbarrier_wait(barriers.tile_full(), 0);
+    if (steps.count > 0) {
+        mbarrier_wait(barriers.full(0), 0);
+        mma_scores<kHeadDim>(p, k_own, shared + kStepOffset);
+        wgmma_wait<0>();
+        pin_registers(p);
+        mbarrier_wait(barriers.tile_full_v(), 0);
+        mbarrier_wait(barriers.lse_full(0), 0);
+        lse.load(shared + kLseOffset, lane);
+    }
+
+#pragma unroll 1
+    for (int i = 0; i < steps.count; ++i) {
+        const shared_address q_smem = shared + kStepOffset + ring.stage * kStepBytes;
+        const shared_address dout_smem = shared + kStepOffsetV + ring.stage * kStepBytesV;
+        float ds[kBlockM / 2];  // dP^T, then dS^T
+        mbarrier_wait(barriers.full_v(ring.stage), ring.parity);
+        mma_scores<kHeadDimV>(ds, v_own, dout_smem);
+        const int first_query = steps.block * kBlockM;
+        if (needs_mask(first_query)) apply_mask(params, p, warp_key + lane / 4, first_query + lane % 4 * 2);
+        compute_p(p, lse, params.scale_log2);
+        PackedScores packed_p, packed_ds;
+        mbarrier_wait(barriers.delta_full(ring.stage), ring.parity);
+        QueryValues delta;
+        delta.load(shared + kDeltaOffset + ring.stage * kQueryValueBytes, lane);
+        packed_p.set(p);
+        mma_gradient(dv, packed_p, dout_smem);
+        wgmma_wait<1>();
+        pin_registers(ds);
+        compute_ds(ds, p, delta);
+        packed_ds.set(ds);
+        mma_gradient(dk, packed_ds, q_smem);
+
+        // The last step begins once more what nobody uses: with MMAs that are conditional, ptxas would serialise all of them.
+        RingPosition<kStages> next = ring;
+        if (i + 1 < steps.count) next.advance();
+        mbarrier_wait(barriers.full(next.stage), next.parity);
+        mma_scores<kHeadDim>(p, k_own, shared + kStepOffset + next.stage * kStepBytes);
+        wgmma_wait<1>();
+        pin_registers(dv);
+        pin_registers(dk);
+        __syncwarp();  // all lanes have read LSE and delta of the stage
+        if (lane == 0) mbarrier_arrive(barriers.empty(ring.stage));
+        mbarrier_wait(barriers.lse_full(next.stage), next.parity);
+        lse.load(shared + kLseOffset + next.stage * kQueryValueBytes, lane);
+        wgmma_wait<0>();
+        pin_registers(p);
+        ring = next;
+        steps.advance();
+    }
+
+    barrier_sync(1 + consumer, 128);  // no warp of the warpgroup reads its K and V any longer: dK and dV are staged there
+    store_gradient<kHeadDimV>(params.dv, dv, 1.0f, v_own, tile, consumer, lane);
+    store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, k_own, tile, consumer, lane);
+    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
+}
+
+// Masks the scores of keys that their query does not attend to. `lane_query` and `lane_key` are the lane's first ones.
+__device__ __forceinline__ void apply_mask_of_rows(const Params& params, float (&scores)[kBlockM / 2], int lane_query, int lane_key) {
+    const KeyRange ranges[2] = {keys_of_query(params, lane_query), keys_of_query(params, lane_query + 8)};
+    for_each_score(scores, [&](int query, int key, float& score) {
+        const KeyRange& range = ranges[query / 8];
+        if (key < range.begin - lane_key || key >= range.end - lane_key) score = -INFINITY;
+    });
+}
+
+// A consumer warpgroup of a tile of queries: dQ of 64 of them. The MMAs of a step, in groups as they are awaited:
+//     dP = dO V^T                    while P is computed of S
+//     dQ += dS K                     with S = Q K^T of the next step behind it
+__device__ __forceinline__ void consume_queries(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers,
+                                                int consumer) {
+    const int lane = threadIdx.x % 32;
+    const int warp_row = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first one in the tile
+    const shared_address q_own = shared + 64 * consumer * kPanelRowBytes;
+    const shared_address dout_own = q_own + kTileOffsetV;
+    const KeySteps steps(params, tile);
+    const KeyRange every = keys_of_every(params, min(tile.first_row + warp_row, params.seqlen_q - 1), 16);  // every query of the warp
+
+    float dq[kHeadDim / 2] = {};
+    float p[kBlockM / 2];  // S, then P
+    RingPosition<kStages> ring;
+    mbarrier_wait(barriers.tile_full(), 0);
+    if (steps.count > 0) {
+        mbarrier_wait(barriers.full(0), 0);
+        mma_scores<kHeadDim>(p, q_own, shared + kStepOffset);
+        wgmma_wait<0>();
+        pin_registers(p);
+        mbarrier_wait(barriers.tile_full_v(), 0);
+    }
+    float lse[2], delta[2];  // of the lane's rows, 8 apart
+    mbarrier_wait(barriers.lse_full(0), 0);
+    mbarrier_wait(barriers.delta_full(0), 0);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int place = (warp_row + lane / 4 + 8 * i) * sizeof(float);
+        lse[i] = __uint_as_float(load_shared_32(shared + kLseOffset + place));
+        delta[i] = __uint_as_float(load_shared_32(shared + kDeltaOffset + place));
+    }
+
+#pragma unroll 1
+    for (int i = 0; i < steps.count; ++i) {
+        const int first_key = (steps.block - i) * kBlockM;
+        float ds[kBlockM / 2];  // dP, then dS
+        mbarrier_wait(barriers.full_v(ring.stage), ring.parity);
+        mma_scores<kHeadDimV>(ds, dout_own, shared + kStepOffsetV + ring.stage * kStepBytesV);
+        if (first_key + kBlockM > every.end || first_key < every.begin) {
+            apply_mask_of_rows(params, p, tile.first_row + warp_row + lane / 4, first_key + lane % 4 * 2);
+        }
+        for_each_score(p, [&](int query, int, float& score) { score = exp2_approx(fmaf(score, params.scale_log2, -lse[query / 8])); });
+        // K of the next step is awaited this early because ptxas moves exponentials behind the wait for dP, but not past a branch.
+        pin_registers(p);
+        RingPosition<kStages> next = ring;
+        if (i + 1 < steps.count) next.advance();
+        mbarrier_wait(barriers.full(next.stage), next.parity);
+        wgmma_wait<0>();
+        pin_registers(ds);
+#pragma unroll
+        for (int j = 0; j < kBlockM / 2; ++j) ds[j] = p[j] * (ds[j] - delta[j / 2 % 2]);
+        PackedScores packed_ds;
+        packed_ds.set(ds);
+        mma_gradient(dq, packed_ds, shared + kStepOffset + ring.stage * kStepBytes);
+
+        // The last step begins once more what nobody uses: with MMAs that are conditional, ptxas would serialise all of them.
+        mma_scores<kHeadDim>(p, q_own, shared + kStepOffset + next.stage * kStepBytes);
+        wgmma_wait<1>();
+        pin_registers(dq);
+        if (lane == 0) mbarrier_arrive(barriers.empty(ring.stage));
+        wgmma_wait<0>();
+        pin_registers(p);
+        ring = next;
+    }
+
+    barrier_sync(1 + consumer, 128);  // no warp of the warpgroup reads its Q any longer: dQ is staged there
+    store_gradient<kHeadDim>(params.dq, dq, params.softmax_scale, q_own, tile, consumer, lane);
+    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+flash_bwd_hdim64_bf16_causal_direct_sm90(const __grid_constant__ Params params) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    const shared_address shared = (to_shared(shared_memory) + 1023) / 1024 * 1024;
+    const Barriers barriers = {shared + kBarrierOffset};
+    const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+
+    if (threadIdx.x == 0) {
+        prefetch_tensormap(params.q);
+        prefetch_tensormap(params.k);
+        prefetch_tensormap(params.v);
+        prefetch_tensormap(params.dout);
+        prefetch_tensormap(params.out);
+        barriers.init();
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
+    griddepcontrol_wait();
+    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
+    // before this one to have ended.
+    griddepcontrol_launch_dependents();
+
+    const Tile tile = find_tile(params, block_index());
+    if (warpgroup == 0) {
+        setmaxnreg_dec<kProducerRegisters>();
+        if (threadIdx.x == 0) {
+            if (tile.of_keys) {
+                produce_of_keys(params, tile, shared, barriers);
+            } else {
+                produce_of_queries(params, tile, shared, barriers);
+            }
+        } else if (warp >= 4 - kValueWarps) {
+            const int lane = threadIdx.x - 32 * (4 - kValueWarps);
+            if (tile.of_keys) {
+                put_values_of_steps(params, tile, shared, barriers, lane);
+            } else {
+                put_values_of_tile(params, tile, shared, barriers, lane);
+            }
+        }
+    } else {
+        setmaxnreg_inc<kConsumerRegisters>();
+        if (tile.of_keys) {
+            consume_keys(params, tile, shared, barriers, warpgroup - 1);
+        } else {
+            consume_queries(params, tile, shared, barriers, warpgroup - 1);
+        }
+    }
+}
