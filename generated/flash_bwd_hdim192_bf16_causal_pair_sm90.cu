@@ -520,8 +520,8 @@ __device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount]) {
     }
 }
 
-// Rounds a warp's 16 rows of dK or dV, times `factor`, into `staging`, the rows of the warpgroup's K or V in shared memory, swizzled as
-// these were.
+// Rounds a warp's 16 rows of a gradient, times `factor`, into `staging`, where the warpgroup's rows of the tile were in shared memory,
+// swizzled as these were.
 template <int kColumns>
 __device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane) {
     const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives

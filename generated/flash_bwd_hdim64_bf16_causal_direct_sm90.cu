@@ -335,7 +335,7 @@ __device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], shared_
     wgmma_commit();
 }
 
-// P^T or dS^T of 64 keys, rounded and packed: the accumulator layout, in pairs, is that of wgmma's A in registers.
+// P^T or dS^T of 64 keys, or dS of 64 queries, rounded and packed: the accumulator layout, in pairs, is that of wgmma's A in registers.
 struct PackedScores {
     uint32_t fragment[kBlockM / 16][4];
 
@@ -350,8 +350,8 @@ struct PackedScores {
     }
 };
 
-// Starts dV += P^T dO or dK += dS^T Q, 64 keys x 64 of a warpgroup. dO or Q is MN-major, its columns contiguous: LBO leads to the next
-// panel of columns, SBO to the next eight queries.
+// Starts dV += P^T dO, dK += dS^T Q or dQ += dS K, 64 rows x 64 of a warpgroup. dO, Q or K is MN-major, its columns contiguous: LBO leads
+// to the next panel of columns, SBO to the next eight queries or keys.
 __device__ __forceinline__ void mma_gradient(float (&sums)[32], PackedScores& scores, shared_address b_smem) {
     const uint64_t b = descriptor(b_smem, kBlockM * kPanelRowBytes, 8 * kPanelRowBytes);
     pin_registers(sums);
@@ -374,8 +374,8 @@ __device__ __forceinline__ int swizzled(int row, int chunk) {
     }
 }
 
-// Rounds a warp's 16 rows of dK or dV, times `factor`, into `staging`, the rows of the warpgroup's K or V in shared memory, swizzled as
-// these were.
+// Rounds a warp's 16 rows of a gradient, times `factor`, into `staging`, where the warpgroup's rows of the tile were in shared memory,
+// swizzled as these were.
 template <int kColumns>
 __device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane) {
     const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
@@ -462,8 +462,8 @@ __device__ __forceinline__ void produce_of_queries(const Params& params, const T
 }
 
 // lse_log2 and delta = sum(dO * O) - dlse of the queries. They are computed where they are needed, as a kernel ahead of this one would take
-// longer than the O that is loaded for it: a lane has every kValueLanes-th row. For a row that sees nothing, and past the last, lse_log2 is +inf, so
-// that P is 0 there.
+// longer than the O that is loaded for it: a lane has every kValueLanes-th row. For a row that sees nothing, and past the last, lse_log2
+// is +inf, so that P is 0 there.
 constexpr float kLog2e = 1.4426950408889634f;
 
 constexpr int kValueLanes = 32 * kValueWarps;
