@@ -72,8 +72,12 @@ class BackwardProblem(AttentionProblem):
 
     def wanted(self) -> str:
         # Not super(): a class with slots is made anew, and the function would not know which.
-        order = "ordered or direct" if self.deterministic else "none, ordered or direct"
-        return f"{AttentionProblem.wanted(self)}, dq_order {order}"
+        return f"{AttentionProblem.wanted(self)}, dq_order {orders_serving(self.deterministic)}"
+
+
+def orders_serving(deterministic: bool) -> str:
+    """The values of ``dq_order`` that serve a call, in words."""
+    return "ordered or direct" if deterministic else "none, ordered or direct"
 
 
 def normalise(

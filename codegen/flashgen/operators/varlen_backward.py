@@ -69,8 +69,7 @@ class VarlenBackwardProblem(VarlenProblem):
         return argument.extents(self.sizes)[_missing(argument, self.packed_q, self.packed_kv) :]
 
     def wanted(self) -> str:
-        order = "ordered" if self.deterministic else "none or ordered"
-        return f"{AttentionProblem.wanted(self)}, dq_order {order}"
+        return f"{AttentionProblem.wanted(self)}, dq_order {backward.orders_serving(self.deterministic)}"
 
     def grid_extents(self, axes: Mapping[str, Value]) -> dict[str, int]:
         """``query_rows`` and ``key_rows`` are those of an entry of q and k, whatever the bounds: all are
