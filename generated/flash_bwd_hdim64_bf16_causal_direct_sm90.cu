@@ -486,7 +486,7 @@ struct RowValues {
     }
 };
 
-// The sum of the products of 8 elements, as they lie in memory.
+// The sum of the products of elements, as they lie in memory.
 __device__ __forceinline__ float dot(uint4 a, uint4 b) {
     const uint32_t a_words[4] = {a.x, a.y, a.z, a.w};
     const uint32_t b_words[4] = {b.x, b.y, b.z, b.w};

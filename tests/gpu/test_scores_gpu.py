@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import secrets
 
 import cupy as cp
 import ml_dtypes
@@ -50,10 +48,8 @@ def own_lines(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def rng():
-    seed = int(os.environ.get("FLASHGEN_TEST_SEED") or secrets.randbits(32))
-    print(f"FLASHGEN_TEST_SEED={seed}")
-    return np.random.default_rng(seed)
+def rng(fresh_seed):
+    return np.random.default_rng(fresh_seed)
 
 
 def arrays_of(rng, dtype, shape, widths, batch=2):

@@ -39,3 +39,8 @@ def check_on(variant, example, seed, source_of=render, **options):
     except SimulationError as error:
         return error.check
     return None if example.judge().ok else WRONG
+
+
+def calls_of(faults):
+    """A fault of each variant and shape that some fault has: calls that are right without it."""
+    return list({(fault.variant, fault.shape): fault for fault in faults}.values())

@@ -8,7 +8,7 @@ import pytest
 
 from backward_variants import MAIN
 from flashgen.simulator.example import Shape, make_any
-from simulator.calls import check_of, simulated, within_the_bound
+from simulator.calls import ORDERS, calls_of, check_of, simulated, within_the_bound
 from simulator.faults_backward_direct_sm90 import FAULTS
 
 # Every tile and mask type, both groupings; ragged tiles, short head dims, rows and keys that see nothing.
@@ -70,9 +70,7 @@ def test_a_planted_fault_is_found(fault, compiler, fresh_seed):
     assert check_of(MAIN[fault.variant], fault.shape, fresh_seed, fault.sources) in fault.caught
 
 
-@pytest.mark.parametrize(
-    "fault", list({(f.variant, f.shape): f for f in FAULTS}.values()), ids=lambda fault: fault.name
-)
+@pytest.mark.parametrize("fault", calls_of(FAULTS), ids=lambda fault: fault.name)
 def test_without_it_nothing_is_found(fault, compiler, fresh_seed):
-    for seed in range(fresh_seed, fresh_seed + 3):
+    for seed in range(fresh_seed, fresh_seed + ORDERS):
         assert check_of(MAIN[fault.variant], fault.shape, seed) is None

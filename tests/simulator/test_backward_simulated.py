@@ -6,7 +6,7 @@ import pytest
 
 from backward_variants import MAIN
 from flashgen.simulator.example import Shape
-from simulator.calls import ORDERS, check_of, within_the_bound
+from simulator.calls import ORDERS, calls_of, check_of, within_the_bound
 from simulator.faults_backward import FAULTS
 
 # Every tile, each mask type, both groupings, both orders of dQ; ragged blocks, short head dims.
@@ -100,9 +100,7 @@ def test_a_planted_fault_is_found(fault, compiler, fresh_seed):
     assert check_of(MAIN[fault.variant], fault.shape, fresh_seed, fault.sources, threads=1) in fault.caught
 
 
-@pytest.mark.parametrize(
-    "fault", list({(f.variant, f.shape): f for f in FAULTS}.values()), ids=lambda fault: fault.name
-)
+@pytest.mark.parametrize("fault", calls_of(FAULTS), ids=lambda fault: fault.name)
 def test_without_it_nothing_is_found(fault, compiler, fresh_seed):
     for seed in range(fresh_seed, fresh_seed + ORDERS):
         assert check_of(MAIN[fault.variant], fault.shape, seed, threads=1) is None

@@ -11,7 +11,7 @@ from flashgen.operators.reference import judge
 from flashgen.simulator.example import Shape
 from flashgen.source.render import render
 from simulator import faults_lineage
-from simulator.calls import ORDERS
+from simulator.calls import ORDERS, calls_of
 from simulator.faults import WRONG
 from simulator.lineage import KERNELS, MAIN_OF, MAINS, simulated
 
@@ -126,10 +126,9 @@ def test_a_planted_fault_is_found(fault, compiler, fresh_seed):
     assert error is None or error.kernel in [step.name for step in MAIN_OF[fault.variant].steps]
 
 
-CLEAN = {(fault.variant, fault.shape): fault for fault in faults_lineage.FAULTS}
-
-
-@pytest.mark.parametrize("fault", CLEAN.values(), ids=lambda fault: f"{fault.variant} {fault.shape}")
+@pytest.mark.parametrize(
+    "fault", calls_of(faults_lineage.FAULTS), ids=lambda fault: f"{fault.variant} {fault.shape}"
+)
 def test_without_it_nothing_is_found(fault, compiler, fresh_seed):
     seeds = range(fresh_seed, fresh_seed + ORDERS)
     assert [verdict_of(fault, seed, plant=False) for seed in seeds] == [(None, None)] * ORDERS
