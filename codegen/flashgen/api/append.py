@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from flashgen.api import call, make_plan, ready
+from flashgen.api.calls import call, make_plan, ready
+from flashgen.api.kvcache import KVCache, Rotary
 from flashgen.errors import BadParam
-from flashgen.kvcache import KVCache, Rotary
 from flashgen.operators.append import APPEND, total_lengths
 from flashgen.operators.arguments import flag
 from flashgen.operators.attention import mask_type_name
@@ -16,7 +16,7 @@ from flashgen.runtime import arrays, check
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flashgen.api import Asked
+    from flashgen.api.asked import Asked
     from flashgen.runtime.plans import Plan, Ready
     from flashgen.schedule.plan import Step
     from flashgen.spec.variant import Variant

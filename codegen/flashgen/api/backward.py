@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flashgen.api import BOUNDS_ALONE, LENGTHS, bound, call, make_plan, score_of
+from flashgen.api.asked import BOUNDS_ALONE, LENGTHS, bound, score_of
+from flashgen.api.calls import call, make_plan
+from flashgen.api.kvcache import KVCache
 from flashgen.errors import BadParam
-from flashgen.kvcache import KVCache
 from flashgen.operators.attention import sees_no_later_key
 from flashgen.operators.backward import operator_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from flashgen.api import Asked
+    from flashgen.api.asked import Asked
     from flashgen.operators.operator import Operator
     from flashgen.runtime.plans import Plan
 
@@ -149,7 +150,7 @@ def asked(
     deterministic: bool,
 ) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
     """The operator that a call asks for, with its arrays, options and scalars. ``given`` are dout, q, k, v,
-    mask, out, lse, dlse, dq, dk and dv; ``lengths`` as in `api.asked`. Raises BadParam.
+    mask, out, lse, dlse, dq, dk and dv; ``lengths`` as in `asked.asked`. Raises BadParam.
     """
     modification, arrays_of_score, scalars = None, (), ()
     if any(each is not None for each in of_score):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from flashgen.api import attention, call
+from flashgen.api.attention import attention
+from flashgen.api.calls import call
 from flashgen.errors import BadParam, BadTensorShape, FlashgenError
 from flashgen.operators.arguments import check_memory, flag
 from flashgen.operators.attention import MAX_SEQLEN

@@ -88,7 +88,7 @@ def test_without_batch_and_of_some_inputs():
 
 
 def test_the_operators_pass_torchs_own_checks():
-    import flashgen.autograd  # registers them
+    import flashgen.api.autograd  # registers them
 
     q, k, v, dout = tensors()
     slopes = torch.rand(HEADS)
@@ -367,7 +367,7 @@ def test_options_are_checked_as_without_a_graph(options, words):
 
 
 def test_a_tensor_without_a_gradient_is_computed_without_a_graph(monkeypatch):
-    from flashgen import autograd
+    from flashgen.api import autograd
 
     monkeypatch.setattr(autograd, "attention", None)
     q, k, v, _ = tensors()
@@ -379,7 +379,7 @@ def test_a_tensor_without_a_gradient_is_computed_without_a_graph(monkeypatch):
 
 
 def test_deterministic_reaches_the_gradients(monkeypatch):
-    from flashgen import autograd
+    from flashgen.api import autograd
 
     asked, q, k, v = [], *tensors()[:3]
     real = autograd.asked_backward

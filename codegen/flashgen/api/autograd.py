@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashgen.api import LENGTHS, asked, call, named_score
+from flashgen.api.asked import LENGTHS, asked, named_score
+from flashgen.api.backward import MASK_WITH_LENGTHS
+from flashgen.api.backward import asked as asked_backward
+from flashgen.api.calls import call
 from flashgen.errors import BadParam
 from flashgen.operators.arguments import ROW_ALIGNMENT, flag
 from flashgen.operators.attention import mask_type_name, scale_of, sees_no_later_key, window_of
 from flashgen.operators.splits import AUTO, SplitEvery, Splits, splits_of
-from flashgen.training import MASK_WITH_LENGTHS
-from flashgen.training import asked as asked_backward
 
 _EVERY = "every "
 # The tensors whose operators nobody but autograd looks at.
@@ -91,7 +92,7 @@ def attention(
     algorithm: str | None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of q, k, v and mask, recorded. ``masking`` is causal, mask_type and window_size;
-    ``of_score`` softcap, alibi_slopes, score and params; ``lengths`` as in `api.asked`. Raises BadParam.
+    ``of_score`` softcap, alibi_slopes, score and params; ``lengths`` as in `asked.asked`. Raises BadParam.
     """
     *on_device, max_seqlen_q, max_seqlen_kv = lengths
     given = *tensors, *on_device

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flashgen
-from flashgen import api, errors
+from flashgen import errors
 from flashgen.simulator import hostcompiler
 
 simulated = pytest.mark.skipif(bool(hostcompiler.why_unavailable()), reason="there is no C++ compiler")
@@ -124,10 +124,9 @@ def test_a_held_plan_refuses_what_it_was_not_made_for_and_writes_nothing():
 
 @pytest.mark.parametrize("backend", ON)
 @pytest.mark.parametrize("made", ["held", "call"])
+@pytest.mark.usefixtures("forget_plans")
 def test_what_lengths_contradict_is_found_before_the_cache_is_written(made, backend, monkeypatch):
     monkeypatch.setenv("FLASHGEN_CHECK", "1")
-    monkeypatch.setattr(api, "_plans", {})
-    monkeypatch.setattr(api, "_recent", {})
     rng = np.random.default_rng()
     cache, q, *new = cache_of(rng, pages=True), *(numbers(rng, 3, 3, heads, 32) for heads in (4, 2, 2))
     before = copied(cache)

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 import flashgen
-from flashgen import api, errors, parts
+from flashgen import errors
+from flashgen.api import calls, parts
 from flashgen.operators import merge as operator
 from flashgen.operators import reference
 from flashgen.operators.masks import Band
@@ -16,9 +17,7 @@ BATCH, ROWS, HEADS, KV_HEADS, WIDTH, WIDTH_V = 3, 6, 4, 2, 16, 24
 
 
 @pytest.fixture(autouse=True)
-def fresh_plans(monkeypatch):
-    monkeypatch.setattr(api, "_plans", {})
-    monkeypatch.setattr(api, "_recent", {})
+def fresh_plans(forget_plans, monkeypatch):
     monkeypatch.setattr(parts, "_sound", set())
     monkeypatch.delenv("FLASHGEN_BACKEND", raising=False)
 
@@ -229,7 +228,7 @@ def test_the_simulator_serves_both(compiler_of_the_host):
     out = flashgen.cascade(q, given, causal=True, backend="simulator")
     right = flashgen.cascade(q, given, causal=True)
     np.testing.assert_allclose(out.astype(float), right.astype(float), atol=4e-3)
-    assert operator.MERGE.name in {plan.problem.operator.name for plan in api._plans.values()}
+    assert operator.MERGE.name in {plan.problem.operator.name for plan in calls._plans.values()}
 
 
 @pytest.fixture
