@@ -1,6 +1,9 @@
 """``attention`` in the graphs of PyTorch: autograd, torch.compile, torch.export. On the CPU."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,6 +14,8 @@ from flashgen.simulator import hostcompiler
 
 torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from flashgen.api import autograd  # noqa: E402  # registers the operators
 
 functional = torch.nn.functional
 
@@ -88,8 +93,6 @@ def test_without_batch_and_of_some_inputs():
 
 
 def test_the_operators_pass_torchs_own_checks():
-    import flashgen.api.autograd  # registers them
-
     q, k, v, dout = tensors()
     slopes = torch.rand(HEADS)
     none = (None, None, None)
@@ -180,6 +183,24 @@ def test_packed_sequences_pass_torchs_own_checks_and_compile():
     torch.compiler.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
     same(gradients(compiled, q, k, v), gradients(loss, q, k, v))
+
+
+FIRST_CALL = """
+import torch
+import flashgen
+
+def attend(x):
+    return flashgen.attention(x, x, x, causal=True)
+
+x = torch.randn(1, 5, 2, 8)
+compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+torch.testing.assert_close(compiled(x), attend(x))
+"""
+
+
+def test_the_first_call_of_a_process_may_be_compiled():
+    environment = os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    subprocess.run([sys.executable, "-c", FIRST_CALL], check=True, env=environment)
 
 
 class Watching(TorchDispatchMode):
@@ -367,8 +388,6 @@ def test_options_are_checked_as_without_a_graph(options, words):
 
 
 def test_a_tensor_without_a_gradient_is_computed_without_a_graph(monkeypatch):
-    from flashgen.api import autograd
-
     monkeypatch.setattr(autograd, "attention", None)
     q, k, v, _ = tensors()
     with torch.no_grad():
@@ -379,8 +398,6 @@ def test_a_tensor_without_a_gradient_is_computed_without_a_graph(monkeypatch):
 
 
 def test_deterministic_reaches_the_gradients(monkeypatch):
-    from flashgen.api import autograd
-
     asked, q, k, v = [], *tensors()[:3]
     real = autograd.asked_backward
     monkeypatch.setattr(autograd, "asked_backward", lambda *given: asked.append(given[-1]) or real(*given))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import operator
 import sys
 from collections.abc import Callable
@@ -202,8 +203,6 @@ class TorchKind:
         self._is_compiling = torch.compiler.is_compiling
         self._is_transforming = torch._C._are_functorch_transforms_active
         self._forward_ad = torch.autograd.forward_ad
-        self._guards = _guards_of(torch)
-        self.expecting = None if self._guards is None else self._expecting
         # The handle alone: a Stream object costs 2 µs.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self._get_stream = raw_stream or (lambda device: torch.cuda.current_stream(device).cuda_stream)
@@ -240,6 +239,12 @@ class TorchKind:
                 layouts.append((x.shape, strides, x.dtype, x.device, refused))
                 pointers.append(x.data_ptr())
         return tuple(layouts), tuple(pointers)
+
+    @functools.cached_property
+    def expecting(self) -> Callable[[tuple[Any, ...]], Expecting | None] | None:
+        # Not in __init__: torch.compile, where it traces the first call of a process, cannot trace guards.
+        self._guards = _guards_of(self._torch)
+        return None if self._guards is None else self._expecting
 
     def _expecting(self, arrays: tuple[Any, ...]) -> Expecting | None:
         """What gives the pointers of as many arrays that lie as these, and None for any others; None where
