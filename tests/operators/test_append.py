@@ -13,7 +13,8 @@ from flashgen.errors import (
     DeviceTypeNotSupported,
     NullPointer,
 )
-from flashgen.operators.append import ARGUMENTS, judge, normalise
+from flashgen.operators.append import ARGUMENTS, normalise
+from flashgen.operators.append_reference import judge
 from flashgen.operators.arguments import ArrayView, Placed, interleave, view_of_shape
 from flashgen.simulator.append_example import Choices, make
 from flashgen.simulator.example import Shape

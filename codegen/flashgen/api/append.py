@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.api.calls import call, make_plan, ready
 from flashgen.api.kvcache import KVCache, Rotary
 from flashgen.errors import BadParam
-from flashgen.operators.append import APPEND, total_lengths
+from flashgen.operators.append import APPEND
 from flashgen.operators.arguments import flag
 from flashgen.operators.attention import mask_type_name
 from flashgen.runtime import arrays, check
@@ -291,6 +291,8 @@ def _check_elements(
     append: Plan, pointers: tuple[int, ...], given: tuple[Any, ...], attention: Plan, stream: int
 ) -> None:
     """Raise what the lengths and tables of both calls contradict."""
+    from flashgen.operators.places import total_lengths
+
     found = check.elements(append.problem, pointers, given, stream)
     if found is None:  # a captured graph, which may find others
         return
