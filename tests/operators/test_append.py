@@ -102,12 +102,12 @@ def strided(shape, strides, dtype="fp16"):
         (
             PLAIN | {"lengths": view_of_shape((3,), "int32", None)},
             DeviceTypeNotSupported,
-            "lengths is on dev",
+            "lengths is in host memory but k_new is",
         ),
         (
             PLAIN | {"k_cache": view_of_shape(CACHE, "fp16", 1)},
             DeviceTypeNotSupported,
-            "k_cache is on device",
+            "k_cache is on GPU 1 but k_new is",
         ),
         (PLAIN | {"lengths": ((4,), "int32")}, BadTensorShape, r"lengths has shape \(4,\); expected"),
         (PLAIN | {"k_new": (NEW[1:], "fp16")}, BadTensorShape, "packed tokens need cu_seqlens_new"),

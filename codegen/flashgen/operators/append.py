@@ -22,7 +22,6 @@ from flashgen.errors import (
     BadParam,
     BadTensorDtype,
     BadTensorShape,
-    DeviceTypeNotSupported,
     NullPointer,
 )
 from flashgen.operators.arguments import (
@@ -30,12 +29,12 @@ from flashgen.operators.arguments import (
     ROW_ALIGNMENT,
     Argument,
     Placed,
+    check_devices,
     check_strides,
-    device_name,
     flag,
     place,
 )
-from flashgen.operators.attention import DTYPES, MAX_HEAD_DIM, MAX_SEQLEN
+from flashgen.operators.attention import DTYPES, MAX_SEQLEN, check_head_dim
 from flashgen.operators.operator import Axis, Number, Operator, Problem, Value
 
 if TYPE_CHECKING:
@@ -248,15 +247,10 @@ def _check_places_and_dtypes(views: Mapping[str, ArrayView | None]) -> None:
     first = views["k_new"]
     if first.dtype not in DTYPES:
         raise BadTensorDtype(f"k_new has dtype {first.dtype}; supported are {', '.join(DTYPES)}")
-    for argument in ARGUMENTS:
-        name, view = argument.name, views[argument.name]
-        if view is None:
-            continue
-        if view.device != first.device:
-            raise DeviceTypeNotSupported(
-                f"{name} is on device {device_name(view.device)} but k_new on "
-                f"{device_name(first.device)}; all arrays must be on one device"
-            )
+    given = {name: view for name, view in views.items() if view is not None}
+    check_devices({"k_new": first} | given)
+    for name, view in given.items():
+        argument = ARGUMENTS[APPEND.position(name)]
         if name in ("cos", "sin"):
             allowed = tuple(dict.fromkeys((first.dtype, "fp32")))
         else:
@@ -335,12 +329,8 @@ def _symbols(argument: Argument, packed: bool) -> tuple[str, ...]:
 
 def _check_sizes(sizes: Mapping[str, int], dtype: str, *, tables: bool) -> None:
     """Limits of the sizes themselves."""
-    step = ROW_ALIGNMENT // DTYPE_BYTES[dtype]
     for name in ("head_dim", "head_dim_v"):
-        if not 1 <= sizes[name] <= MAX_HEAD_DIM or sizes[name] % step:
-            raise BadTensorShape(
-                f"{name} is {sizes[name]}; {dtype} needs a multiple of {step} from {step} to {MAX_HEAD_DIM}"
-            )
+        check_head_dim(name, sizes[name], dtype)
     if sizes["num_heads_kv"] < 1:
         raise BadTensorShape("k_new has no heads; it needs one at least")
     capacity = sizes["max_pages"] * sizes["page_size"]
