@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen import logs
 from flashgen.api.backends import runner_for
-from flashgen.errors import BadParam
 from flashgen.runtime import arrays
 from flashgen.runtime.plans import Plan, adopted, run_adopted
 
@@ -187,13 +186,8 @@ def make_plan(
         None if x is None else arrays.view(x, argument.name)
         for argument, x in zip(operator.arguments, native, strict=True)
     )
-    for view, argument in zip(views[1:], operator.arguments[1:], strict=True):
-        # Each library has its own current stream, so work on arrays of two of them would be in no order.
-        if view is not None and view.kind != views[0].kind and view.device == views[0].device:
-            raise BadParam(
-                f"{argument.name} is a {view.kind} array but {operator.arguments[0].name} is a "
-                f"{views[0].kind} one; convert it; DLPack does so without a copy"
-            )
+    names = (argument.name for argument in operator.arguments)
+    arrays.check_libraries(dict(zip(names, views, strict=True)))
     problem = operator.normalise(views, options, (None,) * len(scalars))
     called = problem.with_scalars(scalars)  # raises what is wrong with them, ahead of compiling
     begin = time.perf_counter()

@@ -22,7 +22,7 @@ from flashgen.errors import BadParam, BadTensorDtype, DeviceTypeNotSupported, No
 from flashgen.operators.arguments import ArrayView
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from flashgen.operators.operator import Problem
 
@@ -440,6 +440,19 @@ def view(x: Any, name: str) -> ArrayView:
         return kind.view(x)
     except (BadParam, BadTensorDtype, DeviceTypeNotSupported) as error:
         raise type(error)(f"{name}: {error}") from None
+
+
+def check_libraries(views: Mapping[str, ArrayView | None]) -> None:
+    """That arrays on one device are of one library: each library has its own current stream, so work on
+    arrays of two of them would be in no order. Raises BadParam.
+    """
+    (name_of_first, first), *others = views.items()
+    for name, view in others:
+        if view is not None and view.kind != first.kind and view.device == first.device:
+            raise BadParam(
+                f"{name} is a {view.kind} array but {name_of_first} is a {first.kind} one; convert it; "
+                "DLPack does so without a copy"
+            )
 
 
 def stream_pointer(stream: Any) -> int:
