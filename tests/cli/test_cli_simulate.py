@@ -86,17 +86,26 @@ def test_what_a_gpu_forbids_is_one_message_and_a_failure(flashgen, monkeypatch):
     assert result.stderr == "Error: block 0, thread 5: race\nseed 11\n"
 
 
-def test_wrong_and_unrepeatable_results_are_failures(flashgen, monkeypatch):
+@pytest.fixture
+def spoil(monkeypatch):
+    """``spoil(output)``: element [0, 3, 1, 5] of it, counted among the outputs, depends on the seed."""
     from flashgen.simulator import example
 
     right = example.run_steps
 
-    def spoilt(libraries, main, given, *, seed, device):
-        reports = right(libraries, main, given, seed=seed, device=device)
-        given.out[0, 3, 1, 5] += np.float16(seed)
-        return reports
+    def spoilt(output):
+        def run_steps(libraries, main, given, *, seed, device):
+            reports = right(libraries, main, given, seed=seed, device=device)
+            example.outputs(given)[output][0, 3, 1, 5] += np.float16(seed)
+            return reports
 
-    monkeypatch.setattr(example, "run_steps", spoilt)
+        monkeypatch.setattr(example, "run_steps", run_steps)
+
+    return spoilt
+
+
+def test_wrong_and_unrepeatable_results_are_failures(flashgen, spoil):
+    spoil(0)
     found = json.loads(flashgen("simulate", NAME, "--seed", 1, "--seeds", 2, "--json").stdout)
     assert not found["ok"]
     assert not found["repeatable"]
@@ -104,6 +113,14 @@ def test_wrong_and_unrepeatable_results_are_failures(flashgen, monkeypatch):
     result = flashgen("simulate", NAME, "--seed", 1, "--seeds", 2)
     assert result.exit_code == 1
     assert "the order of threads shows" in result.stdout
+
+
+@pytest.mark.parametrize("output", [0, 1, 2])
+def test_every_gradient_has_to_repeat(output, flashgen, spoil):
+    spoil(output)
+    name = "flash_bwd_hdim32_fp16_ordered_sm80"
+    arguments = ("--seed", 1, "--seeds", 2, "--seqlen-q", 16, "--seqlen-kv", 16, "--json")
+    assert not json.loads(flashgen("simulate", name, *arguments).stdout)["repeatable"]
 
 
 @pytest.mark.parametrize("name", ["naive_scores", "naive_softmax", "naive_output", "flash_v1"])

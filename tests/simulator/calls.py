@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashgen.errors import SimulationError
-from flashgen.simulator.example import make_any, run_steps
+from flashgen.simulator.example import make, run_steps
 from flashgen.simulator.library import load
 from flashgen.source.render import render
 from simulator.faults import WRONG
@@ -20,7 +20,7 @@ def simulated(variant, example, seed, source_of=render, **options):
 
 def within_the_bound(variant, shape, seed):
     """The example after the call ran on it, and its reports; AssertionError if it is too far from float64."""
-    example = make_any(variant, shape, seed)
+    example = make(variant, shape, seed)
     reports = simulated(variant, example, seed)
     verdict = example.judge()
     assert verdict.ok, f"{variant.name}, {shape}: {verdict}"
@@ -29,7 +29,7 @@ def within_the_bound(variant, shape, seed):
 
 def check_of(variant, shape, seed, source_of=render, **options):
     """The check that found something in a call of this shape, or None."""
-    return check_on(variant, make_any(variant, shape, seed), seed, source_of, **options)
+    return check_on(variant, make(variant, shape, seed), seed, source_of, **options)
 
 
 def check_on(variant, example, seed, source_of=render, **options):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from backward_variants import MAIN
-from flashgen.simulator.example import Shape, make_any
+from flashgen.simulator.example import Shape, make
 from simulator.calls import ORDERS, calls_of, check_of, simulated, within_the_bound
 from simulator.faults_backward_direct_sm90 import FAULTS
 
@@ -54,7 +54,7 @@ def test_any_order_of_threads_gives_the_same_bits(compiler, fresh_seed):
     variant = MAIN["flash_bwd_hdim64_bf16_causal_direct_gqa_sm90"]
     found = []
     for order in (1, 2):
-        example = make_any(variant, Shape(200, 150, 2, 1), fresh_seed)
+        example = make(variant, Shape(200, 150, 2, 1), fresh_seed)
         simulated(variant, example, order)
         found.append([np.array(x) for x in example.arrays[8:11]])
     for first, second in zip(*found, strict=True):

@@ -8,7 +8,7 @@ import pytest
 from backward_variants import MAIN
 from flashgen.operators.numbers import widened
 from flashgen.operators.scores import chained
-from flashgen.simulator.example import Shape, make_any
+from flashgen.simulator.example import Shape, make
 from flashgen.spec.scores import load_scores
 from simulator.calls import check_on
 from simulator.faults_backward_scores import FAULTS
@@ -46,7 +46,7 @@ def check_of(variant, shape, seed, *source_of):
     """The check that found something in a call of this shape, or None. The inputs are those of the first seed
     from ``seed`` on of whose scores none may be 0 in fp32, where `falls` has no value."""
     for each in range(seed, seed + 100):
-        example = make_any(variant, shape, each)
+        example = make(variant, shape, each)
         q, k = (widened(example.array(name), variant.dtype) for name in ("q", "k"))
         k = k.repeat(q.shape[2] // k.shape[2], axis=2)
         if np.abs(np.einsum("bihd,bjhd->bhij", q, k)).min(initial=1.0) > 1e-5:

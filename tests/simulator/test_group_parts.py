@@ -12,7 +12,7 @@ from backward_variants import MAIN
 from flashgen.errors import SimulationError
 from flashgen.schedule.grid import tiles
 from flashgen.schedule.plan import plan_steps
-from flashgen.simulator.example import Shape, make_any
+from flashgen.simulator.example import Shape, make
 from flashgen.simulator.execute import simulate
 from flashgen.simulator.hardware import pretend_for
 from flashgen.simulator.library import load
@@ -24,7 +24,7 @@ from simulator.faults_group_parts import AMPERE, FAULTS, HOPPER, PARTS, SHAPE
 def simulated(name, shape, seed, parts, *, threads=1, order=0, source_of=render):
     """The example after the call ran with groups in so many parts, and the arrays of its workspace."""
     variant = MAIN[name]
-    example = make_any(variant, shape, seed)
+    example = make(variant, shape, seed)
     waves = tiles(example.problem, variant) * parts  # on one multiprocessor
     variant = dataclasses.replace(variant, grid=variant.grid._replace(group_waves=waves))
     device = dataclasses.replace(pretend_for(variant), num_sms=1)

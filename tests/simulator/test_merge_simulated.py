@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashgen.errors import SimulationError
-from flashgen.simulator.example import Shape, make_any, run
+from flashgen.simulator.example import Shape, make, run
 from flashgen.simulator.library import load
 from flashgen.source.render import render
 from flashgen.spec.load import load_specs
@@ -44,7 +44,7 @@ FAULTS = (
 
 def verdict_of(variant, source, shape, seed):
     """The check that found something, or None."""
-    example = make_any(variant, shape, seed)
+    example = make(variant, shape, seed)
     try:
         run(load(source, variant.name), variant, example, seed=seed)
     except SimulationError as error:

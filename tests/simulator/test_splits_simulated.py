@@ -12,7 +12,7 @@ import pytest
 import flashgen
 from flashgen import SplitEvery
 from flashgen.simulator import hardware
-from flashgen.simulator.example import Shape, make_any, run_steps
+from flashgen.simulator.example import Shape, make, run_steps
 from flashgen.simulator.library import load
 from flashgen.source.render import render
 from simulator.faults import BOUNDS, NUMBERS, fault
@@ -160,7 +160,7 @@ MANY = Shape(1, 500, heads=2, batch=45, splits=SplitEvery(256))
 def test_within_the_bound(name, multiprocessors, compiler, fresh_seed):
     variant = MAIN_OF[name]
     for shape in (LONG, MANY, dataclasses.replace(LONG, splits=50), dataclasses.replace(MANY, splits=1)):
-        example = make_any(variant, grouped(variant, shape), fresh_seed)
+        example = make(variant, grouped(variant, shape), fresh_seed)
         assert verdict_of(variant, example, fresh_seed, multiprocessors=multiprocessors) is None
 
 
@@ -209,7 +209,7 @@ FAULTS = (
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_found(fault, compiler, fresh_seed):
     variant = MAIN_OF[fault.variant]
-    example = make_any(variant, grouped(variant, fault.shape), fresh_seed)
+    example = make(variant, grouped(variant, fault.shape), fresh_seed)
     sources = [
         fault.plant(render(step)) if step.name == fault.variant else render(step) for step in variant.steps
     ]

@@ -11,7 +11,7 @@ from backward_variants import MAIN
 from flashgen.errors import SimulationError
 from flashgen.schedule.plan import plan_steps
 from flashgen.schedule.sections import sections
-from flashgen.simulator.example import Shape, make_any
+from flashgen.simulator.example import Shape, make
 from flashgen.simulator.execute import simulate
 from flashgen.simulator.hardware import pretend_for
 from flashgen.simulator.library import load
@@ -23,7 +23,7 @@ from simulator.faults_turns import AMPERE, FAULTS, HOPPER, PAIR, WIDE, watched
 
 def simulated(variant, shape, seed, *, threads=1, order=0, sms=None, source_of=render):
     """The example after the call ran, with so many thread blocks at a time, and the bytes of dq_accum."""
-    example = make_any(variant, shape, seed)
+    example = make(variant, shape, seed)
     libraries = [load(source_of(step), step.name) for step in variant.steps]
     device = pretend_for(variant)
     device = device if sms is None else dataclasses.replace(device, num_sms=sms)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flashgen.operators.scores import chained
-from flashgen.simulator.example import Shape, make_any
+from flashgen.simulator.example import Shape, make
 from flashgen.spec.load import load_specs
 from flashgen.spec.scores import load_scores
 from simulator.calls import check_on, simulated
@@ -29,7 +29,7 @@ def example_of(name, shape, seed, packed_q=None, packed_kv=None, behind=False):
     ``behind`` the last one.
     """
     for each in range(seed, seed + 100):
-        example = make_any(MAIN[name], shape, each)
+        example = make(MAIN[name], shape, each)
         if packed_q not in (None, example.problem.packed_q):
             continue
         if packed_kv not in (None, example.problem.packed_kv):
@@ -59,7 +59,7 @@ def test_a_score_modification(name, names, compiler, fresh_seed):
     scores = load_scores().by_name
     variant = MAIN[name].modified(chained([scores[each] for each in names]))
     for seed in (fresh_seed, fresh_seed + 1):
-        example = make_any(variant, Shape(70, 90, 2, 1 if "gqa" in name else None, batch=4), seed)
+        example = make(variant, Shape(70, 90, 2, 1 if "gqa" in name else None, batch=4), seed)
         assert check_on(variant, example, seed) is None
 
 
@@ -101,12 +101,12 @@ SHORT, MANY = Shape(1, 1, batch=3), Shape(5, 130, batch=40)
 )
 def test_short_and_many_sequences(name, shape, compiler, fresh_seed):
     for seed in range(fresh_seed, fresh_seed + 2):
-        example = make_any(MAIN[name], dataclasses.replace(shape, heads=1), seed)
+        example = make(MAIN[name], dataclasses.replace(shape, heads=1), seed)
         assert check_on(MAIN[name], example, seed) is None
 
 
 def test_without_a_gradient_of_lse(compiler, fresh_seed):
-    example = make_any(MAIN[PLAIN], Shape(70, 90, 2, batch=3, return_lse=False), fresh_seed)
+    example = make(MAIN[PLAIN], Shape(70, 90, 2, batch=3, return_lse=False), fresh_seed)
     assert example.array("dlse") is None
     assert check_on(MAIN[PLAIN], example, fresh_seed) is None
 
@@ -168,7 +168,7 @@ def test_a_sequence_of_nan_leaves_the_others_alone(name, compiler, fresh_seed):
 def test_in_turns_dq_repeats_to_the_bit(compiler, fresh_seed):
     found = set()
     for order, threads in ((1, 1), (2, 4), (3, 8)):
-        example = make_any(MAIN[ORDERED], Shape(200, 600, 1, batch=3), fresh_seed)
+        example = make(MAIN[ORDERED], Shape(200, 600, 1, batch=3), fresh_seed)
         assert check_on(MAIN[ORDERED], example, order, threads=threads) is None
         found.add(example.array("dq").tobytes())
     assert len(found) == 1
@@ -187,4 +187,4 @@ def test_a_planted_fault_is_found(fault, packing, compiler, fresh_seed):
 def test_without_one_nothing_is_found(compiler, fresh_seed):
     for name, shape in dict.fromkeys((fault.variant, fault.shape) for fault, _ in FAULTS):
         for seed in range(fresh_seed, fresh_seed + 3):
-            assert check_on(MAIN[name], make_any(MAIN[name], shape, seed), seed) is None, seed
+            assert check_on(MAIN[name], make(MAIN[name], shape, seed), seed) is None, seed

@@ -10,7 +10,7 @@ import pytest
 from flashgen.errors import SimulationError
 from flashgen.schedule.tensormap import expressible
 from flashgen.simulator import hardware
-from flashgen.simulator.example import Shape, make_any, run_steps
+from flashgen.simulator.example import Shape, make, run_steps
 from flashgen.simulator.library import load
 from flashgen.source.render import render
 from flashgen.spec.load import load_specs
@@ -91,7 +91,7 @@ def grouped(variant, shape):
 def example_of(variant, shape, seed, packed_q=None, packed_kv=None):
     """The example of the first seed from ``seed`` on whose sequences are packed as asked for."""
     for each in range(seed, seed + 100):
-        example = make_any(variant, shape, each)
+        example = make(variant, shape, each)
         if packed_q in (None, example.problem.packed_q) and packed_kv in (None, example.problem.packed_kv):
             return example
     raise AssertionError("no seed packs sequences so")
@@ -132,7 +132,7 @@ def test_within_the_bound_and_nothing_else_is_touched(name, packed_q, compiler, 
 def test_a_dense_mask_beside_lengths(name, changes, compiler, fresh_seed):
     variant = VARIANTS[name]
     shape = dataclasses.replace(grouped(variant, FEW), **changes)
-    assert verdict_of(variant, make_any(variant, shape, fresh_seed), fresh_seed) is None
+    assert verdict_of(variant, make(variant, shape, fresh_seed), fresh_seed) is None
 
 
 @pytest.mark.parametrize("name", [DENSE_DECODE, DENSE_DECODE_PAGED])
@@ -143,7 +143,7 @@ def test_drafts_in_a_tree(name, changes, compiler, fresh_seed):
     """A few queries, whose mask says which of the other drafts each one sees."""
     variant = VARIANTS[name]
     shape = dataclasses.replace(grouped(variant, LONG), **changes)
-    assert verdict_of(variant, make_any(variant, shape, fresh_seed), fresh_seed) is None
+    assert verdict_of(variant, make(variant, shape, fresh_seed), fresh_seed) is None
 
 
 @pytest.mark.parametrize("name", HOPPER_KERNELS)
@@ -168,7 +168,7 @@ def test_shares_of_sequences(name, packed_q, compiler, fresh_seed):
 def test_neither_the_order_of_threads_nor_of_blocks_changes_a_bit(compiler, fresh_seed):
     variant, results = VARIANTS[DECODE_PAGED], set()
     for order in range(6):
-        example = make_any(variant, grouped(variant, LONG), fresh_seed)
+        example = make(variant, grouped(variant, LONG), fresh_seed)
         assert verdict_of(variant, example, order) is None
         results.add(example.out.tobytes() + example.lse.tobytes())
     assert len(results) == 1
@@ -179,7 +179,7 @@ def test_neither_the_order_of_threads_nor_of_blocks_changes_a_bit(compiler, fres
 def test_short_sequences(name, shape, compiler, fresh_seed):
     variant = VARIANTS[name]
     for seed in range(fresh_seed, fresh_seed + 4):
-        example = make_any(variant, grouped(variant, shape), seed)
+        example = make(variant, grouped(variant, shape), seed)
         if expressible(example.problem, variant):  # there is no tensor map of no keys
             assert verdict_of(variant, example, seed) is None
 

@@ -12,7 +12,7 @@ import pytest
 from flashgen.schedule.plan import plan_steps
 from flashgen.schedule.tensormap import expressible
 from flashgen.simulator import hardware
-from flashgen.simulator.example import Shape, make_any
+from flashgen.simulator.example import Shape, make
 from flashgen.source.render import render
 from simulator.faults import BOUNDS, NUMBERS, fault
 from simulator.test_varlen_simulated import VARIANTS, example_of, grouped, verdict_of
@@ -59,7 +59,7 @@ def test_short_sequences(shape, compiler, fresh_seed):
     """More queries than keys as well."""
     variant = VARIANTS[CAUSAL]
     for seed in range(fresh_seed, fresh_seed + 4):
-        example = make_any(variant, grouped(variant, shape), seed)
+        example = make(variant, grouped(variant, shape), seed)
         if expressible(example.problem, variant):  # there is no tensor map of no keys
             assert verdict_of(variant, example, seed) is None
 
@@ -82,7 +82,7 @@ def test_lengths_may_change_after_the_grid_is_fixed(compiler, fresh_seed):
 def test_neither_the_order_of_threads_nor_of_blocks_changes_a_bit(compiler, fresh_seed):
     variant, results = VARIANTS[CAUSAL], set()
     for order in range(4):
-        example = make_any(variant, grouped(variant, CHUNKS), fresh_seed)
+        example = make(variant, grouped(variant, CHUNKS), fresh_seed)
         assert checked(variant, example, order, 7) is None
         results.add(example.out.tobytes() + example.lse.tobytes())
     assert len(results) == 1

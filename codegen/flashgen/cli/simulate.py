@@ -22,7 +22,7 @@ from flashgen.cli.options import (
 
 if TYPE_CHECKING:
     from flashgen.operators.reference import Verdict
-    from flashgen.simulator.example import AnyExample
+    from flashgen.simulator.example import Example
     from flashgen.simulator.execute import Access, Report
     from flashgen.spec.variant import Variant
 
@@ -162,7 +162,7 @@ def _run(
     from flashgen.cli.output import counted
     from flashgen.cli.progress import waiting
     from flashgen.errors import SimulationError
-    from flashgen.simulator.example import make_any, run_steps
+    from flashgen.simulator.example import make, outputs, run_steps
     from flashgen.simulator.figures import masked_tiles
     from flashgen.simulator.hardware import pretend_for
     from flashgen.simulator.library import load, load_in
@@ -187,12 +187,12 @@ def _run(
         "seeds": len(seeds),
         "compile_seconds": compiled,
     }
-    examples: list[AnyExample] = []
+    examples: list[Example] = []
     report: Report | None = None
     begin = time.perf_counter()
     with waiting(f"simulating {counted(len(seeds), 'seed')}"):
         for seed in seeds:
-            example = make_any(variant, shape, seeds.start)
+            example = make(variant, shape, seeds.start)
             try:
                 reports = run_steps(libraries, main, example, seed=seed, device=device)
             except SimulationError as error:
@@ -204,10 +204,9 @@ def _run(
     found["seconds"] = (time.perf_counter() - begin) / len(seeds)
     verdict = examples[0].judge()
     found["repeatable"] = all(
-        np.array_equal(getattr(examples[0], name), getattr(other, name), equal_nan=True)
+        np.array_equal(x, y, equal_nan=True)
         for other in examples[1:]
-        for name in ("out", "lse")
-        if getattr(other, name) is not None
+        for x, y in zip(outputs(examples[0]), outputs(other), strict=True)
     )
     found["out"] = verdict.out.as_dict()
     if verdict.lse is not None:  # operators without one have a single error

@@ -43,17 +43,10 @@ class AppendExample:
     problem: AppendProblem
     named: dict[str, np.ndarray | None]
     before: dict[str, np.ndarray]
-    lse: None = None
 
     @property
     def arrays(self) -> tuple[np.ndarray | None, ...]:
         return tuple(self.named[argument.name] for argument in ARGUMENTS)
-
-    @property
-    def out(self) -> np.ndarray:
-        """The bits of all outputs, one after the other."""
-        outputs = (self.named[argument.name] for argument in ARGUMENTS if argument.is_output)
-        return np.concatenate([x.view(f"u{x.itemsize}").ravel() for x in outputs if x is not None])
 
     @property
     def described(self) -> dict[str, Any]:

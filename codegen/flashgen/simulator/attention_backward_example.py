@@ -12,17 +12,15 @@ from flashgen.operators.gradients import judge
 from flashgen.operators.masks import Band
 from flashgen.operators.numbers import bfloat16_bits, widened
 from flashgen.operators.reference import attention, modification_of
-from flashgen.simulator.example import (
+from flashgen.simulator.attention_example import (
     check_sizes,
     described,
     masked,
     random_mask,
-    random_rows,
-    rows_within_nan,
     score_arrays_of,
     score_scalars_of,
-    view_of,
 )
+from flashgen.simulator.example import random_rows, rows_within_nan, view_of
 
 if TYPE_CHECKING:
     from flashgen.operators.gradients import Verdict
@@ -44,16 +42,6 @@ class BackwardExample:
         return self.arrays[self.problem.operator.position(name)]
 
     @property
-    def out(self) -> np.ndarray:
-        """dq, the first of the outputs."""
-        return self.array("dq")
-
-    @property
-    def lse(self) -> None:
-        """No output of this operator; the LSE of the forward call is ``array("lse")``."""
-        return
-
-    @property
     def described(self) -> dict[str, Any]:
         """The sizes of the problem, for a report."""
         return described(self.problem)
@@ -67,7 +55,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> BackwardExample:
     """Normal random inputs for ``variant``, with the results that a forward call has for them; outputs, and
     what lies between rows, are NaN. ``shape.return_lse`` is whether LSE has a gradient.
 
-    Raises as ``example.make``.
+    Raises as ``attention_example.make``.
     """
     rng = np.random.default_rng(seed)
     head_dim, head_dim_v, kv_heads = check_sizes(variant, shape)

@@ -1,10 +1,7 @@
-"""Random problems of attention for one variant, in memory whose gaps are NaN, and what the kernel of any
-operator makes of such problems.
-"""
+"""Random problems for one variant, of any operator, and what its kernels make of them."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import math
 from dataclasses import dataclass
@@ -12,23 +9,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from flashgen.errors import BadParam
 from flashgen.operators.arguments import ArrayView
-from flashgen.operators.attention import AttentionProblem, normalise
-from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.numbers import bfloat16_bits
-from flashgen.operators.reference import Verdict, judge
 from flashgen.operators.splits import AUTO
 from flashgen.schedule.plan import plan_steps
 from flashgen.simulator import hardware
 from flashgen.simulator.execute import simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from flashgen.arch import Device
     from flashgen.operators.operator import Problem
-    from flashgen.operators.scores import Score
+    from flashgen.operators.reference import Verdict
     from flashgen.operators.splits import Splits
     from flashgen.simulator.execute import Report
     from flashgen.simulator.library import Library
@@ -36,9 +29,8 @@ if TYPE_CHECKING:
 
 Window = tuple[int, int]
 
-_ALIGNMENT = 256  # bytes, of a fresh allocation on a GPU
-_GUARD_ROWS = 256
-_VIEWED = {"float32": "fp32", "int32": "int32"}
+ALIGNMENT = 256  # bytes, of a fresh allocation on a GPU
+GUARD_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -71,119 +63,37 @@ class Shape:
     splits: Splits = AUTO
 
 
-class AnyExample(Protocol):
-    """A problem of any operator with its arrays in host memory, in the operator's order, and None for what is
-    absent. ``out`` and ``lse`` are the outputs."""
+class Example(Protocol):
+    """A problem of an operator with its arrays in host memory, in the operator's order, and None for what is
+    absent. bfloat16 elements are their bits in uint16.
+    """
 
     problem: Problem
     arrays: tuple[np.ndarray | None, ...]
-    out: np.ndarray
-    lse: np.ndarray | None
     described: dict[str, Any]
 
     def judge(self) -> Verdict:
         """How far the outputs are from float64."""
 
 
-@dataclass(frozen=True)
-class Example:
-    """A problem with its arrays in host memory. bfloat16 elements are their bits in uint16; ``mask`` may be
-    None."""
-
-    problem: AttentionProblem
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    mask: np.ndarray | None
-    out: np.ndarray
-    lse: np.ndarray | None
-    score_arrays: tuple[np.ndarray, ...] = ()
-
-    @property
-    def arrays(self) -> tuple[np.ndarray | None, ...]:
-        """q, k, v, mask, out, lse, and the arrays of a score modification."""
-        return self.q, self.k, self.v, self.mask, self.out, self.lse, *self.score_arrays
-
-    @property
-    def described(self) -> dict[str, Any]:
-        """The sizes of the problem, for a report."""
-        return described(self.problem)
-
-    def judge(self) -> Verdict:
-        """How far the outputs are from float64."""
-        inputs = self.q, self.k, self.v, self.mask
-        return judge(self.problem, *inputs, self.out, self.lse, *self.score_arrays)
-
-
-def described(problem: AttentionProblem) -> dict[str, Any]:
-    """The sizes of a problem of attention, for a report."""
-    return {
-        "shape": [problem.batch, problem.seqlen_q, problem.num_heads_q, problem.head_dim],
-        "head_dim_v": problem.head_dim_v,
-        "seqlen_kv": problem.seqlen_kv,
-        "num_heads_kv": problem.num_heads_kv,
-    }
-
-
-def make_any(variant: Variant, shape: Shape, seed: int) -> AnyExample:
-    """`make` for a variant of any operator: attention's is here, another's in the module of its name."""
-    module = "example" if variant.operator == "attention" else f"{variant.operator}_example"
-    return importlib.import_module(f"flashgen.simulator.{module}").make(variant, shape, seed)
+def outputs(example: Example) -> tuple[np.ndarray, ...]:
+    """The arrays that a call writes."""
+    given = zip(example.problem.operator.arguments, example.arrays, strict=True)
+    return tuple(x for argument, x in given if argument.is_output and x is not None)
 
 
 def make(variant: Variant, shape: Shape, seed: int) -> Example:
-    """Normal random inputs for ``variant``; outputs, and what lies between rows, are NaN.
-
-    Raises BadParam for sizes that are not the variant's: heads that it cannot group, a head dim that it does
-    not hold, a window where its mask type has none; and what the contract raises.
+    """Random inputs for ``variant``, by the module of its operator; outputs, and what lies between rows, are
+    NaN. Raises BadParam for sizes that are not the variant's, and what the contract raises.
     """
-    rng = np.random.default_rng(seed)
-    head_dim, head_dim_v, kv_heads = check_sizes(variant, shape)
-    q_shape = (shape.batch, shape.seqlen_q, shape.heads, head_dim)
-    k_shape = (shape.batch, shape.seqlen_kv, kv_heads, head_dim)
-    v_shape = (shape.batch, shape.seqlen_kv, kv_heads, head_dim_v)
-    q, k, v = (
-        random_rows(rng, size, variant.dtype, spread, shape.gap)
-        for size, spread in ((q_shape, shape.spread), (k_shape, 1.0), (v_shape, 1.0))
-    )
-    out = rows_within_nan((*q_shape[:-1], head_dim_v), variant.dtype, shape.gap)
-    lse = (
-        np.full((shape.batch, shape.heads, shape.seqlen_q), np.nan, np.float32) if shape.return_lse else None
-    )
-    mask = random_mask(rng, shape) if variant.mask_type == "dense" else None
-    views = [view_of(x, variant.dtype) for x in (q, k, v, out)]
-    sizes = {"batch": shape.batch, "num_heads_q": shape.heads}
-    sizes |= {"seqlen_q": shape.seqlen_q, "seqlen_kv": shape.seqlen_kv}
-    score_arrays = score_arrays_of(rng, variant.score, sizes)
-    problem = normalise(
-        *views[:3],
-        out=views[3],
-        mask=None if mask is None else view_of(mask, "uint8"),
-        return_lse=shape.return_lse,
-        splits=shape.splits,
-        score=variant.score,
-        score_arrays=[view_of(x, _VIEWED[x.dtype.name]) for x in score_arrays],
-        score_scalars=score_scalars_of(rng, variant.score),
-    )
-    return Example(masked(problem, variant, shape), q, k, v, mask, out, lse, score_arrays)
-
-
-def check_sizes(variant: Variant, shape: Shape) -> tuple[int, int, int]:
-    """head_dim, head_dim_v and kv heads of a problem for ``variant``. Raises BadParam as `make`."""
-    head_dim = variant.head_dim if shape.head_dim is None else shape.head_dim
-    head_dim_v = min(head_dim, variant.head_dim_v) if shape.head_dim_v is None else shape.head_dim_v
-    held = {"head_dim": (head_dim, variant.head_dim), "head_dim_v": (head_dim_v, variant.head_dim_v)}
-    for name, (width, most) in held.items():
-        if width > most:
-            raise BadParam(f"{name} is {width}, and {variant.name} holds at most {most}")
-    _check_window(variant, shape.window)
-    return head_dim, head_dim_v, _kv_heads(variant, shape)
+    module = importlib.import_module(f"flashgen.simulator.{variant.operator}_example")
+    return module.make(variant, shape, seed)
 
 
 def run(
     library: Library,
     variant: Variant,
-    example: AnyExample,
+    example: Example,
     *,
     seed: int = 0,
     device: Device | None = None,
@@ -197,7 +107,7 @@ def run(
 def run_steps(
     libraries: Sequence[Library],
     main: Variant,
-    example: AnyExample,
+    example: Example,
     *,
     seed: int = 0,
     device: Device | None = None,
@@ -218,63 +128,6 @@ def run_steps(
     return tuple(next(reports) if step in taken else None for step in main.steps)
 
 
-def score_arrays_of(
-    rng: np.random.Generator, score: Score | None, sizes: Mapping[str, int]
-) -> tuple[np.ndarray, ...]:
-    """Random arrays of a score modification; a dimension of its own has 1 to 20 elements."""
-    found = []
-    for param in score.arrays if score else ():
-        own = {symbol: int(rng.integers(1, 21)) for symbol in param.symbols}
-        extents = tuple((own | sizes)[symbol] for symbol in param.symbols)
-        if param.type == "i32":
-            found.append(rng.integers(-3, 4, extents, np.int32))
-        else:
-            found.append(rng.standard_normal(extents, np.float32))
-    return tuple(found)
-
-
-def score_scalars_of(rng: np.random.Generator, score: Score | None) -> tuple[float, ...]:
-    """Random numbers of a score modification, none of them 0."""
-    kinds = [param.type for param in score.scalars] if score else []
-    return tuple(int(rng.integers(1, 9)) if kind == "i32" else float(rng.uniform(0.5, 8)) for kind in kinds)
-
-
-def _kv_heads(variant: Variant, shape: Shape) -> int:
-    if variant.gqa == "mha":
-        kv_heads = shape.heads if shape.kv_heads is None else shape.kv_heads
-        if kv_heads != shape.heads:
-            raise BadParam(f"{variant.name} has one query head to a kv head, not {shape.heads} to {kv_heads}")
-        return kv_heads
-    return 1 if shape.kv_heads is None else shape.kv_heads
-
-
-def _check_window(variant: Variant, window: Window | None) -> None:
-    if window is None:
-        return
-    if variant.mask_type not in ("local", "dense"):
-        raise BadParam(
-            f"window is {window}, and {variant.name} has mask type {variant.mask_type}; "
-            "a window needs a variant of mask type local or dense"
-        )
-    if min(window) < -1:
-        raise BadParam(f"window is {window}; each side must be -1 (no bound), 0 or more")
-
-
-def masked(problem: AttentionProblem, variant: Variant, shape: Shape) -> AttentionProblem:
-    """The problem with the variant's own mask type, even where a simpler kernel would hide the same keys."""
-    offset = 0 if shape.top_left else problem.seqlen_kv - problem.seqlen_q
-    if variant.mask_type == "none" or (variant.mask_type == "dense" and shape.window is None):
-        return problem
-    if variant.mask_type == "causal":
-        left, right = -1, 0
-    else:
-        left, right = shape.window or (max(1, problem.seqlen_kv // 4), 0)
-    left, right = (UNBOUNDED if side < 0 else side for side in (left, right))
-    return dataclasses.replace(
-        problem, mask_type=variant.mask_type, diagonal_offset=offset, window_left=left, window_right=right
-    )
-
-
 def random_rows(
     rng: np.random.Generator, shape: tuple[int, ...], dtype: str, spread: float, gap: int
 ) -> np.ndarray:
@@ -292,39 +145,16 @@ def rows_within_nan(shape: tuple[int, ...], dtype: str, gap: int) -> np.ndarray:
     # Aligned as memory of a GPU would be, so that sectors are counted as there. Behind it a guard of as many
     # rows as a block has at most, so that what reads past the end of one array does not meet the next.
     size = math.prod(whole) * element.itemsize
-    guard = _GUARD_ROWS * math.prod(whole[2:]) * element.itemsize
+    guard = GUARD_ROWS * math.prod(whole[2:]) * element.itemsize
     memory = _aligned(size + guard)
     return memory[:size].view(element).reshape(whole)[:, :seqlen, :heads, :width]
 
 
 def _aligned(size: int) -> np.ndarray:
     """So many bytes of 0xFF, aligned as a fresh allocation on a GPU."""
-    memory = np.full(size + _ALIGNMENT, 0xFF, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
+    memory = np.full(size + ALIGNMENT, 0xFF, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size]
-
-
-def random_mask(rng: np.random.Generator, shape: Shape) -> np.ndarray:
-    """Tiles of 64x64 keys that are hidden, visible and mixed, and some rows that see nothing."""
-    extents = {"b": shape.batch, "h": shape.heads, "q": shape.seqlen_q, "k": shape.seqlen_kv, "1": 1}
-    size = tuple(extents[letter] for letter in shape.mask)
-    rows, keys = (1, *size)[-2:]
-    hidden = rng.random(size) < 0.5
-    kind = rng.random((*size[:-2], -(-rows // 64), -(-keys // 64)))
-    kind = kind.repeat(64, -1)[..., :keys].repeat(64, -2)[..., :rows, :].reshape(size)
-    hidden = (hidden | (kind < 1 / 3)) & (kind < 2 / 3)
-    if rows > 1:
-        hidden |= rng.random((*size[:-1], 1)) < 0.1
-    alignment = shape.mask_alignment
-    stride = -(-keys // alignment) * alignment
-    if alignment < 16 and stride % (2 * alignment) == 0:
-        stride += alignment
-    count = math.prod(size[:-1]) * stride
-    memory = rng.integers(1, 256, count + _GUARD_ROWS * stride + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    mask = memory[start : start + count].reshape(*size[:-1], stride)[..., :keys]
-    mask[...] = np.where(hidden, mask, 0)
-    return mask
 
 
 def view_of(x: np.ndarray, dtype: str) -> ArrayView:

@@ -16,14 +16,8 @@ from flashgen.operators.reference import Largest, attention, modification_of
 from flashgen.operators.sequences import sequences
 from flashgen.operators.varlen_backward import LENGTHS, VarlenBackwardProblem, normalise
 from flashgen.simulator.attention_backward_example import BackwardExample
-from flashgen.simulator.example import (
-    check_sizes,
-    random_rows,
-    rows_within_nan,
-    score_arrays_of,
-    score_scalars_of,
-    view_of,
-)
+from flashgen.simulator.attention_example import check_sizes, score_arrays_of, score_scalars_of
+from flashgen.simulator.example import random_rows, rows_within_nan, view_of
 from flashgen.simulator.varlen_example import boundaries, random_lengths
 
 if TYPE_CHECKING:

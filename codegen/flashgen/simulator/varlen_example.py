@@ -13,15 +13,8 @@ from flashgen.operators.reference import Largest, Verdict, judge
 from flashgen.operators.sequences import sequences
 from flashgen.operators.splits import AUTO
 from flashgen.operators.varlen import LENGTHS, VARLEN, VarlenProblem, normalise
-from flashgen.simulator.example import (
-    check_sizes,
-    random_mask,
-    random_rows,
-    rows_within_nan,
-    score_arrays_of,
-    score_scalars_of,
-    view_of,
-)
+from flashgen.simulator.attention_example import check_sizes, random_mask, score_arrays_of, score_scalars_of
+from flashgen.simulator.example import random_rows, rows_within_nan, view_of
 
 if TYPE_CHECKING:
     from flashgen.simulator.example import Shape
