@@ -21,8 +21,6 @@ GROUPS = Shape(seqlen_q=150, seqlen_kv=140, heads=2, kv_heads=1)
 WINDOWED = Shape(seqlen_q=300, seqlen_kv=300, heads=1, window=(150, 20))
 # The last copy of a row of the mask is not whole. Heads enough that the random mask shows the keys of faults.
 MASKED = Shape(seqlen_q=200, seqlen_kv=141, heads=4, window=(20, 30))
-# The last rows of dq_accum.
-WHOLE = Shape(seqlen_q=128, seqlen_kv=100, heads=1)
 # Scores so far below 0 that a key past the end, with score 0, would have an infinite P.
 FAR = Shape(seqlen_q=70, seqlen_kv=1, heads=4, spread=300.0)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flashgen.errors import CompileError, NoCompilerError
+from flashgen.errors import CompileError
 from flashgen.paths import checkout
 from flashgen.toolchain import compile as fc
 
@@ -209,14 +209,17 @@ def test_cuda_headers_are_found():
     assert fc.compile_cubin(source, "k", "sm_80").cubin
 
 
-def test_many_keeps_order_and_carries_failures():
-    jobs = [fc.Job(tiny(f"k{i}", "" if i != 2 else "x = y;"), f"k{i}", "sm_80") for i in range(5)]
+def test_parallel_keeps_order_and_tells_of_each_in_the_calling_thread():
     seen = []
+
+    def work(item: int) -> int:
+        time.sleep(0.002 * (5 - item))  # the last ones end first
+        return -item
+
     thread = threading.get_ident()
-    results = fc.compile_many(jobs, 2, lambda job, _: seen.append((job, threading.get_ident())))
-    assert [getattr(result, "name", None) for result in results] == ["k0", "k1", None, "k3", "k4"]
-    assert isinstance(results[2], CompileError)
-    assert {job for job, _ in seen} == set(jobs)
+    results = fc.in_parallel(work, range(6), 3, lambda *done: seen.append((done, threading.get_ident())))
+    assert results == [0, -1, -2, -3, -4, -5]
+    assert sorted(done for done, _ in seen) == [(n, -n) for n in range(6)]
     assert {ident for _, ident in seen} == {thread}
 
 
@@ -288,12 +291,3 @@ except NoCompilerError as error:
 def test_importing_the_module_needs_no_cupy():
     code = "import sys, flashgen.toolchain.compile; print(bool({'cupy', 'numpy'} & set(sys.modules)))"
     assert python(code) == "False\n"
-
-
-def test_compile_many_reports_a_missing_compiler_once(monkeypatch):
-    def absent():
-        raise NoCompilerError("none")
-
-    monkeypatch.setattr(fc, "nvrtc", absent)
-    with pytest.raises(NoCompilerError):
-        fc.compile_many([fc.Job(tiny("k"), "k", "sm_80")])

@@ -156,14 +156,9 @@ class Placed(NamedTuple):
         return sum(below), sum(above) + self.row_bytes
 
 
-def device_name(device: int | None) -> str:
-    """Memory of the host or of a GPU, for a message."""
-    return "host memory" if device is None else f"GPU {device}"
-
-
 def on_device(device: int | None) -> str:
     """Where an array is, for a message."""
-    return f"{'in' if device is None else 'on'} {device_name(device)}"
+    return "in host memory" if device is None else f"on GPU {device}"
 
 
 def check_devices(views: Mapping[str, ArrayView]) -> None:

@@ -1,7 +1,7 @@
 """CUDA source to machine code: NVRTC, without a GPU, a driver or a toolkit.
 
 The binding is ``cupy.cuda.nvrtc``. It releases the GIL and NVRTC compiles concurrently, so threads scale as
-processes do and `compile_many` needs no worker processes. Wrapper headers are handed over in memory; nothing
+processes do and `in_parallel` needs no worker processes. Wrapper headers are handed over in memory; nothing
 is written to disk.
 
 No option makes NVRTC faster at equal machine code: of the time for one kernel half is the optimiser, half is
@@ -82,15 +82,6 @@ class Compiled(NamedTuple):
             raise ValueError(f"not a compiled kernel: {error}") from error
 
 
-class Job(NamedTuple):
-    """One call of `compile_cubin`, for `compile_many`."""
-
-    source: str
-    name: str
-    arch: str
-    options: tuple[str, ...] = ()
-
-
 def compile_cubin(
     source: str,
     name: str,
@@ -123,29 +114,16 @@ def compile_ptx(
     return ptx.decode().rstrip("\0")
 
 
-def compile_many(
-    jobs: Iterable[Job],
-    workers: int | None = None,
-    on_done: Callable[[Job, Compiled | CompileError], None] | None = None,
-) -> list[Compiled | CompileError]:
-    """Compile on ``workers`` threads (default: one per available processor); results in order of ``jobs``.
-
-    A kernel that does not compile yields its CompileError instead of ending the others. ``on_done`` is
-    called in this thread as each one ends, in order of completion.
-    """
-    nvrtc()  # a missing compiler is one error, not one for each job
-    return in_parallel(_compile_job, jobs, workers, on_done)
-
-
 def in_parallel(
     work: Callable[[Item], Result],
     items: Iterable[Item],
     workers: int | None = None,
     on_done: Callable[[Item, Result], None] | None = None,
 ) -> list[Result]:
-    """``[work(item) for item in items]`` on threads, with ``workers`` and ``on_done`` as in `compile_many`.
+    """``[work(item) for item in items]`` on ``workers`` threads, by default one for each processor.
 
-    The first exception ends it: what has not begun is dropped.
+    ``on_done`` is called in this thread as each one ends, in order of completion. The first exception ends
+    it: what has not begun is dropped.
     """
     from concurrent.futures import ThreadPoolExecutor, as_completed
 
@@ -259,13 +237,6 @@ def parse_resources(log: str, name: str) -> dict[str, int | None]:
         or 0,
         "smem_static": _number(r"(\d+) bytes smem", usage) or 0,
     }
-
-
-def _compile_job(job: Job) -> Compiled | CompileError:
-    try:
-        return compile_cubin(job.source, job.name, job.arch, job.options)
-    except CompileError as error:
-        return error
 
 
 def _run(
