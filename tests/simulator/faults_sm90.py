@@ -429,14 +429,14 @@ FAULTS = (
     planted(
         "stride of K's descriptor",
         (*ASYNC, WRONG),
-        "descriptor(k_smem, 16, 8 * kPanelRowBytes)",
-        "descriptor(k_smem, 16, 4 * kPanelRowBytes)",
+        "descriptor(k_smem, 8 * kPanelRowBytes)",
+        "descriptor(k_smem, 4 * kPanelRowBytes)",
     ),
     planted(
         "strides of V's descriptor swapped",
         (*ASYNC, WRONG),
-        "descriptor(v_smem, kBlockN * kPanelRowBytes, 8 * kPanelRowBytes)",
         "descriptor(v_smem, 8 * kPanelRowBytes, kBlockN * kPanelRowBytes)",
+        "descriptor(v_smem, kBlockN * kPanelRowBytes, 8 * kPanelRowBytes)",
         variant=PANELS,
         shape=CAUSAL,
     ),
