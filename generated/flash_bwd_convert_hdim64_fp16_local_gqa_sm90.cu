@@ -66,7 +66,7 @@ static_assert(kHeadDim % kWarpColumns == 0, "columns come by 32");
 __device__ __forceinline__ void load_rows(const float* tile, int g, float (&rows)[2][8]) {
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
-        const uint4 words = load_global_128(tile + 16 * g + 4 * t);
+        const uint4 words = load_global_128(tile + (16 * g + 4 * t));
         const uint32_t values[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
         for (int e = 0; e < 4; ++e) rows[e / 2][2 * t + e % 2] = __uint_as_float(values[e]);

@@ -450,10 +450,6 @@ __device__ __forceinline__ void mma_dq(float (&dq)[kDqRowTiles][kDqColumnTiles][
     }
 }
 
-__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
-
-__device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
-
 // Keys [begin, end).
 struct KeyRange {
     int begin;
@@ -465,12 +461,9 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int quer
     return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
 
-// The keys that some row of [first_row, first_row + count) attends to. Ranges end further right from row to row.
-__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
-    const int last_row = min(first_row + count, num_rows(params)) - 1;
-    return {keys_of_query(params, query_of_row(params, first_row)).begin,
-            keys_of_query(params, query_of_row(params, last_row)).end};
-}
+__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
+
+__device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
 // The keys that every row of [first_row, first_row + count) attends to.
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {

@@ -87,12 +87,6 @@ __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int seque
     return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
 }
 
-// The queries of a sequence.
-__device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
-    if (params.cu_seqlens_q == nullptr) return {0, params.seqlen_q};
-    return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
-}
-
 // The sum over the lanes up to this one.
 __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
 #pragma unroll
@@ -179,7 +173,7 @@ static_assert(kHeadDim % kWarpColumns == 0, "columns come by 32");
 __device__ __forceinline__ void load_rows(const float* tile, int g, float (&rows)[2][8]) {
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
-        const uint4 words = load_global_128(tile + 16 * g + 4 * t);
+        const uint4 words = load_global_128(tile + (16 * g + 4 * t));
         const uint32_t values[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
         for (int e = 0; e < 4; ++e) rows[e / 2][2 * t + e % 2] = __uint_as_float(values[e]);

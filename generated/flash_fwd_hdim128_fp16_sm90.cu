@@ -10,6 +10,15 @@
 // template  flash_fwd_sm90.cu.j2
 #include "flashgen/sm90.cuh"
 
+// A tile is kBlockM rows of queries of a head. A thread block takes tile after tile through the KV blocks that its rows attend to, the
+// last one first:
+//
+//     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
+//
+// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end O is divided by
+// row_sum.
+// One warpgroup loads Q, K and V, the others compute 64 rows each.
+
 using element = fp16;
 
 constexpr int kHeadDim = 128;  // of Q and K
@@ -72,7 +81,7 @@ static_assert(offsetof(Params, num_tiles) == 536 && offsetof(Params, num_row_blo
 static_assert(offsetof(Params, heads_per_section) == 544 && offsetof(Params, num_sections) == 548);
 static_assert(offsetof(Params, scale_log2) == 552);
 
-// A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
+// A tile: kBlockM rows of queries, and the KV blocks that they attend to.
 struct Tile {
     int batch;
     int head;
@@ -124,13 +133,6 @@ __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, first_row)).begin,
             keys_of_query(params, query_of_row(params, last_row)).end};
-}
-
-// The keys that every row of [first_row, first_row + count) attends to: all.
-__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
-    const int last_row = min(first_row + count, num_rows(params)) - 1;
-    return {keys_of_query(params, query_of_row(params, last_row)).begin,
-            keys_of_query(params, query_of_row(params, first_row)).end};
 }
 
 // The mbarriers between the producer and the consumers. A buffer is full when TMA has written its bytes, and empty when the consumers
@@ -565,8 +567,8 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         end_turn();
     };
     // Every score passes here once, between Q . K^T and softmax.
-    auto finish_scores = [&](float (&scores)[kBlockN / 2], int kv_block, bool is_last) {
-        if (is_last && (kv_block + 1) * kBlockN > params.seqlen_kv) apply_mask(params, scores, hidden, kv_block * kBlockN);
+    auto finish_scores = [&](float (&finished)[kBlockN / 2], int kv_block, bool is_last) {
+        if (is_last && (kv_block + 1) * kBlockN > params.seqlen_kv) apply_mask(params, finished, hidden, kv_block * kBlockN);
     };
 
     start_tile();

@@ -10,6 +10,15 @@
 // template  flash_fwd_sm90.cu.j2
 #include "flashgen/sm90.cuh"
 
+// A tile is kBlockM rows of queries of a head. A thread block takes tile after tile through the KV blocks that its rows attend to, the
+// last one first:
+//
+//     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
+//
+// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end O is divided by
+// row_sum.
+// One warpgroup loads Q, K and V, the others compute 64 rows each.
+
 using element = fp16;
 
 constexpr int kHeadDim = 128;  // of Q and K
@@ -73,7 +82,7 @@ static_assert(offsetof(Params, num_tiles) == 536 && offsetof(Params, num_row_blo
 static_assert(offsetof(Params, heads_per_section) == 544 && offsetof(Params, num_sections) == 548);
 static_assert(offsetof(Params, scale_log2) == 552 && offsetof(Params, score_constant_0) == 556);
 
-// A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
+// A tile: kBlockM rows of queries, and the KV blocks that they attend to.
 struct Tile {
     int batch;
     int head;
@@ -125,13 +134,6 @@ __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, first_row)).begin,
             keys_of_query(params, query_of_row(params, last_row)).end};
-}
-
-// The keys that every row of [first_row, first_row + count) attends to: all.
-__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
-    const int last_row = min(first_row + count, num_rows(params)) - 1;
-    return {keys_of_query(params, query_of_row(params, last_row)).begin,
-            keys_of_query(params, query_of_row(params, first_row)).end};
 }
 
 // The mbarriers between the producer and the consumers. A buffer is full when TMA has written its bytes, and empty when the consumers
@@ -617,10 +619,10 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
     };
     LaneScoreRows score_rows(params, tile, tile.first_row + warp_row + lane / 4);
     // Between Q . K^T and softmax scores are modified, then masked, so that what is hidden stays hidden.
-    auto finish_scores = [&](float (&scores)[kBlockN / 2], int kv_block, bool is_last) {
+    auto finish_scores = [&](float (&finished)[kBlockN / 2], int kv_block, bool is_last) {
         const int lane_key = kv_block * kBlockN + lane % 4 * 2;
-        modify_scores(params, score_rows, scores, lane_key);
-        if (is_last && (kv_block + 1) * kBlockN > params.seqlen_kv) apply_mask(params, scores, hidden, kv_block * kBlockN);
+        modify_scores(params, score_rows, finished, lane_key);
+        if (is_last && (kv_block + 1) * kBlockN > params.seqlen_kv) apply_mask(params, finished, hidden, kv_block * kBlockN);
     };
 
     start_tile();

@@ -10,6 +10,15 @@
 // template  flash_fwd_sm90.cu.j2
 #include "flashgen/sm90.cuh"
 
+// A tile is kBlockM rows of queries of a head. A thread block takes tile after tile through the KV blocks that its rows attend to, the
+// last one first:
+//
+//     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
+//
+// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end O is divided by
+// row_sum.
+// One warpgroup loads Q, K and V, the others compute 64 rows each.
+
 using element = bf16;
 
 constexpr int kHeadDim = 192;  // of Q and K
@@ -75,7 +84,7 @@ static_assert(offsetof(Params, rows_ahead) == 544 && offsetof(Params, heads_per_
 static_assert(offsetof(Params, num_sections) == 552 && offsetof(Params, diagonal_offset) == 556);
 static_assert(offsetof(Params, scale_log2) == 560);
 
-// A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
+// A tile: kBlockM rows of queries, and the KV blocks that they attend to.
 struct Tile {
     int batch;
     int head;

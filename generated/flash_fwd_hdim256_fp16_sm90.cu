@@ -10,6 +10,15 @@
 // template  flash_fwd_sm90.cu.j2
 #include "flashgen/sm90.cuh"
 
+// A tile is kBlockM rows of queries of a head. A thread block takes tile after tile through the KV blocks that its rows attend to, the
+// last one first:
+//
+//     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
+//
+// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end O is divided by
+// row_sum.
+// One warpgroup loads Q, K and V, the others compute 64 rows each.
+
 using element = fp16;
 
 constexpr int kHeadDim = 256;  // of Q and K
@@ -75,7 +84,7 @@ static_assert(offsetof(Params, seqlen_kv) == 436 && offsetof(Params, head_dim_v)
 static_assert(offsetof(Params, num_row_blocks) == 448 && offsetof(Params, heads_per_section) == 452);
 static_assert(offsetof(Params, num_sections) == 456 && offsetof(Params, scale_log2) == 460);
 
-// A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
+// A tile: kBlockM rows of queries, and the KV blocks that they attend to.
 struct Tile {
     int batch;
     int head;
@@ -127,13 +136,6 @@ __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, first_row)).begin,
             keys_of_query(params, query_of_row(params, last_row)).end};
-}
-
-// The keys that every row of [first_row, first_row + count) attends to: all.
-__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
-    const int last_row = min(first_row + count, num_rows(params)) - 1;
-    return {keys_of_query(params, query_of_row(params, last_row)).begin,
-            keys_of_query(params, query_of_row(params, first_row)).end};
 }
 
 // The mbarriers between the producer and the consumers. A buffer is full when TMA has written its bytes, and empty when every consumer
