@@ -628,9 +628,9 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
         mma_dq(dq, ds_smem, shared + consumer * kBlockN * kPanelRowBytes);
     };
 
-    // Where the lane's elements of the dQ of the step before go.
-    auto dq_of_previous = [&] {
-        float* own = dq_tiles(params, tile.batch, head_of(params, tile, previous), previous.block * kBlockM + warp_key % 64) +
+    // Where the lane's elements of the dQ of a step go.
+    auto dq_of = [&](const Step& done) {
+        float* own = dq_tiles(params, tile.batch, head_of(params, tile, done), done.block * kBlockM + warp_key % 64) +
                      consumer * kPanelColumns / 8 * kTileElements + 4 * lane;
         opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
         return own;
@@ -679,7 +679,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
         mma_gradient(dk, packed_ds, q_smem);
         fence_proxy_async();  // the MMA of dQ, in the next step, would not see the writes of dS otherwise; here it overlaps with MMAs
-        float* own_dq = dq_of_previous();
+        float* own_dq = dq_of(previous);
         wgmma_wait<1>();
         __syncwarp();  // all lanes have written their dS, and read LSE and delta of the stage
         release(barriers.ds_ready());
@@ -702,7 +702,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
         wgmma_wait<0>();
         pin_registers(dq);
         mbarrier_wait(barriers.turn(), (count - 1) % 2);
-        add_own_dq(dq_of_previous(), dq);
+        add_own_dq(dq_of(previous), dq);
     }
     // dV is staged over the warpgroup's own V: ds_ready of the last step says that all its warps are done with dP. Both consumers read K.
     release(barriers.ds_ready());  // this warp no longer reads K

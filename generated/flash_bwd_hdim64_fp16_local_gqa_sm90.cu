@@ -607,9 +607,9 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
         mma_dq(dq, ds_smem + consumer * kDsPanelBytes, shared);
     };
 
-    // Where the lane's elements of the dQ of the step before go.
-    auto dq_of_previous = [&] {
-        float* own = dq_tiles(params, tile.batch, head_of(params, tile, previous), previous.block * kBlockM + warp_key) + 4 * lane;
+    // Where the lane's elements of the dQ of a step go.
+    auto dq_of = [&](const Step& done) {
+        float* own = dq_tiles(params, tile.batch, head_of(params, tile, done), done.block * kBlockM + warp_key) + 4 * lane;
         opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
         return own;
     };
@@ -657,7 +657,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
         mma_gradient(dk, packed_ds, q_smem);
         fence_proxy_async();  // the MMA of dQ, in the next step, would not see the writes of dS otherwise; here it overlaps with MMAs
-        float* own_dq = dq_of_previous();
+        float* own_dq = dq_of(previous);
         wgmma_wait<1>();
         __syncwarp();  // all lanes have written their dS, and read LSE and delta of the stage
         release(barriers.ds_ready());
@@ -678,7 +678,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
         start_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes);
         wgmma_wait<0>();
         pin_registers(dq);
-        add_own_dq(dq_of_previous(), dq);
+        add_own_dq(dq_of(previous), dq);
     }
     if (params.group_parts > 1) {
         const int first_key = tile.first_key + warp_key;

@@ -285,7 +285,7 @@ FAULTS = (
         ROWS,
         SHAPE,
         (WRONG,),
-        "        add_own_dq(dq_of_previous(), dq);\n    }\n",
+        "        add_own_dq(dq_of(previous), dq);\n    }\n",
         "    }\n",
     ),
     fault(

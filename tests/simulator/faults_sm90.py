@@ -443,13 +443,13 @@ FAULTS = (
     planted(
         "swizzle of 64 bytes for 128",
         (*ASYNC, WRONG, "operand"),
-        "kSwizzle = kPanelRowBytes == 128 ? 1 : 2;",
+        "kSwizzle = 1;",
         "kSwizzle = 2;",
     ),
     planted(
         "swizzle of 128 bytes for 64",
         (*ASYNC, WRONG, "operand"),
-        "kSwizzle = kPanelRowBytes == 128 ? 1 : 2;",
+        "kSwizzle = 2;",
         "kSwizzle = 1;",
         variant=SINGLE,
         shape=CAUSAL,
