@@ -82,7 +82,7 @@ FAULTS = (
     fault(
         "the peer's barriers are not awaited",
         ("race", "mbarrier"),
-        "    cluster_wait();  // so are its barriers, as p_full tells the other consumer\n",
+        "    cluster_wait();  // the peer's barriers are initialised; p_full passes this on to the other consumer\n",
         "",
     ),
     fault(
