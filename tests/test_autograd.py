@@ -7,9 +7,11 @@ import pytest
 
 import flashgen
 from flashgen.errors import BadParam
+from flashgen.runtime import arrays
 from flashgen.simulator import hostcompiler
 
 torch = pytest.importorskip("torch")
+from torch.autograd import forward_ad  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 functional = torch.nn.functional
@@ -262,6 +264,16 @@ def test_compiled_into_one_graph():
         torch.testing.assert_close(compiled(q, k, v), loss(q, k, v))
 
 
+def test_the_first_call_of_a_process_may_be_compiled(monkeypatch):
+    q, k, v, dout = tensors()
+    for kept in ("_KINDS", "_KIND_BY_TYPE"):
+        monkeypatch.setattr(arrays, kept, {})
+    torch.compiler.reset()
+    compiled = torch.compile(flashgen.attention, fullgraph=True, backend="aot_eager")
+    found = torch.autograd.grad(compiled(q, k, v), (q, k, v), dout)
+    same(found, torch.autograd.grad(flashgen.attention(q, k, v), (q, k, v), dout))
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_exported(strict):
     class Module(torch.nn.Module):
@@ -318,6 +330,16 @@ def test_second_derivatives_are_refused():
     first = torch.autograd.grad(flashgen.attention(q, k, v), (q, k, v), dout, create_graph=True)
     with pytest.raises(BadParam, match="double backward"):
         first[0].sum().backward()
+
+
+def test_derivatives_of_other_kinds_are_refused():
+    q, k, v, dout = tensors()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q.detach(), torch.ones_like(q))
+        with pytest.raises(BadParam, match=r"forward-mode"):
+            flashgen.attention(dual, k, v)
+    with pytest.raises(BadParam, match=r"is_grads_batched"):
+        torch.autograd.grad(flashgen.attention(q, k, v), q, torch.stack([dout, dout]), is_grads_batched=True)
 
 
 def test_what_has_no_gradient_is_refused_by_name():

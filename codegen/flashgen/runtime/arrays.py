@@ -13,6 +13,7 @@ import ctypes
 import operator
 import sys
 from collections.abc import Callable
+from functools import cached_property
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
@@ -202,8 +203,6 @@ class TorchKind:
         self._is_compiling = torch.compiler.is_compiling
         self._is_transforming = torch._C._are_functorch_transforms_active
         self._forward_ad = torch.autograd.forward_ad
-        self._guards = _guards_of(torch)
-        self.expecting = None if self._guards is None else self._expecting
         # The handle alone: a Stream object costs 2 µs.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self._get_stream = raw_stream or (lambda device: torch.cuda.current_stream(device).cuda_stream)
@@ -216,6 +215,14 @@ class TorchKind:
             torch.uint8: "uint8",
             torch.int32: "int32",
         }
+
+    @cached_property
+    def expecting(self) -> Callable[[tuple[Any, ...]], Expecting | None] | None:
+        """`_expecting`, or None without guards. Not made in advance: a compiler that traces the first call of
+        a process also traces how its kind is made, and cannot look into guards.
+        """
+        self._guards = _guards_of(self._torch)
+        return None if self._guards is None else self._expecting
 
     def layout(self, x: Any) -> tuple:
         return self.read((x,))[0][0]
