@@ -68,8 +68,9 @@ def attention_backward(
     dlse: the gradient of lse, where it has one: fp32, of the shape of lse, contiguous.
     dq, dk, dv: receive the results: of the shape and dtype of q, k and v, in memory that no other argument
         touches. Not for JAX, whose arrays cannot be written to.
-    deterministic: give the same bits each time. Otherwise thread blocks may add to dq in any order, and its
-        last bits differ from call to call; dk and dv are always the same.
+    deterministic: give the same bits each time. Otherwise thread blocks of a GPU may add to dq in any order,
+        and its last bits differ from call to call; dk and dv are always the same. On the CPU all may have
+        other last bits where BLAS has another number of threads.
     workspace: memory for the call, as for a plan, which says how much it needs (`Plan.__call__`); None: it is
         allocated. On the CPU nothing is needed.
     stream, backend: as in ``attention``.
