@@ -150,6 +150,16 @@ def test_packed_tokens_are_appended_to_their_sequences():
     np.testing.assert_array_equal(out, flashgen.attention(q, after, causal=True, cu_seqlens_q=cu))
 
 
+def test_packed_tokens_of_no_sequence_are_left_out():
+    none = np.zeros(0, np.int32)
+    cache = flashgen.KVCache(*(np.zeros((1, 8, 2, 32), np.float16) for _ in "kv"), none, index=none)
+    q, k_new, v_new = (np.full((3, heads, 32), np.nan, np.float16) for heads in (4, 2, 2))
+    rotary, cu = flashgen.Rotary(*tables(np.random.default_rng())), np.zeros(1, np.int32)
+    out = flashgen.attention(q, cache, append=(k_new, v_new), rotary=rotary, cu_seqlens_q=cu)
+    assert out.shape == q.shape
+    assert not cache.k.any() and not cache.v.any()
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

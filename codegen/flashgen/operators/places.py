@@ -26,6 +26,8 @@ def check_places(problem: AppendProblem, arrays: Arrays) -> None:
     """
     if arrays["cu_seqlens_new"] is not None:
         check_boundaries(arrays["cu_seqlens_new"], "cu_seqlens_new", problem.seqlen_new, "tokens of k_new")
+    if problem.empty:
+        return
     new = new_tokens(problem, arrays)
     _check_room(problem, new, slots(problem, new, arrays), arrays)
     if problem.pairs != "none":
