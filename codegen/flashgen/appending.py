@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from flashgen.api import call, make_plan, ready
-from flashgen.errors import BadParam
+from flashgen.errors import BadParam, NullPointer
 from flashgen.kvcache import KVCache, Rotary
 from flashgen.operators.append import APPEND, total_lengths
 from flashgen.operators.arguments import flag
@@ -201,6 +201,8 @@ def _asked(
     """What a call asks of the operator ``append``, with native arrays. Raises BadParam."""
     if rotary is not None and not isinstance(rotary, Rotary):
         raise BadParam(f"rotary has type {type(rotary).__name__}; expected a flashgen.Rotary, or None")
+    if rotary is not None and rotary.cos is None and rotary.sin is None:
+        raise NullPointer("cos is None and sin is None; rotation takes both")
     if q is not None and rotary is None:
         raise BadParam("q was given without rotary, which alone changes it; pass both, or neither")
     given = _adopted(_arrays(cache, k_new, v_new, rotary, q, cu_seqlens_new), stream)

@@ -49,6 +49,9 @@ def _check_room(problem: AppendProblem, new: Tokens, where: Slots, arrays: Array
             f"sequence {sequence} has {lengths[sequence]} tokens and gets {count}, and the cache has room "
             f"for {capacity}; pass fewer, or a larger cache"
         )
+    if (lengths > capacity).any():
+        sequence = int(np.argmax(lengths > capacity))
+        raise BadParam(f"lengths[{sequence}] is {lengths[sequence]}; the cache has room for {capacity}")
     missing = new.real & ~where.there
     if missing.any():
         sequence, position = int(new.sequence[missing][0]), int(new.position[missing][0])
