@@ -120,6 +120,8 @@ def test_a_held_plan_refuses_what_it_was_not_made_for_and_writes_nothing():
     np.testing.assert_array_equal(cache.k.view(np.uint16), before.k.view(np.uint16))
     with pytest.raises(errors.BadParam, match="rotary was given without append"):
         flashgen.plan(q, cache, rotary=rotary)
+    with pytest.raises(errors.BadParam, match="q_rotated was given to a plan made without one"):
+        flashgen.plan(q, cache, append=new)(q, cache, new, q_rotated=np.zeros_like(q))
 
 
 @pytest.mark.parametrize("backend", ON)
@@ -198,6 +200,18 @@ def test_a_wrong_call_leaves_the_cache_as_it_was(changes, error, message):
         flashgen.attention(given.pop("q"), cache, **given)
     np.testing.assert_array_equal(cache.k.view(np.uint16), before.k.view(np.uint16))
     np.testing.assert_array_equal(cache.v.view(np.uint16), before.v.view(np.uint16))
+
+
+def test_a_window_in_an_array():
+    rng = np.random.default_rng()
+    cache, q, *new = cache_of(rng, pages=False), *(numbers(rng, 3, 3, heads, 32) for heads in (4, 2, 2))
+    rotary = flashgen.Rotary(*tables(rng))
+    for window in ((-1, -1), (6, 0)):
+        both = (
+            flashgen.attention(q, copied(cache), append=new, rotary=rotary, window_size=x)
+            for x in (window, np.array(window))
+        )
+        np.testing.assert_array_equal(*both)
 
 
 @pytest.mark.parametrize("held", [False, True])

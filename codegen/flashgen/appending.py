@@ -10,7 +10,7 @@ from flashgen.errors import BadParam, NullPointer
 from flashgen.kvcache import KVCache, Rotary
 from flashgen.operators.append import APPEND, total_lengths
 from flashgen.operators.arguments import flag
-from flashgen.operators.attention import mask_type_name
+from flashgen.operators.attention import mask_type_name, window_of
 from flashgen.runtime import arrays, check
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def asked_to_append(
         raise BadParam("rotary was given without append; it rotates what goes into a cache, and the queries")
     causal, mask_type, window_size = mask
     moves = flag("causal", causal) or mask_type_name(mask_type) == "causal_bottom_right"
-    positions = "each" if moves or window_size not in ((-1, -1), [-1, -1]) else "first"
+    positions = "each" if moves or window_of(window_size) != (-1, -1) else "first"
     return _asked(cache, *_pair(new), rotary, None if rotary is None else q, positions, cu_seqlens_q, stream)
 
 

@@ -197,8 +197,8 @@ def _check_cascade(q: Any, pairs: list[tuple[Any, Any]], out: Any, causal: bool)
                     raise BadParam(f"{name} is a {other.kind} array but q is a {view.kind} one")
             if views[0].shape[:-1] != views[1].shape[:-1]:  # which a part of batch 1 would hide
                 raise BadTensorShape(
-                    f"v has shape {views[1].shape} but k has {views[0].shape}; all but the last dimension must "
-                    "be the same"
+                    f"v has shape {views[1].shape} but k has {views[0].shape}; all but the last dimension "
+                    "must be the same"
                 )
             width, first = views[1].shape[-1:], pairs[0][1].shape[-1:]
             if width != first:
