@@ -133,9 +133,11 @@ def test_head_dims_that_padding_would_make_equal_are_refused():
     assert flash_attn_func(q, k, v[..., :21]).shape == (2, 23, 4, 21)  # v may have its own
 
 
-def test_arrays_whose_last_dimension_is_not_contiguous_are_served():
-    q, k, v = qkv(np.random.default_rng())
-    turned = [np.ascontiguousarray(x.swapaxes(1, 3)).swapaxes(1, 3) for x in (q, k, v)]
+@pytest.mark.parametrize("width", [64, 36, 63])
+@pytest.mark.parametrize("turn", [np.asfortranarray, lambda x: x.swapaxes(1, 3).copy().swapaxes(1, 3)])
+def test_arrays_whose_last_dimension_is_not_contiguous_are_served(turn, width):
+    q, k, v = qkv(np.random.default_rng(), width)
+    turned = [turn(x) for x in (q, k, v)]
     assert all(x.strides[-1] != x.itemsize for x in turned)
     assert np.array_equal(flash_attn_func(*turned, causal=True), flash_attn_func(q, k, v, causal=True))
 
