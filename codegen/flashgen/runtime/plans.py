@@ -361,7 +361,7 @@ class Plan:
             if view.kind != kind.name:
                 raise BadParam(f"{name} is a {view.kind} array, but the plan was made for {kind.name} arrays")
             if planned is None:
-                without = "return_lse=True" if argument.is_output else "one"
+                without = "return_lse=True" if name == "lse" else "one"
                 raise BadParam(f"{name} was given to a plan made without {without}")
             example = examples[position]
             if example is not None:
