@@ -277,14 +277,15 @@ class CubinCache:
     @contextlib.contextmanager
     def _locked(self, key: str) -> Iterator[None]:
         """Hold the lock of ``key`` among processes and threads; in a folder without locks, among threads."""
-        from flashgen.toolchain.locking import acquired
+        import filelock
 
         # A lock file cannot be removed safely, so keys share 4096; sharing one only makes a build wait.
         path = self.root / "locks" / f"{key[:3]}.lock"
+        lock = filelock.FileLock(path, timeout=_LOCK_TIMEOUT)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            held = acquired(path, _LOCK_TIMEOUT)
-        except OSError:
+            held = lock.acquire(poll_interval=0.01)
+        except (OSError, NotImplementedError, filelock.Timeout):
             with self._guard:
                 held = self._locks.setdefault(key, threading.Lock())
         with held:

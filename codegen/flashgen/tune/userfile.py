@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from filelock import FileLock
+
 from flashgen.spec import tunedrows
 from flashgen.spec.check import examine
 from flashgen.spec.tuned import Tuned, path_for
 from flashgen.toolchain import atomic
-from flashgen.toolchain.locking import acquired
 from flashgen.tune.rows import row_text
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def merge(
     """
     path = path_for(spec.name, gpu, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with acquired(path.with_name(f".{path.name}.lock")):
+    with FileLock(path.with_name(f".{path.name}.lock")):
         present, problems = read(spec, gpu, folder)
         rows = {row.point: Measured(row.tile, row.efficiency, row.measured) for row in present} | winners
         domain = (*spec.axes, "target")
