@@ -13,6 +13,7 @@ from flashgen.errors import BadParam
 from flashgen.simulator import hostcompiler
 
 torch = pytest.importorskip("torch")
+from torch.autograd import forward_ad  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from flashgen.api import autograd  # noqa: E402  # registers the operators
@@ -341,6 +342,16 @@ def test_second_derivatives_are_refused():
         first[0].sum().backward()
 
 
+def test_derivatives_of_other_kinds_are_refused():
+    q, k, v, dout = tensors()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q.detach(), torch.ones_like(q))
+        with pytest.raises(BadParam, match=r"forward-mode"):
+            flashgen.attention(dual, k, v)
+    with pytest.raises(BadParam, match=r"is_grads_batched"):
+        torch.autograd.grad(flashgen.attention(q, k, v), q, torch.stack([dout, dout]), is_grads_batched=True)
+
+
 def test_what_has_no_gradient_is_refused_by_name():
     q, k, v, _ = tensors()
     slopes, bias = torch.rand(HEADS, requires_grad=True), torch.rand(6, 7, requires_grad=True)
@@ -362,6 +373,10 @@ def test_what_has_no_gradient_is_refused_by_name():
         flashgen.attention(q, k, v, kv_lengths=lengths, max_seqlen_q=1.5)
     with pytest.raises(BadParam, match=r"^q: .* with a KVCache$"):
         flashgen.attention(q, flashgen.KVCache(k, v, lengths))
+    with pytest.raises(BadParam, match=r"^cache has type Tensor"):
+        flashgen.attention(q, k, v, append=(k, v))
+    with pytest.raises(BadParam, match=r"^rotary was given without append"):
+        flashgen.attention(q, k, v, rotary=flashgen.Rotary(q, q))
     with pytest.raises(BadParam, match=r"^k has type ndarray"):
         flashgen.attention(q, k.detach().numpy(), v)
     with pytest.raises(BadParam, match=r"^dout: .*no_grad"):

@@ -197,6 +197,7 @@ def test_a_cascade_names_the_part_that_does_not_fit_before_it_writes():
         ([], errors.BadParam, "list of 0"),
         ([k], errors.BadParam, r"parts\[0\]"),
         ([(k, v), (k[:2], v[:2])], errors.BadTensorShape, r"parts\[1\]: k has batch 2"),
+        ([(k, v), (k[:1], v)], errors.BadTensorShape, r"parts\[1\]: v has shape .* but k has \(1, 9"),
         ([(k, v), (k, v[..., :16])], errors.BadTensorShape, r"parts\[1\]: v has head_dim_v 16"),
         ([(k, v), (k, v.astype(np.float16))], errors.BadTensorDtype, r"parts\[1\]: v has dtype"),
         ([(k, v), (None, v)], errors.NullPointer, "k is None"),

@@ -132,7 +132,7 @@ def attention(
     if deterministic is not False:
         deterministic = flag("deterministic", deterministic)
     kind = arrays.kind_of(q)
-    if kind is None or not kind.records(q, k, v) or _unrecorded(v, out, stream):
+    if kind is None or not kind.records(q, k, v) or _unrecorded(v, out, stream, append, rotary):
         try:
             if append is not None or rotary is not None:
                 from flashgen.api.append import append_and_attend, asked_to_append
@@ -147,7 +147,7 @@ def attention(
             return call_of(kind, *wanted, stream, backend, algorithm)
         except arrays.RequiresGradient as error:
             # Raised where layouts are read, which looks at each tensor anyway: other calls pay nothing.
-            without = _unrecorded(v, out, stream)
+            without = _unrecorded(v, out, stream, append, rotary)
             if without:
                 raise BadParam(f"{error}. There are no gradients of calls with {without}") from None
     from flashgen.api import autograd
@@ -166,9 +166,9 @@ def attention(
     return results if flag("return_lse", return_lse) else results[0]
 
 
-def _unrecorded(v: Any, out: Any, stream: Any) -> str:
+def _unrecorded(v: Any, out: Any, stream: Any, append: Any, rotary: Any) -> str:
     """What a call has that autograd's operators have not, empty if nothing."""
-    if v is None:
+    if v is None or append is not None or rotary is not None:
         return "a KVCache"
     return "out" if out is not None else "stream" if stream is not None else ""
 

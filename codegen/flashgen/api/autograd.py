@@ -279,7 +279,13 @@ def _with_rows(x: Tensor) -> Tensor:
     x = x.resolve_neg()
     *strides, last = x.stride()
     size = x.element_size()
-    rows = last == 1 and x.data_ptr() % ROW_ALIGNMENT == 0
+    try:
+        rows = last == 1 and x.data_ptr() % ROW_ALIGNMENT == 0
+    except RuntimeError:
+        raise BadParam(
+            "several gradients of one result were given at once (is_grads_batched, or vmap), which flashgen "
+            "does not take; pass one after another"
+        ) from None
     for stride, extent in zip(strides, x.shape, strict=False):
         rows = rows and (extent < 2 or stride * size % ROW_ALIGNMENT == 0)
     return x if rows else x.clone(memory_format=torch.contiguous_format)
@@ -316,6 +322,13 @@ class _Attention(torch.autograd.Function):
         # Where gradients are recorded themselves, the operator refuses to have its own.
         unseen = not torch.is_grad_enabled() and _is_eager(given[:8])
         return *(_differentiate if unseen else _backward)(*given), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> None:
+        raise BadParam(
+            "a tensor has a tangent of forward-mode AD, which flashgen does not compute; "
+            "pass torch.autograd.forward_ad.unpack_dual(tensor).primal"
+        )
 
 
 def _of_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:

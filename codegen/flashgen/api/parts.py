@@ -188,6 +188,11 @@ def _check_cascade(q: Any, pairs: list[tuple[Any, Any]], out: Any, causal: bool)
         try:
             views = [arrays.view(x, name) for x, name in zip(pair, ("k", "v"), strict=True)]
             arrays.check_libraries({"q": view, "k": views[0], "v": views[1]})
+            if views[0].shape[:-1] != views[1].shape[:-1]:  # which a part of batch 1 would hide
+                raise BadTensorShape(
+                    f"v has shape {views[1].shape} but k has {views[0].shape}; all but the last dimension "
+                    "must be the same"
+                )
             width, first = views[1].shape[-1:], pairs[0][1].shape[-1:]
             if width != first:
                 raise BadTensorShape(f"v has head_dim_v {width[0]} but that of parts[0] has {first[0]}")

@@ -283,6 +283,11 @@ def _sizes(views: Mapping[str, ArrayView | None]) -> dict[str, int]:
     seqlen_new, heads, head_dim = views["k_new"].shape[-3:]
     batch = 1 if packed else views["k_new"].shape[0]
     sequences = boundaries.shape[0] - 1 if packed else batch
+    if views["lengths"].shape[0] != sequences:
+        new = "cu_seqlens_new" if packed else "k_new"
+        raise BadTensorShape(
+            f"lengths has shape {views['lengths'].shape} but {new} is for {sequences} sequences"
+        )
     head_dim_v = views["v_new"].shape[-1]
     num_pages, page_size = views["k_cache"].shape[:2]
     for new, cache in (("k_new", "k_cache"), ("v_new", "v_cache")):

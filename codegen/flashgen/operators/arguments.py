@@ -275,7 +275,7 @@ def check_strides(argument: Argument, view: ArrayView, element_bytes: int) -> No
         if not is_contiguous(view):
             raise BadTensorStrides(f"{name} has strides {view.strides} (in elements); it must be contiguous")
         return
-    if view.strides[-1] != 1:
+    if view.shape[-1] > 1 and view.strides[-1] != 1:
         raise BadTensorStrides(
             f"{name} has strides {view.strides} (in elements); the last dimension must be contiguous"
         )

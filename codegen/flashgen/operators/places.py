@@ -95,6 +95,8 @@ def check_places(problem: AppendProblem, arrays: Arrays) -> None:
     """
     if arrays["cu_seqlens_new"] is not None:
         check_boundaries(arrays["cu_seqlens_new"], "cu_seqlens_new", problem.seqlen_new, "tokens of k_new")
+    if problem.empty:
+        return
     new = new_tokens(problem, arrays)
     _check_room(problem, new, slots(problem, new, arrays), arrays)
     if problem.pairs != "none":
@@ -116,6 +118,9 @@ def _check_room(problem: AppendProblem, new: Tokens, where: Slots, arrays: Array
             f"sequence {sequence} has {lengths[sequence]} tokens and gets {count}, and the cache has room "
             f"for {capacity}; pass fewer, or a larger cache"
         )
+    if (lengths > capacity).any():
+        sequence = int(np.argmax(lengths > capacity))
+        raise BadParam(f"lengths[{sequence}] is {lengths[sequence]}; the cache has room for {capacity}")
     missing = new.real & ~where.there
     if missing.any():
         sequence, position = int(new.sequence[missing][0]), int(new.position[missing][0])
