@@ -144,7 +144,7 @@ __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) 
 
 __device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
 
-// The query head of a step.
+// The query head of a step: each has a kv head of its own.
 __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
 
 // The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.

@@ -33,7 +33,7 @@ constexpr int kBlockN = 128;  // rows of a tile
 constexpr int kStages = 4;  // buffers of Q, dO and O, or of K and V
 constexpr int kConsumers = kBlockN / 64;  // consumer warpgroups, 64 rows each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
-constexpr int kValueWarps = 2;  // the last ones of the producer, which compute delta
+constexpr int kValueWarps = 2;  // the last ones of the producer, which prepare lse_log2 and delta
 
 // Registers of a thread after setmaxnreg. It draws on what the launch has given the thread block: as many as 65,536 registers allow each
 // thread, in units of 8.
@@ -202,15 +202,15 @@ struct QuerySteps {
     }
 };
 
-// The steps of a tile of queries: blocks of kBlockM keys.
+// The steps of a tile of queries: blocks of kBlockM keys, from the last to the first.
 struct KeySteps {
-    int block;  // first the last one, then those before it
+    int last;   // the first to be visited
     int count;  // not above 0 where no query of the tile attends to a key
 
     __device__ __forceinline__ KeySteps(const Params& params, const Tile& tile) {
         const KeyRange keys = keys_of_some(params, tile.first_row, kBlockN);
-        block = (keys.end + kBlockM - 1) / kBlockM - 1;
-        count = block - keys.begin / kBlockM + 1;
+        last = (keys.end + kBlockM - 1) / kBlockM - 1;
+        count = last - keys.begin / kBlockM + 1;
     }
 };
 
@@ -445,7 +445,7 @@ __device__ __forceinline__ void produce_of_queries(const Params& params, const T
     const KeySteps steps(params, tile);
 #pragma unroll 1
     for (int i = 0; i < steps.count; ++i) {
-        const int row = (steps.block - i) * kBlockM;
+        const int row = (steps.last - i) * kBlockM;
         const shared_address full = barriers.full(ring.stage), full_v = barriers.full_v(ring.stage);
         mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
         mbarrier_arrive_expect_tx(full, kStepBytes);
@@ -739,7 +739,7 @@ __device__ __forceinline__ void consume_queries(const Params& params, const Tile
 
 #pragma unroll 1
     for (int i = 0; i < steps.count; ++i) {
-        const int first_key = (steps.block - i) * kBlockM;
+        const int first_key = (steps.last - i) * kBlockM;
         float ds[kBlockM / 2];  // dP, then dS
         mbarrier_wait(barriers.full_v(ring.stage), ring.parity);
         mma_scores<kHeadDimV>(ds, dout_own, shared + kStepOffsetV + ring.stage * kStepBytesV);
