@@ -169,16 +169,10 @@ __device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int he
 
 static_assert(kRowUnit % kBlockM == 0, "the rows of a step lie in the workspace");
 
-// Queries [begin, end), none where begin is not less.
-struct QueryRange {
-    int begin;
-    int end;
-};
-
-// The queries that attend to a key: those from its diagonal on; to a key past the last none.
-__device__ __forceinline__ QueryRange queries_of_key(const Params& params, int key) {
+// The first query that attends to a key: that of its diagonal; to a key past the last none does.
+__device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
     const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
-    return {max(diagonal, 0), params.seqlen_q};
+    return max(diagonal, 0);
 }
 
 // The mbarriers of a thread block. A buffer is full when TMA has written its bytes. A stage, of Q and dO, is empty when every consumer
@@ -441,8 +435,8 @@ struct QueryValues {
 
 // Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
-    // The end of the range is not tested: for queries past the last lse_log2 is inf, so compute_p() makes P = 0.
-    const int begin[2] = {queries_of_key(params, lane_key).begin - lane_query, queries_of_key(params, lane_key + 8).begin - lane_query};
+    // Queries past the last are not masked: there lse_log2 is inf, so compute_p() makes P = 0.
+    const int begin[2] = {first_query_of_key(params, lane_key) - lane_query, first_query_of_key(params, lane_key + 8) - lane_query};
     for_each_score(scores, [&](int key, int query, float& score) {
         if (query < begin[key / 8]) score = -INFINITY;
     });
@@ -684,7 +678,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
     auto needs_mask = [&](int first_query) {
         int key = tile.first_key + warp_row;
         opaque(key);  // ranges that are known ahead of the loop would be held in registers
-        return first_query < queries_of_key(params, key + 15).begin;
+        return first_query < first_query_of_key(params, key + 15);
     };
 
     float dv[kHeadDimV / 2] = {};

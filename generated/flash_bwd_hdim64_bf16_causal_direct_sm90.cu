@@ -129,16 +129,10 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     return tile;
 }
 
-// Queries [begin, end), none where begin is not less.
-struct QueryRange {
-    int begin;
-    int end;
-};
-
-// The queries that attend to a key: those from its diagonal on; to a key past the last none.
-__device__ __forceinline__ QueryRange queries_of_key(const Params& params, int key) {
+// The first query that attends to a key: that of its diagonal; to a key past the last none does.
+__device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
     const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
-    return {max(diagonal, 0), params.seqlen_q};
+    return max(diagonal, 0);
 }
 
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
@@ -587,8 +581,8 @@ struct QueryValues {
 
 // Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
-    // The end of the range is not tested: for queries past the last lse_log2 is inf, so compute_p() makes P = 0.
-    const int begin[2] = {queries_of_key(params, lane_key).begin - lane_query, queries_of_key(params, lane_key + 8).begin - lane_query};
+    // Queries past the last are not masked: there lse_log2 is inf, so compute_p() makes P = 0.
+    const int begin[2] = {first_query_of_key(params, lane_key) - lane_query, first_query_of_key(params, lane_key + 8) - lane_query};
     for_each_score(scores, [&](int key, int query, float& score) {
         if (query < begin[key / 8]) score = -INFINITY;
     });
@@ -630,7 +624,7 @@ __device__ __forceinline__ void consume_keys(const Params& params, const Tile& t
     auto needs_mask = [&](int first_query) {
         int key = warp_key;
         opaque(key);  // ranges that are known ahead of the loop would be held in registers
-        return first_query < queries_of_key(params, key + 15).begin;
+        return first_query < first_query_of_key(params, key + 15);
     };
 
     float dk[kHeadDim / 2] = {};
