@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 
 import numpy as np
 import pytest
@@ -93,7 +94,9 @@ def test_parameters_stand_in_flash_attns_order_with_its_defaults(name):
 
 @pytest.mark.parametrize("slopes", [None, (4,), (2, 4)], ids=lambda shape: f"slopes{shape}")
 @pytest.mark.parametrize("softcap", [0.0, -1.0, 2.5])
-@pytest.mark.parametrize("window", [(-1, -1), (9, -1), (-1, 3), (9, 3), [-7, -1]], ids=str)
+@pytest.mark.parametrize(
+    "window", [(-1, -1), (9, -1), (-1, 3), (9, 3), [-7, -1], (np.int64(9), np.int64(-3))], ids=str
+)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("lengths", [(23, 41), (41, 23)], ids=str)
 def test_masks_caps_and_slopes_are_flash_attns(lengths, causal, window, softcap, slopes):
@@ -131,11 +134,15 @@ def test_head_dims_that_padding_would_make_equal_are_refused():
     assert flash_attn_func(q, k, v[..., :21]).shape == (2, 23, 4, 21)  # v may have its own
 
 
-def test_arrays_whose_last_dimension_is_not_contiguous_are_served():
-    q, k, v = qkv(np.random.default_rng())
-    turned = [np.ascontiguousarray(x.swapaxes(1, 3)).swapaxes(1, 3) for x in (q, k, v)]
-    assert all(x.strides[-1] != x.itemsize for x in turned)
-    assert np.array_equal(flash_attn_func(*turned, causal=True), flash_attn_func(q, k, v, causal=True))
+@pytest.mark.parametrize("width", [32, 20, 31])
+def test_arrays_whose_last_dimension_is_not_contiguous_are_served(width):
+    q, k, v = qkv(np.random.default_rng(), width)
+    right = flash_attn_func(q, k, v, causal=True)
+    for order in itertools.permutations(range(4)):
+        if order[-1] != 3:
+            turned = [np.ascontiguousarray(x.transpose(order)) for x in (q, k, v)]
+            turned = [x.transpose(np.argsort(order)) for x in turned]
+            assert np.array_equal(flash_attn_func(*turned, causal=True), right)
 
 
 @pytest.mark.parametrize("width", [32, 20])
@@ -331,8 +338,10 @@ def test_tensors_of_pytorch(dtype, width):
     tolerance = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 3e-5}[dtype]
     for x, y in zip((out.float(), lse), right, strict=True):
         np.testing.assert_allclose(x.numpy(), y, rtol=tolerance, atol=tolerance)
-    turned = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k, v)]
-    assert torch.equal(flash_attn_func(*turned), flash_attn_func(q, k, v))
+    right = flash_attn_func(q, k, v)
+    for order in itertools.permutations(range(4)):
+        turned = [x.permute(order).contiguous().permute(*np.argsort(order)) for x in (q, k, v)]
+        assert torch.equal(flash_attn_func(*turned), right)
 
 
 @pytest.mark.parametrize("width", [32, 36])

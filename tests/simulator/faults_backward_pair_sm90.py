@@ -82,8 +82,8 @@ FAULTS = (
     fault(
         "the peer's barriers are not awaited",
         ("race", "mbarrier"),
-        "    cluster_wait();  // the peer's barriers are initialised; p_full passes this on to the other consumer\n",
-        "",
+        "    cluster_wait();  //",
+        "    //",
     ),
     fault(
         "barriers that no fence has made visible", ("race", "proxy"), "        fence_mbarrier_init();\n", ""

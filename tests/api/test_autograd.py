@@ -1,6 +1,9 @@
 """``attention`` in the graphs of PyTorch: autograd, torch.compile, torch.export. On the CPU."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -10,7 +13,10 @@ from flashgen.errors import BadParam
 from flashgen.simulator import hostcompiler
 
 torch = pytest.importorskip("torch")
+from torch.autograd import forward_ad  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from flashgen.api import autograd  # noqa: E402  # registers the operators
 
 functional = torch.nn.functional
 
@@ -88,8 +94,6 @@ def test_without_batch_and_of_some_inputs():
 
 
 def test_the_operators_pass_torchs_own_checks():
-    import flashgen.autograd  # registers them
-
     q, k, v, dout = tensors()
     slopes = torch.rand(HEADS)
     none = (None, None, None)
@@ -180,6 +184,24 @@ def test_packed_sequences_pass_torchs_own_checks_and_compile():
     torch.compiler.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
     same(gradients(compiled, q, k, v), gradients(loss, q, k, v))
+
+
+FIRST_CALL = """
+import torch
+import flashgen
+
+def attend(x):
+    return flashgen.attention(x, x, x, causal=True)
+
+x = torch.randn(1, 5, 2, 8)
+compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+torch.testing.assert_close(compiled(x), attend(x))
+"""
+
+
+def test_the_first_call_of_a_process_may_be_compiled():
+    environment = os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    subprocess.run([sys.executable, "-c", FIRST_CALL], check=True, env=environment)
 
 
 class Watching(TorchDispatchMode):
@@ -320,6 +342,16 @@ def test_second_derivatives_are_refused():
         first[0].sum().backward()
 
 
+def test_derivatives_of_other_kinds_are_refused():
+    q, k, v, dout = tensors()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q.detach(), torch.ones_like(q))
+        with pytest.raises(BadParam, match=r"forward-mode"):
+            flashgen.attention(dual, k, v)
+    with pytest.raises(BadParam, match=r"is_grads_batched"):
+        torch.autograd.grad(flashgen.attention(q, k, v), q, torch.stack([dout, dout]), is_grads_batched=True)
+
+
 def test_what_has_no_gradient_is_refused_by_name():
     q, k, v, _ = tensors()
     slopes, bias = torch.rand(HEADS, requires_grad=True), torch.rand(6, 7, requires_grad=True)
@@ -341,6 +373,10 @@ def test_what_has_no_gradient_is_refused_by_name():
         flashgen.attention(q, k, v, kv_lengths=lengths, max_seqlen_q=1.5)
     with pytest.raises(BadParam, match=r"^q: .* with a KVCache$"):
         flashgen.attention(q, flashgen.KVCache(k, v, lengths))
+    with pytest.raises(BadParam, match=r"^cache has type Tensor"):
+        flashgen.attention(q, k, v, append=(k, v))
+    with pytest.raises(BadParam, match=r"^rotary was given without append"):
+        flashgen.attention(q, k, v, rotary=flashgen.Rotary(q, q))
     with pytest.raises(BadParam, match=r"^k has type ndarray"):
         flashgen.attention(q, k.detach().numpy(), v)
     with pytest.raises(BadParam, match=r"^dout: .*no_grad"):
@@ -367,8 +403,6 @@ def test_options_are_checked_as_without_a_graph(options, words):
 
 
 def test_a_tensor_without_a_gradient_is_computed_without_a_graph(monkeypatch):
-    from flashgen import autograd
-
     monkeypatch.setattr(autograd, "attention", None)
     q, k, v, _ = tensors()
     with torch.no_grad():
@@ -379,8 +413,6 @@ def test_a_tensor_without_a_gradient_is_computed_without_a_graph(monkeypatch):
 
 
 def test_deterministic_reaches_the_gradients(monkeypatch):
-    from flashgen import autograd
-
     asked, q, k, v = [], *tensors()[:3]
     real = autograd.asked_backward
     monkeypatch.setattr(autograd, "asked_backward", lambda *given: asked.append(given[-1]) or real(*given))

@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 
 import flashgen
-from flashgen import api, errors
+from flashgen import errors
+from flashgen.api import attention, calls, explain
 from flashgen.runtime import device
 from flashgen.runtime.arrays import kind_of
 
 
 @pytest.fixture(autouse=True)
-def fresh_plans(monkeypatch):
-    monkeypatch.setattr(api, "_plans", {})
-    monkeypatch.setattr(api, "_recent", {})
+def fresh_plans(forget_plans, monkeypatch):
     monkeypatch.delenv("FLASHGEN_BACKEND", raising=False)
 
 
@@ -186,8 +185,8 @@ def test_tensors_without_elements_of_their_own_are_refused():
     given = [torch.from_numpy(x) for x in qkv()]
     out = torch.full_like(given[0], torch.nan)
     plan = flashgen.plan(*given)
-    for said, calls in odd_tensors(torch).items():
-        for call in calls:
+    for said, functions in odd_tensors(torch).items():
+        for call in functions:
             for place, name in enumerate("qkv"):
 
                 def attention(x, place=place):
@@ -246,8 +245,8 @@ def test_a_bound_in_a_tensor_is_that_of_its_call(library):
 
 def test_plans_are_kept_per_layout_and_options(monkeypatch):
     made = []
-    plan = api.make_plan
-    monkeypatch.setattr(api, "make_plan", lambda *a, **options: made.append(1) or plan(*a, **options))
+    plan = calls.make_plan
+    monkeypatch.setattr(calls, "make_plan", lambda *a, **options: made.append(1) or plan(*a, **options))
     q, k, v = qkv()
     for seed in range(3):
         flashgen.attention(*qkv(seed=seed))
@@ -258,10 +257,10 @@ def test_plans_are_kept_per_layout_and_options(monkeypatch):
     flashgen.attention(q, k, v, softmax_scale=0.5)  # a scalar, which a plan takes with each call
     flashgen.attention(q, k, v, out=np.empty_like(q))
     assert len(made) == 5
-    monkeypatch.setattr(api, "MAX_PLANS", 4)
+    monkeypatch.setattr(calls, "MAX_PLANS", 4)
     for length in range(1, 9):
         flashgen.attention(q[:, :length], k, v)
-    assert len(api._plans) == 4
+    assert len(calls._plans) == 4
 
 
 @pytest.mark.parametrize("backend", ["cuda", "tpu"])
@@ -315,11 +314,11 @@ def test_a_plan():
         assert all(result[n] is given[name] for n, name in enumerate(("out", "lse")) if name in given)
 
 
-def test_ready_raises_what_attention_would_and_computes_nothing(monkeypatch):
+def test_ready_raises_what_attention_would_and_computes_nothing(forget_plans):
     def ready(q, k, v, **options):
-        defaults, _ = api._function("attention")
+        defaults, _ = explain._function("attention")
         call = {**defaults, "q": q, "k": k, "v": v, **options}
-        return api.ready(*api.asked_by_name(call), None, None, None)
+        return calls.ready(*attention.asked_by_name(call), None, None, None)
 
     q, k, v = qkv()
     wrong = [
@@ -336,15 +335,14 @@ def test_ready_raises_what_attention_would_and_computes_nothing(monkeypatch):
         for function in (ready, flashgen.attention):
             with pytest.raises(error):
                 function(**call)
-    monkeypatch.setattr(api, "_plans", {})
-    monkeypatch.setattr(api, "_recent", {})
+    forget_plans()
     for options in ({}, {"causal": True, "softcap": 3.0, "return_lse": True}):
         out = np.full_like(q, np.nan)
         plan, (work, given, _, stream, _) = ready(q, k, v, out=out, **options)
-        count = len(api._plans)
+        count = len(calls._plans)
         assert np.isnan(out).all()
         expected = flashgen.attention(q, k, v, out=np.empty_like(q), **options)
-        assert len(api._plans) == count  # the plan that ready has made
+        assert len(calls._plans) == count  # the plan that ready has made
         work(given, stream)
         np.testing.assert_equal(plan.results_of(given), expected)
 
@@ -431,7 +429,7 @@ def test_calls_of_one_layout_take_one_plan_and_others_their_own():
         found[given[0].shape[1]].append(flashgen.attention(q, *given))
     for results in found.values():
         assert all(torch.equal(x, results[0]) for x in results)
-    assert len(api._plans) == 2
+    assert len(calls._plans) == 2
     with pytest.raises(errors.BadTensorDtype):
         flashgen.attention(q, k, v.bfloat16())
 
@@ -540,7 +538,7 @@ def test_plans_of_each_algorithm_are_kept_apart():
     q, k, v = qkv()
     for algorithm in (None, "naive", "v2", None, "naive"):
         flashgen.attention(q, k, v, algorithm=algorithm)
-    assert len(api._plans) == 3
+    assert len(calls._plans) == 3
     shown = [name for name in dir(flashgen) if not name.startswith("__")]
     assert shown == sorted(flashgen.__all__)
     assert {name for name, value in vars(errors).items() if isinstance(value, type)} <= set(shown)

@@ -107,9 +107,12 @@ def test_a_plan_of_packed_arrays_makes_results_of_their_shapes():
     assert [x.shape for x in flashgen.attention_backward(**padded)] == [padded[name].shape for name in "qkv"]
 
 
-def test_an_unknown_option_is_a_type_error():
-    with pytest.raises(TypeError, match="dropout"):
-        called(dropout=0.1)
+@pytest.mark.parametrize("function", [flashgen.attention_backward, flashgen.plan_backward])
+def test_an_unknown_option_is_a_type_error(function):
+    with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) got .* 'dropout'"):
+        function(**arrays(dropout=0.1))
+    with pytest.raises(BadParam, match=f"^append was given, which {function.__name__} does not take"):
+        function(**arrays(append=()))
 
 
 @pytest.mark.parametrize("gradient", ["dq", "dk", "dv"])

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 import flashgen
-from flashgen import api, errors, parts
+from flashgen import errors
+from flashgen.api import calls, parts
 from flashgen.operators import merge as operator
 from flashgen.operators import reference
 from flashgen.operators.masks import Band
@@ -16,9 +17,7 @@ BATCH, ROWS, HEADS, KV_HEADS, WIDTH, WIDTH_V = 3, 6, 4, 2, 16, 24
 
 
 @pytest.fixture(autouse=True)
-def fresh_plans(monkeypatch):
-    monkeypatch.setattr(api, "_plans", {})
-    monkeypatch.setattr(api, "_recent", {})
+def fresh_plans(forget_plans, monkeypatch):
     monkeypatch.setattr(parts, "_sound", set())
     monkeypatch.delenv("FLASHGEN_BACKEND", raising=False)
 
@@ -198,6 +197,7 @@ def test_a_cascade_names_the_part_that_does_not_fit_before_it_writes():
         ([], errors.BadParam, "list of 0"),
         ([k], errors.BadParam, r"parts\[0\]"),
         ([(k, v), (k[:2], v[:2])], errors.BadTensorShape, r"parts\[1\]: k has batch 2"),
+        ([(k, v), (k[:1], v)], errors.BadTensorShape, r"parts\[1\]: v has shape .* but k has \(1, 9"),
         ([(k, v), (k, v[..., :16])], errors.BadTensorShape, r"parts\[1\]: v has head_dim_v 16"),
         ([(k, v), (k, v.astype(np.float16))], errors.BadTensorDtype, r"parts\[1\]: v has dtype"),
         ([(k, v), (None, v)], errors.NullPointer, "k is None"),
@@ -229,7 +229,7 @@ def test_the_simulator_serves_both(compiler_of_the_host):
     out = flashgen.cascade(q, given, causal=True, backend="simulator")
     right = flashgen.cascade(q, given, causal=True)
     np.testing.assert_allclose(out.astype(float), right.astype(float), atol=4e-3)
-    assert operator.MERGE.name in {plan.problem.operator.name for plan in api._plans.values()}
+    assert operator.MERGE.name in {plan.problem.operator.name for plan in calls._plans.values()}
 
 
 @pytest.fixture

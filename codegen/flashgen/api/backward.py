@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flashgen.api import BOUNDS_ALONE, LENGTHS, bound, call, make_plan, score_of
+from flashgen.api.asked import BOUNDS_ALONE, LENGTHS, bound, score_of
+from flashgen.api.calls import call, make_plan
+from flashgen.api.kvcache import KVCache
 from flashgen.errors import BadParam
-from flashgen.kvcache import KVCache
 from flashgen.operators.attention import sees_no_later_key
 from flashgen.operators.backward import operator_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from flashgen.api import Asked
+    from flashgen.api.asked import Asked
     from flashgen.operators.operator import Operator
     from flashgen.runtime.plans import Plan
 
@@ -68,8 +69,9 @@ def attention_backward(
     dlse: the gradient of lse, where it has one: fp32, of the shape of lse, contiguous.
     dq, dk, dv: receive the results: of the shape and dtype of q, k and v, in memory that no other argument
         touches. Not for JAX, whose arrays cannot be written to.
-    deterministic: give the same bits each time. Otherwise thread blocks may add to dq in any order, and its
-        last bits differ from call to call; dk and dv are always the same.
+    deterministic: give the same bits each time. Otherwise thread blocks of a GPU may add to dq in any order,
+        and its last bits differ from call to call; dk and dv are always the same. On the CPU all may have
+        other last bits where BLAS has another number of threads.
     workspace: memory for the call, as for a plan, which says how much it needs (`Plan.__call__`); None: it is
         allocated. On the CPU nothing is needed.
     stream, backend: as in ``attention``.
@@ -81,7 +83,7 @@ def attention_backward(
     Raises what ``attention`` raises, before anything is queued or written; BadParam for a gradient of what
     has none: arrays in params, and calls with a KV cache; InsufficientWorkspace.
     """
-    _refuse(refused)
+    _refuse("attention_backward", refused)
     operator, given, options, scalars = asked(
         (dout, q, k, v, mask, out, lse, dlse, dq, dk, dv),
         (causal, mask_type, window_size),
@@ -128,7 +130,7 @@ def plan_backward(
     Arguments and errors are those of ``attention_backward``. The plan is called with dout, q, k, v, mask (or
     None), out and lse, in this order, or by name; its ``workspace_bytes`` is what a call needs. See ``plan``.
     """
-    _refuse(refused)
+    _refuse("plan_backward", refused)
     operator, given, options, scalars = asked(
         (dout, q, k, v, mask, out, lse, dlse, dq, dk, dv),
         (causal, mask_type, window_size),
@@ -149,7 +151,7 @@ def asked(
     deterministic: bool,
 ) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
     """The operator that a call asks for, with its arrays, options and scalars. ``given`` are dout, q, k, v,
-    mask, out, lse, dlse, dq, dk and dv; ``lengths`` as in `api.asked`. Raises BadParam.
+    mask, out, lse, dlse, dq, dk and dv; ``lengths`` as in `asked.asked`. Raises BadParam.
     """
     modification, arrays_of_score, scalars = None, (), ()
     if any(each is not None for each in of_score):
@@ -186,13 +188,12 @@ def asked_by_name(call: Mapping[str, Any]) -> Asked:
     )
 
 
-def _refuse(given: Mapping[str, Any]) -> None:
-    """Raise BadParam for what ``attention`` takes and has no gradients."""
+def _refuse(function: str, given: Mapping[str, Any]) -> None:
+    """Raise BadParam for what ``attention`` takes and has no gradients, TypeError for anything else."""
     for name, value in given.items():
         if name not in NOT_BACKWARD:
-            raise TypeError(f"attention_backward() got an unexpected keyword argument {name!r}")
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
         if value is not None:
             raise BadParam(
-                f"{name} was given, which attention_backward does not take: no KV caches, splits or "
-                "algorithms"
+                f"{name} was given, which {function} does not take: no KV caches, splits or algorithms"
             )

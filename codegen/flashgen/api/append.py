@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from flashgen.api import call, make_plan, ready
-from flashgen.errors import BadParam
-from flashgen.kvcache import KVCache, Rotary
-from flashgen.operators.append import APPEND, total_lengths
+from flashgen.api.calls import call, make_plan, ready
+from flashgen.api.kvcache import KVCache, Rotary
+from flashgen.errors import BadParam, NullPointer
+from flashgen.operators.append import APPEND
 from flashgen.operators.arguments import flag
-from flashgen.operators.attention import mask_type_name
+from flashgen.operators.attention import mask_type_name, window_of
 from flashgen.runtime import arrays, check
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flashgen.api import Asked
+    from flashgen.api.asked import Asked
     from flashgen.runtime.plans import Plan, Ready
     from flashgen.schedule.plan import Step
     from flashgen.spec.variant import Variant
@@ -149,7 +149,7 @@ def asked_to_append(
         raise BadParam("rotary was given without append; it rotates what goes into a cache, and the queries")
     causal, mask_type, window_size = mask
     moves = flag("causal", causal) or mask_type_name(mask_type) == "causal_bottom_right"
-    positions = "each" if moves or window_size not in ((-1, -1), [-1, -1]) else "first"
+    positions = "each" if moves or window_of(window_size) != (-1, -1) else "first"
     return _asked(cache, *_pair(new), rotary, None if rotary is None else q, positions, cu_seqlens_q, stream)
 
 
@@ -201,6 +201,8 @@ def _asked(
     """What a call asks of the operator ``append``, with native arrays. Raises BadParam."""
     if rotary is not None and not isinstance(rotary, Rotary):
         raise BadParam(f"rotary has type {type(rotary).__name__}; expected a flashgen.Rotary, or None")
+    if rotary is not None and rotary.cos is None and rotary.sin is None:
+        raise NullPointer("cos is None and sin is None; rotation takes both")
     if q is not None and rotary is None:
         raise BadParam("q was given without rotary, which alone changes it; pass both, or neither")
     given = _adopted(_arrays(cache, k_new, v_new, rotary, q, cu_seqlens_new), stream)
@@ -291,6 +293,8 @@ def _check_elements(
     append: Plan, pointers: tuple[int, ...], given: tuple[Any, ...], attention: Plan, stream: int
 ) -> None:
     """Raise what the lengths and tables of both calls contradict."""
+    from flashgen.operators.places import total_lengths
+
     found = check.elements(append.problem, pointers, given, stream)
     if found is None:  # a captured graph, which may find others
         return

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashgen.api import LENGTHS, asked, call, named_score
+from flashgen.api.asked import LENGTHS, asked, named_score
+from flashgen.api.backward import MASK_WITH_LENGTHS
+from flashgen.api.backward import asked as asked_backward
+from flashgen.api.calls import call
 from flashgen.errors import BadParam
 from flashgen.operators.arguments import ROW_ALIGNMENT, flag
 from flashgen.operators.attention import mask_type_name, scale_of, sees_no_later_key, window_of
 from flashgen.operators.splits import AUTO, SplitEvery, Splits, splits_of
-from flashgen.training import MASK_WITH_LENGTHS
-from flashgen.training import asked as asked_backward
 
 _EVERY = "every "
 # The tensors whose operators nobody but autograd looks at.
@@ -91,7 +92,7 @@ def attention(
     algorithm: str | None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of q, k, v and mask, recorded. ``masking`` is causal, mask_type and window_size;
-    ``of_score`` softcap, alibi_slopes, score and params; ``lengths`` as in `api.asked`. Raises BadParam.
+    ``of_score`` softcap, alibi_slopes, score and params; ``lengths`` as in `asked.asked`. Raises BadParam.
     """
     *on_device, max_seqlen_q, max_seqlen_kv = lengths
     given = *tensors, *on_device
@@ -278,7 +279,13 @@ def _with_rows(x: Tensor) -> Tensor:
     x = x.resolve_neg()
     *strides, last = x.stride()
     size = x.element_size()
-    rows = last == 1 and x.data_ptr() % ROW_ALIGNMENT == 0
+    try:
+        rows = last == 1 and x.data_ptr() % ROW_ALIGNMENT == 0
+    except RuntimeError:
+        raise BadParam(
+            "several gradients of one result were given at once (is_grads_batched, or vmap), which flashgen "
+            "does not take; pass one after another"
+        ) from None
     for stride, extent in zip(strides, x.shape, strict=False):
         rows = rows and (extent < 2 or stride * size % ROW_ALIGNMENT == 0)
     return x if rows else x.clone(memory_format=torch.contiguous_format)
@@ -315,6 +322,13 @@ class _Attention(torch.autograd.Function):
         # Where gradients are recorded themselves, the operator refuses to have its own.
         unseen = not torch.is_grad_enabled() and _is_eager(given[:8])
         return *(_differentiate if unseen else _backward)(*given), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> None:
+        raise BadParam(
+            "a tensor has a tangent of forward-mode AD, which flashgen does not compute; "
+            "pass torch.autograd.forward_ad.unpack_dual(tensor).primal"
+        )
 
 
 def _of_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from flashgen.api import attention, call
+from flashgen.api.attention import attention
+from flashgen.api.calls import call
 from flashgen.errors import BadParam, BadTensorShape, FlashgenError
 from flashgen.operators.arguments import check_memory, flag
 from flashgen.operators.attention import MAX_SEQLEN
@@ -154,12 +155,7 @@ def _check_merge(pairs: list[tuple[Any, Any]], out: Any, lse_out: Any, stream: A
         name: None if x is None else arrays.view(arrays.adopt(x, name, stream), name)
         for name, x in results.items()
     }
-    for name, view in (*zip(names, views, strict=True), *written.items()):
-        if view is not None and view.kind != views[0].kind and view.device == views[0].device:
-            raise BadParam(
-                f"{name} is a {view.kind} array but o1 is a {views[0].kind} one; convert it, which by DLPack "
-                "costs no copy"
-            )
+    arrays.check_libraries(dict(zip(names, views, strict=True)) | written)
     parts = list(zip(views[::2], views[1::2], strict=True))
     check_parts(parts)
     for part in parts[1:]:
@@ -187,14 +183,16 @@ def _check_cascade(q: Any, pairs: list[tuple[Any, Any]], out: Any, causal: bool)
         if key in _sound:
             return
     view, out_view = arrays.view(q, "q"), None if out is None else arrays.view(out, "out")
-    if out is not None and out_view.kind != view.kind:
-        raise BadParam(f"out is a {out_view.kind} array but q is a {view.kind} one")
+    arrays.check_libraries({"q": view, "out": out_view})
     for index, pair in enumerate(pairs):
         try:
             views = [arrays.view(x, name) for x, name in zip(pair, ("k", "v"), strict=True)]
-            for name, other in zip(("k", "v"), views, strict=True):
-                if other.kind != view.kind:
-                    raise BadParam(f"{name} is a {other.kind} array but q is a {view.kind} one")
+            arrays.check_libraries({"q": view, "k": views[0], "v": views[1]})
+            if views[0].shape[:-1] != views[1].shape[:-1]:  # which a part of batch 1 would hide
+                raise BadTensorShape(
+                    f"v has shape {views[1].shape} but k has {views[0].shape}; all but the last dimension "
+                    "must be the same"
+                )
             width, first = views[1].shape[-1:], pairs[0][1].shape[-1:]
             if width != first:
                 raise BadTensorShape(f"v has head_dim_v {width[0]} but that of parts[0] has {first[0]}")

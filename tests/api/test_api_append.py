@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flashgen
-from flashgen import api, errors
+from flashgen import errors
 from flashgen.simulator import hostcompiler
 
 simulated = pytest.mark.skipif(bool(hostcompiler.why_unavailable()), reason="there is no C++ compiler")
@@ -120,14 +120,15 @@ def test_a_held_plan_refuses_what_it_was_not_made_for_and_writes_nothing():
     np.testing.assert_array_equal(cache.k.view(np.uint16), before.k.view(np.uint16))
     with pytest.raises(errors.BadParam, match="rotary was given without append"):
         flashgen.plan(q, cache, rotary=rotary)
+    with pytest.raises(errors.BadParam, match="q_rotated was given to a plan made without one"):
+        flashgen.plan(q, cache, append=new)(q, cache, new, q_rotated=np.zeros_like(q))
 
 
 @pytest.mark.parametrize("backend", ON)
 @pytest.mark.parametrize("made", ["held", "call"])
+@pytest.mark.usefixtures("forget_plans")
 def test_what_lengths_contradict_is_found_before_the_cache_is_written(made, backend, monkeypatch):
     monkeypatch.setenv("FLASHGEN_CHECK", "1")
-    monkeypatch.setattr(api, "_plans", {})
-    monkeypatch.setattr(api, "_recent", {})
     rng = np.random.default_rng()
     cache, q, *new = cache_of(rng, pages=True), *(numbers(rng, 3, 3, heads, 32) for heads in (4, 2, 2))
     before = copied(cache)
@@ -150,10 +151,36 @@ def test_packed_tokens_are_appended_to_their_sequences():
     np.testing.assert_array_equal(out, flashgen.attention(q, after, causal=True, cu_seqlens_q=cu))
 
 
+def test_packed_tokens_of_no_sequence_are_left_out():
+    none = np.zeros(0, np.int32)
+    cache = flashgen.KVCache(*(np.zeros((1, 8, 2, 32), np.float16) for _ in "kv"), none, index=none)
+    q, k_new, v_new = (np.full((3, heads, 32), np.nan, np.float16) for heads in (4, 2, 2))
+    rotary, cu = flashgen.Rotary(*tables(np.random.default_rng())), np.zeros(1, np.int32)
+    out = flashgen.attention(q, cache, append=(k_new, v_new), rotary=rotary, cu_seqlens_q=cu)
+    assert out.shape == q.shape
+    assert not cache.k.any()
+    assert not cache.v.any()
+
+
+def test_a_page_or_a_position_for_each_sequence_as_a_column():
+    """``x[:, None]`` has another stride along its one column than an array that was made so."""
+    rng = np.random.default_rng()
+    cache, q, *new = cache_of(rng, pages=False), *(numbers(rng, 3, 1, heads, 32) for heads in (4, 2, 2))
+    table, angles = rng.permutation(3).astype(np.int32), tables(rng)
+
+    def found(column):
+        own = flashgen.KVCache(cache.k.copy(), cache.v.copy(), LENGTHS, pages=column(table))
+        rotary = flashgen.Rotary(*angles, positions=column(LENGTHS))
+        return flashgen.attention(q, own, append=new, rotary=rotary)
+
+    np.testing.assert_array_equal(found(lambda x: x[:, None]), found(lambda x: x.reshape(3, 1).copy()))
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
         ({"append": None, "rotary": "tables"}, errors.BadParam, "rotary was given without append"),
+        ({"rotary": flashgen.Rotary(None, None)}, errors.NullPointer, "cos is None"),
         ({"append": np.zeros(3)}, errors.BadParam, r"append has type ndarray; expected \(k_new, v_new\)"),
         ({"softmax_scale": -1.0}, errors.BadParam, "softmax_scale is -1"),
         ({"causal": "yes"}, errors.BadParam, "causal is 'yes'"),
@@ -166,12 +193,24 @@ def test_a_wrong_call_leaves_the_cache_as_it_was(changes, error, message):
     cache = cache_of(rng, pages=False)
     before = copied(cache)
     given = {"q": numbers(rng, 3, 3, 4, 32), "append": (numbers(rng, 3, 3, 2, 32),) * 2} | changes
-    if changes.get("rotary"):
+    if changes.get("rotary") == "tables":
         given["rotary"] = flashgen.Rotary(*tables(rng))
     with pytest.raises(error, match=message):
         flashgen.attention(given.pop("q"), cache, **given)
     np.testing.assert_array_equal(cache.k.view(np.uint16), before.k.view(np.uint16))
     np.testing.assert_array_equal(cache.v.view(np.uint16), before.v.view(np.uint16))
+
+
+def test_a_window_in_an_array():
+    rng = np.random.default_rng()
+    cache, q, *new = cache_of(rng, pages=False), *(numbers(rng, 3, 3, heads, 32) for heads in (4, 2, 2))
+    rotary = flashgen.Rotary(*tables(rng))
+    for window in ((-1, -1), (6, 0)):
+        both = (
+            flashgen.attention(q, copied(cache), append=new, rotary=rotary, window_size=x)
+            for x in (window, np.array(window))
+        )
+        np.testing.assert_array_equal(*both)
 
 
 @pytest.mark.parametrize("held", [False, True])
