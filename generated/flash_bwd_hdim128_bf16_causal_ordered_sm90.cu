@@ -131,9 +131,9 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     const int first_head = index / (params.heads_per_section * params.num_row_blocks) * params.heads_per_section;
     const int section_heads = min(params.heads_per_section, params.batch_size * params.num_heads_kv - first_head);
     const int index_in_section = index - first_head * params.num_row_blocks;
+    KeyBlock block;
     const int blocks_ahead = index_in_section / section_heads;  // of its head
     const int head_of_batch = first_head + index_in_section - blocks_ahead * section_heads;
-    KeyBlock block;
     block.index = params.num_row_blocks - 1 - blocks_ahead;
     block.first_key = block.index * kBlockN;
     block.batch = head_of_batch / params.num_heads_kv;

@@ -108,11 +108,13 @@ struct Params {
     int32_t head_dim;                     // of the call: a multiple of 8 (fp32: 4), at most kHeadDim; columns past it are zero-filled
     int32_t head_dim_v;                   // likewise, of v and dout
     int32_t num_row_blocks;               // blocks of keys of one head
+    int32_t batch_size;
+    int32_t heads_per_section;            // kv heads, or parts of their query heads, whose blocks of keys are launched together
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float softmax_scale;                  // dK is softmax_scale dS^T Q
     float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
 };
-static_assert(sizeof(Params) == 256 && offsetof(Params, dout) == 0 && offsetof(Params, q) == 8 && offsetof(Params, k) == 16);
+static_assert(sizeof(Params) == 264 && offsetof(Params, dout) == 0 && offsetof(Params, q) == 8 && offsetof(Params, k) == 16);
 static_assert(offsetof(Params, v) == 24 && offsetof(Params, dk) == 32 && offsetof(Params, dv) == 40);
 static_assert(offsetof(Params, delta) == 48 && offsetof(Params, lse_log2) == 56 && offsetof(Params, dq_accum) == 64);
 static_assert(offsetof(Params, dout_batch_stride) == 72 && offsetof(Params, dout_row_stride) == 80);
@@ -126,8 +128,9 @@ static_assert(offsetof(Params, dk_head_stride) == 184 && offsetof(Params, dv_bat
 static_assert(offsetof(Params, dv_row_stride) == 200 && offsetof(Params, dv_head_stride) == 208);
 static_assert(offsetof(Params, num_heads_q) == 216 && offsetof(Params, num_heads_kv) == 220 && offsetof(Params, seqlen_q) == 224);
 static_assert(offsetof(Params, seqlen_kv) == 228 && offsetof(Params, head_dim) == 232 && offsetof(Params, head_dim_v) == 236);
-static_assert(offsetof(Params, num_row_blocks) == 240 && offsetof(Params, diagonal_offset) == 244);
-static_assert(offsetof(Params, softmax_scale) == 248 && offsetof(Params, scale_log2) == 252);
+static_assert(offsetof(Params, num_row_blocks) == 240 && offsetof(Params, batch_size) == 244);
+static_assert(offsetof(Params, heads_per_section) == 248 && offsetof(Params, diagonal_offset) == 252);
+static_assert(offsetof(Params, softmax_scale) == 256 && offsetof(Params, scale_log2) == 260);
 
 // The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
@@ -157,13 +160,17 @@ struct KeyBlock {
     int first_key;
 };
 
-// The blocks of a head follow each other, so that they share its queries in L2. Within a head the first keys come first: under
-// a diagonal the most queries attend to them, so that the last blocks of the grid are short.
+// Heads are launched in sections, and in a section the first block of each head comes first, then the second one. Under a diagonal the
+// most queries attend to the first keys, so that long blocks fill up what the short ones of the section before leave, and the last
+// blocks of the grid are short. A section has few heads, so that several blocks of a head run at a time and share its queries in L2.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
-    const int head_of_batch = index / params.num_row_blocks;
-    const int index_in_head = index - head_of_batch * params.num_row_blocks;
+    const int first_head = index / (params.heads_per_section * params.num_row_blocks) * params.heads_per_section;
+    const int section_heads = min(params.heads_per_section, params.batch_size * params.num_heads_kv - first_head);
+    const int index_in_section = index - first_head * params.num_row_blocks;
     KeyBlock block;
-    block.first_key = index_in_head * kBlockN;
+    const int blocks_ahead = index_in_section / section_heads;  // of its head
+    const int head_of_batch = first_head + index_in_section - blocks_ahead * section_heads;
+    block.first_key = blocks_ahead * kBlockN;
     block.batch = head_of_batch / params.num_heads_kv;
     block.kv_head = head_of_batch - block.batch * params.num_heads_kv;
     return block;

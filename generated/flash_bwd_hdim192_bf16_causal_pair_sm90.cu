@@ -85,6 +85,8 @@ struct Params {
     int32_t seqlen_q;
     int32_t seqlen_kv;
     int32_t num_row_blocks;               // blocks of keys of one head
+    int32_t batch_size;
+    int32_t heads_per_section;            // kv heads, or parts of their query heads, whose blocks of keys are launched together
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
     float softmax_scale;                  // dK is softmax_scale dS^T Q
@@ -94,8 +96,9 @@ static_assert(offsetof(Params, dout) == 384 && offsetof(Params, dk) == 512 && of
 static_assert(offsetof(Params, lse_log2) == 768 && offsetof(Params, delta) == 776 && offsetof(Params, dq_accum) == 784);
 static_assert(offsetof(Params, num_heads_q) == 792 && offsetof(Params, num_heads_kv) == 796 && offsetof(Params, seqlen_q) == 800);
 static_assert(offsetof(Params, seqlen_kv) == 804 && offsetof(Params, num_row_blocks) == 808);
-static_assert(offsetof(Params, diagonal_offset) == 812 && offsetof(Params, scale_log2) == 816);
-static_assert(offsetof(Params, softmax_scale) == 820);
+static_assert(offsetof(Params, batch_size) == 812 && offsetof(Params, heads_per_section) == 816);
+static_assert(offsetof(Params, diagonal_offset) == 820 && offsetof(Params, scale_log2) == 824);
+static_assert(offsetof(Params, softmax_scale) == 828);
 
 // What a thread block computes: dK and dV of kBlockN keys of a head, and their share of dQ.
 struct KeyBlock {
@@ -105,14 +108,19 @@ struct KeyBlock {
     int first_key;
 };
 
-// The blocks of a head follow each other, so that they share its queries in L2. Within a head the first keys come first: under
-// a diagonal the most queries attend to them, so that the last blocks of the grid are short.
+// Heads are launched in sections, and in a section the first block of each head comes first, then the second one. Under a diagonal the
+// most queries attend to the first keys, so that long blocks fill up what the short ones of the section before leave, and the last
+// blocks of the grid are short. A section has few heads, so that several blocks of a head run at a time and share its queries in L2.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
-    const int head_of_batch = index / params.num_row_blocks;
-    const int index_in_head = index - head_of_batch * params.num_row_blocks;
+    const int first_head = index / (params.heads_per_section * params.num_row_blocks) * params.heads_per_section;
+    const int section_heads = min(params.heads_per_section, params.batch_size * params.num_heads_kv - first_head);
+    const int index_in_section = index - first_head * params.num_row_blocks;
     KeyBlock block;
-    block.index = index_in_head;
-    block.first_key = index_in_head * kBlockN;
+    const int pair_in_section = index_in_section / 2;
+    const int pairs_ahead = pair_in_section / section_heads;  // of its head
+    const int head_of_batch = first_head + pair_in_section - pairs_ahead * section_heads;
+    block.index = 2 * pairs_ahead + index % 2;
+    block.first_key = block.index * kBlockN;
     block.batch = head_of_batch / params.num_heads_kv;
     block.kv_head = head_of_batch - block.batch * params.num_heads_kv;
     return block;

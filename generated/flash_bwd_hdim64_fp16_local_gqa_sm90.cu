@@ -82,6 +82,8 @@ struct Params {
     int32_t seqlen_q;
     int32_t seqlen_kv;
     int32_t num_row_blocks;               // blocks of keys of one head
+    int32_t batch_size;
+    int32_t heads_per_section;            // kv heads, or parts of their query heads, whose blocks of keys are launched together
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     int32_t window_left;                  // keys before the diagonal that a query attends to
     int32_t window_right;                 // and after it
@@ -94,9 +96,10 @@ static_assert(offsetof(Params, lse_log2) == 768 && offsetof(Params, delta) == 77
 static_assert(offsetof(Params, dk_parts) == 792 && offsetof(Params, dv_parts) == 800 && offsetof(Params, num_heads_q) == 808);
 static_assert(offsetof(Params, num_heads_kv) == 812 && offsetof(Params, group_parts) == 816);
 static_assert(offsetof(Params, heads_per_part) == 820 && offsetof(Params, seqlen_q) == 824 && offsetof(Params, seqlen_kv) == 828);
-static_assert(offsetof(Params, num_row_blocks) == 832 && offsetof(Params, diagonal_offset) == 836);
-static_assert(offsetof(Params, window_left) == 840 && offsetof(Params, window_right) == 844);
-static_assert(offsetof(Params, scale_log2) == 848 && offsetof(Params, softmax_scale) == 852);
+static_assert(offsetof(Params, num_row_blocks) == 832 && offsetof(Params, batch_size) == 836);
+static_assert(offsetof(Params, heads_per_section) == 840 && offsetof(Params, diagonal_offset) == 844);
+static_assert(offsetof(Params, window_left) == 848 && offsetof(Params, window_right) == 852);
+static_assert(offsetof(Params, scale_log2) == 856 && offsetof(Params, softmax_scale) == 860);
 
 // The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
@@ -131,13 +134,17 @@ struct KeyBlock {
 // Heads of a batch entry in the grid: each kv head, or each part of its query heads.
 __device__ __forceinline__ int heads_of_grid(const Params& params) { return params.num_heads_kv * params.group_parts; }
 
-// The blocks of a head follow each other, so that they share its queries in L2. Within a head the first keys come first: under
-// a diagonal the most queries attend to them, so that the last blocks of the grid are short.
+// Heads are launched in sections, and in a section the first block of each head comes first, then the second one. Under a diagonal the
+// most queries attend to the first keys, so that long blocks fill up what the short ones of the section before leave, and the last
+// blocks of the grid are short. A section has few heads, so that several blocks of a head run at a time and share its queries in L2.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
-    const int head_of_batch = index / params.num_row_blocks;
-    const int index_in_head = index - head_of_batch * params.num_row_blocks;
+    const int first_head = index / (params.heads_per_section * params.num_row_blocks) * params.heads_per_section;
+    const int section_heads = min(params.heads_per_section, params.batch_size * heads_of_grid(params) - first_head);
+    const int index_in_section = index - first_head * params.num_row_blocks;
     KeyBlock block;
-    block.first_key = index_in_head * kBlockN;
+    const int blocks_ahead = index_in_section / section_heads;  // of its head
+    const int head_of_batch = first_head + index_in_section - blocks_ahead * section_heads;
+    block.first_key = blocks_ahead * kBlockN;
     block.batch = head_of_batch / heads_of_grid(params);
     block.group_part = head_of_batch - block.batch * heads_of_grid(params);
     return block;

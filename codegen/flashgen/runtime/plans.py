@@ -168,7 +168,8 @@ class Plan:
         when the plan was made, or contiguous if they were not there. ``lse`` is allowed where the plan was
         made with ``return_lse``. A scalar, such as ``softmax_scale``, may differ from that of the plan.
         ``workspace`` is an array of at least ``workspace_bytes``, contiguous, on the plan's device, in memory
-        that no other argument touches; without it memory is allocated for the call. Returns ``out``, or ``(out, lse)`` with ``return_lse``.
+        that no other argument touches; without it memory is allocated for the call. Returns ``out``, or
+        ``(out, lse)`` with ``return_lse``.
 
         Raises BadParam, NullPointer, BadTensorShape, BadTensorDtype, BadTensorStrides or
         DeviceTypeNotSupported for what does not fit the plan, and InsufficientWorkspace.
