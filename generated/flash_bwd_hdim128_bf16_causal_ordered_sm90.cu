@@ -168,19 +168,13 @@ __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) 
 
 __device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
 
-// The query head of a step.
+// The query head of a step: each has a kv head of its own.
 __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
 
-// Queries [begin, end), none where begin is not less.
-struct QueryRange {
-    int begin;
-    int end;
-};
-
-// The queries that attend to a key: those from its diagonal on; to a key past the last none.
-__device__ __forceinline__ QueryRange queries_of_key(const Params& params, int key) {
+// The first query that attends to a key: that of its diagonal; to a key past the last none does.
+__device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
     const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
-    return {max(diagonal, 0), params.seqlen_q};
+    return max(diagonal, 0);
 }
 
 // The mbarriers of a thread block. A buffer is full when TMA has written its bytes. A stage, of Q and dO, is empty when every consumer
@@ -404,8 +398,8 @@ struct QueryValues {
 
 // Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
-    // The end of the range is not tested: for queries past the last lse_log2 is inf, so compute_p() makes P = 0.
-    const int begin[2] = {queries_of_key(params, lane_key).begin - lane_query, queries_of_key(params, lane_key + 8).begin - lane_query};
+    // Queries past the last are not masked: there lse_log2 is inf, so compute_p() makes P = 0.
+    const int begin[2] = {first_query_of_key(params, lane_key) - lane_query, first_query_of_key(params, lane_key + 8) - lane_query};
     for_each_score(scores, [&](int key, int query, float& score) {
         if (query < begin[key / 8]) score = -INFINITY;
     });
@@ -604,7 +598,7 @@ template <int kDqColumns>
 __device__ __forceinline__ void consume(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers,
                                         int consumer) {
     const int lane = threadIdx.x % 32;
-    const int warp_key = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first key in the tile
+    const int warp_key = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first key in the tile; modulo 64, its first row of dQ
     const shared_address k_own = shared + 64 * consumer * kPanelRowBytes;
     const shared_address v_own = k_own + kVOffset;
     auto release = [&](shared_address barrier) {  // once for the warp
@@ -613,7 +607,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
     const QueryBlocks queries = find_query_blocks(params, tile.first_key);
     const int count = num_steps(params, queries);
     // Whether some query of a block does not attend to some key of the warp.
-    const int masked_up_to = queries_of_key(params, tile.first_key + warp_key + 15).begin;
+    const int masked_up_to = first_query_of_key(params, tile.first_key + warp_key + 15);
     auto needs_mask = [&](int first_query) { return first_query < masked_up_to; };
 
     float dk[kHeadDim / 2] = {};

@@ -166,7 +166,7 @@ __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) 
 
 __device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
 
-// The query head of a step.
+// The query head of a step: each has a kv head of its own.
 __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
 
 // Queries [begin, end), none where begin is not less.
@@ -582,7 +582,7 @@ template <int kDqColumns>
 __device__ __forceinline__ void consume(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers,
                                         int consumer) {
     const int lane = threadIdx.x % 32;
-    const int warp_key = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first key in the tile
+    const int warp_key = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first key in the tile; modulo 64, its first row of dQ
     const shared_address k_own = shared + 64 * consumer * kPanelRowBytes;
     const shared_address v_own = k_own + kVOffset;
     auto release = [&](shared_address barrier) {  // once for the warp

@@ -66,7 +66,8 @@ constexpr int kSharedBytes = kStashOffset + 16;
 
 static_assert(kWarps == kKeyWarps * kQueryWarps && kWarps == kDqRowWarps * kDqColumnWarps, "every warp has a part");
 static_assert(kWarpKeys % 16 == 0 && kWarpQueries % 16 == 0, "a warp has whole MMA tiles of P^T, also as an A operand");
-static_assert(kHeadDim / kPairColumns % kQueryWarps == 0 && kHeadDimV / kPairColumns % kQueryWarps == 0, "each has as many columns");
+static_assert(kHeadDim / kPairColumns % kQueryWarps == 0 && kHeadDimV / kPairColumns % kQueryWarps == 0,
+              "warps have equal parts of the columns of dK, and of dV");
 static_assert(kHeadDim / kPairColumns % kDqColumnWarps == 0, "and of dQ");
 static_assert(kBlockM % 16 == 0 && 128 % kBlockM == 0, "rows in the workspace are whole blocks");
 static_assert(kStageBytes % 128 == 0 && kDsBytes % 128 == 0, "blocks begin at multiples of 128 bytes");

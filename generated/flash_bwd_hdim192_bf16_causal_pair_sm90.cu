@@ -152,7 +152,7 @@ __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) 
 
 __device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
 
-// The query head of a step.
+// The query head of a step: each has a kv head of its own.
 __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
 
 // The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
@@ -177,16 +177,10 @@ __device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int he
 
 static_assert(kRowUnit % kBlockM == 0, "the rows of a step lie in the workspace");
 
-// Queries [begin, end), none where begin is not less.
-struct QueryRange {
-    int begin;
-    int end;
-};
-
-// The queries that attend to a key: those from its diagonal on; to a key past the last none.
-__device__ __forceinline__ QueryRange queries_of_key(const Params& params, int key) {
+// The first query that attends to a key: that of its diagonal; to a key past the last none does.
+__device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
     const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
-    return {max(diagonal, 0), params.seqlen_q};
+    return max(diagonal, 0);
 }
 
 // The mbarriers of a thread block. A buffer is full when TMA has written its bytes. A stage, of Q and dO, is empty when every consumer
@@ -449,8 +443,8 @@ struct QueryValues {
 
 // Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
-    // The end of the range is not tested: for queries past the last lse_log2 is inf, so compute_p() makes P = 0.
-    const int begin[2] = {queries_of_key(params, lane_key).begin - lane_query, queries_of_key(params, lane_key + 8).begin - lane_query};
+    // Queries past the last are not masked: there lse_log2 is inf, so compute_p() makes P = 0.
+    const int begin[2] = {first_query_of_key(params, lane_key) - lane_query, first_query_of_key(params, lane_key + 8) - lane_query};
     for_each_score(scores, [&](int key, int query, float& score) {
         if (query < begin[key / 8]) score = -INFINITY;
     });
@@ -692,7 +686,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
     auto needs_mask = [&](int first_query) {
         int key = tile.first_key + warp_row;
         opaque(key);  // ranges that are known ahead of the loop would be held in registers
-        return first_query < queries_of_key(params, key + 15).begin;
+        return first_query < first_query_of_key(params, key + 15);
     };
 
     float dv[kHeadDimV / 2] = {};

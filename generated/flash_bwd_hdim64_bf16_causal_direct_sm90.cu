@@ -33,7 +33,7 @@ constexpr int kBlockN = 128;  // rows of a tile
 constexpr int kStages = 4;  // buffers of Q, dO and O, or of K and V
 constexpr int kConsumers = kBlockN / 64;  // consumer warpgroups, 64 rows each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
-constexpr int kValueWarps = 2;  // the last ones of the producer, which compute delta
+constexpr int kValueWarps = 2;  // the last ones of the producer, which prepare lse_log2 and delta
 
 // Registers of a thread after setmaxnreg. It draws on what the launch has given the thread block: as many as 65,536 registers allow each
 // thread, in units of 8.
@@ -129,16 +129,10 @@ __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     return tile;
 }
 
-// Queries [begin, end), none where begin is not less.
-struct QueryRange {
-    int begin;
-    int end;
-};
-
-// The queries that attend to a key: those from its diagonal on; to a key past the last none.
-__device__ __forceinline__ QueryRange queries_of_key(const Params& params, int key) {
+// The first query that attends to a key: that of its diagonal; to a key past the last none does.
+__device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
     const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
-    return {max(diagonal, 0), params.seqlen_q};
+    return max(diagonal, 0);
 }
 
 __device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
@@ -202,15 +196,15 @@ struct QuerySteps {
     }
 };
 
-// The steps of a tile of queries: blocks of kBlockM keys.
+// The steps of a tile of queries: blocks of kBlockM keys, from the last to the first.
 struct KeySteps {
-    int block;  // first the last one, then those before it
+    int last;   // the first to be visited
     int count;  // not above 0 where no query of the tile attends to a key
 
     __device__ __forceinline__ KeySteps(const Params& params, const Tile& tile) {
         const KeyRange keys = keys_of_some(params, tile.first_row, kBlockN);
-        block = (keys.end + kBlockM - 1) / kBlockM - 1;
-        count = block - keys.begin / kBlockM + 1;
+        last = (keys.end + kBlockM - 1) / kBlockM - 1;
+        count = last - keys.begin / kBlockM + 1;
     }
 };
 
@@ -445,7 +439,7 @@ __device__ __forceinline__ void produce_of_queries(const Params& params, const T
     const KeySteps steps(params, tile);
 #pragma unroll 1
     for (int i = 0; i < steps.count; ++i) {
-        const int row = (steps.block - i) * kBlockM;
+        const int row = (steps.last - i) * kBlockM;
         const shared_address full = barriers.full(ring.stage), full_v = barriers.full_v(ring.stage);
         mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
         mbarrier_arrive_expect_tx(full, kStepBytes);
@@ -587,8 +581,8 @@ struct QueryValues {
 
 // Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
-    // The end of the range is not tested: for queries past the last lse_log2 is inf, so compute_p() makes P = 0.
-    const int begin[2] = {queries_of_key(params, lane_key).begin - lane_query, queries_of_key(params, lane_key + 8).begin - lane_query};
+    // Queries past the last are not masked: there lse_log2 is inf, so compute_p() makes P = 0.
+    const int begin[2] = {first_query_of_key(params, lane_key) - lane_query, first_query_of_key(params, lane_key + 8) - lane_query};
     for_each_score(scores, [&](int key, int query, float& score) {
         if (query < begin[key / 8]) score = -INFINITY;
     });
@@ -630,7 +624,7 @@ __device__ __forceinline__ void consume_keys(const Params& params, const Tile& t
     auto needs_mask = [&](int first_query) {
         int key = warp_key;
         opaque(key);  // ranges that are known ahead of the loop would be held in registers
-        return first_query < queries_of_key(params, key + 15).begin;
+        return first_query < first_query_of_key(params, key + 15);
     };
 
     float dk[kHeadDim / 2] = {};
@@ -739,7 +733,7 @@ __device__ __forceinline__ void consume_queries(const Params& params, const Tile
 
 #pragma unroll 1
     for (int i = 0; i < steps.count; ++i) {
-        const int first_key = (steps.block - i) * kBlockM;
+        const int first_key = (steps.last - i) * kBlockM;
         float ds[kBlockM / 2];  // dP, then dS
         mbarrier_wait(barriers.full_v(ring.stage), ring.parity);
         mma_scores<kHeadDimV>(ds, dout_own, shared + kStepOffsetV + ring.stage * kStepBytesV);

@@ -587,7 +587,7 @@ template <int kDqColumns>
 __device__ __forceinline__ void consume(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers,
                                         int consumer) {
     const int lane = threadIdx.x % 32;
-    const int warp_key = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first key in the tile
+    const int warp_key = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first key in the tile, and its first row of dQ
     const shared_address k_own = shared + 64 * consumer * kPanelRowBytes;
     const shared_address v_own = k_own + kVOffset;
     auto release = [&](shared_address barrier) {  // once for the warp

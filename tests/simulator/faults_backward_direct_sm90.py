@@ -131,8 +131,8 @@ FAULTS = (
         CAUSAL,
         DIAGONAL,
         (WRONG,),
-        "count = block - keys.begin / kBlockM + 1;",
-        "count = block - keys.begin / kBlockM;",
+        "count = last - keys.begin / kBlockM + 1;",
+        "count = last - keys.begin / kBlockM;",
     ),
     # Masks.
     fault(
