@@ -94,7 +94,9 @@ def test_parameters_stand_in_flash_attns_order_with_its_defaults(name):
 
 @pytest.mark.parametrize("slopes", [None, (4,), (2, 4)], ids=lambda shape: f"slopes{shape}")
 @pytest.mark.parametrize("softcap", [0.0, -1.0, 2.5])
-@pytest.mark.parametrize("window", [(-1, -1), (9, -1), (-1, 3), (9, 3), [-7, -1]], ids=str)
+@pytest.mark.parametrize(
+    "window", [(-1, -1), (9, -1), (-1, 3), (9, 3), [-7, -1], (np.int64(9), np.int64(-3))], ids=str
+)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("lengths", [(23, 41), (41, 23)], ids=str)
 def test_masks_caps_and_slopes_are_flash_attns(lengths, causal, window, softcap, slopes):

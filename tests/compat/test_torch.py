@@ -95,6 +95,20 @@ def test_a_batch_of_one_serves_all_of_query():
     same(query, key[:1], value[:1])
 
 
+@pytest.mark.parametrize("width", [1, 20, 32])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_elements_of_a_row_that_lie_apart(dtype, width):
+    """Heads, tokens and elements in another order in memory; those of the padding, too."""
+    for seqlen in (1, 23):
+        for order in ((2, 3), (1, 3)):
+            same(
+                *(
+                    x.transpose(*order).contiguous().transpose(*order)
+                    for x in qkv(seqlen, 41, width=width, dtype=dtype)
+                )
+            )
+
+
 def test_without_batch():
     same(*qkv(batch=()), attn_mask=torch.rand(4, 23, 41) < 0.5)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flashgen
-from flashgen.api import make_plan
+from flashgen.api.calls import make_plan
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, BadTensorStrides, NullPointer
 from flashgen.operators.append import APPEND
 
@@ -237,6 +237,11 @@ def fitting(**changes):
     [
         ({"lengths": np.array([0, 44, 35], np.int32)}, BadTensorShape, "sequence 1 has 44 tokens and gets 5"),
         ({"lengths": np.array([0, 4, -1], np.int32)}, BadParam, r"lengths\[2\] is -1"),
+        (
+            {"lengths": np.array([0, 49, 4], np.int32), "new": np.zeros((BATCH, 0, HEADS, 32), np.float32)},
+            BadParam,
+            r"lengths\[1\] is 49; the cache has room for 48",
+        ),
         ({"rows": 38}, BadTensorShape, "sequence 2 has a token of k_new at position 38, and cos has 38 rows"),
         ({"index": np.array([0, 3, 2], np.int32)}, BadParam, r"index\[1\] is 3; expected 0 to 2"),
         (

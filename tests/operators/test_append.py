@@ -13,7 +13,8 @@ from flashgen.errors import (
     DeviceTypeNotSupported,
     NullPointer,
 )
-from flashgen.operators.append import ARGUMENTS, judge, normalise
+from flashgen.operators.append import ARGUMENTS, normalise
+from flashgen.operators.append_reference import judge
 from flashgen.operators.arguments import ArrayView, Placed, interleave, view_of_shape
 from flashgen.simulator.append_example import Choices, make
 from flashgen.simulator.example import Shape
@@ -101,14 +102,18 @@ def strided(shape, strides, dtype="fp16"):
         (
             PLAIN | {"lengths": view_of_shape((3,), "int32", None)},
             DeviceTypeNotSupported,
-            "lengths is on dev",
+            "lengths is in host memory but k_new is",
         ),
         (
             PLAIN | {"k_cache": view_of_shape(CACHE, "fp16", 1)},
             DeviceTypeNotSupported,
-            "k_cache is on device",
+            "k_cache is on GPU 1 but k_new is",
         ),
-        (PLAIN | {"lengths": ((4,), "int32")}, BadTensorShape, r"lengths has shape \(4,\); expected"),
+        (
+            PLAIN | {"lengths": ((4,), "int32")},
+            BadTensorShape,
+            r"lengths has shape \(4,\) but k_new is for 3 sequences",
+        ),
         (PLAIN | {"k_new": (NEW[1:], "fp16")}, BadTensorShape, "packed tokens need cu_seqlens_new"),
         (PLAIN | {"k_new": ((3, 5, 3, 64), "fp16")}, BadTensorShape, "k_new has 3 heads of 64 .* 2 of 64"),
         (PLAIN | {"v_new": ((3, 5, 2, 32), "fp16")}, BadTensorShape, "v_new has 2 heads of 32 .* 2 of 24"),
@@ -166,6 +171,16 @@ def strided(shape, strides, dtype="fp16"):
         (PACKED | {"q": ((6, 4, 64), "fp16")}, BadTensorShape, "q has 6 tokens but k_new has 5; cu_seqlens"),
         (PACKED | {"cu_seqlens_new": ((0,), "int32")}, BadTensorShape, "one element more than sequences"),
         (PACKED | {"lengths": ((4,), "int32")}, BadTensorShape, r"lengths has shape \(4,\)"),
+        (
+            PACKED | {"cu_seqlens_new": ((9,), "int32")},
+            BadTensorShape,
+            "cu_seqlens_new is for 8 sequences",
+        ),
+        (
+            PLAIN | dict.fromkeys(("k_new", "v_new"), ((9, 5, 2, 64), "fp16")),
+            BadTensorShape,
+            "k_new is for 9 sequences",
+        ),
         (PACKED | {"k_new": (NEW, "fp16")}, BadTensorShape, r"k_new has shape .* expected \(seqlen_new"),
         (PLAIN | {"k_cache": strided(CACHE, (5160, 129, 64, 1))}, BadTensorStrides, "k_cache has strides"),
         (

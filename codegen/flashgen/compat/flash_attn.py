@@ -13,12 +13,12 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
-from flashgen.api import attention
+from flashgen.api.attention import attention
+from flashgen.api.kvcache import KVCache, Rotary
 from flashgen.compat.libraries import int32s
 from flashgen.compat.refusals import refuse_dropout, refuse_gradients
 from flashgen.compat.widths import attention_of_any_width, contiguous_rows, missing
 from flashgen.errors import BadParam, BadTensorShape, NullPointer
-from flashgen.kvcache import KVCache, Rotary
 
 
 def flash_attn_func(
@@ -288,7 +288,7 @@ def _options(
 def _window(window_size: Any, causal: bool) -> Any:
     """flash-attn's window as ``attention`` has it, which says what is wrong with one that is no pair."""
     pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
-    if not pair or not all(isinstance(side, int) for side in window_size):
+    if not pair or not all(isinstance(side, numbers.Integral) for side in window_size):
         return window_size
     left, right = (max(side, -1) for side in window_size)
     return left, 0 if causal else right

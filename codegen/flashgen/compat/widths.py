@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from flashgen.api import attention
+from flashgen.api.attention import attention
 from flashgen.compat.libraries import is_tensor, module_of
 from flashgen.errors import BadTensorShape
 

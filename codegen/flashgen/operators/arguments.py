@@ -11,7 +11,14 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, BadTensorStrides, NullPointer
+from flashgen.errors import (
+    BadParam,
+    BadTensorDtype,
+    BadTensorShape,
+    BadTensorStrides,
+    DeviceTypeNotSupported,
+    NullPointer,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -159,6 +166,18 @@ def on_device(device: int | None) -> str:
     return f"{'in' if device is None else 'on'} {device_name(device)}"
 
 
+def check_devices(views: Mapping[str, ArrayView]) -> None:
+    """That all arrays are where the first one is. Raises DeviceTypeNotSupported."""
+    first, *_ = views
+    where = views[first].device
+    for name, view in views.items():
+        if view.device != where:
+            raise DeviceTypeNotSupported(
+                f"{name} is {on_device(view.device)} but {first} is {on_device(where)}; "
+                "all arrays must be on one device"
+            )
+
+
 def flag(name: str, value: Any) -> bool:
     """An option that is on or off. Raises BadParam for what is no truth value: a word, an array, None."""
     # NumPy's own bool is no int.
@@ -261,7 +280,7 @@ def check_strides(argument: Argument, view: ArrayView, element_bytes: int) -> No
         if not is_contiguous(view):
             raise BadTensorStrides(f"{name} has strides {view.strides} (in elements); it must be contiguous")
         return
-    if view.strides[-1] != 1:
+    if view.shape[-1] > 1 and view.strides[-1] != 1:
         raise BadTensorStrides(
             f"{name} has strides {view.strides} (in elements); the last dimension must be contiguous"
         )

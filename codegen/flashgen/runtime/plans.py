@@ -168,7 +168,8 @@ class Plan:
         when the plan was made, or contiguous if they were not there. ``lse`` is allowed where the plan was
         made with ``return_lse``. A scalar, such as ``softmax_scale``, may differ from that of the plan.
         ``workspace`` is an array of at least ``workspace_bytes``, contiguous, on the plan's device, in memory
-        that no other argument touches; without it memory is allocated for the call. Returns ``out``, or ``(out, lse)`` with ``return_lse``.
+        that no other argument touches; without it memory is allocated for the call. Returns ``out``, or
+        ``(out, lse)`` with ``return_lse``.
 
         Raises BadParam, NullPointer, BadTensorShape, BadTensorDtype, BadTensorStrides or
         DeviceTypeNotSupported for what does not fit the plan, and InsufficientWorkspace.
@@ -361,7 +362,7 @@ class Plan:
             if view.kind != kind.name:
                 raise BadParam(f"{name} is a {view.kind} array, but the plan was made for {kind.name} arrays")
             if planned is None:
-                without = "return_lse=True" if argument.is_output else "one"
+                without = "return_lse=True" if name == "lse" else "one"
                 raise BadParam(f"{name} was given to a plan made without {without}")
             example = examples[position]
             if example is not None:
