@@ -187,6 +187,11 @@ def test_a_page_or_a_position_for_each_sequence_as_a_column():
         ({"causal": "yes"}, errors.BadParam, "causal is 'yes'"),
         ({"q": np.zeros((3, 3, 3, 32), np.float16)}, errors.BadTensorShape, "q has 3 heads"),
         ({"out": np.zeros((3, 3, 4, 8), np.float16)}, errors.BadTensorShape, "out has shape"),
+        (
+            {"out": np.lib.stride_tricks.as_strided(np.zeros((3, 3, 4, 32), np.float16), writeable=False)},
+            errors.BadParam,
+            "out is read-only",
+        ),
     ],
 )
 def test_a_wrong_call_leaves_the_cache_as_it_was(changes, error, message):

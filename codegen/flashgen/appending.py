@@ -283,6 +283,8 @@ def _queue(append: Plan, first: Ready, attention: Plan, second: Ready) -> None:
     """Queue both calls, in order. Where lengths are checked, those of both are ahead of the first."""
     work, given, pointers, stream, _ = first
     next_work, next_given, _, _, _ = second
+    if attention.problem.device is None:  # where the second call itself would look after the first
+        arrays.check_writable(attention.problem, next_given)
     if attention.checks_elements:
         _check_elements(append, pointers, given, attention, stream)
     work(given, stream)
