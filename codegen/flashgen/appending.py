@@ -12,6 +12,7 @@ from flashgen.operators.append import APPEND, total_lengths
 from flashgen.operators.arguments import flag
 from flashgen.operators.attention import mask_type_name, window_of
 from flashgen.runtime import arrays, check
+from flashgen.runtime.plans import adopted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,7 +129,13 @@ class AppendPlan:
         _, _, _, _, pages, index, _, _, _, cu_seqlens, k, v, total, rotated = first[1]
         seen = native_q if rotated is None else rotated
         given, scalars = self.attention.bound((seen, k, v, cu_seqlens, None, total, index, pages), named)
-        second = self.attention.ready(given, self.attention.pointers(given), scalars, stream, workspace)
+        pointers = self.attention.pointers(given)
+        if pointers is None:  # a named one is of another library
+            operator = self.attention.problem.operator
+            by_name = {argument.name: x for argument, x in zip(operator.arguments, given, strict=True)}
+            given = tuple(adopted(operator, by_name, stream).values())
+            pointers = self.attention.pointers(given)
+        second = self.attention.ready(given, pointers, scalars, stream, workspace)
         _queue(self.append, first, self.attention, second)
         return _handed(self.attention, second, q, stream)
 
