@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashgen.bench.cases import Case, find_grid
+from flashgen.bench.cases import Case
+from flashgen.bench.grids import find_grid
 from flashgen.bench.hosts import Host
 from flashgen.bench.peers.own import Flashgen
 from flashgen.bench.timing import Timing, graph_step, rotation, stream_step, time_interleaved

@@ -50,8 +50,9 @@ __device__ __forceinline__ int64_t first_unit_row(const Params& params, int batc
 }
 
 // dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
-// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2. The reds of a warp fill whole lines of 128 bytes: where one
-// red adds the four elements of a lane, these are contiguous, elsewhere element e of all lanes is.
+// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
+// The reds of a warp fill whole lines of 128 bytes: the elements of a lane are contiguous where one red adds all four (kRedWidth of
+// flashgen/ptx.cuh), elsewhere element e of all lanes is.
 constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`.
@@ -62,7 +63,7 @@ __device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int he
 static_assert(kThreads / 32 * 16 == kRowUnit, "each warp has 16 rows of a unit");
 static_assert(kHeadDim % kWarpColumns == 0, "columns come by 32");
 
-// Rows g and g + 8 of a tile: the elements of four lanes, which a red has put side by side in one of two ways.
+// Rows g and g + 8 of a tile: the elements of four lanes, which lie in one of two orders.
 __device__ __forceinline__ void load_rows(const float* tile, int g, float (&rows)[2][8]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -107,11 +107,13 @@ struct Params {
     int32_t head_dim;                     // of the call: a multiple of 8 (fp32: 4), at most kHeadDim; columns past it are zero-filled
     int32_t head_dim_v;                   // likewise, of v and dout
     int32_t num_row_blocks;               // blocks of keys of one head
+    int32_t batch_size;
+    int32_t heads_per_section;            // kv heads, or parts of their query heads, whose blocks of keys are launched together
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float softmax_scale;                  // dK is softmax_scale dS^T Q
     float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
 };
-static_assert(sizeof(Params) == 256 && offsetof(Params, dout) == 0 && offsetof(Params, q) == 8 && offsetof(Params, k) == 16);
+static_assert(sizeof(Params) == 264 && offsetof(Params, dout) == 0 && offsetof(Params, q) == 8 && offsetof(Params, k) == 16);
 static_assert(offsetof(Params, v) == 24 && offsetof(Params, dk) == 32 && offsetof(Params, dv) == 40);
 static_assert(offsetof(Params, delta) == 48 && offsetof(Params, lse_log2) == 56 && offsetof(Params, dq_accum) == 64);
 static_assert(offsetof(Params, dout_batch_stride) == 72 && offsetof(Params, dout_row_stride) == 80);
@@ -125,8 +127,9 @@ static_assert(offsetof(Params, dk_head_stride) == 184 && offsetof(Params, dv_bat
 static_assert(offsetof(Params, dv_row_stride) == 200 && offsetof(Params, dv_head_stride) == 208);
 static_assert(offsetof(Params, num_heads_q) == 216 && offsetof(Params, num_heads_kv) == 220 && offsetof(Params, seqlen_q) == 224);
 static_assert(offsetof(Params, seqlen_kv) == 228 && offsetof(Params, head_dim) == 232 && offsetof(Params, head_dim_v) == 236);
-static_assert(offsetof(Params, num_row_blocks) == 240 && offsetof(Params, diagonal_offset) == 244);
-static_assert(offsetof(Params, softmax_scale) == 248 && offsetof(Params, scale_log2) == 252);
+static_assert(offsetof(Params, num_row_blocks) == 240 && offsetof(Params, batch_size) == 244);
+static_assert(offsetof(Params, heads_per_section) == 248 && offsetof(Params, diagonal_offset) == 252);
+static_assert(offsetof(Params, softmax_scale) == 256 && offsetof(Params, scale_log2) == 260);
 
 // The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
@@ -139,8 +142,9 @@ __device__ __forceinline__ int64_t first_unit_row(const Params& params, int batc
 }
 
 // dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
-// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2. The reds of a warp fill whole lines of 128 bytes: where one
-// red adds the four elements of a lane, these are contiguous, elsewhere element e of all lanes is.
+// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
+// The reds of a warp fill whole lines of 128 bytes: the elements of a lane are contiguous where one red adds all four (kRedWidth of
+// flashgen/ptx.cuh), elsewhere element e of all lanes is.
 constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`.
@@ -155,13 +159,17 @@ struct KeyBlock {
     int first_key;
 };
 
-// The blocks of a head follow each other, so that they share its queries in L2. Within a head the first keys come first: under
-// a diagonal the most queries attend to them, so that the last blocks of the grid are short.
+// Heads are launched in sections, and in a section the first block of each head comes first, then the second one. Under a diagonal the
+// most queries attend to the first keys, so that long blocks fill up what the short ones of the section before leave, and the last
+// blocks of the grid are short. A section has few heads, so that several blocks of a head run at a time and share its queries in L2.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
-    const int head_of_batch = index / params.num_row_blocks;
-    const int index_in_head = index - head_of_batch * params.num_row_blocks;
+    const int first_head = index / (params.heads_per_section * params.num_row_blocks) * params.heads_per_section;
+    const int section_heads = min(params.heads_per_section, params.batch_size * params.num_heads_kv - first_head);
+    const int index_in_section = index - first_head * params.num_row_blocks;
     KeyBlock block;
-    block.first_key = index_in_head * kBlockN;
+    const int blocks_ahead = index_in_section / section_heads;  // of its head
+    const int head_of_batch = first_head + index_in_section - blocks_ahead * section_heads;
+    block.first_key = blocks_ahead * kBlockN;
     block.batch = head_of_batch / params.num_heads_kv;
     block.kv_head = head_of_batch - block.batch * params.num_heads_kv;
     return block;
@@ -449,10 +457,6 @@ __device__ __forceinline__ void mma_dq(float (&dq)[kDqRowTiles][kDqColumnTiles][
     }
 }
 
-__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
-
-__device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
-
 // Keys [begin, end).
 struct KeyRange {
     int begin;
@@ -464,12 +468,9 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int quer
     return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
 
-// The keys that some row of [first_row, first_row + count) attends to. Ranges end further right from row to row.
-__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
-    const int last_row = min(first_row + count, num_rows(params)) - 1;
-    return {keys_of_query(params, query_of_row(params, first_row)).begin,
-            keys_of_query(params, query_of_row(params, last_row)).end};
-}
+__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
+
+__device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
 // The keys that every row of [first_row, first_row + count) attends to.
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {

@@ -47,8 +47,8 @@ constexpr int kQBytes = kPanels * kBlockM * kPanelRowBytes;
 constexpr int kDoutBytes = kPanelsV * kBlockM * kPanelRowBytes;
 // dS^T of a step, a row of 64 queries to a key. Two steps have a buffer each, as dQ of a step is computed in the next one.
 constexpr int kDsPanelBytes = kBlockN * kPanelRowBytes;
-constexpr int kDsBytes = kBlockM / 64 * kDsPanelBytes;
-constexpr int kDsSlotBytes = 2 * kDsBytes;  // of the thread block's own keys, then of its peer's
+constexpr int kOwnDsBytes = kBlockM / 64 * kDsPanelBytes;
+constexpr int kDsBytes = 2 * kOwnDsBytes;  // of the thread block's own keys, then of its peer's
 constexpr int kPeerPanels = 2;  // of the peer's K: those that hold this thread block's half of the columns of dQ
 constexpr int kPeerKBytes = kPeerPanels * kBlockN * kPanelRowBytes;
 constexpr int kPBytes = kBlockM * kBlockN * sizeof(float);  // P of a step, not yet rounded
@@ -58,7 +58,7 @@ constexpr int kVOffset = kKBytes;
 constexpr int kQOffset = kVOffset + kVBytes;
 constexpr int kDoutOffset = kQOffset + kStages * kQBytes;
 constexpr int kDsOffset = kDoutOffset + kStages * kDoutBytes;
-constexpr int kPeerKOffset = kDsOffset + 2 * kDsSlotBytes;
+constexpr int kPeerKOffset = kDsOffset + 2 * kDsBytes;
 constexpr int kPOffset = kPeerKOffset + kPeerKBytes;
 constexpr int kLseOffset = kPOffset + kPBytes;
 constexpr int kDeltaOffset = kLseOffset + kStages * kQueryValueBytes;
@@ -85,6 +85,8 @@ struct Params {
     int32_t seqlen_q;
     int32_t seqlen_kv;
     int32_t num_row_blocks;               // blocks of keys of one head
+    int32_t batch_size;
+    int32_t heads_per_section;            // kv heads, or parts of their query heads, whose blocks of keys are launched together
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
     float softmax_scale;                  // dK is softmax_scale dS^T Q
@@ -94,8 +96,9 @@ static_assert(offsetof(Params, dout) == 384 && offsetof(Params, dk) == 512 && of
 static_assert(offsetof(Params, lse_log2) == 768 && offsetof(Params, delta) == 776 && offsetof(Params, dq_accum) == 784);
 static_assert(offsetof(Params, num_heads_q) == 792 && offsetof(Params, num_heads_kv) == 796 && offsetof(Params, seqlen_q) == 800);
 static_assert(offsetof(Params, seqlen_kv) == 804 && offsetof(Params, num_row_blocks) == 808);
-static_assert(offsetof(Params, diagonal_offset) == 812 && offsetof(Params, scale_log2) == 816);
-static_assert(offsetof(Params, softmax_scale) == 820);
+static_assert(offsetof(Params, batch_size) == 812 && offsetof(Params, heads_per_section) == 816);
+static_assert(offsetof(Params, diagonal_offset) == 820 && offsetof(Params, scale_log2) == 824);
+static_assert(offsetof(Params, softmax_scale) == 828);
 
 // What a thread block computes: dK and dV of kBlockN keys of a head, and their share of dQ.
 struct KeyBlock {
@@ -105,14 +108,19 @@ struct KeyBlock {
     int first_key;
 };
 
-// The blocks of a head follow each other, so that they share its queries in L2. Within a head the first keys come first: under
-// a diagonal the most queries attend to them, so that the last blocks of the grid are short.
+// Heads are launched in sections, and in a section the first block of each head comes first, then the second one. Under a diagonal the
+// most queries attend to the first keys, so that long blocks fill up what the short ones of the section before leave, and the last
+// blocks of the grid are short. A section has few heads, so that several blocks of a head run at a time and share its queries in L2.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
-    const int head_of_batch = index / params.num_row_blocks;
-    const int index_in_head = index - head_of_batch * params.num_row_blocks;
+    const int first_head = index / (params.heads_per_section * params.num_row_blocks) * params.heads_per_section;
+    const int section_heads = min(params.heads_per_section, params.batch_size * params.num_heads_kv - first_head);
+    const int index_in_section = index - first_head * params.num_row_blocks;
     KeyBlock block;
-    block.index = index_in_head;
-    block.first_key = index_in_head * kBlockN;
+    const int pair_in_section = index_in_section / 2;
+    const int pairs_ahead = pair_in_section / section_heads;  // of its head
+    const int head_of_batch = first_head + pair_in_section - pairs_ahead * section_heads;
+    block.index = 2 * pairs_ahead + index % 2;
+    block.first_key = block.index * kBlockN;
     block.batch = head_of_batch / params.num_heads_kv;
     block.kv_head = head_of_batch - block.batch * params.num_heads_kv;
     return block;
@@ -158,8 +166,8 @@ __device__ __forceinline__ int64_t first_unit_row(const Params& params, int batc
 }
 
 // dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
-// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2. The reds of a warp fill whole lines of 128 bytes: where one
-// red adds the four elements of a lane, these are contiguous, elsewhere element e of all lanes is.
+// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
+// The elements of a lane are contiguous, as one red adds all four.
 constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`.
@@ -355,21 +363,21 @@ __device__ __forceinline__ void wgmma_m64n192k16_bf16_rs(float (&d)[96], const u
 
 #endif
 
-// A matrix descriptor: where an operand lies in shared memory, the leading byte offset (LBO) and the stride byte offset (SBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle.
-__device__ __forceinline__ uint64_t descriptor(shared_address start, int leading_bytes, int stride_bytes) {
-    constexpr uint64_t kSwizzle = kPanelRowBytes == 128 ? 1 : 2;  // of 128 or 64 bytes
+// A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
+// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read of MN-major operands of several panels alone.
+__device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16) {
+    constexpr uint64_t kSwizzle = 1;  // of 128 bytes
     return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
            kSwizzle << 62;
 }
 
 // Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns: S^T = K Q^T, dP^T = V dO^T. A is 64 rows of kBlockN, B has
-// kBlockM rows. Both operands are K-major: SBO leads to the next eight rows, LBO is not used under a swizzle. A step of 16 along the
-// K dimension is 32 bytes within the swizzled row.
+// kBlockM rows. Both operands are K-major: SBO leads to the next eight rows. A step of 16 along the K dimension is 32 bytes within the
+// swizzled row.
 template <int kColumns>
 __device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem) {
-    const uint64_t a = descriptor(a_smem, 16, 8 * kPanelRowBytes);
-    const uint64_t b = descriptor(b_smem, 16, 8 * kPanelRowBytes);
+    const uint64_t a = descriptor(a_smem, 8 * kPanelRowBytes);
+    const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes);
     pin_registers(scores);
     wgmma_fence();
 #pragma unroll
@@ -396,10 +404,10 @@ struct PackedScores {
     }
 };
 
-// Starts dV += P^T dO or dK += dS^T Q, 64 keys x 192 of a warpgroup. dO or Q is MN-major, its columns contiguous: LBO leads to the next
-// panel of columns, SBO to the next eight queries.
+// Starts dV += P^T dO or dK += dS^T Q, 64 keys x 192 of a warpgroup. dO or Q is MN-major, its columns contiguous: SBO leads to the next
+// eight queries, LBO to the next panel of columns.
 __device__ __forceinline__ void mma_gradient(float (&sums)[96], PackedScores& scores, shared_address b_smem) {
-    const uint64_t b = descriptor(b_smem, kBlockM * kPanelRowBytes, 8 * kPanelRowBytes);
+    const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes, kBlockM * kPanelRowBytes);
     pin_registers(sums);
 #pragma unroll
     for (int step = 0; step < kBlockM / 16; ++step) pin_registers(scores.fragment[step]);
@@ -453,9 +461,9 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 of_two = lse.two(j);
+        const float2 values = lse.two(j);
 #pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -of_two.y : -of_two.x));
+        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -values.y : -values.x));
     }
 }
 
@@ -463,9 +471,9 @@ __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const Qu
 __device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 of_two = delta.two(j);
+        const float2 values = delta.two(j);
 #pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? of_two.y : of_two.x));
+        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? values.y : values.x));
     }
 }
 
@@ -491,14 +499,8 @@ __device__ __forceinline__ void load_p(float (&p)[kBlockM / 2], shared_address p
     }
 }
 
-// The 16-byte chunk of a swizzled row that holds `chunk`.
-__device__ __forceinline__ int swizzled(int row, int chunk) {
-    if constexpr (kPanelRowBytes == 128) {
-        return chunk ^ row % 8;
-    } else {
-        return chunk ^ row / 2 % 4;
-    }
-}
+// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
+__device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
 
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the tile, to shared memory for the MMA of dQ.
 __device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address ds_smem, int warp_key, int lane) {
@@ -619,11 +621,11 @@ __device__ __forceinline__ DqColumns columns_from(int first, const KeyBlock& til
 }
 
 // Starts dQ (64 x 64) = dS K of a warpgroup, over the keys of both thread blocks. Both operands are MN-major: a key has a row of 64
-// queries in dS^T, and of its columns in K. SBO leads to the next eight keys; there is no second panel for LBO.
+// queries in dS^T, and of its columns in K. SBO leads to the next eight keys.
 __device__ __forceinline__ void mma_dq(float (&dq)[32], shared_address ds_smem, const DqColumns& columns) {
-    const uint64_t ds = descriptor(ds_smem, 16, 8 * kPanelRowBytes);
-    const uint64_t k = descriptor(columns.k, 16, 8 * kPanelRowBytes);
-    const uint64_t peer_k = descriptor(columns.peer_k, 16, 8 * kPanelRowBytes);
+    const uint64_t ds = descriptor(ds_smem, 8 * kPanelRowBytes);
+    const uint64_t k = descriptor(columns.k, 8 * kPanelRowBytes);
+    const uint64_t peer_k = descriptor(columns.peer_k, 8 * kPanelRowBytes);
     pin_registers(dq);
     wgmma_fence();
 #pragma unroll
@@ -632,17 +634,17 @@ __device__ __forceinline__ void mma_dq(float (&dq)[32], shared_address ds_smem, 
     }
 #pragma unroll
     for (int key = 0; key < kBlockN; key += 16) {
-        wgmma_m64n64k16_bf16_ss_mn(dq, ds + ((kDsBytes + key * kPanelRowBytes) >> 4), peer_k + (key * kPanelRowBytes >> 4), 1);
+        wgmma_m64n64k16_bf16_ss_mn(dq, ds + ((kOwnDsBytes + key * kPanelRowBytes) >> 4), peer_k + (key * kPanelRowBytes >> 4), 1);
     }
     wgmma_commit();
 }
 
 // Starts dQ (64 x 32) = dS K of a warpgroup, over the keys of both thread blocks. Both operands are MN-major: a key has a row of 64
-// queries in dS^T, and of its columns in K. SBO leads to the next eight keys; there is no second panel for LBO.
+// queries in dS^T, and of its columns in K. SBO leads to the next eight keys.
 __device__ __forceinline__ void mma_dq(float (&dq)[16], shared_address ds_smem, const DqColumns& columns) {
-    const uint64_t ds = descriptor(ds_smem, 16, 8 * kPanelRowBytes);
-    const uint64_t k = descriptor(columns.k, 16, 8 * kPanelRowBytes);
-    const uint64_t peer_k = descriptor(columns.peer_k, 16, 8 * kPanelRowBytes);
+    const uint64_t ds = descriptor(ds_smem, 8 * kPanelRowBytes);
+    const uint64_t k = descriptor(columns.k, 8 * kPanelRowBytes);
+    const uint64_t peer_k = descriptor(columns.peer_k, 8 * kPanelRowBytes);
     pin_registers(dq);
     wgmma_fence();
 #pragma unroll
@@ -651,7 +653,7 @@ __device__ __forceinline__ void mma_dq(float (&dq)[16], shared_address ds_smem, 
     }
 #pragma unroll
     for (int key = 0; key < kBlockN; key += 16) {
-        wgmma_m64n32k16_bf16_ss_mn(dq, ds + ((kDsBytes + key * kPanelRowBytes) >> 4), peer_k + (key * kPanelRowBytes >> 4), 1);
+        wgmma_m64n32k16_bf16_ss_mn(dq, ds + ((kOwnDsBytes + key * kPanelRowBytes) >> 4), peer_k + (key * kPanelRowBytes >> 4), 1);
     }
     wgmma_commit();
 }
@@ -667,7 +669,7 @@ __device__ __forceinline__ float* dq_of_columns(const Params& params, const KeyB
 
 // Sends a warp's 16 keys of dS, which lie at `rows`, to the same place behind dS of the peer's own keys. One thread's work.
 __device__ __forceinline__ void send_ds(shared_address rows, shared_address ds_received, int peer) {
-    bulk_send(map_shared(rows + kDsBytes, peer), rows, map_shared(ds_received, peer), 16 * kPanelRowBytes);
+    bulk_send(map_shared(rows + kOwnDsBytes, peer), rows, map_shared(ds_received, peer), 16 * kPanelRowBytes);
 }
 
 // The consumer of dV. The MMAs of a step, in groups as they are awaited:
@@ -708,7 +710,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
         pin_registers(p);
     }
     mbarrier_wait(barriers.v_full(), 0);  // the peer's K is there; and V, over which dV is staged in the end
-    cluster_wait();  // so are its barriers, as p_full tells the other consumer
+    cluster_wait();  // the peer's barriers are initialised; p_full passes this on to the other consumer
 
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
@@ -727,7 +729,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
         packed_p.set(p);
 
         // The first step runs the MMAs of dQ on K and discards their result: with MMAs that are conditional, ptxas would serialise all of them.
-        const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsSlotBytes : shared;
+        const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared;
         if (i > 0) mbarrier_wait(barriers.ds_received((i + 1) % 2), (i - 1) / 2 % 2);
         mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
         float dq[kDqColumnsOfDv / 2];
@@ -763,7 +765,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
         mbarrier_wait(barriers.ds_ready(), (count - 1) % 2);
         mbarrier_wait(barriers.ds_received((count - 1) % 2), (count - 1) / 2 % 2);
         float dq[kDqColumnsOfDv / 2];
-        mma_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsSlotBytes, columns);
+        mma_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes, columns);
         wgmma_wait<0>();
         pin_registers(dq);
         free_slot((count - 1) % 2);
@@ -775,10 +777,10 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
 
-// The consumer of dK. The MMAs of a step:
+// The consumer of dK. The MMAs of a step, in groups as they are awaited:
 //     dP^T = V dO^T                  started in the step before. P comes from the other consumer
 //     dQ = dS K of the step before   its panel of columns, over the keys of both thread blocks
-//     dK += dS^T Q                   ... while it is added to memory, with dP^T of the next step queued behind it
+//     dK += dS^T Q                   ... while it is added to memory, and dP^T of the next step behind it
 __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
     const int warp_row = threadIdx.x % 128 / 32 * 16;  // the warp's first key of the tile, and its first row of dQ
@@ -822,11 +824,11 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         // reads, and finished dQ of step i - 2, whose slot step i takes. slot_free says the latter of the peer, so that the copy to it has
         // left the buffer here. For i < 2 the wait returns at once.
         mbarrier_wait(barriers.slot_free(i % 2), (i / 2 + 1) % 2);
-        const shared_address ds_smem = shared + kDsOffset + i % 2 * kDsSlotBytes;
+        const shared_address ds_smem = shared + kDsOffset + i % 2 * kDsBytes;
         store_ds(packed_ds, ds_smem, warp_row, lane);
 
         // The first step runs the MMAs of dQ on K and discards their result: with MMAs that are conditional, ptxas would serialise all of them.
-        const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsSlotBytes : shared;
+        const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared;
         if (i > 0) mbarrier_wait(barriers.ds_received((i + 1) % 2), (i - 1) / 2 % 2);
         mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
         mma_dq(ds, last_ds, columns);  // in the registers of dS, which is packed
@@ -836,7 +838,7 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         fence_proxy_async();
         __syncwarp();  // all lanes have read P and delta, and written their dS
         // Bytes of the peer may have come before: without this arrival the phase cannot end.
-        if (threadIdx.x % 128 == 0) mbarrier_arrive_expect_tx(barriers.ds_received(i % 2), kDsBytes);
+        if (threadIdx.x % 128 == 0) mbarrier_arrive_expect_tx(barriers.ds_received(i % 2), kOwnDsBytes);
         if (lane == 0) send_ds(ds_smem + warp_row * kPanelRowBytes, barriers.ds_received(i % 2), peer);
         float* own_dq = dq_of_columns(params, tile, previous, columns, warp_row, lane);
         wgmma_wait<1>();
@@ -869,7 +871,7 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         mbarrier_wait(barriers.ds_ready(), (count - 1) % 2);
         mbarrier_wait(barriers.ds_received((count - 1) % 2), (count - 1) / 2 % 2);
         float dq[kDqColumnsOfDk / 2];
-        mma_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsSlotBytes, columns);
+        mma_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes, columns);
         wgmma_wait<0>();
         pin_registers(dq);
         free_slot((count - 1) % 2);

@@ -48,7 +48,8 @@ constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q
 constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;  // of V, O and dO
 
 // Q K^T and dO V^T are the same MMAs as K Q^T and V dO^T with the operands exchanged. So shared memory has, of the tile, rows of K or Q
-// and of V or dO, and of each step rows of Q or K and of dO or V. Beside dO lies O, of a tile of queries where those of steps are else.
+// and of V or dO, and of each step rows of Q or K and of dO or V. O lies behind: that of each stage, or that of a tile of
+// queries in place of all these.
 constexpr int kTileBytes = kPanels * kBlockN * kPanelRowBytes;
 constexpr int kTileBytesV = kPanelsV * kBlockN * kPanelRowBytes;
 constexpr int kStepBytes = kPanels * kBlockM * kPanelRowBytes;
@@ -309,21 +310,21 @@ __device__ __forceinline__ void wgmma_m64n64k16_bf16_rs(float (&d)[32], const ui
 
 #endif
 
-// A matrix descriptor: where an operand lies in shared memory, the leading byte offset (LBO) and the stride byte offset (SBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle.
-__device__ __forceinline__ uint64_t descriptor(shared_address start, int leading_bytes, int stride_bytes) {
-    constexpr uint64_t kSwizzle = kPanelRowBytes == 128 ? 1 : 2;  // of 128 or 64 bytes
+// A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
+// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read of MN-major operands of several panels alone.
+__device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16) {
+    constexpr uint64_t kSwizzle = 1;  // of 128 bytes
     return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
            kSwizzle << 62;
 }
 
 // Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns: S^T = K Q^T, dP^T = V dO^T. A is 64 rows of kBlockN, B has
-// kBlockM rows. Both operands are K-major: SBO leads to the next eight rows, LBO is not used under a swizzle. A step of 16 along the
-// K dimension is 32 bytes within the swizzled row.
+// kBlockM rows. Both operands are K-major: SBO leads to the next eight rows. A step of 16 along the K dimension is 32 bytes within the
+// swizzled row.
 template <int kColumns>
 __device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem) {
-    const uint64_t a = descriptor(a_smem, 16, 8 * kPanelRowBytes);
-    const uint64_t b = descriptor(b_smem, 16, 8 * kPanelRowBytes);
+    const uint64_t a = descriptor(a_smem, 8 * kPanelRowBytes);
+    const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes);
     pin_registers(scores);
     wgmma_fence();
 #pragma unroll
@@ -350,10 +351,10 @@ struct PackedScores {
     }
 };
 
-// Starts dV += P^T dO, dK += dS^T Q or dQ += dS K, 64 rows x 64 of a warpgroup. dO, Q or K is MN-major, its columns contiguous: LBO leads
-// to the next panel of columns, SBO to the next eight queries or keys.
+// Starts dV += P^T dO, dK += dS^T Q or dQ += dS K, 64 rows x 64 of a warpgroup. dO, Q or K is MN-major, its columns contiguous: SBO leads
+// to the next eight queries or keys, LBO to the next panel of columns.
 __device__ __forceinline__ void mma_gradient(float (&sums)[32], PackedScores& scores, shared_address b_smem) {
-    const uint64_t b = descriptor(b_smem, kBlockM * kPanelRowBytes, 8 * kPanelRowBytes);
+    const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes, kBlockM * kPanelRowBytes);
     pin_registers(sums);
 #pragma unroll
     for (int step = 0; step < kBlockM / 16; ++step) pin_registers(scores.fragment[step]);
@@ -365,14 +366,8 @@ __device__ __forceinline__ void mma_gradient(float (&sums)[32], PackedScores& sc
     wgmma_commit();
 }
 
-// The 16-byte chunk of a swizzled row that holds `chunk`.
-__device__ __forceinline__ int swizzled(int row, int chunk) {
-    if constexpr (kPanelRowBytes == 128) {
-        return chunk ^ row % 8;
-    } else {
-        return chunk ^ row / 2 % 4;
-    }
-}
+// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
+__device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
 
 // Rounds a warp's 16 rows of a gradient, times `factor`, into `staging`, where the warpgroup's rows of the tile were in shared memory,
 // swizzled as these were.
@@ -604,9 +599,9 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 of_two = lse.two(j);
+        const float2 values = lse.two(j);
 #pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -of_two.y : -of_two.x));
+        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -values.y : -values.x));
     }
 }
 
@@ -614,9 +609,9 @@ __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const Qu
 __device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 of_two = delta.two(j);
+        const float2 values = delta.two(j);
 #pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? of_two.y : of_two.x));
+        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? values.y : values.x));
     }
 }
 

@@ -82,6 +82,8 @@ struct Params {
     int32_t seqlen_q;
     int32_t seqlen_kv;
     int32_t num_row_blocks;               // blocks of keys of one head
+    int32_t batch_size;
+    int32_t heads_per_section;            // kv heads, or parts of their query heads, whose blocks of keys are launched together
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     int32_t window_left;                  // keys before the diagonal that a query attends to
     int32_t window_right;                 // and after it
@@ -94,9 +96,10 @@ static_assert(offsetof(Params, lse_log2) == 768 && offsetof(Params, delta) == 77
 static_assert(offsetof(Params, dk_parts) == 792 && offsetof(Params, dv_parts) == 800 && offsetof(Params, num_heads_q) == 808);
 static_assert(offsetof(Params, num_heads_kv) == 812 && offsetof(Params, group_parts) == 816);
 static_assert(offsetof(Params, heads_per_part) == 820 && offsetof(Params, seqlen_q) == 824 && offsetof(Params, seqlen_kv) == 828);
-static_assert(offsetof(Params, num_row_blocks) == 832 && offsetof(Params, diagonal_offset) == 836);
-static_assert(offsetof(Params, window_left) == 840 && offsetof(Params, window_right) == 844);
-static_assert(offsetof(Params, scale_log2) == 848 && offsetof(Params, softmax_scale) == 852);
+static_assert(offsetof(Params, num_row_blocks) == 832 && offsetof(Params, batch_size) == 836);
+static_assert(offsetof(Params, heads_per_section) == 840 && offsetof(Params, diagonal_offset) == 844);
+static_assert(offsetof(Params, window_left) == 848 && offsetof(Params, window_right) == 852);
+static_assert(offsetof(Params, scale_log2) == 856 && offsetof(Params, softmax_scale) == 860);
 
 // The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
@@ -109,8 +112,8 @@ __device__ __forceinline__ int64_t first_unit_row(const Params& params, int batc
 }
 
 // dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
-// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2. The reds of a warp fill whole lines of 128 bytes: where one
-// red adds the four elements of a lane, these are contiguous, elsewhere element e of all lanes is.
+// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
+// The elements of a lane are contiguous, as one red adds all four.
 constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`.
@@ -131,13 +134,17 @@ struct KeyBlock {
 // Heads of a batch entry in the grid: each kv head, or each part of its query heads.
 __device__ __forceinline__ int heads_of_grid(const Params& params) { return params.num_heads_kv * params.group_parts; }
 
-// The blocks of a head follow each other, so that they share its queries in L2. Within a head the first keys come first: under
-// a diagonal the most queries attend to them, so that the last blocks of the grid are short.
+// Heads are launched in sections, and in a section the first block of each head comes first, then the second one. Under a diagonal the
+// most queries attend to the first keys, so that long blocks fill up what the short ones of the section before leave, and the last
+// blocks of the grid are short. A section has few heads, so that several blocks of a head run at a time and share its queries in L2.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
-    const int head_of_batch = index / params.num_row_blocks;
-    const int index_in_head = index - head_of_batch * params.num_row_blocks;
+    const int first_head = index / (params.heads_per_section * params.num_row_blocks) * params.heads_per_section;
+    const int section_heads = min(params.heads_per_section, params.batch_size * heads_of_grid(params) - first_head);
+    const int index_in_section = index - first_head * params.num_row_blocks;
     KeyBlock block;
-    block.first_key = index_in_head * kBlockN;
+    const int blocks_ahead = index_in_section / section_heads;  // of its head
+    const int head_of_batch = first_head + index_in_section - blocks_ahead * section_heads;
+    block.first_key = blocks_ahead * kBlockN;
     block.batch = head_of_batch / heads_of_grid(params);
     block.group_part = head_of_batch - block.batch * heads_of_grid(params);
     return block;
@@ -313,21 +320,21 @@ __device__ __forceinline__ void wgmma_m64n64k16_fp16_rs(float (&d)[32], const ui
 
 #endif
 
-// A matrix descriptor: where an operand lies in shared memory, the leading byte offset (LBO) and the stride byte offset (SBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle.
-__device__ __forceinline__ uint64_t descriptor(shared_address start, int leading_bytes, int stride_bytes) {
-    constexpr uint64_t kSwizzle = kPanelRowBytes == 128 ? 1 : 2;  // of 128 or 64 bytes
+// A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
+// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read of MN-major operands of several panels alone.
+__device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16) {
+    constexpr uint64_t kSwizzle = 1;  // of 128 bytes
     return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
            kSwizzle << 62;
 }
 
 // Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns: S^T = K Q^T, dP^T = V dO^T. A is 64 rows of kBlockN, B has
-// kBlockM rows. Both operands are K-major: SBO leads to the next eight rows, LBO is not used under a swizzle. A step of 16 along the
-// K dimension is 32 bytes within the swizzled row.
+// kBlockM rows. Both operands are K-major: SBO leads to the next eight rows. A step of 16 along the K dimension is 32 bytes within the
+// swizzled row.
 template <int kColumns>
 __device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem) {
-    const uint64_t a = descriptor(a_smem, 16, 8 * kPanelRowBytes);
-    const uint64_t b = descriptor(b_smem, 16, 8 * kPanelRowBytes);
+    const uint64_t a = descriptor(a_smem, 8 * kPanelRowBytes);
+    const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes);
     pin_registers(scores);
     wgmma_fence();
 #pragma unroll
@@ -354,10 +361,10 @@ struct PackedScores {
     }
 };
 
-// Starts dV += P^T dO or dK += dS^T Q, 64 keys x 64 of a warpgroup. dO or Q is MN-major, its columns contiguous: LBO leads to the next
-// panel of columns, SBO to the next eight queries.
+// Starts dV += P^T dO or dK += dS^T Q, 64 keys x 64 of a warpgroup. dO or Q is MN-major, its columns contiguous: SBO leads to the next
+// eight queries, LBO to the next panel of columns.
 __device__ __forceinline__ void mma_gradient(float (&sums)[32], PackedScores& scores, shared_address b_smem) {
-    const uint64_t b = descriptor(b_smem, kBlockM * kPanelRowBytes, 8 * kPanelRowBytes);
+    const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes, kBlockM * kPanelRowBytes);
     pin_registers(sums);
 #pragma unroll
     for (int step = 0; step < kBlockM / 16; ++step) pin_registers(scores.fragment[step]);
@@ -370,10 +377,10 @@ __device__ __forceinline__ void mma_gradient(float (&sums)[32], PackedScores& sc
 }
 
 // Starts dQ (64 x 64) = dS K of a warpgroup. Both operands are MN-major: a key has a row of 64 queries in dS^T, and of its columns in K.
-// SBO leads to the next eight keys; there is no second panel for LBO.
+// SBO leads to the next eight keys.
 __device__ __forceinline__ void mma_dq(float (&dq)[32], shared_address ds_smem, shared_address k_smem) {
-    const uint64_t ds = descriptor(ds_smem, 16, 8 * kPanelRowBytes);
-    const uint64_t k = descriptor(k_smem, 16, 8 * kPanelRowBytes);
+    const uint64_t ds = descriptor(ds_smem, 8 * kPanelRowBytes);
+    const uint64_t k = descriptor(k_smem, 8 * kPanelRowBytes);
     pin_registers(dq);
     wgmma_fence();
 #pragma unroll
@@ -425,9 +432,9 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 of_two = lse.two(j);
+        const float2 values = lse.two(j);
 #pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -of_two.y : -of_two.x));
+        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -values.y : -values.x));
     }
 }
 
@@ -435,20 +442,14 @@ __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const Qu
 __device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 of_two = delta.two(j);
+        const float2 values = delta.two(j);
 #pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? of_two.y : of_two.x));
+        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? values.y : values.x));
     }
 }
 
-// The 16-byte chunk of a swizzled row that holds `chunk`.
-__device__ __forceinline__ int swizzled(int row, int chunk) {
-    if constexpr (kPanelRowBytes == 128) {
-        return chunk ^ row % 8;
-    } else {
-        return chunk ^ row / 2 % 4;
-    }
-}
+// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
+__device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
 
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the tile, to shared memory for the MMA of dQ.
 __device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address ds_smem, int warp_key, int lane) {
@@ -614,8 +615,8 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
     };
 
     // Where the lane's elements of the dQ of a step go.
-    auto dq_of = [&](const Step& step) {
-        float* own = dq_tiles(params, tile.batch, head_of(params, tile, step), step.block * kBlockM + warp_key) + 4 * lane;
+    auto dq_of = [&](const Step& done) {
+        float* own = dq_tiles(params, tile.batch, head_of(params, tile, done), done.block * kBlockM + warp_key) + 4 * lane;
         opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
         return own;
     };
@@ -692,7 +693,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
         store_part<kHeadDim>(part_tiles<kHeadDim>(params, params.dk_parts, tile, first_key), dk, lane);
         return;
     }
-    // dV is staged over the warpgroup's own V: ds_ready of the last step says that all its warps are done with dP. K both consumers read.
+    // dV is staged over the warpgroup's own V: ds_ready of the last step says that all its warps are done with dP. Both consumers read K.
     release(barriers.ds_ready());  // this warp no longer reads K
     store_gradient<kHeadDimV>(params, params.dv, dv, 1.0f, v_own, tile.first_key + 64 * consumer, tile, consumer, lane);
     mbarrier_wait(barriers.ds_ready(), count % 2);  // no warp reads K any longer: dK is staged there

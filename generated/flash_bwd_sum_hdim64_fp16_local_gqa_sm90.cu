@@ -18,7 +18,7 @@ using element = fp16;
 
 constexpr int kHeadDim = 64;  // of K
 constexpr int kHeadDimV = 64;  // of V
-constexpr int kBlockN = 128;  // keys of a thread block of the main kernel
+constexpr int kKeyUnit = 128;  // a part has whole units of keys: blocks of the main kernel
 constexpr int kThreads = 128;
 constexpr int kRows = 16;
 constexpr int kWarpColumns = 32;
@@ -53,10 +53,10 @@ static_assert(offsetof(Params, head_dim_v) == 96 && offsetof(Params, num_row_blo
 static_assert(offsetof(Params, softmax_scale) == 104);
 
 static_assert(kHeadDim % kWarpColumns == 0 && kHeadDimV % kWarpColumns == 0, "columns come by 32");
-static_assert(kBlockN % kRows == 0, "the rows of a thread block lie in one block of keys");
+static_assert(kKeyUnit % kRows == 0, "the rows of a thread block lie in one unit");
 
-// Keys of a part in the workspace: whole blocks.
-__device__ __forceinline__ int part_rows(const Params& params) { return (params.seqlen_kv + kBlockN - 1) / kBlockN * kBlockN; }
+// Keys of a part in the workspace.
+__device__ __forceinline__ int part_rows(const Params& params) { return (params.seqlen_kv + kKeyUnit - 1) / kKeyUnit * kKeyUnit; }
 
 // Rounds and writes 8 elements of a row, times `scale`, as far as there are columns.
 __device__ __forceinline__ void store(element* destination, const float (&values)[8], float scale, int columns_left) {

@@ -61,8 +61,9 @@ __device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, in
 __device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows(params); }
 
 // dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
-// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2. The reds of a warp fill whole lines of 128 bytes: where one
-// red adds the four elements of a lane, these are contiguous, elsewhere element e of all lanes is.
+// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
+// The reds of a warp fill whole lines of 128 bytes: the elements of a lane are contiguous where one red adds all four (kRedWidth of
+// flashgen/ptx.cuh), elsewhere element e of all lanes is.
 constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`.
@@ -85,12 +86,6 @@ struct Rows {
 __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
     const int begin = load_clamped(cu_seqlens, sequence, rows);
     return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
-}
-
-// The queries of a sequence.
-__device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
-    if (params.cu_seqlens_q == nullptr) return {0, params.seqlen_q};
-    return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
 }
 
 // The sum over the lanes up to this one.
@@ -175,7 +170,7 @@ __device__ __forceinline__ Params of_sequence(const Params& params, const QueryU
 static_assert(kThreads / 32 * 16 == kRowUnit, "each warp has 16 rows of a unit");
 static_assert(kHeadDim % kWarpColumns == 0, "columns come by 32");
 
-// Rows g and g + 8 of a tile: the elements of four lanes, which a red has put side by side in one of two ways.
+// Rows g and g + 8 of a tile: the elements of four lanes, which lie in one of two orders.
 __device__ __forceinline__ void load_rows(const float* tile, int g, float (&rows)[2][8]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

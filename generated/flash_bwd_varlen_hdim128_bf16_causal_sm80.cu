@@ -154,8 +154,9 @@ __device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, in
 __device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows(params); }
 
 // dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
-// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2. The reds of a warp fill whole lines of 128 bytes: where one
-// red adds the four elements of a lane, these are contiguous, elsewhere element e of all lanes is.
+// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
+// The reds of a warp fill whole lines of 128 bytes: the elements of a lane are contiguous where one red adds all four (kRedWidth of
+// flashgen/ptx.cuh), elsewhere element e of all lanes is.
 constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`.
@@ -592,10 +593,6 @@ __device__ __forceinline__ void mma_dq(float (&dq)[kDqRowTiles][kDqColumnTiles][
     }
 }
 
-__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
-
-__device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
-
 // Keys [begin, end).
 struct KeyRange {
     int begin;
@@ -607,12 +604,9 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int quer
     return {0, max(0, min(params.seqlen_kv, query + params.diagonal_offset + 1))};
 }
 
-// The keys that some row of [first_row, first_row + count) attends to. Ranges end further right from row to row.
-__device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first_row, int count) {
-    const int last_row = min(first_row + count, num_rows(params)) - 1;
-    return {keys_of_query(params, query_of_row(params, first_row)).begin,
-            keys_of_query(params, query_of_row(params, last_row)).end};
-}
+__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q; }
+
+__device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
 // The keys that every row of [first_row, first_row + count) attends to.
 __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {

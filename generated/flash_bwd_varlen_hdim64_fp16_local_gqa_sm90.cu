@@ -133,8 +133,8 @@ __device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, in
 __device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows(params); }
 
 // dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
-// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2. The reds of a warp fill whole lines of 128 bytes: where one
-// red adds the four elements of a lane, these are contiguous, elsewhere element e of all lanes is.
+// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
+// The elements of a lane are contiguous, as one red adds all four.
 constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`.
@@ -502,21 +502,21 @@ __device__ __forceinline__ void wgmma_m64n64k16_fp16_rs(float (&d)[32], const ui
 
 #endif
 
-// A matrix descriptor: where an operand lies in shared memory, the leading byte offset (LBO) and the stride byte offset (SBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle.
-__device__ __forceinline__ uint64_t descriptor(shared_address start, int leading_bytes, int stride_bytes) {
-    constexpr uint64_t kSwizzle = kPanelRowBytes == 128 ? 1 : 2;  // of 128 or 64 bytes
+// A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
+// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read of MN-major operands of several panels alone.
+__device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16) {
+    constexpr uint64_t kSwizzle = 1;  // of 128 bytes
     return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
            kSwizzle << 62;
 }
 
 // Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns: S^T = K Q^T, dP^T = V dO^T. A is 64 rows of kBlockN, B has
-// kBlockM rows. Both operands are K-major: SBO leads to the next eight rows, LBO is not used under a swizzle. A step of 16 along the
-// K dimension is 32 bytes within the swizzled row.
+// kBlockM rows. Both operands are K-major: SBO leads to the next eight rows. A step of 16 along the K dimension is 32 bytes within the
+// swizzled row.
 template <int kColumns>
 __device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem) {
-    const uint64_t a = descriptor(a_smem, 16, 8 * kPanelRowBytes);
-    const uint64_t b = descriptor(b_smem, 16, 8 * kPanelRowBytes);
+    const uint64_t a = descriptor(a_smem, 8 * kPanelRowBytes);
+    const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes);
     pin_registers(scores);
     wgmma_fence();
 #pragma unroll
@@ -543,10 +543,10 @@ struct PackedScores {
     }
 };
 
-// Starts dV += P^T dO or dK += dS^T Q, 64 keys x 64 of a warpgroup. dO or Q is MN-major, its columns contiguous: LBO leads to the next
-// panel of columns, SBO to the next eight queries.
+// Starts dV += P^T dO or dK += dS^T Q, 64 keys x 64 of a warpgroup. dO or Q is MN-major, its columns contiguous: SBO leads to the next
+// eight queries, LBO to the next panel of columns.
 __device__ __forceinline__ void mma_gradient(float (&sums)[32], PackedScores& scores, shared_address b_smem) {
-    const uint64_t b = descriptor(b_smem, kBlockM * kPanelRowBytes, 8 * kPanelRowBytes);
+    const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes, kBlockM * kPanelRowBytes);
     pin_registers(sums);
 #pragma unroll
     for (int step = 0; step < kBlockM / 16; ++step) pin_registers(scores.fragment[step]);
@@ -559,10 +559,10 @@ __device__ __forceinline__ void mma_gradient(float (&sums)[32], PackedScores& sc
 }
 
 // Starts dQ (64 x 64) = dS K of a warpgroup. Both operands are MN-major: a key has a row of 64 queries in dS^T, and of its columns in K.
-// SBO leads to the next eight keys; there is no second panel for LBO.
+// SBO leads to the next eight keys.
 __device__ __forceinline__ void mma_dq(float (&dq)[32], shared_address ds_smem, shared_address k_smem) {
-    const uint64_t ds = descriptor(ds_smem, 16, 8 * kPanelRowBytes);
-    const uint64_t k = descriptor(k_smem, 16, 8 * kPanelRowBytes);
+    const uint64_t ds = descriptor(ds_smem, 8 * kPanelRowBytes);
+    const uint64_t k = descriptor(k_smem, 8 * kPanelRowBytes);
     pin_registers(dq);
     wgmma_fence();
 #pragma unroll
@@ -614,9 +614,9 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
 __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 of_two = lse.two(j);
+        const float2 values = lse.two(j);
 #pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -of_two.y : -of_two.x));
+        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -values.y : -values.x));
     }
 }
 
@@ -624,9 +624,9 @@ __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const Qu
 __device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
-        const float2 of_two = delta.two(j);
+        const float2 values = delta.two(j);
 #pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? of_two.y : of_two.x));
+        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? values.y : values.x));
     }
 }
 
@@ -645,14 +645,8 @@ __device__ __forceinline__ void clear_rows(shared_address block, int row) {
     fence_proxy_async();  // wgmma would not see the zeros otherwise
 }
 
-// The 16-byte chunk of a swizzled row that holds `chunk`.
-__device__ __forceinline__ int swizzled(int row, int chunk) {
-    if constexpr (kPanelRowBytes == 128) {
-        return chunk ^ row % 8;
-    } else {
-        return chunk ^ row / 2 % 4;
-    }
-}
+// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
+__device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
 
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the tile, to shared memory for the MMA of dQ.
 __device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address ds_smem, int warp_key, int lane) {
@@ -808,8 +802,8 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
     };
 
     // Where the lane's elements of the dQ of a step go.
-    auto dq_of = [&](const Step& step) {
-        float* own = dq_tiles(params, tile.batch, head_of(params, tile, step), step.block * kBlockM + warp_key) + 4 * lane;
+    auto dq_of = [&](const Step& done) {
+        float* own = dq_tiles(params, tile.batch, head_of(params, tile, done), done.block * kBlockM + warp_key) + 4 * lane;
         opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
         return own;
     };
@@ -888,7 +882,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
         pin_registers(dq);
         add_own_dq(dq_of(previous), dq);
     }
-    // dV is staged over the warpgroup's own V: ds_ready of the last step says that all its warps are done with dP. K both consumers read.
+    // dV is staged over the warpgroup's own V: ds_ready of the last step says that all its warps are done with dP. Both consumers read K.
     release(barriers.ds_ready());  // this warp no longer reads K
     const KeyBlock stored = stashed_block(shared + kStashOffset);  // anew, as the loop has no registers for what it does not use
     const int first_row = stored.first_row_kv + stored.first_key + 64 * consumer;

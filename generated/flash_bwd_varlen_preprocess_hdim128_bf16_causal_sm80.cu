@@ -98,12 +98,6 @@ __device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int seque
     return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
 }
 
-// The queries of a sequence.
-__device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
-    if (params.cu_seqlens_q == nullptr) return {0, params.seqlen_q};
-    return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
-}
-
 // The sum over the lanes up to this one.
 __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
 #pragma unroll

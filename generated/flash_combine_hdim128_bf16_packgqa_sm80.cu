@@ -10,6 +10,9 @@
 // template  flash_combine_sm80.cu.j2
 #include "flashgen/sm80.cuh"
 
+// Adds up what several thread blocks of the kernel before this one have left of a tile, and writes O and LSE. Rows are few and parts of a
+// row many, so all warps of a thread block share those of a row.
+
 using element = bf16;
 
 constexpr int kHeadDimV = 128;  // of O

@@ -10,6 +10,13 @@
 // template  flash_fwd_sm80.cu.j2
 #include "flashgen/sm80.cuh"
 
+// A thread block has kBlockM rows of queries of a head and takes them through the KV blocks that they attend to, the last one first:
+//
+//     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
+//
+// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end O is divided by
+// row_sum.
+
 using element = bf16;
 
 constexpr int kHeadDim = 192;  // of Q and K
@@ -102,7 +109,7 @@ static_assert(offsetof(Params, section_tiles_divisor) == 184 && offsetof(Params,
 static_assert(offsetof(Params, last_section_heads_divisor) == 200 && offsetof(Params, diagonal_offset) == 208);
 static_assert(offsetof(Params, scale_log2) == 212);
 
-// A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
+// A tile: kBlockM rows of queries, and the KV blocks that they attend to.
 struct Tile {
     int batch;
     int head;

@@ -10,6 +10,15 @@
 // template  flash_fwd_sm90.cu.j2
 #include "flashgen/sm90.cuh"
 
+// A tile is kBlockM rows of queries of a head. A thread block takes tile after tile through the KV blocks that its rows attend to, the
+// last one first:
+//
+//     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
+//
+// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end O is divided by
+// row_sum.
+// One warpgroup loads Q, K and V, the others compute 64 rows each.
+
 using element = fp16;
 
 constexpr int kHeadDim = 64;  // of Q and K
@@ -75,7 +84,7 @@ static_assert(offsetof(Params, rows_ahead) == 544 && offsetof(Params, heads_per_
 static_assert(offsetof(Params, num_sections) == 552 && offsetof(Params, diagonal_offset) == 556);
 static_assert(offsetof(Params, scale_log2) == 560);
 
-// A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
+// A tile: kBlockM rows of queries, and the KV blocks that they attend to.
 struct Tile {
     int batch;
     int head;
@@ -284,19 +293,19 @@ __device__ __forceinline__ void wgmma_m64n64k16_fp16_rs(float (&d)[32], const ui
 
 #endif
 
-// A matrix descriptor: where an operand lies in shared memory, the leading byte offset (LBO) and the stride byte offset (SBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle.
-__device__ __forceinline__ uint64_t descriptor(shared_address start, int leading_bytes, int stride_bytes) {
-    constexpr uint64_t kSwizzle = kPanelRowBytes == 128 ? 1 : 2;  // of 128 or 64 bytes
+// A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
+// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read of MN-major operands of several panels alone.
+__device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16) {
+    constexpr uint64_t kSwizzle = 1;  // of 128 bytes
     return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
            kSwizzle << 62;
 }
 
-// Starts S (64 x kBlockN) = Q . K^T of a warpgroup. Both operands are K-major: SBO leads to the next eight rows, LBO is not
-// used under a swizzle. A step of 16 along the K dimension is 32 bytes within the swizzled row.
+// Starts S (64 x kBlockN) = Q . K^T of a warpgroup. Both operands are K-major: SBO leads to the next eight rows. A step of 16 along
+// the K dimension is 32 bytes within the swizzled row.
 __device__ __forceinline__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem) {
-    const uint64_t q = descriptor(q_smem, 16, 8 * kPanelRowBytes);
-    const uint64_t k = descriptor(k_smem, 16, 8 * kPanelRowBytes);
+    const uint64_t q = descriptor(q_smem, 8 * kPanelRowBytes);
+    const uint64_t k = descriptor(k_smem, 8 * kPanelRowBytes);
     pin_registers(scores);
     wgmma_fence();
 #pragma unroll
@@ -323,10 +332,10 @@ struct PackedP {
     }
 };
 
-// Starts O (64 x kHeadDimV) += P . V. V is MN-major, its columns contiguous: LBO leads to the next panel of columns, SBO to the
-// next eight keys.
+// Starts O (64 x kHeadDimV) += P . V. V is MN-major, its columns contiguous: SBO leads to the next eight keys, LBO to the
+// next panel of columns.
 __device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], PackedP& p, shared_address v_smem) {
-    const uint64_t v = descriptor(v_smem, kBlockN * kPanelRowBytes, 8 * kPanelRowBytes);
+    const uint64_t v = descriptor(v_smem, 8 * kPanelRowBytes, kBlockN * kPanelRowBytes);
     pin_registers(output);
 #pragma unroll
     for (int step = 0; step < kBlockN / 16; ++step) pin_registers(p.fragment[step]);
@@ -433,14 +442,8 @@ __device__ __forceinline__ void finish_rows(const Params& params, const Tile& ti
     }
 }
 
-// The 16-byte chunk of a swizzled row that holds `chunk`.
-__device__ __forceinline__ int swizzled(int row, int chunk) {
-    if constexpr (kPanelRowBytes == 128) {
-        return chunk ^ row % 8;
-    } else {
-        return chunk ^ row / 2 % 4;
-    }
-}
+// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
+__device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
 
 // Normalises O, rounds it and lets TMA write it: through `staging`, the warpgroup's rows of the Q buffer, which only it has read
 // and is done with; swizzled as Q was. One thread of the warpgroup starts the TMA stores.

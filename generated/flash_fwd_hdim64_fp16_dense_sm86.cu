@@ -10,6 +10,13 @@
 // template  flash_fwd_sm80.cu.j2
 #include "flashgen/sm80.cuh"
 
+// A thread block has kBlockM rows of queries of a head and takes them through the KV blocks that they attend to, the last one first:
+//
+//     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
+//
+// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end O is divided by
+// row_sum.
+
 using element = fp16;
 
 constexpr int kHeadDim = 64;  // of Q and K
@@ -108,7 +115,7 @@ static_assert(offsetof(Params, last_section_heads_divisor) == 232 && offsetof(Pa
 static_assert(offsetof(Params, window_left) == 244 && offsetof(Params, window_right) == 248);
 static_assert(offsetof(Params, mask_vector_width) == 252 && offsetof(Params, scale_log2) == 256);
 
-// A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
+// A tile: kBlockM rows of queries, and the KV blocks that they attend to.
 struct Tile {
     int batch;
     int head;
@@ -428,13 +435,6 @@ __device__ __forceinline__ KeyRange keys_of_some(const Params& params, int first
     const int last_row = min(first_row + count, num_rows(params)) - 1;
     return {keys_of_query(params, query_of_row(params, first_row)).begin,
             keys_of_query(params, query_of_row(params, last_row)).end};
-}
-
-// The keys that every row of [first_row, first_row + count) may attend to.
-__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
-    const int last_row = min(first_row + count, num_rows(params)) - 1;
-    return {keys_of_query(params, query_of_row(params, last_row)).begin,
-            keys_of_query(params, query_of_row(params, first_row)).end};
 }
 
 // Walks S, the one place where scores are told their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and

@@ -10,6 +10,13 @@
 // template  flash_fwd_sm80.cu.j2
 #include "flashgen/sm80.cuh"
 
+// A thread block has kBlockM rows of queries of a head and takes them through the KV blocks that they attend to, the last one first:
+//
+//     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
+//
+// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end O is divided by
+// row_sum.
+
 using element = bf16;
 
 constexpr int kHeadDim = 96;  // of Q and K
@@ -93,7 +100,7 @@ static_assert(offsetof(Params, num_sections) == 168 && offsetof(Params, num_head
 static_assert(offsetof(Params, section_tiles_divisor) == 184 && offsetof(Params, section_heads_divisor) == 192);
 static_assert(offsetof(Params, last_section_heads_divisor) == 200 && offsetof(Params, scale_log2) == 208);
 
-// A tile: kBlockM rows of queries that one thread block takes through all the keys they attend to.
+// A tile: kBlockM rows of queries, and the KV blocks that they attend to.
 struct Tile {
     int batch;
     int head;

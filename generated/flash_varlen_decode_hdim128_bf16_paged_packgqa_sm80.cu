@@ -10,6 +10,14 @@
 // template  flash_decode_sm80.cu.j2
 #include "flashgen/sm80.cuh"
 
+// Few rows of queries on many keys, which is bound by the bandwidth of global memory. So every thread block always has copies of K and V
+// on their way, and all thread blocks have equal shares of the KV blocks of all tiles. For each:
+//
+//     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
+//
+// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. Where a thread block
+// has all KV blocks of a tile, it divides O by row_sum in the end. Other parts go to the workspace, and the next kernel combines them.
+
 using element = bf16;
 
 constexpr int kHeadDim = 128;  // of Q and K
@@ -129,7 +137,7 @@ struct Share {
 
 // What a share has of a tile: KV blocks [first, end) of the sequence.
 struct Part {
-    int tile;
+    int tile;  // among those of the sequence
     int first;
     int end;
     int slot;  // of the workspace, where another share has KV blocks of the tile as well; else below 0
@@ -300,7 +308,7 @@ __device__ __forceinline__ Place next_place(const Params& params, const Place& p
 }
 
 // The part that begins with KV block `index` of the share. A share leaves at most two parts in the workspace: its first, and its last.
-// `params` are those of the sequence. How many KV blocks its tiles have, no launcher knows: this is a division, not divide().
+// `params` are those of the sequence. How many KV blocks its tiles have, no launcher knows, so this is a real division.
 __device__ __forceinline__ Part find_part(const Params& params, const Share& share, const Place& place, int index) {
     const Tiles tiles = tiles_of(params);
     const int tile = (index - place.begin) / tiles.kv_blocks;

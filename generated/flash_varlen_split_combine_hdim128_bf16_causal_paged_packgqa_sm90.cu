@@ -10,6 +10,9 @@
 // template  flash_combine_rows_sm90.cu.j2
 #include "flashgen/sm90.cuh"
 
+// Adds up what several thread blocks of the kernel before this one have left of a tile, and writes O and LSE. Rows are many and parts of a
+// row few, so a warp has a row to itself.
+
 using element = bf16;
 
 constexpr int kHeadDimV = 128;  // of O
@@ -191,43 +194,43 @@ __device__ __forceinline__ int kv_blocks_per_share(const Params& params, int& nu
     return max(1, (num_kv_blocks + params.num_shares - 1) / params.num_shares);
 }
 
-// Numbers of KV blocks: of a share, and of all sequences before one of them.
-struct Numbers {
+// KV blocks of a share, and those of all sequences before one of them.
+struct KvBlockCounts {
     int per_share;
     int sequence;
     int before;
 };
 
-// Goes on to a later sequence, whose number is `sequence`.
-__device__ __forceinline__ void go_on(const Params& params, Numbers& numbers, int sequence, int lane) {
-    for (; numbers.sequence < sequence; numbers.sequence += 32) {
-        const int other = numbers.sequence + lane;
+// Goes on to a later sequence.
+__device__ __forceinline__ void advance_to(const Params& params, KvBlockCounts& counts, int sequence, int lane) {
+    for (; counts.sequence < sequence; counts.sequence += 32) {
+        const int other = counts.sequence + lane;
         const int count = other < sequence ? count_kv_blocks(params, other) : 0;
-        numbers.before += __shfl_sync(0xffffffff, sum_up_to_lane(count, lane), 31);
+        counts.before += __shfl_sync(0xffffffff, sum_up_to_lane(count, lane), 31);
     }
-    numbers.sequence = sequence;
+    counts.sequence = sequence;
 }
 
 // Row `index` of all heads, where each sequence counts for as many rows as one of them may have. The thread blocks' shares are
 // consecutive KV blocks of all tiles, one tile after the other. Where there is no such row, the first part is the last one.
-__device__ __forceinline__ Row find_row(const Params& params, Numbers& numbers, int index, int lane) {
+__device__ __forceinline__ Row find_row(const Params& params, KvBlockCounts& counts, int index, int lane) {
     const int head_of_batch = divide(index, params.num_row_blocks_divisor);
     const int row_of_head = index - head_of_batch * params.num_row_blocks;
     Row row;
     row.batch = divide(head_of_batch, params.num_heads_divisor);
     const int grid_head = head_of_batch - row.batch * num_heads(params);
-    go_on(params, numbers, row.batch, lane);
+    advance_to(params, counts, row.batch, lane);
     const Rows queries = queries_of(params, row.batch);
     const Params own = with_lengths(params, queries.count, keys_of(params, row.batch).count);
     const Tiles tiles = tiles_of(own);
     const int query = query_of_row(params, row_of_head);
     row.head = grid_head * params.group_size + row_of_head - query * params.group_size;
     row.row_in_tile = row_of_head % kBlockM;
-    const int begin = numbers.before + (grid_head * tiles.row_blocks + row_of_head / kBlockM) * tiles.kv_blocks;
+    const int begin = counts.before + (grid_head * tiles.row_blocks + row_of_head / kBlockM) * tiles.kv_blocks;
     Parts& parts = row.parts;
-    parts.first = begin / numbers.per_share;
-    parts.last = row_of_head < num_rows(own) ? (begin + tiles.kv_blocks - 1) / numbers.per_share : parts.first;
-    parts.begins_share = parts.first * numbers.per_share == begin;
+    parts.first = begin / counts.per_share;
+    parts.last = row_of_head < num_rows(own) ? (begin + tiles.kv_blocks - 1) / counts.per_share : parts.first;
+    parts.begins_share = parts.first * counts.per_share == begin;
     row.row_in_entry = queries.begin + query;
     return row;
 }
@@ -321,9 +324,9 @@ flash_varlen_split_combine_hdim128_bf16_causal_paged_packgqa_sm90(const __grid_c
     griddepcontrol_launch_dependents();
 
     int num_kv_blocks;
-    Numbers numbers = {kv_blocks_per_share(params, num_kv_blocks, lane), 0, 0};
+    KvBlockCounts counts = {kv_blocks_per_share(params, num_kv_blocks, lane), 0, 0};
     for (int index = block_index() * kWarps + warp; index < params.num_tiles; index += kWarps * int(gridDim.x)) {
-        const Row row = find_row(params, numbers, index, lane);
+        const Row row = find_row(params, counts, index, lane);
         if (row.parts.first == row.parts.last) continue;  // the one thread block that had the tile has written the row
         store_row(params, row, add_parts<1>(params, row.parts, row.row_in_tile, row.parts.first, lane), lane);
     }

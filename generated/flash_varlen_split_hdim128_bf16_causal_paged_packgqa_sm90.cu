@@ -10,6 +10,15 @@
 // template  flash_split_sm90.cu.j2
 #include "flashgen/sm90.cuh"
 
+// A few hundred rows of queries on many keys. A tile is kBlockM of these rows, and thread blocks have equal shares of the KV blocks of
+// all tiles. A thread block takes what it has of tile after tile, the last KV block first:
+//
+//     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
+//
+// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. A thread block that
+// has a whole tile divides O by row_sum in the end. Others leave their parts in the workspace, and the next kernel combines them.
+// One warpgroup loads Q, K and V, the others compute 64 rows each.
+
 using element = bf16;
 
 constexpr int kHeadDim = 128;  // of Q and K
@@ -114,7 +123,7 @@ struct Share {
 
 // What a share has of a tile: KV blocks [first, end) of the sequence.
 struct Part {
-    int tile;
+    int tile;  // among those of the sequence
     int first;
     int end;
     int slot;  // of the workspace, where another share has KV blocks of the tile as well; else below 0
@@ -288,7 +297,7 @@ __device__ __forceinline__ Place next_place(const Params& params, const Place& p
 }
 
 // The part that begins with KV block `index` of the share. A share leaves at most two parts in the workspace: its first, and its last.
-// `params` are those of the sequence. How many KV blocks its tiles have, no launcher knows: this is a division, not divide().
+// `params` are those of the sequence. How many KV blocks its tiles have, no launcher knows, so this is a real division.
 __device__ __forceinline__ Part find_part(const Params& params, const Share& share, const Place& place, int index) {
     const Tiles tiles = tiles_of(params);
     const int tile = (index - place.begin) / tiles.kv_blocks;
@@ -530,19 +539,19 @@ __device__ __forceinline__ void wgmma_m64n128k16_bf16_rs(float (&d)[64], const u
 
 #endif
 
-// A matrix descriptor: where an operand lies in shared memory, the leading byte offset (LBO) and the stride byte offset (SBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle.
-__device__ __forceinline__ uint64_t descriptor(shared_address start, int leading_bytes, int stride_bytes) {
-    constexpr uint64_t kSwizzle = kPanelRowBytes == 128 ? 1 : 2;  // of 128 or 64 bytes
+// A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
+// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read of MN-major operands of several panels alone.
+__device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16) {
+    constexpr uint64_t kSwizzle = 1;  // of 128 bytes
     return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
            kSwizzle << 62;
 }
 
-// Starts S (64 x kBlockN) = Q . K^T of a warpgroup. Both operands are K-major: SBO leads to the next eight rows, LBO is not
-// used under a swizzle. A step of 16 along the K dimension is 32 bytes within the swizzled row.
+// Starts S (64 x kBlockN) = Q . K^T of a warpgroup. Both operands are K-major: SBO leads to the next eight rows. A step of 16 along
+// the K dimension is 32 bytes within the swizzled row.
 __device__ __forceinline__ void mma_qk(float (&scores)[kBlockN / 2], shared_address q_smem, shared_address k_smem) {
-    const uint64_t q = descriptor(q_smem, 16, 8 * kPanelRowBytes);
-    const uint64_t k = descriptor(k_smem, 16, 8 * kPanelRowBytes);
+    const uint64_t q = descriptor(q_smem, 8 * kPanelRowBytes);
+    const uint64_t k = descriptor(k_smem, 8 * kPanelRowBytes);
     pin_registers(scores);
     wgmma_fence();
 #pragma unroll
@@ -569,10 +578,10 @@ struct PackedP {
     }
 };
 
-// Starts O (64 x kHeadDimV) += P . V. V is MN-major, its columns contiguous: LBO leads to the next panel of columns, SBO to the
-// next eight keys.
+// Starts O (64 x kHeadDimV) += P . V. V is MN-major, its columns contiguous: SBO leads to the next eight keys, LBO to the
+// next panel of columns.
 __device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], PackedP& p, shared_address v_smem) {
-    const uint64_t v = descriptor(v_smem, kBlockN * kPanelRowBytes, 8 * kPanelRowBytes);
+    const uint64_t v = descriptor(v_smem, 8 * kPanelRowBytes, kBlockN * kPanelRowBytes);
     pin_registers(output);
 #pragma unroll
     for (int step = 0; step < kBlockN / 16; ++step) pin_registers(p.fragment[step]);

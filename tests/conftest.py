@@ -110,14 +110,26 @@ def fake_arrays():
 
 
 @pytest.fixture
-def fake_gpu(driver, monkeypatch):
+def forget_plans(monkeypatch):
+    """No plan is kept of the tests before; ``forget_plans()``: nor of the calls before."""
+    from flashgen.api import calls
+
+    def forget():
+        monkeypatch.setattr(calls, "_plans", {})
+        monkeypatch.setattr(calls, "_recent", {})
+
+    forget()
+    return forget
+
+
+@pytest.fixture
+def fake_gpu(driver, monkeypatch, forget_plans):
     """`driver` as the only GPU of the machine, an H200, for the whole road from `flashgen.plan` to a launch.
 
     It has no memory: every call needs ``out``, and ``lse`` where the plan returns one.
     """
     import cupy
 
-    from flashgen import api
     from flashgen.runtime import arrays, device, kernel, launch, tensormap
 
     for module, name in ((device, "device"), (launch, "device_of")):
@@ -129,6 +141,5 @@ def fake_gpu(driver, monkeypatch):
     # These keep what they have bound or seen.
     monkeypatch.setattr(arrays, "_KINDS", {})
     monkeypatch.setattr(arrays, "_KIND_BY_TYPE", {})
-    monkeypatch.setattr(api, "_plans", {})
-    monkeypatch.setattr(api, "_recent", {})
+    forget_plans()
     return driver

@@ -9,8 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flashgen.api import attention, explain, plan, warmup
-    from flashgen.appending import AppendPlan, append
+    from flashgen.api.append import AppendPlan, append
+    from flashgen.api.attention import attention, plan
+    from flashgen.api.backward import attention_backward, plan_backward
+    from flashgen.api.explain import explain, warmup
+    from flashgen.api.kvcache import KVCache, Rotary
+    from flashgen.api.parts import cascade, merge
     from flashgen.errors import (
         BadParam,
         BadTensorDtype,
@@ -31,11 +35,8 @@ if TYPE_CHECKING:
         TemplateWarning,
         TunedWarning,
     )
-    from flashgen.kvcache import KVCache, Rotary
     from flashgen.operators.splits import SplitEvery
-    from flashgen.parts import cascade, merge
     from flashgen.runtime.plans import Plan
-    from flashgen.training import attention_backward, plan_backward
 
 __version__ = "0.1.0"
 
@@ -75,20 +76,20 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AppendPlan": "flashgen.appending",
-    "KVCache": "flashgen.kvcache",
+    "AppendPlan": "flashgen.api.append",
+    "KVCache": "flashgen.api.kvcache",
     "Plan": "flashgen.runtime.plans",
-    "Rotary": "flashgen.kvcache",
+    "Rotary": "flashgen.api.kvcache",
     "SplitEvery": "flashgen.operators.splits",
-    "append": "flashgen.appending",
-    "attention": "flashgen.api",
-    "attention_backward": "flashgen.training",
-    "cascade": "flashgen.parts",
-    "explain": "flashgen.api",
-    "merge": "flashgen.parts",
-    "plan": "flashgen.api",
-    "plan_backward": "flashgen.training",
-    "warmup": "flashgen.api",
+    "append": "flashgen.api.append",
+    "attention": "flashgen.api.attention",
+    "attention_backward": "flashgen.api.backward",
+    "cascade": "flashgen.api.parts",
+    "explain": "flashgen.api.explain",
+    "merge": "flashgen.api.parts",
+    "plan": "flashgen.api.attention",
+    "plan_backward": "flashgen.api.backward",
+    "warmup": "flashgen.api.explain",
 }
 
 

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from flashgen.bench import agreement, chart, environment, traffic
-from flashgen.bench.cases import GRIDS, Case, find_grid, zipf_lengths
+from flashgen.bench.cases import Case, zipf_lengths
+from flashgen.bench.grids import GRIDS, find_grid
 from flashgen.bench.hosts import Inputs, filled, quarter_turns
 from flashgen.bench.peers import all_peers, choose_peers, registry, torch_sdpa
 from flashgen.bench.peers.own import Flashgen

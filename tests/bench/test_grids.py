@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashgen.bench.cases import GRIDS
+from flashgen.bench.grids import GRIDS
 from flashgen.bench.peers import all_peers
 from flashgen.schedule.grid import MAX_BLOCKS
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flashgen.bench.cases import GRIDS
+from flashgen.bench.grids import GRIDS
 from flashgen.bench.results import Measurement, Report, Row
 from flashgen.bench.timing import Timing
 

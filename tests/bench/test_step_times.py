@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flashgen.bench.cases import GRIDS
+from flashgen.bench.grids import GRIDS
 from flashgen.bench.timing import Timing
 
 _SPEC = importlib.util.spec_from_file_location(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 
 import numpy as np
 import pytest
@@ -135,13 +136,15 @@ def test_head_dims_that_padding_would_make_equal_are_refused():
         flash_attn_func(q[..., :0], k[..., :0], v)
 
 
-@pytest.mark.parametrize("width", [64, 36, 63])
-@pytest.mark.parametrize("turn", [np.asfortranarray, lambda x: x.swapaxes(1, 3).copy().swapaxes(1, 3)])
-def test_arrays_whose_last_dimension_is_not_contiguous_are_served(turn, width):
+@pytest.mark.parametrize("width", [32, 20, 31])
+def test_arrays_whose_last_dimension_is_not_contiguous_are_served(width):
     q, k, v = qkv(np.random.default_rng(), width)
-    turned = [turn(x) for x in (q, k, v)]
-    assert all(x.strides[-1] != x.itemsize for x in turned)
-    assert np.array_equal(flash_attn_func(*turned, causal=True), flash_attn_func(q, k, v, causal=True))
+    right = flash_attn_func(q, k, v, causal=True)
+    for order in itertools.permutations(range(4)):
+        if order[-1] != 3:
+            turned = [np.ascontiguousarray(x.transpose(order)) for x in (q, k, v)]
+            turned = [x.transpose(np.argsort(order)) for x in turned]
+            assert np.array_equal(flash_attn_func(*turned, causal=True), right)
 
 
 @pytest.mark.parametrize("width", [32, 20])
@@ -337,8 +340,10 @@ def test_tensors_of_pytorch(dtype, width):
     tolerance = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 3e-5}[dtype]
     for x, y in zip((out.float(), lse), right, strict=True):
         np.testing.assert_allclose(x.numpy(), y, rtol=tolerance, atol=tolerance)
-    turned = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k, v)]
-    assert torch.equal(flash_attn_func(*turned), flash_attn_func(q, k, v))
+    right = flash_attn_func(q, k, v)
+    for order in itertools.permutations(range(4)):
+        turned = [x.permute(order).contiguous().permute(*np.argsort(order)) for x in (q, k, v)]
+        assert torch.equal(flash_attn_func(*turned), right)
 
 
 @pytest.mark.parametrize("width", [32, 36])

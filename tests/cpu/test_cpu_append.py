@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flashgen
-from flashgen.api import make_plan
+from flashgen.api.calls import make_plan
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, BadTensorStrides, NullPointer
 from flashgen.operators.append import APPEND
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threadpoolctl import ThreadpoolController
 
 import flashgen
 from flashgen.cpu import attention_backward as cpu
@@ -135,4 +136,17 @@ def test_threads_give_the_bits_of_one_thread(monkeypatch):
     monkeypatch.setattr(threads, "_PARALLEL_WORK", 0)
     monkeypatch.setattr(threads, "processors", lambda: 4)
     for x, y in zip(one, flashgen.attention_backward(dout, q, k, v, out, lse), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_deterministic_bits_do_not_depend_on_the_threads_of_blas():
+    """Another call that runs at the same time may leave it one."""
+    rng = np.random.default_rng()
+    q, dout, k, v = (random(rng, rows, 1, 64) for rows in (476, 476, 256, 256))
+    out, lse = flashgen.attention(q, k, v, return_lse=True)
+    found = []
+    for count in (1, 2):
+        with ThreadpoolController().limit(limits=count, user_api="blas"):
+            found.append(flashgen.attention_backward(dout, q, k, v, out, lse, deterministic=True))
+    for x, y in zip(*found, strict=True):
         np.testing.assert_array_equal(x, y)

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the float64 reference is computed with PyTorch on the GPU")
 
 import flashgen  # noqa: E402
-from flashgen.api import score_of  # noqa: E402
+from flashgen.api.asked import score_of  # noqa: E402
 from flashgen.operators.attention import sees_no_later_key  # noqa: E402
 from flashgen.operators.backward import normalise  # noqa: E402
 from flashgen.operators.gradients import gradients  # noqa: E402

@@ -8,7 +8,6 @@ import pytest
 torch = pytest.importorskip("torch", reason="the float64 reference is computed with PyTorch on the GPU")
 
 import flashgen  # noqa: E402
-from flashgen import api  # noqa: E402
 from gpu.cases import new_seed  # noqa: E402
 from gpu.test_backward_gpu import MASKS, TARGETS, Call, check  # noqa: E402
 
@@ -30,11 +29,9 @@ SHAPE = (2, 260, 429, 4, 2)
 
 
 @pytest.fixture(autouse=True)
-def own_lines(tmp_path, monkeypatch):
+def own_lines(tmp_path, forget_plans, monkeypatch):
     (tmp_path / "scores.yaml").write_text(LINES)
     monkeypatch.setenv("FLASHGEN_SPECS", str(tmp_path))
-    monkeypatch.setattr(api, "_plans", {})
-    monkeypatch.setattr(api, "_recent", {})
 
 
 def scored(name, shape):

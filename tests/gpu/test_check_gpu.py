@@ -9,7 +9,7 @@ import pytest
 cupy = pytest.importorskip("cupy")
 
 import flashgen  # noqa: E402
-from flashgen import api, errors  # noqa: E402
+from flashgen import errors  # noqa: E402
 from flashgen.runtime import check  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -17,9 +17,7 @@ BATCH, PAGES, PAGE_SIZE = 3, 4, 16
 
 
 @pytest.fixture(autouse=True)
-def checking(monkeypatch):
-    monkeypatch.setattr(api, "_plans", {})
-    monkeypatch.setattr(api, "_recent", {})
+def checking(forget_plans, monkeypatch):
     monkeypatch.setenv(check.SWITCH, "1")
 
 

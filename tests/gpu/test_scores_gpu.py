@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import flashgen
-from flashgen import api
 from flashgen.operators.reference import judge
 from flashgen.runtime.device import device
 from flashgen.runtime.launch import prepare
@@ -40,11 +39,9 @@ GROUPS = (MANY, GROUPED, PACKED)
 
 
 @pytest.fixture(autouse=True)
-def own_lines(tmp_path, monkeypatch):
+def own_lines(tmp_path, forget_plans, monkeypatch):
     (tmp_path / "scores.yaml").write_text(LINES)
     monkeypatch.setenv("FLASHGEN_SPECS", str(tmp_path))
-    monkeypatch.setattr(api, "_plans", {})
-    monkeypatch.setattr(api, "_recent", {})
 
 
 @pytest.fixture
@@ -181,7 +178,7 @@ def test_numbers_that_differ_from_call_to_call_compile_nothing(rng, monkeypatch)
     plan = flashgen.plan(*on_device, softcap=5.0, return_lse=True)
     flashgen.attention(*on_device, softcap=5.0, return_lse=True)
     monkeypatch.setattr("flashgen.toolchain.obtain.obtain", None)
-    monkeypatch.setattr("flashgen.api.make_plan", None)
+    monkeypatch.setattr("flashgen.api.calls.make_plan", None)
     for cap in (5.0, 1.0, 30.0, np.float32(2.5), 5.0):
         problem = plan.problem.with_scalars((None, cap))
         for out, lse in (

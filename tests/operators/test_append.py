@@ -13,7 +13,8 @@ from flashgen.errors import (
     DeviceTypeNotSupported,
     NullPointer,
 )
-from flashgen.operators.append import ARGUMENTS, judge, normalise
+from flashgen.operators.append import ARGUMENTS, normalise
+from flashgen.operators.append_reference import judge
 from flashgen.operators.arguments import ArrayView, Placed, interleave, view_of_shape
 from flashgen.simulator.append_example import Choices, make
 from flashgen.simulator.example import Shape
@@ -101,12 +102,12 @@ def strided(shape, strides, dtype="fp16"):
         (
             PLAIN | {"lengths": view_of_shape((3,), "int32", None)},
             DeviceTypeNotSupported,
-            "lengths is on dev",
+            "lengths is in host memory but k_new is",
         ),
         (
             PLAIN | {"k_cache": view_of_shape(CACHE, "fp16", 1)},
             DeviceTypeNotSupported,
-            "k_cache is on device",
+            "k_cache is on GPU 1 but k_new is",
         ),
         (
             PLAIN | {"lengths": ((4,), "int32")},

@@ -48,8 +48,8 @@ def test_the_problem_has_sizes_and_contiguous_results():
         ({"out": ((*OUT[:3], 8), "fp16")}, BadTensorShape, "out has shape"),
         ({"out": (OUT, "fp32")}, BadTensorDtype, "out has dtype"),
         ({"o1": ((2, 5, 3, 12), "fp16"), "o2": ((2, 5, 3, 12), "fp16")}, BadTensorShape, "head_dim_v is 12"),
-        ({"lse2": view_of_shape(LSE, "fp32", 1)}, DeviceTypeNotSupported, "lse2 is on device"),
-        ({"o2": view_of_shape(OUT, "fp16", None)}, DeviceTypeNotSupported, "o2 is on device"),
+        ({"lse2": view_of_shape(LSE, "fp32", 1)}, DeviceTypeNotSupported, "lse2 is on GPU 1 but o1 is"),
+        ({"o2": view_of_shape(OUT, "fp16", None)}, DeviceTypeNotSupported, "o2 is in host memory but o1 is"),
         (
             {"lse2": ArrayView("shape", 256, LSE, (15, 1, 3), "fp32", 0, None)},
             BadTensorStrides,

@@ -7,7 +7,7 @@ import pytest
 
 import fake_gpu as gpus
 import flashgen
-from flashgen import api, errors
+from flashgen import errors
 from flashgen.runtime import check
 from flashgen.simulator import hostcompiler
 
@@ -16,9 +16,7 @@ ADDRESS = 1 << 40
 
 
 @pytest.fixture(autouse=True)
-def fresh_plans(monkeypatch):
-    monkeypatch.setattr(api, "_plans", {})
-    monkeypatch.setattr(api, "_recent", {})
+def checking(forget_plans, monkeypatch):
     monkeypatch.setenv(check.SWITCH, "1")
 
 
@@ -104,14 +102,13 @@ def test_the_variable_is_read_when_a_plan_is_made(simulated, monkeypatch):
     np.testing.assert_array_equal(cut, whole)
 
 
-def test_a_cache_without_pages_is_not_read_and_has_room_for_no_key(simulated, monkeypatch):
+def test_a_cache_without_pages_is_not_read_and_has_room_for_no_key(simulated, forget_plans, monkeypatch):
     q, k = normal(2, 1, HEADS, WIDTH), normal(0, 16, HEADS, WIDTH)
     cache = flashgen.KVCache(k, k, np.array([5, 0], np.int32), pages=np.zeros((2, 4), np.int32))
     with pytest.raises(errors.BadParam, match=r"kv_lengths\[0\] is 5; k has room for 0 to 0 keys"):
         flashgen.attention(q, cache)
     monkeypatch.delenv(check.SWITCH)
-    monkeypatch.setattr(api, "_plans", {})
-    monkeypatch.setattr(api, "_recent", {})
+    forget_plans()
     assert not flashgen.attention(q, cache).any()
 
 

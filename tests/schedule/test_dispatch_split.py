@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_dispatch import H200
 
-from flashgen.bench.cases import GRIDS
+from flashgen.bench.grids import GRIDS
 from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.attention import normalise as rectangle
 from flashgen.operators.splits import SplitEvery

@@ -1,3 +1,5 @@
+import heapq
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -180,3 +182,34 @@ def test_a_head_has_twice_as_many_steps_as_tiles_of_keys_in_turn(name, batch, se
     size, count = sections(problem, variant, H200)
     assert size == expected
     assert (count - 1) * size < batch * heads[1] <= count * size
+
+
+@pytest.mark.parametrize(
+    ("batch", "seqlen", "num_heads", "kv_heads"),
+    [
+        (16, 1024, 16, 16),
+        (4, 4096, 16, 16),
+        (1, 16384, 16, 16),
+        (2, 8192, 32, 8),
+        (2, 8192, 32, 4),
+        (4, 4096, 32, 8),
+    ],
+)
+def test_a_causal_grid_of_tiles_of_keys_ends_evenly(batch, seqlen, num_heads, kv_heads):
+    variant = MAIN[f"flash_bwd_hdim128_bf16_causal_{'' if num_heads == kv_heads else 'gqa_'}sm90"]
+    q, k = ((batch, seqlen, count, 128) for count in (num_heads, kv_heads))
+    q, k = (view_of_shape(shape, "bf16", 0) for shape in (q, k))
+    lse = view_of_shape((batch, num_heads, seqlen), "fp32", 0)
+    size, count = sections(normalise(q, q, k, k, q, lse, causal=True), variant, H200)
+    total, group = batch * kv_heads, num_heads // kv_heads
+    free = [0.0] * H200.num_sms
+    work = 0.0
+    for section in range(count):
+        for first_key in range(0, seqlen, 128):
+            for _ in range(min(size, total - section * size)):
+                steps = (
+                    3 + group * (seqlen - first_key) // 64
+                )  # the start and the end of a thread block take three
+                heapq.heappush(free, heapq.heappop(free) + steps)
+                work += steps
+    assert max(free) < 1.025 * work / len(free)  # head by head 1.00 to 1.14

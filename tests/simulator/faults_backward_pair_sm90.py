@@ -82,8 +82,8 @@ FAULTS = (
     fault(
         "the peer's barriers are not awaited",
         ("race", "mbarrier"),
-        "    cluster_wait();  // so are its barriers, as p_full tells the other consumer\n",
-        "",
+        "    cluster_wait();  //",
+        "    //",
     ),
     fault(
         "barriers that no fence has made visible", ("race", "proxy"), "        fence_mbarrier_init();\n", ""

@@ -59,8 +59,8 @@ FAULTS = (
         "delta without the derivative",
         HOPPER,
         CHAIN,
-        "ds = (ds - (e == 0 ? of_two.x : of_two.y)) * modified.derivative;",
-        "ds = ds * modified.derivative - (e == 0 ? of_two.x : of_two.y);",
+        "ds = (ds - (e == 0 ? values.x : values.y)) * modified.derivative;",
+        "ds = ds * modified.derivative - (e == 0 ? values.x : values.y);",
     ),
     fault(
         "dP is not awaited for its derivative",

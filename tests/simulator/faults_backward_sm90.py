@@ -129,8 +129,8 @@ FAULTS = (
         COLUMNS,
         CAUSAL,
         (*ASYNC, WRONG),
-        "descriptor(b_smem, kBlockM * kPanelRowBytes, 8 * kPanelRowBytes)",
-        "descriptor(b_smem, kBlockN * kPanelRowBytes, 8 * kPanelRowBytes)",
+        "descriptor(b_smem, 8 * kPanelRowBytes, kBlockM * kPanelRowBytes)",
+        "descriptor(b_smem, 8 * kPanelRowBytes, kBlockN * kPanelRowBytes)",
     ),
     fault(
         "dP is used before it is there",
@@ -146,8 +146,8 @@ FAULTS = (
         ROWS,
         SHAPE,
         (WRONG,),
-        "(i % 2 ? of_two.y : of_two.x)",
-        "(i % 2 ? of_two.x : of_two.y)",
+        "(i % 2 ? values.y : values.x)",
+        "(i % 2 ? values.x : values.y)",
     ),
     fault(
         "a diagonal one query late",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import flashgen
 from flashgen import paths
-from flashgen.api import backend_for
+from flashgen.api.backends import backend_for
 from flashgen.errors import CompileError
 from flashgen.operators.reference import judge
 from flashgen.simulator import hardware, hostcompiler, library

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import flashgen
-from flashgen import SplitEvery, api
+from flashgen import SplitEvery
 from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make_any, run_steps
 from flashgen.simulator.library import load
@@ -22,7 +22,7 @@ HEADS, KV_HEADS, WIDTH = 4, 2, 32
 
 
 @pytest.fixture
-def gpu_of(monkeypatch):
+def gpu_of(forget_plans, monkeypatch):
     """``gpu_of(n)`` makes the pretended GPU one of n multiprocessors."""
     known = hardware.pretend
 
@@ -31,8 +31,7 @@ def gpu_of(monkeypatch):
             return dataclasses.replace(known(arch), num_sms=num_sms)
 
         monkeypatch.setattr(hardware, "pretend", pretended)
-        monkeypatch.setattr(api, "_plans", {})
-        monkeypatch.setattr(api, "_recent", {})
+        forget_plans()
 
     return pretend_to_have
 

@@ -256,12 +256,12 @@ def test_a_tuned_tile_has_the_parameters_of_its_own_tile_keys(q_stages, shipped,
 def test_a_plan_takes_the_tuned_tile_and_an_unusable_one_is_passed_over(shipped, fake_gpu, monkeypatch):
     import flashgen
     from fake_gpu import array
-    from flashgen import api
+    from flashgen.api import backends
     from flashgen.errors import CompileError
     from flashgen.runtime import kernel
 
     shipped()
-    api._specs.cache_clear()
+    backends._specs.cache_clear()
     shape = (4, 4096, 16, 128)
     q, k, v, out = (array(shape, address=(n + 1) << 32) for n in range(4))
     plan = flashgen.plan(q, k, v, window_size=(1024, 0), out=out)
@@ -278,7 +278,7 @@ def test_a_plan_takes_the_tuned_tile_and_an_unusable_one_is_passed_over(shipped,
     with pytest.warns(TunedWarning, match=r"flashgen tune --select.*static_assert"):
         plan = flashgen.plan(q, k, v, window_size=(1024, 0), out=out)
     assert plan.variant.tile_name == ""
-    api._specs.cache_clear()
+    backends._specs.cache_clear()
 
 
 def test_files_lie_by_gpu_in_the_users_folder(monkeypatch, tmp_path):

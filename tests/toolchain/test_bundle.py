@@ -111,7 +111,8 @@ cupy.cuda.nvrtc = types.SimpleNamespace(getVersion=absent)
 from flashgen.toolchain import compile
 compile.installed_version = lambda: None
 from flashgen.arch import typical
-from flashgen.api import _shaped, specs_for
+from flashgen.api.backends import specs_for
+from flashgen.api.explain import _shaped
 from flashgen.errors import NoCompilerError
 from flashgen.runtime import kernel
 from flashgen.schedule.dispatch import offers, select

@@ -4,7 +4,8 @@
 >>> report = run(grid="prefill", dtypes=["fp16"], json_path="prefill.json", png_path="prefill.png")
 """
 
-from flashgen.bench.cases import GRIDS, Case, Grid
+from flashgen.bench.cases import Case
+from flashgen.bench.grids import GRIDS, Grid
 from flashgen.bench.results import Report
 from flashgen.bench.runner import run
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashgen.bench import agreement
-from flashgen.bench.cases import find_grid
 from flashgen.bench.environment import describe
+from flashgen.bench.grids import find_grid
 from flashgen.bench.peers.registry import OURS, choose_peers
 from flashgen.bench.results import Measurement, Report, Row
 from flashgen.bench.table import line, print_tables

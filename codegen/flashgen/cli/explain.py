@@ -90,9 +90,9 @@ def command(
 
     Needs no GPU, and nothing is compiled.
     """
-    from flashgen.api import explain
+    from flashgen.api.explain import explain
+    from flashgen.api.kvcache import KVCache
     from flashgen.cli.output import print_json
-    from flashgen.kvcache import KVCache
 
     options: dict[str, Any] = {"causal": causal, "mask_type": mask_type, "mask": mask}
     options |= {"softcap": softcap, "deterministic": deterministic, "algorithm": algorithm}

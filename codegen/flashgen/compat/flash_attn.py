@@ -13,12 +13,12 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
-from flashgen.api import attention
+from flashgen.api.attention import attention
+from flashgen.api.kvcache import KVCache, Rotary
 from flashgen.compat.libraries import int32s
 from flashgen.compat.refusals import refuse_dropout, refuse_gradients
 from flashgen.compat.widths import attention_of_any_width, contiguous_rows, missing
 from flashgen.errors import BadParam, BadTensorShape, NullPointer
-from flashgen.kvcache import KVCache, Rotary
 
 
 def flash_attn_func(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from flashgen.api import attention
+from flashgen.api.attention import attention
 from flashgen.compat.libraries import is_tensor, module_of
 from flashgen.errors import BadTensorShape
 
@@ -59,7 +59,7 @@ def _fitted(x: Any) -> Any:
     tensor, xp = is_tensor(x), module_of(x)
     if not (tensor or xp) or x.ndim == 0 or not missing(x):
         return contiguous_rows(x)
-    # Libraries may give the result the order of x in memory.
+    # Both functions keep the order of dimensions that x has in memory.
     if tensor:
         return contiguous_rows(sys.modules["torch"].nn.functional.pad(x, (0, missing(x))))
     zeros = xp.broadcast_to(xp.zeros_like(x[..., :1]), (*x.shape[:-1], missing(x)))

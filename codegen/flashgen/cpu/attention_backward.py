@@ -79,7 +79,8 @@ def gradients(problem: BackwardProblem, call: Call) -> None:
     tasks = [(batch, head) for batch in range(problem.batch) for head in range(problem.num_heads_kv)]
     pairs = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_kv
     work = pairs * (3 * problem.head_dim + 2 * problem.head_dim_v)
-    for_each(partial(_of_kv_head, problem, call), tasks, work)
+    # Of one product BLAS may give other bits with other threads, of which another call may leave it one.
+    for_each(partial(_of_kv_head, problem, call), tasks, work, one_blas_thread=problem.deterministic)
 
 
 @np.errstate(all="ignore")

@@ -11,27 +11,17 @@ Of the first rotary_dim elements of a row, (x, y) are a pair: elements i and i +
 they are interleaved, 2i and 2i + 1. With c and s the cosine and the sine of the position in column i,
 
     x' = c x - s y,  y' = c y + s x
-
-The bound, with u the unit roundoff of the dtype, and r the result:
-
-    |error of r| <= 1.01 u |r| + 1.01 2^-23 (|c x| + |s y|) + least_out
-
-- 2^-23: the product with s, and the sum, are each rounded to fp32; that with c may be. |r| is no larger.
-- 1.01 u |r|: the result is rounded to the dtype. least_out: half of the least step of the dtype.
-
-What is not rotated is copied: to the bit.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from flashgen.errors import (
     BadParam,
     BadTensorDtype,
     BadTensorShape,
-    DeviceTypeNotSupported,
     NullPointer,
 )
 from flashgen.operators.arguments import (
@@ -39,12 +29,12 @@ from flashgen.operators.arguments import (
     ROW_ALIGNMENT,
     Argument,
     Placed,
+    check_devices,
     check_strides,
-    device_name,
     flag,
     place,
 )
-from flashgen.operators.attention import DTYPES, MAX_HEAD_DIM, MAX_SEQLEN
+from flashgen.operators.attention import DTYPES, MAX_SEQLEN, check_head_dim
 from flashgen.operators.operator import Axis, Number, Operator, Problem, Value
 
 if TYPE_CHECKING:
@@ -53,7 +43,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from flashgen.operators.arguments import ArrayView
-    from flashgen.operators.reference import Verdict
 
 Pairs = Literal["none", "halves", "interleaved"]
 Q_POSITIONS = ("each", "first")
@@ -173,6 +162,14 @@ class AppendProblem(Problem):
         return self
 
 
+def pair_slices(problem: AppendProblem) -> tuple[slice, slice]:
+    """The first elements of the pairs of a row, and the second ones, in the order of the columns of cos."""
+    half = problem.rotary_half
+    if problem.pairs == "interleaved":
+        return slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    return slice(half), slice(half, 2 * half)
+
+
 def normalise(
     given: Mapping[str, ArrayView], *, interleaved: bool = False, q_positions: str = "each"
 ) -> AppendProblem:
@@ -250,15 +247,10 @@ def _check_places_and_dtypes(views: Mapping[str, ArrayView | None]) -> None:
     first = views["k_new"]
     if first.dtype not in DTYPES:
         raise BadTensorDtype(f"k_new has dtype {first.dtype}; supported are {', '.join(DTYPES)}")
-    for argument in ARGUMENTS:
-        name, view = argument.name, views[argument.name]
-        if view is None:
-            continue
-        if view.device != first.device:
-            raise DeviceTypeNotSupported(
-                f"{name} is on device {device_name(view.device)} but k_new on "
-                f"{device_name(first.device)}; all arrays must be on one device"
-            )
+    given = {name: view for name, view in views.items() if view is not None}
+    check_devices({"k_new": first} | given)
+    for name, view in given.items():
+        argument = ARGUMENTS[APPEND.position(name)]
         if name in ("cos", "sin"):
             allowed = tuple(dict.fromkeys((first.dtype, "fp32")))
         else:
@@ -342,12 +334,8 @@ def _symbols(argument: Argument, packed: bool) -> tuple[str, ...]:
 
 def _check_sizes(sizes: Mapping[str, int], dtype: str, *, tables: bool) -> None:
     """Limits of the sizes themselves."""
-    step = ROW_ALIGNMENT // DTYPE_BYTES[dtype]
     for name in ("head_dim", "head_dim_v"):
-        if not 1 <= sizes[name] <= MAX_HEAD_DIM or sizes[name] % step:
-            raise BadTensorShape(
-                f"{name} is {sizes[name]}; {dtype} needs a multiple of {step} from {step} to {MAX_HEAD_DIM}"
-            )
+        check_head_dim(name, sizes[name], dtype)
     if sizes["num_heads_kv"] < 1:
         raise BadTensorShape("k_new has no heads; it needs one at least")
     capacity = sizes["max_pages"] * sizes["page_size"]
@@ -418,170 +406,3 @@ APPEND = Operator(
     elements_checked=("lengths", "pages", "index", "positions", "cu_seqlens_new"),
     check_elements=_check_elements,
 )
-
-
-class Tokens(NamedTuple):
-    """New tokens, or queries, of NumPy, each (batch, tokens): the ``sequence`` of each, its ``position``
-    there, the ``row`` of the tables that it takes. ``real`` is false for those behind the last sequence,
-    which then count as of sequence 0.
-    """
-
-    sequence: np.ndarray
-    position: np.ndarray
-    row: np.ndarray
-    real: np.ndarray
-
-
-def new_tokens(problem: AppendProblem, arrays: Mapping[str, np.ndarray | None]) -> Tokens:
-    """Those of k_new and v_new; ``arrays`` has lengths, positions and cu_seqlens_new."""
-    return _tokens(problem, arrays, problem.seqlen_new, 1)
-
-
-def queries(problem: AppendProblem, arrays: Mapping[str, np.ndarray | None]) -> Tokens:
-    """Those of q; likewise."""
-    return _tokens(problem, arrays, problem.seqlen_q, 1 if problem.q_positions == "each" else 0)
-
-
-def _tokens(problem: AppendProblem, arrays: Mapping[str, np.ndarray | None], count: int, step: int) -> Tokens:
-    import numpy as np
-
-    number = np.arange(count)
-    if problem.batched:
-        sequence, offset = np.broadcast_arrays(np.arange(problem.batch)[:, None], number[None])
-        real = np.ones(sequence.shape, bool)
-    else:
-        boundaries = arrays["cu_seqlens_new"].astype(np.int64)
-        sequence = (np.searchsorted(boundaries, number, "right") - 1)[None]
-        real = (sequence >= 0) & (sequence < problem.sequences)
-        sequence = np.where(real, sequence, 0)
-        offset = number - boundaries[sequence]
-    position = arrays["lengths"].astype(np.int64)[sequence] + step * offset
-    positions = arrays["positions"]
-    row = position if positions is None else positions.reshape(position.shape).astype(np.int64)
-    return Tokens(sequence, position, row, real)
-
-
-class Slots(NamedTuple):
-    """Where tokens go in a cache: the ``page``, the ``slot`` in it; ``there`` is false where there is no such
-    place, and both are 0 then.
-    """
-
-    page: np.ndarray
-    slot: np.ndarray
-    there: np.ndarray
-
-
-def slots(problem: AppendProblem, tokens: Tokens, arrays: Mapping[str, np.ndarray | None]) -> Slots:
-    """Where new tokens go; ``arrays`` has pages and index."""
-    import numpy as np
-
-    there = (tokens.position >= 0) & (tokens.position < problem.capacity)
-    nth, slot = np.divmod(np.where(there, tokens.position, 0), max(1, problem.page_size))
-    if problem.paged:
-        page = arrays["pages"][tokens.sequence, nth] if problem.max_pages else nth
-    else:
-        page = tokens.sequence if arrays["index"] is None else arrays["index"][tokens.sequence]
-    there = there & (page >= 0) & (page < problem.num_pages)
-    return Slots(np.where(there, page, 0), np.where(there, slot, 0), there)
-
-
-def pair_slices(problem: AppendProblem) -> tuple[slice, slice]:
-    """The first elements of the pairs of a row, and the second ones, in the order of the columns of cos."""
-    half = problem.rotary_half
-    if problem.pairs == "interleaved":
-        return slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-    return slice(half), slice(half, 2 * half)
-
-
-def _rotated(
-    problem: AppendProblem, x: np.ndarray, row: np.ndarray, tables: tuple[np.ndarray, np.ndarray]
-) -> tuple[np.ndarray, np.ndarray]:
-    """x rotated, in float64, and its bound. Rows past the tables count as row 0."""
-    import numpy as np
-
-    from flashgen.operators.reference import LEAST_OUT, UNIT_ROUNDOFF
-
-    c, s = (table[np.where(row < problem.num_positions, row, 0)][:, :, None] for table in tables)
-    first, second = pair_slices(problem)
-    out, bound = x.copy(), np.zeros(x.shape)
-    for own, other, sign in ((first, second, -1), (second, first, 1)):
-        out[..., own] = c * x[..., own] + sign * s * x[..., other]
-        terms = np.abs(c * x[..., own]) + np.abs(s * x[..., other])
-        bound[..., own] = 1.01 * (UNIT_ROUNDOFF[problem.dtype] * np.abs(out[..., own]) + 2.0**-23 * terms)
-        bound[..., own] += LEAST_OUT[problem.dtype]
-    return out, bound
-
-
-def judge(
-    problem: AppendProblem, before: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray | None]
-) -> Verdict:
-    """Compare the results of a call with float64, on the host; what a call must not touch has to be, to the
-    bit, as ``before``, which has k_cache, v_cache and q_rotated. ``arrays`` has all arguments by name, None
-    for what is absent; bfloat16 elements are their bits in uint16. Of the worst element ``index`` is the
-    (batch, token, head, column), or, of what must not be touched, the place in its array.
-    """
-    import numpy as np
-
-    from flashgen.operators.numbers import widened
-    from flashgen.operators.reference import Largest, Verdict, largest
-
-    def batched(x: np.ndarray) -> np.ndarray:
-        return x if problem.batched else x[None]
-
-    def numbers(x: np.ndarray) -> np.ndarray:
-        return widened(batched(x), problem.dtype)
-
-    def compared(
-        name: str, places: tuple[np.ndarray, ...], wanted: np.ndarray, value: np.ndarray, bound: np.ndarray
-    ) -> Largest:
-        """The worst element of an output; where ``wanted``, it is to have ``value`` at ``places``."""
-        found, old = arrays[name], before[name]
-        if name == "q_rotated":
-            found, old = batched(found), batched(old)
-        bits = f"u{found.itemsize}"
-        changed = found.view(bits) != old.view(bits)
-        changed[tuple(place[wanted] for place in places)] = False
-        if changed.any():
-            index = tuple(int(i[0]) for i in np.nonzero(changed))
-            return Largest(np.inf, np.inf, 0.0, index)
-        mask = wanted[:, :, None, None]
-        taken = widened(found[places], problem.dtype)
-        return largest(np.where(mask, taken, 0), np.where(mask, value, 0), np.where(mask, bound, 0))
-
-    tables = None
-    if problem.pairs != "none":
-        tables = tuple(widened(arrays[name], problem.table_dtype) for name in ("cos", "sin"))
-
-    def with_row(tokens: Tokens) -> np.ndarray:
-        if tables is None:
-            return tokens.real
-        return tokens.real & (tokens.row >= 0) & (tokens.row < problem.num_positions)
-
-    new = new_tokens(problem, arrays)
-    page, slot, there = slots(problem, new, arrays)
-    stored = there & with_row(new)
-    k, v = numbers(arrays["k_new"]), numbers(arrays["v_new"])
-    k_bound, v_bound = np.zeros(k.shape), np.zeros(v.shape)
-    if tables is not None:
-        k, k_bound = _rotated(problem, k, new.row, tables)
-    worst = [
-        compared("k_cache", (page, slot), stored, k, k_bound),
-        compared("v_cache", (page, slot), stored, v, v_bound),
-    ]
-    if arrays["q"] is not None:
-        of_q = queries(problem, arrays)
-        value, bound = _rotated(problem, numbers(arrays["q"]), of_q.row, tables)
-        places = tuple(np.indices(of_q.row.shape))
-        worst.append(compared("q_rotated", places, with_row(of_q), value, bound))
-    total = total_lengths(problem, arrays)
-    worst.append(largest(arrays["total_lengths"].astype(float), total.astype(float), np.zeros(total.shape)))
-    return Verdict(max(worst, key=lambda each: each.share), None)
-
-
-def total_lengths(problem: AppendProblem, arrays: Mapping[str, np.ndarray | None]) -> np.ndarray:
-    """The lengths with the new tokens, as far as there is room for them."""
-    import numpy as np
-
-    boundaries = arrays["cu_seqlens_new"]
-    added = problem.seqlen_new if boundaries is None else np.diff(boundaries)
-    return np.minimum(arrays["lengths"] + added, problem.capacity).astype(np.int32)

@@ -11,7 +11,14 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, BadTensorStrides, NullPointer
+from flashgen.errors import (
+    BadParam,
+    BadTensorDtype,
+    BadTensorShape,
+    BadTensorStrides,
+    DeviceTypeNotSupported,
+    NullPointer,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -157,6 +164,18 @@ def device_name(device: int | None) -> str:
 def on_device(device: int | None) -> str:
     """Where an array is, for a message."""
     return f"{'in' if device is None else 'on'} {device_name(device)}"
+
+
+def check_devices(views: Mapping[str, ArrayView]) -> None:
+    """That all arrays are where the first one is. Raises DeviceTypeNotSupported."""
+    first, *_ = views
+    where = views[first].device
+    for name, view in views.items():
+        if view.device != where:
+            raise DeviceTypeNotSupported(
+                f"{name} is {on_device(view.device)} but {first} is {on_device(where)}; "
+                "all arrays must be on one device"
+            )
 
 
 def flag(name: str, value: Any) -> bool:

@@ -17,7 +17,6 @@ from flashgen.errors import (
     BadParam,
     BadTensorDtype,
     BadTensorShape,
-    DeviceTypeNotSupported,
     NullPointer,
 )
 from flashgen.operators.arguments import (
@@ -26,9 +25,9 @@ from flashgen.operators.arguments import (
     Argument,
     check_array,
     check_broadcast,
+    check_devices,
     check_strides,
     flag,
-    on_device,
     place,
 )
 from flashgen.operators.masks import UNBOUNDED
@@ -36,7 +35,7 @@ from flashgen.operators.operator import Axis, Number, Operator, Problem, Value
 from flashgen.operators.splits import AUTO, splits_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from flashgen.operators.arguments import ArrayView
     from flashgen.operators.scores import Score
@@ -319,16 +318,6 @@ def simplify(
     return "dense" if mask_type == "dense" else kind, offset, left, right
 
 
-def check_devices(views: dict[str, ArrayView]) -> None:
-    first = views["q"]
-    for name, view in views.items():
-        if view.device != first.device:
-            raise DeviceTypeNotSupported(
-                f"{name} is {on_device(view.device)} but q is {on_device(first.device)}; "
-                "all arrays must be on one device"
-            )
-
-
 def check_dtypes(views: dict[str, ArrayView]) -> str:
     dtype = views["q"].dtype
     if dtype not in DTYPES:
@@ -386,13 +375,8 @@ def check_out(out: ArrayView | None, q: ArrayView, v: ArrayView) -> None:
 
 def check_extents(sizes: Mapping[str, int], dtype: str) -> None:
     """That there are kernels for head dims, heads and lengths such as these. Raises BadTensorShape."""
-    step = ROW_ALIGNMENT // DTYPE_BYTES[dtype]
     for name in ("head_dim", "head_dim_v"):
-        width = sizes[name]
-        if not 1 <= width <= MAX_HEAD_DIM or width % step:
-            raise BadTensorShape(
-                f"{name} is {width}; {dtype} needs a multiple of {step} from {step} to {MAX_HEAD_DIM}"
-            )
+        check_head_dim(name, sizes[name], dtype)
     heads_q, heads_kv = sizes["num_heads_q"], sizes["num_heads_kv"]
     if heads_kv < 1 or heads_q < 1 or heads_q % heads_kv:
         raise BadTensorShape(
@@ -404,6 +388,15 @@ def check_extents(sizes: Mapping[str, int], dtype: str) -> None:
             raise BadTensorShape(
                 f"{name} has sequence length {seqlen}; the longest supported is {MAX_SEQLEN}"
             )
+
+
+def check_head_dim(name: str, width: int, dtype: str) -> None:
+    """That rows are a whole number of 16 bytes, and not too long. Raises BadTensorShape."""
+    step = ROW_ALIGNMENT // DTYPE_BYTES[dtype]
+    if not 1 <= width <= MAX_HEAD_DIM or width % step:
+        raise BadTensorShape(
+            f"{name} is {width}; {dtype} needs a multiple of {step} from {step} to {MAX_HEAD_DIM}"
+        )
 
 
 def mask_semantics(
@@ -550,21 +543,34 @@ def _batched(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape if len(shape) == 4 else (1, *shape)
 
 
-def _normalise(views: Sequence[ArrayView | None], options: Sequence[Any], scalars: Sequence[Any]) -> Problem:
-    q, k, v, mask, out, _, *score_arrays = views
-    softmax_scale, *score_scalars = scalars
-    named = dict(zip(OPTIONS, options, strict=True))
-    return normalise(
-        q,
-        k,
-        v,
-        mask=mask,
-        out=out,
-        softmax_scale=softmax_scale,
-        score_arrays=score_arrays,
-        score_scalars=score_scalars,
-        **named,
-    )
+def by_name(
+    normalise: Callable[..., Problem],
+    arguments: Sequence[Argument],
+    options: Sequence[str],
+    without: Sequence[str] = (),
+) -> Callable[..., Problem]:
+    """`Operator.normalise` by a function that takes arrays, options and ``softmax_scale`` by their names, and
+    what belongs to a score modification in ``score_arrays`` and ``score_scalars``. The
+    arguments ``without`` are not passed: an LSE is there where return_lse says so.
+    """
+
+    def normalised(
+        views: Sequence[ArrayView | None], given: Sequence[Any], scalars: Sequence[Any]
+    ) -> Problem:
+        softmax_scale, *score_scalars = scalars
+        return normalise(
+            **{
+                argument.name: view
+                for argument, view in zip(arguments, views, strict=False)
+                if argument.name not in without
+            },
+            softmax_scale=softmax_scale,
+            score_arrays=views[len(arguments) :],
+            score_scalars=score_scalars,
+            **dict(zip(options, given, strict=True)),
+        )
+
+    return normalised
 
 
 def _serves_grouping(problem: AttentionProblem, gqa: Value) -> bool:
@@ -586,7 +592,7 @@ ATTENTION = Operator(
         "gqa": Axis(_serves_grouping, ("mha", "gqa", "packed"), default="mha"),
     },
     grid_dimensions=("query_rows", "key_rows", "heads", "kv_heads", "batch"),
-    normalise=_normalise,
+    normalise=by_name(normalise, ARGUMENTS, OPTIONS, without=("lse",)),
 )
 
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import BadTensorDtype, BadTensorShape
 from flashgen.operators import attention
-from flashgen.operators.arguments import DTYPE_BYTES, Argument, check_strides, flag, place
+from flashgen.operators.arguments import DTYPE_BYTES, Argument, check_devices, check_strides, flag, place
 from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem
-from flashgen.operators.operator import Axis, Operator, Problem, Value
+from flashgen.operators.operator import Axis, Operator, Value
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -123,7 +123,7 @@ def normalise(
     )
     views = dict(zip(_OF_CALL, (dout, out, lse, dlse, dq, dk, dv), strict=True))
     given = {name: view for name, view in views.items() if view is not None}
-    attention.check_devices({"q": q} | given)
+    check_devices({"q": q} | given)
     for name, view in given.items():
         check_array(ARGUMENTS[_POSITIONS[name]], view, forward, 0 if forward.batched else 1)
     own = attention.score_views(score, score_arrays)
@@ -162,17 +162,6 @@ def check_array(argument: Argument, view: ArrayView, forward: AttentionProblem, 
     check_strides(argument, view, DTYPE_BYTES[dtype])
 
 
-def _normalise(views: Sequence[ArrayView | None], options: Sequence[Any], scalars: Sequence[Any]) -> Problem:
-    softmax_scale, *score_scalars = scalars
-    return normalise(
-        **dict(zip(_POSITIONS, views, strict=False)),
-        softmax_scale=softmax_scale,
-        score_arrays=views[len(ARGUMENTS) :],
-        score_scalars=score_scalars,
-        **dict(zip(OPTIONS, options, strict=True)),
-    )
-
-
 def _serves_order(problem: BackwardProblem, order: Value) -> bool:
     return order != "none" or not problem.deterministic
 
@@ -187,7 +176,7 @@ BACKWARD = Operator(
         "dq_order": Axis(_serves_order, DQ_ORDERS, default="none"),
     },
     grid_dimensions=ATTENTION.grid_dimensions,
-    normalise=_normalise,
+    normalise=attention.by_name(normalise, ARGUMENTS, OPTIONS),
     differentiates=True,
 )
 

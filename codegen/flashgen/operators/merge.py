@@ -26,17 +26,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashgen.errors import BadTensorDtype, BadTensorShape, DeviceTypeNotSupported
+from flashgen.errors import BadTensorDtype, BadTensorShape
 from flashgen.operators.arguments import (
     DTYPE_BYTES,
-    ROW_ALIGNMENT,
     Argument,
     check_array,
+    check_devices,
     check_strides,
-    device_name,
     place,
 )
-from flashgen.operators.attention import DTYPES, MAX_HEAD_DIM, MAX_SEQLEN
+from flashgen.operators.attention import DTYPES, MAX_SEQLEN, check_head_dim
 from flashgen.operators.operator import Axis, Number, Operator, Problem, Value
 
 if TYPE_CHECKING:
@@ -116,12 +115,7 @@ def check_parts(parts: Sequence[tuple[ArrayView, ArrayView]]) -> tuple[dict[str,
             "without batch"
         )
     batch, seqlen_q, heads, head_dim = first.shape if len(first.shape) == 4 else (1, *first.shape)
-    step = ROW_ALIGNMENT // DTYPE_BYTES[first.dtype]
-    if not 1 <= head_dim <= MAX_HEAD_DIM or head_dim % step:
-        raise BadTensorShape(
-            f"head_dim_v is {head_dim}; {first.dtype} needs a multiple of {step} from {step} to "
-            f"{MAX_HEAD_DIM}"
-        )
+    check_head_dim("head_dim_v", head_dim, first.dtype)
     if heads < 1 or seqlen_q > MAX_SEQLEN:
         raise BadTensorShape(
             f"o1 has shape {first.shape}; it needs a head, and sequence lengths are at most {MAX_SEQLEN}"
@@ -129,12 +123,7 @@ def check_parts(parts: Sequence[tuple[ArrayView, ArrayView]]) -> tuple[dict[str,
     sizes = {"batch": batch, "seqlen_q": seqlen_q, "num_heads_q": heads, "head_dim_v": head_dim}
     lse_shape = (*first.shape[:-3], heads, seqlen_q)
     for number, (o, lse) in enumerate(parts, 1):
-        for name, view in ((f"o{number}", o), (f"lse{number}", lse)):
-            if view.device != first.device:
-                raise DeviceTypeNotSupported(
-                    f"{name} is on device {device_name(view.device)} but o1 on "
-                    f"{device_name(first.device)}; all arrays must be on one device"
-                )
+        check_devices({"o1": first, f"o{number}": o, f"lse{number}": lse})
         if o.dtype != first.dtype:
             raise BadTensorDtype(
                 f"o{number} has dtype {o.dtype} but o1 has {first.dtype}; they must be the same"
@@ -158,12 +147,8 @@ def normalise(
 ) -> MergeProblem:
     """The Problem of a call, or the error of the contract that it breaks; see ``check_parts``."""
     sizes, dtype = check_parts([(o1, lse1), (o2, lse2)])
-    for name, view in (("out", out), ("lse_out", lse_out)):
-        if view is not None and view.device != o1.device:
-            raise DeviceTypeNotSupported(
-                f"{name} is on device {device_name(view.device)} but o1 on "
-                f"{device_name(o1.device)}; all arrays must be on one device"
-            )
+    given = {"out": out, "lse_out": lse_out}
+    check_devices({"o1": o1} | {name: view for name, view in given.items() if view is not None})
     if out is not None:
         check_array(ARGUMENTS[4], out, sizes, dtype)
         if out.shape != o1.shape:

@@ -1,21 +1,90 @@
-"""Whether every token of an append has a place, from lengths and tables that can be read on the host."""
+"""Where the tokens of an append go, and whether there is such a place, from lengths and tables that can be
+read on the host.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from flashgen.errors import BadParam, BadTensorShape
-from flashgen.operators.append import new_tokens, queries, slots
 from flashgen.operators.sequences import check_boundaries
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from flashgen.operators.append import AppendProblem, Slots, Tokens
+    from flashgen.operators.append import AppendProblem
 
     Arrays = Mapping[str, np.ndarray | None]
+
+
+class Tokens(NamedTuple):
+    """New tokens, or queries, of NumPy, each (batch, tokens): the ``sequence`` of each, its ``position``
+    there, the ``row`` of the tables that it takes. ``real`` is false for those behind the last sequence,
+    which then count as of sequence 0.
+    """
+
+    sequence: np.ndarray
+    position: np.ndarray
+    row: np.ndarray
+    real: np.ndarray
+
+
+def new_tokens(problem: AppendProblem, arrays: Arrays) -> Tokens:
+    """Those of k_new and v_new; ``arrays`` has lengths, positions and cu_seqlens_new."""
+    return _tokens(problem, arrays, problem.seqlen_new, 1)
+
+
+def queries(problem: AppendProblem, arrays: Arrays) -> Tokens:
+    """Those of q; likewise."""
+    return _tokens(problem, arrays, problem.seqlen_q, 1 if problem.q_positions == "each" else 0)
+
+
+def _tokens(problem: AppendProblem, arrays: Arrays, count: int, step: int) -> Tokens:
+    number = np.arange(count)
+    if problem.batched:
+        sequence, offset = np.broadcast_arrays(np.arange(problem.batch)[:, None], number[None])
+        real = np.ones(sequence.shape, bool)
+    else:
+        boundaries = arrays["cu_seqlens_new"].astype(np.int64)
+        sequence = (np.searchsorted(boundaries, number, "right") - 1)[None]
+        real = (sequence >= 0) & (sequence < problem.sequences)
+        sequence = np.where(real, sequence, 0)
+        offset = number - boundaries[sequence]
+    position = arrays["lengths"].astype(np.int64)[sequence] + step * offset
+    positions = arrays["positions"]
+    row = position if positions is None else positions.reshape(position.shape).astype(np.int64)
+    return Tokens(sequence, position, row, real)
+
+
+class Slots(NamedTuple):
+    """Where tokens go in a cache: the ``page``, the ``slot`` in it; ``there`` is false where there is no such
+    place, and both are 0 then.
+    """
+
+    page: np.ndarray
+    slot: np.ndarray
+    there: np.ndarray
+
+
+def slots(problem: AppendProblem, tokens: Tokens, arrays: Arrays) -> Slots:
+    """Where new tokens go; ``arrays`` has pages and index."""
+    there = (tokens.position >= 0) & (tokens.position < problem.capacity)
+    nth, slot = np.divmod(np.where(there, tokens.position, 0), max(1, problem.page_size))
+    if problem.paged:
+        page = arrays["pages"][tokens.sequence, nth] if problem.max_pages else nth
+    else:
+        page = tokens.sequence if arrays["index"] is None else arrays["index"][tokens.sequence]
+    there = there & (page >= 0) & (page < problem.num_pages)
+    return Slots(np.where(there, page, 0), np.where(there, slot, 0), there)
+
+
+def total_lengths(problem: AppendProblem, arrays: Arrays) -> np.ndarray:
+    """The lengths with the new tokens, as far as there is room for them."""
+    boundaries = arrays["cu_seqlens_new"]
+    added = problem.seqlen_new if boundaries is None else np.diff(boundaries)
+    return np.minimum(arrays["lengths"] + added, problem.capacity).astype(np.int32)
 
 
 def check_places(problem: AppendProblem, arrays: Arrays) -> None:

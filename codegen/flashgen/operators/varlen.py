@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer
 from flashgen.operators import attention
-from flashgen.operators.arguments import DTYPE_BYTES, Argument, check_strides, flag, place
+from flashgen.operators.arguments import DTYPE_BYTES, Argument, check_devices, check_strides, flag, place
 from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem, simplify
 from flashgen.operators.masks import UNBOUNDED
-from flashgen.operators.operator import Axis, Number, Operator, Problem, Value
+from flashgen.operators.operator import Axis, Number, Operator, Value
 from flashgen.operators.splits import AUTO, splits_of
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def normalise(
     given = {name: view for name, view in lengths.items() if view is not None}
     own = attention.score_views(score, score_arrays)
     masks = {} if mask is None else {"mask": mask}
-    attention.check_devices(views | given | masks | own)
+    check_devices(views | given | masks | own)
     dtype = attention.check_dtypes(views)
     _check_combination(given)
     invariant = splits != AUTO
@@ -444,19 +444,6 @@ def _band(
     return "none", 0, UNBOUNDED, UNBOUNDED
 
 
-def _normalise(views: Sequence[ArrayView | None], options: Sequence[Any], scalars: Sequence[Any]) -> Problem:
-    arrays = dict(zip((argument.name for argument in ARGUMENTS), views, strict=False))
-    arrays.pop("lse")
-    softmax_scale, *score_scalars = scalars
-    return normalise(
-        **arrays,
-        softmax_scale=softmax_scale,
-        score_arrays=views[len(ARGUMENTS) :],
-        score_scalars=score_scalars,
-        **dict(zip(OPTIONS, options, strict=True)),
-    )
-
-
 def _check_elements(problem: VarlenProblem, lengths: Mapping[str, np.ndarray | None]) -> None:
     from flashgen.operators.sequences import sequences
 
@@ -478,7 +465,7 @@ VARLEN = Operator(
         ),
     },
     grid_dimensions=(*ATTENTION.grid_dimensions, "sequence_rows"),
-    normalise=_normalise,
+    normalise=attention.by_name(normalise, ARGUMENTS, OPTIONS, without=("lse",)),
     elements_checked=LENGTHS,
     check_elements=_check_elements,
 )

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flashgen.operators import attention, backward, varlen
-from flashgen.operators.arguments import Argument, flag, place
+from flashgen.operators.arguments import Argument, check_devices, flag, place
 from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem
 from flashgen.operators.backward import BackwardProblem
-from flashgen.operators.operator import Operator, Problem, Value
+from flashgen.operators.operator import Operator, Value
 from flashgen.operators.varlen import VARLEN, VarlenProblem
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def normalise(
     )
     views = dict(zip(_OF_CALL, (dout, out, lse, dlse, dq, dk, dv), strict=True))
     given = {name: view for name, view in views.items() if view is not None}
-    attention.check_devices({"q": q} | given)
+    check_devices({"q": q} | given)
     for name, view in given.items():
         argument = ARGUMENTS[_POSITIONS[name]]
         missing = _missing(argument, forward.packed_q, forward.packed_kv)
@@ -167,17 +167,6 @@ def _missing(argument: Argument, packed_q: bool, packed_kv: bool) -> int:
     return int(packed.get(argument.symbols[0] if argument.symbols else "", False))
 
 
-def _normalise(views: Sequence[ArrayView | None], options: Sequence[Any], scalars: Sequence[Any]) -> Problem:
-    softmax_scale, *score_scalars = scalars
-    return normalise(
-        **dict(zip(_POSITIONS, views, strict=False)),
-        softmax_scale=softmax_scale,
-        score_arrays=views[len(ARGUMENTS) :],
-        score_scalars=score_scalars,
-        **dict(zip(OPTIONS, options, strict=True)),
-    )
-
-
 def _check_elements(problem: VarlenBackwardProblem, lengths: Mapping[str, np.ndarray | None]) -> None:
     from flashgen.operators.sequences import sequences
 
@@ -191,7 +180,7 @@ VARLEN_BACKWARD = Operator(
     scalars=SCALARS,
     axes={**ATTENTION.axes, "dq_order": backward.BACKWARD.axes["dq_order"]},
     grid_dimensions=(*ATTENTION.grid_dimensions, "sequence_rows", "sequence_keys", "sequences"),
-    normalise=_normalise,
+    normalise=attention.by_name(normalise, ARGUMENTS, OPTIONS),
     elements_checked=LENGTHS,
     check_elements=_check_elements,
     differentiates=True,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import operator
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from flashgen.errors import BadParam, BadTensorDtype, DeviceTypeNotSupported, No
 from flashgen.operators.arguments import ArrayView
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from flashgen.operators.operator import Problem
 
@@ -202,8 +203,6 @@ class TorchKind:
         self._is_compiling = torch.compiler.is_compiling
         self._is_transforming = torch._C._are_functorch_transforms_active
         self._forward_ad = torch.autograd.forward_ad
-        self._guards = _guards_of(torch)
-        self.expecting = None if self._guards is None else self._expecting
         # The handle alone: a Stream object costs 2 µs.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self._get_stream = raw_stream or (lambda device: torch.cuda.current_stream(device).cuda_stream)
@@ -240,6 +239,12 @@ class TorchKind:
                 layouts.append((x.shape, strides, x.dtype, x.device, refused))
                 pointers.append(x.data_ptr())
         return tuple(layouts), tuple(pointers)
+
+    @functools.cached_property
+    def expecting(self) -> Callable[[tuple[Any, ...]], Expecting | None] | None:
+        # Not in __init__: torch.compile, where it traces the first call of a process, cannot trace guards.
+        self._guards = _guards_of(self._torch)
+        return None if self._guards is None else self._expecting
 
     def _expecting(self, arrays: tuple[Any, ...]) -> Expecting | None:
         """What gives the pointers of as many arrays that lie as these, and None for any others; None where
@@ -435,6 +440,19 @@ def view(x: Any, name: str) -> ArrayView:
         return kind.view(x)
     except (BadParam, BadTensorDtype, DeviceTypeNotSupported) as error:
         raise type(error)(f"{name}: {error}") from None
+
+
+def check_libraries(views: Mapping[str, ArrayView | None]) -> None:
+    """That arrays on one device are of one library: each library has its own current stream, so work on
+    arrays of two of them would be in no order. Raises BadParam.
+    """
+    (name_of_first, first), *others = views.items()
+    for name, view in others:
+        if view is not None and view.kind != first.kind and view.device == first.device:
+            raise BadParam(
+                f"{name} is a {view.kind} array but {name_of_first} is a {first.kind} one; convert it; "
+                "DLPack does so without a copy"
+            )
 
 
 def stream_pointer(stream: Any) -> int:

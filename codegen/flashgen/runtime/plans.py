@@ -16,6 +16,8 @@ from flashgen.errors import (
 )
 from flashgen.operators.arguments import (
     DTYPE_BYTES,
+    Argument,
+    Placed,
     check_array,
     check_memory,
     check_strides,
@@ -27,7 +29,7 @@ from flashgen.runtime import arrays as libraries
 from flashgen.runtime import check
 
 if TYPE_CHECKING:
-    from flashgen.operators.arguments import Argument, ArrayView
+    from flashgen.operators.arguments import ArrayView
     from flashgen.operators.operator import Problem
     from flashgen.schedule.plan import Step
     from flashgen.spec.variant import Variant
@@ -44,6 +46,7 @@ Ready = tuple[Work, Arrays, Pointers, int, Any]
 MAX_WORKS = 256
 # Bytes to which the workspace is aligned; any allocation of a GPU is.
 WORKSPACE_ALIGNMENT = 256
+_WORKSPACE = Argument("workspace", "output", "bytes", ("uint8",), "contiguous", WORKSPACE_ALIGNMENT)
 
 
 class Runner(Protocol):
@@ -164,8 +167,9 @@ class Plan:
         Outputs, such as ``out`` and ``lse``, receive the results where given: with the layout that they had
         when the plan was made, or contiguous if they were not there. ``lse`` is allowed where the plan was
         made with ``return_lse``. A scalar, such as ``softmax_scale``, may differ from that of the plan.
-        ``workspace`` is an array of at least ``workspace_bytes``, contiguous, on the plan's device; without
-        it memory is allocated for the call. Returns ``out``, or ``(out, lse)`` with ``return_lse``.
+        ``workspace`` is an array of at least ``workspace_bytes``, contiguous, on the plan's device, in memory
+        that no other argument touches; without it memory is allocated for the call. Returns ``out``, or
+        ``(out, lse)`` with ``return_lse``.
 
         Raises BadParam, NullPointer, BadTensorShape, BadTensorDtype, BadTensorStrides or
         DeviceTypeNotSupported for what does not fit the plan, and InsufficientWorkspace.
@@ -240,7 +244,7 @@ class Plan:
         except TypeError:  # a scalar that is no number; _prepare says so
             key = work = None
         if work is None:
-            work = self._prepare(key, given, pointers, scalars)
+            work = self._prepare(key, given, pointers, scalars, workspace is not None)
         return work, arrays, pointers, handle, memory
 
     def results_of(self, arrays: Arrays) -> Any:
@@ -314,16 +318,21 @@ class Plan:
             self._expected_workspace = self._expecting((workspace,))
         return workspace, view.pointer
 
-    def _prepare(self, key: Any, given: Pointers, pointers: Pointers, scalars: tuple[Any, ...]) -> Work:
+    def _prepare(
+        self, key: Any, given: Pointers, pointers: Pointers, scalars: tuple[Any, ...], own_workspace: bool
+    ) -> Work:
         """What to queue for arrays at ``pointers``, if their memory is sound; ``given`` has 0 for outputs
-        that were just allocated. Raises what is wrong.
+        that were just allocated, and ``own_workspace`` says that the caller passed one. Raises what is wrong.
         """
         problem = self.problem
         arguments, count = problem.operator.arguments, len(problem.operator.arguments)
         written = [place for place in problem.results if given[place]]
         placed = problem.placed()
+        if self._needed and own_workspace:
+            arguments, written = (*arguments, _WORKSPACE), [*written, count]
+            placed = (*placed, Placed(_WORKSPACE, (self._needed,), (), "uint8"))
         spans = [(0, 0) if each is None else each.span() for each in placed]
-        check_memory(arguments, spans, pointers[:count], written, placed)
+        check_memory(arguments, spans, pointers[: len(arguments)], written, placed)
         called = problem.with_scalars(scalars)
         work = _no_work if self._empty else self._runner.at(pointers, called)
         if self._checked:

@@ -32,10 +32,10 @@ def sections(problem: AttentionProblem, variant: Variant, device: Device, parts:
     Under causal, where lengths differ most, a section may have more heads, as long as L2 holds their keys and
     values and at least three tiles and 384 rows of each head run at a time.
 
-    Tiles of keys add to dq one after the other. A section of theirs has as many heads as fill the device, so
-    that a tile starts when the one before it, of the next section but at the same place, has a lead. A turn
-    takes up to 1.8 steps from tile to tile. So at most half as many tiles of a head run at a time as it has
-    steps, or turns would be what the head waits for.
+    Tiles of keys in turn add to dq one after the other. A section of theirs has as many heads as fill the
+    device, so that a tile starts when the one before it, of the next section but at the same place, has a
+    lead. A turn takes up to 1.8 steps from tile to tile. So at most half as many tiles of a head run at a
+    time as it has steps, or turns would be what the head waits for. Other tiles of keys: `_of_keys`.
     """
     total = all_heads(problem, variant, parts)
     if total == 0:
@@ -43,11 +43,11 @@ def sections(problem: AttentionProblem, variant: Variant, device: Device, parts:
     tiles_of_head = max(1, row_blocks(problem, variant))
     if variant.grid.tile(KEYS):
         running = blocks_at_a_time(variant, device)
-        wanted = -(-running // tiles_of_head)
-        if variant.grid.step_rows:
-            query_heads = problem.num_heads_q // problem.num_heads_kv // parts
-            steps = max(1, query_heads * -(-problem.seqlen_q // variant.grid.step_rows))
-            wanted = max(wanted, 2 * running // (variant.grid.cluster * steps))
+        query_heads = problem.num_heads_q // problem.num_heads_kv // parts
+        if not variant.grid.step_rows:
+            return _of_keys(problem, total, tiles_of_head, running, query_heads)
+        steps = max(1, query_heads * -(-problem.seqlen_q // variant.grid.step_rows))
+        wanted = max(-(-running // tiles_of_head), 2 * running // (variant.grid.cluster * steps))
         return _even(total, 1, wanted)
     group = heads(problem, variant) // problem.num_heads_kv
     band = Band.of(problem)
@@ -62,6 +62,24 @@ def sections(problem: AttentionProblem, variant: Variant, device: Device, parts:
         kept = device.l2_bytes // max(1, _key_bytes(problem, variant))
         wanted = max(wanted, min(blocks_at_a_time(variant, device) // together, kept))
     return _even(total, group, wanted)
+
+
+def _of_keys(
+    problem: AttentionProblem, total: int, tiles_of_head: int, running: int, query_heads: int
+) -> Sections:
+    """Sections of tiles of keys that add to dq in any order, each over ``query_heads`` query heads.
+
+    Where tiles differ in length, two waves of them make a section, so that the grid ends with short ones. But
+    eight tiles of a head run at a time, to share its queries in L2. Tiles of less than 2,048 query rows end
+    close enough together. (Measured: docs/tuning.md.)
+    """
+    if not Band.of(problem).bounded or query_heads * problem.seqlen_q < 2048:
+        return Sections(1, total)
+    wanted = min(2 * running / tiles_of_head, running / 8)
+    size = -(
+        -total // max(1, round(total / wanted))
+    )  # a small last section would leave its longest tiles alone
+    return Sections(size, -(-total // size))
 
 
 def _key_bytes(problem: AttentionProblem, variant: Variant) -> int:

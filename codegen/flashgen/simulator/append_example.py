@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flashgen.operators.append import ARGUMENTS, Q_POSITIONS, AppendProblem, judge, normalise
+from flashgen.operators.append import ARGUMENTS, Q_POSITIONS, AppendProblem, normalise
+from flashgen.operators.append_reference import judge
 from flashgen.simulator.example import random_rows, rows_within_nan, view_of
 
 if TYPE_CHECKING:

@@ -42,9 +42,11 @@ _REFERENCE = re.compile(
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"(flashgen/[^"]+)"[^\n]*\n?', re.MULTILINE)
 # Patterns from here on are for rendering alone: a call of a kernel on disk does not wait for them.
 _VALUE = r"\$\{[^}]*\}"
-# Jinja's own line statements swallow the blank lines behind them, and its line comments leave one.
+# Jinja's own line statements swallow the blank lines behind them, its line comments leave one, and it looks
+# for either at each character.
 _STATEMENT_LINE = r"(?m)^[ \t]*//%([-+]?)(.*?)[ \t]*$"
 _COMMENT_LINE = r"(?m)^[ \t]*//#.*$"
+_COMMENT = r"[ \t]*//#.*"
 _BLANK_LINES = r"\n(?:[ \t]*\n){2,}"
 _PRAGMA_ONCE = r"(?m)^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*\n"
 
@@ -223,17 +225,17 @@ def _of_score(form: Variant) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def _environment(folders: tuple[str, ...]) -> jinja2.Environment:
-    import jinja2.ext
+    import jinja2
 
-    class LineStatements(jinja2.ext.Extension):
-        def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
-            return re.sub(_COMMENT_LINE, "{##}", re.sub(_STATEMENT_LINE, r"{%\1\2 %}", source))
+    class Lines(jinja2.FileSystemLoader):
+        def get_source(self, environment: jinja2.Environment, template: str) -> tuple[str, str, Any]:
+            source, *found = super().get_source(environment, template)
+            source = re.sub(_COMMENT, "", re.sub(_COMMENT_LINE, "{##}", source))
+            return re.sub(_STATEMENT_LINE, r"{%\1\2 %}", source), *found
 
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folders),
-        extensions=[LineStatements],
+        loader=Lines(folders),
         undefined=jinja2.StrictUndefined,
-        line_comment_prefix="//#",
         variable_start_string="${",
         variable_end_string="}",
         trim_blocks=True,

@@ -47,15 +47,19 @@ class Expression:
     Raises ValueError with a message that says what was found and what is allowed.
     """
 
-    __slots__ = ("_code", "reads", "text")
+    __slots__ = ("_code", "_number", "reads", "text")
 
     def __init__(self, text: str | int, names: frozenset[str]) -> None:
         self.text = " ".join(str(text).split())
-        self._code = _compile(self.text, names)
-        self.reads = names.intersection(self._code.co_names)
+        # Most are numbers, which need no compiler.
+        self._number = text if type(text) is int else None
+        self._code = None if self._number is not None else _compile(self.text, names)
+        self.reads = names.intersection(self._code.co_names) if self._code else frozenset()
 
     def __call__(self, values: Mapping[str, str | int]) -> int:
         """The expression's value. Raises ValueError when it is not an integer or cannot be computed."""
+        if self._number is not None:
+            return self._number
         try:
             result = eval(self._code, {"__builtins__": {}, **_FUNCTIONS}, values)
         except (ArithmeticError, TypeError) as error:

@@ -31,12 +31,13 @@ _NUMBERS = tuple(ctype for ctype in CTYPES if not ctype.endswith("*") and ctype 
 
 def read_steps(document: Document, file: File, axes: Mapping[str, Values]) -> tuple[list[StepTable], int]:
     """The steps of a family, and which of them dispatch chooses. Raises SpecError where they are wrong."""
+    condition = when_type(axes, tile_types(file))
     if not file.steps:
         for key in _OF_A_STEP:
             if getattr(file, key) is None:
                 raise document.error((), f"the key `{key}` is missing")
         given = {key: getattr(file, key) for key in (*_OF_A_STEP, *_MAY_HAVE)}
-        return [StepTable(document, file, axes, (), StepRow(name="only", **given))], 0
+        return [StepTable(document, file, axes, condition, (), StepRow(name="only", **given))], 0
     for key in (*_OF_A_STEP, *_MAY_HAVE):
         if getattr(file, key):
             raise document.error((key,), "each of `steps` has its own; leave this one out")
@@ -54,7 +55,8 @@ def read_steps(document: Document, file: File, axes: Mapping[str, Values]) -> tu
         if row.combines and (i <= main[0] or not _splits(rows[main[0]])):
             why = "only a step behind a main one with `schedule: shares` or `group_waves` has parts"
             raise document.error(("steps", i, "combines"), why)
-    return [StepTable(document, file, axes, ("steps", i), row) for i, row in enumerate(rows)], main[0]
+    tables = [StepTable(document, file, axes, condition, ("steps", i), row) for i, row in enumerate(rows)]
+    return tables, main[0]
 
 
 def _splits(row: StepRow) -> bool:
@@ -66,12 +68,18 @@ class StepTable:
     """One kernel of a family. Raises SpecError for an expression, a parameter or a grid that is wrong."""
 
     def __init__(
-        self, document: Document, file: File, axes: Mapping[str, Values], keys: Keys, row: StepRow
+        self,
+        document: Document,
+        file: File,
+        axes: Mapping[str, Values],
+        condition: type,
+        keys: Keys,
+        row: StepRow,
     ) -> None:
         self._document, self._keys = document, keys
         self._names = expression_names(file, axes)
         self._reads = {"max_smem"}
-        params = _params(document, file, axes, keys, row.params)
+        params = _params(document, file, condition, keys, row.params)
         self.step = Step(
             row.name if keys else "",
             row.template,
@@ -82,7 +90,7 @@ class StepTable:
             row.dependent_launch,
             row.score_seam,
             row.combines,
-            _limits(document, file, axes, (*keys, "when"), row.when),
+            _limits(document, condition, (*keys, "when"), row.when),
         )
         if row.grid.schedule == "shares" and row.visits is None and not row.combines:
             raise document.error((*keys, "grid", "schedule"), "shares are of KV blocks: `visits` is missing")
@@ -179,7 +187,7 @@ class StepTable:
 
 
 def _params(
-    document: Document, file: File, axes: Mapping[str, Values], step: Keys, given: list[Any]
+    document: Document, file: File, condition: type, step: Keys, given: list[Any]
 ) -> tuple[Param, ...]:
     params: list[Param] = []
     if not given:
@@ -191,7 +199,7 @@ def _params(
             raise document.error(keys, f"the key `box` is missing; a {TENSOR_MAP} needs it")
         if row.type != TENSOR_MAP and row.box is not None:
             raise document.error((*keys, "box"), f"only a {TENSOR_MAP} has a box")
-        param = Param(row.name, row.type, row.doc, _limits(document, file, axes, (*keys, "when"), row.when))
+        param = Param(row.name, row.type, row.doc, _limits(document, condition, (*keys, "when"), row.when))
         if any(other.name == row.name and not param.excludes(other) for other in params):
             raise document.error(
                 (*keys, "name"),
@@ -205,13 +213,13 @@ def _params(
 
 
 def _limits(
-    document: Document, file: File, axes: Mapping[str, Values], keys: Keys, given: dict[str, Any]
+    document: Document, condition: type, keys: Keys, given: dict[str, Any]
 ) -> tuple[tuple[str, tuple[str | int, ...]], ...]:
-    """The values of axes and tile keys that a ``when`` names."""
+    """The values of axes and tile keys that a ``when``, of the type ``condition``, names."""
     if not given:
         return ()
-    when = document.convert(keys, given, when_type(axes, tile_types(file)))
-    limits = ((key, getattr(when, key)) for key in (*axes, *file.tile_keys))
+    when = document.convert(keys, given, condition)
+    limits = ((key, getattr(when, key)) for key in condition.__struct_fields__)
     return tuple((key, tuple(as_values(limit))) for key, limit in limits if limit is not None)
 
 

@@ -203,10 +203,19 @@ __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
 }
 
-// ld.shared.u32, st.shared.u8, st.shared.u32.
+// ld.shared.u32, ld.shared.v4.u32, st.shared.u8, st.shared.u32.
 __device__ __forceinline__ uint32_t load_shared_32(shared_address source) {
     uint32_t value;
     asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(value) : "r"(source) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ uint4 load_shared_128(shared_address source) {
+    uint4 value;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(source)
+                 : "memory");
     return value;
 }
 

@@ -53,7 +53,7 @@ __device__ __forceinline__ float2 load_shared_64(shared_address source) {
     return values;
 }
 
-// st.shared.v2.u32, st.shared.v4.u32, ld.shared.v4.u32.
+// st.shared.v2.u32, st.shared.v4.u32.
 __device__ __forceinline__ void store_shared_64(shared_address destination, uint32_t low, uint32_t high) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};\n" ::"r"(destination), "r"(low), "r"(high) : "memory");
 }
@@ -62,15 +62,6 @@ __device__ __forceinline__ void store_shared_128(shared_address destination, uin
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"r"(destination), "r"(value.x), "r"(value.y), "r"(value.z),
                  "r"(value.w)
                  : "memory");
-}
-
-__device__ __forceinline__ uint4 load_shared_128(shared_address source) {
-    uint4 value;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n"
-                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "r"(source)
-                 : "memory");
-    return value;
 }
 
 // mma.m16n8k16: accumulator (16x8, fp32) += a (16x16) . b (16x8), a and b of 16-bit elements.

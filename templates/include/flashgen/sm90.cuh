@@ -146,20 +146,11 @@ __device__ __forceinline__ void stmatrix_x4(shared_address row, const uint32_t (
                  : "memory");
 }
 
-// ld.shared.v2.f32, ld.shared.v4.u32, st.shared.v4.f32.
+// ld.shared.v2.f32, st.shared.v4.f32.
 __device__ __forceinline__ float2 load_shared_64(shared_address source) {
     float2 values;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(values.x), "=f"(values.y) : "r"(source) : "memory");
     return values;
-}
-
-__device__ __forceinline__ uint4 load_shared_128(shared_address source) {
-    uint4 value;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n"
-                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "r"(source)
-                 : "memory");
-    return value;
 }
 
 __device__ __forceinline__ void store_shared_128(shared_address destination, float a, float b, float c, float d) {

@@ -173,6 +173,13 @@ inline uint32_t load_shared_32(shared_address source,
     return value;
 }
 
+inline uint4 load_shared_128(shared_address source,
+                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    uint4 value;
+    flashgen::simulator::load_shared(&value, source, 16, where);
+    return value;
+}
+
 inline void store_shared_8(shared_address destination, uint32_t value,
                            flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     const uint8_t byte = static_cast<uint8_t>(value);

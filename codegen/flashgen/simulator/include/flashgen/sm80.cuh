@@ -60,13 +60,6 @@ inline void store_shared_128(shared_address destination, uint4 value,
     flashgen::simulator::store_shared(destination, &value, 16, where);
 }
 
-inline uint4 load_shared_128(shared_address source,
-                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    uint4 value;
-    flashgen::simulator::load_shared(&value, source, 16, where);
-    return value;
-}
-
 template <typename Element>
 inline void mma_m16n8k16(float (&accumulator)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                          flashgen::simulator::Location where = flashgen::simulator::Location::current()) {

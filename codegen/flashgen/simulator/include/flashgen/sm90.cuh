@@ -239,13 +239,6 @@ FLASHGEN_WGMMA(200) FLASHGEN_WGMMA(208) FLASHGEN_WGMMA(216) FLASHGEN_WGMMA(224) 
 #undef FLASHGEN_WGMMA
 #undef FLASHGEN_WGMMA_OF
 
-inline uint4 load_shared_128(shared_address source,
-                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    uint4 value;
-    flashgen::simulator::load_shared(&value, source, 16, where);
-    return value;
-}
-
 inline void store_shared_128(shared_address destination, uint4 value,
                              flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     flashgen::simulator::store_shared(destination, &value, 16, where);

@@ -1,0 +1,314 @@
+"""``append``: new keys and values go into a KV cache; alone, or ahead of the attention over it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from flashgen.api.calls import call, make_plan, ready
+from flashgen.api.kvcache import KVCache, Rotary
+from flashgen.errors import BadParam, NullPointer
+from flashgen.operators.append import APPEND
+from flashgen.operators.arguments import flag
+from flashgen.operators.attention import mask_type_name, window_of
+from flashgen.runtime import arrays, check
+from flashgen.runtime.plans import adopted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from flashgen.api.asked import Asked
+    from flashgen.runtime.plans import Plan, Ready
+    from flashgen.schedule.plan import Step
+    from flashgen.spec.variant import Variant
+
+_TOTAL, _ROTATED = APPEND.position("total_lengths"), APPEND.position("q_rotated")
+
+
+def append(
+    cache: KVCache,
+    k_new: Any,
+    v_new: Any,
+    *,
+    rotary: Rotary | None = None,
+    q: Any = None,
+    q_positions: str = "each",
+    cu_seqlens_new: Any = None,
+    stream: Any = None,
+    backend: str | None = None,
+) -> tuple[Any, Any]:
+    """Write new keys and values into a cache, behind those that each sequence has there.
+
+    cache: a ``KVCache``. Its k and v are written to, its lengths are not. New token i of sequence b goes to
+        position lengths[b] + i; all else in the cache stays as it is.
+    k_new, v_new: (batch, seqlen_new, num_heads_kv, head_dim), for v_new with head_dim_v; strides as in
+        ``attention``.
+    rotary: rotates the new keys on the way, each to its position.
+    q: (batch, seqlen_q, num_heads_q, head_dim), to be rotated as well; only with ``rotary``.
+    q_positions: "each" rotates query i to position lengths[b] + i, as causal attention and windows want;
+        "first" rotates all queries of a sequence to lengths[b].
+    cu_seqlens_new: int32 (batch + 1,), for packed tokens: k_new, v_new and q are (tokens, heads, head_dim),
+        and sequence b has those from cu_seqlens_new[b] to cu_seqlens_new[b + 1]; positions are (tokens,).
+    stream, backend: as in ``attention``.
+
+    Returns (total_lengths, q_rotated), new arrays of the kind of k_new: total_lengths, int32 (batch,), is
+    lengths and the new tokens, at most the capacity; q_rotated is None without q.
+
+    On a GPU nobody reads lengths on the host. A token whose position is at or past the capacity, or past the
+    rows of cos, or whose page or row the cache does not have, is left out there, and so is such a query in
+    q_rotated. On the CPU it is an error.
+
+    Raises, before anything is queued or written, BadParam, NullPointer, BadTensorShape, BadTensorDtype,
+    BadTensorStrides or DeviceTypeNotSupported for what does not fit.
+    """
+    asked = _asked(cache, k_new, v_new, rotary, q, q_positions, cu_seqlens_new, stream)
+    total, *rotated = call(*asked[:3], stream=stream, backend=backend)[2:]
+    results = (total, rotated[0] if rotated else None)
+    if arrays.kind_of(k_new) is None:
+        return tuple(None if x is None else arrays.hand_back(x, k_new, asked[1], stream) for x in results)
+    return results
+
+
+class AppendPlan:
+    """``append`` and then ``attention``, for calls of one layout; made by ``flashgen.plan(append=)``.
+
+    ``append`` and ``attention`` are the plans of the two. ``steps`` are the launches of both in order,
+    ``variant`` is the main kernel of the attention, ``workspace_bytes`` the memory that a call needs beyond
+    inputs and outputs. May be called from many threads.
+    """
+
+    __slots__ = ("_interleaved", "append", "attention")
+
+    def __init__(self, append: Plan, attention: Plan, interleaved: bool | None) -> None:
+        self.append, self.attention = append, attention
+        self._interleaved = interleaved
+
+    @property
+    def variant(self) -> Variant | None:
+        return self.attention.variant
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        return self.append.steps + self.attention.steps
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.attention.workspace_bytes
+
+    def __repr__(self) -> str:
+        return f"<flashgen.AppendPlan {self.append!r}, {self.attention!r}>"
+
+    def __call__(
+        self,
+        q: Any,
+        cache: KVCache,
+        append: tuple[Any, Any],
+        *,
+        rotary: Rotary | None = None,
+        cu_seqlens_q: Any = None,
+        total_lengths: Any = None,
+        q_rotated: Any = None,
+        stream: Any = None,
+        workspace: Any = None,
+        **named: Any,
+    ) -> Any:
+        """``attention(q, cache, append=append, rotary=rotary)`` of arrays that have the layouts of the plan.
+
+        total_lengths, q_rotated: receive what ``flashgen.append`` returns; contiguous, allocated where they
+            are not given. In a CUDA graph they must live as long as the graph, as ``out`` and ``workspace``.
+        named: ``out``, ``lse``, the arrays of a score modification, and scalars, as for a ``Plan``.
+
+        Returns and raises what a call of a ``Plan`` does. All is checked before anything is queued.
+        """
+        given = _arrays(cache, *_pair(append), rotary, q, cu_seqlens_q, total_lengths, q_rotated)
+        if self._interleaved != (None if rotary is None else rotary.interleaved):
+            made_with = "none" if self._interleaved is None else f"interleaved={self._interleaved}"
+            raise BadParam(f"rotary is {rotary}; the plan was made with {made_with}")
+        native_q, given = arrays.adopt(q, "q", stream), _adopted(given, stream)
+        first = self.append.ready(given, self.append.pointers(given), (), stream)
+        _, _, _, _, pages, index, _, _, _, cu_seqlens, k, v, total, rotated = first[1]
+        seen = native_q if rotated is None else rotated
+        given, scalars = self.attention.bound((seen, k, v, cu_seqlens, None, total, index, pages), named)
+        pointers = self.attention.pointers(given)
+        if pointers is None:  # a named one is of another library
+            operator = self.attention.problem.operator
+            by_name = {argument.name: x for argument, x in zip(operator.arguments, given, strict=True)}
+            given = tuple(adopted(operator, by_name, stream).values())
+            pointers = self.attention.pointers(given)
+        second = self.attention.ready(given, pointers, scalars, stream, workspace)
+        _queue(self.append, first, self.attention, second)
+        return _handed(self.attention, second, q, stream)
+
+
+def asked_to_append(
+    q: Any,
+    cache: Any,
+    new: Any,
+    rotary: Rotary | None,
+    cu_seqlens_q: Any,
+    mask: tuple[Any, Any, Any],
+    stream: Any = None,
+) -> Asked:
+    """What ``attention(append=, rotary=)`` asks of the operator ``append``, with native arrays. ``mask`` has
+    causal, mask_type and window_size. Raises BadParam.
+    """
+    if new is None:
+        raise BadParam("rotary was given without append; it rotates what goes into a cache, and the queries")
+    causal, mask_type, window_size = mask
+    moves = flag("causal", causal) or mask_type_name(mask_type) == "causal_bottom_right"
+    positions = "each" if moves or window_of(window_size) != (-1, -1) else "first"
+    return _asked(cache, *_pair(new), rotary, None if rotary is None else q, positions, cu_seqlens_q, stream)
+
+
+def append_and_attend(
+    of_append: Asked,
+    attention_over: Callable[[Any, KVCache], Asked],
+    q: Any,
+    cache: KVCache,
+    stream: Any,
+    backend: str | None,
+    algorithm: str | None,
+) -> Any:
+    """``attention(append=)``. ``attention_over`` says what it asks for, of q and the cache as ``append``
+    leaves them. Raises what is wrong with either before anything is queued.
+    """
+    append, first = ready(*of_append, stream, backend, None)
+    asked = attention_over(*_appended(first, q, cache))
+    attention, second = ready(*asked, stream, backend, algorithm)
+    _queue(append, first, attention, second)
+    return _handed(attention, second, q, stream)
+
+
+def held(
+    of_append: Asked,
+    attention_over: Callable[[Any, KVCache], Asked],
+    q: Any,
+    cache: KVCache,
+    rotary: Rotary | None,
+    backend: str | None,
+    algorithm: str | None,
+) -> AppendPlan:
+    """``plan(append=)``; arguments as in `append_and_attend`."""
+    append = make_plan(*of_append, backend, None)
+    first = append.ready(of_append[1], append.pointers(of_append[1]), (), None)
+    attention = make_plan(*attention_over(*_appended(first, q, cache)), backend, algorithm)
+    return AppendPlan(append, attention, None if rotary is None else rotary.interleaved)
+
+
+def _asked(
+    cache: Any,
+    k_new: Any,
+    v_new: Any,
+    rotary: Any,
+    q: Any,
+    q_positions: str,
+    cu_seqlens_new: Any,
+    stream: Any,
+) -> Asked:
+    """What a call asks of the operator ``append``, with native arrays. Raises BadParam."""
+    if rotary is not None and not isinstance(rotary, Rotary):
+        raise BadParam(f"rotary has type {type(rotary).__name__}; expected a flashgen.Rotary, or None")
+    if rotary is not None and rotary.cos is None and rotary.sin is None:
+        raise NullPointer("cos is None and sin is None; rotation takes both")
+    if q is not None and rotary is None:
+        raise BadParam("q was given without rotary, which alone changes it; pass both, or neither")
+    given = _adopted(_arrays(cache, k_new, v_new, rotary, q, cu_seqlens_new), stream)
+    return APPEND, given, (rotary is not None and rotary.interleaved, q_positions), ()
+
+
+def _arrays(
+    cache: Any,
+    k_new: Any,
+    v_new: Any,
+    rotary: Rotary | None,
+    q: Any,
+    cu_seqlens_new: Any,
+    total_lengths: Any = None,
+    q_rotated: Any = None,
+) -> tuple[Any, ...]:
+    """The arrays of a call in the order of the operator; q has a part in it where there is ``rotary``. Raises
+    BadParam.
+    """
+    if not isinstance(cache, KVCache):
+        raise BadParam(f"cache has type {type(cache).__name__}; expected a flashgen.KVCache")
+    cos = sin = positions = None
+    if rotary is None:
+        q = None
+    else:
+        cos, sin, positions = rotary.cos, rotary.sin, rotary.positions
+    new, places = (k_new, v_new, cache.lengths, q), (cache.pages, cache.index)
+    written = cache.k, cache.v, total_lengths, q_rotated
+    return *new, *places, cos, sin, positions, cu_seqlens_new, *written
+
+
+def _adopted(given: tuple[Any, ...], stream: Any) -> tuple[Any, ...]:
+    """Native arrays over the memory of these. Raises what `arrays.adopt` does, and BadParam for a cache that
+    cannot be written to.
+    """
+    kind = arrays.kind_of(given[0])
+    if kind is not None and kind.types.issuperset(map(type, given)):
+        return given
+    for name in ("k", "v"):
+        x = given[APPEND.position(f"{name}_cache")]
+        if arrays.immutable(x):
+            raise BadParam(
+                f"{name} of the cache has type {type(x).__name__}, whose memory cannot be written to; pass "
+                "an array of another library"
+            )
+    return tuple(
+        None if x is None else arrays.adopt(x, argument.name, stream)
+        for argument, x in zip(APPEND.arguments, given, strict=True)
+    )
+
+
+def _pair(new: Any) -> tuple[Any, Any]:
+    """(k_new, v_new). Raises BadParam."""
+    if not isinstance(new, (tuple, list)) or len(new) != 2:
+        raise BadParam(f"append has type {type(new).__name__}; expected (k_new, v_new)")
+    return tuple(new)
+
+
+def _appended(first: Ready, q: Any, cache: KVCache) -> tuple[Any, KVCache]:
+    """q, rotated, and the cache with its lengths, as a call of ``append`` will leave them."""
+    written = first[1]
+    rotated = written[_ROTATED]
+    return q if rotated is None else rotated, dataclasses.replace(cache, lengths=written[_TOTAL])
+
+
+def _handed(attention: Plan, second: Ready, q: Any, stream: Any) -> Any:
+    """What the call returns, of the library of q."""
+    given = second[1]
+    found = attention.results_of(given)
+    if arrays.kind_of(q) is not None:
+        return found
+    if isinstance(found, tuple):
+        return tuple(arrays.hand_back(x, q, given, stream) for x in found)
+    return arrays.hand_back(found, q, given, stream)
+
+
+def _queue(append: Plan, first: Ready, attention: Plan, second: Ready) -> None:
+    """Queue both calls, in order. Where lengths are checked, those of both are ahead of the first."""
+    work, given, pointers, stream, _ = first
+    next_work, next_given, _, _, _ = second
+    if attention.problem.device is None:  # where the second call itself would look after the first
+        arrays.check_writable(attention.problem, next_given)
+    if attention.checks_elements:
+        _check_elements(append, pointers, given, attention, stream)
+    work(given, stream)
+    next_work(next_given, stream)
+
+
+def _check_elements(
+    append: Plan, pointers: tuple[int, ...], given: tuple[Any, ...], attention: Plan, stream: int
+) -> None:
+    """Raise what the lengths and tables of both calls contradict."""
+    from flashgen.operators.places import total_lengths
+
+    found = check.elements(append.problem, pointers, given, stream)
+    if found is None:  # a captured graph, which may find others
+        return
+    APPEND.check_elements(append.problem, found)
+    after = {name: found.get(name) for name in attention.problem.operator.elements_checked}
+    after["cu_seqlens_q"] = found["cu_seqlens_new"]
+    after["kv_lengths"] = total_lengths(append.problem, found)
+    attention.problem.operator.check_elements(attention.problem, after)

@@ -1,0 +1,156 @@
+"""What a call of ``attention`` asks for: the operator, with its arrays, options and scalars."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import os
+from collections.abc import Mapping
+from functools import lru_cache
+from operator import index as index_of
+from typing import TYPE_CHECKING, Any
+
+from flashgen.api.kvcache import KVCache
+from flashgen.errors import BadParam, NullPointer
+from flashgen.operators.attention import operator_for, sees_no_later_key
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from flashgen.operators.operator import Operator
+    from flashgen.operators.scores import Score
+
+# An operator, and what a call gives it: an array or None for each argument, options, scalars.
+Asked = tuple["Operator", tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
+# What a call says of the lengths of sequences.
+LENGTHS = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
+# What is wrong with a call that has bounds alone.
+BOUNDS_ALONE = (
+    "max_seqlen_q or max_seqlen_kv was given, but no lengths; they are bounds of kv_lengths, cu_seqlens_q "
+    "and cu_seqlens_kv"
+)
+
+
+def asked(
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    out: Any,
+    options: tuple[Any, ...],
+    softmax_scale: float | None,
+    of_score: tuple[Any, ...],
+    lengths: tuple[Any, ...],
+) -> Asked:
+    """The operator that a call asks for, with its arrays, options and scalars. Raises BadParam."""
+    modification, arrays_of_score, scalars = None, (), (softmax_scale,)
+    softcap, alibi_slopes, score, params = of_score
+    if softcap is not None or alibi_slopes is not None or score is not None or params is not None:
+        modification, arrays_of_score, of_score = score_of(
+            softcap, alibi_slopes, score, params, sees_no_later_key(*options[:3])
+        )
+        scalars = (softmax_scale, *of_score)
+    kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv = lengths
+    index = pages = None
+    if v is not None and type(k) is KVCache:
+        raise BadParam("v was given with a KVCache, which holds v as well; leave v out")
+    if v is None and type(k) is KVCache:
+        if kv_lengths is not None or cu_seqlens_kv is not None:
+            raise BadParam(
+                "kv_lengths or cu_seqlens_kv was given with a KVCache, which has lengths of its own"
+            )
+        k, v, kv_lengths, pages, index = k.k, k.v, k.lengths, k.pages, k.index
+        if kv_lengths is None:
+            raise NullPointer("lengths of the KVCache is None; expected an int32 array, (batch,)")
+    elif kv_lengths is None and cu_seqlens_q is None and cu_seqlens_kv is None:
+        if max_seqlen_q is not None or max_seqlen_kv is not None:
+            raise BadParam(BOUNDS_ALONE)
+        given = (q, k, v, mask, out, None, *arrays_of_score)
+        return operator_for(modification), given, (*options, modification), scalars
+    arrays_of_lengths = cu_seqlens_q, cu_seqlens_kv, kv_lengths, index, pages
+    given = (q, k, v, *arrays_of_lengths, mask, out, None, *arrays_of_score)
+    options = (*options, bound(max_seqlen_q), bound(max_seqlen_kv), modification)
+    from flashgen.operators.varlen import operator_for as varlen_for  # other first calls need not wait for it
+
+    return varlen_for(modification), given, options, scalars
+
+
+def bound(max_seqlen: Any) -> Any:
+    """An int for what stands for one: the element of a tensor may change, and its plan would not."""
+    try:
+        return index_of(max_seqlen)
+    except TypeError:
+        return max_seqlen  # None, or what the operator refuses
+
+
+def score_of(
+    softcap: float | None,
+    alibi_slopes: Any,
+    score: str | Sequence[str] | None,
+    params: Mapping[str, Any] | None,
+    sees_no_later_key: bool,
+) -> tuple[Score, tuple[Any, ...], tuple[Any, ...]]:
+    """The score modification that a call asks for, its arrays and its numbers. Raises BadParam."""
+    names, given = named_score(softcap, alibi_slopes, score, params, sees_no_later_key)
+    modification = _chain(os.environ.get("FLASHGEN_SPECS", ""), names)
+    wanted = {param.name for param in modification.params}
+    for name in sorted(given.keys() ^ wanted):
+        has = f"it has {', '.join(sorted(wanted)) or 'none'}"
+        if name in given:
+            raise BadParam(f"score {modification.name} has no parameter {name}; {has}")
+        raise BadParam(
+            f"score {modification.name} needs the parameter {name}; pass params={{{name!r}: ...}}: {has}"
+        )
+    return (
+        modification,
+        tuple(given[param.name] for param in modification.arrays),
+        tuple(given[param.name] for param in modification.scalars),
+    )
+
+
+def named_score(
+    softcap: float | None,
+    alibi_slopes: Any,
+    score: str | Sequence[str] | None,
+    params: Mapping[str, Any] | None,
+    sees_no_later_key: bool,
+) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The names of the score modifications that a call asks for, and their parameters. Raises BadParam."""
+    names = [score] if isinstance(score, str) else score
+    if names is not None and not (isinstance(names, (list, tuple)) and names):
+        raise BadParam(f"score is {score!r}; it must be the name of a score modification, or several")
+    if params is not None and not isinstance(params, Mapping):
+        raise BadParam(f"params is {params!r}; it must map the names of parameters to numbers and arrays")
+    names, given = list(names or ()), dict(params or {})
+    if names and (softcap is not None or alibi_slopes is not None):
+        raise BadParam(
+            f"score is {score!r} and softcap or alibi_slopes was given as well; name all in score, such as "
+            "('softcap', 'mine'), and give their params"
+        )
+    if not names:
+        if given:
+            raise BadParam(f"params has {', '.join(given)}, but no score was given")
+        if softcap is not None:
+            if not isinstance(softcap, numbers.Real) or not 0 < softcap < math.inf:
+                raise BadParam(f"softcap is {softcap!r}; it must be a number above 0, or None for no cap")
+            names, given = ["softcap"], {"cap": softcap}
+        if alibi_slopes is not None:
+            # Where no later key is seen the bias is linear, which costs less.
+            names = [*names, "alibi" if sees_no_later_key else "alibi_symmetric"]
+            given |= {"slope": alibi_slopes}
+    return tuple(names), given
+
+
+@lru_cache(maxsize=64)
+def _chain(folders: str, names: tuple[str, ...]) -> Score:
+    """The modifications of these names, one after another, as the value ``folders`` of FLASHGEN_SPECS has
+    them.
+    """
+    from flashgen.operators.scores import chained
+    from flashgen.spec.scores import load_scores
+
+    known = load_scores().by_name
+    for name in names:
+        if name not in known:
+            raise BadParam(f"score is {name!r}; there are {', '.join(map(repr, sorted(known)))}")
+    return chained([known[name] for name in names])

@@ -1,0 +1,351 @@
+"""Attention in the graphs of PyTorch: recorded by autograd, and as the operators ``flashgen::attention`` and
+``flashgen::attention_backward`` for torch.compile, torch.export, and whatever else looks at operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Integral, Real
+from operator import index as index_of
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashgen.api.asked import LENGTHS, asked, named_score
+from flashgen.api.backward import MASK_WITH_LENGTHS
+from flashgen.api.backward import asked as asked_backward
+from flashgen.api.calls import call
+from flashgen.errors import BadParam
+from flashgen.operators.arguments import ROW_ALIGNMENT, flag
+from flashgen.operators.attention import mask_type_name, scale_of, sees_no_later_key, window_of
+from flashgen.operators.splits import AUTO, SplitEvery, Splits, splits_of
+
+_EVERY = "every "
+# The tensors whose operators nobody but autograd looks at.
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+
+
+class _Options(NamedTuple):
+    """What is no tensor of a call, in types that a graph can hold. ``score`` and ``array_names`` are names
+    joined by commas, ``numbers`` such as "cap=30.0,other=2.0": autograd takes no list of floats. ``splits``
+    is "auto", "4", or "every 256".
+    """
+
+    causal: bool
+    mask_type: str | None
+    window_left: int
+    window_right: int
+    softmax_scale: float | None
+    score: str
+    array_names: str
+    numbers: str
+    splits: str
+    deterministic: bool
+    backend: str | None
+    algorithm: str | None
+    max_seqlen_q: int | None
+    max_seqlen_kv: int | None
+
+    @property
+    def splitting(self) -> Splits:
+        if self.splits.startswith(_EVERY):
+            return SplitEvery(int(self.splits.removeprefix(_EVERY)))
+        return self.splits if self.splits == AUTO else int(self.splits)
+
+    @property
+    def masking(self) -> tuple[Any, ...]:
+        return self.causal, self.mask_type, (self.window_left, self.window_right)
+
+    def of_score(self, arrays: list[Tensor]) -> tuple[Any, ...]:
+        """softcap, alibi_slopes, score and params, as ``attention`` takes them."""
+        if not self.score:
+            return None, None, None, None
+        given = dict(zip(_split(self.array_names), arrays, strict=True))
+        for pair in _split(self.numbers):
+            name, value = pair.split("=")
+            # A parameter that is an integer takes no float.
+            given[name] = int(value) if value.lstrip("-").isdigit() else float(value)
+        return None, None, _split(self.score), given
+
+
+# Its fields in the schemas of the operators, in their order.
+_SCHEMA = (
+    "bool causal, str? mask_type, SymInt window_left, SymInt window_right, float? softmax_scale, str score, "
+    "str array_names, str numbers, str splits, bool deterministic, str? backend, str? algorithm, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_kv"
+)
+# The arrays of lengths, behind those of a score modification.
+_LENGTHS = "Tensor? kv_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv"
+
+
+def attention(
+    tensors: tuple[Any, Any, Any, Any],
+    masking: tuple[Any, ...],
+    softmax_scale: float | None,
+    of_score: tuple[Any, ...],
+    lengths: tuple[Any, ...],
+    *,
+    splits: Splits,
+    deterministic: bool,
+    backend: str | None,
+    algorithm: str | None,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of q, k, v and mask, recorded. ``masking`` is causal, mask_type and window_size;
+    ``of_score`` softcap, alibi_slopes, score and params; ``lengths`` as in `asked.asked`. Raises BadParam.
+    """
+    *on_device, max_seqlen_q, max_seqlen_kv = lengths
+    given = *tensors, *on_device
+    if not _PLAIN.issuperset(map(type, given)):
+        for name, x in zip(("q", "k", "v", "mask", *LENGTHS[:3]), given, strict=True):
+            if not isinstance(x, Tensor) and x is not None:
+                raise BadParam(f"{name} has type {type(x).__name__}, and another array requires a gradient")
+    if tensors[3] is not None and any(x is not None for x in on_device):
+        raise BadParam(MASK_WITH_LENGTHS)
+    score, array_names, numbers, arrays = _written(of_score, masking)
+    causal, mask_type, window_size = masking
+    left, right = window_of(window_size)
+    options = _Options(
+        flag("causal", causal),
+        mask_type_name(mask_type),
+        left,
+        right,
+        None if softmax_scale is None else scale_of(softmax_scale, tensors[0].shape[-1]),
+        score,
+        array_names,
+        numbers,
+        f"{_EVERY}{splits.keys}" if isinstance(splits, SplitEvery) else str(splits_of(splits)),
+        deterministic or torch.are_deterministic_algorithms_enabled(),
+        backend,
+        algorithm,
+        _whole("max_seqlen_q", max_seqlen_q),
+        _whole("max_seqlen_kv", max_seqlen_kv),
+    )
+    rest = arrays, *on_device, *options
+    if _is_eager(tensors):
+        q, k, v, mask = tensors
+        return _Attention.apply(q, k, v, (mask, *rest))
+    return _forward(*tensors, *rest)
+
+
+def _written(of_score: tuple[Any, ...], masking: tuple[Any, ...]) -> tuple[str, str, str, list[Tensor]]:
+    """``score``, ``array_names`` and ``numbers`` of `_Options`, and the arrays. Raises BadParam."""
+    softcap, alibi_slopes, score, params = of_score
+    if softcap is None and alibi_slopes is None and score is None and params is None:
+        return "", "", "", []
+    _refuse_gradients({"alibi_slopes": alibi_slopes, **(params if isinstance(params, Mapping) else {})})
+    names, given = named_score(*of_score, sees_no_later_key(*masking))
+    arrays = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    numbers = (f"{name}={_number(name, x)!r}" for name, x in given.items() if name not in arrays)
+    return ",".join(names), ",".join(arrays), ",".join(numbers), list(arrays.values())
+
+
+def _is_eager(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether nothing needs to see an operator: no compiler, no dispatch mode, no transform of torch.func, no
+    subclass of tensors, and none without memory.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or tensors[0].is_meta
+    ) and _PLAIN.issuperset(map(type, tensors))
+
+
+def _refuse_gradients(arrays: Mapping[str, Any]) -> None:
+    """Raise BadParam for an array of a score modification that wants a gradient."""
+    for name, x in arrays.items():
+        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+            raise BadParam(
+                f"{name} requires a gradient; flashgen has gradients of q, k and v alone: pass "
+                f"{name}.detach()"
+            )
+
+
+def _number(name: str, x: Any) -> float:
+    if not isinstance(x, Real):
+        raise BadParam(f"{name} has type {type(x).__name__}; expected a tensor or a number")
+    return int(x) if isinstance(x, Integral) else float(x)
+
+
+def _whole(name: str, bound: Any) -> int | None:
+    """A bound in a type that a graph can hold. Raises BadParam."""
+    if bound is None or isinstance(bound, torch.SymInt):
+        return bound
+    try:
+        return index_of(bound)
+    except TypeError:
+        raise BadParam(f"{name} is {bound!r}; expected an integer, or None") from None
+
+
+def _split(names: str) -> list[str]:
+    return names.split(",") if names else []
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    arrays: list[Tensor],
+    kv_lengths: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_kv: Tensor | None,
+    *given: Any,
+) -> tuple[Tensor, Tensor]:
+    """out and lse, where nothing is recorded."""
+    options = _Options(*given)
+    wanted = asked(
+        q,
+        k,
+        v,
+        mask,
+        None,
+        (*options.masking, True, options.splitting),
+        options.softmax_scale,
+        options.of_score(arrays),
+        (kv_lengths, cu_seqlens_q, cu_seqlens_kv, options.max_seqlen_q, options.max_seqlen_kv),
+    )
+    return call(*wanted, stream=None, backend=options.backend, algorithm=options.algorithm)
+
+
+@torch.library.custom_op(
+    "flashgen::attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor[] arrays, "
+    f"{_LENGTHS}, {_SCHEMA}) -> (Tensor, Tensor)",
+)
+@torch.no_grad()
+def _forward(*given: Any) -> tuple[Tensor, Tensor]:
+    return _attend(*given)
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    rows, heads = q.shape[-3], q.shape[-2]
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, q.new_empty((*q.shape[:-3], heads, rows), dtype=torch.float32)
+
+
+def _differentiate(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    arrays: list[Tensor],
+    kv_lengths: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_kv: Tensor | None,
+    *given: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, where nothing is recorded."""
+    options = _Options(*given)
+    dlse = None if dlse is None else dlse.contiguous()
+    wanted = asked_backward(
+        (_with_rows(dout), q, k, v, mask, _with_rows(out), lse.contiguous(), dlse, None, None, None),
+        options.masking,
+        options.softmax_scale,
+        options.of_score(arrays),
+        (kv_lengths, cu_seqlens_q, cu_seqlens_kv, options.max_seqlen_q, options.max_seqlen_kv),
+        options.deterministic,
+    )
+    return call(*wanted, stream=None, backend=options.backend)
+
+
+@torch.library.custom_op(
+    "flashgen::attention_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, Tensor? dlse, "
+    f"Tensor[] arrays, {_LENGTHS}, {_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+)
+@torch.no_grad()
+def _backward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _differentiate(*given)
+
+
+@_backward.register_fake
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """``x``, or a copy of it where kernels could not read its rows: the gradient of a sum is one element for
+    all.
+    """
+    x = x.resolve_neg()
+    *strides, last = x.stride()
+    size = x.element_size()
+    try:
+        rows = last == 1 and x.data_ptr() % ROW_ALIGNMENT == 0
+    except RuntimeError:
+        raise BadParam(
+            "several gradients of one result were given at once (is_grads_batched, or vmap), which flashgen "
+            "does not take; pass one after another"
+        ) from None
+    for stride, extent in zip(strides, x.shape, strict=False):
+        rows = rows and (extent < 2 or stride * size % ROW_ALIGNMENT == 0)
+    return x if rows else x.clone(memory_format=torch.contiguous_format)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, mask, arrays, kv_lengths, cu_seqlens_q, cu_seqlens_kv, *options = inputs
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, mask, *output, kv_lengths, cu_seqlens_q, cu_seqlens_kv, *arrays)
+
+
+def _kept(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    """What the backward pass of a call takes."""
+    q, k, v, mask, out, lse, kv_lengths, cu_seqlens_q, cu_seqlens_kv, *arrays = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv
+    return dout, q, k, v, mask, out, lse, dlse, arrays, *lengths, *ctx.options
+
+
+class _Attention(torch.autograd.Function):
+    """The same in eager mode, where recording an operator takes ten times as long as queueing kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        output = _attend(q, k, v, *rest)
+        _keep(ctx, (q, k, v, *rest), output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        given = _kept(ctx, dout, dlse)
+        # Where gradients are recorded themselves, the operator refuses to have its own.
+        unseen = not torch.is_grad_enabled() and _is_eager(given[:8])
+        return *(_differentiate if unseen else _backward)(*given), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> None:
+        raise BadParam(
+            "a tensor has a tangent of forward-mode AD, which flashgen does not compute; "
+            "pass torch.autograd.forward_ad.unpack_dual(tensor).primal"
+        )
+
+
+def _of_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    given = _kept(ctx, dout, dlse)
+    arrays = given[8]
+    return (*_backward(*given), None, [None] * len(arrays), *[None] * len(given[9:]))
+
+
+def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    pass
+
+
+def _refuse_second_derivatives(ctx: Any, *gradients: Tensor) -> None:
+    raise BadParam(
+        "a gradient of attention's gradients (double backward) was asked for, which flashgen does not compute"
+    )
+
+
+_forward.register_autograd(_of_operator, setup_context=_keep)
+_backward.register_autograd(_refuse_second_derivatives, setup_context=_keep_nothing)

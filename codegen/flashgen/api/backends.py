@@ -1,0 +1,88 @@
+"""Which backend computes a call, and which specs it chooses among."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from flashgen.errors import BadParam, DeviceTypeNotSupported
+from flashgen.operators.arguments import on_device
+
+if TYPE_CHECKING:
+    from flashgen.arch import Device
+    from flashgen.operators.operator import Problem
+    from flashgen.runtime.plans import Runner
+    from flashgen.spec.model import Spec
+
+BACKENDS = ("cuda", "cpu", "simulator")
+_ON_HOST = ("cpu", "simulator")
+
+
+def backend_for(device: int | None, backend: str | None = None) -> str:
+    """The backend that computes arrays on ``device``, a CUDA ordinal or None for host memory.
+
+    This is the one place that picks it: ``backend``, else FLASHGEN_BACKEND, else what the device asks for.
+    Raises BadParam for an unknown name, DeviceTypeNotSupported for a backend that cannot reach the arrays:
+    nothing is copied unasked.
+    """
+    wanted = backend or os.environ.get("FLASHGEN_BACKEND") or None
+    natural = "cpu" if device is None else "cuda"
+    if wanted is None:
+        return natural
+    if wanted not in BACKENDS:
+        raise BadParam(f"backend is {wanted!r}; allowed are {', '.join(map(repr, BACKENDS))}")
+    if wanted != natural and not (device is None and wanted in _ON_HOST):
+        place = on_device(device)
+        raise DeviceTypeNotSupported(f"backend {wanted!r} cannot compute arrays {place}; copy them first")
+    return wanted
+
+
+def runner_for(problem: Problem, backend: str | None, algorithm: str | None) -> Runner:
+    """What computes a problem. Raises what `backend_for` does, and what making its kernels does."""
+    chosen = backend_for(problem.device, backend)
+    folders = os.environ.get("FLASHGEN_SPECS", "")
+    if chosen == "cpu":
+        from flashgen.cpu import runner_of
+
+        if algorithm is not None:
+            from flashgen.schedule.dispatch import named
+
+            named(problem, _specs(folders), algorithm)  # raises for a name that there is not
+        return runner_of(problem.operator.name)
+    if chosen == "simulator":
+        from flashgen.simulator.backend import prepare as simulated
+
+        return simulated(problem, _specs(folders), algorithm)
+    from flashgen.runtime.device import device
+    from flashgen.runtime.launch import prepare
+    from flashgen.schedule.dispatch import offers
+
+    here = device(problem.device)
+    specs = specs_for(here, problem.operator.name)
+    return prepare(problem, problem.device, offers(problem, here, specs, algorithm))
+
+
+def specs_for(device: Device, operator: str | None = None) -> tuple[Spec, ...]:
+    """The specs that calls on a device choose among, with what is tuned for it: all, or those of an operator,
+    which the first call of a process need not wait for others to see. Folders of the caller are read whole.
+    """
+    folders, tuned = os.environ.get("FLASHGEN_SPECS", ""), os.environ.get("FLASHGEN_TUNED", "")
+    return _specs(folders, tuned, device.name, None if folders else operator)
+
+
+@lru_cache(maxsize=32)
+def _specs(
+    folders: str, tuned: str = "", gpu: str | None = None, operator: str | None = None
+) -> tuple[Spec, ...]:
+    """The shipped specs and those in ``folders``, with what is tuned for ``gpu``; ``folders`` and ``tuned``
+    are the values of FLASHGEN_SPECS and FLASHGEN_TUNED. Read once for each set of these."""
+    from flashgen.spec.load import load_specs
+    from flashgen.toolchain import cache as caches
+
+    specs = load_specs(cache=caches.default(), gpu=gpu, operator=operator)
+    if folders:
+        from flashgen.source.render import warn_of_unused_overrides
+
+        warn_of_unused_overrides(specs)
+    return specs

@@ -1,0 +1,199 @@
+"""The gradients of attention: ``attention_backward`` and ``plan_backward``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flashgen.api.asked import BOUNDS_ALONE, LENGTHS, bound, score_of
+from flashgen.api.calls import call, make_plan
+from flashgen.api.kvcache import KVCache
+from flashgen.errors import BadParam
+from flashgen.operators.attention import sees_no_later_key
+from flashgen.operators.backward import operator_for
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from flashgen.api.asked import Asked
+    from flashgen.operators.operator import Operator
+    from flashgen.runtime.plans import Plan
+
+# Options of attention() that have no gradients, or no part in them.
+NOT_BACKWARD = ("append", "rotary", "splits", "algorithm")
+MASK_WITH_LENGTHS = (
+    "a mask was given with kv_lengths or cu_seqlens; gradients of sequences of several lengths take causal "
+    "or window_size"
+)
+
+
+def attention_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    causal: bool = False,
+    mask: Any = None,
+    mask_type: int | str | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    score: str | Sequence[str] | None = None,
+    params: Mapping[str, Any] | None = None,
+    kv_lengths: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    dlse: Any = None,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    deterministic: bool = False,
+    workspace: Any = None,
+    stream: Any = None,
+    backend: str | None = None,
+    **refused: Any,
+) -> tuple[Any, Any, Any]:
+    """The gradients of ``attention`` in q, k and v, for that of its result. PyTorch tensors that require a
+    gradient get it from ``attention`` itself.
+
+    dout: the gradient of out: (batch, seqlen_q, num_heads_q, head_dim_v), or without batch as q, of the dtype
+        and device of q; any strides, but the last dimension is contiguous and rows are 16-byte aligned.
+    q, k, v, and all options up to max_seqlen_kv: those of the call of ``attention``. With packed queries dout
+        is (tokens, num_heads_q, head_dim_v), and lse (num_heads_q, tokens).
+    out, lse: what ``attention(..., return_lse=True)`` returned for them. lse is contiguous.
+    dlse: the gradient of lse, where it has one: fp32, of the shape of lse, contiguous.
+    dq, dk, dv: receive the results: of the shape and dtype of q, k and v, in memory that no other argument
+        touches. Not for JAX, whose arrays cannot be written to.
+    deterministic: give the same bits each time. Otherwise thread blocks of a GPU may add to dq in any order,
+        and its last bits differ from call to call; dk and dv are always the same. On the CPU all may have
+        other last bits where BLAS has another number of threads.
+    workspace: memory for the call, as for a plan, which says how much it needs (`Plan.__call__`); None: it is
+        allocated. On the CPU nothing is needed.
+    stream, backend: as in ``attention``.
+
+    Returns (dq, dk, dv), of the kind of dout: new arrays, or those given. Rows that see no key, keys that no
+    row sees, and rows that are no sequence's, have gradients of 0: those behind the last packed sequence, and
+    padded keys past a length.
+
+    Raises what ``attention`` raises, before anything is queued or written; BadParam for a gradient of what
+    has none: arrays in params, and calls with a KV cache; InsufficientWorkspace.
+    """
+    _refuse("attention_backward", refused)
+    operator, given, options, scalars = asked(
+        (dout, q, k, v, mask, out, lse, dlse, dq, dk, dv),
+        (causal, mask_type, window_size),
+        softmax_scale,
+        (softcap, alibi_slopes, score, params),
+        (kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv),
+        deterministic,
+    )
+    return call(operator, given, options, scalars, stream=stream, backend=backend, workspace=workspace)
+
+
+def plan_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    causal: bool = False,
+    mask: Any = None,
+    mask_type: int | str | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    score: str | Sequence[str] | None = None,
+    params: Mapping[str, Any] | None = None,
+    kv_lengths: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    dlse: Any = None,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    deterministic: bool = False,
+    backend: str | None = None,
+    **refused: Any,
+) -> Plan:
+    """A ``Plan`` for all calls of ``attention_backward`` whose arrays have the layouts of these.
+
+    Arguments and errors are those of ``attention_backward``. The plan is called with dout, q, k, v, mask (or
+    None), out and lse, in this order, or by name; its ``workspace_bytes`` is what a call needs. See ``plan``.
+    """
+    _refuse("plan_backward", refused)
+    operator, given, options, scalars = asked(
+        (dout, q, k, v, mask, out, lse, dlse, dq, dk, dv),
+        (causal, mask_type, window_size),
+        softmax_scale,
+        (softcap, alibi_slopes, score, params),
+        (kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv),
+        deterministic,
+    )
+    return make_plan(operator, given, options, scalars, backend, None)
+
+
+def asked(
+    given: tuple[Any, ...],
+    masking: tuple[Any, ...],
+    softmax_scale: float | None,
+    of_score: tuple[Any, ...],
+    lengths: tuple[Any, ...],
+    deterministic: bool,
+) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """The operator that a call asks for, with its arrays, options and scalars. ``given`` are dout, q, k, v,
+    mask, out, lse, dlse, dq, dk and dv; ``lengths`` as in `asked.asked`. Raises BadParam.
+    """
+    modification, arrays_of_score, scalars = None, (), ()
+    if any(each is not None for each in of_score):
+        modification, arrays_of_score, scalars = score_of(*of_score, sees_no_later_key(*masking))
+    scalars = (softmax_scale, *scalars)
+    kv_lengths, cu_seqlens_q, cu_seqlens_kv, *bounds = lengths
+    if type(given[2]) is KVCache:
+        raise BadParam("k is a KVCache, which has no gradients; pass k and v, with kv_lengths if need be")
+    if kv_lengths is None and cu_seqlens_q is None and cu_seqlens_kv is None:
+        if any(each is not None for each in bounds):
+            raise BadParam(BOUNDS_ALONE)
+        options = (*masking, modification, deterministic)
+        return operator_for(modification), (*given, *arrays_of_score), options, scalars
+    dout, q, k, v, mask, *rest = given
+    if mask is not None:
+        raise BadParam(MASK_WITH_LENGTHS)
+    from flashgen.operators.varlen_backward import operator_for as varlen_for  # other calls need not wait
+
+    given = (dout, q, k, v, cu_seqlens_q, cu_seqlens_kv, kv_lengths, *rest, *arrays_of_score)
+    options = (*masking, *map(bound, bounds), modification, deterministic)
+    return varlen_for(modification), given, options, scalars
+
+
+def asked_by_name(call: Mapping[str, Any]) -> Asked:
+    """`asked` of all parameters of ``attention_backward`` by name."""
+    arrays = ("dout", "q", "k", "v", "mask", "out", "lse", "dlse", "dq", "dk", "dv")
+    return asked(
+        tuple(call[name] for name in arrays),
+        tuple(call[name] for name in ("causal", "mask_type", "window_size")),
+        call["softmax_scale"],
+        tuple(call[name] for name in ("softcap", "alibi_slopes", "score", "params")),
+        tuple(call[name] for name in LENGTHS),
+        call["deterministic"],
+    )
+
+
+def _refuse(function: str, given: Mapping[str, Any]) -> None:
+    """Raise BadParam for what ``attention`` takes and has no gradients, TypeError for anything else."""
+    for name, value in given.items():
+        if name not in NOT_BACKWARD:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        if value is not None:
+            raise BadParam(
+                f"{name} was given, which {function} does not take: no KV caches, splits or algorithms"
+            )

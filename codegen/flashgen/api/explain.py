@@ -1,0 +1,173 @@
+"""``explain`` and ``warmup``: which kernels calls take, without the arrays of one."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from flashgen.api.backends import specs_for
+from flashgen.api.kvcache import KVCache
+from flashgen.errors import BadParam, DeviceTypeNotSupported
+from flashgen.operators.arguments import dtype_name, view_of_shape
+from flashgen.runtime import arrays
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from flashgen.api.asked import Asked
+    from flashgen.arch import Device
+    from flashgen.operators.operator import Problem
+    from flashgen.schedule.explain import Explanation
+
+# The module beside this one of each function that `explain` and `warmup` know by name, and of its
+# `asked_by_name`, which says what a call of it asks for.
+_EXPLAINED = {"attention": "attention", "attention_backward": "backward"}
+# Their parameters that no kernel depends on, or that have arguments of their own.
+_UNEXPLAINED = {"append", "rotary", "stream", "backend", "algorithm", "workspace"}
+
+
+def explain(
+    q: Any,
+    k: Any = None,
+    v: Any = None,
+    *,
+    dtype: str = "fp16",
+    arch: str | None = None,
+    operator: str = "attention",
+    **options: Any,
+) -> Explanation:
+    """Which kernel a call of ``attention`` or ``attention_backward`` takes, and why not the others. Needs no
+    GPU and compiles nothing.
+
+    q, k, v: shapes, as in ``attention``, or arrays. k is by default as q, and v as k.
+    dtype: that of q, k and v where these are shapes: "fp16", "bf16" or "fp32", or its usual name ("float16").
+    arch: the architecture to explain for, such as "sm_90"; None: that of this machine's GPU. For another one
+        a well-known GPU is assumed: an H100 for sm_90.
+    operator: the function that is called: "attention" or "attention_backward".
+    options: any other argument of it; arrays, such as mask, may be shapes as well. Inputs that there must be,
+        such as dout, have by default the shapes that belong to q, k and v.
+
+    ``explain(...).variant`` is the kernel, ``steps`` and ``workspace_bytes`` are those of a plan; printed,
+    the result says why. Raises BadParam for an unknown option, operator or architecture, and what the call
+    raises for wrong shapes and options.
+    """
+    from flashgen.schedule.explain import explain as explained
+
+    device = _device_of(arch)
+    algorithm = options.pop("algorithm", None)
+    problem = _shaped(operator, {"q": q, "k": k, "v": v} | options, dtype)
+    return explained(problem, device, specs_for(device, problem.operator.name), algorithm)
+
+
+def warmup(
+    calls: Iterable[Mapping[str, Any]], *, arch: str | None = None, jobs: int | None = None
+) -> tuple[str, ...]:
+    """Compile, and on this machine's GPU load, the kernels of calls to come, in parallel; without arrays.
+
+    calls: for each call the arguments of ``explain`` by name: ``{"q": (1, 4096, 16, 128), "causal": True}``;
+        ``dtype`` is "fp16" and ``operator`` "attention" where it is not given.
+    arch: the architecture to compile for, such as "sm_90", on a machine with or without it; nothing is loaded
+        then. None: GPU 0 of this machine.
+    jobs: how many kernels to compile at once; by default one for each processor.
+
+    Returns the name of the kernel that each call takes. Afterwards the first call of such a shape only makes
+    its plan. Raises what such calls raise: BadParam, BadTensorShape, CompileError, ...
+    """
+    from flashgen.schedule.dispatch import offers, select
+    from flashgen.toolchain.compile import in_parallel
+
+    device = _device_of(arch)
+    specs = specs_for(device)
+    shaped = []
+    for call in calls:
+        given = dict(call)
+        dtype = given.pop("dtype", "fp16")
+        if "q" not in given:
+            raise BadParam(f"a call of warmup has no q: {call}; it is a shape, such as (1, 4096, 16, 128)")
+        operator, algorithm = given.pop("operator", "attention"), given.pop("algorithm", None)
+        shaped.append((_shaped(operator, given, dtype), algorithm))
+    if arch is None:
+        from flashgen.runtime.launch import prepare
+
+        def ready(call: tuple[Problem, str | None]) -> str:
+            problem, algorithm = call
+            offered = offers(problem, device, specs, algorithm)
+            return prepare(problem, device.ordinal, offered).variant.name
+    else:
+        from flashgen.toolchain.obtain import arch_for, obtain, own_arch, recall
+
+        def ready(call: tuple[Problem, str | None]) -> str:
+            problem, algorithm = call
+            main = select(problem, device, offers(problem, device, specs, algorithm))
+            for variant in main.steps:
+                if recall(variant, own_arch(variant, device)) is None:
+                    obtain(variant, arch_for(variant, device))
+            return main.name
+
+    return tuple(in_parallel(ready, shaped, jobs))
+
+
+def _device_of(arch: str | None) -> Device:
+    """This machine's GPU, or a typical one of an architecture that it does not have."""
+    from flashgen.arch import typical
+    from flashgen.runtime import device as devices
+
+    if arch is None or (devices.available() and devices.device(0).arch == arch):
+        if not devices.available():
+            raise DeviceTypeNotSupported(
+                f"{devices.why_unavailable()}; say for which GPU: arch='sm_90' (--arch sm_90)"
+            )
+        return devices.device(0)
+    return typical(arch)
+
+
+def _shaped(function: str, given: dict[str, Any], dtype: str) -> Problem:
+    """The Problem of a call on GPU 0, from its keywords; an array may be a shape. k is by default as q, v as
+    k, and any other input that there must be has the shape that belongs to these.
+    """
+    dtype = dtype_name(dtype)
+    if function not in _EXPLAINED:
+        raise BadParam(f"operator is {function!r}; allowed are {', '.join(map(repr, _EXPLAINED))}")
+    defaults, asked_by_name = _function(function)
+    known = defaults.keys() - _UNEXPLAINED
+    unknown = given.keys() - known
+    if unknown:
+        raise BadParam(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(known))}")
+    call = defaults | given
+    if call["k"] is None:
+        call["k"] = call["q"]
+    if call["v"] is None and type(call["k"]) is not KVCache:
+        call["v"] = call["k"]
+    operator, given_arrays, options, scalars = asked_by_name(call)
+    shapes = {
+        argument.name: shape
+        for argument, x in zip(operator.arguments, given_arrays, strict=True)
+        if isinstance(shape := getattr(x, "shape", x), tuple | list) and not argument.optional
+    }
+    views = []
+    for argument, x in zip(operator.arguments, given_arrays, strict=True):
+        if x is None and not (argument.optional or argument.is_output):
+            x = operator.shape_beside(argument.name, shapes)
+        if x is None:
+            views.append(None)
+        elif isinstance(x, tuple | list) and all(isinstance(extent, int) for extent in x):
+            views.append(view_of_shape(x, argument.dtype(dtype), 0))
+        else:
+            view = arrays.view(arrays.adopt(x, argument.name), argument.name)
+            views.append(dataclasses.replace(view, device=0))
+    return operator.normalise(views, options, scalars)
+
+
+@lru_cache(maxsize=len(_EXPLAINED))
+def _function(name: str) -> tuple[Mapping[str, Any], Callable[[Mapping[str, Any]], Asked]]:
+    """The parameters of a function in `_EXPLAINED` with their defaults, None where there is none, and its
+    `asked_by_name`.
+    """
+    module = importlib.import_module(f"flashgen.api.{_EXPLAINED[name]}")
+    parameters = inspect.signature(getattr(module, name)).parameters.values()
+    named = (each for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD)
+    defaults = {each.name: None if each.default is each.empty else each.default for each in named}
+    return defaults, module.asked_by_name

@@ -1,0 +1,283 @@
+"""Attention over keys in several parts: ``merge`` and ``cascade``."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from flashgen.api.attention import attention
+from flashgen.api.calls import call
+from flashgen.errors import BadParam, BadTensorShape, FlashgenError
+from flashgen.operators.arguments import check_memory, flag
+from flashgen.operators.attention import MAX_SEQLEN
+from flashgen.operators.attention import normalise as normalise_attention
+from flashgen.operators.merge import MERGE, check_parts, normalise
+from flashgen.runtime import arrays
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from flashgen.operators.arguments import ArrayView
+
+# Options of attention() that speak of positions or of the keys of one call.
+_NOT_IN_PARTS = ("mask", "mask_type", "window_size", "alibi_slopes", "score", "params")
+# Layouts of cascades that were found to fit, so that later calls need not look again.
+_MAX_SOUND = 1024
+_sound: set[Any] = set()
+
+
+def merge(
+    parts: Sequence[tuple[Any, Any]],
+    *,
+    out: Any = None,
+    lse_out: Any = None,
+    stream: Any = None,
+    backend: str | None = None,
+) -> tuple[Any, Any]:
+    """What attention gives over all keys, from what it gave over disjoint parts of them.
+
+    parts: a list of (o, lse), as ``attention(..., return_lse=True)`` returns them. o: (batch, seqlen_q,
+        num_heads_q, head_dim_v), or without batch; fp16, bf16 or fp32; any strides, but the last dimension is
+        contiguous and rows are 16-byte aligned. lse: (batch, num_heads_q, seqlen_q), or without batch; fp32,
+        contiguous, natural logarithm. All parts are of one shape, dtype, device and library. A row of a part
+        that saw no key has lse -inf; its o is not looked at.
+    out, lse_out: receive the results; of the shape and dtype of an o and an lse, in memory of their own.
+    stream, backend: as in ``attention``.
+
+    Returns (out, lse) of the kind of the first o: new arrays, or those given. A row that no part saw a key
+    for is 0, with an LSE of -inf. More than two parts are merged one after another in order, each result
+    rounded to the dtype: ((1, 2), 3), ... A list of one part returns its two arrays themselves.
+
+    Raises, before anything is queued or written, BadParam for a list that is empty or no list of pairs, and
+    what ``attention`` raises for arrays that do not fit; messages count parts from 1: o1, lse1, o2, ...
+    """
+    pairs = _pairs(parts, "(o, lse)")
+    if len(pairs) != 2:  # two are checked on the way to the kernel
+        _check_merge(pairs, out, lse_out, stream)
+    if len(pairs) == 1:
+        return pairs[0]
+    o, lse = pairs[0]
+    for number, (next_o, next_lse) in enumerate(pairs[1:], 2):
+        results = (out, lse_out) if number == len(pairs) else (None, None)
+        o, lse = call(MERGE, (o, lse, next_o, next_lse, *results), stream=stream, backend=backend)
+    return o, lse
+
+
+def cascade(
+    q: Any,
+    parts: Sequence[tuple[Any, Any]],
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    out: Any = None,
+    return_lse: bool = False,
+    stream: Any = None,
+    backend: str | None = None,
+    **refused: Any,
+) -> Any:
+    """Attention over keys that lie in several arrays, such as a prefix that all sequences of a batch share
+    and what each has of its own.
+
+    q: (batch, seqlen_q, num_heads_q, head_dim), or without batch, as in ``attention``.
+    parts: a list of (k, v), from the first keys to the last. k: (batch, seqlen_kv, num_heads_kv, head_dim),
+        v: (batch, seqlen_kv, num_heads_kv, head_dim_v), as in ``attention``; seqlen_kv and num_heads_kv may
+        differ between parts. A part of batch 1 is shared by all batch entries of q: it is read once for all,
+        as the queries of all entries become those of one long sequence. That copies q, once, where its batch
+        and sequence strides are not those of one sequence.
+    causal: in the last part hide key j from query i unless j <= i + seqlen_kv - seqlen_q, with the seqlen_kv
+        of that part; all queries see all keys of the others. This is causal attention over all keys where the
+        last part has seqlen_q keys or more.
+    softmax_scale, softcap, out, return_lse, stream, backend: as in ``attention``.
+
+    Returns ``out``, or ``(out, lse)``, as ``attention``. Parts are merged as by ``merge``, each result
+    rounded to the dtype.
+
+    Raises what ``attention`` raises, with ``parts[i]`` in front for what is wrong with a part; BadParam for a
+    list that is empty or no list of pairs, and for window_size, mask, mask_type, alibi_slopes, score and
+    params: their positions would count from the beginning of a part.
+    """
+    for name in refused:
+        if name not in _NOT_IN_PARTS:
+            raise TypeError(f"cascade() got an unexpected keyword argument {name!r}")
+        raise BadParam(
+            f"{name} was given; cascade takes none, as its positions would count from the beginning of a part"
+        )
+    pairs = _pairs(parts, "(k, v)")
+    causal, return_lse = flag("causal", causal), flag("return_lse", return_lse)
+    if any(arrays.kind_of(x) is None for x in (q, *(x for pair in pairs for x in pair))):
+        return _cascade_adopted(q, pairs, out, stream, causal, softmax_scale, softcap, return_lse, backend)
+    _check_cascade(q, pairs, out, causal)
+    common = {"softmax_scale": softmax_scale, "softcap": softcap, "stream": stream, "backend": backend}
+    if len(pairs) == 1:
+        k, v = (_broadcast(q, x) for x in pairs[0])
+        return attention(q, k, v, causal=causal, out=out, return_lse=return_lse, **common)
+    folded, results = None, []
+    for number, (k, v) in enumerate(pairs, 1):
+        diagonal = causal and number == len(pairs) and q.shape[-3] > 1
+        if _is_shared(q, k) and not diagonal and q.shape[0] * q.shape[1] <= MAX_SEQLEN:
+            folded = _folded(q, stream) if folded is None else folded
+            results.append(_unfolded(attention(folded, k, v, return_lse=True, **common), q, stream))
+        else:
+            k, v = _broadcast(q, k), _broadcast(q, v)
+            results.append(attention(q, k, v, causal=diagonal, return_lse=True, **common))
+    merged, lse = merge(results, out=out, stream=stream, backend=backend)
+    return (merged, lse) if return_lse else merged
+
+
+def _pairs(parts: Any, what: str) -> list[tuple[Any, Any]]:
+    if not isinstance(parts, (list, tuple)) or not parts:
+        raise BadParam(f"parts is {_short(parts)}; expected a list of {what}, with one at least")
+    for index, pair in enumerate(parts):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise BadParam(f"parts[{index}] is {_short(pair)}; expected {what}")
+    return [tuple(pair) for pair in parts]
+
+
+def _short(x: Any) -> str:
+    if isinstance(x, (list, tuple)):
+        return f"a {type(x).__name__} of {len(x)}"
+    return "None" if x is None else f"of type {type(x).__name__}"
+
+
+def _check_merge(pairs: list[tuple[Any, Any]], out: Any, lse_out: Any, stream: Any) -> None:
+    """All that could be wrong with the arrays of a merge of other than two parts, ahead of its first step."""
+    given = [x for pair in pairs for x in pair]
+    names = [f"{word}{number}" for number in range(1, len(pairs) + 1) for word in ("o", "lse")]
+    results = {"out": out, "lse_out": lse_out}
+    for name, x in results.items():
+        if x is not None and len(pairs) == 1:
+            raise BadParam(f"{name} was given with one part, which is returned as it is; leave it out")
+        if x is not None and arrays.immutable(x):
+            raise BadParam(f"{name} has type {type(x).__name__}, whose memory cannot be written to")
+    views = [arrays.view(arrays.adopt(x, name, stream), name) for x, name in zip(given, names, strict=True)]
+    written = {
+        name: None if x is None else arrays.view(arrays.adopt(x, name, stream), name)
+        for name, x in results.items()
+    }
+    arrays.check_libraries(dict(zip(names, views, strict=True)) | written)
+    parts = list(zip(views[::2], views[1::2], strict=True))
+    check_parts(parts)
+    for part in parts[1:]:
+        all_views = (*parts[0], *part, *written.values())
+        problem = normalise(*all_views)
+        pointers = tuple(0 if view is None else view.pointer for view in all_views)
+        given_results = [position for position in problem.results if pointers[position]]
+        # What is not given is allocated, and lies nowhere yet.
+        spans = tuple(
+            (0, 0) if view is None else span for view, span in zip(all_views, problem.spans(), strict=True)
+        )
+        check_memory(MERGE.arguments, spans, pointers, given_results)
+
+
+def _check_cascade(q: Any, pairs: list[tuple[Any, Any]], out: Any, causal: bool) -> None:
+    """That each part is one that attention takes, ahead of the first call; messages name the part."""
+    kind = arrays.kind_of(q)
+    given = (q, out, *(x for pair in pairs for x in pair))
+    key = None
+    if all(x is None or arrays.kind_of(x) is kind for x in given):
+        try:
+            key = (kind.name, kind.read(given)[0], causal)
+        except RuntimeError:  # an array without memory: its view says so
+            key = None
+        if key in _sound:
+            return
+    view, out_view = arrays.view(q, "q"), None if out is None else arrays.view(out, "out")
+    arrays.check_libraries({"q": view, "out": out_view})
+    for index, pair in enumerate(pairs):
+        try:
+            views = [arrays.view(x, name) for x, name in zip(pair, ("k", "v"), strict=True)]
+            arrays.check_libraries({"q": view, "k": views[0], "v": views[1]})
+            if views[0].shape[:-1] != views[1].shape[:-1]:  # which a part of batch 1 would hide
+                raise BadTensorShape(
+                    f"v has shape {views[1].shape} but k has {views[0].shape}; all but the last dimension "
+                    "must be the same"
+                )
+            width, first = views[1].shape[-1:], pairs[0][1].shape[-1:]
+            if width != first:
+                raise BadTensorShape(f"v has head_dim_v {width[0]} but that of parts[0] has {first[0]}")
+            normalise_attention(
+                view, *(_view_in_batch(view, other) for other in views), out=out_view, causal=causal
+            )
+        except FlashgenError as error:
+            raise type(error)(f"parts[{index}]: {error}") from None
+    if key is not None:
+        if len(_sound) >= _MAX_SOUND:
+            _sound.clear()
+        _sound.add(key)
+
+
+def _view_in_batch(q: ArrayView, x: ArrayView) -> ArrayView:
+    """The view of k or v with the batch of q, where a shared part has batch 1."""
+    if not _is_shared(q, x) or x.strides is None:
+        return x
+    return dataclasses.replace(x, shape=(q.shape[0], *x.shape[1:]), strides=(0, *x.strides[1:]))
+
+
+def _broadcast(q: Any, x: Any) -> Any:
+    """k or v with the batch of q: of a shared part a view that has its elements for each batch entry."""
+    return arrays.kind_of(x).broadcast(x, (q.shape[0], *x.shape[1:])) if _is_shared(q, x) else x
+
+
+def _is_shared(q: Any, k: Any) -> bool:
+    """Whether a part of batch 1 serves several batch entries of q."""
+    return len(q.shape) == len(k.shape) == 4 and k.shape[0] == 1 and q.shape[0] != 1
+
+
+def _folded(q: Any, stream: Any) -> Any:
+    """q of all batch entries as one sequence of batch 1; a copy where its strides are not of one."""
+    kind = arrays.kind_of(q)
+    batch, seqlen_q = q.shape[:2]
+    batch_stride, row_stride = kind.view(q).strides[:2]
+    if batch > 1 and seqlen_q > 1 and batch_stride != seqlen_q * row_stride:
+        q = kind.contiguous(q, stream)
+    return q.reshape(1, batch * seqlen_q, *q.shape[2:])
+
+
+def _unfolded(results: tuple[Any, Any], q: Any, stream: Any) -> tuple[Any, Any]:
+    """The o and the lse of a folded q for each batch entry; the lse is a copy."""
+    o, lse = results
+    batch, seqlen_q, heads = q.shape[:3]
+    lse = lse.reshape(heads, batch, seqlen_q).swapaxes(0, 1)
+    return o.reshape(batch, seqlen_q, heads, o.shape[-1]), arrays.kind_of(lse).contiguous(lse, stream)
+
+
+def _cascade_adopted(
+    q: Any,
+    pairs: list[tuple[Any, Any]],
+    out: Any,
+    stream: Any,
+    causal: bool,
+    softmax_scale: float | None,
+    softcap: float | None,
+    return_lse: bool,
+    backend: str | None,
+) -> Any:
+    """`cascade` for arrays that flashgen does not read directly: adopt them, and hand the results back."""
+    if out is not None and arrays.immutable(out):
+        raise BadParam(
+            f"out has type {type(out).__name__}, whose memory cannot be written to; call without out"
+        )
+    native_q = arrays.adopt(q, "q", stream)
+    native = [
+        tuple(
+            arrays.adopt(x, f"parts[{index}]: {name}", stream)
+            for x, name in zip(pair, ("k", "v"), strict=True)
+        )
+        for index, pair in enumerate(pairs)
+    ]
+    results = cascade(
+        native_q,
+        native,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        out=None if out is None else arrays.adopt(out, "out", stream),
+        return_lse=True,
+        stream=stream,
+        backend=backend,
+    )
+    inputs = (native_q, *(x for pair in native for x in pair))
+    lse = arrays.hand_back(results[1], q, inputs, stream)
+    result = arrays.hand_back(results[0], q, inputs, stream) if out is None else out
+    return (result, lse) if return_lse else result

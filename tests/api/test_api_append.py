@@ -1,0 +1,257 @@
+"""attention(..., append=, rotary=): the same as append() and then attention over the lengths it gives."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+import flashgen
+from flashgen import errors
+from flashgen.simulator import hostcompiler
+
+simulated = pytest.mark.skipif(bool(hostcompiler.why_unavailable()), reason="there is no C++ compiler")
+ON = ("cpu", pytest.param("simulator", marks=simulated))
+LENGTHS = np.array([5, 0, 19], np.int32)
+
+
+def numbers(rng, *shape):
+    return rng.standard_normal(shape, np.float32).astype(np.float16)
+
+
+def cache_of(rng, pages):
+    """A cache with room for 24 tokens a sequence, of rows or of pages of 8; unused slots are NaN."""
+    k, v = (np.full((3, 24, 2, 32), np.nan, np.float16) for _ in "kv")
+    for row, length in enumerate(LENGTHS):
+        k[row, :length], v[row, :length] = numbers(rng, length, 2, 32), numbers(rng, length, 2, 32)
+    if not pages:
+        return flashgen.KVCache(k, v, LENGTHS)
+    table = rng.permutation(9).astype(np.int32).reshape(3, 3)
+    order = np.argsort(table.reshape(-1))
+    k, v = (x.reshape(9, 8, 2, 32)[order] for x in (k, v))
+    return flashgen.KVCache(k, v, LENGTHS, pages=table)
+
+
+def copied(cache):
+    return flashgen.KVCache(cache.k.copy(), cache.v.copy(), cache.lengths, cache.pages)
+
+
+def tables(rng):
+    angles = rng.uniform(-3, 3, (32, 8))
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+@pytest.mark.parametrize("backend", ON)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (6, 0)}], ids=str)
+@pytest.mark.parametrize("rotates", [False, True], ids=["plain", "rotary"])
+@pytest.mark.parametrize("pages", [False, True], ids=["rows", "pages"])
+def test_it_is_append_and_then_attention(pages, rotates, options, backend):
+    rng = np.random.default_rng()
+    cache, q, k_new, v_new = cache_of(rng, pages), *(numbers(rng, 3, 3, heads, 32) for heads in (4, 2, 2))
+    rotary = flashgen.Rotary(*tables(rng)) if rotates else None
+    other = copied(cache)
+    out = flashgen.attention(q, cache, append=(k_new, v_new), rotary=rotary, backend=backend, **options)
+
+    positions = "each" if options else "first"
+    total, rotated = flashgen.append(
+        other, k_new, v_new, rotary=rotary, q=q if rotates else None, q_positions=positions, backend=backend
+    )
+    after = flashgen.KVCache(other.k, other.v, total, other.pages)
+    np.testing.assert_array_equal(total, LENGTHS + 3)
+    np.testing.assert_array_equal(LENGTHS, [5, 0, 19])
+    expected = flashgen.attention(rotated if rotates else q, after, backend=backend, **options)
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(cache.k.view(np.uint16), other.k.view(np.uint16))
+    np.testing.assert_array_equal(cache.v.view(np.uint16), other.v.view(np.uint16))
+
+
+@pytest.mark.parametrize("backend", ON)
+@pytest.mark.parametrize("options", [{}, {"causal": True, "return_lse": True}], ids=str)
+@pytest.mark.parametrize("rotates", [False, True], ids=["plain", "rotary"])
+def test_a_held_plan_does_what_the_call_does(rotates, options, backend):
+    """Of other arrays than it was made with, over several steps, with outputs of the caller's or its own."""
+    rng = np.random.default_rng()
+    examples = [numbers(rng, 3, 3, heads, 32) for heads in (4, 2, 2)]
+    rotary = flashgen.Rotary(*tables(rng), interleaved=True) if rotates else None
+    made_with = cache_of(rng, pages=True)
+    before = copied(made_with)
+    options = options | {"softcap": 5.0}
+    plan = flashgen.plan(
+        examples[0], made_with, append=examples[1:], rotary=rotary, backend=backend, **options
+    )
+    np.testing.assert_array_equal(made_with.k.view(np.uint16), before.k.view(np.uint16))
+    steps = [step.variant.spec for step in plan.steps]
+    assert steps[:1] == ([] if backend == "cpu" else ["append_sm80"])
+
+    first, out, total = cache_of(rng, pages=True), np.empty_like(examples[0]), np.empty(3, np.int32)
+    for lengths, given in ((LENGTHS, {}), ([3, 1, 2], {"out": out, "total_lengths": total})):
+        cache = flashgen.KVCache(first.k, first.v, np.array(lengths, np.int32), first.pages)
+        other = copied(cache)
+        q, *new = (numbers(rng, 3, 3, heads, 32) for heads in (4, 2, 2))
+        found = plan(q, cache, new, rotary=rotary, softmax_scale=0.3, **given)
+        expected = flashgen.attention(
+            q, other, append=new, rotary=rotary, backend=backend, softmax_scale=0.3, **options
+        )
+        np.testing.assert_equal(found, expected)
+        np.testing.assert_array_equal(cache.k.view(np.uint16), other.k.view(np.uint16))
+    assert (found[0] if "return_lse" in options else found) is out
+    assert total.tolist() == [6, 4, 5]
+
+
+def test_a_held_plan_refuses_what_it_was_not_made_for_and_writes_nothing():
+    rng = np.random.default_rng()
+    cache, q, *new = cache_of(rng, pages=False), *(numbers(rng, 3, 3, heads, 32) for heads in (4, 2, 2))
+    rotary = flashgen.Rotary(*tables(rng))
+    plan = flashgen.plan(q, cache, append=new, rotary=rotary)
+    before = copied(cache)
+    for error, message, given in (
+        (errors.BadParam, "made with interleaved=False", {"rotary": flashgen.Rotary(*tables(rng), True)}),
+        (errors.BadParam, "rotary is None; the plan was made with", {"rotary": None}),
+        (errors.BadTensorShape, "out has", {"out": q[:, :2]}),
+        (errors.BadParam, "lse was given to a plan made without", {"lse": np.zeros((3, 4, 3), np.float32)}),
+        (errors.BadParam, "softmax_scale is -1", {"softmax_scale": -1.0}),
+        (errors.BadTensorShape, "k_new has", {"append": [x[:, :2] for x in new]}),
+        (errors.BadParam, "append has type ndarray", {"append": q}),
+        (errors.BadParam, "cache has type ndarray", {"cache": q}),
+    ):
+        with pytest.raises(error, match=message):
+            plan(**({"q": q, "cache": cache, "append": new, "rotary": rotary} | given))
+    np.testing.assert_array_equal(cache.k.view(np.uint16), before.k.view(np.uint16))
+    with pytest.raises(errors.BadParam, match="rotary was given without append"):
+        flashgen.plan(q, cache, rotary=rotary)
+    with pytest.raises(errors.BadParam, match="q_rotated was given to a plan made without one"):
+        flashgen.plan(q, cache, append=new)(q, cache, new, q_rotated=np.zeros_like(q))
+
+
+@pytest.mark.parametrize("backend", ON)
+@pytest.mark.parametrize("made", ["held", "call"])
+@pytest.mark.usefixtures("forget_plans")
+def test_what_lengths_contradict_is_found_before_the_cache_is_written(made, backend, monkeypatch):
+    monkeypatch.setenv("FLASHGEN_CHECK", "1")
+    rng = np.random.default_rng()
+    cache, q, *new = cache_of(rng, pages=True), *(numbers(rng, 3, 3, heads, 32) for heads in (4, 2, 2))
+    before = copied(cache)
+    options = {"append": new, "max_seqlen_kv": 21, "backend": backend}
+    call = partial(flashgen.attention, q, cache, **options)
+    if made == "held":
+        call = partial(flashgen.plan(q, cache, **options), q, cache, new)
+    with pytest.raises(errors.BadParam, match="sequence 2 has length 22; max_seqlen_kv says"):
+        call()
+    np.testing.assert_array_equal(cache.k.view(np.uint16), before.k.view(np.uint16))
+
+
+def test_packed_tokens_are_appended_to_their_sequences():
+    rng = np.random.default_rng()
+    cache, cu = cache_of(rng, pages=True), np.array([0, 2, 2, 5], np.int32)
+    q, k_new, v_new = (numbers(rng, 5, heads, 32) for heads in (4, 2, 2))
+    out = flashgen.attention(q, cache, causal=True, append=(k_new, v_new), cu_seqlens_q=cu)
+    total = np.array([7, 0, 22], np.int32)
+    after = flashgen.KVCache(cache.k, cache.v, total, cache.pages)
+    np.testing.assert_array_equal(out, flashgen.attention(q, after, causal=True, cu_seqlens_q=cu))
+
+
+def test_packed_tokens_of_no_sequence_are_left_out():
+    none = np.zeros(0, np.int32)
+    cache = flashgen.KVCache(*(np.zeros((1, 8, 2, 32), np.float16) for _ in "kv"), none, index=none)
+    q, k_new, v_new = (np.full((3, heads, 32), np.nan, np.float16) for heads in (4, 2, 2))
+    rotary, cu = flashgen.Rotary(*tables(np.random.default_rng())), np.zeros(1, np.int32)
+    out = flashgen.attention(q, cache, append=(k_new, v_new), rotary=rotary, cu_seqlens_q=cu)
+    assert out.shape == q.shape
+    assert not cache.k.any()
+    assert not cache.v.any()
+
+
+def test_a_page_or_a_position_for_each_sequence_as_a_column():
+    """``x[:, None]`` has another stride along its one column than an array that was made so."""
+    rng = np.random.default_rng()
+    cache, q, *new = cache_of(rng, pages=False), *(numbers(rng, 3, 1, heads, 32) for heads in (4, 2, 2))
+    table, angles = rng.permutation(3).astype(np.int32), tables(rng)
+
+    def found(column):
+        own = flashgen.KVCache(cache.k.copy(), cache.v.copy(), LENGTHS, pages=column(table))
+        rotary = flashgen.Rotary(*angles, positions=column(LENGTHS))
+        return flashgen.attention(q, own, append=new, rotary=rotary)
+
+    np.testing.assert_array_equal(found(lambda x: x[:, None]), found(lambda x: x.reshape(3, 1).copy()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"append": None, "rotary": "tables"}, errors.BadParam, "rotary was given without append"),
+        ({"rotary": flashgen.Rotary(None, None)}, errors.NullPointer, "cos is None"),
+        ({"append": np.zeros(3)}, errors.BadParam, r"append has type ndarray; expected \(k_new, v_new\)"),
+        ({"softmax_scale": -1.0}, errors.BadParam, "softmax_scale is -1"),
+        ({"causal": "yes"}, errors.BadParam, "causal is 'yes'"),
+        ({"q": np.zeros((3, 3, 3, 32), np.float16)}, errors.BadTensorShape, "q has 3 heads"),
+        ({"out": np.zeros((3, 3, 4, 8), np.float16)}, errors.BadTensorShape, "out has shape"),
+        (
+            {"out": np.lib.stride_tricks.as_strided(np.zeros((3, 3, 4, 32), np.float16), writeable=False)},
+            errors.BadParam,
+            "out is read-only",
+        ),
+    ],
+)
+def test_a_wrong_call_leaves_the_cache_as_it_was(changes, error, message):
+    rng = np.random.default_rng()
+    cache = cache_of(rng, pages=False)
+    before = copied(cache)
+    given = {"q": numbers(rng, 3, 3, 4, 32), "append": (numbers(rng, 3, 3, 2, 32),) * 2} | changes
+    if changes.get("rotary") == "tables":
+        given["rotary"] = flashgen.Rotary(*tables(rng))
+    with pytest.raises(error, match=message):
+        flashgen.attention(given.pop("q"), cache, **given)
+    np.testing.assert_array_equal(cache.k.view(np.uint16), before.k.view(np.uint16))
+    np.testing.assert_array_equal(cache.v.view(np.uint16), before.v.view(np.uint16))
+
+
+def test_a_window_in_an_array():
+    rng = np.random.default_rng()
+    cache, q, *new = cache_of(rng, pages=False), *(numbers(rng, 3, 3, heads, 32) for heads in (4, 2, 2))
+    rotary = flashgen.Rotary(*tables(rng))
+    for window in ((-1, -1), (6, 0)):
+        both = (
+            flashgen.attention(q, copied(cache), append=new, rotary=rotary, window_size=x)
+            for x in (window, np.array(window))
+        )
+        np.testing.assert_array_equal(*both)
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_arrays_of_other_libraries(library, held):
+    """The result is of the library of q; a cache of NumPy is written to where the others are JAX's."""
+    module = pytest.importorskip("torch" if library == "torch" else "jax.numpy")
+    into = module.from_numpy if library == "torch" else module.asarray
+    rng = np.random.default_rng()
+    cache, q, *new = cache_of(rng, pages=True), *(numbers(rng, 3, 3, heads, 32) for heads in (4, 2, 2))
+    angles, slopes = tables(rng), rng.random(4, np.float32)
+    expected, lse = flashgen.attention(
+        q, copied(cache), append=new, rotary=flashgen.Rotary(*angles), alibi_slopes=slopes, return_lse=True
+    )
+    rotary, slopes = flashgen.Rotary(*map(into, angles)), into(slopes)
+    given = into(q), cache
+    if library == "torch":
+        given = into(q), flashgen.KVCache(*(into(getattr(cache, f)) for f in ("k", "v", "lengths", "pages")))
+    options = {"append": tuple(map(into, new)), "rotary": rotary}
+    if held:
+        plan = flashgen.plan(*given, **options, alibi_slopes=slopes, return_lse=True)
+        found = plan(*given, **options, slope=slopes)
+    else:
+        found = flashgen.attention(*given, **options, alibi_slopes=slopes, return_lse=True)
+    for array, like in zip(found, (expected, lse), strict=True):
+        assert type(array) is type(given[0])
+        np.testing.assert_array_equal(np.asarray(array), like)
+
+
+def test_append_needs_a_cache():
+    q = np.zeros((1, 1, 2, 32), np.float16)
+    with pytest.raises(errors.BadParam, match=r"cache has type ndarray; expected a flashgen\.KVCache"):
+        flashgen.attention(q, q, q, append=(q, q))
+
+
+def test_a_cache_and_angles_are_printed_as_shapes():
+    cache = flashgen.KVCache(np.zeros((2, 8, 1, 8)), np.zeros((2, 8, 1, 8)), LENGTHS)
+    assert repr(cache) == "KVCache(k=(2, 8, 1, 8), v=(2, 8, 1, 8), lengths=(3,))"
+    assert repr(flashgen.Rotary(np.zeros((4, 8)), None)) == "Rotary(cos=(4, 8), interleaved=False)"

@@ -1,0 +1,459 @@
+"""``attention`` in the graphs of PyTorch: autograd, torch.compile, torch.export. On the CPU."""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import flashgen
+from flashgen.errors import BadParam
+from flashgen.simulator import hostcompiler
+
+torch = pytest.importorskip("torch")
+from torch.autograd import forward_ad  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from flashgen.api import autograd  # noqa: E402  # registers the operators
+
+functional = torch.nn.functional
+
+HEADS, KV_HEADS = 4, 2
+
+
+def tensors(dtype=torch.float32, batch=2):
+    """q, k and v that require gradients, and a gradient of the result."""
+    shapes = (6, HEADS, 16), (7, KV_HEADS, 16), (7, KV_HEADS, 8)
+    made = [torch.randn(batch, *shape).to(dtype).requires_grad_() for shape in shapes]
+    return (*made, torch.randn(batch, 6, HEADS, 8).to(dtype))
+
+
+def gradients(function, *inputs):
+    """Those of what a function gives as its loss."""
+    return torch.autograd.grad(function(*inputs), inputs)
+
+
+def sdpa(q, k, v, **options):
+    group = HEADS // KV_HEADS
+    k, v = (x.repeat_interleave(group, -2) for x in (k, v))
+    turned = (x.transpose(-3, -2) for x in (q, k, v))
+    return functional.scaled_dot_product_attention(*turned, **options).transpose(-3, -2)
+
+
+def same(found, expected, tolerance=1e-5):
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+
+
+def test_gradients_are_those_of_sdpa():
+    q, k, v, dout = tensors()
+    hidden = torch.rand(2, 1, 6, 7) < 0.4
+    hidden[..., 0] = False  # a row that sees nothing is NaN in PyTorch
+    options = {"mask": hidden, "softmax_scale": 0.3}
+    found = gradients(lambda *x: (flashgen.attention(*x, **options) * dout).sum(), q, k, v)
+    expected = gradients(lambda *x: (sdpa(*x, attn_mask=~hidden, scale=0.3) * dout).sum(), q, k, v)
+    same(found, expected)
+
+
+def test_they_are_those_of_attention_backward_bit_by_bit():
+    q, k, v, dout = tensors(torch.bfloat16)
+    out, lse = flashgen.attention(q, k, v, causal=True, softcap=1.5, return_lse=True)
+    dlse = torch.randn_like(lse)
+    found = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+    with torch.no_grad():
+        expected = flashgen.attention_backward(dout, q, k, v, out, lse, causal=True, softcap=1.5, dlse=dlse)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_an_lse_alone_has_a_gradient():
+    q, k, v, _ = tensors()
+    scores = lambda q, k: torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) / 4  # noqa: E731
+    found = gradients(lambda *x: flashgen.attention(*x, v, return_lse=True)[1].square().sum(), q, k)
+    same(found, gradients(lambda *x: scores(*x).logsumexp(-1).square().sum(), q, k))
+
+
+def test_the_gradient_of_a_result_may_have_any_strides():
+    q, k, v, _ = tensors()
+    weights = torch.randn(8, HEADS, 6, 2).permute(3, 2, 1, 0)  # its last dimension is not contiguous
+    for loss in (lambda x: x.sum(), lambda x: (x * weights).sum(), lambda x: x[:, ::2, :, 1:].sum()):
+        same(
+            gradients(lambda *x, loss=loss: loss(flashgen.attention(*x)), q, k, v),
+            gradients(lambda *x, loss=loss: loss(sdpa(*x)), q, k, v),
+        )
+
+
+def test_without_batch_and_of_some_inputs():
+    q, k, v, dout = tensors(batch=1)
+    q, k, v, dout = (x.detach()[0] for x in (q, k, v, dout))
+    k.requires_grad_()
+    (found,) = gradients(lambda k: (flashgen.attention(q, k, v) * dout).sum(), k)
+    (expected,) = gradients(lambda k: (sdpa(q, k, v) * dout).sum(), k)
+    same((found,), (expected,))
+
+
+def test_the_operators_pass_torchs_own_checks():
+    q, k, v, dout = tensors()
+    slopes = torch.rand(HEADS)
+    none = (None, None, None)
+    plain = (None, [], *none, True, None, -1, -1, None, "", "", "", "auto", False, None, None, None, None)
+    scored = (
+        None,
+        [slopes],
+        *none,
+        False,
+        None,
+        3,
+        -1,
+        0.2,
+        "alibi,softcap",
+        "slope",
+        "cap=2.0",
+        "4",
+        True,
+        "cpu",
+        None,
+        None,
+        None,
+    )
+    for given in (plain, scored):
+        torch.library.opcheck(torch.ops.flashgen.attention.default, (q, k, v, *given))
+    with torch.no_grad():
+        out, lse = flashgen.attention(q, k, v, return_lse=True)
+    inputs = [x.detach() for x in (dout, q, k, v)]
+    for dlse in (None, torch.randn_like(lse)):
+        torch.library.opcheck(
+            torch.ops.flashgen.attention_backward.default,
+            (*inputs, None, out, lse, dlse, [], *plain[2:]),
+        )
+
+
+def packed(dtype=torch.float32):
+    """q, k and v of three sequences that require gradients, a gradient of the result, and their lengths."""
+    shapes = (9, HEADS, 16), (13, KV_HEADS, 16), (13, KV_HEADS, 8)
+    made = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+    cu_q, cu_kv = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 2, 2, 8], [0, 3, 7, 13]))
+    return (*made, torch.randn(9, HEADS, 8).to(dtype), {"cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_kv})
+
+
+def one_by_one(q, k, v, cu_seqlens_q, cu_seqlens_kv, **options):
+    """The results of packed sequences, each by a call of its own."""
+    ends = zip(cu_seqlens_q.tolist(), cu_seqlens_kv.tolist(), strict=True)
+    pairs = list(itertools.pairwise(ends))
+    parts = [flashgen.attention(q[a:b], k[c:d], v[c:d], **options) for (a, c), (b, d) in pairs if b > a]
+    return torch.cat([*parts, torch.zeros(len(q) - pairs[-1][1][0], HEADS, v.shape[-1])])
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (1, 0), "softcap": 2.0}], ids=str)
+def test_packed_sequences(options):
+    q, k, v, dout, lengths = packed()
+    dout[8:] = 0  # nothing is written behind the last sequence
+    found = gradients(lambda *x: (flashgen.attention(*x, **lengths, **options)[:8] * dout[:8]).sum(), q, k, v)
+    same(found, gradients(lambda *x: (one_by_one(*x, **lengths, **options) * dout).sum(), q, k, v))
+
+
+def test_padded_sequences():
+    q, k, v, dout = tensors()
+    lengths = torch.tensor([4, 0], dtype=torch.int32)
+    found = gradients(lambda *x: (flashgen.attention(*x, kv_lengths=lengths) * dout).sum(), q, k, v)
+    own = q[0].detach(), k[0, :4].detach(), v[0, :4].detach()
+    leaves = [x.requires_grad_() for x in own]
+    expected = gradients(lambda *x: (flashgen.attention(*x) * dout[0]).sum(), *leaves)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x[0, : len(y)], y)
+        assert not x[1].any()
+        assert not x[0, len(y) :].any()
+
+
+def test_packed_sequences_pass_torchs_own_checks_and_compile():
+    q, k, v, dout, lengths = packed()
+    lengths["cu_seqlens_q"][-1] = 9  # what lies behind the last sequence is any number, as the checks compare
+    options = (True, None, -1, -1, None, "", "", "", "auto", False, None, None, 7, None)
+    given = None, [], None, *lengths.values(), *options
+    torch.library.opcheck(torch.ops.flashgen.attention.default, (q, k, v, *given))
+    with torch.no_grad():
+        out, lse = flashgen.attention(q, k, v, causal=True, return_lse=True, **lengths)
+    inputs = [x.detach() for x in (dout, q, k, v)]
+    given = None, out, lse, None, [], None, *lengths.values(), *options
+    torch.library.opcheck(torch.ops.flashgen.attention_backward.default, (*inputs, *given))
+
+    def loss(q, k, v):
+        return flashgen.attention(q, k, v, causal=True, max_seqlen_q=7, **lengths).square().sum()
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
+    same(gradients(compiled, q, k, v), gradients(loss, q, k, v))
+
+
+FIRST_CALL = """
+import torch
+import flashgen
+
+def attend(x):
+    return flashgen.attention(x, x, x, causal=True)
+
+x = torch.randn(1, 5, 2, 8)
+compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+torch.testing.assert_close(compiled(x), attend(x))
+"""
+
+
+def test_the_first_call_of_a_process_may_be_compiled():
+    environment = os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    subprocess.run([sys.executable, "-c", FIRST_CALL], check=True, env=environment)
+
+
+class Watching(TorchDispatchMode):
+    """Keeps the names of flashgen's operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.namespace == "flashgen":
+            self.seen.append(operator._opname)
+        return operator(*args, **kwargs or {})
+
+
+def test_a_dispatch_mode_sees_the_operators_and_other_calls_do_without():
+    """Recording an operator takes ten times as long as queueing kernels."""
+    q, k, v, dout = tensors()
+    with Watching() as all_of_it:
+        out = flashgen.attention(q, k, v)
+        expected = torch.autograd.grad(out, (q, k, v), dout)
+    assert all_of_it.seen == ["attention", "attention_backward"]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        out = flashgen.attention(q, k, v)
+        found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    names = {event.key for event in profiler.key_averages()}
+    assert "_AttentionBackward" in names
+    assert not any(name.startswith("flashgen::") for name in names)
+    with Watching() as backward:
+        again = torch.autograd.grad(out, (q, k, v), dout)
+    assert backward.seen == ["attention_backward"]
+    for gradients_found in (found, again):
+        assert all(torch.equal(x, y) for x, y in zip(gradients_found, expected, strict=True))
+
+
+def test_tensors_without_memory_have_shapes_of_gradients():
+    leaves = [x.detach().to("meta").requires_grad_() for x in tensors()[:3]]
+    found = gradients(lambda *x: flashgen.attention(*x).sum(), *leaves)
+    assert [x.shape for x in found] == [x.shape for x in leaves]
+
+
+def test_what_is_no_plain_tensor_is_refused_by_name():
+    q, k, v, _ = tensors()
+    nested = torch.nested.nested_tensor(
+        [q[0].detach(), q[1].detach()], layout=torch.jagged, requires_grad=True
+    )
+    with pytest.raises(BadParam, match=r"^q: a nested tensor"):
+        flashgen.attention(nested, k, v)
+    with pytest.raises(BadParam, match=r"^q: a tensor inside torch.func"):
+        torch.func.grad(lambda q: flashgen.attention(q, k, v).sum())(q)
+
+
+def test_saved_tensors_may_be_packed_and_must_not_change():
+    q, k, v, dout = tensors()
+    slopes = torch.rand(HEADS)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x.clone(), lambda x: x):
+        out = flashgen.attention(q, k, v, alibi_slopes=slopes)
+    assert any(torch.equal(x, slopes) for x in packed)
+    found = torch.autograd.grad(out, (q, k, v), dout)
+    out = flashgen.attention(q, k, v, alibi_slopes=slopes)
+    same(found, torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), tolerance=0)
+    slopes.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out, (q, k, v), dout)
+
+
+def test_compiled_into_one_graph():
+    q, k, v, dout = tensors()
+    slopes = torch.rand(HEADS)
+
+    def loss(q, k, v):
+        out = flashgen.attention(q * 2, k, v, window_size=(3, 0), softcap=2.0, alibi_slopes=slopes)
+        return (torch.nn.functional.silu(out) * dout).sum()
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
+    same(gradients(compiled, q, k, v), gradients(loss, q, k, v))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(q, k, v), loss(q, k, v))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_exported(strict):
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v):
+            return flashgen.attention(q, k, v, causal=True) + 1
+
+    given = tuple(x.detach() for x in tensors()[:3])
+    exported = torch.export.export(Module(), given, strict=strict)
+    assert any(node.target == torch.ops.flashgen.attention.default for node in exported.graph.nodes)
+    torch.testing.assert_close(exported.module()(*given), Module()(*given))
+
+
+def test_under_autocast():
+    layer, x = torch.nn.Linear(32, 3 * 32), torch.randn(2, 6, 32)
+
+    def loss(attend):
+        with torch.autocast("cpu", torch.bfloat16):
+            q, k, v = layer(x).unflatten(-1, (3, 2, 16)).unbind(2)
+            assert q.dtype == torch.bfloat16
+            return attend(q, k, v).float().square().sum()
+
+    def of_sdpa(q, k, v):
+        turned = (x.transpose(1, 2) for x in (q, k, v))
+        return functional.scaled_dot_product_attention(*turned, is_causal=True).transpose(1, 2)
+
+    found, expected = (
+        torch.autograd.grad(loss(attend), layer.parameters())
+        for attend in (lambda *x: flashgen.attention(*x, causal=True), of_sdpa)
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).norm() < 2e-2 * theirs.norm()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(reentrant):
+    q, k, v, dout = tensors()
+
+    def loss(q, k, v):
+        return (flashgen.attention(q, k, v, causal=True) * dout).sum()
+
+    def checkpointed(q, k, v):
+        return torch.utils.checkpoint.checkpoint(loss, q, k, v, use_reentrant=reentrant)
+
+    found = []
+    for function in (loss, checkpointed):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        function(*leaves).backward()
+        found.append([x.grad for x in leaves])
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+def test_second_derivatives_are_refused():
+    q, k, v, dout = tensors()
+    first = torch.autograd.grad(flashgen.attention(q, k, v), (q, k, v), dout, create_graph=True)
+    with pytest.raises(BadParam, match="double backward"):
+        first[0].sum().backward()
+
+
+def test_derivatives_of_other_kinds_are_refused():
+    q, k, v, dout = tensors()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q.detach(), torch.ones_like(q))
+        with pytest.raises(BadParam, match=r"forward-mode"):
+            flashgen.attention(dual, k, v)
+    with pytest.raises(BadParam, match=r"is_grads_batched"):
+        torch.autograd.grad(flashgen.attention(q, k, v), q, torch.stack([dout, dout]), is_grads_batched=True)
+
+
+def test_what_has_no_gradient_is_refused_by_name():
+    q, k, v, _ = tensors()
+    slopes, bias = torch.rand(HEADS, requires_grad=True), torch.rand(6, 7, requires_grad=True)
+    with pytest.raises(BadParam, match=r"^q: .* with out$"):
+        flashgen.attention(q, k, v, out=torch.empty(2, 6, HEADS, 8))
+    with pytest.raises(BadParam, match=r"^q: .* with stream$"):
+        flashgen.attention(q, k, v, stream=0)
+    for given in (q, q.detach()):
+        with pytest.raises(BadParam, match=r"^alibi_slopes requires a gradient"):
+            flashgen.attention(given, k, v, alibi_slopes=slopes)
+        with pytest.raises(BadParam, match=r"^bias requires a gradient"):
+            flashgen.attention(given, k, v, score="bias", params={"bias": bias})
+    lengths = torch.tensor([3, 4], dtype=torch.int32)
+    with pytest.raises(BadParam, match=r"^kv_lengths has type ndarray"):
+        flashgen.attention(q, k, v, kv_lengths=lengths.numpy())
+    with pytest.raises(BadParam, match=r"^a mask was given with kv_lengths"):
+        flashgen.attention(q, k, v, kv_lengths=lengths, mask=torch.zeros(6, 7, dtype=torch.bool))
+    with pytest.raises(BadParam, match=r"^max_seqlen_q is 1.5"):
+        flashgen.attention(q, k, v, kv_lengths=lengths, max_seqlen_q=1.5)
+    with pytest.raises(BadParam, match=r"^q: .* with a KVCache$"):
+        flashgen.attention(q, flashgen.KVCache(k, v, lengths))
+    with pytest.raises(BadParam, match=r"^cache has type Tensor"):
+        flashgen.attention(q, k, v, append=(k, v))
+    with pytest.raises(BadParam, match=r"^rotary was given without append"):
+        flashgen.attention(q, k, v, rotary=flashgen.Rotary(q, q))
+    with pytest.raises(BadParam, match=r"^k has type ndarray"):
+        flashgen.attention(q, k.detach().numpy(), v)
+    with pytest.raises(BadParam, match=r"^dout: .*no_grad"):
+        flashgen.attention_backward(q, q, k, k, q, torch.ones(2, HEADS, 6))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"causal": None}, "causal is None"),
+        ({"window_size": 3}, "window_size is 3"),
+        ({"mask_type": "diagonal"}, "mask_type is 'diagonal'"),
+        ({"softmax_scale": -1.0}, "softmax_scale is -1.0"),
+        ({"softcap": 0}, "softcap is 0"),
+        ({"score": "unheard"}, "score is 'unheard'"),
+        ({"return_lse": None}, "return_lse is None"),
+        ({"deterministic": 3}, "deterministic is 3"),
+    ],
+)
+def test_options_are_checked_as_without_a_graph(options, words):
+    q, k, v, _ = tensors()
+    with pytest.raises(BadParam, match=words):
+        flashgen.attention(q, k, v, **options)
+
+
+def test_a_tensor_without_a_gradient_is_computed_without_a_graph(monkeypatch):
+    monkeypatch.setattr(autograd, "attention", None)
+    q, k, v, _ = tensors()
+    with torch.no_grad():
+        flashgen.attention(q, k, v)
+    with torch.inference_mode():
+        flashgen.attention(q, k, v)
+    assert not flashgen.attention(*(x.detach() for x in (q, k, v))).requires_grad
+
+
+def test_deterministic_reaches_the_gradients(monkeypatch):
+    asked, q, k, v = [], *tensors()[:3]
+    real = autograd.asked_backward
+    monkeypatch.setattr(autograd, "asked_backward", lambda *given: asked.append(given[-1]) or real(*given))
+    for deterministic in (False, True):
+        flashgen.attention(q, k, v, deterministic=deterministic).sum().backward()
+    torch.use_deterministic_algorithms(True)
+    try:
+        flashgen.attention(q, k, v).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked == [False, True, True]
+
+
+def test_kernels_of_both_passes_in_the_simulator():
+    if hostcompiler.why_unavailable():
+        pytest.skip(hostcompiler.why_unavailable())
+    q, k, v, dout = (torch.randn(1, 40, heads, 32).half() for heads in (4, 2, 2, 4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    found, expected = (
+        torch.autograd.grad(flashgen.attention(*leaves, causal=True, backend=backend), leaves, dout)
+        for backend in ("simulator", "cpu")
+    )
+    same(found, expected, tolerance=4e-3)
+
+
+def test_splits_are_those_of_the_forward_pass():
+    q, k, v, _ = tensors()
+    with torch.no_grad():
+        expected = [flashgen.attention(q, k, v, splits=splits) for splits in (2, flashgen.SplitEvery(256))]
+    for splits, x in zip((2, flashgen.SplitEvery(256)), expected, strict=True):
+        found = flashgen.attention(q, k, v, splits=splits)
+        assert found.requires_grad
+        assert torch.equal(found, x)
+    with pytest.raises(BadParam, match="splits is 0"):
+        flashgen.attention(q, k, v, splits=0)
+
+
+def test_queries_and_keys_of_length_zero():
+    q, k, v, _ = tensors()
+    for rows, keys in ((0, 7), (6, 0)):
+        out = flashgen.attention(q[:, :rows], k[:, :keys], v[:, :keys])
+        found = torch.autograd.grad(out.sum(), (q, k, v))
+        assert all(not x.any() for x in found)
+        assert np.prod(out.shape) == 2 * rows * HEADS * 8

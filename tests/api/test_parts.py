@@ -1,0 +1,242 @@
+"""merge and cascade against one attention over all keys, in float64."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import flashgen
+from flashgen import errors
+from flashgen.api import calls, parts
+from flashgen.operators import merge as operator
+from flashgen.operators import reference
+from flashgen.operators.masks import Band
+from flashgen.operators.numbers import widened
+
+DTYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "fp32": np.float32}
+BATCH, ROWS, HEADS, KV_HEADS, WIDTH, WIDTH_V = 3, 6, 4, 2, 16, 24
+
+
+@pytest.fixture(autouse=True)
+def fresh_plans(forget_plans, monkeypatch):
+    monkeypatch.setattr(parts, "_sound", set())
+    monkeypatch.delenv("FLASHGEN_BACKEND", raising=False)
+
+
+def normal(*shape, dtype=np.float32):
+    return np.random.default_rng().standard_normal(shape, np.float32).astype(dtype)
+
+
+def keys(count, batch=BATCH, dtype=np.float32):
+    return normal(batch, count, KV_HEADS, WIDTH, dtype=dtype), normal(
+        batch, count, KV_HEADS, WIDTH_V, dtype=dtype
+    )
+
+
+def all_keys(given):
+    """k and v of all parts, a shared one once for each batch entry."""
+    return tuple(
+        np.concatenate([np.broadcast_to(x, (BATCH, *x.shape[1:])) for x in which], axis=1)
+        for which in zip(*given, strict=True)
+    )
+
+
+def assert_right(out, lse, q, given, dtype, causal=False):
+    """Within the bound of float64 for one attention, once for each part and its merge: a result of a part and
+    a result of a merge may be off as much as one of all keys, whose P and values are as large."""
+    k, v = (widened(x, dtype) for x in all_keys(given))
+    band = Band(k.shape[1] - q.shape[1], right=0) if causal else Band()
+    expected = reference.attention(widened(q, dtype), k, v, dtype, WIDTH**-0.5, band)
+    # Of parts the mean of |v| under p is the sum of the parts' means, weighted: the bounds add up likewise.
+    times = 2 * len(given)
+    share = reference.largest(widened(out, dtype), expected.out, times * expected.out_bound).share
+    assert share <= 1
+    assert reference.largest(lse, expected.lse, times * expected.lse_bound).share <= 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("counts", [(20, 9), (1, 30, 7), (0, 12), (5, 0, 0, 8)])
+def test_merge_is_attention_over_all_keys(counts, dtype):
+    q = normal(BATCH, ROWS, HEADS, WIDTH, dtype=DTYPES[dtype])
+    given = [keys(count, dtype=DTYPES[dtype]) for count in counts]
+    results = [flashgen.attention(q, k, v, return_lse=True) for k, v in given]
+    out, lse = flashgen.merge(results)
+    assert (out.dtype, lse.dtype) == (q.dtype, np.float32)
+    assert_right(out, lse, q, given, dtype)
+
+
+def test_several_parts_are_merged_in_order():
+    q = normal(BATCH, ROWS, HEADS, WIDTH, dtype=np.float16)
+    three = [flashgen.attention(q, *keys(9, dtype=np.float16), return_lse=True) for _ in range(3)]
+    stepwise = flashgen.merge([flashgen.merge(three[:2]), three[2]])
+    out, lse_out = np.empty_like(three[0][0]), np.empty_like(three[0][1])
+    at_once = flashgen.merge(three, out=out, lse_out=lse_out)
+    assert at_once[0] is out
+    assert at_once[1] is lse_out
+    for found, right in zip(at_once, stepwise, strict=True):
+        np.testing.assert_array_equal(found, right)
+
+
+def test_one_part_is_returned_as_it_is():
+    o, lse = flashgen.attention(normal(2, 5, 2, 8), *(normal(2, 5, 2, 8) for _ in "kv"), return_lse=True)
+    found = flashgen.merge([(o, lse)])
+    assert found[0] is o
+    assert found[1] is lse
+    with pytest.raises(errors.BadParam, match="out was given with one part"):
+        flashgen.merge([(o, lse)], out=np.empty_like(o))
+    with pytest.raises(errors.BadTensorDtype, match="lse1 has dtype"):
+        flashgen.merge([(o, lse.astype(np.float16))])
+
+
+def test_merge_names_what_is_wrong_before_it_writes():
+    o, lse = normal(2, 5, 2, 8), normal(2, 2, 5)
+    whole = [(o, lse)] * 3
+    out, lse_out = np.full_like(o, np.nan), np.full_like(lse, np.nan)
+    wrong = [
+        ([], errors.BadParam, "a list of 0"),
+        (None, errors.BadParam, "None"),
+        ([(o, lse, o)], errors.BadParam, r"parts\[0\]"),
+        ([(o, lse), (o[:1], lse)], errors.BadTensorShape, "o2 has shape"),
+        ([*whole, (o[:1], lse)], errors.BadTensorShape, "o4 has shape"),
+        ([*whole, (o, lse.astype(np.float16))], errors.BadTensorDtype, "lse4"),
+        ([*whole, (o, None)], errors.NullPointer, "lse4 is None"),
+        ([*whole, (o, "lse")], errors.BadTensorDtype, "lse4"),
+    ]
+    for given, error, words in wrong:
+        with pytest.raises(error, match=words):
+            flashgen.merge(given, out=out, lse_out=lse_out)
+    with pytest.raises(errors.BadTensorStrides, match="out overlaps"):
+        flashgen.merge([(o, lse)] * 3, out=o)
+    assert np.isnan(out).all()
+    assert np.isnan(lse_out).all()
+
+
+def test_libraries_do_not_mix():
+    torch = pytest.importorskip("torch")
+    o, lse = normal(2, 5, 2, 8), normal(2, 2, 5)
+    for given in ([(o, lse), (torch.from_numpy(o), lse)], [(o, lse), (o, lse), (o, torch.from_numpy(lse))]):
+        with pytest.raises(errors.BadParam, match="is a torch array"):
+            flashgen.merge(given)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_shared_prefix(dtype, causal):
+    element = DTYPES[dtype]
+    q = normal(BATCH, ROWS, HEADS, WIDTH, dtype=element)
+    for given in (
+        [keys(40, 1, element), keys(9, dtype=element)],
+        [keys(12, 1, element), keys(7, 1, element), keys(6, dtype=element)],
+        [keys(12, dtype=element), keys(7, 1, element)],  # the last one is shared: causal all the same
+        [keys(17, 1, element)],
+    ):
+        out, lse = flashgen.cascade(q, given, causal=causal, return_lse=True)
+        assert_right(out, lse, q, given, dtype, causal)
+        np.testing.assert_array_equal(flashgen.cascade(q, given, causal=causal), out)
+
+
+def test_results_of_an_example_that_is_folded_are_its_own():
+    """Queries that differ by batch entry only, so that an entry in the wrong place shows."""
+    q = np.zeros((BATCH, ROWS, HEADS, WIDTH), np.float32)
+    q += np.arange(BATCH, dtype=np.float32)[:, None, None, None]
+    given = [keys(20, 1), keys(1)]
+    out, lse = flashgen.cascade(q, given, return_lse=True)
+    assert_right(out, lse, q, given, "fp32")
+
+
+def test_a_shared_part_is_read_once(monkeypatch):
+    shapes, made = [], parts.attention
+
+    def recorded(q, k, v, **options):
+        shapes.append((q.shape, k.shape, np.shares_memory(q, base)))
+        return made(q, k, v, **options)
+
+    monkeypatch.setattr(parts, "attention", recorded)
+    base = normal(BATCH, ROWS, HEADS, WIDTH)
+    given = [keys(20, 1), keys(30, 1), keys(8)]
+    flashgen.cascade(base, given)
+    folded = (1, BATCH * ROWS, HEADS, WIDTH)
+    assert [shape for shape, *_ in shapes] == [folded, folded, base.shape]
+    assert [shares for *_, shares in shapes] == [True] * 3  # no copy
+    shapes.clear()
+    flashgen.cascade(np.ascontiguousarray(base.swapaxes(0, 1)).swapaxes(0, 1), given)
+    assert [shape for shape, *_ in shapes] == [folded, folded, base.shape]
+
+
+def test_options_and_out_of_a_cascade():
+    q, given = normal(BATCH, ROWS, HEADS, WIDTH), [keys(20, 1), keys(9)]
+    k, v = all_keys(given)
+    out = np.full((BATCH, ROWS, HEADS, WIDTH_V), np.nan, np.float32)
+    assert flashgen.cascade(q, given, softmax_scale=0.7, softcap=2.0, out=out) is out
+    right = flashgen.attention(q, k, v, softmax_scale=0.7, softcap=2.0)
+    np.testing.assert_allclose(out, right, rtol=1e-5, atol=1e-5)
+    one = flashgen.cascade(
+        q[0], [(k[0, :20], v[0, :20]), (k[0, 20:], v[0, 20:])], softmax_scale=0.7, softcap=2.0
+    )
+    np.testing.assert_allclose(one, right[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seqlen_q", [0, 1])
+def test_few_queries_and_none(seqlen_q):
+    q, given = normal(BATCH, seqlen_q, HEADS, WIDTH), [keys(20, 1), keys(0)]
+    out, lse = flashgen.cascade(q, given, return_lse=True)
+    assert (out.shape, lse.shape) == ((BATCH, seqlen_q, HEADS, WIDTH_V), (BATCH, HEADS, seqlen_q))
+    if seqlen_q:
+        assert_right(out, lse, q, given, "fp32")
+
+
+@pytest.mark.parametrize("name", ["mask", "mask_type", "window_size", "alibi_slopes", "score", "params"])
+def test_what_needs_positions_is_refused_by_name(name):
+    with pytest.raises(errors.BadParam, match=f"{name} was given"):
+        flashgen.cascade(normal(1, 2, 4, WIDTH), [keys(3, 1)], **{name: None})
+
+
+def test_a_cascade_names_the_part_that_does_not_fit_before_it_writes():
+    q, (k, v) = normal(BATCH, ROWS, HEADS, WIDTH), keys(9)
+    out = np.full((BATCH, ROWS, HEADS, WIDTH_V), np.nan, np.float32)
+    wrong = [
+        ([], errors.BadParam, "list of 0"),
+        ([k], errors.BadParam, r"parts\[0\]"),
+        ([(k, v), (k[:2], v[:2])], errors.BadTensorShape, r"parts\[1\]: k has batch 2"),
+        ([(k, v), (k[:1], v)], errors.BadTensorShape, r"parts\[1\]: v has shape .* but k has \(1, 9"),
+        ([(k, v), (k, v[..., :16])], errors.BadTensorShape, r"parts\[1\]: v has head_dim_v 16"),
+        ([(k, v), (k, v.astype(np.float16))], errors.BadTensorDtype, r"parts\[1\]: v has dtype"),
+        ([(k, v), (None, v)], errors.NullPointer, "k is None"),
+    ]
+    for given, error, words in wrong:
+        with pytest.raises(error, match=words):
+            flashgen.cascade(q, given, out=out)
+    with pytest.raises(errors.BadTensorShape, match="out has shape"):
+        flashgen.cascade(q, [(k, v)] * 2, out=np.empty((BATCH, ROWS, HEADS, 8), np.float32))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'window'"):
+        flashgen.cascade(q, [(k, v)], window=3)
+    assert np.isnan(out).all()
+
+
+def test_arrays_of_other_libraries():
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    q, given = normal(BATCH, ROWS, HEADS, WIDTH), [keys(20, 1), keys(9)]
+    right, right_lse = flashgen.cascade(q, given, causal=True, return_lse=True)
+    for convert in (torch.from_numpy, jax.numpy.asarray):
+        there = [tuple(map(convert, pair)) for pair in given]
+        out, lse = flashgen.cascade(convert(q), there, causal=True, return_lse=True)
+        assert type(out) is type(lse) is type(convert(q))
+        np.testing.assert_array_equal(np.asarray(out), right)
+        np.testing.assert_array_equal(np.asarray(lse), right_lse)
+
+
+def test_the_simulator_serves_both(compiler_of_the_host):
+    q, given = normal(2, 3, 4, WIDTH, dtype=np.float16), [keys(30, 1, np.float16), keys(5, 2, np.float16)]
+    out = flashgen.cascade(q, given, causal=True, backend="simulator")
+    right = flashgen.cascade(q, given, causal=True)
+    np.testing.assert_allclose(out.astype(float), right.astype(float), atol=4e-3)
+    assert operator.MERGE.name in {plan.problem.operator.name for plan in calls._plans.values()}
+
+
+@pytest.fixture
+def compiler_of_the_host():
+    from flashgen.simulator import hostcompiler
+
+    try:
+        hostcompiler.find()
+    except errors.NoHostCompilerError as error:
+        pytest.skip(str(error))
