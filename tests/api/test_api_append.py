@@ -186,6 +186,11 @@ def test_a_page_or_a_position_for_each_sequence_as_a_column():
         ({"causal": "yes"}, errors.BadParam, "causal is 'yes'"),
         ({"q": np.zeros((3, 3, 3, 32), np.float16)}, errors.BadTensorShape, "q has 3 heads"),
         ({"out": np.zeros((3, 3, 4, 8), np.float16)}, errors.BadTensorShape, "out has shape"),
+        (
+            {"out": np.lib.stride_tricks.as_strided(np.zeros((3, 3, 4, 32), np.float16), writeable=False)},
+            errors.BadParam,
+            "out is read-only",
+        ),
     ],
 )
 def test_a_wrong_call_leaves_the_cache_as_it_was(changes, error, message):
@@ -221,19 +226,20 @@ def test_arrays_of_other_libraries(library, held):
     into = module.from_numpy if library == "torch" else module.asarray
     rng = np.random.default_rng()
     cache, q, *new = cache_of(rng, pages=True), *(numbers(rng, 3, 3, heads, 32) for heads in (4, 2, 2))
-    angles = tables(rng)
+    angles, slopes = tables(rng), rng.random(4, np.float32)
     expected, lse = flashgen.attention(
-        q, copied(cache), append=new, rotary=flashgen.Rotary(*angles), return_lse=True
+        q, copied(cache), append=new, rotary=flashgen.Rotary(*angles), alibi_slopes=slopes, return_lse=True
     )
-    rotary = flashgen.Rotary(*map(into, angles))
+    rotary, slopes = flashgen.Rotary(*map(into, angles)), into(slopes)
     given = into(q), cache
     if library == "torch":
         given = into(q), flashgen.KVCache(*(into(getattr(cache, f)) for f in ("k", "v", "lengths", "pages")))
     options = {"append": tuple(map(into, new)), "rotary": rotary}
     if held:
-        found = flashgen.plan(*given, **options, return_lse=True)(*given, **options)
+        plan = flashgen.plan(*given, **options, alibi_slopes=slopes, return_lse=True)
+        found = plan(*given, **options, slope=slopes)
     else:
-        found = flashgen.attention(*given, **options, return_lse=True)
+        found = flashgen.attention(*given, **options, alibi_slopes=slopes, return_lse=True)
     for array, like in zip(found, (expected, lse), strict=True):
         assert type(array) is type(given[0])
         np.testing.assert_array_equal(np.asarray(array), like)

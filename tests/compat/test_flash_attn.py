@@ -132,6 +132,8 @@ def test_head_dims_that_padding_would_make_equal_are_refused():
     with pytest.raises(errors.BadTensorShape, match="k has head_dim 35 but q has 36"):
         flash_attn_func(q, k[..., :35], v)
     assert flash_attn_func(q, k, v[..., :21]).shape == (2, 23, 4, 21)  # v may have its own
+    with pytest.raises(errors.BadTensorShape, match="head_dim is 0"):
+        flash_attn_func(q[..., :0], k[..., :0], v)
 
 
 @pytest.mark.parametrize("width", [32, 20, 31])

@@ -150,6 +150,20 @@ def test_a_length_that_contradicts_the_cache_is_named_before_anything_is_written
     assert np.isnan(out).all()
 
 
+def test_the_row_of_a_sequence_without_keys_is_not_looked_at():
+    rng = np.random.default_rng()
+    q, k = rows(rng, 3, HEADS, WIDTH)[:, None], rng.standard_normal((2, 6, KV_HEADS, WIDTH), np.float32)
+    index, lengths = np.array([7, 1, -1], np.int32), np.array([0, 5, 0], np.int32)
+    out, lse = flashgen.attention(q, flashgen.KVCache(k, k, lengths, index=index), return_lse=True)
+    assert not out[[0, 2]].any()
+    assert np.isneginf(lse[[0, 2]]).all()
+    np.testing.assert_array_equal(out[1:2], flashgen.attention(q[1:2], k[1:, :5], k[1:, :5]))
+    nothing = flashgen.KVCache(k[:0], k[:0], np.zeros(3, np.int32), index=index)
+    assert not flashgen.attention(q, nothing).any()
+    with pytest.raises(errors.BadParam, match=r"index\[0\] is 7; k has 2 rows of a cache"):
+        flashgen.attention(q, flashgen.KVCache(k, k, np.ones(3, np.int32), index=index))
+
+
 def test_a_plan_is_called_with_other_lengths():
     rng = np.random.default_rng()
     q, k = rows(rng, 2, HEADS, WIDTH)[:, None], rng.standard_normal((2, 6, KV_HEADS, WIDTH), np.float32)

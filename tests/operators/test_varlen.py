@@ -144,7 +144,13 @@ def test_what_arrays_hold_bounds_lengths():
             PADDED,
             {"q": view(5, 4, 64)},
             errors.BadTensorShape,
-            r"with kv_lengths it is \(batch, seqlen_q, num_heads_q, head_dim\)",
+            r"with kv_lengths it is \(batch, seqlen_q, num_heads_q, head_dim\); packed queries need cu_seq",
+        ),
+        (
+            PACKED,
+            {"cu_seqlens_kv": None},
+            errors.BadTensorShape,
+            r"k has shape \(30, 2, 64\); with cu_seqlens_q it is .* packed keys need cu_seqlens_kv",
         ),
         (PADDED, {"kv_lengths": None, "index": integers(3)}, errors.NullPointer, "index needs kv_lengths"),
         (

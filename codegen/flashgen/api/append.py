@@ -12,6 +12,7 @@ from flashgen.operators.append import APPEND
 from flashgen.operators.arguments import flag
 from flashgen.operators.attention import mask_type_name, window_of
 from flashgen.runtime import arrays, check
+from flashgen.runtime.plans import adopted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,7 +129,13 @@ class AppendPlan:
         _, _, _, _, pages, index, _, _, _, cu_seqlens, k, v, total, rotated = first[1]
         seen = native_q if rotated is None else rotated
         given, scalars = self.attention.bound((seen, k, v, cu_seqlens, None, total, index, pages), named)
-        second = self.attention.ready(given, self.attention.pointers(given), scalars, stream, workspace)
+        pointers = self.attention.pointers(given)
+        if pointers is None:  # a named one is of another library
+            operator = self.attention.problem.operator
+            by_name = {argument.name: x for argument, x in zip(operator.arguments, given, strict=True)}
+            given = tuple(adopted(operator, by_name, stream).values())
+            pointers = self.attention.pointers(given)
+        second = self.attention.ready(given, pointers, scalars, stream, workspace)
         _queue(self.append, first, self.attention, second)
         return _handed(self.attention, second, q, stream)
 
@@ -283,6 +290,8 @@ def _queue(append: Plan, first: Ready, attention: Plan, second: Ready) -> None:
     """Queue both calls, in order. Where lengths are checked, those of both are ahead of the first."""
     work, given, pointers, stream, _ = first
     next_work, next_given, _, _, _ = second
+    if attention.problem.device is None:  # where the second call itself would look after the first
+        arrays.check_writable(attention.problem, next_given)
     if attention.checks_elements:
         _check_elements(append, pointers, given, attention, stream)
     work(given, stream)

@@ -28,8 +28,9 @@ def attention_of_any_width(q: Any, k: Any, v: Any, *, softmax_scale: float | Non
         return attention(q, k, v, softmax_scale=softmax_scale, **options)
     if k.shape[-1] != q.shape[-1]:  # which the padding may have made equal
         raise BadTensorShape(f"k has head_dim {k.shape[-1]} but q has {q.shape[-1]}; they must be the same")
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    result = attention(*padded, softmax_scale=scale, **options)
+    if softmax_scale is None and q.shape[-1]:  # a head dim of 0 is an error of attention
+        softmax_scale = q.shape[-1] ** -0.5
+    result = attention(*padded, softmax_scale=softmax_scale, **options)
     out, *lse = result if isinstance(result, tuple) else (result,)
     if v.shape[-1] != padded[2].shape[-1]:
         out = out[..., : v.shape[-1]]

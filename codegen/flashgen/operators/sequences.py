@@ -35,6 +35,8 @@ class Sequence(NamedTuple):
 
     def keys(self, array: np.ndarray) -> np.ndarray:
         """Its rows of k or v, (kv_length, num_heads_kv, width): a view, or with pages a copy."""
+        if not self.kv_length:  # a cache may have no row at all
+            return array[:0].reshape(0, *array.shape[2:])
         if self.pages is None:
             return array[self.kv_entry, self.kv_begin : self.kv_begin + self.kv_length]
         rows = array[self.pages]
@@ -63,7 +65,8 @@ def sequences(problem: VarlenProblem, lengths: Mapping[str, np.ndarray | None]) 
         ):
             if length > bound:
                 raise BadParam(f"sequence {b} has length {length}; {name} says that none is above {bound}")
-        if not 0 <= index[b] < problem.batch_kv and not problem.packed_kv and not problem.paged:
+        in_row = kv_length > 0 and not problem.packed_kv and not problem.paged
+        if in_row and not 0 <= index[b] < problem.batch_kv:
             raise BadParam(f"index[{b}] is {index[b]}; k has {problem.batch_kv} rows of a cache")
         found.append(
             Sequence(
@@ -71,7 +74,7 @@ def sequences(problem: VarlenProblem, lengths: Mapping[str, np.ndarray | None]) 
                 0 if problem.packed_q else b,
                 q_begins[b],
                 q_length,
-                0 if problem.packed_kv else index[b],
+                index[b] if in_row else 0,
                 kv_begins[b],
                 kv_length,
                 _pages(problem, lengths["pages"], b, kv_length),

@@ -341,14 +341,15 @@ def _sizes(
         if "pages" in given
         else ("batch", "capacity", "num_heads_kv"),
     }
-    packed = "; packed keys need cu_seqlens_kv"
     for name, view in (("q", q), ("k", k), ("v", v)):
         layout = layouts["q" if name == "q" else "k"]
         if len(view.shape) != len(layout) + 1:
+            hint = ""
+            if len(view.shape) == 3 and (name == "q" or "kv_lengths" not in given):
+                hint = f"; packed {'queries need cu_seqlens_q' if name == 'q' else 'keys need cu_seqlens_kv'}"
             raise BadTensorShape(
                 f"{name} has shape {view.shape}; with {', '.join(given)} it is "
-                f"({', '.join(layout)}, head_dim)"
-                + (packed if name != "q" and "cu_seqlens_q" in given and len(view.shape) == 3 else "")
+                f"({', '.join(layout)}, head_dim){hint}"
             )
     if k.shape[:-1] != v.shape[:-1]:
         raise BadTensorShape(
