@@ -64,8 +64,7 @@ FAULTS = (
     (PACKED, fault("a sequence's first token counted to the one before", PLAIN, SHAPE, OUTSIDE,
                    "<= token) {", "< token) {")),
     (PACKED, fault("tokens behind the last sequence", PLAIN, SHAPE, OUTSIDE,
-                   "if (token >= int(load_global_32(params.cu_seqlens_new + params.sequences))) return;",
-                   "")),
+                   " || token >= int(load_global_32(params.cu_seqlens_new + params.sequences))", "")),
     (CHOICES, fault("a total past the capacity", PLAIN, SHAPE, NUMBERS,
                     "uint32_t(min(total, params.capacity))", "uint32_t(total)")),
     (CHOICES, fault("does not wait for the grid ahead", PAGED, SHAPE, ("dependency",),
@@ -112,6 +111,21 @@ def test_two_sequences_of_one_batch_entry_a_thread_each(compiler, fresh_seed):
     named["cu_seqlens_new"][...] = np.minimum(np.arange(201), 2)
     run(load(render(variant), variant.name), variant, example, seed=fresh_seed)
     assert example.judge().ok, example.judge()
+
+
+@pytest.mark.parametrize("boundaries", [[2, 3, 5], [0, 4, 2], [5, 0, 5]])
+def test_boundaries_that_make_no_sense_leave_what_the_cache_has(boundaries, compiler, monkeypatch):
+    monkeypatch.setenv("FLASHGEN_BACKEND", "simulator")
+    rng = np.random.default_rng()
+    k, v = rng.standard_normal((2, 2, 16, 2, 16), np.float32)
+    before, lengths = (k.copy(), v.copy()), np.array([5, 7], np.int32)
+    new = rng.standard_normal((5, 2, 16), np.float32)
+    cache = flashgen.KVCache(k, v, lengths)
+    total, _ = flashgen.append(cache, new, new, cu_seqlens_new=np.array(boundaries, np.int32))
+    assert (total >= lengths).all()
+    for one, other in zip((k, v), before, strict=True):
+        for row, length in enumerate(lengths):
+            np.testing.assert_array_equal(one[row, :length], other[row, :length])
 
 
 def test_a_call_with_the_simulator_for_a_backend(compiler, monkeypatch):
