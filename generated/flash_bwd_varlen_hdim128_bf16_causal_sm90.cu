@@ -232,54 +232,66 @@ struct KeyBlock {
     int rows_kv;  // rows of dK and dV: past the sequence's keys they are 0
 };
 
-// How many blocks of a sequence and head, its first ones, have `work` or more: blocks of queries that attend to them, of as many rows. Down
-// to the last block with keys it falls to 1.
-__device__ __forceinline__ int blocks_with(const Params& params, int sequence, int work) {
-    const auto blocks_of = [](int rows) { return (rows + kBlockN - 1) / kBlockN; };
-    if (work == 0) return blocks_of(rows_to_write(params.cu_seqlens_kv, sequence, params.batch_size, params.rows_kv).count);
-    if (sequence == params.batch_size || blocks_of(queries_of(params, sequence).count) < work) return 0;
-    return max(blocks_of(keys_of(params, sequence).count) - work + 1, 0);
+// Blocks of kBlockN rows.
+__device__ __forceinline__ int blocks_of(int rows) { return (rows + kBlockN - 1) / kBlockN; }
+
+// How long a sequence is: in blocks of queries. Rows behind the last sequence have none.
+__device__ __forceinline__ int length_of(const Params& params, int sequence) {
+    return sequence < params.batch_size ? blocks_of(queries_of(params, sequence).count) : 0;
 }
 
-// A block of the grid, which has those of all heads and sequences by falling work, so that the last ones are short.
+// The blocks of keys of a sequence and head.
+__device__ __forceinline__ int key_blocks_of(const Params& params, int sequence) {
+    return blocks_of(rows_to_write(params.cu_seqlens_kv, sequence, params.batch_size, params.rows_kv).count);
+}
+
+// A block of the grid, in which the longest sequences come first, so that the last blocks are short.
 struct LaunchedBlock {
-    int work;
-    int index;  // among those of its work
+    int length;  // of its sequence
+    int index;   // among those of sequences of that length
 };
 
-// The least work of which no more than `index` blocks have more, looked for from below: short blocks find it soon.
-__device__ __forceinline__ LaunchedBlock work_of_block(const Params& params, int index, int lane) {
+// The least length of which no more than `index` blocks are of longer sequences, looked for from below: short sequences are many.
+__device__ __forceinline__ LaunchedBlock length_of_block(const Params& params, int index, int lane) {
     int least = 0, most = 1 << 30, ahead = 0;
-    for (int work = 1; least < most; work = min(2 * work, (least + most) / 2)) {
+    for (int length = 1; least < most; length = min(2 * length, (least + most) / 2)) {
         int count = 0;
 #pragma unroll 1
-        for (int sequence = lane; sequence < params.batch_size; sequence += 32) count += blocks_with(params, sequence, work + 1);
-        const int above = __shfl_sync(0xffffffff, sum_up_to_lane(count, lane), 31) * params.num_heads_kv;
-        if (above > index) {
-            least = work + 1;
+        for (int sequence = lane; sequence < params.batch_size; sequence += 32) {
+            if (length_of(params, sequence) > length) count += key_blocks_of(params, sequence);
+        }
+        const int longer = __shfl_sync(0xffffffff, sum_up_to_lane(count, lane), 31) * params.num_heads_kv;
+        if (longer > index) {
+            least = length + 1;
         } else {
-            most = work;
-            ahead = above;
+            most = length;
+            ahead = longer;
         }
     }
     return {most, index - ahead};
 }
 
-// Blocks of the same work follow each other by sequence and head.
+constexpr int kHeadsTogether = 16;  // so that several blocks of a head run at a time, which share its queries in L2
+
+// The blocks of a sequence follow each other: the first one of each head, up to kHeadsTogether of them, then the second one. Under a
+// diagonal the first keys are those to which the most queries attend.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index, int lane) {
     const auto rows_of = [&](int sequence) {
         return rows_to_write(params.cu_seqlens_kv, sequence, params.batch_size, params.rows_kv);
     };
-    const LaunchedBlock launched = work_of_block(params, index, lane);
+    const LaunchedBlock launched = length_of_block(params, index, lane);
     const BlockOfSequence found = find_block_of_sequence(params.batch_size + 1, launched.index, lane, [&](int sequence) {
-        return (blocks_with(params, sequence, launched.work) - blocks_with(params, sequence, launched.work + 1)) * params.num_heads_kv;
+        return length_of(params, sequence) == launched.length ? key_blocks_of(params, sequence) * params.num_heads_kv : 0;
     });
     KeyBlock block = {found.sequence};
     if (found.sequence < 0) return block;
     const int blocks = found.count / params.num_heads_kv;
-    block.kv_head = found.index / blocks;
-    const int index_in_head = blocks_with(params, found.sequence, launched.work + 1) + found.index - block.kv_head * blocks;
-    block.first_key = index_in_head * kBlockN;
+    const int first_head = found.index / (kHeadsTogether * blocks) * kHeadsTogether;
+    const int heads = min(kHeadsTogether, params.num_heads_kv - first_head);
+    const int index_of_heads = found.index - first_head * blocks;
+    const int blocks_ahead = index_of_heads / heads;  // of its head
+    block.kv_head = first_head + index_of_heads - blocks_ahead * heads;
+    block.first_key = blocks_ahead * kBlockN;
     const Rows rows = rows_of(found.sequence);
     block.first_row_kv = rows.begin;
     block.rows_kv = rows.count;
