@@ -187,7 +187,7 @@ def test_a_head_has_twice_as_many_steps_as_tiles_of_keys_in_turn(name, batch, se
 @pytest.mark.parametrize(
     ("batch", "seqlen", "num_heads", "kv_heads"),
     [
-        (16, 1024, 16, 16),
+        (16, 2048, 16, 16),
         (4, 4096, 16, 16),
         (1, 16384, 16, 16),
         (2, 8192, 32, 8),

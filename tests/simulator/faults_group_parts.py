@@ -34,7 +34,7 @@ FAULTS = (
     hopper("keys of another kv head", "main", (WRONG,),
            "return block.group_part / params.group_parts;", "return block.group_part % params.num_heads_kv;"),
     hopper("parts not counted among the heads of a batch entry", "main", MEMORY,
-           "return params.num_heads_kv * params.group_parts;", "return params.num_heads_kv;"),
+           "head_of_batch / heads_of_grid(params);", "head_of_batch / params.num_heads_kv;"),
     # What it leaves.
     ampere("parts over each other", "main", MEMORY,
            "heads_of_grid(params) + block.group_part;", "heads_of_grid(params) + kv_head_of(params, block);"),

@@ -755,7 +755,7 @@ GROUPS = (specs_dir() / "flash_bwd_sm90.yaml").read_text(encoding="utf-8")
 SUM_WHEN = "    when: {gqa: gqa}\n    template"
 SUM_GRID = "{key_rows: 16, kv_heads: 1, batch: 1}"
 STEP = "step_rows: block_m if dq_order == 'ordered' else 0"
-WAVES = "group_waves: 15 if dq_order == 'ordered' else 8 if mask_type == 'causal' else 4"
+WAVES = "group_waves: 15 if dq_order == 'ordered' else 4"
 
 
 @pytest.mark.parametrize(
