@@ -258,7 +258,8 @@ __device__ __forceinline__ LaunchedBlock length_of_block(const Params& params, i
         int count = 0;
 #pragma unroll 1
         for (int sequence = lane; sequence < params.batch_size; sequence += 32) {
-            if (length_of(params, sequence) > length) count += key_blocks_of(params, sequence);
+            const int blocks = key_blocks_of(params, sequence);
+            count += length_of(params, sequence) > length ? blocks : 0;
         }
         const int longer = __shfl_sync(0xffffffff, sum_up_to_lane(count, lane), 31) * params.num_heads_kv;
         if (longer > index) {
