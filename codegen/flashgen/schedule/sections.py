@@ -76,9 +76,9 @@ def _of_keys(
     if not Band.of(problem).bounded or query_heads * problem.seqlen_q < 2048:
         return Sections(1, total)
     wanted = min(2 * running / tiles_of_head, running / 8)
-    size = -(
-        -total // max(1, round(total / wanted))
-    )  # a small last section would leave its longest tiles alone
+    # Equal sizes, more or less: a small last section would leave its longest tiles to run alone.
+    count = max(1, round(total / wanted))
+    size = -(-total // count)
     return Sections(size, -(-total // size))
 
 
