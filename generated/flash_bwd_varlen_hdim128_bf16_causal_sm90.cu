@@ -741,6 +741,9 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& ti
     }
 }
 
+// Named barriers of the two consumers, at which each waits to start a step. Those of stores are 1 and 2.
+constexpr int kStartBarrier = 3;
+
 // A consumer warpgroup: dK and dV of 64 keys, and its part of dQ of each step. The MMAs of a step, in groups as they are awaited:
 //     S^T = K Q^T, dP^T = V dO^T     P is computed while dP^T is under way
 //     dV += P^T dO                   ... while dS is computed
@@ -794,6 +797,9 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
         add_dq(own, dq);
     };
 
+    // Consumers start steps in turn, so that one's MMAs run while the other computes P and dS. Else both may do the same at a time.
+    if (consumer == 1 && count > 0) barrier_arrive(kStartBarrier, 128 * kConsumers);
+
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
         const shared_address q_smem = shared + kQOffset + ring.stage * kQBytes;
@@ -806,6 +812,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
             clear_rows<kPanelsV, kBlockM>(dout_smem, queries_left);
             barrier_sync(1, 128 * kConsumers);  // the zeros of all consumers are there
         }
+        barrier_sync(kStartBarrier + consumer, 128 * kConsumers);
         float p[kBlockM / 2];  // S^T, then P^T
         mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
         QueryValues lse;
@@ -814,6 +821,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
         float ds[kBlockM / 2];  // dP^T, then dS^T
         mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
         mma_scores<kHeadDimV>(ds, v_own, dout_smem);
+        if (consumer == 0 || i + 1 < count) barrier_arrive(kStartBarrier + 1 - consumer, 128 * kConsumers);  // the other one may start
         wgmma_wait<1>();
         pin_registers(p);
         if (needs_mask(step.block * kBlockM)) {

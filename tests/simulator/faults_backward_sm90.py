@@ -121,6 +121,23 @@ FAULTS = (
         "const int key = warp_key + lane % 16;",
         "const int key = (warp_key ^ 64) + lane % 16;",
     ),
+    # The start of a step, by turns.
+    fault(
+        "nobody lets consumer 0 start",
+        COLUMNS,
+        CAUSAL,
+        ("deadlock",),
+        "    if (consumer == 1 && count > 0) barrier_arrive(kStartBarrier, 128 * kConsumers);\n",
+        "",
+    ),
+    fault(
+        "a start behind the last step",
+        ROWS,
+        SHAPE,
+        ("barrier",),
+        "if (consumer == 0 || i + 1 < count) barrier_arrive",
+        "barrier_arrive",
+    ),
     # Matrix products.
     fault(
         "the next panel of Q and dO where that of K is",

@@ -166,6 +166,12 @@ def test_a_barrier_that_a_warp_skips():
     assert "32 of 128 threads have returned" in str(error)
 
 
+def test_arrivals_for_which_nobody_waits():
+    error = fault("if (warp == 1) barrier_arrive(2, 64);  // HERE", block=64)
+    assert error.check == "barrier"
+    assert "barrier 2 is left with 32 of 64 threads" in str(error)
+
+
 def test_warps_that_wait_at_different_barriers():
     body = """
         if (warp == 0) {

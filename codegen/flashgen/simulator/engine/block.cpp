@@ -170,6 +170,13 @@ void Block::finish(Thread& thread) {
 
 void Block::finish_member(Member& member, const Thread& last) {
     tensor_copies_.check_end(last);
+    for (size_t id = 0; id < member.barriers.size(); ++id) {
+        const Barrier& barrier = member.barriers[id];
+        if (barrier.expected == 0) continue;
+        fail(threads_[barrier.first_thread], SIM_BARRIER, barrier.where,
+             format("barrier %zu is left with %d of %d threads: nobody waits for these arrivals", id, barrier.arrived,
+                    barrier.expected));
+    }
     for (const Member::Touched& touched : member.touched) {
         bool heard = false;
         for (const Thread& thread : threads_) {
