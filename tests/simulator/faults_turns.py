@@ -113,7 +113,8 @@ FAULTS = (
            "preprocess"),
     hopper("a turn is not awaited", OUT_OF_TURN, "        while (!has_turn(params, tile, step)) {}\n", "",
            backwards=True),
-    hopper("a turn is passed before anything is added", OUT_OF_TURN,
+    # Or before it is awaited, which is then in vain.
+    hopper("a turn is passed before anything is added", (*OUT_OF_TURN, *STUCK),
            ADDED + NEXT + PASSES, PASSES + ADDED + NEXT),
     hopper("dQ of a step is added over that of the step before", (*OUT_OF_TURN, *STUCK),
            ADDED + NEXT, NEXT + ADDED),
