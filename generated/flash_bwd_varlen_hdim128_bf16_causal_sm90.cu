@@ -797,7 +797,8 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
         add_dq(own, dq);
     };
 
-    // Consumers start steps in turn, so that one's MMAs run while the other computes P and dS. Else both may do the same at a time.
+    // Consumers start steps in turn, so that one's MMAs run while the other computes P and dS. Otherwise they may come to do the same at
+    // the same time, and their MMAs wait for each other.
     if (consumer == 1 && count > 0) barrier_arrive(kStartBarrier, 128 * kConsumers);
 
 #pragma unroll 1
@@ -821,7 +822,8 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
         float ds[kBlockM / 2];  // dP^T, then dS^T
         mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
         mma_scores<kHeadDimV>(ds, v_own, dout_smem);
-        if (consumer == 0 || i + 1 < count) barrier_arrive(kStartBarrier + 1 - consumer, 128 * kConsumers);  // the other one may start
+        // The other one may start. Behind the last step of consumer 1, consumer 0 has none left.
+        if (consumer == 0 || i + 1 < count) barrier_arrive(kStartBarrier + 1 - consumer, 128 * kConsumers);
         wgmma_wait<1>();
         pin_registers(p);
         if (needs_mask(step.block * kBlockM)) {
