@@ -89,6 +89,8 @@ AWAITS_OF_DV = "dq_of_panel(params, tile, previous, 0, warp_row, lane);\n" + AWA
 AWAITS_OF_DK = "dq_of_panel(params, tile, previous, kDqPanelsOfDv, warp_row, lane);\n" + AWAITS
 ADDED = "        mbarrier_wait(barriers.dq_added(), i % 2);\n"
 NEXT = "        mbarrier_arrive(barriers.turn());  // of the next step\n"
+# Behind it the poll has found the turn: one that is passed ahead of the poll would be waited for in vain.
+BEGUN = "        mbarrier_wait(barriers.turn(), i % 2);\n"
 PASSES = "        pass_turn(params, tile, step);\n"
 IN_TURN_OF_DV = "float (&dq)[kDqColumnsOfDv / 2]) {\n        mbarrier_wait(barriers.turn(), i % 2);\n"
 IN_TURN_OF_DK = IN_TURN_OF_DV.replace("OfDv", "OfDk")
@@ -113,9 +115,8 @@ FAULTS = (
            "preprocess"),
     hopper("a turn is not awaited", OUT_OF_TURN, "        while (!has_turn(params, tile, step)) {}\n", "",
            backwards=True),
-    # Or before it is awaited, which is then in vain.
-    hopper("a turn is passed before anything is added", (*OUT_OF_TURN, *STUCK),
-           ADDED + NEXT + PASSES, PASSES + ADDED + NEXT),
+    hopper("a turn is passed before anything is added", OUT_OF_TURN,
+           ADDED + NEXT + PASSES, BEGUN + PASSES + ADDED + NEXT),
     hopper("dQ of a step is added over that of the step before", (*OUT_OF_TURN, *STUCK),
            ADDED + NEXT, NEXT + ADDED),
     hopper("a turn counts for two steps", (*OUT_OF_TURN, *STUCK),
