@@ -11,7 +11,7 @@ from flashgen.errors import BadParam, NullPointer
 from flashgen.operators.append import APPEND
 from flashgen.operators.arguments import flag
 from flashgen.operators.attention import mask_type_name, window_of
-from flashgen.runtime import arrays, check
+from flashgen.runtime import arrays, check, dlpack
 from flashgen.runtime.plans import adopted
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def append(
     total, *rotated = call(*asked[:3], stream=stream, backend=backend)[2:]
     results = (total, rotated[0] if rotated else None)
     if arrays.kind_of(k_new) is None:
-        return tuple(None if x is None else arrays.hand_back(x, k_new, asked[1], stream) for x in results)
+        return tuple(None if x is None else dlpack.hand_back(x, k_new, asked[1], stream) for x in results)
     return results
 
 
@@ -124,7 +124,7 @@ class AppendPlan:
         if self._interleaved != (None if rotary is None else rotary.interleaved):
             made_with = "none" if self._interleaved is None else f"interleaved={self._interleaved}"
             raise BadParam(f"rotary is {rotary}; the plan was made with {made_with}")
-        native_q, given = arrays.adopt(q, "q", stream), _adopted(given, stream)
+        native_q, given = dlpack.adopt(q, "q", stream), _adopted(given, stream)
         first = self.append.ready(given, self.append.pointers(given), (), stream)
         _, _, _, _, pages, index, _, _, _, cu_seqlens, k, v, total, rotated = first[1]
         seen = native_q if rotated is None else rotated
@@ -242,7 +242,7 @@ def _arrays(
 
 
 def _adopted(given: tuple[Any, ...], stream: Any) -> tuple[Any, ...]:
-    """Native arrays over the memory of these. Raises what `arrays.adopt` does, and BadParam for a cache that
+    """Native arrays over the memory of these. Raises what `dlpack.adopt` does, and BadParam for a cache that
     cannot be written to.
     """
     kind = arrays.kind_of(given[0])
@@ -250,13 +250,13 @@ def _adopted(given: tuple[Any, ...], stream: Any) -> tuple[Any, ...]:
         return given
     for name in ("k", "v"):
         x = given[APPEND.position(f"{name}_cache")]
-        if arrays.immutable(x):
+        if dlpack.immutable(x):
             raise BadParam(
                 f"{name} of the cache has type {type(x).__name__}, whose memory cannot be written to; pass "
                 "an array of another library"
             )
     return tuple(
-        None if x is None else arrays.adopt(x, argument.name, stream)
+        None if x is None else dlpack.adopt(x, argument.name, stream)
         for argument, x in zip(APPEND.arguments, given, strict=True)
     )
 
@@ -282,8 +282,8 @@ def _handed(attention: Plan, second: Ready, q: Any, stream: Any) -> Any:
     if arrays.kind_of(q) is not None:
         return found
     if isinstance(found, tuple):
-        return tuple(arrays.hand_back(x, q, given, stream) for x in found)
-    return arrays.hand_back(found, q, given, stream)
+        return tuple(dlpack.hand_back(x, q, given, stream) for x in found)
+    return dlpack.hand_back(found, q, given, stream)
 
 
 def _queue(append: Plan, first: Ready, attention: Plan, second: Ready) -> None:

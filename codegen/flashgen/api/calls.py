@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen import logs
 from flashgen.api.backends import runner_for
-from flashgen.runtime import arrays
+from flashgen.runtime import arrays, dlpack
 from flashgen.runtime.plans import Plan, adopted, run_adopted
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def make_plan(
 ) -> Plan:
     """A plan whose scalars are these, or, where it does not keep them, those that a call leaves out."""
     native = tuple(
-        None if x is None and (argument.optional or argument.is_output) else arrays.adopt(x, argument.name)
+        None if x is None and (argument.optional or argument.is_output) else dlpack.adopt(x, argument.name)
         for argument, x in zip(operator.arguments, given, strict=True)
     )
     views = tuple(

@@ -12,7 +12,7 @@ from flashgen.api.backends import specs_for
 from flashgen.api.kvcache import KVCache
 from flashgen.errors import BadParam, DeviceTypeNotSupported
 from flashgen.operators.arguments import dtype_name, view_of_shape
-from flashgen.runtime import arrays
+from flashgen.runtime import arrays, dlpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -156,7 +156,7 @@ def _shaped(function: str, given: dict[str, Any], dtype: str) -> Problem:
         elif isinstance(x, tuple | list) and all(isinstance(extent, int) for extent in x):
             views.append(view_of_shape(x, argument.dtype(dtype), 0))
         else:
-            view = arrays.view(arrays.adopt(x, argument.name), argument.name)
+            view = arrays.view(dlpack.adopt(x, argument.name), argument.name)
             views.append(dataclasses.replace(view, device=0))
     return operator.normalise(views, options, scalars)
 

@@ -12,7 +12,7 @@ from flashgen.operators.arguments import check_memory, flag
 from flashgen.operators.attention import MAX_SEQLEN
 from flashgen.operators.attention import normalise as normalise_attention
 from flashgen.operators.merge import MERGE, check_parts, normalise
-from flashgen.runtime import arrays
+from flashgen.runtime import arrays, dlpack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -148,11 +148,11 @@ def _check_merge(pairs: list[tuple[Any, Any]], out: Any, lse_out: Any, stream: A
     for name, x in results.items():
         if x is not None and len(pairs) == 1:
             raise BadParam(f"{name} was given with one part, which is returned as it is; leave it out")
-        if x is not None and arrays.immutable(x):
+        if x is not None and dlpack.immutable(x):
             raise BadParam(f"{name} has type {type(x).__name__}, whose memory cannot be written to")
-    views = [arrays.view(arrays.adopt(x, name, stream), name) for x, name in zip(given, names, strict=True)]
+    views = [arrays.view(dlpack.adopt(x, name, stream), name) for x, name in zip(given, names, strict=True)]
     written = {
-        name: None if x is None else arrays.view(arrays.adopt(x, name, stream), name)
+        name: None if x is None else arrays.view(dlpack.adopt(x, name, stream), name)
         for name, x in results.items()
     }
     arrays.check_libraries(dict(zip(names, views, strict=True)) | written)
@@ -254,14 +254,14 @@ def _cascade_adopted(
     backend: str | None,
 ) -> Any:
     """`cascade` for arrays that flashgen does not read directly: adopt them, and hand the results back."""
-    if out is not None and arrays.immutable(out):
+    if out is not None and dlpack.immutable(out):
         raise BadParam(
             f"out has type {type(out).__name__}, whose memory cannot be written to; call without out"
         )
-    native_q = arrays.adopt(q, "q", stream)
+    native_q = dlpack.adopt(q, "q", stream)
     native = [
         tuple(
-            arrays.adopt(x, f"parts[{index}]: {name}", stream)
+            dlpack.adopt(x, f"parts[{index}]: {name}", stream)
             for x, name in zip(pair, ("k", "v"), strict=True)
         )
         for index, pair in enumerate(pairs)
@@ -272,12 +272,12 @@ def _cascade_adopted(
         causal=causal,
         softmax_scale=softmax_scale,
         softcap=softcap,
-        out=None if out is None else arrays.adopt(out, "out", stream),
+        out=None if out is None else dlpack.adopt(out, "out", stream),
         return_lse=True,
         stream=stream,
         backend=backend,
     )
     inputs = (native_q, *(x for pair in native for x in pair))
-    lse = arrays.hand_back(results[1], q, inputs, stream)
-    result = arrays.hand_back(results[0], q, inputs, stream) if out is None else out
+    lse = dlpack.hand_back(results[1], q, inputs, stream)
+    result = dlpack.hand_back(results[0], q, inputs, stream) if out is None else out
     return (result, lse) if return_lse else result

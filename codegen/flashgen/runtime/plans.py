@@ -26,7 +26,7 @@ from flashgen.operators.arguments import (
     place,
 )
 from flashgen.runtime import arrays as libraries
-from flashgen.runtime import check
+from flashgen.runtime import check, dlpack
 
 if TYPE_CHECKING:
     from flashgen.operators.arguments import ArrayView
@@ -424,11 +424,11 @@ def _no_work(arrays: Arrays, stream: int) -> None:
 
 def adopted(operator: Any, given: dict[str, Any], stream: Any) -> dict[str, Any]:
     """Native arrays over the memory of ``given``, by the names of the operator's arguments. Raises what
-    `arrays.adopt` does, and BadParam for an output that cannot be written to.
+    `dlpack.adopt` does, and BadParam for an output that cannot be written to.
     """
     for argument in operator.arguments:
         array = given[argument.name]
-        if argument.is_output and array is not None and libraries.immutable(array):
+        if argument.is_output and array is not None and dlpack.immutable(array):
             raise BadParam(
                 f"{argument.name} has type {type(array).__name__}, whose memory cannot be written to; "
                 f"call without {argument.name} and use the result"
@@ -436,7 +436,7 @@ def adopted(operator: Any, given: dict[str, Any], stream: Any) -> dict[str, Any]
     return {
         argument.name: None
         if given[argument.name] is None and (argument.is_output or argument.optional)
-        else libraries.adopt(given[argument.name], argument.name, stream)
+        else dlpack.adopt(given[argument.name], argument.name, stream)
         for argument in operator.arguments
     }
 
@@ -455,7 +455,7 @@ def run_adopted(call: Any, operator: Any, given: dict[str, Any], stream: Any, **
     def handed(result: Any, name: str) -> Any:
         if given[name] is not None:
             return given[name]
-        return libraries.hand_back(result, first, inputs, stream)
+        return dlpack.hand_back(result, first, inputs, stream)
 
     if isinstance(results, tuple):
         return tuple(handed(result, name) for result, name in zip(results, outputs, strict=True))

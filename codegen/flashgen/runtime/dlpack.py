@@ -1,0 +1,166 @@
+"""Arrays of any other library, such as JAX: of whatever speaks DLPack or ``__cuda_array_interface__``.
+
+One is adopted, which is to see it, without a copy, as a NumPy array in host memory or a CuPy array on a GPU,
+and the result is handed back to its library. DLPack also orders the streams of both sides.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import TYPE_CHECKING, Any
+
+from flashgen.errors import BadParam, BadTensorDtype, DeviceTypeNotSupported, NullPointer
+from flashgen.runtime.arrays import cupy_kind, import_cupy, is_masked, kind_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# DLPack's device types and type codes: https://dmlc.github.io/dlpack/latest/c_api.html
+_DL_HOST = (1, 3)
+_DL_CUDA = (2, 13)
+_DL_UINT, _DL_BFLOAT = 1, 4
+
+
+def adopt(x: Any, name: str, stream: Any = None) -> Any:
+    """A native array over the memory of ``x``, ready for work on ``stream`` (None: CuPy's current one).
+
+    A native array is returned as it is. Raises NullPointer for None, BadTensorDtype for what is no array,
+    DeviceTypeNotSupported for an array on a device that is neither a CUDA GPU nor the host, NoCompilerError
+    for an array on a GPU where CuPy is missing, BadParam for a masked array and for a tracer of JAX.
+    """
+    if x is None:
+        raise NullPointer(f"{name} is None; expected an array")
+    if kind_of(x) is not None:
+        return x
+    if is_masked(x):
+        raise BadParam(
+            f"{name} is a masked array of numpy.ma, whose mask would be ignored; pass its elements, "
+            f"{name}.data, and hide keys with the argument mask (nonzero is hidden there, too)"
+        )
+    _refuse_tracer(x, name)
+    bf16 = "bfloat16" in str(getattr(x, "dtype", ""))
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        try:
+            device_type, ordinal = x.__dlpack_device__()
+        except (BufferError, ValueError, NotImplementedError) as error:
+            raise DeviceTypeNotSupported(f"{name} does not lie on one device: {error}") from error
+        source = _Recoded(x, _DL_UINT) if bf16 else x
+        if device_type in _DL_HOST:
+            import numpy as np
+
+            return _from_dlpack(np.from_dlpack, source, name, bf16)
+        if device_type in _DL_CUDA:
+            kind = cupy_kind()
+            with import_cupy().cuda.Device(ordinal), kind.use(stream):
+                return _from_dlpack(import_cupy().from_dlpack, source, name, bf16)
+        raise DeviceTypeNotSupported(
+            f"{name} lies on a device of DLPack type {int(device_type)}; "
+            "supported are CUDA GPUs and host memory"
+        )
+    if hasattr(x, "__cuda_array_interface__"):
+        # CuPy waits for the stream that the interface names.
+        return import_cupy().asarray(x)
+    raise BadTensorDtype(
+        f"{name} has type {type(x).__name__}; expected an array (CuPy, NumPy, PyTorch, JAX or DLPack)"
+    )
+
+
+def hand_back(result: Any, like: Any, inputs: tuple[Any, ...], stream: Any = None) -> Any:
+    """``result``, a native array, as an array of the library of ``like``, which was adopted.
+
+    Work on ``result`` was queued on ``stream``; DLPack makes the library wait for it. ``inputs`` live as long
+    as the result: a library that orders its memory by its own streams must not reuse them while a kernel
+    still reads them, and whoever uses the result waits for that kernel. A library without ``from_dlpack``
+    gets the native array.
+    """
+    import numpy as np
+
+    if kind_of(like) is not None:
+        return result
+    host = isinstance(result, np.ndarray)
+    if _is_jax(like):
+        import jax
+
+        if host:
+            return jax.device_put(result, next(iter(like.devices())))
+        importer = jax.dlpack.from_dlpack
+    elif hasattr(like, "__array_namespace__") and hasattr(like.__array_namespace__(), "from_dlpack"):
+        importer = like.__array_namespace__().from_dlpack
+    else:
+        return result
+    if host:
+        return importer(result)
+    device = result.data.device_id
+    source = _held(result, inputs)
+    if result.dtype.name == "bfloat16":
+        source = _Recoded(source.view(np.uint16), _DL_BFLOAT)
+    with import_cupy().cuda.Device(device), cupy_kind().use(stream):
+        return importer(source)
+
+
+def immutable(x: Any) -> bool:
+    """Whether the library of ``x`` promises that its arrays never change."""
+    return _is_jax(x)
+
+
+class _Recoded:
+    """An array whose DLPack capsules carry another type code: NumPy and CuPy take bfloat16 as uint16."""
+
+    def __init__(self, array: Any, code: int) -> None:
+        self._array, self._code = array, code
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._array.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        capsule = self._array.__dlpack__(**options)
+        # The DLTensor opens the unversioned struct; the other has version, context, deleter and flags first.
+        # Within it the type code follows data (8 bytes), device (8) and ndim (4).
+        for name, start in ((b"dltensor", 0), (b"dltensor_versioned", 32)):
+            if _capsule_is_valid(capsule, name):
+                ctypes.c_uint8.from_address(_capsule_pointer(capsule, name) + start + 20).value = self._code
+                return capsule
+        raise BufferError("not a DLPack capsule")
+
+
+_capsule_is_valid = ctypes.pythonapi.PyCapsule_IsValid
+_capsule_is_valid.argtypes, _capsule_is_valid.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_int
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.argtypes, _capsule_pointer.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
+
+
+def _from_dlpack(importer: Callable[[Any], Any], source: Any, name: str, bf16: bool) -> Any:
+    try:
+        array = importer(source)
+    except (BufferError, TypeError, ValueError, NotImplementedError) as error:
+        raise BadTensorDtype(f"{name} cannot be read through DLPack: {error}") from error
+    return array.view(_bfloat16()) if bf16 else array
+
+
+def _held(array: Any, owners: tuple[Any, ...]) -> Any:
+    """``array``, a CuPy one, over memory that keeps ``owners`` alive."""
+    cuda = import_cupy().cuda
+    memory = cuda.UnownedMemory(array.data.ptr, array.nbytes, (array, owners), array.data.device_id)
+    return import_cupy().ndarray(array.shape, array.dtype, cuda.MemoryPointer(memory, 0))
+
+
+def _refuse_tracer(x: Any, name: str) -> None:
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(x, jax.core.Tracer):
+        raise BadParam(f"{name} is traced by JAX; call flashgen outside jax.jit, jax.vmap and jax.grad")
+
+
+def _is_jax(x: Any) -> bool:
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(x, jax.Array)
+
+
+def _bfloat16() -> Any:
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise BadTensorDtype("bfloat16 outside PyTorch needs ml_dtypes: pip install ml_dtypes") from error
+    import numpy as np
+
+    return np.dtype(ml_dtypes.bfloat16)

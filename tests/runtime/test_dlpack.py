@@ -1,0 +1,78 @@
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from flashgen.errors import BadParam, DeviceTypeNotSupported, NoCompilerError
+from flashgen.runtime import arrays, dlpack
+
+
+class Exporter:
+    """A library that flashgen has never heard of, speaking DLPack for host memory."""
+
+    def __init__(self, array, device=(1, 0)):
+        self.array, self.device = array, device
+        self.dtype = array.dtype
+
+    def __dlpack_device__(self):
+        return self.device
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __array_namespace__(self):
+        return SimpleNamespace(from_dlpack=lambda native: Exporter(np.from_dlpack(native)))
+
+
+class TestJax:
+    jax = property(lambda self: pytest.importorskip("jax"))
+
+    @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "bool", "uint8"])
+    def test_there_and_back(self, name):
+        x = self.jax.numpy.arange(24).reshape(3, 8).astype(name)
+        native = dlpack.adopt(x, "x")
+        assert isinstance(native, np.ndarray)
+        assert native.dtype.name == name
+        np.testing.assert_array_equal(native, np.asarray(x))
+        back = dlpack.hand_back(native.copy(), x, (native,))
+        assert isinstance(back, self.jax.Array)
+        assert back.dtype == x.dtype
+        np.testing.assert_array_equal(np.asarray(back), np.asarray(x))
+        assert dlpack.immutable(x)
+
+    def test_no_copy_is_made(self):
+        x = self.jax.numpy.zeros((3, 8))
+        assert arrays.view(dlpack.adopt(x, "x"), "x").pointer == x.unsafe_buffer_pointer()
+
+    def test_tracers(self):
+        with pytest.raises(BadParam, match=r"k is traced by JAX.*jit"):
+            self.jax.jit(lambda x: dlpack.adopt(x, "k"))(self.jax.numpy.zeros(3))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.bool_])
+def test_an_unknown_library_with_dlpack(dtype):
+    x = Exporter(np.arange(12).reshape(3, 4).astype(dtype)[:, ::2])
+    native = dlpack.adopt(x, "x")
+    assert np.shares_memory(native, x.array)
+    assert native.strides == x.array.strides
+    assert isinstance(dlpack.hand_back(native, x, ()), Exporter)
+
+
+def test_devices_behind_dlpack_that_nobody_serves():
+    with pytest.raises(DeviceTypeNotSupported, match="DLPack type 8"):
+        dlpack.adopt(Exporter(np.zeros(4), (8, 0)), "x")
+
+
+def test_a_gpu_array_without_cupy(monkeypatch):
+    monkeypatch.setattr(arrays, "_KINDS", {})
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    for x in (Exporter(np.zeros(4), (2, 0)), SimpleNamespace(__cuda_array_interface__={})):
+        with pytest.raises(NoCompilerError, match="pip install"):
+            dlpack.adopt(x, "x")
+
+
+def test_native_arrays_are_not_adopted():
+    x = np.zeros(3)
+    assert dlpack.adopt(x, "x") is x
+    assert dlpack.hand_back(x, x, ()) is x
