@@ -9,6 +9,8 @@ from pathlib import Path
 
 from flashgen.errors import BadParam, InternalError
 
+BUNDLE_VARIABLE = "FLASHGEN_BUNDLE"  # names bundles of compiled kernels, separated as in PATH
+
 _PACKAGE = Path(__file__).resolve().parent
 
 

@@ -144,7 +144,7 @@ def test_both_steps_are_told_of_the_same_shares(given_call, gpu):
     for name in ("kv_blocks_per_tile", "kv_blocks_per_share", "num_kv_blocks", "first_kv_block"):
         assert numbers[0][name] == numbers[1][name]
     assert numbers[0]["kv_blocks_per_share"] == shares.per_share
-    assert launch_of(given_call, PLAIN, gpu, shares).blocks == shares.count
+    assert launch_of(given_call, PLAIN, gpu, shares.count).blocks == shares.count
 
 
 @given(calls, gpus)

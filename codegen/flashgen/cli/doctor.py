@@ -147,7 +147,7 @@ def _gpus(report: Report) -> list[dict[str, Any]]:
 def _compiler(report: Report) -> dict[str, Any]:
     """NVRTC, tried on a kernel that includes one of CUDA's own headers."""
     from flashgen.errors import FlashgenError
-    from flashgen.toolchain.cache import BUNDLE_VARIABLE
+    from flashgen.paths import BUNDLE_VARIABLE
     from flashgen.toolchain.compile import compile_cubin, compiler_version, supported_archs
 
     probe = (

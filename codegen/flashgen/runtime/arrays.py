@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 
     from flashgen.operators.operator import Problem
 
+# One for each argument of the operator, in its order; 0 and None for what is absent. Where there is a
+# workspace, its pointer comes last.
+Pointers = tuple[int, ...]
+Arrays = tuple[Any, ...]
+Work = Callable[[Arrays, int], None]  # queues the steps of a call on the stream of a CUDA handle
+
 # A key over the layouts of a call's arrays, and their pointers; None and 0 for an array that is absent.
 Read = tuple[tuple, tuple[int, ...]]
 

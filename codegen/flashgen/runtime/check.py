@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from flashgen.operators.arguments import Placed
     from flashgen.operators.operator import Operator, Problem
-    from flashgen.runtime.plans import Arrays, Pointers, Work
+    from flashgen.runtime.arrays import Arrays, Pointers, Work
 
 SWITCH = "FLASHGEN_CHECK"
 

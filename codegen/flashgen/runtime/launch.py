@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from flashgen.arch import Device
     from flashgen.operators.operator import Problem
+    from flashgen.runtime.arrays import Arrays, Pointers, Work
     from flashgen.runtime.kernel import Kernel
-    from flashgen.runtime.plans import Arrays, Pointers, Work
     from flashgen.spec.variant import Variant
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from flashgen.errors import (
@@ -27,6 +26,7 @@ from flashgen.operators.arguments import (
 )
 from flashgen.runtime import arrays as libraries
 from flashgen.runtime import check, dlpack
+from flashgen.runtime.arrays import Arrays, Pointers, Work
 
 if TYPE_CHECKING:
     from flashgen.operators.arguments import ArrayView
@@ -34,11 +34,6 @@ if TYPE_CHECKING:
     from flashgen.schedule.plan import Step
     from flashgen.spec.variant import Variant
 
-# One for each argument of the operator, in its order; 0 and None for what is absent. Where there is a
-# workspace, its pointer comes last.
-Pointers = tuple[int, ...]
-Arrays = tuple[Any, ...]
-Work = Callable[[Arrays, int], None]  # queues the steps on the stream of a CUDA handle
 # A call that is checked and only has to be queued: its work, arrays and pointers, the handle of its stream,
 # and its workspace, which lives until the work is queued.
 Ready = tuple[Work, Arrays, Pointers, int, Any]

@@ -10,7 +10,6 @@ from flashgen.errors import BadTensorShape
 if TYPE_CHECKING:
     from flashgen.arch import Device
     from flashgen.operators.operator import Problem
-    from flashgen.schedule.shares import Shares
     from flashgen.spec.variant import Variant
 
 MAX_BLOCKS = 2**31 - 1
@@ -115,16 +114,16 @@ def blocks_at_a_time(variant: Variant, device: Device) -> int:
 
 
 def launch_of(
-    problem: Problem, variant: Variant, device: Device, shares: Shares | None = None, parts: int = 1
+    problem: Problem, variant: Variant, device: Device, num_shares: int = 0, parts: int = 1
 ) -> Launch:
     """One block for each tile, or, with a persistent schedule, no more than run at a time; in a grid of
-    ``shares``, one for each of them. A step that splits groups of query heads into ``parts`` has one for each
-    tile and part.
+    shares, one for each of ``num_shares``. A step that splits groups of query heads into ``parts`` has one
+    for each tile and part.
 
     Raises BadTensorShape when there are more tiles than a grid can have.
     """
     if variant.grid.shares:
-        return Launch(shares.count, variant.threads, variant.smem_bytes)
+        return Launch(num_shares, variant.threads, variant.smem_bytes)
     blocks = tiles(problem, variant) * (parts if variant.grid.group_waves else 1)
     blocks += tiles_beside(problem, variant)
     if blocks > MAX_BLOCKS:

@@ -57,7 +57,7 @@ def plan_steps(problem: Problem, main: Variant, device: Device) -> Steps:
     steps = (
         Step(
             variant,
-            launch_of(problem, variant, device, shares, parts),
+            launch_of(problem, variant, device, shares.count if shares else 0, parts),
             pack(problem, variant, device, workspace, shares, parts),
             shares if variant.is_main else None,
         )

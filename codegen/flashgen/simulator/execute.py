@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from flashgen.operators.operator import Problem
-    from flashgen.runtime.plans import Pointers
+    from flashgen.runtime.arrays import Pointers
     from flashgen.schedule.plan import Step, Steps
     from flashgen.schedule.tensormap import TensorMap
     from flashgen.simulator.library import Library

@@ -15,10 +15,10 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flashgen import __version__
+from flashgen import __version__, paths
 from flashgen.errors import BadParam
 from flashgen.toolchain import atomic
-from flashgen.toolchain.cache import BUNDLE_VARIABLE, pack, unpack
+from flashgen.toolchain.entry import pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -106,7 +106,7 @@ def active(value: str | None = None) -> tuple[Bundle, ...]:
 
     Raises BadParam for one that cannot be used.
     """
-    value = os.environ.get(BUNDLE_VARIABLE, "") if value is None else value
+    value = os.environ.get(paths.BUNDLE_VARIABLE, "") if value is None else value
     return tuple(_open(Path(part).expanduser()) for part in value.split(os.pathsep) if part)
 
 

@@ -1,11 +1,10 @@
 """Compiled kernels, and checked specs, on disk: content-addressed, verified on read, bounded, never a reason
 for a wrong answer.
 
-An entry is one file: a magic number, the SHA-256 of what follows, the key, the payload. It appears under its
-name by an atomic rename, so a reader sees all of it or none, even if the writer is killed. A write does not
-wait for the disk: what a loss of power leaves of an entry, the SHA-256 tells from a whole one. Trouble with
-it costs speed and a `CacheWarning`, not correctness: what cannot be written is kept in memory, what cannot be
-trusted is built again.
+An entry is one file (`flashgen.toolchain.entry`). It appears under its name by an atomic rename, so a reader
+sees all of it or none, even if the writer is killed. A write does not wait for the disk: what a loss of power
+leaves of an entry, the SHA-256 tells from a whole one. Trouble with it costs speed and a `CacheWarning`, not
+correctness: what cannot be written is kept in memory, what cannot be trusted is built again.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen import paths
 from flashgen.errors import BadParam, CacheWarning
+from flashgen.toolchain.entry import pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,12 +31,8 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 1 << 30
 SIZE_VARIABLE = "FLASHGEN_CACHE_SIZE"
-BUNDLE_VARIABLE = "FLASHGEN_BUNDLE"  # here, so that a process without bundles does not import them
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
-_MAGIC = b"flashgen-cache-1\n"
-_DIGEST_END = len(_MAGIC) + 32
-_KEY_END = _DIGEST_END + 32
 _TOUCH_AFTER = 3600.0  # seconds; a write for each read would cost more than a precise order of use is worth
 _STALE_AFTER = 3600.0  # seconds; no build takes that long, so an older temporary file is left over
 _LOCK_TIMEOUT = 120.0  # seconds; a stopped process may hold a lock for ever, and building twice is harmless
@@ -78,7 +74,7 @@ def default() -> CubinCache:
     """The cache of this process in the folder that `paths.cache_dir` names now, over the bundles of
     FLASHGEN_BUNDLE.
     """
-    return _at(paths.cache_dir(), bound(), os.environ.get(BUNDLE_VARIABLE, ""))
+    return _at(paths.cache_dir(), bound(), os.environ.get(paths.BUNDLE_VARIABLE, ""))
 
 
 @functools.cache
@@ -310,22 +306,6 @@ class CubinCache:
 
 def _reason(error: OSError) -> str:
     return error.strerror or str(error)
-
-
-def pack(key: str, payload: bytes) -> bytes:
-    """The bytes of an entry."""
-    body = bytes.fromhex(key) + payload
-    return _MAGIC + hashlib.sha256(body).digest() + body
-
-
-def unpack(data: bytes, key: str) -> bytes | None:
-    """The payload, or None if ``data`` is not an intact entry of ``key``."""
-    view = memoryview(data)
-    if data[: len(_MAGIC)] != _MAGIC or data[_DIGEST_END:_KEY_END].hex() != key:
-        return None
-    if hashlib.sha256(view[_DIGEST_END:]).digest() != data[len(_MAGIC) : _DIGEST_END]:
-        return None
-    return data[_KEY_END:]
 
 
 def _touch(path: Path) -> None:
