@@ -12,6 +12,7 @@ from simulator.faults_backward import Fault
 ROWS = "flash_bwd_hdim64_fp16_sm90"
 COLUMNS = "flash_bwd_hdim128_bf16_causal_sm90"
 GROUPED = "flash_bwd_hdim64_fp16_causal_gqa_sm90"
+HELD = "flash_bwd_hdim96_bf16_causal_sm90"  # with rows of K and V in registers
 WINDOW = "flash_bwd_hdim32_bf16_local_sm90"
 DENSE = "flash_bwd_hdim128_fp16_dense_sm90"
 
@@ -85,6 +86,26 @@ FAULTS = (
         PHASES,
         "    mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);\n",
         "",
+    ),
+    # K and V in registers.
+    fault(
+        "V in place of K", HELD, CAUSAL, (WRONG,), "k_rows.load(k_own, lane);", "k_rows.load(v_own, lane);"
+    ),
+    fault(
+        "columns exchanged in registers",
+        HELD,
+        CAUSAL,
+        (WRONG,),
+        "ldmatrix_x4(fragment[column / 16],",
+        "ldmatrix_x4(fragment[column / 16 ^ 1],",
+    ),
+    fault(
+        "other columns than those that registers lack",
+        HELD,
+        CAUSAL,
+        (WRONG,),
+        "_ss(scores, a + ((panel * kBlockN * kPanelRowBytes + byte) >> 4)",
+        "_ss(scores, a + ((panel * kBlockN * kPanelRowBytes + (byte ^ 32)) >> 4)",
     ),
     # dS, from consumer to consumer.
     fault("dS is written over while it is read", ROWS, SHAPE, ASYNC, DS_WAIT, ""),

@@ -219,6 +219,15 @@ __device__ __forceinline__ uint4 load_shared_128(shared_address source) {
     return value;
 }
 
+// ldmatrix.x4: four 8x8 matrices of 16-bit elements. Lane l gives the address of row l%8 of matrix l/8 and receives
+// elements 2*(l%4), 2*(l%4)+1 of row l/4 of each.
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&fragment)[4], shared_address row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+                 : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+                 : "r"(row)
+                 : "memory");
+}
+
 __device__ __forceinline__ void store_shared_8(shared_address destination, uint32_t value) {
     asm volatile("st.shared.u8 [%0], %1;\n" ::"r"(destination), "r"(value) : "memory");
 }

@@ -23,16 +23,7 @@ __device__ __forceinline__ void barrier_arrive(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// ldmatrix.x4: four 8x8 matrices of 16-bit elements. Lane l gives the address of row l%8 of matrix l/8 and receives
-// elements 2*(l%4), 2*(l%4)+1 of row l/4 of each.
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&fragment)[4], shared_address row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
-                 : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
-                 : "r"(row)
-                 : "memory");
-}
-
-// ldmatrix.x4.trans: as above, each matrix transposed on the way.
+// ldmatrix.x4.trans: as ldmatrix_x4, each matrix transposed on the way.
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&fragment)[4], shared_address row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                  : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])

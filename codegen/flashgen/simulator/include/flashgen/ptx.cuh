@@ -180,6 +180,11 @@ inline uint4 load_shared_128(shared_address source,
     return value;
 }
 
+inline void ldmatrix_x4(uint32_t (&fragment)[4], shared_address row,
+                        flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::load_matrices(fragment, row, false, where);
+}
+
 inline void store_shared_8(shared_address destination, uint32_t value,
                            flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     const uint8_t byte = static_cast<uint8_t>(value);

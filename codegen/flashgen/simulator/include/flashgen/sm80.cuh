@@ -25,11 +25,6 @@ inline void barrier_arrive(int barrier, int threads,
     flashgen::simulator::barrier_arrive(barrier, threads, where);
 }
 
-inline void ldmatrix_x4(uint32_t (&fragment)[4], shared_address row,
-                        flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    flashgen::simulator::load_matrices(fragment, row, false, where);
-}
-
 inline void ldmatrix_x4_trans(uint32_t (&fragment)[4], shared_address row,
                               flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     flashgen::simulator::load_matrices(fragment, row, true, where);

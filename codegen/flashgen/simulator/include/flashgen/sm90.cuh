@@ -230,6 +230,20 @@ inline void pin_registers(uint32_t (&registers)[kCount]) {
                                                  .b_major = flashgen::simulator::Major::mn,                           \
                                                  .accumulate = accumulate != 0},                                      \
                                                 where);                                                               \
+    }                                                                                                                 \
+    inline void wgmma_m64n##n##k16_##type##_rs_k(                                                                      \
+        float (&d)[n / 2], const uint32_t (&a)[4], uint64_t b, int accumulate,                                        \
+        flashgen::simulator::Location where = flashgen::simulator::Location::current()) {                             \
+        flashgen::simulator::multiply_warpgroup({.bf16 = std::is_same_v<type, bf16>,                                  \
+                                                 .accumulator = d,                                                    \
+                                                 .count = n / 2,                                                      \
+                                                 .a = a,                                                              \
+                                                 .a_descriptor = 0,                                                   \
+                                                 .b_descriptor = b,                                                   \
+                                                 .a_major = flashgen::simulator::Major::k,                            \
+                                                 .b_major = flashgen::simulator::Major::k,                            \
+                                                 .accumulate = accumulate != 0},                                      \
+                                                where);                                                               \
     }
 #define FLASHGEN_WGMMA(n) FLASHGEN_WGMMA_OF(n, fp16) FLASHGEN_WGMMA_OF(n, bf16)
 FLASHGEN_WGMMA(8) FLASHGEN_WGMMA(16) FLASHGEN_WGMMA(24) FLASHGEN_WGMMA(32) FLASHGEN_WGMMA(40) FLASHGEN_WGMMA(48) FLASHGEN_WGMMA(56) FLASHGEN_WGMMA(64)
