@@ -325,6 +325,23 @@ __device__ __forceinline__ void wgmma_m64n32k16_bf16_ss_mn(float (&d)[16], uint6
         : "l"(a), "l"(b), "r"(accumulate));
 }
 
+// wgmma.mma_async.m64n64k16. A from registers, as of the accumulator's layout, packed; b with the K dimension contiguous.
+__device__ __forceinline__ void wgmma_m64n64k16_bf16_rs_k(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, {"
+        "%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
 // wgmma.mma_async.m64n192k16. A from registers: a[0] = (row g, columns 2 t, 2 t + 1), a[1] = (row g + 8, same columns), a[2], a[3] =
 // columns 8 further: the accumulator layout, packed. b is MN-major.
 __device__ __forceinline__ void wgmma_m64n192k16_bf16_rs(float (&d)[96], const uint32_t (&a)[4], uint64_t b, int accumulate) {
@@ -365,20 +382,47 @@ __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_
            kSwizzle << 62;
 }
 
-// Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns: S^T = K Q^T, dP^T = V dO^T. A is 64 rows of kBlockN, B has
-// kBlockM rows. Both operands are K-major: SBO leads to the next eight rows. A step of 16 along the K dimension is 32 bytes within the
-// swizzled row.
-template <int kColumns>
-__device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem) {
-    const uint64_t a = descriptor(a_smem, 8 * kPanelRowBytes);
+// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
+__device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
+
+// A's rows of K or V of a consumer warpgroup. The first kHeld columns are in registers, as many as there are registers for: A in shared
+// memory costs a wgmma 16 of 48 clocks.
+template <int kHeld>
+struct HeldRows {
+    shared_address smem;
+    uint32_t fragment[kHeld / 16][4];  // of 16 columns, as wgmma takes A
+
+    __device__ __forceinline__ void load(shared_address rows, int lane) {
+        smem = rows;
+        const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
+#pragma unroll
+        for (int column = 0; column < kHeld; column += 16) {
+            const shared_address panel = rows + column / kPanelColumns * kBlockN * kPanelRowBytes;
+            ldmatrix_x4(fragment[column / 16],
+                        panel + row * kPanelRowBytes + 16 * swizzled(row, column % kPanelColumns / 8 + lane / 16));
+        }
+    }
+};
+
+// Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns: S^T = K Q^T, dP^T = V dO^T. B has kBlockM rows. Both operands are
+// K-major: SBO leads to the next eight rows. A step of 16 along the K dimension is 32 bytes within the swizzled row.
+template <int kColumns, int kHeld>
+__device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], HeldRows<kHeld>& rows, shared_address b_smem) {
+    const uint64_t a = descriptor(rows.smem, 8 * kPanelRowBytes);
     const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes);
     pin_registers(scores);
+#pragma unroll
+    for (int step = 0; step < kHeld / 16; ++step) pin_registers(rows.fragment[step]);
     wgmma_fence();
 #pragma unroll
     for (int column = 0; column < kColumns; column += 16) {
         const int panel = column / kPanelColumns, byte = column % kPanelColumns * sizeof(element);
-        wgmma_m64n64k16_bf16_ss(scores, a + ((panel * kBlockN * kPanelRowBytes + byte) >> 4),
-                                 b + ((panel * kBlockM * kPanelRowBytes + byte) >> 4), column > 0);
+        const uint64_t b_step = b + ((panel * kBlockM * kPanelRowBytes + byte) >> 4);
+        if (column < kHeld) {
+            wgmma_m64n64k16_bf16_rs_k(scores, rows.fragment[column / 16], b_step, column > 0);
+        } else {
+            wgmma_m64n64k16_bf16_ss(scores, a + ((panel * kBlockN * kPanelRowBytes + byte) >> 4), b_step, column > 0);
+        }
     }
     wgmma_commit();
 }
@@ -492,9 +536,6 @@ __device__ __forceinline__ void load_p(float (&p)[kBlockM / 2], shared_address p
         p[i + 3] = __uint_as_float(words.w);
     }
 }
-
-// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
-__device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
 
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the tile, to shared memory for the MMA of dQ.
 __device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address ds_smem, int warp_key, int lane) {
@@ -696,10 +737,12 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
     mbarrier_wait(barriers.k_full(), 0);
     float p[kBlockM / 2];  // S^T, then P^T
     QueryValues lse;
+    HeldRows<128> k_rows;
     if (count > 0) {
+        k_rows.load(shared, lane);
         mbarrier_wait(barriers.q_full(0), 0);
         lse.load(shared + kLseOffset, lane);
-        mma_scores<kHeadDim>(p, shared, shared + kQOffset);
+        mma_scores<kHeadDim>(p, k_rows, shared + kQOffset);
         wgmma_wait<0>();
         pin_registers(p);
     }
@@ -744,7 +787,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
             mbarrier_wait(barriers.q_full(next.stage), next.parity);
             lse.load(shared + kLseOffset + next.stage * kQueryValueBytes, lane);
         }
-        mma_scores<kHeadDim>(p, shared, is_last ? shared : shared + kQOffset + next.stage * kQBytes);
+        mma_scores<kHeadDim>(p, k_rows, is_last ? shared : shared + kQOffset + next.stage * kQBytes);
         wgmma_wait<1>();
         pin_registers(dv);
         release(barriers.empty(ring.stage));
@@ -797,10 +840,12 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
     mbarrier_wait(barriers.v_full(), 0);
     float ds[kBlockM / 2];  // dP^T, then dS^T, then dQ of the step before
     QueryValues delta;
+    HeldRows<64> v_rows;
     if (count > 0) {
+        v_rows.load(shared + kVOffset, lane);  // without a step the other consumer may be storing dV there
         mbarrier_wait(barriers.dout_full(0), 0);
         delta.load(shared + kDeltaOffset, lane);
-        mma_scores<kHeadDimV>(ds, shared + kVOffset, shared + kDoutOffset);
+        mma_scores<kHeadDimV>(ds, v_rows, shared + kDoutOffset);
         wgmma_wait<0>();
         pin_registers(ds);
     }
@@ -849,8 +894,8 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
             mbarrier_wait(barriers.dout_full(next.stage), next.parity);
             delta.load(shared + kDeltaOffset + next.stage * kQueryValueBytes, lane);
         }
-        mma_scores<kHeadDimV>(ds, is_last ? shared : shared + kVOffset,
-                              is_last ? shared : shared + kDoutOffset + next.stage * kDoutBytes);
+        if (is_last) v_rows.smem = shared;
+        mma_scores<kHeadDimV>(ds, v_rows, is_last ? shared : shared + kDoutOffset + next.stage * kDoutBytes);
         wgmma_wait<1>();
         pin_registers(dk);
         release(barriers.empty(ring.stage));

@@ -100,8 +100,8 @@ FAULTS = (
         CAUSAL,
         LONG,
         (WRONG,),
-        "mma_scores<kHeadDimV>(ds, is_last",
-        "mma_scores<128>(ds, is_last",
+        "mma_scores<kHeadDimV>(ds, v_rows, is_last",
+        "mma_scores<128>(ds, v_rows, is_last",
     ),
     # Stages.
     fault(
@@ -142,8 +142,8 @@ FAULTS = (
         CAUSAL,
         LONG,
         ASYNC,
-        "mma_scores<kHeadDimV>(ds, is_last ? shared : shared + kVOffset,",
-        "mma_scores<kHeadDimV>(ds, shared + kVOffset,",
+        "        if (is_last) v_rows.smem = shared;\n",
+        "",
     ),
     # dQ.
     fault(
