@@ -303,6 +303,9 @@ __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_
            kSwizzle << 62;
 }
 
+// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
+__device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
+
 // Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns: S^T = K Q^T, dP^T = V dO^T. A is 64 rows of kBlockN, B has
 // kBlockM rows. Both operands are K-major: SBO leads to the next eight rows. A step of 16 along the K dimension is 32 bytes within the
 // swizzled row.
@@ -472,9 +475,6 @@ __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const Qu
     }
 }
 
-// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
-__device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
-
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the tile, to shared memory for the MMA of dQ.
 __device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address ds_smem, int warp_key, int lane) {
     const int key = warp_key + lane % 16;  // whose address this lane gives
@@ -512,20 +512,18 @@ __device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2]
     }
 }
 
-// Lets TMA write a warpgroup's 64 rows of dK or dV, times `factor` and rounded, by way of `staging`. One thread of the warpgroup starts
-// the TMA stores.
+// Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, by way of `staging`, which nobody reads any
+// longer. One thread of the warpgroup starts the TMA stores.
 template <int kColumns>
-__device__ __forceinline__ void store_gradient(const Params& params, const tensor_map& map, const float (&sums)[kColumns / 2],
-                                               float factor, shared_address staging, int first_key, const KeyBlock& tile, int consumer,
-                                               int lane) {
+__device__ __forceinline__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor, shared_address staging,
+                                               int first_row, int head, int batch, int consumer, int lane) {
     stage_gradient<kColumns>(sums, factor, staging, lane);
     fence_proxy_async();  // TMA would not see the writes otherwise
     barrier_sync(1 + consumer, 128);  // all rows of the warpgroup are there
     if (threadIdx.x % 128 == 0) {
 #pragma unroll
         for (int panel = 0; panel < (kColumns + kPanelColumns - 1) / kPanelColumns; ++panel) {
-            tma_store_4d(map, staging + panel * kBlockN * kPanelRowBytes, panel * kPanelColumns, first_key, kv_head_of(params, tile),
-                         tile.batch);
+            tma_store_4d(map, staging + panel * kBlockN * kPanelRowBytes, panel * kPanelColumns, first_row, head, batch);
         }
         tma_store_commit();
     }
@@ -691,9 +689,11 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
     }
     // dV is staged over the warpgroup's own V: ds_ready of the last step says that all its warps are done with dP. Both consumers read K.
     release(barriers.ds_ready());  // this warp no longer reads K
-    store_gradient<kHeadDimV>(params, params.dv, dv, 1.0f, v_own, tile.first_key + 64 * consumer, tile, consumer, lane);
+    const int first_key = tile.first_key + 64 * consumer;
+    const int kv_head = kv_head_of(params, tile);
+    store_gradient<kHeadDimV>(params.dv, dv, 1.0f, v_own, first_key, kv_head, tile.batch, consumer, lane);
     mbarrier_wait(barriers.ds_ready(), count % 2);  // no warp reads K any longer: dK is staged there
-    store_gradient<kHeadDim>(params, params.dk, dk, params.softmax_scale, k_own, tile.first_key + 64 * consumer, tile, consumer, lane);
+    store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, k_own, first_key, kv_head, tile.batch, consumer, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
 

@@ -385,8 +385,8 @@ __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_
 // Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
 
-// A's rows of K or V of a consumer warpgroup. The first kHeld columns are in registers, as many as there are registers for: A in shared
-// memory costs a wgmma 16 of 48 clocks.
+// A's rows of K or V of a consumer warpgroup. The first kHeld columns are in registers: A in shared memory costs a wgmma 16 of 48
+// clocks.
 template <int kHeld>
 struct HeldRows {
     shared_address smem;
@@ -574,20 +574,18 @@ __device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2]
     }
 }
 
-// Lets TMA write a warpgroup's 64 rows of dK or dV, times `factor` and rounded, by way of `staging`. One thread of the warpgroup starts
-// the TMA stores.
+// Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, by way of `staging`, which nobody reads any
+// longer. One thread of the warpgroup starts the TMA stores.
 template <int kColumns>
-__device__ __forceinline__ void store_gradient(const Params& params, const tensor_map& map, const float (&sums)[kColumns / 2],
-                                               float factor, shared_address staging, int first_key, const KeyBlock& tile, int consumer,
-                                               int lane) {
+__device__ __forceinline__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor, shared_address staging,
+                                               int first_row, int head, int batch, int consumer, int lane) {
     stage_gradient<kColumns>(sums, factor, staging, lane);
     fence_proxy_async();  // TMA would not see the writes otherwise
     barrier_sync(1 + consumer, 128);  // all rows of the warpgroup are there
     if (threadIdx.x % 128 == 0) {
 #pragma unroll
         for (int panel = 0; panel < (kColumns + kPanelColumns - 1) / kPanelColumns; ++panel) {
-            tma_store_4d(map, staging + panel * kBlockN * kPanelRowBytes, panel * kPanelColumns, first_key, kv_head_of(params, tile),
-                         tile.batch);
+            tma_store_4d(map, staging + panel * kBlockN * kPanelRowBytes, panel * kPanelColumns, first_row, head, batch);
         }
         tma_store_commit();
     }
@@ -810,7 +808,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
     }
     release(barriers.ds_ready());  // this warp no longer reads K
     // The other consumer no longer reads V: dS of the last step is there.
-    store_gradient<kHeadDimV>(params, params.dv, dv, 1.0f, shared + kVOffset, tile.first_key, tile, 0, lane);
+    store_gradient<kHeadDimV>(params.dv, dv, 1.0f, shared + kVOffset, tile.first_key, kv_head_of(params, tile), tile.batch, 0, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
 
@@ -922,7 +920,7 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
     // enough, as the memory stays until the last thread of the block exits.
     if (count > 1) mbarrier_wait(barriers.slot_free(count % 2), (count - 2) / 2 % 2);
     if (count > 0) mbarrier_wait(barriers.slot_free((count - 1) % 2), (count - 1) / 2 % 2);
-    store_gradient<kHeadDim>(params, params.dk, dk, params.softmax_scale, shared, tile.first_key, tile, 1, lane);
+    store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, shared, tile.first_key, kv_head_of(params, tile), tile.batch, 1, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
 

@@ -312,6 +312,9 @@ __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_
            kSwizzle << 62;
 }
 
+// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
+__device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
+
 // Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns: S^T = K Q^T, dP^T = V dO^T. A is 64 rows of kBlockN, B has
 // kBlockM rows. Both operands are K-major: SBO leads to the next eight rows. A step of 16 along the K dimension is 32 bytes within the
 // swizzled row.
@@ -360,9 +363,6 @@ __device__ __forceinline__ void mma_gradient(float (&sums)[32], PackedScores& sc
     wgmma_commit();
 }
 
-// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
-__device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
-
 // Rounds a warp's 16 rows of a gradient, times `factor`, into `staging`, where the warpgroup's rows of the tile were in shared memory,
 // swizzled as these were.
 template <int kColumns>
@@ -380,19 +380,18 @@ __device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2]
     }
 }
 
-// Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, by way of `staging`: rows of the tile that the warpgroup
-// alone has read. One thread of the warpgroup starts the TMA stores.
+// Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, by way of `staging`, which nobody reads any
+// longer. One thread of the warpgroup starts the TMA stores.
 template <int kColumns>
 __device__ __forceinline__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor, shared_address staging,
-                                               const Tile& tile, int consumer, int lane) {
+                                               int first_row, int head, int batch, int consumer, int lane) {
     stage_gradient<kColumns>(sums, factor, staging, lane);
     fence_proxy_async();  // TMA would not see the writes otherwise
     barrier_sync(1 + consumer, 128);  // all rows of the warpgroup are there
     if (threadIdx.x % 128 == 0) {
 #pragma unroll
         for (int panel = 0; panel < (kColumns + kPanelColumns - 1) / kPanelColumns; ++panel) {
-            tma_store_4d(map, staging + panel * kBlockN * kPanelRowBytes, panel * kPanelColumns, tile.first_row + 64 * consumer, tile.head,
-                         tile.batch);
+            tma_store_4d(map, staging + panel * kBlockN * kPanelRowBytes, panel * kPanelColumns, first_row, head, batch);
         }
         tma_store_commit();
     }
@@ -683,9 +682,10 @@ __device__ __forceinline__ void consume_keys(const Params& params, const Tile& t
         steps.advance();
     }
 
+    const int first_row = tile.first_row + 64 * consumer;
     barrier_sync(1 + consumer, 128);  // no warp of the warpgroup reads its K and V any longer: dK and dV are staged there
-    store_gradient<kHeadDimV>(params.dv, dv, 1.0f, v_own, tile, consumer, lane);
-    store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, k_own, tile, consumer, lane);
+    store_gradient<kHeadDimV>(params.dv, dv, 1.0f, v_own, first_row, tile.head, tile.batch, consumer, lane);
+    store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, k_own, first_row, tile.head, tile.batch, consumer, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
 
@@ -764,8 +764,9 @@ __device__ __forceinline__ void consume_queries(const Params& params, const Tile
         ring = next;
     }
 
+    const int first_row = tile.first_row + 64 * consumer;
     barrier_sync(1 + consumer, 128);  // no warp of the warpgroup reads its Q any longer: dQ is staged there
-    store_gradient<kHeadDim>(params.dq, dq, params.softmax_scale, q_own, tile, consumer, lane);
+    store_gradient<kHeadDim>(params.dq, dq, params.softmax_scale, q_own, first_row, tile.head, tile.batch, consumer, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
 

@@ -524,6 +524,9 @@ __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_
            kSwizzle << 62;
 }
 
+// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
+__device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
+
 // Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns: S^T = K Q^T, dP^T = V dO^T. A is 64 rows of kBlockN, B has
 // kBlockM rows. Both operands are K-major: SBO leads to the next eight rows. A step of 16 along the K dimension is 32 bytes within the
 // swizzled row.
@@ -658,9 +661,6 @@ __device__ __forceinline__ void clear_rows(shared_address block, int row) {
     }
     fence_proxy_async();  // wgmma would not see the zeros otherwise
 }
-
-// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
-__device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
 
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the tile, to shared memory for the MMA of dQ.
 __device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address ds_smem, int warp_key, int lane) {

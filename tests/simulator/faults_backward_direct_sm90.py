@@ -38,7 +38,7 @@ KEYS_FULL = (
 DV_WAIT = "        pin_registers(dv);\n        pin_registers(dk);\n"
 RELEASE = "        if (lane == 0) mbarrier_arrive(barriers.empty(ring.stage));\n"
 KEYS_RELEASE = f"        __syncwarp();  // all lanes have read LSE and delta of the stage\n{RELEASE}"
-LAST_STORE = "params.softmax_scale, k_own, tile, consumer, lane);\n"
+LAST_STORE = "params.softmax_scale, k_own, first_row, tile.head, tile.batch, consumer, lane);\n"
 
 FAULTS = (
     # Stages.
