@@ -28,7 +28,8 @@ constexpr int kHeadDimV = 192;  // of V and dO
 constexpr int kBlockM = 64;  // query rows of a step
 constexpr int kBlockN = 64;  // keys of a tile
 constexpr int kStages = 2;  // buffers of Q, and of dO
-constexpr int kThreads = 384;  // warpgroup 0 is the producer, 1 computes S, P and dV, 2 computes dP, dS and dK, each some columns of dQ
+constexpr int kConsumers = 2;  // warpgroup 1 computes S, P and dV, 2 computes dP, dS and dK, each some columns of dQ
+constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
 // Registers of a thread after setmaxnreg. It draws on what the launch has given the thread block: as many as 65,536 registers allow each
 // thread, in units of 8.
@@ -67,7 +68,7 @@ constexpr int kSharedBytes = kBarrierOffset + 8 * (8 + 3 * kStages);
 
 static_assert(kBlockN == 64 && kBlockM == 64, "a warpgroup computes all scores of a step, and all rows of dQ");
 static_assert(kHeadDim % kPanelColumns == 0 && kHeadDimV % kPanelColumns == 0, "whole panels");
-static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * kLaunchRegisters, "the register file");
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "the register file");
 static_assert(kSharedBytes + 1024 == 215152, "launcher and kernel agree on shared memory");
 
 struct Params {
@@ -99,6 +100,28 @@ static_assert(offsetof(Params, seqlen_kv) == 804 && offsetof(Params, num_row_blo
 static_assert(offsetof(Params, batch_size) == 812 && offsetof(Params, heads_per_section) == 816);
 static_assert(offsetof(Params, diagonal_offset) == 820 && offsetof(Params, scale_log2) == 824);
 static_assert(offsetof(Params, softmax_scale) == 828);
+
+// The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
+constexpr int kRowUnit = 128;
+
+__device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
+
+// The row of the workspace that a head begins with.
+__device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
+    return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
+}
+
+// dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
+// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
+// The elements of a lane are contiguous, as one red adds all four.
+constexpr int kTileElements = 128;
+
+// The tiles of the 16 rows that begin at `row`.
+__device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int head, int row) {
+    return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
+}
+
+static_assert(kRowUnit % kBlockM == 0, "the rows of a step lie in the workspace");
 
 // What a thread block computes: dK and dV of kBlockN keys of a head, and their share of dQ.
 struct KeyBlock {
@@ -154,28 +177,6 @@ __device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) 
 
 // The query head of a step: each has a kv head of its own.
 __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
-
-// The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
-constexpr int kRowUnit = 128;
-
-__device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
-
-// The row of the workspace that a head begins with.
-__device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
-    return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
-}
-
-// dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
-// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
-// The elements of a lane are contiguous, as one red adds all four.
-constexpr int kTileElements = 128;
-
-// The tiles of the 16 rows that begin at `row`.
-__device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int head, int row) {
-    return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
-}
-
-static_assert(kRowUnit % kBlockM == 0, "the rows of a step lie in the workspace");
 
 // The first query that attends to a key: that of its diagonal; to a key past the last none does.
 __device__ __forceinline__ int first_query_of_key(const Params& params, int key) {

@@ -272,9 +272,10 @@ __device__ __forceinline__ LaunchedBlock length_of_block(const Params& params, i
     return {most, index - ahead};
 }
 
-constexpr int kHeadsTogether = 16;  // so that several blocks of a head run at a time, which share its queries in L2
+constexpr int kBlocksTogether = 128;  // about as many as run at a time
 
-// The blocks of a sequence follow each other: the first one of each head, up to kHeadsTogether of them, then the second one. Under a
+// The blocks of a sequence follow each other: of as many heads as have kBlocksTogether, the first block of each head, then the second one.
+// Few heads at a time leave room in L2 for their Q and dO and for the dQ that is added up, which all blocks of a head use. Under a
 // diagonal the first keys are those to which the most queries attend.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index, int lane) {
     const auto rows_of = [&](int sequence) {
@@ -287,8 +288,9 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     KeyBlock block = {found.sequence};
     if (found.sequence < 0) return block;
     const int blocks = found.count / params.num_heads_kv;
-    const int first_head = found.index / (kHeadsTogether * blocks) * kHeadsTogether;
-    const int heads = min(kHeadsTogether, params.num_heads_kv - first_head);
+    const int together = max(1, kBlocksTogether / blocks);  // heads
+    const int first_head = found.index / (together * blocks) * together;
+    const int heads = min(together, params.num_heads_kv - first_head);
     const int index_of_heads = found.index - first_head * blocks;
     const int blocks_ahead = index_of_heads / heads;  // of its head
     block.kv_head = first_head + index_of_heads - blocks_ahead * heads;
@@ -636,6 +638,32 @@ __device__ __forceinline__ void clear_rows(shared_address block, int row) {
     fence_proxy_async();  // wgmma would not see the zeros otherwise
 }
 
+constexpr int kClearBarrier = 1;  // the named barrier of all consumers
+
+// Clears rows of K and V past the sequence's keys: TMA brings zeros behind the end of an array, but what follows behind a sequence. All
+// consumers call it, ahead of their first read of either.
+__device__ __forceinline__ void clear_tail_of_keys(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
+    const int keys_left = params.seqlen_kv - tile.first_key;
+    if (keys_left >= kBlockN) return;
+    mbarrier_wait(barriers.k_full(), 0);
+    clear_rows<kPanels, kBlockN>(shared, keys_left);
+    mbarrier_wait(barriers.v_full(), 0);
+    clear_rows<kPanelsV, kBlockN>(shared + kVOffset, keys_left);
+    barrier_sync(kClearBarrier, 128 * kConsumers);  // the zeros of all consumers are there
+}
+
+// Likewise rows of Q and dO of a step past the sequence's queries.
+__device__ __forceinline__ void clear_tail_of_step(const Params& params, const Step& step, shared_address shared, const Barriers& barriers,
+                                                   const RingPosition<kStages>& ring) {
+    const int queries_left = params.seqlen_q - step.block * kBlockM;
+    if (queries_left >= kBlockM) return;
+    mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
+    clear_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, queries_left);
+    mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
+    clear_rows<kPanelsV, kBlockM>(shared + kDoutOffset + ring.stage * kDoutBytes, queries_left);
+    barrier_sync(kClearBarrier, 128 * kConsumers);  // the zeros of all consumers are there
+}
+
 // Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the tile, to shared memory for the MMA of dQ.
 __device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address ds_smem, int warp_key, int lane) {
     const int key = warp_key + lane % 16;  // whose address this lane gives
@@ -696,6 +724,24 @@ __device__ __forceinline__ void store_gradient(element* destination, int64_t row
                              load_shared_128(panel + stored * kPanelRowBytes + 16 * swizzled(stored, vector)));
         }
     }
+}
+
+// Writes a warpgroup's 64 rows of dV, which begin at row `first` of a block of keys: also rows past the sequence's keys, whose sums are 0.
+__device__ __forceinline__ void store_dv(const Params& params, const KeyBlock& block, const float (&dv)[kHeadDimV / 2], shared_address staging,
+                                         int first, int lane) {
+    const int row = block.first_key + first;
+    element* own = params.dv + block.batch * params.dv_batch_stride + block.kv_head * params.dv_head_stride +
+                   (block.first_row_kv + row) * params.dv_row_stride;
+    store_gradient<kHeadDimV>(own, params.dv_row_stride, dv, 1.0f, staging, block.rows_kv - row, params.head_dim_v, lane);
+}
+
+// Likewise of dK.
+__device__ __forceinline__ void store_dk(const Params& params, const KeyBlock& block, const float (&dk)[kHeadDim / 2], shared_address staging,
+                                         int first, int lane) {
+    const int row = block.first_key + first;
+    element* own = params.dk + block.batch * params.dk_batch_stride + block.kv_head * params.dk_head_stride +
+                   (block.first_row_kv + row) * params.dk_row_stride;
+    store_gradient<kHeadDim>(own, params.dk_row_stride, dk, params.softmax_scale, staging, block.rows_kv - row, params.head_dim, lane);
 }
 
 __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
@@ -774,13 +820,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
     Step previous = step;
     mbarrier_wait(barriers.k_full(), 0);
     mbarrier_wait(barriers.v_full(), 0);
-    // TMA brings zeros behind the end of an array. Behind a sequence it brings what follows there, of K and V, and of Q and dO of a step.
-    const int keys_left = params.seqlen_kv - tile.first_key;
-    if (keys_left < kBlockN && count > 0) {
-        clear_rows<kPanels, kBlockN>(shared, keys_left);
-        clear_rows<kPanelsV, kBlockN>(shared + kVOffset, keys_left);
-        barrier_sync(1, 128 * kConsumers);  // the zeros of all consumers are there
-    }
+    if (count > 0) clear_tail_of_keys(params, tile, shared, barriers);
     // dQ = dS K, with dS of both consumers.
     auto start_dq = [&](float (&dq)[kDqColumns / 2], shared_address ds_smem) {
         mma_dq(dq, ds_smem, shared + consumer * kBlockN * kPanelRowBytes);
@@ -805,14 +845,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
     for (int i = 0; i < count; ++i) {
         const shared_address q_smem = shared + kQOffset + ring.stage * kQBytes;
         const shared_address dout_smem = shared + kDoutOffset + ring.stage * kDoutBytes;
-        const int queries_left = params.seqlen_q - step.block * kBlockM;
-        if (queries_left < kBlockM) {
-            mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
-            clear_rows<kPanels, kBlockM>(q_smem, queries_left);
-            mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
-            clear_rows<kPanelsV, kBlockM>(dout_smem, queries_left);
-            barrier_sync(1, 128 * kConsumers);  // the zeros of all consumers are there
-        }
+        clear_tail_of_step(params, step, shared, barriers, ring);
         barrier_sync(kStartBarrier + consumer, 128 * kConsumers);
         float p[kBlockM / 2];  // S^T, then P^T
         mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
@@ -876,15 +909,9 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
     // dV is staged over the warpgroup's own V: ds_ready of the last step says that all its warps are done with dP. Both consumers read K.
     release(barriers.ds_ready());  // this warp no longer reads K
     const KeyBlock stored = stashed_block(shared + kStashOffset);  // anew, as the loop has no registers for what it does not use
-    const int first_row = stored.first_row_kv + stored.first_key + 64 * consumer;
-    const int rows = stored.rows_kv - stored.first_key - 64 * consumer;  // also rows past the sequence's keys, whose sums are 0
-    element* own_dv =
-        params.dv + stored.batch * params.dv_batch_stride + stored.kv_head * params.dv_head_stride + first_row * params.dv_row_stride;
-    element* own_dk =
-        params.dk + stored.batch * params.dk_batch_stride + stored.kv_head * params.dk_head_stride + first_row * params.dk_row_stride;
-    store_gradient<kHeadDimV>(own_dv, params.dv_row_stride, dv, 1.0f, v_own, rows, params.head_dim_v, lane);
+    store_dv(params, stored, dv, v_own, 64 * consumer, lane);
     mbarrier_wait(barriers.ds_ready(), count % 2);  // no warp reads K any longer: dK is staged there
-    store_gradient<kHeadDim>(own_dk, params.dk_row_stride, dk, params.softmax_scale, k_own, rows, params.head_dim, lane);
+    store_dk(params, stored, dk, k_own, 64 * consumer, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

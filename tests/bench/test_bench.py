@@ -260,6 +260,8 @@ def test_the_grid_of_gradients_has_its_cells_and_each_deterministic_one_beside_t
         (16, 16, "none", 4096, "bf16", "stream"),  # with a softcap
         (16, 16, "causal", 4096, "bf16", "stream"),  # with ALiBi
         (16, 16, "none", 4096, "fp32", "stream"),
+        (16, 16, "causal", 512, "bf16", "stream"),  # packed, as is the next
+        (16, 4, "causal", 512, "bf16", "stream"),
         (16, 16, "causal", 4096, "fp32", "stream"),
         (16, 16, "none", 512, "bf16", "graph"),
         (16, 16, "causal", 512, "bf16", "graph"),

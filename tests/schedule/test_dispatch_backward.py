@@ -143,17 +143,18 @@ def taken_packed(head_dim, dtype="bf16", tokens=1000, **options):
     return select(problem, H200, offers(problem, H200, SPECS))
 
 
-@pytest.mark.parametrize("head_dim", [8, 64, 96, 128])
+@pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 136, 256])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (100, 0)}], ids=str)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_packed_sequences_have_kernels_for_hopper(head_dim, options, dtype):
     variant = taken_packed(head_dim, dtype, **options)
-    assert (variant.spec, variant.head_dim) == ("flash_bwd_varlen_sm90", max(32, head_dim))
+    spec = "flash_bwd_varlen_sm90" if head_dim <= 128 else "flash_bwd_varlen_wide_sm90"
+    assert (variant.spec, variant.head_dim) == (spec, {8: 32, 136: 192}.get(head_dim, head_dim))
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"dtype": "fp32"}, {"deterministic": True}, {"head_dim": 136}, {"tokens": 0}],
+    [{"dtype": "fp32"}, {"deterministic": True}, {"tokens": 0}],
     ids=str,
 )
 def test_other_gradients_of_packed_sequences_are_left_to_those_for_every_gpu(options):

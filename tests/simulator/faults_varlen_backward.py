@@ -15,10 +15,14 @@ GROUPS = Shape(100, 150, 4, 2, batch=5)
 # On Hopper. One sequence, whose last blocks are not whole.
 HOPPER = "32_fp16_sm90"
 ALONE = Shape(100, 150, 1)
+PAIR_OF_HEADS = Shape(100, 150, 2, 1)
+WIDE, WIDE_GROUP = "192_128_fp16_sm90", "192_128_fp16_gqa_sm90"
 SHARED = Shape(100, 150, 1, batch=8)
 PADDED, PACKED = {"packed_q": False, "packed_kv": False}, {"packed_q": True, "packed_kv": True}
 
 BEHIND = PACKED | {"behind": True}
+
+STEP_CLEARED = "ring.stage * kDoutBytes, queries_left);\n"
 
 FAULTS = (
     (Fault("sequences without units of their own", PLAIN, "main", MANY, (WRONG,),
@@ -69,10 +73,10 @@ FAULTS = (
            "    griddepcontrol_wait();\n", ""),
      PACKED),
     (Fault("Q of no sequence", HOPPER, "main", ALONE, (WRONG,),
-           "clear_rows<kPanels, kBlockM>(q_smem, queries_left);", ""),
+           "clear_rows<kPanels, kBlockM>(shared + kQOffset + ", "static_cast<void>("),
      BEHIND),
     (Fault("dO of no sequence", HOPPER, "main", ALONE, (WRONG,),
-           "clear_rows<kPanelsV, kBlockM>(dout_smem, queries_left);", ""),
+           "clear_rows<kPanelsV, kBlockM>(shared + kDoutOffset + ", "static_cast<void>("),
      BEHIND),
     (Fault("K of no sequence", HOPPER, "main", ALONE, (WRONG,),
            "clear_rows<kPanels, kBlockN>(shared, keys_left);", ""),
@@ -81,8 +85,7 @@ FAULTS = (
            "clear_rows<kPanelsV, kBlockN>(shared + kVOffset, keys_left);", ""),
      BEHIND),
     (Fault("rows that are cleared behind the reader's back", HOPPER, "main", ALONE, (*ASYNC, "proxy", WRONG),
-           "dout_smem, queries_left);\n            barrier_sync(1, 128 * kConsumers);",
-           "dout_smem, queries_left);"),
+           STEP_CLEARED + "    barrier_sync(kClearBarrier, 128 * kConsumers);", STEP_CLEARED),
      BEHIND),
     (Fault("rows that wgmma does not see cleared", HOPPER, "main", ALONE, ("proxy",),
            "    fence_proxy_async();  // wgmma would not see the zeros otherwise\n", ""),
@@ -100,6 +103,21 @@ FAULTS = (
     (Fault("keys of the first entry", HOPPER, "main", SHARED, (WRONG,),
            "params.cu_seqlens_kv == nullptr ? tile.batch : 0", "0"),
      PADDED),
+    (Fault("Q and dO of no sequence, of wide heads", WIDE, "main", ALONE, (WRONG,),
+           "if (queries_left >= kBlockM) return;", "return;"),
+     BEHIND),
+    (Fault("… of the second head of a group", WIDE_GROUP, "main", PAIR_OF_HEADS, (WRONG,),
+           "if (queries_left >= kBlockM)", "if (queries_left >= kBlockM || ring.stage + ring.parity > 0)"),
+     BEHIND),
+    (Fault("K and V of no sequence, of wide heads", WIDE, "main", ALONE, (WRONG,),
+           "if (keys_left >= kBlockN) return;", "return;"),
+     BEHIND),
+    (Fault("wide rows cleared behind the reader's back", WIDE, "main", ALONE, (*ASYNC, "proxy", WRONG),
+           STEP_CLEARED + "    barrier_sync(kClearBarrier, 128 * kConsumers);", STEP_CLEARED),
+     BEHIND),
+    (Fault("dV of wide heads in rows of the next sequence", WIDE, "main", SHARED, (WRONG, "race", *BOUNDS),
+           "if (stored >= rows) break;", ""),
+     PACKED),
     (Fault("blocks of more work count once more", HOPPER, "main", ALONE, (WRONG,),
            "return {most, index - ahead};", "return {most, index};"),
      BEHIND),

@@ -51,8 +51,9 @@ def example_of(name, shape, seed, packed_q=None, packed_kv=None, behind=False):
         ("32_fp16_causal_gqa_sm80", ["softcap", "alibi"]),
         ("32_bf16_sm80", ["alibi_symmetric"]),
         ("128_bf16_causal_gqa_sm90", ["softcap", "alibi"]),
+        ("192_fp16_causal_sm90", ["softcap"]),
     ],
-    ids=["softcap+alibi", "alibi_symmetric", "softcap+alibi_sm90"],
+    ids=["softcap+alibi", "alibi_symmetric", "softcap+alibi_sm90", "softcap_wide"],
 )
 def test_a_score_modification(name, names, compiler, fresh_seed):
     """Positions and batch entries of parameters are those of the sequence."""
@@ -75,6 +76,9 @@ CASES = [
     ("64_bf16_causal_gqa_sm90", Shape(150, 200, 2, 1, batch=4)),
     ("96_fp16_local_sm90", Shape(100, 200, 1, batch=3, head_dim=80, head_dim_v=72, window=(70, 20))),
     ("128_bf16_causal_gqa_sm90", Shape(100, 150, 2, 1, batch=3)),
+    ("192_fp16_causal_gqa_sm90", Shape(100, 150, 2, 1, batch=3)),
+    ("192_128_bf16_local_sm90", Shape(100, 200, 1, batch=3, head_dim=176, head_dim_v=120, window=(70, 20))),
+    ("256_bf16_sm90", Shape(70, 140, 1, batch=3, head_dim=200)),
 ]
 
 
@@ -86,7 +90,8 @@ def test_within_the_bound_and_all_else_is_zero(name, shape, packed_q, compiler, 
         assert check_on(MAIN[name], example, fresh_seed) is None
 
 
-PLAIN, ORDERED, HOPPER = "32_fp16_sm80", "32_fp16_causal_ordered_sm80", "32_fp16_sm90"
+PLAIN, ORDERED = "32_fp16_sm80", "32_fp16_causal_ordered_sm80"
+HOPPER, WIDE = "32_fp16_sm90", "192_128_fp16_sm90"
 SHORT, MANY = Shape(1, 1, batch=3), Shape(5, 130, batch=40)
 
 
@@ -94,8 +99,7 @@ SHORT, MANY = Shape(1, 1, batch=3), Shape(5, 130, batch=40)
     ("name", "shape"),
     [
         *itertools.product([PLAIN, ORDERED], [SHORT, Shape(7, 0, batch=2), Shape(0, 9, batch=2), MANY]),
-        (HOPPER, SHORT),
-        (HOPPER, MANY),
+        *itertools.product([HOPPER, WIDE], [SHORT, MANY]),
     ],
     ids=str,
 )
@@ -111,7 +115,7 @@ def test_without_a_gradient_of_lse(compiler, fresh_seed):
     assert check_on(MAIN[PLAIN], example, fresh_seed) is None
 
 
-@pytest.mark.parametrize("name", [ORDERED, HOPPER])
+@pytest.mark.parametrize("name", [ORDERED, HOPPER, WIDE])
 @pytest.mark.parametrize("packed_kv", [False, True], ids=["padded", "packed"])
 def test_lengths_may_change_after_the_grid_is_fixed(packed_kv, name, compiler, fresh_seed):
     """As in a graph that is replayed: the problem is that of the first lengths, the arrays have others."""
@@ -136,7 +140,7 @@ def test_lengths_may_change_after_the_grid_is_fixed(packed_kv, name, compiler, f
     assert check_on(MAIN[name], example, fresh_seed) is None
 
 
-@pytest.mark.parametrize("name", [PLAIN, ORDERED, HOPPER])
+@pytest.mark.parametrize("name", [PLAIN, ORDERED, HOPPER, WIDE])
 def test_lengths_that_contradict_the_arrays_stay_within_them(name, compiler, fresh_seed):
     """The simulator would find an access to other memory."""
     rng = np.random.default_rng(fresh_seed)
@@ -148,7 +152,7 @@ def test_lengths_that_contradict_the_arrays_stay_within_them(name, compiler, fre
     simulated(MAIN[name], example, fresh_seed)
 
 
-@pytest.mark.parametrize("name", [PLAIN, HOPPER])
+@pytest.mark.parametrize("name", [PLAIN, HOPPER, WIDE])
 def test_a_sequence_of_nan_leaves_the_others_alone(name, compiler, fresh_seed):
     shape = Shape(100, 150, 2, batch=4)
     example, poisoned = (example_of(name, shape, fresh_seed, packed_q=True, packed_kv=True) for _ in range(2))

@@ -45,6 +45,28 @@ def test_only_what_differs_is_said(write):
     }  # fmt: skip
 
 
+STEPS = """\
+extends: flash_bwd_sm90
+axes: {gqa: [mha], dq_order: [none], mask_type: [none]}
+steps:
+  - {name: preprocess}
+  - name: main
+    threads: 256 + block_n
+  - name: convert
+    threads: 128
+"""
+
+
+def test_a_step_has_what_it_does_not_say_from_the_one_of_its_name(write):
+    found = {v.name: v for v in load_spec(write("flash_bwd_sm90", STEPS)).variants()}
+    base = {v.name: v for v in load_spec(specs_dir() / "flash_bwd_sm90.yaml").variants()}
+    assert {v.step for v in found.values()} == {"preprocess", "main", "convert"}
+    for name, variant in found.items():
+        assert variant.threads == {"preprocess": 256, "main": 384, "convert": 128}[variant.step]
+        for what in ("template", "params", "grid", "smem_bytes", "dependent_launch"):
+            assert getattr(variant, what) == getattr(base[name], what), (name, what)
+
+
 def test_own_rows_win_and_the_others_stay(write):
     row = "  - {head_dim: 64, dtype: fp16, mask_type: causal, gqa: mha, target: sm80,\n"
     row += "     block_m: 64, block_n: 32, warps: 4, loop: stages, min_blocks: 2}\n"
@@ -91,6 +113,9 @@ def test_a_changed_base_is_seen_through_the_cache(tiny_folder, edit_spec, tmp_pa
         (WIDE + "  - {head_dim: 224, block_m: 128, block_n: 32, warps: 4, loop: stages, min_blocks: 2}\n",
          r"wide.yaml:7: tiles\[1\]: the row never applies"),
         (WIDE.partition("tiles:")[0], r"wide.yaml:1: tiles: expected .* of length >= 1"),
+        (STEPS.replace("128", "128\n    grid: {}"), r"wide.yaml:9: steps\[2\].grid"),
+        (STEPS.replace("dq_order: [none]", "dq_order: [other]"), r"wide.yaml:2: axes.dq_order"),
+        (STEPS + "workspace: {}\n", r"bwd_sm90.yaml:53: steps\[0\].params\[4\].type"),
     ],
 )  # fmt: skip
 def test_an_error_names_the_file_and_line_that_is_wrong(text, message, write):

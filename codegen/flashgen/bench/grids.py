@@ -350,7 +350,7 @@ def _backward() -> Grid:
     cases += [small, replace(small, name="1×512 d64 causal", mask="causal")]
     doc = (
         "the backward pass alone: head_dim 32 to 256 at 1k, 4k, 16k, bf16, 16,384 tokens, heads × head_dim = "
-        "2,048; deterministic at 4k; grouped heads, a window, a dense mask, fp32, one short sequence"
+        "2,048; deterministic at 4k; grouped heads, a window, a dense mask, fp32, 1×512, packed sequences"
     )
     packed: dict[str, Any] = {
         "num_heads_q": 32,
@@ -360,7 +360,19 @@ def _backward() -> Grid:
         "seqlen_kv": 512,
     }
     name = "64 of Zipf lengths, 32k in all, gqa 32q/8kv causal"
-    cases.append(replace(long, name=name, lengths="zipf", **packed))
+    zipf = replace(long, name=name, lengths="zipf", **packed)
+    wide = {"num_heads_q": 16, "num_heads_kv": 16, "head_dim": 192, "head_dim_v": 128}
+    cases += [
+        zipf,
+        replace(zipf, name="64 of Zipf lengths, d192 and 128, 16 heads causal", **wide),
+        replace(
+            zipf,
+            name="64 of Zipf lengths, d256, gqa 16q/4kv causal",
+            num_heads_q=16,
+            num_heads_kv=4,
+            head_dim=256,
+        ),
+    ]
     return Grid("backward", doc, tuple(cases))
 
 

@@ -1,8 +1,8 @@
 """Specs that extend another: ``extends: flash_fwd_sm80``, and only what differs.
 
-A key that the file has takes the place of the other's. Of ``axes`` each axis does. Lists of rows are joined:
-the file's own come first, so they win; then the other's rows, as far as they fit the axes and targets that
-are left.
+A key that the file has takes the place of the other's. Of ``axes`` each axis does, and of a step that both
+have by name each key. Lists of rows are joined: the file's own come first, so they win; then the other's
+rows, as far as they fit the axes and targets that are left.
 """
 
 from __future__ import annotations
@@ -62,8 +62,15 @@ class Extended(Document):
             merged["element_bytes"] = {key: sizes[key] for key in sizes if key in domain.get("dtype", sizes)}
         for key in _ROWS:
             self._join(key, domain)
+        # Of each step the place of the inherited one that has its name, and what it does not say; of each
+        # parameter that it has from there the place in that one's list.
+        self._steps: dict[int, int] = {}
+        self._params: dict[int, list[int]] = {}
+        if isinstance(own.get("steps"), list) and isinstance(base.value.get("steps"), list):
+            merged["steps"] = self._complete(own["steps"], base.value["steps"], domain)
         if "params" not in own and isinstance(merged.get("params"), list):
-            self._restrict_params(merged["params"], domain)
+            kept, places = _fitting(merged["params"], domain)
+            merged["params"], self._origins["params"] = kept, [(self._base, place) for place in places]
 
     def _domain(self) -> dict[str, list[Any]]:
         """The values that each axis, and the target, has here."""
@@ -94,18 +101,19 @@ class Extended(Document):
             self.value[key] = joined
         self._origins[key] = origins
 
-    def _restrict_params(self, params: list[Any], domain: dict[str, list[Any]]) -> None:
-        """Leave out parameters whose condition names only values that no axis has any more."""
-        kept, origins = [], []
-        for index, param in enumerate(params):
-            if isinstance(param, dict) and isinstance(param.get("when"), dict):
-                when = _restricted(param["when"], domain)
-                if when is None:
-                    continue
-                param = param | {"when": when}
-            kept.append(param)
-            origins.append((self._base, index))
-        self.value["params"], self._origins["params"] = kept, origins
+    def _complete(self, steps: list[Any], inherited: list[Any], domain: dict[str, list[Any]]) -> list[Any]:
+        """The steps, each with what the inherited one of its name has besides."""
+        places = {step.get("name"): place for place, step in enumerate(inherited) if isinstance(step, dict)}
+        completed = []
+        for index, step in enumerate(steps):
+            if isinstance(step, dict) and step.get("name") in places:
+                self._steps[index] = place = places[step["name"]]
+                whole = inherited[place] | step
+                if "params" not in step and isinstance(whole.get("params"), list):
+                    whole["params"], self._params[index] = _fitting(whole["params"], domain)
+                step = whole
+            completed.append(step)
+        return completed
 
     def _place(self, keys: Keys) -> tuple[Document, Keys]:
         """The document that has what stands at ``keys``, and its place there."""
@@ -113,6 +121,12 @@ class Extended(Document):
         if first in self._origins and len(keys) > 1 and isinstance(keys[1], int):
             owner, index = self._origins[first][keys[1]]
             return owner, (first, index, *keys[2:])
+        if first == "steps" and len(keys) > 2 and keys[1] in self._steps:
+            index, key, *further = keys[1:]
+            if key not in self._own["steps"][index]:
+                if key == "params" and further:
+                    further[0] = self._params[index][further[0]]
+                return self._base, (first, self._steps[index], key, *further)
         if first == "axes" and len(keys) > 1:
             return (self if keys[1] in self._own.get("axes", {}) else self._base), keys
         here = first is None or first in self._own or first in self._origins or first not in self._base.value
@@ -133,6 +147,20 @@ class Extended(Document):
         if owner is not self:
             raise self.error(keys, f"the row stands in {owner.path}; copy it into {self.path} to change it")
         return super().node(place)
+
+
+def _fitting(params: list[Any], domain: dict[str, list[Any]]) -> tuple[list[Any], list[int]]:
+    """The parameters whose condition, if any, names a value that is left of each axis, and their places."""
+    kept, places = [], []
+    for place, param in enumerate(params):
+        if isinstance(param, dict) and isinstance(param.get("when"), dict):
+            when = _restricted(param["when"], domain)
+            if when is None:
+                continue
+            param = param | {"when": when}
+        kept.append(param)
+        places.append(place)
+    return kept, places
 
 
 def _restricted(row: Any, domain: dict[str, list[Any]]) -> Any:
