@@ -55,8 +55,9 @@ constexpr int kDsOffset = kDoutOffset + kStages * kDoutBytes;
 constexpr int kLseOffset = kDsOffset + 2 * kDsBytes;
 constexpr int kDeltaOffset = kLseOffset + kStages * kQueryValueBytes;
 constexpr int kBarrierOffset = kDeltaOffset + kStages * kQueryValueBytes;
+constexpr int kStashBytes = 32;  // of the block of keys
 constexpr int kStashOffset = kBarrierOffset + 8 * (3 + 3 * kStages);
-constexpr int kSharedBytes = kStashOffset + 32;
+constexpr int kSharedBytes = kStashOffset + kStashBytes;
 
 static_assert(kBlockN == 128 && (kBlockM == 64 || kBlockM == 128), "two consumers");
 static_assert(kBlockM % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");

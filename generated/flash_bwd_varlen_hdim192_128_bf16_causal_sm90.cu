@@ -59,8 +59,9 @@ constexpr int kPOffset = kDsOffset + 2 * kDsBytes;
 constexpr int kLseOffset = kPOffset + kPBytes;
 constexpr int kDeltaOffset = kLseOffset + kStages * kQueryValueBytes;
 constexpr int kBarrierOffset = kDeltaOffset + kStages * kQueryValueBytes;
+constexpr int kStashBytes = 32;  // of the block of keys
 constexpr int kStashOffset = kBarrierOffset + 8 * (4 + 3 * kStages);
-constexpr int kSharedBytes = kStashOffset + 32;
+constexpr int kSharedBytes = kStashOffset + kStashBytes;
 
 static_assert(kBlockN == 64 && kBlockM == 64, "a warpgroup computes all scores of a step, and all rows of dQ");
 static_assert(kHeadDim % kPanelColumns == 0 && kHeadDimV % kPanelColumns == 0, "whole panels");

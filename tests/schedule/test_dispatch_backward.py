@@ -145,16 +145,18 @@ def taken_packed(head_dim, dtype="bf16", tokens=1000, **options):
 
 @pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 136, 256])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (100, 0)}], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_packed_sequences_have_kernels_for_hopper(head_dim, options, dtype):
-    variant = taken_packed(head_dim, dtype, **options)
+def test_packed_sequences_have_kernels_for_hopper(head_dim, options, dtype, deterministic):
+    variant = taken_packed(head_dim, dtype, deterministic=deterministic, **options)
     spec = "flash_bwd_varlen_sm90" if head_dim <= 128 else "flash_bwd_varlen_wide_sm90"
     assert (variant.spec, variant.head_dim) == (spec, {8: 32, 136: 192}.get(head_dim, head_dim))
+    assert dict(variant.axes)["dq_order"] == ("ordered" if deterministic else "none")
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"dtype": "fp32"}, {"deterministic": True}, {"tokens": 0}],
+    [{"dtype": "fp32"}, {"tokens": 0}],
     ids=str,
 )
 def test_other_gradients_of_packed_sequences_are_left_to_those_for_every_gpu(options):

@@ -16,6 +16,7 @@ GROUPS = Shape(100, 150, 4, 2, batch=5)
 HOPPER = "32_fp16_sm90"
 ALONE = Shape(100, 150, 1)
 PAIR_OF_HEADS = Shape(100, 150, 2, 1)
+TURNS = "32_fp16_causal_ordered_sm90"
 WIDE, WIDE_GROUP = "192_128_fp16_sm90", "192_128_fp16_gqa_sm90"
 SHARED = Shape(100, 150, 1, batch=8)
 PADDED, PACKED = {"packed_q": False, "packed_kv": False}, {"packed_q": True, "packed_kv": True}
@@ -118,6 +119,12 @@ FAULTS = (
     (Fault("dV of wide heads in rows of the next sequence", WIDE, "main", SHARED, (WRONG, "race", *BOUNDS),
            "if (stored >= rows) break;", ""),
      PACKED),
+    (Fault("turns that all sequences share, on Hopper", TURNS, "main", SHARED, ("deadlock", WRONG, "race"),
+           "own.turns += unit_row / kBlockM;", ""),
+     PACKED),
+    (Fault("a block with the turns of another", TURNS, "main", Shape(100, 300, 1), ("deadlock", *BOUNDS),
+           "block.index = load_shared_32(stash + 32);", "block.index = 0;"),
+     BEHIND),
     (Fault("blocks of more work count once more", HOPPER, "main", ALONE, (WRONG,),
            "return {most, index - ahead};", "return {most, index};"),
      BEHIND),

@@ -1,0 +1,232 @@
+// flash_bwd_varlen_convert_hdim128_bf16_causal_ordered_sm90
+//
+// Rendered by flashgen: edit the spec or the template, not this file.
+//
+// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, gqa mha, dq_order ordered
+// tile      block_m 64, block_n 128, stages 2
+// block     256 threads, 0 bytes of dynamic shared memory
+// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
+// spec      flash_bwd_varlen_sm90.yaml
+// template  flash_bwd_convert.cu.j2
+#include "flashgen/sm90.cuh"
+
+// dq = softmax_scale * dq_accum, rounded. A warp has 16 rows, and 32 columns at a time: a lane two rows of 8 columns.
+
+using element = bf16;
+
+constexpr int kHeadDim = 128;  // of Q and K
+constexpr int kThreads = 256;
+constexpr int kWarpColumns = 32;
+constexpr int kPasses = kHeadDim / kWarpColumns;
+// Whose loads are in flight together.
+constexpr int kPassesAtOnce = kPasses <= 4 ? kPasses : kPasses % 4 == 0 ? 4 : kPasses % 3 == 0 ? 3 : 1;
+
+struct Params {
+    const float* dq_accum;                // (num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
+    element* dq;                          // (batch, rows_q, num_heads_q, head_dim), without batch where packed; rows 16-byte aligned
+    const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
+    int64_t dq_batch_stride;              // strides are in elements; 0 where sequences are packed
+    int64_t dq_row_stride;
+    int64_t dq_head_stride;
+    int32_t batch_size;                   // sequences
+    int32_t num_heads_q;
+    int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
+    int32_t seqlen_q;                     // the most queries of a sequence; of_sequence() puts its own here
+    int32_t head_dim;                     // of the call: a multiple of 8, at most kHeadDim
+    float softmax_scale;                  // dQ is softmax_scale dS K
+};
+static_assert(sizeof(Params) == 72 && offsetof(Params, dq_accum) == 0 && offsetof(Params, dq) == 8);
+static_assert(offsetof(Params, cu_seqlens_q) == 16 && offsetof(Params, dq_batch_stride) == 24);
+static_assert(offsetof(Params, dq_row_stride) == 32 && offsetof(Params, dq_head_stride) == 40);
+static_assert(offsetof(Params, batch_size) == 48 && offsetof(Params, num_heads_q) == 52 && offsetof(Params, rows_q) == 56);
+static_assert(offsetof(Params, seqlen_q) == 60 && offsetof(Params, head_dim) == 64 && offsetof(Params, softmax_scale) == 68);
+
+// The rows of a head in the workspace: each sequence has whole units of kRowUnit of its own, so that a block of queries never meets the
+// rows of another one.
+constexpr int kRowUnit = 128;
+
+__device__ __forceinline__ int64_t unit_rows(const Params& params) {
+    const int64_t rows = int64_t(params.cu_seqlens_q == nullptr ? params.batch_size : 1) * params.rows_q;
+    return (rows / kRowUnit + params.batch_size) * kRowUnit;
+}
+
+// The row of a head that a sequence begins with, from row `begin` of its entry of q: the rows of those ahead of it fill at most
+// (rows ahead) / kRowUnit + (sequences ahead) units, so that no sum over sequences is needed.
+__device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin) {
+    const int64_t rows_ahead = params.cu_seqlens_q == nullptr ? int64_t(sequence) * params.rows_q : begin;
+    return (rows_ahead / kRowUnit + sequence) * kRowUnit;
+}
+
+// The row of the workspace that a head begins with. A sequence begins unit_row_of_sequence() rows later.
+__device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows(params); }
+
+// dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
+// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
+// The elements of a lane are contiguous, as one red adds all four.
+constexpr int kTileElements = 128;
+
+// The tiles of the 16 rows that begin at `row`.
+__device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int head, int row) {
+    return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
+}
+
+// A length, a row or a page from global memory. One out of range is clamped, so that it cannot reach other memory.
+__device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
+    return max(0, min(most, int(load_global_32(values + index))));
+}
+
+// Rows of an entry of an array: where they begin, and how many there are.
+struct Rows {
+    int begin;
+    int count;
+};
+
+// Those of a sequence among packed ones.
+__device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
+    const int begin = load_clamped(cu_seqlens, sequence, rows);
+    return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
+}
+
+// The sum over the lanes up to this one.
+__device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int before = __shfl_up_sync(0xffffffff, value, distance);
+        if (lane >= distance) value += before;
+    }
+    return value;
+}
+
+// One of the blocks of a sequence. The blocks of all sequences are numbered, one sequence after another.
+struct BlockOfSequence {
+    int sequence;  // below 0: none
+    int index;     // among the blocks of the sequence
+    int count;     // how many it has
+};
+
+// The block of a number. Each lane counts the blocks of one of 32 sequences at a time, which is what count_of(sequence) returns.
+template <typename CountOf>
+__device__ __forceinline__ BlockOfSequence find_block_of_sequence(int sequences, int number, int lane, CountOf count_of) {
+    int left = number;  // blocks between the first of these 32 sequences and the one that is looked for
+    for (int first = 0; first < sequences; first += 32) {
+        const int count = first + lane < sequences ? count_of(first + lane) : 0;
+        const int end = sum_up_to_lane(count, lane);
+        const uint32_t beyond = __ballot_sync(0xffffffff, left < end);
+        if (beyond != 0) {
+            const int found = __ffs(beyond) - 1;
+            const int blocks = __shfl_sync(0xffffffff, count, found);
+            return {first + found, left - (__shfl_sync(0xffffffff, end, found) - blocks), blocks};
+        }
+        left -= __shfl_sync(0xffffffff, end, 31);
+    }
+    return {-1, 0, 0};
+}
+
+// The rows of a sequence, whatever their bound. Rows behind the last packed sequence count as one more, number batch_size.
+__device__ __forceinline__ Rows rows_to_write(const int32_t* cu_seqlens, int sequence, int batch_size, int rows) {
+    if (cu_seqlens == nullptr) return {0, sequence < batch_size ? rows : 0};
+    if (sequence < batch_size) return packed_rows(cu_seqlens, sequence, rows, rows);
+    const int begin = load_clamped(cu_seqlens, batch_size, rows);
+    return {begin, rows - begin};
+}
+
+// kRowUnit rows of q of one sequence, of a head.
+struct QueryUnit {
+    int sequence;  // below 0: none; batch_size: of the rows behind the last sequence
+    int head;
+    int first_row;
+    int begin;     // the row of q that the sequence begins with
+    int rows;      // of the sequence, whatever the bound
+    int seqlen_q;  // its queries
+};
+
+// The units of a head follow each other, as those of the main kernel's workspace do.
+__device__ __forceinline__ QueryUnit find_query_unit(const Params& params, int index, int lane) {
+    const auto rows_of = [&](int sequence) {
+        return rows_to_write(params.cu_seqlens_q, sequence, params.batch_size, params.rows_q);
+    };
+    const auto units_of = [&](int sequence) { return (rows_of(sequence).count + kRowUnit - 1) / kRowUnit; };
+    const BlockOfSequence found = find_block_of_sequence(params.batch_size + 1, index, lane, [&](int sequence) {
+        return units_of(sequence) * params.num_heads_q;
+    });
+    if (found.sequence < 0) return {-1};
+    const int units = found.count / params.num_heads_q;
+    const Rows rows = rows_of(found.sequence);
+    const int head = found.index / units;
+    const int queries = found.sequence < params.batch_size ? min(rows.count, params.seqlen_q) : 0;
+    return {found.sequence, head, (found.index - head * units) * kRowUnit, rows.begin, rows.count, queries};
+}
+
+// The parameters of a call of the unit's sequence alone: its length, and pointers to its first rows.
+__device__ __forceinline__ Params of_sequence(const Params& params, const QueryUnit& unit) {
+    Params own = params;
+    own.seqlen_q = unit.seqlen_q;
+    own.dq += unit.begin * params.dq_row_stride;
+    own.dq_accum += unit_row_of_sequence(params, unit.sequence, unit.begin) * kHeadDim;
+    return own;
+}
+
+static_assert(kThreads / 32 * 16 == kRowUnit, "each warp has 16 rows of a unit");
+static_assert(kHeadDim % kWarpColumns == 0, "columns come by 32");
+
+// Rows g and g + 8 of a tile: the elements of four lanes, side by side.
+__device__ __forceinline__ void load_rows(const float* tile, int g, float (&rows)[2][8]) {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+        const uint4 words = load_global_128(tile + (16 * g + 4 * t));
+        const uint32_t values[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) rows[e / 2][2 * t + e % 2] = __uint_as_float(values[e]);
+    }
+}
+
+// Rounds and writes 8 elements of a row, times `scale`, as far as there are columns.
+__device__ __forceinline__ void store(element* destination, const float (&values)[8], float scale, int columns_left) {
+    if (columns_left <= 0) return;
+    store_global_128(destination,
+                     {pack<element>(scale * values[0], scale * values[1]), pack<element>(scale * values[2], scale * values[3]),
+                      pack<element>(scale * values[4], scale * values[5]), pack<element>(scale * values[6], scale * values[7])});
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+flash_bwd_varlen_convert_hdim128_bf16_causal_ordered_sm90(const __grid_constant__ Params all) {
+    // The wait comes first: lengths may be results of the grid before.
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
+    griddepcontrol_wait();
+    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
+    // before this one to have ended.
+    griddepcontrol_launch_dependents();
+
+    const QueryUnit unit = find_query_unit(all, block_index(), threadIdx.x % 32);
+    if (unit.sequence < 0) return;  // the grid is for the most units that such arrays can have
+    const Params params = of_sequence(all, unit);
+    const int batch = unit.sequence;
+    const int head = unit.head;
+    const int first_row = unit.first_row + threadIdx.x / 32 * 16;
+    const int lane = threadIdx.x % 32;
+    const int g = lane / 4;
+    const int first_column = lane % 4 * 8;
+
+    const float* tiles = dq_tiles(params, batch, head, first_row);
+    element* dq = params.dq + batch * params.dq_batch_stride + head * params.dq_head_stride;
+    for (int first_pass = 0; first_pass < kPasses; first_pass += kPassesAtOnce) {
+        // Tiles of 16 rows past the sequence's queries are not read: their gradient is 0, as that of rows past them in an earlier tile is.
+        float rows[kPassesAtOnce][2][8] = {};
+#pragma unroll
+        for (int pass = 0; pass < kPassesAtOnce; ++pass) {
+            if (first_row >= params.seqlen_q) break;
+            load_rows(tiles + ((first_pass + pass) * kWarpColumns + first_column) / 8 * kTileElements, g, rows[pass]);
+        }
+#pragma unroll
+        for (int pass = 0; pass < kPassesAtOnce; ++pass) {
+            const int column = (first_pass + pass) * kWarpColumns + first_column;
+#pragma unroll
+            for (int row8 = 0; row8 < 2; ++row8) {
+                const int row = first_row + 8 * row8 + g;
+                if (row >= unit.rows) continue;
+                store(dq + row * params.dq_row_stride + column, rows[pass][row8], params.softmax_scale, params.head_dim - column);
+            }
+        }
+    }
+}

@@ -1,0 +1,1042 @@
+// flash_bwd_varlen_hdim128_bf16_causal_ordered_sm90
+//
+// Rendered by flashgen: edit the spec or the template, not this file.
+//
+// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, gqa mha, dq_order ordered
+// tile      block_m 64, block_n 128, stages 2
+// block     384 threads, 166012 bytes of dynamic shared memory
+// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
+// spec      flash_bwd_varlen_sm90.yaml
+// template  flash_bwd_sm90.cu.j2
+#include "flashgen/sm90.cuh"
+
+// A thread block has kBlockN keys of a head and takes them through all queries that attend to them, a block of queries a step:
+//
+//     S^T = K Q^T    P^T = 2^(scale_log2 S^T - lse_log2)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
+//     dV += P^T dO   dK += dS^T Q                           dQ += dS K
+//
+// S is computed as its transpose, so that P^T and dS^T leave the MMA as the A operands of dV and dK. dV and dK stay in registers; dQ,
+// to which the thread blocks of all keys add, is summed in memory. The convert kernel rounds it.
+
+using element = bf16;
+
+constexpr int kHeadDim = 128;  // of Q and K
+constexpr int kHeadDimV = 128;  // of V and dO
+constexpr int kBlockM = 64;  // query rows of a step
+constexpr int kBlockN = 128;  // keys of a tile
+constexpr int kStages = 2;  // buffers of Q, and of dO
+constexpr int kConsumers = kBlockN / 64;  // consumer warpgroups, 64 keys each
+constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
+
+// Registers of a thread after setmaxnreg. It draws on what the launch has given the thread block: as many as 65,536 registers allow each
+// thread, in units of 8.
+constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+constexpr int kProducerRegisters = 24;
+constexpr int kConsumerRegisters = 240;
+
+// K, V, Q, dO and dS lie in panels of 64 columns: rows of 128 bytes under the 128-byte swizzle.
+constexpr int kPanelColumns = 64;
+constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
+constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q and K
+constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;  // of V and dO
+constexpr int kKBytes = kPanels * kBlockN * kPanelRowBytes;
+constexpr int kVBytes = kPanelsV * kBlockN * kPanelRowBytes;
+constexpr int kQBytes = kPanels * kBlockM * kPanelRowBytes;
+constexpr int kDoutBytes = kPanelsV * kBlockM * kPanelRowBytes;
+// dS^T of a step, a row of 64 queries to a key. Two steps have a buffer each, as dQ of a step is computed in the next one.
+constexpr int kDsPanelBytes = kBlockN * kPanelRowBytes;
+constexpr int kDsBytes = kBlockM / 64 * kDsPanelBytes;
+constexpr int kQueryValueBytes = kBlockM * sizeof(float);  // of lse_log2, and of delta
+
+constexpr int kVOffset = kKBytes;
+constexpr int kQOffset = kVOffset + kVBytes;
+constexpr int kDoutOffset = kQOffset + kStages * kQBytes;
+constexpr int kDsOffset = kDoutOffset + kStages * kDoutBytes;
+constexpr int kLseOffset = kDsOffset + 2 * kDsBytes;
+constexpr int kDeltaOffset = kLseOffset + kStages * kQueryValueBytes;
+constexpr int kBarrierOffset = kDeltaOffset + kStages * kQueryValueBytes;
+constexpr int kStashBytes = 36;  // of the block of keys
+constexpr int kStashOffset = kBarrierOffset + 8 * (5 + 3 * kStages);
+constexpr int kSharedBytes = kStashOffset + kStashBytes;
+
+static_assert(kBlockN == 128 && (kBlockM == 64 || kBlockM == 128), "two consumers");
+static_assert(kBlockM % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
+static_assert(kBlockM == 128 ? kHeadDim <= kPanelColumns : kPanels == kConsumers, "a panel of K for the columns of a consumer");
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "the register file");
+static_assert(kSharedBytes + 1024 == 166012, "launcher and kernel agree on shared memory");
+
+struct Params {
+    tensor_map q;                         // (head_dim, rows_q, num_heads_q, batch); packed sequences are rows of a batch of 1
+    tensor_map k;                         // (head_dim, rows_kv, num_heads_kv, batch), likewise
+    tensor_map v;                         // (head_dim_v, rows_kv, num_heads_kv, batch), likewise
+    tensor_map dout;                      // (head_dim_v, rows_q, num_heads_q, batch), likewise
+    element* dk;                          // (batch, rows_kv, num_heads_kv, head_dim), without batch where packed; rows 16-byte aligned
+    element* dv;                          // the same with head_dim_v
+    const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
+    const int32_t* cu_seqlens_kv;         // (batch + 1,); null where keys are padded
+    const int32_t* kv_lengths;            // (batch,); null where cu_seqlens_kv has them, or all have seqlen_kv
+    const float* delta;                   // (num_heads_q, unit_rows): sum(dout * out) - dlse
+    const float* lse_log2;                // (num_heads_q, unit_rows); inf for a row that sees nothing, and past a sequence's last
+    float* dq_accum;                      // (num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
+    int32_t* turns;                       // a counter for each block of queries: blocks of keys that have added to dq_accum
+    int64_t dk_batch_stride;              // strides are in elements; 0 where sequences are packed
+    int64_t dk_row_stride;
+    int64_t dk_head_stride;
+    int64_t dv_batch_stride;
+    int64_t dv_row_stride;
+    int64_t dv_head_stride;
+    int32_t batch_size;                   // sequences
+    int32_t num_heads_kv;
+    int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
+    int32_t rows_kv;                      // of an entry of k
+    int32_t seqlen_q;                     // the most queries of a sequence; with_lengths() puts its own here
+    int32_t seqlen_kv;                    // the most keys, likewise
+    int32_t head_dim;                     // of the call: a multiple of 8, at most kHeadDim
+    int32_t head_dim_v;                   // likewise, of v and dout
+    int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset, to which with_lengths() adds seqlen_kv - seqlen_q
+    float softmax_scale;                  // dK is softmax_scale dS^T Q
+    float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
+};
+static_assert(sizeof(Params) == 704 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
+static_assert(offsetof(Params, dout) == 384 && offsetof(Params, dk) == 512 && offsetof(Params, dv) == 520);
+static_assert(offsetof(Params, cu_seqlens_q) == 528 && offsetof(Params, cu_seqlens_kv) == 536);
+static_assert(offsetof(Params, kv_lengths) == 544 && offsetof(Params, delta) == 552 && offsetof(Params, lse_log2) == 560);
+static_assert(offsetof(Params, dq_accum) == 568 && offsetof(Params, turns) == 576 && offsetof(Params, dk_batch_stride) == 584);
+static_assert(offsetof(Params, dk_row_stride) == 592 && offsetof(Params, dk_head_stride) == 600);
+static_assert(offsetof(Params, dv_batch_stride) == 608 && offsetof(Params, dv_row_stride) == 616);
+static_assert(offsetof(Params, dv_head_stride) == 624 && offsetof(Params, batch_size) == 632);
+static_assert(offsetof(Params, num_heads_kv) == 636 && offsetof(Params, rows_q) == 640 && offsetof(Params, rows_kv) == 644);
+static_assert(offsetof(Params, seqlen_q) == 648 && offsetof(Params, seqlen_kv) == 652 && offsetof(Params, head_dim) == 656);
+static_assert(offsetof(Params, head_dim_v) == 660 && offsetof(Params, diagonal_offset) == 664);
+static_assert(offsetof(Params, softmax_scale) == 668 && offsetof(Params, scale_log2) == 672);
+
+// The rows of a head in the workspace: each sequence has whole units of kRowUnit of its own, so that a block of queries never meets the
+// rows of another one.
+constexpr int kRowUnit = 128;
+
+__device__ __forceinline__ int64_t unit_rows(const Params& params) {
+    const int64_t rows = int64_t(params.cu_seqlens_q == nullptr ? params.batch_size : 1) * params.rows_q;
+    return (rows / kRowUnit + params.batch_size) * kRowUnit;
+}
+
+// The row of a head that a sequence begins with, from row `begin` of its entry of q: the rows of those ahead of it fill at most
+// (rows ahead) / kRowUnit + (sequences ahead) units, so that no sum over sequences is needed.
+__device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin) {
+    const int64_t rows_ahead = params.cu_seqlens_q == nullptr ? int64_t(sequence) * params.rows_q : begin;
+    return (rows_ahead / kRowUnit + sequence) * kRowUnit;
+}
+
+// The row of the workspace that a head begins with. A sequence begins unit_row_of_sequence() rows later.
+__device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows(params); }
+
+// dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
+// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
+// The elements of a lane are contiguous, as one red adds all four.
+constexpr int kTileElements = 128;
+
+// The tiles of the 16 rows that begin at `row`.
+__device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int head, int row) {
+    return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
+}
+
+static_assert(kRowUnit % kBlockM == 0, "the rows of a step lie in the workspace");
+
+// A length, a row or a page from global memory. One out of range is clamped, so that it cannot reach other memory.
+__device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
+    return max(0, min(most, int(load_global_32(values + index))));
+}
+
+// Rows of an entry of an array: where they begin, and how many there are.
+struct Rows {
+    int begin;
+    int count;
+};
+
+// Those of a sequence among packed ones.
+__device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
+    const int begin = load_clamped(cu_seqlens, sequence, rows);
+    return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
+}
+
+// The queries of a sequence.
+__device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
+    if (params.cu_seqlens_q == nullptr) return {0, params.seqlen_q};
+    return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
+}
+
+// Its keys.
+__device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
+    if (params.cu_seqlens_kv != nullptr) return packed_rows(params.cu_seqlens_kv, sequence, params.rows_kv, params.seqlen_kv);
+    return {0, params.kv_lengths == nullptr ? params.seqlen_kv : load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
+}
+
+// The parameters for a sequence of these lengths, whose diagonal ends with it. `params` has the bounds of all sequences.
+__device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv) {
+    Params own = params;
+    own.seqlen_q = seqlen_q;
+    own.seqlen_kv = seqlen_kv;
+    own.diagonal_offset += seqlen_kv - seqlen_q;
+    return own;
+}
+
+// The sum over the lanes up to this one.
+__device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int before = __shfl_up_sync(0xffffffff, value, distance);
+        if (lane >= distance) value += before;
+    }
+    return value;
+}
+
+// One of the blocks of a sequence. The blocks of all sequences are numbered, one sequence after another.
+struct BlockOfSequence {
+    int sequence;  // below 0: none
+    int index;     // among the blocks of the sequence
+    int count;     // how many it has
+};
+
+// The block of a number. Each lane counts the blocks of one of 32 sequences at a time, which is what count_of(sequence) returns.
+template <typename CountOf>
+__device__ __forceinline__ BlockOfSequence find_block_of_sequence(int sequences, int number, int lane, CountOf count_of) {
+    int left = number;  // blocks between the first of these 32 sequences and the one that is looked for
+    for (int first = 0; first < sequences; first += 32) {
+        const int count = first + lane < sequences ? count_of(first + lane) : 0;
+        const int end = sum_up_to_lane(count, lane);
+        const uint32_t beyond = __ballot_sync(0xffffffff, left < end);
+        if (beyond != 0) {
+            const int found = __ffs(beyond) - 1;
+            const int blocks = __shfl_sync(0xffffffff, count, found);
+            return {first + found, left - (__shfl_sync(0xffffffff, end, found) - blocks), blocks};
+        }
+        left -= __shfl_sync(0xffffffff, end, 31);
+    }
+    return {-1, 0, 0};
+}
+
+// The rows of a sequence, whatever their bound. Rows behind the last packed sequence count as one more, number batch_size.
+__device__ __forceinline__ Rows rows_to_write(const int32_t* cu_seqlens, int sequence, int batch_size, int rows) {
+    if (cu_seqlens == nullptr) return {0, sequence < batch_size ? rows : 0};
+    if (sequence < batch_size) return packed_rows(cu_seqlens, sequence, rows, rows);
+    const int begin = load_clamped(cu_seqlens, batch_size, rows);
+    return {begin, rows - begin};
+}
+
+// What a thread block computes: dK and dV of kBlockN keys of a head of a sequence, and their share of dQ.
+struct KeyBlock {
+    int batch;  // the sequence; below 0: none; batch_size: of the rows behind the last sequence
+    int kv_head;
+    int index;  // among the blocks of its sequence and head
+    int first_key;
+    int first_row_q;   // the rows of q and k that the sequence begins with
+    int first_row_kv;
+    int seqlen_q;
+    int seqlen_kv;
+    int rows_kv;  // rows of dK and dV: past the sequence's keys they are 0
+};
+
+// Blocks of kBlockN rows.
+__device__ __forceinline__ int blocks_of(int rows) { return (rows + kBlockN - 1) / kBlockN; }
+
+// How long a sequence is: in blocks of queries. Rows behind the last sequence have none.
+__device__ __forceinline__ int length_of(const Params& params, int sequence) {
+    return sequence < params.batch_size ? blocks_of(queries_of(params, sequence).count) : 0;
+}
+
+// The blocks of keys of a sequence and head.
+__device__ __forceinline__ int key_blocks_of(const Params& params, int sequence) {
+    return blocks_of(rows_to_write(params.cu_seqlens_kv, sequence, params.batch_size, params.rows_kv).count);
+}
+
+// A block of the grid, in which the longest sequences come first, so that the last blocks are short.
+struct LaunchedBlock {
+    int length;  // of its sequence
+    int index;   // among those of sequences of that length
+};
+
+// The least length of which no more than `index` blocks are of longer sequences, looked for from below: short sequences are many.
+__device__ __forceinline__ LaunchedBlock length_of_block(const Params& params, int index, int lane) {
+    int least = 0, most = 1 << 30, ahead = 0;
+    for (int length = 1; least < most; length = min(2 * length, (least + most) / 2)) {
+        int count = 0;
+#pragma unroll 1
+        for (int sequence = lane; sequence < params.batch_size; sequence += 32) {
+            const int blocks = key_blocks_of(params, sequence);
+            count += length_of(params, sequence) > length ? blocks : 0;
+        }
+        const int longer = __shfl_sync(0xffffffff, sum_up_to_lane(count, lane), 31) * params.num_heads_kv;
+        if (longer > index) {
+            least = length + 1;
+        } else {
+            most = length;
+            ahead = longer;
+        }
+    }
+    return {most, index - ahead};
+}
+
+constexpr int kBlocksTogether = 128;  // about as many as run at a time
+
+// The blocks of a sequence follow each other: of as many heads as have kBlocksTogether, the last block of each head, then the one before it.
+// In this order blocks of a head add to dQ (turn_of), so that when a block starts, those ahead of it have a lead, and it seldom waits. Few
+// heads at a time leave room in L2 for their Q and dO and for the dQ that is added up, which all blocks of a head use.
+__device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index, int lane) {
+    const auto rows_of = [&](int sequence) {
+        return rows_to_write(params.cu_seqlens_kv, sequence, params.batch_size, params.rows_kv);
+    };
+    const LaunchedBlock launched = length_of_block(params, index, lane);
+    const BlockOfSequence found = find_block_of_sequence(params.batch_size + 1, launched.index, lane, [&](int sequence) {
+        return length_of(params, sequence) == launched.length ? key_blocks_of(params, sequence) * params.num_heads_kv : 0;
+    });
+    KeyBlock block = {found.sequence};
+    if (found.sequence < 0) return block;
+    const int blocks = found.count / params.num_heads_kv;
+    const int together = max(1, kBlocksTogether / blocks);  // heads
+    const int first_head = found.index / (together * blocks) * together;
+    const int heads = min(together, params.num_heads_kv - first_head);
+    const int index_of_heads = found.index - first_head * blocks;
+    const int blocks_ahead = index_of_heads / heads;  // of its head
+    block.kv_head = first_head + index_of_heads - blocks_ahead * heads;
+    block.index = blocks - 1 - blocks_ahead;
+    block.first_key = block.index * kBlockN;
+    const Rows rows = rows_of(found.sequence);
+    block.first_row_kv = rows.begin;
+    block.rows_kv = rows.count;
+    if (found.sequence < params.batch_size) {
+        const Rows queries = queries_of(params, found.sequence);
+        block.first_row_q = queries.begin;
+        block.seqlen_q = queries.count;
+        block.seqlen_kv = keys_of(params, found.sequence).count;
+    }
+    return block;
+}
+
+// The parameters of a call of the block's sequence alone: its lengths, and pointers to its first rows in the workspace.
+__device__ __forceinline__ Params of_sequence(const Params& params, const KeyBlock& block) {
+    Params own = with_lengths(params, block.seqlen_q, block.seqlen_kv);
+    const int64_t unit_row = unit_row_of_sequence(params, block.batch, block.first_row_q);
+    own.delta += unit_row;
+    own.lse_log2 += unit_row;
+    own.dq_accum += unit_row * kHeadDim;
+    own.turns += unit_row / kBlockM;
+    return own;
+}
+
+// Blocks of kBlockM queries.
+struct QueryBlocks {
+    int first;
+    int last;  // below `first` where there are none
+};
+
+// The blocks with a query that attends to some key of [first_key, first_key + kBlockN).
+__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
+    if (first_key >= params.seqlen_kv) return {0, -1};  // rows past the sequence's keys
+    const int begin = max(0, first_key - params.diagonal_offset);
+    const int end = params.seqlen_q;
+    if (begin >= end) return {0, -1};
+    return {begin / kBlockM, (end - 1) / kBlockM};
+}
+
+// A step of the main loop: a block of queries of a head.
+struct Step {
+    int block;
+};
+
+// Steps go from the first block of queries to the last. Under a diagonal a thread block begins, but for those that begin with query 0,
+// with a block of queries to which no later keys are visible. There it has the first turn, and it follows those of later keys from there on.
+__device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return {queries.first}; }
+
+__device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block + 1}; }
+
+__device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
+
+// The query head of a step: each has a kv head of its own.
+__device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
+
+// The block, from the warp that has found it to all others.
+__device__ __forceinline__ void stash_block(const KeyBlock& block, shared_address stash) {
+    store_shared_32(stash, block.batch);
+    store_shared_32(stash + 4, block.kv_head);
+    store_shared_32(stash + 8, block.first_key);
+    store_shared_32(stash + 12, block.first_row_q);
+    store_shared_32(stash + 16, block.first_row_kv);
+    store_shared_32(stash + 20, block.seqlen_q);
+    store_shared_32(stash + 24, block.seqlen_kv);
+    store_shared_32(stash + 28, block.rows_kv);
+    store_shared_32(stash + 32, block.index);
+}
+
+__device__ __forceinline__ KeyBlock stashed_block(shared_address stash) {
+    KeyBlock block;
+    block.batch = load_shared_32(stash);
+    block.kv_head = load_shared_32(stash + 4);
+    block.first_key = load_shared_32(stash + 8);
+    block.first_row_q = load_shared_32(stash + 12);
+    block.first_row_kv = load_shared_32(stash + 16);
+    block.seqlen_q = load_shared_32(stash + 20);
+    block.seqlen_kv = load_shared_32(stash + 24);
+    block.rows_kv = load_shared_32(stash + 28);
+    block.index = load_shared_32(stash + 32);
+    return block;
+}
+
+// The first query that attends to a key: that of its diagonal; to a key past the last none does.
+__device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
+    const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
+    return max(diagonal, 0);
+}
+
+// The mbarriers of a thread block. A buffer is full when TMA has written its bytes. A stage, of Q and dO, is empty when every consumer
+// warp has released it.
+struct Barriers {
+    shared_address first;
+
+    __device__ __forceinline__ shared_address k_full() const { return at(0); }
+    __device__ __forceinline__ shared_address v_full() const { return at(1); }
+    // Every consumer warp has written its part of a step's dS, and is done with that of the step before. It completes once more behind the
+    // last step: no warp reads K.
+    __device__ __forceinline__ shared_address ds_ready() const { return at(2); }
+    __device__ __forceinline__ shared_address q_full(int stage) const { return at(3 + stage); }
+    __device__ __forceinline__ shared_address dout_full(int stage) const { return at(3 + kStages + stage); }
+    __device__ __forceinline__ shared_address empty(int stage) const { return at(3 + 2 * kStages + stage); }
+
+    // It is this thread block's turn to add dQ of a step.
+    __device__ __forceinline__ shared_address turn() const { return at(3 + 3 * kStages); }
+    // Every consumer warp has added its part of dQ of a step.
+    __device__ __forceinline__ shared_address dq_added() const { return at(4 + 3 * kStages); }
+
+    __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
+
+    // One thread's work, before any other uses them.
+    __device__ __forceinline__ void init() const {
+        mbarrier_init(k_full(), 1);
+        mbarrier_init(v_full(), 1);
+        mbarrier_init(ds_ready(), 4 * kConsumers);
+        mbarrier_init(turn(), 2);
+        mbarrier_init(dq_added(), 4 * kConsumers);
+        for (int stage = 0; stage < kStages; ++stage) {
+            mbarrier_init(q_full(stage), 1);
+            mbarrier_init(dout_full(stage), 1);
+            mbarrier_init(empty(stage), 4 * kConsumers);
+        }
+    }
+};
+
+// A place in a ring of stages. The parity of a stage's barriers changes each time round.
+template <int kLength>
+struct RingPosition {
+    int stage = 0;
+    int parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        stage = stage == kLength - 1 ? 0 : stage + 1;
+        parity ^= stage == 0;
+    }
+};
+
+// Starts loading kRows rows of a head, panel by panel; what lies outside of the array becomes zeros.
+template <int kPanelCount, int kRows>
+__device__ __forceinline__ void load_rows(shared_address destination, const tensor_map& map, shared_address full, int first_row,
+                                          int head, int batch) {
+#pragma unroll
+    for (int panel = 0; panel < kPanelCount; ++panel) {
+        tma_load_4d(destination + panel * kRows * kPanelRowBytes, map, full, panel * kPanelColumns, first_row, head, batch);
+    }
+}
+
+// The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
+// if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
+// 8 j + 2 t + e % 2.
+#ifndef FLASHGEN_SIMULATOR  // which has C++ in their place
+
+// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both with the K dimension contiguous.
+__device__ __forceinline__ void wgmma_m64n64k16_bf16_ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, p, 1, 1, 0, 0;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both MN-major: with the other dimension contiguous.
+__device__ __forceinline__ void wgmma_m64n64k16_bf16_ss_mn(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, p, 1, 1, 1, 1;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// wgmma.mma_async.m64n128k16. A from registers: a[0] = (row g, columns 2 t, 2 t + 1), a[1] = (row g + 8, same columns), a[2], a[3] =
+// columns 8 further: the accumulator layout, packed. b is MN-major.
+__device__ __forceinline__ void wgmma_m64n128k16_bf16_rs(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, {"
+        "%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+#endif
+
+// A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
+// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read of MN-major operands of several panels alone.
+__device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16) {
+    constexpr uint64_t kSwizzle = 1;  // of 128 bytes
+    return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
+           kSwizzle << 62;
+}
+
+// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
+__device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
+
+// Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns: S^T = K Q^T, dP^T = V dO^T. A is 64 rows of kBlockN, B has
+// kBlockM rows. Both operands are K-major: SBO leads to the next eight rows. A step of 16 along the K dimension is 32 bytes within the
+// swizzled row.
+template <int kColumns>
+__device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem) {
+    const uint64_t a = descriptor(a_smem, 8 * kPanelRowBytes);
+    const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes);
+    pin_registers(scores);
+    wgmma_fence();
+#pragma unroll
+    for (int column = 0; column < kColumns; column += 16) {
+        const int panel = column / kPanelColumns, byte = column % kPanelColumns * sizeof(element);
+        wgmma_m64n64k16_bf16_ss(scores, a + ((panel * kBlockN * kPanelRowBytes + byte) >> 4),
+                                 b + ((panel * kBlockM * kPanelRowBytes + byte) >> 4), column > 0);
+    }
+    wgmma_commit();
+}
+
+// P^T or dS^T of 64 keys, rounded and packed: the accumulator layout, in pairs, is that of wgmma's A in registers.
+struct PackedScores {
+    uint32_t fragment[kBlockM / 16][4];
+
+    __device__ __forceinline__ void set(const float (&scores)[kBlockM / 2]) {
+#pragma unroll
+        for (int step = 0; step < kBlockM / 16; ++step) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                fragment[step][e] = pack<element>(scores[8 * step + 2 * e], scores[8 * step + 2 * e + 1]);
+            }
+        }
+    }
+};
+
+// Starts dV += P^T dO or dK += dS^T Q, 64 keys x 128 of a warpgroup. dO or Q is MN-major, its columns contiguous: SBO leads to the next
+// eight queries, LBO to the next panel of columns.
+__device__ __forceinline__ void mma_gradient(float (&sums)[64], PackedScores& scores, shared_address b_smem) {
+    const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes, kBlockM * kPanelRowBytes);
+    pin_registers(sums);
+#pragma unroll
+    for (int step = 0; step < kBlockM / 16; ++step) pin_registers(scores.fragment[step]);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kBlockM / 16; ++step) {
+        wgmma_m64n128k16_bf16_rs(sums, scores.fragment[step], b + (16 * step * kPanelRowBytes >> 4), 1);
+    }
+    wgmma_commit();
+}
+
+// Starts dQ (64 x 64) = dS K of a warpgroup. Both operands are MN-major: a key has a row of 64 queries in dS^T, and of its columns in K.
+// SBO leads to the next eight keys.
+__device__ __forceinline__ void mma_dq(float (&dq)[32], shared_address ds_smem, shared_address k_smem) {
+    const uint64_t ds = descriptor(ds_smem, 8 * kPanelRowBytes);
+    const uint64_t k = descriptor(k_smem, 8 * kPanelRowBytes);
+    pin_registers(dq);
+    wgmma_fence();
+#pragma unroll
+    for (int key = 0; key < kBlockN; key += 16) {
+        wgmma_m64n64k16_bf16_ss_mn(dq, ds + (key * kPanelRowBytes >> 4), k + (key * kPanelRowBytes >> 4), key > 0);
+    }
+    wgmma_commit();
+}
+
+// Visits the scores that a lane holds of a step: visit(key, query, score), where `key` (0 or 8) counts from the lane's first
+// key, the warp's plus lane / 4, and `query` (8 j or 8 j + 1) from its first query, the step's plus lane % 4 * 2. Both are constants
+// once unrolled.
+template <typename Visit>
+__device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit) {
+#pragma unroll
+    for (int query = 0; query < kBlockM; query += 8) {
+#pragma unroll
+        for (int key = 0; key <= 8; key += 8) {
+            visit(key, query, scores[query / 2 + key / 4]);
+            visit(key, query + 1, scores[query / 2 + key / 4 + 1]);
+        }
+    }
+}
+
+// LSE or delta of the queries of a lane's scores, two by two. Loaded well ahead of their use, and of wgmmas: a load from
+// shared memory waits for wgmmas that were started before it.
+struct QueryValues {
+    float2 values[kBlockM / 8];
+
+    __device__ __forceinline__ void load(shared_address smem, int lane) {
+#pragma unroll
+        for (int j = 0; j < kBlockM / 8; ++j) values[j] = load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float));
+    }
+
+    __device__ __forceinline__ float2 two(int j) const { return values[j]; }
+};
+
+// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
+__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
+    // Queries past the last are not masked: there lse_log2 is inf, so compute_p() makes P = 0.
+    const int begin[2] = {first_query_of_key(params, lane_key) - lane_query, first_query_of_key(params, lane_key + 8) - lane_query};
+    for_each_score(scores, [&](int key, int query, float& score) {
+        if (query < begin[key / 8]) score = -INFINITY;
+    });
+}
+
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,
+// if S is finite.
+__device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 values = lse.two(j);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -values.y : -values.x));
+    }
+}
+
+// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale.
+__device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 values = delta.two(j);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? values.y : values.x));
+    }
+}
+
+// Writes zeros over rows of a block of kRows from `row` on: what lies there is not of the sequence and may be NaN, and 0 * NaN is NaN.
+// All consumers share the work.
+template <int kPanelCount, int kRows>
+__device__ __forceinline__ void clear_rows(shared_address block, int row) {
+#pragma unroll
+    for (int panel = 0; panel < kPanelCount; ++panel) {
+        const shared_address rows = block + panel * kRows * kPanelRowBytes;
+#pragma unroll 1
+        for (int byte = row * kPanelRowBytes + 16 * (threadIdx.x - 128); byte < kRows * kPanelRowBytes; byte += 16 * 128 * kConsumers) {
+            store_shared_128(rows + byte, 0.0f, 0.0f, 0.0f, 0.0f);
+        }
+    }
+    fence_proxy_async();  // wgmma would not see the zeros otherwise
+}
+
+constexpr int kClearBarrier = 1;  // the named barrier of all consumers
+
+// Clears rows of K and V past the sequence's keys: TMA brings zeros behind the end of an array, but what follows behind a sequence. All
+// consumers call it, ahead of their first read of either.
+__device__ __forceinline__ void clear_tail_of_keys(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
+    const int keys_left = params.seqlen_kv - tile.first_key;
+    if (keys_left >= kBlockN) return;
+    mbarrier_wait(barriers.k_full(), 0);
+    clear_rows<kPanels, kBlockN>(shared, keys_left);
+    mbarrier_wait(barriers.v_full(), 0);
+    clear_rows<kPanelsV, kBlockN>(shared + kVOffset, keys_left);
+    barrier_sync(kClearBarrier, 128 * kConsumers);  // the zeros of all consumers are there
+}
+
+// Likewise rows of Q and dO of a step past the sequence's queries.
+__device__ __forceinline__ void clear_tail_of_step(const Params& params, const Step& step, shared_address shared, const Barriers& barriers,
+                                                   const RingPosition<kStages>& ring) {
+    const int queries_left = params.seqlen_q - step.block * kBlockM;
+    if (queries_left >= kBlockM) return;
+    mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
+    clear_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, queries_left);
+    mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
+    clear_rows<kPanelsV, kBlockM>(shared + kDoutOffset + ring.stage * kDoutBytes, queries_left);
+    barrier_sync(kClearBarrier, 128 * kConsumers);  // the zeros of all consumers are there
+}
+
+// Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the tile, to shared memory for the MMA of dQ.
+__device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address ds_smem, int warp_key, int lane) {
+    const int key = warp_key + lane % 16;  // whose address this lane gives
+#pragma unroll
+    for (int query = 0; query < kBlockM; query += 16) {
+        // Keys 0 to 7 and 8 to 15 of eight queries, then of the next eight. Lanes 0 to 15 give the rows of the first eight.
+        const shared_address row = ds_smem + query / 64 * kDsPanelBytes + key * kPanelRowBytes;
+        stmatrix_x4(row + 16 * swizzled(key, query % 64 / 8 + lane / 16), ds.fragment[query / 16]);
+    }
+}
+
+// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `own` is where the lane's elements of the first one go.
+template <int kCount>
+__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount]) {
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+        red_add_128(own + j * kTileElements, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
+    }
+}
+
+// Rounds a warp's 16 rows of a gradient, times `factor`, into `staging`, where the warpgroup's rows of the tile were in shared memory,
+// swizzled as these were.
+template <int kColumns>
+__device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane) {
+    const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
+#pragma unroll
+    for (int column = 0; column < kColumns; column += 16) {
+        uint32_t matrices[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            matrices[e] = pack<element>(sums[column / 2 + 2 * e] * factor, sums[column / 2 + 2 * e + 1] * factor);
+        }
+        const shared_address panel = staging + column / kPanelColumns * kBlockN * kPanelRowBytes;
+        stmatrix_x4(panel + row * kPanelRowBytes + 16 * swizzled(row, column % kPanelColumns / 8 + lane / 16), matrices);
+    }
+}
+
+// Writes those of a warp's 16 rows of dK or dV, times `factor` and rounded, that are below `rows`, and the columns below `columns`: the rows
+// behind them are of the next sequence, where TMA would write too. They go through `staging`, so that global memory sees whole rows in
+// 16-byte vectors.
+template <int kColumns>
+__device__ __forceinline__ void store_gradient(element* destination, int64_t row_stride, const float (&sums)[kColumns / 2], float factor,
+                                               shared_address staging, int rows, int columns, int lane) {
+    const int warp_row = threadIdx.x % 128 / 32 * 16;
+    stage_gradient<kColumns>(sums, factor, staging, lane);
+    __syncwarp();  // the warp reads only rows it wrote itself
+    const int vector = lane % 8;  // of 16 bytes, in a panel
+    destination += 8 * vector;
+#pragma unroll
+    for (int first = 0; first < 16; first += 4) {
+        const int stored = warp_row + first + lane / 8;
+        if (stored >= rows) break;
+#pragma unroll
+        for (int column = 0; column < kColumns; column += kPanelColumns) {
+            if (column + 8 * vector >= columns) break;
+            const shared_address panel = staging + column / kPanelColumns * kBlockN * kPanelRowBytes;
+            store_global_128(destination + stored * row_stride + column,
+                             load_shared_128(panel + stored * kPanelRowBytes + 16 * swizzled(stored, vector)));
+        }
+    }
+}
+
+// Writes a warpgroup's 64 rows of dV, which begin at row `first` of a block of keys: also rows past the sequence's keys, whose sums are 0.
+__device__ __forceinline__ void store_dv(const Params& params, const KeyBlock& block, const float (&dv)[kHeadDimV / 2], shared_address staging,
+                                         int first, int lane) {
+    const int row = block.first_key + first;
+    element* own = params.dv + block.batch * params.dv_batch_stride + block.kv_head * params.dv_head_stride +
+                   (block.first_row_kv + row) * params.dv_row_stride;
+    store_gradient<kHeadDimV>(own, params.dv_row_stride, dv, 1.0f, staging, block.rows_kv - row, params.head_dim_v, lane);
+}
+
+// Likewise of dK.
+__device__ __forceinline__ void store_dk(const Params& params, const KeyBlock& block, const float (&dk)[kHeadDim / 2], shared_address staging,
+                                         int first, int lane) {
+    const int row = block.first_key + first;
+    element* own = params.dk + block.batch * params.dk_batch_stride + block.kv_head * params.dk_head_stride +
+                   (block.first_row_kv + row) * params.dk_row_stride;
+    store_gradient<kHeadDim>(own, params.dk_row_stride, dk, params.softmax_scale, staging, block.rows_kv - row, params.head_dim, lane);
+}
+
+__device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
+
+// Loads Q and dO of a step, and the LSE and delta of its rows.
+__device__ __forceinline__ void produce_step(const Params& params, const KeyBlock& tile, const Step& step, shared_address shared,
+                                             const Barriers& barriers, const RingPosition<kStages>& ring) {
+    const int head = head_of(params, tile, step);
+    // To TMA packed sequences are rows of a single entry.
+    const int batch = params.cu_seqlens_q == nullptr ? tile.batch : 0;
+    const int row = tile.first_row_q + step.block * kBlockM;
+    const int64_t unit_row =
+        first_unit_row(params, batch, head) + unit_row_of_sequence(params, tile.batch, tile.first_row_q) + step.block * kBlockM;
+    const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(ring.stage);
+    mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
+    mbarrier_arrive_expect_tx(q_full, kQBytes + kQueryValueBytes);
+    load_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, params.q, q_full, row, head, batch);
+    bulk_load(shared + kLseOffset + ring.stage * kQueryValueBytes, params.lse_log2 + unit_row, q_full, kQueryValueBytes);
+    mbarrier_arrive_expect_tx(dout_full, kDoutBytes + kQueryValueBytes);
+    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + ring.stage * kDoutBytes, params.dout, dout_full, row, head, batch);
+    bulk_load(shared + kDeltaOffset + ring.stage * kQueryValueBytes, params.delta + unit_row, dout_full, kQueryValueBytes);
+}
+
+// The producer thread: K and V of the tile, then Q and dO of each step, with their rows' LSE and delta, as fast as buffers become
+// empty.
+__device__ __forceinline__ void produce(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
+    const int batch = params.cu_seqlens_kv == nullptr ? tile.batch : 0;
+    const int row = tile.first_row_kv + tile.first_key;
+    const QueryBlocks queries = find_query_blocks(with_lengths(params, tile.seqlen_q, tile.seqlen_kv), tile.first_key);
+    const int kv_head = kv_head_of(params, tile);
+    mbarrier_arrive_expect_tx(barriers.k_full(), kKBytes);
+    load_rows<kPanels, kBlockN>(shared, params.k, barriers.k_full(), row, kv_head, batch);
+    mbarrier_arrive_expect_tx(barriers.v_full(), kVBytes);
+    load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.v_full(), row, kv_head, batch);
+
+    // The buffers begin empty: of their barriers, the phase before the first has ended.
+    RingPosition<kStages> ring;
+    Step step = first_step(queries);
+#pragma unroll 1  // few registers are left to the producer warpgroup, whose other warps have work of their own
+    for (int left = num_steps(params, queries); left > 0; --left) {
+        produce_step(params, tile, step, shared, barriers, ring);
+        step = next_step(step, queries);
+        ring.advance();
+    }
+}
+
+// Thread blocks add to a block of queries one after the other, those of later keys first, so that the sums repeat to the bit. Each
+// counts itself there when it has added. It waits only for blocks of its head with a lower index in the grid, and these likewise. So the
+// unfinished block with the lowest index waits for none, and there is no deadlock if it runs. That it does rests on the hardware starting
+// thread blocks by increasing index, as it does, though CUDA does not promise it.
+
+// The last block of keys of which a query of a block attends to some.
+__device__ __forceinline__ int last_key_block(const Params& params, int query_block) {
+    const int last_query = min((query_block + 1) * kBlockM, params.seqlen_q) - 1;
+    return min(last_query + params.diagonal_offset, params.seqlen_kv - 1) / kBlockN;
+}
+
+// How many thread blocks add to a step's block of queries before this one.
+__device__ __forceinline__ uint32_t turn_of(const Params& params, const KeyBlock& block, const Step& step) {
+    return last_key_block(params, step.block) - block.index;
+}
+
+// Where those count that have added to a step's block of queries.
+__device__ __forceinline__ uint32_t* turns_of(const Params& params, const KeyBlock& block, const Step& step) {
+    const int64_t unit_row = first_unit_row(params, block.batch, head_of(params, block, step));
+    return reinterpret_cast<uint32_t*>(params.turns) + unit_row / kBlockM + step.block;
+}
+
+// Whether all that were ahead of this thread block have added; if so, their additions come before those that follow.
+__device__ __forceinline__ bool has_turn(const Params& params, const KeyBlock& block, const Step& step) {
+    return load_acquire_32(turns_of(params, block, step)) == turn_of(params, block, step);
+}
+
+// Called by one thread behind a barrier that follows the additions of all: the release covers them.
+__device__ __forceinline__ void pass_turn(const Params& params, const KeyBlock& block, const Step& step) {
+    store_release_32(turns_of(params, block, step), turn_of(params, block, step) + 1);
+}
+
+// Consumers add dQ of a step when two threads have arrived at turn(): the one of await_turns(), which polls global memory for the turn, and
+// the one of pass_turns(), which has seen that dQ of the step before has been added. So the poll for the next turn, and the additions of the
+// next step, do not wait for the release of this one, which takes until the additions are in L2.
+__device__ __forceinline__ void await_turns(const Params& params, const KeyBlock& tile, const Barriers& barriers) {
+    const QueryBlocks queries = find_query_blocks(params, tile.first_key);
+    const int count = num_steps(params, queries);
+    Step step = first_step(queries);
+    for (int i = 0; i < count; ++i) {
+        while (!has_turn(params, tile, step)) {}
+        if (i > 0) mbarrier_wait(barriers.turn(), (i - 1) % 2);  // two arrivals of this thread in one phase would end it early
+        mbarrier_arrive(barriers.turn());
+        step = next_step(step, queries);
+    }
+}
+
+__device__ __forceinline__ void pass_turns(const Params& params, const KeyBlock& tile, const Barriers& barriers) {
+    const QueryBlocks queries = find_query_blocks(params, tile.first_key);
+    const int count = num_steps(params, queries);
+    Step step = first_step(queries);
+    mbarrier_arrive(barriers.turn());  // nothing is added ahead of the first step
+#pragma unroll 1  // few registers are left to the producer warpgroup
+    for (int i = 0; i < count; ++i) {
+        mbarrier_wait(barriers.dq_added(), i % 2);
+        mbarrier_arrive(barriers.turn());  // of the next step
+        pass_turn(params, tile, step);
+        step = next_step(step, queries);
+    }
+}
+
+// Named barriers of the two consumers, at which each waits to start a step. Those of stores are 1 and 2.
+constexpr int kStartBarrier = 3;
+
+// A consumer warpgroup: dK and dV of 64 keys, and its part of dQ of each step. The MMAs of a step, in groups as they are awaited:
+//     S^T = K Q^T, dP^T = V dO^T     P is computed while dP^T is under way
+//     dV += P^T dO                   ... while dS is computed
+//     dQ = dS K of the step before
+//     dK += dS^T Q                   ... while that dQ is added to memory
+// Of dQ it computes the kDqColumns columns of its panel of K.
+template <int kDqColumns>
+__device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile, shared_address shared, const Barriers& barriers,
+                                        int consumer) {
+    const Params params = of_sequence(all, tile);
+    const int lane = threadIdx.x % 32;
+    const int warp_key = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first key in the tile; modulo 64, its first row of dQ
+    const shared_address k_own = shared + 64 * consumer * kPanelRowBytes;
+    const shared_address v_own = k_own + kVOffset;
+    auto release = [&](shared_address barrier) {  // once for the warp
+        if (lane == 0) mbarrier_arrive(barrier);
+    };
+    const QueryBlocks queries = find_query_blocks(params, tile.first_key);
+    const int count = num_steps(params, queries);
+    // Whether some query of a block does not attend to some key of the warp.
+    const int masked_up_to = first_query_of_key(params, tile.first_key + warp_key + 15);
+    auto needs_mask = [&](int first_query) { return first_query < masked_up_to; };
+
+    float dk[kHeadDim / 2] = {};
+    float dv[kHeadDimV / 2] = {};
+    RingPosition<kStages> ring;
+    Step step = first_step(queries);
+    Step previous = step;
+    mbarrier_wait(barriers.k_full(), 0);
+    mbarrier_wait(barriers.v_full(), 0);
+    if (count > 0) clear_tail_of_keys(params, tile, shared, barriers);
+    // dQ = dS K, with dS of both consumers.
+    auto start_dq = [&](float (&dq)[kDqColumns / 2], shared_address ds_smem) {
+        mma_dq(dq, ds_smem, shared + consumer * kBlockN * kPanelRowBytes);
+    };
+
+    // Where the lane's elements of the dQ of a step go.
+    auto dq_of = [&](const Step& done) {
+        float* own = dq_tiles(params, tile.batch, head_of(params, tile, done), done.block * kBlockM + warp_key % 64) +
+                     consumer * kPanelColumns / 8 * kTileElements + 4 * lane;
+        opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
+        return own;
+    };
+    auto add_own_dq = [&](float* own, const float (&dq)[kDqColumns / 2]) {
+        add_dq(own, dq);
+        __syncwarp();  // all lanes have added
+        release(barriers.dq_added());
+    };
+
+    // Consumers start steps in turn, so that one's MMAs run while the other computes P and dS. Otherwise they may come to do the same at
+    // the same time, and their MMAs wait for each other.
+    if (consumer == 1 && count > 0) barrier_arrive(kStartBarrier, 128 * kConsumers);
+
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+        const shared_address q_smem = shared + kQOffset + ring.stage * kQBytes;
+        const shared_address dout_smem = shared + kDoutOffset + ring.stage * kDoutBytes;
+        clear_tail_of_step(params, step, shared, barriers, ring);
+        barrier_sync(kStartBarrier + consumer, 128 * kConsumers);
+        float p[kBlockM / 2];  // S^T, then P^T
+        mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
+        QueryValues lse;
+        lse.load(shared + kLseOffset + ring.stage * kQueryValueBytes, lane);
+        mma_scores<kHeadDim>(p, k_own, q_smem);
+        float ds[kBlockM / 2];  // dP^T, then dS^T
+        mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
+        mma_scores<kHeadDimV>(ds, v_own, dout_smem);
+        // The other one may start. Behind the last step of consumer 1, consumer 0 has none left.
+        if (consumer == 0 || i + 1 < count) barrier_arrive(kStartBarrier + 1 - consumer, 128 * kConsumers);
+        wgmma_wait<1>();
+        pin_registers(p);
+        if (needs_mask(step.block * kBlockM)) {
+            apply_mask(params, p, tile.first_key + warp_key + lane / 4, step.block * kBlockM + lane % 4 * 2);
+        }
+        compute_p(p, lse, params.scale_log2);
+        QueryValues delta;
+        delta.load(shared + kDeltaOffset + ring.stage * kQueryValueBytes, lane);
+        PackedScores packed_p, packed_ds;
+        packed_p.set(p);
+        mma_gradient(dv, packed_p, dout_smem);
+        wgmma_wait<1>();
+        pin_registers(ds);
+        compute_ds(ds, p, delta);
+        packed_ds.set(ds);
+
+        // All warps have written dS of step i - 1, and read dS of step i - 2, whose buffer step i takes. For i = 0 the wait returns at
+        // once: of a new mbarrier the phase of parity 1 counts as ended.
+        mbarrier_wait(barriers.ds_ready(), (i + 1) % 2);
+        store_ds(packed_ds, shared + kDsOffset + i % 2 * kDsBytes, warp_key, lane);
+        // dQ of the step before. The first step has none before it and computes what nobody uses, from K: with MMAs that are conditional,
+        // ptxas would serialise all of them.
+        float dq[kDqColumns / 2];
+        start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
+        mma_gradient(dk, packed_ds, q_smem);
+        fence_proxy_async();  // the MMA of dQ, in the next step, would not see the writes of dS otherwise; here it overlaps with MMAs
+        float* own_dq = dq_of(previous);
+        wgmma_wait<1>();
+        __syncwarp();  // all lanes have written their dS, and read LSE and delta of the stage
+        release(barriers.ds_ready());
+        pin_registers(dq);
+        if (i > 0) mbarrier_wait(barriers.turn(), (i + 1) % 2);
+        if (i > 0) add_own_dq(own_dq, dq);
+        wgmma_wait<0>();
+        pin_registers(dv);
+        pin_registers(dk);
+        release(barriers.empty(ring.stage));
+        ring.advance();
+        previous = step;
+        step = next_step(step, queries);
+    }
+
+    if (count > 0) {
+        mbarrier_wait(barriers.ds_ready(), (count - 1) % 2);
+        float dq[kDqColumns / 2];
+        start_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes);
+        wgmma_wait<0>();
+        pin_registers(dq);
+        mbarrier_wait(barriers.turn(), (count - 1) % 2);
+        add_own_dq(dq_of(previous), dq);
+    }
+    // dV is staged over the warpgroup's own V: ds_ready of the last step says that all its warps are done with dP. Both consumers read K.
+    release(barriers.ds_ready());  // this warp no longer reads K
+    const KeyBlock stored = stashed_block(shared + kStashOffset);  // anew, as the loop has no registers for what it does not use
+    store_dv(params, stored, dv, v_own, 64 * consumer, lane);
+    mbarrier_wait(barriers.ds_ready(), count % 2);  // no warp reads K any longer: dK is staged there
+    store_dk(params, stored, dk, k_own, 64 * consumer, lane);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+flash_bwd_varlen_hdim128_bf16_causal_ordered_sm90(const __grid_constant__ Params params) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    const shared_address shared = (to_shared(shared_memory) + 1023) / 1024 * 1024;
+    const Barriers barriers = {shared + kBarrierOffset};
+    const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+
+    if (threadIdx.x == 0) {
+        prefetch_tensormap(params.q);
+        prefetch_tensormap(params.k);
+        prefetch_tensormap(params.v);
+        prefetch_tensormap(params.dout);
+        barriers.init();
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
+    griddepcontrol_wait();
+    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
+    // before this one to have ended.
+    griddepcontrol_launch_dependents();
+
+    if (threadIdx.x / 32 == 0) {
+        const KeyBlock found = find_key_block(params, block_index(), threadIdx.x);
+        if (threadIdx.x == 0) stash_block(found, shared + kStashOffset);
+    }
+    __syncthreads();
+    const KeyBlock tile = stashed_block(shared + kStashOffset);
+    if (tile.batch < 0) return;  // the grid is for the most blocks of keys that such arrays can have
+    if (warpgroup == 0) {
+        setmaxnreg_dec<kProducerRegisters>();
+        if (threadIdx.x == 0) {
+            produce(params, tile, shared, barriers);
+        } else if (threadIdx.x == 32) {
+            await_turns(of_sequence(params, tile), tile, barriers);
+        } else if (threadIdx.x == 64) {
+            pass_turns(of_sequence(params, tile), tile, barriers);
+        }
+    } else {
+        setmaxnreg_inc<kConsumerRegisters>();
+        consume<64>(params, tile, shared, barriers, warpgroup - 1);
+    }
+}

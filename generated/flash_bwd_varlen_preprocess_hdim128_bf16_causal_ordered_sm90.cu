@@ -1,0 +1,274 @@
+// flash_bwd_varlen_preprocess_hdim128_bf16_causal_ordered_sm90
+//
+// Rendered by flashgen: edit the spec or the template, not this file.
+//
+// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, gqa mha, dq_order ordered
+// tile      block_m 64, block_n 128, stages 2
+// block     256 threads, 0 bytes of dynamic shared memory
+// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
+// spec      flash_bwd_varlen_sm90.yaml
+// template  flash_bwd_preprocess.cu.j2
+#include "flashgen/sm90.cuh"
+
+// What the main kernel needs of each row of the forward call, in fp32:
+//
+//     delta = sum(dout * out) - dlse      lse_log2 = lse * log2(e)
+//
+// so that P = 2^(scale_log2 * S - lse_log2) and dS = P * (dP - delta). A row that sees nothing, or lies behind the last one, has
+// lse_log2 = inf and delta = 0, which makes P and dS 0 if S and dP are finite. This kernel also clears what the main kernel adds to.
+
+using element = bf16;
+
+constexpr int kHeadDim = 128;  // of Q and K
+constexpr int kHeadDimV = 128;  // of O and dO
+constexpr int kThreads = 256;
+constexpr int kVector = 16 / int(sizeof(element));        // elements that a thread loads at once
+constexpr int kVectors = kHeadDimV / kVector;             // of a row
+constexpr int kLanes = kVectors < 8 ? 4 : 8;              // threads of a row; 8 of them read 128 bytes at a time, a cache line
+constexpr int kSteps = (kVectors + kLanes - 1) / kLanes;  // vectors of a thread in a row
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+struct Params {
+    const element* dout;                  // (batch, rows_q, num_heads_q, head_dim_v), without batch where packed; rows 16-byte aligned
+    const element* out;                   // likewise
+    const float* lse;                     // (batch, num_heads_q, rows_q), without batch where packed; contiguous; natural logarithm
+    const float* dlse;                    // likewise, the gradient of lse; may be null
+    const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
+    float* delta;                         // (num_heads_q, unit_rows)
+    float* lse_log2;                      // (num_heads_q, unit_rows)
+    float* dq_accum;                      // (num_heads_q, unit_rows, kHeadDim)
+    int32_t* turns;                       // a counter for each block of queries of the main kernel
+    int64_t dout_batch_stride;            // strides are in elements; 0 where sequences are packed
+    int64_t dout_row_stride;
+    int64_t dout_head_stride;
+    int64_t out_batch_stride;
+    int64_t out_row_stride;
+    int64_t out_head_stride;
+    int64_t lse_batch_stride;             // also of dlse
+    int64_t lse_head_stride;
+    int32_t batch_size;                   // sequences
+    int32_t num_heads_q;
+    int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
+    int32_t seqlen_q;                     // the most queries of a sequence; of_sequence() puts its own here
+    int32_t head_dim_v;                   // of the call: a multiple of 8
+};
+static_assert(sizeof(Params) == 160 && offsetof(Params, dout) == 0 && offsetof(Params, out) == 8 && offsetof(Params, lse) == 16);
+static_assert(offsetof(Params, dlse) == 24 && offsetof(Params, cu_seqlens_q) == 32 && offsetof(Params, delta) == 40);
+static_assert(offsetof(Params, lse_log2) == 48 && offsetof(Params, dq_accum) == 56 && offsetof(Params, turns) == 64);
+static_assert(offsetof(Params, dout_batch_stride) == 72 && offsetof(Params, dout_row_stride) == 80);
+static_assert(offsetof(Params, dout_head_stride) == 88 && offsetof(Params, out_batch_stride) == 96);
+static_assert(offsetof(Params, out_row_stride) == 104 && offsetof(Params, out_head_stride) == 112);
+static_assert(offsetof(Params, lse_batch_stride) == 120 && offsetof(Params, lse_head_stride) == 128);
+static_assert(offsetof(Params, batch_size) == 136 && offsetof(Params, num_heads_q) == 140 && offsetof(Params, rows_q) == 144);
+static_assert(offsetof(Params, seqlen_q) == 148 && offsetof(Params, head_dim_v) == 152);
+
+// The rows of a head in the workspace: each sequence has whole units of kRowUnit of its own, so that a block of queries never meets the
+// rows of another one.
+constexpr int kRowUnit = 128;
+
+__device__ __forceinline__ int64_t unit_rows(const Params& params) {
+    const int64_t rows = int64_t(params.cu_seqlens_q == nullptr ? params.batch_size : 1) * params.rows_q;
+    return (rows / kRowUnit + params.batch_size) * kRowUnit;
+}
+
+// The row of a head that a sequence begins with, from row `begin` of its entry of q: the rows of those ahead of it fill at most
+// (rows ahead) / kRowUnit + (sequences ahead) units, so that no sum over sequences is needed.
+__device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin) {
+    const int64_t rows_ahead = params.cu_seqlens_q == nullptr ? int64_t(sequence) * params.rows_q : begin;
+    return (rows_ahead / kRowUnit + sequence) * kRowUnit;
+}
+
+// The row of the workspace that a head begins with. A sequence begins unit_row_of_sequence() rows later.
+__device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows(params); }
+
+// A length, a row or a page from global memory. One out of range is clamped, so that it cannot reach other memory.
+__device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
+    return max(0, min(most, int(load_global_32(values + index))));
+}
+
+// Rows of an entry of an array: where they begin, and how many there are.
+struct Rows {
+    int begin;
+    int count;
+};
+
+// Those of a sequence among packed ones.
+__device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
+    const int begin = load_clamped(cu_seqlens, sequence, rows);
+    return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
+}
+
+// The sum over the lanes up to this one.
+__device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int before = __shfl_up_sync(0xffffffff, value, distance);
+        if (lane >= distance) value += before;
+    }
+    return value;
+}
+
+// One of the blocks of a sequence. The blocks of all sequences are numbered, one sequence after another.
+struct BlockOfSequence {
+    int sequence;  // below 0: none
+    int index;     // among the blocks of the sequence
+    int count;     // how many it has
+};
+
+// The block of a number. Each lane counts the blocks of one of 32 sequences at a time, which is what count_of(sequence) returns.
+template <typename CountOf>
+__device__ __forceinline__ BlockOfSequence find_block_of_sequence(int sequences, int number, int lane, CountOf count_of) {
+    int left = number;  // blocks between the first of these 32 sequences and the one that is looked for
+    for (int first = 0; first < sequences; first += 32) {
+        const int count = first + lane < sequences ? count_of(first + lane) : 0;
+        const int end = sum_up_to_lane(count, lane);
+        const uint32_t beyond = __ballot_sync(0xffffffff, left < end);
+        if (beyond != 0) {
+            const int found = __ffs(beyond) - 1;
+            const int blocks = __shfl_sync(0xffffffff, count, found);
+            return {first + found, left - (__shfl_sync(0xffffffff, end, found) - blocks), blocks};
+        }
+        left -= __shfl_sync(0xffffffff, end, 31);
+    }
+    return {-1, 0, 0};
+}
+
+// The rows of a sequence, whatever their bound. Rows behind the last packed sequence count as one more, number batch_size.
+__device__ __forceinline__ Rows rows_to_write(const int32_t* cu_seqlens, int sequence, int batch_size, int rows) {
+    if (cu_seqlens == nullptr) return {0, sequence < batch_size ? rows : 0};
+    if (sequence < batch_size) return packed_rows(cu_seqlens, sequence, rows, rows);
+    const int begin = load_clamped(cu_seqlens, batch_size, rows);
+    return {begin, rows - begin};
+}
+
+// kRowUnit rows of q of one sequence, of a head.
+struct QueryUnit {
+    int sequence;  // below 0: none; batch_size: of the rows behind the last sequence
+    int head;
+    int first_row;
+    int begin;     // the row of q that the sequence begins with
+    int rows;      // of the sequence, whatever the bound
+    int seqlen_q;  // its queries
+};
+
+// The units of a head follow each other, as those of the main kernel's workspace do.
+__device__ __forceinline__ QueryUnit find_query_unit(const Params& params, int index, int lane) {
+    const auto rows_of = [&](int sequence) {
+        return rows_to_write(params.cu_seqlens_q, sequence, params.batch_size, params.rows_q);
+    };
+    const auto units_of = [&](int sequence) { return (rows_of(sequence).count + kRowUnit - 1) / kRowUnit; };
+    const BlockOfSequence found = find_block_of_sequence(params.batch_size + 1, index, lane, [&](int sequence) {
+        return units_of(sequence) * params.num_heads_q;
+    });
+    if (found.sequence < 0) return {-1};
+    const int units = found.count / params.num_heads_q;
+    const Rows rows = rows_of(found.sequence);
+    const int head = found.index / units;
+    const int queries = found.sequence < params.batch_size ? min(rows.count, params.seqlen_q) : 0;
+    return {found.sequence, head, (found.index - head * units) * kRowUnit, rows.begin, rows.count, queries};
+}
+
+// The parameters of a call of the unit's sequence alone: its length, and pointers to its first rows.
+__device__ __forceinline__ Params of_sequence(const Params& params, const QueryUnit& unit) {
+    Params own = params;
+    own.seqlen_q = unit.seqlen_q;
+    own.dout += unit.begin * params.dout_row_stride;
+    own.out += unit.begin * params.out_row_stride;
+    const int64_t lse_row = unit.sequence * params.lse_batch_stride + unit.begin;
+    own.lse += lse_row;
+    if (params.dlse != nullptr) own.dlse += lse_row;
+    const int64_t unit_row = unit_row_of_sequence(params, unit.sequence, unit.begin);
+    own.delta += unit_row;
+    own.lse_log2 += unit_row;
+    own.dq_accum += unit_row * kHeadDim;
+    own.turns += unit_row / 64;
+    return own;
+}
+
+constexpr int kRowsPerPass = kThreads / kLanes;
+constexpr int kPasses = kRowUnit / kRowsPerPass;
+// Four vectors of dO and four of O are on their way to a thread, or as many as it has in a row.
+constexpr int kPassesAtOnce = kSteps > 2 ? 1 : kSteps == 2 ? 2 : kPasses;
+static_assert(kRowUnit % kRowsPerPass == 0 && kPasses % kPassesAtOnce == 0, "each pass has its rows");
+
+// The sum of the products of elements, as they lie in memory.
+__device__ __forceinline__ float dot(uint4 a, uint4 b) {
+    const uint32_t a_words[4] = {a.x, a.y, a.z, a.w};
+    const uint32_t b_words[4] = {b.x, b.y, b.z, b.w};
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 a_pair = unpack<element>(a_words[i]);
+        const float2 b_pair = unpack<element>(b_words[i]);
+        sum = fmaf(a_pair.x, b_pair.x, fmaf(a_pair.y, b_pair.y, sum));
+    }
+    return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+flash_bwd_varlen_preprocess_hdim128_bf16_causal_ordered_sm90(const __grid_constant__ Params all) {
+    // The wait comes first: lengths may be results of the grid before.
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
+    griddepcontrol_wait();
+    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
+    // before this one to have ended.
+    griddepcontrol_launch_dependents();
+
+    const QueryUnit unit = find_query_unit(all, block_index(), threadIdx.x % 32);
+    // The grid is for the most units that such arrays can have; rows of no sequence are left to the last kernel.
+    if (unit.sequence < 0 || unit.first_row >= unit.seqlen_q) return;
+    const Params params = of_sequence(all, unit);
+    const int first_row = unit.first_row;
+    const int batch = unit.sequence;
+    const int head = unit.head;
+    const int lane = threadIdx.x % kLanes;
+
+    const int64_t unit_row = first_unit_row(params, batch, head) + first_row;
+    float* dq = params.dq_accum + unit_row * kHeadDim;
+    constexpr int kTurns = kRowUnit / 64;  // counters of a unit of rows: one for each block of queries
+    if (threadIdx.x < kTurns) store_global_32(params.turns + unit_row / kRowUnit * kTurns + threadIdx.x, 0u);
+
+    const element* dout = params.dout + batch * params.dout_batch_stride + head * params.dout_head_stride;
+    const element* out = params.out + batch * params.out_batch_stride + head * params.out_head_stride;
+    for (int first_pass = 0; first_pass < kPasses; first_pass += kPassesAtOnce) {
+        uint4 dout_vectors[kPassesAtOnce][kSteps], out_vectors[kPassesAtOnce][kSteps];
+        float lse[kPassesAtOnce], dlse[kPassesAtOnce];
+#pragma unroll
+        for (int pass = 0; pass < kPassesAtOnce; ++pass) {
+            const int row = first_row + (first_pass + pass) * kRowsPerPass + threadIdx.x / kLanes;
+            const bool valid = row < params.seqlen_q;
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) {
+                const int column = (step * kLanes + lane) * kVector;
+                dout_vectors[pass][step] = out_vectors[pass][step] = {};
+                if (valid && column < params.head_dim_v) {
+                    dout_vectors[pass][step] = load_global_128(dout + row * params.dout_row_stride + column);
+                    out_vectors[pass][step] = load_global_128(out + row * params.out_row_stride + column);
+                }
+            }
+            const int64_t lse_row = head * params.lse_head_stride + row;
+            lse[pass] = valid ? __uint_as_float(load_global_32(params.lse + lse_row)) : -INFINITY;
+            dlse[pass] = valid && params.dlse != nullptr ? __uint_as_float(load_global_32(params.dlse + lse_row)) : 0.0f;
+        }
+        // Stores for which nothing waits, while the loads are on their way.
+        constexpr int kElements = kPassesAtOnce * kRowsPerPass * kHeadDim;
+        float* cleared = dq + first_pass * kRowsPerPass * kHeadDim;
+#pragma unroll 4
+        for (int i = 4 * threadIdx.x; i < kElements; i += 4 * kThreads) store_global_128(cleared + i, {});
+#pragma unroll
+        for (int pass = 0; pass < kPassesAtOnce; ++pass) {
+            const int row_of_unit = (first_pass + pass) * kRowsPerPass + threadIdx.x / kLanes;
+            float sum = 0.0f;
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) sum += dot(dout_vectors[pass][step], out_vectors[pass][step]);
+#pragma unroll
+            for (int distance = 1; distance < kLanes; distance *= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
+            if (lane != 0) continue;
+            const bool sees_nothing = lse[pass] == -INFINITY;
+            store_global_32(params.delta + unit_row + row_of_unit, sees_nothing ? 0.0f : sum - dlse[pass]);
+            store_global_32(params.lse_log2 + unit_row + row_of_unit, sees_nothing ? INFINITY : lse[pass] * kLog2e);
+        }
+    }
+}
