@@ -258,6 +258,8 @@ __device__ __forceinline__ int peer_of(const KeyBlock& tile) { return rank_of(ti
 // The first key of both thread blocks.
 __device__ __forceinline__ int first_key_of_pair(const KeyBlock& tile) { return tile.first_key - rank_of(tile) * kBlockN; }
 
+__device__ __forceinline__ int first_key_of_peer(const KeyBlock& tile) { return first_key_of_pair(tile) + peer_of(tile) * kBlockN; }
+
 // The blocks of queries that both go through: those with a query that attends to some key of either.
 __device__ __forceinline__ QueryBlocks find_query_blocks_of_pair(const Params& params, const KeyBlock& tile) {
     return find_query_blocks(params, first_key_of_pair(tile));  // whoever attends to a later key attends to the first one, too
@@ -268,11 +270,12 @@ __device__ __forceinline__ int first_peer_panel(const KeyBlock& tile) { return r
 
 // Starts loading kPeerPanels panels of the peer's K.
 __device__ __forceinline__ void load_peer_k(const Params& params, const KeyBlock& tile, shared_address shared, shared_address full) {
-    const int first_key = first_key_of_pair(tile) + peer_of(tile) * kBlockN;
+    const int batch = tile.batch;
+    const int row = first_key_of_peer(tile);
 #pragma unroll
     for (int panel = 0; panel < kPeerPanels; ++panel) {
         tma_load_4d(shared + kPeerKOffset + panel * kBlockN * kPanelRowBytes, params.k, full,
-                    (first_peer_panel(tile) + panel) * kPanelColumns, first_key, kv_head_of(params, tile), tile.batch);
+                    (first_peer_panel(tile) + panel) * kPanelColumns, row, kv_head_of(params, tile), batch);
     }
 }
 

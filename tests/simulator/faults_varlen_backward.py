@@ -16,6 +16,7 @@ GROUPS = Shape(100, 150, 4, 2, batch=5)
 HOPPER = "32_fp16_sm90"
 ALONE = Shape(100, 150, 1)
 PAIR_OF_HEADS = Shape(100, 150, 2, 1)
+PAIR = "192_128_fp16_pair_sm90"
 TURNS = "32_fp16_causal_ordered_sm90"
 WIDE, WIDE_GROUP = "192_128_fp16_sm90", "192_128_fp16_gqa_sm90"
 SHARED = Shape(100, 150, 1, batch=8)
@@ -119,6 +120,16 @@ FAULTS = (
     (Fault("dV of wide heads in rows of the next sequence", WIDE, "main", SHARED, (WRONG, "race", *BOUNDS),
            "if (stored >= rows) break;", ""),
      PACKED),
+    (Fault("the peer's K of no sequence", PAIR, "main", ALONE, (WRONG,),
+           "    clear_rows<kPeerPanels, kBlockN>", "    if (false) clear_rows<kPeerPanels, kBlockN>"),
+     BEHIND),
+    (Fault("the peer's K of the first sequence", PAIR, "main", SHARED, (WRONG,),
+           "const int row = tile.first_row_kv + first_key_of_peer(tile);",
+           "const int row = first_key_of_peer(tile);"),
+     PACKED),
+    (Fault("clusters that are not whole", PAIR, "main", ALONE, (WRONG, "deadlock", *ASYNC, *BOUNDS),
+           "params.rows_kv).count) + 1) / 2 * 2;", "params.rows_kv).count));"),
+     BEHIND),
     (Fault("turns that all sequences share, on Hopper", TURNS, "main", SHARED, ("deadlock", WRONG, "race"),
            "own.turns += unit_row / kBlockM;", ""),
      PACKED),

@@ -82,6 +82,10 @@ CASES = [
     ("64_fp16_causal_ordered_gqa_sm90", Shape(150, 300, 2, 1, batch=4)),
     ("128_bf16_local_ordered_sm90", Shape(150, 300, 1, batch=3, window=(70, 20))),
     ("192_128_fp16_ordered_gqa_sm90", Shape(100, 150, 2, 1, batch=3)),
+    ("192_fp16_pair_gqa_sm90", Shape(100, 200, 2, 1, batch=4)),
+    ("192_128_bf16_causal_pair_sm90", Shape(150, 200, 1, batch=4, head_dim=176, head_dim_v=120)),
+    ("192_bf16_local_pair_gqa_sm90", Shape(100, 300, 2, 1, batch=3, window=(70, 20))),
+    ("192_128_fp16_causal_ordered_pair_gqa_sm90", Shape(100, 300, 2, 1, batch=3)),
 ]
 
 
@@ -95,6 +99,7 @@ def test_within_the_bound_and_all_else_is_zero(name, shape, packed_q, compiler, 
 
 PLAIN, ORDERED = "32_fp16_sm80", "32_fp16_causal_ordered_sm80"
 HOPPER, WIDE = "32_fp16_sm90", "192_128_fp16_sm90"
+PAIR, PAIR_ORDERED = "192_128_fp16_pair_sm90", "192_128_fp16_causal_ordered_pair_sm90"
 HOPPER_ORDERED, WIDE_ORDERED = "32_fp16_causal_ordered_sm90", "192_128_fp16_causal_ordered_sm90"
 SHORT, MANY = Shape(1, 1, batch=3), Shape(5, 130, batch=40)
 
@@ -103,7 +108,7 @@ SHORT, MANY = Shape(1, 1, batch=3), Shape(5, 130, batch=40)
     ("name", "shape"),
     [
         *itertools.product([PLAIN, ORDERED], [SHORT, Shape(7, 0, batch=2), Shape(0, 9, batch=2), MANY]),
-        *itertools.product([HOPPER, WIDE, HOPPER_ORDERED, WIDE_ORDERED], [SHORT, MANY]),
+        *itertools.product([HOPPER, WIDE, PAIR, HOPPER_ORDERED, WIDE_ORDERED], [SHORT, MANY]),
     ],
     ids=str,
 )
@@ -119,7 +124,7 @@ def test_without_a_gradient_of_lse(compiler, fresh_seed):
     assert check_on(MAIN[PLAIN], example, fresh_seed) is None
 
 
-@pytest.mark.parametrize("name", [ORDERED, HOPPER, WIDE, HOPPER_ORDERED])
+@pytest.mark.parametrize("name", [ORDERED, HOPPER, WIDE, PAIR, HOPPER_ORDERED])
 @pytest.mark.parametrize("packed_kv", [False, True], ids=["padded", "packed"])
 def test_lengths_may_change_after_the_grid_is_fixed(packed_kv, name, compiler, fresh_seed):
     """As in a graph that is replayed: the problem is that of the first lengths, the arrays have others."""
@@ -144,7 +149,7 @@ def test_lengths_may_change_after_the_grid_is_fixed(packed_kv, name, compiler, f
     assert check_on(MAIN[name], example, fresh_seed) is None
 
 
-@pytest.mark.parametrize("name", [PLAIN, ORDERED, HOPPER, WIDE, HOPPER_ORDERED])
+@pytest.mark.parametrize("name", [PLAIN, ORDERED, HOPPER, WIDE, PAIR, HOPPER_ORDERED])
 def test_lengths_that_contradict_the_arrays_stay_within_them(name, compiler, fresh_seed):
     """The simulator would find an access to other memory."""
     rng = np.random.default_rng(fresh_seed)
@@ -156,7 +161,7 @@ def test_lengths_that_contradict_the_arrays_stay_within_them(name, compiler, fre
     simulated(MAIN[name], example, fresh_seed)
 
 
-@pytest.mark.parametrize("name", [PLAIN, HOPPER, WIDE])
+@pytest.mark.parametrize("name", [PLAIN, HOPPER, WIDE, PAIR])
 def test_a_sequence_of_nan_leaves_the_others_alone(name, compiler, fresh_seed):
     shape = Shape(100, 150, 2, batch=4)
     example, poisoned = (example_of(name, shape, fresh_seed, packed_q=True, packed_kv=True) for _ in range(2))
@@ -173,7 +178,7 @@ def test_a_sequence_of_nan_leaves_the_others_alone(name, compiler, fresh_seed):
             assert np.allclose(found["dq"], expected["dq"], rtol=0.01, atol=0.01)
 
 
-@pytest.mark.parametrize("name", [ORDERED, HOPPER_ORDERED, WIDE_ORDERED])
+@pytest.mark.parametrize("name", [ORDERED, HOPPER_ORDERED, WIDE_ORDERED, PAIR_ORDERED])
 def test_in_turns_dq_repeats_to_the_bit(name, compiler, fresh_seed):
     found = set()
     for order, threads in ((1, 1), (2, 4), (3, 8)):

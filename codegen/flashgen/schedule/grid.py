@@ -70,15 +70,16 @@ def row_blocks(problem: Problem, variant: Variant) -> int:
 
 def tiles(problem: Problem, variant: Variant) -> int:
     """Tiles of the grid, without those beside them. In a grid of sequences they are the most that there can
-    be: each sequence has one that is not whole.
+    be: each sequence has one that is not whole, or a cluster that is not.
     """
     sizes = extents(problem, variant)
     further = (-(-sizes[dimension] // tile) for dimension, tile in variant.grid.covers[1:])
     count = row_blocks(problem, variant) * math.prod(further)
     if variant.grid.of_sequences:
         (dimension, tile), (of_heads, _), (sequences, _) = variant.grid.covers
-        whole = sizes[_OF_SEQUENCES[dimension]] // tile
-        count = min(count, (whole + sizes[sequences]) * sizes[of_heads])
+        cluster = variant.grid.cluster
+        whole = sizes[_OF_SEQUENCES[dimension]] // (tile * cluster)
+        count = min(count, (whole + sizes[sequences]) * cluster * sizes[of_heads])
     return count
 
 

@@ -171,7 +171,7 @@ class StepTable:
         positive = (*covers, *beside, blocks_per_sm, cluster, *(visits or ()))
         if min(positive) < 1 or min(from_last_row, split_gain, group_waves, step_rows) < 0:
             raise error(f"an extent of `grid` or `visits` is below 1 for {where()}")
-        if cluster > 1 and self.step.schedule != "tile_per_block":
+        if cluster > 1 and self.step.schedule not in ("tile_per_block", "sequences"):
             raise error(f"clusters of {cluster} for {where()}: only with one thread block to each tile")
         boxes = self._boxes.at(values, where)
         numbers = (from_last_row, split_gain, group_waves, cluster, step_rows, beside)
