@@ -161,7 +161,14 @@ def test_lengths_that_contradict_the_arrays_stay_within_them(name, compiler, fre
     simulated(MAIN[name], example, fresh_seed)
 
 
-@pytest.mark.parametrize("name", [PLAIN, HOPPER, WIDE, PAIR])
+@pytest.mark.parametrize("name", [HOPPER, WIDE, PAIR, HOPPER_ORDERED, WIDE_ORDERED, PAIR_ORDERED])
+def test_what_lies_behind_the_last_sequence_is_not_summed(name, compiler, fresh_seed):
+    """TMA brings it in, and it is NaN: also where the last queries come last."""
+    example = example_of(name, Shape(100, 150, 1), fresh_seed, packed_q=True, packed_kv=True, behind=True)
+    assert check_on(MAIN[name], example, fresh_seed) is None
+
+
+@pytest.mark.parametrize("name", [PLAIN, HOPPER, WIDE, PAIR, HOPPER_ORDERED, WIDE_ORDERED, PAIR_ORDERED])
 def test_a_sequence_of_nan_leaves_the_others_alone(name, compiler, fresh_seed):
     shape = Shape(100, 150, 2, batch=4)
     example, poisoned = (example_of(name, shape, fresh_seed, packed_q=True, packed_kv=True) for _ in range(2))
