@@ -63,8 +63,8 @@ FAULTS = (
     fault(
         "the other half of the peer's K",
         (WRONG,),
-        "(first_peer_panel(tile) + panel) * kPanelColumns, first_key",
-        "(kPanels - kPeerPanels - first_peer_panel(tile) + panel) * kPanelColumns, first_key",
+        "(first_peer_panel(tile) + panel) * kPanelColumns, row",
+        "(kPanels - kPeerPanels - first_peer_panel(tile) + panel) * kPanelColumns, row",
     ),
     fault(
         "the peer's K is not awaited",

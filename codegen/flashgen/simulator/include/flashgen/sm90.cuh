@@ -186,46 +186,28 @@ inline void pin_registers(uint32_t (&registers)[kCount]) {
     (void)registers;
 }
 
-namespace flashgen::simulator {
-// A wgmma of one step along the K dimension. A is in the registers `a`, or in shared memory under `a_descriptor` where `a` is null.
-template <typename Type, int kCount>
-inline void multiply_step(float (&d)[kCount], const uint32_t* a, uint64_t a_descriptor, Major a_major, uint64_t b, Major b_major,
-                          int accumulate, Location where) {
-    multiply_warpgroup({.bf16 = std::is_same_v<Type, bf16>,
-                        .accumulator = d,
-                        .count = kCount,
-                        .a = a,
-                        .a_descriptor = a_descriptor,
-                        .b_descriptor = b,
-                        .a_major = a_major,
-                        .b_major = b_major,
-                        .accumulate = accumulate != 0},
-                       where);
-}
-}  // namespace flashgen::simulator
-
 // wgmma_m64nNk16_fp16_ss and its like, of every width: a kernel leaves its own out where FLASHGEN_SIMULATOR is defined.
 #define FLASHGEN_SIMULATOR
 #define FLASHGEN_WGMMA_OF(n, type)                                                                                               \
     inline void wgmma_m64n##n##k16_##type##_ss(float (&d)[n / 2], uint64_t a, uint64_t b, int accumulate,                        \
                                                flashgen::simulator::Location where = flashgen::simulator::Location::current()) { \
         using enum flashgen::simulator::Major;                                                                                   \
-        flashgen::simulator::multiply_step<type>(d, nullptr, a, k, b, k, accumulate, where);                                     \
+        flashgen::simulator::multiply_step(std::is_same_v<type, bf16>, d, nullptr, a, k, b, k, accumulate, where);               \
     }                                                                                                                            \
     inline void wgmma_m64n##n##k16_##type##_ss_mn(float (&d)[n / 2], uint64_t a, uint64_t b, int accumulate,                     \
                                                flashgen::simulator::Location where = flashgen::simulator::Location::current()) { \
         using enum flashgen::simulator::Major;                                                                                   \
-        flashgen::simulator::multiply_step<type>(d, nullptr, a, mn, b, mn, accumulate, where);                                   \
+        flashgen::simulator::multiply_step(std::is_same_v<type, bf16>, d, nullptr, a, mn, b, mn, accumulate, where);             \
     }                                                                                                                            \
     inline void wgmma_m64n##n##k16_##type##_rs(float (&d)[n / 2], const uint32_t (&a)[4], uint64_t b, int accumulate,            \
                                                flashgen::simulator::Location where = flashgen::simulator::Location::current()) { \
         using enum flashgen::simulator::Major;                                                                                   \
-        flashgen::simulator::multiply_step<type>(d, a, 0, k, b, mn, accumulate, where);                                          \
+        flashgen::simulator::multiply_step(std::is_same_v<type, bf16>, d, a, 0, k, b, mn, accumulate, where);                    \
     }                                                                                                                            \
     inline void wgmma_m64n##n##k16_##type##_rs_k(float (&d)[n / 2], const uint32_t (&a)[4], uint64_t b, int accumulate,          \
                                                flashgen::simulator::Location where = flashgen::simulator::Location::current()) { \
         using enum flashgen::simulator::Major;                                                                                   \
-        flashgen::simulator::multiply_step<type>(d, a, 0, k, b, k, accumulate, where);                                           \
+        flashgen::simulator::multiply_step(std::is_same_v<type, bf16>, d, a, 0, k, b, k, accumulate, where);                     \
     }
 #define FLASHGEN_WGMMA(n) FLASHGEN_WGMMA_OF(n, fp16) FLASHGEN_WGMMA_OF(n, bf16)
 FLASHGEN_WGMMA(8) FLASHGEN_WGMMA(16) FLASHGEN_WGMMA(24) FLASHGEN_WGMMA(32) FLASHGEN_WGMMA(40) FLASHGEN_WGMMA(48) FLASHGEN_WGMMA(56) FLASHGEN_WGMMA(64)

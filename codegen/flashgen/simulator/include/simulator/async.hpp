@@ -63,6 +63,23 @@ struct WarpgroupProduct {
     bool accumulate;
 };
 void multiply_warpgroup(const WarpgroupProduct& product, Location where);
+
+// A wgmma of one step along the K dimension. A is in the registers `a`, or in shared memory under `a_descriptor` where `a` is null.
+template <int kCount>
+void multiply_step(bool bf16, float (&d)[kCount], const uint32_t* a, uint64_t a_descriptor, Major a_major, uint64_t b, Major b_major,
+                   int accumulate, Location where) {
+    multiply_warpgroup({.bf16 = bf16,
+                        .accumulator = d,
+                        .count = kCount,
+                        .a = a,
+                        .a_descriptor = a_descriptor,
+                        .b_descriptor = b,
+                        .a_major = a_major,
+                        .b_major = b_major,
+                        .accumulate = accumulate != 0},
+                       where);
+}
+
 void warpgroup_fence(Location where);
 void warpgroup_commit(Location where);
 void warpgroup_wait(int pending, Location where);
