@@ -108,7 +108,7 @@ FAULTS = (
     (Fault("Q and dO of no sequence, of wide heads", WIDE, "main", ALONE, (WRONG,),
            "if (queries_left >= kBlockM) return;", "return;"),
      BEHIND),
-    (Fault("… of the second head of a group", WIDE_GROUP, "main", PAIR_OF_HEADS, (WRONG,),
+    (Fault("Q and dO of no sequence, of a group's second head", WIDE_GROUP, "main", PAIR_OF_HEADS, (WRONG,),
            "if (queries_left >= kBlockM)", "if (queries_left >= kBlockM || ring.stage + ring.parity > 0)"),
      BEHIND),
     (Fault("K and V of no sequence, of wide heads", WIDE, "main", ALONE, (WRONG,),
