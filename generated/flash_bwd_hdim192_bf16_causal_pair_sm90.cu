@@ -3,7 +3,7 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 192, head_dim_v 192, dtype bf16, mask_type causal, gqa mha, dq_order none
-// tile      block_m 64, block_n 64, stages 2, cluster 2 (pair)
+// tile      block_m 64, block_n 64, stages 2, dout_stages 2, cluster 2 (pair)
 // block     384 threads, 215152 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_bwd_wide_sm90.yaml
@@ -27,7 +27,8 @@ constexpr int kHeadDim = 192;  // of Q and K
 constexpr int kHeadDimV = 192;  // of V and dO
 constexpr int kBlockM = 64;  // query rows of a step
 constexpr int kBlockN = 64;  // keys of a tile
-constexpr int kStages = 2;  // buffers of Q, and of dO
+constexpr int kStages = 2;  // buffers of Q
+constexpr int kDoutStages = 2;  // of dO
 constexpr int kConsumers = 2;  // warpgroup 1 computes S, P and dV, 2 computes dP, dS and dK, each some columns of dQ
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
@@ -58,12 +59,12 @@ constexpr int kQueryValueBytes = kBlockM * sizeof(float);  // of lse_log2, and o
 constexpr int kVOffset = kKBytes;
 constexpr int kQOffset = kVOffset + kVBytes;
 constexpr int kDoutOffset = kQOffset + kStages * kQBytes;
-constexpr int kDsOffset = kDoutOffset + kStages * kDoutBytes;
+constexpr int kDsOffset = kDoutOffset + kDoutStages * kDoutBytes;
 constexpr int kPeerKOffset = kDsOffset + 2 * kDsBytes;
 constexpr int kPOffset = kPeerKOffset + kPeerKBytes;
 constexpr int kLseOffset = kPOffset + kPBytes;
 constexpr int kDeltaOffset = kLseOffset + kStages * kQueryValueBytes;
-constexpr int kBarrierOffset = kDeltaOffset + kStages * kQueryValueBytes;
+constexpr int kBarrierOffset = kDeltaOffset + kDoutStages * kQueryValueBytes;
 constexpr int kSharedBytes = kBarrierOffset + 8 * (8 + 3 * kStages);
 
 static_assert(kBlockN == 64 && kBlockM == 64, "a warpgroup computes all scores of a step, and all rows of dQ");
@@ -604,14 +605,15 @@ __device__ __forceinline__ void produce_step(const Params& params, const KeyBloc
     const int batch = tile.batch;
     const int row = step.block * kBlockM;
     const int64_t unit_row = first_unit_row(params, batch, head) + row;
-    const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(ring.stage);
+    const RingPosition<kStages>& dout = ring;  // dO and delta are in the stage of Q and LSE
+    const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(dout.stage);
     mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
     mbarrier_arrive_expect_tx(q_full, kQBytes + kQueryValueBytes);
     load_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, params.q, q_full, row, head, batch);
     bulk_load(shared + kLseOffset + ring.stage * kQueryValueBytes, params.lse_log2 + unit_row, q_full, kQueryValueBytes);
     mbarrier_arrive_expect_tx(dout_full, kDoutBytes + kQueryValueBytes);
-    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + ring.stage * kDoutBytes, params.dout, dout_full, row, head, batch);
-    bulk_load(shared + kDeltaOffset + ring.stage * kQueryValueBytes, params.delta + unit_row, dout_full, kQueryValueBytes);
+    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + dout.stage * kDoutBytes, params.dout, dout_full, row, head, batch);
+    bulk_load(shared + kDeltaOffset + dout.stage * kQueryValueBytes, params.delta + unit_row, dout_full, kQueryValueBytes);
 }
 
 // The producer thread: K and V of the tile, and the peer's K for dQ, then Q and dO of each step, with their rows' LSE and delta, as fast as
@@ -638,7 +640,7 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& ti
 }
 
 // Of the columns of dQ a thread block computes half, over the keys of both. Its dK consumer has the outer panel of these, its dV consumer
-// the rest. At head_dim 192, rank 0: [0, 64) and [64, 96); rank 1: [128, 192) and [96, 128).
+// the rest. Rank 0: [0, 64) and [64, 96); rank 1: [128, 192) and [96, 128).
 constexpr int kDqColumnsOfDk = kPanelColumns;
 constexpr int kDqColumnsOfDv = kHeadDim / 2 - kPanelColumns;
 static_assert(kDqColumnsOfDv > 0 && kPanelColumns % kDqColumnsOfDv == 0, "the columns of a consumer lie in one panel");
@@ -753,7 +755,8 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
 
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-        const shared_address dout_smem = shared + kDoutOffset + ring.stage * kDoutBytes;
+        const RingPosition<kStages>& dout = ring;
+        const shared_address dout_smem = shared + kDoutOffset + dout.stage * kDoutBytes;
         if (needs_mask(step.block * kBlockM)) {
             apply_mask(params, p, tile.first_key + warp_row + lane / 4, step.block * kBlockM + lane % 4 * 2);
         }
@@ -770,7 +773,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
         // The first step runs the MMAs of dQ on K and discards their result: with MMAs that are conditional, ptxas would serialise all of them.
         const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared;
         if (i > 0) mbarrier_wait(barriers.ds_received((i + 1) % 2), (i - 1) / 2 % 2);
-        mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
+        mbarrier_wait(barriers.dout_full(dout.stage), dout.parity);
         float dq[kDqColumnsOfDv / 2];
         mma_dq(dq, last_ds, columns);
         mma_gradient(dv, packed_p, dout_smem);
@@ -861,7 +864,7 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         PackedScores packed_ds;
         packed_ds.set(ds);
 
-        // p_full of step i implies that ds_ready of step i - 1 is complete: all warps here have written dS of step i - 1, which the next MMA
+        // p_full of step i implies that ds_ready of step i - 1 is complete: all warps here have written dS of step i - 1, which the MMA of dQ
         // reads, and finished dQ of step i - 2, whose slot step i takes. slot_free says the latter of the peer, so that the copy to it has
         // left the buffer here. For i < 2 the wait returns at once.
         mbarrier_wait(barriers.slot_free(i % 2), (i / 2 + 1) % 2);
@@ -891,13 +894,14 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         // dP of the next step. The last step computes what nobody uses, from K: the other consumer may be storing dV over V.
         RingPosition<kStages> next = ring;
         next.advance();
+        const RingPosition<kStages>& dout = next;
         const bool is_last = i + 1 == count;
         if (!is_last) {
-            mbarrier_wait(barriers.dout_full(next.stage), next.parity);
-            delta.load(shared + kDeltaOffset + next.stage * kQueryValueBytes, lane);
+            mbarrier_wait(barriers.dout_full(dout.stage), dout.parity);
+            delta.load(shared + kDeltaOffset + dout.stage * kQueryValueBytes, lane);
         }
         if (is_last) v_rows.smem = shared;
-        mma_scores<kHeadDimV>(ds, v_rows, is_last ? shared : shared + kDoutOffset + next.stage * kDoutBytes);
+        mma_scores<kHeadDimV>(ds, v_rows, is_last ? shared : shared + kDoutOffset + dout.stage * kDoutBytes);
         wgmma_wait<1>();
         pin_registers(dk);
         release(barriers.empty(ring.stage));

@@ -3,7 +3,7 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 192, head_dim_v 128, dtype bf16, mask_type causal, gqa mha, dq_order none
-// tile      block_m 64, block_n 64, stages 2, cluster 1
+// tile      block_m 64, block_n 64, stages 2, dout_stages 2, cluster 1
 // block     384 threads, 157808 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_bwd_varlen_wide_sm90.yaml
@@ -24,7 +24,8 @@ constexpr int kHeadDim = 192;  // of Q and K
 constexpr int kHeadDimV = 128;  // of V and dO
 constexpr int kBlockM = 64;  // query rows of a step
 constexpr int kBlockN = 64;  // keys of a tile
-constexpr int kStages = 2;  // buffers of Q, and of dO
+constexpr int kStages = 2;  // buffers of Q
+constexpr int kDoutStages = 2;  // of dO
 constexpr int kConsumers = 2;  // warpgroup 1 computes S, P and dV, 2 computes dP, dS and dK, each some columns of dQ
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
@@ -54,11 +55,11 @@ constexpr int kDqColumns = 64;  // of an MMA of dQ: a panel of K
 constexpr int kVOffset = kKBytes;
 constexpr int kQOffset = kVOffset + kVBytes;
 constexpr int kDoutOffset = kQOffset + kStages * kQBytes;
-constexpr int kDsOffset = kDoutOffset + kStages * kDoutBytes;
+constexpr int kDsOffset = kDoutOffset + kDoutStages * kDoutBytes;
 constexpr int kPOffset = kDsOffset + 2 * kDsBytes;
 constexpr int kLseOffset = kPOffset + kPBytes;
 constexpr int kDeltaOffset = kLseOffset + kStages * kQueryValueBytes;
-constexpr int kBarrierOffset = kDeltaOffset + kStages * kQueryValueBytes;
+constexpr int kBarrierOffset = kDeltaOffset + kDoutStages * kQueryValueBytes;
 constexpr int kStashBytes = 32;  // of the block of keys
 constexpr int kStashOffset = kBarrierOffset + 8 * (4 + 3 * kStages);
 constexpr int kSharedBytes = kStashOffset + kStashBytes;
@@ -773,10 +774,11 @@ __device__ __forceinline__ void clear_tail_of_step(const Params& params, const S
                                                    const RingPosition<kStages>& ring) {
     const int queries_left = params.seqlen_q - step.block * kBlockM;
     if (queries_left >= kBlockM) return;
+    const RingPosition<kStages>& dout = ring;  // dO is in the stage of Q
     mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
     clear_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, queries_left);
-    mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
-    clear_rows<kPanelsV, kBlockM>(shared + kDoutOffset + ring.stage * kDoutBytes, queries_left);
+    mbarrier_wait(barriers.dout_full(dout.stage), dout.parity);
+    clear_rows<kPanelsV, kBlockM>(shared + kDoutOffset + dout.stage * kDoutBytes, queries_left);
     barrier_sync(kClearBarrier, 128 * kConsumers);  // the zeros of all consumers are there
 }
 
@@ -871,14 +873,15 @@ __device__ __forceinline__ void produce_step(const Params& params, const KeyBloc
     const int row = tile.first_row_q + step.block * kBlockM;
     const int64_t unit_row =
         first_unit_row(params, batch, head) + unit_row_of_sequence(params, tile.batch, tile.first_row_q) + step.block * kBlockM;
-    const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(ring.stage);
+    const RingPosition<kStages>& dout = ring;  // dO and delta are in the stage of Q and LSE
+    const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(dout.stage);
     mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
     mbarrier_arrive_expect_tx(q_full, kQBytes + kQueryValueBytes);
     load_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, params.q, q_full, row, head, batch);
     bulk_load(shared + kLseOffset + ring.stage * kQueryValueBytes, params.lse_log2 + unit_row, q_full, kQueryValueBytes);
     mbarrier_arrive_expect_tx(dout_full, kDoutBytes + kQueryValueBytes);
-    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + ring.stage * kDoutBytes, params.dout, dout_full, row, head, batch);
-    bulk_load(shared + kDeltaOffset + ring.stage * kQueryValueBytes, params.delta + unit_row, dout_full, kQueryValueBytes);
+    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + dout.stage * kDoutBytes, params.dout, dout_full, row, head, batch);
+    bulk_load(shared + kDeltaOffset + dout.stage * kQueryValueBytes, params.delta + unit_row, dout_full, kQueryValueBytes);
 }
 
 // The producer thread: K and V of the tile, then Q and dO of each step, with their rows' LSE and delta, as fast as buffers become
@@ -964,7 +967,8 @@ __device__ __forceinline__ void consume_dv(const Params& all, const KeyBlock& ti
 
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-        const shared_address dout_smem = shared + kDoutOffset + ring.stage * kDoutBytes;
+        const RingPosition<kStages>& dout = ring;
+        const shared_address dout_smem = shared + kDoutOffset + dout.stage * kDoutBytes;
         if (needs_mask(step.block * kBlockM)) {
             apply_mask(params, p, tile.first_key + warp_row + lane / 4, step.block * kBlockM + lane % 4 * 2);
         }
@@ -980,7 +984,7 @@ __device__ __forceinline__ void consume_dv(const Params& all, const KeyBlock& ti
 
         // The first step runs the MMAs of dQ on K and discards their result: with MMAs that are conditional, ptxas would serialise all of them.
         const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared;
-        mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
+        mbarrier_wait(barriers.dout_full(dout.stage), dout.parity);
         // Of two panels the first has the registers of P, which is packed.
         float dq[kDqColumns / 2];
         if constexpr (kDqPanelsOfDv == 2) start_dq(p, last_ds, shared, 0);
@@ -1102,13 +1106,14 @@ __device__ __forceinline__ void consume_dk(const Params& all, const KeyBlock& ti
         // dP of the next step. The last step computes what nobody uses, from K: the other consumer may be storing dV over V.
         RingPosition<kStages> next = ring;
         next.advance();
+        const RingPosition<kStages>& dout = next;
         const bool is_last = i + 1 == count;
         if (!is_last) {
-            mbarrier_wait(barriers.dout_full(next.stage), next.parity);
-            delta.load(shared + kDeltaOffset + next.stage * kQueryValueBytes, lane);
+            mbarrier_wait(barriers.dout_full(dout.stage), dout.parity);
+            delta.load(shared + kDeltaOffset + dout.stage * kQueryValueBytes, lane);
         }
         if (is_last) v_rows.smem = shared;
-        mma_scores<kHeadDimV>(ds, v_rows, is_last ? shared : shared + kDoutOffset + next.stage * kDoutBytes);
+        mma_scores<kHeadDimV>(ds, v_rows, is_last ? shared : shared + kDoutOffset + dout.stage * kDoutBytes);
         wgmma_wait<1>();
         pin_registers(dk);
         release(barriers.empty(ring.stage));

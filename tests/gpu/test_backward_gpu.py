@@ -243,7 +243,9 @@ def test_long_sequences_of_wide_heads():
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
 )
 @pytest.mark.parametrize("mask", ["none", "causal", "local"])
-@pytest.mark.parametrize("head_dims", [(192, 192), (136, 160), (192, 128), (136, 8)], ids=str)
+@pytest.mark.parametrize(
+    "head_dims", [(192, 192), (136, 160), (192, 128), (136, 8), (256, 256), (200, 216)], ids=str
+)
 def test_pairs_of_thread_blocks_within_the_bound(head_dims, mask):
     """Heads of an odd number of blocks of keys and of an even one; many more pairs than run together."""
     for index, dtype in enumerate(("fp16", "bf16")):
@@ -257,9 +259,10 @@ def test_pairs_of_thread_blocks_within_the_bound(head_dims, mask):
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
 )
-def test_dk_and_dv_of_pairs_repeat():
+@pytest.mark.parametrize("head_dim", [192, 256])
+def test_dk_and_dv_of_pairs_repeat(head_dim):
     """Also with the query heads of a group in parts."""
-    call = Call((2, 1000, 1200, 12, 2), (192, 192), "bf16", causal=True)
+    call = Call((2, 1000, 1200, 12, 2), (head_dim, head_dim), "bf16", causal=True)
     for waves in (0, 100):
         plan = call.plan("sm90", group_waves=waves, tile="pair")
         first = [x.clone() for x in call.run(plan)]
@@ -272,7 +275,7 @@ def test_dk_and_dv_of_pairs_repeat():
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
 )
 @pytest.mark.parametrize("mask", ["none", "causal", "local"])
-@pytest.mark.parametrize("head_dims", [(192, 192), (192, 128)], ids=str)
+@pytest.mark.parametrize("head_dims", [(192, 192), (192, 128), (256, 256)], ids=str)
 def test_pairs_of_thread_blocks_in_turns(head_dims, mask, busy):
     """Within the bound, and the same bits beside other work, where clusters come in other orders."""
     import cupy

@@ -36,6 +36,8 @@ NAMES = (
     "192_128_bf16_causal_pair_gqa_sm90",
     "192_fp16_local_pair_sm90",
     "192_bf16_ordered_pair_gqa_sm90",
+    "256_bf16_causal_pair_gqa_sm90",
+    "256_fp16_ordered_pair_sm90",
     *(f"{d}_bf16{mask}_gqa_sm80" for d in (64, 128) for mask in ("", "_causal", "_local")),
     "32_fp16_causal_ordered_sm86",
     "64_fp16_local_ordered_gqa_sm80",

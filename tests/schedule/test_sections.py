@@ -170,6 +170,7 @@ def test_a_diagonal_beside_a_mask_cuts_the_grid_as_it_does_alone(variant, kv_hea
         ("256_bf16_ordered", 4, (4096, 4096), (8, 8), 4),  # 33 tiles of a head at a time, 64 steps
         ("256_bf16_ordered", 16, (1024, 1024), (8, 8), 16),
         ("192_bf16_ordered_pair", 4, (4096, 4096), (10, 10), 3),  # 22 clusters, 64 steps
+        ("256_bf16_ordered_pair", 4, (4096, 4096), (8, 8), 3),  # likewise
         ("128_bf16_causal_ordered", 4, (4096, 4096), (16, 16), 5),
         ("128_bf16_ordered", 1, (512, 16384), (64, 64), 32),  # 4 tiles, 8 steps
         ("128_bf16_ordered_gqa", 1, (512, 16384), (64, 8), 4),

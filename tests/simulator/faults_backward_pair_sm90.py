@@ -8,6 +8,7 @@ from simulator.faults import ASYNC, WRONG
 from simulator.faults_backward import Fault
 
 PAIR = "flash_bwd_hdim192_bf16_causal_pair_sm90"
+ONE_DOUT = "flash_bwd_hdim256_bf16_causal_pair_sm90"
 
 # Three blocks of keys, and a fourth past the last key.
 SHAPE = Shape(seqlen_q=200, seqlen_kv=150, heads=1)
@@ -16,8 +17,8 @@ SHAPE = Shape(seqlen_q=200, seqlen_kv=150, heads=1)
 PHASES = (*ASYNC, "proxy", "deadlock", "mbarrier", WRONG)
 
 
-def fault(name: str, caught: tuple[str, ...], old: str, new: str) -> Fault:
-    return Fault(name, PAIR, "main", SHAPE, caught, old, new)
+def fault(name: str, caught: tuple[str, ...], old: str, new: str, variant: str = PAIR) -> Fault:
+    return Fault(name, variant, "main", SHAPE, caught, old, new)
 
 
 RECEIVED = "        if (i > 0) mbarrier_wait(barriers.ds_received((i + 1) % 2), (i - 1) / 2 % 2);\n"
@@ -93,5 +94,41 @@ FAULTS = (
         ("copy in flight",),
         "    if (count > 0) mbarrier_wait(barriers.slot_free((count - 1) % 2), (count - 1) / 2 % 2);\n",
         "",
+    ),
+    # The only buffer of dO.
+    fault(
+        "dO of a step over that of the one before",
+        PHASES,
+        "    mbarrier_wait(barriers.dout_empty(), dout.parity ^ 1);\n",
+        "",
+        ONE_DOUT,
+    ),
+    fault(
+        "one consumer alone frees dO",
+        PHASES,
+        "mbarrier_init(dout_empty(), 2 * kWarps);",
+        "mbarrier_init(dout_empty(), kWarps);",
+        ONE_DOUT,
+    ),
+    fault(
+        "dO is free when one lane has read delta",
+        ASYNC,
+        "        __syncwarp();  // all lanes have read delta\n        if (!is_last)",
+        "        if (!is_last)",
+        ONE_DOUT,
+    ),
+    fault(
+        "dS of the peer is not awaited behind dV",
+        ASYNC,
+        "        mma_gradient(dv, packed_p, dout_smem);\n" + RECEIVED,
+        "        mma_gradient(dv, packed_p, dout_smem);\n",
+        ONE_DOUT,
+    ),
+    fault(
+        "dQ is added while its MMA is under way",
+        ("register in flight",),
+        "dout.stage * kDoutBytes);\n        wgmma_wait<1>();\n",
+        "dout.stage * kDoutBytes);\n",
+        ONE_DOUT,
     ),
 )

@@ -9,10 +9,10 @@ from backward_variants import MAIN
 from flashgen.simulator.example import Shape
 from flashgen.source.render import render
 from simulator.calls import ORDERS, check_of, within_the_bound
-from simulator.faults_backward_pair_sm90 import FAULTS, PAIR
+from simulator.faults_backward_pair_sm90 import FAULTS, ONE_DOUT, PAIR
 
 # One block of keys, whose pair is past the last key; an odd and an even number; one block of a pair sees no
-# query of a step, or of any; parts of groups.
+# query of a step, or of any; parts of groups. With one buffer of dO: a single step, many, and other heads.
 CASES = [
     ("192_bf16", Shape(70, 60, 1)),
     ("192_bf16", Shape(250, 190, 1)),
@@ -20,6 +20,9 @@ CASES = [
     ("192_bf16_causal", Shape(100, 300, 1, top_left=True)),
     ("192_bf16_causal", Shape(70, 260, 4, 1)),
     ("192_128_bf16_local", Shape(300, 250, 1, window=(0, 3))),
+    ("256_bf16", Shape(60, 130, 1)),
+    ("256_fp16_causal", Shape(330, 260, 1, batch=2)),
+    ("256_bf16_local", Shape(200, 190, 4, 1, window=(70, 5))),
 ]
 
 
@@ -49,7 +52,8 @@ def test_a_planted_fault_is_found(fault, compiler, fresh_seed):
     assert check_of(MAIN[fault.variant], fault.shape, fresh_seed, fault.sources) in fault.caught
 
 
-def test_without_it_nothing_is_found(compiler, fresh_seed):
+@pytest.mark.parametrize("name", [PAIR, ONE_DOUT])
+def test_without_it_nothing_is_found(name, compiler, fresh_seed):
     """Under several orders of threads."""
     for seed in range(fresh_seed, fresh_seed + ORDERS):
-        assert check_of(MAIN[PAIR], FAULTS[0].shape, seed) is None
+        assert check_of(MAIN[name], FAULTS[0].shape, seed) is None

@@ -28,6 +28,7 @@ CASES = [
     ("192_128_bf16_causal_sm90", "alibi", Shape(150, 100, 1)),
     ("192_bf16_local_pair_gqa_sm90", "softcap+by_key", Shape(90, 150, 2, 1, window=(60, 5))),
     ("256_bf16_causal_sm90", "falls", Shape(70, 80, 1)),
+    ("256_bf16_pair_sm90", "softcap", Shape(130, 70, 1)),
 ]
 
 

@@ -44,6 +44,7 @@ CASES = [
     (WIDE, Shape(150, 200, 1)),
     (PAIR, Shape(150, 260, 2)),
     ("flash_bwd_hdim192_128_fp16_local_ordered_pair_gqa_sm90", Shape(200, 330, 2, 1, window=(0, 3))),
+    ("flash_bwd_hdim256_bf16_causal_ordered_pair_sm90", Shape(200, 260, 1)),
     ("flash_bwd_hdim256_fp16_causal_ordered_gqa_sm90", Shape(100, 140, 2, 1)),
 ]
 

@@ -86,6 +86,8 @@ CASES = [
     ("192_128_bf16_causal_pair_sm90", Shape(150, 200, 1, batch=4, head_dim=176, head_dim_v=120)),
     ("192_bf16_local_pair_gqa_sm90", Shape(100, 300, 2, 1, batch=3, window=(70, 20))),
     ("192_128_fp16_causal_ordered_pair_gqa_sm90", Shape(100, 300, 2, 1, batch=3)),
+    ("256_bf16_causal_pair_gqa_sm90", Shape(100, 200, 2, 1, batch=3)),
+    ("256_fp16_ordered_pair_gqa_sm90", Shape(100, 200, 2, 1, batch=3)),
 ]
 
 

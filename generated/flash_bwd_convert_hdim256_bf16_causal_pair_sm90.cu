@@ -1,0 +1,121 @@
+// flash_bwd_convert_hdim256_bf16_causal_pair_sm90
+//
+// Rendered by flashgen: edit the spec or the template, not this file.
+//
+// axes      head_dim 256, head_dim_v 256, dtype bf16, mask_type causal, gqa mha, dq_order none
+// tile      block_m 64, block_n 64, stages 2, dout_stages 1, cluster 2 (pair)
+// block     256 threads, 0 bytes of dynamic shared memory
+// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
+// spec      flash_bwd_wide_sm90.yaml
+// template  flash_bwd_convert.cu.j2
+#include "flashgen/sm90.cuh"
+
+// dq = softmax_scale * dq_accum, rounded. A warp has 16 rows, and 32 columns at a time: a lane two rows of 8 columns.
+
+using element = bf16;
+
+constexpr int kHeadDim = 256;  // of Q and K
+constexpr int kThreads = 256;
+constexpr int kWarpColumns = 32;
+constexpr int kPasses = kHeadDim / kWarpColumns;
+// Whose loads are in flight together.
+constexpr int kPassesAtOnce = kPasses <= 4 ? kPasses : kPasses % 4 == 0 ? 4 : kPasses % 3 == 0 ? 3 : 1;
+
+struct Params {
+    const float* dq_accum;                // (batch, num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
+    element* dq;                          // (batch, seqlen_q, num_heads_q, head_dim), rows 16-byte aligned
+    int64_t dq_batch_stride;              // strides are in elements
+    int64_t dq_row_stride;
+    int64_t dq_head_stride;
+    int32_t num_heads_q;
+    int32_t seqlen_q;
+    int32_t head_dim;                     // of the call: a multiple of 8, at most kHeadDim
+    int32_t num_row_blocks;               // units of rows of one head
+    float softmax_scale;                  // dQ is softmax_scale dS K
+};
+static_assert(sizeof(Params) == 64 && offsetof(Params, dq_accum) == 0 && offsetof(Params, dq) == 8);
+static_assert(offsetof(Params, dq_batch_stride) == 16 && offsetof(Params, dq_row_stride) == 24);
+static_assert(offsetof(Params, dq_head_stride) == 32 && offsetof(Params, num_heads_q) == 40 && offsetof(Params, seqlen_q) == 44);
+static_assert(offsetof(Params, head_dim) == 48 && offsetof(Params, num_row_blocks) == 52);
+static_assert(offsetof(Params, softmax_scale) == 56);
+
+// The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
+constexpr int kRowUnit = 128;
+
+__device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
+
+// The row of the workspace that a head begins with.
+__device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
+    return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
+}
+
+// dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
+// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
+// The elements of a lane are contiguous, as one red adds all four.
+constexpr int kTileElements = 128;
+
+// The tiles of the 16 rows that begin at `row`.
+__device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int head, int row) {
+    return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
+}
+
+static_assert(kThreads / 32 * 16 == kRowUnit, "each warp has 16 rows of a unit");
+static_assert(kHeadDim % kWarpColumns == 0, "columns come by 32");
+
+// Rows g and g + 8 of a tile: the elements of four lanes, side by side.
+__device__ __forceinline__ void load_rows(const float* tile, int g, float (&rows)[2][8]) {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+        const uint4 words = load_global_128(tile + (16 * g + 4 * t));
+        const uint32_t values[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) rows[e / 2][2 * t + e % 2] = __uint_as_float(values[e]);
+    }
+}
+
+// Rounds and writes 8 elements of a row, times `scale`, as far as there are columns.
+__device__ __forceinline__ void store(element* destination, const float (&values)[8], float scale, int columns_left) {
+    if (columns_left <= 0) return;
+    store_global_128(destination,
+                     {pack<element>(scale * values[0], scale * values[1]), pack<element>(scale * values[2], scale * values[3]),
+                      pack<element>(scale * values[4], scale * values[5]), pack<element>(scale * values[6], scale * values[7])});
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+flash_bwd_convert_hdim256_bf16_causal_pair_sm90(const __grid_constant__ Params params) {
+    const int head_of_batch = block_index() / params.num_row_blocks;
+    const int batch = head_of_batch / params.num_heads_q;
+    const int head = head_of_batch - batch * params.num_heads_q;
+    const int first_row =
+        (block_index() - head_of_batch * params.num_row_blocks) * kRowUnit + threadIdx.x / 32 * 16;
+    const int lane = threadIdx.x % 32;
+    const int g = lane / 4;
+    const int first_column = lane % 4 * 8;
+
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
+    griddepcontrol_wait();
+    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
+    // before this one to have ended.
+    griddepcontrol_launch_dependents();
+
+    const float* tiles = dq_tiles(params, batch, head, first_row);
+    element* dq = params.dq + batch * params.dq_batch_stride + head * params.dq_head_stride;
+    for (int first_pass = 0; first_pass < kPasses; first_pass += kPassesAtOnce) {
+        float rows[kPassesAtOnce][2][8];
+#pragma unroll
+        for (int pass = 0; pass < kPassesAtOnce; ++pass) {
+            load_rows(tiles + ((first_pass + pass) * kWarpColumns + first_column) / 8 * kTileElements, g, rows[pass]);
+        }
+#pragma unroll
+        for (int pass = 0; pass < kPassesAtOnce; ++pass) {
+            const int column = (first_pass + pass) * kWarpColumns + first_column;
+#pragma unroll
+            for (int row8 = 0; row8 < 2; ++row8) {
+                const int row = first_row + 8 * row8 + g;
+                if (row >= params.seqlen_q) continue;
+                store(dq + row * params.dq_row_stride + column, rows[pass][row8], params.softmax_scale, params.head_dim - column);
+            }
+        }
+    }
+}

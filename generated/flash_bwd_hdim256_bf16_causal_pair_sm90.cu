@@ -1,0 +1,918 @@
+// flash_bwd_hdim256_bf16_causal_pair_sm90
+//
+// Rendered by flashgen: edit the spec or the template, not this file.
+//
+// axes      head_dim 256, head_dim_v 256, dtype bf16, mask_type causal, gqa mha, dq_order none
+// tile      block_m 64, block_n 64, stages 2, dout_stages 1, cluster 2 (pair)
+// block     384 threads, 231280 bytes of dynamic shared memory
+// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
+// spec      flash_bwd_wide_sm90.yaml
+// template  flash_bwd_wide_sm90.cu.j2
+#include "flashgen/sm90.cuh"
+
+// A thread block has kBlockN keys of a head and takes them through all queries that attend to them, a block of queries a step:
+//
+//     S^T = K Q^T    P^T = 2^(scale_log2 S^T - lse_log2)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
+//     dV += P^T dO   dK += dS^T Q                           dQ += dS K
+//
+// S is computed as its transpose, so that P^T and dS^T leave the MMA as the A operands of dV and dK. dV and dK stay in registers; dQ,
+// to which the thread blocks of all keys add, is summed in memory. The convert kernel rounds it.
+//
+// Two thread blocks make a cluster. They have neighbouring blocks of keys, go through the steps together, and send each other their dS.
+// Each computes half of the columns of dQ over the keys of both, so that half as much is added to memory.
+
+using element = bf16;
+
+constexpr int kHeadDim = 256;  // of Q and K
+constexpr int kHeadDimV = 256;  // of V and dO
+constexpr int kBlockM = 64;  // query rows of a step
+constexpr int kBlockN = 64;  // keys of a tile
+constexpr int kStages = 2;  // buffers of Q
+constexpr int kDoutStages = 1;  // of dO
+constexpr int kConsumers = 2;  // warpgroup 1 computes S, P and dV, 2 computes dP, dS and dK, each some columns of dQ
+constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
+
+// Registers of a thread after setmaxnreg. It draws on what the launch has given the thread block: as many as 65,536 registers allow each
+// thread, in units of 8.
+constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+constexpr int kProducerRegisters = 24;
+constexpr int kConsumerRegisters = 240;
+
+// K, V, Q, dO and dS lie in panels of 64 columns: rows of 128 bytes under the 128-byte swizzle.
+constexpr int kPanelColumns = 64;
+constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
+constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q and K
+constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;  // of V and dO
+constexpr int kKBytes = kPanels * kBlockN * kPanelRowBytes;
+constexpr int kVBytes = kPanelsV * kBlockN * kPanelRowBytes;
+constexpr int kQBytes = kPanels * kBlockM * kPanelRowBytes;
+constexpr int kDoutBytes = kPanelsV * kBlockM * kPanelRowBytes;
+// dS^T of a step, a row of 64 queries to a key. Two steps have a buffer each, as dQ of a step is computed in the next one.
+constexpr int kDsPanelBytes = kBlockN * kPanelRowBytes;
+constexpr int kOwnDsBytes = kBlockM / 64 * kDsPanelBytes;
+constexpr int kDsBytes = 2 * kOwnDsBytes;  // of the thread block's own keys, then of its peer's
+constexpr int kPeerPanels = 2;  // of the peer's K: those that hold this thread block's half of the columns of dQ
+constexpr int kPeerKBytes = kPeerPanels * kBlockN * kPanelRowBytes;
+constexpr int kPBytes = kBlockM * kBlockN * sizeof(float);  // P of a step, not yet rounded
+constexpr int kQueryValueBytes = kBlockM * sizeof(float);  // of lse_log2, and of delta
+
+constexpr int kVOffset = kKBytes;
+constexpr int kQOffset = kVOffset + kVBytes;
+constexpr int kDoutOffset = kQOffset + kStages * kQBytes;
+constexpr int kDsOffset = kDoutOffset + kDoutStages * kDoutBytes;
+constexpr int kPeerKOffset = kDsOffset + 2 * kDsBytes;
+constexpr int kPOffset = kPeerKOffset + kPeerKBytes;
+constexpr int kLseOffset = kPOffset + kPBytes;
+constexpr int kDeltaOffset = kLseOffset + kStages * kQueryValueBytes;
+constexpr int kBarrierOffset = kDeltaOffset + kDoutStages * kQueryValueBytes;
+constexpr int kSharedBytes = kBarrierOffset + 8 * (8 + 3 * kStages);
+
+static_assert(kBlockN == 64 && kBlockM == 64, "a warpgroup computes all scores of a step, and all rows of dQ");
+static_assert(kHeadDim % kPanelColumns == 0 && kHeadDimV % kPanelColumns == 0, "whole panels");
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "the register file");
+static_assert(kSharedBytes + 1024 == 231280, "launcher and kernel agree on shared memory");
+
+struct Params {
+    tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
+    tensor_map k;                         // (head_dim, seqlen_kv, num_heads_kv, batch)
+    tensor_map v;                         // (head_dim_v, seqlen_kv, num_heads_kv, batch)
+    tensor_map dout;                      // (head_dim_v, seqlen_q, num_heads_q, batch)
+    tensor_map dk;                        // as k
+    tensor_map dv;                        // as v
+    const float* lse_log2;                // (batch, num_heads_q, unit_rows); inf for a row that sees nothing, and past the last
+    const float* delta;                   // (batch, num_heads_q, unit_rows): sum(dout * out) - dlse
+    float* dq_accum;                      // (batch, num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
+    int32_t num_heads_q;
+    int32_t num_heads_kv;
+    int32_t seqlen_q;
+    int32_t seqlen_kv;
+    int32_t num_row_blocks;               // blocks of keys of one head
+    int32_t batch_size;
+    int32_t heads_per_section;            // kv heads, or parts of their query heads, whose blocks of keys are launched together
+    int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
+    float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
+    float softmax_scale;                  // dK is softmax_scale dS^T Q
+};
+static_assert(sizeof(Params) == 832 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
+static_assert(offsetof(Params, dout) == 384 && offsetof(Params, dk) == 512 && offsetof(Params, dv) == 640);
+static_assert(offsetof(Params, lse_log2) == 768 && offsetof(Params, delta) == 776 && offsetof(Params, dq_accum) == 784);
+static_assert(offsetof(Params, num_heads_q) == 792 && offsetof(Params, num_heads_kv) == 796 && offsetof(Params, seqlen_q) == 800);
+static_assert(offsetof(Params, seqlen_kv) == 804 && offsetof(Params, num_row_blocks) == 808);
+static_assert(offsetof(Params, batch_size) == 812 && offsetof(Params, heads_per_section) == 816);
+static_assert(offsetof(Params, diagonal_offset) == 820 && offsetof(Params, scale_log2) == 824);
+static_assert(offsetof(Params, softmax_scale) == 828);
+
+// The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
+constexpr int kRowUnit = 128;
+
+__device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
+
+// The row of the workspace that a head begins with.
+__device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
+    return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
+}
+
+// dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
+// (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
+// The elements of a lane are contiguous, as one red adds all four.
+constexpr int kTileElements = 128;
+
+// The tiles of the 16 rows that begin at `row`.
+__device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int head, int row) {
+    return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
+}
+
+static_assert(kRowUnit % kBlockM == 0, "the rows of a step lie in the workspace");
+
+// What a thread block computes: dK and dV of kBlockN keys of a head, and their share of dQ.
+struct KeyBlock {
+    int batch;
+    int kv_head;
+    int index;  // among the blocks of its head
+    int first_key;
+};
+
+// Heads are launched in sections, and in a section the first block of each head comes first, then the second one. Under a diagonal the
+// most queries attend to the first keys, so that long blocks fill up what the short ones of the section before leave, and the last
+// blocks of the grid are short. A section has few heads, so that several blocks of a head run at a time and share its queries in L2.
+__device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
+    const int first_head = index / (params.heads_per_section * params.num_row_blocks) * params.heads_per_section;
+    const int section_heads = min(params.heads_per_section, params.batch_size * params.num_heads_kv - first_head);
+    const int index_in_section = index - first_head * params.num_row_blocks;
+    KeyBlock block;
+    const int pair_in_section = index_in_section / 2;
+    const int pairs_ahead = pair_in_section / section_heads;  // of its head
+    const int head_of_batch = first_head + pair_in_section - pairs_ahead * section_heads;
+    block.index = 2 * pairs_ahead + index % 2;
+    block.first_key = block.index * kBlockN;
+    block.batch = head_of_batch / params.num_heads_kv;
+    block.kv_head = head_of_batch - block.batch * params.num_heads_kv;
+    return block;
+}
+
+// Blocks of kBlockM queries.
+struct QueryBlocks {
+    int first;
+    int last;  // below `first` where there are none
+};
+
+// The blocks with a query that attends to some key of [first_key, first_key + kBlockN).
+__device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, int first_key) {
+    const int begin = max(0, first_key - params.diagonal_offset);
+    const int end = params.seqlen_q;
+    if (begin >= end) return {0, -1};
+    return {begin / kBlockM, (end - 1) / kBlockM};
+}
+
+// A step of the main loop: a block of queries of a head.
+struct Step {
+    int block;
+};
+
+// Steps go from the last block of queries to the first. All thread blocks of a head that have any begin with the same one.
+__device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return {queries.last}; }
+
+__device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
+
+__device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
+
+// The query head of a step: each has a kv head of its own.
+__device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
+
+// The first query that attends to a key: that of its diagonal; to a key past the last none does.
+__device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
+    const int diagonal = key < params.seqlen_kv ? key - params.diagonal_offset : params.seqlen_q;
+    return max(diagonal, 0);
+}
+
+// The mbarriers of a thread block. A buffer is full when TMA has written its bytes, and empty when every consumer warp has released it.
+struct Barriers {
+    shared_address first;
+
+    __device__ __forceinline__ shared_address k_full() const { return at(0); }
+    // V, and the panels of the peer's K.
+    __device__ __forceinline__ shared_address v_full() const { return at(1); }
+    // Each warp of the dV consumer has written its part of P of a step.
+    __device__ __forceinline__ shared_address p_full() const { return at(2); }
+    // Each warp of the dK consumer has read P and written its part of dS, and all warps of both have finished dQ of the step before. It
+    // completes once more behind the last step: no warp reads K.
+    __device__ __forceinline__ shared_address ds_ready() const { return at(3); }
+    __device__ __forceinline__ shared_address q_full(int stage) const { return at(4 + stage); }
+    __device__ __forceinline__ shared_address dout_full(int stage) const { return at(4 + kStages + stage); }
+    __device__ __forceinline__ shared_address dout_empty() const { return at(4 + kStages + kDoutStages); }
+    __device__ __forceinline__ shared_address empty(int stage) const { return at(4 + 2 * kStages + stage); }
+
+    // dS of a step has come from the peer. Step i uses slot i % 2.
+    __device__ __forceinline__ shared_address ds_received(int slot) const { return at(4 + 3 * kStages + slot); }
+    // Each consumer warp of the peer has finished the dQ that reads dS sent to this slot: the slot there, and the buffer here that it was
+    // copied from, may be overwritten.
+    __device__ __forceinline__ shared_address slot_free(int slot) const { return at(6 + 3 * kStages + slot); }
+
+    __device__ __forceinline__ shared_address at(int index) const { return first + 8 * index; }
+
+    // One thread's work, before any other uses them.
+    __device__ __forceinline__ void init() const {
+        constexpr int kWarps = 4;  // of a consumer
+        mbarrier_init(k_full(), 1);
+        mbarrier_init(v_full(), 1);
+        mbarrier_init(p_full(), kWarps);
+        mbarrier_init(ds_ready(), 2 * kWarps);
+        for (int slot = 0; slot < 2; ++slot) {
+            mbarrier_init(ds_received(slot), 1);
+            mbarrier_init(slot_free(slot), 2 * kWarps);
+        }
+        for (int stage = 0; stage < kStages; ++stage) {
+            mbarrier_init(q_full(stage), 1);
+            mbarrier_init(empty(stage), 2 * kWarps);
+        }
+        mbarrier_init(dout_full(0), 1);
+        mbarrier_init(dout_empty(), 2 * kWarps);
+    }
+};
+
+// A place in a ring of stages. The parity of a stage's barriers changes each time round.
+template <int kLength>
+struct RingPosition {
+    int stage = 0;
+    int parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        stage = stage == kLength - 1 ? 0 : stage + 1;
+        parity ^= stage == 0;
+    }
+};
+
+// Where dO and delta of a step are, whose Q and LSE are at `q`: in their only buffer, whose parity changes with each step, as the stage of Q
+// does.
+__device__ __forceinline__ RingPosition<kDoutStages> dout_of(const RingPosition<kStages>& q) { return {0, q.stage}; }
+static_assert(kDoutStages == 1 && kStages == 2, "the parity of dO is the stage of Q");
+
+// Starts loading kRows rows of a head, panel by panel; what lies outside of the array becomes zeros.
+template <int kPanelCount, int kRows>
+__device__ __forceinline__ void load_rows(shared_address destination, const tensor_map& map, shared_address full, int first_row,
+                                          int head, int batch) {
+#pragma unroll
+    for (int panel = 0; panel < kPanelCount; ++panel) {
+        tma_load_4d(destination + panel * kRows * kPanelRowBytes, map, full, panel * kPanelColumns, first_row, head, batch);
+    }
+}
+
+// The rank of a thread block in its cluster, and that of the other one: a head has an even number of blocks of keys in the grid.
+__device__ __forceinline__ int rank_of(const KeyBlock& tile) { return tile.index % 2; }
+
+__device__ __forceinline__ int peer_of(const KeyBlock& tile) { return rank_of(tile) ^ 1; }
+
+// The first key of both thread blocks.
+__device__ __forceinline__ int first_key_of_pair(const KeyBlock& tile) { return tile.first_key - rank_of(tile) * kBlockN; }
+
+__device__ __forceinline__ int first_key_of_peer(const KeyBlock& tile) { return first_key_of_pair(tile) + peer_of(tile) * kBlockN; }
+
+// The blocks of queries that both go through: those with a query that attends to some key of either.
+__device__ __forceinline__ QueryBlocks find_query_blocks_of_pair(const Params& params, const KeyBlock& tile) {
+    return find_query_blocks(params, first_key_of_pair(tile));  // whoever attends to a later key attends to the first one, too
+}
+
+// The first of the panels of the peer's K: the thread block of rank 0 computes the first half of the columns of dQ.
+__device__ __forceinline__ int first_peer_panel(const KeyBlock& tile) { return rank_of(tile) * (kPanels - kPeerPanels); }
+
+// Starts loading kPeerPanels panels of the peer's K.
+__device__ __forceinline__ void load_peer_k(const Params& params, const KeyBlock& tile, shared_address shared, shared_address full) {
+    const int batch = tile.batch;
+    const int row = first_key_of_peer(tile);
+#pragma unroll
+    for (int panel = 0; panel < kPeerPanels; ++panel) {
+        tma_load_4d(shared + kPeerKOffset + panel * kBlockN * kPanelRowBytes, params.k, full,
+                    (first_peer_panel(tile) + panel) * kPanelColumns, row, kv_head_of(params, tile), batch);
+    }
+}
+
+// The wgmmas of this kernel. The accumulator d (64 x N, fp32) of a warpgroup = a (64 x 16) . b (16 x N), plus itself
+// if `accumulate`. Thread (g, t) = (lane / 4, lane % 4) of warp w holds d[4 j + e]: row 16 w + g + 8 (e / 2), column
+// 8 j + 2 t + e % 2.
+#ifndef FLASHGEN_SIMULATOR  // which has C++ in their place
+
+// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both with the K dimension contiguous.
+__device__ __forceinline__ void wgmma_m64n64k16_bf16_ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, p, 1, 1, 0, 0;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// wgmma.mma_async.m64n64k16: a and b in shared memory under descriptors, both MN-major: with the other dimension contiguous.
+__device__ __forceinline__ void wgmma_m64n64k16_bf16_ss_mn(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, p, 1, 1, 1, 1;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// wgmma.mma_async.m64n256k16. A from registers: a[0] = (row g, columns 2 t, 2 t + 1), a[1] = (row g + 8, same columns), a[2], a[3] =
+// columns 8 further: the accumulator layout, packed. b is MN-major.
+__device__ __forceinline__ void wgmma_m64n256k16_bf16_rs(float (&d)[128], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+        "}, {"
+        "%128, %129, %130, %131}, %132, p, 1, 1, 1;\n}\n"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
+          "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
+          "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
+          "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
+          "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
+          "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
+          "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
+          "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
+          "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+#endif
+
+// A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
+// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read of MN-major operands of several panels alone.
+__device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16) {
+    constexpr uint64_t kSwizzle = 1;  // of 128 bytes
+    return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
+           kSwizzle << 62;
+}
+
+// Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
+__device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
+
+// Starts (64 x kBlockM) = A . B^T of a warpgroup, over kColumns columns: S^T = K Q^T, dP^T = V dO^T. A is 64 rows of kBlockN, B has
+// kBlockM rows. Both operands are K-major: SBO leads to the next eight rows. A step of 16 along the K dimension is 32 bytes within the
+// swizzled row.
+template <int kColumns>
+__device__ __forceinline__ void mma_scores(float (&scores)[kBlockM / 2], shared_address a_smem, shared_address b_smem) {
+    const uint64_t a = descriptor(a_smem, 8 * kPanelRowBytes);
+    const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes);
+    pin_registers(scores);
+    wgmma_fence();
+#pragma unroll
+    for (int column = 0; column < kColumns; column += 16) {
+        const int panel = column / kPanelColumns, byte = column % kPanelColumns * sizeof(element);
+        wgmma_m64n64k16_bf16_ss(scores, a + ((panel * kBlockN * kPanelRowBytes + byte) >> 4),
+                                 b + ((panel * kBlockM * kPanelRowBytes + byte) >> 4), column > 0);
+    }
+    wgmma_commit();
+}
+
+// P^T or dS^T of 64 keys, rounded and packed: the accumulator layout, in pairs, is that of wgmma's A in registers.
+struct PackedScores {
+    uint32_t fragment[kBlockM / 16][4];
+
+    __device__ __forceinline__ void set(const float (&scores)[kBlockM / 2]) {
+#pragma unroll
+        for (int step = 0; step < kBlockM / 16; ++step) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                fragment[step][e] = pack<element>(scores[8 * step + 2 * e], scores[8 * step + 2 * e + 1]);
+            }
+        }
+    }
+};
+
+// Starts dV += P^T dO or dK += dS^T Q, 64 keys x 256 of a warpgroup. dO or Q is MN-major, its columns contiguous: SBO leads to the next
+// eight queries, LBO to the next panel of columns.
+__device__ __forceinline__ void mma_gradient(float (&sums)[128], PackedScores& scores, shared_address b_smem) {
+    const uint64_t b = descriptor(b_smem, 8 * kPanelRowBytes, kBlockM * kPanelRowBytes);
+    pin_registers(sums);
+#pragma unroll
+    for (int step = 0; step < kBlockM / 16; ++step) pin_registers(scores.fragment[step]);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kBlockM / 16; ++step) {
+        wgmma_m64n256k16_bf16_rs(sums, scores.fragment[step], b + (16 * step * kPanelRowBytes >> 4), 1);
+    }
+    wgmma_commit();
+}
+
+// Visits the scores that a lane holds of a step: visit(key, query, score), where `key` (0 or 8) counts from the lane's first
+// key, the warp's plus lane / 4, and `query` (8 j or 8 j + 1) from its first query, the step's plus lane % 4 * 2. Both are constants
+// once unrolled.
+template <typename Visit>
+__device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit) {
+#pragma unroll
+    for (int query = 0; query < kBlockM; query += 8) {
+#pragma unroll
+        for (int key = 0; key <= 8; key += 8) {
+            visit(key, query, scores[query / 2 + key / 4]);
+            visit(key, query + 1, scores[query / 2 + key / 4 + 1]);
+        }
+    }
+}
+
+// LSE or delta of the queries of a lane's scores, two by two. Loaded well ahead of their use, and of wgmmas: a load from
+// shared memory waits for wgmmas that were started before it.
+struct QueryValues {
+    float2 values[kBlockM / 8];
+
+    __device__ __forceinline__ void load(shared_address smem, int lane) {
+#pragma unroll
+        for (int j = 0; j < kBlockM / 8; ++j) values[j] = load_shared_64(smem + (8 * j + lane % 4 * 2) * sizeof(float));
+    }
+
+    __device__ __forceinline__ float2 two(int j) const { return values[j]; }
+};
+
+// Masks the scores of queries that do not attend to their key. `lane_key` and `lane_query` are the lane's first ones.
+__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kBlockM / 2], int lane_key, int lane_query) {
+    // Queries past the last are not masked: there lse_log2 is inf, so compute_p() makes P = 0.
+    const int begin[2] = {first_query_of_key(params, lane_key) - lane_query, first_query_of_key(params, lane_key + 8) - lane_query};
+    for_each_score(scores, [&](int key, int query, float& score) {
+        if (query < begin[key / 8]) score = -INFINITY;
+    });
+}
+
+// Turns S^T into P^T = 2^(scale_log2 S - lse_log2). lse_log2 is +inf for rows that see nothing and for those past the last: P is 0 there,
+// if S is finite.
+__device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const QueryValues& lse, float scale_log2) {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 values = lse.two(j);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = exp2_approx(fmaf(scores[i], scale_log2, i % 2 ? -values.y : -values.x));
+    }
+}
+
+// Turns dP^T into dS^T = P^T (dP^T - delta), without the factor softmax_scale.
+__device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float (&p)[kBlockM / 2], const QueryValues& delta) {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) {
+        const float2 values = delta.two(j);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = p[i] * (dp[i] - (i % 2 ? values.y : values.x));
+    }
+}
+
+// P goes through shared memory in fp32, as dS takes P unrounded. The accumulators of both consumers have the same layout,
+// so that a thread reads what its counterpart has written; 16 bytes at a time, without bank conflicts.
+constexpr int kVectorBytes = 4 * sizeof(float);
+
+__device__ __forceinline__ void store_p(const float (&p)[kBlockM / 2], shared_address p_smem) {
+#pragma unroll
+    for (int i = 0; i < kBlockM / 2; i += 4) {
+        store_shared_128(p_smem + (i / 4 * 128 + threadIdx.x % 128) * kVectorBytes, p[i], p[i + 1], p[i + 2], p[i + 3]);
+    }
+}
+
+__device__ __forceinline__ void load_p(float (&p)[kBlockM / 2], shared_address p_smem) {
+#pragma unroll
+    for (int i = 0; i < kBlockM / 2; i += 4) {
+        const uint4 words = load_shared_128(p_smem + (i / 4 * 128 + threadIdx.x % 128) * kVectorBytes);
+        p[i] = __uint_as_float(words.x);
+        p[i + 1] = __uint_as_float(words.y);
+        p[i + 2] = __uint_as_float(words.z);
+        p[i + 3] = __uint_as_float(words.w);
+    }
+}
+
+// Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the tile, to shared memory for the MMA of dQ.
+__device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address ds_smem, int warp_key, int lane) {
+    const int key = warp_key + lane % 16;  // whose address this lane gives
+#pragma unroll
+    for (int query = 0; query < kBlockM; query += 16) {
+        // Keys 0 to 7 and 8 to 15 of eight queries, then of the next eight. Lanes 0 to 15 give the rows of the first eight.
+        const shared_address row = ds_smem + query / 64 * kDsPanelBytes + key * kPanelRowBytes;
+        stmatrix_x4(row + 16 * swizzled(key, query % 64 / 8 + lane / 16), ds.fragment[query / 16]);
+    }
+}
+
+// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `own` is where the lane's elements of the first one go.
+template <int kCount>
+__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount]) {
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+        red_add_128(own + j * kTileElements, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
+    }
+}
+
+// Rounds a warp's 16 rows of a gradient, times `factor`, into `staging`, where the warpgroup's rows of the tile were in shared memory,
+// swizzled as these were.
+template <int kColumns>
+__device__ __forceinline__ void stage_gradient(const float (&sums)[kColumns / 2], float factor, shared_address staging, int lane) {
+    const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;  // whose address this lane gives
+#pragma unroll
+    for (int column = 0; column < kColumns; column += 16) {
+        uint32_t matrices[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            matrices[e] = pack<element>(sums[column / 2 + 2 * e] * factor, sums[column / 2 + 2 * e + 1] * factor);
+        }
+        const shared_address panel = staging + column / kPanelColumns * kBlockN * kPanelRowBytes;
+        stmatrix_x4(panel + row * kPanelRowBytes + 16 * swizzled(row, column % kPanelColumns / 8 + lane / 16), matrices);
+    }
+}
+
+// Lets TMA write a warpgroup's 64 rows of a gradient, times `factor` and rounded, by way of `staging`, which nobody reads any
+// longer. One thread of the warpgroup starts the TMA stores.
+template <int kColumns>
+__device__ __forceinline__ void store_gradient(const tensor_map& map, const float (&sums)[kColumns / 2], float factor, shared_address staging,
+                                               int first_row, int head, int batch, int consumer, int lane) {
+    stage_gradient<kColumns>(sums, factor, staging, lane);
+    fence_proxy_async();  // TMA would not see the writes otherwise
+    barrier_sync(1 + consumer, 128);  // all rows of the warpgroup are there
+    if (threadIdx.x % 128 == 0) {
+#pragma unroll
+        for (int panel = 0; panel < (kColumns + kPanelColumns - 1) / kPanelColumns; ++panel) {
+            tma_store_4d(map, staging + panel * kBlockN * kPanelRowBytes, panel * kPanelColumns, first_row, head, batch);
+        }
+        tma_store_commit();
+    }
+}
+
+__device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
+
+// Loads Q and dO of a step, and the LSE and delta of its rows.
+__device__ __forceinline__ void produce_step(const Params& params, const KeyBlock& tile, const Step& step, shared_address shared,
+                                             const Barriers& barriers, const RingPosition<kStages>& ring) {
+    const int head = head_of(params, tile, step);
+    const int batch = tile.batch;
+    const int row = step.block * kBlockM;
+    const int64_t unit_row = first_unit_row(params, batch, head) + row;
+    const RingPosition<kDoutStages> dout = dout_of(ring);
+    const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(dout.stage);
+    mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
+    mbarrier_arrive_expect_tx(q_full, kQBytes + kQueryValueBytes);
+    load_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, params.q, q_full, row, head, batch);
+    bulk_load(shared + kLseOffset + ring.stage * kQueryValueBytes, params.lse_log2 + unit_row, q_full, kQueryValueBytes);
+    mbarrier_wait(barriers.dout_empty(), dout.parity ^ 1);
+    mbarrier_arrive_expect_tx(dout_full, kDoutBytes + kQueryValueBytes);
+    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + dout.stage * kDoutBytes, params.dout, dout_full, row, head, batch);
+    bulk_load(shared + kDeltaOffset + dout.stage * kQueryValueBytes, params.delta + unit_row, dout_full, kQueryValueBytes);
+}
+
+// The producer thread: K and V of the tile, and the peer's K for dQ, then Q and dO of each step, with their rows' LSE and delta, as fast as
+// buffers become empty.
+__device__ __forceinline__ void produce(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
+    const int batch = tile.batch;
+    const int row = tile.first_key;
+    const QueryBlocks queries = find_query_blocks_of_pair(params, tile);
+    const int kv_head = kv_head_of(params, tile);
+    mbarrier_arrive_expect_tx(barriers.k_full(), kKBytes);
+    load_rows<kPanels, kBlockN>(shared, params.k, barriers.k_full(), row, kv_head, batch);
+    mbarrier_arrive_expect_tx(barriers.v_full(), kVBytes + kPeerKBytes);
+    load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.v_full(), row, kv_head, batch);
+    load_peer_k(params, tile, shared, barriers.v_full());
+
+    // The buffers begin empty: of their barriers, the phase before the first has ended.
+    RingPosition<kStages> ring;
+    Step step = first_step(queries);
+    for (int left = num_steps(params, queries); left > 0; --left) {
+        produce_step(params, tile, step, shared, barriers, ring);
+        step = next_step(step, queries);
+        ring.advance();
+    }
+}
+
+// Of the columns of dQ a thread block computes half, over the keys of both. Its dK consumer has the outer panel of these, its dV consumer
+// the rest. Rank 0: [0, 64) and [64, 128); rank 1: [192, 256) and [128, 192).
+constexpr int kDqColumnsOfDk = kPanelColumns;
+constexpr int kDqColumnsOfDv = kHeadDim / 2 - kPanelColumns;
+static_assert(kDqColumnsOfDv > 0 && kPanelColumns % kDqColumnsOfDv == 0, "the columns of a consumer lie in one panel");
+
+// The columns of dQ of a consumer: the first one, and where it lies in K of both thread blocks.
+struct DqColumns {
+    int first;
+    shared_address k;
+    shared_address peer_k;
+};
+
+// The copy of the peer's K begins with panel first_peer_panel().
+__device__ __forceinline__ DqColumns columns_from(int first, const KeyBlock& tile, shared_address shared) {
+    const int byte = first % kPanelColumns * sizeof(element);  // under the swizzle an operand may begin within a row
+    const shared_address k = shared + first / kPanelColumns * kBlockN * kPanelRowBytes + byte;
+    return {first, k, k + kPeerKOffset - first_peer_panel(tile) * kBlockN * kPanelRowBytes};
+}
+
+// Starts dQ (64 x 64) = dS K of a warpgroup, over the keys of both thread blocks. Both operands are MN-major: a key has a row of 64
+// queries in dS^T, and of its columns in K. SBO leads to the next eight keys.
+__device__ __forceinline__ void mma_dq(float (&dq)[32], shared_address ds_smem, const DqColumns& columns) {
+    const uint64_t ds = descriptor(ds_smem, 8 * kPanelRowBytes);
+    const uint64_t k = descriptor(columns.k, 8 * kPanelRowBytes);
+    const uint64_t peer_k = descriptor(columns.peer_k, 8 * kPanelRowBytes);
+    pin_registers(dq);
+    wgmma_fence();
+#pragma unroll
+    for (int key = 0; key < kBlockN; key += 16) {
+        wgmma_m64n64k16_bf16_ss_mn(dq, ds + (key * kPanelRowBytes >> 4), k + (key * kPanelRowBytes >> 4), key > 0);
+    }
+#pragma unroll
+    for (int key = 0; key < kBlockN; key += 16) {
+        wgmma_m64n64k16_bf16_ss_mn(dq, ds + ((kOwnDsBytes + key * kPanelRowBytes) >> 4), peer_k + (key * kPanelRowBytes >> 4), 1);
+    }
+    wgmma_commit();
+}
+
+// Where a lane's elements of these columns of dQ of a step go. The step's rows of the warp begin at `warp_row`.
+__device__ __forceinline__ float* dq_of_columns(const Params& params, const KeyBlock& tile, const Step& step, const DqColumns& columns,
+                                                int warp_row, int lane) {
+    float* tiles = dq_tiles(params, tile.batch, head_of(params, tile, step), step.block * kBlockM + warp_row);
+    float* own = tiles + columns.first / 8 * kTileElements + 4 * lane;
+    opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
+    return own;
+}
+
+// Sends a warp's 16 keys of dS, which lie at `rows`, to the same place behind dS of the peer's own keys. One thread's work.
+__device__ __forceinline__ void send_ds(shared_address rows, shared_address ds_received, int peer) {
+    bulk_send(map_shared(rows + kOwnDsBytes, peer), rows, map_shared(ds_received, peer), 16 * kPanelRowBytes);
+}
+
+// The consumer of dV. The MMAs of a step, in groups as they are awaited:
+//     S^T = K Q^T                    P goes to the other consumer
+//     dV += P^T dO                   first, as the only buffer of dO is then free for the next step
+//     dQ = dS K of the step before   its columns, over the keys of both thread blocks; added to memory while S^T of the next step runs
+__device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
+    const int lane = threadIdx.x % 32;
+    const int warp_row = threadIdx.x % 128 / 32 * 16;  // the warp's first key of the tile, and its first row of dQ
+    auto release = [&](shared_address barrier) {  // once for the warp
+        if (lane == 0) mbarrier_arrive(barrier);
+    };
+    auto free_slot = [&](int slot) {  // likewise, of the peer
+        if (lane == 0) mbarrier_arrive_cluster(map_shared(barriers.slot_free(slot), peer_of(tile)));
+    };
+    const DqColumns columns = columns_from(kDqColumnsOfDk + rank_of(tile) * kDqColumnsOfDv, tile, shared);
+    const QueryBlocks queries = find_query_blocks_of_pair(params, tile);
+    const int count = num_steps(params, queries);
+    // Whether some query of a block does not attend to some key of the warp.
+    auto needs_mask = [&](int first_query) {
+        int key = tile.first_key + warp_row;
+        opaque(key);  // ranges that are known ahead of the loop would be held in registers
+        return first_query < first_query_of_key(params, key + 15);
+    };
+
+    float dv[kHeadDimV / 2] = {};
+    RingPosition<kStages> ring;
+    Step step = first_step(queries);
+    Step previous = step;
+    mbarrier_wait(barriers.k_full(), 0);
+    float p[kBlockM / 2];  // S^T, then P^T
+    QueryValues lse;
+    if (count > 0) {
+        mbarrier_wait(barriers.q_full(0), 0);
+        lse.load(shared + kLseOffset, lane);
+        mma_scores<kHeadDim>(p, shared, shared + kQOffset);
+        wgmma_wait<0>();
+        pin_registers(p);
+    }
+    mbarrier_wait(barriers.v_full(), 0);  // the peer's K is there; and V, over which dV is staged in the end
+    cluster_wait();  // the peer's barriers are initialised; p_full passes this on to the other consumer
+
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+        const RingPosition<kDoutStages> dout = dout_of(ring);
+        const shared_address dout_smem = shared + kDoutOffset + dout.stage * kDoutBytes;
+        if (needs_mask(step.block * kBlockM)) {
+            apply_mask(params, p, tile.first_key + warp_row + lane / 4, step.block * kBlockM + lane % 4 * 2);
+        }
+        compute_p(p, lse, params.scale_log2);
+        // P of step i - 1 has been read, and its dS is complete. For i = 0 the wait returns at once: of a new mbarrier the phase of parity 1
+        // counts as ended.
+        mbarrier_wait(barriers.ds_ready(), (i + 1) % 2);
+        store_p(p, shared + kPOffset);
+        __syncwarp();  // all lanes have written their P, and read LSE of the stage
+        release(barriers.p_full());
+        PackedScores packed_p;
+        packed_p.set(p);
+
+        // The first step runs the MMAs of dQ on K and discards their result: with MMAs that are conditional, ptxas would serialise all of them.
+        const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared;
+        mbarrier_wait(barriers.dout_full(dout.stage), dout.parity);
+        mma_gradient(dv, packed_p, dout_smem);
+        if (i > 0) mbarrier_wait(barriers.ds_received((i + 1) % 2), (i - 1) / 2 % 2);
+        float dq[kDqColumnsOfDv / 2];
+        mma_dq(dq, last_ds, columns);
+        float* own_dq = dq_of_columns(params, tile, previous, columns, warp_row, lane);
+        wgmma_wait<1>();
+        pin_registers(dv);
+        release(barriers.empty(ring.stage));
+        release(barriers.dout_empty());
+
+        // S of the next step. The last step computes what nobody uses, from K.
+        RingPosition<kStages> next = ring;
+        next.advance();
+        const bool is_last = i + 1 == count;
+        if (!is_last) {
+            mbarrier_wait(barriers.q_full(next.stage), next.parity);
+            lse.load(shared + kLseOffset + next.stage * kQueryValueBytes, lane);
+        }
+        mma_scores<kHeadDim>(p, shared, is_last ? shared : shared + kQOffset + next.stage * kQBytes);
+        wgmma_wait<1>();
+        release(barriers.ds_ready());
+        if (i > 0) free_slot((i + 1) % 2);
+        pin_registers(dq);
+        if (i > 0) add_dq(own_dq, dq);
+        wgmma_wait<0>();
+        pin_registers(p);
+        ring = next;
+        previous = step;
+        step = next_step(step, queries);
+    }
+
+    if (count > 0) {
+        mbarrier_wait(barriers.ds_ready(), (count - 1) % 2);
+        mbarrier_wait(barriers.ds_received((count - 1) % 2), (count - 1) / 2 % 2);
+        float dq[kDqColumnsOfDv / 2];
+        mma_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes, columns);
+        wgmma_wait<0>();
+        pin_registers(dq);
+        free_slot((count - 1) % 2);
+        add_dq(dq_of_columns(params, tile, previous, columns, warp_row, lane), dq);
+    }
+    release(barriers.ds_ready());  // this warp no longer reads K
+    // The other consumer no longer reads V: dS of the last step is there.
+    store_gradient<kHeadDimV>(params.dv, dv, 1.0f, shared + kVOffset, tile.first_key, kv_head_of(params, tile), tile.batch, 0, lane);
+    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
+}
+
+// The consumer of dK. The MMAs of a step, in groups as they are awaited:
+//     dP^T = V dO^T                  started in the step before. P comes from the other consumer
+//     dK += dS^T Q                   while dO of the next step is loaded
+//     dQ = dS K of the step before   its panel of columns, over the keys of both thread blocks; added to memory while dP^T of the next
+//                                    step runs
+__device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
+    const int lane = threadIdx.x % 32;
+    const int warp_row = threadIdx.x % 128 / 32 * 16;  // the warp's first key of the tile, and its first row of dQ
+    auto release = [&](shared_address barrier) {  // once for the warp
+        if (lane == 0) mbarrier_arrive(barrier);
+    };
+    const int peer = peer_of(tile);
+    auto free_slot = [&](int slot) {  // once for the warp: tells the peer that its dS has been read
+        if (lane == 0) mbarrier_arrive_cluster(map_shared(barriers.slot_free(slot), peer));
+    };
+    const DqColumns columns = columns_from(rank_of(tile) * (kHeadDim - kDqColumnsOfDk), tile, shared);
+    const QueryBlocks queries = find_query_blocks_of_pair(params, tile);
+    const int count = num_steps(params, queries);
+
+    float dk[kHeadDim / 2] = {};
+    RingPosition<kStages> ring;
+    Step step = first_step(queries);
+    Step previous = step;
+    mbarrier_wait(barriers.k_full(), 0);
+    mbarrier_wait(barriers.v_full(), 0);
+    float ds[kBlockM / 2];  // dP^T, then dS^T
+    QueryValues delta;
+    if (count > 0) {
+        mbarrier_wait(barriers.dout_full(0), 0);
+        delta.load(shared + kDeltaOffset, lane);
+        mma_scores<kHeadDimV>(ds, shared + kVOffset, shared + kDoutOffset);
+        wgmma_wait<0>();
+        pin_registers(ds);
+        __syncwarp();  // all lanes have read delta
+        release(barriers.dout_empty());
+    }
+
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+        float p[kBlockM / 2];
+        mbarrier_wait(barriers.p_full(), i % 2);
+        load_p(p, shared + kPOffset);
+        compute_ds(ds, p, delta);
+        PackedScores packed_ds;
+        packed_ds.set(ds);
+
+        // p_full of step i implies that ds_ready of step i - 1 is complete: all warps here have written dS of step i - 1, which the MMA of dQ
+        // reads, and finished dQ of step i - 2, whose slot step i takes. slot_free says the latter of the peer, so that the copy to it has
+        // left the buffer here. For i < 2 the wait returns at once.
+        mbarrier_wait(barriers.slot_free(i % 2), (i / 2 + 1) % 2);
+        const shared_address ds_smem = shared + kDsOffset + i % 2 * kDsBytes;
+        store_ds(packed_ds, ds_smem, warp_row, lane);
+
+        // The first step runs the MMAs of dQ on K and discards their result: with MMAs that are conditional, ptxas would serialise all of them.
+        const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared;
+        mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
+        mma_gradient(dk, packed_ds, shared + kQOffset + ring.stage * kQBytes);
+        // For the copy below and the MMA of dQ in the next step, which would not see dS otherwise. Behind the start of this step's MMAs, it
+        // overlaps with them.
+        fence_proxy_async();
+        __syncwarp();  // all lanes have read P and delta, and written their dS
+        // Bytes of the peer may have come before: without this arrival the phase cannot end.
+        if (threadIdx.x % 128 == 0) mbarrier_arrive_expect_tx(barriers.ds_received(i % 2), kOwnDsBytes);
+        if (lane == 0) send_ds(ds_smem + warp_row * kPanelRowBytes, barriers.ds_received(i % 2), peer);
+        float* own_dq = dq_of_columns(params, tile, previous, columns, warp_row, lane);
+        if (i > 0) mbarrier_wait(barriers.ds_received((i + 1) % 2), (i - 1) / 2 % 2);
+        float dq[kDqColumnsOfDk / 2];
+        mma_dq(dq, last_ds, columns);
+        wgmma_wait<1>();
+        pin_registers(dk);
+        release(barriers.empty(ring.stage));
+
+        // dP of the next step. The last step computes what nobody uses, from K: the other consumer may be storing dV over V.
+        RingPosition<kStages> next = ring;
+        next.advance();
+        const RingPosition<kDoutStages> dout = dout_of(next);
+        const bool is_last = i + 1 == count;
+        if (!is_last) {
+            mbarrier_wait(barriers.dout_full(dout.stage), dout.parity);
+            delta.load(shared + kDeltaOffset + dout.stage * kQueryValueBytes, lane);
+        }
+        mma_scores<kHeadDimV>(ds, is_last ? shared : shared + kVOffset,
+                              is_last ? shared : shared + kDoutOffset + dout.stage * kDoutBytes);
+        wgmma_wait<1>();
+        release(barriers.ds_ready());
+        if (i > 0) free_slot((i + 1) % 2);
+        pin_registers(dq);
+        if (i > 0) add_dq(own_dq, dq);
+        wgmma_wait<0>();
+        pin_registers(ds);
+        __syncwarp();  // all lanes have read delta
+        if (!is_last) release(barriers.dout_empty());
+        ring = next;
+        previous = step;
+        step = next_step(step, queries);
+    }
+
+    if (count > 0) {
+        mbarrier_wait(barriers.ds_ready(), (count - 1) % 2);
+        mbarrier_wait(barriers.ds_received((count - 1) % 2), (count - 1) / 2 % 2);
+        float dq[kDqColumnsOfDk / 2];
+        mma_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes, columns);
+        wgmma_wait<0>();
+        pin_registers(dq);
+        free_slot((count - 1) % 2);
+        add_dq(dq_of_columns(params, tile, previous, columns, warp_row, lane), dq);
+    }
+    release(barriers.ds_ready());  // this warp no longer reads K
+    mbarrier_wait(barriers.ds_ready(), count % 2);  // nor does any other: dK is staged there
+    // Shared memory must outlive the last two copies out of it, and the peer's last arrivals at slot_free here. This warpgroup's wait is
+    // enough, as the memory stays until the last thread of the block exits.
+    if (count > 1) mbarrier_wait(barriers.slot_free(count % 2), (count - 2) / 2 % 2);
+    if (count > 0) mbarrier_wait(barriers.slot_free((count - 1) % 2), (count - 1) / 2 % 2);
+    store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, shared, tile.first_key, kv_head_of(params, tile), tile.batch, 1, lane);
+    if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
+}
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
+flash_bwd_hdim256_bf16_causal_pair_sm90(const __grid_constant__ Params params) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    const shared_address shared = (to_shared(shared_memory) + 1023) / 1024 * 1024;
+    const Barriers barriers = {shared + kBarrierOffset};
+    const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+
+    if (threadIdx.x == 0) {
+        prefetch_tensormap(params.q);
+        prefetch_tensormap(params.k);
+        prefetch_tensormap(params.v);
+        prefetch_tensormap(params.dout);
+        prefetch_tensormap(params.dk);
+        prefetch_tensormap(params.dv);
+        barriers.init();
+        fence_mbarrier_init();
+    }
+    cluster_arrive_relaxed();  // only the dV consumer waits: the dK consumer comes behind it, by p_full, and the producer sends nothing
+    __syncthreads();
+
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
+    griddepcontrol_wait();
+    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
+    // before this one to have ended.
+    griddepcontrol_launch_dependents();
+
+    const KeyBlock tile = find_key_block(params, block_index());
+    if (warpgroup == 0) {
+        setmaxnreg_dec<kProducerRegisters>();
+        if (threadIdx.x == 0) {
+            produce(params, tile, shared, barriers);
+        }
+    } else if (warpgroup == 1) {
+        setmaxnreg_inc<kConsumerRegisters>();
+        consume_dv(params, tile, shared, barriers);
+    } else {
+        setmaxnreg_inc<kConsumerRegisters>();
+        consume_dk(params, tile, shared, barriers);
+    }
+}

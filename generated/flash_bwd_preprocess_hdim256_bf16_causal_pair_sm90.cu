@@ -1,0 +1,149 @@
+// flash_bwd_preprocess_hdim256_bf16_causal_pair_sm90
+//
+// Rendered by flashgen: edit the spec or the template, not this file.
+//
+// axes      head_dim 256, head_dim_v 256, dtype bf16, mask_type causal, gqa mha, dq_order none
+// tile      block_m 64, block_n 64, stages 2, dout_stages 1, cluster 2 (pair)
+// block     256 threads, 0 bytes of dynamic shared memory
+// target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
+// spec      flash_bwd_wide_sm90.yaml
+// template  flash_bwd_preprocess.cu.j2
+#include "flashgen/sm90.cuh"
+
+// What the main kernel needs of each row of the forward call, in fp32:
+//
+//     delta = sum(dout * out) - dlse      lse_log2 = lse * log2(e)
+//
+// so that P = 2^(scale_log2 * S - lse_log2) and dS = P * (dP - delta). A row that sees nothing, or lies behind the last one, has
+// lse_log2 = inf and delta = 0, which makes P and dS 0 if S and dP are finite. This kernel also clears what the main kernel adds to.
+
+using element = bf16;
+
+constexpr int kHeadDim = 256;  // of Q and K
+constexpr int kHeadDimV = 256;  // of O and dO
+constexpr int kThreads = 256;
+constexpr int kVector = 16 / int(sizeof(element));        // elements that a thread loads at once
+constexpr int kVectors = kHeadDimV / kVector;             // of a row
+constexpr int kLanes = kVectors < 8 ? 4 : 8;              // threads of a row; 8 of them read 128 bytes at a time, a cache line
+constexpr int kSteps = (kVectors + kLanes - 1) / kLanes;  // vectors of a thread in a row
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+struct Params {
+    const element* dout;                  // (batch, seqlen_q, num_heads_q, head_dim_v), rows 16-byte aligned
+    const element* out;                   // likewise
+    const float* lse;                     // (batch, num_heads_q, seqlen_q), contiguous; natural logarithm
+    const float* dlse;                    // likewise, the gradient of lse; may be null
+    float* delta;                         // (batch, num_heads_q, unit_rows)
+    float* lse_log2;                      // (batch, num_heads_q, unit_rows)
+    float* dq_accum;                      // (batch, num_heads_q, unit_rows, kHeadDim)
+    int64_t dout_batch_stride;            // strides are in elements
+    int64_t dout_row_stride;
+    int64_t dout_head_stride;
+    int64_t out_batch_stride;
+    int64_t out_row_stride;
+    int64_t out_head_stride;
+    int32_t num_heads_q;
+    int32_t seqlen_q;
+    int32_t head_dim_v;                   // of the call: a multiple of 8
+    int32_t num_row_blocks;               // units of rows of one head
+};
+static_assert(sizeof(Params) == 120 && offsetof(Params, dout) == 0 && offsetof(Params, out) == 8 && offsetof(Params, lse) == 16);
+static_assert(offsetof(Params, dlse) == 24 && offsetof(Params, delta) == 32 && offsetof(Params, lse_log2) == 40);
+static_assert(offsetof(Params, dq_accum) == 48 && offsetof(Params, dout_batch_stride) == 56);
+static_assert(offsetof(Params, dout_row_stride) == 64 && offsetof(Params, dout_head_stride) == 72);
+static_assert(offsetof(Params, out_batch_stride) == 80 && offsetof(Params, out_row_stride) == 88);
+static_assert(offsetof(Params, out_head_stride) == 96 && offsetof(Params, num_heads_q) == 104);
+static_assert(offsetof(Params, seqlen_q) == 108 && offsetof(Params, head_dim_v) == 112);
+static_assert(offsetof(Params, num_row_blocks) == 116);
+
+// The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
+constexpr int kRowUnit = 128;
+
+__device__ __forceinline__ int unit_rows(const Params& params) { return (params.seqlen_q + kRowUnit - 1) / kRowUnit * kRowUnit; }
+
+// The row of the workspace that a head begins with.
+__device__ __forceinline__ int64_t first_unit_row(const Params& params, int batch, int head) {
+    return (int64_t(batch) * params.num_heads_q + head) * unit_rows(params);
+}
+
+constexpr int kRowsPerPass = kThreads / kLanes;
+constexpr int kPasses = kRowUnit / kRowsPerPass;
+// Four vectors of dO and four of O are on their way to a thread, or as many as it has in a row.
+constexpr int kPassesAtOnce = kSteps > 2 ? 1 : kSteps == 2 ? 2 : kPasses;
+static_assert(kRowUnit % kRowsPerPass == 0 && kPasses % kPassesAtOnce == 0, "each pass has its rows");
+
+// The sum of the products of elements, as they lie in memory.
+__device__ __forceinline__ float dot(uint4 a, uint4 b) {
+    const uint32_t a_words[4] = {a.x, a.y, a.z, a.w};
+    const uint32_t b_words[4] = {b.x, b.y, b.z, b.w};
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 a_pair = unpack<element>(a_words[i]);
+        const float2 b_pair = unpack<element>(b_words[i]);
+        sum = fmaf(a_pair.x, b_pair.x, fmaf(a_pair.y, b_pair.y, sum));
+    }
+    return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+flash_bwd_preprocess_hdim256_bf16_causal_pair_sm90(const __grid_constant__ Params params) {
+    const int head_of_batch = block_index() / params.num_row_blocks;
+    const int first_row = (block_index() - head_of_batch * params.num_row_blocks) * kRowUnit;
+    const int batch = head_of_batch / params.num_heads_q;
+    const int head = head_of_batch - batch * params.num_heads_q;
+    const int lane = threadIdx.x % kLanes;
+
+    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
+    // reads.
+    griddepcontrol_wait();
+    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
+    // before this one to have ended.
+    griddepcontrol_launch_dependents();
+
+    const int64_t unit_row = first_unit_row(params, batch, head) + first_row;
+    float* dq = params.dq_accum + unit_row * kHeadDim;
+
+    const element* dout = params.dout + batch * params.dout_batch_stride + head * params.dout_head_stride;
+    const element* out = params.out + batch * params.out_batch_stride + head * params.out_head_stride;
+    for (int first_pass = 0; first_pass < kPasses; first_pass += kPassesAtOnce) {
+        uint4 dout_vectors[kPassesAtOnce][kSteps], out_vectors[kPassesAtOnce][kSteps];
+        float lse[kPassesAtOnce], dlse[kPassesAtOnce];
+#pragma unroll
+        for (int pass = 0; pass < kPassesAtOnce; ++pass) {
+            const int row = first_row + (first_pass + pass) * kRowsPerPass + threadIdx.x / kLanes;
+            const bool valid = row < params.seqlen_q;
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) {
+                const int column = (step * kLanes + lane) * kVector;
+                dout_vectors[pass][step] = out_vectors[pass][step] = {};
+                if (valid && column < params.head_dim_v) {
+                    dout_vectors[pass][step] = load_global_128(dout + row * params.dout_row_stride + column);
+                    out_vectors[pass][step] = load_global_128(out + row * params.out_row_stride + column);
+                }
+            }
+            const int64_t lse_row = int64_t(head_of_batch) * params.seqlen_q + row;
+            lse[pass] = valid ? __uint_as_float(load_global_32(params.lse + lse_row)) : -INFINITY;
+            dlse[pass] = valid && params.dlse != nullptr ? __uint_as_float(load_global_32(params.dlse + lse_row)) : 0.0f;
+        }
+        // Stores for which nothing waits, while the loads are on their way.
+        constexpr int kElements = kPassesAtOnce * kRowsPerPass * kHeadDim;
+        float* cleared = dq + first_pass * kRowsPerPass * kHeadDim;
+#pragma unroll 4
+        for (int i = 4 * threadIdx.x; i < kElements; i += 4 * kThreads) store_global_128(cleared + i, {});
+#pragma unroll
+        for (int pass = 0; pass < kPassesAtOnce; ++pass) {
+            const int row_of_unit = (first_pass + pass) * kRowsPerPass + threadIdx.x / kLanes;
+            float sum = 0.0f;
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) sum += dot(dout_vectors[pass][step], out_vectors[pass][step]);
+#pragma unroll
+            for (int distance = 1; distance < kLanes; distance *= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
+            if (lane != 0) continue;
+            const bool sees_nothing = lse[pass] == -INFINITY;
+            store_global_32(params.delta + unit_row + row_of_unit, sees_nothing ? 0.0f : sum - dlse[pass]);
+            store_global_32(params.lse_log2 + unit_row + row_of_unit, sees_nothing ? INFINITY : lse[pass] * kLog2e);
+        }
+    }
+}
