@@ -302,31 +302,37 @@ __device__ __forceinline__ const element* head_v(const Params& params, const Til
 
 // Starts the copy of the keys of a KV block of K or V, kColumns wide, into shared memory. kSwizzleChunks threads stand side by side
 // along a row and each takes every kSwizzleChunks-th chunk of its rows. `head` is where the head's rows begin in page 0. Rows from
-// `valid_rows` on and elements from `head_dim` on become zeros; the page table is not read for those rows. A thread looks up the page
-// of each of its rows, as a page may be as small as one key; the entries lie side by side.
+// `valid_rows` on and elements from `head_dim` on become zeros; the page table is not read for those rows.
 template <int kColumns>
 __device__ __forceinline__ void copy_rows(const Params& params, shared_address block, const element* head, int64_t page_stride,
                                           int64_t row_stride, int first_key, int valid_rows, int head_dim) {
     constexpr int kRowsPerPass = kCopyThreads / kSwizzleChunks;
+    constexpr int kRowsOfWarp = 32 / kSwizzleChunks;  // of a pass
     constexpr int kPanels = kColumns * sizeof(element) / kSwizzleBytes;
     constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
     static_assert(kColumns * sizeof(element) % kSwizzleBytes == 0, "the swizzle permutes whole panels");
     static_assert(kRowsPerPass % 8 == 0, "the rows of a thread are swizzled alike");
+    static_assert((kBlockN + kRowsPerPass - 1) / kRowsPerPass * kRowsOfWarp <= 32, "a warp has a lane for each of its rows");
     const int row = threadIdx.x / kSwizzleChunks;
     const int chunk = threadIdx.x % kSwizzleChunks;
     const shared_address destination = block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
+
+    // A page may be as small as one key. Each lane looks up one of the warp's rows, so that all look-ups of a warp are one load.
+    const int lane = threadIdx.x % 32;
+    const int own_row = lane / kRowsOfWarp * kRowsPerPass + threadIdx.x / 32 * kRowsOfWarp + lane % kRowsOfWarp;
+    const int page_of_sequence = divide(first_key + own_row, params.page_size_divisor);
+    const int page = own_row < min(valid_rows, kBlockN) ? load_page(params, params.pages, page_of_sequence) : 0;
+    const int row_of_page = first_key + own_row - page_of_sequence * params.page_size;
+    const int64_t own_offset = page * page_stride + row_of_page * row_stride;
 #pragma unroll
-    for (int first = 0; first < kBlockN; first += kRowsPerPass) {
+    for (int pass = 0; pass * kRowsPerPass < kBlockN; ++pass) {
+        const int first = pass * kRowsPerPass;
+        const int64_t offset = __shfl_sync(0xffffffff, own_offset, pass * kRowsOfWarp + row % kRowsOfWarp);
         if (kBlockN % kRowsPerPass != 0 && first + row >= kBlockN) break;
-        const bool valid_row = first + row < valid_rows;
-        const int key = first_key + first + row;
-        const int page_of_sequence = divide(key, params.page_size_divisor);
-        const int page = valid_row ? load_page(params, params.pages, page_of_sequence) : 0;
-        const element* source =
-            head + page * page_stride + (key - page_of_sequence * params.page_size) * row_stride + chunk * kChunkElements;
+        const element* source = head + offset + chunk * kChunkElements;
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
-            const bool valid = valid_row && panel * kPanelElements + chunk * kChunkElements < head_dim;
+            const bool valid = first + row < valid_rows && panel * kPanelElements + chunk * kChunkElements < head_dim;
             cp_async_16(destination + first * kRowBytes + panel * kSwizzleBytes, source + panel * kPanelElements, valid ? 16 : 0);
         }
     }

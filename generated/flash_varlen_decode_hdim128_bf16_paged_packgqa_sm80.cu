@@ -394,22 +394,39 @@ __device__ __forceinline__ const element* head_v(const Params& params, const Til
 constexpr int kRowsPerPass = kGroupThreads / kSwizzleChunks;
 constexpr int kPasses = (kGroupKeys + kRowsPerPass - 1) / kRowsPerPass;
 
+// The pages of a group's keys of a KV block, of its key 32 i + lane, as the page table has them: each key may have a page of its own. K and
+// V lie alike.
+struct Pages {
+    int of_key[(kGroupKeys + 31) / 32];
+};
+
+// Loads them from a sequence's page table, which is not read for keys from `valid_rows` on. Nothing here waits for the loads.
+__device__ __forceinline__ Pages find_pages(const Params& params, const int32_t* pages, int first_key, int valid_rows) {
+    Pages found;
+#pragma unroll
+    for (int first = 0; first < kGroupKeys; first += 32) {
+        const int row = first + threadIdx.x % 32;
+        const int page_of_sequence = divide(first_key + row, params.page_size_divisor);
+        found.of_key[first / 32] = row < min(valid_rows, kGroupKeys) ? load_global_32(pages + page_of_sequence) : 0;
+    }
+    return found;
+}
+
 // Where the rows of a KV block that a thread copies lie: a page, and a row of it.
 struct PagedRows {
     int page[kPasses];
     int row[kPasses];
 };
 
-// Looks them up in a sequence's page table, which is not read for rows from `valid_rows` on. Each row has a page of its own, as a page
-// may be as small as one key. K and V lie alike, and all loads are on their way before the first page is used.
-__device__ __forceinline__ PagedRows find_paged_rows(const Params& params, const int32_t* pages, int first_key, int valid_rows) {
+__device__ __forceinline__ PagedRows find_paged_rows(const Params& params, const Pages& pages, int first_key) {
+    static_assert(32 % kRowsPerPass == 0, "the pages of a pass are in one register of a warp");
     PagedRows rows;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
         const int row = pass * kRowsPerPass + threadIdx.x % kGroupThreads / kSwizzleChunks;
-        const int page_of_sequence = divide(first_key + row, params.page_size_divisor);
-        rows.page[pass] = row < min(valid_rows, kGroupKeys) ? load_page(params, pages, page_of_sequence) : 0;
-        rows.row[pass] = first_key + row - page_of_sequence * params.page_size;
+        const int page = __shfl_sync(0xffffffff, pages.of_key[pass * kRowsPerPass / 32], row % 32);
+        rows.page[pass] = max(0, min(page, params.batch_kv - 1));
+        rows.row[pass] = first_key + row - divide(first_key + row, params.page_size_divisor) * params.page_size;
     }
     return rows;
 }
@@ -449,7 +466,8 @@ struct Fetch {
     int seqlen_kv;     // of the sequence
     const element* k;  // where the head's rows begin in page 0
     const element* v;
-    const int32_t* pages;  // of the sequence
+    const int32_t* page_table;  // of the sequence
+    Pages pages;       // of the KV block that comes next: looked up while the one before is computed
 };
 
 // `params` are those of the sequence at `place`.
@@ -466,7 +484,8 @@ __device__ __forceinline__ Fetch seek(const Params& params, const Place& place, 
     fetch.seqlen_kv = params.seqlen_kv;
     fetch.k = head_k(params, tile);
     fetch.v = head_v(params, tile);
-    fetch.pages = params.pages;
+    fetch.page_table = params.pages;
+    fetch.pages = find_pages(params, fetch.page_table, fetch.first_key, fetch.seqlen_kv - fetch.first_key);
     return fetch;
 }
 
@@ -476,12 +495,13 @@ __device__ __forceinline__ void fetch_next(const Params& params, const Share& sh
     if (fetch.index < share.end) {
         const shared_address keys = stage + group * kGroupKeys * kRowBytes;
         const int valid_rows = fetch.seqlen_kv - fetch.first_key;
-        const PagedRows rows = find_paged_rows(params, fetch.pages, fetch.first_key, valid_rows);
+        const PagedRows rows = find_paged_rows(params, fetch.pages, fetch.first_key);
         copy_keys<kHeadDim>(rows, keys, fetch.k, params.k_batch_stride, params.k_row_stride, valid_rows, params.head_dim);
         copy_keys<kHeadDimV>(rows, keys + kVOffset, fetch.v, params.v_batch_stride, params.v_row_stride, valid_rows, params.head_dim_v);
         ++fetch.index;
         if (--fetch.left > 0) {
             fetch.first_key += kBlockN;
+            fetch.pages = find_pages(params, fetch.page_table, fetch.first_key, fetch.seqlen_kv - fetch.first_key);
         } else if (fetch.index < share.end) {
             const Place place = fetch.index < fetch.place.end ? fetch.place : next_place(params, fetch.place);
             fetch = seek(of_sequence(params, place.sequence), place, fetch.index, group);
