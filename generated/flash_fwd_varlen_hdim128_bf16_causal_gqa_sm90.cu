@@ -731,6 +731,34 @@ __device__ __forceinline__ void find_tiles(const Params& params, shared_address 
     }
 }
 
+// The tile that comes next, as a warp of the producer reads it. The whole warp works.
+__device__ __forceinline__ SequenceTile take_tile(shared_address shared, const Barriers& barriers, const RingPosition<kQStages>& ring, int lane) {
+    mbarrier_wait(barriers.tile_full(ring.stage), ring.parity);
+    SequenceTile found;
+    found.load(shared + kTileOffset + ring.stage * kTileBytes);
+    __syncwarp();  // all lanes have read it
+    if (lane == 0) mbarrier_arrive(barriers.tile_empty(ring.stage));
+    return found;
+}
+
+// The KV blocks of a tile.
+__device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, const SequenceTile& found, const Tile& tile) {
+    return find_kv_blocks(with_lengths(params, found.seqlen_q, found.seqlen_kv), tile.first_row, kBlockM);
+}
+
+// Turns a tile of its sequence into the same one of the whole array, as TMA takes it: packed sequences are rows of a single entry.
+__device__ __forceinline__ void to_whole_array(const Params& params, const SequenceTile& found, Tile& tile) {
+    tile.first_row += found.first_query;
+    if (params.cu_seqlens_q != nullptr) tile.batch = 0;
+}
+
+// Loads Q of a tile when its buffer is empty. One thread's work.
+__device__ __forceinline__ void produce_q(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers,
+                                          const RingPosition<kQStages>& ring) {
+    mbarrier_wait(barriers.q_empty(ring.stage), ring.parity ^ 1);
+    load_q(params, tile, shared + ring.stage * kQBytes, barriers.q_full(ring.stage));
+}
+
 // Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
 template <int kPanelCount>
 __device__ __forceinline__ void load_kv_block(shared_address destination, const tensor_map& map, shared_address full,
@@ -749,21 +777,12 @@ __device__ __forceinline__ void produce(const Params& params, shared_address sha
     RingPosition<kStages> ring;
     RingPosition<kQStages> q_ring;
     while (true) {
-        mbarrier_wait(barriers.tile_full(q_ring.stage), q_ring.parity);
-        SequenceTile found;
-        found.load(shared + kTileOffset + q_ring.stage * kTileBytes);
-        __syncwarp();  // all lanes have read it
-        if (lane == 0) mbarrier_arrive(barriers.tile_empty(q_ring.stage));
+        const SequenceTile found = take_tile(shared, barriers, q_ring, lane);
         if (found.sequence < 0) return;
         Tile tile = tile_of(params, found);
-        const KvBlocks blocks = find_kv_blocks(with_lengths(params, found.seqlen_q, found.seqlen_kv), tile.first_row, kBlockM);
-        // To TMA the tile is one of the whole array, where packed sequences are rows of a single entry.
-        tile.first_row += found.first_query;
-        if (params.cu_seqlens_q != nullptr) tile.batch = 0;
-        if (lane == 0) {
-            mbarrier_wait(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
-            load_q(params, tile, shared + q_ring.stage * kQBytes, barriers.q_full(q_ring.stage));
-        }
+        const KvBlocks blocks = kv_blocks_of(params, found, tile);
+        to_whole_array(params, found, tile);
+        if (lane == 0) produce_q(params, tile, shared, barriers, q_ring);
         q_ring.advance();
 #pragma unroll 1  // few registers are left to the producer
         for (int block = blocks.last; block >= blocks.first; --block) {

@@ -398,7 +398,7 @@ struct Barriers {
     __device__ __forceinline__ shared_address v_empty(int stage) const { return at(2 * kQStages + 3 * kStages + stage); }
     // The consumers have cleared the rows of V past the end of the sequence.
     __device__ __forceinline__ shared_address tail_clear() const { return at(2 * kQStages + 4 * kStages); }
-    // The producer warp reads a tile too.
+    // The two producer warps read a tile too.
     __device__ __forceinline__ shared_address tile_full(int stage) const { return at(2 * kQStages + 4 * kStages + 1 + stage); }
     __device__ __forceinline__ shared_address tile_empty(int stage) const { return at(3 * kQStages + 4 * kStages + 1 + stage); }
 
@@ -419,7 +419,7 @@ struct Barriers {
         mbarrier_init(tail_clear(), 4 * kConsumers);
         for (int stage = 0; stage < kQStages; ++stage) {
             mbarrier_init(tile_full(stage), 1);
-            mbarrier_init(tile_empty(stage), 4 * kConsumers + 1);
+            mbarrier_init(tile_empty(stage), 4 * kConsumers + 2);
         }
     }
 };
@@ -832,6 +832,34 @@ __device__ __forceinline__ void find_tiles(const Params& params, shared_address 
     pass_on({-1});
 }
 
+// The tile that comes next, as a warp of the producer reads it. The whole warp works.
+__device__ __forceinline__ SequenceTile take_tile(shared_address shared, const Barriers& barriers, const RingPosition<kQStages>& ring, int lane) {
+    mbarrier_wait(barriers.tile_full(ring.stage), ring.parity);
+    SequenceTile found;
+    found.load(shared + kTileOffset + ring.stage * kTileBytes);
+    __syncwarp();  // all lanes have read it
+    if (lane == 0) mbarrier_arrive(barriers.tile_empty(ring.stage));
+    return found;
+}
+
+// The KV blocks of a tile.
+__device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, const SequenceTile& found, const Tile&) {
+    return find_kv_blocks(with_lengths(params, found.seqlen_q, found.seqlen_kv), found);
+}
+
+// Turns a tile of its sequence into the same one of the whole array, as TMA takes it: packed sequences are rows of a single entry.
+__device__ __forceinline__ void to_whole_array(const Params& params, const SequenceTile& found, Tile& tile) {
+    tile.first_row += found.first_query * params.group_size;
+    if (params.cu_seqlens_q != nullptr) tile.batch = 0;
+}
+
+// Loads Q of a tile when its buffer is empty. One thread's work.
+__device__ __forceinline__ void produce_q(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers,
+                                          const RingPosition<kQStages>& ring) {
+    mbarrier_wait(barriers.q_empty(ring.stage), ring.parity ^ 1);
+    load_q(params, tile, shared + ring.stage * kQBytes, barriers.q_full(ring.stage));
+}
+
 constexpr int kBoxKeys = 16;  // keys that TMA brings at a time, all of one page
 static_assert(kBlockN % kBoxKeys == 0 && kBlockN / kBoxKeys <= 32, "a lane brings a box of a KV block");
 
@@ -841,64 +869,83 @@ struct PageRow {
     int row;
 };
 
-// Of the keys from `key` on. Entries of the page table past the end of the sequence are not read: such keys get a row outside of every
-// page, so that they become zeros.
-__device__ __forceinline__ PageRow find_page(const Params& params, const SequenceTile& found, int key) {
-    if (key >= found.seqlen_kv) return {0, params.page_size};
+// Loads the entry of the page table for the keys from `key` on, and does not wait for it. Entries past the end of the sequence are not read,
+// nor is there one ahead of the first, where a tile that sees no key would look.
+__device__ __forceinline__ int load_entry(const Params& params, const SequenceTile& found, int key) {
+    if (key < 0 || key >= found.seqlen_kv) return 0;
     const int index = divide(key, params.page_size_divisor);
-    const int page = load_clamped(params.pages + found.sequence * params.pages_batch_stride, index, params.batch_kv - 1);
-    return {page, key - index * params.page_size};
+    return load_global_32(params.pages + found.sequence * params.pages_batch_stride + index);
 }
 
-// Loads a KV block of K or V of one head, each lane its box, panel by panel.
+// Where the keys from `key` on lie, of which the page table has `entry`. Keys past the end of the sequence get a row outside of every page,
+// so that they become zeros.
+__device__ __forceinline__ PageRow page_row(const Params& params, const SequenceTile& found, int key, int entry) {
+    if (key >= found.seqlen_kv) return {0, params.page_size};
+    return {max(0, min(entry, params.batch_kv - 1)), key - divide(key, params.page_size_divisor) * params.page_size};
+}
+
+// K or V as a producer warp brings it: where TMA finds the array, the buffers of its stages, and the mbarriers of the first one.
 template <int kPanelCount>
-__device__ __forceinline__ void load_pages(shared_address destination, const tensor_map& map, shared_address full, int head,
-                                           const PageRow& from, int lane) {
-    if (lane == 0) mbarrier_arrive_expect_tx(full, kPanelCount * kBlockN * kPanelRowBytes);
-    __syncwarp();
-    if (lane >= kBlockN / kBoxKeys) return;
-#pragma unroll
-    for (int panel = 0; panel < kPanelCount; ++panel) {
-        tma_load_4d(destination + (panel * kBlockN + lane * kBoxKeys) * kPanelRowBytes, map, full, panel * kPanelColumns, from.row, head,
-                    from.page);
-    }
-}
+struct PagedArray {
+    const tensor_map& map;
+    shared_address buffers;
+    shared_address full, empty;
 
-// The producer warp: Q of each tile, and K and V of its KV blocks, as fast as buffers become empty.
+    // Loads the KV blocks of a tile as fast as buffers become empty, each lane its boxes, panel by panel.
+    __device__ __forceinline__ void load(const Params& params, const SequenceTile& found, RingPosition<kStages>& ring, int lane) const {
+        constexpr int kBytes = kPanelCount * kBlockN * kPanelRowBytes;  // of a buffer
+        const Tile tile = tile_of(params, found);
+        const KvBlocks blocks = kv_blocks_of(params, found, tile);
+        auto first_key = [&](int block) { return block * kBlockN + lane * kBoxKeys; };  // of the lane's box
+        int entry = load_entry(params, found, first_key(blocks.last));
+#pragma unroll 1  // few registers are left to the producer
+        for (int block = blocks.last; block >= blocks.first; --block) {
+            mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+            const PageRow from = page_row(params, found, first_key(block), entry);
+            if (lane == 0) mbarrier_arrive_expect_tx(full + 8 * ring.stage, kBytes);
+            __syncwarp();
+            if (lane < kBlockN / kBoxKeys) {
+#pragma unroll
+                for (int panel = 0; panel < kPanelCount; ++panel) {
+                    tma_load_4d(buffers + ring.stage * kBytes + (panel * kBlockN + lane * kBoxKeys) * kPanelRowBytes, map,
+                                full + 8 * ring.stage, panel * kPanelColumns, from.row, tile.kv_head, from.page);
+                }
+            }
+            entry = load_entry(params, found, first_key(block - 1));  // under way while its buffer is awaited
+            ring.advance();
+        }
+        __syncwarp();
+    }
+};
+
+// Two producer warps, as a box is small and a warp starts one after the other: one brings Q and K of each tile, the other V.
 __device__ __forceinline__ void produce(const Params& params, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
+    const PagedArray<kPanels> k = {params.k, shared + kKOffset, barriers.k_full(0), barriers.k_empty(0)};
     // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
     RingPosition<kQStages> q_ring;
     while (true) {
-        mbarrier_wait(barriers.tile_full(q_ring.stage), q_ring.parity);
-        SequenceTile found;
-        found.load(shared + kTileOffset + q_ring.stage * kTileBytes);
-        __syncwarp();  // all lanes have read it
-        if (lane == 0) mbarrier_arrive(barriers.tile_empty(q_ring.stage));
+        const SequenceTile found = take_tile(shared, barriers, q_ring, lane);
         if (found.sequence < 0) return;
         Tile tile = tile_of(params, found);
-        const KvBlocks blocks = find_kv_blocks(with_lengths(params, found.seqlen_q, found.seqlen_kv), found);
-        // To TMA the tile is one of the whole array, where packed sequences are rows of a single entry.
-        tile.first_row += found.first_query * params.group_size;
-        if (params.cu_seqlens_q != nullptr) tile.batch = 0;
-        if (lane == 0) {
-            mbarrier_wait(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
-            load_q(params, tile, shared + q_ring.stage * kQBytes, barriers.q_full(q_ring.stage));
-        }
+        to_whole_array(params, found, tile);
+        if (lane == 0) produce_q(params, tile, shared, barriers, q_ring);
         q_ring.advance();
-#pragma unroll 1  // few registers are left to the producer
-        for (int block = blocks.last; block >= blocks.first; --block) {
-            const shared_address k_smem = shared + kKOffset + ring.stage * kKBytes;
-            const shared_address v_smem = shared + kVOffset + ring.stage * kVBytes;
-            const PageRow from = find_page(params, found, block * kBlockN + lane * kBoxKeys);
-            mbarrier_wait(barriers.k_empty(ring.stage), ring.parity ^ 1);
-            load_pages<kPanels>(k_smem, params.k, barriers.k_full(ring.stage), tile.kv_head, from, lane);
-            mbarrier_wait(barriers.v_empty(ring.stage), ring.parity ^ 1);
-            load_pages<kPanelsV>(v_smem, params.v, barriers.v_full(ring.stage), tile.kv_head, from, lane);
-            ring.advance();
-        }
-        __syncwarp();
+        k.load(params, found, ring, lane);
+    }
+}
+
+__device__ __forceinline__ void produce_v(const Params& params, shared_address shared, const Barriers& barriers) {
+    const int lane = threadIdx.x % 32;
+    const PagedArray<kPanelsV> v = {params.v, shared + kVOffset, barriers.v_full(0), barriers.v_empty(0)};
+    RingPosition<kStages> ring;
+    RingPosition<kQStages> tile_ring;
+    while (true) {
+        const SequenceTile found = take_tile(shared, barriers, tile_ring, lane);
+        if (found.sequence < 0) return;
+        tile_ring.advance();
+        v.load(params, found, ring, lane);
     }
 }
 
@@ -1055,6 +1102,8 @@ flash_varlen_split_hdim128_bf16_causal_paged_packgqa_sm90(const __grid_constant_
             produce(params, shared, barriers);
         } else if (threadIdx.x / 32 == 1) {
             find_tiles(params, shared, barriers);
+        } else if (threadIdx.x / 32 == 2) {
+            produce_v(params, shared, barriers);
         }
     } else {
         setmaxnreg_inc<kConsumerRegisters>();
