@@ -25,7 +25,7 @@ def test_each_cell_has_a_kernel_for_an_h200(grid, fake_gpu, fake_arrays):
             assert all(dict(variant.axes)["dtype"] == case.dtype for variant in variants), case.name
 
 
-@pytest.mark.parametrize("name", ["append", "paged", "varlen"])
+@pytest.mark.parametrize("name", ["append", "chunked", "paged", "varlen"])
 def test_lengths_are_read_by_the_kernels_that_are_timed(name, fake_gpu, fake_arrays):
     for case in GRIDS[name].cases:
         peer = all_peers()["flashgen"]

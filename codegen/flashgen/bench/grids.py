@@ -281,6 +281,30 @@ def _paged() -> Grid:
     return Grid("paged", doc, tuple(cases), metric="GB/s")
 
 
+def _chunked() -> Grid:
+    cases = []
+    for batch, seqlen_q, seqlen_kv, head_dim in (
+        (4, 512, 4096, 64),
+        (8, 128, 4096, 128),
+        (2, 512, 8192, 128),
+        (2, 2048, 8192, 128),
+        (2, 512, 8192, 256),
+    ):
+        name = f"{batch} × {short_length(seqlen_q)} on {short_length(seqlen_kv)}, d{head_dim}"
+        shape: dict[str, Any] = {"num_heads_q": 32, "num_heads_kv": 8, "head_dim": head_dim}
+        options = {"dtype": "bf16", "mask": "causal", "lengths": "cache", "clock": "graph"}
+        base = Case(name, batch, seqlen_q, seqlen_kv, **shape, **options)
+        cases.append(base)
+        for size in (16, 256):
+            against = {"baseline": base.name, "loss_limit": _PAGE_LOSSES[size]}
+            cases.append(replace(base, name=f"{base.name}, pages of {size}", page_size=size, **against))
+    doc = (
+        "chunks of prompts on a KV cache, contiguous and in pages of 16 and 256 keys, causal, bf16, "
+        "32 heads on 8: TFLOP/s of the visible pairs"
+    )
+    return Grid("chunked", doc, tuple(cases))
+
+
 def _append() -> Grid:
     cases = []
     for shape in (
@@ -380,6 +404,6 @@ GRIDS: dict[str, Grid] = {
     grid.name: grid
     for grid in (
         *(_prefill(), _head_dims(), _masks(), _scores(), _small(), _ragged()),
-        *(_lineage(), _decode(), _paged(), _append(), _varlen(), _backward()),
+        *(_lineage(), _decode(), _paged(), _chunked(), _append(), _varlen(), _backward()),
     )
 }
