@@ -145,12 +145,12 @@ class Case:
     def pairs(self) -> float:
         """Query-key pairs of one head that count as work, in the mean of the sequences.
 
-        Where sequences are packed, the visible ones. Else half of all for ``causal``, the exact number of
+        Where sequences have lengths, the visible ones. Else half of all for ``causal``, the exact number of
         visible pairs for ``window`` and ``documents``, all for ``random``: no tile of a random mask is empty,
         so no kernel can leave any out. ``random_causal`` counts as ``causal``.
         """
         everything = self.seqlen_q * self.seqlen_kv
-        if self.is_packed:
+        if self.lengths != "none":
             return sum(_visible_pairs(self.is_causal, *lengths) for lengths in self.sequences) / self.batch
         if self.is_causal:
             return everything / 2
