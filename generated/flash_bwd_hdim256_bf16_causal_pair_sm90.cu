@@ -199,7 +199,9 @@ struct Barriers {
     __device__ __forceinline__ shared_address ds_ready() const { return at(3); }
     __device__ __forceinline__ shared_address q_full(int stage) const { return at(4 + stage); }
     __device__ __forceinline__ shared_address dout_full(int stage) const { return at(4 + kStages + stage); }
+    // In the place of a second dout_full.
     __device__ __forceinline__ shared_address dout_empty() const { return at(4 + kStages + kDoutStages); }
+    // Of Q and LSE alone.
     __device__ __forceinline__ shared_address empty(int stage) const { return at(4 + 2 * kStages + stage); }
 
     // dS of a step has come from the peer. Step i uses slot i % 2.
@@ -613,8 +615,7 @@ struct DqColumns {
 
 // The copy of the peer's K begins with panel first_peer_panel().
 __device__ __forceinline__ DqColumns columns_from(int first, const KeyBlock& tile, shared_address shared) {
-    const int byte = first % kPanelColumns * sizeof(element);  // under the swizzle an operand may begin within a row
-    const shared_address k = shared + first / kPanelColumns * kBlockN * kPanelRowBytes + byte;
+    const shared_address k = shared + first / kPanelColumns * kBlockN * kPanelRowBytes;
     return {first, k, k + kPeerKOffset - first_peer_panel(tile) * kBlockN * kPanelRowBytes};
 }
 
@@ -818,7 +819,7 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         // For the copy below and the MMA of dQ in the next step, which would not see dS otherwise. Behind the start of this step's MMAs, it
         // overlaps with them.
         fence_proxy_async();
-        __syncwarp();  // all lanes have read P and delta, and written their dS
+        __syncwarp();  // all lanes have read P, and written their dS
         // Bytes of the peer may have come before: without this arrival the phase cannot end.
         if (threadIdx.x % 128 == 0) mbarrier_arrive_expect_tx(barriers.ds_received(i % 2), kOwnDsBytes);
         if (lane == 0) send_ds(ds_smem + warp_row * kPanelRowBytes, barriers.ds_received(i % 2), peer);

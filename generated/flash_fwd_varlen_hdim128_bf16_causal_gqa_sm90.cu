@@ -106,7 +106,7 @@ struct Tile {
     int first_row;  // below 0 where a head's first tile is not whole
 };
 
-// A length, a row or a page from global memory. One out of range is clamped, so that it cannot reach other memory.
+// A length, or the number of a row or of an entry, from global memory. One out of range is clamped, so that it cannot reach other memory.
 __device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
     return max(0, min(most, int(load_global_32(values + index))));
 }
@@ -742,8 +742,8 @@ __device__ __forceinline__ SequenceTile take_tile(shared_address shared, const B
 }
 
 // The KV blocks of a tile.
-__device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, const SequenceTile& found, const Tile& tile) {
-    return find_kv_blocks(with_lengths(params, found.seqlen_q, found.seqlen_kv), tile.first_row, kBlockM);
+__device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, const SequenceTile& found) {
+    return find_kv_blocks(with_lengths(params, found.seqlen_q, found.seqlen_kv), found.first_row, kBlockM);
 }
 
 // Turns a tile of its sequence into the same one of the whole array, as TMA takes it: packed sequences are rows of a single entry.
@@ -780,7 +780,7 @@ __device__ __forceinline__ void produce(const Params& params, shared_address sha
         const SequenceTile found = take_tile(shared, barriers, q_ring, lane);
         if (found.sequence < 0) return;
         Tile tile = tile_of(params, found);
-        const KvBlocks blocks = kv_blocks_of(params, found, tile);
+        const KvBlocks blocks = kv_blocks_of(params, found);
         to_whole_array(params, found, tile);
         if (lane == 0) produce_q(params, tile, shared, barriers, q_ring);
         q_ring.advance();

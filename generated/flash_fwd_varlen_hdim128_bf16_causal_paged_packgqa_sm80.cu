@@ -125,7 +125,7 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
-// A length, a row or a page from global memory. One out of range is clamped, so that it cannot reach other memory.
+// A length, or the number of a row or of an entry, from global memory. One out of range is clamped, so that it cannot reach other memory.
 __device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
     return max(0, min(most, int(load_global_32(values + index))));
 }
@@ -173,11 +173,6 @@ __device__ __forceinline__ Params of_sequence(const Params& params, int sequence
     own.q_batch_stride = own.out_batch_stride = 0;  // the pointers are those of the sequence
     own.pages += sequence * params.pages_batch_stride;
     return own;
-}
-
-// The page that entry `index` of a sequence's page table names.
-__device__ __forceinline__ int load_page(const Params& params, const int32_t* pages, int index) {
-    return load_clamped(pages, index, params.batch_kv - 1);
 }
 
 // The sum over the lanes up to this one.
@@ -321,7 +316,7 @@ __device__ __forceinline__ void copy_rows(const Params& params, shared_address b
     const int lane = threadIdx.x % 32;
     const int own_row = lane / kRowsOfWarp * kRowsPerPass + threadIdx.x / 32 * kRowsOfWarp + lane % kRowsOfWarp;
     const int page_of_sequence = divide(first_key + own_row, params.page_size_divisor);
-    const int page = own_row < min(valid_rows, kBlockN) ? load_page(params, params.pages, page_of_sequence) : 0;
+    const int page = own_row < min(valid_rows, kBlockN) ? load_clamped(params.pages, page_of_sequence, params.batch_kv - 1) : 0;
     const int row_of_page = first_key + own_row - page_of_sequence * params.page_size;
     const int64_t own_offset = page * page_stride + row_of_page * row_stride;
 #pragma unroll

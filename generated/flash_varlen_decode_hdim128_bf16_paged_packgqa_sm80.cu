@@ -163,7 +163,7 @@ __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& 
     return query * row_stride + head * head_stride;
 }
 
-// A length, a row or a page from global memory. One out of range is clamped, so that it cannot reach other memory.
+// A length, or the number of a row or of an entry, from global memory. One out of range is clamped, so that it cannot reach other memory.
 __device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
     return max(0, min(most, int(load_global_32(values + index))));
 }
@@ -332,11 +332,6 @@ __device__ __forceinline__ Params of_sequence(const Params& params, int sequence
     return own;
 }
 
-// The page that entry `index` of a sequence's page table names.
-__device__ __forceinline__ int load_page(const Params& params, const int32_t* pages, int index) {
-    return load_clamped(pages, index, params.batch_kv - 1);
-}
-
 // Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
 // consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
 constexpr int kChunkElements = 16 / sizeof(element);
@@ -394,8 +389,8 @@ __device__ __forceinline__ const element* head_v(const Params& params, const Til
 constexpr int kRowsPerPass = kGroupThreads / kSwizzleChunks;
 constexpr int kPasses = (kGroupKeys + kRowsPerPass - 1) / kRowsPerPass;
 
-// The pages of a group's keys of a KV block, of its key 32 i + lane, as the page table has them: each key may have a page of its own. K and
-// V lie alike.
+// The pages of a group's keys of a KV block, spread over the lanes of a warp: of_key[i] is that of key 32 i + lane, as the page table has it.
+// Each key may have a page of its own. K and V lie alike.
 struct Pages {
     int of_key[(kGroupKeys + 31) / 32];
 };
@@ -467,7 +462,7 @@ struct Fetch {
     const element* k;  // where the head's rows begin in page 0
     const element* v;
     const int32_t* page_table;  // of the sequence
-    Pages pages;       // of the KV block that comes next: looked up while the one before is computed
+    Pages pages;       // of the KV block that comes next: loaded when the one before was fetched, so that nobody waits for them
 };
 
 // `params` are those of the sequence at `place`.

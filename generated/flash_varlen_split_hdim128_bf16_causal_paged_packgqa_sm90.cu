@@ -149,7 +149,7 @@ __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& 
     return query * row_stride + head * head_stride;
 }
 
-// A length, a row or a page from global memory. One out of range is clamped, so that it cannot reach other memory.
+// A length, or the number of a row or of an entry, from global memory. One out of range is clamped, so that it cannot reach other memory.
 __device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
     return max(0, min(most, int(load_global_32(values + index))));
 }
@@ -398,7 +398,7 @@ struct Barriers {
     __device__ __forceinline__ shared_address v_empty(int stage) const { return at(2 * kQStages + 3 * kStages + stage); }
     // The consumers have cleared the rows of V past the end of the sequence.
     __device__ __forceinline__ shared_address tail_clear() const { return at(2 * kQStages + 4 * kStages); }
-    // The two producer warps read a tile too.
+    // Both producer warps read a tile, as every consumer warp does.
     __device__ __forceinline__ shared_address tile_full(int stage) const { return at(2 * kQStages + 4 * kStages + 1 + stage); }
     __device__ __forceinline__ shared_address tile_empty(int stage) const { return at(3 * kQStages + 4 * kStages + 1 + stage); }
 
@@ -842,8 +842,8 @@ __device__ __forceinline__ SequenceTile take_tile(shared_address shared, const B
     return found;
 }
 
-// The KV blocks of a tile.
-__device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, const SequenceTile& found, const Tile&) {
+// The KV blocks of a tile that the thread block has.
+__device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, const SequenceTile& found) {
     return find_kv_blocks(with_lengths(params, found.seqlen_q, found.seqlen_kv), found);
 }
 
@@ -895,11 +895,12 @@ struct PagedArray {
     __device__ __forceinline__ void load(const Params& params, const SequenceTile& found, RingPosition<kStages>& ring, int lane) const {
         constexpr int kBytes = kPanelCount * kBlockN * kPanelRowBytes;  // of a buffer
         const Tile tile = tile_of(params, found);
-        const KvBlocks blocks = kv_blocks_of(params, found, tile);
+        const KvBlocks blocks = kv_blocks_of(params, found);
         auto first_key = [&](int block) { return block * kBlockN + lane * kBoxKeys; };  // of the lane's box
         int entry = load_entry(params, found, first_key(blocks.last));
 #pragma unroll 1  // few registers are left to the producer
         for (int block = blocks.last; block >= blocks.first; --block) {
+            // All lanes wait, and none loads before all have: no lane is overtaken.
             mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
             const PageRow from = page_row(params, found, first_key(block), entry);
             if (lane == 0) mbarrier_arrive_expect_tx(full + 8 * ring.stage, kBytes);
@@ -918,7 +919,8 @@ struct PagedArray {
     }
 };
 
-// Two producer warps, as a box is small and a warp starts one after the other: one brings Q and K of each tile, the other V.
+// Two producer warps: one brings Q and K of each tile, the other V. A warp issues its TMA loads one at a time, and a box of 16 keys is small,
+// so that one warp would be too slow for both.
 __device__ __forceinline__ void produce(const Params& params, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
     const PagedArray<kPanels> k = {params.k, shared + kKOffset, barriers.k_full(0), barriers.k_empty(0)};
