@@ -82,6 +82,7 @@ struct Params {
     const float* lse_log2;                // (batch, num_heads_q, unit_rows); inf for a row that sees nothing, and past the last
     const float* delta;                   // (batch, num_heads_q, unit_rows): sum(dout * out) - dlse
     float* dq_accum;                      // (batch, num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
+    int32_t* cleared;                     // a counter for each head of the grid: thread blocks that have cleared their part of its dq_accum
     int32_t num_heads_q;
     int32_t num_heads_kv;
     int32_t seqlen_q;
@@ -89,18 +90,19 @@ struct Params {
     int32_t num_row_blocks;               // blocks of keys of one head
     int32_t batch_size;
     int32_t heads_per_section;            // kv heads, or parts of their query heads, whose blocks of keys are launched together
+    int32_t heads_ahead;                  // heads of the grid, counted as those of sections: how far ahead dq_accum is cleared
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
     float softmax_scale;                  // dK is softmax_scale dS^T Q
 };
-static_assert(sizeof(Params) == 832 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
+static_assert(sizeof(Params) == 896 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
 static_assert(offsetof(Params, dout) == 384 && offsetof(Params, dk) == 512 && offsetof(Params, dv) == 640);
 static_assert(offsetof(Params, lse_log2) == 768 && offsetof(Params, delta) == 776 && offsetof(Params, dq_accum) == 784);
-static_assert(offsetof(Params, num_heads_q) == 792 && offsetof(Params, num_heads_kv) == 796 && offsetof(Params, seqlen_q) == 800);
-static_assert(offsetof(Params, seqlen_kv) == 804 && offsetof(Params, num_row_blocks) == 808);
-static_assert(offsetof(Params, batch_size) == 812 && offsetof(Params, heads_per_section) == 816);
-static_assert(offsetof(Params, diagonal_offset) == 820 && offsetof(Params, scale_log2) == 824);
-static_assert(offsetof(Params, softmax_scale) == 828);
+static_assert(offsetof(Params, cleared) == 792 && offsetof(Params, num_heads_q) == 800 && offsetof(Params, num_heads_kv) == 804);
+static_assert(offsetof(Params, seqlen_q) == 808 && offsetof(Params, seqlen_kv) == 812 && offsetof(Params, num_row_blocks) == 816);
+static_assert(offsetof(Params, batch_size) == 820 && offsetof(Params, heads_per_section) == 824);
+static_assert(offsetof(Params, heads_ahead) == 828 && offsetof(Params, diagonal_offset) == 832);
+static_assert(offsetof(Params, scale_log2) == 836 && offsetof(Params, softmax_scale) == 840);
 
 // The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
@@ -596,6 +598,44 @@ __device__ __forceinline__ void store_gradient(const tensor_map& map, const floa
     }
 }
 
+// dQ is summed in memory that has to be 0 before. The preprocess kernel clears it for the first heads_ahead heads of the grid. For each
+// other head the thread blocks of the one that many heads before it do, a part each, while they compute: the zeros are in L2 when they are
+// added to, and no kernel waits until memory has taken them. A head is cleared by thread blocks of an earlier section, all of which
+// were launched before its own. So whoever waits for them waits for thread blocks that run, or have ended.
+__device__ __forceinline__ int head_of_grid(const Params& params, const KeyBlock& block) {
+    return block.batch * params.num_heads_kv + block.kv_head;
+}
+
+__device__ __forceinline__ int num_heads_of_grid(const Params& params) { return params.batch_size * params.num_heads_kv; }
+
+__device__ __forceinline__ int rows_of_head(const Params& params) { return unit_rows(params); }
+
+// Called by a warp of the producer warpgroup: clears this thread block's part of dQ of a later head, in units of 16 rows.
+__device__ __forceinline__ void clear_ahead(const Params& params, const KeyBlock& block, int lane) {
+    const int head = head_of_grid(params, block) + params.heads_ahead;
+    if (head >= num_heads_of_grid(params)) return;
+    const int units = rows_of_head(params) / 16;
+    const int own_units = (units + params.num_row_blocks - 1) / params.num_row_blocks;
+    const int begin = block.first_key / kBlockN * own_units;
+    const int end = min(begin + own_units, units);
+    constexpr int kWarpElements = 32 * 4;  // that a warp clears at once
+    float* cleared = params.dq_accum + (int64_t(head) * units + begin) * (16 * kHeadDim) + 4 * lane;
+#pragma unroll 4
+    for (int left = (end - begin) * (16 * kHeadDim / kWarpElements); left > 0; --left) {
+        store_global_128(cleared, {});
+        cleared += kWarpElements;
+    }
+    __syncwarp();  // the release covers what all lanes have written
+    if (lane == 0) add_release_32(params.cleared + head, 1);
+}
+
+// Called by the producer thread ahead of the first step: without Q and dO no dQ is computed, so none is added before this returns.
+__device__ __forceinline__ void await_cleared(const Params& params, const KeyBlock& block) {
+    const int head = head_of_grid(params, block);
+    if (head < params.heads_ahead) return;
+    while (int(load_acquire_32(params.cleared + head)) != params.num_row_blocks) {}
+}
+
 __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
 
 // Loads Q and dO of a step, and the LSE and delta of its rows.
@@ -628,10 +668,12 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& ti
     mbarrier_arrive_expect_tx(barriers.v_full(), kVBytes + kPeerKBytes);
     load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.v_full(), row, kv_head, batch);
     load_peer_k(params, tile, shared, barriers.v_full());
+    await_cleared(params, tile);  // while K and V are on their way
 
     // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
     Step step = first_step(queries);
+#pragma unroll 1  // few registers are left to the producer warpgroup, whose other warps have work of their own
     for (int left = num_steps(params, queries); left > 0; --left) {
         produce_step(params, tile, step, shared, barriers, ring);
         step = next_step(step, queries);
@@ -964,6 +1006,8 @@ flash_bwd_hdim192_bf16_causal_pair_sm90(const __grid_constant__ Params params) {
         setmaxnreg_dec<kProducerRegisters>();
         if (threadIdx.x == 0) {
             produce(params, tile, shared, barriers);
+        } else if (threadIdx.x / 32 == 3) {
+            clear_ahead(params, tile, threadIdx.x % 32);
         }
     } else if (warpgroup == 1) {
         setmaxnreg_inc<kConsumerRegisters>();

@@ -15,7 +15,8 @@
 //     delta = sum(dout * out) - dlse      lse_log2 = lse * log2(e)
 //
 // so that P = 2^(scale_log2 * S - lse_log2) and dS = P * (dP - delta). A row that sees nothing, or lies behind the last one, has
-// lse_log2 = inf and delta = 0, which makes P and dS 0 if S and dP are finite. This kernel also clears what the main kernel adds to.
+// lse_log2 = inf and delta = 0, which makes P and dS 0 if S and dP are finite. This kernel also clears dq_accum of the first heads; the
+// main kernel clears that of the others.
 
 using element = bf16;
 
@@ -38,25 +39,28 @@ struct Params {
     float* lse_log2;                      // (batch, num_heads_q, unit_rows)
     float* dq_accum;                      // (batch, num_heads_q, unit_rows, kHeadDim)
     int32_t* turns;                       // a counter for each block of queries of the main kernel
+    int32_t* cleared;                     // a counter for each head of the grid of the main kernel
     int64_t dout_batch_stride;            // strides are in elements
     int64_t dout_row_stride;
     int64_t dout_head_stride;
     int64_t out_batch_stride;
     int64_t out_row_stride;
     int64_t out_head_stride;
+    int32_t cleared_heads;                // query heads, over the batch, whose dq_accum this kernel clears
     int32_t num_heads_q;
     int32_t seqlen_q;
     int32_t head_dim_v;                   // of the call: a multiple of 8
     int32_t num_row_blocks;               // units of rows of one head
 };
-static_assert(sizeof(Params) == 128 && offsetof(Params, dout) == 0 && offsetof(Params, out) == 8 && offsetof(Params, lse) == 16);
+static_assert(sizeof(Params) == 144 && offsetof(Params, dout) == 0 && offsetof(Params, out) == 8 && offsetof(Params, lse) == 16);
 static_assert(offsetof(Params, dlse) == 24 && offsetof(Params, delta) == 32 && offsetof(Params, lse_log2) == 40);
-static_assert(offsetof(Params, dq_accum) == 48 && offsetof(Params, turns) == 56 && offsetof(Params, dout_batch_stride) == 64);
-static_assert(offsetof(Params, dout_row_stride) == 72 && offsetof(Params, dout_head_stride) == 80);
-static_assert(offsetof(Params, out_batch_stride) == 88 && offsetof(Params, out_row_stride) == 96);
-static_assert(offsetof(Params, out_head_stride) == 104 && offsetof(Params, num_heads_q) == 112);
-static_assert(offsetof(Params, seqlen_q) == 116 && offsetof(Params, head_dim_v) == 120);
-static_assert(offsetof(Params, num_row_blocks) == 124);
+static_assert(offsetof(Params, dq_accum) == 48 && offsetof(Params, turns) == 56 && offsetof(Params, cleared) == 64);
+static_assert(offsetof(Params, dout_batch_stride) == 72 && offsetof(Params, dout_row_stride) == 80);
+static_assert(offsetof(Params, dout_head_stride) == 88 && offsetof(Params, out_batch_stride) == 96);
+static_assert(offsetof(Params, out_row_stride) == 104 && offsetof(Params, out_head_stride) == 112);
+static_assert(offsetof(Params, cleared_heads) == 120 && offsetof(Params, num_heads_q) == 124);
+static_assert(offsetof(Params, seqlen_q) == 128 && offsetof(Params, head_dim_v) == 132);
+static_assert(offsetof(Params, num_row_blocks) == 136);
 
 // The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
@@ -107,6 +111,8 @@ flash_bwd_preprocess_hdim128_bf16_causal_ordered_sm90(const __grid_constant__ Pa
     float* dq = params.dq_accum + unit_row * kHeadDim;
     constexpr int kTurns = kRowUnit / 64;  // counters of a unit of rows: one for each block of queries
     if (threadIdx.x < kTurns) store_global_32(params.turns + unit_row / kRowUnit * kTurns + threadIdx.x, 0u);
+    if (first_row == 0 && threadIdx.x == 0) store_global_32(params.cleared + head_of_batch, 0u);
+    const bool clears = head_of_batch < params.cleared_heads;
 
     const element* dout = params.dout + batch * params.dout_batch_stride + head * params.dout_head_stride;
     const element* out = params.out + batch * params.out_batch_stride + head * params.out_head_stride;
@@ -134,7 +140,7 @@ flash_bwd_preprocess_hdim128_bf16_causal_ordered_sm90(const __grid_constant__ Pa
         constexpr int kElements = kPassesAtOnce * kRowsPerPass * kHeadDim;
         float* cleared = dq + first_pass * kRowsPerPass * kHeadDim;
 #pragma unroll 4
-        for (int i = 4 * threadIdx.x; i < kElements; i += 4 * kThreads) store_global_128(cleared + i, {});
+        for (int i = clears ? 4 * threadIdx.x : kElements; i < kElements; i += 4 * kThreads) store_global_128(cleared + i, {});
 #pragma unroll
         for (int pass = 0; pass < kPassesAtOnce; ++pass) {
             const int row_of_unit = (first_pass + pass) * kRowsPerPass + threadIdx.x / kLanes;

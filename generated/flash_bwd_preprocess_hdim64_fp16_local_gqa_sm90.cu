@@ -15,7 +15,8 @@
 //     delta = sum(dout * out) - dlse      lse_log2 = lse * log2(e)
 //
 // so that P = 2^(scale_log2 * S - lse_log2) and dS = P * (dP - delta). A row that sees nothing, or lies behind the last one, has
-// lse_log2 = inf and delta = 0, which makes P and dS 0 if S and dP are finite. This kernel also clears what the main kernel adds to.
+// lse_log2 = inf and delta = 0, which makes P and dS 0 if S and dP are finite. This kernel also clears dq_accum of the first heads; the
+// main kernel clears that of the others.
 
 using element = fp16;
 
@@ -37,25 +38,27 @@ struct Params {
     float* delta;                         // (batch, num_heads_q, unit_rows)
     float* lse_log2;                      // (batch, num_heads_q, unit_rows)
     float* dq_accum;                      // (batch, num_heads_q, unit_rows, kHeadDim)
+    int32_t* cleared;                     // a counter for each head of the grid of the main kernel
     int64_t dout_batch_stride;            // strides are in elements
     int64_t dout_row_stride;
     int64_t dout_head_stride;
     int64_t out_batch_stride;
     int64_t out_row_stride;
     int64_t out_head_stride;
+    int32_t cleared_heads;                // query heads, over the batch, whose dq_accum this kernel clears
     int32_t num_heads_q;
     int32_t seqlen_q;
     int32_t head_dim_v;                   // of the call: a multiple of 8
     int32_t num_row_blocks;               // units of rows of one head
 };
-static_assert(sizeof(Params) == 120 && offsetof(Params, dout) == 0 && offsetof(Params, out) == 8 && offsetof(Params, lse) == 16);
+static_assert(sizeof(Params) == 136 && offsetof(Params, dout) == 0 && offsetof(Params, out) == 8 && offsetof(Params, lse) == 16);
 static_assert(offsetof(Params, dlse) == 24 && offsetof(Params, delta) == 32 && offsetof(Params, lse_log2) == 40);
-static_assert(offsetof(Params, dq_accum) == 48 && offsetof(Params, dout_batch_stride) == 56);
-static_assert(offsetof(Params, dout_row_stride) == 64 && offsetof(Params, dout_head_stride) == 72);
-static_assert(offsetof(Params, out_batch_stride) == 80 && offsetof(Params, out_row_stride) == 88);
-static_assert(offsetof(Params, out_head_stride) == 96 && offsetof(Params, num_heads_q) == 104);
-static_assert(offsetof(Params, seqlen_q) == 108 && offsetof(Params, head_dim_v) == 112);
-static_assert(offsetof(Params, num_row_blocks) == 116);
+static_assert(offsetof(Params, dq_accum) == 48 && offsetof(Params, cleared) == 56 && offsetof(Params, dout_batch_stride) == 64);
+static_assert(offsetof(Params, dout_row_stride) == 72 && offsetof(Params, dout_head_stride) == 80);
+static_assert(offsetof(Params, out_batch_stride) == 88 && offsetof(Params, out_row_stride) == 96);
+static_assert(offsetof(Params, out_head_stride) == 104 && offsetof(Params, cleared_heads) == 112);
+static_assert(offsetof(Params, num_heads_q) == 116 && offsetof(Params, seqlen_q) == 120 && offsetof(Params, head_dim_v) == 124);
+static_assert(offsetof(Params, num_row_blocks) == 128);
 
 // The rows of a head in the workspace: whole units of kRowUnit, so that a block of queries never meets the end of an array.
 constexpr int kRowUnit = 128;
@@ -104,6 +107,8 @@ flash_bwd_preprocess_hdim64_fp16_local_gqa_sm90(const __grid_constant__ Params p
 
     const int64_t unit_row = first_unit_row(params, batch, head) + first_row;
     float* dq = params.dq_accum + unit_row * kHeadDim;
+    if (first_row == 0 && threadIdx.x == 0) store_global_32(params.cleared + head_of_batch, 0u);
+    const bool clears = head_of_batch < params.cleared_heads;
 
     const element* dout = params.dout + batch * params.dout_batch_stride + head * params.dout_head_stride;
     const element* out = params.out + batch * params.out_batch_stride + head * params.out_head_stride;
@@ -131,7 +136,7 @@ flash_bwd_preprocess_hdim64_fp16_local_gqa_sm90(const __grid_constant__ Params p
         constexpr int kElements = kPassesAtOnce * kRowsPerPass * kHeadDim;
         float* cleared = dq + first_pass * kRowsPerPass * kHeadDim;
 #pragma unroll 4
-        for (int i = 4 * threadIdx.x; i < kElements; i += 4 * kThreads) store_global_128(cleared + i, {});
+        for (int i = clears ? 4 * threadIdx.x : kElements; i < kElements; i += 4 * kThreads) store_global_128(cleared + i, {});
 #pragma unroll
         for (int pass = 0; pass < kPassesAtOnce; ++pass) {
             const int row_of_unit = (first_pass + pass) * kRowsPerPass + threadIdx.x / kLanes;

@@ -291,6 +291,30 @@ def test_pairs_of_thread_blocks_in_turns(head_dims, mask, busy):
             assert all(torch.equal(*pair) for pair in zip(call.run(plan), first, strict=True))
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+def test_dq_of_heads_that_earlier_ones_clear(head_dim, deterministic, busy):
+    """Many more heads than the preprocess kernel clears, also beside other work."""
+    import cupy
+
+    other = cupy.cuda.Stream(non_blocking=True)
+    tile = "pair" if head_dim > 128 else ""
+    for shape, options in (
+        ((16, 200, 300, 16, 16), {}),
+        ((12, 300, 260, 32, 16), {"causal": True}),
+        ((3, 2100, 600, 40, 20), {"window_size": (300, 20)}),
+    ):
+        call = Call(shape, (head_dim, head_dim), "bf16", **options)
+        plan = call.plan("sm90", deterministic=deterministic, tile=tile)
+        call.check(call.run(plan), plan.problem)
+        busy(other)
+        for _ in range(3):
+            call.check(call.run(plan), plan.problem)
+
+
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("target", TARGETS[::2])
 def test_great_scores(target, dtype):

@@ -9,8 +9,8 @@ from fake_gpu import H200
 from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.attention import UNBOUNDED
 from flashgen.operators.backward import normalise
-from flashgen.schedule.grid import heads, rows
-from flashgen.schedule.sections import sections
+from flashgen.schedule.grid import blocks_at_a_time, heads, row_blocks, rows
+from flashgen.schedule.sections import heads_ahead, sections
 from flashgen.spec.load import load_specs
 from problems import problem, replace
 
@@ -214,3 +214,23 @@ def test_a_causal_grid_of_tiles_of_keys_ends_evenly(batch, seqlen, num_heads, kv
                 heapq.heappush(free, heapq.heappop(free) + steps)
                 work += steps
     assert max(free) < 1.025 * work / len(free)  # head by head 1.00 to 1.14
+
+
+@given(
+    name=st.sampled_from(
+        ["64_bf16", "128_fp16_causal_ordered", "96_bf16_local_gqa", "192_bf16_causal_pair_gqa"]
+    ),
+    batch=st.integers(1, 20),
+    seqlens=st.tuples(st.integers(1, 9000), st.integers(1, 9000)),
+    kv_heads=st.integers(1, 20),
+    parts=st.sampled_from([1, 2, 4]),
+)
+def test_a_head_is_cleared_by_tiles_that_are_launched_before_its_own(name, batch, seqlens, kv_heads, parts):
+    """So whoever waits for zeros waits for tiles that run. And they come a whole wave before."""
+    variant = MAIN[f"flash_bwd_hdim{name}_sm90"]
+    group, parts = (4, parts) if variant.gqa == "gqa" else (1, 1)
+    problem = backward_call(batch, *seqlens, group * kv_heads, kv_heads, variant.head_dim)
+    size, ahead = sections(problem, variant, H200, parts).heads, heads_ahead(problem, variant, H200, parts)
+    for head in range(ahead, batch * kv_heads * parts):
+        assert (head - ahead) // size < head // size
+    assert ahead * row_blocks(problem, variant) >= blocks_at_a_time(variant, H200)

@@ -63,8 +63,13 @@ def test_a_step_has_what_it_does_not_say_from_the_one_of_its_name(write):
     assert {v.step for v in found.values()} == {"preprocess", "main", "convert"}
     for name, variant in found.items():
         assert variant.threads == {"preprocess": 256, "main": 384, "convert": 128}[variant.step]
-        for what in ("template", "params", "grid", "smem_bytes", "dependent_launch"):
+        for what in ("template", "grid", "smem_bytes", "dependent_launch"):
             assert getattr(variant, what) == getattr(base[name], what), (name, what)
+        # Conditions name no value that the file's own axes leave out.
+        own, inherited = (
+            [param._replace(when=()) for param in each.params] for each in (variant, base[name])
+        )
+        assert own == inherited, name
 
 
 def test_own_rows_win_and_the_others_stay(write):
@@ -115,7 +120,7 @@ def test_a_changed_base_is_seen_through_the_cache(tiny_folder, edit_spec, tmp_pa
         (WIDE.partition("tiles:")[0], r"wide.yaml:1: tiles: expected .* of length >= 1"),
         (STEPS.replace("128", "128\n    grid: {}"), r"wide.yaml:9: steps\[2\].grid"),
         (STEPS.replace("dq_order: [none]", "dq_order: [other]"), r"wide.yaml:2: axes.dq_order"),
-        (STEPS + "workspace: {}\n", r"bwd_sm90.yaml:53: steps\[0\].params\[4\].type"),
+        (STEPS + "workspace: {}\n", r"bwd_sm90.yaml:54: steps\[0\].params\[4\].type"),
     ],
 )  # fmt: skip
 def test_an_error_names_the_file_and_line_that_is_wrong(text, message, write):

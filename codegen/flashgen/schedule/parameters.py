@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _VECTOR_WIDTHS = {1: 1, 2: 1, 4: 4, 8: 8, 16: 16}
 _DIVISOR = "_divisor"
+# How many heads later the head is whose dq the tiles of one clear; the query heads ahead of the first such.
+HEADS_AHEAD, CLEARED_HEADS = "heads_ahead", "cleared_heads"
 _OF_SECTIONS = (
     "heads_per_section",
     "num_sections",
@@ -65,7 +67,12 @@ class Struct(NamedTuple):
 
 
 def parameters(
-    problem: Problem, variant: Variant, device: Device, shares: Shares | None = None, parts: int = 1
+    problem: Problem,
+    variant: Variant,
+    device: Device,
+    shares: Shares | None = None,
+    parts: int = 1,
+    ahead: int = 0,
 ) -> dict[str, Number]:
     """Every number that a spec may name in ``params``, by name.
 
@@ -73,7 +80,8 @@ def parameters(
     `Problem.values` and those of the grid. ``num_row_blocks`` is the tiles of one (batch, head).
     ``heads_per_section`` and ``num_sections`` are those of `sections`; what has ``kv_block`` in its name is
     of ``shares``, those of the main step's grid; what ends in ``_divisor`` is a `divisor`. The query heads of
-    a kv head are ``group_parts`` times ``heads_per_part``.
+    a kv head are ``group_parts`` times ``heads_per_part``. ``heads_ahead`` is ``ahead``, that of the main
+    step, and ``cleared_heads`` the query heads of as many heads of its grid.
     """
     values: dict[str, Number] = dict(problem.sizes)
     for argument, strides in zip(problem.operator.arguments, problem.strides, strict=True):
@@ -82,7 +90,9 @@ def parameters(
     values |= problem.values(problem.operator.axis_values(dict(variant.axes)))
     blocks = row_blocks(problem, variant)
     if "group_size" in values:
-        values |= {GROUP_PARTS: parts, "heads_per_part": int(values["group_size"]) // parts}
+        per_part = int(values["group_size"]) // parts
+        values |= {GROUP_PARTS: parts, "heads_per_part": per_part}
+        values |= {HEADS_AHEAD: ahead, CLEARED_HEADS: ahead * per_part}
     values |= {
         "num_row_blocks": blocks,
         "num_tiles": tiles(problem, variant),
@@ -147,6 +157,7 @@ def pack(
     workspace: Workspace | None = None,
     shares: Shares | None = None,
     parts: int = 1,
+    ahead: int = 0,
 ) -> Struct:
     """The parameter struct of one step. The pointer to an array of the workspace without elements is null.
 
@@ -156,7 +167,7 @@ def pack(
     operator, table = problem.operator, layout(variant.params)
     slices: Mapping[str, int] = workspace.offsets if workspace else {}
     sizes = {each.name: each.nbytes for each in workspace.slices} if workspace else {}
-    numbers = parameters(problem, variant, device, shares, parts)
+    numbers = parameters(problem, variant, device, shares, parts, ahead)
     values: dict[str, Number | bytes] = dict(numbers)
     pointers, maps, widths, scalars = [], [], [], []
     of_scalars = problem.scalar_values().keys()

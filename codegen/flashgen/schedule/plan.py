@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.schedule.grid import Launch, launch_of
 from flashgen.schedule.groups import group_parts
-from flashgen.schedule.parameters import Struct, pack
+from flashgen.schedule.parameters import HEADS_AHEAD, Struct, pack
+from flashgen.schedule.sections import heads_ahead
 from flashgen.schedule.shares import Shares, shares_of
 from flashgen.schedule.workspace import Workspace, workspace_of
 
@@ -53,12 +54,14 @@ def plan_steps(problem: Problem, main: Variant, device: Device) -> Steps:
     """
     shares = shares_of(problem, main, device) if main.grid.shares else None
     parts = group_parts(problem, main, device)
+    clears = any(param.name == HEADS_AHEAD for param in main.params)
+    ahead = heads_ahead(problem, main, device, parts) if clears else 0
     workspace = workspace_of(problem, main, shares, parts)
     steps = (
         Step(
             variant,
             launch_of(problem, variant, device, shares.count if shares else 0, parts),
-            pack(problem, variant, device, workspace, shares, parts),
+            pack(problem, variant, device, workspace, shares, parts, ahead),
             shares if variant.is_main else None,
         )
         for variant in main.steps

@@ -82,6 +82,16 @@ def _of_keys(
     return Sections(size, -(-total // size))
 
 
+def heads_ahead(problem: AttentionProblem, variant: Variant, device: Device, parts: int = 1) -> int:
+    """For tiles of keys: how many heads later in the grid the head is whose dq they clear.
+
+    At least a section, so that the tiles that clear are launched before all those that wait for them; and as
+    many heads more as run at a time, so that the zeros are there when these tiles come.
+    """
+    at_a_time = -(-blocks_at_a_time(variant, device) // max(1, row_blocks(problem, variant)))
+    return sections(problem, variant, device, parts).heads + at_a_time
+
+
 def _key_bytes(problem: AttentionProblem, variant: Variant) -> int:
     """Bytes of the keys and values of a head."""
     return problem.seqlen_kv * (problem.head_dim + problem.head_dim_v) * variant.element_bytes

@@ -181,6 +181,11 @@ __device__ __forceinline__ void store_release_32(void* destination, uint32_t val
     asm volatile("st.release.gpu.global.u32 [%0], %1;\n" ::"l"(destination), "r"(value) : "memory");
 }
 
+// red.release.gpu.add.u32: pairs with load_acquire_32() as store_release_32() does, whichever thread block counts last.
+__device__ __forceinline__ void add_release_32(void* destination, uint32_t value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;\n" ::"l"(destination), "r"(value) : "memory");
+}
+
 // cp.async.cg.shared.global: 16 bytes, past L1. The first `source_bytes` are read, the rest become 0; with 0 the source
 // need not be a valid address.
 __device__ __forceinline__ void cp_async_16(shared_address destination, const void* source, int source_bytes) {

@@ -97,6 +97,15 @@ void store_release(void* address, uint32_t value, Location where) {
     std::atomic_ref(*static_cast<uint32_t*>(address)).store(value, std::memory_order_release);
 }
 
+void add_release(void* address, uint32_t value, Location where) {
+    Here here;
+    GlobalMemory& memory = here.block.global(here.thread, where);
+    // It reads what it adds to.
+    check(here, memory.load(address, 4, 4), "red.release", 4, where);
+    check(here, memory.store(address, 4, 4), "red.release", 4, where);
+    std::atomic_ref(*static_cast<uint32_t*>(address)).fetch_add(value, std::memory_order_release);
+}
+
 void copy_async(uint32_t destination, const void* source, int size, int source_bytes, Location where) {
     Here here;
     const uint32_t offset = shared_offset(here.block, here.thread, destination, size, "cp.async", where);

@@ -58,6 +58,8 @@ void add_global(float* address, const float* values, int count, Location where);
 // value: others go on first, and a value that nobody is left to change is a deadlock.
 uint32_t load_acquire(const void* address, Location where);
 void store_release(void* address, uint32_t value, Location where);
+// The same for an atomic addition.
+void add_release(void* address, uint32_t value, Location where);
 
 // Asynchronous copies of a thread, and its groups of them.
 void copy_async(uint32_t destination, const void* source, int size, int source_bytes, Location where);

@@ -1,0 +1,101 @@
+"""Faults to plant into how thread blocks clear dQ of later heads.
+
+Blocks run one after the other, so zeros that nobody waits for are missed where heads are launched in the
+opposite order: those that clear come after those that add.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashgen.simulator.example import Shape
+from simulator.faults import WRONG
+from simulator.faults_backward import Fault
+
+PLAIN = "flash_bwd_hdim64_bf16_sm90"
+GROUPS = "flash_bwd_hdim64_fp16_causal_gqa_sm90"
+PAIR = "flash_bwd_hdim192_128_bf16_causal_pair_sm90"
+# On one multiprocessor the preprocess kernel clears the first two heads.
+SHAPE = Shape(seqlen_q=150, seqlen_kv=300, heads=4)
+STUCK = ("deadlock",)
+
+_LAUNCHED = "find_key_block(params, block_index())"
+_BACKWARDS = "find_key_block(params, int(gridDim.x) - 1 - block_index())"
+
+
+@dataclass(frozen=True)
+class ClearingFault(Fault):
+    """``backwards``: blocks are launched in the opposite order."""
+
+    backwards: bool = False
+
+    def sources(self, step):
+        source = super().sources(step)
+        if step.step == "main" and self.backwards:
+            assert source.count(_LAUNCHED) == 1
+            source = source.replace(_LAUNCHED, _BACKWARDS)
+        return source
+
+
+def plain(name, caught, old, new, step="main", backwards=False):
+    return ClearingFault(name, PLAIN, step, SHAPE, caught, old, new, backwards)
+
+
+_AWAITS = "    await_cleared(params, tile);"
+
+FAULTS = (
+    plain(
+        "nobody clears the last rows of a head",
+        (WRONG,),
+        "min(begin + own_units, units);",
+        "min(begin + own_units, units - 8);",
+    ),
+    plain(
+        "a part is cleared past the end of its head",
+        (WRONG, "global bounds", "global access"),
+        "min(begin + own_units, units);",
+        "begin + own_units;",
+    ),
+    plain("another head is cleared", STUCK, "+ params.heads_ahead;", "+ params.heads_ahead + 1;"),
+    plain(
+        "who has cleared does not count",
+        STUCK,
+        "if (lane == 0) add_release_32(",
+        "if (lane == 32) add_release_32(",
+    ),
+    plain("all lanes count", STUCK, "if (lane == 0) add_release_32(", "add_release_32("),
+    plain("nobody waits for zeros", (WRONG,), _AWAITS, "", backwards=True),
+    plain("heads that are launched later are waited for", STUCK, _AWAITS, _AWAITS, backwards=True),
+    plain(
+        "counters are not cleared",
+        STUCK,
+        "if (first_row == 0 && threadIdx.x == 0) store",
+        "if (first_row < 0) store",
+        "preprocess",
+    ),
+    plain(
+        "the preprocess kernel leaves out a head",
+        (WRONG,),
+        "head_of_batch < params.cleared_heads;",
+        "head_of_batch + 1 < params.cleared_heads;",
+        "preprocess",
+    ),
+    ClearingFault(
+        "one query head of a group is cleared",
+        GROUPS,
+        "main",
+        Shape(seqlen_q=150, seqlen_kv=300, heads=8, kv_heads=4),
+        (WRONG,),
+        "return heads_of_block(params) * unit_rows(params);",
+        "return unit_rows(params);",
+    ),
+    ClearingFault(
+        "a thread block of a pair clears nothing",
+        PAIR,
+        "main",
+        SHAPE,
+        STUCK,
+        "} else if (threadIdx.x / 32 == 3) {",
+        "} else if (threadIdx.x / 32 == 3 && tile.index % 2 == 0) {",
+    ),
+)
