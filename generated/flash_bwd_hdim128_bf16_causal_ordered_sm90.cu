@@ -82,7 +82,7 @@ struct Params {
     int32_t num_row_blocks;               // blocks of keys of one head
     int32_t batch_size;
     int32_t heads_per_section;            // kv heads, or parts of their query heads, whose blocks of keys are launched together
-    int32_t heads_ahead;                  // heads of the grid, counted as those of sections: how far ahead dq_accum is cleared
+    int32_t clear_distance;               // thread blocks clear dq_accum of the head that comes so many later in the grid; counted as heads_per_section
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
     float softmax_scale;                  // dK is softmax_scale dS^T Q
@@ -93,7 +93,7 @@ static_assert(offsetof(Params, lse_log2) == 768 && offsetof(Params, delta) == 77
 static_assert(offsetof(Params, turns) == 792 && offsetof(Params, cleared) == 800 && offsetof(Params, num_heads_q) == 808);
 static_assert(offsetof(Params, num_heads_kv) == 812 && offsetof(Params, seqlen_q) == 816 && offsetof(Params, seqlen_kv) == 820);
 static_assert(offsetof(Params, num_row_blocks) == 824 && offsetof(Params, batch_size) == 828);
-static_assert(offsetof(Params, heads_per_section) == 832 && offsetof(Params, heads_ahead) == 836);
+static_assert(offsetof(Params, heads_per_section) == 832 && offsetof(Params, clear_distance) == 836);
 static_assert(offsetof(Params, diagonal_offset) == 840 && offsetof(Params, scale_log2) == 844);
 static_assert(offsetof(Params, softmax_scale) == 848);
 
@@ -486,10 +486,11 @@ __device__ __forceinline__ void store_gradient(const tensor_map& map, const floa
     }
 }
 
-// dQ is summed in memory that has to be 0 before. The preprocess kernel clears it for the first heads_ahead heads of the grid. For each
-// other head the thread blocks of the one that many heads before it do, a part each, while they compute: the zeros are in L2 when they are
-// added to, and no kernel waits until memory has taken them. A head is cleared by thread blocks of an earlier section, all of which
-// were launched before its own. So whoever waits for them waits for thread blocks that run, or have ended.
+// dQ is added to memory that has to be 0 first. The preprocess kernel clears dq_accum of the first clear_distance heads of the grid. Each
+// later head is cleared by the thread blocks of the head that comes clear_distance before it. Each clears one part while it computes, so
+// most zeros are still in L2 when dQ is added to them. clear_distance is at least a section, so the thread blocks that clear have lower
+// indices in the grid than those that wait, and clearing itself waits for nothing. So there is no deadlock if the hardware starts
+// thread blocks by increasing index, as it does, though CUDA does not promise it.
 __device__ __forceinline__ int head_of_grid(const Params& params, const KeyBlock& block) {
     return block.batch * params.num_heads_kv + block.kv_head;
 }
@@ -498,29 +499,29 @@ __device__ __forceinline__ int num_heads_of_grid(const Params& params) { return 
 
 __device__ __forceinline__ int rows_of_head(const Params& params) { return unit_rows(params); }
 
-// Called by a warp of the producer warpgroup: clears this thread block's part of dQ of a later head, in units of 16 rows.
+// Called by a warp of the producer warpgroup: clears this thread block's part of a later head, in rows of tiles as dq_tiles has them.
 __device__ __forceinline__ void clear_ahead(const Params& params, const KeyBlock& block, int lane) {
-    const int head = head_of_grid(params, block) + params.heads_ahead;
+    const int head = head_of_grid(params, block) + params.clear_distance;
     if (head >= num_heads_of_grid(params)) return;
-    const int units = rows_of_head(params) / 16;
-    const int own_units = (units + params.num_row_blocks - 1) / params.num_row_blocks;
-    const int begin = block.first_key / kBlockN * own_units;
-    const int end = min(begin + own_units, units);
-    constexpr int kWarpElements = 32 * 4;  // that a warp clears at once
-    float* cleared = params.dq_accum + (int64_t(head) * units + begin) * (16 * kHeadDim) + 4 * lane;
+    const int tile_rows = rows_of_head(params) / 16;
+    const int own_tile_rows = (tile_rows + params.num_row_blocks - 1) / params.num_row_blocks;
+    const int begin = block.first_key / kBlockN * own_tile_rows;
+    const int end = min(begin + own_tile_rows, tile_rows);
+    constexpr int kTilesPerRow = kHeadDim / 8;
+    float* zeros = params.dq_accum + (int64_t(head) * tile_rows + begin) * (kTilesPerRow * kTileElements) + 4 * lane;
 #pragma unroll 4
-    for (int left = (end - begin) * (16 * kHeadDim / kWarpElements); left > 0; --left) {
-        store_global_128(cleared, {});
-        cleared += kWarpElements;
+    for (int left = (end - begin) * kTilesPerRow; left > 0; --left) {
+        store_global_128(zeros, {});
+        zeros += kTileElements;
     }
     __syncwarp();  // the release covers what all lanes have written
     if (lane == 0) add_release_32(params.cleared + head, 1);
 }
 
-// Called by the producer thread ahead of the first step: without Q and dO no dQ is computed, so none is added before this returns.
+// Called by the producer thread before it loads Q: without Q consumers add no dQ. Their waits for Q pass the acquire on to them.
 __device__ __forceinline__ void await_cleared(const Params& params, const KeyBlock& block) {
     const int head = head_of_grid(params, block);
-    if (head < params.heads_ahead) return;
+    if (head < params.clear_distance) return;
     while (int(load_acquire_32(params.cleared + head)) != params.num_row_blocks) {}
 }
 

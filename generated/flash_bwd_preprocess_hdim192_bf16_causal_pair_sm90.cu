@@ -15,8 +15,8 @@
 //     delta = sum(dout * out) - dlse      lse_log2 = lse * log2(e)
 //
 // so that P = 2^(scale_log2 * S - lse_log2) and dS = P * (dP - delta). A row that sees nothing, or lies behind the last one, has
-// lse_log2 = inf and delta = 0, which makes P and dS 0 if S and dP are finite. This kernel also clears dq_accum of the first heads; the
-// main kernel clears that of the others.
+// lse_log2 = inf and delta = 0, which makes P and dS 0 if S and dP are finite. This kernel also resets the counters of the
+// main kernel, and clears dq_accum of the first heads; the main kernel clears the rest.
 
 using element = bf16;
 
@@ -107,6 +107,7 @@ flash_bwd_preprocess_hdim192_bf16_causal_pair_sm90(const __grid_constant__ Param
 
     const int64_t unit_row = first_unit_row(params, batch, head) + first_row;
     float* dq = params.dq_accum + unit_row * kHeadDim;
+    // The main kernel has a counter for each head of its grid: no more than query heads.
     if (first_row == 0 && threadIdx.x == 0) store_global_32(params.cleared + head_of_batch, 0u);
     const bool clears = head_of_batch < params.cleared_heads;
 

@@ -10,7 +10,7 @@ from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.attention import UNBOUNDED
 from flashgen.operators.backward import normalise
 from flashgen.schedule.grid import blocks_at_a_time, heads, row_blocks, rows
-from flashgen.schedule.sections import heads_ahead, sections
+from flashgen.schedule.sections import clear_distance, sections
 from flashgen.spec.load import load_specs
 from problems import problem, replace
 
@@ -226,11 +226,20 @@ def test_a_causal_grid_of_tiles_of_keys_ends_evenly(batch, seqlen, num_heads, kv
     parts=st.sampled_from([1, 2, 4]),
 )
 def test_a_head_is_cleared_by_tiles_that_are_launched_before_its_own(name, batch, seqlens, kv_heads, parts):
-    """So whoever waits for zeros waits for tiles that run. And they come a whole wave before."""
+    """So whoever waits for zeros waits for tiles that run. In sections of one head a wave lies between."""
     variant = MAIN[f"flash_bwd_hdim{name}_sm90"]
     group, parts = (4, parts) if variant.gqa == "gqa" else (1, 1)
     problem = backward_call(batch, *seqlens, group * kv_heads, kv_heads, variant.head_dim)
-    size, ahead = sections(problem, variant, H200, parts).heads, heads_ahead(problem, variant, H200, parts)
-    for head in range(ahead, batch * kv_heads * parts):
-        assert (head - ahead) // size < head // size
-    assert ahead * row_blocks(problem, variant) >= blocks_at_a_time(variant, H200)
+    size = sections(problem, variant, H200, parts).heads
+    distance = clear_distance(problem, variant, H200, parts)
+    blocks, total = row_blocks(problem, variant), batch * kv_heads * parts
+
+    def index(head, block):
+        """In the grid: in a section one block, or cluster, of each head after the other."""
+        first, cluster = head // size * size, variant.grid.cluster
+        place = block // cluster * min(size, total - first) + head - first
+        return first * blocks + place * cluster + block % cluster
+
+    for head in range(distance, total):
+        lead = index(head, 0) - index(head - distance, blocks - 1)
+        assert lead > (0 if size > 1 else blocks_at_a_time(variant, H200) - 1)

@@ -1,7 +1,7 @@
 """Faults to plant into how thread blocks clear dQ of later heads.
 
-Blocks run one after the other, so zeros that nobody waits for are missed where heads are launched in the
-opposite order: those that clear come after those that add.
+Blocks run one after the other, so a missing wait shows only where they are launched in the opposite order:
+those that clear come after those that add.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ FAULTS = (
     plain(
         "nobody clears the last rows of a head",
         (WRONG,),
-        "min(begin + own_units, units);",
-        "min(begin + own_units, units - 8);",
+        "min(begin + own_tile_rows, tile_rows);",
+        "min(begin + own_tile_rows, tile_rows - 8);",
     ),
     plain(
         "a part is cleared past the end of its head",
         (WRONG, "global bounds", "global access"),
-        "min(begin + own_units, units);",
-        "begin + own_units;",
+        "min(begin + own_tile_rows, tile_rows);",
+        "begin + own_tile_rows;",
     ),
-    plain("another head is cleared", STUCK, "+ params.heads_ahead;", "+ params.heads_ahead + 1;"),
+    plain("another head is cleared", STUCK, "+ params.clear_distance;", "+ params.clear_distance + 1;"),
     plain(
         "who has cleared does not count",
         STUCK,

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 _VECTOR_WIDTHS = {1: 1, 2: 1, 4: 4, 8: 8, 16: 16}
 _DIVISOR = "_divisor"
-# How many heads later the head is whose dq the tiles of one clear; the query heads ahead of the first such.
-HEADS_AHEAD, CLEARED_HEADS = "heads_ahead", "cleared_heads"
+# How many heads later in the grid tiles clear dq; how many query heads are left to the step before.
+CLEAR_DISTANCE, CLEARED_HEADS = "clear_distance", "cleared_heads"
 _OF_SECTIONS = (
     "heads_per_section",
     "num_sections",
@@ -72,7 +72,7 @@ def parameters(
     device: Device,
     shares: Shares | None = None,
     parts: int = 1,
-    ahead: int = 0,
+    distance: int = 0,
 ) -> dict[str, Number]:
     """Every number that a spec may name in ``params``, by name.
 
@@ -80,8 +80,8 @@ def parameters(
     `Problem.values` and those of the grid. ``num_row_blocks`` is the tiles of one (batch, head).
     ``heads_per_section`` and ``num_sections`` are those of `sections`; what has ``kv_block`` in its name is
     of ``shares``, those of the main step's grid; what ends in ``_divisor`` is a `divisor`. The query heads of
-    a kv head are ``group_parts`` times ``heads_per_part``. ``heads_ahead`` is ``ahead``, that of the main
-    step, and ``cleared_heads`` the query heads of as many heads of its grid.
+    a kv head are ``group_parts`` times ``heads_per_part``. ``clear_distance`` is that of the main step,
+    and ``cleared_heads`` the query heads of as many heads of its grid.
     """
     values: dict[str, Number] = dict(problem.sizes)
     for argument, strides in zip(problem.operator.arguments, problem.strides, strict=True):
@@ -92,7 +92,7 @@ def parameters(
     if "group_size" in values:
         per_part = int(values["group_size"]) // parts
         values |= {GROUP_PARTS: parts, "heads_per_part": per_part}
-        values |= {HEADS_AHEAD: ahead, CLEARED_HEADS: ahead * per_part}
+        values |= {CLEAR_DISTANCE: distance, CLEARED_HEADS: distance * per_part}
     values |= {
         "num_row_blocks": blocks,
         "num_tiles": tiles(problem, variant),
@@ -157,7 +157,7 @@ def pack(
     workspace: Workspace | None = None,
     shares: Shares | None = None,
     parts: int = 1,
-    ahead: int = 0,
+    distance: int = 0,
 ) -> Struct:
     """The parameter struct of one step. The pointer to an array of the workspace without elements is null.
 
@@ -167,7 +167,7 @@ def pack(
     operator, table = problem.operator, layout(variant.params)
     slices: Mapping[str, int] = workspace.offsets if workspace else {}
     sizes = {each.name: each.nbytes for each in workspace.slices} if workspace else {}
-    numbers = parameters(problem, variant, device, shares, parts, ahead)
+    numbers = parameters(problem, variant, device, shares, parts, distance)
     values: dict[str, Number | bytes] = dict(numbers)
     pointers, maps, widths, scalars = [], [], [], []
     of_scalars = problem.scalar_values().keys()

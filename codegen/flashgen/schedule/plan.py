@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.schedule.grid import Launch, launch_of
 from flashgen.schedule.groups import group_parts
-from flashgen.schedule.parameters import HEADS_AHEAD, Struct, pack
-from flashgen.schedule.sections import heads_ahead
+from flashgen.schedule.parameters import CLEAR_DISTANCE, Struct, pack
+from flashgen.schedule.sections import clear_distance
 from flashgen.schedule.shares import Shares, shares_of
 from flashgen.schedule.workspace import Workspace, workspace_of
 
@@ -54,14 +54,15 @@ def plan_steps(problem: Problem, main: Variant, device: Device) -> Steps:
     """
     shares = shares_of(problem, main, device) if main.grid.shares else None
     parts = group_parts(problem, main, device)
-    clears = any(param.name == HEADS_AHEAD for param in main.params)
-    ahead = heads_ahead(problem, main, device, parts) if clears else 0
+    # Main steps that clear read arrays by tensor maps, which need elements: no step of such a call is empty.
+    clears = any(param.name == CLEAR_DISTANCE for param in main.params)
+    distance = clear_distance(problem, main, device, parts) if clears else 0
     workspace = workspace_of(problem, main, shares, parts)
     steps = (
         Step(
             variant,
             launch_of(problem, variant, device, shares.count if shares else 0, parts),
-            pack(problem, variant, device, workspace, shares, parts, ahead),
+            pack(problem, variant, device, workspace, shares, parts, distance),
             shares if variant.is_main else None,
         )
         for variant in main.steps

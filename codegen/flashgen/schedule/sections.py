@@ -82,11 +82,12 @@ def _of_keys(
     return Sections(size, -(-total // size))
 
 
-def heads_ahead(problem: AttentionProblem, variant: Variant, device: Device, parts: int = 1) -> int:
-    """For tiles of keys: how many heads later in the grid the head is whose dq they clear.
+def clear_distance(problem: AttentionProblem, variant: Variant, device: Device, parts: int = 1) -> int:
+    """For tiles of keys: how many heads of the grid lie between a tile and the head whose dq it clears.
 
-    At least a section, so that the tiles that clear are launched before all those that wait for them; and as
-    many heads more as run at a time, so that the zeros are there when these tiles come.
+    At least a section: all tiles that clear a head are then launched before those that wait for it. As many
+    more as run at a time, so that, where a section is one head, they were launched a wave before. In larger
+    sections the tiles of a head lie apart, and the last one may clear while the first one waits.
     """
     at_a_time = -(-blocks_at_a_time(variant, device) // max(1, row_blocks(problem, variant)))
     return sections(problem, variant, device, parts).heads + at_a_time

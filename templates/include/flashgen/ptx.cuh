@@ -169,7 +169,7 @@ __device__ __forceinline__ void red_add_128(float* destination, const float (&va
 #endif
 }
 
-// ld.acquire.gpu.u32. Pairs with store_release_32(): writes that precede the release are visible after this load.
+// ld.acquire.gpu.u32. Pairs with store_release_32() and add_release_32(): writes that precede the release are visible after this load.
 __device__ __forceinline__ uint32_t load_acquire_32(const void* source) {
     uint32_t value;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(value) : "l"(source) : "memory");
@@ -181,7 +181,8 @@ __device__ __forceinline__ void store_release_32(void* destination, uint32_t val
     asm volatile("st.release.gpu.global.u32 [%0], %1;\n" ::"l"(destination), "r"(value) : "memory");
 }
 
-// red.release.gpu.add.u32: pairs with load_acquire_32() as store_release_32() does, whichever thread block counts last.
+// red.release.gpu.add.u32: an atomic addition without a result. A load_acquire_32() that finds the sum sees what precedes each of its
+// additions.
 __device__ __forceinline__ void add_release_32(void* destination, uint32_t value) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;\n" ::"l"(destination), "r"(value) : "memory");
 }

@@ -58,7 +58,7 @@ void add_global(float* address, const float* values, int count, Location where);
 // value: others go on first, and a value that nobody is left to change is a deadlock.
 uint32_t load_acquire(const void* address, Location where);
 void store_release(void* address, uint32_t value, Location where);
-// The same for an atomic addition.
+// An atomic addition that releases as store_release does.
 void add_release(void* address, uint32_t value, Location where);
 
 // Asynchronous copies of a thread, and its groups of them.
