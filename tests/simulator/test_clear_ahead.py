@@ -9,7 +9,7 @@ import pytest
 
 from backward_variants import MAIN
 from flashgen.schedule.grid import all_heads
-from flashgen.schedule.plan import plan_steps
+from flashgen.schedule.groups import group_parts
 from flashgen.schedule.sections import clear_distance
 from flashgen.simulator.example import Shape, make
 from flashgen.simulator.hardware import pretend_for
@@ -34,8 +34,7 @@ def check_of(variant, shape, seed, source_of=render, sms=1, threads=1):
     """The check that found something on a GPU of ``sms`` multiprocessors, or None."""
     example = make(variant, shape, seed)
     device = dataclasses.replace(pretend_for(variant), num_sms=sms)
-    parts = {step.variant.step for step in plan_steps(example.problem, variant, device).steps}
-    assert "sum" not in parts
+    assert group_parts(example.problem, variant, device) == 1
     assert clear_distance(example.problem, variant, device) < all_heads(example.problem, variant)
     return check_on(variant, example, seed, source_of, device=device, threads=threads)
 
