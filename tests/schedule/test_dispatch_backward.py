@@ -2,13 +2,14 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from flashgen.operators import varlen_backward
 from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.backward import normalise
 from flashgen.schedule.dispatch import offers, select
-from flashgen.schedule.grid import launch_of, row_blocks, tiles
+from flashgen.schedule.grid import expected_tiles, launch_of, row_blocks, tiles
 from flashgen.spec.load import load_specs
 from flashgen.spec.scores import load_scores
 
@@ -134,12 +135,16 @@ def test_others_are_left_to_three_kernels(sizes, options):
     assert variant.spec == "flash_bwd_sm90"
 
 
-def taken_packed(head_dim, dtype="bf16", tokens=1000, **options):
+def packed(head_dim, dtype="bf16", tokens=1000, sequences=8, bound=None, **options):
     q, k = (view_of_shape((tokens, heads, head_dim), dtype, 0) for heads in (4, 2))
     lse = view_of_shape((4, tokens), "fp32", 0)
-    cu = view_of_shape((9,), "int32", 0)
-    lengths = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu}
-    problem = varlen_backward.normalise(q, q, k, k, q, lse, **lengths, **options)
+    cu = view_of_shape((sequences + 1,), "int32", 0)
+    given = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "max_seqlen_q": bound, "max_seqlen_kv": bound}
+    return varlen_backward.normalise(q, q, k, k, q, lse, **given, **options)
+
+
+def taken_packed(head_dim, **options):
+    problem = packed(head_dim, **options)
     return select(problem, H200, offers(problem, H200, SPECS))
 
 
@@ -148,7 +153,7 @@ def taken_packed(head_dim, dtype="bf16", tokens=1000, **options):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_packed_sequences_have_kernels_for_hopper(head_dim, options, dtype, deterministic):
-    variant = taken_packed(head_dim, dtype, deterministic=deterministic, **options)
+    variant = taken_packed(head_dim, dtype=dtype, deterministic=deterministic, **options)
     spec = "flash_bwd_varlen_sm90" if head_dim <= 128 else "flash_bwd_varlen_wide_sm90"
     assert (variant.spec, variant.head_dim) == (spec, {8: 32, 136: 192}.get(head_dim, head_dim))
     assert dict(variant.axes)["dq_order"] == ("ordered" if deterministic else "none")
@@ -161,3 +166,27 @@ def test_packed_sequences_have_kernels_for_hopper(head_dim, options, dtype, dete
 )
 def test_other_gradients_of_packed_sequences_are_left_to_those_for_every_gpu(options):
     assert taken_packed(**{"head_dim": 128} | options).spec == "flash_bwd_varlen_sm80"
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("longest", [100, 1000, 20_000])
+def test_tiles_of_packed_sequences_are_expected_as_random_lengths_make_them(cluster, longest):
+    lengths = np.random.default_rng(longest).integers(1, longest, size=300, endpoint=True)
+    problem = packed(192, tokens=int(lengths.sum()), sequences=300, bound=longest)
+    variant = next(v for v in offers(problem, H200, SPECS) if v.grid.cluster == cluster)
+    made = 2 * cluster * sum(-(-lengths // (64 * cluster)))  # of two kv heads
+    assert expected_tiles(problem, variant) == pytest.approx(made, rel=0.05)
+    assert made <= tiles(problem, variant)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "cluster"),
+    [
+        (64, 32_768, 2),
+        (4, 16_384, 2),
+        (256, 32_768, 1),
+        (200, 12_800, 1),
+    ],  # 512, 4,096, 128 and 64 in the mean
+)
+def test_short_packed_sequences_have_no_clusters(sequences, tokens, cluster):
+    assert taken_packed(192, sequences=sequences, tokens=tokens, causal=True).grid.cluster == cluster

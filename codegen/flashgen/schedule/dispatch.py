@@ -26,6 +26,7 @@ The rule, which a spec names ``least_time``:
 from __future__ import annotations
 
 import itertools
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.arch import arch_parts, reaches
@@ -33,7 +34,16 @@ from flashgen.errors import BadParam, DeviceTypeNotSupported, SpecError
 from flashgen.operators import OPERATORS
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.splits import AUTO, SplitEvery
-from flashgen.schedule.grid import KEYS, MAX_EXTENT, extents, row_blocks, rows, tiles, tiles_beside
+from flashgen.schedule.grid import (
+    KEYS,
+    MAX_EXTENT,
+    expected_tiles,
+    extents,
+    row_blocks,
+    rows,
+    tiles,
+    tiles_beside,
+)
 from flashgen.schedule.groups import group_parts
 from flashgen.schedule.shares import countable, shares_of
 from flashgen.schedule.tensormap import REQUIREMENTS, expressible
@@ -241,13 +251,13 @@ def _cost_of_shares(problem: Problem, device: Device, variant: Variant) -> float
 
 def _cost_of_keys(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
     parts, block_n = group_parts(problem, variant, device), variant.grid.covers[0][1]
-    of_keys, of_queries = tiles(problem, variant) * parts, tiles_beside(problem, variant)
+    of_keys, of_queries = expected_tiles(problem, variant) * parts, tiles_beside(problem, variant)
     group = problem.sizes["num_heads_q"] // problem.sizes["num_heads_kv"]
     rows, keys = problem.sizes["seqlen_q"] * group // parts, problem.sizes["seqlen_kv"]
     count = of_keys + of_queries
     mean = (of_keys * rows + of_queries * keys) / max(1, count)
     longest = max(rows if of_keys else 0, keys if of_queries else 0)
-    rounds = -(-count // device.num_sms)
+    rounds = math.ceil(count / device.num_sms)
     return (max(longest, rounds * mean) + rounds * variant.start * block_n) * block_n / variant.efficiency
 
 

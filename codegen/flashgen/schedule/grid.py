@@ -83,6 +83,20 @@ def tiles(problem: Problem, variant: Variant) -> int:
     return count
 
 
+def expected_tiles(problem: Problem, variant: Variant) -> float:
+    """Tiles of the grid as they are to be expected. In a grid of sequences, whose lengths are on the device,
+    the last tile of a sequence, or its last cluster, is half full in the mean.
+    """
+    count = tiles(problem, variant)
+    if not variant.grid.of_sequences:
+        return count
+    sizes = extents(problem, variant)
+    (dimension, tile), (of_heads, _), _ = variant.grid.covers
+    cluster, batch = variant.grid.cluster, sizes["batch"]
+    clusters = max(batch, sizes[_OF_SEQUENCES[dimension]] / (tile * cluster) + batch / 2)
+    return min(count, clusters * cluster * sizes[of_heads])
+
+
 def tiles_beside(problem: Problem, variant: Variant) -> int:
     """Tiles of the second kind; 0 where the grid has none."""
     if not variant.grid.beside:
