@@ -5,9 +5,36 @@ the argument, its value and what is expected. Nothing has been launched and no o
 raised.
 """
 
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 
 class FlashgenError(Exception):
     """Base of every error that flashgen raises on purpose."""
+
+
+@contextmanager
+def naming(**names: str) -> Iterator[None]:
+    """Errors raised within name arguments as the caller gave them: ``naming(pages="block_table")``."""
+    try:
+        yield
+    except FlashgenError as error:
+        rename(error, **names)
+        raise
+
+
+def rename(error: FlashgenError, **names: str) -> None:
+    """Exchange names of arguments in the message of an error for those that the caller gave them."""
+    words = "|".join(map(re.escape, names))
+    if words and error.args:
+        message, *rest = error.args
+        error.args = (re.sub(rf"\b(?:{words})\b", lambda word: names[word[0]], str(message)), *rest)
 
 
 class BadParam(FlashgenError, ValueError):

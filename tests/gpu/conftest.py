@@ -1,6 +1,7 @@
 """What the GPU tests share: the criterion of correctness, and work that keeps a stream busy."""
 
 import os
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from flashgen.runtime.arrays import view
 
 # JAX would keep three quarters of the GPU's memory from the other libraries.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# What a worker may keep allocated from test to test: 16 of them share a GPU of 80 GB.
+KEPT_BYTES = 1 << 30
 
 
 def pytest_collection_modifyitems(items):
@@ -25,6 +28,21 @@ def gpu():
     """A GPU is what these tests are for: asked for by name and without one, they fail."""
     if not device.available():
         pytest.fail(device.why_unavailable())
+
+
+@pytest.fixture(autouse=True)
+def memory_goes_back():
+    """What CuPy and PyTorch keep of a large test's memory is given back to the other workers."""
+    yield
+    import cupy
+
+    pool, torch = cupy.get_default_memory_pool(), sys.modules.get("torch")
+    if pool.free_bytes() > KEPT_BYTES:
+        pool.free_all_blocks()
+    if torch is None or not torch.cuda.is_initialized():
+        return
+    if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > KEPT_BYTES:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")

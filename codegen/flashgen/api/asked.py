@@ -75,6 +75,14 @@ def asked(
     return varlen_for(modification), given, options, scalars
 
 
+def names_given(k: Any, alibi_slopes: Any, kv_lengths: Any = None) -> dict[str, str]:
+    """Arguments of the operators that the caller of ``attention`` knows by other names."""
+    names = {} if alibi_slopes is None else {"slope": "alibi_slopes"}
+    if type(k) is KVCache and kv_lengths is None:
+        names["kv_lengths"] = "lengths"
+    return names
+
+
 def bound(max_seqlen: Any) -> Any:
     """An int for what stands for one: the element of a tensor may change, and its plan would not."""
     try:

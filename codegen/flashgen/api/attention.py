@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, overload
 
-from flashgen.api.asked import LENGTHS, asked
+from flashgen.api.asked import LENGTHS, asked, names_given
 from flashgen.api.calls import call_of, make_plan
-from flashgen.errors import BadParam
+from flashgen.errors import BadParam, FlashgenError, naming, rename
 from flashgen.operators.arguments import flag
 from flashgen.runtime import arrays
 
@@ -150,19 +150,23 @@ def attention(
             without = _unrecorded(v, out, stream, append, rotary)
             if without:
                 raise BadParam(f"{error}. There are no gradients of calls with {without}") from None
+        except FlashgenError as error:
+            rename(error, **names_given(k, alibi_slopes, kv_lengths))
+            raise
     from flashgen.api import autograd
 
-    results = autograd.attention(
-        (q, k, v, mask),
-        options[:3],
-        softmax_scale,
-        of_score,
-        lengths,
-        splits=splits,
-        deterministic=deterministic,
-        backend=backend,
-        algorithm=algorithm,
-    )
+    with naming(**names_given(k, alibi_slopes)):
+        results = autograd.attention(
+            (q, k, v, mask),
+            options[:3],
+            softmax_scale,
+            of_score,
+            lengths,
+            splits=splits,
+            deterministic=deterministic,
+            backend=backend,
+            algorithm=algorithm,
+        )
     return results if flag("return_lse", return_lse) else results[0]
 
 
@@ -221,17 +225,18 @@ def plan(
     of_score = softcap, alibi_slopes, score, params
     lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
     options = causal, mask_type, window_size, return_lse, splits
-    if append is not None or rotary is not None:
-        from flashgen.api.append import asked_to_append, held
+    with naming(**names_given(k, alibi_slopes, kv_lengths)):
+        if append is not None or rotary is not None:
+            from flashgen.api.append import asked_to_append, held
 
-        of_append = asked_to_append(q, k, append, rotary, cu_seqlens_q, options[:3])
+            of_append = asked_to_append(q, k, append, rotary, cu_seqlens_q, options[:3])
 
-        def attention_over(q: Any, cache: KVCache) -> Asked:
-            return asked(q, cache, v, mask, out, options, softmax_scale, of_score, lengths)
+            def attention_over(q: Any, cache: KVCache) -> Asked:
+                return asked(q, cache, v, mask, out, options, softmax_scale, of_score, lengths)
 
-        return held(of_append, attention_over, q, k, rotary, backend, algorithm)
-    wanted = asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
-    return make_plan(*wanted, backend, algorithm)
+            return held(of_append, attention_over, q, k, rotary, backend, algorithm)
+        wanted = asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
+        return make_plan(*wanted, backend, algorithm)
 
 
 def asked_by_name(call: Mapping[str, Any]) -> Asked:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flashgen.api.asked import BOUNDS_ALONE, LENGTHS, bound, score_of
+from flashgen.api.asked import BOUNDS_ALONE, LENGTHS, bound, names_given, score_of
 from flashgen.api.calls import call, make_plan
 from flashgen.api.kvcache import KVCache
-from flashgen.errors import BadParam
+from flashgen.errors import BadParam, FlashgenError, naming, rename
 from flashgen.operators.attention import sees_no_later_key
 from flashgen.operators.backward import operator_for
 
@@ -92,7 +92,11 @@ def attention_backward(
         (kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv),
         deterministic,
     )
-    return call(operator, given, options, scalars, stream=stream, backend=backend, workspace=workspace)
+    try:
+        return call(operator, given, options, scalars, stream=stream, backend=backend, workspace=workspace)
+    except FlashgenError as error:
+        rename(error, **names_given(k, alibi_slopes))
+        raise
 
 
 def plan_backward(
@@ -139,7 +143,8 @@ def plan_backward(
         (kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv),
         deterministic,
     )
-    return make_plan(operator, given, options, scalars, backend, None)
+    with naming(**names_given(k, alibi_slopes)):
+        return make_plan(operator, given, options, scalars, backend, None)
 
 
 def asked(

@@ -5,7 +5,8 @@
 Arrays are those of ``flashgen.attention``: PyTorch, CuPy, NumPy, JAX and others; fp16, bf16, and fp32, which
 flash-attn itself has not. What flashgen does not compute raises NotImplementedError with the name of the
 argument: gradients of caches and blocks, dropout, and caches that do not begin with their first key.
-Other errors are those of ``flashgen.attention`` and ``flashgen.append``.
+Other errors are those of ``flashgen.attention`` and ``flashgen.append``, under the names that arguments have
+here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,20 @@ from flashgen.api.kvcache import KVCache, Rotary
 from flashgen.compat.libraries import int32s
 from flashgen.compat.refusals import refuse_dropout, refuse_gradients
 from flashgen.compat.widths import attention_of_any_width, contiguous_rows, missing
-from flashgen.errors import BadParam, BadTensorShape, NullPointer
+from flashgen.errors import BadParam, BadTensorShape, NullPointer, naming
+
+# What errors of ``attention`` call arguments, and what they are here.
+_OF_CACHES = {
+    "lengths": "cache_seqlens",
+    "pages": "block_table",
+    "index": "cache_batch_idx",
+    "k": "k_cache",
+    "v": "v_cache",
+    "k_new": "k",
+    "v_new": "v",
+    "cos": "rotary_cos",
+    "sin": "rotary_sin",
+}
 
 
 def flash_attn_func(
@@ -185,12 +199,16 @@ def flash_attn_varlen_func(
     if block_table is None:
         for name, x in (("k", k), ("v", v)):
             _check_rank(name, x, "total_k, nheads_k, headdim")
-        result = attention_of_any_width(q, k, v, cu_seqlens_kv=cu_seqlens_k, **options)
+        with naming(cu_seqlens_kv="cu_seqlens_k", max_seqlen_kv="max_seqlen_k"):
+            result = attention_of_any_width(q, k, v, cu_seqlens_kv=cu_seqlens_k, **options)
     else:
         for name, x in (("k", k), ("v", v)):
             _check_cache(name, x, "num_blocks, page_block_size, nheads_k, headdim")
         lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
-        result = attention(contiguous_rows(q), KVCache(k, v, lengths, pages=block_table), **options)
+        cache = KVCache(k, v, lengths, pages=block_table)
+        names = {"lengths": "cu_seqlens_k", "max_seqlen_kv": "max_seqlen_k", "pages": "block_table"}
+        with naming(**names):
+            result = attention(contiguous_rows(q), cache, **options)
     return (*result, None) if return_attn_probs else result
 
 
@@ -262,13 +280,14 @@ def flash_attn_with_kvcache(
     }
     q, seqlen_new = contiguous_rows(q), 0 if k is None else k.shape[1]
     cache = _cache(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, block_table, seqlen_new)
-    if cache.lengths is None:
-        return attention(q, cache.k, cache.v, **options)
-    if k is not None:
-        options["append"] = contiguous_rows(k), contiguous_rows(v)
-        if rotary_cos is not None:
-            options["rotary"] = Rotary(rotary_cos, rotary_sin, rotary_interleaved)
-    return attention(q, cache, **options)
+    with naming(**_OF_CACHES):
+        if cache.lengths is None:
+            return attention(q, cache.k, cache.v, **options)
+        if k is not None:
+            options["append"] = contiguous_rows(k), contiguous_rows(v)
+            if rotary_cos is not None:
+                options["rotary"] = Rotary(rotary_cos, rotary_sin, rotary_interleaved)
+        return attention(q, cache, **options)
 
 
 def _options(

@@ -1,0 +1,25 @@
+"""Errors name what the caller gave."""
+
+import pytest
+
+from flashgen import errors
+
+
+def test_names_are_exchanged_all_at_once_and_as_whole_words():
+    given = "k has 3 heads but k_new has 2; k and k_new, of kv_lengths, must agree"
+    with pytest.raises(errors.BadTensorShape) as caught, errors.naming(k="k_cache", k_new="k"):
+        raise errors.BadTensorShape(given)
+    assert str(caught.value) == "k_cache has 3 heads but k has 2; k_cache and k, of kv_lengths, must agree"
+
+
+def test_what_else_an_error_knows_is_kept():
+    error = errors.SimulationError("slope is read by two threads", check="race", line=7)
+    errors.rename(error, slope="alibi_slopes")
+    assert (str(error), error.check, error.line) == ("alibi_slopes is read by two threads", "race", 7)
+    errors.rename(error)
+    assert str(error) == "alibi_slopes is read by two threads"
+
+
+def test_other_errors_pass_as_they_are():
+    with pytest.raises(ValueError, match=r"^k is no number$"), errors.naming(k="k_cache"):
+        raise ValueError("k is no number")
