@@ -257,17 +257,29 @@ struct LaunchedBlock {
     int index;   // among those of sequences of that length
 };
 
+// Each lane keeps the lengths of this many sequences in registers, as the search goes through them up to a dozen times.
+constexpr int kKeptSequences = 4;
+
 // The least length of which no more than `index` blocks are of longer sequences, looked for from below: short sequences are many.
 __device__ __forceinline__ LaunchedBlock length_of_block(const Params& params, int index, int lane) {
+    int lengths[kKeptSequences], blocks[kKeptSequences];
+#pragma unroll
+    for (int i = 0; i < kKeptSequences; ++i) {
+        const int sequence = 32 * i + lane;
+        lengths[i] = sequence < params.batch_size ? length_of(params, sequence) : 0;
+        blocks[i] = sequence < params.batch_size ? key_blocks_of(params, sequence) : 0;
+    }
     int least = 0, most = 1 << 30, ahead = 0;
     for (int length = 1; least < most; length = min(2 * length, (least + most) / 2)) {
         int count = 0;
+#pragma unroll
+        for (int i = 0; i < kKeptSequences; ++i) count += lengths[i] > length ? blocks[i] : 0;
 #pragma unroll 1
-        for (int sequence = lane; sequence < params.batch_size; sequence += 32) {
-            const int blocks = key_blocks_of(params, sequence);
-            count += length_of(params, sequence) > length ? blocks : 0;
+        for (int sequence = 32 * kKeptSequences + lane; sequence < params.batch_size; sequence += 32) {
+            const int further = key_blocks_of(params, sequence);
+            count += length_of(params, sequence) > length ? further : 0;
         }
-        const int longer = __shfl_sync(0xffffffff, sum_up_to_lane(count, lane), 31) * params.num_heads_kv;
+        const int longer = __reduce_add_sync(0xffffffff, count) * params.num_heads_kv;
         if (longer > index) {
             least = length + 1;
         } else {

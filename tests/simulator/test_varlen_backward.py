@@ -111,6 +111,7 @@ SHORT, MANY = Shape(1, 1, batch=3), Shape(5, 130, batch=40)
     [
         *itertools.product([PLAIN, ORDERED], [SHORT, Shape(7, 0, batch=2), Shape(0, 9, batch=2), MANY]),
         *itertools.product([HOPPER, WIDE, PAIR, HOPPER_ORDERED, WIDE_ORDERED], [SHORT, MANY]),
+        *itertools.product([HOPPER, PAIR], [Shape(3, 66, batch=150)]),  # more than a lane keeps in registers
     ],
     ids=str,
 )

@@ -363,8 +363,6 @@ def _backward() -> Grid:
         replace(long, name="gqa 32q/8kv causal 8k", num_heads_q=32, num_heads_kv=8),
         replace(long, name="gqa 16q/1kv causal 8k", num_heads_kv=1),
         replace(long, name="window 1k, 8k", mask="window", window=1024),
-        replace(cell(192, "none", 4096), name="d192/128 full 4k", head_dim_v=128),
-        replace(cell(192, "causal", 4096), name="d192/128 causal 4k", head_dim_v=128),
         replace(cell(128, "none", 4096), name="dense random 4k", mask="random"),
         replace(cell(128, "none", 4096), name="softcap full 4k", score="softcap"),
         replace(cell(128, "causal", 4096), name="alibi causal 4k", score="alibi"),

@@ -146,6 +146,13 @@ T __shfl_xor_sync(uint32_t mask, T value, int lane_mask, int width = 32,
     return flashgen::simulator::shuffle_value(mask, value, Shuffle::exclusive_or, lane_mask, width, where);
 }
 
+// The sum over all lanes of `mask`, which has to be the whole warp.
+inline int __reduce_add_sync(uint32_t mask, int value,
+                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    for (int distance = 1; distance < 32; distance *= 2) value += __shfl_xor_sync(mask, value, distance, 32, where);
+    return value;
+}
+
 inline uint32_t __ballot_sync(uint32_t mask, int predicate,
                               flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     return flashgen::simulator::vote(mask, predicate != 0, where).ayes;
