@@ -12,6 +12,15 @@ def test_names_are_exchanged_all_at_once_and_as_whole_words():
     assert str(caught.value) == "k_cache has 3 heads but k has 2; k_cache and k, of kv_lengths, must agree"
 
 
+def test_words_that_are_no_names_stay():
+    error = errors.BadParam("pages[0, 0] is 7; there are 1 pages, and pages say which pages are whose")
+    errors.rename(error, pages="block_table")
+    assert str(error).split("; ") == [
+        "block_table[0, 0] is 7",
+        "there are 1 pages, and block_table say which pages are whose",
+    ]
+
+
 def test_what_else_an_error_knows_is_kept():
     error = errors.SimulationError("slope is read by two threads", check="race", line=7)
     errors.rename(error, slope="alibi_slopes")

@@ -30,11 +30,14 @@ def naming(**names: str) -> Iterator[None]:
 
 
 def rename(error: FlashgenError, **names: str) -> None:
-    """Exchange names of arguments in the message of an error for those that the caller gave them."""
+    """Exchange names of arguments in the message of an error for those that the caller gave them. Some names
+    are English words as well: behind a number or `which`, as in "2 pages", they are no names.
+    """
     words = "|".join(map(re.escape, names))
     if words and error.args:
         message, *rest = error.args
-        error.args = (re.sub(rf"\b(?:{words})\b", lambda word: names[word[0]], str(message)), *rest)
+        name = rf"(?<!\d )(?<!which )\b(?:{words})\b"
+        error.args = (re.sub(name, lambda word: names[word[0]], str(message)), *rest)
 
 
 class BadParam(FlashgenError, ValueError):

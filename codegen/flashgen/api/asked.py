@@ -56,9 +56,8 @@ def asked(
         raise BadParam("v was given with a KVCache, which holds v as well; leave v out")
     if v is None and type(k) is KVCache:
         if kv_lengths is not None or cu_seqlens_kv is not None:
-            raise BadParam(
-                "kv_lengths or cu_seqlens_kv was given with a KVCache, which has lengths of its own"
-            )
+            given = "cu_seqlens_kv" if kv_lengths is None else "kv_lengths"
+            raise BadParam(f"{given} was given with a KVCache, which has lengths of its own")
         k, v, kv_lengths, pages, index = k.k, k.v, k.lengths, k.pages, k.index
         if kv_lengths is None:
             raise NullPointer("lengths of the KVCache is None; expected an int32 array, (batch,)")
