@@ -13,7 +13,10 @@ from flashgen.errors import BadParam
 from flashgen.simulator import hostcompiler
 
 torch = pytest.importorskip("torch")
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from flashgen.api import autograd  # noqa: E402  # registers the operators
@@ -235,6 +238,34 @@ def test_a_dispatch_mode_sees_the_operators_and_other_calls_do_without():
     assert backward.seen == ["attention_backward"]
     for gradients_found in (found, again):
         assert all(torch.equal(x, y) for x, y in zip(gradients_found, expected, strict=True))
+
+
+@pytest.mark.parametrize("tracer", ["real", "fake", "symbolic", "jit"])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_what_is_traced_computes_what_is_called(tracer, requires_grad):
+    """A call that is not recorded would be traced as memory that nothing writes to."""
+    example, given = (torch.randn(2, 6, HEADS, 16, requires_grad=requires_grad) for _ in range(2))
+
+    def call(q):
+        return flashgen.attention(q, q, q, causal=True)
+
+    if tracer == "jit":
+        traced = torch.jit.trace(call, (example,), check_trace=False)
+    else:
+        traced = make_fx(call, tracing_mode=tracer)(example)
+    assert torch.equal(traced(given), call(given))
+
+
+def test_fake_tensors_and_subclasses_need_no_gradient():
+    q, k, v, _ = (x.detach() for x in tensors())
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in (q, k, v)]
+        assert flashgen.attention(*fakes).shape == (*q.shape[:3], v.shape[3])
+    assert isinstance(flashgen.attention(*fakes), FakeTensor)
+    pairs = [TwoTensor(x, x.clone()) for x in (q, k, v)]
+    out = flashgen.attention(*pairs)
+    assert isinstance(out, TwoTensor)
+    assert torch.equal(out.b, flashgen.attention(q, k, v))
 
 
 def test_tensors_without_memory_have_shapes_of_gradients():

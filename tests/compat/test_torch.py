@@ -134,7 +134,9 @@ def test_nothing_but_a_bool_mask_is_copied(monkeypatch):
 
 
 @pytest.mark.parametrize("width", [32, 30])
-@pytest.mark.parametrize("options", [{"is_causal": True}, {"attn_mask": torch.rand(23, 41) < 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"is_causal": True}, {"attn_mask": torch.rand(23, 41) < 0.9}], ids=["causal", "mask"]
+)
 def test_gradients_are_pytorchs(options, width):
     """Also where rows are padded."""
     given = [x.requires_grad_() for x in qkv(width=width)]

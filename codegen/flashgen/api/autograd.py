@@ -141,11 +141,12 @@ def _written(of_score: tuple[Any, ...], masking: tuple[Any, ...]) -> tuple[str, 
 
 
 def _is_eager(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether nothing needs to see an operator: no compiler, no dispatch mode, no transform of torch.func, no
-    subclass of tensors, and none without memory.
+    """Whether nothing needs to see an operator: no compiler or tracer, no dispatch mode, no transform of
+    torch.func, no subclass of tensors, and none without memory.
     """
     return not (
         torch.compiler.is_compiling()
+        or torch._C._is_tracing()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
         or tensors[0].is_meta

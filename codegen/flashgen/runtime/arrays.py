@@ -104,7 +104,9 @@ class NumpyKind:
         return 0
 
     def records(self, q: Any, k: Any, v: Any) -> bool:
-        """Whether the library records a call on these, for their gradients or to compile the caller."""
+        """Whether the library records a call on these: for gradients, to compile or to trace the caller,
+        or for a mode or a subclass that looks at operators.
+        """
         return False
 
 
@@ -199,6 +201,9 @@ class TorchKind:
         self._is_grad_enabled = torch.is_grad_enabled
         self._is_compiling = torch.compiler.is_compiling
         self._is_transforming = torch._C._are_functorch_transforms_active
+        self._dispatch_modes = torch._C._len_torch_dispatch_stack
+        self._is_tracing = torch._C._is_tracing
+        self._no_dispatch = torch.Tensor.__torch_dispatch__
         self._forward_ad = torch.autograd.forward_ad
         # The handle alone: a Stream object costs 2 µs.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -362,7 +367,17 @@ class TorchKind:
                 if getattr(x, "requires_grad", False):
                     # Other calls refuse these two by name.
                     return self._is_compiling() or not (self._is_transforming() or x.is_nested)
-        return self._is_compiling()
+        # A mode, a tracer or a subclass would see how the result is allocated, but not what writes to it.
+        return bool(
+            self._is_compiling()
+            or self._dispatch_modes()
+            or self._is_tracing()
+            or any(self._dispatches(x) for x in (q, k, v) if type(x) not in self.types)
+        )
+
+    def _dispatches(self, x: Any) -> bool:
+        """Whether a tensor is of a subclass that computes its operators itself."""
+        return isinstance(x, self._torch.Tensor) and type(x).__torch_dispatch__ is not self._no_dispatch
 
 
 _ALL_FIXED = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
