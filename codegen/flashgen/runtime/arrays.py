@@ -376,8 +376,9 @@ class TorchKind:
         )
 
     def _dispatches(self, x: Any) -> bool:
-        """Whether a tensor is of a subclass that computes its operators itself."""
-        return isinstance(x, self._torch.Tensor) and type(x).__torch_dispatch__ is not self._no_dispatch
+        """Whether a tensor is of a subclass that computes its operators itself; nested ones are refused."""
+        of_its_own = isinstance(x, self._torch.Tensor) and type(x).__torch_dispatch__ is not self._no_dispatch
+        return of_its_own and not x.is_nested
 
 
 _ALL_FIXED = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
