@@ -69,9 +69,11 @@ def flash_attn_func(
 
     PyTorch's autograd gets the gradients of q, k and v.
 
-    Raises NotImplementedError for a dropout_p above 0, and what ``flashgen.attention`` raises.
+    Raises NotImplementedError for a dropout_p above 0 and slopes that require a gradient, and what
+    ``flashgen.attention`` raises.
     """
     refuse_dropout(dropout_p)
+    refuse_gradients(alibi_slopes=alibi_slopes)
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_rank(name, x, "batch, seqlen, nheads, headdim")
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
@@ -182,6 +184,7 @@ def flash_attn_varlen_func(
     bytes.
     """
     refuse_dropout(dropout_p)
+    refuse_gradients(alibi_slopes=alibi_slopes)
     if block_table is not None:
         refuse_gradients(q=q, k=k, v=v)
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
@@ -270,7 +273,14 @@ def flash_attn_with_kvcache(
             "cache_leftpad was given, which flashgen does not serve; sequences begin where the cache does"
         )
     refuse_gradients(
-        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        k=k,
+        v=v,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        alibi_slopes=alibi_slopes,
     )
     _check_rank("q", q, "batch, seqlen_q, nheads, headdim")
     _check_new(k, v, rotary_cos, rotary_sin, cache_seqlens)

@@ -34,9 +34,9 @@ def scaled_dot_product_attention(
     They are read by their strides. One whose last dimension is not contiguous, or whose rows are no multiple
     of 16 bytes, is copied. A batch or a head of 1 of key and value serves all of query.
     attn_mask: broadcasts to (batch, heads, seqlen_q, seqlen_kv). bool: True where a key takes part; it is
-        inverted, which copies it. fp32: added to the scaled scores, read where it lies; -inf hides a key. A
-        query whose every key is hidden by the most negative float instead may get 0, too, where PyTorch gives
-        it the mean of value.
+        inverted, which copies it. fp32: added to the scaled scores, read where it lies; -inf hides a key.
+        fp16, bf16: likewise, converted to fp32, which copies it. A query whose every key is hidden by the
+        most negative float instead may get 0, too, where PyTorch gives it the mean of value.
     dropout_p: 0 alone.
     is_causal: query i sees the keys j <= i, aligned top left. Not with attn_mask.
     scale: by default 1 / sqrt(E). Not negative.
@@ -99,10 +99,12 @@ def _masked(attn_mask: Tensor | None, key: Tensor) -> dict[str, Any]:
         return {}
     if attn_mask.dtype == torch.bool:
         return {"mask": _rows(~attn_mask, key.shape[-2])}
+    if attn_mask.dtype in (torch.float16, torch.bfloat16):
+        attn_mask = attn_mask.float()
     if attn_mask.dtype == torch.float32:
         return {"score": "bias", "params": {"bias": _rows(attn_mask, key.shape[-2])}}
     raise NotImplementedError(
-        f"attn_mask has dtype {attn_mask.dtype}; flashgen takes torch.bool and torch.float32: pass "
+        f"attn_mask has dtype {attn_mask.dtype}; flashgen takes bool, fp32, fp16 and bf16: pass "
         "attn_mask.float()"
     )
 
