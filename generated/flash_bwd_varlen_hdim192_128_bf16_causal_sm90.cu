@@ -265,7 +265,7 @@ __device__ __forceinline__ LaunchedBlock length_of_block(const Params& params, i
 #pragma unroll
     for (int i = 0; i < kKeptSequences; ++i) {
         const int sequence = 32 * i + lane;
-        lengths[i] = sequence < params.batch_size ? length_of(params, sequence) : 0;
+        lengths[i] = length_of(params, sequence);
         blocks[i] = sequence < params.batch_size ? key_blocks_of(params, sequence) : 0;
     }
     int least = 0, most = 1 << 30, ahead = 0;

@@ -20,6 +20,7 @@ from flashgen.errors import BadParam
 from flashgen.operators.arguments import ROW_ALIGNMENT, flag
 from flashgen.operators.attention import mask_type_name, scale_of, sees_no_later_key, window_of
 from flashgen.operators.splits import AUTO, SplitEvery, Splits, splits_of
+from flashgen.runtime.arrays import kind_of
 
 _EVERY = "every "
 # The tensors whose operators nobody but autograd looks at.
@@ -141,15 +142,11 @@ def _written(of_score: tuple[Any, ...], masking: tuple[Any, ...]) -> tuple[str, 
 
 
 def _is_eager(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether nothing needs to see an operator: no compiler or tracer, no dispatch mode, no transform of
-    torch.func, no subclass of tensors, and none without memory.
+    """Whether nothing needs to see an operator: nothing watches, there is no transform of torch.func, no
+    subclass of tensors, and none without memory.
     """
     return not (
-        torch.compiler.is_compiling()
-        or torch._C._is_tracing()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or tensors[0].is_meta
+        kind_of(tensors[0]).watched() or torch._C._are_functorch_transforms_active() or tensors[0].is_meta
     ) and _PLAIN.issuperset(map(type, tensors))
 
 

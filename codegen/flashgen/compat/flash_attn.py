@@ -73,7 +73,6 @@ def flash_attn_func(
     ``flashgen.attention`` raises.
     """
     refuse_dropout(dropout_p)
-    refuse_gradients(alibi_slopes=alibi_slopes)
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_rank(name, x, "batch, seqlen, nheads, headdim")
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
@@ -184,7 +183,6 @@ def flash_attn_varlen_func(
     bytes.
     """
     refuse_dropout(dropout_p)
-    refuse_gradients(alibi_slopes=alibi_slopes)
     if block_table is not None:
         refuse_gradients(q=q, k=k, v=v)
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
@@ -273,14 +271,7 @@ def flash_attn_with_kvcache(
             "cache_leftpad was given, which flashgen does not serve; sequences begin where the cache does"
         )
     refuse_gradients(
-        q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        k=k,
-        v=v,
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        alibi_slopes=alibi_slopes,
+        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin
     )
     _check_rank("q", q, "batch, seqlen_q, nheads, headdim")
     _check_new(k, v, rotary_cos, rotary_sin, cache_seqlens)
@@ -303,7 +294,10 @@ def flash_attn_with_kvcache(
 def _options(
     softmax_scale: float | None, causal: bool, window_size: Any, softcap: float, alibi_slopes: Any
 ) -> dict[str, Any]:
-    """flash-attn's options as ``attention`` has them."""
+    """flash-attn's options as ``attention`` has them. Raises NotImplementedError for slopes that require a
+    gradient.
+    """
+    refuse_gradients(alibi_slopes=alibi_slopes)
     uncapped = isinstance(softcap, numbers.Real) and softcap <= 0
     return {
         "softmax_scale": softmax_scale,

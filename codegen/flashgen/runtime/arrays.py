@@ -368,12 +368,11 @@ class TorchKind:
                     # Other calls refuse these two by name.
                     return self._is_compiling() or not (self._is_transforming() or x.is_nested)
         # A mode, a tracer or a subclass would see how the result is allocated, but not what writes to it.
-        return bool(
-            self._is_compiling()
-            or self._dispatch_modes()
-            or self._is_tracing()
-            or any(self._dispatches(x) for x in (q, k, v) if type(x) not in self.types)
-        )
+        return self.watched() or any(self._dispatches(x) for x in (q, k, v) if type(x) not in self.types)
+
+    def watched(self) -> bool:
+        """Whether a compiler, a tracer or a dispatch mode looks at operators."""
+        return bool(self._is_compiling() or self._is_tracing() or self._dispatch_modes())
 
     def _dispatches(self, x: Any) -> bool:
         """Whether a tensor is of a subclass that computes its operators itself; nested ones are refused."""
