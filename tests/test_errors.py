@@ -19,6 +19,15 @@ def test_words_that_are_no_names_stay():
         "block_table[0, 0] is 7",
         "there are 1 pages, and block_table say which pages are whose",
     ]
+    error = errors.BadParam("splits is 4, but no kernel that splits keys has so many")
+    errors.rename(error, splits="num_splits")
+    assert str(error) == "num_splits is 4, but no kernel that splits keys has so many"
+
+
+def test_a_phrase_goes_ahead_of_the_names_in_it():
+    error = errors.BadParam("cap is -1; pass None for no cap, or 'auto'")
+    errors.rename(error, **{"cap": "softcap", "None for no cap": "0 for no cap", "'auto'": "0"})
+    assert str(error) == "softcap is -1; pass 0 for no cap, or 0"
 
 
 def test_what_else_an_error_knows_is_kept():

@@ -30,13 +30,14 @@ def naming(**names: str) -> Iterator[None]:
 
 
 def rename(error: FlashgenError, **names: str) -> None:
-    """Exchange names of arguments in the message of an error for those that the caller gave them. Some names
-    are English words as well: behind a number or `which`, as in "2 pages", they are no names.
+    """Exchange names of arguments in the message of an error for those that the caller gave them. A name may
+    be a phrase, such as advice that the caller cannot follow: longer ones go first. Some names are English
+    words as well: behind a number, `which` or `that`, as in "2 pages", they are no names.
     """
-    words = "|".join(map(re.escape, names))
+    words = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
     if words and error.args:
         message, *rest = error.args
-        name = rf"(?<!\d )(?<!which )\b(?:{words})\b"
+        name = rf"(?<!\d )(?<!which )(?<!that )(?<!\w)(?:{words})(?!\w)"
         error.args = (re.sub(name, lambda word: names[word[0]], str(message)), *rest)
 
 
