@@ -179,6 +179,12 @@ def test_what_arrays_hold_bounds_lengths():
             errors.BadTensorShape,
             r"mask has shape \(5, 63\); it must broadcast, from the right, to .* = \(3, 4, 5, 64\)",
         ),
+        (
+            PADDED,
+            {"mask": view(3, 7, dtype="bool")},
+            errors.BadTensorShape,
+            "leave it out, as kv_lengths say the same: keys behind them are not read",
+        ),
         (PADDED, {"mask": view(5, 7)}, errors.BadTensorDtype, "mask has dtype fp16; expected bool"),
         (
             PADDED,

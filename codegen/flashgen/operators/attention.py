@@ -50,6 +50,7 @@ MAX_SEQLEN = UNBOUNDED - 4096
 # Smallest normal fp32: a scale of zero would turn the -inf of a masked score into NaN.
 MIN_SCALE = 2.0**-126
 MAX_SCALE = 3.0e38
+_LENGTHS_INSTEAD = "pass kv_lengths=, how many keys each has, instead"
 
 ARGUMENTS = (
     Argument("q", "input", "batch seqlen_q num_heads_q head_dim"),
@@ -485,9 +486,9 @@ def scale_of(softmax_scale: float | None, head_dim: int) -> float:
     return max(scale, MIN_SCALE)
 
 
-def check_mask(mask: ArrayView, sizes: Mapping[str, int]) -> None:
-    """That a dense mask has its dtype and broadcasts to all scores. Raises BadTensorDtype, BadTensorShape or
-    BadTensorStrides.
+def check_mask(mask: ArrayView, sizes: Mapping[str, int], instead: str = _LENGTHS_INSTEAD) -> None:
+    """That a dense mask has its dtype and broadcasts to all scores; ``instead`` is what does for one that
+    hides the ends of sequences. Raises BadTensorDtype, BadTensorShape or BadTensorStrides.
     """
     argument = ARGUMENTS[_MASK]
     if mask.dtype not in argument.dtypes:
@@ -502,9 +503,8 @@ def check_mask(mask: ArrayView, sizes: Mapping[str, int]) -> None:
         if mask.shape != (sizes["batch"], sizes["seqlen_kv"]):
             raise
         raise BadTensorShape(
-            f"{error}. Where it hides what lies behind the end of each sequence, pass kv_lengths=, how many "
-            "keys each has, instead: keys behind them are not read. Any other padding goes in as "
-            "mask[:, None, None, :]"
+            f"{error}. Where it hides what lies behind the end of each sequence, {instead}: keys behind them "
+            "are not read. Any other padding goes in as mask[:, None, None, :]"
         ) from None
 
 

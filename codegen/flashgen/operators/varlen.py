@@ -403,9 +403,9 @@ def _check_mask(mask: ArrayView, given: Mapping[str, ArrayView], sizes: Mapping[
         if name in given:
             raise BadParam(
                 f"mask and {name} were given; a mask needs as many rows and columns for each sequence: pass "
-                "padded queries, and keys with kv_lengths or in a KVCache"
+                "queries that are padded, not packed, and keys that are padded or in a KVCache"
             )
-    attention.check_mask(mask, sizes)
+    attention.check_mask(mask, sizes, instead="leave it out, as kv_lengths say the same")
 
 
 def _band(
