@@ -16,6 +16,8 @@ from flashgen.compat.flash_attn import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
 
@@ -55,6 +57,15 @@ def close(found, right, dtype=np.float16):
         np.testing.assert_allclose(x.astype(np.float64), y, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@pytest.fixture(params=["numpy", "torch"])
+def array(request):
+    """Makes an array of a library, over the memory of one of NumPy."""
+    if request.param == "numpy":
+        return lambda x: x
+    torch = pytest.importorskip("torch")
+    return lambda x: None if x is None else torch.from_numpy(x)
+
+
 # flash-attn's parameters, in its order, with its defaults.
 COMMON = {
     "dropout_p": 0.0,
@@ -77,6 +88,11 @@ SIGNATURES = {
     | LENGTHS
     | COMMON
     | {"block_table": None},
+    "flash_attn_varlen_qkvpacked_func": dict.fromkeys(
+        ("qkv", "cu_seqlens", "max_seqlen"), inspect.Parameter.empty
+    )
+    | COMMON,
+    "flash_attn_varlen_kvpacked_func": dict.fromkeys(("q", "kv"), inspect.Parameter.empty) | LENGTHS | COMMON,
     "flash_attn_with_kvcache": dict.fromkeys(("q", "k_cache", "v_cache"), inspect.Parameter.empty)
     | dict.fromkeys(
         ("k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad")
@@ -148,7 +164,7 @@ def test_arrays_whose_last_dimension_is_not_contiguous_are_served(width):
 
 
 @pytest.mark.parametrize("width", [32, 20])
-def test_packed_forms_are_the_plain_one(width):
+def test_packed_forms_are_the_plain_one(array, width):
     rng = np.random.default_rng()
     x = rng.standard_normal((2, 33, 3, 4, width), np.float32).astype(np.float16)
     options = {
@@ -158,17 +174,38 @@ def test_packed_forms_are_the_plain_one(width):
         "softcap": 3.0,
         "return_attn_probs": True,
     }
-    plain = flash_attn_func(x[:, :, 0], x[:, :, 1], x[:, :, 2], **options)
-    for found in (
-        flash_attn_qkvpacked_func(x, **options),
-        flash_attn_kvpacked_func(x[:, :, 0], x[:, :, 1:], **options),
+    q, kv = array(x[:, :, 0]), array(x[:, :, 1:])
+    rows = array(x.reshape(66, 3, 4, width))
+    cu_q, cu_k = array(ends([20, 46])), array(ends([31, 35]))
+    plain = flash_attn_func(q, kv[:, :, 0], kv[:, :, 1], **options)
+    varlen = flash_attn_varlen_func(*(rows[:, i] for i in range(3)), cu_q, cu_q, 46, 46, **options)
+    lengths = cu_q, cu_k, 46, 35
+    for found, right in (
+        (flash_attn_qkvpacked_func(array(x), **options), plain),
+        (flash_attn_kvpacked_func(q, kv, **options), plain),
+        (flash_attn_varlen_qkvpacked_func(rows, cu_q, 46, **options), varlen),
+        (
+            flash_attn_varlen_kvpacked_func(rows[:, 0], rows[:, 1:], *lengths, **options),
+            flash_attn_varlen_func(*(rows[:, i] for i in range(3)), *lengths, **options),
+        ),
     ):
         assert found[2] is None
-        assert all(np.array_equal(a, b) for a, b in zip(found[:2], plain[:2], strict=True))
-    with pytest.raises(errors.BadTensorShape, match=r"kv has shape .*expected \(batch, seqlen, 2, nheads_k"):
-        flash_attn_kvpacked_func(x[:, :, 0], x)
+        assert all(np.array_equal(a, b) for a, b in zip(found[:2], right[:2], strict=True))
+
+
+def test_what_is_not_packed_is_refused():
+    with pytest.raises(
+        errors.BadTensorShape, match=r"kv has shape .*expected \(batch, seqlen_k, 2, nheads_k"
+    ):
+        flash_attn_kvpacked_func(Q, X)
     with pytest.raises(errors.BadTensorShape, match=r"qkv has shape .*expected \(batch, seqlen, 3, nheads"):
-        flash_attn_qkvpacked_func(x[:, :, 0])
+        flash_attn_qkvpacked_func(Q)
+    with pytest.raises(errors.BadTensorShape, match=r"qkv has shape .*expected \(total, 3, nheads, headdim"):
+        flash_attn_varlen_qkvpacked_func(X, ENDS, 9)
+    with pytest.raises(
+        errors.BadTensorShape, match=r"kv has shape .*expected \(total_k, 2, nheads_k, headdim"
+    ):
+        flash_attn_varlen_kvpacked_func(Q[0], X[0], ENDS, ENDS, 9, 9)
 
 
 @pytest.mark.parametrize("length", [None, 0, 1, 29, 41, np.int64(17)], ids=str)
@@ -209,16 +246,13 @@ def test_a_cache_of_fewer_entries_than_q_is_refused():
         flash_attn_with_kvcache(q, k, v[:1])
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("cache_leftpad", np.array([1, 0], np.int32)),
-    ],
-)
-def test_what_a_cache_cannot_do_is_named(name, value):
-    q, k, v = qkv(np.random.default_rng())
-    with pytest.raises(NotImplementedError, match=f"^{name} "):
-        flash_attn_with_kvcache(q, k, v, **{name: value})
+def test_a_cache_that_begins_late_is_refused_by_name(array):
+    """In host memory zeros are seen to be none."""
+    given = [array(x) for x in qkv(np.random.default_rng())]
+    with pytest.raises(NotImplementedError, match=r"^cache_leftpad "):
+        flash_attn_with_kvcache(*given, cache_leftpad=array(np.array([1, 0], np.int32)))
+    found = flash_attn_with_kvcache(*given, cache_leftpad=array(np.zeros(2, np.int32)))
+    assert np.array_equal(found, flash_attn_with_kvcache(*given))
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, np.int32(4)])
@@ -240,26 +274,18 @@ def test_splits_are_those_of_attention(num_splits, filled, monkeypatch):
     assert given == [num_splits or "auto"]
 
 
+def test_splits_that_no_kernel_can_make_are_refused_in_flash_attns_words(monkeypatch):
+    monkeypatch.setenv("FLASHGEN_BACKEND", "simulator")  # the CPU splits any call
+    q, k, v = qkv(np.random.default_rng(), seqlen_q=70)
+    with pytest.raises(errors.BadParam, match=r"^num_splits is 4, .*; pass 1, or 0 to let flashgen choose$"):
+        flash_attn_with_kvcache(q, k, v, num_splits=4)
+
+
 @pytest.mark.parametrize("wrong", [-1, None, "auto", 1.0])
 def test_a_number_of_splits_that_is_none(wrong):
     q, k, v = qkv(np.random.default_rng())
     with pytest.raises(errors.BadParam, match=r"^num_splits is "):
         flash_attn_with_kvcache(q, k, v, num_splits=wrong)
-
-
-@pytest.mark.parametrize("dropout_p", [0.1, 1])
-def test_dropout_is_named(dropout_p):
-    q, k, v = qkv(np.random.default_rng())
-    x = np.zeros((2, 9, 3, 4, 32), np.float16)
-    calls = [
-        lambda: flash_attn_func(q, k, v, dropout_p),
-        lambda: flash_attn_qkvpacked_func(x, dropout_p),
-        lambda: flash_attn_kvpacked_func(q, x[:, :, 1:], dropout_p),
-        lambda: flash_attn_varlen_func(q[0], k[0], v[0], None, None, 21, 21, dropout_p),
-    ]
-    for call in calls:
-        with pytest.raises(NotImplementedError, match=f"dropout_p is {dropout_p}"):
-            call()
 
 
 def test_neutral_values_change_nothing():
@@ -268,6 +294,97 @@ def test_neutral_values_change_nothing():
     neutral = {"dropout_p": 0, "softcap": 0, "alibi_slopes": None, "window_size": (-1, -1)}
     for deterministic in (False, True):
         assert np.array_equal(flash_attn_func(q, k, v, deterministic=deterministic, **neutral), plain)
+
+
+X = np.zeros((2, 9, 3, 4, 32), np.float16)
+Q, KV, ENDS = X[:, :, 0], X[:, :, 1:], np.array([0, 9, 18], np.int32)
+# Calls of the functions, but for options.
+CALLS = {
+    "func": lambda **options: flash_attn_func(Q, Q, Q, **options),
+    "qkvpacked": lambda **options: flash_attn_qkvpacked_func(X, **options),
+    "kvpacked": lambda **options: flash_attn_kvpacked_func(Q, KV, **options),
+    "varlen": lambda **options: flash_attn_varlen_func(
+        *(x.reshape(18, 4, 32) for x in (Q, Q, Q)), ENDS, ENDS, 9, 9, **options
+    ),
+    "varlen_qkvpacked": lambda **options: flash_attn_varlen_qkvpacked_func(
+        X.reshape(18, 3, 4, 32), ENDS, 9, **options
+    ),
+    "varlen_kvpacked": lambda **options: flash_attn_varlen_kvpacked_func(
+        Q.reshape(18, 4, 32), KV.reshape(18, 2, 4, 32), ENDS, ENDS, 9, 9, **options
+    ),
+    "blocks": lambda **options: flash_attn_varlen_func(
+        Q.reshape(18, 4, 32), Q, Q, ENDS, ENDS, 9, 9, block_table=np.array([[0], [1]], np.int32), **options
+    ),
+    "cache": lambda **options: flash_attn_with_kvcache(Q, Q, Q, **options),
+    "new": lambda **options: flash_attn_with_kvcache(
+        Q, *(np.zeros((2, 18, 4, 32), np.float16) for _ in "kv"), Q, Q, cache_seqlens=9, **options
+    ),
+}
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 1])
+@pytest.mark.parametrize("call", [name for name in CALLS if name not in ("cache", "new")])
+def test_dropout_is_named(call, dropout_p):
+    with pytest.raises(NotImplementedError, match=f"dropout_p is {dropout_p}"):
+        CALLS[call](dropout_p=dropout_p)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_options_are_named_as_flash_attn_does(call):
+    """With advice that a caller of flash-attn can follow."""
+    lse = "return_softmax_lse" if call in ("cache", "new") else "return_attn_probs"
+    for option, message in (
+        ({lse: None}, f"^{lse} is None; expected True or False"),
+        ({"softcap": float("nan")}, r"^softcap is nan; .* or 0 for no cap$"),
+        ({"softcap": True}, "^softcap is True"),
+        ({"softmax_scale": -1.0}, r"^softmax_scale is -1\.0; .*\(negate q instead\)$"),
+        ({"alibi_slopes": np.ones(3, np.float32)}, "^alibi_slopes has shape"),
+    ):
+        with pytest.raises(errors.FlashgenError, match=message):
+            CALLS[call](**option)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_is_no_array_is_named(name):
+    for wrong, error, message in (
+        (None, errors.NullPointer, f"^{name} is None; expected an array"),
+        ([1.0], errors.BadTensorDtype, f"^{name} has type list; expected an array"),
+    ):
+        with pytest.raises(error, match=message):
+            flash_attn_func(**dict.fromkeys("qkv", Q) | {name: wrong})
+    with pytest.raises(errors.BadTensorDtype, match=r"^cu_seqlens has type list"):
+        flash_attn_varlen_qkvpacked_func(X[0], [0, 9], 9)
+
+
+@pytest.mark.parametrize("layout", ["strided", "jagged"])
+def test_a_nested_tensor_is_named(layout):
+    torch = pytest.importorskip("torch")
+    x = torch.nested.nested_tensor([torch.randn(n, 4, 32) for n in (3, 5)], layout=getattr(torch, layout))
+    dense = torch.randn(2, 5, 4, 32)
+    with pytest.raises(errors.BadParam, match=r"^k: a nested tensor was given; expected a dense one"):
+        flash_attn_func(dense, x, x)
+    with pytest.raises(errors.BadParam, match=r"^k_cache: a nested tensor was given"):
+        flash_attn_with_kvcache(dense, x, x)
+
+
+def test_parts_of_a_packed_array_are_named_by_it():
+    with pytest.raises(errors.BadTensorShape, match=r"^kv has batch 2 but q has 1;"):
+        flash_attn_kvpacked_func(Q[:1], KV)
+    with pytest.raises(
+        errors.BadTensorShape, match=r"^q has 4 heads, kv has 3; .* a positive multiple of those of kv$"
+    ):
+        flash_attn_kvpacked_func(Q, KV[..., :3, :])
+    with pytest.raises(errors.BadTensorDtype, match=r"^qkv has dtype float64; supported"):
+        flash_attn_qkvpacked_func(X.astype(np.float64))
+    with pytest.raises(errors.BadTensorDtype, match=r"^kv has dtype fp32 but q has fp16"):
+        flash_attn_varlen_kvpacked_func(
+            Q.reshape(18, 4, 32), KV.reshape(18, 2, 4, 32).astype(np.float32), ENDS, ENDS, 9, 9
+        )
+    packed = X.reshape(18, 3, 4, 32)
+    with pytest.raises(errors.BadTensorDtype, match=r"^cu_seqlens has dtype int64"):
+        flash_attn_varlen_qkvpacked_func(packed, ENDS.astype(np.int64), 9)
+    with pytest.raises(errors.BadParam, match=r"^sequence 0 has length 9; max_seqlen says"):
+        flash_attn_varlen_qkvpacked_func(packed, ENDS, 8)
 
 
 def test_what_is_wrong_is_named_by_attention():
@@ -279,7 +396,7 @@ def test_what_is_wrong_is_named_by_attention():
     with pytest.raises(errors.BadTensorShape, match=r"q has shape \(23, 4, 32\); expected \(batch, seqlen"):
         flash_attn_func(q[0], k[0], v[0])
     with pytest.raises(errors.BadTensorShape, match="k has"):
-        flash_attn_func(q, None, v)
+        flash_attn_func(q, k[0], v)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
@@ -325,9 +442,14 @@ def test_gradients_are_those_of_attention():
         torch.testing.assert_close(found, expected)
     # The same rows as two packed sequences.
     cu, rows = torch.tensor([0, 9, 18], dtype=torch.int32), qkv.flatten(0, 1).unbind(1)
-    out = flash_attn_varlen_func(*rows, cu, cu, 9, 9, **options)
-    (found,) = torch.autograd.grad(out, qkv, weights.flatten(0, 1))
-    torch.testing.assert_close(found, expected)
+    packed = qkv.flatten(0, 1)
+    for out in (
+        flash_attn_varlen_func(*rows, cu, cu, 9, 9, **options),
+        flash_attn_varlen_qkvpacked_func(packed, cu, 9, **options),
+        flash_attn_varlen_kvpacked_func(packed[:, 0], packed[:, 1:], cu, cu, 9, 9, **options),
+    ):
+        (found,) = torch.autograd.grad(out, qkv, weights.flatten(0, 1), retain_graph=True)
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("width", [32, 36])
@@ -358,15 +480,6 @@ def test_arrays_of_jax(width):
     out = flash_attn_func(*map(jax.numpy.asarray, (q, k, v)), causal=True)
     assert isinstance(out, jax.Array)
     close([np.asarray(out)], expected(q, k, v, causal=True)[:1])
-
-
-@pytest.fixture(params=["numpy", "torch"])
-def array(request):
-    """Makes an array of a library, over the memory of one of NumPy."""
-    if request.param == "numpy":
-        return lambda x: x
-    torch = pytest.importorskip("torch")
-    return lambda x: None if x is None else torch.from_numpy(x)
 
 
 def ends(lengths):
@@ -485,6 +598,12 @@ def test_what_is_wrong_with_packed_sequences_is_named():
     paged = {"block_table": np.zeros((2, 1), np.int64)}
     with pytest.raises(errors.BadTensorDtype, match=r"^block_table has dtype int64"):
         flash_attn_varlen_func(q, k[None], k[None], cu, cu, 21, 21, **paged)
+    with pytest.raises(
+        errors.BadParam, match=r"^diff\(cu_seqlens_k\)\[1\] is 21; k has room for 0 to 20 keys"
+    ):
+        flash_attn_varlen_func(
+            q, k[None, :20], k[None, :20], cu, cu, 21, 21, block_table=np.zeros((2, 1), np.int32)
+        )
     with pytest.raises(errors.BadTensorDtype, match="cu_seqlens_q has dtype int64"):
         flash_attn_varlen_func(q, k, v, cu.astype(np.int64), cu, 21, 21)
     with pytest.raises(errors.BadParam, match=r"max_seqlen_q is 2\.5"):
@@ -697,6 +816,11 @@ COS = {"rotary_cos": np.ones((41, 8), np.float16), "rotary_sin": np.ones((41, 8)
             NEW | COS | {"cache_seqlens": 1, "rotary_sin": COS["rotary_sin"][:, :4]},
             errors.BadTensorShape,
             "^rotary_sin has shape",
+        ),
+        (
+            NEW | COS | {"cache_seqlens": 1, "rotary_interleaved": None},
+            errors.BadParam,
+            "^rotary_interleaved is None; expected True or False",
         ),
         (
             {"cache_batch_idx": np.array([0, 1], np.int32), "block_table": np.zeros((2, 1), np.int32)},

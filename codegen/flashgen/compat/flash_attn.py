@@ -12,17 +12,25 @@ here.
 from __future__ import annotations
 
 import numbers
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashgen.api.attention import attention
 from flashgen.api.kvcache import KVCache, Rotary
-from flashgen.compat.libraries import int32s
+from flashgen.compat.libraries import int32s, is_tensor, is_zero, shape_of
 from flashgen.compat.refusals import refuse_dropout, refuse_gradients
 from flashgen.compat.widths import attention_of_any_width, contiguous_rows, missing
 from flashgen.errors import BadParam, BadTensorShape, NullPointer, naming
 
-# What errors of ``attention`` call arguments, and what they are here.
-_OF_CACHES = {
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# What errors of ``attention`` call arguments, and advise, in the words of here.
+_OPTIONS = {"return_lse": "return_attn_probs", "cap": "softcap", "None for no cap": "0 for no cap"}
+_SEQUENCES = _OPTIONS | {"cu_seqlens_kv": "cu_seqlens_k", "max_seqlen_kv": "max_seqlen_k"}
+# The lengths of a cache, made of cu_seqlens_k.
+_BLOCKS = _SEQUENCES | {"lengths": "diff(cu_seqlens_k)", "pages": "block_table"}
+_CACHES = _OPTIONS | {
+    "return_lse": "return_softmax_lse",
     "lengths": "cache_seqlens",
     "pages": "block_table",
     "index": "cache_batch_idx",
@@ -32,6 +40,17 @@ _OF_CACHES = {
     "v_new": "v",
     "cos": "rotary_cos",
     "sin": "rotary_sin",
+    "interleaved": "rotary_interleaved",
+    "splits": "num_splits",
+    "1 or 'auto'": "1, or 0 to let flashgen choose",
+}
+_KV = {"k": "kv", "v": "kv"}
+_QKV = _KV | {"q": "qkv", "negate q": "negate q"}
+_QKV_SEQUENCES = _QKV | {
+    "cu_seqlens_q": "cu_seqlens",
+    "cu_seqlens_k": "cu_seqlens",
+    "max_seqlen_q": "max_seqlen",
+    "max_seqlen_k": "max_seqlen",
 }
 
 
@@ -77,7 +96,8 @@ def flash_attn_func(
         _check_rank(name, x, "batch, seqlen, nheads, headdim")
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     options |= {"return_lse": return_attn_probs, "deterministic": deterministic}
-    result = attention_of_any_width(q, k, v, **options)
+    with naming(**_OPTIONS):
+        result = attention_of_any_width(q, k, v, **options)
     return (*result, None) if return_attn_probs else result
 
 
@@ -95,21 +115,21 @@ def flash_attn_qkvpacked_func(
     """``flash_attn_func`` of q, k and v in one array: qkv is (batch, seqlen, 3, nheads, headdim), read by its
     strides. Everything else is as there.
     """
-    _check_packed("qkv", qkv, 3, "nheads")
-    q, k, v = (qkv[:, :, place] for place in range(3))
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    q, k, v = _unpacked("qkv", qkv, "batch, seqlen, 3, nheads, headdim")
+    with naming(**_QKV):
+        return flash_attn_func(
+            q,
+            k,
+            v,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+        )
 
 
 def flash_attn_kvpacked_func(
@@ -127,20 +147,21 @@ def flash_attn_kvpacked_func(
     """``flash_attn_func`` of k and v in one array: kv is (batch, seqlen_k, 2, nheads_k, headdim), read by its
     strides. Everything else is as there.
     """
-    _check_packed("kv", kv, 2, "nheads_k")
-    return flash_attn_func(
-        q,
-        kv[:, :, 0],
-        kv[:, :, 1],
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    k, v = _unpacked("kv", kv, "batch, seqlen_k, 2, nheads_k, headdim")
+    with naming(**_KV):
+        return flash_attn_func(
+            q,
+            k,
+            v,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+        )
 
 
 def flash_attn_varlen_func(
@@ -200,17 +221,93 @@ def flash_attn_varlen_func(
     if block_table is None:
         for name, x in (("k", k), ("v", v)):
             _check_rank(name, x, "total_k, nheads_k, headdim")
-        with naming(cu_seqlens_kv="cu_seqlens_k", max_seqlen_kv="max_seqlen_k"):
+        with naming(**_SEQUENCES):
             result = attention_of_any_width(q, k, v, cu_seqlens_kv=cu_seqlens_k, **options)
     else:
         for name, x in (("k", k), ("v", v)):
             _check_cache(name, x, "num_blocks, page_block_size, nheads_k, headdim")
         lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
         cache = KVCache(k, v, lengths, pages=block_table)
-        names = {"lengths": "cu_seqlens_k", "max_seqlen_kv": "max_seqlen_k", "pages": "block_table"}
-        with naming(**names):
+        with naming(**_BLOCKS):
             result = attention(contiguous_rows(q), cache, **options)
     return (*result, None) if return_attn_probs else result
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Any,
+    cu_seqlens: Any,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """``flash_attn_varlen_func`` of q, k and v in one array: qkv is (total, 3, nheads, headdim), read by its
+    strides; cu_seqlens and max_seqlen are those of queries and keys alike. Everything else is as there.
+    """
+    q, k, v = _unpacked("qkv", qkv, "total, 3, nheads, headdim")
+    with naming(**_QKV_SEQUENCES):
+        return flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens,
+            cu_seqlens,
+            max_seqlen,
+            max_seqlen,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+        )
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Any,
+    kv: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """``flash_attn_varlen_func`` of k and v in one array: kv is (total_k, 2, nheads_k, headdim), read by its
+    strides. Everything else is as there.
+    """
+    k, v = _unpacked("kv", kv, "total_k, 2, nheads_k, headdim")
+    with naming(**_KV):
+        return flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+        )
 
 
 def flash_attn_with_kvcache(
@@ -248,6 +345,7 @@ def flash_attn_with_kvcache(
         nothing on the host reads; or an int, for all sequences. None, without k: the whole cache.
     cache_batch_idx: int32, (batch,): the entry of each sequence in the cache; by default its own number.
         Two sequences must not write to one.
+    cache_leftpad: None, or in host memory 0 for each sequence. Nothing reads an array on a GPU to see that.
     block_table: int32, (batch, max_num_blocks_per_seq): the caches are (num_blocks, page_block_size,
         nheads_k, headdim), and block block_table[b, j] has the keys of sequence b from j page_block_size. A
         block has any size; entries behind the last key are not read. Not with cache_batch_idx.
@@ -261,14 +359,15 @@ def flash_attn_with_kvcache(
     Returns out, (batch, seqlen_q, nheads, headdim), or, with return_softmax_lse, (out, softmax_lse) with the
     LSE in fp32, (batch, nheads, seqlen_q).
 
-    Raises NotImplementedError for cache_leftpad and arrays that require a gradient; BadTensorShape for a
-    cache of another row; BadParam for an int beyond the cache, and splits that no kernel can make; and what
-    ``flashgen.append`` and ``flashgen.attention`` raise, of which nothing that the host can tell without
+    Raises NotImplementedError for another cache_leftpad and arrays that require a gradient; BadTensorShape
+    for a cache of another row; BadParam for an int beyond the cache, and splits that no kernel can make; and
+    what ``flashgen.append`` and ``flashgen.attention`` raise, of which nothing that the host can tell without
     reading elements is raised after the cache was written to.
     """
-    if cache_leftpad is not None:
+    if cache_leftpad is not None and not is_zero(cache_leftpad):
         raise NotImplementedError(
-            "cache_leftpad was given, which flashgen does not serve; sequences begin where the cache does"
+            "cache_leftpad was given, which flashgen does not serve; sequences begin where the cache does: "
+            "leave it out where it is 0"
         )
     refuse_gradients(
         q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin
@@ -281,7 +380,7 @@ def flash_attn_with_kvcache(
     }
     q, seqlen_new = contiguous_rows(q), 0 if k is None else k.shape[1]
     cache = _cache(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, block_table, seqlen_new)
-    with naming(**_OF_CACHES):
+    with naming(**_CACHES):
         if cache.lengths is None:
             return attention(q, cache.k, cache.v, **options)
         if k is not None:
@@ -392,15 +491,18 @@ def _check_cache(name: str, x: Any, expected: str) -> None:
         )
 
 
-def _check_packed(name: str, x: Any, parts: int, heads: str) -> None:
-    _check_rank(name, x, f"batch, seqlen, {parts}, {heads}, headdim")
-    if x.shape[2] != parts:
-        raise BadTensorShape(
-            f"{name} has shape {tuple(x.shape)}; expected (batch, seqlen, {parts}, {heads}, headdim)"
-        )
+def _unpacked(name: str, x: Any, expected: str) -> Sequence[Any]:
+    """The arrays packed in one, where ``expected`` has their number ahead of nheads and headdim."""
+    _check_rank(name, x, expected)
+    parts = int(expected.split(", ")[-3])
+    if x.shape[-3] != parts:
+        raise BadTensorShape(f"{name} has shape {tuple(x.shape)}; expected ({expected})")
+    # One function of autograd: it puts the gradients of the parts into one array, where each slice would add
+    # to zeros.
+    return x.unbind(-3) if is_tensor(x) else [x[..., place, :, :] for place in range(parts)]
 
 
 def _check_rank(name: str, x: Any, expected: str) -> None:
-    shape = tuple(getattr(x, "shape", ()))
+    shape = shape_of(name, x)
     if len(shape) != len(expected.split(",")):
         raise BadTensorShape(f"{name} has shape {shape}; expected ({expected})")

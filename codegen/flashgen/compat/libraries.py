@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from flashgen.runtime.arrays import kind_of, view
+from flashgen.runtime.dlpack import adopt
+
 
 def is_tensor(x: Any) -> bool:
     """Whether ``x`` is a dense tensor of PyTorch."""
@@ -20,6 +23,21 @@ def module_of(x: Any) -> Any:
     if package in ("numpy", "cupy"):  # not every CuPy has __array_namespace__
         return sys.modules[package]
     return x.__array_namespace__() if hasattr(x, "__array_namespace__") else None
+
+
+def shape_of(name: str, x: Any) -> tuple[int, ...]:
+    """The shape of the array ``name``. Raises what ``attention`` does for None, for what is no array, and for
+    a nested tensor, which may have no shape.
+    """
+    if not is_tensor(x) and module_of(x) is None:
+        view(adopt(x, name), name)
+    return tuple(x.shape)
+
+
+def is_zero(x: Any) -> bool:
+    """Whether ``x`` is an array in host memory whose elements are all 0."""
+    kind = kind_of(x)
+    return kind is not None and kind.on_host(x) and not x.any()
 
 
 def int32s(count: int, value: int, like: Any) -> Any:
