@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -70,6 +71,15 @@ def test_a_query_that_sees_nothing_is_zero(mask):
     assert not same(*qkv(), attn_mask=mask).any()
 
 
+def test_a_mask_of_one_element_is_for_all():
+    given = qkv(batch=())  # PyTorch takes one without dimensions here alone
+    same(*given, attn_mask=torch.tensor(True))
+    same(*given, attn_mask=torch.tensor(0.5))
+    assert not same(*given, attn_mask=torch.tensor(False)).any()
+    batched = [x[None] for x in given]
+    assert not scaled_dot_product_attention(*batched, attn_mask=torch.tensor(False)).any()
+
+
 def test_a_mask_by_strides():
     mask = torch.randn(41, 23).T
     same(*qkv(), attn_mask=mask)
@@ -87,14 +97,24 @@ def test_any_head_dim_is_served_with_its_own_scale(dtype, width):
 def test_grouped_heads():
     same(*qkv(heads=6, kv_heads=2), enable_gqa=True)
     same(*qkv(heads=6, kv_heads=2, batch=()), enable_gqa=True, is_causal=True)
-    same(*qkv(kv_heads=1))
-    with pytest.raises(errors.BadTensorShape, match="key has 2 heads but query has 4"):
-        scaled_dot_product_attention(*qkv(kv_heads=2))
+    query, key, value = qkv(heads=6, kv_heads=2)
+    same(query, key[:, :1], value, enable_gqa=True)
+    with pytest.raises(errors.BadTensorShape, match=r"^key has 2 heads but query has 6; .*enable_gqa=True$"):
+        scaled_dot_product_attention(query, key, value)
 
 
-def test_a_batch_of_one_serves_all_of_query():
-    query, key, value = qkv()
-    same(query, key[:1], value[:1])
+def test_batches_and_heads_of_one_serve_all():
+    """Those of each tensor, on its own; so do their gradients."""
+    for ones in itertools.product((False, True), repeat=6):
+        given = [
+            x[: 1 if batch else 2, : 1 if head else 4].requires_grad_()
+            for x, batch, head in zip(qkv(), ones[:3], ones[3:], strict=True)
+        ]
+        out = same(*given, is_causal=True)
+        right = torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True)
+        weights = torch.randn_like(out)
+        for x, y in zip(*(torch.autograd.grad(each, given, weights) for each in (out, right)), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("width", [1, 20, 32])
@@ -109,6 +129,11 @@ def test_elements_of_a_row_that_lie_apart(dtype, width):
                     for x in qkv(seqlen, 41, width=width, dtype=dtype)
                 )
             )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_no_kernel_could_read_are_copied(dtype):
+    same(*(x[..., 1:33] for x in qkv(width=35, dtype=dtype)))
 
 
 def test_without_batch():
@@ -171,6 +196,15 @@ def test_under_autocast_it_computes_in_the_dtype_of_autocast():
     assert torch.equal(found, scaled_dot_product_attention(*(x.bfloat16() for x in given)))
 
 
+def test_autocast_leaves_what_pytorchs_leaves():
+    """fp64 and integers, of which neither has a kernel here."""
+    for dtype in ("float64", "int32"):
+        given = [x.to(getattr(torch, dtype)) for x in qkv()]
+        refused = pytest.raises(errors.BadTensorDtype, match=f"^query has dtype .*{dtype}")
+        with torch.autocast("cpu", torch.bfloat16), refused:
+            scaled_dot_product_attention(*given)
+
+
 def test_the_gradient_of_a_mask_is_refused():
     mask = torch.randn(23, 41, requires_grad=True)
     with pytest.raises(NotImplementedError, match=r"^attn_mask requires a gradient"):
@@ -193,15 +227,107 @@ def test_what_is_not_there_is_named():
         scaled_dot_product_attention(query[None], key[None], value[None])
 
 
-def test_what_pytorch_refuses_is_refused():
-    query, key, value = qkv()
-    with pytest.raises(errors.BadParam, match="is_causal is True and attn_mask was given"):
-        scaled_dot_product_attention(query, key, value, torch.zeros(23, 41), is_causal=True)
-    with pytest.raises(errors.BadTensorShape, match="key has shape"):
-        scaled_dot_product_attention(query, key[0], value)
-    with pytest.raises(errors.BadTensorShape, match="bias has shape"):
-        scaled_dot_product_attention(query, key, value, torch.zeros(23, 40))
-    with pytest.raises(errors.BadTensorDtype, match="key has type ndarray"):
-        scaled_dot_product_attention(query, key.numpy(), value)
-    with pytest.raises(errors.BadTensorDtype, match="float64"):
-        scaled_dot_product_attention(query.double(), key.double(), value.double())
+QUERY, KEY, VALUE = qkv()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"scale": -0.5}, errors.BadParam, r"^scale is -0\.5; .*\(negate query instead\)$"),
+        ({"is_causal": None}, errors.BadParam, "^is_causal is None; expected True or False"),
+        ({"enable_gqa": "yes"}, errors.BadParam, "^enable_gqa is 'yes'; expected True or False"),
+        (
+            {"is_causal": True, "attn_mask": torch.zeros(23, 41)},
+            errors.BadParam,
+            "^is_causal is True and attn_mask was given",
+        ),
+        ({"value": None}, errors.BadTensorDtype, "^value has type NoneType; expected a torch.Tensor"),
+        ({"key": KEY.numpy()}, errors.BadTensorDtype, "^key has type ndarray"),
+        ({"key": KEY.half()}, errors.BadTensorDtype, "^key has dtype fp16 but query has fp32"),
+        (
+            {"query": QUERY.double(), "key": KEY.double(), "value": VALUE.double()},
+            errors.BadTensorDtype,
+            r"^query has dtype torch\.float64; supported are",
+        ),
+        (
+            {"key": KEY[0]},
+            errors.BadTensorShape,
+            r"^key has shape \(4, 41, 32\) but query has \(2, 4, 23, 32\)",
+        ),
+        ({"key": KEY[..., :24]}, errors.BadTensorShape, "^key has head_dim 24 but query has 32"),
+        ({"key": KEY[..., :30]}, errors.BadTensorShape, "^key has head_dim 30 but query has 32"),
+        (
+            {"value": VALUE[:, :, :40]},
+            errors.BadTensorShape,
+            r"^value has shape \(2, 4, 40, 32\) but key has \(2, 4, 41, 32\); expected as many keys",
+        ),
+        (
+            {"key": KEY.repeat(2, 1, 1, 1)[:3]},
+            errors.BadTensorShape,
+            "^key has 3 batch entries but query has 2; they must be the same, or 1",
+        ),
+        (
+            {"value": VALUE.repeat(2, 1, 1, 1)[:3]},
+            errors.BadTensorShape,
+            "^value has 3 batch entries but query has 2",
+        ),
+        (
+            {"key": KEY[:, :3], "value": VALUE[:, :3], "enable_gqa": True},
+            errors.BadTensorShape,
+            "^query has 4 heads, key has 3; those of query must be a positive multiple of those of key",
+        ),
+        (
+            {"key": KEY[:, :2], "enable_gqa": True},
+            errors.BadTensorShape,
+            "^value has 4 heads but key has 2; they must be the same, or 1$",
+        ),
+        (
+            {name: torch.zeros(1, 1, 2, 301) for name in ("query", "key", "value")},
+            errors.BadTensorShape,
+            "^query has head_dim 301; the largest is 256",
+        ),
+        (
+            {"attn_mask": torch.zeros(23, 40)},
+            errors.BadTensorShape,
+            r"^attn_mask has shape \(23, 40\); it must broadcast to \(batch, heads, seqlen_q, seqlen_kv\) = "
+            r"\(2, 4, 23, 41\)$",
+        ),
+        (
+            {"query": QUERY[0], "key": KEY[0], "value": VALUE[0], "attn_mask": torch.zeros(2, 4, 23, 41)},
+            errors.BadTensorShape,
+            r"^attn_mask has shape .*\(heads, seqlen_q, seqlen_kv\) = \(4, 23, 41\)$",
+        ),
+        (
+            {"attn_mask": torch.ones(2, 41, dtype=torch.bool)},
+            errors.BadTensorShape,
+            r"^attn_mask has shape \(2, 41\).*; one of padding goes in as attn_mask\[:, None, None, :\]$",
+        ),
+        (
+            {"query": QUERY.to("meta"), "key": KEY.to("meta"), "value": VALUE.to("meta")},
+            errors.DeviceTypeNotSupported,
+            "^query: a tensor is on meta",
+        ),
+        (
+            {"attn_mask": torch.zeros(23, 41, device="meta")},
+            errors.DeviceTypeNotSupported,
+            "^attn_mask: a tensor is on meta",
+        ),
+        ({"attn_mask": torch.ones(23, 41).to_sparse()}, errors.BadParam, "^attn_mask: a tensor of layout"),
+    ],
+)
+def test_what_is_wrong_is_said_of_what_was_given(given, error, message):
+    """By the names of PyTorch, with the shapes of the caller."""
+    with pytest.raises(error, match=message):
+        scaled_dot_product_attention(**{"query": QUERY, "key": KEY, "value": VALUE} | given)
+
+
+@pytest.mark.parametrize(
+    ("layout", "device"), [(torch.strided, "cpu"), (torch.jagged, "cpu"), (torch.jagged, "meta")], ids=str
+)
+def test_a_nested_tensor_is_named(layout, device):
+    x = torch.nested.nested_tensor([torch.randn(4, n, 32) for n in (3, 5)], layout=layout).to(device)
+    for requires_grad in (False, True):
+        with pytest.raises(errors.BadParam, match=r"^query: a nested tensor was given; expected a dense one"):
+            scaled_dot_product_attention(*[x.detach().requires_grad_(requires_grad)] * 3)
+    with pytest.raises(errors.BadParam, match=r"^attn_mask: a nested tensor was given"):
+        scaled_dot_product_attention(*qkv(), attn_mask=x)

@@ -18,7 +18,7 @@ from flashgen.api.attention import attention
 from flashgen.api.kvcache import KVCache, Rotary
 from flashgen.compat.libraries import int32s, is_tensor, is_zero, shape_of
 from flashgen.compat.refusals import refuse_dropout, refuse_gradients
-from flashgen.compat.widths import attention_of_any_width, contiguous_rows, missing
+from flashgen.compat.widths import attention_of_any_width, missing, readable_rows
 from flashgen.errors import BadParam, BadTensorShape, NullPointer, naming
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ def flash_attn_func(
     """Attention of q, (batch, seqlen_q, nheads, headdim), on k and v, (batch, seqlen_k, nheads_k, headdim).
 
     nheads_k divides nheads; v may have a head dim of its own. A head dim whose row is no multiple of 16 bytes
-    is padded with zeros, which copies the array, as is one whose last dimension is not contiguous.
+    is padded with zeros, which copies the array. Rows that are not contiguous, or not a multiple of 16 bytes
+    apart, are copied, too.
     dropout_p: 0 alone.
     softmax_scale: by default 1 / sqrt(headdim), of the head dim without padding.
     causal: the last query sees the last key; hides key j from query i unless j <= i + seqlen_k - seqlen_q.
@@ -229,7 +230,7 @@ def flash_attn_varlen_func(
         lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
         cache = KVCache(k, v, lengths, pages=block_table)
         with naming(**_BLOCKS):
-            result = attention(contiguous_rows(q), cache, **options)
+            result = attention(readable_rows(q), cache, **options)
     return (*result, None) if return_attn_probs else result
 
 
@@ -378,13 +379,13 @@ def flash_attn_with_kvcache(
         "return_lse": return_softmax_lse,
         "splits": _splits(num_splits),
     }
-    q, seqlen_new = contiguous_rows(q), 0 if k is None else k.shape[1]
+    q, seqlen_new = readable_rows(q), 0 if k is None else k.shape[1]
     cache = _cache(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, block_table, seqlen_new)
     with naming(**_CACHES):
         if cache.lengths is None:
             return attention(q, cache.k, cache.v, **options)
         if k is not None:
-            options["append"] = contiguous_rows(k), contiguous_rows(v)
+            options["append"] = readable_rows(k), readable_rows(v)
             if rotary_cos is not None:
                 options["rotary"] = Rotary(rotary_cos, rotary_sin, rotary_interleaved)
         return attention(q, cache, **options)

@@ -27,7 +27,7 @@ def module_of(x: Any) -> Any:
 
 def shape_of(name: str, x: Any) -> tuple[int, ...]:
     """The shape of the array ``name``. Raises what ``attention`` does for None, for what is no array, and for
-    a nested tensor, which may have no shape.
+    a nested or a sparse tensor.
     """
     if not is_tensor(x) and module_of(x) is None:
         view(adopt(x, name), name)

@@ -9,12 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flashgen.compat.libraries import shape_of
 from flashgen.compat.refusals import refuse_dropout, refuse_gradients
 from flashgen.compat.widths import attention_of_any_width
-from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape
+from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, naming
+from flashgen.operators.arguments import flag
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# What errors of ``attention`` call arguments, in the words of here.
+_NAMES = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "mask": "attn_mask",
+    "bias": "attn_mask",
+    "softmax_scale": "scale",
+}
 
 
 def scaled_dot_product_attention(
@@ -31,8 +43,8 @@ def scaled_dot_product_attention(
     """Attention of query, (batch, heads, seqlen_q, E), on key, (batch, kv_heads, seqlen_kv, E), and value,
     (batch, kv_heads, seqlen_kv, Ev); or each without batch. fp16, bf16 or fp32, on a GPU or in host memory.
 
-    They are read by their strides. One whose last dimension is not contiguous, or whose rows are no multiple
-    of 16 bytes, is copied. A batch or a head of 1 of key and value serves all of query.
+    They are read by their strides. One whose rows are not contiguous, or are no multiple of 16 bytes long or
+    apart, is copied. A batch or a head of 1 serves all of the other tensors.
     attn_mask: broadcasts to (batch, heads, seqlen_q, seqlen_kv). bool: True where a key takes part; it is
         inverted, which copies it. fp32: added to the scaled scores, read where it lies; -inf hides a key.
         fp16, bf16: likewise, converted to fp32, which copies it. A query whose every key is hidden by the
@@ -42,26 +54,28 @@ def scaled_dot_product_attention(
     scale: by default 1 / sqrt(E). Not negative.
     enable_gqa: kv_heads may be a divisor of heads: head h reads kv head h // (heads // kv_heads).
 
-    Under autocast query, key and value are cast, as PyTorch's own does. Autograd gets their gradients.
+    Under autocast query, key and value are cast, as PyTorch's own does, which leaves fp64 as it is. Autograd
+    gets their gradients.
 
     Returns (batch, heads, seqlen_q, Ev), a transposed view of (batch, seqlen_q, heads, Ev), as PyTorch's own
     flash kernels do. A query that sees no key is 0.
 
     Raises NotImplementedError for a dropout_p above 0, for an attn_mask that requires a gradient or is of
-    another dtype, and for any number of dimensions but 3 and 4; BadParam for is_causal with attn_mask;
-    BadTensorShape for a number of heads that enable_gqa would allow; and what ``flashgen.attention`` raises,
-    which calls the tensors q, k and v.
+    another dtype, and for any number of dimensions but 3 and 4; BadParam for is_causal with attn_mask, and
+    for a nested or a sparse tensor; BadTensorShape for sizes that do not go together, such as a number of
+    heads that enable_gqa would allow; BadTensorDtype for what is no tensor; and what ``flashgen.attention``
+    raises, under the names that arguments have here.
     """
     refuse_dropout(dropout_p)
     tensors = {"query": query, "key": key, "value": value}
     for name, x in (tensors if attn_mask is None else tensors | {"attn_mask": attn_mask}).items():
         if not isinstance(x, torch.Tensor):
             raise BadTensorDtype(f"{name} has type {type(x).__name__}; expected a torch.Tensor")
+        shape_of(name, x)  # raises for a nested or a sparse one
     refuse_gradients(attn_mask=attn_mask)
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (x.to(dtype) for x in (query, key, value))
-        tensors = {"query": query, "key": key, "value": value}
+    is_causal, enable_gqa = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
+    if attn_mask is not None and is_causal:
+        raise BadParam("is_causal is True and attn_mask was given; they are not allowed together")
     for name, x in tensors.items():
         if x.dim() not in (3, 4):
             raise NotImplementedError(
@@ -73,30 +87,62 @@ def scaled_dot_product_attention(
                 f"{name} has shape {tuple(x.shape)} but query has {tuple(query.shape)}; expected as many "
                 "dimensions"
             )
-    if attn_mask is not None and is_causal:
-        raise BadParam("is_causal is True and attn_mask was given; they are not allowed together")
-    key, value = _broadcast("key", key, query, enable_gqa), _broadcast("value", value, query, enable_gqa)
-    options: dict[str, Any] = {"mask_type": "causal_top_left"} if is_causal else _masked(attn_mask, key)
+    query, key, value = _autocast(query, key, value)
+    query, key, value = _broadcast(query, key, value, enable_gqa)
+    options = {"mask_type": "causal_top_left"} if is_causal else _masked(attn_mask, query, key)
     q, k, v = (x.transpose(-3, -2) for x in (query, key, value))
-    return attention_of_any_width(q, k, v, softmax_scale=scale, **options).transpose(-3, -2)
+    with naming(**_NAMES):
+        out = attention_of_any_width(q, k, v, softmax_scale=scale, **options)
+    return out.transpose(-3, -2)
 
 
-def _broadcast(name: str, x: Tensor, query: Tensor, enable_gqa: bool) -> Tensor:
-    """key or value with the batch of query. One head serves all of query's, as it is."""
-    heads, of_query = x.shape[-3], query.shape[-3]
-    if heads not in (1, of_query) and not enable_gqa:
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors as autocast gives them to PyTorch's own attention."""
+    device = tensors[0].device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def _broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, ...]:
+    """The tensors with one batch, and key and value with as many heads. One head of both serves all of
+    query's, as it is.
+    """
+    if query.shape[:-2] == key.shape[:-2] and key.shape[:-1] == value.shape[:-1]:
+        return query, key, value
+    if key.shape[-2] != value.shape[-2]:
         raise BadTensorShape(
-            f"{name} has {heads} heads but query has {of_query}; they must be the same, or enable_gqa=True"
+            f"value has shape {tuple(value.shape)} but key has {tuple(key.shape)}; expected as many keys"
         )
-    if x.dim() == 4 and x.shape[0] == 1:
-        return x.expand(query.shape[0], *x.shape[1:])
-    return x
+    tensors = {"query": query, "key": key, "value": value}
+    batch = [_size(tensors, 0, "batch entries")] if query.dim() == 4 else []
+    heads = query.shape[-3] if enable_gqa else _size(tensors, -3, "heads", ", or enable_gqa=True")
+    kv_heads = _size({"key": key, "value": value}, -3, "heads")
+    wanted = (*batch, heads), (*batch, kv_heads), (*batch, kv_heads)
+    return tuple(
+        x if x.shape[:-2] == ahead else x.expand(*ahead, *x.shape[-2:])
+        for x, ahead in zip(tensors.values(), wanted, strict=True)
+    )
 
 
-def _masked(attn_mask: Tensor | None, key: Tensor) -> dict[str, Any]:
+def _size(tensors: dict[str, Tensor], dimension: int, of_what: str, hint: str = "") -> int:
+    """What the sizes of a dimension broadcast to. Raises BadTensorShape."""
+    sizes = {name: x.shape[dimension] for name, x in tensors.items() if x.shape[dimension] != 1}
+    first, size = next(iter(sizes.items()), ("", 1))
+    for name, other in sizes.items():
+        if other != size:
+            raise BadTensorShape(
+                f"{name} has {other} {of_what} but {first} has {size}; they must be the same, or 1{hint}"
+            )
+    return size
+
+
+def _masked(attn_mask: Tensor | None, query: Tensor, key: Tensor) -> dict[str, Any]:
     """The options of ``attention`` for a mask."""
     if attn_mask is None:
         return {}
+    _check_mask(attn_mask, (*query.shape[:-1], key.shape[-2]))
     if attn_mask.dtype == torch.bool:
         return {"mask": _rows(~attn_mask, key.shape[-2])}
     if attn_mask.dtype in (torch.float16, torch.bfloat16):
@@ -109,8 +155,22 @@ def _masked(attn_mask: Tensor | None, key: Tensor) -> dict[str, Any]:
     )
 
 
+def _check_mask(attn_mask: Tensor, scores: tuple[int, ...]) -> None:
+    """That a mask broadcasts to the scores. Raises BadTensorShape."""
+    shape = tuple(attn_mask.shape)
+    sizes = zip(reversed(shape), reversed(scores), strict=False)
+    if len(shape) <= len(scores) and all(size in (1, full) for size, full in sizes):
+        return
+    names = ("batch", "heads", "seqlen_q", "seqlen_kv")[-len(scores) :]
+    of_padding = len(scores) == 4 and shape == (scores[0], scores[-1])
+    raise BadTensorShape(
+        f"attn_mask has shape {shape}; it must broadcast to ({', '.join(names)}) = {scores}"
+        + ("; one of padding goes in as attn_mask[:, None, None, :]" if of_padding else "")
+    )
+
+
 def _rows(mask: Tensor, seqlen_kv: int) -> Tensor:
     """``mask`` with a whole, contiguous row for each query. Nothing else is copied for broadcasting."""
-    if mask.dim() and mask.shape[-1] == 1:
+    if not mask.dim() or mask.shape[-1] == 1:
         mask = mask.expand(*mask.shape[:-1], seqlen_kv)
     return mask if mask.stride(-1) == 1 or mask.shape[-1] == 1 else mask.contiguous()

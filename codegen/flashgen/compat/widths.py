@@ -1,13 +1,17 @@
-"""``attention`` at any head dim, and of arrays whose last dimension is not contiguous: padded or copied."""
+"""``attention`` at any head dim, and of arrays whose rows kernels could not read: padded or copied."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashgen.api.attention import attention
 from flashgen.compat.libraries import is_tensor, module_of
 from flashgen.errors import BadTensorShape
+from flashgen.operators.attention import MAX_HEAD_DIM
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 # Rows start at a multiple of so many bytes.
 ROW_BYTES = 16
@@ -17,8 +21,8 @@ def attention_of_any_width(q: Any, k: Any, v: Any, *, softmax_scale: float | Non
     """``attention``, where a head dim need not be a multiple of 16 bytes.
 
     Such an array is copied with zeros behind each row, which add nothing to a score; the result is a view
-    without the columns that the zeros of v made. An array whose last dimension is not contiguous is copied,
-    too.
+    without the columns that the zeros of v made. An array whose rows are not contiguous, or not a multiple of
+    16 bytes apart, is copied, too.
     softmax_scale is by default that of the head dim without the zeros. Raises what ``attention`` raises.
     """
     given = (q, k, v)
@@ -28,6 +32,9 @@ def attention_of_any_width(q: Any, k: Any, v: Any, *, softmax_scale: float | Non
         return attention(q, k, v, softmax_scale=softmax_scale, **options)
     if k.shape[-1] != q.shape[-1]:  # which the padding may have made equal
         raise BadTensorShape(f"k has head_dim {k.shape[-1]} but q has {q.shape[-1]}; they must be the same")
+    for name, x in zip("qkv", given, strict=True):
+        if x.shape[-1] > MAX_HEAD_DIM:  # said of it without the zeros
+            raise BadTensorShape(f"{name} has head_dim {x.shape[-1]}; the largest is {MAX_HEAD_DIM}")
     if softmax_scale is None and q.shape[-1]:  # a head dim of 0 is an error of attention
         softmax_scale = q.shape[-1] ** -0.5
     result = attention(*padded, softmax_scale=softmax_scale, **options)
@@ -37,16 +44,26 @@ def attention_of_any_width(q: Any, k: Any, v: Any, *, softmax_scale: float | Non
     return (out, *lse) if lse else out
 
 
-def contiguous_rows(x: Any) -> Any:
-    """``x``, or a copy of it where its last dimension is not contiguous. Anything that is no array stays as
-    it is, for ``attention`` to say what is wrong.
+def readable_rows(x: Any) -> Any:
+    """``x``, or a copy of it where its rows are not contiguous, or not a multiple of ROW_BYTES apart. What is
+    no array stays as it is, for ``attention`` to say what is wrong.
     """
     if is_tensor(x):
-        return x if not x.ndim or x.stride(-1) == 1 else x.contiguous()
-    if module_of(x) is None or x.ndim == 0:
+        return x if _has_rows(x.shape, x.stride(), 1, x.element_size()) else x.contiguous()
+    if module_of(x) is None:
         return x
     strides = getattr(x, "strides", None)  # an array of JAX has none, and is contiguous
-    return x if strides is None or strides[-1] == x.itemsize else x.copy()
+    return x if strides is None or _has_rows(x.shape, strides, x.itemsize, 1) else x.copy()
+
+
+def _has_rows(shape: Sequence[int], strides: Sequence[int], contiguous: int, unit: int) -> bool:
+    """Whether kernels could read the rows of an array whose strides are in units of so many bytes."""
+    if not shape or strides[-1] != contiguous:
+        return not shape
+    for extent, stride in zip(shape[:-1], strides, strict=False):
+        if stride * unit % ROW_BYTES and extent > 1:
+            return False
+    return True
 
 
 def missing(x: Any) -> int:
@@ -56,11 +73,12 @@ def missing(x: Any) -> int:
 
 def _fitted(x: Any) -> Any:
     """``x``, or a copy of it where kernels could not read its rows."""
-    tensor, xp = is_tensor(x), module_of(x)
+    tensor = is_tensor(x)
+    xp: Any = None if tensor else module_of(x)
     if not (tensor or xp) or x.ndim == 0 or not missing(x):
-        return contiguous_rows(x)
+        return readable_rows(x)
     # Both functions keep the order of dimensions that x has in memory.
     if tensor:
-        return contiguous_rows(sys.modules["torch"].nn.functional.pad(x, (0, missing(x))))
+        return readable_rows(sys.modules["torch"].nn.functional.pad(x, (0, missing(x))))
     zeros = xp.broadcast_to(xp.zeros_like(x[..., :1]), (*x.shape[:-1], missing(x)))
-    return contiguous_rows(xp.concatenate([x, zeros], axis=-1))
+    return readable_rows(xp.concatenate([x, zeros], axis=-1))
