@@ -151,6 +151,24 @@ def test_packed_tokens_are_appended_to_their_sequences():
     np.testing.assert_array_equal(out, flashgen.attention(q, after, causal=True, cu_seqlens_q=cu))
 
 
+@pytest.mark.parametrize("made", ["held", "plan", "call"])
+def test_errors_name_the_lengths_that_the_caller_gave(made):
+    """`cu_seqlens_new` is an argument of append() alone."""
+    rng = np.random.default_rng()
+    cache, q, *new = cache_of(rng, pages=True), *(numbers(rng, 5, heads, 32) for heads in (4, 2, 2))
+    cu = np.array([0, 2, 2, 5], np.int32)
+    function = flashgen.plan if made == "plan" else flashgen.attention
+    call = partial(function, q, cache, append=new)
+    if made == "held":
+        call = partial(flashgen.plan(q, cache, append=new, cu_seqlens_q=cu), q, cache, new)
+    for wrong in (None, cu[:3], cu.astype(np.int64), cu[::-1].copy()):
+        if made == "plan" and wrong is not None and wrong[0]:  # elements are looked at by calls
+            continue
+        with pytest.raises(errors.FlashgenError, match="cu_seqlens_q") as caught:
+            call(cu_seqlens_q=wrong)
+        assert "cu_seqlens_new" not in str(caught.value)
+
+
 def test_packed_tokens_of_no_sequence_are_left_out():
     none = np.zeros(0, np.int32)
     cache = flashgen.KVCache(*(np.zeros((1, 8, 2, 32), np.float16) for _ in "kv"), none, index=none)
@@ -247,8 +265,9 @@ def test_arrays_of_other_libraries(library, held):
 
 def test_append_needs_a_cache():
     q = np.zeros((1, 1, 2, 32), np.float16)
-    with pytest.raises(errors.BadParam, match=r"cache has type ndarray; expected a flashgen\.KVCache"):
-        flashgen.attention(q, q, q, append=(q, q))
+    for call in (flashgen.attention, flashgen.plan):
+        with pytest.raises(errors.BadParam, match=r"k has type ndarray; .* k to be a flashgen\.KVCache"):
+            call(q, q, q, append=(q, q))
 
 
 def test_a_cache_and_angles_are_printed_as_shapes():

@@ -404,7 +404,7 @@ def test_what_has_no_gradient_is_refused_by_name():
         flashgen.attention(q, k, v, kv_lengths=lengths, max_seqlen_q=1.5)
     with pytest.raises(BadParam, match=r"^q: .* with a KVCache$"):
         flashgen.attention(q, flashgen.KVCache(k, v, lengths))
-    with pytest.raises(BadParam, match=r"^cache has type Tensor"):
+    with pytest.raises(BadParam, match=r"^append was given, and k has type Tensor"):
         flashgen.attention(q, k, v, append=(k, v))
     with pytest.raises(BadParam, match=r"^rotary was given without append"):
         flashgen.attention(q, k, v, rotary=flashgen.Rotary(q, q))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.api.calls import call, make_plan, ready
 from flashgen.api.kvcache import KVCache, Rotary
-from flashgen.errors import BadParam, NullPointer
+from flashgen.errors import BadParam, FlashgenError, NullPointer, rename
 from flashgen.operators.append import APPEND
 from flashgen.operators.arguments import flag
 from flashgen.operators.attention import mask_type_name, window_of
@@ -120,23 +120,27 @@ class AppendPlan:
 
         Returns and raises what a call of a ``Plan`` does. All is checked before anything is queued.
         """
-        given = _arrays(cache, *_pair(append), rotary, q, cu_seqlens_q, total_lengths, q_rotated)
-        if self._interleaved != (None if rotary is None else rotary.interleaved):
-            made_with = "none" if self._interleaved is None else f"interleaved={self._interleaved}"
-            raise BadParam(f"rotary is {rotary}; the plan was made with {made_with}")
-        native_q, given = dlpack.adopt(q, "q", stream), _adopted(given, stream)
-        first = self.append.ready(given, self.append.pointers(given), (), stream)
-        _, _, _, _, pages, index, _, _, _, cu_seqlens, k, v, total, rotated = first[1]
-        seen = native_q if rotated is None else rotated
-        given, scalars = self.attention.bound((seen, k, v, cu_seqlens, None, total, index, pages), named)
-        pointers = self.attention.pointers(given)
-        if pointers is None:  # a named one is of another library
-            operator = self.attention.problem.operator
-            by_name = {argument.name: x for argument, x in zip(operator.arguments, given, strict=True)}
-            given = tuple(adopted(operator, by_name, stream).values())
+        try:
+            given = _arrays(cache, *_pair(append), rotary, q, cu_seqlens_q, total_lengths, q_rotated)
+            if self._interleaved != (None if rotary is None else rotary.interleaved):
+                made_with = "none" if self._interleaved is None else f"interleaved={self._interleaved}"
+                raise BadParam(f"rotary is {rotary}; the plan was made with {made_with}")
+            native_q, given = dlpack.adopt(q, "q", stream), _adopted(given, stream)
+            first = self.append.ready(given, self.append.pointers(given), (), stream)
+            _, _, _, _, pages, index, _, _, _, cu_seqlens, k, v, total, rotated = first[1]
+            seen = native_q if rotated is None else rotated
+            given, scalars = self.attention.bound((seen, k, v, cu_seqlens, None, total, index, pages), named)
             pointers = self.attention.pointers(given)
-        second = self.attention.ready(given, pointers, scalars, stream, workspace)
-        _queue(self.append, first, self.attention, second)
+            if pointers is None:  # a named one is of another library
+                operator = self.attention.problem.operator
+                by_name = {argument.name: x for argument, x in zip(operator.arguments, given, strict=True)}
+                given = tuple(adopted(operator, by_name, stream).values())
+                pointers = self.attention.pointers(given)
+            second = self.attention.ready(given, pointers, scalars, stream, workspace)
+            _queue(self.append, first, self.attention, second)
+        except FlashgenError as error:
+            rename(error, cu_seqlens_new="cu_seqlens_q")
+            raise
         return _handed(self.attention, second, q, stream)
 
 
@@ -154,6 +158,11 @@ def asked_to_append(
     """
     if new is None:
         raise BadParam("rotary was given without append; it rotates what goes into a cache, and the queries")
+    if not isinstance(cache, KVCache):
+        raise BadParam(
+            f"append was given, and k has type {type(cache).__name__}; append writes into a cache, so it "
+            "needs k to be a flashgen.KVCache, and no v"
+        )
     causal, mask_type, window_size = mask
     moves = flag("causal", causal) or mask_type_name(mask_type) == "causal_bottom_right"
     positions = "each" if moves or window_of(window_size) != (-1, -1) else "first"

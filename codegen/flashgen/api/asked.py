@@ -76,7 +76,9 @@ def asked(
 
 def names_given(k: Any, alibi_slopes: Any, kv_lengths: Any = None) -> dict[str, str]:
     """Arguments of the operators that the caller of ``attention`` knows by other names."""
-    names = {} if alibi_slopes is None else {"slope": "alibi_slopes"}
+    names = {"cu_seqlens_new": "cu_seqlens_q"}
+    if alibi_slopes is not None:
+        names["slope"] = "alibi_slopes"
     if type(k) is KVCache and kv_lengths is None:
         names["kv_lengths"] = "lengths"
     return names
