@@ -184,10 +184,26 @@ def test_few_queries_and_none(seqlen_q):
         assert_right(out, lse, q, given, "fp32")
 
 
-@pytest.mark.parametrize("name", ["mask", "mask_type", "window_size", "alibi_slopes", "score", "params"])
-def test_what_needs_positions_is_refused_by_name(name):
+POSITIONAL = {
+    "mask": (np.zeros((2, 3), bool), [None]),
+    "mask_type": ("causal", [None, 0, "none"]),
+    "window_size": ((4, 0), [(-1, -1), [-1, -1], np.array([-1, -1])]),
+    "alibi_slopes": (np.zeros(4, np.float32), [None]),
+    "score": ("softcap", [None]),
+    "params": ({"cap": 2.0}, [None]),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONAL)
+def test_what_needs_positions_is_refused_by_name_but_where_it_does_nothing(name):
+    q, given = normal(1, 2, 4, WIDTH), [keys(3, 1)]
+    refused, nothing = POSITIONAL[name]
     with pytest.raises(errors.BadParam, match=f"{name} was given"):
-        flashgen.cascade(normal(1, 2, 4, WIDTH), [keys(3, 1)], **{name: None})
+        flashgen.cascade(q, given, **{name: refused})
+    for value in nothing:
+        np.testing.assert_array_equal(
+            flashgen.cascade(q, given, **{name: value}), flashgen.attention(q, *given[0], **{name: value})
+        )
 
 
 def test_a_cascade_names_the_part_that_does_not_fit_before_it_writes():

@@ -9,7 +9,7 @@ from flashgen.api.attention import attention
 from flashgen.api.calls import call
 from flashgen.errors import BadParam, BadTensorShape, FlashgenError
 from flashgen.operators.arguments import check_memory, flag
-from flashgen.operators.attention import MAX_SEQLEN
+from flashgen.operators.attention import MAX_SEQLEN, mask_type_name, window_of
 from flashgen.operators.attention import normalise as normalise_attention
 from flashgen.operators.merge import MERGE, check_parts, normalise
 from flashgen.runtime import arrays, dlpack
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from flashgen.operators.arguments import ArrayView
 
 # Options of attention() that speak of positions or of the keys of one call.
-_NOT_IN_PARTS = ("mask", "mask_type", "window_size", "alibi_slopes", "score", "params")
+_POSITIONAL = ("mask", "mask_type", "window_size", "alibi_slopes", "score", "params")
 # Layouts of cascades that were found to fit, so that later calls need not look again.
 _MAX_SOUND = 1024
 _sound: set[Any] = set()
@@ -74,7 +74,7 @@ def cascade(
     return_lse: bool = False,
     stream: Any = None,
     backend: str | None = None,
-    **refused: Any,
+    **positional: Any,
 ) -> Any:
     """Attention over keys that lie in several arrays, such as a prefix that all sequences of a batch share
     and what each has of its own.
@@ -89,20 +89,23 @@ def cascade(
         of that part; all queries see all keys of the others. This is causal attention over all keys where the
         last part has seqlen_q keys or more.
     softmax_scale, softcap, out, return_lse, stream, backend: as in ``attention``.
+    mask, mask_type, window_size, alibi_slopes, score, params: only as they do nothing in ``attention``: their
+        positions would count from the beginning of a part.
 
     Returns ``out``, or ``(out, lse)``, as ``attention``. Parts are merged as by ``merge``, each result
     rounded to the dtype.
 
     Raises what ``attention`` raises, with ``parts[i]`` in front for what is wrong with a part; BadParam for a
-    list that is empty or no list of pairs, and for window_size, mask, mask_type, alibi_slopes, score and
-    params: their positions would count from the beginning of a part.
+    list that is empty or no list of pairs, and for a mask, a window, slopes or a score.
     """
-    for name in refused:
-        if name not in _NOT_IN_PARTS:
+    for name, value in positional.items():
+        if name not in _POSITIONAL:
             raise TypeError(f"cascade() got an unexpected keyword argument {name!r}")
-        raise BadParam(
-            f"{name} was given; cascade takes none, as its positions would count from the beginning of a part"
-        )
+        if not _does_nothing(name, value):
+            raise BadParam(
+                f"{name} was given; cascade takes none, as its positions would count from the beginning of a "
+                "part"
+            )
     pairs = _pairs(parts, "(k, v)")
     causal, return_lse = flag("causal", causal), flag("return_lse", return_lse)
     if any(arrays.kind_of(x) is None for x in (q, *(x for pair in pairs for x in pair))):
@@ -123,6 +126,13 @@ def cascade(
             results.append(attention(q, k, v, causal=diagonal, return_lse=True, **common))
     merged, lse = merge(results, out=out, stream=stream, backend=backend)
     return (merged, lse) if return_lse else merged
+
+
+def _does_nothing(name: str, value: Any) -> bool:
+    """Whether one of `_POSITIONAL` is as if it were not given. Raises BadParam."""
+    if name == "window_size":
+        return window_of(value) == (-1, -1)
+    return value is None or (name == "mask_type" and mask_type_name(value) == "none")
 
 
 def _pairs(parts: Any, what: str) -> list[tuple[Any, Any]]:
