@@ -225,10 +225,11 @@ def fitting(**changes):
         "index": None,
         "new": normal(rng, BATCH, COUNT, HEADS, 32),
         "rows": CAPACITY,
+        "positions": None,
     }
     given |= changes
     cache = flashgen.KVCache(*(given[name] for name in ("k", "v", "lengths", "pages", "index")))
-    rotary = flashgen.Rotary(*tables(rng, 8, np.float32, given["rows"]))
+    rotary = flashgen.Rotary(*tables(rng, 8, np.float32, given["rows"]), positions=given["positions"])
     return given, lambda: flashgen.append(cache, given["new"], given["new"], rotary=rotary)
 
 
@@ -248,6 +249,31 @@ def fitting(**changes):
             {"pages": np.array([[0, -1], [1, 7], [2, 1]], np.int32), "lengths": np.full(3, 46, np.int32)},
             BadParam,
             r"pages\[0, 1\] is -1; expected 0 to 2",
+        ),
+        (
+            {"positions": np.array([[0, 1, 2, 3, 4], [5, 6, -7, 8, 9], [0] * 5], np.int32)},
+            BadParam,
+            r"positions\[1, 2\] is -7; expected 0 to 47",
+        ),
+        (
+            {"index": np.array([0, 2, 2], np.int32), "lengths": np.array([0, 11, 15], np.int32)},
+            BadParam,
+            "slot 15 of row 2 of the cache would get a new token of sequence 1 and one of sequence 2; index",
+        ),
+        (
+            {
+                "pages": np.array([[0, 1], [2, 0], [1, 0]], np.int32),
+                "lengths": np.array([2, 3, 50], np.int32),
+            },
+            BadParam,
+            "slot 2 of page 0 of the cache would get a new token of sequence 0 and one of sequence 2; pages",
+        ),
+        (
+            {"pages": np.array([[0, 1], [2, 2], [3, 4]], np.int32), "lengths": np.full(3, 7, np.int32)}
+            | {"new": np.zeros((BATCH, 49, HEADS, 32), np.float32), "rows": 2 * CAPACITY}
+            | {name: np.zeros((5, CAPACITY, HEADS, 32), np.float32) for name in "kv"},
+            BadParam,
+            "slot 7 of page 2 of the cache would get a new token of sequence 1 and one of sequence 1; pages",
         ),
         ({"k": None}, NullPointer, "k_cache is None"),
         ({"new": None}, NullPointer, "k_new is None"),

@@ -73,6 +73,7 @@ def test_an_append_in_the_simulator(simulated):
     for lengths, pages, error, message in (
         ([5, 32], [[0, 1], [2, 3]], errors.BadTensorShape, "sequence 1 has 32 tokens and gets 1"),
         ([16, 3], [[0, -1], [2, 3]], errors.BadParam, r"pages\[0, 1\] is -1"),
+        ([17, 1], [[0, 2], [2, 3]], errors.BadParam, "token of sequence 0 and one of sequence 1; pages must"),
     ):
         cache = paged(lengths, pages)
         before = cache.k.copy()

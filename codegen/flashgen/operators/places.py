@@ -91,14 +91,16 @@ def check_places(problem: AppendProblem, arrays: Arrays) -> None:
     """``arrays`` has lengths, pages, index, positions and cu_seqlens_new, by name.
 
     Raises BadTensorShape for a sequence that outgrows the cache or the tables of angles, and BadParam for
-    lengths, pages and boundaries that are none.
+    lengths, pages, positions and boundaries that are none, and for two tokens that go to one place.
     """
     if arrays["cu_seqlens_new"] is not None:
         check_boundaries(arrays["cu_seqlens_new"], "cu_seqlens_new", problem.seqlen_new, "tokens of k_new")
     if problem.empty:
         return
     new = new_tokens(problem, arrays)
-    _check_room(problem, new, slots(problem, new, arrays), arrays)
+    where = slots(problem, new, arrays)
+    _check_room(problem, new, where, arrays)
+    _check_own(problem, new, where)
     if problem.pairs != "none":
         _check_rows(problem, "k_new", new)
         if problem.num_heads_q:
@@ -132,8 +134,28 @@ def _check_room(problem: AppendProblem, new: Tokens, where: Slots, arrays: Array
         raise BadParam(f"{place} is {entry}; expected 0 to {problem.num_pages - 1}, as k_cache has them")
 
 
+def _check_own(problem: AppendProblem, new: Tokens, where: Slots) -> None:
+    """That each new token has a place of its own; without pages and index a sequence has a row of its own."""
+    place = (where.page.astype(np.int64) * problem.page_size + where.slot)[new.real]
+    order = np.argsort(place, kind="stable")
+    twice = np.flatnonzero(np.diff(place[order]) == 0)
+    if twice.size:
+        first, second = (int(new.sequence[new.real][order[nth]]) for nth in (twice[0], twice[0] + 1))
+        page, slot = divmod(int(place[order[twice[0]]]), problem.page_size)
+        unit, table = ("page", "pages") if problem.paged else ("row", "index")
+        raise BadParam(
+            f"slot {slot} of {unit} {page} of the cache would get a new token of sequence {first} and one of "
+            f"sequence {second}; {table} must give each token a place of its own"
+        )
+
+
 def _check_rows(problem: AppendProblem, name: str, tokens: Tokens) -> None:
-    past = tokens.real & ((tokens.row < 0) | (tokens.row >= problem.num_positions))
+    before = np.argwhere(tokens.real & (tokens.row < 0))
+    if before.size:  # lengths are 0 or more, so the caller said so
+        nth = tuple(before[0].tolist())
+        place = ", ".join(map(str, nth if problem.batched else nth[1:]))
+        raise BadParam(f"positions[{place}] is {tokens.row[nth]}; expected 0 to {problem.num_positions - 1}")
+    past = tokens.real & (tokens.row >= problem.num_positions)
     if past.any():
         raise BadTensorShape(
             f"sequence {int(tokens.sequence[past][0])} has a token of {name} at position "
