@@ -120,8 +120,9 @@ def test_the_operators_pass_torchs_own_checks():
         None,
         None,
     )
-    for given in (plain, scored):
-        torch.library.opcheck(torch.ops.flashgen.attention.default, (q, k, v, *given))
+    for given, dtype in ((plain, torch.float32), (scored, torch.float16)):
+        inputs = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
+        torch.library.opcheck(torch.ops.flashgen.attention.default, (*inputs, *given))
     with torch.no_grad():
         out, lse = flashgen.attention(q, k, v, return_lse=True)
     inputs = [x.detach() for x in (dout, q, k, v)]
@@ -470,7 +471,7 @@ def test_kernels_of_both_passes_in_the_simulator():
 
 
 def test_splits_are_those_of_the_forward_pass():
-    q, k, v, _ = tensors()
+    q, k, v, _ = tensors(torch.float16)
     with torch.no_grad():
         expected = [flashgen.attention(q, k, v, splits=splits) for splits in (2, flashgen.SplitEvery(256))]
     for splits, x in zip((2, flashgen.SplitEvery(256)), expected, strict=True):

@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -10,6 +11,7 @@ from threadpoolctl import threadpool_limits
 import flashgen
 from flashgen.cpu import attention as cpu
 from flashgen.cpu import threads
+from flashgen.errors import BadParam
 from flashgen.operators import reference
 from flashgen.operators.attention import normalise
 from flashgen.operators.masks import Band
@@ -157,7 +159,7 @@ def test_fixed_splits_leave_blas_one_thread_as_a_large_batch_does(monkeypatch):
     attend = cpu._attend
     monkeypatch.setattr(cpu, "_attend", lambda *args: (limited.append(inside._inside > 0), attend(*args)))
     results = {}
-    for splits in ("auto", 1, 7, SplitEvery(256)):
+    for splits in ("auto", 1, SplitEvery(256)):
         limited.clear()
         one = flashgen.attention(q[1:2], k[1:2], v[1:2], causal=True, splits=splits)
         assert set(limited) == {splits != "auto"}
@@ -168,6 +170,24 @@ def test_fixed_splits_leave_blas_one_thread_as_a_large_batch_does(monkeypatch):
             np.testing.assert_array_equal(whole[1:2], one)
             results[splits] = one.tobytes()
     assert len(set(results.values())) == 1
+
+
+@pytest.mark.parametrize("lengths", [False, True])
+@pytest.mark.parametrize("rows", [1, 65])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("splits", [1, 3, SplitEvery(7), SplitEvery(256)], ids=str)
+def test_splits_that_no_gpu_makes_are_refused(splits, dtype, rows, lengths):
+    q, k = np.zeros((2, rows, 1, 64), dtype), np.zeros((2, 600, 1, 64), dtype)
+    options = {"kv_lengths": np.full(2, 600, np.int32)} if lengths else {}
+    found = set()
+    for call in (flashgen.attention, *(partial(flashgen.explain, arch=arch) for arch in ("sm_80", "sm_90"))):
+        try:
+            call(q, k, k, splits=splits, **options)
+            found.add(True)
+        except BadParam:
+            found.add(False)
+    few = rows <= 64 and dtype == np.float16
+    assert found == {few if splits == 3 else splits != SplitEvery(7) or not few}
 
 
 def test_memory_does_not_grow_with_the_matrix_of_scores():

@@ -6,8 +6,10 @@ import os
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from flashgen.arch import KNOWN_ARCHS, typical
 from flashgen.errors import BadParam, DeviceTypeNotSupported
 from flashgen.operators.arguments import on_device
+from flashgen.operators.splits import AUTO
 
 if TYPE_CHECKING:
     from flashgen.arch import Device
@@ -49,6 +51,12 @@ def runner_for(problem: Problem, backend: str | None, algorithm: str | None) -> 
             from flashgen.schedule.dispatch import named
 
             named(problem, _specs(folders), algorithm)  # raises for a name that there is not
+        if problem.splits not in (AUTO, 1):
+            from flashgen.schedule.dispatch import candidates, offers
+
+            # Raises for splits that no kernel makes: those that do run on every GPU.
+            any_gpu = typical(KNOWN_ARCHS[0])
+            candidates(problem, any_gpu, offers(problem, any_gpu, _specs(folders), algorithm))
         return runner_of(problem.operator.name)
     if chosen == "simulator":
         from flashgen.simulator.backend import prepare as simulated
