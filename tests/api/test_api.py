@@ -390,6 +390,21 @@ def test_a_plan_refuses_arrays_that_are_not_its_own():
             plan(**({"q": q, "k": k, "v": v} | wrong))
 
 
+def test_a_plan_says_what_it_takes_in_place_of_a_cache():
+    q, k, v = qkv()
+    cache = flashgen.KVCache(k, v, np.full(2, 40, np.int32))
+    of_cache, of_arrays = flashgen.plan(q, cache), flashgen.plan(q, k, v)
+    takes = "the plan takes arrays by name: q, k, v"
+    with pytest.raises(errors.BadTensorDtype, match=f"^k has type KVCache; {takes}, kv_lengths$"):
+        of_cache(q, cache)
+    with pytest.raises(errors.NullPointer, match=f"kv_lengths is None.*; {takes}, kv_lengths$"):
+        of_cache(q, k, v)
+    with pytest.raises(errors.BadTensorDtype, match=f"^k has type KVCache; {takes}$"):
+        of_arrays(q, cache)
+    with pytest.raises(errors.BadParam, match=f"^index was given to a plan made without one; {takes}, kv_"):
+        of_cache(q, k, v, kv_lengths=cache.lengths, index=cache.lengths)
+
+
 @pytest.mark.parametrize("at_a_glance", [True, False])
 def test_a_plan_goes_on_refusing_tensors_after_calls_that_fit(at_a_glance, monkeypatch):
     torch = pytest.importorskip("torch")
@@ -532,6 +547,14 @@ def test_on_the_cpu_an_algorithm_changes_nothing_but_must_be_one():
         for call in (flashgen.attention, flashgen.plan):
             with pytest.raises(errors.BadParam, match=r"algorithm is .*'naive', 'v1', 'v2', 'v3'"):
                 call(q, k, v, algorithm=unknown)
+
+
+def test_calls_with_lengths_have_no_algorithm():
+    q, k, v = qkv()
+    with pytest.raises(
+        errors.BadParam, match=r"algorithm is 'v2'; a call with lengths .*leave algorithm out"
+    ):
+        flashgen.attention(q, flashgen.KVCache(k, v, np.full(2, 40, np.int32)), algorithm="v2")
 
 
 def test_plans_of_each_algorithm_are_kept_apart():

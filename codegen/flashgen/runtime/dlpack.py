@@ -66,6 +66,11 @@ def adopt(x: Any, name: str, stream: Any = None) -> Any:
     )
 
 
+def is_array(x: Any) -> bool:
+    """Whether ``x`` is native, or one that `adopt` may take."""
+    return kind_of(x) is not None or hasattr(x, "__dlpack__") or hasattr(x, "__cuda_array_interface__")
+
+
 def hand_back(result: Any, like: Any, inputs: tuple[Any, ...], stream: Any = None) -> Any:
     """``result``, a native array, as an array of the library of ``like``, which was adopted.
 

@@ -203,6 +203,9 @@ class Plan:
         operator = self.problem.operator
         rest = dict(zip(operator.scalars, scalars, strict=True)) | {"workspace": workspace}
         given = {argument.name: x for argument, x in zip(operator.arguments, arrays, strict=True)}
+        for name, x in given.items():
+            if x is not None and not dlpack.is_array(x):
+                raise BadTensorDtype(f"{name} has type {type(x).__name__}; {self._takes()}")
         return run_adopted(self, operator, given, stream, **rest)
 
     def run(
@@ -341,6 +344,12 @@ class Plan:
             self._works = {}  # where addresses keep changing, choosing what to forget would cost more
         self._works[key] = work
 
+    def _takes(self) -> str:
+        """Which inputs a call has to give, for a message: those of a cache are arrays like the others."""
+        planned = zip(self.problem.operator.arguments, self.problem.strides, strict=True)
+        names = [x.name for x, strides in planned if strides is not None and not x.is_output]
+        return f"the plan takes arrays by name: {', '.join(names)}"
+
     def _check(self, arrays: Arrays) -> None:
         """Raise the error of arrays that do not fit the plan."""
         problem, kind = self.problem, self.kind
@@ -351,13 +360,13 @@ class Plan:
             if array is None:
                 if not argument.is_output and planned is not None:
                     why = ", but the plan was made with one" if argument.optional else "; expected an array"
-                    raise NullPointer(f"{name} is None{why}")
+                    raise NullPointer(f"{name} is None{why}; {self._takes()}")
                 continue
             view = libraries.view(array, name)
             if view.kind != kind.name:
                 raise BadParam(f"{name} is a {view.kind} array, but the plan was made for {kind.name} arrays")
             if planned is None:
-                without = "return_lse=True" if name == "lse" else "one"
+                without = "return_lse=True" if name == "lse" else f"one; {self._takes()}"
                 raise BadParam(f"{name} was given to a plan made without {without}")
             example = examples[position]
             if example is not None:

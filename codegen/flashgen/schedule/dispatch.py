@@ -100,7 +100,10 @@ def named(problem: Problem, specs: Iterable[Spec], algorithm: str) -> list[Spec]
     found = [spec for spec in known if spec.algorithm == algorithm]
     if not found:
         names = ", ".join(repr(name) for name in sorted({spec.algorithm for spec in known}))
-        allowed = f"allowed are {names}, or None" if names else f"{problem.operator.name} takes none"
+        allowed = f"allowed are {names}, or None"
+        if not names:
+            of_what = "a call with lengths" if problem.lengths_on_device else problem.operator.name
+            allowed = f"{of_what} has kernels of no algorithm alone: leave algorithm out"
         raise BadParam(f"algorithm is {algorithm!r}; {allowed}")
     return found
 
