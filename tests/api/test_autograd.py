@@ -286,6 +286,28 @@ def test_what_is_no_plain_tensor_is_refused_by_name():
         torch.func.grad(lambda q: flashgen.attention(q, k, v).sum())(q)
 
 
+TRANSFORMS = {
+    "grad": lambda call, q: torch.func.grad(lambda q: call(q).sum())(q),
+    "vmap": lambda call, q: torch.func.vmap(call)(q[None]),
+    "jvp": lambda call, q: torch.func.jvp(call, (q,), (q,)),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_are_refused_where_they_are_compiled_as_well(transform):
+    q, k, v = (x.detach() for x in tensors()[:3])
+
+    def transformed(q):
+        return TRANSFORMS[transform](lambda q: flashgen.attention(q, k, v), q)
+
+    with pytest.raises(BadParam, match=r"inside torch\.func"):
+        transformed(q)
+    for fullgraph, error in ((False, BadParam), (True, torch._dynamo.exc.Unsupported)):
+        torch.compiler.reset()
+        with pytest.raises(error, match=r"inside torch\.func"):
+            torch.compile(transformed, backend="aot_eager", fullgraph=fullgraph)(q)
+
+
 def test_saved_tensors_may_be_packed_and_must_not_change():
     q, k, v, dout = tensors()
     slopes = torch.rand(HEADS)
@@ -409,7 +431,7 @@ def test_what_has_no_gradient_is_refused_by_name():
         flashgen.attention(q, k, v, append=(k, v))
     with pytest.raises(BadParam, match=r"^rotary was given without append"):
         flashgen.attention(q, k, v, rotary=flashgen.Rotary(q, q))
-    with pytest.raises(BadParam, match=r"^k has type ndarray"):
+    with pytest.raises(BadParam, match=r"^k has type ndarray.*pass torch.as_tensor\(k\)"):
         flashgen.attention(q, k.detach().numpy(), v)
     with pytest.raises(BadParam, match=r"^dout: .*no_grad"):
         flashgen.attention_backward(q, q, k, k, q, torch.ones(2, HEADS, 6))

@@ -20,14 +20,14 @@ from flashgen.errors import BadParam
 from flashgen.operators.arguments import ROW_ALIGNMENT, flag
 from flashgen.operators.attention import mask_type_name, scale_of, sees_no_later_key, window_of
 from flashgen.operators.splits import AUTO, SplitEvery, Splits, splits_of
-from flashgen.runtime.arrays import kind_of
+from flashgen.runtime.arrays import INSIDE_TORCH_FUNC, kind_of
 
 _EVERY = "every "
 # The tensors whose operators nobody but autograd looks at.
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
-class _Options(NamedTuple):
+class Options(NamedTuple):
     """What is no tensor of a call, in types that a graph can hold. ``score`` and ``array_names`` are names
     joined by commas, ``numbers`` such as "cap=30.0,other=2.0": autograd takes no list of floats. ``splits``
     is "auto", "4", or "every 256".
@@ -71,13 +71,13 @@ class _Options(NamedTuple):
 
 
 # Its fields in the schemas of the operators, in their order.
-_SCHEMA = (
+SCHEMA = (
     "bool causal, str? mask_type, SymInt window_left, SymInt window_right, float? softmax_scale, str score, "
     "str array_names, str numbers, str splits, bool deterministic, str? backend, str? algorithm, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_kv"
 )
 # The arrays of lengths, behind those of a score modification.
-_LENGTHS = "Tensor? kv_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv"
+LENGTHS_SCHEMA = "Tensor? kv_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv"
 
 
 def attention(
@@ -96,22 +96,61 @@ def attention(
     ``of_score`` softcap, alibi_slopes, score and params; ``lengths`` as in `asked.asked`. Raises BadParam.
     """
     *on_device, max_seqlen_q, max_seqlen_kv = lengths
-    given = *tensors, *on_device
-    if not _PLAIN.issuperset(map(type, given)):
-        for name, x in zip(("q", "k", "v", "mask", *LENGTHS[:3]), given, strict=True):
-            if not isinstance(x, Tensor) and x is not None:
-                raise BadParam(f"{name} has type {type(x).__name__}, and another array requires a gradient")
+    check_tensors(dict(zip(("q", "k", "v", "mask", *LENGTHS[:3]), (*tensors, *on_device), strict=True)))
     if tensors[3] is not None and any(x is not None for x in on_device):
         raise BadParam(MASK_WITH_LENGTHS)
+    bounds = max_seqlen_q, max_seqlen_kv
+    arrays, options = options_of(
+        tensors[0], masking, softmax_scale, of_score, bounds, splits, deterministic, backend, algorithm
+    )
+    rest = arrays, *on_device, *options
+    if _is_eager(tensors):
+        q, k, v, mask = tensors
+        return _Attention.apply(q, k, v, (mask, *rest))
+    refuse_transforms()
+    return _forward(*tensors, *rest)
+
+
+def check_tensors(given: Mapping[str, Any]) -> None:
+    """That all arrays of a call that is recorded are tensors. Raises BadParam."""
+    if not _PLAIN.issuperset(map(type, given.values())):
+        for name, x in given.items():
+            if not isinstance(x, Tensor) and x is not None:
+                raise BadParam(
+                    f"{name} has type {type(x).__name__}, and another array requires a gradient or is "
+                    f"traced; pass torch.as_tensor({name})"
+                )
+
+
+def refuse_transforms() -> None:
+    """Raise BadParam inside torch.func, where an operator would lose tangents. Dynamo cannot tell of a tensor
+    whether it is wrapped.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise BadParam(INSIDE_TORCH_FUNC)
+
+
+def options_of(
+    q: Tensor,
+    masking: tuple[Any, ...],
+    softmax_scale: float | None,
+    of_score: tuple[Any, ...],
+    bounds: tuple[Any, Any],
+    splits: Splits,
+    deterministic: bool,
+    backend: str | None,
+    algorithm: str | None,
+) -> tuple[list[Tensor], Options]:
+    """The arrays of a score modification, and what is no tensor of a call. Raises BadParam."""
     score, array_names, numbers, arrays = _written(of_score, masking)
     causal, mask_type, window_size = masking
     left, right = window_of(window_size)
-    options = _Options(
+    return arrays, Options(
         flag("causal", causal),
         mask_type_name(mask_type),
         left,
         right,
-        None if softmax_scale is None else scale_of(softmax_scale, tensors[0].shape[-1]),
+        None if softmax_scale is None else scale_of(softmax_scale, q.shape[-1]),
         score,
         array_names,
         numbers,
@@ -119,18 +158,13 @@ def attention(
         deterministic or torch.are_deterministic_algorithms_enabled(),
         backend,
         algorithm,
-        _whole("max_seqlen_q", max_seqlen_q),
-        _whole("max_seqlen_kv", max_seqlen_kv),
+        _whole("max_seqlen_q", bounds[0]),
+        _whole("max_seqlen_kv", bounds[1]),
     )
-    rest = arrays, *on_device, *options
-    if _is_eager(tensors):
-        q, k, v, mask = tensors
-        return _Attention.apply(q, k, v, (mask, *rest))
-    return _forward(*tensors, *rest)
 
 
 def _written(of_score: tuple[Any, ...], masking: tuple[Any, ...]) -> tuple[str, str, str, list[Tensor]]:
-    """``score``, ``array_names`` and ``numbers`` of `_Options`, and the arrays. Raises BadParam."""
+    """``score``, ``array_names`` and ``numbers`` of `Options`, and the arrays. Raises BadParam."""
     softcap, alibi_slopes, score, params = of_score
     if softcap is None and alibi_slopes is None and score is None and params is None:
         return "", "", "", []
@@ -192,7 +226,7 @@ def _attend(
     *given: Any,
 ) -> tuple[Tensor, Tensor]:
     """out and lse, where nothing is recorded."""
-    options = _Options(*given)
+    options = Options(*given)
     wanted = asked(
         q,
         k,
@@ -211,7 +245,7 @@ def _attend(
     "flashgen::attention",
     mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor[] arrays, "
-    f"{_LENGTHS}, {_SCHEMA}) -> (Tensor, Tensor)",
+    f"{LENGTHS_SCHEMA}, {SCHEMA}) -> (Tensor, Tensor)",
 )
 @torch.no_grad()
 def _forward(*given: Any) -> tuple[Tensor, Tensor]:
@@ -241,7 +275,7 @@ def _differentiate(
     *given: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, where nothing is recorded."""
-    options = _Options(*given)
+    options = Options(*given)
     dlse = None if dlse is None else dlse.contiguous()
     wanted = asked_backward(
         (_with_rows(dout), q, k, v, mask, _with_rows(out), lse.contiguous(), dlse, None, None, None),
@@ -258,7 +292,7 @@ def _differentiate(
     "flashgen::attention_backward",
     mutates_args=(),
     schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, Tensor? dlse, "
-    f"Tensor[] arrays, {_LENGTHS}, {_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    f"Tensor[] arrays, {LENGTHS_SCHEMA}, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
 )
 @torch.no_grad()
 def _backward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -35,8 +35,27 @@ Read = tuple[tuple, tuple[int, ...]]
 Expecting = Callable[[tuple[Any, ...]], tuple[int, ...] | None]
 
 
+INSIDE_TORCH_FUNC = (
+    "a tensor inside torch.func (vmap, grad, jvp, functionalize) was given; call flashgen outside of it. In "
+    "place of vmap make the mapped dimension part of the batch"
+)
+WITHOUT_GRADIENT = (
+    "a tensor requires a gradient, which this call does not compute; call it under torch.no_grad() or pass "
+    "tensor.detach()"
+)
+
+
 class RequiresGradient(BadParam):
-    """A tensor requires a gradient; a caller that can have it recorded catches this."""
+    """A tensor requires a gradient; a caller that can have it recorded catches this, others say what they
+    have none of.
+    """
+
+    def of(self, what: str) -> BadParam:
+        return BadParam(f"{self}. There are no gradients of {what}")
+
+
+class OnMeta(DeviceTypeNotSupported):
+    """A tensor has no memory; a caller that can tell shapes without it catches this."""
 
 
 class NumpyKind:
@@ -66,8 +85,12 @@ class NumpyKind:
     def pointer(self, x: Any) -> int:
         return x.__array_interface__["data"][0]
 
+    def strides(self, x: Any) -> tuple[int, ...] | None:
+        """In elements, or None where some step between elements is no whole number of them."""
+        return _element_strides(x)
+
     def view(self, x: Any) -> ArrayView:
-        strides = _element_strides(x.shape, x.strides, x.itemsize)
+        strides = _element_strides(x)
         return ArrayView("numpy", self.pointer(x), x.shape, strides, _numpy_dtype(x.dtype), None, x)
 
     def empty(self, shape: tuple[int, ...], like: Any, stream: Any, dtype: str | None = None) -> Any:
@@ -109,6 +132,10 @@ class NumpyKind:
         """
         return False
 
+    def watched(self) -> bool:
+        """Whether a compiler, a tracer or a dispatch mode looks at operators."""
+        return False
+
 
 class CupyKind:
     """Arrays on a GPU."""
@@ -144,8 +171,11 @@ class CupyKind:
     def pointer(self, x: Any) -> int:
         return x.data.ptr
 
+    def strides(self, x: Any) -> tuple[int, ...] | None:
+        return _element_strides(x)
+
     def view(self, x: Any) -> ArrayView:
-        strides = _element_strides(x.shape, x.strides, x.itemsize)
+        strides = _element_strides(x)
         dtype = _numpy_dtype(x.dtype)
         return ArrayView("cupy", x.data.ptr, x.shape, strides, dtype, x.data.device_id, x)
 
@@ -176,6 +206,9 @@ class CupyKind:
         return self._get_stream(device).ptr
 
     def records(self, q: Any, k: Any, v: Any) -> bool:
+        return False
+
+    def watched(self) -> bool:
         return False
 
     def nbytes(self, x: Any) -> int:
@@ -278,6 +311,9 @@ class TorchKind:
     def pointer(self, x: Any) -> int:
         return x.data_ptr()
 
+    def strides(self, x: Any) -> tuple[int, ...]:
+        return x.stride()
+
     def view(self, x: Any) -> ArrayView:
         self._refuse(x)
         device = self._device(x)
@@ -298,19 +334,13 @@ class TorchKind:
                 f"a tensor of layout {x.layout} was given; expected a dense one: tensor.to_dense()"
             )
         if _is_wrapped(torch, x):
-            raise BadParam(
-                "a tensor inside torch.func (vmap, grad, jvp, functionalize) was given; call flashgen "
-                "outside of it. In place of vmap make the mapped dimension part of the batch"
-            )
+            raise BadParam(INSIDE_TORCH_FUNC)
         if x.is_neg():
             raise BadParam(
                 "a tensor with a pending negation was given; pass tensor.resolve_neg(), which is a copy"
             )
         if x.requires_grad and torch.is_grad_enabled():
-            raise RequiresGradient(
-                "a tensor requires a gradient, which this call does not compute; "
-                "call it under torch.no_grad() or pass tensor.detach()"
-            )
+            raise RequiresGradient(WITHOUT_GRADIENT)
         if self._forward_ad._current_level >= 0 and self._has_tangent(x):
             raise BadParam(
                 "a tensor has a tangent of forward-mode AD, which flashgen does not compute; "
@@ -324,9 +354,8 @@ class TorchKind:
         if x.device.type == "cpu":
             return None
         if x.device.type != "cuda" or self._torch.version.hip:
-            raise DeviceTypeNotSupported(
-                f"a tensor is on {x.device}; supported are NVIDIA GPUs and host memory"
-            )
+            error = OnMeta if x.is_meta else DeviceTypeNotSupported
+            raise error(f"a tensor is on {x.device}; supported are NVIDIA GPUs and host memory")
         return x.device.index
 
     def empty(self, shape: tuple[int, ...], like: Any, stream: Any, dtype: str | None = None) -> Any:
@@ -371,7 +400,6 @@ class TorchKind:
         return self.watched() or any(self._dispatches(x) for x in (q, k, v) if type(x) not in self.types)
 
     def watched(self) -> bool:
-        """Whether a compiler, a tracer or a dispatch mode looks at operators."""
         return bool(self._is_compiling() or self._is_tracing() or self._dispatch_modes())
 
     def _dispatches(self, x: Any) -> bool:
@@ -551,10 +579,8 @@ def _numpy_dtype(dtype: Any) -> str:
     return _NUMPY_DTYPES.get(dtype.name, dtype.name) if dtype.isnative else str(dtype)
 
 
-def _element_strides(
-    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
-) -> tuple[int, ...] | None:
-    """Strides in elements, or None when some step between elements is no whole number of them."""
-    if any(stride % itemsize for stride, extent in zip(strides, shape, strict=True) if extent > 1):
+def _element_strides(x: Any) -> tuple[int, ...] | None:
+    """As `NumpyKind.strides`, of an array whose ``strides`` are in bytes."""
+    if any(stride % x.itemsize for stride, extent in zip(x.strides, x.shape, strict=True) if extent > 1):
         return None
-    return tuple(stride // itemsize for stride in strides)
+    return tuple(stride // x.itemsize for stride in x.strides)
