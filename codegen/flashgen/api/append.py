@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from flashgen.api.calls import call, make_plan, ready
+from flashgen.api.calls import call_of, make_plan, ready
 from flashgen.api.kvcache import KVCache, Rotary
 from flashgen.errors import BadParam, FlashgenError, NullPointer, rename
 from flashgen.operators.append import APPEND
@@ -59,10 +59,19 @@ def append(
     q_rotated; of two tokens for one place either stays. On the CPU all this is an error.
 
     Raises, before anything is queued or written, BadParam, NullPointer, BadTensorShape, BadTensorDtype,
-    BadTensorStrides or DeviceTypeNotSupported for what does not fit.
+    BadTensorStrides or DeviceTypeNotSupported for what does not fit; BadParam also for a tensor that requires
+    a gradient, as there is none.
     """
     asked = _asked(cache, k_new, v_new, rotary, q, q_positions, cu_seqlens_new, stream)
-    total, *rotated = call(*asked[:3], stream=stream, backend=backend)[2:]
+    kind = arrays.kind_of(asked[1][0])
+    if kind is not None and kind.watched():
+        from flashgen.api import compiled
+
+        return compiled.append(asked, stream, backend)
+    try:
+        total, *rotated = call_of(kind, *asked, stream, backend, None)[2:]
+    except arrays.RequiresGradient as error:
+        raise error.of("append()") from None
     results = (total, rotated[0] if rotated else None)
     if arrays.kind_of(k_new) is None:
         return tuple(None if x is None else dlpack.hand_back(x, k_new, asked[1], stream) for x in results)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from flashgen.api.asked import LENGTHS, asked, names_given
 from flashgen.api.calls import call_of, make_plan
-from flashgen.errors import BadParam, FlashgenError, naming, rename
+from flashgen.errors import FlashgenError, naming, rename
 from flashgen.operators.arguments import flag
 from flashgen.runtime import arrays
 
@@ -121,7 +121,8 @@ def attention(
     Returns ``out``, of the kind of q, or ``(out, lse)``. A row that sees no key is 0, with an LSE of -inf.
 
     Where a tensor of PyTorch, q, k or v, requires a gradient, autograd records the call. It refuses one with
-    out, stream or a KVCache, and a mask or an array of a score that requires a gradient itself.
+    out, stream or a KVCache, and a mask or an array of a score that requires a gradient itself. torch.compile
+    sees operators, also of calls with out or a KVCache; tensors on meta give one there.
 
     Raises a FlashgenError, before anything is queued or written: BadParam, BadTensorShape, BadTensorDtype,
     BadTensorStrides, NullPointer, DeviceTypeNotSupported, NoCompilerError, or CompileError.
@@ -132,7 +133,7 @@ def attention(
     if deterministic is not False:
         deterministic = flag("deterministic", deterministic)
     kind = arrays.kind_of(q)
-    if kind is None or not kind.records(q, k, v) or _unrecorded(v, out, stream, append, rotary):
+    if kind is None or not kind.records(q, k, v):
         try:
             if append is not None or rotary is not None:
                 from flashgen.api.append import append_and_attend, asked_to_append
@@ -149,25 +150,53 @@ def attention(
             # Raised where layouts are read, which looks at each tensor anyway: other calls pay nothing.
             without = _unrecorded(v, out, stream, append, rotary)
             if without:
-                raise BadParam(f"{error}. There are no gradients of calls with {without}") from None
+                raise error.of(f"calls with {without}") from None
+        except arrays.OnMeta:  # likewise
+            if not getattr(q, "is_meta", False):
+                raise
         except FlashgenError as error:
             rename(error, **names_given(k, alibi_slopes, kv_lengths))
             raise
-    from flashgen.api import autograd
+    return_lse = flag("return_lse", return_lse)
+    writes = _unrecorded(v, out, stream, append, rotary)
+    with naming(**names_given(k, alibi_slopes, kv_lengths)):
+        if writes:
+            from flashgen.api import compiled
 
-    with naming(**names_given(k, alibi_slopes)):
-        results = autograd.attention(
-            (q, k, v, mask),
-            options[:3],
-            softmax_scale,
-            of_score,
-            lengths,
-            splits=splits,
-            deterministic=deterministic,
-            backend=backend,
-            algorithm=algorithm,
-        )
-    return results if flag("return_lse", return_lse) else results[0]
+            of_append = None
+            if append is not None or rotary is not None:
+                from flashgen.api.append import asked_to_append
+
+                of_append = asked_to_append(q, k, append, rotary, cu_seqlens_q, options[:3])
+            results = compiled.attention(
+                (q, k, v, mask, out),
+                options[:3],
+                softmax_scale,
+                of_score,
+                lengths,
+                of_append,
+                f"calls with {writes}",
+                return_lse=return_lse,
+                splits=splits,
+                stream=stream,
+                backend=backend,
+                algorithm=algorithm,
+            )
+        else:
+            from flashgen.api import autograd
+
+            results = autograd.attention(
+                (q, k, v, mask),
+                options[:3],
+                softmax_scale,
+                of_score,
+                lengths,
+                splits=splits,
+                deterministic=deterministic,
+                backend=backend,
+                algorithm=algorithm,
+            )
+    return results if return_lse else results[0]
 
 
 def _unrecorded(v: Any, out: Any, stream: Any, append: Any, rotary: Any) -> str:

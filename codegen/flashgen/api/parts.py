@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from flashgen.api.attention import attention
-from flashgen.api.calls import call
+from flashgen.api.calls import call_of
 from flashgen.errors import BadParam, BadTensorShape, FlashgenError
 from flashgen.operators.arguments import check_memory, flag
 from flashgen.operators.attention import MAX_SEQLEN, mask_type_name, window_of
@@ -49,17 +49,38 @@ def merge(
     rounded to the dtype: ((1, 2), 3), ... A list of one part returns its two arrays themselves.
 
     Raises, before anything is queued or written, BadParam for a list that is empty or no list of pairs, and
-    what ``attention`` raises for arrays that do not fit; messages count parts from 1: o1, lse1, o2, ...
+    for a tensor that requires a gradient, as there is none; what ``attention`` raises for arrays that do not
+    fit. Messages count parts from 1: o1, lse1, o2, ...
     """
     pairs = _pairs(parts, "(o, lse)")
-    if len(pairs) != 2:  # two are checked on the way to the kernel
-        _check_merge(pairs, out, lse_out, stream)
-    if len(pairs) == 1:
-        return pairs[0]
     o, lse = pairs[0]
-    for number, (next_o, next_lse) in enumerate(pairs[1:], 2):
-        results = (out, lse_out) if number == len(pairs) else (None, None)
-        o, lse = call(MERGE, (o, lse, next_o, next_lse, *results), stream=stream, backend=backend)
+    kind = arrays.kind_of(o)
+    traced = kind is not None and kind.watched()
+    if len(pairs) == 1:
+        for name, x in (("out", out), ("lse_out", lse_out)):
+            if x is not None:
+                raise BadParam(f"{name} was given with one part, which is returned as it is; leave it out")
+    try:
+        if traced:
+            from flashgen.api import compiled
+
+            numbered = {
+                f"{name}{number}": x
+                for number, pair in enumerate(pairs, 1)
+                for name, x in zip(("o", "lse"), pair, strict=True)
+            }
+            results = {"out": out, "lse_out": lse_out}
+            compiled.check(numbered | results, stream, "merge()", {*results})
+        elif len(pairs) != 2:  # two are checked on the way to the kernel
+            _check_merge(pairs, out, lse_out, stream)
+        for number, part in enumerate(pairs[1:], 2):
+            given = o, lse, *part, *((out, lse_out) if number == len(pairs) else (None, None))
+            if traced:
+                o, lse = compiled.merge(given, backend)
+            else:
+                o, lse = call_of(kind, MERGE, given, (), (), stream, backend, None)
+    except arrays.RequiresGradient as error:
+        raise error.of("merge()") from None
     return o, lse
 
 
@@ -96,7 +117,8 @@ def cascade(
     rounded to the dtype.
 
     Raises what ``attention`` raises, with ``parts[i]`` in front for what is wrong with a part; BadParam for a
-    list that is empty or no list of pairs, and for a mask, a window, slopes or a score.
+    list that is empty or no list of pairs, for a mask, a window, slopes or a score, and for a tensor that
+    requires a gradient, as there is none.
     """
     for name, value in positional.items():
         if name not in _POSITIONAL:
@@ -110,14 +132,28 @@ def cascade(
     causal, return_lse = flag("causal", causal), flag("return_lse", return_lse)
     if any(arrays.kind_of(x) is None for x in (q, *(x for pair in pairs for x in pair))):
         return _cascade_adopted(q, pairs, out, stream, causal, softmax_scale, softcap, return_lse, backend)
-    _check_cascade(q, pairs, out, causal)
+    if arrays.kind_of(q).watched():
+        from flashgen.api import compiled
+
+        of_parts = {
+            f"parts[{i}]: {name}": x
+            for i, pair in enumerate(pairs)
+            for name, x in zip("kv", pair, strict=True)
+        }
+        compiled.check({"q": q, "out": out} | of_parts, stream, "cascade()", {"out"})
+    else:
+        try:
+            _check_cascade(q, pairs, out, causal)
+        except arrays.RequiresGradient as error:
+            raise error.of("cascade()") from None
     common = {"softmax_scale": softmax_scale, "softcap": softcap, "stream": stream, "backend": backend}
     if len(pairs) == 1:
         k, v = (_broadcast(q, x) for x in pairs[0])
         return attention(q, k, v, causal=causal, out=out, return_lse=return_lse, **common)
     folded, results = None, []
+    with_diagonal = len(pairs) if causal and q.shape[-3] > 1 else None
     for number, (k, v) in enumerate(pairs, 1):
-        diagonal = causal and number == len(pairs) and q.shape[-3] > 1
+        diagonal = number == with_diagonal
         if _is_shared(q, k) and not diagonal and q.shape[0] * q.shape[1] <= MAX_SEQLEN:
             folded = _folded(q, stream) if folded is None else folded
             results.append(_unfolded(attention(folded, k, v, return_lse=True, **common), q, stream))
@@ -156,8 +192,6 @@ def _check_merge(pairs: list[tuple[Any, Any]], out: Any, lse_out: Any, stream: A
     names = [f"{word}{number}" for number in range(1, len(pairs) + 1) for word in ("o", "lse")]
     results = {"out": out, "lse_out": lse_out}
     for name, x in results.items():
-        if x is not None and len(pairs) == 1:
-            raise BadParam(f"{name} was given with one part, which is returned as it is; leave it out")
         if x is not None and dlpack.immutable(x):
             raise BadParam(f"{name} has type {type(x).__name__}, whose memory cannot be written to")
     views = [arrays.view(dlpack.adopt(x, name, stream), name) for x, name in zip(given, names, strict=True)]
@@ -238,7 +272,7 @@ def _folded(q: Any, stream: Any) -> Any:
     """q of all batch entries as one sequence of batch 1; a copy where its strides are not of one."""
     kind = arrays.kind_of(q)
     batch, seqlen_q = q.shape[:2]
-    batch_stride, row_stride = kind.view(q).strides[:2]
+    batch_stride, row_stride = kind.strides(q)[:2]
     if batch > 1 and seqlen_q > 1 and batch_stride != seqlen_q * row_stride:
         q = kind.contiguous(q, stream)
     return q.reshape(1, batch * seqlen_q, *q.shape[2:])

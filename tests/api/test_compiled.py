@@ -1,0 +1,247 @@
+"""Calls that write into arrays of the caller, in the graphs of PyTorch: caches, ``out``, append, merge and
+cascade do what they do in eager mode. On the CPU.
+"""
+
+import copy
+
+import pytest
+
+import flashgen
+from flashgen.errors import BadParam, DeviceTypeNotSupported, NullPointer
+from flashgen.simulator import hostcompiler
+
+torch = pytest.importorskip("torch")
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+
+from flashgen.api import compiled  # noqa: E402, F401  # registers the operators
+
+ROWS, HEADS, KV_HEADS, WIDTH = 3, 4, 2, 16
+needs_compiler = pytest.mark.skipif(bool(hostcompiler.why_unavailable()), reason="Inductor compiles C++")
+
+
+def given():
+    """A batch of 3 with a cache in pages, k and v parts of one allocation, and new tokens."""
+    positions = torch.rand(40, WIDTH // 2)
+    return {
+        "q": torch.randn(3, ROWS, HEADS, WIDTH),
+        "new": torch.randn(2, 3, ROWS, KV_HEADS, WIDTH),
+        "kv": torch.randn(9, 2, 8, KV_HEADS, WIDTH),
+        "lengths": torch.tensor([5, 0, 19], dtype=torch.int32),
+        "pages": torch.randperm(9, dtype=torch.int32).reshape(3, 3),
+        "cos": positions.cos(),
+        "sin": positions.sin(),
+        "slopes": torch.rand(HEADS),
+        "cu": torch.tensor([0, 4, 4, 9], dtype=torch.int32),
+    }
+
+
+def over_pages(x, **options):
+    k, v = x["kv"].unbind(1)
+    return flashgen.attention(x["q"], flashgen.KVCache(k, v, x["lengths"], x["pages"]), **options)
+
+
+def appending(x):
+    rotary = flashgen.Rotary(x["cos"], x["sin"])
+    return over_pages(x, append=x["new"].unbind(), rotary=rotary, causal=True)
+
+
+def packed(x):
+    options = {"append": x["new"].flatten(1, 2).unbind(), "cu_seqlens_q": x["cu"], "max_seqlen_q": 6}
+    return over_pages(x | {"q": x["q"].flatten(0, 1)}, **options, return_lse=True)
+
+
+def indexed(x):
+    k, v = x["kv"].unbind(1)
+    index = x["pages"][:, 0].contiguous()
+    return flashgen.attention(x["q"], flashgen.KVCache(k, v, x["lengths"].clamp(max=8), index=index))
+
+
+def appended(x):
+    k, v = x["kv"].unbind(1)
+    cache = flashgen.KVCache(k, v, x["lengths"], x["pages"])
+    rotary = flashgen.Rotary(x["cos"], x["sin"], interleaved=True)
+    with_q = flashgen.append(cache, *x["new"].unbind(), rotary=rotary, q=x["q"])
+    total, none = flashgen.append(flashgen.KVCache(k, v, with_q[0], x["pages"]), *x["new"][:, :, :1].unbind())
+    assert none is None
+    return *with_q, total
+
+
+def parts(x):
+    k, v = x["kv"].unbind(1)
+    return [(k[:3], v[:3]), (k[3:4], v[3:4]), (k[4:7], v[4:7])]
+
+
+def into_out(x):
+    out = torch.full_like(x["q"], torch.nan)
+    found = flashgen.attention(x["q"], *parts(x)[0], alibi_slopes=x["slopes"], softcap=2.0, out=out)
+    assert found is out
+    return out
+
+
+def merged(x):
+    results = [flashgen.attention(x["q"], *part, return_lse=True) for part in (parts(x)[0], parts(x)[2])]
+    out = torch.full_like(x["q"], torch.nan)
+    assert flashgen.merge(results, out=out)[0] is out
+    return *flashgen.merge([*results, results[0]]), out
+
+
+def cascaded(x):
+    strided = x["q"].transpose(0, 1).contiguous().transpose(0, 1)
+    of_one = flashgen.cascade(x["q"], parts(x)[1:2])
+    return *flashgen.cascade(strided, parts(x), causal=True, return_lse=True), of_one
+
+
+CALLS = [over_pages, appending, packed, indexed, appended, into_out, merged, cascaded]
+
+
+def same(found, expected):
+    found, expected = (x if isinstance(x, tuple) else (x,) for x in (found, expected))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("call", CALLS)
+def test_one_graph_computes_and_writes_what_the_call_does(call, dynamic):
+    torch.compiler.reset()
+    graph = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for _ in range(2):
+        x = given()
+        other = copy.deepcopy(x)
+        same(graph(x), call(other))
+        same(x["kv"], other["kv"])
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_traced_computes_and_writes_what_the_call_does(call):
+    x = given()
+    traced = make_fx(lambda x: call(x))(copy.deepcopy(x))
+    other = copy.deepcopy(x)
+    same(traced(x), call(other))
+    same(x["kv"], other["kv"])
+
+
+class Layer(torch.nn.Module):
+    """One of a decoder, with a cache of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Linear(24, (HEADS + 2 * KV_HEADS) * WIDTH)
+        for name, x in given().items():
+            if name != "q":
+                self.register_buffer(name, x)
+
+    def forward(self, x):
+        qkv = self.project(x).unflatten(-1, (-1, WIDTH))
+        q, *new = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=-2)
+        out = appending(dict(self.named_buffers()) | {"q": q, "new": torch.stack(new)})
+        self.lengths += x.shape[1]
+        return torch.nn.functional.silu(out)
+
+
+@needs_compiler
+def test_inductor_writes_into_the_cache_of_a_layer_and_keeps_no_copy():
+    from torch._inductor.utils import run_and_get_code
+
+    layer, x = Layer(), torch.randn(3, 1, 24)
+    other = copy.deepcopy(layer)
+    torch.compiler.reset()
+    with torch.no_grad():
+        graph = torch.compile(layer, fullgraph=True)
+        found, (code,) = run_and_get_code(graph, x)
+        for step in range(2):
+            torch.testing.assert_close(graph(x) if step else found, other(x))
+            torch.testing.assert_close(layer.kv, other.kv)
+    assert layer.lengths.tolist() == [7, 2, 21]
+    assert "flashgen.append" in code
+    assert f"empty_strided_cpu({tuple(layer.kv.shape)}" not in code
+
+
+def test_exported():
+    layer, x = Layer(), torch.randn(3, 1, 24)
+    with torch.no_grad():
+        exported = torch.export.export(copy.deepcopy(layer), (x,)).module()
+        same(exported(x), layer(x))
+        same(exported.kv, layer.kv)
+
+
+def test_the_operators_pass_torchs_own_checks():
+    x = given()
+    k, v = (part.contiguous() for part in x["kv"].unbind(1))
+    operators = torch.ops.flashgen
+    options = True, None, -1, -1, None, "alibi", "slope", "", "auto", False, None, None, None, None
+    arrays = None, [x["slopes"]], x["lengths"], None, None, None, x["pages"]
+    results = torch.empty_like(x["q"]), torch.empty(3, HEADS, ROWS)
+    torch.library.opcheck(operators.attention_into.default, (x["q"], k, v, *arrays, *options, *results))
+    total, rotated = torch.empty_like(x["lengths"]), torch.empty_like(x["q"])
+    arrays = *x["new"].unbind(), x["lengths"], x["q"], x["pages"], None, x["cos"], x["sin"], None, None
+    torch.library.opcheck(operators.append.default, (*arrays, k, v, total, rotated, False, "each", None))
+    part = flashgen.attention(x["q"], *parts(x)[0], return_lse=True)
+    torch.library.opcheck(operators.merge.default, (*part, *part, *map(torch.empty_like, part), None))
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+def test_what_has_no_gradient_says_so(traced):
+    def refuses(words, call, *leaf):
+        def on_a_leaf(x):
+            return call(x)
+
+        x = torch.randn(*leaf or (3, ROWS, HEADS, WIDTH), requires_grad=True)
+        with pytest.raises(BadParam, match=words):
+            make_fx(on_a_leaf)(x) if traced else on_a_leaf(x)
+        with torch.no_grad():
+            on_a_leaf(x)
+
+    x = given()
+    k, v = parts(x)[0]
+    lse = torch.zeros(3, HEADS, ROWS)
+    refuses(r"^q: .*of calls with a KVCache", lambda q: over_pages(x | {"q": q}))
+    refuses(r"of calls with out$", lambda q: flashgen.attention(q, k, v, out=torch.empty_like(q)))
+    refuses(r"^o2: .* of merge\(\)$", lambda o: flashgen.merge([(x["q"], lse), (o, lse)]))
+    refuses(r"^o3: .* of merge\(\)$", lambda o: flashgen.merge([(x["q"], lse)] * 2 + [(o, lse)]))
+    refuses(r"^q: .* of cascade\(\)$", lambda q: flashgen.cascade(q, parts(x)))
+    refuses(
+        r"^parts\[2\]: k: .* of cascade\(\)$",
+        lambda k: flashgen.cascade(x["q"], [*parts(x)[:2], (k, v)]),
+        *k.shape,
+    )
+    cache = flashgen.KVCache(k, v, x["lengths"].clamp(max=5))
+    refuses(
+        r"^k_new: .* of append\(\)$", lambda new: flashgen.append(cache, new, new), 3, ROWS, KV_HEADS, WIDTH
+    )
+
+
+def test_what_is_wrong_is_told_where_it_is_traced():
+    x = given()
+    with pytest.raises(NullPointer, match=r"^v is None"):
+        make_fx(lambda q: flashgen.attention(q, q))(x["q"])
+    with pytest.raises(BadParam, match="stream was given, but what is traced"):
+        make_fx(lambda q: flashgen.attention(q, *parts(x)[0], stream=0))(x["q"])
+    part = x["q"], torch.zeros(3, HEADS, ROWS)
+    with pytest.raises(BadParam, match="out was given with one part"):
+        make_fx(lambda o: flashgen.merge([(o, part[1])], out=part[0]))(x["q"])
+
+
+@pytest.mark.parametrize("call", [over_pages, appending, packed, indexed, into_out])
+def test_tensors_without_memory_have_shapes_of_results(call):
+    x = given()
+    found, expected = call({name: tensor.to("meta") for name, tensor in x.items()}), call(x)
+    for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, expected)), strict=True):
+        assert one.is_meta
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+
+
+@pytest.mark.parametrize("call", [over_pages, appending, into_out])
+def test_fake_tensors_have_them_as_well(call):
+    x = given()
+    with FakeTensorMode() as mode:
+        fakes = {name: mode.from_tensor(tensor) for name, tensor in x.items()}
+        assert call(fakes).shape == x["q"].shape
+    assert call(fakes).shape == x["q"].shape
+
+
+def test_some_tensors_without_memory_are_refused_by_name():
+    x = given()
+    with pytest.raises(DeviceTypeNotSupported, match=r"^k: a tensor is on meta"):
+        flashgen.attention(x["q"], *(part.to("meta") for part in parts(x)[0]))
