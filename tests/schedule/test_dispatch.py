@@ -589,6 +589,29 @@ def test_the_seam_of_a_call_may_be_in_any_of_its_steps():
     assert candidates(problem(), H200, [main, modified]) == (main,)
 
 
+@pytest.mark.parametrize(
+    ("sequences", "mean", "longest", "heads", "head_dim", "causal", "tile"),
+    [
+        (200, 700, 23_800, 8, 128, False, ""),
+        (200, 700, 700, 8, 128, False, ""),
+        (200, 100, 3_400, 16, 64, False, ""),
+        (200, 200, 6_800, 16, 64, True, ""),
+        (200, 200, 200, 16, 64, False, "m128"),  # two tiles each, of either kind
+        (200, 200, 210, 16, 64, False, "m128"),
+        (200, 200, None, 16, 64, False, ""),  # as those whose lengths differ
+    ],
+)
+def test_packed_sequences_are_taken_for_unequal_unless_the_longest_says_no(
+    sequences, mean, longest, heads, head_dim, causal, tile
+):
+    """Where tiles of a sequence are counted whole, the largest loses 10 to 50 % (docs/tuning.md)."""
+    q = view_of_shape((sequences * mean, heads, head_dim), "bf16", 0)
+    cu_seqlens = view_of_shape((sequences + 1,), "int32", 0)
+    bounds = {} if longest is None else {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+    made = varlen(q, q, q, cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, causal=causal, **bounds)
+    assert select(made, H200, offers(made, H200, SPECS)).tile_name == tile
+
+
 SPLITS = st.one_of(st.integers(1, 9), st.sampled_from([SplitEvery(256), SplitEvery(1024)]))
 
 

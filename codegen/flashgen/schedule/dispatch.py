@@ -39,6 +39,7 @@ from flashgen.schedule.grid import (
     MAX_EXTENT,
     expected_tiles,
     extents,
+    lengths_differ,
     row_blocks,
     rows,
     tiles,
@@ -214,6 +215,9 @@ def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
     it reaches x ** ``fill`` of its full rate, which the blocks on it share; at 0 it counts as having room for
     one. A persistent grid also has a last wave, in which some multiprocessors may be idle.
 
+    Sequences whose lengths differ have as many tiles as are to be expected. The longest come first, so
+    multiprocessors end together: no wave is counted whole.
+
     A tile of keys visits the queries of its heads, and tiles of queries that a grid has beside them visit
     keys. They are handed out in turn, so some multiprocessor has the longest tile, or a mean one in each
     round.
@@ -227,15 +231,20 @@ def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
         return _cost_of_keys(problem, device, variant)
     block_m, room = variant.grid.covers[0][1], variant.grid.blocks_per_sm if variant.fill else 1
     mean, of_tile, longest = (keys + variant.start * block_m for keys in visited_keys(problem, variant))
-    count = tiles(problem, variant)
-    if mean == longest:
+    count, differ = expected_tiles(problem, variant), lengths_differ(problem, variant)
+    if mean == longest and not differ:
         rounds, rest = divmod(-(-count // device.num_sms), room)
         keys = (rounds * room + (rest / (rest / room) ** variant.fill if rest else 0)) * longest
     else:
         # Tiles of different lengths are handed out so that multiprocessors have about the same work.
         beside = min(room, max(1, count / device.num_sms))
         keys = max(count * mean / device.num_sms, beside * longest) / (beside / room) ** variant.fill
-        if variant.grid.persistent and problem.window_left >= UNBOUNDED and row_blocks(problem, variant) > 1:
+        if (
+            variant.grid.persistent
+            and not differ
+            and problem.window_left >= UNBOUNDED
+            and row_blocks(problem, variant) > 1
+        ):
             # Some multiprocessor has a tile of the last wave. Lengths fall about linearly from tile to tile.
             whole = (count - 1) // device.num_sms
             last = longest - 2 * (longest - of_tile) * whole * device.num_sms / count

@@ -83,12 +83,24 @@ def tiles(problem: Problem, variant: Variant) -> int:
     return count
 
 
+def lengths_differ(problem: Problem, variant: Variant) -> bool:
+    """Whether sequences, whose lengths are on the device, are to be expected to differ by more than a tile:
+    where the longest one may be half a tile, or cluster, longer than the mean.
+    """
+    if not variant.grid.of_sequences:
+        return False
+    sizes = extents(problem, variant)
+    dimension, tile = variant.grid.covers[0]
+    spare = sizes["batch"] * sizes[dimension] - sizes[_OF_SEQUENCES[dimension]]
+    return 2 * spare > sizes["batch"] * tile * variant.grid.cluster
+
+
 def expected_tiles(problem: Problem, variant: Variant) -> float:
-    """Tiles of the grid as they are to be expected. In a grid of sequences, whose lengths are on the device,
-    the last tile of a sequence, or its last cluster, is half full in the mean.
+    """Tiles of the grid as they are to be expected: of sequences whose lengths differ, the last tile, or the
+    last cluster, is half full in the mean.
     """
     count = tiles(problem, variant)
-    if not variant.grid.of_sequences:
+    if not lengths_differ(problem, variant):
         return count
     sizes = extents(problem, variant)
     (dimension, tile), (of_heads, _), _ = variant.grid.covers
