@@ -346,9 +346,16 @@ def test_options_are_named_as_flash_attn_does(call):
             CALLS[call](**option)
 
 
+class Capsules:
+    """An array of DLPack, and nothing else."""
+
+    __dlpack__, __dlpack_device__ = np.ones(3).__dlpack__, np.ones(3).__dlpack_device__
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_what_is_no_array_is_named(name):
     for wrong, error, message in (
+        (Capsules(), errors.BadTensorDtype, f"^{name} has type Capsules, which has no shape; pass"),
         (None, errors.NullPointer, f"^{name} is None; expected an array"),
         ([1.0], errors.BadTensorDtype, f"^{name} has type list; expected an array"),
     ):

@@ -303,9 +303,9 @@ QUERY, KEY, VALUE = qkv()
             r"^attn_mask has shape \(2, 41\).*; one of padding goes in as attn_mask\[:, None, None, :\]$",
         ),
         (
-            {"query": QUERY.to("meta"), "key": KEY.to("meta"), "value": VALUE.to("meta")},
+            {"key": KEY.to("meta"), "value": VALUE.to("meta")},
             errors.DeviceTypeNotSupported,
-            "^query: a tensor is on meta",
+            "^key: a tensor is on meta",
         ),
         (
             {"attn_mask": torch.zeros(23, 41, device="meta")},

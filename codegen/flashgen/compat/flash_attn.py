@@ -354,8 +354,7 @@ def flash_attn_with_kvcache(
         each sequence, those of k included, for seqlen_k.
     rotary_interleaved: whether elements 2i and 2i + 1 are a pair, in place of i and i + rotary_dim / 2.
     num_splits: 0: flashgen chooses, by sizes that the host knows. n: into n splits, as by ``splits=n`` of
-        ``flashgen.attention``; above 1 for up to 64 rows of a kv head (seqlen_q times its query heads), in
-        host memory for any.
+        ``flashgen.attention``; above 1 for up to 64 rows of a kv head (seqlen_q times its query heads).
 
     Returns out, (batch, seqlen_q, nheads, headdim), or, with return_softmax_lse, (out, softmax_lse) with the
     LSE in fp32, (batch, nheads, seqlen_q).
@@ -504,6 +503,9 @@ def _unpacked(name: str, x: Any, expected: str) -> Sequence[Any]:
 
 
 def _check_rank(name: str, x: Any, expected: str) -> None:
+    rank = expected.count(",") + 1
+    if is_tensor(x) and x.ndim == rank:
+        return
     shape = shape_of(name, x)
-    if len(shape) != len(expected.split(",")):
+    if len(shape) != rank:
         raise BadTensorShape(f"{name} has shape {shape}; expected ({expected})")

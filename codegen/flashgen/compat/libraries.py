@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from flashgen.errors import BadTensorDtype
 from flashgen.runtime.arrays import kind_of, view
 from flashgen.runtime.dlpack import adopt
 
@@ -27,10 +28,15 @@ def module_of(x: Any) -> Any:
 
 def shape_of(name: str, x: Any) -> tuple[int, ...]:
     """The shape of the array ``name``. Raises what ``attention`` does for None, for what is no array, and for
-    a nested or a sparse tensor.
+    a nested or a sparse tensor; BadTensorDtype for one of DLPack that has no shape itself.
     """
     if not is_tensor(x) and module_of(x) is None:
         view(adopt(x, name), name)
+        if not hasattr(x, "shape"):
+            raise BadTensorDtype(
+                f"{name} has type {type(x).__name__}, which has no shape; pass an array made of it, such as "
+                "numpy.from_dlpack makes"
+            )
     return tuple(x.shape)
 
 

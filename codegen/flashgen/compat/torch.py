@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flashgen.compat.libraries import shape_of
+from flashgen.compat.libraries import is_tensor, shape_of
 from flashgen.compat.refusals import refuse_dropout, refuse_gradients
 from flashgen.compat.widths import attention_of_any_width
-from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, naming
+from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, FlashgenError, rename
 from flashgen.operators.arguments import flag
 
 if TYPE_CHECKING:
@@ -69,9 +69,10 @@ def scaled_dot_product_attention(
     refuse_dropout(dropout_p)
     tensors = {"query": query, "key": key, "value": value}
     for name, x in (tensors if attn_mask is None else tensors | {"attn_mask": attn_mask}).items():
-        if not isinstance(x, torch.Tensor):
-            raise BadTensorDtype(f"{name} has type {type(x).__name__}; expected a torch.Tensor")
-        shape_of(name, x)  # raises for a nested or a sparse one
+        if not is_tensor(x):
+            if not isinstance(x, torch.Tensor):
+                raise BadTensorDtype(f"{name} has type {type(x).__name__}; expected a torch.Tensor")
+            shape_of(name, x)  # raises for a nested or a sparse one
     refuse_gradients(attn_mask=attn_mask)
     is_causal, enable_gqa = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
     if attn_mask is not None and is_causal:
@@ -91,8 +92,13 @@ def scaled_dot_product_attention(
     query, key, value = _broadcast(query, key, value, enable_gqa)
     options = {"mask_type": "causal_top_left"} if is_causal else _masked(attn_mask, query, key)
     q, k, v = (x.transpose(-3, -2) for x in (query, key, value))
-    with naming(**_NAMES):
+    try:
         out = attention_of_any_width(q, k, v, softmax_scale=scale, **options)
+    except FlashgenError as error:
+        if attn_mask is not None:  # whose shape costs 3 µs to look at
+            _check_mask(attn_mask, query, key)
+        rename(error, **_NAMES)
+        raise
     return out.transpose(-3, -2)
 
 
@@ -109,7 +115,8 @@ def _broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> t
     """The tensors with one batch, and key and value with as many heads. One head of both serves all of
     query's, as it is.
     """
-    if query.shape[:-2] == key.shape[:-2] and key.shape[:-1] == value.shape[:-1]:
+    served = enable_gqa or key.shape[-3] in (1, query.shape[-3])
+    if served and query.shape[:-3] == key.shape[:-3] and key.shape[:-1] == value.shape[:-1]:
         return query, key, value
     if key.shape[-2] != value.shape[-2]:
         raise BadTensorShape(
@@ -142,7 +149,8 @@ def _masked(attn_mask: Tensor | None, query: Tensor, key: Tensor) -> dict[str, A
     """The options of ``attention`` for a mask."""
     if attn_mask is None:
         return {}
-    _check_mask(attn_mask, (*query.shape[:-1], key.shape[-2]))
+    if attn_mask.dim() > query.dim():  # which attention may take
+        _check_mask(attn_mask, query, key)
     if attn_mask.dtype == torch.bool:
         return {"mask": _rows(~attn_mask, key.shape[-2])}
     if attn_mask.dtype in (torch.float16, torch.bfloat16):
@@ -155,9 +163,9 @@ def _masked(attn_mask: Tensor | None, query: Tensor, key: Tensor) -> dict[str, A
     )
 
 
-def _check_mask(attn_mask: Tensor, scores: tuple[int, ...]) -> None:
+def _check_mask(attn_mask: Tensor, query: Tensor, key: Tensor) -> None:
     """That a mask broadcasts to the scores. Raises BadTensorShape."""
-    shape = tuple(attn_mask.shape)
+    shape, scores = tuple(attn_mask.shape), (*query.shape[:-1], key.shape[-2])
     sizes = zip(reversed(shape), reversed(scores), strict=False)
     if len(shape) <= len(scores) and all(size in (1, full) for size, full in sizes):
         return
@@ -166,7 +174,7 @@ def _check_mask(attn_mask: Tensor, scores: tuple[int, ...]) -> None:
     raise BadTensorShape(
         f"attn_mask has shape {shape}; it must broadcast to ({', '.join(names)}) = {scores}"
         + ("; one of padding goes in as attn_mask[:, None, None, :]" if of_padding else "")
-    )
+    ) from None
 
 
 def _rows(mask: Tensor, seqlen_kv: int) -> Tensor:

@@ -49,19 +49,23 @@ def readable_rows(x: Any) -> Any:
     no array stays as it is, for ``attention`` to say what is wrong.
     """
     if is_tensor(x):
-        return x if _has_rows(x.shape, x.stride(), 1, x.element_size()) else x.contiguous()
+        return _readable_tensor(x)
     if module_of(x) is None:
         return x
     strides = getattr(x, "strides", None)  # an array of JAX has none, and is contiguous
-    return x if strides is None or _has_rows(x.shape, strides, x.itemsize, 1) else x.copy()
+    return x if strides is None or _has_rows(x, strides, x.itemsize, 1) else x.copy()
 
 
-def _has_rows(shape: Sequence[int], strides: Sequence[int], contiguous: int, unit: int) -> bool:
+def _readable_tensor(x: Any) -> Any:
+    return x if _has_rows(x, x.stride(), 1, x.element_size()) else x.contiguous()
+
+
+def _has_rows(x: Any, strides: Sequence[int], contiguous: int, unit: int) -> bool:
     """Whether kernels could read the rows of an array whose strides are in units of so many bytes."""
-    if not shape or strides[-1] != contiguous:
-        return not shape
-    for extent, stride in zip(shape[:-1], strides, strict=False):
-        if stride * unit % ROW_BYTES and extent > 1:
+    if not strides or strides[-1] != contiguous:
+        return not strides
+    for place, stride in enumerate(strides[:-1]):
+        if stride * unit % ROW_BYTES and x.shape[place] > 1:
             return False
     return True
 
@@ -73,12 +77,13 @@ def missing(x: Any) -> int:
 
 def _fitted(x: Any) -> Any:
     """``x``, or a copy of it where kernels could not read its rows."""
-    tensor = is_tensor(x)
-    xp: Any = None if tensor else module_of(x)
-    if not (tensor or xp) or x.ndim == 0 or not missing(x):
+    # Both functions that pad keep the order of dimensions that x has in memory.
+    if is_tensor(x):
+        if x.ndim and missing(x):
+            x = sys.modules["torch"].nn.functional.pad(x, (0, missing(x)))
+        return _readable_tensor(x)
+    xp = module_of(x)
+    if xp is None or x.ndim == 0 or not missing(x):
         return readable_rows(x)
-    # Both functions keep the order of dimensions that x has in memory.
-    if tensor:
-        return readable_rows(sys.modules["torch"].nn.functional.pad(x, (0, missing(x))))
     zeros = xp.broadcast_to(xp.zeros_like(x[..., :1]), (*x.shape[:-1], missing(x)))
     return readable_rows(xp.concatenate([x, zeros], axis=-1))
