@@ -203,10 +203,13 @@ class Plan:
         operator = self.problem.operator
         rest = dict(zip(operator.scalars, scalars, strict=True)) | {"workspace": workspace}
         given = {argument.name: x for argument, x in zip(operator.arguments, arrays, strict=True)}
-        for name, x in given.items():
-            if x is not None and not dlpack.is_array(x):
-                raise BadTensorDtype(f"{name} has type {type(x).__name__}; {self._takes()}")
-        return run_adopted(self, operator, given, stream, **rest)
+        try:
+            return run_adopted(self, operator, given, stream, **rest)
+        except BadTensorDtype:
+            for name, x in given.items():
+                if x is not None and not dlpack.is_array(x):
+                    raise BadTensorDtype(f"{name} has type {type(x).__name__}; {self._takes()}") from None
+            raise
 
     def run(
         self, arrays: Arrays, pointers: Pointers, scalars: tuple[Any, ...], stream: Any, workspace: Any = None
