@@ -431,7 +431,7 @@ def test_what_has_no_gradient_is_refused_by_name():
         flashgen.attention(q, k, v, append=(k, v))
     with pytest.raises(BadParam, match=r"^rotary was given without append"):
         flashgen.attention(q, k, v, rotary=flashgen.Rotary(q, q))
-    with pytest.raises(BadParam, match=r"^k has type ndarray.*pass torch.as_tensor\(k\)"):
+    with pytest.raises(BadParam, match=r"^k has type ndarray.*torch.as_tensor makes$"):
         flashgen.attention(q, k.detach().numpy(), v)
     with pytest.raises(BadParam, match=r"^dout: .*no_grad"):
         flashgen.attention_backward(q, q, k, k, q, torch.ones(2, HEADS, 6))

@@ -11,6 +11,7 @@ from flashgen.errors import BadParam, DeviceTypeNotSupported, NullPointer
 from flashgen.simulator import hostcompiler
 
 torch = pytest.importorskip("torch")
+from torch._dynamo.testing import CompileCounter  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
@@ -120,6 +121,25 @@ def test_what_is_traced_computes_and_writes_what_the_call_does(call):
     other = copy.deepcopy(x)
     same(traced(x), call(other))
     same(x["kv"], other["kv"])
+
+
+@pytest.mark.parametrize("of_cache", [True, False], ids=["cache", "recorded"])
+def test_a_graph_serves_any_bound_of_lengths(of_cache):
+    def bounded(x, max_seqlen_kv):
+        k, v = parts(x)[0]
+        k = flashgen.KVCache(k, v, x["lengths"].clamp(max=8)) if of_cache else k
+        lengths = {} if of_cache else {"v": v, "kv_lengths": x["lengths"].clamp(max=8)}
+        return flashgen.attention(x["q"], k, **lengths, max_seqlen_kv=max_seqlen_kv)
+
+    torch.compiler.reset()
+    x, counter = given(), CompileCounter()
+    graph = torch.compile(bounded, fullgraph=True, backend=counter, dynamic=True)
+    for max_seqlen_kv in (8, 9):  # what the first trace of a process finds out changes later ones
+        graph(x, max_seqlen_kv)
+    graphs = counter.frame_count
+    for max_seqlen_kv in (10, 11):
+        graph(x, max_seqlen_kv)
+    assert counter.frame_count == graphs
 
 
 class Layer(torch.nn.Module):

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from numbers import Integral, Real
 from operator import index as index_of
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from flashgen.operators.arguments import ROW_ALIGNMENT, flag
 from flashgen.operators.attention import mask_type_name, scale_of, sees_no_later_key, window_of
 from flashgen.operators.splits import AUTO, SplitEvery, Splits, splits_of
 from flashgen.runtime.arrays import INSIDE_TORCH_FUNC, kind_of
+
+if TYPE_CHECKING:
+    from flashgen.api.asked import Asked
 
 _EVERY = "every "
 # The tensors whose operators nobody but autograd looks at.
@@ -68,6 +71,18 @@ class Options(NamedTuple):
             # A parameter that is an integer takes no float.
             given[name] = int(value) if value.lstrip("-").isdigit() else float(value)
         return None, None, _split(self.score), given
+
+    def asked(
+        self,
+        tensors: tuple[Any, ...],
+        arrays: list[Tensor],
+        lengths: tuple[Tensor | None, ...],
+        return_lse: bool,
+    ) -> Asked:
+        """What a call with these options asks for, of q, k, v, mask and out."""
+        options = *self.masking, return_lse, self.splitting
+        bounds = self.max_seqlen_q, self.max_seqlen_kv
+        return asked(*tensors, options, self.softmax_scale, self.of_score(arrays), (*lengths, *bounds))
 
 
 # Its fields in the schemas of the operators, in their order.
@@ -118,7 +133,7 @@ def check_tensors(given: Mapping[str, Any]) -> None:
             if not isinstance(x, Tensor) and x is not None:
                 raise BadParam(
                     f"{name} has type {type(x).__name__}, and another array requires a gradient or is "
-                    f"traced; pass torch.as_tensor({name})"
+                    "traced; pass a tensor, which torch.as_tensor makes"
                 )
 
 
@@ -202,7 +217,8 @@ def _number(name: str, x: Any) -> float:
 
 def _whole(name: str, bound: Any) -> int | None:
     """A bound in a type that a graph can hold. Raises BadParam."""
-    if bound is None or isinstance(bound, torch.SymInt):
+    # Dynamo calls one that is symbolic an int, of which operator.index would make a constant.
+    if bound is None or type(bound) is int or isinstance(bound, torch.SymInt):
         return bound
     try:
         return index_of(bound)
@@ -227,17 +243,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """out and lse, where nothing is recorded."""
     options = Options(*given)
-    wanted = asked(
-        q,
-        k,
-        v,
-        mask,
-        None,
-        (*options.masking, True, options.splitting),
-        options.softmax_scale,
-        options.of_score(arrays),
-        (kv_lengths, cu_seqlens_q, cu_seqlens_kv, options.max_seqlen_q, options.max_seqlen_kv),
-    )
+    lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv
+    wanted = options.asked((q, k, v, mask, None), arrays, lengths, return_lse=True)
     return call(*wanted, stream=None, backend=options.backend, algorithm=options.algorithm)
 
 

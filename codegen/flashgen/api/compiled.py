@@ -54,8 +54,9 @@ def attention(
     the operator ``append``; ``what`` are such calls, in messages. Raises BadParam or NullPointer.
     """
     q, k, v, mask, out = tensors
-    # Names and numbers of a score modification go as text, below.
-    wanted = asked(q, k, v, mask, out, (*masking, return_lse, splits), softmax_scale, (None,) * 4, lengths)
+    # A score modification and bounds of lengths go in types that a graph can hold, below.
+    on_device = *lengths[:3], None, None
+    wanted = asked(q, k, v, mask, out, (*masking, return_lse, splits), softmax_scale, (None,) * 4, on_device)
     named = _checked(wanted, stream, what)
     arrays, options = options_of(
         q, masking, softmax_scale, of_score, lengths[3:], splits, False, backend, algorithm
@@ -140,22 +141,11 @@ def _attend(
     options = Options(*given)
     if index is not None or pages is not None:
         k, v, kv_lengths = KVCache(k, v, kv_lengths, pages, index), None, None
-    operator, tensors, wanted, scalars = asked(
-        q,
-        k,
-        v,
-        mask,
-        out,
-        (*options.masking, lse is not None, options.splitting),
-        options.softmax_scale,
-        options.of_score(arrays),
-        (kv_lengths, cu_seqlens_q, cu_seqlens_kv, options.max_seqlen_q, options.max_seqlen_kv),
-    )
+    lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv
+    operator, tensors, *how = options.asked((q, k, v, mask, out), arrays, lengths, lse is not None)
     place = operator.position("lse")
     tensors = *tensors[:place], lse, *tensors[place + 1 :]
-    call(
-        operator, tensors, wanted, scalars, stream=None, backend=options.backend, algorithm=options.algorithm
-    )
+    call(operator, tensors, *how, stream=None, backend=options.backend, algorithm=options.algorithm)
 
 
 @torch.library.custom_op(
