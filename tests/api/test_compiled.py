@@ -7,7 +7,7 @@ import copy
 import pytest
 
 import flashgen
-from flashgen.errors import BadParam, DeviceTypeNotSupported, NullPointer
+from flashgen.errors import BadParam, BadTensorShape, DeviceTypeNotSupported, NullPointer
 from flashgen.simulator import hostcompiler
 
 torch = pytest.importorskip("torch")
@@ -238,6 +238,12 @@ def test_what_is_wrong_is_told_where_it_is_traced():
         make_fx(lambda q: flashgen.attention(q, q))(x["q"])
     with pytest.raises(BadParam, match="stream was given, but what is traced"):
         make_fx(lambda q: flashgen.attention(q, *parts(x)[0], stream=0))(x["q"])
+    k, v = parts(x)[0]
+    for part in ((k, v[:1]), (k[:1], v)):
+        with pytest.raises(BadTensorShape, match=r"^v has shape"):
+            make_fx(lambda q: flashgen.cascade(q, [part, (k, v)]))(x["q"])  # noqa: B023
+    with pytest.raises(BadParam, match=r"^parts\[0\]: v has type ndarray.* is traced; pass a tensor"):
+        make_fx(lambda q: flashgen.cascade(q, [(k, v.numpy())]))(x["q"])
     part = x["q"], torch.zeros(3, HEADS, ROWS)
     with pytest.raises(BadParam, match="out was given with one part"):
         make_fx(lambda o: flashgen.merge([(o, part[1])], out=part[0]))(x["q"])

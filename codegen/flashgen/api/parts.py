@@ -148,17 +148,17 @@ def cascade(
             raise error.of("cascade()") from None
     common = {"softmax_scale": softmax_scale, "softcap": softcap, "stream": stream, "backend": backend}
     if len(pairs) == 1:
-        k, v = (_broadcast(q, x) for x in pairs[0])
+        k, v = _in_batch(q, *pairs[0])
         return attention(q, k, v, causal=causal, out=out, return_lse=return_lse, **common)
     folded, results = None, []
     with_diagonal = len(pairs) if causal and q.shape[-3] > 1 else None
     for number, (k, v) in enumerate(pairs, 1):
         diagonal = number == with_diagonal
-        if _is_shared(q, k) and not diagonal and q.shape[0] * q.shape[1] <= MAX_SEQLEN:
+        if _is_shared(q, k, v) and not diagonal and q.shape[0] * q.shape[1] <= MAX_SEQLEN:
             folded = _folded(q, stream) if folded is None else folded
             results.append(_unfolded(attention(folded, k, v, return_lse=True, **common), q, stream))
         else:
-            k, v = _broadcast(q, k), _broadcast(q, v)
+            k, v = _in_batch(q, k, v)
             results.append(attention(q, k, v, causal=diagonal, return_lse=True, **common))
     merged, lse = merge(results, out=out, stream=stream, backend=backend)
     return (merged, lse) if return_lse else merged
@@ -240,9 +240,7 @@ def _check_cascade(q: Any, pairs: list[tuple[Any, Any]], out: Any, causal: bool)
             width, first = views[1].shape[-1:], pairs[0][1].shape[-1:]
             if width != first:
                 raise BadTensorShape(f"v has head_dim_v {width[0]} but that of parts[0] has {first[0]}")
-            normalise_attention(
-                view, *(_view_in_batch(view, other) for other in views), out=out_view, causal=causal
-            )
+            normalise_attention(view, *_views_in_batch(view, *views), out=out_view, causal=causal)
         except FlashgenError as error:
             raise type(error)(f"parts[{index}]: {error}") from None
     if key is not None:
@@ -251,21 +249,26 @@ def _check_cascade(q: Any, pairs: list[tuple[Any, Any]], out: Any, causal: bool)
         _sound.add(key)
 
 
-def _view_in_batch(q: ArrayView, x: ArrayView) -> ArrayView:
-    """The view of k or v with the batch of q, where a shared part has batch 1."""
-    if not _is_shared(q, x) or x.strides is None:
-        return x
-    return dataclasses.replace(x, shape=(q.shape[0], *x.shape[1:]), strides=(0, *x.strides[1:]))
+def _views_in_batch(q: ArrayView, k: ArrayView, v: ArrayView) -> Sequence[ArrayView]:
+    """The views of k and v with the batch of q, where a shared part has batch 1."""
+    if not _is_shared(q, k, v):
+        return k, v
+    return [
+        dataclasses.replace(x, shape=(q.shape[0], *x.shape[1:]), strides=x.strides and (0, *x.strides[1:]))
+        for x in (k, v)
+    ]
 
 
-def _broadcast(q: Any, x: Any) -> Any:
-    """k or v with the batch of q: of a shared part a view that has its elements for each batch entry."""
-    return arrays.kind_of(x).broadcast(x, (q.shape[0], *x.shape[1:])) if _is_shared(q, x) else x
+def _in_batch(q: Any, k: Any, v: Any) -> Sequence[Any]:
+    """k and v with the batch of q: of a shared part views that have its elements for each batch entry."""
+    if not _is_shared(q, k, v):
+        return k, v
+    return [arrays.kind_of(x).broadcast(x, (q.shape[0], *x.shape[1:])) for x in (k, v)]
 
 
-def _is_shared(q: Any, k: Any) -> bool:
+def _is_shared(q: Any, k: Any, v: Any) -> bool:
     """Whether a part of batch 1 serves several batch entries of q."""
-    return len(q.shape) == len(k.shape) == 4 and k.shape[0] == 1 and q.shape[0] != 1
+    return len(q.shape) == len(k.shape) == len(v.shape) == 4 and k.shape[0] == v.shape[0] == 1 != q.shape[0]
 
 
 def _folded(q: Any, stream: Any) -> Any:
