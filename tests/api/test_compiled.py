@@ -218,6 +218,11 @@ def test_what_has_no_gradient_says_so(traced):
     lse = torch.zeros(3, HEADS, ROWS)
     refuses(r"^q: .*of calls with a KVCache", lambda q: over_pages(x | {"q": q}))
     refuses(r"of calls with out$", lambda q: flashgen.attention(q, k, v, out=torch.empty_like(q)))
+    refuses(
+        "^alibi_slopes",
+        lambda slopes: flashgen.attention(x["q"], k, v, alibi_slopes=slopes, out=torch.empty_like(x["q"])),
+        HEADS,
+    )
     refuses(r"^o2: .* of merge\(\)$", lambda o: flashgen.merge([(x["q"], lse), (o, lse)]))
     refuses(r"^o3: .* of merge\(\)$", lambda o: flashgen.merge([(x["q"], lse)] * 2 + [(o, lse)]))
     refuses(r"^q: .* of cascade\(\)$", lambda q: flashgen.cascade(q, parts(x)))
@@ -271,3 +276,5 @@ def test_some_tensors_without_memory_are_refused_by_name():
     x = given()
     with pytest.raises(DeviceTypeNotSupported, match=r"^k: a tensor is on meta"):
         flashgen.attention(x["q"], *(part.to("meta") for part in parts(x)[0]))
+    with pytest.raises(DeviceTypeNotSupported, match=r"^lengths: a tensor is on meta"):
+        over_pages(x | {"lengths": x["lengths"].to("meta")})

@@ -257,6 +257,15 @@ def test_a_cache_that_begins_late_is_refused_by_name(array):
     assert np.array_equal(found, flash_attn_with_kvcache(*given))
 
 
+def test_no_leftpad_that_is_traced_is_read():
+    torch = pytest.importorskip("torch")
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    given = [torch.from_numpy(x) for x in qkv(np.random.default_rng())]
+    with pytest.raises(NotImplementedError, match=r"^cache_leftpad .*: leave it out"):
+        make_fx(lambda pad: flash_attn_with_kvcache(*given, cache_leftpad=pad))(torch.zeros(2))
+
+
 @pytest.mark.parametrize("num_splits", [0, 1, np.int32(4)])
 @pytest.mark.parametrize("filled", [None, 29])
 def test_splits_are_those_of_attention(num_splits, filled, monkeypatch):

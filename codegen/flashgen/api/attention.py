@@ -150,13 +150,13 @@ def attention(
             # Raised where layouts are read, which looks at each tensor anyway: other calls pay nothing.
             without = _unrecorded(v, out, stream, append, rotary)
             if without:
-                raise error.of(f"calls with {without}") from None
-        except arrays.OnMeta:  # likewise
-            if not getattr(q, "is_meta", False):
-                raise
+                refused = error.of(f"calls with {without}")
+                rename(refused, **names_given(k, alibi_slopes, kv_lengths))
+                raise refused from None
         except FlashgenError as error:
-            rename(error, **names_given(k, alibi_slopes, kv_lengths))
-            raise
+            if not isinstance(error, arrays.OnMeta) or not getattr(q, "is_meta", False):
+                rename(error, **names_given(k, alibi_slopes, kv_lengths))
+                raise
     return_lse = flag("return_lse", return_lse)
     writes = _unrecorded(v, out, stream, append, rotary)
     with naming(**names_given(k, alibi_slopes, kv_lengths)):

@@ -346,7 +346,8 @@ def flash_attn_with_kvcache(
         nothing on the host reads; or an int, for all sequences. None, without k: the whole cache.
     cache_batch_idx: int32, (batch,): the entry of each sequence in the cache; by default its own number.
         Two sequences must not write to one.
-    cache_leftpad: None, or in host memory 0 for each sequence. Nothing reads an array on a GPU to see that.
+    cache_leftpad: None, or in host memory 0 for each sequence. Nothing reads an array on a GPU to see that,
+        nor one that torch.compile traces.
     block_table: int32, (batch, max_num_blocks_per_seq): the caches are (num_blocks, page_block_size,
         nheads_k, headdim), and block block_table[b, j] has the keys of sequence b from j page_block_size. A
         block has any size; entries behind the last key are not read. Not with cache_batch_idx.
