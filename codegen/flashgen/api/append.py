@@ -56,7 +56,7 @@ def append(
 
     On a GPU nobody reads lengths on the host. A token whose position is at or past the capacity, or past the
     rows of cos, or whose page or row the cache does not have, is left out there, and so is such a query in
-    q_rotated; of two tokens for one place either stays. On the CPU all this is an error.
+    q_rotated; a place of two tokens gets one of them, or parts of both. On the CPU all this is an error.
 
     Raises, before anything is queued or written, BadParam, NullPointer, BadTensorShape, BadTensorDtype,
     BadTensorStrides or DeviceTypeNotSupported for what does not fit; BadParam also for a tensor that requires
