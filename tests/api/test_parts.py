@@ -190,7 +190,7 @@ POSITIONAL = {
     "window_size": ((4, 0), [(-1, -1), [-1, -1], np.array([-1, -1])]),
     "alibi_slopes": (np.zeros(4, np.float32), [None]),
     "score": ("softcap", [None]),
-    "params": ({"cap": 2.0}, [None]),
+    "params": ({"cap": 2.0}, [None, {}]),
 }
 
 

@@ -98,9 +98,13 @@ def score_of(
     score: str | Sequence[str] | None,
     params: Mapping[str, Any] | None,
     sees_no_later_key: bool,
-) -> tuple[Score, tuple[Any, ...], tuple[Any, ...]]:
-    """The score modification that a call asks for, its arrays and its numbers. Raises BadParam."""
+) -> tuple[Score | None, tuple[Any, ...], tuple[Any, ...]]:
+    """The score modification that a call asks for, None where params are empty, its arrays and its numbers.
+    Raises BadParam.
+    """
     names, given = named_score(softcap, alibi_slopes, score, params, sees_no_later_key)
+    if not names:
+        return None, (), ()
     modification = _chain(os.environ.get("FLASHGEN_SPECS", ""), names)
     wanted = {param.name for param in modification.params}
     for name in sorted(given.keys() ^ wanted):

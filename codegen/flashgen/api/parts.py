@@ -168,7 +168,9 @@ def _does_nothing(name: str, value: Any) -> bool:
     """Whether one of `_POSITIONAL` is as if it were not given. Raises BadParam."""
     if name == "window_size":
         return window_of(value) == (-1, -1)
-    return value is None or (name == "mask_type" and mask_type_name(value) == "none")
+    if name == "mask_type":
+        return mask_type_name(value) in (None, "none")
+    return value is None or (name == "params" and value == {})
 
 
 def _pairs(parts: Any, what: str) -> list[tuple[Any, Any]]:
