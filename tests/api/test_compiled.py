@@ -178,6 +178,23 @@ def test_inductor_writes_into_the_cache_of_a_layer_and_keeps_no_copy():
     assert f"empty_strided_cpu({tuple(layer.kv.shape)}" not in code
 
 
+@needs_compiler
+def test_inductor_writes_into_parts_of_an_allocation_of_any_sizes():
+    def of_layer(x):
+        rotary = flashgen.Rotary(x["cos"], x["sin"])
+        cache = flashgen.KVCache(x["kv"][:, 1], x["layers"][1], x["lengths"], x["pages"])
+        return flashgen.attention(x["q"], cache, append=x["new"].unbind(), rotary=rotary, causal=True)
+
+    torch.compiler.reset()
+    x = given() | {"layers": torch.randn(2, 9, 8, KV_HEADS, WIDTH)}
+    other = copy.deepcopy(x)
+    with torch.no_grad():
+        found = torch.compile(of_layer, fullgraph=True, dynamic=True)(x)
+    torch.testing.assert_close(found, of_layer(other))
+    for name in ("kv", "layers"):
+        torch.testing.assert_close(x[name], other[name])
+
+
 def test_exported():
     layer, x = Layer(), torch.randn(3, 1, 24)
     with torch.no_grad():

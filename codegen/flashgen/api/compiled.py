@@ -7,6 +7,7 @@ has gradients.
 
 from __future__ import annotations
 
+from operator import index as index_of
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,7 +83,9 @@ def append(wanted: Asked, stream: Any, backend: str | None) -> tuple[Tensor, Ten
     """
     _checked(wanted, stream, "append()")
     _, (*inputs, _, _), options, _ = wanted
-    lengths, q = inputs[2:4]
+    lengths, q, pages = inputs[2:5]
+    for cache in inputs[-2:]:
+        _fix_layout(cache, pages is not None)
     total, rotated = torch.empty_like(lengths), None if q is None else q.new_empty(q.shape)
     _append(*inputs, total, rotated, *options, backend)
     return total, rotated
@@ -116,6 +119,14 @@ def check(given: Mapping[str, Any], stream: Any, what: str, optional: set[str]) 
             raise RequiresGradient(f"{name}: {WITHOUT_GRADIENT}").of(what)
     if stream is not None:
         raise BadParam("stream was given, but what is traced has no stream yet; leave stream out")
+
+
+def _fix_layout(cache: Tensor, paged: bool) -> None:
+    """Make constants of sizes and strides, but for a batch: in place of a symbolic offset, that of a part of
+    an allocation, Inductor of PyTorch 2.13 writes to 0.
+    """
+    for size in (*cache.shape[0 if paged else 1 :], *cache.stride()):
+        index_of(size)
 
 
 @torch.library.custom_op(
