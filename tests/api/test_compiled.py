@@ -195,6 +195,30 @@ def test_inductor_writes_into_parts_of_an_allocation_of_any_sizes():
         torch.testing.assert_close(x[name], other[name])
 
 
+@needs_compiler
+@pytest.mark.parametrize("dynamic", [True, None], ids=["dynamic", "default"])
+def test_inductor_writes_into_a_layer_of_a_cache_and_a_place_of_out_for_any_batch(dynamic):
+    def of_layer(q, layers, new, lengths, results):
+        cache = flashgen.KVCache(layers[0, 1], layers[1, 1], lengths)
+        flashgen.attention(q, cache, append=(new, new), causal=True, out=results[:, 1])
+        return flashgen.merge([(q, lse(q)), (new, lse(new))], out=results[:, 2])
+
+    def lse(x):
+        return x.new_zeros((x.shape[0], x.shape[2], x.shape[1]), dtype=torch.float32)
+
+    torch.compiler.reset()
+    graph = torch.compile(of_layer, fullgraph=True, dynamic=dynamic)
+    for batch in (2, 3):
+        q, new = torch.randn(2, batch, 1, HEADS, 32).unbind()
+        lengths = torch.full((batch,), 5, dtype=torch.int32)
+        written = torch.randn(2, 3, batch, 16, HEADS, 32), torch.randn(batch, 3, 1, HEADS, 32)
+        others = copy.deepcopy(written)
+        with torch.no_grad():
+            graph(q, written[0], new, lengths, written[1])
+            of_layer(q, others[0], new, lengths, others[1])
+        torch.testing.assert_close(written, others)
+
+
 def test_exported():
     layer, x = Layer(), torch.randn(3, 1, 24)
     with torch.no_grad():

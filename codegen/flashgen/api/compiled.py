@@ -65,6 +65,7 @@ def attention(
     if of_append is not None:
         named["kv_lengths"], rotated = append(of_append, stream, backend)
         q = q if rotated is None else rotated
+    _fix_layout(out)
     if out is None:
         out = q.new_empty((*q.shape[:-1], named["v"].shape[-1]))
     lse = None
@@ -83,9 +84,9 @@ def append(wanted: Asked, stream: Any, backend: str | None) -> tuple[Tensor, Ten
     """
     _checked(wanted, stream, "append()")
     _, (*inputs, _, _), options, _ = wanted
-    lengths, q, pages = inputs[2:5]
+    lengths, q = inputs[2:4]
     for cache in inputs[-2:]:
-        _fix_layout(cache, pages is not None)
+        _fix_layout(cache)
     total, rotated = torch.empty_like(lengths), None if q is None else q.new_empty(q.shape)
     _append(*inputs, total, rotated, *options, backend)
     return total, rotated
@@ -94,6 +95,8 @@ def append(wanted: Asked, stream: Any, backend: str | None) -> tuple[Tensor, Ten
 def merge(given: tuple[Any, ...], backend: str | None) -> tuple[Tensor, Tensor]:
     """One result of two parts: o1, lse1, o2, lse2, out and lse_out, which are checked."""
     o, lse, *_, out, lse_out = given
+    _fix_layout(out)
+    _fix_layout(lse_out)
     out = o.new_empty(o.shape) if out is None else out
     lse_out = lse.new_empty(lse.shape) if lse_out is None else lse_out
     _merge(*given[:4], out, lse_out, backend)
@@ -121,12 +124,13 @@ def check(given: Mapping[str, Any], stream: Any, what: str, optional: set[str]) 
         raise BadParam("stream was given, but what is traced has no stream yet; leave stream out")
 
 
-def _fix_layout(cache: Tensor, paged: bool) -> None:
-    """Make constants of sizes and strides, but for a batch: in place of a symbolic offset, that of a part of
-    an allocation, Inductor of PyTorch 2.13 writes to 0.
+def _fix_layout(written: Tensor | None) -> None:
+    """Make constants of the sizes and strides of an array that is written to: where these place a part of an
+    allocation and are symbolic, Inductor of PyTorch 2.13 writes to its begin.
     """
-    for size in (*cache.shape[0 if paged else 1 :], *cache.stride()):
-        index_of(size)
+    if written is not None:
+        for size in (*written.shape, *written.stride()):
+            index_of(size)
 
 
 @torch.library.custom_op(
