@@ -86,10 +86,12 @@ def names_given(k: Any, alibi_slopes: Any, kv_lengths: Any = None) -> dict[str, 
 
 def bound(max_seqlen: Any) -> Any:
     """An int for what stands for one: the element of a tensor may change, and its plan would not."""
+    if max_seqlen is None:
+        return None  # ahead of the error, which Dynamo of PyTorch 2.11 does not catch
     try:
         return index_of(max_seqlen)
     except TypeError:
-        return max_seqlen  # None, or what the operator refuses
+        return max_seqlen  # what the operator refuses
 
 
 def score_of(
