@@ -1,5 +1,5 @@
-"""flashgen itself, through a held plan: as dispatched, with the grouping of query heads or the target pinned,
-by one algorithm, or without lengths."""
+"""flashgen itself, through a held plan: as dispatched, with the grouping of query heads, the target or the
+variant pinned, by one algorithm, or without lengths."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 class Flashgen:
     """``flashgen.plan``, or ``flashgen.plan_backward``; with ``grouping`` (``gqa`` or ``packed``) only
-    variants of that grouping compete, with ``target`` only those of that target, with ``algorithm`` only
-    those of that one, whose workspace is then held too: ``workspace_bytes`` of it. With ``steps`` a call
-    launches only the first ones, and its results are no results. ``plan`` is the plan of the last case.
+    variants of that grouping compete, with ``target`` only those of that target, with ``variant`` only the
+    one of that name, with ``algorithm`` only those of that one, whose workspace is then held too:
+    ``workspace_bytes`` of it. With ``steps`` a call launches only the first ones, and its results are no
+    results. ``plan`` is the plan of the last case.
     """
 
     hosts = ("cupy", "torch")
@@ -33,13 +34,14 @@ class Flashgen:
         algorithm: str | None = None,
         target: str | None = None,
         steps: int | None = None,
+        variant: str | None = None,
     ) -> None:
         self.name = "-".join(part for part in ("flashgen", grouping, algorithm, target) if part)
         self.variant: str | None = None
         self.plan: Plan | None = None
         self.algorithm = algorithm
         self.workspace_bytes = 0
-        self._grouping, self._target, self._steps = grouping, target, steps
+        self._grouping, self._target, self._steps, self._variant = grouping, target, steps, variant
 
     def unavailable(self) -> str | None:
         from flashgen.runtime import device
@@ -120,6 +122,8 @@ class Flashgen:
             plan = _pinned(plan, examples, lambda variant: variant.gqa == self._grouping)
         if self._target is not None:
             plan = _pinned(plan, examples, lambda variant: variant.target == self._target)
+        if self._variant is not None:
+            plan = _pinned(plan, examples, lambda variant: variant.name == self._variant)
         if self._steps is not None:
             plan = _cut(plan, examples, self._steps)
         self.plan, self.variant = plan, plan.variant.name
@@ -158,19 +162,18 @@ class Flashgen:
             **appended(first),
             **bounds,
         )
-        self.variant = plan.variant.name
-
         if case.appends:
+            self.variant = plan.variant.name
             return lambda index: plan(
                 sets[index].q, *keys(sets[index]), **appended(sets[index]), out=sets[index].out
             )
 
-        def run(index: int) -> Any:
-            inputs = sets[index]
+        def arrays(inputs: Inputs) -> dict[str, Any]:
             lengths = named(inputs) or {"kv_lengths": inputs.kv_lengths, "pages": inputs.pages}
-            return plan(inputs.q, inputs.k, inputs.v, **lengths, out=inputs.out)
+            return {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": inputs.out, **lengths}
 
-        return run
+        plan = self._changed(plan, arrays(first))
+        return lambda index: plan(**arrays(sets[index]))
 
     def _workspace(self, plan: Plan) -> Any:
         """Memory for every call of the plan, or None where it needs none."""
