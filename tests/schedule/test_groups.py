@@ -1,4 +1,5 @@
-"""Groups of query heads in parts: how many, and what the plan then has."""
+"""Tiles of keys: the time that they take by the model, groups of query heads in parts, and what the plan then
+has."""
 
 import dataclasses
 
@@ -11,12 +12,13 @@ from fake_gpu import H200
 from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.backward import normalise
 from flashgen.schedule.grid import tiles
-from flashgen.schedule.groups import group_parts
+from flashgen.schedule.groups import group_parts, rows_of_tiles
 from flashgen.schedule.plan import plan_steps
 from flashgen.schedule.sections import sections
 
 CAUSAL = MAIN["flash_bwd_hdim128_bf16_causal_gqa_sm90"]
 FULL = MAIN["flash_bwd_hdim128_bf16_gqa_sm90"]
+ORDERED = MAIN["flash_bwd_hdim128_bf16_causal_ordered_gqa_sm90"]
 
 
 def call(batch, seqlen_q, seqlen_kv, heads, kv_heads, **options):
@@ -30,20 +32,47 @@ def call(batch, seqlen_q, seqlen_kv, heads, kv_heads, **options):
     ("shape", "variant", "parts"),
     [
         ((2, 8192, 8192, 16, 1), CAUSAL, 4),  # 128 blocks of keys on 132 multiprocessors
-        ((2, 8192, 8192, 16, 1), FULL, 4),
+        ((2, 8192, 8192, 16, 1), FULL, 1),
+        ((2, 8192, 8192, 16, 1), ORDERED, 8),  # blocks in turns wait for longer ones
         ((2, 8192, 8192, 32, 8), CAUSAL, 1),  # 1,024
-        ((2, 8192, 8192, 32, 16), CAUSAL, 1),
-        ((1, 8192, 8192, 32, 8), CAUSAL, 1),
-        ((1, 128, 128, 6, 2), CAUSAL, 3),  # no number of parts is enough
+        ((1, 128, 128, 6, 2), CAUSAL, 3),  # two blocks
+        # What parts leave in memory takes longer than what they save.
+        ((60, 23, 23, 8, 1), CAUSAL, 1),
+        ((49, 43, 43, 16, 2), CAUSAL, 1),
         ((1, 128, 0, 6, 2), CAUSAL, 1),
+        ((1, 0, 128, 6, 2), CAUSAL, 1),
     ],
 )
-def test_as_few_parts_as_make_so_many_waves(shape, variant, parts):
-    assert group_parts(call(*shape, causal=True), variant, H200) == parts
+def test_how_many_parts(shape, variant, parts):
+    assert group_parts(call(*shape, causal=variant is not FULL), variant, H200) == parts
 
 
 @given(
-    st.sampled_from([CAUSAL, FULL, MAIN["flash_bwd_hdim128_bf16_causal_ordered_gqa_sm90"]]),
+    st.sampled_from([CAUSAL, FULL, ORDERED]),
+    st.integers(1, 4),
+    st.integers(0, 3000),
+    st.integers(1, 5000),
+    st.integers(1, 3),
+    st.integers(1, 24),
+    st.integers(1, 200),
+)
+def test_the_fewest_parts_near_the_least_time(variant, batch, seqlen_q, seqlen_kv, kv_heads, group, num_sms):
+    device = dataclasses.replace(H200, num_sms=num_sms)
+    problem = call(batch, seqlen_q, seqlen_kv, kv_heads * group, kv_heads, causal=True)
+    parts = group_parts(problem, variant, device)
+    assert group % parts == 0
+
+    def time(parts):
+        return rows_of_tiles(problem, variant, num_sms, parts)
+
+    others = [other for other in range(1, group + 1) if group % other == 0]
+    near = 1.05 * min(map(time, others))
+    assert time(parts) <= near
+    assert all(time(other) > near for other in others if other < parts)
+
+
+@given(
+    st.sampled_from([CAUSAL, FULL, ORDERED]),
     st.integers(1, 4),
     st.integers(1, 5000),
     st.integers(1, 3),
@@ -56,19 +85,10 @@ def test_the_plan_has_a_block_for_each_part_and_memory_for_what_it_leaves(
     device = dataclasses.replace(H200, num_sms=num_sms)
     problem = call(batch, 100, seqlen_kv, kv_heads * group, kv_heads, causal=True)
     parts = group_parts(problem, variant, device)
-    assert group % parts == 0
-    count = tiles(problem, variant)
-
-    def enough(parts):
-        return -(-count * parts // num_sms) >= variant.grid.group_waves
-
-    assert enough(parts) or parts == group
-    assert not any(enough(fewer) for fewer in range(1, parts) if group % fewer == 0)
-
     steps, workspace = plan_steps(problem, variant, device)
     names = ["preprocess", "main", "convert"] + ["sum"] * (parts > 1)
     assert [step.variant.step or "main" for step in steps] == names
-    assert steps[1].launch.blocks == count * parts
+    assert steps[1].launch.blocks == tiles(problem, variant) * parts
     rows = -(-seqlen_kv // 128) * 128
     sizes = {each.name: each.nbytes for each in workspace.slices}
     left = batch * kv_heads * parts * rows * 128 * 4 if parts > 1 else 0

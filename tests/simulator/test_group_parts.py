@@ -4,13 +4,13 @@ to the bit, planted faults."""
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from backward_variants import MAIN
 from flashgen.errors import SimulationError
-from flashgen.schedule.grid import tiles
 from flashgen.schedule.plan import plan_steps
 from flashgen.simulator.example import Shape, make
 from flashgen.simulator.execute import simulate
@@ -25,10 +25,9 @@ def simulated(name, shape, seed, parts, *, threads=1, order=0, source_of=render)
     """The example after the call ran with groups in so many parts, and the arrays of its workspace."""
     variant = MAIN[name]
     example = make(variant, shape, seed)
-    waves = tiles(example.problem, variant) * parts  # on one multiprocessor
-    variant = dataclasses.replace(variant, grid=variant.grid._replace(group_waves=waves))
     device = dataclasses.replace(pretend_for(variant), num_sms=1)
-    planned = plan_steps(example.problem, variant, device)
+    with mock.patch("flashgen.schedule.plan.group_parts", return_value=parts):
+        planned = plan_steps(example.problem, variant, device)
     assert [step.variant.step for step in planned.steps][3:] == ["sum"] * (parts > 1)
     libraries = [load(source_of(step.variant), step.variant.name) for step in planned.steps]
     memory = np.full(planned.workspace.nbytes + 256, 0xFF, np.uint8)

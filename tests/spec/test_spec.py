@@ -754,8 +754,9 @@ def test_shares_are_of_kv_blocks(tmp_path):
 GROUPS = (specs_dir() / "flash_bwd_sm90.yaml").read_text(encoding="utf-8")
 SUM_WHEN = "    when: {gqa: gqa}\n    template"
 SUM_GRID = "{key_rows: 16, kv_heads: 1, batch: 1}"
-STEP = "step_rows: block_m if dq_order == 'ordered' else 0"
-WAVES = "group_waves: 15 if dq_order == 'ordered' else 4"
+STEP = "step_rows: block_m"
+TURNS = "in_turns: 1 if dq_order == 'ordered' else 0"
+PART = "part_time: 384"
 
 
 @pytest.mark.parametrize(
@@ -764,12 +765,14 @@ WAVES = "group_waves: 15 if dq_order == 'ordered' else 4"
         (SUM_WHEN, "    template", None, None),
         (SUM_WHEN, "    when: {gqa: some}\n    template", r"steps\[3\]\.when\.gqa", "some"),
         ("    main: true\n", "    main: true\n    when: {gqa: gqa}\n", r"steps\[1\]\.when", "every variant"),
-        (WAVES, "group_waves: 0", r"steps\[3\]\.combines", "has parts"),
-        (WAVES, "group_waves: 0 - 1", r"tiles\[\d+\]", "below 1"),
-        (WAVES, f"schedule: persistent\n      {WAVES}", r"group_waves", "each tile and part"),
-        (SUM_GRID, "{key_rows: 16}, group_waves: 1", r"group_waves", "only the main step"),
-        (WAVES, f"{WAVES}\n      cluster: 0", r"tiles\[\d+\]", "below 1"),
-        (STEP, "step_rows: 0 - 1", r"tiles\[\d+\]", "below 1"),
+        (PART, "part_time: 0", r"steps\[3\]\.combines", "has parts"),
+        (PART, "part_time: 0 - 1", r"tiles\[\d+\]", "below 1"),
+        (PART, f"schedule: persistent\n      {PART}", r"part_time", "each tile and part"),
+        (SUM_GRID, "{key_rows: 16}, part_time: 1", r"part_time", "only the main step"),
+        (PART, f"{PART}\n      cluster: 0", r"tiles\[\d+\]", "below 1"),
+        (STEP, "blocks_per_sm: 1", r"steps\[1\]\.grid", "how many rows one has"),
+        (STEP, "step_rows: block_m - block_m", r"tiles\[\d+\]", "below 1"),
+        (TURNS, "in_turns: 0 - 1", r"tiles\[\d+\]", "below 1"),
         (SUM_GRID, f"{SUM_GRID}, schedule: persistent, cluster: 2", r"tiles\[\d+\]", "to each tile"),
     ],
 )

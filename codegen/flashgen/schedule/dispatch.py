@@ -26,7 +26,6 @@ The rule, which a spec names ``least_time``:
 from __future__ import annotations
 
 import itertools
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.arch import arch_parts, reaches
@@ -37,15 +36,15 @@ from flashgen.operators.splits import AUTO, SplitEvery
 from flashgen.schedule.grid import (
     KEYS,
     MAX_EXTENT,
+    ROWS,
     expected_tiles,
     extents,
     lengths_differ,
     row_blocks,
     rows,
     tiles,
-    tiles_beside,
 )
-from flashgen.schedule.groups import group_parts
+from flashgen.schedule.groups import group_parts, rows_of_tiles
 from flashgen.schedule.shares import countable, shares_of
 from flashgen.schedule.tensormap import REQUIREMENTS, expressible
 from flashgen.schedule.visited import visited_keys
@@ -58,6 +57,11 @@ if TYPE_CHECKING:
     from flashgen.operators.operator import Problem, Value
     from flashgen.spec.model import Spec
     from flashgen.spec.variant import Variant
+
+
+# Fitted to 1,600 measured problems (docs/tuning.md). Parts of a tile that visit nothing save less than their
+# share of its time, and the multiprocessors that tiles of different lengths go to end so much of one apart.
+_IDLE, _LAST = 1 / 3, 0.35
 
 
 def offers(
@@ -218,9 +222,8 @@ def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
     Sequences whose lengths differ have as many tiles as are to be expected. The longest come first, so
     multiprocessors end together: no wave is counted whole.
 
-    A tile of keys visits the queries of its heads, and tiles of queries that a grid has beside them visit
-    keys. They are handed out in turn, so some multiprocessor has the longest tile, or a mean one in each
-    round.
+    A grid of tiles of keys takes the time of its `rows_of_tiles`, and the kernels ahead of and behind it that
+    of ``passes`` keys for each query row, in whole tiles of the one ahead.
 
     In a grid of shares, the busiest multiprocessor visits the KV blocks of its shares, each of which is of
     one tile or several, and ``split_gain`` more where tiles are split and have to be combined.
@@ -230,7 +233,9 @@ def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
     if variant.grid.tile(KEYS):
         return _cost_of_keys(problem, device, variant)
     block_m, room = variant.grid.covers[0][1], variant.grid.blocks_per_sm if variant.fill else 1
-    mean, of_tile, longest = (keys + variant.start * block_m for keys in visited_keys(problem, variant))
+    visited, start = visited_keys(problem, variant), variant.start * block_m
+    of_tile, longest = visited.mean + start, visited.most + start
+    mean = visited.mean * (visited.mean_of_parts / max(1, visited.mean)) ** _IDLE + start
     count, differ = expected_tiles(problem, variant), lengths_differ(problem, variant)
     if mean == longest and not differ:
         rounds, rest = divmod(-(-count // device.num_sms), room)
@@ -238,7 +243,9 @@ def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
     else:
         # Tiles of different lengths are handed out so that multiprocessors have about the same work.
         beside = min(room, max(1, count / device.num_sms))
-        keys = max(count * mean / device.num_sms, beside * longest) / (beside / room) ** variant.fill
+        waves = count / device.num_sms
+        equal = (waves + _LAST * (waves > 1)) * mean
+        keys = max(equal, beside * longest) / (beside / room) ** variant.fill
         if (
             variant.grid.persistent
             and not differ
@@ -262,15 +269,10 @@ def _cost_of_shares(problem: Problem, device: Device, variant: Variant) -> float
 
 
 def _cost_of_keys(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
-    parts, block_n = group_parts(problem, variant, device), variant.grid.covers[0][1]
-    of_keys, of_queries = expected_tiles(problem, variant) * parts, tiles_beside(problem, variant)
-    group = problem.sizes["num_heads_q"] // problem.sizes["num_heads_kv"]
-    rows, keys = problem.sizes["seqlen_q"] * group // parts, problem.sizes["seqlen_kv"]
-    count = of_keys + of_queries
-    mean = (of_keys * rows + of_queries * keys) / max(1, count)
-    longest = max(rows if of_keys else 0, keys if of_queries else 0)
-    rounds = math.ceil(count / device.num_sms)
-    return (max(longest, rounds * mean) + rounds * variant.start * block_n) * block_n / variant.efficiency
+    block_n, parts = variant.grid.covers[0][1], group_parts(problem, variant, device)
+    scores = rows_of_tiles(problem, variant, device.num_sms, parts) * block_n / variant.efficiency
+    beside = variant.passes * sum(tiles(problem, step) * step.grid.tile(ROWS) for step in variant.before)
+    return scores + beside / device.num_sms
 
 
 def runs_on(variant: Variant, device: Device) -> bool:

@@ -151,7 +151,7 @@ def launch_of(
     """
     if variant.grid.shares:
         return Launch(num_shares, variant.threads, variant.smem_bytes)
-    blocks = tiles(problem, variant) * (parts if variant.grid.group_waves else 1)
+    blocks = tiles(problem, variant) * (parts if variant.grid.part_time else 1)
     blocks += tiles_beside(problem, variant)
     if blocks > MAX_BLOCKS:
         sizes = ", ".join(f"{name} {size}" for name, size in problem.sizes.items())

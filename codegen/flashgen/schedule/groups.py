@@ -1,29 +1,64 @@
-"""Groups of query heads, split among thread blocks: into how many parts."""
+"""Tiles of keys, each of which goes through the query heads of a kv head: the time that they take by the
+model, and into how many parts the query heads are split among thread blocks."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
-from flashgen.schedule.grid import blocks_at_a_time, tiles
+from flashgen.operators.masks import Band
+from flashgen.schedule.grid import expected_tiles, lengths_differ, tiles, tiles_beside
+from flashgen.schedule.visited import visited_beside, visited_queries
 
 if TYPE_CHECKING:
     from flashgen.arch import Device
     from flashgen.operators.operator import Problem
     from flashgen.spec.variant import Variant
 
+# A grid of tiles that differ in length ends so many mean ones after an equal share of them; in turns, where
+# they wait for longer ones, later. (Fitted: docs/tuning.md.)
+_LAST, _LAST_IN_TURNS = 0.6, 1.5
+# More parts are more memory: the fewest are taken that come so near to the least time.
+_NEAR = 1.05
+
 
 def group_parts(problem: Problem, variant: Variant, device: Device) -> int:
-    """Into how many parts of equally many heads the query heads of each kv head are split: the fewest with
-    which the thread blocks make ``group_waves`` waves, the last one perhaps not full; where none are enough,
-    as many as heads. 1 where the spec does not ask for waves.
+    """Into how many parts of equally many heads the query heads of each kv head are split, for the least
+    `rows_of_tiles`, or nearly so. 1 where the spec does not say what a part takes besides: ``part_time``.
 
     Each part leaves gradients of its keys in the workspace. So there are no more parts than are of use.
     """
-    if not variant.grid.group_waves:
-        return 1
     group = problem.sizes["num_heads_q"] // problem.sizes["num_heads_kv"]
-    count, running = tiles(problem, variant), blocks_at_a_time(variant, device)
-    if not count:
-        return 1  # not launched
-    divisors = (parts for parts in range(1, group) if group % parts == 0)
-    return next((p for p in divisors if -(-count * p // running) >= variant.grid.group_waves), group)
+    if not variant.grid.part_time or group == 1 or not tiles(problem, variant):
+        return 1
+    divisors = [parts for parts in range(1, group + 1) if group % parts == 0]
+    times = {parts: rows_of_tiles(problem, variant, device.num_sms, parts) for parts in divisors}
+    return next(parts for parts in divisors if times[parts] <= _NEAR * min(times.values()))
+
+
+def rows_of_tiles(problem: Problem, variant: Variant, num_sms: int, parts: int = 1) -> float:
+    """The modelled time of a grid of tiles of keys, in query rows that one tile goes through: the longest
+    tile; with several waves, these, or what a multiprocessor has of all tiles and then the end of the grid.
+
+    A tile visits the query rows of all heads of its part, and takes the time of ``start`` times as many as it
+    has keys besides. What parts leave is written and read at the rate of memory: ``part_time`` a tile. Tiles
+    of queries that a grid has beside those of keys visit keys. Sequences whose lengths differ have as many
+    tiles as are to be expected.
+    """
+    grid = variant.grid
+    heads = problem.sizes["num_heads_q"] // problem.sizes["num_heads_kv"] // parts
+    count, visited = expected_tiles(problem, variant) * parts, visited_queries(problem, variant)
+    left = count * grid.part_time / num_sms if parts > 1 else 0
+    total, most = count * visited.mean * heads, visited.most * heads
+    if beside := tiles_beside(problem, variant):
+        of_queries = visited_beside(problem, variant)
+        count, total = count + beside, total + beside * of_queries.mean
+        most = max(most, of_queries.most)
+    starts, waves = variant.start * grid.covers[0][1], count / (num_sms * grid.blocks_per_sm)
+    if waves <= 1:
+        return most + starts + left
+    if not Band.of(problem).bounded and not lengths_differ(problem, variant):
+        waves = math.ceil(waves)
+    else:
+        waves += _LAST_IN_TURNS if grid.in_turns else _LAST
+    return max(most + starts, waves * grid.blocks_per_sm * (total / count + starts)) + left

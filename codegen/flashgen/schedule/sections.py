@@ -44,7 +44,7 @@ def sections(problem: AttentionProblem, variant: Variant, device: Device, parts:
     if variant.grid.tile(KEYS):
         running = blocks_at_a_time(variant, device)
         query_heads = problem.num_heads_q // problem.num_heads_kv // parts
-        if not variant.grid.step_rows:
+        if not variant.grid.in_turns:
             return _of_keys(problem, total, tiles_of_head, running, query_heads)
         steps = max(1, query_heads * -(-problem.seqlen_q // variant.grid.step_rows))
         wanted = max(-(-running // tiles_of_head), 2 * running // (variant.grid.cluster * steps))

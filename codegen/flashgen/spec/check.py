@@ -77,6 +77,7 @@ def examine(path: Path, text: bytes) -> Checked:
             "on_request": file.dispatch.prefer == "on_request",
             "start": file.dispatch.start,
             "fill": file.dispatch.fill,
+            "passes": file.dispatch.passes,
             "rows_at_most": file.dispatch.rows_at_most,
         },
         targets={

@@ -14,7 +14,7 @@ SCHEDULES = ("tile_per_block", "sequences", "persistent", "persistent_sequences"
 
 # In the shape of a workspace array: the parts of tiles that the main step's shares may leave to combine.
 NUM_PARTS = "num_parts"
-# Likewise: the parts of a kv head's query heads, each with thread blocks of its own (`Grid.group_waves`).
+# Likewise: the parts of a kv head's query heads, each with thread blocks of its own (`Grid.part_time`).
 GROUP_PARTS = "group_parts"
 
 
@@ -25,12 +25,12 @@ class Grid(NamedTuple):
     their product is the number of tiles. ``schedule`` is one of SCHEDULES. ``blocks_per_sm`` is the thread
     blocks that a multiprocessor has room for. ``from_last_row`` is 0 where tiles are counted from the first
     row of a head; else they are counted from the last one, in multiples of so many rows. ``split_gain`` is
-    the KV blocks that the largest share must lose for shares to begin within tiles. ``group_waves`` is the
-    waves of thread blocks below which the query heads of each kv head are split into parts (0: never).
-    ``cluster`` is the thread blocks of a cluster, which have neighbouring tiles of the first dimension.
-    ``step_rows`` is the query rows of a step of tiles of keys that add to dq in turns (0: `sections` takes no
-    account of them). ``beside`` cuts further dimensions, likewise, into tiles of a second kind, which come
-    behind the others in the same launch.
+    the KV blocks that the largest share must lose for shares to begin within tiles. ``part_time`` is the
+    time, in query rows, that memory takes for what a tile of keys leaves of a part of its query heads (0:
+    groups of query heads are never split). ``cluster`` is the thread blocks of a cluster, which have
+    neighbouring tiles of the first dimension. ``step_rows`` is the query rows of a step of tiles of keys,
+    which may add to dq ``in_turns``. ``beside`` cuts further dimensions, likewise, into tiles of a second
+    kind, which come behind the others in the same launch.
     """
 
     covers: tuple[tuple[str, int], ...] = ()
@@ -38,9 +38,10 @@ class Grid(NamedTuple):
     blocks_per_sm: int = 1
     from_last_row: int = 0
     split_gain: int = 0
-    group_waves: int = 0
+    part_time: int = 0
     cluster: int = 1
     step_rows: int = 0
+    in_turns: bool = False
     beside: tuple[tuple[str, int], ...] = ()
 
     @property

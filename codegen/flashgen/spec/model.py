@@ -42,9 +42,10 @@ class Resources(NamedTuple):
     blocks_per_sm: int
     from_last_row: int
     split_gain: int
-    group_waves: int
+    part_time: int
     cluster: int
     step_rows: int
+    in_turns: int
     beside: tuple[int, ...]
     visits: Visits | None
 
@@ -213,9 +214,10 @@ class Spec:
                 takes.blocks_per_sm,
                 takes.from_last_row,
                 takes.split_gain,
-                takes.group_waves,
+                takes.part_time,
                 takes.cluster,
                 takes.step_rows,
+                bool(takes.in_turns),
                 tuple(zip(step.beside, takes.beside, strict=True)),
             ),
             visits=takes.visits,

@@ -83,9 +83,10 @@ class GridRow(msgspec.Struct, forbid_unknown_fields=True):
     blocks_per_sm: Number = 1
     from_last_row: Number = 0
     split_gain: Number = 0
-    group_waves: Number = 0
+    part_time: Number = 0
     cluster: Number = 1
     step_rows: Number = 0
+    in_turns: Number = 0
     beside: dict[str, Number] = {}
 
 
@@ -126,13 +127,14 @@ class BufferRow(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Dispatch(msgspec.Struct, forbid_unknown_fields=True):
-    """Whether dispatch offers the family to calls, to which of them, and two numbers of the rule by which it
-    chooses.
+    """Whether dispatch offers the family to calls, to which of them, and three numbers of the rule by which
+    it chooses.
     """
 
     prefer: Literal["least_time", "on_request"] = "least_time"
     start: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
     fill: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    passes: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 0.0
     rows_at_most: Positive | None = None
 
 

@@ -53,7 +53,7 @@ def read_steps(document: Document, file: File, axes: Mapping[str, Values]) -> tu
         raise document.error(("steps", main[0], "when"), "every variant has the main step")
     for i, row in enumerate(rows):
         if row.combines and (i <= main[0] or not _splits(rows[main[0]])):
-            why = "only a step behind a main one with `schedule: shares` or `group_waves` has parts"
+            why = "only a step behind a main one with `schedule: shares` or `part_time` has parts"
             raise document.error(("steps", i, "combines"), why)
     tables = [StepTable(document, file, axes, condition, ("steps", i), row) for i, row in enumerate(rows)]
     return tables, main[0]
@@ -61,7 +61,7 @@ def read_steps(document: Document, file: File, axes: Mapping[str, Values]) -> tu
 
 def _splits(row: StepRow) -> bool:
     """Whether a main step may leave parts of its results to a step that combines them."""
-    return row.grid.schedule == "shares" or bool(row.grid.group_waves)
+    return row.grid.schedule == "shares" or bool(row.grid.part_time)
 
 
 class StepTable:
@@ -94,9 +94,13 @@ class StepTable:
         )
         if row.grid.schedule == "shares" and row.visits is None and not row.combines:
             raise document.error((*keys, "grid", "schedule"), "shares are of KV blocks: `visits` is missing")
-        if row.grid.group_waves and (not row.main or row.grid.schedule != "tile_per_block"):
+        if row.grid.part_time and (not row.main or row.grid.schedule != "tile_per_block"):
             why = "only the main step splits groups of query heads, one thread block to each tile and part"
-            raise document.error((*keys, "grid", "group_waves"), why)
+            raise document.error((*keys, "grid", "part_time"), why)
+        self._of_keys = row.main and "key_rows" in row.grid.covers
+        if self._of_keys and not row.grid.step_rows:
+            why = "tiles of keys go through query rows in steps, and `step_rows` is how many rows one has"
+            raise document.error((*keys, "grid"), why)
         if row.grid.beside and row.grid.schedule != "tile_per_block":
             why = "only with one thread block to each tile"
             raise document.error((*keys, "grid", "beside"), why)
@@ -115,9 +119,10 @@ class StepTable:
         self._blocks_per_sm = self._expression(("grid", "blocks_per_sm"), row.grid.blocks_per_sm)
         self._from_last_row = self._expression(("grid", "from_last_row"), row.grid.from_last_row)
         self._split_gain = self._expression(("grid", "split_gain"), row.grid.split_gain)
-        self._group_waves = self._expression(("grid", "group_waves"), row.grid.group_waves)
+        self._part_time = self._expression(("grid", "part_time"), row.grid.part_time)
         self._cluster = self._expression(("grid", "cluster"), row.grid.cluster)
         self._step_rows = self._expression(("grid", "step_rows"), row.grid.step_rows)
+        self._in_turns = self._expression(("grid", "in_turns"), row.grid.in_turns)
         self._visits = None
         if row.visits is not None:
             self._visits = [
@@ -157,8 +162,9 @@ class StepTable:
             covers = tuple(extent(values) for extent in self._covers)
             beside = tuple(extent(values) for extent in self._beside)
             blocks_per_sm, from_last_row = self._blocks_per_sm(values), self._from_last_row(values)
-            split_gain, group_waves = self._split_gain(values), self._group_waves(values)
-            cluster, step_rows, visits = self._cluster(values), self._step_rows(values), None
+            split_gain, part_time = self._split_gain(values), self._part_time(values)
+            cluster, visits = self._cluster(values), None
+            step_rows, in_turns = self._step_rows(values), self._in_turns(values)
             if self._visits is not None:
                 visits = Visits(*(number(values) for number in self._visits))
         except ValueError as cause:
@@ -169,12 +175,13 @@ class StepTable:
             allowed = f"at most {values['max_smem']}"
             raise error(f"{smem_bytes} bytes of shared memory for {where()}; allowed: {allowed}")
         positive = (*covers, *beside, blocks_per_sm, cluster, *(visits or ()))
-        if min(positive) < 1 or min(from_last_row, split_gain, group_waves, step_rows) < 0:
+        positive += (step_rows,) if self._of_keys else ()
+        if min(positive) < 1 or min(from_last_row, split_gain, part_time, step_rows, in_turns) < 0:
             raise error(f"an extent of `grid` or `visits` is below 1 for {where()}")
         if cluster > 1 and self.step.schedule not in ("tile_per_block", "sequences"):
             raise error(f"clusters of {cluster} for {where()}: only with one thread block to each tile")
         boxes = self._boxes.at(values, where)
-        numbers = (from_last_row, split_gain, group_waves, cluster, step_rows, beside)
+        numbers = (from_last_row, split_gain, part_time, cluster, step_rows, in_turns, beside)
         return Resources(threads, smem_bytes, boxes, covers, blocks_per_sm, *numbers, visits)
 
     def _expression(self, keys: Keys, text: str | int) -> Expression:
