@@ -136,6 +136,27 @@ def test_rows_that_no_kernel_could_read_are_copied(dtype):
     same(*(x[..., 1:33] for x in qkv(width=35, dtype=dtype)))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_that_start_within_16_bytes_are_copied(dtype):
+    """Rows are a multiple of 16 bytes apart, but the first is not at one."""
+    given = [x[..., 1:33] for x in qkv(width=40, dtype=dtype)]
+    same(*given, is_causal=True)
+    weights, copies = torch.randn(2, 4, 23, 32, dtype=dtype), [x.clone() for x in given]
+    found, expected = (
+        torch.autograd.grad(scaled_dot_product_attention(*leaves), leaves, weights)
+        for leaves in ([x.requires_grad_() for x in each] for each in (given, copies))
+    )
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_a_graph_refuses_tensors_that_start_within_16_bytes():
+    """Where a tensor starts nothing can tell that traces it."""
+    torch.compiler.reset()
+    compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+    with pytest.raises(errors.BadTensorStrides, match=r"^q starts at address"):
+        compiled(*(x[..., 1:33] for x in qkv(width=36)))
+
+
 def test_without_batch():
     same(*qkv(batch=()), attn_mask=torch.rand(4, 23, 41) < 0.5)
 

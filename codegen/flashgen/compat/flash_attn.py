@@ -70,8 +70,8 @@ def flash_attn_func(
     """Attention of q, (batch, seqlen_q, nheads, headdim), on k and v, (batch, seqlen_k, nheads_k, headdim).
 
     nheads_k divides nheads; v may have a head dim of its own. A head dim whose row is no multiple of 16 bytes
-    is padded with zeros, which copies the array. Rows that are not contiguous, or not a multiple of 16 bytes
-    apart, are copied, too.
+    is padded with zeros, which copies the array. Rows that are not contiguous, or do not start at multiples
+    of 16 bytes, are copied, too.
     dropout_p: 0 alone.
     softmax_scale: by default 1 / sqrt(headdim), of the head dim without padding.
     causal: the last query sees the last key; hides key j from query i unless j <= i + seqlen_k - seqlen_q.
@@ -335,13 +335,14 @@ def flash_attn_with_kvcache(
     """Attention of q, (batch, seqlen_q, nheads, headdim), on the first ``cache_seqlens`` keys of k_cache and
     v_cache, (batch_cache, seqlen_cache, nheads_k, headdim), behind which k and v are written first, if given.
 
-    Caches are read and written where they lie, never copied, so their rows are a multiple of 16 bytes.
+    Caches are read and written where they lie, never copied, so their rows start at multiples of 16 bytes.
     k, v: (batch, seqlen_new, nheads_k, headdim): written to positions cache_seqlens to
         cache_seqlens + seqlen_new - 1 of their sequences. Attention includes them. On a GPU a token that has
         no place there is left out; in host memory, or where cache_seqlens is an int, it is an error.
     rotary_cos, rotary_sin: (seqlen_ro, rotary_dim / 2), of the dtype of q or fp32; only with k and v. They
         rotate k from position cache_seqlens on; so they do q if causal or with a window, and else all of q to
-        position cache_seqlens. rotary_dim is a multiple of 16. q itself is not changed.
+        position cache_seqlens. rotary_dim is a multiple of 16. q itself is not changed. The tables are not
+        copied either: their rows are contiguous and start at multiples of 16 bytes.
     cache_seqlens: int32, (batch,), on the device of q: the keys in the cache, without those of k, which
         nothing on the host reads; or an int, for all sequences. None, without k: the whole cache.
     cache_batch_idx: int32, (batch,): the entry of each sequence in the cache; by default its own number.

@@ -43,8 +43,8 @@ def scaled_dot_product_attention(
     """Attention of query, (batch, heads, seqlen_q, E), on key, (batch, kv_heads, seqlen_kv, E), and value,
     (batch, kv_heads, seqlen_kv, Ev); or each without batch. fp16, bf16 or fp32, on a GPU or in host memory.
 
-    They are read by their strides. One whose rows are not contiguous, or are no multiple of 16 bytes long or
-    apart, is copied. A batch or a head of 1 serves all of the other tensors.
+    They are read by their strides. One whose rows are not contiguous, are no multiple of 16 bytes long, or do
+    not start at multiples of 16 bytes, is copied. A batch or a head of 1 serves all of the other tensors.
     attn_mask: broadcasts to (batch, heads, seqlen_q, seqlen_kv). bool: True where a key takes part; it is
         inverted, which copies it. fp32: added to the scaled scores, read where it lies; -inf hides a key.
         fp16, bf16: likewise, converted to fp32, which copies it. A query whose every key is hidden by the

@@ -9,6 +9,7 @@ from flashgen.api.attention import attention
 from flashgen.compat.libraries import is_tensor, module_of
 from flashgen.errors import BadTensorShape
 from flashgen.operators.attention import MAX_HEAD_DIM
+from flashgen.runtime.arrays import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,8 +22,8 @@ def attention_of_any_width(q: Any, k: Any, v: Any, *, softmax_scale: float | Non
     """``attention``, where a head dim need not be a multiple of 16 bytes.
 
     Such an array is copied with zeros behind each row, which add nothing to a score; the result is a view
-    without the columns that the zeros of v made. An array whose rows are not contiguous, or not a multiple of
-    16 bytes apart, is copied, too.
+    without the columns that the zeros of v made. An array whose rows are not contiguous, or do not start at
+    multiples of 16 bytes, is copied, too.
     softmax_scale is by default that of the head dim without the zeros. Raises what ``attention`` raises.
     """
     given = (q, k, v)
@@ -45,19 +46,36 @@ def attention_of_any_width(q: Any, k: Any, v: Any, *, softmax_scale: float | Non
 
 
 def readable_rows(x: Any) -> Any:
-    """``x``, or a copy of it where its rows are not contiguous, or not a multiple of ROW_BYTES apart. What is
-    no array stays as it is, for ``attention`` to say what is wrong.
+    """``x``, or a copy of it where its rows are not contiguous, or do not start at multiples of ROW_BYTES.
+    What is no array stays as it is, for ``attention`` to say what is wrong.
     """
     if is_tensor(x):
         return _readable_tensor(x)
     if module_of(x) is None:
         return x
-    strides = getattr(x, "strides", None)  # an array of JAX has none, and is contiguous
-    return x if strides is None or _has_rows(x, strides, x.itemsize, 1) else x.copy()
+    strides, kind = getattr(x, "strides", None), kind_of(x)
+    if strides is None:  # an array of JAX has none, and is contiguous
+        return x
+    aligned = kind is None or kind.pointer(x) % ROW_BYTES == 0
+    return x if aligned and _has_rows(x, strides, x.itemsize, 1) else x.copy()
 
 
 def _readable_tensor(x: Any) -> Any:
-    return x if _has_rows(x, x.stride(), 1, x.element_size()) else x.contiguous()
+    if _has_rows(x, x.stride(), 1, x.element_size()) and _is_aligned(x):
+        return x
+    return x.clone(memory_format=sys.modules["torch"].contiguous_format)
+
+
+def _is_aligned(x: Any) -> bool:
+    """Whether a tensor starts at a multiple of ROW_BYTES; also true where that cannot be told."""
+    torch = sys.modules["torch"]
+    # What Dynamo traces and what is fake lie nowhere yet: their operator looks when it runs.
+    if torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter):
+        return True
+    try:
+        return x.data_ptr() % ROW_BYTES == 0
+    except RuntimeError:  # inside torch.func, which attention refuses
+        return True
 
 
 def _has_rows(x: Any, strides: Sequence[int], contiguous: int, unit: int) -> bool:
