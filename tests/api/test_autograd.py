@@ -323,6 +323,24 @@ def test_saved_tensors_may_be_packed_and_must_not_change():
         torch.autograd.grad(out, (q, k, v), dout)
 
 
+def test_a_mask_beside_lengths_is_traced_where_no_gradient_is_wanted():
+    q, k, v, _ = tensors()
+    lengths, hidden = torch.tensor([4, 7], dtype=torch.int32), torch.rand(6, 7) < 0.4
+
+    def call(q):
+        return flashgen.attention(q, k, v, mask=hidden, kv_lengths=lengths)
+
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for traced in (compiled, make_fx(call)(q)):
+            assert torch.equal(traced(q), call(q))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a mask was given with kv_lengths"):
+        compiled(q)
+    with pytest.raises(BadParam, match=r"^a mask was given with kv_lengths"):
+        make_fx(call)(q)
+
+
 def test_compiled_into_one_graph():
     q, k, v, dout = tensors()
     slopes = torch.rand(HEADS)

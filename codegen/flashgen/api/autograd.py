@@ -112,15 +112,15 @@ def attention(
     """
     *on_device, max_seqlen_q, max_seqlen_kv = lengths
     check_tensors(dict(zip(("q", "k", "v", "mask", *LENGTHS[:3]), (*tensors, *on_device), strict=True)))
-    if tensors[3] is not None and any(x is not None for x in on_device):
+    q, k, v, mask = tensors
+    if mask is not None and any(x is not None for x in on_device) and _differentiable(q, k, v):
         raise BadParam(MASK_WITH_LENGTHS)
     bounds = max_seqlen_q, max_seqlen_kv
     arrays, options = options_of(
-        tensors[0], masking, softmax_scale, of_score, bounds, splits, deterministic, backend, algorithm
+        q, masking, softmax_scale, of_score, bounds, splits, deterministic, backend, algorithm
     )
     rest = arrays, *on_device, *options
     if _is_eager(tensors):
-        q, k, v, mask = tensors
         return _Attention.apply(q, k, v, (mask, *rest))
     refuse_transforms()
     return _forward(*tensors, *rest)
@@ -197,6 +197,11 @@ def _is_eager(tensors: tuple[Tensor | None, ...]) -> bool:
     return not (
         kind_of(tensors[0]).watched() or torch._C._are_functorch_transforms_active() or tensors[0].is_meta
     ) and _PLAIN.issuperset(map(type, tensors))
+
+
+def _differentiable(*tensors: Tensor | None) -> bool:
+    """Whether a result of these gets a gradient."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _refuse_gradients(arrays: Mapping[str, Any]) -> None:
