@@ -103,6 +103,23 @@ def test_grouped_heads():
         scaled_dot_product_attention(query, key, value)
 
 
+@pytest.mark.parametrize(("key_heads", "value_heads"), [(2, 6), (6, 3), (2, 3), (12, 4), (1, 3)])
+def test_key_and_value_may_be_grouped_differently(key_heads, value_heads):
+    """Each is repeated to the heads of query, as in PyTorch; so are its gradients summed."""
+    query, key, value = qkv(heads=12, kv_heads=12)
+    given = query, key[:1, :key_heads], value[:, :value_heads]
+    same(*given, enable_gqa=True, is_causal=True)
+    same(*(x[0] for x in given), enable_gqa=True)
+    leaves, weights = [x.requires_grad_() for x in given], torch.randn_like(query)
+    torch.compiler.reset()
+    compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    attends = torch.nn.functional.scaled_dot_product_attention, scaled_dot_product_attention, compiled
+    right, *found = (torch.autograd.grad(f(*leaves, enable_gqa=True), leaves, weights) for f in attends)
+    for each in found:
+        for x, y in zip(each, right, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
 def test_batches_and_heads_of_one_serve_all():
     """Those of each tensor, on its own; so do their gradients."""
     for ones in itertools.product((False, True), repeat=6):
@@ -298,9 +315,14 @@ QUERY, KEY, VALUE = qkv()
             "^query has 4 heads, key has 3; those of query must be a positive multiple of those of key",
         ),
         (
-            {"key": KEY[:, :2], "enable_gqa": True},
+            {"key": KEY[:, :2], "value": VALUE[:, :3], "enable_gqa": True},
             errors.BadTensorShape,
-            "^value has 4 heads but key has 2; they must be the same, or 1$",
+            "^query has 4 heads, value has 3; those of query must be a positive multiple of those of value$",
+        ),
+        (
+            {"key": KEY[:, :0], "enable_gqa": True},
+            errors.BadTensorShape,
+            "^query has 4 heads, key has 0; those of query must be a positive multiple of those of key$",
         ),
         (
             {name: torch.zeros(1, 1, 2, 301) for name in ("query", "key", "value")},

@@ -52,7 +52,9 @@ def scaled_dot_product_attention(
     dropout_p: 0 alone.
     is_causal: query i sees the keys j <= i, aligned top left. Not with attn_mask.
     scale: by default 1 / sqrt(E). Not negative.
-    enable_gqa: kv_heads may be a divisor of heads: head h reads kv head h // (heads // kv_heads).
+    enable_gqa: kv_heads may be a divisor of heads: head h reads kv head h // (heads // kv_heads). key and
+        value may have different numbers of heads; those of the one with fewer are repeated, which copies it
+        (both, where neither number divides the other).
 
     Under autocast query, key and value are cast, as PyTorch's own does, which leaves fp64 as it is. Autograd
     gets their gradients.
@@ -125,11 +127,32 @@ def _broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> t
     tensors = {"query": query, "key": key, "value": value}
     batch = [_size(tensors, 0, "batch entries")] if query.dim() == 4 else []
     heads = query.shape[-3] if enable_gqa else _size(tensors, -3, "heads", ", or enable_gqa=True")
+    if enable_gqa:
+        key, value = _in_groups_alike(key, value, heads)
     kv_heads = _size({"key": key, "value": value}, -3, "heads")
     wanted = (*batch, heads), (*batch, kv_heads), (*batch, kv_heads)
     return tuple(
         x if x.shape[:-2] == ahead else x.expand(*ahead, *x.shape[-2:])
-        for x, ahead in zip(tensors.values(), wanted, strict=True)
+        for x, ahead in zip((query, key, value), wanted, strict=True)
+    )
+
+
+def _in_groups_alike(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """key and value with as many heads: heads are repeated, which copies them. Raises BadTensorShape."""
+    key_heads, value_heads = key.shape[-3], value.shape[-3]
+    if key_heads == value_heads or 1 in (key_heads, value_heads):  # one head is broadcast
+        return key, value
+    for name, count in (("key", key_heads), ("value", value_heads)):
+        if not count or heads % count:
+            raise BadTensorShape(
+                f"query has {heads} heads, {name} has {count}; those of query must be a positive multiple of "
+                f"those of {name}"
+            )
+    most = max(key_heads, value_heads)
+    kv_heads = heads if most % min(key_heads, value_heads) else most
+    return tuple(
+        x if x.shape[-3] == kv_heads else x.repeat_interleave(kv_heads // x.shape[-3], -3)
+        for x in (key, value)
     )
 
 
