@@ -192,20 +192,26 @@ def test_packed_sequences_pass_torchs_own_checks_and_compile():
 
 FIRST_CALL = """
 import torch
+from torch._dynamo.testing import CompileCounter
+
 import flashgen
 
 def attend(x):
     return flashgen.attention(x, x, x, causal=True)
 
-x = torch.randn(1, 5, 2, 8)
-compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-torch.testing.assert_close(compiled(x), attend(x))
+graphs, x = CompileCounter(), torch.nn.Parameter(torch.randn(1, 5, 2, 8), requires_grad=REQUIRES_GRAD)
+compiled = torch.compile(attend, fullgraph=True, backend=graphs)
+for _ in range(2):
+    torch.testing.assert_close(compiled(x), attend(x))
+assert graphs.frame_count == 1, f"traced {graphs.frame_count} times"
 """
 
 
-def test_the_first_call_of_a_process_may_be_compiled():
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_the_first_call_of_a_process_may_be_compiled_and_is_traced_once(requires_grad):
+    program = FIRST_CALL.replace("REQUIRES_GRAD", str(requires_grad))
     environment = os.environ | {"PYTHONPATH": ":".join(sys.path)}
-    subprocess.run([sys.executable, "-c", FIRST_CALL], check=True, env=environment)
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
 
 
 class Watching(TorchDispatchMode):

@@ -466,6 +466,22 @@ def _resolve(x: Any) -> Kind | None:
     return None
 
 
+def _know_tensors() -> None:
+    """Resolve the types of PyTorch, if it is imported, ahead of a first call that torch.compile traces: what
+    changed meanwhile would have it traced again.
+    """
+    if sys.modules.get("torch") is None:
+        return
+    import torch  # another thread may still be at it
+
+    if hasattr(torch, "Tensor"):
+        kind = _KINDS["torch"] = TorchKind(torch)
+        _KIND_BY_TYPE.update({torch.Tensor: kind, torch.nn.Parameter: kind})
+
+
+_know_tensors()
+
+
 def view(x: Any, name: str) -> ArrayView:
     """The view of a native array. ``name`` is the argument's name in messages.
 
