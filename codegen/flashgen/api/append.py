@@ -63,8 +63,9 @@ def append(
     a gradient, as there is none.
     """
     asked = _asked(cache, k_new, v_new, rotary, q, q_positions, cu_seqlens_new, stream)
-    kind = arrays.kind_of(asked[1][0])
-    if kind is not None and kind.watched():
+    first = asked[1][0]
+    kind = arrays.kind_of(first)
+    if kind is not None and kind.watched(first):
         from flashgen.api import compiled
 
         return compiled.append(asked, stream, backend)

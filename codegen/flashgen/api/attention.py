@@ -154,9 +154,8 @@ def attention(
                 rename(refused, **names_given(k, alibi_slopes, kv_lengths))
                 raise refused from None
         except FlashgenError as error:
-            if not isinstance(error, arrays.OnMeta) or not getattr(q, "is_meta", False):
-                rename(error, **names_given(k, alibi_slopes, kv_lengths))
-                raise
+            rename(error, **names_given(k, alibi_slopes, kv_lengths))
+            raise
     return_lse = flag("return_lse", return_lse)
     writes = _unrecorded(v, out, stream, append, rotary)
     with naming(**names_given(k, alibi_slopes, kv_lengths)):

@@ -191,11 +191,11 @@ def _written(of_score: tuple[Any, ...], masking: tuple[Any, ...]) -> tuple[str, 
 
 
 def _is_eager(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether nothing needs to see an operator: nothing watches, there is no transform of torch.func, no
-    subclass of tensors, and none without memory.
+    """Whether nothing needs to see an operator: nothing watches, there is no transform of torch.func, and no
+    subclass of tensors.
     """
     return not (
-        kind_of(tensors[0]).watched() or torch._C._are_functorch_transforms_active() or tensors[0].is_meta
+        kind_of(tensors[0]).watched(tensors[0]) or torch._C._are_functorch_transforms_active()
     ) and _PLAIN.issuperset(map(type, tensors))
 
 

@@ -55,7 +55,7 @@ def merge(
     pairs = _pairs(parts, "(o, lse)")
     o, lse = pairs[0]
     kind = arrays.kind_of(o)
-    traced = kind is not None and kind.watched()
+    traced = kind is not None and kind.watched(o)
     if len(pairs) == 1:
         for name, x in (("out", out), ("lse_out", lse_out)):
             if x is not None:
@@ -132,7 +132,7 @@ def cascade(
     causal, return_lse = flag("causal", causal), flag("return_lse", return_lse)
     if any(arrays.kind_of(x) is None for x in (q, *(x for pair in pairs for x in pair))):
         return _cascade_adopted(q, pairs, out, stream, causal, softmax_scale, softcap, return_lse, backend)
-    if arrays.kind_of(q).watched():
+    if arrays.kind_of(q).watched(q):
         from flashgen.api import compiled
 
         of_parts = {

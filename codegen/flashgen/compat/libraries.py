@@ -43,7 +43,7 @@ def shape_of(name: str, x: Any) -> tuple[int, ...]:
 def is_zero(x: Any) -> bool:
     """Whether ``x`` is an array in host memory whose elements are all 0; one that is traced has none yet."""
     kind = kind_of(x)
-    return kind is not None and kind.on_host(x) and not kind.watched() and not x.any()
+    return kind is not None and kind.on_host(x) and not kind.watched(x) and not x.any()
 
 
 def int32s(count: int, value: int, like: Any) -> Any:

@@ -54,10 +54,6 @@ class RequiresGradient(BadParam):
         return BadParam(f"{self}. There are no gradients of {what}")
 
 
-class OnMeta(DeviceTypeNotSupported):
-    """A tensor has no memory; a caller that can tell shapes without it catches this."""
-
-
 class NumpyKind:
     """Arrays in host memory."""
 
@@ -127,13 +123,13 @@ class NumpyKind:
         return 0
 
     def records(self, q: Any, k: Any, v: Any) -> bool:
-        """Whether the library records a call on these: for gradients, to compile or to trace the caller,
-        or for a mode or a subclass that looks at operators.
-        """
+        """Whether the library records a call on these: for gradients, or as one that is watched."""
         return False
 
-    def watched(self) -> bool:
-        """Whether a compiler, a tracer or a dispatch mode looks at operators."""
+    def watched(self, x: Any) -> bool:
+        """Whether only an operator will do for a call on ``x``: a compiler, a tracer or a dispatch mode looks
+        at operators, ``x`` is of a subclass that computes them itself, or it has no memory.
+        """
         return False
 
 
@@ -208,7 +204,7 @@ class CupyKind:
     def records(self, q: Any, k: Any, v: Any) -> bool:
         return False
 
-    def watched(self) -> bool:
+    def watched(self, x: Any) -> bool:
         return False
 
     def nbytes(self, x: Any) -> int:
@@ -354,8 +350,9 @@ class TorchKind:
         if x.device.type == "cpu":
             return None
         if x.device.type != "cuda" or self._torch.version.hip:
-            error = OnMeta if x.is_meta else DeviceTypeNotSupported
-            raise error(f"a tensor is on {x.device}; supported are NVIDIA GPUs and host memory")
+            raise DeviceTypeNotSupported(
+                f"a tensor is on {x.device}; supported are NVIDIA GPUs and host memory"
+            )
         return x.device.index
 
     def empty(self, shape: tuple[int, ...], like: Any, stream: Any, dtype: str | None = None) -> Any:
@@ -396,16 +393,19 @@ class TorchKind:
                 if getattr(x, "requires_grad", False):
                     # Other calls refuse these two by name.
                     return self._is_compiling() or not (self._is_transforming() or x.is_nested)
-        # A mode, a tracer or a subclass would see how the result is allocated, but not what writes to it.
-        return self.watched() or any(self._dispatches(x) for x in (q, k, v) if type(x) not in self.types)
+        return self.watched(q) or self._dispatches(k) or self._dispatches(v)
 
-    def watched(self) -> bool:
-        return bool(self._is_compiling() or self._is_tracing() or self._dispatch_modes())
+    def watched(self, x: Any) -> bool:
+        # A mode, a tracer or a subclass would see how the result is allocated, but not what writes to it.
+        if self._is_compiling() or self._is_tracing() or self._dispatch_modes() or self._dispatches(x):
+            return True
+        return x.is_meta and not x.is_nested and x.layout == self._torch.strided  # others are refused
 
     def _dispatches(self, x: Any) -> bool:
         """Whether a tensor is of a subclass that computes its operators itself; nested ones are refused."""
-        of_its_own = isinstance(x, self._torch.Tensor) and type(x).__torch_dispatch__ is not self._no_dispatch
-        return of_its_own and not x.is_nested
+        if type(x) in self.types or not isinstance(x, self._torch.Tensor):
+            return False
+        return type(x).__torch_dispatch__ is not self._no_dispatch and not x.is_nested
 
 
 _ALL_FIXED = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
