@@ -93,7 +93,20 @@ def cascaded(x):
     return *flashgen.cascade(strided, parts(x), causal=True, return_lse=True), of_one
 
 
-CALLS = [over_pages, appending, packed, indexed, appended, into_out, merged, cascaded]
+def differentiated(x):
+    k, v = parts(x)[0]
+    of_lengths = {"kv_lengths": x["lengths"].clamp(max=8), "max_seqlen_kv": 8, "causal": True}
+    gradients = []
+    for options in ({"alibi_slopes": x["slopes"], "softcap": 2.0}, of_lengths):
+        out, lse = flashgen.attention(x["q"], k, v, return_lse=True, **options)
+        dk = torch.full_like(k, torch.nan)
+        options = options | {"dlse": lse.sin(), "dk": dk, "deterministic": True}
+        gradients += flashgen.attention_backward(out.cos(), x["q"], k, v, out, lse, **options)
+        assert gradients[-2] is dk
+    return tuple(gradients)
+
+
+CALLS = [over_pages, appending, packed, indexed, appended, into_out, merged, cascaded, differentiated]
 
 
 def same(found, expected):
@@ -237,6 +250,11 @@ def test_the_operators_pass_torchs_own_checks():
     torch.library.opcheck(operators.append.default, (*arrays, k, v, total, rotated, False, "each", None))
     part = flashgen.attention(x["q"], *parts(x)[0], return_lse=True)
     torch.library.opcheck(operators.merge.default, (*part, *part, *map(torch.empty_like, part), None))
+    k, v = parts(x)[0]
+    arrays = *part, part[1], [x["slopes"]], None, None, None
+    results = map(torch.empty_like, (x["q"], k, v))
+    backward = operators.attention_backward_into.default
+    torch.library.opcheck(backward, (part[0], x["q"], k, v, None, *arrays, *options, *results))
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
@@ -269,6 +287,10 @@ def test_what_has_no_gradient_says_so(traced):
         lambda k: flashgen.cascade(x["q"], [*parts(x)[:2], (k, v)]),
         *k.shape,
     )
+    refuses(
+        r"^q: a tensor requires a gradient",
+        lambda q: flashgen.attention_backward(x["q"], q, k, v, x["q"], lse),
+    )
     cache = flashgen.KVCache(k, v, x["lengths"].clamp(max=5))
     refuses(
         r"^k_new: .* of append\(\)$", lambda new: flashgen.append(cache, new, new), 3, ROWS, KV_HEADS, WIDTH
@@ -288,6 +310,15 @@ def test_what_is_wrong_is_told_where_it_is_traced():
     with pytest.raises(BadParam, match=r"^parts\[0\]: v has type ndarray.* is traced; pass a tensor"):
         make_fx(lambda q: flashgen.cascade(q, [(k, v.numpy())]))(x["q"])
     part = x["q"], torch.zeros(3, HEADS, ROWS)
+    for words, options in (
+        ("^deterministic is 2", {"deterministic": 2}),
+        ("^workspace was given, but what is traced", {"workspace": torch.zeros(9)}),
+        ("^stream was given, but what is traced", {"stream": 0}),
+        ("^a mask was given with kv_lengths", {"mask": torch.zeros(3, 8), "kv_lengths": x["lengths"]}),
+        (r"^alibi_slopes requires a gradient", {"alibi_slopes": torch.rand(HEADS, requires_grad=True)}),
+    ):
+        with pytest.raises(BadParam, match=words):
+            make_fx(lambda q: flashgen.attention_backward(q, q, k, v, *part, **options))(x["q"])  # noqa: B023
     with pytest.raises(BadParam, match="out was given with one part"):
         make_fx(lambda o: flashgen.merge([(o, part[1])], out=part[0]))(x["q"])
 
@@ -322,3 +353,5 @@ def test_some_tensors_without_memory_are_refused_by_name():
     part = flashgen.attention(x["q"], *parts(x)[0], return_lse=True)
     with pytest.raises(DeviceTypeNotSupported, match=r"^o2: a tensor is on meta"):
         flashgen.merge([part, (part[0].to("meta"), part[1])])
+    with pytest.raises(DeviceTypeNotSupported, match=r"^out: a tensor is on meta"):
+        flashgen.attention_backward(x["q"], x["q"], *parts(x)[0], part[0].to("meta"), part[1])

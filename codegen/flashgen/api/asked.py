@@ -1,4 +1,6 @@
-"""What a call of ``attention`` asks for: the operator, with its arrays, options and scalars."""
+"""What a call of ``attention`` or ``attention_backward`` asks for: the operator, with its arrays, options and
+scalars.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +30,11 @@ LENGTHS = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_s
 BOUNDS_ALONE = (
     "max_seqlen_q or max_seqlen_kv was given, but no lengths; they are bounds of kv_lengths, cu_seqlens_q "
     "and cu_seqlens_kv"
+)
+# What is wrong with a call whose gradients would need both.
+MASK_WITH_LENGTHS = (
+    "a mask was given with kv_lengths or cu_seqlens; gradients of sequences of several lengths take causal "
+    "or window_size"
 )
 
 
@@ -71,6 +78,41 @@ def asked(
     options = (*options, bound(max_seqlen_q), bound(max_seqlen_kv), modification)
     from flashgen.operators.varlen import operator_for as varlen_for  # other first calls need not wait for it
 
+    return varlen_for(modification), given, options, scalars
+
+
+def asked_backward(
+    given: tuple[Any, ...],
+    masking: tuple[Any, ...],
+    softmax_scale: float | None,
+    of_score: tuple[Any, ...],
+    lengths: tuple[Any, ...],
+    deterministic: bool,
+) -> Asked:
+    """`asked` for a call of ``attention_backward``. ``given`` are dout, q, k, v, mask, out, lse, dlse, dq, dk
+    and dv; ``masking`` is causal, mask_type and window_size. Raises BadParam.
+    """
+    modification, arrays_of_score, scalars = None, (), ()
+    if any(each is not None for each in of_score):
+        modification, arrays_of_score, scalars = score_of(*of_score, sees_no_later_key(*masking))
+    scalars = (softmax_scale, *scalars)
+    kv_lengths, cu_seqlens_q, cu_seqlens_kv, *bounds = lengths
+    if type(given[2]) is KVCache:
+        raise BadParam("k is a KVCache, which has no gradients; pass k and v, with kv_lengths if need be")
+    if kv_lengths is None and cu_seqlens_q is None and cu_seqlens_kv is None:
+        if any(each is not None for each in bounds):
+            raise BadParam(BOUNDS_ALONE)
+        from flashgen.operators.backward import operator_for as backward_for  # other calls need not wait
+
+        options = (*masking, modification, deterministic)
+        return backward_for(modification), (*given, *arrays_of_score), options, scalars
+    dout, q, k, v, mask, *rest = given
+    if mask is not None:
+        raise BadParam(MASK_WITH_LENGTHS)
+    from flashgen.operators.varlen_backward import operator_for as varlen_for  # likewise
+
+    given = (dout, q, k, v, cu_seqlens_q, cu_seqlens_kv, kv_lengths, *rest, *arrays_of_score)
+    options = (*masking, *map(bound, bounds), modification, deterministic)
     return varlen_for(modification), given, options, scalars
 
 

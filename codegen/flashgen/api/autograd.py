@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashgen.api.asked import LENGTHS, asked, named_score
-from flashgen.api.backward import MASK_WITH_LENGTHS
-from flashgen.api.backward import asked as asked_backward
+from flashgen.api.asked import LENGTHS, MASK_WITH_LENGTHS, asked, asked_backward, named_score
 from flashgen.api.calls import call
 from flashgen.errors import BadParam
 from flashgen.operators.arguments import ROW_ALIGNMENT, flag

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flashgen.api.asked import BOUNDS_ALONE, LENGTHS, bound, names_given, score_of
+from flashgen.api.asked import LENGTHS, asked_backward, names_given
 from flashgen.api.calls import call, make_plan
-from flashgen.api.kvcache import KVCache
 from flashgen.errors import BadParam, FlashgenError, naming, rename
-from flashgen.operators.attention import sees_no_later_key
-from flashgen.operators.backward import operator_for
+from flashgen.runtime import arrays
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from flashgen.api.asked import Asked
-    from flashgen.operators.operator import Operator
     from flashgen.runtime.plans import Plan
 
 # Options of attention() that have no gradients, or no part in them.
 NOT_BACKWARD = ("append", "rotary", "splits", "algorithm")
-MASK_WITH_LENGTHS = (
-    "a mask was given with kv_lengths or cu_seqlens; gradients of sequences of several lengths take causal "
-    "or window_size"
-)
 
 
 def attention_backward(
@@ -78,13 +71,13 @@ def attention_backward(
 
     Returns (dq, dk, dv), of the kind of dout: new arrays, or those given. Rows that see no key, keys that no
     row sees, and rows that are no sequence's, have gradients of 0: those behind the last packed sequence, and
-    padded keys past a length.
+    padded keys past a length. torch.compile sees an operator; tensors on meta give results there.
 
     Raises what ``attention`` raises, before anything is queued or written; BadParam for a gradient of what
     has none: arrays in params, and calls with a KV cache; InsufficientWorkspace.
     """
     _refuse("attention_backward", refused)
-    operator, given, options, scalars = asked(
+    wanted = (
         (dout, q, k, v, mask, out, lse, dlse, dq, dk, dv),
         (causal, mask_type, window_size),
         softmax_scale,
@@ -92,8 +85,14 @@ def attention_backward(
         (kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv),
         deterministic,
     )
+    how = {"stream": stream, "backend": backend, "workspace": workspace}
+    kind = arrays.kind_of(dout)
     try:
-        return call(operator, given, options, scalars, stream=stream, backend=backend, workspace=workspace)
+        if kind is not None and kind.watched(dout):
+            from flashgen.api import compiled
+
+            return compiled.attention_backward(*wanted, **how)
+        return call(*asked_backward(*wanted), **how)
     except FlashgenError as error:
         rename(error, **names_given(k, alibi_slopes))
         raise
@@ -135,7 +134,7 @@ def plan_backward(
     None), out and lse, in this order, or by name; its ``workspace_bytes`` is what a call needs. See ``plan``.
     """
     _refuse("plan_backward", refused)
-    operator, given, options, scalars = asked(
+    operator, given, options, scalars = asked_backward(
         (dout, q, k, v, mask, out, lse, dlse, dq, dk, dv),
         (causal, mask_type, window_size),
         softmax_scale,
@@ -147,44 +146,11 @@ def plan_backward(
         return make_plan(operator, given, options, scalars, backend, None)
 
 
-def asked(
-    given: tuple[Any, ...],
-    masking: tuple[Any, ...],
-    softmax_scale: float | None,
-    of_score: tuple[Any, ...],
-    lengths: tuple[Any, ...],
-    deterministic: bool,
-) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-    """The operator that a call asks for, with its arrays, options and scalars. ``given`` are dout, q, k, v,
-    mask, out, lse, dlse, dq, dk and dv; ``lengths`` as in `asked.asked`. Raises BadParam.
-    """
-    modification, arrays_of_score, scalars = None, (), ()
-    if any(each is not None for each in of_score):
-        modification, arrays_of_score, scalars = score_of(*of_score, sees_no_later_key(*masking))
-    scalars = (softmax_scale, *scalars)
-    kv_lengths, cu_seqlens_q, cu_seqlens_kv, *bounds = lengths
-    if type(given[2]) is KVCache:
-        raise BadParam("k is a KVCache, which has no gradients; pass k and v, with kv_lengths if need be")
-    if kv_lengths is None and cu_seqlens_q is None and cu_seqlens_kv is None:
-        if any(each is not None for each in bounds):
-            raise BadParam(BOUNDS_ALONE)
-        options = (*masking, modification, deterministic)
-        return operator_for(modification), (*given, *arrays_of_score), options, scalars
-    dout, q, k, v, mask, *rest = given
-    if mask is not None:
-        raise BadParam(MASK_WITH_LENGTHS)
-    from flashgen.operators.varlen_backward import operator_for as varlen_for  # other calls need not wait
-
-    given = (dout, q, k, v, cu_seqlens_q, cu_seqlens_kv, kv_lengths, *rest, *arrays_of_score)
-    options = (*masking, *map(bound, bounds), modification, deterministic)
-    return varlen_for(modification), given, options, scalars
-
-
 def asked_by_name(call: Mapping[str, Any]) -> Asked:
-    """`asked` of all parameters of ``attention_backward`` by name."""
-    arrays = ("dout", "q", "k", "v", "mask", "out", "lse", "dlse", "dq", "dk", "dv")
-    return asked(
-        tuple(call[name] for name in arrays),
+    """`asked_backward` of all parameters of ``attention_backward`` by name."""
+    names = ("dout", "q", "k", "v", "mask", "out", "lse", "dlse", "dq", "dk", "dv")
+    return asked_backward(
+        tuple(call[name] for name in names),
         tuple(call[name] for name in ("causal", "mask_type", "window_size")),
         call["softmax_scale"],
         tuple(call[name] for name in ("softcap", "alibi_slopes", "score", "params")),

@@ -1,5 +1,6 @@
 """Calls that write into arrays of the caller, in the graphs of PyTorch: attention with a KVCache or ``out``,
-``append`` and ``merge``, as operators for torch.compile, torch.export, and whatever else looks at operators.
+``attention_backward``, ``append`` and ``merge``, as operators for torch.compile, torch.export, and whatever
+else looks at operators.
 
 What such an operator writes to is among its arguments, allocated ahead of it where the caller gave none. None
 has gradients.
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flashgen.api.asked import asked
+from flashgen.api.asked import asked, asked_backward
 from flashgen.api.autograd import (
     LENGTHS_SCHEMA,
     SCHEMA,
@@ -26,7 +27,9 @@ from flashgen.api.calls import call
 from flashgen.api.kvcache import KVCache
 from flashgen.errors import BadParam, NullPointer
 from flashgen.operators.append import APPEND
+from flashgen.operators.arguments import flag
 from flashgen.operators.merge import MERGE
+from flashgen.operators.splits import AUTO
 from flashgen.runtime.arrays import WITHOUT_GRADIENT, RequiresGradient
 
 if TYPE_CHECKING:
@@ -76,6 +79,41 @@ def attention(
     )
     _attend(q, named["k"], named["v"], mask, arrays, *on_device, *options, out, lse)
     return out, lse
+
+
+def attention_backward(
+    tensors: tuple[Any, ...],
+    masking: tuple[Any, ...],
+    softmax_scale: float | None,
+    of_score: tuple[Any, ...],
+    lengths: tuple[Any, ...],
+    deterministic: bool,
+    *,
+    workspace: Any,
+    stream: Any,
+    backend: str | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv. ``tensors`` are dout, q, k, v, mask, out, lse, dlse, dq, dk and dv. Raises BadParam or
+    NullPointer.
+    """
+    on_device = *lengths[:3], None, None  # as in `attention`
+    wanted = asked_backward(tensors, masking, softmax_scale, (None,) * 4, on_device, deterministic)
+    _checked(wanted, stream, "attention_backward()")
+    if workspace is not None:
+        raise BadParam(
+            "workspace was given, but what is traced allocates its own when it runs; leave workspace out"
+        )
+    *given, dq, dk, dv = tensors
+    q, k, v = given[1:4]
+    deterministic = flag("deterministic", deterministic)
+    arrays, options = options_of(
+        q, masking, softmax_scale, of_score, lengths[3:], AUTO, deterministic, backend, None
+    )
+    for written in (dq, dk, dv):
+        _fix_layout(written)
+    dq, dk, dv = (x.new_empty(x.shape) if into is None else into for x, into in ((q, dq), (k, dk), (v, dv)))
+    _differentiate(*given, arrays, *lengths[:3], *options, dq, dk, dv)
+    return dq, dk, dv
 
 
 def append(wanted: Asked, stream: Any, backend: str | None) -> tuple[Tensor, Tensor | None]:
@@ -161,6 +199,27 @@ def _attend(
     place = operator.position("lse")
     tensors = *tensors[:place], lse, *tensors[place + 1 :]
     call(operator, tensors, *how, stream=None, backend=options.backend, algorithm=options.algorithm)
+
+
+@torch.library.custom_op(
+    "flashgen::attention_backward_into",
+    mutates_args=("dq", "dk", "dv"),
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, Tensor? dlse, "
+    f"Tensor[] arrays, {LENGTHS_SCHEMA}, {SCHEMA}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) -> ()",
+)
+def _differentiate(*given: Any) -> None:
+    *tensors, arrays, kv_lengths, cu_seqlens_q, cu_seqlens_kv = given[:12]
+    *rest, dq, dk, dv = given[12:]
+    options = Options(*rest)
+    wanted = asked_backward(
+        (*tensors, dq, dk, dv),
+        options.masking,
+        options.softmax_scale,
+        options.of_score(arrays),
+        (kv_lengths, cu_seqlens_q, cu_seqlens_kv, options.max_seqlen_q, options.max_seqlen_kv),
+        options.deterministic,
+    )
+    call(*wanted, stream=None, backend=options.backend)
 
 
 @torch.library.custom_op(
