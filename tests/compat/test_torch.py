@@ -8,6 +8,7 @@ import math
 import pytest
 
 torch = pytest.importorskip("torch")
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from flashgen import errors  # noqa: E402
 from flashgen.compat import widths  # noqa: E402
@@ -164,6 +165,20 @@ def test_tensors_that_start_within_16_bytes_are_copied(dtype):
         for leaves in ([x.requires_grad_() for x in each] for each in (given, copies))
     )
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+class Plain(torch.Tensor):
+    """Has memory of its own, and no operators."""
+
+
+def test_so_are_those_of_a_subclass_and_in_a_mode_that_looks_at_operators():
+    given = [x[..., 1:33] for x in qkv(width=36)]
+    right = scaled_dot_product_attention(*given)
+    found = scaled_dot_product_attention(*(x.as_subclass(Plain) for x in given))
+    assert type(found) is Plain
+    assert torch.equal(found, right)
+    with FlopCounterMode(display=False):
+        assert torch.equal(scaled_dot_product_attention(*given), right)
 
 
 def test_a_graph_refuses_tensors_that_start_within_16_bytes():

@@ -68,9 +68,8 @@ def _readable_tensor(x: Any) -> Any:
 
 def _is_aligned(x: Any) -> bool:
     """Whether a tensor starts at a multiple of ROW_BYTES; also true where that cannot be told."""
-    torch = sys.modules["torch"]
-    # What Dynamo traces and what is fake lie nowhere yet: their operator looks when it runs.
-    if torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter):
+    # What Dynamo traces, and a fake tensor, lies nowhere yet: its operator looks when it runs.
+    if sys.modules["torch"].compiler.is_compiling() or kind_of(x).dispatches(x):
         return True
     try:
         return x.data_ptr() % ROW_BYTES == 0

@@ -393,15 +393,15 @@ class TorchKind:
                 if getattr(x, "requires_grad", False):
                     # Other calls refuse these two by name.
                     return self._is_compiling() or not (self._is_transforming() or x.is_nested)
-        return self.watched(q) or self._dispatches(k) or self._dispatches(v)
+        return self.watched(q) or self.dispatches(k) or self.dispatches(v)
 
     def watched(self, x: Any) -> bool:
         # A mode, a tracer or a subclass would see how the result is allocated, but not what writes to it.
-        if self._is_compiling() or self._is_tracing() or self._dispatch_modes() or self._dispatches(x):
+        if self._is_compiling() or self._is_tracing() or self._dispatch_modes() or self.dispatches(x):
             return True
         return x.is_meta and not x.is_nested and x.layout == self._torch.strided  # others are refused
 
-    def _dispatches(self, x: Any) -> bool:
+    def dispatches(self, x: Any) -> bool:
         """Whether a tensor is of a subclass that computes its operators itself; nested ones are refused."""
         if type(x) in self.types or not isinstance(x, self._torch.Tensor):
             return False
