@@ -139,6 +139,28 @@ def test_what_was_not_planned_for_is_refused(gpu):
     assert not gpu.launches
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("out", SHAPE[1:]), ("lse", (2, 4)), ("out", (1, *SHAPE)), ("lse", (1, 1, 2, 4))]
+)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_result_has_a_batch_where_the_arrays_of_the_plan_have_one(batch, name, wrong, gpu):
+    shape = (batch, *SHAPE[1:])
+    given = [array(shape, address=address) for address in (Q, K, V)]
+    plan = flashgen.plan(*given, return_lse=True)
+    with pytest.raises(errors.BadTensorShape, match=f"^{name} has shape .* (for|expected) "):
+        plan(*given, **{name: array(wrong, address=OUT)})
+    assert not gpu.launches
+
+
+def test_a_result_has_no_batch_where_the_arrays_of_the_plan_have_none(gpu):
+    given = [array(SHAPE[1:], address=address) for address in (Q, K, V)]
+    plan = flashgen.plan(*given, return_lse=True)
+    for name, wrong in {"out": SHAPE, "lse": (1, 2, 4)}.items():
+        with pytest.raises(errors.BadTensorShape, match=f"^{name} has shape .* (for|expected) "):
+            plan(*given, **{name: array(wrong, address=OUT)})
+    assert not gpu.launches
+
+
 def test_a_scalar_may_differ_from_call_to_call(gpu):
     plan = plan_of(softmax_scale=0.5)
     given = [array(SHAPE, address=address) for address in (Q, K, V)]

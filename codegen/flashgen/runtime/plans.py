@@ -388,6 +388,9 @@ class Plan:
                 f"the plan was made for arrays {on_device(problem.device)}"
             )
         check_array(argument, view, sizes, problem.dtype)
+        expected = problem.shape(position)
+        if view.shape != expected:  # a batch more or less, which `check_array` lets pass
+            raise BadTensorShape(f"{argument.name} has shape {view.shape}; the plan was made for {expected}")
         if not is_contiguous(view):
             raise BadTensorStrides(
                 f"{argument.name} has strides {view.strides} (in elements); the plan was made without "
