@@ -106,6 +106,10 @@ def test_merge_names_what_is_wrong_before_it_writes():
             flashgen.merge(given, out=out, lse_out=lse_out)
     with pytest.raises(errors.BadTensorStrides, match="out overlaps"):
         flashgen.merge([(o, lse)] * 3, out=o)
+    third = o.copy(), lse.copy()
+    for name, x, other in (("out", third[0], "o3"), ("lse_out", third[1], "lse3")):
+        with pytest.raises(errors.BadTensorStrides, match=f"^{name} overlaps {other} in memory"):
+            flashgen.merge([(o, lse), (o, lse), third], **{name: x})
     assert np.isnan(out).all()
     assert np.isnan(lse_out).all()
 

@@ -226,7 +226,7 @@ def _asked(
 ) -> Asked:
     """What a call asks of the operator ``append``, with native arrays. Raises BadParam."""
     if rotary is not None and not isinstance(rotary, Rotary):
-        raise BadParam(f"rotary has type {type(rotary).__name__}; expected a flashgen.Rotary, or None")
+        raise _no_rotary(rotary)
     if rotary is not None and rotary.cos is None and rotary.sin is None:
         raise NullPointer("cos is None and sin is None; rotation takes both")
     if q is not None and rotary is None:
@@ -254,10 +254,17 @@ def _arrays(
     if rotary is None:
         q = None
     else:
-        cos, sin, positions = rotary.cos, rotary.sin, rotary.positions
+        try:
+            cos, sin, positions = rotary.cos, rotary.sin, rotary.positions
+        except AttributeError:
+            raise _no_rotary(rotary) from None
     new, places = (k_new, v_new, cache.lengths, q), (cache.pages, cache.index)
     written = cache.k, cache.v, total_lengths, q_rotated
     return *new, *places, cos, sin, positions, cu_seqlens_new, *written
+
+
+def _no_rotary(x: Any) -> BadParam:
+    return BadParam(f"rotary has type {type(x).__name__}; expected a flashgen.Rotary, or None")
 
 
 def _adopted(given: tuple[Any, ...], stream: Any) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.api.attention import attention
 from flashgen.api.calls import call_of
-from flashgen.errors import BadParam, BadTensorShape, FlashgenError
+from flashgen.errors import BadParam, BadTensorShape, FlashgenError, naming
 from flashgen.operators.arguments import check_memory, flag
 from flashgen.operators.attention import MAX_SEQLEN, mask_type_name, window_of
 from flashgen.operators.attention import normalise as normalise_attention
@@ -204,7 +204,7 @@ def _check_merge(pairs: list[tuple[Any, Any]], out: Any, lse_out: Any, stream: A
     arrays.check_libraries(dict(zip(names, views, strict=True)) | written)
     parts = list(zip(views[::2], views[1::2], strict=True))
     check_parts(parts)
-    for part in parts[1:]:
+    for number, part in enumerate(parts[1:], 2):
         all_views = (*parts[0], *part, *written.values())
         problem = normalise(*all_views)
         pointers = tuple(0 if view is None else view.pointer for view in all_views)
@@ -213,7 +213,8 @@ def _check_merge(pairs: list[tuple[Any, Any]], out: Any, lse_out: Any, stream: A
         spans = tuple(
             (0, 0) if view is None else span for view, span in zip(all_views, problem.spans(), strict=True)
         )
-        check_memory(MERGE.arguments, spans, pointers, given_results)
+        with naming(o2=f"o{number}", lse2=f"lse{number}"):
+            check_memory(MERGE.arguments, spans, pointers, given_results)
 
 
 def _check_cascade(q: Any, pairs: list[tuple[Any, Any]], out: Any, causal: bool) -> None:
