@@ -543,10 +543,17 @@ def test_on_the_cpu_an_algorithm_changes_nothing_but_must_be_one():
         np.testing.assert_array_equal(
             flashgen.plan(q, k, v, causal=True, algorithm=algorithm)(q, k, v), expected
         )
-    for unknown in ("v4", "", 3, ["v1"]):
+    for unknown in ("v4", "", 3, ["v1"], np.arange(2)):
         for call in (flashgen.attention, flashgen.plan):
             with pytest.raises(errors.BadParam, match=r"algorithm is .*'naive', 'v1', 'v2', 'v3'"):
                 call(q, k, v, algorithm=unknown)
+
+
+@pytest.mark.parametrize("unknown", ["gpu", "", 0, False, [], np.arange(2), np.zeros(0)])
+@pytest.mark.parametrize("call", [flashgen.attention, flashgen.plan])
+def test_what_is_no_backend_is_named(call, unknown):
+    with pytest.raises(errors.BadParam, match=r"^backend is .*; allowed are 'cuda', 'cpu', 'simulator'"):
+        call(*qkv(), backend=unknown)
 
 
 def test_calls_with_lengths_have_no_algorithm():

@@ -204,6 +204,8 @@ def test_what_needs_positions_is_refused_by_name_but_where_it_does_nothing(name)
     refused, nothing = POSITIONAL[name]
     with pytest.raises(errors.BadParam, match=f"{name} was given"):
         flashgen.cascade(q, given, **{name: refused})
+    with pytest.raises(errors.BadParam, match=name):
+        flashgen.cascade(q, given, **{name: np.zeros(3)})
     for value in nothing:
         np.testing.assert_array_equal(
             flashgen.cascade(q, given, **{name: value}), flashgen.attention(q, *given[0], **{name: value})

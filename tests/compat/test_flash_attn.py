@@ -340,6 +340,12 @@ def test_dropout_is_named(call, dropout_p):
         CALLS[call](dropout_p=dropout_p)
 
 
+@pytest.mark.parametrize("call", [name for name in CALLS if name not in ("cache", "new")])
+def test_a_mask_in_the_place_of_dropout_is_named(call):
+    with pytest.raises(NotImplementedError, match="dropout_p is array"):
+        CALLS[call](dropout_p=np.zeros((9, 9), bool))
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_options_are_named_as_flash_attn_does(call):
     """With advice that a caller of flash-attn can follow."""
@@ -348,6 +354,7 @@ def test_options_are_named_as_flash_attn_does(call):
         ({lse: None}, f"^{lse} is None; expected True or False"),
         ({"softcap": float("nan")}, r"^softcap is nan; .* or 0 for no cap$"),
         ({"softcap": True}, "^softcap is True"),
+        ({"causal": np.zeros((9, 9), bool)}, "^causal is array"),
         ({"softmax_scale": -1.0}, r"^softmax_scale is -1\.0; .*\(negate q instead\)$"),
         ({"alibi_slopes": np.ones(3, np.float32)}, "^alibi_slopes has shape"),
     ):

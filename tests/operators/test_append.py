@@ -204,7 +204,11 @@ def test_what_does_not_fit_is_named(given, error, words):
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"q_positions": "last"}, "q_positions is 'last'; allowed"), ({"interleaved": "yes"}, "interleaved is")],
+    [
+        ({"q_positions": "last"}, "q_positions is 'last'; allowed"),
+        ({"q_positions": np.arange(2)}, "q_positions is .*; allowed"),
+        ({"interleaved": "yes"}, "interleaved is"),
+    ],
 )
 def test_options_that_there_are_not(options, words):
     with pytest.raises(BadParam, match=words):

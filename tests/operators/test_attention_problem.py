@@ -104,12 +104,20 @@ def test_the_alignments_of_causal():
 def test_causal_hides_later_keys_whatever_it_is_called():
     """What ALiBi's linear form rests on. From the top left, queries beyond the keys see later keys."""
     assert all(sees_no_later_key(False, each, (-1, -1)) for each in (3, "causal", "causal_bottom_right"))
+    assert sees_no_later_key(False, np.int64(3), (-1, -1))
     assert not any(sees_no_later_key(False, each, (-1, -1)) for each in (None, 0, 2, "causal_top_left"))
+    assert not sees_no_later_key(False, np.arange(3), (-1, -1))  # an error, which another function raises
 
 
 def test_a_window_is_no_mask_type():
     with pytest.raises(errors.BadParam, match=r"mask_type is 'local'; .*a window is window_size"):
         call(mask_type="local")
+
+
+@pytest.mark.parametrize("wrong", [np.zeros((5, 7), bool), np.arange(2), np.zeros(0), ["none"], "", 4, 1.0])
+def test_what_is_no_mask_type_is_named(wrong):
+    with pytest.raises(errors.BadParam, match=r"^mask_type is [^;]*; allowed are 0 'none'"):
+        call(mask_type=wrong)
 
 
 def test_positions_windows_and_offsets_fit_in_32_bits_at_the_longest_sequences():

@@ -151,7 +151,7 @@ def score_of(
         return None, (), ()
     modification = _chain(os.environ.get("FLASHGEN_SPECS", ""), names)
     wanted = {param.name for param in modification.params}
-    for name in sorted(given.keys() ^ wanted):
+    for name in sorted(given.keys() ^ wanted, key=str):
         has = f"it has {', '.join(sorted(wanted)) or 'none'}"
         if name in given:
             raise BadParam(f"score {modification.name} has no parameter {name}; {has}")
@@ -176,6 +176,9 @@ def named_score(
     names = [score] if isinstance(score, str) else score
     if names is not None and not (isinstance(names, (list, tuple)) and names):
         raise BadParam(f"score is {score!r}; it must be the name of a score modification, or several")
+    for name in names or ():
+        if not isinstance(name, str):
+            raise BadParam(f"score is {name!r}; it must be the name of a score modification, or several")
     if params is not None and not isinstance(params, Mapping):
         raise BadParam(f"params is {params!r}; it must map the names of parameters to numbers and arrays")
     names, given = list(names or ()), dict(params or {})
@@ -186,7 +189,7 @@ def named_score(
         )
     if not names:
         if given:
-            raise BadParam(f"params has {', '.join(given)}, but no score was given")
+            raise BadParam(f"params has {', '.join(map(str, given))}, but no score was given")
         if softcap is not None:
             if not isinstance(softcap, numbers.Real) or not 0 < softcap < math.inf:
                 raise BadParam(f"softcap is {softcap!r}; it must be a number above 0, or None for no cap")

@@ -28,11 +28,11 @@ def backend_for(device: int | None, backend: str | None = None) -> str:
     Raises BadParam for an unknown name, DeviceTypeNotSupported for a backend that cannot reach the arrays:
     nothing is copied unasked.
     """
-    wanted = backend or os.environ.get("FLASHGEN_BACKEND") or None
+    wanted = (os.environ.get("FLASHGEN_BACKEND") or None) if backend is None else backend
     natural = "cpu" if device is None else "cuda"
     if wanted is None:
         return natural
-    if wanted not in BACKENDS:
+    if not isinstance(wanted, str) or wanted not in BACKENDS:
         raise BadParam(f"backend is {wanted!r}; allowed are {', '.join(map(repr, BACKENDS))}")
     if wanted != natural and not (device is None and wanted in _ON_HOST):
         place = on_device(device)

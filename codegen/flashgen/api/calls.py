@@ -101,7 +101,7 @@ def _known(
     algorithm: str | None,
 ) -> tuple[Plan, tuple[int, ...]]:
     """The kept plan of a call, made if it is the first, and the pointers of its arrays, of one library."""
-    if not backend and kind.on_host(given[0]):
+    if backend is None and kind.on_host(given[0]):
         # On a GPU there is one backend, and only a new plan asks whether it is forbidden: a look takes 1 µs.
         backend = os.environ.get("FLASHGEN_BACKEND")
     wanted = operator.name, options, backend, algorithm

@@ -170,7 +170,7 @@ def _does_nothing(name: str, value: Any) -> bool:
         return window_of(value) == (-1, -1)
     if name == "mask_type":
         return mask_type_name(value) in (None, "none")
-    return value is None or (name == "params" and value == {})
+    return value is None or (name == "params" and isinstance(value, dict) and not value)
 
 
 def _pairs(parts: Any, what: str) -> list[tuple[Any, Any]]:

@@ -20,6 +20,7 @@ from flashgen.compat.libraries import int32s, is_tensor, is_zero, shape_of
 from flashgen.compat.refusals import refuse_dropout, refuse_gradients
 from flashgen.compat.widths import attention_of_any_width, missing, readable_rows
 from flashgen.errors import BadParam, BadTensorShape, NullPointer, naming
+from flashgen.operators.arguments import flag
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -399,6 +400,7 @@ def _options(
     gradient.
     """
     refuse_gradients(alibi_slopes=alibi_slopes)
+    causal = flag("causal", causal)
     uncapped = isinstance(softcap, numbers.Real) and softcap <= 0
     return {
         "softmax_scale": softmax_scale,

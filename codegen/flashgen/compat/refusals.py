@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import sys
 from typing import Any
 
@@ -21,5 +22,5 @@ def refuse_gradients(**arrays: Any) -> None:
 
 def refuse_dropout(dropout_p: float) -> None:
     """Raise NotImplementedError unless the probability is 0."""
-    if dropout_p != 0:
+    if not isinstance(dropout_p, numbers.Real) or dropout_p != 0:
         raise NotImplementedError(f"dropout_p is {dropout_p!r}; flashgen has no dropout: pass 0.0")

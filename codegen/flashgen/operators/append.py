@@ -228,7 +228,7 @@ def normalise(
 
 def _check_combination(views: Mapping[str, ArrayView | None], q_positions: Any) -> None:
     """Which arrays go with which."""
-    if q_positions not in Q_POSITIONS:
+    if not isinstance(q_positions, str) or q_positions not in Q_POSITIONS:
         raise BadParam(f"q_positions is {q_positions!r}; allowed are {' and '.join(map(repr, Q_POSITIONS))}")
     if views["pages"] is not None and views["index"] is not None:
         raise BadParam("index was given together with pages; a page table already says which pages are whose")

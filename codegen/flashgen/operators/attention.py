@@ -439,16 +439,18 @@ def mask_semantics(
 
 def sees_no_later_key(causal: bool, mask_type: int | str | None, window_size: Any) -> bool:
     """Whether these options, which may be wrong yet, say that no query sees a key past its own position."""
-    if causal or mask_type in (3, "causal", "causal_bottom_right"):
+    if flag("causal", causal):
+        return True
+    if isinstance(mask_type, str | numbers.Integral) and mask_type in (3, "causal", "causal_bottom_right"):
         return True
     return isinstance(window_size, (tuple, list)) and len(window_size) == 2 and window_size[1] == 0
 
 
 def mask_type_name(mask_type: int | str | None) -> str | None:
     """The one of ``MASK_TYPES`` that a caller means, or None for None. Raises BadParam."""
-    if mask_type is None or mask_type in MASK_TYPES:
+    if mask_type is None or (isinstance(mask_type, str) and mask_type in MASK_TYPES):
         return mask_type
-    if mask_type == "causal":
+    if isinstance(mask_type, str) and mask_type == "causal":
         return "causal_bottom_right"
     try:
         return MASK_TYPES[range(len(MASK_TYPES)).index(operator.index(mask_type))]

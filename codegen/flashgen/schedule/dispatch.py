@@ -102,7 +102,7 @@ def offers(
 def named(problem: Problem, specs: Iterable[Spec], algorithm: str) -> list[Spec]:
     """The specs of an algorithm. Raises BadParam, with the names that there are, for one that none has."""
     known = [spec for spec in specs if spec.operator == problem.operator.name and spec.algorithm]
-    found = [spec for spec in known if spec.algorithm == algorithm]
+    found = [spec for spec in known if isinstance(algorithm, str) and spec.algorithm == algorithm]
     if not found:
         names = ", ".join(repr(name) for name in sorted({spec.algorithm for spec in known}))
         allowed = f"allowed are {names}, or None"
