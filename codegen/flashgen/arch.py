@@ -70,7 +70,7 @@ def typical(arch: str) -> Device:
 
     Raises BadParam unless ``arch`` is in `KNOWN_ARCHS`.
     """
-    if arch not in _GPUS:
+    if not isinstance(arch, str) or arch not in _GPUS:
         raise BadParam(f"no GPU of architecture {arch!r} is known; known are {', '.join(KNOWN_ARCHS)}")
     gpu, num_sms, smem_per_block, smem_per_sm, l2_bytes = _GPUS[arch]
     number = arch_parts(arch)[0]

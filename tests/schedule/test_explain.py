@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 import flashgen
 from flashgen.arch import KNOWN_ARCHS, typical
-from flashgen.errors import BadParam, BadTensorShape
+from flashgen.errors import BadParam, BadTensorShape, NullPointer
 from flashgen.schedule.dispatch import offers, select
 from flashgen.schedule.explain import TIME, explain
 from flashgen.schedule.plan import plan_steps
@@ -72,6 +72,30 @@ def test_what_is_wrong_is_said_as_by_attention():
         flashgen.explain((1, 8, 1, 64), arch="sm_10")
     with pytest.raises(BadTensorShape, match="head_dim is 36"):
         flashgen.explain((1, 8, 1, 36), arch="sm_80")
+
+
+CACHE = (9, 16, 4, 64)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"q": None}, NullPointer, "^q is None; expected a shape or an array"),
+        ({"q": (-1, 8, 4, 64)}, BadTensorShape, r"^q has shape \(-1, 8, 4, 64\); expected sizes of 0"),
+        ({"k": (1, -8, 4, 64)}, BadTensorShape, r"^k has shape \(1, -8, 4, 64\); expected sizes"),
+        ({"q": (8, 4, 64), "cu_seqlens_q": (-2,)}, BadTensorShape, "^cu_seqlens_q has shape"),
+        ({"k": flashgen.KVCache(None, None, (1,))}, NullPointer, "^k is None"),
+        ({"k": flashgen.KVCache(CACHE, CACHE, (2,))}, BadTensorShape, "^lengths is for a batch of 2"),
+        ({"alibi_slopes": (5,)}, BadTensorShape, r"^alibi_slopes has shape \(5,\)"),
+        ({"dtype": ["fp16"]}, BadParam, r"^dtype is \['fp16'\]; expected a name, such as 'fp16'"),
+        ({"dtype": np.float16}, BadParam, "^dtype is <class 'numpy.float16'>; expected a name"),
+        ({"operator": ["attention"]}, BadParam, r"^operator is \['attention'\]; allowed are"),
+        ({"arch": ["sm_90"]}, BadParam, r"no GPU of architecture \['sm_90'\] is known"),
+    ],
+)  # fmt: skip
+def test_what_is_no_call_is_named(given, error, words):
+    with pytest.raises(error, match=words):
+        flashgen.explain(**{"q": (1, 8, 4, 64), "arch": "sm_80"} | given)
 
 
 def test_a_modification_and_an_algorithm_have_their_say():

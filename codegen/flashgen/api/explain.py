@@ -8,9 +8,10 @@ import inspect
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from flashgen.api.asked import names_given
 from flashgen.api.backends import specs_for
 from flashgen.api.kvcache import KVCache
-from flashgen.errors import BadParam, DeviceTypeNotSupported
+from flashgen.errors import BadParam, BadTensorShape, DeviceTypeNotSupported, NullPointer, naming
 from flashgen.operators.arguments import dtype_name, view_of_shape
 from flashgen.runtime import arrays, dlpack
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from flashgen.api.asked import Asked
     from flashgen.arch import Device
-    from flashgen.operators.operator import Problem
+    from flashgen.operators.operator import Operator, Problem
     from flashgen.schedule.explain import Explanation
 
 # The module beside this one of each function that `explain` and `warmup` know by name, and of its
@@ -128,8 +129,10 @@ def _shaped(function: str, given: dict[str, Any], dtype: str) -> Problem:
     """The Problem of a call on GPU 0, from its keywords; an array may be a shape. k is by default as q, v as
     k, and any other input that there must be has the shape that belongs to these.
     """
+    if not isinstance(dtype, str):
+        raise BadParam(f"dtype is {dtype!r}; expected a name, such as 'fp16'")
     dtype = dtype_name(dtype)
-    if function not in _EXPLAINED:
+    if not isinstance(function, str) or function not in _EXPLAINED:
         raise BadParam(f"operator is {function!r}; allowed are {', '.join(map(repr, _EXPLAINED))}")
     defaults, asked_by_name = _function(function)
     known = defaults.keys() - _UNEXPLAINED
@@ -141,19 +144,30 @@ def _shaped(function: str, given: dict[str, Any], dtype: str) -> Problem:
         call["k"] = call["q"]
     if call["v"] is None and type(call["k"]) is not KVCache:
         call["v"] = call["k"]
-    operator, given_arrays, options, scalars = asked_by_name(call)
+    with naming(**names_given(call["k"], call["alibi_slopes"], call["kv_lengths"])):
+        return _problem_of(*asked_by_name(call), dtype)
+
+
+def _problem_of(
+    operator: Operator, given: tuple[Any, ...], options: tuple[Any, ...], scalars: tuple[Any, ...], dtype: str
+) -> Problem:
+    """The Problem of what is asked of an operator, on GPU 0."""
     shapes = {
         argument.name: shape
-        for argument, x in zip(operator.arguments, given_arrays, strict=True)
+        for argument, x in zip(operator.arguments, given, strict=True)
         if isinstance(shape := getattr(x, "shape", x), tuple | list) and not argument.optional
     }
     views = []
-    for argument, x in zip(operator.arguments, given_arrays, strict=True):
+    for argument, x in zip(operator.arguments, given, strict=True):
         if x is None and not (argument.optional or argument.is_output):
             x = operator.shape_beside(argument.name, shapes)
         if x is None:
+            if argument.name in ("q", "k", "v"):
+                raise NullPointer(f"{argument.name} is None; expected a shape or an array")
             views.append(None)
         elif isinstance(x, tuple | list) and all(isinstance(extent, int) for extent in x):
+            if any(extent < 0 for extent in x):
+                raise BadTensorShape(f"{argument.name} has shape {tuple(x)}; expected sizes of 0 or more")
             views.append(view_of_shape(x, argument.dtype(dtype), 0))
         else:
             view = arrays.view(dlpack.adopt(x, argument.name), argument.name)
