@@ -124,6 +124,7 @@ def test_calls_with_lengths(arguments, family, pages, flashgen):
     [
         (("--pages", "8x4"), "--pages needs --kv"),
         (("--max-seqlen-q", "4"), "give --packed"),
+        (("--packed", "-3"), "-3 is not in the range x>=0"),
     ],
 )
 def test_what_belongs_together(arguments, message, flashgen):

@@ -76,6 +76,13 @@ def test_debugging_keeps_source_and_object(flashgen, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} >= {f"{NAME}.cu", f"{NAME}.so"}
 
 
+@pytest.mark.parametrize("command", [("simulate", NAME), ("bench",)])
+def test_a_seed_is_no_negative_number(command, flashgen):
+    result = flashgen(*command, "--seed", -5)
+    assert result.exit_code == 2
+    assert "Invalid value for '--seed': -5 is not in the range x>=0" in " ".join(result.stderr.split())
+
+
 def test_what_a_gpu_forbids_is_one_message_and_a_failure(flashgen, monkeypatch):
     def fault(*arguments, seed, **options):
         raise SimulationError("block 0, thread 5: race", check="race")

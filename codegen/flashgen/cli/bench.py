@@ -47,7 +47,7 @@ figures are medians, and what counts is the ratio. Needs a GPU.
     show_default=True,
     help="Milliseconds that each peer is timed for in a round.",
 )
-@click.option("--seed", type=int, help="Fix the inputs; they are fresh otherwise.")
+@click.option("--seed", type=click.IntRange(0), help="Fix the inputs; they are fresh otherwise.")
 @click.option(
     "--save",
     type=click.Path(dir_okay=False, path_type=Path),

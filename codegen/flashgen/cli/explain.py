@@ -50,8 +50,13 @@ one of that architecture, such as the H100 for sm_90. Exit code 1 if no kernel s
 @click.option("--softcap", type=float, help="A cap of the scores.")
 @click.option("--kv-lengths", is_flag=True, help="Each sequence has its own number of keys.")
 @click.option("--pages", type=ShapeType(), help="Shape of a page table; --kv is PAGESxPAGE_SIZExHEADSxDIM.")
-@click.option("--packed", type=int, metavar="N", help="N packed sequences: --shape is TOKENSxHEADSxHEAD_DIM.")
-@click.option("--max-seqlen-q", type=int, help="The most queries of a packed sequence.")
+@click.option(
+    "--packed",
+    type=click.IntRange(0),
+    metavar="N",
+    help="N packed sequences: --shape is TOKENSxHEADSxHEAD_DIM.",
+)
+@click.option("--max-seqlen-q", type=click.IntRange(0), help="The most queries of a packed sequence.")
 @click.option("--splits", type=SplitsType(), help="auto, a number of splits, or every:KEYS for SplitEvery.")
 @click.option("--deterministic", is_flag=True, help="Gradients that are the same bits each time.")
 @click.option(

@@ -81,7 +81,7 @@ too far from float64, or gives other bits under another order.
     type=click.IntRange(1),
     help="Multiprocessors of the simulated GPU: at most so many persistent blocks. [default: that GPU's]",
 )
-@click.option("--seed", type=int, help="First seed. [default: a fresh one]")
+@click.option("--seed", type=click.IntRange(0), help="First seed. [default: a fresh one]")
 @click.option("--seeds", type=click.IntRange(1), default=1, show_default=True, help="How many seeds to run.")
 @click.option(
     "--debug",
