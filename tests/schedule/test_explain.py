@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -41,6 +43,25 @@ def test_the_choice_is_that_of_dispatch_and_every_other_variant_has_a_reason(arc
     assert all(time >= 1 for time in times)
     assert found.counts().keys().isdisjoint({TIME})
     assert str(found.variant) in str(found)
+
+
+@pytest.mark.parametrize("splits", [1, 3, *(flashgen.SplitEvery(keys) for keys in (32, 64, 100, 128, 512))])
+@pytest.mark.parametrize("width", [32, 64, 80, 160])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_keys_are_split_as_a_call_splits_them(arch, width, splits):
+    given = (8, 1, 8, width), (8, 4000, 2, width)
+    device, problem = typical(arch), flashgen.explain(*given, arch=arch).problem
+    problem = dataclasses.replace(problem, splits=splits)
+
+    def verdict(choose):
+        try:
+            return choose()
+        except BadParam as error:
+            return str(error)
+
+    assert verdict(lambda: flashgen.explain(*given, arch=arch, splits=splits).variant) == verdict(
+        lambda: select(problem, device, offers(problem, device, SPECS))
+    )
 
 
 def test_arrays_and_shapes_ask_for_the_same():

@@ -139,10 +139,11 @@ def explain(
         others.extend(Judged(variant, rule, why) for variant in left if variant not in kept)
         return kept
 
-    left = keep(splitting(problem, left), "split-KV", f"it does not split keys as splits={problem.splits}")
     least = min(operator.work(dict(variant.axes)) for variant in left)
     smallest = (variant for variant in left if operator.work(dict(variant.axes)) == least)
     left = keep(smallest, f"larger {sizes}", f"a variant with smaller {sizes} serves, which does less work")
+    # Behind the sizes, as `offers` makes no variants of larger ones.
+    left = keep(splitting(problem, left), "split-KV", f"it does not split keys as splits={problem.splits}")
     left = keep(preferred(left), "target", "another target of its family comes first on this GPU")
     left = keep(without_replaced(left), "tuned", "a tile that was tuned on this GPU takes its place")
     modelled, gpu = standard(problem, device)
