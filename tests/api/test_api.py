@@ -556,6 +556,12 @@ def test_what_is_no_backend_is_named(call, unknown):
         call(*qkv(), backend=unknown)
 
 
+def test_an_empty_variable_names_no_backend(monkeypatch):
+    monkeypatch.setenv("FLASHGEN_BACKEND", "")
+    for call in (flashgen.attention, flashgen.plan):
+        call(*qkv())
+
+
 def test_calls_with_lengths_have_no_algorithm():
     q, k, v = qkv()
     with pytest.raises(

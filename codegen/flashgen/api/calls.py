@@ -103,7 +103,7 @@ def _known(
     """The kept plan of a call, made if it is the first, and the pointers of its arrays, of one library."""
     if backend is None and kind.on_host(given[0]):
         # On a GPU there is one backend, and only a new plan asks whether it is forbidden: a look takes 1 µs.
-        backend = os.environ.get("FLASHGEN_BACKEND")
+        backend = os.environ.get("FLASHGEN_BACKEND") or None
     wanted = operator.name, options, backend, algorithm
     expecting, recent = kind.expecting, None
     if expecting is not None:
