@@ -175,6 +175,14 @@ def test_a_backend_of_no_name_is_a_problem(machine, flashgen, device):
     assert {path["path"] for path in found["attention"].values()} == {None}
 
 
+@pytest.mark.parametrize("name", ["FLASHGEN_LOG", "FLASHGEN_CHECK", "FLASHGEN_DEPENDENT_LAUNCH"])
+def test_a_variable_that_makes_calls_fail_is_a_problem(machine, flashgen, name):
+    machine()
+    code, found = examined(flashgen, **{name: "loud"})
+    assert code == 1
+    assert [problem.partition("; ")[0] for problem in found["problems"]] == [f"{name} is 'loud'"]
+
+
 def test_a_backend_that_nothing_here_serves_is_a_problem(machine, flashgen):
     machine()
     code, found = examined(flashgen, FLASHGEN_BACKEND="cuda")

@@ -98,6 +98,7 @@ def examine() -> Report:
     report.probe("cache", _cache)
     report.probe("bundles", _bundles)
     report.probe("attention", _attention)
+    _switches(report)
     return report
 
 
@@ -262,6 +263,19 @@ def _bundles(report: Report) -> list[dict[str, Any]]:
     except BadParam as error:
         report.problems.append(f"FLASHGEN_BUNDLE is set: {error}")
         return []
+
+
+def _switches(report: Report) -> None:
+    """Variables whose value makes calls fail."""
+    from flashgen import logs
+    from flashgen.errors import BadParam
+    from flashgen.runtime import check, dependent
+
+    for read in (lambda: logs.logger("cli"), check.asked, dependent.forbidden):
+        try:
+            read()
+        except BadParam as error:
+            report.problems.append(str(error))
 
 
 def _attention(report: Report) -> dict[str, Any]:

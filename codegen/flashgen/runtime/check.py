@@ -25,13 +25,16 @@ SWITCH = "FLASHGEN_CHECK"
 
 
 def wanted(operator: Operator) -> bool:
-    """Whether FLASHGEN_CHECK asks for it, and the operator has elements to check. Raises BadParam where the
-    variable is something else than 0, 1 or empty.
-    """
+    """Whether FLASHGEN_CHECK asks for it, and there are elements to check. Raises what `asked` does."""
+    return asked() and operator.check_elements is not None
+
+
+def asked() -> bool:
+    """Whether FLASHGEN_CHECK is 1. Raises BadParam where it is something else than 0, 1 or empty."""
     switch = os.environ.get(SWITCH, "")
     if switch not in ("", "0", "1"):
         raise BadParam(f"{SWITCH} is {switch!r}; expected 0 or 1")
-    return switch == "1" and operator.check_elements is not None
+    return switch == "1"
 
 
 def checked(work: Work, problem: Problem, pointers: Pointers) -> Work:

@@ -58,15 +58,19 @@ class LaunchConfig(ctypes.Structure):
 
 def wanted(variant: Variant, device: Device) -> bool:
     """Whether to launch ``variant`` dependently: its spec says that it waits, ``device`` knows how to, the
-    driver can capture such a launch, and FLASHGEN_DEPENDENT_LAUNCH is not 0.
-
-    Raises BadParam where that variable is something else than 0, 1 or empty.
+    driver can capture such a launch, and FLASHGEN_DEPENDENT_LAUNCH is not 0. Raises what `forbidden` does.
     """
+    off = forbidden()
+    able = reaches(arch_parts(device.arch)[0], MIN_ARCH)
+    return variant.dependent_launch and able and not off and driver_version() >= MIN_DRIVER
+
+
+def forbidden() -> bool:
+    """Whether FLASHGEN_DEPENDENT_LAUNCH is 0. Raises BadParam where it is neither 0, 1 nor empty."""
     switch = os.environ.get(SWITCH, "")
     if switch not in ("", "0", "1"):
         raise BadParam(f"{SWITCH} is {switch!r}; expected 0 or 1")
-    able = reaches(arch_parts(device.arch)[0], MIN_ARCH)
-    return variant.dependent_launch and able and switch != "0" and driver_version() >= MIN_DRIVER
+    return switch == "0"
 
 
 @functools.cache
