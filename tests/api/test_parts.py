@@ -18,7 +18,7 @@ BATCH, ROWS, HEADS, KV_HEADS, WIDTH, WIDTH_V = 3, 6, 4, 2, 16, 24
 
 @pytest.fixture(autouse=True)
 def fresh_plans(forget_plans, monkeypatch):
-    monkeypatch.setattr(parts, "_sound", set())
+    monkeypatch.setattr(parts, "_sound", {})
     monkeypatch.delenv("FLASHGEN_BACKEND", raising=False)
 
 
@@ -229,6 +229,17 @@ def test_a_cascade_names_the_part_that_does_not_fit_before_it_writes():
             flashgen.cascade(q, given, out=out)
     with pytest.raises(errors.BadTensorShape, match="out has shape"):
         flashgen.cascade(q, [(k, v)] * 2, out=np.empty((BATCH, ROWS, HEADS, 8), np.float32))
+    own = np.zeros_like(out)
+    within = own.reshape(-1)[: v.size].reshape(v.shape)
+    for others in (within, v, within):  # the last time the layouts are known
+        given = [(k, v), (k, others)]
+        if others is v:
+            flashgen.cascade(q, given, out=own)
+            continue
+        with pytest.raises(errors.BadTensorStrides, match=r"^out overlaps v of parts\[1\] in memory"):
+            flashgen.cascade(q, given, out=own)
+    with pytest.raises(errors.BadTensorStrides, match=r"^out overlaps q in memory"):
+        flashgen.cascade(own[..., :WIDTH], [(k, v), (k, v)], out=own)
     with pytest.raises(TypeError, match="unexpected keyword argument 'window'"):
         flashgen.cascade(q, [(k, v)], window=3)
     assert np.isnan(out).all()

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.api.attention import attention
 from flashgen.api.calls import call_of
-from flashgen.errors import BadParam, BadTensorShape, FlashgenError, naming
-from flashgen.operators.arguments import check_memory, flag
+from flashgen.errors import BadParam, BadTensorShape, BadTensorStrides, FlashgenError, naming
+from flashgen.operators.arguments import Placed, check_memory, flag
 from flashgen.operators.attention import MAX_SEQLEN, mask_type_name, window_of
 from flashgen.operators.attention import normalise as normalise_attention
 from flashgen.operators.merge import MERGE, check_parts, normalise
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 # Options of attention() that speak of positions or of the keys of one call.
 _POSITIONAL = ("mask", "mask_type", "window_size", "alibi_slopes", "score", "params")
-# Layouts of cascades that were found to fit, so that later calls need not look again.
+# Layouts of cascades that were found to fit, so that later calls need not look again, with the bytes from the
+# pointer of each array that it touches.
 _MAX_SOUND = 1024
-_sound: set[Any] = set()
+_sound: dict[Any, tuple[tuple[int, int], ...]] = {}
 
 
 def merge(
@@ -224,10 +225,12 @@ def _check_cascade(q: Any, pairs: list[tuple[Any, Any]], out: Any, causal: bool)
     key = None
     if all(x is None or arrays.kind_of(x) is kind for x in given):
         try:
-            key = (kind.name, kind.read(given)[0], causal)
+            layouts, pointers = kind.read(given)
+            key = (kind.name, layouts, causal)
         except RuntimeError:  # an array without memory: its view says so
             key = None
         if key in _sound:
+            _check_out_apart(pointers, _sound[key])
             return
     view, out_view = arrays.view(q, "q"), None if out is None else arrays.view(out, "out")
     arrays.check_libraries({"q": view, "out": out_view})
@@ -249,7 +252,25 @@ def _check_cascade(q: Any, pairs: list[tuple[Any, Any]], out: Any, causal: bool)
     if key is not None:
         if len(_sound) >= _MAX_SOUND:
             _sound.clear()
-        _sound.add(key)
+        _sound[key] = tuple((0, 0) if x is None else _span(kind.view(x)) for x in given)
+        _check_out_apart(pointers, _sound[key])
+
+
+def _span(view: ArrayView) -> tuple[int, int]:
+    return Placed(MERGE.arguments[0], view.shape, (view.strides or ())[:-1], view.dtype).span()
+
+
+def _check_out_apart(pointers: Sequence[int], spans: Sequence[tuple[int, int]]) -> None:
+    """That ``out``, the second of these arrays, touches no other one: several calls read these. Raises
+    BadTensorStrides.
+    """
+    start, end = (pointers[1] + byte for byte in spans[1])
+    if start == end:
+        return
+    for place, (pointer, (low, high)) in enumerate(zip(pointers, spans, strict=True)):
+        if place != 1 and low < high and pointer + low < end and start < pointer + high:
+            name = "q" if place == 0 else f"{'kv'[place % 2]} of parts[{place // 2 - 1}]"
+            raise BadTensorStrides(f"out overlaps {name} in memory; pass memory of its own")
 
 
 def _views_in_batch(q: ArrayView, k: ArrayView, v: ArrayView) -> Sequence[ArrayView]:
