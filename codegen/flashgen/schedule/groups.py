@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from flashgen.operators.masks import Band
-from flashgen.schedule.grid import expected_tiles, lengths_differ, tiles, tiles_beside
+from flashgen.schedule.grid import expected_tiles, lengths_differ, row_blocks, tiles, tiles_beside
 from flashgen.schedule.visited import visited_beside, visited_queries
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # A grid of tiles that differ in length ends so many mean ones after an equal share of them; in turns, where
 # they wait for longer ones, later. (Fitted: docs/tuning.md.)
 _LAST, _LAST_IN_TURNS = 0.6, 1.5
+# In turns so many tiles of a head are many, and wait for this share of the time of a head.
+_MANY, _WAITING = 5, 0.7
 # More parts are more memory: the fewest are taken that come so near to the least time.
 _NEAR = 1.05
 
@@ -28,9 +30,9 @@ def group_parts(problem: Problem, variant: Variant, device: Device) -> int:
 
     Each part leaves gradients of its keys in the workspace. So there are no more parts than are of use.
     """
-    group = problem.sizes["num_heads_q"] // problem.sizes["num_heads_kv"]
-    if not variant.grid.part_time or group == 1 or not tiles(problem, variant):
+    if not variant.grid.part_time or not tiles(problem, variant):
         return 1
+    group = problem.sizes["num_heads_q"] // problem.sizes["num_heads_kv"]
     divisors = [parts for parts in range(1, group + 1) if group % parts == 0]
     times = {parts: rows_of_tiles(problem, variant, device.num_sms, parts) for parts in divisors}
     return next(parts for parts in divisors if times[parts] <= _NEAR * min(times.values()))
@@ -43,13 +45,17 @@ def rows_of_tiles(problem: Problem, variant: Variant, num_sms: int, parts: int =
     A tile visits the query rows of all heads of its part, and takes the time of ``start`` times as many as it
     has keys besides. What parts leave is written and read at the rate of memory: ``part_time`` a tile. Tiles
     of queries that a grid has beside those of keys visit keys. Sequences whose lengths differ have as many
-    tiles as are to be expected.
+    tiles as are to be expected. Where many tiles of a head, of different lengths, take turns, they wait in
+    each of their heads but one.
     """
-    grid = variant.grid
+    grid, bounded = variant.grid, Band.of(problem).bounded
     heads = problem.sizes["num_heads_q"] // problem.sizes["num_heads_kv"] // parts
     count, visited = expected_tiles(problem, variant) * parts, visited_queries(problem, variant)
     left = count * grid.part_time / num_sms if parts > 1 else 0
-    total, most = count * visited.mean * heads, visited.most * heads
+    times = heads
+    if grid.in_turns and bounded and row_blocks(problem, variant) >= _MANY:
+        times += _WAITING * (heads - 1)
+    total, most = count * visited.mean * times, visited.most * times
     if beside := tiles_beside(problem, variant):
         of_queries = visited_beside(problem, variant)
         count, total = count + beside, total + beside * of_queries.mean
@@ -57,7 +63,7 @@ def rows_of_tiles(problem: Problem, variant: Variant, num_sms: int, parts: int =
     starts, waves = variant.start * grid.covers[0][1], count / (num_sms * grid.blocks_per_sm)
     if waves <= 1:
         return most + starts + left
-    if not Band.of(problem).bounded and not lengths_differ(problem, variant):
+    if not bounded and not lengths_differ(problem, variant):
         waves = math.ceil(waves)
     else:
         waves += _LAST_IN_TURNS if grid.in_turns else _LAST
