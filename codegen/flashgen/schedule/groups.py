@@ -13,6 +13,7 @@ from flashgen.schedule.visited import visited_beside, visited_queries
 if TYPE_CHECKING:
     from flashgen.arch import Device
     from flashgen.operators.operator import Problem
+    from flashgen.schedule.visited import Steps
     from flashgen.spec.variant import Variant
 
 # A grid of tiles that differ in length ends so many mean ones after an equal share of them; in turns, where
@@ -34,7 +35,8 @@ def group_parts(problem: Problem, variant: Variant, device: Device) -> int:
         return 1
     group = problem.sizes["num_heads_q"] // problem.sizes["num_heads_kv"]
     divisors = [parts for parts in range(1, group + 1) if group % parts == 0]
-    times = {parts: rows_of_tiles(problem, variant, device.num_sms, parts) for parts in divisors}
+    visited = visited_queries(problem, variant)
+    times = {parts: _rows(problem, variant, device.num_sms, parts, visited) for parts in divisors}
     return next(parts for parts in divisors if times[parts] <= _NEAR * min(times.values()))
 
 
@@ -48,9 +50,14 @@ def rows_of_tiles(problem: Problem, variant: Variant, num_sms: int, parts: int =
     tiles as are to be expected. Where many tiles of a head, of different lengths, take turns, they wait in
     each of their heads but one.
     """
+    return _rows(problem, variant, num_sms, parts, visited_queries(problem, variant))
+
+
+def _rows(problem: Problem, variant: Variant, num_sms: int, parts: int, visited: Steps) -> float:
+    """`rows_of_tiles`, of which each ``visited`` so many query rows of a head."""
     grid, bounded = variant.grid, Band.of(problem).bounded
     heads = problem.sizes["num_heads_q"] // problem.sizes["num_heads_kv"] // parts
-    count, visited = expected_tiles(problem, variant) * parts, visited_queries(problem, variant)
+    count = expected_tiles(problem, variant) * parts
     left = count * grid.part_time / num_sms if parts > 1 else 0
     times = heads
     if grid.in_turns and bounded and row_blocks(problem, variant) >= _MANY:
