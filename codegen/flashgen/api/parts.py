@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.api.attention import attention
 from flashgen.api.calls import call_of
 from flashgen.errors import BadParam, BadTensorShape, BadTensorStrides, FlashgenError, naming
-from flashgen.operators.arguments import Placed, check_memory, flag
+from flashgen.operators.arguments import Placed, check_memory, flag, overlapping
 from flashgen.operators.attention import MAX_SEQLEN, mask_type_name, window_of
 from flashgen.operators.attention import normalise as normalise_attention
 from flashgen.operators.merge import MERGE, check_parts, normalise
@@ -264,13 +264,11 @@ def _check_out_apart(pointers: Sequence[int], spans: Sequence[tuple[int, int]]) 
     """That ``out``, the second of these arrays, touches no other one: several calls read these. Raises
     BadTensorStrides.
     """
-    start, end = (pointers[1] + byte for byte in spans[1])
-    if start == end:
+    if spans[1] == (0, 0):
         return
-    for place, (pointer, (low, high)) in enumerate(zip(pointers, spans, strict=True)):
-        if place != 1 and low < high and pointer + low < end and start < pointer + high:
-            name = "q" if place == 0 else f"{'kv'[place % 2]} of parts[{place // 2 - 1}]"
-            raise BadTensorStrides(f"out overlaps {name} in memory; pass memory of its own")
+    for place in overlapping(1, spans, pointers):
+        name = "q" if place == 0 else f"{'kv'[place % 2]} of parts[{place // 2 - 1}]"
+        raise BadTensorStrides(f"out overlaps {name} in memory; pass memory of its own")
 
 
 def _views_in_batch(q: ArrayView, k: ArrayView, v: ArrayView) -> Sequence[ArrayView]:

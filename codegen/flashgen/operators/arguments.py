@@ -21,7 +21,7 @@ from flashgen.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 DTYPE_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "bool": 1, "uint8": 1, "int32": 4}
 # Usual names of dtypes beside those of the specs.
@@ -339,17 +339,22 @@ def check_memory(
                 f"{argument.alignment} bytes; pass a copy or a slice that starts at an aligned element"
             )
     for target in written:
-        start, end = pointers[target] + spans[target][0], pointers[target] + spans[target][1]
-        for other, ((low, high), pointer) in enumerate(zip(spans, pointers, strict=True)):
-            if other != target and low < high and pointer + low < end and start < pointer + high:
-                if placed and arguments[other].is_output:
-                    between = pointer - pointers[target]
-                    if interleave(placed[target], placed[other], between):
-                        continue
-                raise BadTensorStrides(
-                    f"{arguments[target].name} overlaps {arguments[other].name} in memory; "
-                    "pass memory of its own"
-                )
+        for other in overlapping(target, spans, pointers):
+            if placed and arguments[other].is_output:
+                between = pointers[other] - pointers[target]
+                if interleave(placed[target], placed[other], between):
+                    continue
+            raise BadTensorStrides(
+                f"{arguments[target].name} overlaps {arguments[other].name} in memory; pass memory of its own"
+            )
+
+
+def overlapping(target: int, spans: Sequence[tuple[int, int]], pointers: Sequence[int]) -> Iterator[int]:
+    """The positions of the other arrays, of those that have bytes, whose address ranges meet that of one."""
+    start, end = pointers[target] + spans[target][0], pointers[target] + spans[target][1]
+    for other, ((low, high), pointer) in enumerate(zip(spans, pointers, strict=True)):
+        if other != target and low < high and pointer + low < end and start < pointer + high:
+            yield other
 
 
 def interleave(first: Placed, second: Placed, distance: int) -> bool:
