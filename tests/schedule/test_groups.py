@@ -35,6 +35,8 @@ def call(batch, seqlen_q, seqlen_kv, heads, kv_heads, **options):
         ((2, 8192, 8192, 16, 1), FULL, 1),
         ((2, 8192, 8192, 16, 1), ORDERED, 16),  # in turns a block waits in each head but one
         ((2, 8192, 8192, 32, 8), CAUSAL, 1),  # 1,024
+        ((2, 8192, 8192, 32, 16), CAUSAL, 1),
+        ((1, 8192, 8192, 32, 8), CAUSAL, 1),
         ((1, 128, 128, 6, 2), CAUSAL, 3),  # two blocks
         # What parts leave in memory takes longer than what they save.
         ((60, 23, 23, 8, 1), CAUSAL, 1),
