@@ -782,14 +782,14 @@ __device__ __forceinline__ void produce(const Params& params, shared_address sha
         Tile tile = tile_of(params, found);
         const KvBlocks blocks = kv_blocks_of(params, found);
         to_whole_array(params, found, tile);
-        if (lane == 0) produce_q(params, tile, shared, barriers, q_ring);
+        if (elect_one()) produce_q(params, tile, shared, barriers, q_ring);
         q_ring.advance();
 #pragma unroll 1  // few registers are left to the producer
         for (int block = blocks.last; block >= blocks.first; --block) {
             const shared_address k_smem = shared + kKOffset + ring.stage * kKBytes;
             const shared_address v_smem = shared + kVOffset + ring.stage * kVBytes;
-            // Lane 0 alone waits: a lane that waits and is overtaken by two phases would wait for ever.
-            if (lane == 0) {
+            // One lane alone waits: a lane that waits and is overtaken by two phases would wait for ever.
+            if (elect_one()) {
                 const int key = found.first_key + block * kBlockN;
                 mbarrier_wait(barriers.k_empty(ring.stage), ring.parity ^ 1);
                 load_kv_block<kPanels>(k_smem, params.k, barriers.k_full(ring.stage), key, tile.kv_head, found.entry);

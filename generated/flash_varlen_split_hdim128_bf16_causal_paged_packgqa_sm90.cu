@@ -891,7 +891,8 @@ struct PagedArray {
     shared_address buffers;
     shared_address full, empty;
 
-    // Loads the KV blocks of a tile as fast as buffers become empty, each lane its boxes, panel by panel.
+    // Loads the KV blocks of a tile as fast as buffers become empty. Each lane finds a box's rows, and one lane starts all loads: TMA takes
+    // its operands from uniform registers, so lanes that start their own would do so one after the other, in a loop.
     __device__ __forceinline__ void load(const Params& params, const SequenceTile& found, RingPosition<kStages>& ring, int lane) const {
         constexpr int kBytes = kPanelCount * kBlockN * kPanelRowBytes;  // of a buffer
         const Tile tile = tile_of(params, found);
@@ -905,11 +906,16 @@ struct PagedArray {
             const PageRow from = page_row(params, found, first_key(block), entry);
             if (lane == 0) mbarrier_arrive_expect_tx(full + 8 * ring.stage, kBytes);
             __syncwarp();
-            if (lane < kBlockN / kBoxKeys) {
 #pragma unroll
-                for (int panel = 0; panel < kPanelCount; ++panel) {
-                    tma_load_4d(buffers + ring.stage * kBytes + (panel * kBlockN + lane * kBoxKeys) * kPanelRowBytes, map,
-                                full + 8 * ring.stage, panel * kPanelColumns, from.row, tile.kv_head, from.page);
+            for (int box = 0; box < kBlockN / kBoxKeys; ++box) {
+                const int page = __shfl_sync(0xffffffff, from.page, box);
+                const int row = __shfl_sync(0xffffffff, from.row, box);
+                if (elect_one()) {
+#pragma unroll
+                    for (int panel = 0; panel < kPanelCount; ++panel) {
+                        tma_load_4d(buffers + ring.stage * kBytes + (panel * kBlockN + box * kBoxKeys) * kPanelRowBytes, map,
+                                    full + 8 * ring.stage, panel * kPanelColumns, row, tile.kv_head, page);
+                    }
                 }
             }
             entry = load_entry(params, found, first_key(block - 1));  // under way while its buffer is awaited
@@ -919,8 +925,7 @@ struct PagedArray {
     }
 };
 
-// Two producer warps: one brings Q and K of each tile, the other V. A warp issues its TMA loads one at a time, and a box of 16 keys is small,
-// so that one warp would be too slow for both.
+// Two producer warps: one brings Q and K of each tile, the other V. A box of 16 keys is small, so that one warp would be too slow for both.
 __device__ __forceinline__ void produce(const Params& params, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
     const PagedArray<kPanels> k = {params.k, shared + kKOffset, barriers.k_full(0), barriers.k_empty(0)};
@@ -932,7 +937,8 @@ __device__ __forceinline__ void produce(const Params& params, shared_address sha
         if (found.sequence < 0) return;
         Tile tile = tile_of(params, found);
         to_whole_array(params, found, tile);
-        if (lane == 0) produce_q(params, tile, shared, barriers, q_ring);
+        if (elect_one()) produce_q(params, tile, shared, barriers, q_ring);
+        __syncwarp();  // lanes that are apart would stay so, and be brought together at each shuffle
         q_ring.advance();
         k.load(params, found, ring, lane);
     }

@@ -516,6 +516,21 @@ def test_a_barrier_that_is_announced_and_one_that_asks(fresh_seed):
     assert (found == 1).all()
 
 
+def test_one_lane_of_a_whole_warp_is_elected(fresh_seed):
+    found = np.zeros(64, np.uint32)
+    run(
+        "params.found[threadIdx.x] = elect_one();",
+        {},
+        {"found": found},
+        header="sm90",
+        block=64,
+        seed=fresh_seed,
+    )
+    assert (found.reshape(2, 32).sum(axis=1) == 1).all()
+    body = "lane < 9 ? (void)__any_sync(0xffffffff, lane) : (void)elect_one();  // HERE"
+    assert fault(body, header="sm90", seed=fresh_seed).check == "divergence"
+
+
 @pytest.mark.parametrize(
     ("body", "check"),
     [

@@ -23,6 +23,13 @@ __device__ __forceinline__ void prefetch_tensormap(const tensor_map& map) {
     asm volatile("prefetch.tensormap [%0];\n" ::"l"(&map) : "memory");
 }
 
+// elect.sync: true in one lane of the warp. What it alone does needs no loop over lanes, as the compiler knows.
+__device__ __forceinline__ bool elect_one() {
+    int elected;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.s32 %0, 1, 0, p;\n}\n" : "=r"(elected));
+    return elected != 0;
+}
+
 // mbarrier.init: a barrier whose phase ends after `arrivals` arrivals (and the bytes that were announced).
 __device__ __forceinline__ void mbarrier_init(shared_address barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals) : "memory");
