@@ -237,12 +237,10 @@ flash_combine_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
 
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
-    griddepcontrol_wait();
-    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
-    // before this one to have ended.
+    // Programmatic dependent launch: the grid before this one may still be running. The next one may start at once, wherever this one leaves
+    // room: it waits for this one to end, and this one waits for the grid before it.
     griddepcontrol_launch_dependents();
+    griddepcontrol_wait();
 
     for (int index = block_index(); index < params.num_tiles; index += gridDim.x) {
         const Parts parts = find_parts(params, index);

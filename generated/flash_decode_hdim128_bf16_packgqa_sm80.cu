@@ -291,6 +291,27 @@ __device__ __forceinline__ Fetch seek(const Params& params, int index, int group
     return fetch;
 }
 
+// Prefetches rows of the next KV block's K or V, kColumns wide, into L2. Rows from `valid_rows` on are left out.
+template <int kColumns>
+__device__ __forceinline__ void prefetch_keys(const element* source, int64_t row_stride, int valid_rows, int head_dim) {
+    constexpr int kLineElements = 128 / sizeof(element);
+    constexpr int kRowLines = (kColumns + kLineElements - 1) / kLineElements;
+#pragma unroll
+    for (int first = 0; first < kGroupKeys * kRowLines; first += kGroupThreads) {
+        const int row = (first + threadIdx.x % kGroupThreads) / kRowLines;
+        const int column = (first + threadIdx.x % kGroupThreads) % kRowLines * kLineElements;
+        if (row < min(valid_rows, kGroupKeys) && column < head_dim) prefetch_l2(source + row * row_stride + column);
+    }
+}
+
+// Prefetches the next KV block into L2, if the share has one left.
+__device__ __forceinline__ void prefetch_next(const Params& params, const Share& share, const Fetch& fetch) {
+    if (fetch.index >= share.end) return;
+    const int valid_rows = params.seqlen_kv - fetch.first_key;
+    prefetch_keys<kHeadDim>(fetch.k, params.k_row_stride, valid_rows, params.head_dim);
+    prefetch_keys<kHeadDimV>(fetch.v, params.v_row_stride, valid_rows, params.head_dim_v);
+}
+
 // Starts the copies of the next KV block, if the share has one left. Each call is one group of copies.
 __device__ __forceinline__ void fetch_next(const Params& params, const Share& share, Fetch& fetch, shared_address stage, int group) {
     if (fetch.index < share.end) {
@@ -734,6 +755,7 @@ flash_decode_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
 
     const Share share = find_share(params, block_index());
     Fetch fetch = seek(params, share.begin, group);
+    prefetch_next(params, share, fetch);  // on its way to L2 while the grid before this one ends
 
     // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
     // reads.

@@ -201,6 +201,15 @@ FAULTS = (
         "",
         multiprocessors=3,
     ),
+    fault(
+        "the step that combines may begin before the wait",
+        DECODE,
+        SPLIT,
+        UNWAITED,
+        "    griddepcontrol_wait();\n",
+        "    griddepcontrol_launch_dependents();\n    griddepcontrol_wait();\n",
+        multiprocessors=3,
+    ),
     # The step that combines.
     fault(
         "a combine that does not wait",
@@ -209,15 +218,6 @@ FAULTS = (
         UNWAITED,
         "    griddepcontrol_wait();\n",
         "",
-        multiprocessors=3,
-    ),
-    fault(
-        "the next grid may begin before the wait",
-        COMBINE,
-        SPLIT,
-        UNWAITED,
-        "    griddepcontrol_wait();\n",
-        "    griddepcontrol_launch_dependents();\n    griddepcontrol_wait();\n",
         multiprocessors=3,
     ),
     fault(

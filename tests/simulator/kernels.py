@@ -79,6 +79,7 @@ def run(
     shared_bytes: int = 4096,
     max_shared_bytes: int = 0,
     dependent: bool = False,
+    followed: bool = False,
     seed: int = 0,
     threads: int = 1,
 ) -> Report:
@@ -107,6 +108,7 @@ def run(
         regions,
         max_shared_bytes=max_shared_bytes,
         dependent=dependent,
+        followed=followed,
         seed=seed,
         threads=threads,
     )

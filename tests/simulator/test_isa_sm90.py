@@ -577,7 +577,7 @@ DEPENDENT = """
 """
 
 
-def dependently(body, dependent=True, seed=0):
+def dependently(body, dependent=True, followed=False, seed=0):
     """Launch ``body`` in two warps; ``source`` and ``target`` are boxes of ``values`` and ``out``."""
     values, out = aligned((1, 1, 16, 64), np.uint16), aligned((1, 1, 16, 64), np.float32)
     whole = (64, 16, 1, 1)
@@ -585,7 +585,8 @@ def dependently(body, dependent=True, seed=0):
     maps["target"] = (map_of(out.view(np.uint16), whole, 128), out)
     body = DEPENDENT.format(body=body.replace("TMA_DONE", "tma_store_commit(); tma_store_wait_read<0>();"))
     options = {"header": "sm90", "maps": maps, "block": 64, "shared_bytes": 8200, "seed": seed}
-    run(body, {"values": values}, {"out": out}, dependent=dependent, **options)
+    options |= {"dependent": dependent, "followed": followed}
+    run(body, {"values": values}, {"out": out}, **options)
 
 
 @pytest.mark.parametrize("access", ACCESSES)
@@ -610,11 +611,12 @@ def test_a_dependent_launch_does_not_end_before_those_ahead_of_it(fresh_seed):
     assert caught.value.check == "dependency"
 
 
-def test_the_next_launch_begins_behind_the_wait(fresh_seed):
-    """It counts on all those ahead of this one to have ended."""
+def test_the_next_step_begins_behind_the_wait(fresh_seed):
+    """It counts on all those ahead of this one to have ended. The first step of the next call does not."""
     begin = "griddepcontrol_launch_dependents();"
-    dependently(begin, dependent=False, seed=fresh_seed)
-    dependently(WAIT + begin, seed=fresh_seed)
+    dependently(begin, dependent=False, followed=True, seed=fresh_seed)
+    dependently(WAIT + begin, followed=True, seed=fresh_seed)
+    dependently(begin + WAIT, seed=fresh_seed)
     with pytest.raises(SimulationError, match=r"launch_dependents before griddepcontrol\.wait") as caught:
-        dependently(begin + WAIT, seed=fresh_seed)
+        dependently(begin + WAIT, followed=True, seed=fresh_seed)
     assert caught.value.check == "dependency"

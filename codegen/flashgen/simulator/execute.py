@@ -124,6 +124,7 @@ def simulate(
                 regions,
                 max_shared_bytes=variant.max_smem,
                 dependent=variant.dependent_launch,
+                followed=step is not planned.steps[-1],
                 cluster=variant.grid.cluster,
                 seed=seed,
                 threads=threads,
@@ -145,6 +146,7 @@ def execute(
     *,
     max_shared_bytes: int = 0,
     dependent: bool = False,
+    followed: bool = False,
     cluster: int = 1,
     seed: int = 0,
     threads: int | None = None,
@@ -152,7 +154,8 @@ def execute(
     """Launch any kernel that takes one struct, ``params``; ``regions`` are all the memory that it may touch.
 
     ``max_shared_bytes`` is what a block may ask for, 0 for what the largest GPU allows. A ``dependent``
-    launch may begin before those ahead of it have ended. ``cluster`` is the kernel's thread blocks of a
+    launch may begin before those ahead of it have ended. Behind one that is ``followed`` comes another step
+    of its call. ``cluster`` is the kernel's thread blocks of a
     cluster. The rest, and what is raised, as in ``simulate``.
     """
     if len(params) != library.params_bytes:
@@ -176,7 +179,7 @@ def execute(
             num_blocks=share[1],
             regions=table,
             num_regions=len(table),
-            flags=Launch.DEPENDENT if dependent else 0,
+            flags=dependent * Launch.DEPENDENT | followed * Launch.FOLLOWED,
         )
         raw = RawReport(sites=(Site * _MAX_SITES)(), max_sites=_MAX_SITES)
         library.simulate(launch, raw)

@@ -92,9 +92,10 @@ class RawTensorMap(ctypes.Structure):
 
 
 class Launch(ctypes.Structure):
-    """One launch, or a range of its blocks. ``flags`` is 0 or DEPENDENT."""
+    """One launch, or a range of its blocks. ``flags`` is the sum of some of DEPENDENT and FOLLOWED."""
 
     DEPENDENT = 1
+    FOLLOWED = 2
 
     _fields_ = (
         ("params", ctypes.c_void_p),

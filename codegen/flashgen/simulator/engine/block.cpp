@@ -249,10 +249,11 @@ GlobalMemory& Block::global_to_load(const Thread& thread, const void* address, i
 }
 
 void Block::launch_dependents(const Thread& thread, Location where) {
-    if (launch_.launch.flags & SIM_DEPENDENT && !thread.waited) {
+    const uint32_t both = SIM_DEPENDENT | SIM_FOLLOWED;
+    if ((launch_.launch.flags & both) == both && !thread.waited) {
         fail(thread, SIM_DEPENDENCY, where,
-             "griddepcontrol.launch_dependents before griddepcontrol.wait: the next grid counts on those ahead of this one to have "
-             "ended");
+             "griddepcontrol.launch_dependents before griddepcontrol.wait: the next step counts on the grids ahead of this one to "
+             "have ended");
     }
 }
 

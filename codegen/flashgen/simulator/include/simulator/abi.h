@@ -48,7 +48,8 @@ typedef struct SimRegion {
 
 /* As bits. */
 enum SimLaunchFlag {
-    SIM_DEPENDENT = 1 /* the grid may begin before those ahead of it have ended */
+    SIM_DEPENDENT = 1, /* the grid may begin before those ahead of it have ended */
+    SIM_FOLLOWED = 2   /* the grid behind it is another step of the call */
 };
 
 typedef struct SimLaunch {
