@@ -3,8 +3,8 @@
 // Rendered by flashgen: edit the spec or the template, not this file.
 //
 // axes      head_dim 64, head_dim_v 64, dtype bf16, mask_type causal, gqa mha, dq_order direct
-// tile      block_m 64, block_n 128, stages 4
-// block     384 threads, 134320 bytes of dynamic shared memory
+// tile      block_m 64, block_n 64, stages 3, min_blocks 2
+// block     256 threads, 92808 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_bwd_direct_sm90.yaml
 // template  flash_bwd_direct_sm90.cu.j2
@@ -29,17 +29,17 @@ using element = bf16;
 constexpr int kHeadDim = 64;  // of Q and K
 constexpr int kHeadDimV = 64;  // of V, O and dO
 constexpr int kBlockM = 64;  // rows of a step
-constexpr int kBlockN = 128;  // rows of a tile
-constexpr int kStages = 4;  // buffers of Q, dO and O, or of K and V
+constexpr int kBlockN = 64;  // rows of a tile
+constexpr int kStages = 3;  // buffers of Q, dO and O, or of K and V
 constexpr int kConsumers = kBlockN / 64;  // consumer warpgroups, 64 rows each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 constexpr int kValueWarps = 2;  // the last ones of the producer, which prepare lse_log2 and delta
 
 // Registers of a thread after setmaxnreg. It draws on what the launch has given the thread block: as many as 65,536 registers allow each
-// thread, in units of 8.
-constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+// thread of 2 thread blocks, in units of 8.
+constexpr int kLaunchRegisters = 65536 / (2 * kThreads) / 8 * 8;
 constexpr int kProducerRegisters = 40;
-constexpr int kConsumerRegisters = 232;
+constexpr int kConsumerRegisters = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters) / kConsumers / 8 * 8;
 
 // Rows lie in panels of 64 columns: rows of 128 bytes under the 128-byte swizzle.
 constexpr int kPanelColumns = 64;
@@ -65,12 +65,10 @@ constexpr int kDeltaOffset = kLseOffset + kStages * kQueryValueBytes;
 constexpr int kBarrierOffset = kDeltaOffset + kStages * kQueryValueBytes;
 constexpr int kSharedBytes = kBarrierOffset + 8 * (2 + 5 * kStages);
 
-static_assert(kBlockN == 128, "two consumers");
 static_assert(kBlockM % (32 * kValueWarps) == 0 && kBlockN % kBlockM == 0, "lanes have equally many rows to compute delta of");
 static_assert(kStages * kBlockM >= kBlockN, "O of a tile has room where that of steps has");
 static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
-static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "the register file");
-static_assert(kSharedBytes + 1024 == 134320, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes + 1024 == 92808, "launcher and kernel agree on shared memory");
 
 struct Params {
     tensor_map q;                         // (head_dim, seqlen_q, num_heads_q, batch)
@@ -770,7 +768,7 @@ __device__ __forceinline__ void consume_queries(const Params& params, const Tile
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
 flash_bwd_hdim64_bf16_causal_direct_sm90(const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     const shared_address shared = (to_shared(shared_memory) + 1023) / 1024 * 1024;
