@@ -154,7 +154,7 @@ def test_a_tuned_tile_takes_the_place_of_the_ordinary_one_and_of_no_other(call, 
 
 
 def test_short_queries_of_a_group_are_packed():
-    call = problem(num_heads_q=16, num_heads_kv=2, seqlen_q=4, seqlen_kv=4096)
+    call = problem(batch=16, num_heads_q=16, num_heads_kv=2, seqlen_q=4, seqlen_kv=4096)
     assert select(call, H200, EVERY).gqa == "packed"
 
 
@@ -174,7 +174,8 @@ def test_a_start_is_paid_by_no_more_tiles_than_the_busiest_multiprocessor_has(ca
     for plain in candidates(call, device, EVERY):
         cheap, dear = cost(call, device, plain), cost(call, device, replace(plain, start=2))
         block_m, count = plain.tile_value("block_m"), tiles(call, plain)
-        paid = (dear - cheap) * plain.efficiency / (2 * block_m * block_m)
+        rate = plain.efficiency * (0.97 if plain.gqa == "packed" else 1)
+        paid = (dear - cheap) * rate / (2 * block_m * block_m)
         waves = count / device.num_sms
         assert min(1, waves) - 1e-9 <= paid <= max(math.ceil(waves), waves + 0.35) + 1e-9
 

@@ -62,6 +62,8 @@ if TYPE_CHECKING:
 # Fitted to measured calls (docs/tuning.md). With a share x of its parts at work, a tile takes x ** _IDLE of
 # its time; a grid of tiles that differ in length ends _LAST of a mean one after an equal share of them.
 _IDLE, _LAST = 1 / 3, 0.35
+# The rate of packed rows, each of which finds its query and its head by a division, over that of others.
+_PACKED = 0.97
 
 
 def offers(
@@ -256,7 +258,12 @@ def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
             whole = (count - 1) // device.num_sms
             last = longest - 2 * (longest - of_tile) * whole * device.num_sms / count
             keys = max(keys, whole * mean + last)
-    return keys * block_m / variant.efficiency
+    return keys * block_m / _rate(variant)
+
+
+def _rate(variant: Variant) -> float:
+    packed = dict(variant.axes).get("gqa") == "packed"  # not every operator has groups of heads
+    return variant.efficiency * (_PACKED if packed else 1)
 
 
 def _cost_of_shares(problem: Problem, device: Device, variant: Variant) -> float:
@@ -265,7 +272,7 @@ def _cost_of_shares(problem: Problem, device: Device, variant: Variant) -> float
     starts = max(1, blocks / shares.per_tile) * variant.start * block_m
     keys = -(-shares.count // device.num_sms) * (blocks * variant.visits.keys + starts)
     combining = variant.grid.split_gain * variant.visits.keys if shares.split else 0
-    return (keys + combining) * block_m / variant.efficiency
+    return (keys + combining) * block_m / _rate(variant)
 
 
 def _cost_of_keys(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
