@@ -62,6 +62,7 @@ def test_list_names_every_grid_and_peer(flashgen):
         (("--where", "head_dim"), 2, "FIELD=VALUE"),
         (("--rounds", "0"), 2, "rounds"),
         (("--peer", "nobody"), 1, "torch-flash"),
+        (("--chart", "nowhere/a.png"), 2, "there is no folder 'nowhere'"),
     ],
 )
 def test_wrong_options_are_told(flashgen, arguments, code, word):

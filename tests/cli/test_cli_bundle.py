@@ -64,6 +64,10 @@ def test_a_kernel_that_does_not_compile_leaves_no_bundle(tiny, edit, flashgen, t
         ((), "either write a bundle, with -o FILE"),
         (("-o", "a.zip"), "say which kernels"),
         (("-o", "a.zip", "--show", __file__), "either write a bundle"),
+        (
+            ("--select", "head_dim=64", "-o", "nowhere/a.zip"),
+            "there is no folder 'nowhere' to write 'a.zip' into",
+        ),
     ],
 )
 def test_what_is_not_understood(arguments, message, flashgen):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from flashgen.cli.options import json_option
+from flashgen.cli.options import NewFile, json_option
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @click.command(
@@ -50,13 +53,13 @@ figures are medians, and what counts is the ratio. Needs a GPU.
 @click.option("--seed", type=click.IntRange(0), help="Fix the inputs; they are fresh otherwise.")
 @click.option(
     "--save",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=NewFile(),
     metavar="FILE",
     help="Also write the results as JSON.",
 )
 @click.option(
     "--chart",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=NewFile(),
     metavar="FILE",
     help="Also draw TFLOP/s against sequence length, a PNG for each dtype.",
 )

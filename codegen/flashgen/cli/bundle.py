@@ -9,6 +9,7 @@ import click
 
 from flashgen.cli.options import (
     Architecture,
+    NewFile,
     jobs_option,
     json_option,
     score_option,
@@ -53,7 +54,7 @@ kernel does not compile, or with --show the bundle cannot be used.
 @click.option(
     "-o",
     "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=NewFile(),
     metavar="FILE",
     help="The bundle to write: kernels.zip.",
 )

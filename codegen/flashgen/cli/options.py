@@ -52,6 +52,20 @@ json_option = click.option(
 )
 
 
+class NewFile(click.Path):
+    """A file that a command writes when it has done its work: a folder that is missing is found before."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path, in a folder that exists."""
+        path = super().convert(value, param, ctx)
+        if not path.parent.is_dir():
+            self.fail(f"there is no folder {str(path.parent)!r} to write {path.name!r} into", param, ctx)
+        return path
+
+
 class Architecture(click.ParamType):
     """A GPU architecture: `sm_90`, `90` or `9.0`, or `native` for the GPU of this machine.
 
