@@ -44,7 +44,7 @@ def source_of(
     body: str,
     arrays: Mapping[str, np.ndarray],
     functions: str = "",
-    bounds: int = 1024,
+    bounds: int | str = 1024,
     header: str = "sm80",
     maps: Iterable[str] = (),
 ) -> str:
@@ -71,7 +71,7 @@ def run(
     outputs: Mapping[str, np.ndarray] | None = None,
     *,
     functions: str = "",
-    bounds: int = 1024,
+    bounds: int | str = 1024,
     header: str = "sm80",
     maps: Mapping[str, tuple[TensorMap, np.ndarray]] | None = None,
     grid: tuple[int, int, int] = (1, 1, 1),

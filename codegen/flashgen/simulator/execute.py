@@ -154,9 +154,9 @@ def execute(
     """Launch any kernel that takes one struct, ``params``; ``regions`` are all the memory that it may touch.
 
     ``max_shared_bytes`` is what a block may ask for, 0 for what the largest GPU allows. A ``dependent``
-    launch may begin before those ahead of it have ended. Behind one that is ``followed`` comes another step
-    of its call. ``cluster`` is the kernel's thread blocks of a
-    cluster. The rest, and what is raised, as in ``simulate``.
+    launch may begin before those ahead of it have ended; a ``followed`` one has another step of its call
+    behind it. ``cluster`` is how many thread blocks a cluster has. The rest, and what is raised, as in
+    ``simulate``.
     """
     if len(params) != library.params_bytes:
         raise InternalError(

@@ -36,7 +36,7 @@ FLASHGEN_EXPORT uint64_t flashgen_params_size() {
 
 FLASHGEN_EXPORT int flashgen_simulate(const SimLaunch* launch, SimReport* report) {
     using Parameters = flashgen::simulator::Parameters<&FLASHGEN_KERNEL>;
-    static constexpr int kLaunchBounds[] = {FLASHGEN_LAUNCH_BOUNDS};
+    static constexpr int kLaunchBounds[2] = {FLASHGEN_LAUNCH_BOUNDS};
     static constexpr int kClusterDims[] = {FLASHGEN_CLUSTER_DIMS};
     static_assert(kClusterDims[1] == 1 && kClusterDims[2] == 1, "the simulator knows clusters along x");
     static constexpr flashgen::simulator::Kernel kKernel = {FLASHGEN_TEXT_OF(FLASHGEN_KERNEL),
@@ -44,6 +44,7 @@ FLASHGEN_EXPORT int flashgen_simulate(const SimLaunch* launch, SimReport* report
                                                             Parameters::kBytes,
                                                             Parameters::kAlign,
                                                             kLaunchBounds[0],
+                                                            kLaunchBounds[1] > 0 ? kLaunchBounds[1] : 1,
                                                             kClusterDims[0]};
     return flashgen::simulator::simulate(kKernel, flashgen_dynamic_shared_memory, *launch, *report);
 }

@@ -63,8 +63,8 @@ Block::Block(LaunchState& launch, unsigned char* shared_memory)
       members_(launch.kernel.cluster),
       mbarriers_(*this),
       tensor_copies_(*this),
-      register_pool_(*this, static_cast<int>(launch.kernel.max_threads), (order_.threads() + 31) / 32,
-                     static_cast<int>(launch.kernel.cluster)),
+      register_pool_(*this, static_cast<int>(launch.kernel.max_threads), static_cast<int>(launch.kernel.min_blocks),
+                     (order_.threads() + 31) / 32, static_cast<int>(launch.kernel.cluster)),
       stacks_(order_.threads()),
       block_threads_(order_.threads() / static_cast<int>(launch.kernel.cluster)) {
     const auto& size = launch.launch.block;

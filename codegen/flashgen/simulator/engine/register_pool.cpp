@@ -27,9 +27,9 @@ bool complete_change(Warp& warp, uint32_t, Location where) {
 
 }  // namespace
 
-RegisterPool::RegisterPool(Block& block, int max_threads, int warps, int blocks)
+RegisterPool::RegisterPool(Block& block, int max_threads, int min_blocks, int warps, int blocks)
     : block_(block),
-      at_launch_(std::min(kMost, kRegisters / ((max_threads + 31) / 32 * 32) / kUnit * kUnit)),
+      at_launch_(std::min(kMost, kRegisters / (min_blocks * ((max_threads + 31) / 32 * 32)) / kUnit * kUnit)),
       warps_of_block_(warps / blocks),
       free_(blocks),
       registers_(warps),

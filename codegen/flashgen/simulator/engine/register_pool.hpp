@@ -15,8 +15,9 @@ struct Warp;
 
 class RegisterPool {
   public:
-    // A block's threads begin with as many registers each as its launch bounds allow. Each block of a cluster has a pool of its own.
-    RegisterPool(Block& block, int max_threads, int warps, int blocks);
+    // A block's threads begin with as many registers each as its launch bounds allow, with `min_blocks` of them on a multiprocessor. Each
+    // block of a cluster has a pool of its own.
+    RegisterPool(Block& block, int max_threads, int min_blocks, int warps, int blocks);
 
     void reset();
 

@@ -18,6 +18,7 @@ struct Kernel {
     uint64_t params_bytes;
     uint64_t params_align;
     uint32_t max_threads;  // of a block, by its launch bounds
+    uint32_t min_blocks;   // of a multiprocessor, likewise
     uint32_t cluster;      // blocks of a cluster, which have neighbouring indices
 };
 
