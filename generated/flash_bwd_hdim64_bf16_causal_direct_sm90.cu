@@ -69,6 +69,7 @@ static_assert(kBlockM % (32 * kValueWarps) == 0 && kBlockN % kBlockM == 0, "lane
 static_assert(kStages >= 2, "rows of the next step are awaited before those of this one are released");
 static_assert(kStages * kBlockM >= kBlockN, "O of a tile has room where that of steps has");
 static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
+static_assert(kConsumerRegisters >= kProducerRegisters && kConsumerRegisters <= 256, "what setmaxnreg takes");
 static_assert(kSharedBytes + 1024 == 92808, "launcher and kernel agree on shared memory");
 
 struct Params {

@@ -237,8 +237,8 @@ flash_combine_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
 
-    // Programmatic dependent launch: the grid before this one may still be running. The next one may start at once, wherever this one leaves
-    // room: it waits for this one to end, and this one waits for the grid before it.
+    // Programmatic dependent launch, as the last step of a call: the next grid may begin at once. It is the first of its call, touches no
+    // array before this grid has ended, and this one ends after the grid before it.
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();
 

@@ -291,7 +291,8 @@ __device__ __forceinline__ Fetch seek(const Params& params, int index, int group
     return fetch;
 }
 
-// Prefetches rows of the next KV block's K or V, kColumns wide, into L2. Rows from `valid_rows` on are left out.
+// Prefetches a group's keys of a KV block of K or V, kColumns wide, into L2, a line a thread. Left out are rows from `valid_rows` on, elements
+// from `head_dim` on, and what a row that begins within a line has in one line more.
 template <int kColumns>
 __device__ __forceinline__ void prefetch_keys(const element* source, int64_t row_stride, int valid_rows, int head_dim) {
     constexpr int kLineElements = 128 / sizeof(element);
@@ -764,7 +765,7 @@ flash_decode_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
     // before this one to have ended.
     griddepcontrol_launch_dependents();
 
-    // Q comes ahead of K and V, so that it does not queue behind them.
+    // Q is copied ahead of K and V, so that it does not queue behind their copies.
     copy_q(params, find_tile(params, find_part(params, share, share.begin).tile), smem);
 #pragma unroll 1
     for (int stage = 0; stage < kStages - 1; ++stage) fetch_next(params, share, fetch, stage_address(stage), group);

@@ -931,7 +931,7 @@ flash_varlen_decode_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Para
     Params params = of_sequence(all, place.sequence);
     Fetch fetch = seek(params, place, share.begin, group);
 
-    // Q comes ahead of K and V, so that it does not queue behind them.
+    // Q is copied ahead of K and V, so that it does not queue behind their copies.
     copy_q(params, find_tile(params, place, find_part(params, share, place, share.begin).tile), smem);
 #pragma unroll 1
     for (int stage = 0; stage < kStages - 1; ++stage) fetch_next(all, share, fetch, stage_address(stage), group);

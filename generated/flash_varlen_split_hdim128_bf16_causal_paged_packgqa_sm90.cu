@@ -861,7 +861,7 @@ __device__ __forceinline__ void produce_q(const Params& params, const Tile& tile
 }
 
 constexpr int kBoxKeys = 16;  // keys that TMA brings at a time, all of one page
-static_assert(kBlockN % kBoxKeys == 0 && kBlockN / kBoxKeys <= 32, "a lane brings a box of a KV block");
+static_assert(kBlockN % kBoxKeys == 0 && kBlockN / kBoxKeys <= 32, "a lane finds the rows of a box");
 
 // Where the keys of a lane's box lie: a page, and a row in it.
 struct PageRow {
@@ -925,7 +925,7 @@ struct PagedArray {
     }
 };
 
-// Two producer warps: one brings Q and K of each tile, the other V. A box of 16 keys is small, so that one warp would be too slow for both.
+// Two producer warps: one brings Q and K of each tile, the other V, as boxes of 16 keys are many.
 __device__ __forceinline__ void produce(const Params& params, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
     const PagedArray<kPanels> k = {params.k, shared + kKOffset, barriers.k_full(0), barriers.k_empty(0)};
@@ -938,7 +938,7 @@ __device__ __forceinline__ void produce(const Params& params, shared_address sha
         Tile tile = tile_of(params, found);
         to_whole_array(params, found, tile);
         if (elect_one()) produce_q(params, tile, shared, barriers, q_ring);
-        __syncwarp();  // lanes that are apart would stay so, and be brought together at each shuffle
+        __syncwarp();  // else the warp stays diverged, and each shuffle below has to bring its lanes together
         q_ring.advance();
         k.load(params, found, ring, lane);
     }

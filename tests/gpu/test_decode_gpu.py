@@ -99,6 +99,27 @@ def test_bits_repeat(shape, dtype):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_calls_that_overlap_share_a_workspace(shape):
+    """Those of two inputs in turns: one may begin before the one ahead has ended, and has other parts."""
+    case = case_of(shape, 128, "bf16", causal=True)
+    inputs = [make(case, "cuda", new_seed()) for _ in range(2)]
+    plan = plan_of(inputs[0])
+    workspace = torch.full((max(256, plan.workspace_bytes),), 255, dtype=torch.uint8, device="cuda")
+
+    def call(index):
+        arrays = inputs[index % 2]
+        return plan(arrays.q, arrays.k, arrays.v, workspace=workspace)
+
+    expected = []
+    for index in range(2):
+        expected.append(call(index))
+        torch.cuda.synchronize()
+    for index, (out, lse) in enumerate([call(index) for index in range(50)]):
+        assert torch.equal(out, expected[index % 2][0])
+        assert torch.equal(lse, expected[index % 2][1])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_graph_replays_with_other_inputs(shape):
     case = case_of(shape, 128, "bf16", causal=True)
     arrays = make(case, "cuda", new_seed())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flashgen.cli.options import NewFile, json_option
+from flashgen.cli.options import OutputFile, json_option
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,13 +53,13 @@ figures are medians, and what counts is the ratio. Needs a GPU.
 @click.option("--seed", type=click.IntRange(0), help="Fix the inputs; they are fresh otherwise.")
 @click.option(
     "--save",
-    type=NewFile(),
+    type=OutputFile(),
     metavar="FILE",
     help="Also write the results as JSON.",
 )
 @click.option(
     "--chart",
-    type=NewFile(),
+    type=OutputFile(),
     metavar="FILE",
     help="Also draw TFLOP/s against sequence length, a PNG for each dtype.",
 )

@@ -9,7 +9,7 @@ import click
 
 from flashgen.cli.options import (
     Architecture,
-    NewFile,
+    OutputFile,
     jobs_option,
     json_option,
     score_option,
@@ -54,7 +54,7 @@ kernel does not compile, or with --show the bundle cannot be used.
 @click.option(
     "-o",
     "--out",
-    type=NewFile(),
+    type=OutputFile(),
     metavar="FILE",
     help="The bundle to write: kernels.zip.",
 )

@@ -52,8 +52,8 @@ json_option = click.option(
 )
 
 
-class NewFile(click.Path):
-    """A file that a command writes when it has done its work: a folder that is missing is found before."""
+class OutputFile(click.Path):
+    """The path of a file to write, in a folder that exists: told before the work, not after it."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, path_type=Path)

@@ -219,7 +219,8 @@ def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
     A tile takes the time of ``start`` * block_m keys more than it visits, where block_m is its extent in the
     first dimension of the grid. With only a share x of the thread blocks that a multiprocessor has room for,
     it reaches x ** ``fill`` of its full rate, which the blocks on it share; at 0 it counts as having room for
-    one. A persistent grid also has a last wave, in which some multiprocessors may be idle.
+    one. A persistent grid also has a last wave, in which some multiprocessors may be idle. Packed rows have
+    ``_PACKED`` of the rate.
 
     Sequences whose lengths differ have as many tiles as are to be expected. The longest come first, so
     multiprocessors end together: no wave is counted whole.
@@ -262,6 +263,7 @@ def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
 
 
 def _rate(variant: Variant) -> float:
+    """Scores in a time, on the scale of ``efficiency``."""
     packed = dict(variant.axes).get("gqa") == "packed"  # not every operator has groups of heads
     return variant.efficiency * (_PACKED if packed else 1)
 
@@ -277,7 +279,7 @@ def _cost_of_shares(problem: Problem, device: Device, variant: Variant) -> float
 
 def _cost_of_keys(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
     block_n, parts = variant.grid.covers[0][1], group_parts(problem, variant, device)
-    scores = rows_of_tiles(problem, variant, device.num_sms, parts) * block_n / variant.efficiency
+    scores = rows_of_tiles(problem, variant, device.num_sms, parts) * block_n / _rate(variant)
     beside = variant.passes * sum(tiles(problem, step) * step.grid.tile(ROWS) for step in variant.before)
     return scores + beside / device.num_sms
 

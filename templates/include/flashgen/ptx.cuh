@@ -30,8 +30,8 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #endif
 }
 
-// prefetch.global.L2: brings the line with this address into L2, which whoever still writes it goes by way of as well. For what a dependent
-// launch loads behind its wait; compiles to nothing before sm_90, where no launch is dependent.
+// prefetch.global.L2: brings the line with this address into L2. Allowed ahead of griddepcontrol.wait: a grid that still writes the line
+// writes it in L2, too. Compiles to nothing before sm_90, where no launch is dependent.
 __device__ __forceinline__ void prefetch_l2(const void* address) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("prefetch.global.L2 [%0];\n" ::"l"(address));

@@ -23,7 +23,8 @@ __device__ __forceinline__ void prefetch_tensormap(const tensor_map& map) {
     asm volatile("prefetch.tensormap [%0];\n" ::"l"(&map) : "memory");
 }
 
-// elect.sync: true in one lane of the warp. What it alone does needs no loop over lanes, as the compiler knows.
+// elect.sync: true in one lane, always the same; all 32 must come here. ptxas then knows that one lane takes the branch, and puts no loop
+// over lanes around TMA.
 __device__ __forceinline__ bool elect_one() {
     int elected;
     asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.s32 %0, 1, 0, p;\n}\n" : "=r"(elected));
