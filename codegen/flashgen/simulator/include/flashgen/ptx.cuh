@@ -21,7 +21,7 @@ inline void griddepcontrol_launch_dependents(
 }
 
 // Changes nothing that a kernel could see.
-inline void prefetch_l2(const void*) {}
+inline void prefetch_l2(const void* address) { (void)address; }
 
 template <typename Element>
 inline uint32_t pack(float low, float high,
