@@ -43,11 +43,14 @@ def chosen(problem, device=H200):
 
 @pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("batch", "queries"), [(1, 32), (1, 128), (1, 256), (2, 128), (3, 96)])
-def test_a_few_hundred_queries_on_many_keys_are_split(batch, queries, causal, page_size):
+@pytest.mark.parametrize(
+    ("batch", "queries", "gqa"),
+    [(1, 32, "packed"), (1, 128, "gqa"), (1, 256, "gqa"), (2, 128, "gqa"), (3, 96, "packed")],
+)
+def test_a_few_hundred_queries_on_many_keys_are_split(batch, queries, gqa, causal, page_size):
     problem = chunks(batch, queries, 32_768, causal=causal, page_size=page_size)
     variant = chosen(problem)
-    assert variant.family == SPLIT
+    assert (variant.family, variant.gqa) == (SPLIT, gqa)
     plan = plan_steps(problem, variant, H200)
     blocks = plan.steps[0].launch.blocks
     assert 0.95 * H200.num_sms < blocks <= H200.num_sms
