@@ -33,11 +33,12 @@ constexpr int kBlockN = 64;  // rows of a tile
 constexpr int kStages = 3;  // buffers of Q, dO and O, or of K and V
 constexpr int kConsumers = kBlockN / 64;  // consumer warpgroups, 64 rows each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
+constexpr int kMinBlocks = 2;  // thread blocks of a multiprocessor that registers leave room for
 constexpr int kValueWarps = 2;  // the last ones of the producer, which prepare lse_log2 and delta
 
 // Registers of a thread after setmaxnreg. It draws on what the launch has given the thread block: as many as 65,536 registers allow each
-// thread of 2 thread blocks, in units of 8.
-constexpr int kLaunchRegisters = 65536 / (2 * kThreads) / 8 * 8;
+// thread of kMinBlocks thread blocks, in units of 8.
+constexpr int kLaunchRegisters = 65536 / (kMinBlocks * kThreads) / 8 * 8;
 constexpr int kProducerRegisters = 40;
 constexpr int kConsumerRegisters = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters) / kConsumers / 8 * 8;
 
@@ -770,7 +771,7 @@ __device__ __forceinline__ void consume_queries(const Params& params, const Tile
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 flash_bwd_hdim64_bf16_causal_direct_sm90(const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     const shared_address shared = (to_shared(shared_memory) + 1023) / 1024 * 1024;

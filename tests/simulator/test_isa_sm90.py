@@ -554,15 +554,15 @@ def test_registers_are_handed_over_within_the_block(body, check, fresh_seed):
     assert caught.value.check == check, str(caught.value)
 
 
-@pytest.mark.parametrize(("count", "checks"), [(216, None), (224, "deadlock")])
-def test_blocks_of_a_multiprocessor_share_its_registers(count, checks, fresh_seed):
+@pytest.mark.parametrize(("count", "check"), [(216, None), (224, "deadlock")])
+def test_blocks_of_a_multiprocessor_share_its_registers(count, check, fresh_seed):
     """Two of them have 128 a thread of 256 threads at the launch."""
     body = f"if (warp < 4) setmaxnreg_dec<40>(); else setmaxnreg_inc<{count}>();"
     options = {"header": "sm90", "block": 256, "bounds": "256, 2", "seed": fresh_seed}
-    if checks is None:
+    if check is None:
         run(body, **options)
     else:
-        assert fault(body, **options).check == checks
+        assert fault(body, **options).check == check
 
 
 # Dependent launches.
