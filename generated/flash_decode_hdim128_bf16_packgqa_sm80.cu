@@ -269,6 +269,20 @@ __device__ __forceinline__ void copy_keys(shared_address keys, const element* so
     }
 }
 
+// Prefetches a group's keys of a KV block of K or V, kColumns wide, into L2, a line a thread. Left out are rows from `valid_rows` on, elements
+// from `head_dim` on, and what a row that begins within a line has in one line more.
+template <int kColumns>
+__device__ __forceinline__ void prefetch_keys(const element* source, int64_t row_stride, int valid_rows, int head_dim) {
+    constexpr int kLineElements = 128 / sizeof(element);
+    constexpr int kRowLines = (kColumns + kLineElements - 1) / kLineElements;
+#pragma unroll
+    for (int first = 0; first < kGroupKeys * kRowLines; first += kGroupThreads) {
+        const int row = (first + threadIdx.x % kGroupThreads) / kRowLines;
+        const int column = (first + threadIdx.x % kGroupThreads) % kRowLines * kLineElements;
+        if (row < min(valid_rows, kGroupKeys) && column < head_dim) prefetch_l2(source + row * row_stride + column);
+    }
+}
+
 // Where a group is in fetching the KV blocks of its thread block's share, one after the other and across tiles.
 struct Fetch {
     int index;         // of the KV block that comes next
@@ -289,20 +303,6 @@ __device__ __forceinline__ Fetch seek(const Params& params, int index, int group
     fetch.k = head_k(params, tile) + fetch.first_key * params.k_row_stride;
     fetch.v = head_v(params, tile) + fetch.first_key * params.v_row_stride;
     return fetch;
-}
-
-// Prefetches a group's keys of a KV block of K or V, kColumns wide, into L2, a line a thread. Left out are rows from `valid_rows` on, elements
-// from `head_dim` on, and what a row that begins within a line has in one line more.
-template <int kColumns>
-__device__ __forceinline__ void prefetch_keys(const element* source, int64_t row_stride, int valid_rows, int head_dim) {
-    constexpr int kLineElements = 128 / sizeof(element);
-    constexpr int kRowLines = (kColumns + kLineElements - 1) / kLineElements;
-#pragma unroll
-    for (int first = 0; first < kGroupKeys * kRowLines; first += kGroupThreads) {
-        const int row = (first + threadIdx.x % kGroupThreads) / kRowLines;
-        const int column = (first + threadIdx.x % kGroupThreads) % kRowLines * kLineElements;
-        if (row < min(valid_rows, kGroupKeys) && column < head_dim) prefetch_l2(source + row * row_stride + column);
-    }
 }
 
 // Prefetches the next KV block into L2, if the share has one left.

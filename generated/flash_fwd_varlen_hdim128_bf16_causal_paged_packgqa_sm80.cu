@@ -162,14 +162,30 @@ __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_
     return own;
 }
 
+// Where the queries and the keys of a sequence are.
+struct Lengths {
+    Rows queries;
+    Rows keys;
+};
+
+// None where there is no such sequence.
+__device__ __forceinline__ Lengths lengths_of(const Params& params, int sequence) {
+    if (sequence >= params.batch_size) return {};
+    return {queries_of(params, sequence), keys_of(params, sequence)};
+}
+
+// The parameters for a sequence of these lengths. `params` has the bounds of all sequences.
+__device__ __forceinline__ Params with_lengths(const Params& params, const Lengths& lengths) {
+    return with_lengths(params, lengths.queries.count, lengths.keys.count);
+}
+
 // The parameters of a call of one sequence alone: its lengths, and pointers to its first rows.
-__device__ __forceinline__ Params of_sequence(const Params& params, int sequence) {
-    const Rows queries = queries_of(params, sequence);
-    const Rows keys = keys_of(params, sequence);
-    Params own = with_lengths(params, queries.count, keys.count);
-    own.q += sequence * params.q_batch_stride + queries.begin * params.q_row_stride;
-    own.out += sequence * params.out_batch_stride + queries.begin * params.out_row_stride;
-    if (params.lse != nullptr) own.lse += sequence * params.lse_batch_stride + queries.begin;
+__device__ __forceinline__ Params of_sequence(const Params& params, int sequence, const Lengths& lengths) {
+    const int first_query = lengths.queries.begin;
+    Params own = with_lengths(params, lengths);
+    own.q += sequence * params.q_batch_stride + first_query * params.q_row_stride;
+    own.out += sequence * params.out_batch_stride + first_query * params.out_row_stride;
+    if (params.lse != nullptr) own.lse += sequence * params.lse_batch_stride + first_query;
     own.q_batch_stride = own.out_batch_stride = 0;  // the pointers are those of the sequence
     own.pages += sequence * params.pages_batch_stride;
     return own;
@@ -811,7 +827,7 @@ flash_fwd_varlen_hdim128_bf16_causal_paged_packgqa_sm80(const __grid_constant__ 
 
     const RowBlock row_block = find_row_block(all, block_index(), lane);
     if (row_block.sequence < 0) return;  // the grid is for the most row blocks that such arrays can have
-    const Params params = of_sequence(all, row_block.sequence);
+    const Params params = of_sequence(all, row_block.sequence, lengths_of(all, row_block.sequence));
     const Tile tile = tile_of(params, row_block);
     if (threadIdx.x == 0) stash_tile(tile, smem);
     const KvBlocks blocks = find_kv_blocks(params, tile);

@@ -20,7 +20,7 @@ constexpr int kBlockM = 16;  // query rows of a tile of the kernel before this o
 constexpr int kBlockN = 64;  // keys of its KV blocks
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
-constexpr int kMinBlocks = 7;  // of so few registers, 72, that two fit beside two thread blocks of the kernel before this one
+constexpr int kMinBlocks = 7;  // 72 registers: two fit beside two thread blocks of the kernel before this one, if that has up to 184
 constexpr int kVectors = kHeadDimV / 4;              // of a row of O in fp32
 constexpr int kLaneVectors = (kVectors + 31) / 32;   // of them, those of a lane
 constexpr int kRowThreads = kHeadDimV / 8;           // threads that store a row, 16 bytes each
@@ -131,6 +131,23 @@ __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_
     return own;
 }
 
+// Where the queries and the keys of a sequence are.
+struct Lengths {
+    Rows queries;
+    Rows keys;
+};
+
+// None where there is no such sequence.
+__device__ __forceinline__ Lengths lengths_of(const Params& params, int sequence) {
+    if (sequence >= params.batch_size) return {};
+    return {queries_of(params, sequence), keys_of(params, sequence)};
+}
+
+// The parameters for a sequence of these lengths. `params` has the bounds of all sequences.
+__device__ __forceinline__ Params with_lengths(const Params& params, const Lengths& lengths) {
+    return with_lengths(params, lengths.queries.count, lengths.keys.count);
+}
+
 // The sum over the lanes up to this one.
 __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
 #pragma unroll
@@ -165,51 +182,60 @@ __device__ __forceinline__ Tiles tiles_of(const Params& params) {
     return {(num_rows(params) + kBlockM - 1) / kBlockM, begin, max(1, end - begin)};
 }
 
-// The parameters for the lengths of a sequence. `params` has the bounds of all sequences.
-__device__ __forceinline__ Params with_lengths_of(const Params& params, int sequence) {
-    return with_lengths(params, queries_of(params, sequence).count, keys_of(params, sequence).count);
-}
-
 __device__ __forceinline__ int num_heads(const Params& params) {
     return params.num_heads_kv;
 }
 
 // How many KV blocks all tiles of a sequence have; `params` have the bounds of all sequences.
-__device__ __forceinline__ int count_kv_blocks(const Params& params, int sequence) {
-    if (sequence >= params.batch_size) return 0;
-    const Tiles tiles = tiles_of(with_lengths_of(params, sequence));
+__device__ __forceinline__ int count_kv_blocks(const Params& params, const Lengths& lengths) {
+    const Tiles tiles = tiles_of(with_lengths(params, lengths));
     return num_heads(params) * tiles.row_blocks * tiles.kv_blocks;
 }
 
-// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of every 32nd sequence.
-__device__ __forceinline__ int kv_blocks_per_share(const Params& params, int& num_kv_blocks, int lane) {
-    int count = 0;
+// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of every 32nd sequence;
+// `first` are the lengths of the first one.
+__device__ __forceinline__ int kv_blocks_per_share(const Params& params, const Lengths& first, int& num_kv_blocks, int lane) {
+    int count = count_kv_blocks(params, first);
 #pragma unroll 4  // several lengths on their way from global memory
-    for (int sequence = lane; sequence < params.batch_size; sequence += 32) count += count_kv_blocks(params, sequence);
+    for (int sequence = lane + 32; sequence < params.batch_size; sequence += 32) {
+        count += count_kv_blocks(params, lengths_of(params, sequence));
+    }
     num_kv_blocks = __shfl_sync(0xffffffff, sum_up_to_lane(count, lane), 31);
     return max(1, (num_kv_blocks + params.num_shares - 1) / params.num_shares);
 }
 
-// A sequence, and the numbers [begin, end) of its KV blocks.
+// A sequence, its lengths, and the numbers [begin, end) of its KV blocks.
 struct Place {
     int sequence;
     int begin;
     int end;
+    Lengths lengths;
 };
 
-// The sequence that has KV block `index` of all, of which there are more.
-__device__ __forceinline__ Place find_place(const Params& params, int index, int lane) {
+// What another lane has.
+__device__ __forceinline__ Lengths of_lane(const Lengths& lengths, int lane) {
+    Lengths found;
+    found.queries.begin = __shfl_sync(0xffffffff, lengths.queries.begin, lane);
+    found.queries.count = __shfl_sync(0xffffffff, lengths.queries.count, lane);
+    found.keys.begin = 0;
+    found.keys.count = __shfl_sync(0xffffffff, lengths.keys.count, lane);
+    return found;
+}
+
+// The sequence that has KV block `index` of all, of which there are more. `lengths` are those of the lane's sequence among the first 32.
+__device__ __forceinline__ Place find_place(const Params& params, Lengths lengths, int index, int lane) {
     int begin = 0;  // of the first of these 32 sequences
     for (int first = 0;; first += 32) {
-        const int count = count_kv_blocks(params, first + lane);
+        const int count = count_kv_blocks(params, lengths);
         const int end = begin + sum_up_to_lane(count, lane);
         const uint32_t beyond = __ballot_sync(0xffffffff, index < end);
         if (beyond != 0) {
             const int found = __ffs(beyond) - 1;
             const int end_of_found = __shfl_sync(0xffffffff, end, found);
-            return {first + found, end_of_found - __shfl_sync(0xffffffff, count, found), end_of_found};
+            return {first + found, end_of_found - __shfl_sync(0xffffffff, count, found), end_of_found, of_lane(lengths, found)};
         }
         begin = __shfl_sync(0xffffffff, end, 31);
+        lengths = lengths_of(params, first + 32 + lane);
     }
 }
 
@@ -247,11 +273,11 @@ __device__ __forceinline__ void divide_rows(const Params& params, Parts& parts, 
 }
 
 // The parameters of a call of one sequence alone: its lengths, and pointers to its first rows.
-__device__ __forceinline__ Params of_sequence(const Params& params, int sequence) {
-    const Rows queries = queries_of(params, sequence);
-    Params own = with_lengths(params, queries.count, keys_of(params, sequence).count);
-    own.out += sequence * params.out_batch_stride + queries.begin * params.out_row_stride;
-    if (params.lse != nullptr) own.lse += sequence * params.lse_batch_stride + queries.begin;
+__device__ __forceinline__ Params of_sequence(const Params& params, const Place& place) {
+    const int first_query = place.lengths.queries.begin;
+    Params own = with_lengths(params, place.lengths);
+    own.out += place.sequence * params.out_batch_stride + first_query * params.out_row_stride;
+    if (params.lse != nullptr) own.lse += place.sequence * params.lse_batch_stride + first_query;
     own.out_batch_stride = 0;  // the pointer is that of the sequence
     return own;
 }
@@ -415,21 +441,20 @@ flash_varlen_combine_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Par
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
 
-    // Which rows these are takes longer to find than to add up. The lengths are there: the kernel before this one lets it begin behind its
-    // own wait for those ahead.
+    // Which rows these are takes longer to find than to add up. The lengths are final: the kernel before this one lets it begin
+    // only after its own griddepcontrol.wait.
+    const Lengths first = lengths_of(all, lane);
     int num_kv_blocks;
-    const int per_share = kv_blocks_per_share(all, num_kv_blocks, lane);
+    const int per_share = kv_blocks_per_share(all, first, num_kv_blocks, lane);
     const bool has_share = block_index() * per_share < num_kv_blocks;  // not where KV blocks are few
-    const Place place = has_share ? find_place(all, block_index() * per_share, lane) : Place{};
-    const Params params = of_sequence(all, place.sequence);
+    const Place place = has_share ? find_place(all, first, block_index() * per_share, lane) : Place{};
+    const Params params = of_sequence(all, place);
     const Parts parts = has_share ? find_parts(params, place, per_share, block_index()) : Parts{};
 
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
-    griddepcontrol_wait();
-    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
-    // before this one to have ended.
+    // Programmatic dependent launch, as the last step of a call: the next grid may begin at once. It is the first of its call, so nothing
+    // that it reads before its own wait counts. That wait is for the end of this grid, which has waited for the grids before it.
     griddepcontrol_launch_dependents();
+    griddepcontrol_wait();
 
     combine(params, parts, smem, warp, lane);
 }

@@ -164,8 +164,9 @@ __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& 
 }
 
 // A length, or the number of a row or of an entry, from global memory. One out of range is clamped, so that it cannot reach other memory.
+// Some are loaded before griddepcontrol.wait, while the grid before this one may still write them, so all bypass L1.
 __device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
-    return max(0, min(most, int(load_global_32(values + index))));
+    return max(0, min(most, int(load_relaxed_32(values + index))));
 }
 
 // Rows of an entry of an array: where they begin, and how many there are.
@@ -197,6 +198,23 @@ __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_
     own.seqlen_q = seqlen_q;
     own.seqlen_kv = seqlen_kv;
     return own;
+}
+
+// Where the queries and the keys of a sequence are.
+struct Lengths {
+    Rows queries;
+    Rows keys;
+};
+
+// None where there is no such sequence.
+__device__ __forceinline__ Lengths lengths_of(const Params& params, int sequence) {
+    if (sequence >= params.batch_size) return {};
+    return {queries_of(params, sequence), keys_of(params, sequence)};
+}
+
+// The parameters for a sequence of these lengths. `params` has the bounds of all sequences.
+__device__ __forceinline__ Params with_lengths(const Params& params, const Lengths& lengths) {
+    return with_lengths(params, lengths.queries.count, lengths.keys.count);
 }
 
 // The sum over the lanes up to this one.
@@ -233,58 +251,68 @@ __device__ __forceinline__ Tiles tiles_of(const Params& params) {
     return {(num_rows(params) + kBlockM - 1) / kBlockM, begin, max(1, end - begin)};
 }
 
-// The parameters for the lengths of a sequence. `params` has the bounds of all sequences.
-__device__ __forceinline__ Params with_lengths_of(const Params& params, int sequence) {
-    return with_lengths(params, queries_of(params, sequence).count, keys_of(params, sequence).count);
-}
-
 __device__ __forceinline__ int num_heads(const Params& params) {
     return params.num_heads_kv;
 }
 
 // How many KV blocks all tiles of a sequence have; `params` have the bounds of all sequences.
-__device__ __forceinline__ int count_kv_blocks(const Params& params, int sequence) {
-    if (sequence >= params.batch_size) return 0;
-    const Tiles tiles = tiles_of(with_lengths_of(params, sequence));
+__device__ __forceinline__ int count_kv_blocks(const Params& params, const Lengths& lengths) {
+    const Tiles tiles = tiles_of(with_lengths(params, lengths));
     return num_heads(params) * tiles.row_blocks * tiles.kv_blocks;
 }
 
-// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of every 32nd sequence.
-__device__ __forceinline__ int kv_blocks_per_share(const Params& params, int& num_kv_blocks, int lane) {
-    int count = 0;
+// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of every 32nd sequence;
+// `first` are the lengths of the first one.
+__device__ __forceinline__ int kv_blocks_per_share(const Params& params, const Lengths& first, int& num_kv_blocks, int lane) {
+    int count = count_kv_blocks(params, first);
 #pragma unroll 4  // several lengths on their way from global memory
-    for (int sequence = lane; sequence < params.batch_size; sequence += 32) count += count_kv_blocks(params, sequence);
+    for (int sequence = lane + 32; sequence < params.batch_size; sequence += 32) {
+        count += count_kv_blocks(params, lengths_of(params, sequence));
+    }
     num_kv_blocks = __shfl_sync(0xffffffff, sum_up_to_lane(count, lane), 31);
     return max(1, (num_kv_blocks + params.num_shares - 1) / params.num_shares);
 }
 
-__device__ __forceinline__ Share find_share(const Params& params, int index, int lane) {
+// `first` are the lengths of the lane's sequence among the first 32.
+__device__ __forceinline__ Share find_share(const Params& params, const Lengths& first, int index, int lane) {
     int num_kv_blocks;
-    const int per_share = kv_blocks_per_share(params, num_kv_blocks, lane);
+    const int per_share = kv_blocks_per_share(params, first, num_kv_blocks, lane);
     const int begin = min(num_kv_blocks, index * per_share);
     return {begin, min(num_kv_blocks, begin + per_share)};
 }
 
-// A sequence, and the numbers [begin, end) of its KV blocks.
+// A sequence, its lengths, and the numbers [begin, end) of its KV blocks.
 struct Place {
     int sequence;
     int begin;
     int end;
+    Lengths lengths;
 };
 
-// The sequence that has KV block `index` of all, of which there are more.
-__device__ __forceinline__ Place find_place(const Params& params, int index, int lane) {
+// What another lane has.
+__device__ __forceinline__ Lengths of_lane(const Lengths& lengths, int lane) {
+    Lengths found;
+    found.queries.begin = __shfl_sync(0xffffffff, lengths.queries.begin, lane);
+    found.queries.count = __shfl_sync(0xffffffff, lengths.queries.count, lane);
+    found.keys.begin = 0;
+    found.keys.count = __shfl_sync(0xffffffff, lengths.keys.count, lane);
+    return found;
+}
+
+// The sequence that has KV block `index` of all, of which there are more. `lengths` are those of the lane's sequence among the first 32.
+__device__ __forceinline__ Place find_place(const Params& params, Lengths lengths, int index, int lane) {
     int begin = 0;  // of the first of these 32 sequences
     for (int first = 0;; first += 32) {
-        const int count = count_kv_blocks(params, first + lane);
+        const int count = count_kv_blocks(params, lengths);
         const int end = begin + sum_up_to_lane(count, lane);
         const uint32_t beyond = __ballot_sync(0xffffffff, index < end);
         if (beyond != 0) {
             const int found = __ffs(beyond) - 1;
             const int end_of_found = __shfl_sync(0xffffffff, end, found);
-            return {first + found, end_of_found - __shfl_sync(0xffffffff, count, found), end_of_found};
+            return {first + found, end_of_found - __shfl_sync(0xffffffff, count, found), end_of_found, of_lane(lengths, found)};
         }
         begin = __shfl_sync(0xffffffff, end, 31);
+        lengths = lengths_of(params, first + 32 + lane);
     }
 }
 
@@ -303,7 +331,10 @@ __device__ __forceinline__ Tile find_tile(const Params& params, const Place& pla
 // The next sequence that has KV blocks.
 __device__ __forceinline__ Place next_place(const Params& params, const Place& place) {
     Place next = {place.sequence, place.end, place.end};
-    while (next.end == next.begin) next.end += count_kv_blocks(params, ++next.sequence);
+    while (next.end == next.begin) {
+        next.lengths = lengths_of(params, ++next.sequence);
+        next.end += count_kv_blocks(params, next.lengths);
+    }
     return next;
 }
 
@@ -320,13 +351,12 @@ __device__ __forceinline__ Part find_part(const Params& params, const Share& sha
 }
 
 // The parameters of a call of one sequence alone: its lengths, and pointers to its first rows.
-__device__ __forceinline__ Params of_sequence(const Params& params, int sequence) {
-    const Rows queries = queries_of(params, sequence);
-    const Rows keys = keys_of(params, sequence);
-    Params own = with_lengths(params, queries.count, keys.count);
-    own.q += sequence * params.q_batch_stride + queries.begin * params.q_row_stride;
-    own.out += sequence * params.out_batch_stride + queries.begin * params.out_row_stride;
-    if (params.lse != nullptr) own.lse += sequence * params.lse_batch_stride + queries.begin;
+__device__ __forceinline__ Params of_sequence(const Params& params, int sequence, const Lengths& lengths) {
+    const int first_query = lengths.queries.begin;
+    Params own = with_lengths(params, lengths);
+    own.q += sequence * params.q_batch_stride + first_query * params.q_row_stride;
+    own.out += sequence * params.out_batch_stride + first_query * params.out_row_stride;
+    if (params.lse != nullptr) own.lse += sequence * params.lse_batch_stride + first_query;
     own.q_batch_stride = own.out_batch_stride = 0;  // the pointers are those of the sequence
     own.pages += sequence * params.pages_batch_stride;
     return own;
@@ -402,7 +432,7 @@ __device__ __forceinline__ Pages find_pages(const Params& params, const int32_t*
     for (int first = 0; first < kGroupKeys; first += 32) {
         const int row = first + threadIdx.x % 32;
         const int page_of_sequence = divide(first_key + row, params.page_size_divisor);
-        found.of_key[first / 32] = row < min(valid_rows, kGroupKeys) ? load_global_32(pages + page_of_sequence) : 0;
+        found.of_key[first / 32] = row < min(valid_rows, kGroupKeys) ? load_relaxed_32(pages + page_of_sequence) : 0;
     }
     return found;
 }
@@ -452,18 +482,37 @@ __device__ __forceinline__ void copy_keys(const PagedRows& rows, shared_address 
     }
 }
 
+// Prefetches a group's keys of a KV block of K or V, kColumns wide, into L2, as copy_keys() copies them: the first threads of a row a line
+// each. Left out are rows from `valid_rows` on, elements from `head_dim` on, and what a row that begins within a line has in one line more.
+template <int kColumns>
+__device__ __forceinline__ void prefetch_keys(const PagedRows& rows, const element* head, int64_t page_stride, int64_t row_stride,
+                                              int valid_rows, int head_dim) {
+    constexpr int kLineElements = 128 / sizeof(element);
+    static_assert(kSwizzleChunks * kLineElements >= kColumns, "a row has a thread for each line");
+    const int row = threadIdx.x % kGroupThreads / kSwizzleChunks;
+    const int column = threadIdx.x % kSwizzleChunks * kLineElements;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+        if (pass * kRowsPerPass + row >= min(valid_rows, kGroupKeys) || column >= min(kColumns, head_dim)) continue;
+        prefetch_l2(head + rows.page[pass] * page_stride + rows.row[pass] * row_stride + column);
+    }
+}
+
 // Where a group is in fetching the KV blocks of its thread block's share, one after the other, across tiles and sequences.
 struct Fetch {
     Place place;
     int index;         // of the KV block that comes next
     int left;          // KV blocks of its tile from there on
     int first_key;     // the group's first of its keys
-    int seqlen_kv;     // of the sequence
     const element* k;  // where the head's rows begin in page 0
     const element* v;
     const int32_t* page_table;  // of the sequence
     Pages pages;       // of the KV block that comes next: loaded when the one before was fetched, so that nobody waits for them
 };
+
+__device__ __forceinline__ Pages find_pages(const Params& params, const Fetch& fetch) {
+    return find_pages(params, fetch.page_table, fetch.first_key, fetch.place.lengths.keys.count - fetch.first_key);
+}
 
 // `params` are those of the sequence at `place`.
 __device__ __forceinline__ Fetch seek(const Params& params, const Place& place, int index, int group) {
@@ -476,12 +525,20 @@ __device__ __forceinline__ Fetch seek(const Params& params, const Place& place, 
     fetch.index = index;
     fetch.left = tiles.kv_blocks - block;
     fetch.first_key = (tiles.first_kv_block + block) * kBlockN + group * kGroupKeys;
-    fetch.seqlen_kv = params.seqlen_kv;
     fetch.k = head_k(params, tile);
     fetch.v = head_v(params, tile);
     fetch.page_table = params.pages;
-    fetch.pages = find_pages(params, fetch.page_table, fetch.first_key, fetch.seqlen_kv - fetch.first_key);
+    fetch.pages = find_pages(params, fetch);
     return fetch;
+}
+
+// Prefetches the next KV block into L2, if the share has one left. `params` have the bounds of all sequences.
+__device__ __forceinline__ void prefetch_next(const Params& params, const Share& share, const Fetch& fetch) {
+    if (fetch.index >= share.end) return;
+    const int valid_rows = fetch.place.lengths.keys.count - fetch.first_key;
+    const PagedRows rows = find_paged_rows(params, fetch.pages, fetch.first_key);
+    prefetch_keys<kHeadDim>(rows, fetch.k, params.k_batch_stride, params.k_row_stride, valid_rows, params.head_dim);
+    prefetch_keys<kHeadDimV>(rows, fetch.v, params.v_batch_stride, params.v_row_stride, valid_rows, params.head_dim_v);
 }
 
 // Starts the copies of the next KV block, if the share has one left. Each call is one group of copies. `params` have the bounds of all
@@ -489,17 +546,17 @@ __device__ __forceinline__ Fetch seek(const Params& params, const Place& place, 
 __device__ __forceinline__ void fetch_next(const Params& params, const Share& share, Fetch& fetch, shared_address stage, int group) {
     if (fetch.index < share.end) {
         const shared_address keys = stage + group * kGroupKeys * kRowBytes;
-        const int valid_rows = fetch.seqlen_kv - fetch.first_key;
+        const int valid_rows = fetch.place.lengths.keys.count - fetch.first_key;
         const PagedRows rows = find_paged_rows(params, fetch.pages, fetch.first_key);
         copy_keys<kHeadDim>(rows, keys, fetch.k, params.k_batch_stride, params.k_row_stride, valid_rows, params.head_dim);
         copy_keys<kHeadDimV>(rows, keys + kVOffset, fetch.v, params.v_batch_stride, params.v_row_stride, valid_rows, params.head_dim_v);
         ++fetch.index;
         if (--fetch.left > 0) {
             fetch.first_key += kBlockN;
-            fetch.pages = find_pages(params, fetch.page_table, fetch.first_key, fetch.seqlen_kv - fetch.first_key);
+            fetch.pages = find_pages(params, fetch);
         } else if (fetch.index < share.end) {
             const Place place = fetch.index < fetch.place.end ? fetch.place : next_place(params, fetch.place);
-            fetch = seek(of_sequence(params, place.sequence), place, fetch.index, group);
+            fetch = seek(of_sequence(params, place.sequence, place.lengths), place, fetch.index, group);
         }
     }
     cp_async_commit();
@@ -526,6 +583,51 @@ __device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, s
                     row < rows_left && chunk * kChunkElements < params.head_dim ? 16 : 0);
     }
     cp_async_commit();
+}
+
+// Where a thread block begins: its share, the sequence and the tile of the share's first KV block, and how it is fetched.
+struct Start {
+    Share share;
+    Place place;
+    Tile tile;
+    Fetch fetch;
+};
+
+// `first` are the lengths of the lane's sequence among the first 32. With an empty share all else is 0, and nothing is fetched.
+__device__ __forceinline__ Start find_start(const Params& all, const Lengths& first, int group, int lane) {
+    Start start = {find_share(all, first, block_index(), lane)};
+    if (start.share.begin == start.share.end) return start;
+    start.place = find_place(all, first, start.share.begin, lane);
+    const Params params = of_sequence(all, start.place.sequence, start.place.lengths);
+    start.tile = find_tile(params, start.place, find_part(params, start.share, start.place, start.share.begin).tile);
+    start.fetch = seek(params, start.place, start.share.begin, group);
+    return start;
+}
+
+__device__ __forceinline__ bool differ(const Lengths& a, const Lengths& b) {
+    return a.queries.begin != b.queries.begin || a.queries.count != b.queries.count || a.keys.begin != b.keys.begin ||
+           a.keys.count != b.keys.count;
+}
+
+// find_start() from the final lengths, which the grid before this one may write until griddepcontrol.wait returns. Where grids overlap, the
+// lengths of up to 32 sequences are read before the wait as well: the start that follows from them is found, and its first KV block
+// prefetched into L2, while the other grid is still running. After the wait they are read again, and the start is found again if one has
+// changed, which is rare: the layers of a model share their lengths. Stale values are clamped like others, so no address is out of bounds.
+__device__ __forceinline__ Start await_start(const Params& all, int group, int lane) {
+    bool awaited = !kGridsOverlap || all.batch_size > 32;
+    if (awaited) griddepcontrol_wait();
+    Lengths first = lengths_of(all, lane);
+    for (;;) {  // twice at most; with two copies of find_start() registers would be spilled
+        Start start = find_start(all, first, group, lane);
+        if (awaited) return start;
+        prefetch_next(all, start.share, start.fetch);
+        griddepcontrol_wait();
+        awaited = true;
+        start.fetch.pages = find_pages(all, start.fetch);  // pages may have changed where lengths have not
+        const Lengths earlier = first;
+        first = lengths_of(all, lane);
+        if (!__any_sync(0xffffffff, differ(first, earlier))) return start;
+    }
 }
 
 // Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
@@ -917,22 +1019,19 @@ flash_varlen_decode_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Para
     const int group = warp / kGroupWarps;
     auto stage_address = [&](int stage) { return smem + kStageOffset + stage * kStageBytes; };
 
-    // The wait comes first: lengths may be results of the grid before.
-    // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
-    // reads.
-    griddepcontrol_wait();
-    // Blocks of the next grid may now start wherever this one leaves room. Not before the wait: the next grid may count on every grid
-    // before this one to have ended.
+    const Start start = await_start(all, group, lane);
+    // Programmatic dependent launch: blocks of the next grid may now start wherever this one leaves room. It may rely on every grid before
+    // this one having ended.
     griddepcontrol_launch_dependents();
 
-    const Share share = find_share(all, block_index(), lane);
+    const Share share = start.share;
     if (share.begin == share.end) return;  // there are fewer KV blocks than thread blocks
-    Place place = find_place(all, share.begin, lane);
-    Params params = of_sequence(all, place.sequence);
-    Fetch fetch = seek(params, place, share.begin, group);
+    Place place = start.place;
+    Params params = of_sequence(all, place.sequence, place.lengths);
+    Fetch fetch = start.fetch;
 
     // Q is copied ahead of K and V, so that it does not queue behind their copies.
-    copy_q(params, find_tile(params, place, find_part(params, share, place, share.begin).tile), smem);
+    copy_q(params, start.tile, smem);
 #pragma unroll 1
     for (int stage = 0; stage < kStages - 1; ++stage) fetch_next(all, share, fetch, stage_address(stage), group);
     cp_async_wait<kStages - 1>();
@@ -969,7 +1068,8 @@ flash_varlen_decode_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Para
         // This tile's results still need the parameters of its sequence.
         const bool same_sequence = index < place.end;
         const Place next_place_of_share = more && !same_sequence ? next_place(all, place) : place;
-        const Params next_params = more && !same_sequence ? of_sequence(all, next_place_of_share.sequence) : params;
+        const Params next_params =
+            more && !same_sequence ? of_sequence(all, next_place_of_share.sequence, next_place_of_share.lengths) : params;
         const int next_tile = same_sequence ? part.tile + 1 : 0;
         // The stage of the last KV block is free: nothing is fetched into it before the next KV block is computed.
         const shared_address exchange = stage_address(stage == 0 ? kStages - 1 : stage - 1);

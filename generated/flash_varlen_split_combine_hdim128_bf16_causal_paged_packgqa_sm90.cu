@@ -133,6 +133,23 @@ __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_
     return own;
 }
 
+// Where the queries and the keys of a sequence are.
+struct Lengths {
+    Rows queries;
+    Rows keys;
+};
+
+// None where there is no such sequence.
+__device__ __forceinline__ Lengths lengths_of(const Params& params, int sequence) {
+    if (sequence >= params.batch_size) return {};
+    return {queries_of(params, sequence), keys_of(params, sequence)};
+}
+
+// The parameters for a sequence of these lengths. `params` has the bounds of all sequences.
+__device__ __forceinline__ Params with_lengths(const Params& params, const Lengths& lengths) {
+    return with_lengths(params, lengths.queries.count, lengths.keys.count);
+}
+
 // The sum over the lanes up to this one.
 __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
 #pragma unroll
@@ -169,27 +186,24 @@ __device__ __forceinline__ Tiles tiles_of(const Params& params) {
     return {(num_rows(params) + kBlockM - 1) / kBlockM, begin, max(1, end - begin)};
 }
 
-// The parameters for the lengths of a sequence. `params` has the bounds of all sequences.
-__device__ __forceinline__ Params with_lengths_of(const Params& params, int sequence) {
-    return with_lengths(params, queries_of(params, sequence).count, keys_of(params, sequence).count);
-}
-
 __device__ __forceinline__ int num_heads(const Params& params) {
     return params.num_heads_kv;
 }
 
 // How many KV blocks all tiles of a sequence have; `params` have the bounds of all sequences.
-__device__ __forceinline__ int count_kv_blocks(const Params& params, int sequence) {
-    if (sequence >= params.batch_size) return 0;
-    const Tiles tiles = tiles_of(with_lengths_of(params, sequence));
+__device__ __forceinline__ int count_kv_blocks(const Params& params, const Lengths& lengths) {
+    const Tiles tiles = tiles_of(with_lengths(params, lengths));
     return num_heads(params) * tiles.row_blocks * tiles.kv_blocks;
 }
 
-// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of every 32nd sequence.
-__device__ __forceinline__ int kv_blocks_per_share(const Params& params, int& num_kv_blocks, int lane) {
-    int count = 0;
+// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of every 32nd sequence;
+// `first` are the lengths of the first one.
+__device__ __forceinline__ int kv_blocks_per_share(const Params& params, const Lengths& first, int& num_kv_blocks, int lane) {
+    int count = count_kv_blocks(params, first);
 #pragma unroll 4  // several lengths on their way from global memory
-    for (int sequence = lane; sequence < params.batch_size; sequence += 32) count += count_kv_blocks(params, sequence);
+    for (int sequence = lane + 32; sequence < params.batch_size; sequence += 32) {
+        count += count_kv_blocks(params, lengths_of(params, sequence));
+    }
     num_kv_blocks = __shfl_sync(0xffffffff, sum_up_to_lane(count, lane), 31);
     return max(1, (num_kv_blocks + params.num_shares - 1) / params.num_shares);
 }
@@ -205,7 +219,7 @@ struct KvBlockCounts {
 __device__ __forceinline__ void advance_to(const Params& params, KvBlockCounts& counts, int sequence, int lane) {
     for (; counts.sequence < sequence; counts.sequence += 32) {
         const int other = counts.sequence + lane;
-        const int count = other < sequence ? count_kv_blocks(params, other) : 0;
+        const int count = other < sequence ? count_kv_blocks(params, lengths_of(params, other)) : 0;
         counts.before += __shfl_sync(0xffffffff, sum_up_to_lane(count, lane), 31);
     }
     counts.sequence = sequence;
@@ -220,8 +234,8 @@ __device__ __forceinline__ Row find_row(const Params& params, KvBlockCounts& cou
     row.batch = divide(head_of_batch, params.num_heads_divisor);
     const int grid_head = head_of_batch - row.batch * num_heads(params);
     advance_to(params, counts, row.batch, lane);
-    const Rows queries = queries_of(params, row.batch);
-    const Params own = with_lengths(params, queries.count, keys_of(params, row.batch).count);
+    const Lengths lengths = lengths_of(params, row.batch);
+    const Params own = with_lengths(params, lengths);
     const Tiles tiles = tiles_of(own);
     const int query = query_of_row(params, row_of_head);
     row.head = grid_head * params.group_size + row_of_head - query * params.group_size;
@@ -231,7 +245,7 @@ __device__ __forceinline__ Row find_row(const Params& params, KvBlockCounts& cou
     parts.first = begin / counts.per_share;
     parts.last = row_of_head < num_rows(own) ? (begin + tiles.kv_blocks - 1) / counts.per_share : parts.first;
     parts.begins_share = parts.first * counts.per_share == begin;
-    row.row_in_entry = queries.begin + query;
+    row.row_in_entry = lengths.queries.begin + query;
     return row;
 }
 
@@ -324,7 +338,7 @@ flash_varlen_split_combine_hdim128_bf16_causal_paged_packgqa_sm90(const __grid_c
     griddepcontrol_launch_dependents();
 
     int num_kv_blocks;
-    KvBlockCounts counts = {kv_blocks_per_share(params, num_kv_blocks, lane), 0, 0};
+    KvBlockCounts counts = {kv_blocks_per_share(params, lengths_of(params, lane), num_kv_blocks, lane), 0, 0};
     for (int index = block_index() * kWarps + warp; index < params.num_tiles; index += kWarps * int(gridDim.x)) {
         const Row row = find_row(params, counts, index, lane);
         if (row.parts.first == row.parts.last) continue;  // the one thread block that had the tile has written the row

@@ -186,6 +186,23 @@ __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_
     return own;
 }
 
+// Where the queries and the keys of a sequence are.
+struct Lengths {
+    Rows queries;
+    Rows keys;
+};
+
+// None where there is no such sequence.
+__device__ __forceinline__ Lengths lengths_of(const Params& params, int sequence) {
+    if (sequence >= params.batch_size) return {};
+    return {queries_of(params, sequence), keys_of(params, sequence)};
+}
+
+// The parameters for a sequence of these lengths. `params` has the bounds of all sequences.
+__device__ __forceinline__ Params with_lengths(const Params& params, const Lengths& lengths) {
+    return with_lengths(params, lengths.queries.count, lengths.keys.count);
+}
+
 // The sum over the lanes up to this one.
 __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
 #pragma unroll
@@ -222,58 +239,68 @@ __device__ __forceinline__ Tiles tiles_of(const Params& params) {
     return {(num_rows(params) + kBlockM - 1) / kBlockM, begin, max(1, end - begin)};
 }
 
-// The parameters for the lengths of a sequence. `params` has the bounds of all sequences.
-__device__ __forceinline__ Params with_lengths_of(const Params& params, int sequence) {
-    return with_lengths(params, queries_of(params, sequence).count, keys_of(params, sequence).count);
-}
-
 __device__ __forceinline__ int num_heads(const Params& params) {
     return params.num_heads_kv;
 }
 
 // How many KV blocks all tiles of a sequence have; `params` have the bounds of all sequences.
-__device__ __forceinline__ int count_kv_blocks(const Params& params, int sequence) {
-    if (sequence >= params.batch_size) return 0;
-    const Tiles tiles = tiles_of(with_lengths_of(params, sequence));
+__device__ __forceinline__ int count_kv_blocks(const Params& params, const Lengths& lengths) {
+    const Tiles tiles = tiles_of(with_lengths(params, lengths));
     return num_heads(params) * tiles.row_blocks * tiles.kv_blocks;
 }
 
-// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of every 32nd sequence.
-__device__ __forceinline__ int kv_blocks_per_share(const Params& params, int& num_kv_blocks, int lane) {
-    int count = 0;
+// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of every 32nd sequence;
+// `first` are the lengths of the first one.
+__device__ __forceinline__ int kv_blocks_per_share(const Params& params, const Lengths& first, int& num_kv_blocks, int lane) {
+    int count = count_kv_blocks(params, first);
 #pragma unroll 4  // several lengths on their way from global memory
-    for (int sequence = lane; sequence < params.batch_size; sequence += 32) count += count_kv_blocks(params, sequence);
+    for (int sequence = lane + 32; sequence < params.batch_size; sequence += 32) {
+        count += count_kv_blocks(params, lengths_of(params, sequence));
+    }
     num_kv_blocks = __shfl_sync(0xffffffff, sum_up_to_lane(count, lane), 31);
     return max(1, (num_kv_blocks + params.num_shares - 1) / params.num_shares);
 }
 
-__device__ __forceinline__ Share find_share(const Params& params, int index, int lane) {
+// `first` are the lengths of the lane's sequence among the first 32.
+__device__ __forceinline__ Share find_share(const Params& params, const Lengths& first, int index, int lane) {
     int num_kv_blocks;
-    const int per_share = kv_blocks_per_share(params, num_kv_blocks, lane);
+    const int per_share = kv_blocks_per_share(params, first, num_kv_blocks, lane);
     const int begin = min(num_kv_blocks, index * per_share);
     return {begin, min(num_kv_blocks, begin + per_share)};
 }
 
-// A sequence, and the numbers [begin, end) of its KV blocks.
+// A sequence, its lengths, and the numbers [begin, end) of its KV blocks.
 struct Place {
     int sequence;
     int begin;
     int end;
+    Lengths lengths;
 };
 
-// The sequence that has KV block `index` of all, of which there are more.
-__device__ __forceinline__ Place find_place(const Params& params, int index, int lane) {
+// What another lane has.
+__device__ __forceinline__ Lengths of_lane(const Lengths& lengths, int lane) {
+    Lengths found;
+    found.queries.begin = __shfl_sync(0xffffffff, lengths.queries.begin, lane);
+    found.queries.count = __shfl_sync(0xffffffff, lengths.queries.count, lane);
+    found.keys.begin = 0;
+    found.keys.count = __shfl_sync(0xffffffff, lengths.keys.count, lane);
+    return found;
+}
+
+// The sequence that has KV block `index` of all, of which there are more. `lengths` are those of the lane's sequence among the first 32.
+__device__ __forceinline__ Place find_place(const Params& params, Lengths lengths, int index, int lane) {
     int begin = 0;  // of the first of these 32 sequences
     for (int first = 0;; first += 32) {
-        const int count = count_kv_blocks(params, first + lane);
+        const int count = count_kv_blocks(params, lengths);
         const int end = begin + sum_up_to_lane(count, lane);
         const uint32_t beyond = __ballot_sync(0xffffffff, index < end);
         if (beyond != 0) {
             const int found = __ffs(beyond) - 1;
             const int end_of_found = __shfl_sync(0xffffffff, end, found);
-            return {first + found, end_of_found - __shfl_sync(0xffffffff, count, found), end_of_found};
+            return {first + found, end_of_found - __shfl_sync(0xffffffff, count, found), end_of_found, of_lane(lengths, found)};
         }
         begin = __shfl_sync(0xffffffff, end, 31);
+        lengths = lengths_of(params, first + 32 + lane);
     }
 }
 
@@ -292,7 +319,10 @@ __device__ __forceinline__ Tile find_tile(const Params& params, const Place& pla
 // The next sequence that has KV blocks.
 __device__ __forceinline__ Place next_place(const Params& params, const Place& place) {
     Place next = {place.sequence, place.end, place.end};
-    while (next.end == next.begin) next.end += count_kv_blocks(params, ++next.sequence);
+    while (next.end == next.begin) {
+        next.lengths = lengths_of(params, ++next.sequence);
+        next.end += count_kv_blocks(params, next.lengths);
+    }
     return next;
 }
 
@@ -784,7 +814,7 @@ __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, const S
 
 // The first KV block of the tile that has KV block `index` of all, in a sequence at `place`.
 __device__ __forceinline__ int begin_of_tile(const Params& params, const Place& place, int index) {
-    return index - (index - place.begin) % tiles_of(with_lengths_of(params, place.sequence)).kv_blocks;
+    return index - (index - place.begin) % tiles_of(with_lengths(params, place.lengths)).kv_blocks;
 }
 
 // The warp that finds what the thread block's share has of tile after tile, ahead of the producer and the consumers: the part with which
@@ -803,10 +833,11 @@ __device__ __forceinline__ void find_tiles(const Params& params, shared_address 
         __syncwarp();
         ring.advance();
     };
-    const Share share = find_share(params, block_index(), lane);
+    const Lengths first = lengths_of(params, lane);
+    const Share share = find_share(params, first, block_index(), lane);
     // Passes on the part that begins with KV block `index` of all. Returns the one behind it.
     auto pass_on_part = [&](const Place& place, int index) {
-        const Params own = with_lengths_of(params, place.sequence);
+        const Params own = with_lengths(params, place.lengths);
         const Part part = find_part(own, share, place, index);
         const Tile tile = find_tile(own, place, part.tile);
         SequenceTile found = tile_at(params, place.sequence, tile.kv_head, tile.first_row);  // that is the head of the grid
@@ -817,10 +848,10 @@ __device__ __forceinline__ void find_tiles(const Params& params, shared_address 
         return index + part.end - part.first;
     };
     if (share.begin < share.end) {
-        Place place = find_place(params, share.begin, lane);
+        Place place = find_place(params, first, share.begin, lane);
         int index = pass_on_part(place, share.begin);
         if (index < share.end) {
-            const Place last_place = find_place(params, share.end - 1, lane);
+            const Place last_place = find_place(params, first, share.end - 1, lane);
             const int last = begin_of_tile(params, last_place, share.end - 1);
             pass_on_part(last_place, last);
             while (index < last) {

@@ -280,3 +280,94 @@ def test_what_the_driver_refuses(template):
     queue = dependent.bind(loaded.function_ptr, (1, 1, 1), (chain.plan.variant.threads, 1, 1), too_much)
     with pytest.raises(driver.CUDADriverError, match="CUDA_ERROR_INVALID_VALUE"):
         queue(0, arguments, 0)
+
+
+@pytest.fixture(scope="session")
+def write_late():
+    """``write_late(source, target)`` queues a kernel that lets the next grid begin, and copies int32 a few
+    microseconds later.
+    """
+    kernel = cupy.RawKernel(
+        r"""
+        extern "C" __global__ void write_late(const int* source, int* target, int count) {
+          asm volatile("griddepcontrol.launch_dependents;");
+          const long long start = clock64();
+          while (clock64() - start < 20000) {}
+          for (int i = threadIdx.x; i < count; i += blockDim.x) target[i] = source[i];
+        }
+        """,
+        "write_late",
+    )
+
+    def queue(source, target):
+        kernel((1,), (128,), (source, target, np.int32(target.size)))
+
+    return queue
+
+
+# Sequences, whether in pages, with an index, in fixed splits.
+LATE = {
+    "contiguous": (8, False, False, "auto"),
+    "index": (8, False, True, "auto"),
+    "pages": (8, True, False, "auto"),
+    "fixed splits": (8, True, False, flashgen.SplitEvery(256)),
+    "more than a warp has lanes": (70, True, False, "auto"),
+}
+
+
+@pytest.mark.parametrize("kind", LATE)
+@pytest.mark.parametrize("captured", [False, True])
+def test_decoding_takes_lengths_that_are_written_while_it_has_begun(kind, captured, write_late):
+    """And page tables, and an index: it looks at them before the grid ahead has ended, and then again."""
+    batch, paged, indexed, splits = LATE[kind]
+    capacity, rounds, rng = 2048, 12, np.random.default_rng(0)
+    rows = (batch * capacity // 16, 16) if paged else (batch, capacity)
+    k, v = (cupy.asarray(rng.standard_normal((*rows, 2, 64)).astype(np.float16)) for _ in range(2))
+    q = cupy.asarray(rng.standard_normal((batch, 1, 8, 64)).astype(np.float16))
+    arrays = {"lengths": lambda: rng.integers(0, capacity + 1, batch)}
+    if paged:
+        arrays["pages"] = lambda: rng.permutation(batch * capacity // 16).reshape(batch, -1)
+    if indexed:
+        arrays["index"] = lambda: rng.permutation(batch)
+    written = {
+        name: [cupy.asarray(draw().astype(np.int32)) for _ in range(2)] for name, draw in arrays.items()
+    }
+    written["lengths"][1][: batch // 2] = written["lengths"][0][: batch // 2]
+    held = {name: cupy.zeros_like(versions[0]) for name, versions in written.items()}
+    out = cupy.full((2, rounds, *q.shape), np.nan, np.float16)
+    cache = flashgen.KVCache(k, v, **held)
+    other = flashgen.KVCache(k, v, **{name: versions[1] for name, versions in written.items()})
+    plan = flashgen.plan(q, cache, splits=splits)
+    assert plan.variant.template == "flash_decode_sm80.cu.j2"
+    assert dependent.wanted(plan.variant, device(0))
+
+    def round_of(step, after=lambda: None):
+        # The lengths change in every fourth round, whatever else does in every second.
+        for name, versions in written.items():
+            write_late(versions[step // (4 if name == "lengths" else 1) % 2], held[name])
+            after()
+        flashgen.attention(q, cache, out=out[0, step], splits=splits)
+        after()
+        # It begins while the parts of the call before, of other lengths, are combined.
+        flashgen.attention(q, other, out=out[1, step], splits=splits)
+        after()
+
+    synchronize = cupy.cuda.Device().synchronize
+    synchronize()
+    for step in range(rounds):
+        round_of(step, synchronize)
+    expected = bits((out,))
+    assert not cupy.isnan(out).any()
+    for array in (out, *held.values()):
+        array.fill(0)
+    synchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        if captured:
+            stream.begin_capture()
+        for step in range(rounds):
+            round_of(step)
+        if captured:
+            stream.end_capture().launch(stream)
+        stream.synchronize()
+    assert same(bits((out,)), expected)

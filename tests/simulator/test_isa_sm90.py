@@ -598,6 +598,7 @@ def dependently(body, dependent=True, followed=False, seed=0):
     options = {"header": "sm90", "maps": maps, "block": 64, "shared_bytes": 8200, "seed": seed}
     options |= {"dependent": dependent, "followed": followed}
     run(body, {"values": values}, {"out": out}, **options)
+    return out.reshape(-1)
 
 
 @pytest.mark.parametrize("access", ACCESSES)
@@ -631,3 +632,15 @@ def test_the_next_step_begins_behind_the_wait(fresh_seed):
     with pytest.raises(SimulationError, match=r"launch_dependents before griddepcontrol\.wait") as caught:
         dependently(begin + WAIT, followed=True, seed=fresh_seed)
     assert caught.value.check == "dependency"
+
+
+def test_a_relaxed_load_may_find_old_values_ahead_of_the_wait(fresh_seed):
+    """In some warps. Behind it, and in a launch that is not dependent, it finds what there is: zeros."""
+    load = "store_global_32(params.out + threadIdx.x, float(loaded));"
+    early = f"const uint32_t loaded = load_relaxed_32(params.values); {WAIT} {load}"
+    late = f"{WAIT} const uint32_t loaded = load_relaxed_32(params.values); {load}"
+    seeds = range(fresh_seed, fresh_seed + 16)
+    found = [dependently(early, seed=seed)[:64] for seed in seeds]
+    assert 0 < sum(values.any() for values in found) < len(found)
+    for body, dependent in ((late, True), (early, False)):
+        assert not any(dependently(body, dependent, seed=seed).any() for seed in seeds)

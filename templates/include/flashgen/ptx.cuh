@@ -14,6 +14,13 @@ __device__ __forceinline__ int block_index() {
     return index;
 }
 
+// Whether a grid may begin while the one before it is still running.
+#if __CUDA_ARCH__ >= 900
+constexpr bool kGridsOverlap = true;
+#else
+constexpr bool kGridsOverlap = false;
+#endif
+
 // griddepcontrol.wait: returns when the grids before this one, which a dependent launch need not have awaited, have ended and
 // their writes are visible. Compiles to nothing before sm_90, where no launch is dependent.
 __device__ __forceinline__ void griddepcontrol_wait() {
@@ -113,6 +120,14 @@ __device__ __forceinline__ uint32_t load_global_8(const uint8_t* source) {
 __device__ __forceinline__ uint32_t load_global_32(const void* source) {
     uint32_t value;
     asm volatile("ld.global.u32 %0, [%1];\n" : "=r"(value) : "l"(source) : "memory");
+    return value;
+}
+
+// ld.relaxed.gpu.global.u32: from L2. A value that is loaded before griddepcontrol.wait may be stale. It is not cached in L1, so that a load
+// after the wait does not find it there.
+__device__ __forceinline__ uint32_t load_relaxed_32(const void* source) {
+    uint32_t value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];\n" : "=r"(value) : "l"(source) : "memory");
     return value;
 }
 

@@ -114,6 +114,8 @@ bool Block::run(uint64_t linear_index) {
     constexpr uint64_t kFinishes[] = {1 << 16, 1 << 12, 1 << 8, 0};
     finish_copy_ = kFinishes[random_.next() % std::size(kFinishes)];
 
+    old_arrays_ = random_.next();
+
     order_.reset();
     shared_.reset();
     mbarriers_.reset();
@@ -246,6 +248,21 @@ GlobalMemory& Block::global(const Thread& thread, Location where) {
 
 GlobalMemory& Block::global_to_load(const Thread& thread, const void* address, int size, Location where) {
     return launch_.global.settled(address, size) ? launch_.global : global(thread, where);
+}
+
+uint32_t Block::perhaps_old(const Thread& thread, const void* address, uint32_t value) {
+    if (!(launch_.launch.flags & SIM_DEPENDENT) || thread.waited || launch_.global.settled(address, sizeof value)) return value;
+    // A warp finds one array as it was and another as it will be.
+    uint32_t bit = thread.index / 32;
+    for (const char* letter = launch_.global.name_of(address, sizeof value); *letter != 0; ++letter) bit = bit * 31 + *letter;
+    if (!(old_arrays_ >> bit % 64 & 1)) return value;
+    const uint32_t random = static_cast<uint32_t>(random_.next());
+    switch (random % 4) {
+        case 0: return value;
+        case 1: return value - 1;  // the length before this token
+        case 2: return value + random / 4 % 256;
+        default: return random;
+    }
 }
 
 void Block::launch_dependents(const Thread& thread, Location where) {

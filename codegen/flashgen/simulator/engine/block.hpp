@@ -176,6 +176,9 @@ class Block : public BlockView {
     SharedMemory& shared() { return shared_; }
     // For an access of a thread; fails where grids ahead of this one may be at work on it.
     GlobalMemory& global(const Thread& thread, Location where);
+    GlobalMemory& any_global() { return launch_.global; }
+    // What a load that does not wait for the grids ahead finds at an address where they leave `value`.
+    uint32_t perhaps_old(const Thread& thread, const void* address, uint32_t value);
     GlobalMemory& global_to_load(const Thread& thread, const void* address, int size, Location where);
     void launch_dependents(const Thread& thread, Location where);
     void wait_for_grids(Thread& thread);
@@ -255,6 +258,7 @@ class Block : public BlockView {
     Random random_{0, 0};
     uint32_t ready_warps_ = 0;
     int current_warp_ = 0;
+    uint64_t old_arrays_ = 0;   // in which warps find old values ahead of griddepcontrol.wait, as bits; see perhaps_old()
     uint64_t change_warp_ = 0;  // a meeting of a warp is followed by another warp in so many of 2^16 cases
     uint64_t finish_copy_ = 0;  // likewise, a change of threads by the end of a copy
     int block_threads_;

@@ -57,6 +57,11 @@ bool GlobalMemory::settled(const void* pointer, int size) {
     return region != nullptr && region->access & SIM_SETTLED;
 }
 
+const char* GlobalMemory::name_of(const void* pointer, int size) {
+    const Region* region = find(reinterpret_cast<uintptr_t>(pointer), size, SIM_READABLE);
+    return region != nullptr ? region->name : "";
+}
+
 // The region that holds the bytes; of several, one that gives the access.
 GlobalMemory::Region* GlobalMemory::find(uintptr_t address, int size, SimRegionAccess access) {
     auto holds = [&](const Region& region) { return address >= region.begin && address + size <= region.end; };

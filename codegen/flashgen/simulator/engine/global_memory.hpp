@@ -26,6 +26,9 @@ class GlobalMemory {
     // Whether no grid that may still be running writes there.
     bool settled(const void* address, int size);
 
+    // The name of the array that may be loaded there.
+    const char* name_of(const void* address, int size);
+
   private:
     struct Region {
         uintptr_t begin;

@@ -62,6 +62,16 @@ void load_global(void* value, const void* address, int size, Location where) {
     here.thread.warp->traffic.add(here.thread.lane, SIM_GLOBAL_LOAD, reinterpret_cast<uintptr_t>(address), size, where);
 }
 
+uint32_t load_relaxed(const void* address, Location where) {
+    Here here;
+    check(here, here.block.any_global().load(address, 4, 4), "ld.relaxed", 4, where);
+    here.block.counters->global_bytes_read += 4;
+    here.thread.warp->traffic.add(here.thread.lane, SIM_GLOBAL_LOAD, reinterpret_cast<uintptr_t>(address), 4, where);
+    uint32_t value;
+    std::memcpy(&value, address, sizeof value);
+    return here.block.perhaps_old(here.thread, address, value);
+}
+
 void store_global(void* address, const void* value, int size, Location where) {
     Here here;
     check(here, here.block.global(here.thread, where).store(address, size, size), "store", size, where);

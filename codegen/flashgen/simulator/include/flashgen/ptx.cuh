@@ -12,6 +12,8 @@ using shared_address = uint32_t;
 
 inline int block_index() { return static_cast<int>(flashgen::simulator::this_thread().block->block_index.x); }
 
+constexpr bool kGridsOverlap = true;
+
 inline void griddepcontrol_wait() { flashgen::simulator::wait_for_grids(); }
 
 // Blocks of other launches are not simulated.
@@ -83,6 +85,11 @@ inline uint32_t load_global_32(const void* source,
     uint32_t value;
     flashgen::simulator::load_global(&value, source, 4, where);
     return value;
+}
+
+inline uint32_t load_relaxed_32(const void* source,
+                                flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    return flashgen::simulator::load_relaxed(source, where);
 }
 
 inline float2 load_global_64(const float* source,

@@ -50,6 +50,8 @@ void store_shared(uint32_t address, const void* value, int size, Location where)
 // Global memory.
 void load_global(void* value, const void* address, int size, Location where);
 void store_global(void* address, const void* value, int size, Location where);
+// ld.relaxed of 32 bits. Ahead of griddepcontrol.wait it may find another value than behind it.
+uint32_t load_relaxed(const void* address, Location where);
 
 // Adds `count` neighbouring floats in one instruction: each on its own is atomic, with blocks of other calls too.
 void add_global(float* address, const float* values, int count, Location where);
