@@ -9,7 +9,7 @@ from flashgen.operators.attention import normalise
 from flashgen.runtime.arrays import view
 from flashgen.schedule.dispatch import candidates
 from flashgen.spec.load import load_specs
-from flashgen.tune.shapes import cases
+from flashgen.tune.shapes import Unsuited, cases, suited
 
 ORDINARY = [
     v
@@ -88,3 +88,21 @@ def test_more_rows_than_a_family_takes_are_refused_with_an_example():
     assert cases(few, ["1x8x4k@32/4"])
     with pytest.raises(BadParam, match=r"72 rows .* at most 64, such as 1x4x16k"):
         cases(few, ["1x9x4k@32/4"])
+
+
+def test_each_kernel_gets_the_shapes_that_its_calls_have():
+    of_rows = variant(head_dim=64, gqa="mha", mask_type="causal")
+    few = next(
+        v
+        for v in ORDINARY
+        if v.rows_at_most == 64 and (v.gqa, v.mask_type, v.head_dim) == ("mha", "causal", 64)
+    )
+    prefill, decode = suited([of_rows, few], ["4k", "8x4x4k", "8x1x4k"])
+    assert ([case.seqlen_q for case in prefill], [case.seqlen_q for case in decode]) == ([4096, 4], [4])
+    prefill, reason = suited([of_rows, few], ["4k"])
+    assert len(prefill) == 1
+    assert isinstance(reason, Unsuited)
+    assert few.name in str(reason)
+    for shapes, message in ((["4k"], "4096 rows of a head"), (["4k", "4kk"], "'4kk' is not a shape")):
+        with pytest.raises(BadParam, match=message):
+            suited([few], shapes)

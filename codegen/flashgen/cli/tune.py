@@ -92,11 +92,11 @@ def command(
     Prints a ranking for each kernel: tile, registers, bytes of spilled registers, thread blocks that a
     multiprocessor holds, TFLOP/s on each shape, and the speed relative to the ordinary tile (marked *).
     """
-    from flashgen.cli.output import print_json
+    from flashgen.cli.output import note, print_json
     from flashgen.cli.progress import progress
     from flashgen.tune import contest
     from flashgen.tune.candidates import fields
-    from flashgen.tune.shapes import cases
+    from flashgen.tune.shapes import Unsuited, suited
 
     if not selections:
         raise click.UsageError("say what to tune: --select 'head_dim=128 dtype=fp16 mask_type=causal'")
@@ -107,7 +107,12 @@ def command(
     here, chosen = _subjects(selections, specs, spec_file)
     # Ahead of the work: a shape that is none, and a file that nothing can be added to.
     wanted = None if shapes is None else shapes.split(",")
-    problems = {index: cases(each.ordinary, wanted) for index, each in enumerate(chosen)}
+    found = list(zip(chosen, suited([each.ordinary for each in chosen], wanted), strict=True))
+    for _, reason in found:
+        if isinstance(reason, Unsuited):
+            note(f"left out: {reason}")
+    chosen = [each for each, problems in found if not isinstance(problems, Unsuited)]
+    problems = dict(enumerate(each for _, each in found if not isinstance(each, Unsuited)))
     if write and spec_file is None:
         _check_files(chosen, here.name, out)
     competing = fields(chosen)

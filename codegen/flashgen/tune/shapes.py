@@ -39,6 +39,37 @@ def default(variant: Variant) -> Sequence[str]:
     return tuple(f"{batch}x{queries}x{keys}" for batch, keys in FEW_ROWS)
 
 
+class Unsuited(BadParam):
+    """A shape that no call of a variant has: of other heads, of more rows, or of a single query under a
+    causal mask.
+    """
+
+
+def suited(variants: Sequence[Variant], shapes: Sequence[str] | None = None) -> list[list[Case] | Unsuited]:
+    """For each variant `cases` of the shapes that its calls may have, or why it has none of them.
+
+    Raises BadParam for a text that is no shape, and Unsuited where no variant has a problem.
+    """
+    found = [_suited(variant, default(variant) if shapes is None else shapes) for variant in variants]
+    reasons = [each for each in found if isinstance(each, Unsuited)]
+    if reasons and len(reasons) == len(found):
+        raise reasons[0]
+    return found
+
+
+def _suited(variant: Variant, shapes: Sequence[str]) -> list[Case] | Unsuited:
+    found: dict[str, Case] = {}
+    reasons = []
+    for text in shapes:
+        try:
+            case = _case(variant, text)
+        except Unsuited as reason:
+            reasons.append(reason)
+        else:
+            found[case.name] = case
+    return list(found.values()) or reasons[0]
+
+
 def cases(variant: Variant, shapes: Sequence[str] | None = None) -> list[Case]:
     """The problems of a variant's axes in each of ``shapes``; None: those of `default`.
 
@@ -46,7 +77,7 @@ def cases(variant: Variant, shapes: Sequence[str] | None = None) -> list[Case]:
     ``BATCHxSEQLEN_QxSEQLEN_KV``; behind it may stand ``@HEADS_Q`` or ``@HEADS_Q/HEADS_KV``. By default
     heads × head_dim is about 2,048, and eight query heads share a kv head where the variant is for groups. A
     window has 1,024 keys, or a quarter of them where there are fewer than 4,096. Raises BadParam for a text
-    that is no shape, for heads that are not the variant's grouping, and for more rows than its family takes.
+    that is no shape, and Unsuited for one that no call of the variant has.
     """
     found = {}
     for text in default(variant) if shapes is None else shapes:
@@ -71,10 +102,10 @@ def _case(variant: Variant, text: str) -> Case:
     if not (batch and seqlen_q and seqlen_kv):
         raise BadParam(f"shape {text!r} holds a 0; there is nothing to time")
     if variant.mask_type == "causal" and seqlen_q == 1:
-        raise BadParam(f"shape {text!r}: a single query sees every key, so {variant} never serves it")
+        raise Unsuited(f"shape {text!r}: a single query sees every key, so {variant} never serves it")
     rows = seqlen_q * (heads_q // heads_kv if variant.gqa == "packed" else 1)
     if variant.rows_at_most is not None and rows > variant.rows_at_most:
-        raise BadParam(
+        raise Unsuited(
             f"shape {text!r}: {rows} rows of a head; {variant} is for at most {variant.rows_at_most}, such "
             f"as {default(variant)[0]}"
         )
@@ -110,7 +141,7 @@ def _heads(variant: Variant, heads_q: str | None, heads_kv: str | None, text: st
         wanted = (
             "a multiple of the kv heads, and more than they are" if grouped else "as many as the kv heads"
         )
-        raise BadParam(f"shape {text!r}: {queries} query heads on {keys} kv heads; {variant} needs {wanted}")
+        raise Unsuited(f"shape {text!r}: {queries} query heads on {keys} kv heads; {variant} needs {wanted}")
     return queries, keys
 
 
