@@ -114,7 +114,7 @@ bool Block::run(uint64_t linear_index) {
     constexpr uint64_t kFinishes[] = {1 << 16, 1 << 12, 1 << 8, 0};
     finish_copy_ = kFinishes[random_.next() % std::size(kFinishes)];
 
-    old_arrays_ = random_.next();
+    old_arrays_ = Random(~launch_.launch.seed, linear_index).next();  // apart from the order of threads
 
     order_.reset();
     shared_.reset();
