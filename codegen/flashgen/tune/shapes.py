@@ -46,43 +46,42 @@ class Unsuited(BadParam):
 
 
 def suited(variants: Sequence[Variant], shapes: Sequence[str] | None = None) -> list[list[Case] | Unsuited]:
-    """For each variant `cases` of the shapes that its calls may have, or why it has none of them.
+    """For each variant its `cases`, or why it has none.
 
     Raises BadParam for a text that is no shape, and Unsuited where no variant has a problem.
     """
-    found = [_suited(variant, default(variant) if shapes is None else shapes) for variant in variants]
+    found: list[list[Case] | Unsuited] = []
+    for variant in variants:
+        try:
+            found.append(cases(variant, shapes))
+        except Unsuited as reason:
+            found.append(reason)
     reasons = [each for each in found if isinstance(each, Unsuited)]
     if reasons and len(reasons) == len(found):
         raise reasons[0]
     return found
 
 
-def _suited(variant: Variant, shapes: Sequence[str]) -> list[Case] | Unsuited:
+def cases(variant: Variant, shapes: Sequence[str] | None = None) -> list[Case]:
+    """The problems of a variant's axes in those of ``shapes`` that its calls may have; None: in `default`.
+
+    A shape is a length (``4k``, ``1000``) of queries and keys alike in a batch of 16,384 tokens, or
+    ``BATCHxSEQLEN_QxSEQLEN_KV``; behind it may stand ``@HEADS_Q`` or ``@HEADS_Q/HEADS_KV``. By default
+    heads × head_dim is about 2,048, and eight query heads share a kv head where the variant is for groups. A
+    window has 1,024 keys, or a quarter of them where there are fewer than 4,096. Raises BadParam for a text
+    that is no shape, and Unsuited where no call of the variant has any of them.
+    """
     found: dict[str, Case] = {}
     reasons = []
-    for text in shapes:
+    for text in default(variant) if shapes is None else shapes:
         try:
             case = _case(variant, text)
         except Unsuited as reason:
             reasons.append(reason)
         else:
             found[case.name] = case
-    return list(found.values()) or reasons[0]
-
-
-def cases(variant: Variant, shapes: Sequence[str] | None = None) -> list[Case]:
-    """The problems of a variant's axes in each of ``shapes``; None: those of `default`.
-
-    A shape is a length (``4k``, ``1000``) of queries and keys alike in a batch of 16,384 tokens, or
-    ``BATCHxSEQLEN_QxSEQLEN_KV``; behind it may stand ``@HEADS_Q`` or ``@HEADS_Q/HEADS_KV``. By default
-    heads × head_dim is about 2,048, and eight query heads share a kv head where the variant is for groups. A
-    window has 1,024 keys, or a quarter of them where there are fewer than 4,096. Raises BadParam for a text
-    that is no shape, and Unsuited for one that no call of the variant has.
-    """
-    found = {}
-    for text in default(variant) if shapes is None else shapes:
-        case = _case(variant, text)
-        found[case.name] = case
+    if not found:
+        raise reasons[0]
     return list(found.values())
 
 
