@@ -366,7 +366,9 @@ def test_a_stream_step_rotates_among_its_sets():
     assert seen == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_a_graph_is_captured_once_and_timed_per_launch():
+@pytest.mark.parametrize(("sets", "launches"), [(1, 16), (5, 20), (8, 16), (16, 16), (40, 40)])
+def test_a_graph_is_captured_once_and_timed_per_launch(sets, launches):
+    """A graph begins late, and its first call alone: of few calls, that would be much of what is timed."""
     clock = FakeClock()
     sets_seen = []
 
@@ -374,11 +376,12 @@ def test_a_graph_is_captured_once_and_timed_per_launch():
         sets_seen.append(index)
         clock.launch("kernel", 0.005)
 
-    step = graph_step(call, 8, clock)
+    step = graph_step(call, sets, clock)
     timing = time_interleaved({"g": step}, clock, rounds=3, sample_ms=4.0)["g"]
-    assert sets_seen == list(range(8))
+    assert sets_seen == list(range(sets)) * (launches // sets)
+    assert step.launches == launches
     assert timing.median_ms == pytest.approx(0.005)
-    assert timing.calls == 100 * 8
+    assert timing.calls == round(4.0 / (0.005 * launches)) * launches
 
 
 def test_a_graph_step_keeps_what_its_graph_reads():
@@ -1368,5 +1371,5 @@ def test_the_environment_is_json_and_names_the_kernels():
 
 def test_steps_say_how_many_launches_they_hold():
     assert stream_step(lambda _: None, 4).launches == 1
-    assert graph_step(lambda _: None, 4, FakeClock()).launches == 4
+    assert graph_step(lambda _: None, 17, FakeClock()).launches == 17
     assert Step(lambda: None, 1).launches == 1
