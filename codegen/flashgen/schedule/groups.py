@@ -45,10 +45,10 @@ def rows_of_tiles(problem: Problem, variant: Variant, num_sms: int, parts: int =
     tile; with several waves, these, or what a multiprocessor has of all tiles and then the end of the grid.
 
     A tile visits the query rows of all heads of its part, and takes the time of ``start`` times as many as it
-    has keys besides. What parts leave is written and read at the rate of memory: ``part_time`` a tile. Tiles
-    of queries that a grid has beside those of keys visit keys. Sequences whose lengths differ have as many
-    tiles as are to be expected. Where many tiles of a head, of different lengths, take turns, they wait in
-    each of their heads but one.
+    has keys besides, times the tiles that a multiprocessor has room for. What parts leave is written and
+    read at the rate of memory: ``part_time`` a tile. Tiles of queries that a grid has beside those of keys
+    visit keys. Sequences whose lengths differ have as many tiles as are to be expected. Where many tiles of a
+    head, of different lengths, take turns, they wait in each of their heads but one.
     """
     return _rows(problem, variant, num_sms, parts, visited_queries(problem, variant))
 
@@ -68,10 +68,11 @@ def _rows(problem: Problem, variant: Variant, num_sms: int, parts: int, visited:
         count, total = count + beside, total + beside * of_queries.mean
         most = max(most, of_queries.most)
     starts, waves = variant.start * grid.covers[0][1], count / (num_sms * grid.blocks_per_sm)
+    longest = grid.blocks_per_sm * (most + starts)
     if waves <= 1:
-        return most + starts + left
+        return longest + left
     if not bounded and not lengths_differ(problem, variant):
         waves = math.ceil(waves)
     else:
         waves += _LAST_IN_TURNS if grid.in_turns else _LAST
-    return max(most + starts, waves * grid.blocks_per_sm * (total / count + starts)) + left
+    return max(longest, waves * grid.blocks_per_sm * (total / count + starts)) + left
