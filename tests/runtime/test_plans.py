@@ -161,6 +161,21 @@ def test_a_result_has_no_batch_where_the_arrays_of_the_plan_have_none(gpu):
     assert not gpu.launches
 
 
+def test_a_result_that_no_new_array_lies_like_has_to_be_passed(gpu):
+    """A new one would be contiguous, and the kernel writes with the strides of the plan: past its end."""
+    spread = array(SHAPE, address=OUT, strides=(512, 128, 64, 4))
+    plan = plan_of(out=spread)
+    inputs = [array(SHAPE, address=address) for address in (Q, K, V)]
+    wanted = (
+        r"^out is None, but the plan was made with one of strides \(128, 32, 16, 1\) \(in elements\); pass"
+    )
+    with pytest.raises(errors.NullPointer, match=wanted):
+        plan(*inputs)
+    assert gpu.launches == []
+    assert plan(*inputs, out=spread) is spread
+    assert len(gpu.launches) == 1
+
+
 def test_a_scalar_may_differ_from_call_to_call(gpu):
     plan = plan_of(softmax_scale=0.5)
     given = [array(SHAPE, address=address) for address in (Q, K, V)]

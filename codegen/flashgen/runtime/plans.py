@@ -85,6 +85,7 @@ class Plan:
         "_read",
         "_results",
         "_runner",
+        "_spread",
         "_types",
         "_works",
         "kind",
@@ -120,6 +121,10 @@ class Plan:
             place: (problem.shape(place), arguments[place].dtypes[0] if arguments[place].dtypes else None)
             for place in self._results
         }
+        # Results that lie as no array does that a call allocates: each call has to bring them.
+        given = {place: examples[place] for place in self._results if examples[place] is not None}
+        views = {place: libraries.view(x, arguments[place].name) for place, x in given.items()}
+        self._spread = {place: view.strides for place, view in views.items() if not is_contiguous(view)}
 
     @property
     def variant(self) -> Variant | None:
@@ -160,7 +165,8 @@ class Plan:
         argument by its name; see ``flashgen.attention``.
 
         Outputs, such as ``out`` and ``lse``, receive the results where given: with the layout that they had
-        when the plan was made, or contiguous if they were not there. ``lse`` is allowed where the plan was
+        when the plan was made, or contiguous if they were not there. One that was not contiguous has to be
+        given in each call. ``lse`` is allowed where the plan was
         made with ``return_lse``. A scalar, such as ``softmax_scale``, may differ from that of the plan.
         ``workspace`` is an array of at least ``workspace_bytes``, contiguous, on the plan's device, in memory
         that no other argument touches; without it memory is allocated for the call. Returns ``out``, or
@@ -284,6 +290,12 @@ class Plan:
         kind, arrays, pointers = self.kind, [*given], [*addresses]
         for position, (shape, dtype) in self._outputs.items():
             if arrays[position] is None:
+                if position in self._spread:
+                    name, strides = self.problem.operator.arguments[position].name, self._spread[position]
+                    raise NullPointer(
+                        f"{name} is None, but the plan was made with one of strides {strides} (in elements); "
+                        f"pass one that lies like it, or make the plan without {name}"
+                    )
                 arrays[position] = kind.empty(shape, given[0], stream, dtype)
                 pointers[position] = kind.pointer(arrays[position])
         return tuple(arrays), tuple(pointers)
