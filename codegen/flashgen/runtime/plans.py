@@ -316,6 +316,10 @@ class Plan:
             if layout == self._known_workspace and not address % WORKSPACE_ALIGNMENT:
                 return workspace, address
         view = libraries.view(workspace, "workspace")
+        if view.kind != self.kind.name:  # whose streams know nothing of each other
+            raise BadParam(
+                f"workspace is a {view.kind} array, but the plan was made for {self.kind.name} arrays"
+            )
         if view.device != self._device or not is_contiguous(view):
             raise BadParam("workspace must be a contiguous array on the device of the plan")
         size = self.kind.nbytes(workspace)

@@ -150,6 +150,7 @@ class Variant:
             efficiency=1.0,
             start=0.0,
             fill=0.0,
+            passes=0.0,
             committed=False,
             no_spills=False,
             dependent_launch=False,

@@ -82,7 +82,7 @@ class Flashgen:
         if first.slopes is not None:
             examples["slope"] = first.slopes
         plan = self._changed(plan, examples)
-        workspace = self._workspace(plan) if self.algorithm is not None else None
+        workspace = self._workspace(plan, first.q) if self.algorithm is not None else None
 
         def run(index: int) -> Any:
             inputs = sets[index]
@@ -175,12 +175,10 @@ class Flashgen:
         plan = self._changed(plan, arrays(first))
         return lambda index: plan(**arrays(sets[index]))
 
-    def _workspace(self, plan: Plan) -> Any:
-        """Memory for every call of the plan, or None where it needs none."""
-        import cupy
-
+    def _workspace(self, plan: Plan, like: Any) -> Any:
+        """Memory for every call of the plan, of the library of ``like``; None where it needs none."""
         self.workspace_bytes = plan.workspace_bytes
-        return cupy.empty(plan.workspace_bytes, cupy.uint8) if plan.workspace_bytes else None
+        return plan.kind.empty((plan.workspace_bytes,), like, None, "uint8") if plan.workspace_bytes else None
 
 
 class FlashgenFixed:
