@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from flashgen.errors import BadParam, DeviceTypeNotSupported, SpecError
+from flashgen.errors import BadParam, BadTensorShape, DeviceTypeNotSupported, SpecError
 from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.attention import UNBOUNDED
 from flashgen.operators.splits import SplitEvery
@@ -166,6 +166,17 @@ def test_rows_that_a_tile_could_not_count_are_not_packed():
 def test_a_small_grid_takes_the_small_tile_and_a_large_one_the_efficient_tile():
     assert select(problem(batch=1, seqlen_q=128), H200, EVERY).tile_name == "m64"
     assert select(problem(batch=64, seqlen_q=4096), H200, EVERY).tile_name == ""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "named"), [({"seqlen_q": 2**30}, "query rows"), ({"batch": 2**30}, "batch")]
+)
+def test_a_call_that_no_kernel_counts_to_the_end_of_is_too_large(sizes, named):
+    with pytest.raises(
+        BadTensorShape, match=f"^the call has 1073741824 {named}, and kernels for it count at most"
+    ):
+        select(problem(**sizes), H200, EVERY)
+    assert select(problem(**dict.fromkeys(sizes, 2**29)), H200, EVERY)
 
 
 @given(problems, st.sampled_from([H200, GEFORCE]))

@@ -29,7 +29,7 @@ import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.arch import arch_parts, reaches
-from flashgen.errors import BadParam, DeviceTypeNotSupported, SpecError
+from flashgen.errors import BadParam, BadTensorShape, DeviceTypeNotSupported, SpecError
 from flashgen.operators import OPERATORS
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.splits import AUTO, SplitEvery
@@ -119,7 +119,7 @@ def select(problem: Problem, device: Device, variants: Iterable[Variant]) -> Var
     """The variant that serves ``problem`` on ``device`` in the least modelled time.
 
     Raises DeviceTypeNotSupported when no variant runs on the device, SpecError when none is written for the
-    problem.
+    problem, BadTensorShape when it is too large for those that are.
     """
     found = candidates(problem, device, variants)
     problem, device = standard(problem, device)
@@ -145,7 +145,16 @@ def candidates(problem: Problem, device: Device, variants: Iterable[Variant]) ->
     splits keys as the call asks.
     """
     operator = problem.operator
-    computing = [variant for variant in variants if _computes(problem, variant)]
+    serving = [variant for variant in variants if _serves(problem, variant)]
+    reaching = [v for v in serving if max(extents(problem, v).values()) <= MAX_EXTENT]
+    if serving and not reaching:
+        sizes = extents(problem, serving[0])
+        dimension = max(sizes, key=lambda name: sizes[name])
+        raise BadTensorShape(
+            f"the call has {sizes[dimension]} {dimension.replace('_', ' ')}, and kernels for it count at "
+            f"most {MAX_EXTENT}; make several calls of fewer"
+        )
+    computing = [variant for variant in reaching if countable(problem, variant)]
     suited = [variant for variant in computing if expressible(problem, variant)]
     if computing and not suited:
         raise SpecError(
@@ -312,15 +321,13 @@ def _serving(problem: Problem, spec: Spec) -> Iterator[dict[str, Value]]:
             yield axes
 
 
-def _computes(problem: Problem, variant: Variant) -> bool:
-    """Whether the variant computes such problems, however their arrays lie in memory."""
+def _serves(problem: Problem, variant: Variant) -> bool:
+    """Whether the variant computes such problems, however large they are and their arrays lie in memory."""
     return (
         variant.is_main
         and variant.operator == problem.operator.name
         and {step.score for step in variant.steps} - {None} == {problem.score} - {None}
         and problem.operator.serves(problem, dict(variant.axes))
-        and max(extents(problem, variant).values()) <= MAX_EXTENT
-        and countable(problem, variant)
         and (variant.rows_at_most is None or rows(problem, variant) <= variant.rows_at_most)
     )
 
