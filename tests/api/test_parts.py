@@ -245,6 +245,21 @@ def test_a_cascade_names_the_part_that_does_not_fit_before_it_writes():
     assert np.isnan(out).all()
 
 
+def test_a_cascade_finds_a_misaligned_part_before_its_first_call(monkeypatch):
+    q, (k, v) = normal(BATCH, ROWS, HEADS, WIDTH), keys(9)
+    memory = np.zeros(v.size + 8, np.float32)
+    begin = -(memory.ctypes.data // 4) % 4 + 1
+    misaligned = memory[begin : begin + v.size].reshape(v.shape)
+    flashgen.cascade(q, [(k, v), (k, v)])  # from here on the layouts are known
+    for fresh in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(parts, "attention", None)
+            if fresh:
+                patch.setattr(parts, "_sound", {})
+            with pytest.raises(errors.BadTensorStrides, match=r"^parts\[1\]: v starts at address"):
+                flashgen.cascade(q, [(k, v), (k, misaligned)])
+
+
 def test_arrays_of_other_libraries():
     torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
     q, given = normal(BATCH, ROWS, HEADS, WIDTH), [keys(20, 1), keys(9)]

@@ -9,7 +9,7 @@ from flashgen.api.attention import attention
 from flashgen.api.calls import call_of
 from flashgen.errors import BadParam, BadTensorShape, BadTensorStrides, FlashgenError, naming
 from flashgen.operators.arguments import Placed, check_memory, flag, overlapping
-from flashgen.operators.attention import MAX_SEQLEN, mask_type_name, window_of
+from flashgen.operators.attention import ATTENTION, MAX_SEQLEN, mask_type_name, window_of
 from flashgen.operators.attention import normalise as normalise_attention
 from flashgen.operators.merge import MERGE, check_parts, normalise
 from flashgen.runtime import arrays, dlpack
@@ -230,7 +230,7 @@ def _check_cascade(q: Any, pairs: list[tuple[Any, Any]], out: Any, causal: bool)
         except RuntimeError:  # an array without memory: its view says so
             key = None
         if key in _sound:
-            _check_out_apart(pointers, _sound[key])
+            _check_memory(pointers, _sound[key])
             return
     view, out_view = arrays.view(q, "q"), None if out is None else arrays.view(out, "out")
     arrays.check_libraries({"q": view, "out": out_view})
@@ -253,17 +253,23 @@ def _check_cascade(q: Any, pairs: list[tuple[Any, Any]], out: Any, causal: bool)
         if len(_sound) >= _MAX_SOUND:
             _sound.clear()
         _sound[key] = tuple((0, 0) if x is None else _span(kind.view(x)) for x in given)
-        _check_out_apart(pointers, _sound[key])
+        _check_memory(pointers, _sound[key])
 
 
 def _span(view: ArrayView) -> tuple[int, int]:
     return Placed(MERGE.arguments[0], view.shape, (view.strides or ())[:-1], view.dtype).span()
 
 
-def _check_out_apart(pointers: Sequence[int], spans: Sequence[tuple[int, int]]) -> None:
-    """That ``out``, the second of these arrays, touches no other one: several calls read these. Raises
-    BadTensorStrides.
+def _check_memory(pointers: Sequence[int], spans: Sequence[tuple[int, int]]) -> None:
+    """That each of q, out, and k and v of each part begins where attention takes it, and that out touches no
+    other one: several calls read these. Raises NullPointer, BadTensorStrides.
     """
+    q, k, v, out = (ATTENTION.arguments[ATTENTION.positions[name]] for name in ("q", "k", "v", "out"))
+    check_memory((q, out), spans[:2], pointers[:2], ())
+    for index, first in enumerate(range(2, len(spans), 2)):
+        part = slice(first, first + 2)
+        with naming(k=f"parts[{index}]: k", v=f"parts[{index}]: v"):
+            check_memory((k, v), spans[part], pointers[part], ())
     if spans[1] == (0, 0):
         return
     for place in overlapping(1, spans, pointers):
