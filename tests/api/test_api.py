@@ -217,11 +217,48 @@ def test_masked_arrays_of_numpy_are_refused():
         flashgen.attention(q, k, v, mask=np.ma.masked_array(np.zeros((30, 40), bool)))
 
 
-def test_options_in_forms_that_are_no_keys():
+def test_options_in_any_form_are_one_plan(monkeypatch):
+    made = []
+    plan = calls.make_plan
+    monkeypatch.setattr(calls, "make_plan", lambda *a, **options: made.append(1) or plan(*a, **options))
     q, k, v = qkv()
     expected = flashgen.attention(q, k, v, window_size=(5, 0))
-    np.testing.assert_array_equal(flashgen.attention(q, k, v, window_size=[5, 0]), expected)
-    np.testing.assert_array_equal(flashgen.attention(q, k, v, window_size=np.array([5, 0])), expected)
+    for window in ([5, 0], np.array([5, 0]), (np.int64(5), 0), (5, False)):
+        np.testing.assert_array_equal(flashgen.attention(q, k, v, window_size=window), expected)
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ({"causal": True}, {"causal": 1.0}),
+        ({"window_size": (7, 0)}, {"window_size": (7.0, 0)}),
+        ({"splits": 1}, {"splits": True}),
+        ({"mask_type": 2}, {"mask_type": 2.0}),
+    ],
+)
+def test_what_is_refused_is_refused_after_what_equals_it(good, bad, forget_plans):
+    q, k, v = qkv()
+    flashgen.attention(q, k, v, **good)
+    (name,) = bad
+    for known in (True, False):
+        if not known:
+            forget_plans()
+        with pytest.raises(errors.BadParam, match=f"^{name} is"):
+            flashgen.attention(q, k, v, **bad)
+
+
+def test_a_window_in_an_array_is_that_of_its_call():
+    q, k, v = qkv()
+    window = np.array([5, 0])
+    flashgen.attention(q, k, v, window_size=window)
+    window[:] = 2, 0
+    expected = flashgen.attention(q, k, v, window_size=(2, 0))
+    np.testing.assert_array_equal(flashgen.attention(q, k, v, window_size=window), expected)
+
+
+def test_an_option_that_is_no_key_is_refused_by_its_name():
+    q, k, v = qkv()
     with pytest.raises(errors.BadParam, match="mask_type"):
         flashgen.attention(q, k, v, mask_type=[1])
 
@@ -461,7 +498,9 @@ def test_a_plan_with_a_layout_of_out_of_its_own():
     q, k, v = qkv()
     turned = np.empty((2, 4, 30, 16), np.float32).transpose(0, 2, 1, 3)
     plan = flashgen.plan(q, k, v, out=turned)
-    np.testing.assert_array_equal(plan(q, k, v, out=turned), plan(q, k, v))
+    np.testing.assert_array_equal(plan(q, k, v, out=turned), flashgen.attention(q, k, v))
+    with pytest.raises(errors.NullPointer, match="out is None, but the plan was made with one of strides"):
+        plan(q, k, v)
     with pytest.raises(errors.BadTensorStrides, match="out"):
         plan(q, k, v, out=np.empty_like(q))
 

@@ -246,9 +246,9 @@ def plan(
 
     Arguments and errors are those of ``attention``. The kernel is compiled and loaded here, so that calls of
     the plan only queue it. The elements of the arrays are not read. An ``out`` here fixes the layout of every
-    later ``out``; otherwise it is contiguous. Parameters of a score modification go to calls of the plan by
-    their names in the spec: ``cap`` of softcap, ``slope`` of ALiBi. Arrays are needed for each call, numbers
-    are those given here unless a call has others.
+    later ``out``, and one that is not contiguous has to be given to each call; otherwise it is contiguous.
+    Parameters of a score modification go to calls of the plan by their names in the spec: ``cap`` of softcap,
+    ``slope`` of ALiBi. Arrays are needed for each call, numbers are those given here unless a call has others.
     """
     of_score = softcap, alibi_slopes, score, params
     lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv

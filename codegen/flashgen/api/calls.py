@@ -120,8 +120,9 @@ def _known(
     key = wanted, layouts
     try:
         known = _plans.get(key)
-    except TypeError:  # an option is not hashable, such as a window in a list
-        return make_plan(operator, given, options, scalars, backend, algorithm, keeps_scalars=False), pointers
+    except TypeError:  # an option is not hashable, such as a backend in a list
+        make_plan(operator, given, options, scalars, backend, algorithm)  # raises what is wrong, by name
+        raise
     if known is None:
         known = make_plan(operator, given, options, scalars, backend, algorithm, keeps_scalars=False)
         _remember(key, known)
