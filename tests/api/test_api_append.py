@@ -225,6 +225,49 @@ def test_a_wrong_call_leaves_the_cache_as_it_was(changes, error, message):
     np.testing.assert_array_equal(cache.v.view(np.uint16), before.v.view(np.uint16))
 
 
+@pytest.mark.parametrize(
+    ("queries", "options", "error", "message"),
+    [
+        (
+            1,
+            {"causal": True},
+            errors.BadTensorShape,
+            "q has seqlen_q 1 but k_new has seqlen_new 3; with rotary",
+        ),
+        (5, {"window_size": (6, 0)}, errors.BadTensorShape, "q has seqlen_q 5 but k_new has seqlen_new 3"),
+        (3, {"mask": np.zeros((3, 24), bool)}, errors.BadParam, "mask and rotary were given, with 3 queries"),
+        (1, {"mask": np.zeros((1, 24), bool)}, None, ""),
+        (3, {"mask": np.zeros((3, 24), bool), "causal": True}, None, ""),
+        (1, {}, None, ""),
+    ],
+    ids=[
+        "the last query",
+        "more queries",
+        "a mask alone",
+        "a mask, one query",
+        "a mask and causal",
+        "one query",
+    ],
+)
+def test_queries_are_rotated_to_positions_that_the_call_says(queries, options, error, message):
+    """Else they were rotated to others than those at which causal masks have them, or all to the first."""
+    rng = np.random.default_rng()
+    cache, q = cache_of(rng, pages=False), numbers(rng, 3, queries, 4, 32)
+    new = numbers(rng, 3, 3, 2, 32), numbers(rng, 3, 3, 2, 32)
+    given = {"append": new, "rotary": flashgen.Rotary(*tables(rng))} | options
+    if error is None:
+        flashgen.attention(q, cache, **given)
+        return
+    before = copied(cache)
+    with pytest.raises(error, match=f"^{message}"):
+        flashgen.attention(q, cache, **given)
+    np.testing.assert_array_equal(cache.k.view(np.uint16), before.k.view(np.uint16))
+    flashgen.attention(q, cache, **given | {"rotary": None})
+    if queries == 3:
+        places = np.arange(3, dtype=np.int32) + LENGTHS[:, None]
+        flashgen.attention(q, cache, **given | {"rotary": flashgen.Rotary(*tables(rng), positions=places)})
+
+
 def test_a_window_in_an_array():
     rng = np.random.default_rng()
     cache, q, *new = cache_of(rng, pages=False), *(numbers(rng, 3, 3, heads, 32) for heads in (4, 2, 2))

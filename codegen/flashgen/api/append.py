@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.api.calls import call_of, make_plan, ready
 from flashgen.api.kvcache import KVCache, Rotary
-from flashgen.errors import BadParam, FlashgenError, NullPointer, rename
+from flashgen.errors import BadParam, BadTensorShape, FlashgenError, NullPointer, rename
 from flashgen.operators.append import APPEND
 from flashgen.operators.arguments import flag
 from flashgen.operators.attention import mask_type_name, window_of
@@ -160,11 +160,13 @@ def asked_to_append(
     new: Any,
     rotary: Rotary | None,
     cu_seqlens_q: Any,
-    mask: tuple[Any, Any, Any],
+    mask: Any,
+    masking: tuple[Any, Any, Any],
     stream: Any = None,
 ) -> Asked:
-    """What ``attention(append=, rotary=)`` asks of the operator ``append``, with native arrays. ``mask`` has
-    causal, mask_type and window_size. Raises BadParam.
+    """What ``attention(append=, rotary=)`` asks of the operator ``append``, with native arrays. ``masking``
+    has causal, mask_type and window_size. Raises BadParam, and BadTensorShape where it is not said to which
+    positions queries are to be rotated.
     """
     if new is None:
         raise BadParam("rotary was given without append; it rotates what goes into a cache, and the queries")
@@ -173,10 +175,30 @@ def asked_to_append(
             f"append was given, and k has type {type(cache).__name__}; append writes into a cache, so it "
             "needs k to be a flashgen.KVCache, and no v"
         )
-    causal, mask_type, window_size = mask
+    causal, mask_type, window_size = masking
     moves = flag("causal", causal) or mask_type_name(mask_type) == "causal_bottom_right"
     positions = "each" if moves or window_of(window_size) != (-1, -1) else "first"
-    return _asked(cache, *_pair(new), rotary, None if rotary is None else q, positions, cu_seqlens_q, stream)
+    new = _pair(new)
+    if isinstance(rotary, Rotary) and rotary.positions is None and cu_seqlens_q is None:
+        _check_rotated(q, new[0], positions, mask is not None)
+    return _asked(cache, *new, rotary, None if rotary is None else q, positions, cu_seqlens_q, stream)
+
+
+def _check_rotated(q: Any, k_new: Any, positions: str, is_masked: bool) -> None:
+    """That padded queries are at positions which the call says. Raises what `asked_to_append` does."""
+    queries, tokens = (x.shape[-3] if len(getattr(x, "shape", ())) > 2 else None for x in (q, k_new))
+    if None in (queries, tokens):
+        return  # `append` says what is wrong
+    if positions == "each" and queries != tokens:
+        raise BadTensorShape(
+            f"q has seqlen_q {queries} but k_new has seqlen_new {tokens}; with rotary, query i is rotated to "
+            "the position of new token i, so pass as many, or call append() first and rotate q yourself"
+        )
+    if positions == "first" and is_masked and queries > 1:
+        raise BadParam(
+            f"mask and rotary were given, with {queries} queries: a mask does not say at which positions "
+            "they are; pass Rotary(..., positions=...), or causal=True or window_size beside the mask"
+        )
 
 
 def append_and_attend(

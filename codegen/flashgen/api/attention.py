@@ -99,8 +99,9 @@ def attention(
         sequence has there: ``flashgen.append``. With cu_seqlens_q they are packed alike. The lengths of the
         cache stay as they are; the caller adds the new tokens to them.
     rotary: a ``Rotary``, with append: rotates the new keys to their positions on the way into the cache, and
-        q: query i to the position of new token i where a later key may be hidden (causal or a window), else
-        to that of the first one.
+        q: query i to the position of new token i where a later key may be hidden (causal or a window), of
+        which there are as many, else to that of the first one. Several queries with a dense mask alone need
+        its ``positions``.
     out: receives the result: (batch, seqlen_q, num_heads_q, head_dim_v), or without batch, of the dtype and
         device of q, in memory that no other argument touches. Not for JAX, whose arrays cannot be written to.
     return_lse: also return the logarithm (base e) of each row's sum of exponentials: fp32,
@@ -138,7 +139,7 @@ def attention(
             if append is not None or rotary is not None:
                 from flashgen.api.append import append_and_attend, asked_to_append
 
-                of_append = asked_to_append(q, k, append, rotary, cu_seqlens_q, options[:3], stream)
+                of_append = asked_to_append(q, k, append, rotary, cu_seqlens_q, mask, options[:3], stream)
 
                 def attention_over(q: Any, cache: KVCache) -> Asked:
                     return asked(q, cache, v, mask, out, options, softmax_scale, of_score, lengths)
@@ -166,7 +167,7 @@ def attention(
             if append is not None or rotary is not None:
                 from flashgen.api.append import asked_to_append
 
-                of_append = asked_to_append(q, k, append, rotary, cu_seqlens_q, options[:3])
+                of_append = asked_to_append(q, k, append, rotary, cu_seqlens_q, mask, options[:3])
             results = compiled.attention(
                 (q, k, v, mask, out),
                 options[:3],
@@ -248,7 +249,8 @@ def plan(
     the plan only queue it. The elements of the arrays are not read. An ``out`` here fixes the layout of every
     later ``out``, and one that is not contiguous has to be given to each call; otherwise it is contiguous.
     Parameters of a score modification go to calls of the plan by their names in the spec: ``cap`` of softcap,
-    ``slope`` of ALiBi. Arrays are needed for each call, numbers are those given here unless a call has others.
+    ``slope`` of ALiBi. Arrays are needed for each call, numbers are those given here unless a call has
+    others.
     """
     of_score = softcap, alibi_slopes, score, params
     lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
@@ -257,7 +259,7 @@ def plan(
         if append is not None or rotary is not None:
             from flashgen.api.append import asked_to_append, held
 
-            of_append = asked_to_append(q, k, append, rotary, cu_seqlens_q, options[:3])
+            of_append = asked_to_append(q, k, append, rotary, cu_seqlens_q, mask, options[:3])
 
             def attention_over(q: Any, cache: KVCache) -> Asked:
                 return asked(q, cache, v, mask, out, options, softmax_scale, of_score, lengths)
