@@ -14,6 +14,7 @@ from simulator.faults_backward_direct_sm90 import FAULTS
 # Every tile and mask type, both groupings; ragged tiles, short head dims, rows and keys that see nothing.
 CASES = [
     ("32_bf16_local_direct", Shape(300, 400, 2, window=(150, 20), head_dim=24, head_dim_v=16)),
+    ("32_fp16_causal_direct_gqa", Shape(40, 140, 2, 1, top_left=True)),  # a tile of keys without a step
     ("64_fp16_direct", Shape(400, 140, 1, batch=2)),
     ("64_bf16_causal_direct", Shape(300, 330, 1, batch=2)),
     ("64_bf16_causal_direct_gqa", Shape(330, 200, 4, 2)),

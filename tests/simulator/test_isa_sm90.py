@@ -198,6 +198,23 @@ def test_bank_conflicts_of_stmatrix(row, wavefronts):
     assert (access.instructions, access.bytes, access.ideal, access.actual) == (1, 512, 4, wavefronts)
 
 
+# Words in rows and swizzled chunks of the box that lie in the tensor.
+WITHIN = "i / 32 < 8 && (i / 4 % 8 ^ i / 32 % 8) < 4"
+
+
+@pytest.mark.parametrize(
+    ("written", "check"), [(WITHIN, None), (f"{WITHIN} && i != 255", "uninitialised shared memory")]
+)
+def test_a_tensor_store_reads_what_lies_in_the_tensor(written, check, fresh_seed, monkeypatch):
+    monkeypatch.setitem(globals(), "STORE", STORE.replace("store_", f"if ({written}) store_", 1))
+    found = None
+    try:
+        stored(fresh_seed)
+    except SimulationError as error:
+        found = error.check
+    assert found == check
+
+
 STAGED = """
     uint32_t matrices[4] = {{1, 2, 3, 4}};
     const shared_address row = shared + 512 * warp + 16 * lane;

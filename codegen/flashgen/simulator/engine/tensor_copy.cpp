@@ -241,13 +241,15 @@ void TensorCopies::store(Thread& thread, const void* pointer, uint32_t source, c
     Passes passes = {0, 0};
     std::vector<unsigned char> values(row);
     for_each_row(map, coordinates, [&](const Row& to) {
+        if (to.bytes == 0) return;
         for (uint32_t at = 0; at < row; at += kChunkBytes) {
+            // What lies outside of the tensor goes nowhere, so it may be anything.
+            if (at + kChunkBytes <= to.skipped || at >= to.skipped + to.bytes) continue;
             const uint32_t offset = swizzled(source + to.index * row + at, map.swizzle) - kSharedWindow;
             fail_collision(block_, thread, "tensor store",
                            block_.shared().load(engine, offset, kChunkBytes, Touch::tensor_store_in_flight, where), where);
             std::memcpy(values.data() + at, block_.shared().bytes() + offset, kChunkBytes);
         }
-        if (to.bytes == 0) return;
         const auto fault = global.store(to.address, static_cast<int>(to.bytes), static_cast<int>(map.element_bytes));
         if (fault.error != SIM_OK) block_.fail(thread, fault.error, where, format("tensor store of %u bytes ", to.bytes) + fault.text);
         std::memcpy(to.address, values.data() + to.skipped, to.bytes);
