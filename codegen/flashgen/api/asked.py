@@ -16,7 +16,7 @@ from flashgen.api.kvcache import KVCache
 from flashgen.errors import BadParam, NullPointer
 from flashgen.operators.arguments import flag
 from flashgen.operators.attention import mask_type_name, operator_for, sees_no_later_key, window_of
-from flashgen.operators.splits import SplitEvery, splits_of
+from flashgen.operators.splits import AUTO, splits_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 Asked = tuple["Operator", tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
 # What a call says of the lengths of sequences.
 LENGTHS = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
-# The types of the two sides of a window, and of splits, as plans are kept by them.
-_SIDES, _SPLITS = [int, int], (str, int, SplitEvery)
+_NO_WINDOW = (-1, -1)
 # What is wrong with a call that has bounds alone.
 BOUNDS_ALONE = (
     "max_seqlen_q or max_seqlen_kv was given, but no lengths; they are bounds of kv_lengths, cu_seqlens_q "
@@ -54,7 +53,17 @@ def asked(
     lengths: tuple[Any, ...],
 ) -> Asked:
     """The operator that a call asks for, with its arrays, options and scalars. Raises BadParam."""
-    options = _as_key(options[:3]) + _splitting_as_key(options[3:])
+    causal, mask_type, window_size, return_lse, splits = options
+    # On the way of every call, so what most of them have is known at a glance.
+    if (
+        (causal is not True and causal is not False)
+        or mask_type is not None
+        or type(window_size) is not tuple
+        or window_size != _NO_WINDOW
+        or (return_lse is not True and return_lse is not False)
+        or splits is not AUTO
+    ):
+        options = *_as_key(*options[:3]), flag("return_lse", return_lse), splits_of(splits)
     modification, arrays_of_score, scalars = None, (), (softmax_scale,)
     softcap, alibi_slopes, score, params = of_score
     if softcap is not None or alibi_slopes is not None or score is not None or params is not None:
@@ -97,7 +106,7 @@ def asked_backward(
     """`asked` for a call of ``attention_backward``. ``given`` are dout, q, k, v, mask, out, lse, dlse, dq, dk
     and dv; ``masking`` is causal, mask_type and window_size. Raises BadParam.
     """
-    masking = _as_key(masking)
+    masking = _as_key(*masking)
     modification, arrays_of_score, scalars = None, (), ()
     if any(each is not None for each in of_score):
         modification, arrays_of_score, scalars = score_of(*of_score, sees_no_later_key(*masking))
@@ -122,23 +131,11 @@ def asked_backward(
     return varlen_for(modification), given, options, scalars
 
 
-def _as_key(masking: tuple[Any, ...]) -> tuple[Any, ...]:
-    """causal, mask_type and window_size as a plan is kept by them: a list is no key, and 1.0, which is
-    refused, would find the plan of 1. Raises BadParam.
+def _as_key(causal: Any, mask_type: Any, window_size: Any) -> tuple[Any, ...]:
+    """These in the form in which they are part of a plan's key: a list is none, and 1.0, which is refused,
+    would find the plan of 1. Raises BadParam.
     """
-    causal, mask_type, window_size = masking
-    words = mask_type is None or type(mask_type) is str
-    if type(causal) is bool and words and type(window_size) is tuple and [*map(type, window_size)] == _SIDES:
-        return masking
     return flag("causal", causal), mask_type_name(mask_type), window_of(window_size)
-
-
-def _splitting_as_key(options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """return_lse and splits likewise."""
-    return_lse, splits = options
-    if type(return_lse) is bool and type(splits) in _SPLITS:
-        return options
-    return flag("return_lse", return_lse), splits_of(splits)
 
 
 def names_given(k: Any, alibi_slopes: Any, kv_lengths: Any = None) -> dict[str, str]:
