@@ -557,7 +557,7 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& ti
     }
 }
 
-// Named barriers of the two consumers, at which each waits to start a step. Those of stores are 1 and 2.
+// Named barriers of the two consumers, at which each waits to start a step: 3 and 4. Those of stores are 1 and 2.
 constexpr int kStartBarrier = 3;
 
 // A consumer warpgroup: dK and dV of 64 keys, and its part of dQ of each step. The MMAs of a step, in groups as they are awaited:

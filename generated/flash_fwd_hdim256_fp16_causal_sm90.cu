@@ -31,8 +31,9 @@ constexpr int kConsumers = 2;  // consumer warpgroups, 64 rows each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
 // Registers of a thread, by setmaxnreg. 65,536 registers a SM are 512 for each of a warpgroup's 128 threads, shared by all warpgroups.
-constexpr int kProducerRegisters = kBlockM == 192 ? 32 : 24;
-constexpr int kConsumerRegisters = kConsumers == 1 ? 240 : (512 - kProducerRegisters) / kConsumers / 8 * 8;
+// The three warpgroups begin with 168 registers a thread, which are 504 in all.
+constexpr int kProducerRegisters = 24;
+constexpr int kConsumerRegisters = 240;
 
 // Named barriers: 0 is __syncthreads; 1 to kConsumers are the consumers' turns.
 
@@ -365,8 +366,8 @@ __device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], PackedP& 
 // Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
 // 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
 //
-// row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
-// reach 2^(kPBias + kSlack). O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad
+// row_max is raised only when some row of the warp exceeds it by more than kSlack + kPBias; then it is raised for all of the warp's rows.
+// P can reach 2^(kPBias + kSlack). O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad
 // reduction.
 constexpr float kSlack = 8.0f;
 // fp16 P loses bits below 2^-14. Keeping row_max kPBias below the true maximum makes P 2^kPBias larger, so fewer P are subnormal. The

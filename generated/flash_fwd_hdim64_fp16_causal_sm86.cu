@@ -286,8 +286,8 @@ __device__ __forceinline__ Tile stashed_tile(shared_address smem) {
 // Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
 // 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
 //
-// row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
-// reach 2^(kPBias + kSlack). O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad
+// row_max is raised only when some row of the warp exceeds it by more than kSlack + kPBias; then it is raised for all of the warp's rows.
+// P can reach 2^(kPBias + kSlack). O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad
 // reduction.
 constexpr float kSlack = 8.0f;
 // fp16 P loses bits below 2^-14. Keeping row_max kPBias below the true maximum makes P 2^kPBias larger, so fewer P are subnormal. The

@@ -31,8 +31,8 @@ constexpr int kConsumers = 3;  // consumer warpgroups, 64 rows each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
 // Registers of a thread, by setmaxnreg. 65,536 registers a SM are 512 for each of a warpgroup's 128 threads, shared by all warpgroups.
-constexpr int kProducerRegisters = kBlockM == 192 ? 32 : 24;
-constexpr int kConsumerRegisters = kConsumers == 1 ? 240 : (512 - kProducerRegisters) / kConsumers / 8 * 8;
+constexpr int kProducerRegisters = 32;
+constexpr int kConsumerRegisters = 160;
 
 // Named barriers: 0 is __syncthreads; 1 to kConsumers are the consumers' turns.
 constexpr int kStoreBarrier = 1 + kConsumers;  // kStoreBarrier + consumer: a warpgroup's O is in shared memory

@@ -31,9 +31,8 @@ constexpr int kConsumers = 3;  // consumer warpgroups, 64 rows each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
 // Registers of a thread, by setmaxnreg. 65,536 registers a SM are 512 for each of a warpgroup's 128 threads, shared by all warpgroups.
-constexpr int kProducerRegisters = kConsumers == 1 ? 56 : kConsumers == 2 ? 40 : 32;
-// Two consumers begin with 168 registers a thread, which are 504 in all.
-constexpr int kConsumerRegisters = kConsumers == 1 ? 240 : kConsumers == 2 ? 232 : 160;
+constexpr int kProducerRegisters = 32;
+constexpr int kConsumerRegisters = 160;
 
 // Named barriers: 0 is __syncthreads; 1 to kConsumers are the consumers' turns.
 
@@ -880,8 +879,8 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
         __syncwarp();
         float output[kHeadDimV / 2] = {};
         RowState rows;
-        // Rows past the end are queries of another sequence. They must not decide when the row_max of a warp moves: the bits of this
-        // sequence would depend on that one.
+        // Rows outside the sequence may be queries of another one. With row_max infinite they never raise the warp's row_max; otherwise
+        // this sequence's result would depend on the other in its last bits.
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             if (!is_row(params, first_row + 8 * half + lane / 4)) rows.row_max[half] = INFINITY;

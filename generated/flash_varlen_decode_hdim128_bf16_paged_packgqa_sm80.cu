@@ -240,7 +240,7 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { r
 struct Tiles {
     int row_blocks;
     int first_kv_block;
-    int kv_blocks;  // at least one, so that a tile without keys is somebody's
+    int kv_blocks;  // at least one, so that a thread block writes the rows of a tile without keys
 };
 
 // `params` are those of the sequence.

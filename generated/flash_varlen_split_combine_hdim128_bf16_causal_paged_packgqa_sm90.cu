@@ -172,10 +172,11 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int quer
 }
 
 // The tiles of a sequence: of each head of the grid `row_blocks`, each with KV blocks [first_kv_block, first_kv_block + kv_blocks).
+// These are the KV blocks that all queries of the sequence see together. The rows of one tile may see fewer.
 struct Tiles {
     int row_blocks;
     int first_kv_block;
-    int kv_blocks;  // at least one, so that a tile without keys is somebody's
+    int kv_blocks;  // at least one, so that a thread block writes the rows of a tile without keys
 };
 
 // `params` are those of the sequence.

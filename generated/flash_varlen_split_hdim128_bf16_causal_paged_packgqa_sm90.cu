@@ -35,6 +35,7 @@ constexpr int kProducerRegisters = 56;
 constexpr int kConsumerRegisters = 152;
 
 // Named barriers: 0 is __syncthreads; 1 to kConsumers are the consumers' turns.
+
 // Shared memory holds panels of 64 columns, each row of 128 bytes swizzled by TMA.
 constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
@@ -225,10 +226,11 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int quer
 }
 
 // The tiles of a sequence: of each head of the grid `row_blocks`, each with KV blocks [first_kv_block, first_kv_block + kv_blocks).
+// These are the KV blocks that all queries of the sequence see together. The rows of one tile may see fewer.
 struct Tiles {
     int row_blocks;
     int first_kv_block;
-    int kv_blocks;  // at least one, so that a tile without keys is somebody's
+    int kv_blocks;  // at least one, so that a thread block writes the rows of a tile without keys
 };
 
 // `params` are those of the sequence.
@@ -806,7 +808,7 @@ __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int fir
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
 }
 
-// Those that the thread block has of a tile.
+// Those that the thread block has of a tile, but for those of which its rows see no key.
 __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, const SequenceTile& found) {
     const KvBlocks blocks = find_kv_blocks(params, found.first_row, kBlockM);
     return {max(blocks.first, found.first_block), min(blocks.last, found.end_block - 1)};
@@ -1012,8 +1014,8 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
         if (found.sequence < 0) break;
         const Params params = of_sequence(all, found);
         const Tile tile = tile_of(params, found);
-        // V of the block in which the sequence ends is cleared past that end, by all consumers, also those that skip the block. Each
-        // awaits the others, so none is ahead by a phase.
+        // V of the block in which the sequence ends is cleared past that end, by all consumers. Each awaits the others, so none is ahead
+        // by a phase.
         auto has_tail = [&](int kv_block) { return (kv_block + 1) * kBlockN > params.seqlen_kv; };
         auto clear_tail = [&](int kv_block) {
             if (!has_tail(kv_block)) return;
@@ -1039,8 +1041,8 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
         __syncwarp();
         float output[kHeadDimV / 2] = {};
         RowState rows;
-        // Rows past the end are queries of another sequence. They must not decide when the row_max of a warp moves: the bits of this
-        // sequence would depend on that one.
+        // Rows outside the sequence may be queries of another one. With row_max infinite they never raise the warp's row_max; otherwise
+        // this sequence's result would depend on the other in its last bits.
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             if (!is_row(params, first_row + 8 * half + lane / 4)) rows.row_max[half] = INFINITY;
