@@ -237,8 +237,9 @@ flash_combine_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
 
-    // Programmatic dependent launch, as the last step of a call: the next grid may begin at once. It is the first of its call, so nothing
-    // that it reads before its own wait counts. That wait is for the end of this grid, which has waited for the grids before it.
+    // Programmatic dependent launch, as the last step of a call: the next grid may begin at once. It is the first of another call. Before its
+    // own wait it only prefetches, or reads values that it reads again after the wait. That wait is for the end of this grid, which has
+    // waited for the grids before it.
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();
 

@@ -230,7 +230,7 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
     }
 }
 
-// The one walk over the scores that a lane holds of a KV block: visit(row, key, score), where `row` (0 or 8) counts from the lane's
+// Visits the scores that a lane holds of a KV block: visit(row, key, score), where `row` (0 or 8) counts from the lane's
 // first row, the warp's plus lane / 4, and `key` (8 j or 8 j + 1, from `begin` up to `end`) from its first key, the block's plus
 // lane % 4 * 2. Both are constants once unrolled.
 template <typename Visit>
@@ -245,8 +245,8 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockN / 2], Vis
     }
 }
 
-// A dense mask comes as bytes: not 0 hides the key. Warps beside the producer thread's turn each block of it into bits and pass
-// them on through a ring, ahead of the consumers. A range of keys may go with the mask (keys_of_query): where it ends within a
+// A dense mask comes as bytes: not 0 hides the key. Other warps of the producer warpgroup pack each block of the mask into bits and
+// pass them on through a ring, ahead of the consumers. A range of keys may go with the mask (keys_of_query): where it ends within a
 // block, the bits of the keys outside are set as well, so that the consumers know of the mask alone. KV blocks of which no row of
 // the tile sees a key are left out.
 //
@@ -288,12 +288,12 @@ struct MaskedBlock {
 
 constexpr int kMaskPieces = 2;  // of a row a lane reads 16 keys and 16 that come 64 later
 
-// What a lane reads of a row of the mask, of a block that is `kWhole`: its rows are aligned to 16 bytes, and every row's
-// range has all of its keys. Of any other it reads words, so that a piece begins up to three bytes into its first.
+// What a lane reads of a row of the mask in a block. kWhole: the row is aligned to 16 bytes, and every row's range has all keys of the
+// block, so a piece is one load of 16 bytes. Otherwise a piece is loaded as five aligned words.
 template <bool kWhole>
 struct MaskRow {
     uint32_t words[kMaskPieces][5];
-    int shift;
+    int shift;  // bytes of a piece's first word that lie ahead of the piece
 
     // Reads the pieces from `key` on of the row at `source`, those before `end`. What is not read is hidden.
     __device__ __forceinline__ void load(const Params& params, const uint8_t* source, int key, int end) {
@@ -466,7 +466,7 @@ __device__ __forceinline__ void wgmma_m64n128k16_fp16_rs(float (&d)[64], const u
 #endif
 
 // A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read of MN-major operands of several panels alone.
+// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16) {
     constexpr uint64_t kSwizzle = 1;  // of 128 bytes
     return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |

@@ -193,9 +193,9 @@ __device__ __forceinline__ int count_kv_blocks(const Params& params, const Lengt
 }
 
 // KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of every 32nd sequence;
-// `first` are the lengths of the first one.
-__device__ __forceinline__ int kv_blocks_per_share(const Params& params, const Lengths& first, int& num_kv_blocks, int lane) {
-    int count = count_kv_blocks(params, first);
+// `lane_lengths` are those of its first one.
+__device__ __forceinline__ int kv_blocks_per_share(const Params& params, const Lengths& lane_lengths, int& num_kv_blocks, int lane) {
+    int count = count_kv_blocks(params, lane_lengths);
 #pragma unroll 4  // several lengths on their way from global memory
     for (int sequence = lane + 32; sequence < params.batch_size; sequence += 32) {
         count += count_kv_blocks(params, lengths_of(params, sequence));
@@ -263,10 +263,10 @@ struct Parts {
     int num_rows;
 };
 
-// What thread block `own` of [first, last] combines. The first has nothing to combine here: its share begins with the tile.
-__device__ __forceinline__ void divide_rows(const Params& params, Parts& parts, int own) {
+// What thread block `index` of [first, last] combines. The first has nothing to combine here: its share begins with the tile.
+__device__ __forceinline__ void divide_rows(const Params& params, Parts& parts, int index) {
     parts.step = parts.last - parts.first;
-    parts.first_row = own - parts.first - 1;
+    parts.first_row = index - parts.first - 1;
     if (parts.first_row < 0) return;
     const int tile_rows = min(kBlockM, num_rows(params) - parts.tile.first_row);
     parts.num_rows = (tile_rows - parts.first_row + parts.step - 1) / parts.step;
@@ -415,11 +415,11 @@ __device__ __forceinline__ void combine_by(const Params& params, const Parts& pa
             share_sums(add_parts<kTeam>(params, parts, row, parts.first + warp % kTeam, lane), smem, warp, lane);
         }
         barrier_sync(kThreads);
-        const int place = threadIdx.x / kRowThreads;
-        const int stored = first + place;
-        if (place < kRowsAtOnce && stored < parts.num_rows) {
+        const int team = threadIdx.x / kRowThreads;
+        const int stored = first + team;
+        if (team < kRowsAtOnce && stored < parts.num_rows) {
             const int row = parts.tile.first_row + parts.first_row + stored * parts.step;
-            store_row<kTeam>(params, parts.tile, row, smem, place * kTeam, threadIdx.x % kRowThreads);
+            store_row<kTeam>(params, parts.tile, row, smem, team * kTeam, threadIdx.x % kRowThreads);
         }
         barrier_sync(kThreads);  // the sums have been read
     }
@@ -443,16 +443,17 @@ flash_varlen_combine_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Par
 
     // Which rows these are takes longer to find than to add up. The lengths are final: the kernel before this one lets it begin
     // only after its own griddepcontrol.wait.
-    const Lengths first = lengths_of(all, lane);
+    const Lengths lane_lengths = lengths_of(all, lane);
     int num_kv_blocks;
-    const int per_share = kv_blocks_per_share(all, first, num_kv_blocks, lane);
+    const int per_share = kv_blocks_per_share(all, lane_lengths, num_kv_blocks, lane);
     const bool has_share = block_index() * per_share < num_kv_blocks;  // not where KV blocks are few
-    const Place place = has_share ? find_place(all, first, block_index() * per_share, lane) : Place{};
+    const Place place = has_share ? find_place(all, lane_lengths, block_index() * per_share, lane) : Place{};
     const Params params = of_sequence(all, place);
     const Parts parts = has_share ? find_parts(params, place, per_share, block_index()) : Parts{};
 
-    // Programmatic dependent launch, as the last step of a call: the next grid may begin at once. It is the first of its call, so nothing
-    // that it reads before its own wait counts. That wait is for the end of this grid, which has waited for the grids before it.
+    // Programmatic dependent launch, as the last step of a call: the next grid may begin at once. It is the first of another call. Before its
+    // own wait it only prefetches, or reads values that it reads again after the wait. That wait is for the end of this grid, which has
+    // waited for the grids before it.
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();
 

@@ -262,9 +262,9 @@ __device__ __forceinline__ int count_kv_blocks(const Params& params, const Lengt
 }
 
 // KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of every 32nd sequence;
-// `first` are the lengths of the first one.
-__device__ __forceinline__ int kv_blocks_per_share(const Params& params, const Lengths& first, int& num_kv_blocks, int lane) {
-    int count = count_kv_blocks(params, first);
+// `lane_lengths` are those of its first one.
+__device__ __forceinline__ int kv_blocks_per_share(const Params& params, const Lengths& lane_lengths, int& num_kv_blocks, int lane) {
+    int count = count_kv_blocks(params, lane_lengths);
 #pragma unroll 4  // several lengths on their way from global memory
     for (int sequence = lane + 32; sequence < params.batch_size; sequence += 32) {
         count += count_kv_blocks(params, lengths_of(params, sequence));
@@ -273,10 +273,10 @@ __device__ __forceinline__ int kv_blocks_per_share(const Params& params, const L
     return max(1, (num_kv_blocks + params.num_shares - 1) / params.num_shares);
 }
 
-// `first` are the lengths of the lane's sequence among the first 32.
-__device__ __forceinline__ Share find_share(const Params& params, const Lengths& first, int index, int lane) {
+// `lane_lengths` are those of the lane's sequence among the first 32.
+__device__ __forceinline__ Share find_share(const Params& params, const Lengths& lane_lengths, int index, int lane) {
     int num_kv_blocks;
-    const int per_share = kv_blocks_per_share(params, first, num_kv_blocks, lane);
+    const int per_share = kv_blocks_per_share(params, lane_lengths, num_kv_blocks, lane);
     const int begin = min(num_kv_blocks, index * per_share);
     return {begin, min(num_kv_blocks, begin + per_share)};
 }
@@ -593,11 +593,11 @@ struct Start {
     Fetch fetch;
 };
 
-// `first` are the lengths of the lane's sequence among the first 32. With an empty share all else is 0, and nothing is fetched.
-__device__ __forceinline__ Start find_start(const Params& all, const Lengths& first, int group, int lane) {
-    Start start = {find_share(all, first, block_index(), lane)};
+// `lane_lengths` are those of the lane's sequence among the first 32. With an empty share all else is 0, and nothing is fetched.
+__device__ __forceinline__ Start find_start(const Params& all, const Lengths& lane_lengths, int group, int lane) {
+    Start start = {find_share(all, lane_lengths, block_index(), lane)};
     if (start.share.begin == start.share.end) return start;
-    start.place = find_place(all, first, start.share.begin, lane);
+    start.place = find_place(all, lane_lengths, start.share.begin, lane);
     const Params params = of_sequence(all, start.place.sequence, start.place.lengths);
     start.tile = find_tile(params, start.place, find_part(params, start.share, start.place, start.share.begin).tile);
     start.fetch = seek(params, start.place, start.share.begin, group);
@@ -616,17 +616,17 @@ __device__ __forceinline__ bool differ(const Lengths& a, const Lengths& b) {
 __device__ __forceinline__ Start await_start(const Params& all, int group, int lane) {
     bool awaited = !kGridsOverlap || all.batch_size > 32;
     if (awaited) griddepcontrol_wait();
-    Lengths first = lengths_of(all, lane);
+    Lengths lane_lengths = lengths_of(all, lane);
     for (;;) {  // twice at most; with two copies of find_start() registers would be spilled
-        Start start = find_start(all, first, group, lane);
+        Start start = find_start(all, lane_lengths, group, lane);
         if (awaited) return start;
         prefetch_next(all, start.share, start.fetch);
         griddepcontrol_wait();
         awaited = true;
         start.fetch.pages = find_pages(all, start.fetch);  // pages may have changed where lengths have not
-        const Lengths earlier = first;
-        first = lengths_of(all, lane);
-        if (!__any_sync(0xffffffff, differ(first, earlier))) return start;
+        const Lengths earlier = lane_lengths;
+        lane_lengths = lengths_of(all, lane);
+        if (!__any_sync(0xffffffff, differ(lane_lengths, earlier))) return start;
     }
 }
 
@@ -752,7 +752,7 @@ __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int firs
             keys_of_query(params, query_of_row(params, first_row)).end};
 }
 
-// Walks S, the one place where scores are told their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and
+// Visits the scores of S with their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and
 // key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
 // that this lane has of the row: that of key lane_key + step. The steps are constants, so that comparing one takes one instruction.
 template <int kTiles, typename AtRow>

@@ -198,9 +198,9 @@ __device__ __forceinline__ int count_kv_blocks(const Params& params, const Lengt
 }
 
 // KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of every 32nd sequence;
-// `first` are the lengths of the first one.
-__device__ __forceinline__ int kv_blocks_per_share(const Params& params, const Lengths& first, int& num_kv_blocks, int lane) {
-    int count = count_kv_blocks(params, first);
+// `lane_lengths` are those of its first one.
+__device__ __forceinline__ int kv_blocks_per_share(const Params& params, const Lengths& lane_lengths, int& num_kv_blocks, int lane) {
+    int count = count_kv_blocks(params, lane_lengths);
 #pragma unroll 4  // several lengths on their way from global memory
     for (int sequence = lane + 32; sequence < params.batch_size; sequence += 32) {
         count += count_kv_blocks(params, lengths_of(params, sequence));

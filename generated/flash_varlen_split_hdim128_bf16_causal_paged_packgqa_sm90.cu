@@ -47,7 +47,7 @@ constexpr int kVBytes = kPanelsV * kBlockN * kPanelRowBytes;
 constexpr int kKOffset = kQStages * kQBytes;
 constexpr int kVOffset = kKOffset + kStages * kKBytes;
 constexpr int kBarrierOffset = kVOffset + kStages * kVBytes;
-// What was found of tiles ahead of the producer and the consumers: one for each Q buffer, so that their ring is that of Q.
+// Slots in which find_tiles() passes tiles to the producer and the consumers, one for each Q buffer: they share the ring of Q.
 constexpr int kTileOffset = kBarrierOffset + 8 * (4 * kQStages + 4 * kStages + 1);
 constexpr int kTileBytes = 48;
 constexpr int kSharedBytes = kTileOffset + kQStages * kTileBytes;
@@ -252,9 +252,9 @@ __device__ __forceinline__ int count_kv_blocks(const Params& params, const Lengt
 }
 
 // KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of every 32nd sequence;
-// `first` are the lengths of the first one.
-__device__ __forceinline__ int kv_blocks_per_share(const Params& params, const Lengths& first, int& num_kv_blocks, int lane) {
-    int count = count_kv_blocks(params, first);
+// `lane_lengths` are those of its first one.
+__device__ __forceinline__ int kv_blocks_per_share(const Params& params, const Lengths& lane_lengths, int& num_kv_blocks, int lane) {
+    int count = count_kv_blocks(params, lane_lengths);
 #pragma unroll 4  // several lengths on their way from global memory
     for (int sequence = lane + 32; sequence < params.batch_size; sequence += 32) {
         count += count_kv_blocks(params, lengths_of(params, sequence));
@@ -263,10 +263,10 @@ __device__ __forceinline__ int kv_blocks_per_share(const Params& params, const L
     return max(1, (num_kv_blocks + params.num_shares - 1) / params.num_shares);
 }
 
-// `first` are the lengths of the lane's sequence among the first 32.
-__device__ __forceinline__ Share find_share(const Params& params, const Lengths& first, int index, int lane) {
+// `lane_lengths` are those of the lane's sequence among the first 32.
+__device__ __forceinline__ Share find_share(const Params& params, const Lengths& lane_lengths, int index, int lane) {
     int num_kv_blocks;
-    const int per_share = kv_blocks_per_share(params, first, num_kv_blocks, lane);
+    const int per_share = kv_blocks_per_share(params, lane_lengths, num_kv_blocks, lane);
     const int begin = min(num_kv_blocks, index * per_share);
     return {begin, min(num_kv_blocks, begin + per_share)};
 }
@@ -479,7 +479,7 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
     }
 }
 
-// The one walk over the scores that a lane holds of a KV block: visit(row, key, score), where `row` (0 or 8) counts from the lane's
+// Visits the scores that a lane holds of a KV block: visit(row, key, score), where `row` (0 or 8) counts from the lane's
 // first row, the warp's plus lane / 4, and `key` (8 j or 8 j + 1, from `begin` up to `end`) from its first key, the block's plus
 // lane % 4 * 2. Both are constants once unrolled.
 template <typename Visit>
@@ -572,7 +572,7 @@ __device__ __forceinline__ void wgmma_m64n128k16_bf16_rs(float (&d)[64], const u
 #endif
 
 // A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read of MN-major operands of several panels alone.
+// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16) {
     constexpr uint64_t kSwizzle = 1;  // of 128 bytes
     return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
@@ -821,8 +821,8 @@ __device__ __forceinline__ int begin_of_tile(const Params& params, const Place& 
 
 // The warp that finds what the thread block's share has of tile after tile, ahead of the producer and the consumers: the part with which
 // the share begins, the one with which it ends, then the whole tiles between them. All tiles of a sequence are equally long, and each is
-// visited from its last KV block on. A share's first and last part add up to as many KV blocks as those of other shares, but for whole
-// tiles. So thread blocks that keep pace visit a head in at most two places, wherever their shares begin, and find its keys in L2.
+// visited from its last KV block on. Both partial tiles come first. Their lengths add up to the same in all shares, modulo the length of a
+// tile, so all thread blocks start whole tiles at about the same time and share K and V of a head in L2.
 __device__ __forceinline__ void find_tiles(const Params& params, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
     RingPosition<kQStages> ring;
@@ -835,8 +835,8 @@ __device__ __forceinline__ void find_tiles(const Params& params, shared_address 
         __syncwarp();
         ring.advance();
     };
-    const Lengths first = lengths_of(params, lane);
-    const Share share = find_share(params, first, block_index(), lane);
+    const Lengths lane_lengths = lengths_of(params, lane);
+    const Share share = find_share(params, lane_lengths, block_index(), lane);
     // Passes on the part that begins with KV block `index` of all. Returns the one behind it.
     auto pass_on_part = [&](const Place& place, int index) {
         const Params own = with_lengths(params, place.lengths);
@@ -850,10 +850,10 @@ __device__ __forceinline__ void find_tiles(const Params& params, shared_address 
         return index + part.end - part.first;
     };
     if (share.begin < share.end) {
-        Place place = find_place(params, first, share.begin, lane);
+        Place place = find_place(params, lane_lengths, share.begin, lane);
         int index = pass_on_part(place, share.begin);
         if (index < share.end) {
-            const Place last_place = find_place(params, first, share.end - 1, lane);
+            const Place last_place = find_place(params, lane_lengths, share.end - 1, lane);
             const int last = begin_of_tile(params, last_place, share.end - 1);
             pass_on_part(last_place, last);
             while (index < last) {
@@ -958,7 +958,7 @@ struct PagedArray {
     }
 };
 
-// Two producer warps: one brings Q and K of each tile, the other V, as boxes of 16 keys are many.
+// Two producer warps: one brings Q and K of each tile, the other V, since boxes of 16 keys make many TMA loads.
 __device__ __forceinline__ void produce(const Params& params, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
     const PagedArray<kPanels> k = {params.k, shared + kKOffset, barriers.k_full(0), barriers.k_empty(0)};
