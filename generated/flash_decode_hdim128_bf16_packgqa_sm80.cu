@@ -119,7 +119,7 @@ static_assert(offsetof(Params, kv_blocks_per_tile_divisor) == 224 && offsetof(Pa
 // Rows are (query, head in group) pairs, heads fastest.
 struct Tile {
     int batch;
-    int head;  // first query head of the group that shares kv_head
+    int head;  // first query head of the group that shares a head of K and V
     int kv_head;
     int first_row;
 };

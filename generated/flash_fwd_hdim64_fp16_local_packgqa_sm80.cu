@@ -113,7 +113,7 @@ static_assert(offsetof(Params, window_right) == 232 && offsetof(Params, scale_lo
 // Rows are (query, head in group) pairs, heads fastest.
 struct Tile {
     int batch;
-    int head;  // first query head of the group that shares kv_head
+    int head;  // first query head of the group that shares a head of K and V
     int kv_head;
     int first_row;
 };

@@ -109,7 +109,7 @@ static_assert(offsetof(Params, scale_log2) == 224);
 // Rows are (query, head in group) pairs, heads fastest.
 struct Tile {
     int batch;
-    int head;  // first query head of the group that shares kv_head
+    int head;  // first query head of the group that shares a head of K and V
     int kv_head;
     int first_row;
 };

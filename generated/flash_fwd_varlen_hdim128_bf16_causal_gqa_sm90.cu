@@ -197,10 +197,9 @@ struct SequenceTile {
     }
 };
 
-// The tile of a sequence whose rows begin at `first_row`, of a head of the grid.
-__device__ __forceinline__ SequenceTile tile_at(const Params& params, int sequence, int head, int first_row) {
-    const Rows queries = queries_of(params, sequence);
-    const Rows keys = keys_of(params, sequence);
+// The tile whose rows begin at `first_row` of a sequence, of a head of the grid; `queries` and `keys` are those of the sequence.
+__device__ __forceinline__ SequenceTile tile_at(const Params& params, int sequence, const Rows& queries, const Rows& keys, int head,
+                                                int first_row) {
     SequenceTile tile = {sequence, head, first_row, queries.begin, queries.count, keys.count};
     tile.entry = params.cu_seqlens_kv == nullptr ? sequence : 0;
     if (params.index != nullptr) tile.entry = load_clamped(params.index, sequence, params.batch_kv - 1);
@@ -687,7 +686,9 @@ struct TileFinder {
                 const int found = __ffs(beyond) - 1;
                 const int behind = __shfl_sync(0xffffffff, end, found) - 1 - number;  // row blocks of the sequence that come after it
                 const int row_block = slice * slice_blocks + behind;
-                return tile_at(params, first + found, index - number * num_heads, first_row(params, first + found, row_block));
+                const int sequence = first + found;
+                const int row = first_row(params, sequence, row_block);
+                return tile_at(params, sequence, queries_of(params, sequence), keys_of(params, sequence), index - number * num_heads, row);
             }
             before = __shfl_sync(0xffffffff, end, 31);
             first += 32;

@@ -66,12 +66,11 @@ static_assert(offsetof(Params, batch_size) == 100 && offsetof(Params, seqlen_q) 
 static_assert(offsetof(Params, head_dim_v) == 112 && offsetof(Params, num_shares) == 116);
 static_assert(offsetof(Params, group_size_divisor) == 120);
 
-// A tile: kBlockM rows of queries, and the KV blocks that they attend to.
+// A tile of the kernel before this one: kBlockM rows of queries.
 // Rows are (query, head in group) pairs, heads fastest.
 struct Tile {
     int batch;
-    int head;  // first query head of the group that shares kv_head
-    int kv_head;
+    int head;  // first query head of the group that shares a head of K and V
     int first_row;
 };
 
@@ -242,10 +241,9 @@ __device__ __forceinline__ Place find_place(const Params& params, Lengths length
 // Tile `index` of a sequence, of which `params` are.
 __device__ __forceinline__ Tile find_tile(const Params& params, const Place& place, int index) {
     const int row_blocks = tiles_of(params).row_blocks;
-    const int head = index / row_blocks;
+    const int head = index / row_blocks;  // of the grid
     Tile tile;
     tile.batch = place.sequence;
-    tile.kv_head = head;
     tile.head = head * params.group_size;
     tile.first_row = (index - head * row_blocks) * kBlockM;
     return tile;

@@ -123,7 +123,7 @@ static_assert(offsetof(Params, scale_log2) == 264);
 // Rows are (query, head in group) pairs, heads fastest.
 struct Tile {
     int batch;
-    int head;  // first query head of the group that shares kv_head
+    int head;  // first query head of the group that shares a head of K and V
     int kv_head;
     int first_row;
 };
@@ -316,18 +316,6 @@ __device__ __forceinline__ Place find_place(const Params& params, Lengths length
     }
 }
 
-// Tile `index` of a sequence, of which `params` are.
-__device__ __forceinline__ Tile find_tile(const Params& params, const Place& place, int index) {
-    const int row_blocks = tiles_of(params).row_blocks;
-    const int head = index / row_blocks;
-    Tile tile;
-    tile.batch = place.sequence;
-    tile.kv_head = head;
-    tile.head = head * params.group_size;
-    tile.first_row = (index - head * row_blocks) * kBlockM;
-    return tile;
-}
-
 // The next sequence that has KV blocks.
 __device__ __forceinline__ Place next_place(const Params& params, const Place& place) {
     Place next = {place.sequence, place.end, place.end};
@@ -348,6 +336,18 @@ __device__ __forceinline__ Part find_part(const Params& params, const Share& sha
     const int first = tiles.first_kv_block + index - tile_begin;
     const int slot = 2 * block_index() + (index == share.begin ? 0 : 1);
     return {tile, first, first + count, count == tiles.kv_blocks ? -1 : slot};
+}
+
+// Tile `index` of a sequence, of which `params` are.
+__device__ __forceinline__ Tile find_tile(const Params& params, const Place& place, int index) {
+    const int row_blocks = tiles_of(params).row_blocks;
+    const int head = index / row_blocks;  // of the grid
+    Tile tile;
+    tile.batch = place.sequence;
+    tile.kv_head = head;
+    tile.head = head * params.group_size;
+    tile.first_row = (index - head * row_blocks) * kBlockM;
+    return tile;
 }
 
 // The parameters of a call of one sequence alone: its lengths, and pointers to its first rows.

@@ -110,7 +110,7 @@ static_assert(offsetof(Params, scale_log2) == 548);
 // Rows are (query, head in group) pairs, heads fastest.
 struct Tile {
     int batch;
-    int head;  // first query head of the group that shares kv_head
+    int head;  // first query head of the group that shares a head of K and V
     int kv_head;
     int first_row;
 };
@@ -306,18 +306,6 @@ __device__ __forceinline__ Place find_place(const Params& params, Lengths length
     }
 }
 
-// Tile `index` of a sequence, of which `params` are.
-__device__ __forceinline__ Tile find_tile(const Params& params, const Place& place, int index) {
-    const int row_blocks = tiles_of(params).row_blocks;
-    const int head = index / row_blocks;
-    Tile tile;
-    tile.batch = place.sequence;
-    tile.kv_head = head;
-    tile.head = head * params.group_size;
-    tile.first_row = (index - head * row_blocks) * kBlockM;
-    return tile;
-}
-
 // The next sequence that has KV blocks.
 __device__ __forceinline__ Place next_place(const Params& params, const Place& place) {
     Place next = {place.sequence, place.end, place.end};
@@ -359,9 +347,9 @@ struct SequenceTile {
         first_query = load_shared_32(passed + 12);
         seqlen_q = load_shared_32(passed + 16);
         seqlen_kv = load_shared_32(passed + 20);
-        first_block = load_shared_32(passed + 32);
-        end_block = load_shared_32(passed + 36);
-        slot = load_shared_32(passed + 40);
+        first_block = load_shared_32(passed + 24);
+        end_block = load_shared_32(passed + 28);
+        slot = load_shared_32(passed + 32);
     }
 
     __device__ __forceinline__ void store(shared_address passed) const {
@@ -371,16 +359,14 @@ struct SequenceTile {
         store_shared_32(passed + 12, first_query);
         store_shared_32(passed + 16, seqlen_q);
         store_shared_32(passed + 20, seqlen_kv);
-        store_shared_32(passed + 32, first_block);
-        store_shared_32(passed + 36, end_block);
-        store_shared_32(passed + 40, slot);
+        store_shared_32(passed + 24, first_block);
+        store_shared_32(passed + 28, end_block);
+        store_shared_32(passed + 32, slot);
     }
 };
 
-// The tile of a sequence whose rows begin at `first_row`, of a head of the grid.
-__device__ __forceinline__ SequenceTile tile_at(const Params& params, int sequence, int head, int first_row) {
-    const Rows queries = queries_of(params, sequence);
-    const Rows keys = keys_of(params, sequence);
+// The tile whose rows begin at `first_row` of a sequence, of a head of the grid; `queries` and `keys` are those of the sequence.
+__device__ __forceinline__ SequenceTile tile_at(const Params&, int sequence, const Rows& queries, const Rows& keys, int head, int first_row) {
     SequenceTile tile = {sequence, head, first_row, queries.begin, queries.count, keys.count};
     return tile;
 }
@@ -841,8 +827,10 @@ __device__ __forceinline__ void find_tiles(const Params& params, shared_address 
     auto pass_on_part = [&](const Place& place, int index) {
         const Params own = with_lengths(params, place.lengths);
         const Part part = find_part(own, share, place, index);
-        const Tile tile = find_tile(own, place, part.tile);
-        SequenceTile found = tile_at(params, place.sequence, tile.kv_head, tile.first_row);  // that is the head of the grid
+        const int row_blocks = tiles_of(own).row_blocks;
+        const int head = part.tile / row_blocks;  // of the grid
+        const int first_row = (part.tile - head * row_blocks) * kBlockM;
+        SequenceTile found = tile_at(params, place.sequence, place.lengths.queries, place.lengths.keys, head, first_row);
         found.first_block = part.first;
         found.end_block = part.end;
         found.slot = part.slot;
