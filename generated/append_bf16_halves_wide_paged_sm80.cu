@@ -222,17 +222,17 @@ append_bf16_halves_wide_paged_sm80(const __grid_constant__ Params params) {
     }
     uint4 chunk = load_global_128(source + column);
 
-    // Whose token it is, and which of that sequence's.
+    // The token's sequence, and its index there.
     int sequence = batch, nth_token = token;
     if (params.cu_seqlens_new) {
         sequence = sequence_of(token, params);
         nth_token -= int(load_global_32(params.cu_seqlens_new + sequence));
-        if (nth_token < 0 || token >= int(load_global_32(params.cu_seqlens_new + params.sequences))) return;  // nobody's
+        if (nth_token < 0 || token >= int(load_global_32(params.cu_seqlens_new + params.sequences))) return;  // of no sequence
     }
     const int length = int(load_global_32(params.lengths + sequence));
 
     const int place = length + nth_token;
-    // Asked for ahead of the angles, so that both are on their way at once.
+    // The page is loaded before the angles, so that both loads are in flight together.
     const int page = is_query ? 0 : page_of(sequence, place, params);
 
     // A row without an angle is left out: as unsigned numbers, positions below 0 are past the tables as well.

@@ -18,7 +18,7 @@ constexpr int kHeadDim = 128;  // of Q and K
 constexpr int kThreads = 256;
 constexpr int kWarpColumns = 32;
 constexpr int kPasses = kHeadDim / kWarpColumns;
-// Whose loads are in flight together.
+// Passes whose loads are in flight together.
 constexpr int kPassesAtOnce = kPasses <= 4 ? kPasses : kPasses % 4 == 0 ? 4 : kPasses % 3 == 0 ? 3 : 1;
 
 struct Params {

@@ -480,7 +480,7 @@ __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int firs
             keys_of_query(params, query_of_row(params, first_row)).end};
 }
 
-// Walks S^T, the one place where scores are told their queries and keys. The scores are those of a warp's MMA tiles from key `first_key`
+// Visits the scores of S^T with their queries and keys. The scores are those of a warp's MMA tiles from key `first_key`
 // and query `first_query` on. For each query of this lane `at_query(query, lane_key)` returns a function, which is then called with
 // (step, score) for each score that this lane has of the query: that of key lane_key + step. The steps are constants, so that comparing
 // one takes one instruction.

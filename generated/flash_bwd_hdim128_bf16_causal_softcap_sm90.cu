@@ -299,7 +299,7 @@ __device__ __forceinline__ void wgmma_m64n128k16_bf16_rs(float (&d)[64], const u
 #endif
 
 // A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read of MN-major operands of several panels alone.
+// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16) {
     constexpr uint64_t kSwizzle = 1;  // of 128 bytes
     return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
@@ -615,7 +615,7 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& ti
     }
 }
 
-// Named barriers of the two consumers, at which each waits to start a step. Those of stores are 1 and 2.
+// Named barriers of the two consumers, at which each waits to start a step: 3 and 4. Those of stores are 1 and 2.
 constexpr int kStartBarrier = 3;
 
 // A consumer warpgroup: dK and dV of 64 keys, and its part of dQ of each step. The MMAs of a step, in groups as they are awaited:
@@ -650,6 +650,8 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
     Step previous = step;
     mbarrier_wait(barriers.k_full(), 0);
     mbarrier_wait(barriers.v_full(), 0);
+    const shared_address k_rows = k_own;
+    const shared_address v_rows = v_own;
     // dQ = dS K, with dS of both consumers.
     auto start_dq = [&](float (&dq)[kDqColumns / 2], shared_address ds_smem) {
         mma_dq(dq, ds_smem, shared + consumer * kBlockN * kPanelRowBytes);
@@ -677,10 +679,10 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
         barrier_sync(kStartBarrier + consumer, 128 * kConsumers);
         float p[kBlockM / 2];  // S^T, then P^T
         mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
-        mma_scores<kHeadDim>(p, k_own, q_smem);
+        mma_scores<kHeadDim>(p, k_rows, q_smem);
         float ds[kBlockM / 2];  // dP^T, then dS^T
         mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
-        mma_scores<kHeadDimV>(ds, v_own, dout_smem);
+        mma_scores<kHeadDimV>(ds, v_rows, dout_smem);
         // The other one may start. Behind the last step of consumer 1, consumer 0 has none left.
         if (consumer == 0 || i + 1 < count) barrier_arrive(kStartBarrier + 1 - consumer, 128 * kConsumers);
         wgmma_wait<0>();
@@ -703,8 +705,8 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
         // once: of a new mbarrier the phase of parity 1 counts as ended.
         mbarrier_wait(barriers.ds_ready(), (i + 1) % 2);
         store_ds(packed_ds, shared + kDsOffset + i % 2 * kDsBytes, warp_key, lane);
-        // dQ of the step before. The first step has none before it and computes what nobody uses, from K: with MMAs that are conditional,
-        // ptxas would serialise all of them.
+        // dQ of the step before. The first step has none before it: it runs the MMAs on K and discards their result, since with conditional
+        // MMAs ptxas would serialise all of them.
         float dq[kDqColumns / 2];
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
         mma_gradient(dk, packed_ds, q_smem);

@@ -505,7 +505,7 @@ __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int firs
             keys_of_query(params, query_of_row(params, first_row)).end};
 }
 
-// Walks S^T, the one place where scores are told their queries and keys. The scores are those of a warp's MMA tiles from key `first_key`
+// Visits the scores of S^T with their queries and keys. The scores are those of a warp's MMA tiles from key `first_key`
 // and query `first_query` on. For each query of this lane `at_query(query, lane_key)` returns a function, which is then called with
 // (step, score) for each score that this lane has of the query: that of key lane_key + step. The steps are constants, so that comparing
 // one takes one instruction.
@@ -582,7 +582,7 @@ __device__ __forceinline__ uint32_t turn_of(const Params& params, const KeyBlock
     return last_key_block(params, step.block) - block.index;
 }
 
-// Where those count that have added to a step's block of queries.
+// The counter of those that have added to a step's block of queries.
 __device__ __forceinline__ uint32_t* turns_of(const Params& params, const KeyBlock& block, const Step& step) {
     const int64_t unit_row = first_unit_row(params, block.batch, head_of(params, block, step));
     return reinterpret_cast<uint32_t*>(params.turns) + unit_row / kBlockM + step.block;
@@ -760,7 +760,7 @@ flash_bwd_hdim128_fp16_causal_ordered_gqa_sm80(const __grid_constant__ Params pa
             copy_queries(params, block, next, smem + kStagesOffset + (left - 1) % kStages * kStageBytes);
             cp_async_commit();
         }
-        // Asked early by one thread, as the answer takes as long as L2 does.
+        // One thread reads the counter early: the load is a round trip to L2.
         bool is_turn = threadIdx.x != kThreads - 32 || has_turn(params, block, step);
 
         Scores p;

@@ -382,7 +382,7 @@ __device__ __forceinline__ void wgmma_m64n192k16_bf16_rs(float (&d)[96], const u
 #endif
 
 // A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read of MN-major operands of several panels alone.
+// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16) {
     constexpr uint64_t kSwizzle = 1;  // of 128 bytes
     return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
@@ -827,7 +827,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
         pin_registers(dq);
         if (i > 0) add_dq(own_dq, dq);
 
-        // S of the next step. The last step computes what nobody uses, from K.
+        // S of the next step. The last step runs these MMAs on K alone and discards their result.
         RingPosition<kStages> next = ring;
         next.advance();
         const bool is_last = i + 1 == count;
@@ -934,7 +934,7 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         pin_registers(ds);
         if (i > 0) add_dq(own_dq, ds);
 
-        // dP of the next step. The last step computes what nobody uses, from K: the other consumer may be storing dV over V.
+        // dP of the next step. The last step runs these MMAs on K alone and discards their result: the other consumer may be storing dV over V.
         RingPosition<kStages> next = ring;
         next.advance();
         const RingPosition<kStages>& dout = next;

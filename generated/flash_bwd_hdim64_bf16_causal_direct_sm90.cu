@@ -306,7 +306,7 @@ __device__ __forceinline__ void wgmma_m64n64k16_bf16_rs(float (&d)[32], const ui
 #endif
 
 // A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read of MN-major operands of several panels alone.
+// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16) {
     constexpr uint64_t kSwizzle = 1;  // of 128 bytes
     return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
@@ -450,9 +450,8 @@ __device__ __forceinline__ void produce_of_queries(const Params& params, const T
     }
 }
 
-// lse_log2 and delta = sum(dO * O) - dlse of the queries. They are computed where they are needed, as a kernel ahead of this one would take
-// longer than the O that is loaded for it: a lane has every kValueLanes-th row. For a row that sees nothing, and past the last, lse_log2
-// is +inf, so that P is 0 there.
+// lse_log2 and delta = sum(dO * O) - dlse of the queries. They are computed here: loading O costs less than a preprocess kernel. A lane has
+// every kValueLanes-th row. For a row that sees nothing, and past the last, lse_log2 is +inf, so that P is 0 there.
 constexpr float kLog2e = 1.4426950408889634f;
 
 constexpr int kValueLanes = 32 * kValueWarps;
@@ -665,7 +664,8 @@ __device__ __forceinline__ void consume_keys(const Params& params, const Tile& t
         packed_ds.set(ds);
         mma_gradient(dk, packed_ds, q_smem);
 
-        // The last step begins once more what nobody uses: with MMAs that are conditional, ptxas would serialise all of them.
+        // S^T of the next step. The last step computes its own again and discards it: with MMAs that are conditional, ptxas would serialise
+        // all of them.
         RingPosition<kStages> next = ring;
         if (i + 1 < steps.count) next.advance();
         mbarrier_wait(barriers.full(next.stage), next.parity);
@@ -755,7 +755,8 @@ __device__ __forceinline__ void consume_queries(const Params& params, const Tile
         packed_ds.set(ds);
         mma_gradient(dq, packed_ds, shared + kStepOffset + ring.stage * kStepBytes);
 
-        // The last step begins once more what nobody uses: with MMAs that are conditional, ptxas would serialise all of them.
+        // S of the next step. The last step computes its own again and discards it: with MMAs that are conditional, ptxas would serialise all
+        // of them.
         mma_scores<kHeadDim>(p, q_own, shared + kStepOffset + next.stage * kStepBytes);
         wgmma_wait<1>();
         pin_registers(dq);

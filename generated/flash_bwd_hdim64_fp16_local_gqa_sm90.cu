@@ -324,7 +324,7 @@ __device__ __forceinline__ void wgmma_m64n64k16_fp16_rs(float (&d)[32], const ui
 #endif
 
 // A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read of MN-major operands of several panels alone.
+// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16) {
     constexpr uint64_t kSwizzle = 1;  // of 128 bytes
     return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
@@ -653,6 +653,8 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
     Step previous = step;
     mbarrier_wait(barriers.k_full(), 0);
     mbarrier_wait(barriers.v_full(), 0);
+    const shared_address k_rows = k_own;
+    const shared_address v_rows = v_own;
     // dQ = dS K, with dS of both consumers.
     auto start_dq = [&](float (&dq)[kDqColumns / 2], shared_address ds_smem) {
         mma_dq(dq, ds_smem + consumer * kDsPanelBytes, shared);
@@ -676,10 +678,10 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
         mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
         QueryValues lse;
         lse.load(shared + kLseOffset + ring.stage * kQueryValueBytes, lane);
-        mma_scores<kHeadDim>(p, k_own, q_smem);
+        mma_scores<kHeadDim>(p, k_rows, q_smem);
         float ds[kBlockM / 2];  // dP^T, then dS^T
         mbarrier_wait(barriers.dout_full(ring.stage), ring.parity);
-        mma_scores<kHeadDimV>(ds, v_own, dout_smem);
+        mma_scores<kHeadDimV>(ds, v_rows, dout_smem);
         wgmma_wait<1>();
         pin_registers(p);
         if (needs_mask(step.block * kBlockM)) {
@@ -702,8 +704,8 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
 
         store_ds(packed_ds, shared + kDsOffset + i % 2 * kDsBytes, warp_key, lane);
         mma_gradient(dv, packed_p, dout_smem);
-        // dQ of the step before. The first step has none before it and computes what nobody uses, from K: with MMAs that are conditional,
-        // ptxas would serialise all of them.
+        // dQ of the step before. The first step has none before it: it runs the MMAs on K and discards their result, since with conditional
+        // MMAs ptxas would serialise all of them.
         float dq[kDqColumns / 2];
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
         mma_gradient(dk, packed_ds, q_smem);

@@ -259,7 +259,8 @@ struct LaunchedBlock {
 // Each lane keeps the lengths of this many sequences in registers, as the search goes through them up to a dozen times.
 constexpr int kKeptSequences = 4;
 
-// The least length of which no more than `index` blocks are of longer sequences, looked for from below: short sequences are many.
+// Finds the smallest length such that at most `index` blocks belong to longer sequences. The search doubles from 1, then bisects: short
+// sequences are many.
 __device__ __forceinline__ LaunchedBlock length_of_block(const Params& params, int index, int lane) {
     int lengths[kKeptSequences], blocks[kKeptSequences];
 #pragma unroll
@@ -561,7 +562,7 @@ __device__ __forceinline__ void wgmma_m64n128k16_bf16_rs(float (&d)[64], const u
 #endif
 
 // A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read of MN-major operands of several panels alone.
+// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16) {
     constexpr uint64_t kSwizzle = 1;  // of 128 bytes
     return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
@@ -1013,7 +1014,7 @@ __device__ __forceinline__ void consume_dv(const Params& all, const KeyBlock& ti
         pin_registers(dq);
         if (i > 0) add_dq(own_dq + (kDqPanelsOfDv - 1) * kPanelElements, dq);
 
-        // S of the next step. The last step computes what nobody uses, from K.
+        // S of the next step. The last step runs these MMAs on K alone and discards their result.
         RingPosition<kStages> next = ring;
         next.advance();
         const bool is_last = i + 1 == count;
@@ -1115,7 +1116,7 @@ __device__ __forceinline__ void consume_dk(const Params& all, const KeyBlock& ti
         pin_registers(dq);
         if (i > 0) add_dq(own_dq + kPanelElements, dq);
 
-        // dP of the next step. The last step computes what nobody uses, from K: the other consumer may be storing dV over V.
+        // dP of the next step. The last step runs these MMAs on K alone and discards their result: the other consumer may be storing dV over V.
         RingPosition<kStages> next = ring;
         next.advance();
         const RingPosition<kStages>& dout = next;

@@ -64,12 +64,11 @@ static_assert(offsetof(Params, kv_blocks_per_share) == 88 && offsetof(Params, nu
 static_assert(offsetof(Params, num_row_blocks_divisor) == 104 && offsetof(Params, group_size_divisor) == 112);
 static_assert(offsetof(Params, kv_blocks_per_share_divisor) == 120);
 
-// A tile: kBlockM rows of queries, and the KV blocks that they attend to.
+// A tile of the kernel before this one: kBlockM rows of queries.
 // Rows are (query, head in group) pairs, heads fastest.
 struct Tile {
     int batch;
-    int head;  // first query head of the group that shares kv_head
-    int kv_head;
+    int head;  // first query head of the group that shares a head of K and V
     int first_row;
 };
 
@@ -108,8 +107,7 @@ __device__ __forceinline__ Parts find_parts(const Params& params, int index) {
     const int row_of_head = index - head_of_batch * params.num_row_blocks;
     Parts parts;
     parts.tile.batch = divide(head_of_batch, params.num_heads_divisor);
-    parts.tile.kv_head = head_of_batch - parts.tile.batch * params.num_heads_kv;
-    parts.tile.head = parts.tile.kv_head * params.group_size;
+    parts.tile.head = (head_of_batch - parts.tile.batch * params.num_heads_kv) * params.group_size;
     parts.row = row_of_head % kBlockM;
     parts.tile.first_row = row_of_head - parts.row;
     const int tile = head_of_batch * ((params.num_row_blocks + kBlockM - 1) / kBlockM) + row_of_head / kBlockM;
@@ -237,8 +235,9 @@ flash_combine_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
 
-    // Programmatic dependent launch, as the last step of a call: the next grid may begin at once. It is the first of its call, so nothing
-    // that it reads before its own wait counts. That wait is for the end of this grid, which has waited for the grids before it.
+    // Programmatic dependent launch, as the last step of a call: the next grid may begin at once. It is the first of another call. Before its
+    // own wait it only prefetches, or reads values that it reads again after the wait. That wait is for the end of this grid, which has
+    // waited for the grids before it.
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();
 

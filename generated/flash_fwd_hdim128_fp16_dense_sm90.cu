@@ -31,8 +31,9 @@ constexpr int kConsumers = 2;  // consumer warpgroups, 64 rows each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
 // Registers of a thread, by setmaxnreg. 65,536 registers a SM are 512 for each of a warpgroup's 128 threads, shared by all warpgroups.
-constexpr int kProducerRegisters = kHeadDim > 128 ? 72 : 88;
-constexpr int kConsumerRegisters = kConsumers == 1 ? 240 : (512 - kProducerRegisters) / kConsumers / 8 * 8;
+// The three warpgroups begin with 168 registers a thread, which are 504 in all.
+constexpr int kProducerRegisters = 88;
+constexpr int kConsumerRegisters = 208;
 
 constexpr int kMaskWarps = 3;  // of the producer warpgroup, warps that read the mask
 
@@ -229,7 +230,7 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
     }
 }
 
-// The one walk over the scores that a lane holds of a KV block: visit(row, key, score), where `row` (0 or 8) counts from the lane's
+// Visits the scores that a lane holds of a KV block: visit(row, key, score), where `row` (0 or 8) counts from the lane's
 // first row, the warp's plus lane / 4, and `key` (8 j or 8 j + 1, from `begin` up to `end`) from its first key, the block's plus
 // lane % 4 * 2. Both are constants once unrolled.
 template <typename Visit>
@@ -244,8 +245,8 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockN / 2], Vis
     }
 }
 
-// A dense mask comes as bytes: not 0 hides the key. Warps beside the producer thread's turn each block of it into bits and pass
-// them on through a ring, ahead of the consumers. A range of keys may go with the mask (keys_of_query): where it ends within a
+// A dense mask comes as bytes: not 0 hides the key. Other warps of the producer warpgroup pack each block of the mask into bits and
+// pass them on through a ring, ahead of the consumers. A range of keys may go with the mask (keys_of_query): where it ends within a
 // block, the bits of the keys outside are set as well, so that the consumers know of the mask alone. KV blocks of which no row of
 // the tile sees a key are left out.
 //
@@ -287,12 +288,12 @@ struct MaskedBlock {
 
 constexpr int kMaskPieces = 2;  // of a row a lane reads 16 keys and 16 that come 64 later
 
-// What a lane reads of a row of the mask, of a block that is `kWhole`: its rows are aligned to 16 bytes, and every row's
-// range has all of its keys. Of any other it reads words, so that a piece begins up to three bytes into its first.
+// What a lane reads of a row of the mask in a block. kWhole: the row is aligned to 16 bytes, and every row's range has all keys of the
+// block, so a piece is one load of 16 bytes. Otherwise a piece is loaded as five aligned words.
 template <bool kWhole>
 struct MaskRow {
     uint32_t words[kMaskPieces][5];
-    int shift;
+    int shift;  // bytes of a piece's first word that lie ahead of the piece
 
     // Reads the pieces from `key` on of the row at `source`, those before `end`. What is not read is hidden.
     __device__ __forceinline__ void load(const Params& params, const uint8_t* source, int key, int end) {
@@ -465,7 +466,7 @@ __device__ __forceinline__ void wgmma_m64n128k16_fp16_rs(float (&d)[64], const u
 #endif
 
 // A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read of MN-major operands of several panels alone.
+// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16) {
     constexpr uint64_t kSwizzle = 1;  // of 128 bytes
     return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
@@ -521,8 +522,8 @@ __device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], PackedP& 
 // Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
 // 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
 //
-// row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
-// reach 2^(kPBias + kSlack). O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad
+// row_max is raised only when some row of the warp exceeds it by more than kSlack + kPBias; then it is raised for all of the warp's rows.
+// P can reach 2^(kPBias + kSlack). O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad
 // reduction.
 constexpr float kSlack = 8.0f;
 // fp16 P loses bits below 2^-14. Keeping row_max kPBias below the true maximum makes P 2^kPBias larger, so fewer P are subnormal. The

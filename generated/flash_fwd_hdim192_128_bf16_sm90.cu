@@ -31,8 +31,9 @@ constexpr int kConsumers = 2;  // consumer warpgroups, 64 rows each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
 // Registers of a thread, by setmaxnreg. 65,536 registers a SM are 512 for each of a warpgroup's 128 threads, shared by all warpgroups.
-constexpr int kProducerRegisters = kBlockM == 192 ? 32 : 24;
-constexpr int kConsumerRegisters = kConsumers == 1 ? 240 : (512 - kProducerRegisters) / kConsumers / 8 * 8;
+// The three warpgroups begin with 168 registers a thread, which are 504 in all.
+constexpr int kProducerRegisters = 24;
+constexpr int kConsumerRegisters = 240;
 
 // Named barriers: 0 is __syncthreads; 1 to kConsumers are the consumers' turns.
 constexpr int kStoreBarrier = 1 + kConsumers;  // kStoreBarrier + consumer: a warpgroup's O is in shared memory
@@ -186,7 +187,7 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
     }
 }
 
-// The one walk over the scores that a lane holds of a KV block: visit(row, key, score), where `row` (0 or 8) counts from the lane's
+// Visits the scores that a lane holds of a KV block: visit(row, key, score), where `row` (0 or 8) counts from the lane's
 // first row, the warp's plus lane / 4, and `key` (8 j or 8 j + 1, from `begin` up to `end`) from its first key, the block's plus
 // lane % 4 * 2. Both are constants once unrolled.
 template <typename Visit>
@@ -280,7 +281,7 @@ __device__ __forceinline__ void wgmma_m64n128k16_bf16_rs(float (&d)[64], const u
 #endif
 
 // A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read of MN-major operands of several panels alone.
+// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16) {
     constexpr uint64_t kSwizzle = 1;  // of 128 bytes
     return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |

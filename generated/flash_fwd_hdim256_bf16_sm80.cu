@@ -430,7 +430,7 @@ __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int firs
             keys_of_query(params, query_of_row(params, first_row)).end};
 }
 
-// Walks S, the one place where scores are told their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and
+// Visits the scores of S with their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and
 // key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
 // that this lane has of the row: that of key lane_key + step. The steps are constants, so that comparing one takes one instruction.
 template <int kTiles, typename AtRow>
@@ -552,7 +552,7 @@ static_assert(sizeof(element) == 2, "P is exchanged as 16-bit A fragments");
 static_assert(kWarps % 2 == 0, "warps come in pairs");
 static_assert(kPRowBytes % 128 == 0, "a row of P spans all 32 banks a whole number of times");
 static_assert(kRowTiles == 2, "each lane of a quad keeps the row_max of one of its rows");
-static_assert(kPartDims * sizeof(element) % 128 == 0, "row8 of a row of V is whole swizzled panels");
+static_assert(kPartDims * sizeof(element) % 128 == 0, "half a row of V is whole swizzled panels");
 
 // At a large head dimension shared memory is the limit: a warp with rows of its own would read all of K and V for them. Here two warps,
 // a pair, share twice as many rows. Each is a part of the pair: it computes the scores of half of the keys of a KV block and half of

@@ -279,8 +279,8 @@ __device__ __forceinline__ Tile stashed_tile(shared_address smem) {
 // Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
 // 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
 //
-// row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
-// reach 2^(kPBias + kSlack). O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad
+// row_max is raised only when some row of the warp exceeds it by more than kSlack + kPBias; then it is raised for all of the warp's rows.
+// P can reach 2^(kPBias + kSlack). O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad
 // reduction.
 constexpr float kSlack = 8.0f;
 // fp16 P loses bits below 2^-14. Keeping row_max kPBias below the true maximum makes P 2^kPBias larger, so fewer P are subnormal. The
@@ -429,7 +429,7 @@ __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int firs
             keys_of_query(params, query_of_row(params, first_row)).end};
 }
 
-// Walks S, the one place where scores are told their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and
+// Visits the scores of S with their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and
 // key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
 // that this lane has of the row: that of key lane_key + step. The steps are constants, so that comparing one takes one instruction.
 template <int kTiles, typename AtRow>

@@ -31,9 +31,8 @@ constexpr int kConsumers = 3;  // consumer warpgroups, 64 rows each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
 
 // Registers of a thread, by setmaxnreg. 65,536 registers a SM are 512 for each of a warpgroup's 128 threads, shared by all warpgroups.
-constexpr int kProducerRegisters = kConsumers == 1 ? 56 : kConsumers == 2 ? 40 : 32;
-// Two consumers begin with 168 registers a thread, which are 504 in all.
-constexpr int kConsumerRegisters = kConsumers == 1 ? 240 : kConsumers == 2 ? 232 : 160;
+constexpr int kProducerRegisters = 32;
+constexpr int kConsumerRegisters = 160;
 
 // Named barriers: 0 is __syncthreads; 1 to kConsumers are the consumers' turns.
 
@@ -48,7 +47,7 @@ constexpr int kVBytes = kPanelsV * kBlockN * kPanelRowBytes;
 constexpr int kKOffset = kQStages * kQBytes;
 constexpr int kVOffset = kKOffset + kStages * kKBytes;
 constexpr int kBarrierOffset = kVOffset + kStages * kVBytes;
-// The tiles that were found ahead of the producer and the consumers: one for each Q buffer, so that their ring is that of Q.
+// Slots in which find_tiles() passes tiles to the producer and the consumers, one for each Q buffer: they share the ring of Q.
 constexpr int kTileOffset = kBarrierOffset + 8 * (4 * kQStages + 4 * kStages + 1);
 constexpr int kTileBytes = 32;
 constexpr int kSharedBytes = kTileOffset + kQStages * kTileBytes;
@@ -198,10 +197,9 @@ struct SequenceTile {
     }
 };
 
-// The tile of a sequence whose rows begin at `first_row`, of a head of the grid.
-__device__ __forceinline__ SequenceTile tile_at(const Params& params, int sequence, int head, int first_row) {
-    const Rows queries = queries_of(params, sequence);
-    const Rows keys = keys_of(params, sequence);
+// The tile whose rows begin at `first_row` of a sequence, of a head of the grid; `queries` and `keys` are those of the sequence.
+__device__ __forceinline__ SequenceTile tile_at(const Params& params, int sequence, const Rows& queries, const Rows& keys, int head,
+                                                int first_row) {
     SequenceTile tile = {sequence, head, first_row, queries.begin, queries.count, keys.count};
     tile.entry = params.cu_seqlens_kv == nullptr ? sequence : 0;
     if (params.index != nullptr) tile.entry = load_clamped(params.index, sequence, params.batch_kv - 1);
@@ -313,7 +311,7 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
     }
 }
 
-// The one walk over the scores that a lane holds of a KV block: visit(row, key, score), where `row` (0 or 8) counts from the lane's
+// Visits the scores that a lane holds of a KV block: visit(row, key, score), where `row` (0 or 8) counts from the lane's
 // first row, the warp's plus lane / 4, and `key` (8 j or 8 j + 1, from `begin` up to `end`) from its first key, the block's plus
 // lane % 4 * 2. Both are constants once unrolled.
 template <typename Visit>
@@ -406,7 +404,7 @@ __device__ __forceinline__ void wgmma_m64n128k16_bf16_rs(float (&d)[64], const u
 #endif
 
 // A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read of MN-major operands of several panels alone.
+// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16) {
     constexpr uint64_t kSwizzle = 1;  // of 128 bytes
     return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
@@ -688,7 +686,9 @@ struct TileFinder {
                 const int found = __ffs(beyond) - 1;
                 const int behind = __shfl_sync(0xffffffff, end, found) - 1 - number;  // row blocks of the sequence that come after it
                 const int row_block = slice * slice_blocks + behind;
-                return tile_at(params, first + found, index - number * num_heads, first_row(params, first + found, row_block));
+                const int sequence = first + found;
+                const int row = first_row(params, sequence, row_block);
+                return tile_at(params, sequence, queries_of(params, sequence), keys_of(params, sequence), index - number * num_heads, row);
             }
             before = __shfl_sync(0xffffffff, end, 31);
             first += 32;
@@ -880,8 +880,8 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
         __syncwarp();
         float output[kHeadDimV / 2] = {};
         RowState rows;
-        // Rows past the end are queries of another sequence. They must not decide when the row_max of a warp moves: the bits of this
-        // sequence would depend on that one.
+        // Rows outside the sequence may be queries of another one. With row_max infinite they never raise the warp's row_max; otherwise
+        // this sequence's result would depend on the other in its last bits.
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             if (!is_row(params, first_row + 8 * half + lane / 4)) rows.row_max[half] = INFINITY;

@@ -66,12 +66,11 @@ static_assert(offsetof(Params, batch_size) == 100 && offsetof(Params, seqlen_q) 
 static_assert(offsetof(Params, head_dim_v) == 112 && offsetof(Params, num_shares) == 116);
 static_assert(offsetof(Params, group_size_divisor) == 120);
 
-// A tile: kBlockM rows of queries, and the KV blocks that they attend to.
+// A tile of the kernel before this one: kBlockM rows of queries.
 // Rows are (query, head in group) pairs, heads fastest.
 struct Tile {
     int batch;
-    int head;  // first query head of the group that shares kv_head
-    int kv_head;
+    int head;  // first query head of the group that shares a head of K and V
     int first_row;
 };
 
@@ -171,7 +170,7 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { r
 struct Tiles {
     int row_blocks;
     int first_kv_block;
-    int kv_blocks;  // at least one, so that a tile without keys is somebody's
+    int kv_blocks;  // at least one, so that a thread block writes the rows of a tile without keys
 };
 
 // `params` are those of the sequence.
@@ -193,9 +192,9 @@ __device__ __forceinline__ int count_kv_blocks(const Params& params, const Lengt
 }
 
 // KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of every 32nd sequence;
-// `first` are the lengths of the first one.
-__device__ __forceinline__ int kv_blocks_per_share(const Params& params, const Lengths& first, int& num_kv_blocks, int lane) {
-    int count = count_kv_blocks(params, first);
+// `lane_lengths` are those of its first one.
+__device__ __forceinline__ int kv_blocks_per_share(const Params& params, const Lengths& lane_lengths, int& num_kv_blocks, int lane) {
+    int count = count_kv_blocks(params, lane_lengths);
 #pragma unroll 4  // several lengths on their way from global memory
     for (int sequence = lane + 32; sequence < params.batch_size; sequence += 32) {
         count += count_kv_blocks(params, lengths_of(params, sequence));
@@ -242,10 +241,9 @@ __device__ __forceinline__ Place find_place(const Params& params, Lengths length
 // Tile `index` of a sequence, of which `params` are.
 __device__ __forceinline__ Tile find_tile(const Params& params, const Place& place, int index) {
     const int row_blocks = tiles_of(params).row_blocks;
-    const int head = index / row_blocks;
+    const int head = index / row_blocks;  // of the grid
     Tile tile;
     tile.batch = place.sequence;
-    tile.kv_head = head;
     tile.head = head * params.group_size;
     tile.first_row = (index - head * row_blocks) * kBlockM;
     return tile;
@@ -263,10 +261,10 @@ struct Parts {
     int num_rows;
 };
 
-// What thread block `own` of [first, last] combines. The first has nothing to combine here: its share begins with the tile.
-__device__ __forceinline__ void divide_rows(const Params& params, Parts& parts, int own) {
+// What thread block `index` of [first, last] combines. The first has nothing to combine here: its share begins with the tile.
+__device__ __forceinline__ void divide_rows(const Params& params, Parts& parts, int index) {
     parts.step = parts.last - parts.first;
-    parts.first_row = own - parts.first - 1;
+    parts.first_row = index - parts.first - 1;
     if (parts.first_row < 0) return;
     const int tile_rows = min(kBlockM, num_rows(params) - parts.tile.first_row);
     parts.num_rows = (tile_rows - parts.first_row + parts.step - 1) / parts.step;
@@ -415,11 +413,11 @@ __device__ __forceinline__ void combine_by(const Params& params, const Parts& pa
             share_sums(add_parts<kTeam>(params, parts, row, parts.first + warp % kTeam, lane), smem, warp, lane);
         }
         barrier_sync(kThreads);
-        const int place = threadIdx.x / kRowThreads;
-        const int stored = first + place;
-        if (place < kRowsAtOnce && stored < parts.num_rows) {
+        const int team = threadIdx.x / kRowThreads;
+        const int stored = first + team;
+        if (team < kRowsAtOnce && stored < parts.num_rows) {
             const int row = parts.tile.first_row + parts.first_row + stored * parts.step;
-            store_row<kTeam>(params, parts.tile, row, smem, place * kTeam, threadIdx.x % kRowThreads);
+            store_row<kTeam>(params, parts.tile, row, smem, team * kTeam, threadIdx.x % kRowThreads);
         }
         barrier_sync(kThreads);  // the sums have been read
     }
@@ -443,16 +441,17 @@ flash_varlen_combine_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Par
 
     // Which rows these are takes longer to find than to add up. The lengths are final: the kernel before this one lets it begin
     // only after its own griddepcontrol.wait.
-    const Lengths first = lengths_of(all, lane);
+    const Lengths lane_lengths = lengths_of(all, lane);
     int num_kv_blocks;
-    const int per_share = kv_blocks_per_share(all, first, num_kv_blocks, lane);
+    const int per_share = kv_blocks_per_share(all, lane_lengths, num_kv_blocks, lane);
     const bool has_share = block_index() * per_share < num_kv_blocks;  // not where KV blocks are few
-    const Place place = has_share ? find_place(all, first, block_index() * per_share, lane) : Place{};
+    const Place place = has_share ? find_place(all, lane_lengths, block_index() * per_share, lane) : Place{};
     const Params params = of_sequence(all, place);
     const Parts parts = has_share ? find_parts(params, place, per_share, block_index()) : Parts{};
 
-    // Programmatic dependent launch, as the last step of a call: the next grid may begin at once. It is the first of its call, so nothing
-    // that it reads before its own wait counts. That wait is for the end of this grid, which has waited for the grids before it.
+    // Programmatic dependent launch, as the last step of a call: the next grid may begin at once. It is the first of another call. Before its
+    // own wait it only prefetches, or reads values that it reads again after the wait. That wait is for the end of this grid, which has
+    // waited for the grids before it.
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();
 

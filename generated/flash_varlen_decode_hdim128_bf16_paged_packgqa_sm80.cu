@@ -123,7 +123,7 @@ static_assert(offsetof(Params, scale_log2) == 264);
 // Rows are (query, head in group) pairs, heads fastest.
 struct Tile {
     int batch;
-    int head;  // first query head of the group that shares kv_head
+    int head;  // first query head of the group that shares a head of K and V
     int kv_head;
     int first_row;
 };
@@ -240,7 +240,7 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { r
 struct Tiles {
     int row_blocks;
     int first_kv_block;
-    int kv_blocks;  // at least one, so that a tile without keys is somebody's
+    int kv_blocks;  // at least one, so that a thread block writes the rows of a tile without keys
 };
 
 // `params` are those of the sequence.
@@ -262,9 +262,9 @@ __device__ __forceinline__ int count_kv_blocks(const Params& params, const Lengt
 }
 
 // KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of every 32nd sequence;
-// `first` are the lengths of the first one.
-__device__ __forceinline__ int kv_blocks_per_share(const Params& params, const Lengths& first, int& num_kv_blocks, int lane) {
-    int count = count_kv_blocks(params, first);
+// `lane_lengths` are those of its first one.
+__device__ __forceinline__ int kv_blocks_per_share(const Params& params, const Lengths& lane_lengths, int& num_kv_blocks, int lane) {
+    int count = count_kv_blocks(params, lane_lengths);
 #pragma unroll 4  // several lengths on their way from global memory
     for (int sequence = lane + 32; sequence < params.batch_size; sequence += 32) {
         count += count_kv_blocks(params, lengths_of(params, sequence));
@@ -273,10 +273,10 @@ __device__ __forceinline__ int kv_blocks_per_share(const Params& params, const L
     return max(1, (num_kv_blocks + params.num_shares - 1) / params.num_shares);
 }
 
-// `first` are the lengths of the lane's sequence among the first 32.
-__device__ __forceinline__ Share find_share(const Params& params, const Lengths& first, int index, int lane) {
+// `lane_lengths` are those of the lane's sequence among the first 32.
+__device__ __forceinline__ Share find_share(const Params& params, const Lengths& lane_lengths, int index, int lane) {
     int num_kv_blocks;
-    const int per_share = kv_blocks_per_share(params, first, num_kv_blocks, lane);
+    const int per_share = kv_blocks_per_share(params, lane_lengths, num_kv_blocks, lane);
     const int begin = min(num_kv_blocks, index * per_share);
     return {begin, min(num_kv_blocks, begin + per_share)};
 }
@@ -316,18 +316,6 @@ __device__ __forceinline__ Place find_place(const Params& params, Lengths length
     }
 }
 
-// Tile `index` of a sequence, of which `params` are.
-__device__ __forceinline__ Tile find_tile(const Params& params, const Place& place, int index) {
-    const int row_blocks = tiles_of(params).row_blocks;
-    const int head = index / row_blocks;
-    Tile tile;
-    tile.batch = place.sequence;
-    tile.kv_head = head;
-    tile.head = head * params.group_size;
-    tile.first_row = (index - head * row_blocks) * kBlockM;
-    return tile;
-}
-
 // The next sequence that has KV blocks.
 __device__ __forceinline__ Place next_place(const Params& params, const Place& place) {
     Place next = {place.sequence, place.end, place.end};
@@ -348,6 +336,18 @@ __device__ __forceinline__ Part find_part(const Params& params, const Share& sha
     const int first = tiles.first_kv_block + index - tile_begin;
     const int slot = 2 * block_index() + (index == share.begin ? 0 : 1);
     return {tile, first, first + count, count == tiles.kv_blocks ? -1 : slot};
+}
+
+// Tile `index` of a sequence, of which `params` are.
+__device__ __forceinline__ Tile find_tile(const Params& params, const Place& place, int index) {
+    const int row_blocks = tiles_of(params).row_blocks;
+    const int head = index / row_blocks;  // of the grid
+    Tile tile;
+    tile.batch = place.sequence;
+    tile.kv_head = head;
+    tile.head = head * params.group_size;
+    tile.first_row = (index - head * row_blocks) * kBlockM;
+    return tile;
 }
 
 // The parameters of a call of one sequence alone: its lengths, and pointers to its first rows.
@@ -593,11 +593,11 @@ struct Start {
     Fetch fetch;
 };
 
-// `first` are the lengths of the lane's sequence among the first 32. With an empty share all else is 0, and nothing is fetched.
-__device__ __forceinline__ Start find_start(const Params& all, const Lengths& first, int group, int lane) {
-    Start start = {find_share(all, first, block_index(), lane)};
+// `lane_lengths` are those of the lane's sequence among the first 32. With an empty share all else is 0, and nothing is fetched.
+__device__ __forceinline__ Start find_start(const Params& all, const Lengths& lane_lengths, int group, int lane) {
+    Start start = {find_share(all, lane_lengths, block_index(), lane)};
     if (start.share.begin == start.share.end) return start;
-    start.place = find_place(all, first, start.share.begin, lane);
+    start.place = find_place(all, lane_lengths, start.share.begin, lane);
     const Params params = of_sequence(all, start.place.sequence, start.place.lengths);
     start.tile = find_tile(params, start.place, find_part(params, start.share, start.place, start.share.begin).tile);
     start.fetch = seek(params, start.place, start.share.begin, group);
@@ -616,17 +616,17 @@ __device__ __forceinline__ bool differ(const Lengths& a, const Lengths& b) {
 __device__ __forceinline__ Start await_start(const Params& all, int group, int lane) {
     bool awaited = !kGridsOverlap || all.batch_size > 32;
     if (awaited) griddepcontrol_wait();
-    Lengths first = lengths_of(all, lane);
+    Lengths lane_lengths = lengths_of(all, lane);
     for (;;) {  // twice at most; with two copies of find_start() registers would be spilled
-        Start start = find_start(all, first, group, lane);
+        Start start = find_start(all, lane_lengths, group, lane);
         if (awaited) return start;
         prefetch_next(all, start.share, start.fetch);
         griddepcontrol_wait();
         awaited = true;
         start.fetch.pages = find_pages(all, start.fetch);  // pages may have changed where lengths have not
-        const Lengths earlier = first;
-        first = lengths_of(all, lane);
-        if (!__any_sync(0xffffffff, differ(first, earlier))) return start;
+        const Lengths earlier = lane_lengths;
+        lane_lengths = lengths_of(all, lane);
+        if (!__any_sync(0xffffffff, differ(lane_lengths, earlier))) return start;
     }
 }
 
@@ -752,7 +752,7 @@ __device__ __forceinline__ KeyRange keys_of_every(const Params& params, int firs
             keys_of_query(params, query_of_row(params, first_row)).end};
 }
 
-// Walks S, the one place where scores are told their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and
+// Visits the scores of S with their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and
 // key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
 // that this lane has of the row: that of key lane_key + step. The steps are constants, so that comparing one takes one instruction.
 template <int kTiles, typename AtRow>

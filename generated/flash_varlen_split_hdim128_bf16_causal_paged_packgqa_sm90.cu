@@ -35,6 +35,7 @@ constexpr int kProducerRegisters = 56;
 constexpr int kConsumerRegisters = 152;
 
 // Named barriers: 0 is __syncthreads; 1 to kConsumers are the consumers' turns.
+
 // Shared memory holds panels of 64 columns, each row of 128 bytes swizzled by TMA.
 constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
@@ -46,7 +47,7 @@ constexpr int kVBytes = kPanelsV * kBlockN * kPanelRowBytes;
 constexpr int kKOffset = kQStages * kQBytes;
 constexpr int kVOffset = kKOffset + kStages * kKBytes;
 constexpr int kBarrierOffset = kVOffset + kStages * kVBytes;
-// What was found of tiles ahead of the producer and the consumers: one for each Q buffer, so that their ring is that of Q.
+// Slots in which find_tiles() passes tiles to the producer and the consumers, one for each Q buffer: they share the ring of Q.
 constexpr int kTileOffset = kBarrierOffset + 8 * (4 * kQStages + 4 * kStages + 1);
 constexpr int kTileBytes = 48;
 constexpr int kSharedBytes = kTileOffset + kQStages * kTileBytes;
@@ -109,7 +110,7 @@ static_assert(offsetof(Params, scale_log2) == 548);
 // Rows are (query, head in group) pairs, heads fastest.
 struct Tile {
     int batch;
-    int head;  // first query head of the group that shares kv_head
+    int head;  // first query head of the group that shares a head of K and V
     int kv_head;
     int first_row;
 };
@@ -225,10 +226,11 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int quer
 }
 
 // The tiles of a sequence: of each head of the grid `row_blocks`, each with KV blocks [first_kv_block, first_kv_block + kv_blocks).
+// These are the KV blocks that all queries of the sequence see together. The rows of one tile may see fewer.
 struct Tiles {
     int row_blocks;
     int first_kv_block;
-    int kv_blocks;  // at least one, so that a tile without keys is somebody's
+    int kv_blocks;  // at least one, so that a thread block writes the rows of a tile without keys
 };
 
 // `params` are those of the sequence.
@@ -250,9 +252,9 @@ __device__ __forceinline__ int count_kv_blocks(const Params& params, const Lengt
 }
 
 // KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of every 32nd sequence;
-// `first` are the lengths of the first one.
-__device__ __forceinline__ int kv_blocks_per_share(const Params& params, const Lengths& first, int& num_kv_blocks, int lane) {
-    int count = count_kv_blocks(params, first);
+// `lane_lengths` are those of its first one.
+__device__ __forceinline__ int kv_blocks_per_share(const Params& params, const Lengths& lane_lengths, int& num_kv_blocks, int lane) {
+    int count = count_kv_blocks(params, lane_lengths);
 #pragma unroll 4  // several lengths on their way from global memory
     for (int sequence = lane + 32; sequence < params.batch_size; sequence += 32) {
         count += count_kv_blocks(params, lengths_of(params, sequence));
@@ -261,10 +263,10 @@ __device__ __forceinline__ int kv_blocks_per_share(const Params& params, const L
     return max(1, (num_kv_blocks + params.num_shares - 1) / params.num_shares);
 }
 
-// `first` are the lengths of the lane's sequence among the first 32.
-__device__ __forceinline__ Share find_share(const Params& params, const Lengths& first, int index, int lane) {
+// `lane_lengths` are those of the lane's sequence among the first 32.
+__device__ __forceinline__ Share find_share(const Params& params, const Lengths& lane_lengths, int index, int lane) {
     int num_kv_blocks;
-    const int per_share = kv_blocks_per_share(params, first, num_kv_blocks, lane);
+    const int per_share = kv_blocks_per_share(params, lane_lengths, num_kv_blocks, lane);
     const int begin = min(num_kv_blocks, index * per_share);
     return {begin, min(num_kv_blocks, begin + per_share)};
 }
@@ -302,18 +304,6 @@ __device__ __forceinline__ Place find_place(const Params& params, Lengths length
         begin = __shfl_sync(0xffffffff, end, 31);
         lengths = lengths_of(params, first + 32 + lane);
     }
-}
-
-// Tile `index` of a sequence, of which `params` are.
-__device__ __forceinline__ Tile find_tile(const Params& params, const Place& place, int index) {
-    const int row_blocks = tiles_of(params).row_blocks;
-    const int head = index / row_blocks;
-    Tile tile;
-    tile.batch = place.sequence;
-    tile.kv_head = head;
-    tile.head = head * params.group_size;
-    tile.first_row = (index - head * row_blocks) * kBlockM;
-    return tile;
 }
 
 // The next sequence that has KV blocks.
@@ -357,9 +347,9 @@ struct SequenceTile {
         first_query = load_shared_32(passed + 12);
         seqlen_q = load_shared_32(passed + 16);
         seqlen_kv = load_shared_32(passed + 20);
-        first_block = load_shared_32(passed + 32);
-        end_block = load_shared_32(passed + 36);
-        slot = load_shared_32(passed + 40);
+        first_block = load_shared_32(passed + 24);
+        end_block = load_shared_32(passed + 28);
+        slot = load_shared_32(passed + 32);
     }
 
     __device__ __forceinline__ void store(shared_address passed) const {
@@ -369,16 +359,14 @@ struct SequenceTile {
         store_shared_32(passed + 12, first_query);
         store_shared_32(passed + 16, seqlen_q);
         store_shared_32(passed + 20, seqlen_kv);
-        store_shared_32(passed + 32, first_block);
-        store_shared_32(passed + 36, end_block);
-        store_shared_32(passed + 40, slot);
+        store_shared_32(passed + 24, first_block);
+        store_shared_32(passed + 28, end_block);
+        store_shared_32(passed + 32, slot);
     }
 };
 
-// The tile of a sequence whose rows begin at `first_row`, of a head of the grid.
-__device__ __forceinline__ SequenceTile tile_at(const Params& params, int sequence, int head, int first_row) {
-    const Rows queries = queries_of(params, sequence);
-    const Rows keys = keys_of(params, sequence);
+// The tile whose rows begin at `first_row` of a sequence, of a head of the grid; `queries` and `keys` are those of the sequence.
+__device__ __forceinline__ SequenceTile tile_at(const Params&, int sequence, const Rows& queries, const Rows& keys, int head, int first_row) {
     SequenceTile tile = {sequence, head, first_row, queries.begin, queries.count, keys.count};
     return tile;
 }
@@ -477,7 +465,7 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
     }
 }
 
-// The one walk over the scores that a lane holds of a KV block: visit(row, key, score), where `row` (0 or 8) counts from the lane's
+// Visits the scores that a lane holds of a KV block: visit(row, key, score), where `row` (0 or 8) counts from the lane's
 // first row, the warp's plus lane / 4, and `key` (8 j or 8 j + 1, from `begin` up to `end`) from its first key, the block's plus
 // lane % 4 * 2. Both are constants once unrolled.
 template <typename Visit>
@@ -570,7 +558,7 @@ __device__ __forceinline__ void wgmma_m64n128k16_bf16_rs(float (&d)[64], const u
 #endif
 
 // A matrix descriptor: where an operand lies in shared memory, the stride byte offset (SBO) and the leading byte offset (LBO) between
-// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read of MN-major operands of several panels alone.
+// its swizzle atoms of eight rows, and the kind of swizzle. LBO is read only for MN-major operands of several panels.
 __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_bytes, int leading_bytes = 16) {
     constexpr uint64_t kSwizzle = 1;  // of 128 bytes
     return uint64_t(start >> 4 & 0x3fff) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
@@ -806,7 +794,7 @@ __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, int fir
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
 }
 
-// Those that the thread block has of a tile.
+// Those that the thread block has of a tile, but for those of which its rows see no key.
 __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, const SequenceTile& found) {
     const KvBlocks blocks = find_kv_blocks(params, found.first_row, kBlockM);
     return {max(blocks.first, found.first_block), min(blocks.last, found.end_block - 1)};
@@ -819,8 +807,8 @@ __device__ __forceinline__ int begin_of_tile(const Params& params, const Place& 
 
 // The warp that finds what the thread block's share has of tile after tile, ahead of the producer and the consumers: the part with which
 // the share begins, the one with which it ends, then the whole tiles between them. All tiles of a sequence are equally long, and each is
-// visited from its last KV block on. A share's first and last part add up to as many KV blocks as those of other shares, but for whole
-// tiles. So thread blocks that keep pace visit a head in at most two places, wherever their shares begin, and find its keys in L2.
+// visited from its last KV block on. Both partial tiles come first. Their lengths add up to the same in all shares, modulo the length of a
+// tile, so all thread blocks start whole tiles at about the same time and share K and V of a head in L2.
 __device__ __forceinline__ void find_tiles(const Params& params, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
     RingPosition<kQStages> ring;
@@ -833,14 +821,16 @@ __device__ __forceinline__ void find_tiles(const Params& params, shared_address 
         __syncwarp();
         ring.advance();
     };
-    const Lengths first = lengths_of(params, lane);
-    const Share share = find_share(params, first, block_index(), lane);
+    const Lengths lane_lengths = lengths_of(params, lane);
+    const Share share = find_share(params, lane_lengths, block_index(), lane);
     // Passes on the part that begins with KV block `index` of all. Returns the one behind it.
     auto pass_on_part = [&](const Place& place, int index) {
         const Params own = with_lengths(params, place.lengths);
         const Part part = find_part(own, share, place, index);
-        const Tile tile = find_tile(own, place, part.tile);
-        SequenceTile found = tile_at(params, place.sequence, tile.kv_head, tile.first_row);  // that is the head of the grid
+        const int row_blocks = tiles_of(own).row_blocks;
+        const int head = part.tile / row_blocks;  // of the grid
+        const int first_row = (part.tile - head * row_blocks) * kBlockM;
+        SequenceTile found = tile_at(params, place.sequence, place.lengths.queries, place.lengths.keys, head, first_row);
         found.first_block = part.first;
         found.end_block = part.end;
         found.slot = part.slot;
@@ -848,10 +838,10 @@ __device__ __forceinline__ void find_tiles(const Params& params, shared_address 
         return index + part.end - part.first;
     };
     if (share.begin < share.end) {
-        Place place = find_place(params, first, share.begin, lane);
+        Place place = find_place(params, lane_lengths, share.begin, lane);
         int index = pass_on_part(place, share.begin);
         if (index < share.end) {
-            const Place last_place = find_place(params, first, share.end - 1, lane);
+            const Place last_place = find_place(params, lane_lengths, share.end - 1, lane);
             const int last = begin_of_tile(params, last_place, share.end - 1);
             pass_on_part(last_place, last);
             while (index < last) {
@@ -956,7 +946,7 @@ struct PagedArray {
     }
 };
 
-// Two producer warps: one brings Q and K of each tile, the other V, as boxes of 16 keys are many.
+// Two producer warps: one brings Q and K of each tile, the other V, since boxes of 16 keys make many TMA loads.
 __device__ __forceinline__ void produce(const Params& params, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
     const PagedArray<kPanels> k = {params.k, shared + kKOffset, barriers.k_full(0), barriers.k_empty(0)};
@@ -1012,8 +1002,8 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
         if (found.sequence < 0) break;
         const Params params = of_sequence(all, found);
         const Tile tile = tile_of(params, found);
-        // V of the block in which the sequence ends is cleared past that end, by all consumers, also those that skip the block. Each
-        // awaits the others, so none is ahead by a phase.
+        // V of the block in which the sequence ends is cleared past that end, by all consumers. Each awaits the others, so none is ahead
+        // by a phase.
         auto has_tail = [&](int kv_block) { return (kv_block + 1) * kBlockN > params.seqlen_kv; };
         auto clear_tail = [&](int kv_block) {
             if (!has_tail(kv_block)) return;
@@ -1039,8 +1029,8 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
         __syncwarp();
         float output[kHeadDimV / 2] = {};
         RowState rows;
-        // Rows past the end are queries of another sequence. They must not decide when the row_max of a warp moves: the bits of this
-        // sequence would depend on that one.
+        // Rows outside the sequence may be queries of another one. With row_max infinite they never raise the warp's row_max; otherwise
+        // this sequence's result would depend on the other in its last bits.
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             if (!is_row(params, first_row + 8 * half + lane / 4)) rows.row_max[half] = INFINITY;

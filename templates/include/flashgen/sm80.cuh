@@ -1,7 +1,7 @@
 // PTX of compute capability 8.0, one instruction to a function, under the instruction's own name.
 //
-// This header, with the one that it includes, is the only place where flashgen's Ampere-class kernels meet the machine. A kernel
-// includes it and nothing else, so that a header of the same name with other bodies (a simulator's, say) can stand in for it.
+// All PTX of the Ampere kernels is here and in ptx.cuh. A kernel includes this header and nothing else, so that a header of the same name
+// with other bodies (a simulator's, say) can stand in for it.
 #pragma once
 
 #include "flashgen/ptx.cuh"
