@@ -22,24 +22,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from flashgen.operators.attention import Problem
-    from flashgen.runtime.plans import Arrays, Pointers, Work
+    from flashgen.runtime.plans import Arrays
 
 BLOCK_ROWS = 512
 BLOCK_KEYS = 256
 
 
-class Runner:
-    """Computes a problem at once, in the calling thread and helpers; see ``plans.Runner``."""
-
-    variant = None
-    steps = ()
-    workspace_bytes = 0
-
-    def at(self, pointers: Pointers, problem: Problem) -> Work:
-        return partial(_run, problem)
-
-
-def _run(problem: Problem, arrays: Arrays, stream: int) -> None:
+def run(problem: Problem, arrays: Arrays, stream: int) -> None:
+    """Compute the outputs among ``arrays``, which are in the operator's order."""
     check_writable(problem, arrays)
     q, k, v, mask, out, lse, *score_arrays = (None if x is None else host_array(x) for x in arrays)
     attention(problem, q, k, v, mask, out=out, lse=lse, score=modification(problem, score_arrays))

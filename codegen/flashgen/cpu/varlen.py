@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,23 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from flashgen.operators.varlen import VarlenProblem
-    from flashgen.runtime.plans import Arrays, Pointers, Work
+    from flashgen.runtime.plans import Arrays
 
 _MASK = VARLEN.arguments[VARLEN.position("mask")]
 
 
-class Runner:
-    """Computes a problem at once, in the calling thread and helpers; see ``plans.Runner``."""
-
-    variant = None
-    steps = ()
-    workspace_bytes = 0
-
-    def at(self, pointers: Pointers, problem: VarlenProblem) -> Work:
-        return partial(_run, problem)
-
-
-def _run(problem: VarlenProblem, arrays: Arrays, stream: int) -> None:
+def run(problem: VarlenProblem, arrays: Arrays, stream: int) -> None:
+    """Compute the outputs among ``arrays``, which are in the operator's order."""
     check_writable(problem, arrays)
     host = [None if x is None else host_array(x) for x in arrays]
     named = dict(zip((argument.name for argument in ARGUMENTS), host, strict=False))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from flashgen.cpu.attention import bits, modification
@@ -14,21 +13,11 @@ from flashgen.runtime.arrays import check_writable, host_array
 
 if TYPE_CHECKING:
     from flashgen.operators.varlen_backward import VarlenBackwardProblem
-    from flashgen.runtime.plans import Arrays, Pointers, Work
+    from flashgen.runtime.plans import Arrays
 
 
-class Runner:
-    """Computes a problem at once, in the calling thread and helpers; see ``plans.Runner``."""
-
-    variant = None
-    steps = ()
-    workspace_bytes = 0
-
-    def at(self, pointers: Pointers, problem: VarlenBackwardProblem) -> Work:
-        return partial(_run, problem)
-
-
-def _run(problem: VarlenBackwardProblem, arrays: Arrays, stream: int) -> None:
+def run(problem: VarlenBackwardProblem, arrays: Arrays, stream: int) -> None:
+    """Compute the outputs among ``arrays``, which are in the operator's order."""
     check_writable(problem, arrays)
     given, score_arrays = arrays[: len(ARGUMENTS)], arrays[len(ARGUMENTS) :]
     host = {
