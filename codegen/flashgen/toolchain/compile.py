@@ -311,9 +311,9 @@ def explain(log: str, texts: Mapping[str, str], ptx: str = "") -> str:
     return "\n".join(out)
 
 
-def _excerpt(text: str, line: int, around: int = 2) -> list[str]:
+def _excerpt(text: str, line: int) -> list[str]:
     lines = text.splitlines()
-    shown = range(max(1, line - around), min(len(lines), line + around) + 1)
+    shown = range(max(1, line - 2), min(len(lines), line + 2) + 1)
     return [f"  {'>' if n == line else ' '} {n:5d} | {lines[n - 1]}" for n in shown]
 
 
