@@ -23,7 +23,7 @@ from flashgen.operators.masks import Band
 def view(shape, dtype="fp16", *, strides=None, device=0):
     if strides is None:
         strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    return ArrayView("cupy", 4096, shape, strides, dtype, device, None)
+    return ArrayView("cupy", 4096, shape, strides, dtype, device)
 
 
 def call(q=(2, 5, 4, 64), kv=(2, 7, 2, 64), dtype="fp16", **options):
@@ -281,7 +281,7 @@ STRIDE_ERRORS = [
 def test_wrong_strides(name, strides, says):
     shape = (2, 5, 4, 64)
     views = {which: view(shape) for which in ("q", "k", "v", "out")}
-    views[name] = ArrayView("cupy", 4096, shape, strides, "fp16", 0, None)
+    views[name] = ArrayView("cupy", 4096, shape, strides, "fp16", 0)
     with pytest.raises(errors.BadTensorStrides, match=rf"^{name} .*{says}"):
         normalise(**views)
 
@@ -405,7 +405,7 @@ def test_extents_are_the_bytes_that_numpy_touches(counts, order, signs):
     base = np.zeros([*(counts[axis] for axis in order), 8], np.float16)
     array = base.transpose([*np.argsort(order), 3])[tuple(slice(None, None, sign) for sign in signs)]
     pointer = array.__array_interface__["data"][0]
-    q = ArrayView("numpy", pointer, shape, tuple(s // 2 for s in array.strides), "fp16", None, array)
+    q = ArrayView("numpy", pointer, shape, tuple(s // 2 for s in array.strides), "fp16", None)
     problem = normalise(q, q, q)
     low, high = problem.spans()[0]
     if array.size:
