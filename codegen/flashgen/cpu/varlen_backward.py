@@ -8,7 +8,7 @@ from flashgen.cpu.attention import bits, modification
 from flashgen.cpu.attention_backward import Call, gradients
 from flashgen.operators import varlen
 from flashgen.operators.sequences import sequences
-from flashgen.operators.varlen_backward import ARGUMENTS, LENGTHS
+from flashgen.operators.varlen_backward import ARGUMENTS, LENGTH_ARRAYS
 from flashgen.runtime.arrays import check_writable, host_array
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def run(problem: VarlenBackwardProblem, arrays: Arrays, stream: int) -> None:
         argument.name: None if x is None else bits(host_array(x))
         for argument, x in zip(ARGUMENTS, given, strict=True)
     }
-    lengths = dict.fromkeys(varlen.LENGTHS) | {name: host.pop(name) for name in LENGTHS}
+    lengths = dict.fromkeys(varlen.LENGTH_ARRAYS) | {name: host.pop(name) for name in LENGTH_ARRAYS}
     found = sequences(problem, lengths)  # raises, before anything is written
     packed = {
         argument.name: problem.packed_q if "batch_q" in argument.symbols else problem.packed_kv

@@ -65,7 +65,7 @@ _SHAPES = {
     "cu_seqlens_kv": ("batch + 1",),
     "pages": ("batch", "max_pages"),
 }
-LENGTHS = ("cu_seqlens_q", "cu_seqlens_kv", "kv_lengths", "index", "pages")
+LENGTH_ARRAYS = ("cu_seqlens_q", "cu_seqlens_kv", "kv_lengths", "index", "pages")
 OPTIONS = (
     "causal",
     "mask_type",
@@ -233,7 +233,7 @@ def normalise(
     causal, return_lse = flag("causal", causal), flag("return_lse", return_lse)
     splits = splits_of(splits)
     views = {"q": q, "k": k, "v": v} | ({} if out is None else {"out": out})
-    lengths = dict(zip(LENGTHS, (cu_seqlens_q, cu_seqlens_kv, kv_lengths, index, pages), strict=True))
+    lengths = dict(zip(LENGTH_ARRAYS, (cu_seqlens_q, cu_seqlens_kv, kv_lengths, index, pages), strict=True))
     given = {name: view for name, view in lengths.items() if view is not None}
     own = attention.score_views(score, score_arrays)
     masks = {} if mask is None else {"mask": mask}
@@ -266,7 +266,7 @@ def normalise(
     )
     if mask is not None:
         _check_mask(mask, given, sizes)
-    absent = {name for name in (*LENGTHS, "mask") if name not in given | masks}
+    absent = {name for name in (*LENGTH_ARRAYS, "mask") if name not in given | masks}
     absent |= set() if return_lse else {"lse"}
     score_sizes = attention.check_score_arrays(score, own, sizes)
     symbols = sizes | dict(score_sizes) | {"boundaries": batch + 1}
@@ -466,7 +466,7 @@ VARLEN = Operator(
     },
     grid_dimensions=(*ATTENTION.grid_dimensions, "sequence_rows"),
     normalise=attention.by_name(normalise, ARGUMENTS, OPTIONS, without=("lse",)),
-    elements_checked=LENGTHS,
+    elements_checked=LENGTH_ARRAYS,
     check_elements=_check_elements,
 )
 

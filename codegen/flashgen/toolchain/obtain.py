@@ -11,7 +11,7 @@ from flashgen.source import render
 from flashgen.toolchain import cache as caches
 from flashgen.toolchain import compile as compiler
 from flashgen.toolchain.compile import Compiled
-from flashgen.toolchain.origins import named
+from flashgen.toolchain.origins import template_lines_named
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +33,7 @@ def obtain(variant: Variant, arch: str) -> tuple[Compiled, bool]:
     def build() -> bytes:
         source = render.render(variant)
         headers = render.headers(source, render.include_dirs(variant))
-        with named(variant, source):
+        with template_lines_named(variant, source):
             made.append(compiler.compile_cubin(source, variant.name, arch, variant.options, headers))
         _log.info(
             "compiled %s for %s in %.2f s; it was not in %s",
