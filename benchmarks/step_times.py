@@ -18,20 +18,19 @@ from flashgen.bench.cases import Case
 from flashgen.bench.grids import find_grid
 from flashgen.bench.hosts import Host
 from flashgen.bench.peers.own import Flashgen
-from flashgen.bench.timing import Timing, graph_step, rotation, stream_step, time_interleaved
+from flashgen.bench.timing import Timing, input_sets, step_of, time_interleaved
 
 
 def measure(case: Case, host: Host, rounds: int, sample_ms: float) -> dict[str, Any]:
     """The kernels of a case in their order, each with the microseconds that it adds to those ahead of it."""
-    sets = [host.inputs(case, seed) for seed in range(rotation(case.bytes_moved, host.l2_bytes))]
+    sets = input_sets(case, host, 0)
     whole = Flashgen()
     whole.prepare(case, sets)
     names = [step.variant.name for step in whole.plan.steps]
     steps = {}
     for count in range(1, len(names) + 1):
         run = Flashgen(steps=count).prepare(case, sets)
-        graph = case.clock == "graph"
-        steps[count] = graph_step(run, len(sets), host) if graph else stream_step(run, len(sets))
+        steps[count] = step_of(case, run, len(sets), host)
     timings = time_interleaved(steps, host, rounds=rounds, sample_ms=sample_ms)
     return {"case": case.name, "kernels": added(names, timings)}
 

@@ -368,7 +368,7 @@ def test_rooms_import_from_the_rooms_above_them():
     arrows_up = {
         (f"{room}/{module.name}", other)
         for place, room in enumerate(rooms)
-        for module in (ROOMS / room).glob("*.py")
+        for module in (ROOMS / room).rglob("*.py")
         for other in imported_rooms(module)
         if other in rooms[place + 1 :]
     }

@@ -331,7 +331,7 @@ def test_each_variant_can_be_launched_on_its_cases():
 def problem_without_memory(case):
     def view(shape, dtype):
         strides = torch.empty(shape, device="meta").stride()
-        return ArrayView("torch", 256, shape, strides, dtype, 0, None)
+        return ArrayView("torch", 256, shape, strides, dtype, 0)
 
     q = view((case.batch, case.seqlen_q, case.heads_q, case.head_dim), case.dtype)
     k, v = (

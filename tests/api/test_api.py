@@ -3,6 +3,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 
 import ml_dtypes
 import numpy as np
@@ -11,8 +12,11 @@ import pytest
 import flashgen
 from flashgen import errors
 from flashgen.api import attention, calls, explain
-from flashgen.runtime import device
+from flashgen.runtime import device, kernel
 from flashgen.runtime.arrays import kind_of
+
+# Ahead of what `fake_gpu` puts in their place.
+REAL_LOAD, REAL_LOAD_ALL = kernel.load, kernel.load_all
 
 
 @pytest.fixture(autouse=True)
@@ -650,9 +654,40 @@ def test_warmup_loads_on_the_gpu_of_this_machine(fake_gpu, monkeypatch):
     )
     call = {"q": (2, 300, 4, 64), "causal": True}
     (name,) = flashgen.warmup([call])
-    assert loaded == [name]
+    assert set(loaded) == {name}
     assert name == flashgen.explain(**call).variant.name
     assert name.endswith("_sm90")
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_warmup_compiles_no_more_kernels_at_once_than_it_was_told(jobs, fake_gpu, monkeypatch):
+    monkeypatch.setattr(device, "available", lambda: True)
+    monkeypatch.setattr("flashgen.toolchain.compile.processors", lambda: 8)
+    monkeypatch.setattr(kernel, "load", REAL_LOAD)
+    monkeypatch.setattr(kernel, "load_all", REAL_LOAD_ALL)
+    monkeypatch.setattr(kernel, "_kernels", {})
+    monkeypatch.setattr(kernel, "_recalled", lambda variant, gpu: None)
+    compiled, running, most = [], [], []
+
+    def obtained(variant, gpu):
+        compiled.append(variant)
+        running.append(variant)
+        most.append(len(running))
+        time.sleep(0.02)
+        running.remove(variant)
+        return None, False
+
+    def load(variant, gpu, found):
+        found or obtained(variant, gpu)
+        return fake_gpu.load(variant, gpu)
+
+    monkeypatch.setattr(kernel, "_obtained", obtained)
+    monkeypatch.setattr(kernel, "_load", load)
+    call = {"q": (4, 4096, 16, 128), "operator": "attention_backward"}
+    names = flashgen.warmup([call, call, call | {"causal": True}], jobs=jobs)
+    assert names[0] == names[1] != names[2]
+    assert len(compiled) == len(set(compiled)) > 3
+    assert max(most) == jobs
 
 
 LOGGED = """

@@ -28,7 +28,7 @@ def work():
     from flashgen.operators.arguments import ArrayView
     from flashgen.operators.attention import normalise
 
-    view = ArrayView("cupy", 4096, (1, 64, 2, 64), (8192, 128, 64, 1), "fp16", 0, None)
+    view = ArrayView("cupy", 4096, (1, 64, 2, 64), (8192, 128, 64, 1), "fp16", 0)
     call = normalise(view, view, view)
     device = SimpleNamespace(compute_capability=(8, 0), smem_per_block=166912)
     variant = dispatch.offers(call, device, load_specs(cache=cache.default()))[0]

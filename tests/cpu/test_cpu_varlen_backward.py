@@ -29,7 +29,7 @@ class Batch:
     def __init__(self, rng, lengths, packed_q, packed_kv, heads=(4, 2), widths=(16, 8), dtype="fp32"):
         q_lengths, kv_lengths = (np.array(of_one, np.int32) for of_one in zip(*lengths, strict=True))
         batch, behind = len(q_lengths), 3
-        self.lengths = dict.fromkeys(varlen.LENGTHS)
+        self.lengths = dict.fromkeys(varlen.LENGTH_ARRAYS)
         if packed_q:
             self.lengths["cu_seqlens_q"] = sums(q_lengths)
             rows = (int(q_lengths.sum()) + behind,)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Generator, Tensor
 
-    from flashgen.operators.attention import Problem
+    from flashgen.operators.operator import Problem
 
     Attend = Callable[["Arrays"], tuple[Tensor, Tensor]]
 

@@ -87,7 +87,7 @@ def test_no_new_tokens_still_make_lengths():
 
 
 def strided(shape, strides, dtype="fp16"):
-    return ArrayView("shape", 256, shape, strides, dtype, 0, None)
+    return ArrayView("shape", 256, shape, strides, dtype, 0)
 
 
 @pytest.mark.parametrize(

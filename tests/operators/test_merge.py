@@ -51,12 +51,12 @@ def test_the_problem_has_sizes_and_contiguous_results():
         ({"lse2": view_of_shape(LSE, "fp32", 1)}, DeviceTypeNotSupported, "lse2 is on GPU 1 but o1 is"),
         ({"o2": view_of_shape(OUT, "fp16", None)}, DeviceTypeNotSupported, "o2 is in host memory but o1 is"),
         (
-            {"lse2": ArrayView("shape", 256, LSE, (15, 1, 3), "fp32", 0, None)},
+            {"lse2": ArrayView("shape", 256, LSE, (15, 1, 3), "fp32", 0)},
             BadTensorStrides,
             "lse2 has strides",
         ),
         (
-            {"o2": ArrayView("shape", 256, OUT, (244, 52, 17, 1), "fp16", 0, None)},
+            {"o2": ArrayView("shape", 256, OUT, (244, 52, 17, 1), "fp16", 0)},
             BadTensorStrides,
             "o2 has strides",
         ),

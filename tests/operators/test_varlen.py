@@ -14,7 +14,7 @@ from flashgen.operators.varlen import normalise
 
 def view(*shape, dtype="fp16", device=0):
     strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    return ArrayView("cupy", 4096, shape, strides, dtype, device, None)
+    return ArrayView("cupy", 4096, shape, strides, dtype, device)
 
 
 def integers(*shape, **changes):

@@ -205,7 +205,7 @@ from flashgen.spec import load
 from flashgen.toolchain import cache, obtain
 from flashgen.operators.attention import normalise
 from flashgen.operators.arguments import ArrayView
-view = ArrayView("cupy", 4096, (1, 64, 2, 64), (8192, 128, 64, 1), "fp16", 0, None)
+view = ArrayView("cupy", 4096, (1, 64, 2, 64), (8192, 128, 64, 1), "fp16", 0)
 call = normalise(view, view, view, causal=True)
 device = SimpleNamespace(compute_capability=(9, 0), smem_per_block=232448)
 variant = dispatch.offers(call, device, load.load_specs(cache=cache.default()))[0]

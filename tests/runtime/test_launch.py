@@ -1,4 +1,5 @@
 import gc
+import random
 import threading
 from pathlib import Path
 
@@ -9,11 +10,14 @@ from hypothesis import strategies as st
 
 from fake_gpu import H200, Binding
 from flashgen.errors import BadTensorShape, NoBindingError, SpecError
-from flashgen.operators.attention import UNBOUNDED
+from flashgen.operators.masks import UNBOUNDED
 from flashgen.runtime import launch, tensormap
 from flashgen.schedule.grid import heads, launch_of, rows, tiles
-from flashgen.schedule.parameters import pack, parameters, vector_width
+from flashgen.schedule.parameters import filled, pack, parameters, vector_width
 from flashgen.schedule.plan import plan_steps
+from flashgen.schedule.tensormap import BYTES
+from flashgen.simulator.example import Shape, make
+from flashgen.simulator.hardware import pretend_for
 from flashgen.source.params import layout
 from flashgen.spec.load import load_spec, load_specs
 from flashgen.spec.params import Param
@@ -317,3 +321,33 @@ def test_a_missing_binding_is_noticed_before_compiling(monkeypatch):
     monkeypatch.setattr(tensormap, "binding", absent)
     with pytest.raises(NoBindingError):
         launch.prepare(MAPPED, 0, (tma_variant(),))
+
+
+@pytest.mark.parametrize("spec", load_specs(), ids=lambda spec: spec.name)
+def test_a_launch_fills_a_struct_in_as_the_simulator_does(spec, driver, binding):
+    """All but tensor maps, which each encodes by itself."""
+    rng = random.Random(spec.name)
+    mains = [variant for variant in spec.variants() if variant.is_main]
+    for variant in rng.sample(mains, min(6, len(mains))):
+        few = {"seqlen_q": rng.randint(1, 4), "heads": 2, "kv_heads": 2} if variant.rows_at_most else {}
+        shape = Shape(seqlen_kv=rng.randint(1, 600), batch=rng.randint(1, 3), **few)
+        problem = make(variant, shape, rng.randrange(100)).problem
+        gpu = pretend_for(variant)
+        planned = plan_steps(problem, variant, gpu)
+        kernels = [driver.load(step.variant, gpu) for step in planned.steps]
+        made = launch.Runner(planned, variant, gpu, kernels)
+        arguments, names = problem.operator.arguments, problem.operator.scalars
+        for _ in range(3):
+            called = problem.with_scalars(
+                tuple(rng.uniform(0.01, 2) if name == "softmax_scale" else None for name in names)
+            )
+            alignments = (*(argument.alignment for argument in arguments), 256)
+            pointers = tuple(alignment * rng.randrange(1, 1 << 40) for alignment in alignments)
+            driver.launches.clear()
+            made.at(pointers, called)((None,) * len(arguments), 0)
+            for step, launched in zip(planned.steps, driver.launches, strict=True):
+                found = bytearray(launched[3])
+                for offset, source, _ in step.struct.maps:
+                    assert int.from_bytes(found[offset : offset + 8], "little") == pointers[source]
+                    found[offset : offset + BYTES] = bytes(BYTES)
+                assert found == filled(step.struct, pointers, called.scalar_values())

@@ -215,13 +215,6 @@ def test_a_spec_folder_may_hold_its_own_templates(tiny_folder):
     assert search_path(variant)[:2] == (str(tiny_folder.parent / "templates"), str(flat))
 
 
-def test_template_dirs_can_be_given(tiny_folder, variant):
-    other = tiny_folder.parent / "other"
-    other.mkdir()
-    (other / "tiny.cu.j2").write_text("${ header }\nint threads = ${ threads };\n")
-    assert render(variant, [other]).splitlines()[-1] == "int threads = 256;"
-
-
 def test_flatten_inlines_each_header_once(variant):
     folders = include_dirs(variant)
     source = render(variant)

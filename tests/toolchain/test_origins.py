@@ -3,7 +3,7 @@ import pytest
 from flashgen.errors import CompileError
 from flashgen.source.render import render
 from flashgen.spec.load import load_spec
-from flashgen.toolchain.origins import named
+from flashgen.toolchain.origins import template_lines_named
 
 
 @pytest.mark.parametrize("form", ["{name}.cu({line}): error: no", "/tmp/x/{name}.cu:{line}:7: error: no"])
@@ -14,7 +14,7 @@ def test_the_line_of_the_template_is_named(form, tiny_folder):
     template = tiny_folder / "templates" / "tiny.cu.j2"
     number = 1 + next(n for n, text in enumerate(template.read_text().splitlines()) if 'extern "C"' in text)
     message = form.format(name=variant.name, line=line)
-    with pytest.raises(CompileError) as caught, named(variant, source):
+    with pytest.raises(CompileError) as caught, template_lines_named(variant, source):
         raise CompileError(f"it does not compile\n{message}")
     assert str(caught.value).splitlines()[1:] == [
         message,
@@ -26,6 +26,6 @@ def test_the_line_of_the_template_is_named(form, tiny_folder):
 def test_an_error_elsewhere_stays_as_it_is(tiny_folder):
     variant = load_spec(tiny_folder / "specs" / "tiny.yaml").variants()[0]
     for message in ("flashgen/tiny.cuh(2): error: no", f"{variant.name}.cu(99999): error: no", "no"):
-        with pytest.raises(CompileError) as caught, named(variant, render(variant)):
+        with pytest.raises(CompileError) as caught, template_lines_named(variant, render(variant)):
             raise CompileError(message)
         assert str(caught.value) == message

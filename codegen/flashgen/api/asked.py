@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from flashgen.api.kvcache import KVCache
 from flashgen.errors import BadParam, NullPointer
 from flashgen.operators.arguments import flag
-from flashgen.operators.attention import mask_type_name, operator_for, sees_no_later_key, window_of
+from flashgen.operators.attention import operator_for
+from flashgen.operators.maskoptions import mask_type_name, sees_no_later_key, window_of
 from flashgen.operators.splits import AUTO, splits_of
 
 if TYPE_CHECKING:

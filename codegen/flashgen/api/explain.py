@@ -5,15 +5,23 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from flashgen.api.asked import names_given
 from flashgen.api.backends import specs_for
 from flashgen.api.kvcache import KVCache
-from flashgen.errors import BadParam, BadTensorShape, DeviceTypeNotSupported, NullPointer, naming
+from flashgen.errors import (
+    BadParam,
+    BadTensorShape,
+    CompileError,
+    DeviceTypeNotSupported,
+    NullPointer,
+    naming,
+)
 from flashgen.operators.arguments import dtype_name, view_of_shape
 from flashgen.runtime import arrays, dlpack
+from flashgen.spec.variant import TUNED_TILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +30,7 @@ if TYPE_CHECKING:
     from flashgen.arch import Device
     from flashgen.operators.operator import Operator, Problem
     from flashgen.schedule.explain import Explanation
+    from flashgen.spec.variant import Variant
 
 # The module beside this one of each function that `explain` and `warmup` know by name, and of its
 # `asked_by_name`, which says what a call of it asks for.
@@ -82,33 +91,43 @@ def warmup(
 
     device = _device_of(arch)
     specs = specs_for(device)
-    shaped = []
+    asked = []
     for call in calls:
         given = dict(call)
         dtype = given.pop("dtype", "fp16")
         if "q" not in given:
             raise BadParam(f"a call of warmup has no q: {call}; it is a shape, such as (1, 4096, 16, 128)")
         operator, algorithm = given.pop("operator", "attention"), given.pop("algorithm", None)
-        shaped.append((_shaped(operator, given, dtype), algorithm))
-    if arch is None:
-        from flashgen.runtime.launch import prepare
+        problem = _shaped(operator, given, dtype)
+        asked.append((problem, offers(problem, device, specs, algorithm)))
+    mains = [select(problem, device, variants) for problem, variants in asked]
+    steps = dict.fromkeys(step for main in mains for step in main.steps)
+    if arch is not None:
+        in_parallel(partial(_compile, device=device), steps, jobs)
+        return tuple(main.name for main in mains)
+    from flashgen.runtime.launch import prepare
 
-        def ready(call: tuple[Problem, str | None]) -> str:
-            problem, algorithm = call
-            offered = offers(problem, device, specs, algorithm)
-            return prepare(problem, device.ordinal, offered).variant.name
-    else:
-        from flashgen.toolchain.obtain import arch_for, obtain, own_arch, recall
+    in_parallel(partial(_load, device=device), steps, jobs)
+    return tuple(prepare(problem, device.ordinal, variants).variant.name for problem, variants in asked)
 
-        def ready(call: tuple[Problem, str | None]) -> str:
-            problem, algorithm = call
-            main = select(problem, device, offers(problem, device, specs, algorithm))
-            for variant in main.steps:
-                if recall(variant, own_arch(variant, device)) is None:
-                    obtain(variant, arch_for(variant, device))
-            return main.name
 
-    return tuple(in_parallel(ready, shaped, jobs))
+def _compile(variant: Variant, device: Device) -> None:
+    """Have a kernel in the disk cache."""
+    from flashgen.toolchain.obtain import arch_for, obtain, own_arch, recall
+
+    if recall(variant, own_arch(variant, device)) is None:
+        obtain(variant, arch_for(variant, device))
+
+
+def _load(variant: Variant, device: Device) -> None:
+    """Have a kernel in memory; a tile tuned on this machine may fail, for which `prepare` has another one."""
+    from flashgen.runtime import kernel
+
+    try:
+        kernel.load(variant, device)
+    except CompileError:
+        if variant.tile_name != TUNED_TILE:
+            raise
 
 
 def _device_of(arch: str | None) -> Device:

@@ -9,12 +9,12 @@ import numpy as np
 from flashgen.errors import BadParam
 from flashgen.operators import OPERATORS
 from flashgen.operators.arguments import DTYPE_BYTES, total_bytes
-from flashgen.operators.attention import DTYPES
+from flashgen.operators.contract import DTYPES
 from flashgen.operators.masks import UNBOUNDED, Band
 
 MASKS = ("none", "causal", "window", "random", "random_causal", "documents")
 SCORES = ("none", "softcap", "alibi")
-LENGTHS = ("none", "cache", "packed", "zipf")
+LENGTH_KINDS = ("none", "cache", "packed", "zipf")
 DIRECTIONS = ("forward", "backward")
 SOFTCAP = 30.0
 CLOCKS = ("stream", "graph")
@@ -72,7 +72,7 @@ class Case:
             (self.score, SCORES),
             (self.clock, CLOCKS),
             (self.dtype, DTYPES),
-            (self.lengths, LENGTHS),
+            (self.lengths, LENGTH_KINDS),
             (self.direction, DIRECTIONS),
         ):
             if value not in allowed:

@@ -16,7 +16,7 @@ from flashgen.bench.grids import find_grid
 from flashgen.bench.peers.registry import OURS, choose_peers
 from flashgen.bench.results import Measurement, Report, Row
 from flashgen.bench.table import line, print_tables
-from flashgen.bench.timing import Step, graph_step, rotation, stream_step, time_interleaved
+from flashgen.bench.timing import Step, input_sets, step_of, time_interleaved
 from flashgen.errors import BadParam
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _prepare(
 ) -> tuple[dict[str, Measurement], dict[str, Step]]:
     """Call every peer once and check it: what was found, without timings, and the steps to time."""
     rng = np.random.default_rng(seed)
-    sets = [host.inputs(case, seed + i) for i in range(rotation(case.bytes_moved, host.l2_bytes))]
+    sets = input_sets(case, host, seed)
     measurements: dict[str, Measurement] = {}
     steps: dict[str, Step] = {}
     reference = None
@@ -184,8 +184,7 @@ def _first_call(
     )
     if getattr(peer, "algorithm", None) is not None:
         measurement = replace(measurement, **_memory(case, peer, call, host))
-    step = graph_step(call, len(sets), host) if case.clock == "graph" else stream_step(call, len(sets))
-    return tuple(host.copy(x) for x in results), measurement, step
+    return tuple(host.copy(x) for x in results), measurement, step_of(case, call, len(sets), host)
 
 
 def _memory(case: Case, peer: Any, call: Callable[[int], Any], host: Host) -> dict[str, Any]:

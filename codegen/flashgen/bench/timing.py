@@ -12,7 +12,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
-    from flashgen.bench.hosts import Clock
+    from flashgen.bench.cases import Case
+    from flashgen.bench.hosts import Clock, Host, Inputs
     from flashgen.bench.peers.base import Run
 
 Key = TypeVar("Key", bound="Hashable")
@@ -56,6 +57,11 @@ def rotation(set_bytes: int, l2_bytes: int, limit: int = 128) -> int:
     return max(1, min(limit, -(-2 * l2_bytes // set_bytes)))
 
 
+def input_sets(case: Case, host: Host, seed: int) -> list[Inputs]:
+    """The inputs to rotate among in a case: `rotation` of them, of seeds that count from ``seed``."""
+    return [host.inputs(case, seed + i) for i in range(rotation(case.bytes_moved, host.l2_bytes))]
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """What one repetition does: ``launches`` calls of a peer, on one input set after the other. ``holds``
@@ -83,6 +89,11 @@ def graph_step(run: Run, sets: int, clock: Clock) -> Step:
 
     # A graph has the addresses of its arrays alone.
     return Step(clock.capture(body), calls, holds=run)
+
+
+def step_of(case: Case, run: Run, sets: int, clock: Clock) -> Step:
+    """A step of a case, by the clock that it asks for."""
+    return graph_step(run, sets, clock) if case.clock == "graph" else stream_step(run, sets)
 
 
 def time_interleaved(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from flashgen.arch import Device
-    from flashgen.operators.attention import Problem
+    from flashgen.operators.attention import AttentionProblem
     from flashgen.operators.reference import Largest
     from flashgen.spec.variant import Variant
     from flashgen.toolchain.build import Built
@@ -131,7 +131,7 @@ class Call:
 
     case: Case
     arrays: tuple[np.ndarray, np.ndarray, np.ndarray]
-    problem: Problem
+    problem: AttentionProblem
     variant: Variant
 
 

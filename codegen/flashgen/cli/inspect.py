@@ -206,11 +206,11 @@ def _default_arch(variant: Variant) -> str:
 def _ptx(variant: Variant, arch: str) -> str:
     from flashgen.source.render import headers, include_dirs, render
     from flashgen.toolchain.compile import compile_ptx
-    from flashgen.toolchain.origins import named
+    from flashgen.toolchain.origins import template_lines_named
 
     source = render(variant)
     found = headers(source, include_dirs(variant))
-    with named(variant, source):
+    with template_lines_named(variant, source):
         return compile_ptx(source, variant.name, arch, variant.options, found)
 
 

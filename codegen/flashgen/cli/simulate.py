@@ -167,7 +167,7 @@ def _run(
     from flashgen.simulator.hardware import pretend_for
     from flashgen.simulator.library import load, load_in
     from flashgen.source.render import render
-    from flashgen.toolchain.origins import named
+    from flashgen.toolchain.origins import template_lines_named
 
     source = render(variant)
     device = pretend_for(variant)
@@ -178,7 +178,7 @@ def _run(
     with waiting(f"compiling {main.name} for the simulator"):
         for step in main.steps:
             text = render(step)
-            with named(step, text):
+            with template_lines_named(step, text):
                 libraries.append(load_in(debug, text, step.name) if debug else load(text, step.name))
     compiled = time.perf_counter() - begin
     found: dict[str, Any] = {

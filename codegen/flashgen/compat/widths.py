@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 from flashgen.api.attention import attention
 from flashgen.compat.libraries import is_tensor, module_of
 from flashgen.errors import BadTensorShape
-from flashgen.operators.attention import MAX_HEAD_DIM
+from flashgen.operators.arguments import ROW_ALIGNMENT
+from flashgen.operators.contract import MAX_HEAD_DIM
 from flashgen.runtime.arrays import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-# Rows start at a multiple of so many bytes.
-ROW_BYTES = 16
 
 
 def attention_of_any_width(q: Any, k: Any, v: Any, *, softmax_scale: float | None, **options: Any) -> Any:
@@ -46,8 +44,8 @@ def attention_of_any_width(q: Any, k: Any, v: Any, *, softmax_scale: float | Non
 
 
 def readable_rows(x: Any) -> Any:
-    """``x``, or a copy of it where its rows are not contiguous, or do not start at multiples of ROW_BYTES.
-    What is no array stays as it is, for ``attention`` to say what is wrong.
+    """``x``, or a copy of it where its rows are not contiguous, or do not start at multiples of
+    ROW_ALIGNMENT. What is no array stays as it is, for ``attention`` to say what is wrong.
     """
     if is_tensor(x):
         return _readable_tensor(x)
@@ -56,7 +54,7 @@ def readable_rows(x: Any) -> Any:
     strides, kind = getattr(x, "strides", None), kind_of(x)
     if strides is None:  # an array of JAX has none, and is contiguous
         return x
-    aligned = kind is None or kind.pointer(x) % ROW_BYTES == 0
+    aligned = kind is None or kind.pointer(x) % ROW_ALIGNMENT == 0
     return x if aligned and _has_rows(x, strides, x.itemsize, 1) else x.copy()
 
 
@@ -67,12 +65,12 @@ def _readable_tensor(x: Any) -> Any:
 
 
 def _is_aligned(x: Any) -> bool:
-    """Whether a tensor starts at a multiple of ROW_BYTES; also true where that cannot be told."""
+    """Whether a tensor starts at a multiple of ROW_ALIGNMENT; also true where that cannot be told."""
     # What Dynamo traces, and a fake tensor, lies nowhere yet: its operator looks when it runs.
     if sys.modules["torch"].compiler.is_compiling() or kind_of(x).dispatches(x):
         return True
     try:
-        return x.data_ptr() % ROW_BYTES == 0
+        return x.data_ptr() % ROW_ALIGNMENT == 0
     except RuntimeError:  # inside torch.func, which attention refuses
         return True
 
@@ -82,14 +80,14 @@ def _has_rows(x: Any, strides: Sequence[int], contiguous: int, unit: int) -> boo
     if not strides or strides[-1] != contiguous:
         return not strides
     for place, stride in enumerate(strides[:-1]):
-        if stride * unit % ROW_BYTES and x.shape[place] > 1:
+        if stride * unit % ROW_ALIGNMENT and x.shape[place] > 1:
             return False
     return True
 
 
 def missing(x: Any) -> int:
-    """How many elements a row lacks to a whole number of ROW_BYTES."""
-    return -x.shape[-1] % (ROW_BYTES // x.dtype.itemsize or 1)
+    """How many elements a row lacks to a whole number of ROW_ALIGNMENT."""
+    return -x.shape[-1] % (ROW_ALIGNMENT // x.dtype.itemsize or 1)
 
 
 def _fitted(x: Any) -> Any:

@@ -3,7 +3,6 @@ an error."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,23 +17,13 @@ if TYPE_CHECKING:
 
     from flashgen.operators.append import AppendProblem
     from flashgen.operators.places import Tokens
-    from flashgen.runtime.plans import Arrays, Pointers, Work
+    from flashgen.runtime.plans import Arrays
 
     Named = Mapping[str, np.ndarray | None]
 
 
-class Runner:
-    """Computes a problem at once, in the calling thread; see ``plans.Runner``."""
-
-    variant = None
-    steps = ()
-    workspace_bytes = 0
-
-    def at(self, pointers: Pointers, problem: AppendProblem) -> Work:
-        return partial(_run, problem)
-
-
-def _run(problem: AppendProblem, arrays: Arrays, stream: int) -> None:
+def run(problem: AppendProblem, arrays: Arrays, stream: int) -> None:
+    """Compute the outputs among ``arrays``, which are in the operator's order."""
     check_writable(problem, arrays)
     on_host = (None if x is None else host_array(x) for x in arrays)
     append(problem, dict(zip((argument.name for argument in ARGUMENTS), on_host, strict=True)))

@@ -21,32 +21,22 @@ from flashgen.runtime.arrays import check_writable, host_array
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flashgen.operators.attention import Problem
-    from flashgen.runtime.plans import Arrays, Pointers, Work
+    from flashgen.operators.attention import AttentionProblem
+    from flashgen.runtime.plans import Arrays
 
 BLOCK_ROWS = 512
 BLOCK_KEYS = 256
 
 
-class Runner:
-    """Computes a problem at once, in the calling thread and helpers; see ``plans.Runner``."""
-
-    variant = None
-    steps = ()
-    workspace_bytes = 0
-
-    def at(self, pointers: Pointers, problem: Problem) -> Work:
-        return partial(_run, problem)
-
-
-def _run(problem: Problem, arrays: Arrays, stream: int) -> None:
+def run(problem: AttentionProblem, arrays: Arrays, stream: int) -> None:
+    """Compute the outputs among ``arrays``, which are in the operator's order."""
     check_writable(problem, arrays)
     q, k, v, mask, out, lse, *score_arrays = (None if x is None else host_array(x) for x in arrays)
     attention(problem, q, k, v, mask, out=out, lse=lse, score=modification(problem, score_arrays))
 
 
 def attention(
-    problem: Problem,
+    problem: AttentionProblem,
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,
@@ -90,7 +80,7 @@ def attention(
 
 @np.errstate(all="ignore")
 def _attend(
-    problem: Problem,
+    problem: AttentionProblem,
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,
@@ -149,7 +139,7 @@ def _attend(
     store(out[batch, start:stop, heads], result.reshape(group, count, width_v).transpose(1, 0, 2), problem)
 
 
-def modification(problem: Problem, score_arrays: Sequence[np.ndarray]) -> ScoreOfCall | None:
+def modification(problem: AttentionProblem, score_arrays: Sequence[np.ndarray]) -> ScoreOfCall | None:
     """The score modification of a call; its numbers are single ones, so that scores stay single."""
     score = problem.score
     if score is None:
@@ -170,7 +160,7 @@ def bits(x: np.ndarray) -> np.ndarray:
     return x.view(np.uint16) if x.dtype.name == "bfloat16" else x
 
 
-def store(target: np.ndarray, values: np.ndarray, problem: Problem) -> None:
+def store(target: np.ndarray, values: np.ndarray, problem: AttentionProblem) -> None:
     """Round ``values`` to the dtype of ``target``, or to bfloat16 where it has the bits of these."""
     if problem.dtype == "bf16" and target.dtype == np.uint16:
         values = bfloat16_bits(values)

@@ -22,20 +22,9 @@ from flashgen.runtime.arrays import check_writable, host_array
 if TYPE_CHECKING:
     from flashgen.operators.backward import BackwardProblem
     from flashgen.operators.scores import ScoreOfCall
-    from flashgen.runtime.plans import Arrays, Pointers, Work
+    from flashgen.runtime.plans import Arrays
 
 _MASK = BACKWARD.arguments[BACKWARD.position("mask")]
-
-
-class Runner:
-    """Computes a problem at once, in the calling thread and helpers; see ``plans.Runner``."""
-
-    variant = None
-    steps = ()
-    workspace_bytes = 0
-
-    def at(self, pointers: Pointers, problem: BackwardProblem) -> Work:
-        return partial(_run, problem)
 
 
 class Call(NamedTuple):
@@ -58,7 +47,8 @@ class Call(NamedTuple):
     first_batch: int = 0
 
 
-def _run(problem: BackwardProblem, arrays: Arrays, stream: int) -> None:
+def run(problem: BackwardProblem, arrays: Arrays, stream: int) -> None:
+    """Compute the outputs among ``arrays``, which are in the operator's order."""
     check_writable(problem, arrays)
     given, score_arrays = arrays[: len(ARGUMENTS)], arrays[len(ARGUMENTS) :]
     host = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,21 +11,11 @@ from flashgen.runtime.arrays import check_writable, host_array
 
 if TYPE_CHECKING:
     from flashgen.operators.merge import MergeProblem
-    from flashgen.runtime.plans import Arrays, Pointers, Work
+    from flashgen.runtime.plans import Arrays
 
 
-class Runner:
-    """Computes a problem at once, in the calling thread; see ``plans.Runner``."""
-
-    variant = None
-    steps = ()
-    workspace_bytes = 0
-
-    def at(self, pointers: Pointers, problem: MergeProblem) -> Work:
-        return partial(_run, problem)
-
-
-def _run(problem: MergeProblem, arrays: Arrays, stream: int) -> None:
+def run(problem: MergeProblem, arrays: Arrays, stream: int) -> None:
+    """Compute the outputs among ``arrays``, which are in the operator's order."""
     check_writable(problem, arrays)
     merge(problem, *(host_array(x) for x in arrays))
 

@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flashgen.cpu import attention
 from flashgen.operators.sequences import sequences
-from flashgen.operators.varlen import ARGUMENTS, LENGTHS, VARLEN
+from flashgen.operators.varlen import ARGUMENTS, LENGTH_ARRAYS, VARLEN
 from flashgen.runtime.arrays import check_writable, host_array
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from flashgen.operators.varlen import VarlenProblem
-    from flashgen.runtime.plans import Arrays, Pointers, Work
+    from flashgen.runtime.plans import Arrays
 
 _MASK = VARLEN.arguments[VARLEN.position("mask")]
 
 
-class Runner:
-    """Computes a problem at once, in the calling thread and helpers; see ``plans.Runner``."""
-
-    variant = None
-    steps = ()
-    workspace_bytes = 0
-
-    def at(self, pointers: Pointers, problem: VarlenProblem) -> Work:
-        return partial(_run, problem)
-
-
-def _run(problem: VarlenProblem, arrays: Arrays, stream: int) -> None:
+def run(problem: VarlenProblem, arrays: Arrays, stream: int) -> None:
+    """Compute the outputs among ``arrays``, which are in the operator's order."""
     check_writable(problem, arrays)
     host = [None if x is None else host_array(x) for x in arrays]
     named = dict(zip((argument.name for argument in ARGUMENTS), host, strict=False))
     score_arrays = host[len(ARGUMENTS) :]
-    lengths = {name: named.pop(name) for name in LENGTHS}
+    lengths = {name: named.pop(name) for name in LENGTH_ARRAYS}
     varlen(problem, **named, lengths=lengths, score_arrays=score_arrays)
 
 
@@ -54,8 +43,8 @@ def varlen(
     score_arrays: Sequence[np.ndarray] = (),
 ) -> None:
     """Compute ``out``, and ``lse`` if it is there, in float32. Arrays have the shapes of the contract,
-    ``lengths`` those of `varlen.LENGTHS`. Raises BadParam for lengths that contradict the arrays, before
-    anything is written.
+    ``lengths`` those of `varlen.LENGTH_ARRAYS`. Raises BadParam for lengths that contradict the arrays,
+    before anything is written.
     """
     q, out = (x[None] if problem.packed_q else x for x in (q, out))
     k, v = (x[None] if problem.packed_kv else x for x in (k, v))

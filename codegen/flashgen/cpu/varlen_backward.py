@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from flashgen.cpu.attention import bits, modification
 from flashgen.cpu.attention_backward import Call, gradients
 from flashgen.operators import varlen
 from flashgen.operators.sequences import sequences
-from flashgen.operators.varlen_backward import ARGUMENTS, LENGTHS
+from flashgen.operators.varlen_backward import ARGUMENTS, LENGTH_ARRAYS
 from flashgen.runtime.arrays import check_writable, host_array
 
 if TYPE_CHECKING:
     from flashgen.operators.varlen_backward import VarlenBackwardProblem
-    from flashgen.runtime.plans import Arrays, Pointers, Work
+    from flashgen.runtime.plans import Arrays
 
 
-class Runner:
-    """Computes a problem at once, in the calling thread and helpers; see ``plans.Runner``."""
-
-    variant = None
-    steps = ()
-    workspace_bytes = 0
-
-    def at(self, pointers: Pointers, problem: VarlenBackwardProblem) -> Work:
-        return partial(_run, problem)
-
-
-def _run(problem: VarlenBackwardProblem, arrays: Arrays, stream: int) -> None:
+def run(problem: VarlenBackwardProblem, arrays: Arrays, stream: int) -> None:
+    """Compute the outputs among ``arrays``, which are in the operator's order."""
     check_writable(problem, arrays)
     given, score_arrays = arrays[: len(ARGUMENTS)], arrays[len(ARGUMENTS) :]
     host = {
         argument.name: None if x is None else bits(host_array(x))
         for argument, x in zip(ARGUMENTS, given, strict=True)
     }
-    lengths = dict.fromkeys(varlen.LENGTHS) | {name: host.pop(name) for name in LENGTHS}
+    lengths = dict.fromkeys(varlen.LENGTH_ARRAYS) | {name: host.pop(name) for name in LENGTH_ARRAYS}
     found = sequences(problem, lengths)  # raises, before anything is written
     packed = {
         argument.name: problem.packed_q if "batch_q" in argument.symbols else problem.packed_kv

@@ -8,7 +8,7 @@ example arrays and byte counts derive from it. A shape is written in symbols, as
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from flashgen.errors import (
@@ -63,7 +63,6 @@ class ArrayView:
     strides: tuple[int, ...] | None
     dtype: str
     device: int | None
-    owner: Any = field(repr=False, compare=False)
 
 
 class Argument(NamedTuple):
@@ -190,7 +189,7 @@ def view_of_shape(shape: Sequence[int], dtype: str, device: int | None) -> Array
     """The view of a contiguous array of this shape that nobody has made: of a plan without arrays."""
     shape = tuple(shape)
     strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    return ArrayView("shape", 256, shape, strides, dtype, device, None)
+    return ArrayView("shape", 256, shape, strides, dtype, device)
 
 
 def contiguous_strides(extents: Sequence[int]) -> Strides:

@@ -77,7 +77,7 @@ class Gradients(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GradientVerdict:
     """The worst elements of dq, dk and dv, each at (batch, row, head, column)."""
 
     dq: Largest
@@ -119,7 +119,7 @@ def judge(
     dk: np.ndarray,
     dv: np.ndarray,
     *score_arrays: np.ndarray,
-) -> Verdict:
+) -> GradientVerdict:
     """Compare the results of a call with float64, on the host.
 
     Arrays have the shapes of the contract, in its order; bfloat16 elements may be of ml_dtypes, their bits in
@@ -138,7 +138,7 @@ def judge(
         None if dlse is None else batched(dlse, 3).astype(np.float64),
         modification_of(problem, score_arrays),
     )
-    return Verdict(
+    return GradientVerdict(
         largest(dq, right.dq, right.dq_bound),
         largest(dk, right.dk, right.dk_bound),
         largest(dv, right.dv, right.dv_bound),

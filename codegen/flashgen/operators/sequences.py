@@ -44,7 +44,7 @@ class Sequence(NamedTuple):
 
 
 def sequences(problem: VarlenProblem, lengths: Mapping[str, np.ndarray | None]) -> list[Sequence]:
-    """The sequences of a call; ``lengths`` has the arrays of `varlen.LENGTHS` in host memory.
+    """The sequences of a call; ``lengths`` has the arrays of `varlen.LENGTH_ARRAYS` in host memory.
 
     Raises BadParam where they contradict the arrays, each other, or the bounds of the problem, and names the
     sequence.

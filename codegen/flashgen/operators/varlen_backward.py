@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashgen.operators import attention, backward, varlen
+from flashgen.operators import attention, backward, contract, varlen
 from flashgen.operators.arguments import Argument, check_devices, flag, place
 from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem
 from flashgen.operators.backward import BackwardProblem
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 _ROW_NUMBER = {"shape": "batch_q num_heads_q rows_q", "dtypes": ("fp32",), "layout": "contiguous"}
 _FORWARD = {argument.name: argument for argument in VARLEN.arguments}
 # The arrays of lengths that have gradients behind them.
-LENGTHS = ("cu_seqlens_q", "cu_seqlens_kv", "kv_lengths")
+LENGTH_ARRAYS = ("cu_seqlens_q", "cu_seqlens_kv", "kv_lengths")
 
 ARGUMENTS = (
     Argument("dout", "input", "batch_q rows_q num_heads_q head_dim_v"),
-    *(_FORWARD[name] for name in ("q", "k", "v", *LENGTHS)),
+    *(_FORWARD[name] for name in ("q", "k", "v", *LENGTH_ARRAYS)),
     Argument("out", "input", "batch_q rows_q num_heads_q head_dim_v"),
     Argument("lse", "input", alignment=4, **_ROW_NUMBER),
     Argument("dlse", "input", alignment=4, optional=True, **_ROW_NUMBER),
@@ -131,7 +131,7 @@ def normalise(
     Raises as `attention.normalise`.
     """
     deterministic = flag("deterministic", deterministic)
-    lengths = dict(zip(LENGTHS, (cu_seqlens_q, cu_seqlens_kv, kv_lengths), strict=True))
+    lengths = dict(zip(LENGTH_ARRAYS, (cu_seqlens_q, cu_seqlens_kv, kv_lengths), strict=True))
     forward = varlen.normalise(
         q,
         k,
@@ -155,7 +155,7 @@ def normalise(
         argument = ARGUMENTS[_POSITIONS[name]]
         missing = _missing(argument, forward.packed_q, forward.packed_kv)
         backward.check_array(argument, view, forward, missing)
-    views |= {"q": q, "k": k, "v": v} | lengths | attention.score_views(score, score_arrays)
+    views |= {"q": q, "k": k, "v": v} | lengths | contract.score_views(score, score_arrays)
     return VarlenBackwardProblem(
         **backward.kept_of(forward, operator_for(score).arguments, views), deterministic=deterministic
     )
@@ -170,7 +170,7 @@ def _missing(argument: Argument, packed_q: bool, packed_kv: bool) -> int:
 def _check_elements(problem: VarlenBackwardProblem, lengths: Mapping[str, np.ndarray | None]) -> None:
     from flashgen.operators.sequences import sequences
 
-    sequences(problem, dict.fromkeys(varlen.LENGTHS) | dict(lengths))
+    sequences(problem, dict.fromkeys(varlen.LENGTH_ARRAYS) | dict(lengths))
 
 
 VARLEN_BACKWARD = Operator(
@@ -181,7 +181,7 @@ VARLEN_BACKWARD = Operator(
     axes={**ATTENTION.axes, "dq_order": backward.BACKWARD.axes["dq_order"]},
     grid_dimensions=(*ATTENTION.grid_dimensions, "sequence_rows", "sequence_keys", "sequences"),
     normalise=attention.by_name(normalise, ARGUMENTS, OPTIONS),
-    elements_checked=LENGTHS,
+    elements_checked=LENGTH_ARRAYS,
     check_elements=_check_elements,
     differentiates=True,
 )

@@ -87,7 +87,7 @@ class NumpyKind:
 
     def view(self, x: Any) -> ArrayView:
         strides = _element_strides(x)
-        return ArrayView("numpy", self.pointer(x), x.shape, strides, _numpy_dtype(x.dtype), None, x)
+        return ArrayView("numpy", self.pointer(x), x.shape, strides, _numpy_dtype(x.dtype), None)
 
     def empty(self, shape: tuple[int, ...], like: Any, stream: Any, dtype: str | None = None) -> Any:
         """A new contiguous array on the device of ``like``, for use on ``stream`` or the current one.
@@ -173,7 +173,7 @@ class CupyKind:
     def view(self, x: Any) -> ArrayView:
         strides = _element_strides(x)
         dtype = _numpy_dtype(x.dtype)
-        return ArrayView("cupy", x.data.ptr, x.shape, strides, dtype, x.data.device_id, x)
+        return ArrayView("cupy", x.data.ptr, x.shape, strides, dtype, x.data.device_id)
 
     def empty(self, shape: tuple[int, ...], like: Any, stream: Any, dtype: str | None = None) -> Any:
         device = like.data.device_id
@@ -314,7 +314,7 @@ class TorchKind:
         self._refuse(x)
         device = self._device(x)
         dtype = self._dtypes.get(x.dtype, str(x.dtype))
-        return ArrayView("torch", x.data_ptr(), tuple(x.shape), x.stride(), dtype, device, x)
+        return ArrayView("torch", x.data_ptr(), tuple(x.shape), x.stride(), dtype, device)
 
     def _refuse(self, x: Any) -> None:
         """Raise BadParam for a tensor whose elements do not lie in memory as its shape and strides say, or

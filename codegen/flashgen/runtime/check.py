@@ -6,13 +6,12 @@ Without it nobody reads them there: a kernel cuts what is out of range, and says
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flashgen.errors import BadParam
 from flashgen.runtime.arrays import host_array
 from flashgen.runtime.device import activated
+from flashgen.runtime.switches import switched
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,10 +30,7 @@ def wanted(operator: Operator) -> bool:
 
 def asked() -> bool:
     """Whether FLASHGEN_CHECK is 1. Raises BadParam where it is something else than 0, 1 or empty."""
-    switch = os.environ.get(SWITCH, "")
-    if switch not in ("", "0", "1"):
-        raise BadParam(f"{SWITCH} is {switch!r}; expected 0 or 1")
-    return switch == "1"
+    return switched(SWITCH) is True
 
 
 def checked(work: Work, problem: Problem, pointers: Pointers) -> Work:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from typing import TYPE_CHECKING, Any
 
 from flashgen.arch import arch_parts, reaches
-from flashgen.errors import BadParam
+from flashgen.runtime.switches import switched
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,10 +66,7 @@ def wanted(variant: Variant, device: Device) -> bool:
 
 def forbidden() -> bool:
     """Whether FLASHGEN_DEPENDENT_LAUNCH is 0. Raises BadParam where it is neither 0, 1 nor empty."""
-    switch = os.environ.get(SWITCH, "")
-    if switch not in ("", "0", "1"):
-        raise BadParam(f"{SWITCH} is {switch!r}; expected 0 or 1")
-    return switch == "0"
+    return switched(SWITCH) is False
 
 
 @functools.cache

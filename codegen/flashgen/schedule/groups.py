@@ -13,7 +13,7 @@ from flashgen.schedule.visited import visited_beside, visited_queries
 if TYPE_CHECKING:
     from flashgen.arch import Device
     from flashgen.operators.operator import Problem
-    from flashgen.schedule.visited import Steps
+    from flashgen.schedule.visited import VisitedRows
     from flashgen.spec.variant import Variant
 
 # A grid of tiles that differ in length ends so many mean ones after an equal share of them; in turns, where
@@ -53,7 +53,7 @@ def rows_of_tiles(problem: Problem, variant: Variant, num_sms: int, parts: int =
     return _rows(problem, variant, num_sms, parts, visited_queries(problem, variant))
 
 
-def _rows(problem: Problem, variant: Variant, num_sms: int, parts: int, visited: Steps) -> float:
+def _rows(problem: Problem, variant: Variant, num_sms: int, parts: int, visited: VisitedRows) -> float:
     """`rows_of_tiles`, of which each ``visited`` so many query rows of a head."""
     grid, bounded = variant.grid, Band.of(problem).bounded
     heads = problem.sizes["num_heads_q"] // problem.sizes["num_heads_kv"] // parts

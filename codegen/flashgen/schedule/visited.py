@@ -56,39 +56,39 @@ def visited_keys(problem: AttentionProblem, variant: Variant) -> Visited:
     return Visited(total / (count * block_m), whole / count, most)
 
 
-class Steps(NamedTuple):
+class VisitedRows(NamedTuple):
     """Rows that a tile goes through in whole steps: the mean over the tiles of a head, and the most."""
 
     mean: float
     most: int
 
 
-def visited_queries(problem: AttentionProblem, variant: Variant) -> Steps:
+def visited_queries(problem: AttentionProblem, variant: Variant) -> VisitedRows:
     """Query rows of one head that a tile of keys visits."""
     band, extent = Band.of(problem), (problem.seqlen_kv, problem.seqlen_q)
     turned = Band(-band.diagonal_offset, band.right, band.left)  # which queries a key is seen by
     return _in_steps(turned, *extent, variant.grid.tile(KEYS), variant.grid.step_rows)
 
 
-def visited_beside(problem: AttentionProblem, variant: Variant) -> Steps:
+def visited_beside(problem: AttentionProblem, variant: Variant) -> VisitedRows:
     """Keys that a tile of queries beside the tiles of keys visits."""
     band, extent = Band.of(problem), (problem.seqlen_q, problem.seqlen_kv)
     return _in_steps(band, *extent, dict(variant.grid.beside)[ROWS], variant.grid.step_rows)
 
 
-def _in_steps(band: Band, size: int, other: int, tile: int, step: int) -> Steps:
+def _in_steps(band: Band, size: int, other: int, tile: int, step: int) -> VisitedRows:
     """What blocks of ``tile`` of ``size`` positions see of ``other`` ones, in steps."""
     blocks = -(-size // tile)
     if not band.bounded or not blocks:
         everything = -(-other // step) * step
-        return Steps(everything, everything)
+        return VisitedRows(everything, everything)
     count = min(blocks, _SAMPLES)
     seen = []
     for sample in range(count):
         first = (2 * sample + 1) * blocks // (2 * count) * tile
         begin, end = band.keys_of_some(first, min(first + tile, size), other)
         seen.append((-(-end // step) - begin // step) * step if end > begin else 0)
-    return Steps(sum(seen) / count, max(seen))
+    return VisitedRows(sum(seen) / count, max(seen))
 
 
 def idles(problem: AttentionProblem, variant: Variant) -> bool:

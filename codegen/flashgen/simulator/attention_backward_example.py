@@ -23,7 +23,7 @@ from flashgen.simulator.attention_example import (
 from flashgen.simulator.example import random_rows, rows_within_nan, view_of
 
 if TYPE_CHECKING:
-    from flashgen.operators.gradients import Verdict
+    from flashgen.operators.gradients import GradientVerdict
     from flashgen.simulator.example import Shape
     from flashgen.spec.variant import Variant
 
@@ -46,7 +46,7 @@ class BackwardExample:
         """The sizes of the problem, for a report."""
         return described(self.problem)
 
-    def judge(self) -> Verdict:
+    def judge(self) -> GradientVerdict:
         """How far the outputs are from float64."""
         return judge(self.problem, *self.arrays)
 

@@ -13,7 +13,7 @@ from flashgen.schedule.plan import Steps, plan_steps
 from flashgen.simulator import hardware, hostcompiler
 from flashgen.simulator.execute import Report, simulate
 from flashgen.simulator.library import load, supports
-from flashgen.toolchain.origins import named
+from flashgen.toolchain.origins import template_lines_named
 
 if TYPE_CHECKING:
     from flashgen.operators.operator import Problem
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def _load(step: Step) -> Library:
-    with named(step.variant, step.source):
+    with template_lines_named(step.variant, step.source):
         return load(step.source, step.variant.name)
 
 

@@ -160,4 +160,4 @@ def _aligned(size: int) -> np.ndarray:
 def view_of(x: np.ndarray, dtype: str) -> ArrayView:
     """The array as the contract sees it, bits of bfloat16 as what they mean."""
     strides = tuple(stride // x.itemsize for stride in x.strides)
-    return ArrayView("numpy", x.ctypes.data, x.shape, strides, dtype, None, x)
+    return ArrayView("numpy", x.ctypes.data, x.shape, strides, dtype, None)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashgen.operators import varlen
-from flashgen.operators.gradients import Verdict, judge
+from flashgen.operators.gradients import GradientVerdict, judge
 from flashgen.operators.masks import UNBOUNDED, Band
 from flashgen.operators.numbers import bfloat16_bits, widened
 from flashgen.operators.reference import Largest, attention, modification_of
 from flashgen.operators.sequences import sequences
-from flashgen.operators.varlen_backward import LENGTHS, VarlenBackwardProblem, normalise
+from flashgen.operators.varlen_backward import LENGTH_ARRAYS, VarlenBackwardProblem, normalise
 from flashgen.simulator.attention_backward_example import BackwardExample
 from flashgen.simulator.attention_example import check_sizes, score_arrays_of, score_scalars_of
 from flashgen.simulator.example import random_rows, rows_within_nan, view_of
@@ -48,8 +48,8 @@ class VarlenBackwardExample(BackwardExample):
 
     def sequences(self) -> list[Sequence]:
         """Those that the lengths say now."""
-        given = {name: self.array(name) for name in LENGTHS}
-        return sequences(self.problem, dict.fromkeys(varlen.LENGTHS) | given)
+        given = {name: self.array(name) for name in LENGTH_ARRAYS}
+        return sequences(self.problem, dict.fromkeys(varlen.LENGTH_ARRAYS) | given)
 
     def of_sequence(self, each: Sequence) -> dict[str, np.ndarray | None]:
         """The rows of a sequence in each array, with a batch of one: views."""
@@ -89,7 +89,7 @@ class VarlenBackwardExample(BackwardExample):
         given = zip(params, self.arrays[len(self.arrays) - len(params) :], strict=True)
         return [x[each.number][None] if "batch" in param.symbols else x for param, x in given]
 
-    def judge(self) -> Verdict:
+    def judge(self) -> GradientVerdict:
         """How far the outputs are from float64: the worst of all sequences. What is no sequence's must be
         0.
         """
@@ -113,7 +113,8 @@ class VarlenBackwardExample(BackwardExample):
         for name in names:
             if rest[name].view(np.uint8).any():
                 found[name].append(Largest(np.inf, np.nan, 0.0, ()))
-        return Verdict(*(max(each, key=lambda x: x.share, default=_NOTHING) for each in found.values()))
+        worst = (max(each, key=lambda x: x.share, default=_NOTHING) for each in found.values())
+        return GradientVerdict(*worst)
 
 
 def make(variant: Variant, shape: Shape, seed: int) -> VarlenBackwardExample:
@@ -128,7 +129,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> VarlenBackwardExample:
     head_dim, head_dim_v, kv_heads = check_sizes(variant, shape)
     batch, dtype, gap, heads = shape.batch, variant.dtype, shape.gap, shape.heads
     q_lengths, kv_lengths = (random_lengths(rng, batch, most) for most in (shape.seqlen_q, shape.seqlen_kv))
-    lengths: dict[str, np.ndarray | None] = dict.fromkeys(LENGTHS)
+    lengths: dict[str, np.ndarray | None] = dict.fromkeys(LENGTH_ARRAYS)
     packed_q, packed_kv = (bool(rng.integers(2)) for _ in range(2))
     if packed_q:
         lengths["cu_seqlens_q"] = boundaries(q_lengths)

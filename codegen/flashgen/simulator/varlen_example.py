@@ -12,7 +12,7 @@ from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.reference import Largest, Verdict, judge
 from flashgen.operators.sequences import sequences
 from flashgen.operators.splits import AUTO
-from flashgen.operators.varlen import LENGTHS, VARLEN, VarlenProblem, normalise
+from flashgen.operators.varlen import LENGTH_ARRAYS, VARLEN, VarlenProblem, normalise
 from flashgen.simulator.attention_example import check_sizes, random_mask, score_arrays_of, score_scalars_of
 from flashgen.simulator.example import random_rows, rows_within_nan, view_of
 
@@ -44,7 +44,7 @@ class VarlenExample:
 
     @property
     def arrays(self) -> tuple[np.ndarray | None, ...]:
-        lengths = (self.lengths[name] for name in LENGTHS)
+        lengths = (self.lengths[name] for name in LENGTH_ARRAYS)
         return self.q, self.k, self.v, *lengths, self.mask, self.out, self.lse, *self.score_arrays
 
     @property
@@ -102,7 +102,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> VarlenExample:
     head_dim, head_dim_v, kv_heads = check_sizes(variant, shape)
     batch, dtype = shape.batch, variant.dtype
     q_lengths, kv_lengths = (random_lengths(rng, batch, most) for most in (shape.seqlen_q, shape.seqlen_kv))
-    lengths: dict[str, np.ndarray | None] = dict.fromkeys(LENGTHS)
+    lengths: dict[str, np.ndarray | None] = dict.fromkeys(LENGTH_ARRAYS)
     dense = variant.mask_type == "dense"
     packed_q = bool(rng.integers(2)) and not dense
     if packed_q:

@@ -80,19 +80,19 @@ def layout(params: tuple[Param, ...]) -> Layout:
     return Layout(offsets, end + padding, alignment, struct.Struct("".join(code)), formats)
 
 
-def struct_text(params: tuple[Param, ...], name: str = "Params") -> str:
-    """The C struct with each member's doc behind it, then the assertions on its size and offsets, several
-    members to a line. No final newline.
+def struct_text(params: tuple[Param, ...]) -> str:
+    """The C struct ``Params`` with each member's doc behind it, then the assertions on its size and offsets,
+    several members to a line. No final newline.
 
     Needs ``element``, ``offsetof`` and the fixed-width integers in scope.
     """
     table = layout(params)
-    lines = [f"struct {name} {{"]
+    lines = ["struct Params {"]
     for param in params:
         member = f"    {param.ctype} {param.name};"
         lines.append(f"{member:<{_DOC_COLUMN}}// {param.doc}" if param.doc else member)
-    checks = [f"sizeof({name}) == {table.size}"]
-    checks += [f"offsetof({name}, {member}) == {offset}" for member, offset in table.offsets.items()]
+    checks = [f"sizeof(Params) == {table.size}"]
+    checks += [f"offsetof(Params, {member}) == {offset}" for member, offset in table.offsets.items()]
     return "\n".join([*lines, "};", *_assertions(checks)])
 
 

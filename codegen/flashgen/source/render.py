@@ -51,16 +51,15 @@ _BLANK_LINES = r"\n(?:[ \t]*\n){2,}"
 _PRAGMA_ONCE = r"(?m)^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*\n"
 
 
-def render(variant: Variant, template_dirs: Sequence[str | os.PathLike[str]] | None = None) -> str:
+def render(variant: Variant) -> str:
     """The CUDA source of one variant; ends with a newline.
 
-    ``template_dirs`` replaces the folders that are searched (see ``search_path``). Raises SpecError when
-    there is no such template, and InternalError when a template is wrong: the message names its file and
-    line.
+    Raises SpecError when there is no such template in its ``search_path``, and InternalError when a template
+    is wrong: the message names its file and line.
     """
     import jinja2
 
-    folders = _folders(variant, template_dirs)
+    folders = search_path(variant)
     form = variant.rendered_form()
     environment = _environment(folders)
     try:
@@ -334,10 +333,6 @@ def _line_of(match: re.Match[str]) -> int:
     # A match may begin with the blank lines before it.
     start = match.start() + len(match[0]) - len(match[0].lstrip())
     return match.string.count("\n", 0, start) + 1
-
-
-def _folders(variant: Variant, template_dirs: Sequence[str | os.PathLike[str]] | None) -> tuple[str, ...]:
-    return search_path(variant) if template_dirs is None else tuple(str(folder) for folder in template_dirs)
 
 
 def _including(folders: Sequence[str]) -> tuple[str, ...]:

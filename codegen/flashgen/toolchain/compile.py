@@ -264,7 +264,7 @@ def _run(
         log = _log(binding, program) or str(error)
         texts = {f"{name}.cu": source, **headers}
         message = f"{name}.cu does not compile for {arch} with {compiler_version()}:\n"
-        raise CompileError(message + explain(log, texts, _ptx_so_far(binding, program, log))) from None
+        raise CompileError(message + annotated(log, texts, _ptx_so_far(binding, program, log))) from None
     finally:
         binding.destroyProgram(program)
 
@@ -286,7 +286,7 @@ def _ptx_so_far(binding: Any, program: int, log: str) -> str:
     return binding.getPTX(program).decode() if "ptxas" in log else ""
 
 
-def explain(log: str, texts: Mapping[str, str], ptx: str = "") -> str:
+def annotated(log: str, texts: Mapping[str, str], ptx: str = "") -> str:
     """NVRTC's log with a numbered excerpt of the source, or of the PTX, under each error.
 
     ``texts`` maps file names as they stand in the log to their contents.
@@ -311,9 +311,9 @@ def explain(log: str, texts: Mapping[str, str], ptx: str = "") -> str:
     return "\n".join(out)
 
 
-def _excerpt(text: str, line: int, around: int = 2) -> list[str]:
+def _excerpt(text: str, line: int) -> list[str]:
     lines = text.splitlines()
-    shown = range(max(1, line - around), min(len(lines), line + around) + 1)
+    shown = range(max(1, line - 2), min(len(lines), line + 2) + 1)
     return [f"  {'>' if n == line else ' '} {n:5d} | {lines[n - 1]}" for n in shown]
 
 

@@ -11,30 +11,29 @@ from flashgen.source import render
 from flashgen.toolchain import cache as caches
 from flashgen.toolchain import compile as compiler
 from flashgen.toolchain.compile import Compiled
-from flashgen.toolchain.origins import named
+from flashgen.toolchain.origins import template_lines_named
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from flashgen.arch import Device
     from flashgen.spec.variant import Variant
-    from flashgen.toolchain.cache import CubinCache
 
 _log = logs.logger("toolchain")
 
 
-def obtain(variant: Variant, arch: str, cache: CubinCache | None = None) -> tuple[Compiled, bool]:
+def obtain(variant: Variant, arch: str) -> tuple[Compiled, bool]:
     """The machine code of ``variant`` for ``arch``, and whether the disk cache had it. Needs no GPU.
 
     Raises CompileError, NoCompilerError, and InternalError or SpecError where the template does not render.
     """
     made: list[Compiled] = []
-    cache = cache or caches.default()
+    cache = caches.default()
 
     def build() -> bytes:
         source = render.render(variant)
         headers = render.headers(source, render.include_dirs(variant))
-        with named(variant, source):
+        with template_lines_named(variant, source):
             made.append(compiler.compile_cubin(source, variant.name, arch, variant.options, headers))
         _log.info(
             "compiled %s for %s in %.2f s; it was not in %s",
@@ -51,14 +50,14 @@ def obtain(variant: Variant, arch: str, cache: CubinCache | None = None) -> tupl
     return (made[0], False) if made else (Compiled.from_bytes(payload), True)
 
 
-def recall(variant: Variant, arch: str, cache: CubinCache | None = None) -> Compiled | None:
+def recall(variant: Variant, arch: str) -> Compiled | None:
     """What the disk cache has of ``variant`` for ``arch`` from the compiler that is installed as a wheel, or
     a bundle from the one that made it.
 
     Neither NVRTC nor Jinja is loaded to find it, so this is the quick way to what `obtain` gives, and the
     only one where there is no NVRTC.
     """
-    cache = cache or caches.default()
+    cache = caches.default()
     versions = [compiler.installed_version(), *(bundle.compiler for bundle in cache.bundles)]
     for version in dict.fromkeys(versions):
         payload = None if version is None else cache.get(cache_key(variant, arch, version))

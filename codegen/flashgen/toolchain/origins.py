@@ -18,7 +18,7 @@ _SHOWN = 4
 
 
 @contextmanager
-def named(variant: Variant, source: str) -> Iterator[None]:
+def template_lines_named(variant: Variant, source: str) -> Iterator[None]:
     """A CompileError of ``source``, the rendered ``variant``, also names the lines of the templates."""
     try:
         yield

@@ -10,7 +10,7 @@ import numpy as np
 from flashgen.bench import agreement
 from flashgen.bench.cases import Case
 from flashgen.bench.hosts import CupyHost, TorchHost
-from flashgen.bench.timing import graph_step, rotation, stream_step, time_interleaved
+from flashgen.bench.timing import input_sets, step_of, time_interleaved
 from flashgen.errors import BadParam, InternalError
 from flashgen.operators.attention import normalise
 from flashgen.operators.reference import judge
@@ -127,7 +127,7 @@ class GpuBench:
         its check of some rows against float64, ahead of the timing.
         """
         host = self._host
-        sets = [host.inputs(case, self._seed + i) for i in range(rotation(case.bytes_moved, host.l2_bytes))]
+        sets = input_sets(case, host, self._seed)
         steps: dict[str, Step] = {}
         wrong: dict[int, str] = {}
         for index, variant in enumerate(variants):
@@ -138,8 +138,7 @@ class GpuBench:
             if share > 1:
                 wrong[index] = f"wrong result: error {share:.2g} of its bound"
                 continue
-            graph = case.clock == "graph"
-            steps[str(index)] = graph_step(run, len(sets), host) if graph else stream_step(run, len(sets))
+            steps[str(index)] = step_of(case, run, len(sets), host)
         timings = time_interleaved(steps, host, rounds=self._rounds, sample_ms=self._sample_ms)
         return [wrong[i] if i in wrong else timings[str(i)] for i in range(len(variants))]
 
