@@ -207,7 +207,7 @@ append_bf16_halves_wide_paged_sm80(const __grid_constant__ Params params) {
         const int added = params.cu_seqlens_new ? int(load_global_32(params.cu_seqlens_new + thread + 1)) -
                                                       int(load_global_32(params.cu_seqlens_new + thread))
                                                 : params.seqlen_new;
-        const int total = int(load_global_32(params.lengths + thread)) + max(0, added);
+        const int total = min(int(load_global_32(params.lengths + thread)), params.capacity) + max(0, added);
         store_global_32(params.total_lengths + thread, uint32_t(min(total, params.capacity)));
     }
     if (row >= rows || column >= (is_value ? params.head_dim_v : params.head_dim)) return;

@@ -176,17 +176,6 @@ def test_a_result_that_no_new_array_lies_like_has_to_be_passed(gpu):
     assert len(gpu.launches) == 1
 
 
-def test_a_workspace_of_another_library_is_refused(gpu):
-    """Its streams know nothing of those of the arrays, so nothing would order what happens to it."""
-    q = array((1, 1, 2, 64), np.float16, Q)
-    k, v = (array((1, 4096, 2, 64), np.float16, address) for address in (K, V))
-    plan = flashgen.plan(q, k, v)
-    assert plan.workspace_bytes > 0
-    with pytest.raises(errors.BadParam, match="workspace is a numpy array, but the plan was made for cupy"):
-        plan(q, k, v, out=array(q.shape, np.float16, OUT), workspace=np.empty(plan.workspace_bytes, np.uint8))
-    assert gpu.launches == []
-
-
 def test_a_scalar_may_differ_from_call_to_call(gpu):
     plan = plan_of(softmax_scale=0.5)
     given = [array(SHAPE, address=address) for address in (Q, K, V)]

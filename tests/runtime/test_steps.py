@@ -51,7 +51,7 @@ def test_a_workspace_that_does_not_do_is_refused_before_anything_is_queued(plan,
         ),
         (memory(needed, WORKSPACE + 128), errors.BadTensorStrides, "multiple of 256 bytes"),
         (memory(needed)[::2], errors.BadParam, "contiguous"),
-        (np.empty(needed, np.uint8), errors.BadParam, "on the device of the plan"),
+        (np.empty(needed, np.uint8), errors.BadParam, "a numpy array, but the plan was made for cupy arrays"),
         (memory(needed, Q - 256), errors.BadTensorStrides, "workspace overlaps q in memory"),
         (memory(needed, OUT + 256), errors.BadTensorStrides, "out overlaps workspace in memory"),
     ):

@@ -147,6 +147,8 @@ def test_a_call_with_the_simulator_for_a_backend(compiler, monkeypatch):
     assert total.tolist() == [16, 16]
     np.testing.assert_array_equal(k[1, 7], new[0, 0])
     np.testing.assert_array_equal(k[2], before)
+    endless = flashgen.KVCache(k, v, np.full(2, 2**31 - 1, np.int32), pages)
+    assert flashgen.append(endless, new, -new)[0].tolist() == [16, 16]
 
 
 def test_the_command_shows_it(compiler):
