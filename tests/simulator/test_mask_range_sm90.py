@@ -53,9 +53,8 @@ def mask_functions(mask_type, block_n):
     variant = next(v for v in VARIANTS.values() if v.target == "sm90" and v.mask_type == mask_type)
     tile = {**dict(variant.tile), "block_n": block_n}
     source = render(dataclasses.replace(variant, tile=tuple(tile.items())))
-    functions = source[
-        source.index("// Visits the scores that") : source.index("// The wgmmas of this kernel")
-    ]
+    begin = source.index("// Visits the scores that")
+    functions = source[begin : source.index("// The wgmmas of this kernel")]
     return functions.replace("const Params&", "const Ranges&")
 
 
