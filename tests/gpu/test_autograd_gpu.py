@@ -5,7 +5,7 @@ import pytest
 
 import flashgen
 from flashgen.operators import gradients
-from flashgen.operators.attention import DTYPES
+from flashgen.operators.contract import DTYPES
 from flashgen.operators.masks import Band
 
 torch = pytest.importorskip("torch")

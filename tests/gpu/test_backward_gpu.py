@@ -12,9 +12,9 @@ torch = pytest.importorskip("torch", reason="the float64 reference is computed w
 
 import flashgen  # noqa: E402
 from flashgen.api.asked import score_of  # noqa: E402
-from flashgen.operators.attention import sees_no_later_key  # noqa: E402
 from flashgen.operators.backward import normalise  # noqa: E402
 from flashgen.operators.gradients import gradients  # noqa: E402
+from flashgen.operators.maskoptions import sees_no_later_key  # noqa: E402
 from flashgen.operators.masks import Band  # noqa: E402
 from flashgen.operators.reference import largest, modification_of  # noqa: E402
 from flashgen.runtime.arrays import view  # noqa: E402

@@ -10,7 +10,7 @@ import pytest
 
 from fake_gpu import H200, Binding
 from flashgen.errors import BadParam
-from flashgen.operators.attention import UNBOUNDED
+from flashgen.operators.masks import UNBOUNDED
 from flashgen.runtime import dependent, launch, tensormap
 from flashgen.runtime.dependent import LaunchAttribute, LaunchConfig
 from flashgen.schedule.grid import launch_of

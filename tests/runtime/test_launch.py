@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fake_gpu import H200, Binding
 from flashgen.errors import BadTensorShape, NoBindingError, SpecError
-from flashgen.operators.attention import UNBOUNDED
+from flashgen.operators.masks import UNBOUNDED
 from flashgen.runtime import launch, tensormap
 from flashgen.schedule.grid import heads, launch_of, rows, tiles
 from flashgen.schedule.parameters import filled, pack, parameters, vector_width

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fake_gpu import Binding
 from flashgen.errors import InternalError, NoBindingError, SpecError
-from flashgen.operators.attention import UNBOUNDED
+from flashgen.operators.masks import UNBOUNDED
 from flashgen.runtime import tensormap
 from flashgen.runtime.tensormap import encode, move
 from flashgen.schedule.tensormap import TensorMap, describe, expressible

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flashgen.errors import BadParam, DeviceTypeNotSupported, SpecError
 from flashgen.operators.arguments import view_of_shape
-from flashgen.operators.attention import UNBOUNDED
+from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.splits import SplitEvery
 from flashgen.operators.varlen import normalise as varlen
 from flashgen.schedule.dispatch import candidates, cost, offers, runs_on, select

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fake_gpu import H200
 from family_of_steps import MAIN, SPEC
-from flashgen.operators.attention import UNBOUNDED
+from flashgen.operators.masks import UNBOUNDED
 from flashgen.schedule.plan import plan_steps
 from flashgen.schedule.workspace import SLICE_ALIGNMENT
 from flashgen.source.params import layout

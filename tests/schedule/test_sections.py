@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from backward_variants import MAIN
 from fake_gpu import H200
 from flashgen.operators.arguments import view_of_shape
-from flashgen.operators.attention import UNBOUNDED
 from flashgen.operators.backward import normalise
+from flashgen.operators.masks import UNBOUNDED
 from flashgen.schedule.grid import blocks_at_a_time, heads, row_blocks, rows
 from flashgen.schedule.sections import clear_distance, sections
 from flashgen.spec.load import load_specs

@@ -9,8 +9,7 @@ from test_dispatch import CONTIGUOUS, H200, problem
 
 from flashgen.errors import BadTensorShape
 from flashgen.operators.arguments import view_of_shape
-from flashgen.operators.attention import UNBOUNDED
-from flashgen.operators.masks import visible_keys
+from flashgen.operators.masks import UNBOUNDED, visible_keys
 from flashgen.operators.splits import SplitEvery
 from flashgen.operators.varlen import normalise as varlen
 from flashgen.schedule.dispatch import cost, offers, select

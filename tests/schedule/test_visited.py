@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_sections import CALL
 
-from flashgen.operators.attention import UNBOUNDED
+from flashgen.operators.masks import UNBOUNDED
 from flashgen.schedule.visited import visited_keys
 from flashgen.spec.load import load_specs
 from problems import replace

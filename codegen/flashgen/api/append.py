@@ -10,7 +10,7 @@ from flashgen.api.kvcache import KVCache, Rotary
 from flashgen.errors import BadParam, FlashgenError, NullPointer, rename
 from flashgen.operators.append import APPEND
 from flashgen.operators.arguments import flag
-from flashgen.operators.attention import mask_type_name, window_of
+from flashgen.operators.maskoptions import mask_type_name, window_of
 from flashgen.runtime import arrays, check, dlpack
 from flashgen.runtime.plans import adopted
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.api.kvcache import KVCache
 from flashgen.errors import BadParam, NullPointer
-from flashgen.operators.attention import operator_for, sees_no_later_key
+from flashgen.operators.attention import operator_for
+from flashgen.operators.maskoptions import sees_no_later_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,7 +16,8 @@ from flashgen.api.asked import LENGTHS, MASK_WITH_LENGTHS, asked, asked_backward
 from flashgen.api.calls import call
 from flashgen.errors import BadParam
 from flashgen.operators.arguments import ROW_ALIGNMENT, flag
-from flashgen.operators.attention import mask_type_name, scale_of, sees_no_later_key, window_of
+from flashgen.operators.contract import scale_of
+from flashgen.operators.maskoptions import mask_type_name, sees_no_later_key, window_of
 from flashgen.operators.splits import AUTO, SplitEvery, Splits, splits_of
 from flashgen.runtime.arrays import INSIDE_TORCH_FUNC, kind_of
 

@@ -9,8 +9,9 @@ from flashgen.api.attention import attention
 from flashgen.api.calls import call_of
 from flashgen.errors import BadParam, BadTensorShape, BadTensorStrides, FlashgenError, naming
 from flashgen.operators.arguments import Placed, check_memory, flag, overlapping
-from flashgen.operators.attention import MAX_SEQLEN, mask_type_name, window_of
 from flashgen.operators.attention import normalise as normalise_attention
+from flashgen.operators.contract import MAX_SEQLEN
+from flashgen.operators.maskoptions import mask_type_name, window_of
 from flashgen.operators.merge import MERGE, check_parts, normalise
 from flashgen.runtime import arrays, dlpack
 

@@ -9,7 +9,7 @@ import numpy as np
 from flashgen.errors import BadParam
 from flashgen.operators import OPERATORS
 from flashgen.operators.arguments import DTYPE_BYTES, total_bytes
-from flashgen.operators.attention import DTYPES
+from flashgen.operators.contract import DTYPES
 from flashgen.operators.masks import UNBOUNDED, Band
 
 MASKS = ("none", "causal", "window", "random", "random_causal", "documents")

@@ -136,7 +136,7 @@ class MaskType(click.ParamType):
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Such as causal_bottom_right for causal, 3, and itself."""
         from flashgen.errors import BadParam
-        from flashgen.operators.attention import mask_type_name
+        from flashgen.operators.maskoptions import mask_type_name
 
         try:
             return mask_type_name(int(value) if value.isdecimal() else value)

@@ -9,7 +9,7 @@ from flashgen.api.attention import attention
 from flashgen.compat.libraries import is_tensor, module_of
 from flashgen.errors import BadTensorShape
 from flashgen.operators.arguments import ROW_ALIGNMENT
-from flashgen.operators.attention import MAX_HEAD_DIM
+from flashgen.operators.contract import MAX_HEAD_DIM
 from flashgen.runtime.arrays import kind_of
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from flashgen.operators.arguments import (
     flag,
     place,
 )
-from flashgen.operators.attention import DTYPES, MAX_SEQLEN, check_head_dim
+from flashgen.operators.contract import DTYPES, MAX_SEQLEN, check_head_dim
 from flashgen.operators.operator import Axis, Number, Operator, Problem, Value
 
 if TYPE_CHECKING:

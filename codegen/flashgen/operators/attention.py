@@ -1,6 +1,6 @@
 """The operator ``attention``: its arguments, its contract, and the problems of its calls.
 
-The contract is checked here and nowhere else. `normalise` makes the Problem of a call from array views.
+`normalise` makes the Problem of a call from array views; the contract is checked nowhere else.
 """
 
 from __future__ import annotations
@@ -8,29 +8,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import numbers
-import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashgen.errors import (
-    BadParam,
-    BadTensorDtype,
-    BadTensorShape,
-    NullPointer,
+from flashgen.errors import BadParam, BadTensorShape
+from flashgen.operators.arguments import DTYPE_BYTES, Argument, check_devices, check_strides, flag, place
+from flashgen.operators.contract import (
+    DTYPES,
+    MASK,
+    MIN_SCALE,
+    check_dtypes,
+    check_extents,
+    check_mask,
+    check_out,
+    check_score_arrays,
+    scale_of,
+    score_views,
 )
-from flashgen.operators.arguments import (
-    DTYPE_BYTES,
-    ROW_ALIGNMENT,
-    Argument,
-    check_array,
-    check_broadcast,
-    check_devices,
-    check_strides,
-    flag,
-    place,
-)
-from flashgen.operators.masks import UNBOUNDED
+from flashgen.operators.maskoptions import mask_semantics, simplify
 from flashgen.operators.operator import Axis, Number, Operator, Problem, Value
 from flashgen.operators.splits import AUTO, splits_of
 
@@ -41,30 +36,14 @@ if TYPE_CHECKING:
     from flashgen.operators.scores import Score
     from flashgen.operators.splits import Splits
 
-DTYPES = ("fp16", "bf16", "fp32")
-MASK_TYPES = ("none", "dense", "causal_top_left", "causal_bottom_right")
 # What a kernel implements; see `AttentionProblem`.
 KERNEL_MASKS = ("none", "causal", "local", "dense")
-MAX_HEAD_DIM = 256
-MAX_SEQLEN = UNBOUNDED - 4096
-# Smallest normal fp32: a scale of zero would turn the -inf of a masked score into NaN.
-MIN_SCALE = 2.0**-126
-MAX_SCALE = 3.0e38
-_LENGTHS_INSTEAD = "pass kv_lengths=, how many keys each has, instead"
 
 ARGUMENTS = (
     Argument("q", "input", "batch seqlen_q num_heads_q head_dim"),
     Argument("k", "input", "batch seqlen_kv num_heads_kv head_dim"),
     Argument("v", "input", "batch seqlen_kv num_heads_kv head_dim_v"),
-    Argument(
-        "mask",
-        "input",
-        "batch num_heads_q seqlen_q seqlen_kv",
-        dtypes=("bool", "uint8"),
-        layout="broadcast",
-        alignment=1,
-        optional=True,
-    ),
+    MASK,
     Argument("out", "output", "batch seqlen_q num_heads_q head_dim_v"),
     Argument(
         "lse",
@@ -296,39 +275,6 @@ def normalise(
     return problem
 
 
-def simplify(
-    mask_type: str, seqlen_q: int, seqlen_kv: int, diagonal_offset: int, left: int, right: int
-) -> tuple[str, int, int, int]:
-    """The cheapest (mask_type, diagonal_offset, window_left, window_right) that hides exactly the same keys.
-
-    A side of the band that even the row nearest to it does not reach is unbounded; a band without a left side
-    is causal, with its right side folded into the offset; one without sides is no mask. So a causal call with
-    one query, or a window longer than the keys, takes the kernel without masks. A dense mask stays, and its
-    band is simplified alike.
-    """
-    if seqlen_q == 0 or seqlen_kv == 0 or right >= UNBOUNDED or diagonal_offset + right >= seqlen_kv - 1:
-        right = UNBOUNDED
-    if seqlen_q == 0 or seqlen_kv == 0 or left >= UNBOUNDED or seqlen_q - 1 + diagonal_offset - left <= 0:
-        left = UNBOUNDED
-    if left < UNBOUNDED:
-        kind, offset = "local", diagonal_offset
-    elif right < UNBOUNDED:
-        kind, offset, right = "causal", diagonal_offset + right, 0
-    else:
-        kind, offset = "none", 0
-    return "dense" if mask_type == "dense" else kind, offset, left, right
-
-
-def check_dtypes(views: dict[str, ArrayView]) -> str:
-    dtype = views["q"].dtype
-    if dtype not in DTYPES:
-        raise BadTensorDtype(f"q has dtype {dtype}; supported are {', '.join(DTYPES)}")
-    for name, view in views.items():
-        if view.dtype != dtype:
-            raise BadTensorDtype(f"{name} has dtype {view.dtype} but q has {dtype}; they must be the same")
-    return dtype
-
-
 def _check_shapes(
     q: ArrayView, k: ArrayView, v: ArrayView, out: ArrayView | None, dtype: str
 ) -> dict[str, int]:
@@ -363,182 +309,6 @@ def _check_shapes(
     check_extents(sizes, dtype)
     check_out(out, q, v)
     return sizes
-
-
-def check_out(out: ArrayView | None, q: ArrayView, v: ArrayView) -> None:
-    """That an ``out`` has the shape of the result. Raises BadTensorShape."""
-    expected = (*q.shape[:-1], v.shape[-1])
-    if out is not None and out.shape != expected:
-        raise BadTensorShape(
-            f"out has shape {out.shape}; expected that of q with the last dimension of v, {expected}"
-        )
-
-
-def check_extents(sizes: Mapping[str, int], dtype: str) -> None:
-    """That there are kernels for head dims, heads and lengths such as these. Raises BadTensorShape."""
-    for name in ("head_dim", "head_dim_v"):
-        check_head_dim(name, sizes[name], dtype)
-    heads_q, heads_kv = sizes["num_heads_q"], sizes["num_heads_kv"]
-    if heads_kv < 1 or heads_q < 1 or heads_q % heads_kv:
-        raise BadTensorShape(
-            f"q has {heads_q} heads, k has {heads_kv}; those of q must be a positive multiple of those of k"
-        )
-    for name, symbol in (("q", "seqlen_q"), ("k", "seqlen_kv")):
-        seqlen = sizes[symbol]
-        if seqlen > MAX_SEQLEN:
-            raise BadTensorShape(
-                f"{name} has sequence length {seqlen}; the longest supported is {MAX_SEQLEN}"
-            )
-
-
-def check_head_dim(name: str, width: int, dtype: str) -> None:
-    """That rows are a whole number of 16 bytes, and not too long. Raises BadTensorShape."""
-    step = ROW_ALIGNMENT // DTYPE_BYTES[dtype]
-    if not 1 <= width <= MAX_HEAD_DIM or width % step:
-        raise BadTensorShape(
-            f"{name} is {width}; {dtype} needs a multiple of {step} from {step} to {MAX_HEAD_DIM}"
-        )
-
-
-def mask_semantics(
-    causal: bool,
-    mask_type: int | str | None,
-    window_size: tuple[int, int],
-    has_mask: bool,
-    seqlen_q: int,
-    seqlen_kv: int,
-) -> tuple[str, int, int, int]:
-    name = mask_type_name(mask_type)
-    if name == "dense" and not has_mask:
-        raise NullPointer("mask_type 'dense' needs mask, which is None")
-    if causal:
-        if name not in (None, "dense", "causal_bottom_right"):
-            raise BadParam(f"causal=True means mask_type 'causal_bottom_right', but mask_type is {name!r}")
-        name = "causal_bottom_right"
-    if name is None:
-        name = "dense" if has_mask else "none"
-    if has_mask and name == "none":
-        raise BadParam("a mask was given, but mask_type 'none' takes none; leave mask_type out")
-    kind = "dense" if has_mask else "local"
-    left, right = window_of(window_size)
-    windowed = (left, right) != (-1, -1)
-    if windowed and name == "causal_top_left":
-        raise BadParam(f"window_size is {(left, right)}, but mask_type {name!r} takes no window")
-    if name == "causal_bottom_right":
-        if right > 0:
-            raise BadParam(
-                f"window_size is {(left, right)}, but causal hides every later key: right must be 0 or -1"
-            )
-        right = 0
-    elif name == "causal_top_left":
-        return kind, 0, UNBOUNDED, 0
-    left = UNBOUNDED if left < 0 else min(left, UNBOUNDED)
-    right = UNBOUNDED if right < 0 else min(right, UNBOUNDED)
-    return kind, seqlen_kv - seqlen_q, left, right
-
-
-def sees_no_later_key(causal: bool, mask_type: int | str | None, window_size: Any) -> bool:
-    """Whether these options, which may be wrong yet, say that no query sees a key past its own position."""
-    if flag("causal", causal):
-        return True
-    if isinstance(mask_type, str | numbers.Integral) and mask_type in (3, "causal", "causal_bottom_right"):
-        return True
-    return isinstance(window_size, (tuple, list)) and len(window_size) == 2 and window_size[1] == 0
-
-
-def mask_type_name(mask_type: int | str | None) -> str | None:
-    """The one of ``MASK_TYPES`` that a caller means, or None for None. Raises BadParam."""
-    if mask_type is None or (isinstance(mask_type, str) and mask_type in MASK_TYPES):
-        return mask_type
-    if isinstance(mask_type, str) and mask_type == "causal":
-        return "causal_bottom_right"
-    try:
-        return MASK_TYPES[range(len(MASK_TYPES)).index(operator.index(mask_type))]
-    except (TypeError, ValueError):
-        allowed = ", ".join(f"{number} {name!r}" for number, name in enumerate(MASK_TYPES))
-        raise BadParam(
-            f"mask_type is {mask_type!r}; allowed are {allowed}, and 'causal' for 3; a window is window_size"
-        ) from None
-
-
-def window_of(window_size: Any) -> tuple[int, int]:
-    """Both sides of a caller's window; -1 is no bound. Raises BadParam."""
-    try:
-        left, right = (operator.index(side) for side in window_size)
-    except (TypeError, ValueError):
-        raise BadParam(
-            f"window_size is {window_size!r}; expected two integers (left, right), -1 for no bound"
-        ) from None
-    if left < -1 or right < -1:
-        raise BadParam(f"window_size is {(left, right)}; each side must be -1 (no bound), 0 or more")
-    return left, right
-
-
-def scale_of(softmax_scale: float | None, head_dim: int) -> float:
-    if softmax_scale is None:
-        return head_dim**-0.5
-    if not isinstance(softmax_scale, numbers.Real):
-        raise BadParam(f"softmax_scale is {softmax_scale!r}; expected a number or None")
-    scale = float(softmax_scale)
-    # The running maximum is taken before scaling, so the scale must keep the order of the scores.
-    if not 0.0 <= scale <= MAX_SCALE:
-        raise BadParam(
-            f"softmax_scale is {scale}; it must be finite in fp32 and not negative (negate q instead)"
-        )
-    return max(scale, MIN_SCALE)
-
-
-def check_mask(mask: ArrayView, sizes: Mapping[str, int], instead: str = _LENGTHS_INSTEAD) -> None:
-    """That a dense mask has its dtype and broadcasts to all scores; ``instead`` is what does for one that
-    hides the ends of sequences. Raises BadTensorDtype, BadTensorShape or BadTensorStrides.
-    """
-    argument = ARGUMENTS[_MASK]
-    if mask.dtype not in argument.dtypes:
-        raise BadTensorDtype(
-            f"mask has dtype {mask.dtype}; expected {' or '.join(argument.dtypes)}, "
-            "nonzero where a key is hidden. What is added to scores goes in as score='bias', "
-            "params={'bias': ...}"
-        )
-    try:
-        check_broadcast(argument, mask, argument.extents(sizes))
-    except BadTensorShape as error:
-        if mask.shape != (sizes["batch"], sizes["seqlen_kv"]):
-            raise
-        raise BadTensorShape(
-            f"{error}. Where it hides what lies behind the end of each sequence, {instead}: keys behind them "
-            "are not read. Any other padding goes in as mask[:, None, None, :]"
-        ) from None
-
-
-def score_views(score: Score | None, given: Sequence[ArrayView | None]) -> dict[str, ArrayView]:
-    """The arrays of a score modification by their names."""
-    if score is None:
-        return {}
-    views = {}
-    for param, view in zip(score.arrays, given, strict=True):
-        if view is None:
-            raise NullPointer(
-                f"{param.name} is None; the score {score.name} needs an array ({', '.join(param.symbols)})"
-            )
-        views[param.name] = view
-    return views
-
-
-def check_score_arrays(
-    score: Score | None, views: Mapping[str, ArrayView], sizes: Mapping[str, int]
-) -> tuple[tuple[str, int], ...]:
-    """That each array of a score modification fits, and the sizes of the symbols that are its own."""
-    found: dict[str, int] = {}
-    for param in score.arrays if score else ():
-        argument, view = param.argument(), views[param.name]
-        missing = len(param.symbols) - len(view.shape)
-        for place_, symbol in enumerate(param.symbols):
-            if symbol not in sizes:
-                found[symbol] = view.shape[place_ - missing] if place_ - missing >= 0 else 1
-                if found[symbol] < 1:
-                    raise BadTensorShape(f"{param.name} has shape {view.shape}; it must not be empty")
-        check_array(argument, view, {**sizes, **found}, "")
-    return tuple(found.items())
 
 
 def _batched(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -611,6 +381,3 @@ def modified(operator: Operator, score: Score) -> Operator:
 def operator_for(score: Score | None) -> Operator:
     """Attention with that score modification, if any."""
     return ATTENTION if score is None else modified(ATTENTION, score)
-
-
-_MASK = ATTENTION.position("mask")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import BadTensorDtype, BadTensorShape
-from flashgen.operators import attention
+from flashgen.operators import attention, contract
 from flashgen.operators.arguments import DTYPE_BYTES, Argument, check_devices, check_strides, flag, place
 from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem
 from flashgen.operators.operator import Axis, Operator, Value
@@ -126,7 +126,7 @@ def normalise(
     check_devices({"q": q} | given)
     for name, view in given.items():
         check_array(ARGUMENTS[_POSITIONS[name]], view, forward, 0 if forward.batched else 1)
-    own = attention.score_views(score, score_arrays)
+    own = contract.score_views(score, score_arrays)
     views |= {"q": q, "k": k, "v": v, "mask": mask} | own
     return BackwardProblem(
         **kept_of(forward, operator_for(score).arguments, views), deterministic=deterministic

@@ -35,7 +35,7 @@ from flashgen.operators.arguments import (
     check_strides,
     place,
 )
-from flashgen.operators.attention import DTYPES, MAX_SEQLEN, check_head_dim
+from flashgen.operators.contract import DTYPES, MAX_SEQLEN, check_head_dim
 from flashgen.operators.operator import Axis, Number, Operator, Problem, Value
 
 if TYPE_CHECKING:

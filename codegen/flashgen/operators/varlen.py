@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer
-from flashgen.operators import attention
+from flashgen.operators import attention, contract, maskoptions
 from flashgen.operators.arguments import DTYPE_BYTES, Argument, check_devices, check_strides, flag, place
-from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem, simplify
+from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem
+from flashgen.operators.maskoptions import simplify
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.operator import Axis, Number, Operator, Value
 from flashgen.operators.splits import AUTO, splits_of
@@ -48,7 +49,7 @@ ARGUMENTS = (
     Argument("kv_lengths", "input", "batch", **_INTEGERS),
     Argument("index", "input", "batch", **_INTEGERS),
     Argument("pages", "input", "batch max_pages", **(_INTEGERS | {"layout": "rows"})),
-    ATTENTION.arguments[ATTENTION.position("mask")]._replace(shape="batch num_heads_q rows_q seqlen_kv"),
+    contract.MASK._replace(shape="batch num_heads_q rows_q seqlen_kv"),
     Argument("out", "output", "batch_q rows_q num_heads_q head_dim_v"),
     Argument(
         "lse",
@@ -235,10 +236,10 @@ def normalise(
     views = {"q": q, "k": k, "v": v} | ({} if out is None else {"out": out})
     lengths = dict(zip(LENGTH_ARRAYS, (cu_seqlens_q, cu_seqlens_kv, kv_lengths, index, pages), strict=True))
     given = {name: view for name, view in lengths.items() if view is not None}
-    own = attention.score_views(score, score_arrays)
+    own = contract.score_views(score, score_arrays)
     masks = {} if mask is None else {"mask": mask}
     check_devices(views | given | masks | own)
-    dtype = attention.check_dtypes(views)
+    dtype = contract.check_dtypes(views)
     _check_combination(given)
     invariant = splits != AUTO
     if invariant and cu_seqlens_q is not None and max_seqlen_q is None:
@@ -253,10 +254,10 @@ def normalise(
     sizes["seqlen_q"] = _bound("max_seqlen_q", max_seqlen_q, sizes["rows_q"], cu_seqlens_q is None)
     if invariant and cu_seqlens_q is not None:
         # Also above the tokens that there are: a few of them would choose another kernel.
-        sizes["seqlen_q"] = _bound("max_seqlen_q", max_seqlen_q, attention.MAX_SEQLEN, False)
+        sizes["seqlen_q"] = _bound("max_seqlen_q", max_seqlen_q, contract.MAX_SEQLEN, False)
     sizes["seqlen_kv"] = _bound("max_seqlen_kv", max_seqlen_kv, capacity, False)
-    attention.check_extents(sizes, dtype)
-    attention.check_out(out, q, v)
+    contract.check_extents(sizes, dtype)
+    contract.check_out(out, q, v)
     for argument in ARGUMENTS:
         view = (views | given).get(argument.name)
         if view is not None:
@@ -268,7 +269,7 @@ def normalise(
         _check_mask(mask, given, sizes)
     absent = {name for name in (*LENGTH_ARRAYS, "mask") if name not in given | masks}
     absent |= set() if return_lse else {"lse"}
-    score_sizes = attention.check_score_arrays(score, own, sizes)
+    score_sizes = contract.check_score_arrays(score, own, sizes)
     symbols = sizes | dict(score_sizes) | {"boundaries": batch + 1}
     arrays = views | given | masks | own
     problem = VarlenProblem(
@@ -278,7 +279,7 @@ def normalise(
         diagonal_offset=offset,
         window_left=left,
         window_right=right,
-        softmax_scale=attention.scale_of(softmax_scale, sizes["head_dim"]),
+        softmax_scale=contract.scale_of(softmax_scale, sizes["head_dim"]),
         strides=tuple(
             None
             if argument.name in absent
@@ -405,7 +406,7 @@ def _check_mask(mask: ArrayView, given: Mapping[str, ArrayView], sizes: Mapping[
                 f"mask and {name} were given; a mask needs as many rows and columns for each sequence: pass "
                 "queries that are padded, not packed, and keys that are padded or in a KVCache"
             )
-    attention.check_mask(mask, sizes, instead="leave it out, as kv_lengths say the same")
+    contract.check_mask(mask, sizes, instead="leave it out, as kv_lengths say the same")
 
 
 def _band(
@@ -422,13 +423,13 @@ def _band(
     All bands are aligned with the ends of their sequences. A side is unbounded where that hides nothing from
     a sequence of any lengths up to these; where the kernel must be ``invariant``, whatever seqlen_kv.
     """
-    name = attention.mask_type_name(mask_type)
+    name = maskoptions.mask_type_name(mask_type)
     if name == "causal_top_left":
         raise BadParam(
             f"mask_type is {name!r}; sequences of several lengths take 'causal_bottom_right', a window or a "
             "mask"
         )
-    kind, offset, left, right = attention.mask_semantics(
+    kind, offset, left, right = maskoptions.mask_semantics(
         causal, mask_type, window_size, has_mask, seqlen_q, seqlen_kv
     )
     if right >= seqlen_q - 1:

@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashgen.operators import attention, backward, varlen
+from flashgen.operators import attention, backward, contract, varlen
 from flashgen.operators.arguments import Argument, check_devices, flag, place
 from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem
 from flashgen.operators.backward import BackwardProblem
@@ -155,7 +155,7 @@ def normalise(
         argument = ARGUMENTS[_POSITIONS[name]]
         missing = _missing(argument, forward.packed_q, forward.packed_kv)
         backward.check_array(argument, view, forward, missing)
-    views |= {"q": q, "k": k, "v": v} | lengths | attention.score_views(score, score_arrays)
+    views |= {"q": q, "k": k, "v": v} | lengths | contract.score_views(score, score_arrays)
     return VarlenBackwardProblem(
         **backward.kept_of(forward, operator_for(score).arguments, views), deterministic=deterministic
     )

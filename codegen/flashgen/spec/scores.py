@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from flashgen.operators import OPERATORS
-from flashgen.operators.attention import DTYPES
 from flashgen.operators.backward import KEPT
+from flashgen.operators.contract import DTYPES
 from flashgen.operators.formula import FUNCTIONS, FormulaError, parse
 from flashgen.operators.lowering import CONSTANT
 from flashgen.operators.scores import DIMENSIONS, NAMES, TYPES, Score, ScoreParam

@@ -1,0 +1,150 @@
+"""Checks that the contracts of several operators share: of dtypes, extents and scales, of dense masks and of
+the arrays of score modifications."""
+
+from __future__ import annotations
+
+import numbers
+from typing import TYPE_CHECKING
+
+from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer
+from flashgen.operators.arguments import DTYPE_BYTES, ROW_ALIGNMENT, Argument, check_array, check_broadcast
+from flashgen.operators.masks import UNBOUNDED
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from flashgen.operators.arguments import ArrayView
+    from flashgen.operators.scores import Score
+
+DTYPES = ("fp16", "bf16", "fp32")
+MAX_HEAD_DIM = 256
+MAX_SEQLEN = UNBOUNDED - 4096
+# Smallest normal fp32: a scale of zero would turn the -inf of a masked score into NaN.
+MIN_SCALE = 2.0**-126
+MAX_SCALE = 3.0e38
+# A dense mask: what is not zero hides its key.
+MASK = Argument(
+    "mask",
+    "input",
+    "batch num_heads_q seqlen_q seqlen_kv",
+    dtypes=("bool", "uint8"),
+    layout="broadcast",
+    alignment=1,
+    optional=True,
+)
+_LENGTHS_INSTEAD = "pass kv_lengths=, how many keys each has, instead"
+
+
+def check_dtypes(views: dict[str, ArrayView]) -> str:
+    """The dtype of q, which all of the arrays must have. Raises BadTensorDtype."""
+    dtype = views["q"].dtype
+    if dtype not in DTYPES:
+        raise BadTensorDtype(f"q has dtype {dtype}; supported are {', '.join(DTYPES)}")
+    for name, view in views.items():
+        if view.dtype != dtype:
+            raise BadTensorDtype(f"{name} has dtype {view.dtype} but q has {dtype}; they must be the same")
+    return dtype
+
+
+def check_extents(sizes: Mapping[str, int], dtype: str) -> None:
+    """That there are kernels for head dims, heads and lengths such as these. Raises BadTensorShape."""
+    for name in ("head_dim", "head_dim_v"):
+        check_head_dim(name, sizes[name], dtype)
+    heads_q, heads_kv = sizes["num_heads_q"], sizes["num_heads_kv"]
+    if heads_kv < 1 or heads_q < 1 or heads_q % heads_kv:
+        raise BadTensorShape(
+            f"q has {heads_q} heads, k has {heads_kv}; those of q must be a positive multiple of those of k"
+        )
+    for name, symbol in (("q", "seqlen_q"), ("k", "seqlen_kv")):
+        seqlen = sizes[symbol]
+        if seqlen > MAX_SEQLEN:
+            raise BadTensorShape(
+                f"{name} has sequence length {seqlen}; the longest supported is {MAX_SEQLEN}"
+            )
+
+
+def check_head_dim(name: str, width: int, dtype: str) -> None:
+    """That rows are a whole number of 16 bytes, and not too long. Raises BadTensorShape."""
+    step = ROW_ALIGNMENT // DTYPE_BYTES[dtype]
+    if not 1 <= width <= MAX_HEAD_DIM or width % step:
+        raise BadTensorShape(
+            f"{name} is {width}; {dtype} needs a multiple of {step} from {step} to {MAX_HEAD_DIM}"
+        )
+
+
+def check_out(out: ArrayView | None, q: ArrayView, v: ArrayView) -> None:
+    """That an ``out`` has the shape of the result. Raises BadTensorShape."""
+    expected = (*q.shape[:-1], v.shape[-1])
+    if out is not None and out.shape != expected:
+        raise BadTensorShape(
+            f"out has shape {out.shape}; expected that of q with the last dimension of v, {expected}"
+        )
+
+
+def scale_of(softmax_scale: float | None, head_dim: int) -> float:
+    """The scale of scores that a caller means; 0 is the smallest there is. Raises BadParam."""
+    if softmax_scale is None:
+        return head_dim**-0.5
+    if not isinstance(softmax_scale, numbers.Real):
+        raise BadParam(f"softmax_scale is {softmax_scale!r}; expected a number or None")
+    scale = float(softmax_scale)
+    # The running maximum is taken before scaling, so the scale must keep the order of the scores.
+    if not 0.0 <= scale <= MAX_SCALE:
+        raise BadParam(
+            f"softmax_scale is {scale}; it must be finite in fp32 and not negative (negate q instead)"
+        )
+    return max(scale, MIN_SCALE)
+
+
+def check_mask(mask: ArrayView, sizes: Mapping[str, int], instead: str = _LENGTHS_INSTEAD) -> None:
+    """That a dense mask has its dtype and broadcasts to all scores; ``instead`` is what does for one that
+    hides the ends of sequences. Raises BadTensorDtype, BadTensorShape or BadTensorStrides.
+    """
+    if mask.dtype not in MASK.dtypes:
+        raise BadTensorDtype(
+            f"mask has dtype {mask.dtype}; expected {' or '.join(MASK.dtypes)}, "
+            "nonzero where a key is hidden. What is added to scores goes in as score='bias', "
+            "params={'bias': ...}"
+        )
+    try:
+        check_broadcast(MASK, mask, MASK.extents(sizes))
+    except BadTensorShape as error:
+        if mask.shape != (sizes["batch"], sizes["seqlen_kv"]):
+            raise
+        raise BadTensorShape(
+            f"{error}. Where it hides what lies behind the end of each sequence, {instead}: keys behind them "
+            "are not read. Any other padding goes in as mask[:, None, None, :]"
+        ) from None
+
+
+def score_views(score: Score | None, given: Sequence[ArrayView | None]) -> dict[str, ArrayView]:
+    """The arrays of a score modification by their names. Raises NullPointer for one that is None."""
+    if score is None:
+        return {}
+    views = {}
+    for param, view in zip(score.arrays, given, strict=True):
+        if view is None:
+            raise NullPointer(
+                f"{param.name} is None; the score {score.name} needs an array ({', '.join(param.symbols)})"
+            )
+        views[param.name] = view
+    return views
+
+
+def check_score_arrays(
+    score: Score | None, views: Mapping[str, ArrayView], sizes: Mapping[str, int]
+) -> tuple[tuple[str, int], ...]:
+    """That each array of a score modification fits, and the sizes of the symbols that are its own. Raises
+    BadTensorShape, BadTensorDtype or BadTensorStrides.
+    """
+    found: dict[str, int] = {}
+    for param in score.arrays if score else ():
+        argument, view = param.argument(), views[param.name]
+        missing = len(param.symbols) - len(view.shape)
+        for place_, symbol in enumerate(param.symbols):
+            if symbol not in sizes:
+                found[symbol] = view.shape[place_ - missing] if place_ - missing >= 0 else 1
+                if found[symbol] < 1:
+                    raise BadTensorShape(f"{param.name} has shape {view.shape}; it must not be empty")
+        check_array(argument, view, {**sizes, **found}, "")
+    return tuple(found.items())

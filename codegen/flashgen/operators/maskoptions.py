@@ -1,0 +1,114 @@
+"""How a caller says which keys a row sees, and the cheapest mask for a kernel that hides the same ones."""
+
+from __future__ import annotations
+
+import numbers
+import operator
+from typing import Any
+
+from flashgen.errors import BadParam, NullPointer
+from flashgen.operators.arguments import flag
+from flashgen.operators.masks import UNBOUNDED
+
+MASK_TYPES = ("none", "dense", "causal_top_left", "causal_bottom_right")
+
+
+def mask_semantics(
+    causal: bool,
+    mask_type: int | str | None,
+    window_size: tuple[int, int],
+    has_mask: bool,
+    seqlen_q: int,
+    seqlen_kv: int,
+) -> tuple[str, int, int, int]:
+    """(mask_type, diagonal_offset, window_left, window_right) of an `AttentionProblem`, not simplified yet;
+    mask_type is "dense" or "local". Raises BadParam for options that contradict each other, and NullPointer
+    for a missing mask.
+    """
+    name = mask_type_name(mask_type)
+    if name == "dense" and not has_mask:
+        raise NullPointer("mask_type 'dense' needs mask, which is None")
+    if causal:
+        if name not in (None, "dense", "causal_bottom_right"):
+            raise BadParam(f"causal=True means mask_type 'causal_bottom_right', but mask_type is {name!r}")
+        name = "causal_bottom_right"
+    if name is None:
+        name = "dense" if has_mask else "none"
+    if has_mask and name == "none":
+        raise BadParam("a mask was given, but mask_type 'none' takes none; leave mask_type out")
+    kind = "dense" if has_mask else "local"
+    left, right = window_of(window_size)
+    windowed = (left, right) != (-1, -1)
+    if windowed and name == "causal_top_left":
+        raise BadParam(f"window_size is {(left, right)}, but mask_type {name!r} takes no window")
+    if name == "causal_bottom_right":
+        if right > 0:
+            raise BadParam(
+                f"window_size is {(left, right)}, but causal hides every later key: right must be 0 or -1"
+            )
+        right = 0
+    elif name == "causal_top_left":
+        return kind, 0, UNBOUNDED, 0
+    left = UNBOUNDED if left < 0 else min(left, UNBOUNDED)
+    right = UNBOUNDED if right < 0 else min(right, UNBOUNDED)
+    return kind, seqlen_kv - seqlen_q, left, right
+
+
+def mask_type_name(mask_type: int | str | None) -> str | None:
+    """The one of ``MASK_TYPES`` that a caller means, or None for None. Raises BadParam."""
+    if mask_type is None or (isinstance(mask_type, str) and mask_type in MASK_TYPES):
+        return mask_type
+    if isinstance(mask_type, str) and mask_type == "causal":
+        return "causal_bottom_right"
+    try:
+        return MASK_TYPES[range(len(MASK_TYPES)).index(operator.index(mask_type))]
+    except (TypeError, ValueError):
+        allowed = ", ".join(f"{number} {name!r}" for number, name in enumerate(MASK_TYPES))
+        raise BadParam(
+            f"mask_type is {mask_type!r}; allowed are {allowed}, and 'causal' for 3; a window is window_size"
+        ) from None
+
+
+def window_of(window_size: Any) -> tuple[int, int]:
+    """Both sides of a caller's window; -1 is no bound. Raises BadParam."""
+    try:
+        left, right = (operator.index(side) for side in window_size)
+    except (TypeError, ValueError):
+        raise BadParam(
+            f"window_size is {window_size!r}; expected two integers (left, right), -1 for no bound"
+        ) from None
+    if left < -1 or right < -1:
+        raise BadParam(f"window_size is {(left, right)}; each side must be -1 (no bound), 0 or more")
+    return left, right
+
+
+def sees_no_later_key(causal: bool, mask_type: int | str | None, window_size: Any) -> bool:
+    """Whether these options, which may be wrong yet, say that no query sees a key past its own position."""
+    if flag("causal", causal):
+        return True
+    if isinstance(mask_type, str | numbers.Integral) and mask_type in (3, "causal", "causal_bottom_right"):
+        return True
+    return isinstance(window_size, (tuple, list)) and len(window_size) == 2 and window_size[1] == 0
+
+
+def simplify(
+    mask_type: str, seqlen_q: int, seqlen_kv: int, diagonal_offset: int, left: int, right: int
+) -> tuple[str, int, int, int]:
+    """The cheapest (mask_type, diagonal_offset, window_left, window_right) that hides exactly the same keys.
+
+    A side of the band that even the row nearest to it does not reach is unbounded; a band without a left side
+    is causal, with its right side folded into the offset; one without sides is no mask. So a causal call with
+    one query, or a window longer than the keys, takes the kernel without masks. A dense mask stays, and its
+    band is simplified alike.
+    """
+    if seqlen_q == 0 or seqlen_kv == 0 or right >= UNBOUNDED or diagonal_offset + right >= seqlen_kv - 1:
+        right = UNBOUNDED
+    if seqlen_q == 0 or seqlen_kv == 0 or left >= UNBOUNDED or seqlen_q - 1 + diagonal_offset - left <= 0:
+        left = UNBOUNDED
+    if left < UNBOUNDED:
+        kind, offset = "local", diagonal_offset
+    elif right < UNBOUNDED:
+        kind, offset, right = "causal", diagonal_offset + right, 0
+    else:
+        kind, offset = "none", 0
+    return "dense" if mask_type == "dense" else kind, offset, left, right
