@@ -21,9 +21,9 @@ def mask_semantics(
     seqlen_q: int,
     seqlen_kv: int,
 ) -> tuple[str, int, int, int]:
-    """(mask_type, diagonal_offset, window_left, window_right) of a problem, not simplified yet: the
-    first is "dense" or "local". Raises BadParam for options that contradict each other, and NullPointer for a
-    missing mask.
+    """(mask_type, diagonal_offset, window_left, window_right) of an `AttentionProblem`, not simplified yet;
+    mask_type is "dense" or "local". Raises BadParam for options that contradict each other, and NullPointer
+    for a missing mask.
     """
     name = mask_type_name(mask_type)
     if name == "dense" and not has_mask:
