@@ -130,8 +130,10 @@ def plan_backward(
 ) -> Plan:
     """A ``Plan`` for all calls of ``attention_backward`` whose arrays have the layouts of these.
 
-    Arguments and errors are those of ``attention_backward``. The plan is called with dout, q, k, v, mask (or
-    None), out and lse, in this order, or by name; its ``workspace_bytes`` is what a call needs. See ``plan``.
+    Arguments and errors are those of ``attention_backward``. The plan is called with dout, q, k, v, mask, out
+    and lse, in this order, or by name; with lengths with dout, q, k, v, cu_seqlens_q, cu_seqlens_kv,
+    kv_lengths, out and lse. None stands for what the call has not. ``workspace_bytes`` of the plan is what a
+    call needs. See ``plan``.
     """
     _refuse("plan_backward", refused)
     operator, given, options, scalars = asked_backward(
