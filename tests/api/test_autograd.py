@@ -426,6 +426,14 @@ def test_derivatives_of_other_kinds_are_refused():
         dual = forward_ad.make_dual(q.detach(), torch.ones_like(q))
         with pytest.raises(BadParam, match=r"forward-mode"):
             flashgen.attention(dual, k, v)
+        slopes, bias = (
+            forward_ad.make_dual(x, torch.ones_like(x)) for x in (torch.rand(HEADS), torch.rand(6, 7))
+        )
+        for given in (q, q.detach()):
+            with pytest.raises(BadParam, match=r"^alibi_slopes: .* forward-mode"):
+                flashgen.attention(given, k, v, alibi_slopes=slopes)
+            with pytest.raises(BadParam, match=r"^bias: .* forward-mode"):
+                flashgen.attention(given, k, v, score="bias", params={"bias": bias})
     with pytest.raises(BadParam, match=r"is_grads_batched"):
         torch.autograd.grad(flashgen.attention(q, k, v), q, torch.stack([dout, dout]), is_grads_batched=True)
 

@@ -44,6 +44,11 @@ WITHOUT_GRADIENT = (
     "tensor.detach()"
 )
 
+WITH_TANGENT = (
+    "a tensor has a tangent of forward-mode AD, which flashgen does not compute; "
+    "pass torch.autograd.forward_ad.unpack_dual(tensor).primal"
+)
+
 
 class RequiresGradient(BadParam):
     """A tensor requires a gradient; a caller that can have it recorded catches this, others say what they
@@ -338,10 +343,7 @@ class TorchKind:
         if x.requires_grad and torch.is_grad_enabled():
             raise RequiresGradient(WITHOUT_GRADIENT)
         if self._forward_ad._current_level >= 0 and self._has_tangent(x):
-            raise BadParam(
-                "a tensor has a tangent of forward-mode AD, which flashgen does not compute; "
-                "pass torch.autograd.forward_ad.unpack_dual(tensor).primal"
-            )
+            raise BadParam(WITH_TANGENT)
 
     def _has_tangent(self, x: Any) -> bool:
         return self._forward_ad.unpack_dual(x).tangent is not None
