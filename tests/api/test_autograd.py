@@ -477,6 +477,9 @@ def test_what_has_no_gradient_is_refused_by_name():
         ({"mask_type": "diagonal"}, "mask_type is 'diagonal'"),
         ({"softmax_scale": -1.0}, "softmax_scale is -1.0"),
         ({"softcap": 0}, "softcap is 0"),
+        ({"softcap": True}, "^softcap is True"),
+        ({"score": "softcap", "params": {"cap": True}}, "^cap is True"),
+        ({"score": "softcap", "params": {"cap": "30"}}, "^cap is '30'"),
         ({"score": "unheard"}, "score is 'unheard'"),
         ({"return_lse": None}, "return_lse is None"),
         ({"deterministic": 3}, "deterministic is 3"),
@@ -484,8 +487,9 @@ def test_what_has_no_gradient_is_refused_by_name():
 )
 def test_options_are_checked_as_without_a_graph(options, words):
     q, k, v, _ = tensors()
-    with pytest.raises(BadParam, match=words):
-        flashgen.attention(q, k, v, **options)
+    for given in (q, q.detach()):
+        with pytest.raises(BadParam, match=words):
+            flashgen.attention(given, k.detach(), v.detach(), **options)
 
 
 def test_a_tensor_without_a_gradient_is_computed_without_a_graph(monkeypatch):

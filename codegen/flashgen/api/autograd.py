@@ -220,8 +220,8 @@ def _refuse_derivatives(arrays: Mapping[str, Any]) -> None:
 
 
 def _number(name: str, x: Any) -> float:
-    if not isinstance(x, Real):
-        raise BadParam(f"{name} has type {type(x).__name__}; expected a tensor or a number")
+    if not isinstance(x, Real) or isinstance(x, bool):  # ahead of the float that hides what it was
+        raise BadParam(f"{name} is {x!r}; expected a tensor or a number")
     return int(x) if isinstance(x, Integral) else float(x)
 
 

@@ -121,7 +121,7 @@ def _of_rows(
     if call.dlse is not None:
         delta -= call.dlse[batch, heads, part].reshape(-1)
     lse = call.lse[batch, heads, part].reshape(-1)
-    # The P of a row that sees nothing is exp(-inf), and its dlse, which may be infinite or NaN, has no effect.
+    # The P of a row that sees nothing is exp(-inf); its dlse, which may be infinite or NaN, has no effect.
     sees_nothing = np.isneginf(lse)
     lse = np.where(sees_nothing, np.float32(np.inf), lse)
     delta[sees_nothing] = 0
