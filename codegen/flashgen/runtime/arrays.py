@@ -56,7 +56,14 @@ class RequiresGradient(BadParam):
     """
 
     def of(self, what: str) -> BadParam:
-        return BadParam(f"{self}. There are no gradients of {what}")
+        return without_gradients(str(self), what)
+
+
+def without_gradients(message: str, what: str) -> BadParam:
+    """The error of a call that records nothing. Of a message: in a graph of Dynamo an error in a message is
+    its repr.
+    """
+    return BadParam(f"{message}. There are no gradients of {what}")
 
 
 class NumpyKind:
