@@ -425,8 +425,7 @@ def _band(
     name = attention.mask_type_name(mask_type)
     if name == "causal_top_left":
         raise BadParam(
-            f"mask_type is {name!r}; sequences of several lengths take 'causal_bottom_right', a window or a "
-            "mask"
+            f"mask_type is {name!r}; sequences of several lengths take 'causal_bottom_right' or a window"
         )
     kind, offset, left, right = attention.mask_semantics(
         causal, mask_type, window_size, has_mask, seqlen_q, seqlen_kv
