@@ -268,7 +268,7 @@ def normalise(
         _check_mask(mask, given, sizes)
     absent = {name for name in (*LENGTHS, "mask") if name not in given | masks}
     absent |= set() if return_lse else {"lse"}
-    score_sizes = attention.check_score_arrays(score, own, sizes)
+    score_sizes = _check_score_arrays(score, own, sizes)
     symbols = sizes | dict(score_sizes) | {"boundaries": batch + 1}
     arrays = views | given | masks | own
     problem = VarlenProblem(
@@ -406,6 +406,22 @@ def _check_mask(mask: ArrayView, given: Mapping[str, ArrayView], sizes: Mapping[
                 "queries that are padded, not packed, and keys that are padded or in a KVCache"
             )
     attention.check_mask(mask, sizes, instead="leave it out, as kv_lengths say the same")
+
+
+def _check_score_arrays(
+    score: Score | None, views: Mapping[str, ArrayView], sizes: Mapping[str, int]
+) -> tuple[tuple[str, int], ...]:
+    """As `attention.check_score_arrays`; an error says what sizes the sequences give an array."""
+    try:
+        return attention.check_score_arrays(score, views, sizes)
+    except BadTensorShape as error:
+        symbols = {symbol for param in score.arrays for symbol in param.symbols}
+        if symbols.isdisjoint(("seqlen_q", "seqlen_kv")):
+            raise
+        raise BadTensorShape(
+            f"{error}. With lengths seqlen_q and seqlen_kv are max_seqlen_q and max_seqlen_kv, or the rows "
+            "that q has and the keys that k has room for, where these are fewer"
+        ) from None
 
 
 def _band(
