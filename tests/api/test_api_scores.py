@@ -373,8 +373,8 @@ def test_with_lengths_an_array_is_as_large_as_its_sequences_may_be():
         np.testing.assert_allclose(
             found[begin:end], flashgen.attention(own, own, own, score="mine", params=params), atol=1e-5
         )
+    slopes = np.ones(3, np.float32)
     with pytest.raises(errors.BadTensorShape, match=r"alibi_slopes has [^.]*itself$"):
-        slopes = np.ones(3, np.float32)
         flashgen.attention(q, q, q, cu_seqlens_q=ends, cu_seqlens_kv=ends, alibi_slopes=slopes)
 
 
