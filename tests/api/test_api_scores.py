@@ -5,6 +5,7 @@ What is expected is written down here in one line of NumPy each, apart from the 
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -350,6 +351,31 @@ def test_arrays_of_a_plan_go_to_each_call():
         plan(q, k, v)
     with pytest.raises(errors.BadTensorShape, match=r"^slope has shape"):
         plan(q, k, v, slope=slopes[None])
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_with_lengths_an_array_is_as_large_as_its_sequences_may_be():
+    rng = np.random.default_rng()
+    q = rng.standard_normal((40, 4, 32), np.float32)
+    ends = np.array([0, 30, 40], np.int32)
+    packed = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_kv": 64, "score": "mine"}
+    bias = rng.standard_normal((4, 30, 64), np.float32)
+
+    def call(bias, **options):
+        return flashgen.attention(q, q, q, **packed, params={"gain": 2.0, "bias": bias}, **options)
+
+    with pytest.raises(errors.BadTensorShape, match=r"bias has .* With lengths seqlen_q and seqlen_kv are"):
+        call(bias, max_seqlen_q=30)
+    found = call(bias[..., :40], max_seqlen_q=30)
+    for begin, end in itertools.pairwise(ends):
+        own, rows = q[begin:end], end - begin
+        params = {"gain": 2.0, "bias": np.ascontiguousarray(bias[:, :rows, :rows])}
+        np.testing.assert_allclose(
+            found[begin:end], flashgen.attention(own, own, own, score="mine", params=params), atol=1e-5
+        )
+    slopes = np.ones(3, np.float32)
+    with pytest.raises(errors.BadTensorShape, match=r"alibi_slopes has [^.]*itself$"):
+        flashgen.attention(q, q, q, cu_seqlens_q=ends, cu_seqlens_kv=ends, alibi_slopes=slopes)
 
 
 def test_an_output_must_not_be_a_parameter():

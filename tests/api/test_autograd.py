@@ -426,6 +426,14 @@ def test_derivatives_of_other_kinds_are_refused():
         dual = forward_ad.make_dual(q.detach(), torch.ones_like(q))
         with pytest.raises(BadParam, match=r"forward-mode"):
             flashgen.attention(dual, k, v)
+        slopes, bias = (
+            forward_ad.make_dual(x, torch.ones_like(x)) for x in (torch.rand(HEADS), torch.rand(6, 7))
+        )
+        for given in (q, q.detach()):
+            with pytest.raises(BadParam, match=r"^alibi_slopes: .* forward-mode"):
+                flashgen.attention(given, k, v, alibi_slopes=slopes)
+            with pytest.raises(BadParam, match=r"^bias: .* forward-mode"):
+                flashgen.attention(given, k, v, score="bias", params={"bias": bias})
     with pytest.raises(BadParam, match=r"is_grads_batched"):
         torch.autograd.grad(flashgen.attention(q, k, v), q, torch.stack([dout, dout]), is_grads_batched=True)
 
@@ -469,6 +477,9 @@ def test_what_has_no_gradient_is_refused_by_name():
         ({"mask_type": "diagonal"}, "mask_type is 'diagonal'"),
         ({"softmax_scale": -1.0}, "softmax_scale is -1.0"),
         ({"softcap": 0}, "softcap is 0"),
+        ({"softcap": True}, "^softcap is True"),
+        ({"score": "softcap", "params": {"cap": True}}, "^cap is True"),
+        ({"score": "softcap", "params": {"cap": "30"}}, "^cap is '30'"),
         ({"score": "unheard"}, "score is 'unheard'"),
         ({"return_lse": None}, "return_lse is None"),
         ({"deterministic": 3}, "deterministic is 3"),
@@ -476,8 +487,9 @@ def test_what_has_no_gradient_is_refused_by_name():
 )
 def test_options_are_checked_as_without_a_graph(options, words):
     q, k, v, _ = tensors()
-    with pytest.raises(BadParam, match=words):
-        flashgen.attention(q, k, v, **options)
+    for given in (q, q.detach()):
+        with pytest.raises(BadParam, match=words):
+            flashgen.attention(given, k.detach(), v.detach(), **options)
 
 
 def test_a_tensor_without_a_gradient_is_computed_without_a_graph(monkeypatch):

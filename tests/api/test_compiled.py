@@ -257,15 +257,21 @@ def test_the_operators_pass_torchs_own_checks():
     torch.library.opcheck(backward, (part[0], x["q"], k, v, None, *arrays, *options, *results))
 
 
-@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
-def test_what_has_no_gradient_says_so(traced):
+@pytest.mark.parametrize("way", ["eager", "traced", "compiled"])
+def test_what_has_no_gradient_says_so(way):
     def refuses(words, call, *leaf):
         def on_a_leaf(x):
             return call(x)
 
         x = torch.randn(*leaf or (3, ROWS, HEADS, WIDTH), requires_grad=True)
-        with pytest.raises(BadParam, match=words):
-            make_fx(on_a_leaf)(x) if traced else on_a_leaf(x)
+        if way == "compiled":
+            torch.compiler.reset()
+            quoted = r"BadParam\(['\"]" + words.removeprefix("^").replace("$", r"['\"]\)")
+            with pytest.raises(torch._dynamo.exc.Unsupported, match=quoted):
+                torch.compile(on_a_leaf, fullgraph=True, backend="eager")(x)
+        else:
+            with pytest.raises(BadParam, match=words):
+                make_fx(on_a_leaf)(x) if way == "traced" else on_a_leaf(x)
         with torch.no_grad():
             on_a_leaf(x)
 
@@ -273,7 +279,7 @@ def test_what_has_no_gradient_says_so(traced):
     k, v = parts(x)[0]
     lse = torch.zeros(3, HEADS, ROWS)
     refuses(r"^q: .*of calls with a KVCache", lambda q: over_pages(x | {"q": q}))
-    refuses(r"of calls with out$", lambda q: flashgen.attention(q, k, v, out=torch.empty_like(q)))
+    refuses(r"^q: .* of calls with out$", lambda q: flashgen.attention(q, k, v, out=torch.empty_like(q)))
     refuses(
         "^alibi_slopes",
         lambda slopes: flashgen.attention(x["q"], k, v, alibi_slopes=slopes, out=torch.empty_like(x["q"])),

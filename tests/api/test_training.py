@@ -53,14 +53,24 @@ ROWS = np.ones((2, 5, 4, 8), np.float16)
         ({"deterministic": 2}, BadParam, "deterministic is 2"),
         ({"causal": None}, BadParam, "causal is None"),
         ({"splits": 2}, BadParam, "splits was given"),
+        ({"splits": None}, BadParam, "splits was given"),
         ({"max_seqlen_q": 3}, BadParam, "max_seqlen_q or max_seqlen_kv was given, but no lengths"),
-        ({"k": flashgen.KVCache(ROWS, ROWS, None)}, BadParam, "k is a KVCache"),
+        (
+            {"k": flashgen.KVCache(ROWS, ROWS, None)},
+            BadParam,
+            "k is a KVCache, .* with kv_lengths if need be$",
+        ),
         ({"softmax_scale": float("nan")}, BadParam, "softmax_scale is nan"),
     ],
 )
 def test_what_does_not_fit_is_named(changes, error, words):
     with pytest.raises(error, match=words):
         called(**changes)
+
+
+def test_what_a_forward_pass_takes_by_default_is_no_demand():
+    for x, y in zip(called(splits="auto", append=None, algorithm=None), called(), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 PACKED = {
@@ -83,7 +93,7 @@ PACKED = {
         ({"dk": np.ones((1, 11, 2, 16), np.float16)}, BadTensorShape, "dk has shape"),
         ({"dv": np.ones((11, 2, 8), np.float32)}, BadTensorDtype, "dv has dtype"),
         ({"mask": np.zeros((9, 11), bool)}, BadParam, "a mask was given with kv_lengths"),
-        ({"mask_type": "causal_top_left"}, BadParam, "mask_type is 'causal_top_left'"),
+        ({"mask_type": 2}, BadParam, "take 'causal_bottom_right' or a window$"),
         ({"cu_seqlens_kv": np.array([0, 11], np.int32)}, BadTensorShape, "batch of 1"),
         ({"cu_seqlens_q": np.array([0, 4, 9])}, BadTensorDtype, "cu_seqlens_q has dtype int64"),
         ({"cu_seqlens_q": np.array([0, 4, 10], np.int32)}, BadParam, "in sequence 1"),

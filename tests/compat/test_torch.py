@@ -266,9 +266,13 @@ def test_the_gradient_of_a_mask_is_refused():
         same(*qkv(), attn_mask=mask)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.uint8], ids=str)
-def test_a_mask_of_another_dtype_is_named(dtype):
-    with pytest.raises(NotImplementedError, match=f"attn_mask has dtype {dtype}"):
+@pytest.mark.parametrize(
+    ("dtype", "instead"), [(torch.float64, "float"), (torch.uint8, "bool"), (torch.int64, "bool")], ids=str
+)
+def test_a_mask_of_another_dtype_is_named(dtype, instead):
+    """Of integers floats would be added to scores, where they say which keys take part."""
+    words = rf"^attn_mask has dtype {dtype}; .*: pass attn_mask\.{instead}\(\)$"
+    with pytest.raises(NotImplementedError, match=words):
         scaled_dot_product_attention(*qkv(dtype=torch.float16), attn_mask=torch.zeros(23, 41, dtype=dtype))
 
 

@@ -120,6 +120,23 @@ def test_what_nothing_sees_has_no_gradient():
     assert dv[:, :4].any()
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dlse", [np.inf, -np.inf, np.nan])
+def test_the_gradient_of_an_lse_of_nothing_has_no_effect(dlse, packed):
+    """Such as that of lse ** 2, at -inf."""
+    rng = np.random.default_rng()
+    q, k = random(rng, 9, 2, 8), random(rng, 4, 2, 8)
+    options = {"causal": True}
+    if packed:
+        options |= {"cu_seqlens_q": np.array([0, 9], np.int32), "cu_seqlens_kv": np.array([0, 4], np.int32)}
+    out, lse = flashgen.attention(q, k, k, return_lse=True, **options)
+    expected = flashgen.attention_backward(out, q, k, k, out, lse, **options)
+    of_nothing = np.where(np.isneginf(lse), np.float32(dlse), np.float32(0))
+    found = flashgen.attention_backward(out, q, k, k, out, lse, dlse=of_nothing, **options)
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_without_batch_and_at_any_strides_the_bits_are_the_same():
     rng = np.random.default_rng()
     packed = random(rng, 50, 3, 4, 16)

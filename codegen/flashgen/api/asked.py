@@ -214,7 +214,8 @@ def named_score(
         if given:
             raise BadParam(f"params has {', '.join(map(str, given))}, but no score was given")
         if softcap is not None:
-            if not isinstance(softcap, numbers.Real) or not 0 < softcap < math.inf:
+            number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
+            if not number or not 0 < softcap < math.inf:
                 raise BadParam(f"softcap is {softcap!r}; it must be a number above 0, or None for no cap")
             names, given = ["softcap"], {"cap": softcap}
         if alibi_slopes is not None:

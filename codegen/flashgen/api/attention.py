@@ -87,6 +87,8 @@ def attention(
         of its replay.
     cu_seqlens_q: (batch + 1,), int32, on the device of q: sequences are packed, q and out have the shape
         (tokens, num_heads_q, head_dim), and sequence b has the rows [cu_seqlens_q[b], cu_seqlens_q[b + 1]).
+        Rows of out and of the LSE behind the last sequence are not written: in new arrays they may be
+        anything, NaN included.
     cu_seqlens_kv: the same for k and v. Not with kv_lengths.
     max_seqlen_q, max_seqlen_kv: bounds of the lengths of sequences, which fix grids; by default what the
         arrays hold. Rows of a sequence past max_seqlen_q may stay unwritten.

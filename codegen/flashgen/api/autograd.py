@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flashgen.api.asked import LENGTHS, MASK_WITH_LENGTHS, asked, asked_backward, named_score
 from flashgen.api.calls import call
@@ -19,7 +20,7 @@ from flashgen.operators.arguments import ROW_ALIGNMENT, flag
 from flashgen.operators.contract import scale_of
 from flashgen.operators.maskoptions import mask_type_name, sees_no_later_key, window_of
 from flashgen.operators.splits import AUTO, SplitEvery, Splits, splits_of
-from flashgen.runtime.arrays import INSIDE_TORCH_FUNC, kind_of
+from flashgen.runtime.arrays import INSIDE_TORCH_FUNC, WITH_TANGENT, kind_of
 
 if TYPE_CHECKING:
     from flashgen.api.asked import Asked
@@ -182,7 +183,7 @@ def _written(of_score: tuple[Any, ...], masking: tuple[Any, ...]) -> tuple[str, 
     softcap, alibi_slopes, score, params = of_score
     if softcap is None and alibi_slopes is None and score is None and params is None:
         return "", "", "", []
-    _refuse_gradients({"alibi_slopes": alibi_slopes, **(params if isinstance(params, Mapping) else {})})
+    _refuse_derivatives({"alibi_slopes": alibi_slopes, **(params if isinstance(params, Mapping) else {})})
     names, given = named_score(*of_score, sees_no_later_key(*masking))
     arrays = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     numbers = (f"{name}={_number(name, x)!r}" for name, x in given.items() if name not in arrays)
@@ -203,19 +204,25 @@ def _differentiable(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _refuse_gradients(arrays: Mapping[str, Any]) -> None:
-    """Raise BadParam for an array of a score modification that wants a gradient."""
+def _refuse_derivatives(arrays: Mapping[str, Any]) -> None:
+    """Raise BadParam for an array of a score modification that wants a gradient or has a tangent, of which
+    `_Attention` and the operators, which get these arrays in a list, know nothing.
+    """
     for name, x in arrays.items():
-        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+        if not isinstance(x, Tensor):
+            continue
+        if x.requires_grad and torch.is_grad_enabled():
             raise BadParam(
                 f"{name} requires a gradient; flashgen has gradients of q, k and v alone: pass "
                 f"{name}.detach()"
             )
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+            raise BadParam(f"{name}: {WITH_TANGENT}")
 
 
 def _number(name: str, x: Any) -> float:
-    if not isinstance(x, Real):
-        raise BadParam(f"{name} has type {type(x).__name__}; expected a tensor or a number")
+    if not isinstance(x, Real) or isinstance(x, bool):  # ahead of the float that hides what it was
+        raise BadParam(f"{name} is {x!r}; expected a tensor or a number")
     return int(x) if isinstance(x, Integral) else float(x)
 
 
@@ -368,10 +375,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> None:
-        raise BadParam(
-            "a tensor has a tangent of forward-mode AD, which flashgen does not compute; "
-            "pass torch.autograd.forward_ad.unpack_dual(tensor).primal"
-        )
+        raise BadParam(WITH_TANGENT)
 
 
 def _of_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.api.asked import LENGTHS, asked_backward, names_given
 from flashgen.api.calls import call, make_plan
 from flashgen.errors import BadParam, FlashgenError, naming, rename
+from flashgen.operators.splits import AUTO
 from flashgen.runtime import arrays
 
 if TYPE_CHECKING:
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
     from flashgen.api.asked import Asked
     from flashgen.runtime.plans import Plan
 
-# Options of attention() that have no gradients, or no part in them.
-NOT_BACKWARD = ("append", "rotary", "splits", "algorithm")
+# Options of attention() that have no gradients, or no part in them, and what they are by default.
+NOT_BACKWARD = {"append": None, "rotary": None, "splits": AUTO, "algorithm": None}
 
 
 def attention_backward(
@@ -66,7 +67,7 @@ def attention_backward(
         and its last bits differ from call to call; dk and dv are always the same. On the CPU all may have
         other last bits where BLAS has another number of threads.
     workspace: memory for the call, as for a plan, which says how much it needs (`Plan.__call__`); None: it is
-        allocated. On the CPU nothing is needed.
+        allocated. On the CPU nothing is needed, and what is given is not looked at.
     stream, backend: as in ``attention``.
 
     Returns (dq, dk, dv), of the kind of dout: new arrays, or those given. Rows that see no key, keys that no
@@ -94,7 +95,8 @@ def attention_backward(
             return compiled.attention_backward(*wanted, **how)
         return call(*asked_backward(*wanted), **how)
     except FlashgenError as error:
-        rename(error, **names_given(k, alibi_slopes))
+        # Not of a KVCache, for which the error says to pass kv_lengths.
+        rename(error, **names_given(None, alibi_slopes))
         raise
 
 
@@ -130,8 +132,10 @@ def plan_backward(
 ) -> Plan:
     """A ``Plan`` for all calls of ``attention_backward`` whose arrays have the layouts of these.
 
-    Arguments and errors are those of ``attention_backward``. The plan is called with dout, q, k, v, mask (or
-    None), out and lse, in this order, or by name; its ``workspace_bytes`` is what a call needs. See ``plan``.
+    Arguments and errors are those of ``attention_backward``. The plan is called with dout, q, k, v, mask, out
+    and lse, in this order, or by name; with lengths with dout, q, k, v, cu_seqlens_q, cu_seqlens_kv,
+    kv_lengths, out and lse. None stands for what the call has not. ``workspace_bytes`` of the plan is what a
+    call needs. See ``plan``.
     """
     _refuse("plan_backward", refused)
     operator, given, options, scalars = asked_backward(
@@ -142,7 +146,7 @@ def plan_backward(
         (kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv),
         deterministic,
     )
-    with naming(**names_given(k, alibi_slopes)):
+    with naming(**names_given(None, alibi_slopes)):
         return make_plan(operator, given, options, scalars, backend, None)
 
 
@@ -164,7 +168,8 @@ def _refuse(function: str, given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name not in NOT_BACKWARD:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-        if value is not None:
+        default = NOT_BACKWARD[name]
+        if type(value) is not type(default) or value != default:
             raise BadParam(
                 f"{name} was given, which {function} does not take: no KV caches, splits or algorithms"
             )

@@ -30,7 +30,7 @@ from flashgen.operators.append import APPEND
 from flashgen.operators.arguments import flag
 from flashgen.operators.merge import MERGE
 from flashgen.operators.splits import AUTO
-from flashgen.runtime.arrays import WITHOUT_GRADIENT, RequiresGradient
+from flashgen.runtime.arrays import WITHOUT_GRADIENT, without_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -157,7 +157,7 @@ def check(given: Mapping[str, Any], stream: Any, what: str, optional: set[str]) 
         if x is None and name not in optional:
             raise NullPointer(f"{name} is None; expected an array")
         if x is not None and x.requires_grad and torch.is_grad_enabled():
-            raise RequiresGradient(f"{name}: {WITHOUT_GRADIENT}").of(what)
+            raise without_gradients(f"{name}: {WITHOUT_GRADIENT}", what)
     if stream is not None:
         raise BadParam("stream was given, but what is traced has no stream yet; leave stream out")
 

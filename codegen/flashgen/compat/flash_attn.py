@@ -199,7 +199,9 @@ def flash_attn_varlen_func(
     alibi_slopes is (nheads,) or (batch, nheads). A head dim is padded as there, but not that of blocks.
 
     Returns out, (total_q, nheads, headdim of v), or with return_attn_probs (out, softmax_lse, None) with the
-    LSE in fp32, (nheads, total_q). PyTorch's autograd gets the gradients of q, k and v.
+    LSE in fp32, (nheads, total_q). PyTorch's autograd gets the gradients of q, k and v. Rows behind
+    cu_seqlens_q[-1] are not written, and may be anything, NaN included: clear them ahead of a layer whose
+    weights have gradients.
 
     Raises what ``flash_attn_func`` does, NotImplementedError with block_table for q, k or v that require a
     gradient, NullPointer without cu_seqlens, and BadTensorShape for blocks whose rows are no multiple of 16

@@ -180,9 +180,11 @@ def _masked(attn_mask: Tensor | None, query: Tensor, key: Tensor) -> dict[str, A
         attn_mask = attn_mask.float()
     if attn_mask.dtype == torch.float32:
         return {"score": "bias", "params": {"bias": _rows(attn_mask, key.shape[-2])}}
+    # As floats, integers that say which keys take part would be added to scores.
+    dtype = "float" if attn_mask.is_floating_point() else "bool"
     raise NotImplementedError(
         f"attn_mask has dtype {attn_mask.dtype}; flashgen takes bool, fp32, fp16 and bf16: pass "
-        "attn_mask.float()"
+        f"attn_mask.{dtype}()"
     )
 
 

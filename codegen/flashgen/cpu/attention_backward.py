@@ -111,8 +111,10 @@ def _of_rows(
     if call.dlse is not None:
         delta -= call.dlse[batch, heads, part].reshape(-1)
     lse = call.lse[batch, heads, part].reshape(-1)
-    # The P of a row that sees nothing is exp(-inf).
-    lse = np.where(np.isneginf(lse), np.float32(np.inf), lse)
+    # The P of a row that sees nothing is exp(-inf); its dlse, which may be infinite or NaN, has no effect.
+    sees_nothing = np.isneginf(lse)
+    lse = np.where(sees_nothing, np.float32(np.inf), lse)
+    delta[sees_nothing] = 0
 
     dq = np.zeros_like(queries)
     band, positions = Band.of(problem), np.arange(rows.start, rows.stop)[:, None]

@@ -269,7 +269,7 @@ def normalise(
         _check_mask(mask, given, sizes)
     absent = {name for name in (*LENGTH_ARRAYS, "mask") if name not in given | masks}
     absent |= set() if return_lse else {"lse"}
-    score_sizes = contract.check_score_arrays(score, own, sizes)
+    score_sizes = _check_score_arrays(score, own, sizes)
     symbols = sizes | dict(score_sizes) | {"boundaries": batch + 1}
     arrays = views | given | masks | own
     problem = VarlenProblem(
@@ -409,6 +409,22 @@ def _check_mask(mask: ArrayView, given: Mapping[str, ArrayView], sizes: Mapping[
     contract.check_mask(mask, sizes, instead="leave it out, as kv_lengths say the same")
 
 
+def _check_score_arrays(
+    score: Score | None, views: Mapping[str, ArrayView], sizes: Mapping[str, int]
+) -> tuple[tuple[str, int], ...]:
+    """As `contract.check_score_arrays`; an error says what sizes the sequences give an array."""
+    try:
+        return contract.check_score_arrays(score, views, sizes)
+    except BadTensorShape as error:
+        symbols = {symbol for param in score.arrays for symbol in param.symbols}
+        if symbols.isdisjoint(("seqlen_q", "seqlen_kv")):
+            raise
+        raise BadTensorShape(
+            f"{error}. With lengths seqlen_q and seqlen_kv are max_seqlen_q and max_seqlen_kv, or the rows "
+            "that q has and the keys that k has room for, where these are fewer"
+        ) from None
+
+
 def _band(
     causal: bool,
     mask_type: int | str | None,
@@ -426,8 +442,7 @@ def _band(
     name = maskoptions.mask_type_name(mask_type)
     if name == "causal_top_left":
         raise BadParam(
-            f"mask_type is {name!r}; sequences of several lengths take 'causal_bottom_right', a window or a "
-            "mask"
+            f"mask_type is {name!r}; sequences of several lengths take 'causal_bottom_right' or a window"
         )
     kind, offset, left, right = maskoptions.mask_semantics(
         causal, mask_type, window_size, has_mask, seqlen_q, seqlen_kv

@@ -44,6 +44,11 @@ WITHOUT_GRADIENT = (
     "tensor.detach()"
 )
 
+WITH_TANGENT = (
+    "a tensor has a tangent of forward-mode AD, which flashgen does not compute; "
+    "pass torch.autograd.forward_ad.unpack_dual(tensor).primal"
+)
+
 
 class RequiresGradient(BadParam):
     """A tensor requires a gradient; a caller that can have it recorded catches this, others say what they
@@ -51,7 +56,14 @@ class RequiresGradient(BadParam):
     """
 
     def of(self, what: str) -> BadParam:
-        return BadParam(f"{self}. There are no gradients of {what}")
+        return without_gradients(str(self), what)
+
+
+def without_gradients(message: str, what: str) -> BadParam:
+    """The error of a call that records nothing. Of a message: in a graph of Dynamo an error in a message is
+    its repr.
+    """
+    return BadParam(f"{message}. There are no gradients of {what}")
 
 
 class NumpyKind:
@@ -338,10 +350,7 @@ class TorchKind:
         if x.requires_grad and torch.is_grad_enabled():
             raise RequiresGradient(WITHOUT_GRADIENT)
         if self._forward_ad._current_level >= 0 and self._has_tangent(x):
-            raise BadParam(
-                "a tensor has a tangent of forward-mode AD, which flashgen does not compute; "
-                "pass torch.autograd.forward_ad.unpack_dual(tensor).primal"
-            )
+            raise BadParam(WITH_TANGENT)
 
     def _has_tangent(self, x: Any) -> bool:
         return self._forward_ad.unpack_dual(x).tangent is not None
