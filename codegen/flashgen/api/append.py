@@ -15,7 +15,7 @@ from flashgen.runtime import arrays, check, dlpack
 from flashgen.runtime.plans import adopted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from flashgen.api.asked import Asked
     from flashgen.runtime.plans import Plan, Ready
@@ -225,14 +225,28 @@ def _asked(
     stream: Any,
 ) -> Asked:
     """What a call asks of the operator ``append``, with native arrays. Raises BadParam."""
+    given, options = _given(cache, k_new, v_new, rotary, q, q_positions, cu_seqlens_new)
+    return APPEND, _adopted(given, stream), options, ()
+
+
+def asked_by_name(call: Mapping[str, Any]) -> Asked:
+    """What ``append`` asks for, of all its parameters by name. Raises BadParam."""
+    names = ("cache", "k_new", "v_new", "rotary", "q", "q_positions", "cu_seqlens_new")
+    return APPEND, *_given(*(call[name] for name in names)), ()
+
+
+def _given(
+    cache: Any, k_new: Any, v_new: Any, rotary: Any, q: Any, q_positions: str, cu_seqlens_new: Any
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The arrays of a call in the order of the operator, as they are, and its options. Raises BadParam."""
     if rotary is not None and not isinstance(rotary, Rotary):
         raise _no_rotary(rotary)
     if rotary is not None and rotary.cos is None and rotary.sin is None:
         raise NullPointer("cos is None and sin is None; rotation takes both")
     if q is not None and rotary is None:
         raise BadParam("q was given without rotary, which alone changes it; pass both, or neither")
-    given = _adopted(_arrays(cache, k_new, v_new, rotary, q, cu_seqlens_new), stream)
-    return APPEND, given, (rotary is not None and rotary.interleaved, q_positions), ()
+    given = _arrays(cache, k_new, v_new, rotary, q, cu_seqlens_new)
+    return given, (rotary is not None and rotary.interleaved, q_positions)
 
 
 def _arrays(
