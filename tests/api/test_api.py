@@ -394,11 +394,16 @@ def test_a_plan_says_what_it_takes_in_place_of_a_cache():
     q, k, v = qkv()
     cache = flashgen.KVCache(k, v, np.full(2, 40, np.int32))
     of_cache, of_arrays = flashgen.plan(q, cache), flashgen.plan(q, k, v)
-    takes = "the plan takes arrays by name: q, k, v"
-    with pytest.raises(errors.BadTensorDtype, match=f"^k has type KVCache; {takes}, kv_lengths$"):
+    takes, of = "the plan takes arrays by name: q, k, v", "; of a KVCache pass cache.k, cache.v, kv_lengths="
+    with pytest.raises(
+        errors.BadTensorDtype, match=f"^k has type KVCache; {takes}, kv_lengths{of}cache.lengths$"
+    ):
         of_cache(q, cache)
-    with pytest.raises(errors.NullPointer, match=f"kv_lengths is None.*; {takes}, kv_lengths$"):
+    with pytest.raises(errors.NullPointer, match=f"kv_lengths is None.*; {takes}, kv_lengths{of}"):
         of_cache(q, k, v)
+    paged = flashgen.KVCache(k, v, cache.lengths, pages=np.zeros((2, 1), np.int32))
+    with pytest.raises(errors.BadTensorDtype, match=f"{of}cache.lengths, pages=cache.pages$"):
+        flashgen.plan(q, paged)(q, paged)
     with pytest.raises(errors.BadTensorDtype, match=f"^k has type KVCache; {takes}$"):
         of_arrays(q, cache)
     with pytest.raises(errors.BadParam, match=f"^index was given to a plan made without one; {takes}, kv_"):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.api.asked import names_given
 from flashgen.api.backends import specs_for
-from flashgen.api.kvcache import KVCache
+from flashgen.api.kvcache import FIELDS, KVCache
 from flashgen.errors import BadParam, BadTensorShape, DeviceTypeNotSupported, NullPointer, naming
 from flashgen.operators.arguments import dtype_name, view_of_shape
 from flashgen.runtime import arrays, dlpack
@@ -42,8 +42,8 @@ def explain(
     operator: str = "attention",
     **options: Any,
 ) -> Explanation:
-    """Which kernel a call of ``attention``, ``attention_backward`` or ``append`` takes, and why not the others.
-    Needs no GPU and compiles nothing.
+    """Which kernel a call of ``attention``, ``attention_backward`` or ``append`` takes, and why not the
+    others. Needs no GPU and compiles nothing.
 
     q, k, v: shapes, as in ``attention``, or arrays. k is by default as q, and v as k.
     dtype: that of q, k and v where these are shapes: "fp16", "bf16" or "fp32", or its usual name ("float16").
@@ -131,8 +131,8 @@ def _device_of(arch: str | None) -> Device:
 
 
 def _shaped(function: str, given: dict[str, Any], dtype: str) -> Problem:
-    """The Problem of a call on GPU 0, from its keywords; an array may be a shape. Of a call of attention, k is
-    by default as q and v as k. Any other input that there must be has the shape that belongs to these.
+    """The Problem of a call on GPU 0, from its keywords; an array may be a shape. Of a call of attention, k
+    is by default as q and v as k. Any other input that there must be has the shape that belongs to these.
     """
     if not isinstance(dtype, str):
         raise BadParam(f"dtype is {dtype!r}; expected a name, such as 'fp16'")
@@ -153,7 +153,8 @@ def _shaped(function: str, given: dict[str, Any], dtype: str) -> Problem:
         )
     call = defaults | given
     if function == "append":
-        return _problem_of(*asked_by_name(call), dtype)
+        with naming(**FIELDS):
+            return _problem_of(*asked_by_name(call), dtype)
     if call["k"] is None:
         call["k"] = call["q"]
     if call["v"] is None and type(call["k"]) is not KVCache:

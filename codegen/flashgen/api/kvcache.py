@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+# Arguments of the operator ``append`` that are fields of a KVCache, for messages.
+FIELDS = {"k_cache": "k", "v_cache": "v"}
+
 
 class _ShapesShown:
     """Printed, arrays are their shapes: their elements may be gigabytes."""
