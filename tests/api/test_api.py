@@ -435,11 +435,16 @@ def test_a_plan_says_what_it_takes_in_place_of_a_cache():
     q, k, v = qkv()
     cache = flashgen.KVCache(k, v, np.full(2, 40, np.int32))
     of_cache, of_arrays = flashgen.plan(q, cache), flashgen.plan(q, k, v)
-    takes = "the plan takes arrays by name: q, k, v"
-    with pytest.raises(errors.BadTensorDtype, match=f"^k has type KVCache; {takes}, kv_lengths$"):
+    takes, of = "the plan takes arrays by name: q, k, v", "; of a KVCache pass cache.k, cache.v, kv_lengths="
+    with pytest.raises(
+        errors.BadTensorDtype, match=f"^k has type KVCache; {takes}, kv_lengths{of}cache.lengths$"
+    ):
         of_cache(q, cache)
-    with pytest.raises(errors.NullPointer, match=f"kv_lengths is None.*; {takes}, kv_lengths$"):
+    with pytest.raises(errors.NullPointer, match=f"kv_lengths is None.*; {takes}, kv_lengths{of}"):
         of_cache(q, k, v)
+    paged = flashgen.KVCache(k, v, cache.lengths, pages=np.zeros((2, 1), np.int32))
+    with pytest.raises(errors.BadTensorDtype, match=f"{of}cache.lengths, pages=cache.pages$"):
+        flashgen.plan(q, paged)(q, paged)
     with pytest.raises(errors.BadTensorDtype, match=f"^k has type KVCache; {takes}$"):
         of_arrays(q, cache)
     with pytest.raises(errors.BadParam, match=f"^index was given to a plan made without one; {takes}, kv_"):
@@ -634,6 +639,7 @@ def test_warmup_compiles_what_the_calls_will_take(tmp_path, monkeypatch):
         {"q": (2, 1, 4, 32), "k": flashgen.KVCache((9, 16, 2, 32), (9, 16, 2, 32), (2,), pages=(2, 4))},
         {"q": (50, 4, 32), "cu_seqlens_q": (3,), "cu_seqlens_kv": (3,), "max_seqlen_q": 40},
         {"q": (2, 300, 4, 32), "operator": "attention_backward"},
+        {"k_new": (2, 1, 2, 32), "cache": CACHE_SHAPES, "operator": "append"},
     ]
     names = flashgen.warmup(calls, arch="sm_80", jobs=2)
     assert names == tuple(flashgen.explain(**call, arch="sm_80").variant.name for call in calls)
@@ -643,6 +649,56 @@ def test_warmup_compiles_what_the_calls_will_take(tmp_path, monkeypatch):
         flashgen.warmup([{"k": (1, 2, 3, 64)}], arch="sm_80")
     with pytest.raises(errors.BadTensorShape, match="head_dim is 36"):
         flashgen.warmup([{"q": (1, 2, 3, 36)}], arch="sm_80")
+
+
+CACHE_SHAPES = flashgen.KVCache((9, 16, 2, 32), (9, 16, 2, 64), (2,), pages=(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("call", "variant"),
+    [
+        ({"k_new": (2, 1, 2, 32)}, "append_bf16_paged_sm80"),
+        ({"k_new": (7, 2, 32), "v_new": (7, 2, 64), "cu_seqlens_new": (3,)}, "append_bf16_paged_sm80"),
+        (
+            {"k_new": (2, 1, 2, 32), "q": (2, 1, 4, 32), "rotary": flashgen.Rotary((64, 16), (64, 16))},
+            "append_bf16_halves_wide_paged_sm80",
+        ),
+        (
+            {
+                "k_new": (2, 1, 2, 32),
+                "rotary": flashgen.Rotary(*np.ones((2, 64, 16), np.float32), True, (2, 1)),
+            },
+            "append_bf16_interleaved_wide_paged_sm80",
+        ),
+    ],
+)
+def test_append_is_explained_by_the_shapes_of_its_arrays(call, variant):
+    found = flashgen.explain(operator="append", cache=CACHE_SHAPES, dtype="bf16", arch="sm_90", **call)
+    assert found.variant.name == variant
+    assert f"takes {variant}" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        ({"operator": "append", "cache": CACHE_SHAPES}, errors.NullPointer, "^k_new is None"),
+        ({"operator": "append", "k_new": (2, 1, 2, 32)}, errors.BadParam, "^cache has type NoneType"),
+        (
+            {"operator": "append", "cache": CACHE_SHAPES, "k_new": (2, 1, 2, 32), "causal": True},
+            errors.BadParam,
+            "^causal: no such option; there are cache, cu_seqlens_new, ",
+        ),
+        (
+            {"q": (2, 1, 4, 32), "k": CACHE_SHAPES, "append": ((2, 1, 2, 32), (2, 1, 2, 64))},
+            errors.BadParam,
+            "^append: no such option.* is a call of its own, with operator 'append'$",
+        ),
+        ({}, errors.NullPointer, "^q is None"),
+    ],
+)
+def test_what_is_wrong_with_shapes_to_explain_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        flashgen.explain(arch="sm_90", **call)
 
 
 def test_warmup_loads_on_the_gpu_of_this_machine(fake_gpu, monkeypatch):

@@ -83,6 +83,7 @@ def test_a_held_plan_does_what_the_call_does(rotates, options, backend):
     np.testing.assert_array_equal(made_with.k.view(np.uint16), before.k.view(np.uint16))
     steps = [step.variant.spec for step in plan.steps]
     assert steps[:1] == ([] if backend == "cpu" else ["append_sm80"])
+    assert plan.source == plan.attention.source
 
     first, out, total = cache_of(rng, pages=True), np.empty_like(examples[0]), np.empty(3, np.int32)
     for lengths, given in ((LENGTHS, {}), ([3, 1, 2], {"out": out, "total_lengths": total})):
@@ -140,6 +141,21 @@ def test_what_lengths_contradict_is_found_before_the_cache_is_written(made, back
     with pytest.raises(errors.BadParam, match="sequence 2 has length 22; max_seqlen_kv says"):
         call()
     np.testing.assert_array_equal(cache.k.view(np.uint16), before.k.view(np.uint16))
+
+
+@pytest.mark.parametrize("made", ["held", "plan", "call", "append"])
+def test_errors_name_the_fields_of_the_cache(made):
+    rng = np.random.default_rng()
+    cache, q, *new = cache_of(rng, pages=True), *(numbers(rng, 3, 3, heads, 32) for heads in (4, 2, 2))
+    wrong = flashgen.KVCache(cache.k[:, :, :1], cache.v, cache.lengths, cache.pages)
+    call = {
+        "held": lambda: flashgen.plan(q, cache, append=new)(q, wrong, new),
+        "plan": lambda: flashgen.plan(q, wrong, append=new),
+        "call": lambda: flashgen.attention(q, wrong, append=new),
+        "append": lambda: flashgen.append(wrong, *new),
+    }[made]
+    with pytest.raises(errors.BadTensorShape, match=r"^k has num_heads_kv 1|but k has 1 of 32"):
+        call()
 
 
 def test_packed_tokens_are_appended_to_their_sequences():

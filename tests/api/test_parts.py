@@ -190,7 +190,7 @@ def test_few_queries_and_none(seqlen_q):
 
 POSITIONAL = {
     "mask": (np.zeros((2, 3), bool), [None]),
-    "mask_type": ("causal", [None, 0, "none"]),
+    "mask_type": ("causal_top_left", [None, 0, "none"]),
     "window_size": ((4, 0), [(-1, -1), [-1, -1], np.array([-1, -1])]),
     "alibi_slopes": (np.zeros(4, np.float32), [None]),
     "score": ("softcap", [None]),
@@ -210,6 +210,21 @@ def test_what_needs_positions_is_refused_by_name_but_where_it_does_nothing(name)
         np.testing.assert_array_equal(
             flashgen.cascade(q, given, **{name: value}), flashgen.attention(q, *given[0], **{name: value})
         )
+
+
+@pytest.mark.parametrize("value", ["causal", "causal_bottom_right", 3])
+def test_a_causal_mask_type_is_an_option_of_its_own(value):
+    q = normal(1, 2, 4, WIDTH)
+    with pytest.raises(errors.BadParam, match=r"^mask_type is .*pass causal=True$"):
+        flashgen.cascade(q, [keys(3, 1)], mask_type=value)
+
+
+def test_a_cache_is_no_part():
+    q, (k, v) = normal(BATCH, ROWS, HEADS, WIDTH), keys(9)
+    cache = flashgen.KVCache(k, v, np.full(BATCH, 4, np.int32))
+    for part in (cache, (cache, None), [cache, v]):
+        with pytest.raises(errors.BadParam, match=r"^parts\[1\] is a KVCache.* merge\(\) the results$"):
+            flashgen.cascade(q, [(k, v), part])
 
 
 def test_a_cascade_names_the_part_that_does_not_fit_before_it_writes():

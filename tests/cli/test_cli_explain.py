@@ -56,7 +56,7 @@ def test_a_grid_in_clusters_says_so(flashgen):
         (("--shape", "1x16x4x64", "--kv", "1x16x3x64"), 1, "positive multiple"),
         (("--shape", "1x16x4x64", "--dtype", "int8"), 1, "q has dtype int8; supported are"),
         (("--shape", "4096"), 1, "q has shape (4096,)"),
-        (("--shape", "1x16x4x64", "--operator", "append"), 1, "'attention', 'attention_backward'"),
+        (("--shape", "1x16x4x64", "--operator", "append"), 2, "'attention', 'attention_backward'"),
         (("--shape", "1 4096"), 2, "'1 4096' is not a shape"),
         (("--shape", "1x16x4x64", "--arch", "sm_70"), 1, "no GPU of architecture 'sm_70' is known"),
     ],

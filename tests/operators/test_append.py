@@ -114,7 +114,17 @@ def strided(shape, strides, dtype="fp16"):
             BadTensorShape,
             r"lengths has shape \(4,\) but k_new is for 3 sequences",
         ),
-        (PLAIN | {"k_new": (NEW[1:], "fp16")}, BadTensorShape, "packed tokens need cu_seqlens_new"),
+        (PLAIN | {"k_new": (NEW[1:], "fp16")}, BadTensorShape, "packed tokens need cu_seqlens_new$"),
+        (
+            PLAIN | {"k_new": ((3, 2, 64), "fp16")},
+            BadTensorShape,
+            r"need cu_seqlens_new, and one token of each sequence goes in as k_new\[:, None\]$",
+        ),
+        (
+            PLAIN | {"cu_seqlens_new": ((4,), "int32")},
+            BadTensorShape,
+            r"expected \(seqlen_new, num_heads_kv, head_dim\); cu_seqlens_new was given, so tokens",
+        ),
         (PLAIN | {"k_new": ((3, 5, 3, 64), "fp16")}, BadTensorShape, "k_new has 3 heads of 64 .* 2 of 64"),
         (PLAIN | {"v_new": ((3, 5, 2, 32), "fp16")}, BadTensorShape, "v_new has 2 heads of 32 .* 2 of 24"),
         (PLAIN | {"v_new": ((3, 4, 2, 24), "fp16")}, BadTensorShape, r"v_new has shape \(3, 4, 2, 24\)"),

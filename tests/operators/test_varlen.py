@@ -100,6 +100,8 @@ def test_what_arrays_hold_bounds_lengths():
     assert call(PAGED).seqlen_kv == call(PAGED).capacity == 64
     nothing = call(PAGED, k=view(0, 16, 2, 64), v=view(0, 16, 2, 64))
     assert nothing.seqlen_kv == nothing.capacity == 0
+    none = {"q": view(0, 5, 4, 64), "k": view(0, 7, 2, 64), "v": view(0, 7, 2, 64), "kv_lengths": integers(0)}
+    assert call(none, mask=view(5, 7, dtype="bool")).empty
     assert (
         call(PACKED, max_seqlen_q=99, max_seqlen_kv=12).sizes.items()
         >= {"seqlen_q": 20, "seqlen_kv": 12}.items()
@@ -144,7 +146,13 @@ def test_what_arrays_hold_bounds_lengths():
             PADDED,
             {"q": view(5, 4, 64)},
             errors.BadTensorShape,
-            r"with kv_lengths it is \(batch, seqlen_q, num_heads_q, head_dim\); packed queries need cu_seq",
+            r"with kv_lengths it is \(batch, seqlen_q, num_heads_q, head_dim\); packed .* need cu_seqlens_q$",
+        ),
+        (
+            PADDED,
+            {"q": view(3, 4, 64)},
+            errors.BadTensorShape,
+            r"packed queries need cu_seqlens_q, and one query of each sequence goes in as q\[:, None\]$",
         ),
         (
             PACKED,
@@ -177,7 +185,14 @@ def test_what_arrays_hold_bounds_lengths():
             PAGED,
             {"mask": view(5, 63, dtype="bool")},
             errors.BadTensorShape,
-            r"mask has shape \(5, 63\); it must broadcast, from the right, to .* = \(3, 4, 5, 64\)",
+            r"mask has shape \(5, 63\); it must broadcast, from the right, to .* = \(3, 4, 5, 64\), .* "
+            "must be the keys that a sequence has room for, 64$",
+        ),
+        (
+            PAGED,
+            {"mask": view(5, 64, dtype="bool"), "max_seqlen_kv": 63},
+            errors.BadTensorShape,
+            "its last dimension must be max_seqlen_kv, 63$",
         ),
         (
             PADDED,

@@ -682,16 +682,25 @@ def test_automatic_splits_take_the_kernels_that_they_took():
 
 def test_splits_that_no_kernel_can_make():
     rows = problem(batch=1, seqlen_q=65, seqlen_kv=3000, splits=2, **CONTIGUOUS)
-    with pytest.raises(BadParam, match=r"splits is 2, but no kernel that splits keys serves so many rows"):
+    with pytest.raises(BadParam, match=r"splits is 2, but 65 queries x 1 head are 65 rows .* at most 64"):
         chosen(rows, 132)
+    group = dataclasses.replace(rows, seqlen_q=17, num_heads_q=4 * rows.num_heads_kv)
+    with pytest.raises(BadParam, match=r"but 17 queries x 4 heads are 68 rows of a kv head; .* at most 64"):
+        chosen(group, 132)
+    wide = dataclasses.replace(rows, seqlen_q=1, dtype="fp32")
+    with pytest.raises(BadParam, match=r"no kernel that splits keys serves .*fp32, .* take fp16 and bf16"):
+        chosen(wide, 132)
     assert not chosen(dataclasses.replace(rows, splits=1), 132).grid.shares
     assert not chosen(dataclasses.replace(rows, splits=SplitEvery(100)), 132).grid.shares
     few = dataclasses.replace(rows, seqlen_q=1, splits=SplitEvery(100))
     with pytest.raises(BadParam, match=r"pass a multiple of 128, such as 128"):
         chosen(few, 132)
-    for made in (rows, few):
-        with pytest.raises(BadParam, match=r"^splits is"):
+    for made in (rows, group, wide, few):
+        with pytest.raises(BadParam, match=r"^splits is") as by_call:
+            chosen(made, 132)
+        with pytest.raises(BadParam, match=r"^splits is") as explained:
             explain(made, H200, SPECS)
+        assert str(explained.value) == str(by_call.value)
 
 
 def test_explain_agrees_and_says_what_is_shared():

@@ -6,8 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from flashgen.api.calls import call_of, make_plan, ready
-from flashgen.api.kvcache import KVCache, Rotary
-from flashgen.errors import BadParam, BadTensorShape, FlashgenError, NullPointer, rename
+from flashgen.api.kvcache import FIELDS, KVCache, Rotary
+from flashgen.errors import BadParam, BadTensorShape, FlashgenError, NullPointer, naming, rename
 from flashgen.operators.append import APPEND
 from flashgen.operators.arguments import flag
 from flashgen.operators.maskoptions import mask_type_name, window_of
@@ -15,13 +15,14 @@ from flashgen.runtime import arrays, check, dlpack
 from flashgen.runtime.plans import adopted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from flashgen.api.asked import Asked
     from flashgen.runtime.plans import Plan, Ready
     from flashgen.schedule.plan import Step
     from flashgen.spec.variant import Variant
 
+_of_cache = naming(**FIELDS)
 _TOTAL, _ROTATED = APPEND.position("total_lengths"), APPEND.position("q_rotated")
 
 
@@ -70,7 +71,8 @@ def append(
 
         return compiled.append(asked, stream, backend)
     try:
-        total, *rotated = call_of(kind, *asked, stream, backend, None)[2:]
+        with _of_cache:
+            total, *rotated = call_of(kind, *asked, stream, backend, None)[2:]
     except arrays.RequiresGradient as error:
         raise error.of("append()") from None
     results = (total, rotated[0] if rotated else None)
@@ -83,8 +85,8 @@ class AppendPlan:
     """``append`` and then ``attention``, for calls of one layout; made by ``flashgen.plan(append=)``.
 
     ``append`` and ``attention`` are the plans of the two. ``steps`` are the launches of both in order,
-    ``variant`` is the main kernel of the attention, ``workspace_bytes`` the memory that a call needs beyond
-    inputs and outputs. May be called from many threads.
+    ``variant`` is the main kernel of the attention and ``source`` its CUDA, ``workspace_bytes`` the memory
+    that a call needs beyond inputs and outputs. May be called from many threads.
     """
 
     __slots__ = ("_interleaved", "append", "attention")
@@ -100,6 +102,10 @@ class AppendPlan:
     @property
     def steps(self) -> tuple[Step, ...]:
         return self.append.steps + self.attention.steps
+
+    @property
+    def source(self) -> str:
+        return self.attention.source
 
     @property
     def workspace_bytes(self) -> int:
@@ -149,7 +155,7 @@ class AppendPlan:
             second = self.attention.ready(given, pointers, scalars, stream, workspace)
             _queue(self.append, first, self.attention, second)
         except FlashgenError as error:
-            rename(error, cu_seqlens_new="cu_seqlens_q")
+            rename(error, cu_seqlens_new="cu_seqlens_q", **FIELDS)
             raise
         return _handed(self.attention, second, q, stream)
 
@@ -213,10 +219,11 @@ def append_and_attend(
     """``attention(append=)``. ``attention_over`` says what it asks for, of q and the cache as ``append``
     leaves them. Raises what is wrong with either before anything is queued.
     """
-    append, first = ready(*of_append, stream, backend, None)
-    asked = attention_over(*_appended(first, q, cache))
-    attention, second = ready(*asked, stream, backend, algorithm)
-    _queue(append, first, attention, second)
+    with _of_cache:
+        append, first = ready(*of_append, stream, backend, None)
+        asked = attention_over(*_appended(first, q, cache))
+        attention, second = ready(*asked, stream, backend, algorithm)
+        _queue(append, first, attention, second)
     return _handed(attention, second, q, stream)
 
 
@@ -230,8 +237,9 @@ def held(
     algorithm: str | None,
 ) -> AppendPlan:
     """``plan(append=)``; arguments as in `append_and_attend`."""
-    append = make_plan(*of_append, backend, None)
-    first = append.ready(of_append[1], append.pointers(of_append[1]), (), None)
+    with _of_cache:
+        append = make_plan(*of_append, backend, None)
+        first = append.ready(of_append[1], append.pointers(of_append[1]), (), None)
     attention = make_plan(*attention_over(*_appended(first, q, cache)), backend, algorithm)
     return AppendPlan(append, attention, None if rotary is None else rotary.interleaved)
 
@@ -247,14 +255,29 @@ def _asked(
     stream: Any,
 ) -> Asked:
     """What a call asks of the operator ``append``, with native arrays. Raises BadParam."""
+    given, options = _given(cache, k_new, v_new, rotary, q, q_positions, cu_seqlens_new)
+    with _of_cache:
+        return APPEND, _adopted(given, stream), options, ()
+
+
+def asked_by_name(call: Mapping[str, Any]) -> Asked:
+    """What ``append`` asks for, of all its parameters by name. Raises BadParam."""
+    names = ("cache", "k_new", "v_new", "rotary", "q", "q_positions", "cu_seqlens_new")
+    return APPEND, *_given(*(call[name] for name in names)), ()
+
+
+def _given(
+    cache: Any, k_new: Any, v_new: Any, rotary: Any, q: Any, q_positions: str, cu_seqlens_new: Any
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The arrays of a call in the order of the operator, as they are, and its options. Raises BadParam."""
     if rotary is not None and not isinstance(rotary, Rotary):
         raise _no_rotary(rotary)
     if rotary is not None and rotary.cos is None and rotary.sin is None:
         raise NullPointer("cos is None and sin is None; rotation takes both")
     if q is not None and rotary is None:
         raise BadParam("q was given without rotary, which alone changes it; pass both, or neither")
-    given = _adopted(_arrays(cache, k_new, v_new, rotary, q, cu_seqlens_new), stream)
-    return APPEND, given, (rotary is not None and rotary.interleaved, q_positions), ()
+    given = _arrays(cache, k_new, v_new, rotary, q, cu_seqlens_new)
+    return given, (rotary is not None and rotary.interleaved, q_positions)
 
 
 def _arrays(

@@ -87,11 +87,12 @@ def attention(
         of its replay.
     cu_seqlens_q: (batch + 1,), int32, on the device of q: sequences are packed, q and out have the shape
         (tokens, num_heads_q, head_dim), and sequence b has the rows [cu_seqlens_q[b], cu_seqlens_q[b + 1]).
-        Rows of out and of the LSE behind the last sequence are not written: in new arrays they may be
-        anything, NaN included.
+        The first element is 0. Rows of out and of the LSE behind the last sequence are not written: in new
+        arrays they may be anything, NaN included.
     cu_seqlens_kv: the same for k and v. Not with kv_lengths.
     max_seqlen_q, max_seqlen_kv: bounds of the lengths of sequences, which fix grids; by default what the
-        arrays hold. Rows of a sequence past max_seqlen_q may stay unwritten.
+        arrays hold. Rows of a sequence past max_seqlen_q may stay unwritten. max_seqlen_kv counts the tokens
+        of append.
     splits: into how many parts the keys of a sequence are split, to be computed side by side and combined.
         "auto": as suits the batch and the GPU, or not at all. An integer n: n parts of equally many KV
         blocks, rounded up, so fewer where there are few; 1: none is split. ``SplitEvery(keys)``: parts of so

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.api.asked import names_given
 from flashgen.api.backends import specs_for
-from flashgen.api.kvcache import KVCache
+from flashgen.api.kvcache import FIELDS, KVCache
 from flashgen.errors import (
     BadParam,
     BadTensorShape,
@@ -34,13 +34,15 @@ if TYPE_CHECKING:
 
 # The module beside this one of each function that `explain` and `warmup` know by name, and of its
 # `asked_by_name`, which says what a call of it asks for.
-_EXPLAINED = {"attention": "attention", "attention_backward": "backward"}
+_EXPLAINED = {"attention": "attention", "attention_backward": "backward", "append": "append"}
 # Their parameters that no kernel depends on, or that have arguments of their own.
-_UNEXPLAINED = {"append", "rotary", "stream", "backend", "algorithm", "workspace"}
+_UNEXPLAINED = {"stream", "backend", "algorithm", "workspace"}
+# Those of ``attention`` that make it two calls.
+_APPENDING = {"append", "rotary"}
 
 
 def explain(
-    q: Any,
+    q: Any = None,
     k: Any = None,
     v: Any = None,
     *,
@@ -49,16 +51,18 @@ def explain(
     operator: str = "attention",
     **options: Any,
 ) -> Explanation:
-    """Which kernel a call of ``attention`` or ``attention_backward`` takes, and why not the others. Needs no
-    GPU and compiles nothing.
+    """Which kernel a call of ``attention``, ``attention_backward`` or ``append`` takes, and why not the
+    others. Needs no GPU and compiles nothing.
 
     q, k, v: shapes, as in ``attention``, or arrays. k is by default as q, and v as k.
     dtype: that of q, k and v where these are shapes: "fp16", "bf16" or "fp32", or its usual name ("float16").
     arch: the architecture to explain for, such as "sm_90"; None: that of this machine's GPU. For another one
         a well-known GPU is assumed: an H100 for sm_90.
-    operator: the function that is called: "attention" or "attention_backward".
-    options: any other argument of it; arrays, such as mask, may be shapes as well. Inputs that there must be,
-        such as dout, have by default the shapes that belong to q, k and v.
+    operator: the function that is called: "attention", "attention_backward" or "append". A call of
+        ``attention`` with append= is one of ``append`` and one of ``attention``, each explained by itself.
+    options: any other argument of it; arrays, such as mask, may be shapes as well, also in a ``KVCache`` or a
+        ``Rotary``, whose cos and sin are then fp32. Inputs that there must be, such as dout, have by default
+        the shapes that belong to the others.
 
     ``explain(...).variant`` is the kernel, ``steps`` and ``workspace_bytes`` are those of a plan; printed,
     the result says why. Raises BadParam for an unknown option, operator or architecture, and what the call
@@ -68,7 +72,8 @@ def explain(
 
     device = _device_of(arch)
     algorithm = options.pop("algorithm", None)
-    problem = _shaped(operator, {"q": q, "k": k, "v": v} | options, dtype)
+    of_arrays = {name: x for name, x in (("q", q), ("k", k), ("v", v)) if x is not None}
+    problem = _shaped(operator, of_arrays | options, dtype)
     return explained(problem, device, specs_for(device, problem.operator.name), algorithm)
 
 
@@ -95,9 +100,9 @@ def warmup(
     for call in calls:
         given = dict(call)
         dtype = given.pop("dtype", "fp16")
-        if "q" not in given:
-            raise BadParam(f"a call of warmup has no q: {call}; it is a shape, such as (1, 4096, 16, 128)")
         operator, algorithm = given.pop("operator", "attention"), given.pop("algorithm", None)
+        if "q" not in given and operator != "append":
+            raise BadParam(f"a call of warmup has no q: {call}; it is a shape, such as (1, 4096, 16, 128)")
         problem = _shaped(operator, given, dtype)
         asked.append((problem, offers(problem, device, specs, algorithm)))
     mains = [select(problem, device, variants) for problem, variants in asked]
@@ -145,8 +150,8 @@ def _device_of(arch: str | None) -> Device:
 
 
 def _shaped(function: str, given: dict[str, Any], dtype: str) -> Problem:
-    """The Problem of a call on GPU 0, from its keywords; an array may be a shape. k is by default as q, v as
-    k, and any other input that there must be has the shape that belongs to these.
+    """The Problem of a call on GPU 0, from its keywords; an array may be a shape. Of a call of attention, k
+    is by default as q and v as k. Any other input that there must be has the shape that belongs to these.
     """
     if not isinstance(dtype, str):
         raise BadParam(f"dtype is {dtype!r}; expected a name, such as 'fp16'")
@@ -155,10 +160,20 @@ def _shaped(function: str, given: dict[str, Any], dtype: str) -> Problem:
         raise BadParam(f"operator is {function!r}; allowed are {', '.join(map(repr, _EXPLAINED))}")
     defaults, asked_by_name = _function(function)
     known = defaults.keys() - _UNEXPLAINED
+    if function != "append":
+        known -= _APPENDING
     unknown = given.keys() - known
     if unknown:
-        raise BadParam(f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(known))}")
+        apart = ""
+        if function == "attention" and unknown & _APPENDING:
+            apart = "; what it appends is a call of its own, with operator 'append'"
+        raise BadParam(
+            f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(known))}{apart}"
+        )
     call = defaults | given
+    if function == "append":
+        with naming(**FIELDS):
+            return _problem_of(*asked_by_name(call), dtype)
     if call["k"] is None:
         call["k"] = call["q"]
     if call["v"] is None and type(call["k"]) is not KVCache:
@@ -181,7 +196,7 @@ def _problem_of(
         if x is None and not (argument.optional or argument.is_output):
             x = operator.shape_beside(argument.name, shapes)
         if x is None:
-            if argument.name in ("q", "k", "v"):
+            if argument.name in ("q", "k", "v") and not argument.optional:
                 raise NullPointer(f"{argument.name} is None; expected a shape or an array")
             views.append(None)
         elif isinstance(x, tuple | list) and all(isinstance(extent, int) for extent in x):

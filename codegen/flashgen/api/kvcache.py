@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+# Arguments of the operator ``append`` that are fields of a KVCache, for messages.
+FIELDS = {"k_cache": "k", "v_cache": "v"}
+
 
 class _ShapesShown:
     """Printed, arrays are their shapes: their elements may be gigabytes."""
@@ -24,8 +27,8 @@ class KVCache(_ShapesShown):
     k, v: (rows, capacity, num_heads_kv, head_dim), for v with head_dim_v: a row for each sequence. With pages
         (num_pages, page_size, num_heads_kv, head_dim). fp16, bf16 or fp32; any strides, but the last
         dimension is contiguous and rows are 16-byte aligned.
-    lengths: int32 (batch,), on the device of k: the tokens that each sequence has in the cache. No call
-        changes it.
+    lengths: int32 (batch,), contiguous, on the device of k: the tokens that each sequence has in the cache.
+        No call changes it.
     pages: int32 (batch, max_pages): pages[b, j] has the keys j * page_size to (j + 1) * page_size - 1 of
         sequence b. Entries behind the last token have no effect.
     index: int32 (batch,): the row of k and v of each sequence; by default its own number. Not with pages.
@@ -46,8 +49,8 @@ class Rotary(_ShapesShown):
         elements of a head behind it stay as they are.
     interleaved: whether elements 2i and 2i + 1 are a pair (as in GPT-J), in place of i and i + rotary_dim / 2
         (as in GPT-NeoX and Llama).
-    positions: int32 (batch, seqlen_new): the row of cos and sin for each new token, and for the query of the
-        same number. By default the token's position in its sequence.
+    positions: int32 (batch, seqlen_new), or (tokens,) where tokens are packed: the row of cos and sin for
+        each new token, and for the query of the same number. By default the token's position in its sequence.
     """
 
     cos: Any

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.api.attention import attention
 from flashgen.api.calls import call_of
+from flashgen.api.kvcache import KVCache
 from flashgen.errors import BadParam, BadTensorShape, BadTensorStrides, FlashgenError, naming
 from flashgen.operators.arguments import Placed, check_memory, flag, overlapping
 from flashgen.operators.attention import ATTENTION
@@ -108,7 +109,7 @@ def cascade(
         v: (batch, seqlen_kv, num_heads_kv, head_dim_v), as in ``attention``; seqlen_kv and num_heads_kv may
         differ between parts. A part of batch 1 is shared by all batch entries of q: it is read once for all,
         as the queries of all entries become those of one long sequence. That copies q, once, where its batch
-        and sequence strides are not those of one sequence.
+        and sequence strides are not those of one sequence. No ``KVCache``, and no lengths.
     causal: in the last part hide key j from query i unless j <= i + seqlen_kv - seqlen_q, with the seqlen_kv
         of that part; all queries see all keys of the others. This is causal attention over all keys where the
         last part has seqlen_q keys or more.
@@ -127,10 +128,13 @@ def cascade(
         if name not in _POSITIONAL:
             raise TypeError(f"cascade() got an unexpected keyword argument {name!r}")
         if not _does_nothing(name, value):
+            if name == "mask_type" and mask_type_name(value) == "causal_bottom_right":
+                raise BadParam(f"mask_type is {value!r}; cascade takes none: pass causal=True")
             raise BadParam(
                 f"{name} was given; cascade takes none, as its positions would count from the beginning of a "
                 "part"
             )
+    _refuse_caches(parts)
     pairs = _pairs(parts, "(k, v)")
     causal, return_lse = flag("causal", causal), flag("return_lse", return_lse)
     if any(arrays.kind_of(x) is None for x in (q, *(x for pair in pairs for x in pair))):
@@ -174,6 +178,16 @@ def _does_nothing(name: str, value: Any) -> bool:
     if name == "mask_type":
         return mask_type_name(value) in (None, "none")
     return value is None or (name == "params" and isinstance(value, dict) and not value)
+
+
+def _refuse_caches(parts: Any) -> None:
+    """Raise BadParam for a part that is a KVCache, whose sequences have lengths of their own."""
+    for index, part in enumerate(parts if isinstance(parts, (list, tuple)) else ()):
+        if KVCache in map(type, part if isinstance(part, (list, tuple)) else (part,)):
+            raise BadParam(
+                f"parts[{index}] is a KVCache; cascade takes arrays of one length: call attention with "
+                "return_lse=True for the cache and for each other part, and merge() the results"
+            )
 
 
 def _pairs(parts: Any, what: str) -> list[tuple[Any, Any]]:

@@ -61,6 +61,7 @@ one of that architecture, such as the H100 for sm_90. Exit code 1 if no kernel s
 @click.option("--deterministic", is_flag=True, help="Gradients that are the same bits each time.")
 @click.option(
     "--operator",
+    type=click.Choice(("attention", "attention_backward")),
     default="attention",
     show_default=True,
     help="The function that is called: attention, or attention_backward for its gradients.",

@@ -275,6 +275,10 @@ def _sizes(views: Mapping[str, ArrayView | None]) -> dict[str, int]:
             hint = ""
             if len(view.shape) == 3 and len(symbols) == 4 and not packed and symbols[0] == "batch":
                 hint = "; packed tokens need cu_seqlens_new"
+                if view.shape[:1] == views["lengths"].shape:
+                    hint += f", and one token of each sequence goes in as {argument.name}[:, None]"
+            elif packed and argument.leads_with_batch:
+                hint = "; cu_seqlens_new was given, so tokens are packed, without batch"
             raise BadTensorShape(
                 f"{argument.name} has shape {view.shape}; expected ({', '.join(symbols)}){hint}"
             )

@@ -13,7 +13,7 @@ import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer
+from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer, naming
 from flashgen.operators import attention, contract, maskoptions
 from flashgen.operators.arguments import DTYPE_BYTES, Argument, check_devices, check_strides, flag, place
 from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem
@@ -132,7 +132,8 @@ class VarlenProblem(AttentionProblem):
     @property
     def capacity(self) -> int:
         """The most keys that a sequence can have."""
-        return _capacity(self.batch_kv, self.rows_kv, self.max_pages if self.paged else None)
+        pages = self.max_pages if self.paged else None
+        return _capacity(self.batch, self.batch_kv, self.rows_kv, pages)
 
     def wanted(self) -> str:
         return f"{AttentionProblem.wanted(self)}, pages {'paged' if self.paged else 'none'}"
@@ -250,7 +251,7 @@ def normalise(
     batch = _check_lengths(given, q)
     sizes = _sizes(q, k, v, given, batch)
     pages_of_one = None if pages is None else sizes["max_pages"]
-    capacity = _capacity(sizes["batch_kv"], sizes["rows_kv"], pages_of_one)
+    capacity = _capacity(batch, sizes["batch_kv"], sizes["rows_kv"], pages_of_one)
     sizes["seqlen_q"] = _bound("max_seqlen_q", max_seqlen_q, sizes["rows_q"], cu_seqlens_q is None)
     if invariant and cu_seqlens_q is not None:
         # Also above the tokens that there are: a few of them would choose another kernel.
@@ -266,7 +267,7 @@ def normalise(
         causal, mask_type, window_size, mask is not None, sizes["seqlen_q"], sizes["seqlen_kv"], invariant
     )
     if mask is not None:
-        _check_mask(mask, given, sizes)
+        _check_mask(mask, given, sizes, max_seqlen_kv is not None)
     absent = {name for name in (*LENGTH_ARRAYS, "mask") if name not in given | masks}
     absent |= set() if return_lse else {"lse"}
     score_sizes = _check_score_arrays(score, own, sizes)
@@ -348,6 +349,8 @@ def _sizes(
             hint = ""
             if len(view.shape) == 3 and (name == "q" or "kv_lengths" not in given):
                 hint = f"; packed {'queries need cu_seqlens_q' if name == 'q' else 'keys need cu_seqlens_kv'}"
+                if name == "q" and view.shape[0] == batch:
+                    hint += ", and one query of each sequence goes in as q[:, None]"
             raise BadTensorShape(
                 f"{name} has shape {view.shape}; with {', '.join(given)} it is "
                 f"({', '.join(layout)}, head_dim){hint}"
@@ -379,9 +382,11 @@ def _sizes(
     }
 
 
-def _capacity(batch_kv: int, rows_kv: int, pages: int | None) -> int:
-    """The most keys of a sequence, which has ``pages`` of rows_kv keys each, or one entry of k."""
-    return rows_kv * (1 if pages is None else pages) if batch_kv else 0
+def _capacity(batch: int, batch_kv: int, rows_kv: int, pages: int | None) -> int:
+    """The most keys of a sequence, which has ``pages`` of rows_kv keys each, or one entry of k. A batch of no
+    sequences needs none of these, and its mask has the columns of any other batch.
+    """
+    return rows_kv * (1 if pages is None else pages) if batch_kv or not batch else 0
 
 
 def _bound(name: str, given: Any, most: int, fixed: bool) -> int:
@@ -398,15 +403,21 @@ def _bound(name: str, given: Any, most: int, fixed: bool) -> int:
     return min(bound, most)
 
 
-def _check_mask(mask: ArrayView, given: Mapping[str, ArrayView], sizes: Mapping[str, int]) -> None:
-    """That a dense mask has a row for each query of each sequence, and a column for each key."""
+def _check_mask(
+    mask: ArrayView, given: Mapping[str, ArrayView], sizes: Mapping[str, int], bounded: bool
+) -> None:
+    """That a dense mask has a row for each query of each sequence, and a column for each key: as many as
+    max_seqlen_kv, if the call has it (``bounded``).
+    """
     for name in ("cu_seqlens_q", "cu_seqlens_kv"):
         if name in given:
             raise BadParam(
                 f"mask and {name} were given; a mask needs as many rows and columns for each sequence: pass "
                 "queries that are padded, not packed, and keys that are padded or in a KVCache"
             )
-    contract.check_mask(mask, sizes, instead="leave it out, as kv_lengths say the same")
+    columns = "max_seqlen_kv" if bounded else "the keys that a sequence has room for"
+    with naming(**{"seqlen_kv itself": f"{columns}, {sizes['seqlen_kv']}"}):
+        contract.check_mask(mask, sizes, instead="leave it out, as kv_lengths say the same")
 
 
 def _check_score_arrays(

@@ -367,7 +367,10 @@ class Plan:
         """Which inputs a call has to give, for a message: those of a cache are arrays like the others."""
         planned = zip(self.problem.operator.arguments, self.problem.strides, strict=True)
         names = [x.name for x, strides in planned if strides is not None and not x.is_output]
-        return f"the plan takes arrays by name: {', '.join(names)}"
+        of_cache = ("kv_lengths", "lengths"), ("pages", "pages"), ("index", "index")
+        cache = "".join(f", {name}=cache.{field}" for name, field in of_cache if name in names)
+        hint = f"; of a KVCache pass cache.k, cache.v{cache}" if "kv_lengths" in names else ""
+        return f"the plan takes arrays by name: {', '.join(names)}{hint}"
 
     def _check(self, arrays: Arrays) -> None:
         """Raise the error of arrays that do not fit the plan."""

@@ -144,7 +144,7 @@ def candidates(problem: Problem, device: Device, variants: Iterable[Variant]) ->
     """The variants of steps 1 to 3 of the rule, at least one. Raises as ``select``, and BadParam where none
     splits keys as the call asks.
     """
-    operator = problem.operator
+    operator, variants = problem.operator, tuple(variants)
     serving = [variant for variant in variants if _serves(problem, variant)]
     reaching = [v for v in serving if max(extents(problem, v).values()) <= MAX_EXTENT]
     if serving and not reaching:
@@ -172,15 +172,18 @@ def candidates(problem: Problem, device: Device, variants: Iterable[Variant]) ->
             f"{device.name} ({device.arch}, {device.smem_per_block} bytes of shared memory a block) runs "
             f"none of the variants for this call; they need {' or '.join(needs)}"
         )
-    running = splitting(problem, running)
+    too_many = (v for v in variants if v not in serving and _computes(problem, v))
+    running = splitting(problem, running, too_many)
     least = min(operator.work(dict(variant.axes)) for variant in running)
     smallest = [variant for variant in running if operator.work(dict(variant.axes)) == least]
     return without_replaced(preferred(smallest))
 
 
-def splitting(problem: Problem, variants: Iterable[Variant]) -> tuple[Variant, ...]:
+def splitting(
+    problem: Problem, variants: Iterable[Variant], too_many: Iterable[Variant]
+) -> tuple[Variant, ...]:
     """Of these the variants that split keys as the call asks. Raises BadParam where it needs one and there is
-    none.
+    none; ``too_many`` are the variants for which the call has too many rows, to say so.
     """
     variants = tuple(variants)
     if problem.splits in (AUTO, 1):
@@ -189,10 +192,15 @@ def splitting(problem: Problem, variants: Iterable[Variant]) -> tuple[Variant, .
     if not isinstance(problem.splits, SplitEvery):
         if able:
             return able
-        raise BadParam(
-            f"splits is {problem.splits}, but no kernel that splits keys serves so many rows, or "
-            f"{problem.wanted()}; pass 1 or 'auto'"
-        )
+        few = [variant for variant in too_many if variant.grid.shares]
+        if few:
+            count = min(rows(problem, variant) for variant in few)
+            heads, most = count // problem.seqlen_q, max(variant.rows_at_most for variant in few)
+            queries = f"{problem.seqlen_q} queries x {heads} head{'s' * (heads > 1)}"
+            why = f"{queries} are {count} rows of a kv head; kernels that split keys serve at most {most}"
+        else:
+            why = f"no kernel that splits keys serves {problem.wanted()}; those that ship take fp16 and bf16"
+        raise BadParam(f"splits is {problem.splits}, but {why}; pass 1 or 'auto'")
     keys = problem.splits.keys
     fitting = tuple(variant for variant in able if keys % variant.visits.keys == 0)
     if able and not fitting:
@@ -323,12 +331,18 @@ def _serving(problem: Problem, spec: Spec) -> Iterator[dict[str, Value]]:
 
 def _serves(problem: Problem, variant: Variant) -> bool:
     """Whether the variant computes such problems, however large they are and their arrays lie in memory."""
+    return _computes(problem, variant) and (
+        variant.rows_at_most is None or rows(problem, variant) <= variant.rows_at_most
+    )
+
+
+def _computes(problem: Problem, variant: Variant) -> bool:
+    """`_serves`, of however many rows."""
     return (
         variant.is_main
         and variant.operator == problem.operator.name
         and {step.score for step in variant.steps} - {None} == {problem.score} - {None}
         and problem.operator.serves(problem, dict(variant.axes))
-        and (variant.rows_at_most is None or rows(problem, variant) <= variant.rows_at_most)
     )
 
 

@@ -143,7 +143,10 @@ def explain(
     smallest = (variant for variant in left if operator.work(dict(variant.axes)) == least)
     left = keep(smallest, f"larger {sizes}", f"a variant with smaller {sizes} serves, which does less work")
     # Behind the sizes, as `offers` makes no variants of larger ones.
-    left = keep(splitting(problem, left), "split-KV", f"it does not split keys as splits={problem.splits}")
+    too_many = [judged.variant for judged in others if judged.rule == "rows"]
+    left = keep(
+        splitting(problem, left, too_many), "split-KV", f"it does not split keys as splits={problem.splits}"
+    )
     left = keep(preferred(left), "target", "another target of its family comes first on this GPU")
     left = keep(without_replaced(left), "tuned", "a tile that was tuned on this GPU takes its place")
     modelled, gpu = standard(problem, device)
