@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from flashgen.schedule.plan import Step
     from flashgen.spec.variant import Variant
 
-_of_cache = naming(**FIELDS)
 _TOTAL, _ROTATED = APPEND.position("total_lengths"), APPEND.position("q_rotated")
 
 
@@ -71,7 +70,7 @@ def append(
 
         return compiled.append(asked, stream, backend)
     try:
-        with _of_cache:
+        with naming(**FIELDS):
             total, *rotated = call_of(kind, *asked, stream, backend, None)[2:]
     except arrays.RequiresGradient as error:
         raise error.of("append()") from None
@@ -219,7 +218,7 @@ def append_and_attend(
     """``attention(append=)``. ``attention_over`` says what it asks for, of q and the cache as ``append``
     leaves them. Raises what is wrong with either before anything is queued.
     """
-    with _of_cache:
+    with naming(**FIELDS):
         append, first = ready(*of_append, stream, backend, None)
         asked = attention_over(*_appended(first, q, cache))
         attention, second = ready(*asked, stream, backend, algorithm)
@@ -237,7 +236,7 @@ def held(
     algorithm: str | None,
 ) -> AppendPlan:
     """``plan(append=)``; arguments as in `append_and_attend`."""
-    with _of_cache:
+    with naming(**FIELDS):
         append = make_plan(*of_append, backend, None)
         first = append.ready(of_append[1], append.pointers(of_append[1]), (), None)
     attention = make_plan(*attention_over(*_appended(first, q, cache)), backend, algorithm)
@@ -256,7 +255,7 @@ def _asked(
 ) -> Asked:
     """What a call asks of the operator ``append``, with native arrays. Raises BadParam."""
     given, options = _given(cache, k_new, v_new, rotary, q, q_positions, cu_seqlens_new)
-    with _of_cache:
+    with naming(**FIELDS):
         return APPEND, _adopted(given, stream), options, ()
 
 
