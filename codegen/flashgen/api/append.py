@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.api.calls import call_of, make_plan, ready
 from flashgen.api.kvcache import FIELDS, KVCache, Rotary
-from flashgen.errors import BadParam, BadTensorShape, FlashgenError, NullPointer, naming, rename
+from flashgen.errors import BadParam, BadTensorShape, FlashgenError, NullPointer, rename
 from flashgen.operators.append import APPEND
 from flashgen.operators.arguments import flag
 from flashgen.operators.maskoptions import mask_type_name, window_of
@@ -62,18 +62,20 @@ def append(
     BadTensorStrides or DeviceTypeNotSupported for what does not fit; BadParam also for a tensor that requires
     a gradient, as there is none.
     """
-    asked = _asked(cache, k_new, v_new, rotary, q, q_positions, cu_seqlens_new, stream)
-    first = asked[1][0]
-    kind = arrays.kind_of(first)
-    if kind is not None and kind.watched(first):
-        from flashgen.api import compiled
-
-        return compiled.append(asked, stream, backend)
     try:
-        with naming(**FIELDS):
-            total, *rotated = call_of(kind, *asked, stream, backend, None)[2:]
+        asked = _asked(cache, k_new, v_new, rotary, q, q_positions, cu_seqlens_new, stream)
+        first = asked[1][0]
+        kind = arrays.kind_of(first)
+        if kind is not None and kind.watched(first):
+            from flashgen.api import compiled
+
+            return compiled.append(asked, stream, backend)
+        total, *rotated = call_of(kind, *asked, stream, backend, None)[2:]
     except arrays.RequiresGradient as error:
         raise error.of("append()") from None
+    except FlashgenError as error:
+        rename(error, **FIELDS)
+        raise
     results = (total, rotated[0] if rotated else None)
     if arrays.kind_of(k_new) is None:
         return tuple(None if x is None else dlpack.hand_back(x, k_new, asked[1], stream) for x in results)
@@ -218,11 +220,10 @@ def append_and_attend(
     """``attention(append=)``. ``attention_over`` says what it asks for, of q and the cache as ``append``
     leaves them. Raises what is wrong with either before anything is queued.
     """
-    with naming(**FIELDS):
-        append, first = ready(*of_append, stream, backend, None)
-        asked = attention_over(*_appended(first, q, cache))
-        attention, second = ready(*asked, stream, backend, algorithm)
-        _queue(append, first, attention, second)
+    append, first = ready(*of_append, stream, backend, None)
+    asked = attention_over(*_appended(first, q, cache))
+    attention, second = ready(*asked, stream, backend, algorithm)
+    _queue(append, first, attention, second)
     return _handed(attention, second, q, stream)
 
 
@@ -236,9 +237,8 @@ def held(
     algorithm: str | None,
 ) -> AppendPlan:
     """``plan(append=)``; arguments as in `append_and_attend`."""
-    with naming(**FIELDS):
-        append = make_plan(*of_append, backend, None)
-        first = append.ready(of_append[1], append.pointers(of_append[1]), (), None)
+    append = make_plan(*of_append, backend, None)
+    first = append.ready(of_append[1], append.pointers(of_append[1]), (), None)
     attention = make_plan(*attention_over(*_appended(first, q, cache)), backend, algorithm)
     return AppendPlan(append, attention, None if rotary is None else rotary.interleaved)
 
@@ -255,8 +255,7 @@ def _asked(
 ) -> Asked:
     """What a call asks of the operator ``append``, with native arrays. Raises BadParam."""
     given, options = _given(cache, k_new, v_new, rotary, q, q_positions, cu_seqlens_new)
-    with naming(**FIELDS):
-        return APPEND, _adopted(given, stream), options, ()
+    return APPEND, _adopted(given, stream), options, ()
 
 
 def asked_by_name(call: Mapping[str, Any]) -> Asked:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from operator import index as index_of
 from typing import TYPE_CHECKING, Any
 
-from flashgen.api.kvcache import KVCache
+from flashgen.api.kvcache import FIELDS, KVCache
 from flashgen.errors import BadParam, NullPointer
 from flashgen.operators.arguments import flag
 from flashgen.operators.attention import operator_for
@@ -145,7 +145,7 @@ def names_given(k: Any, alibi_slopes: Any, kv_lengths: Any = None) -> dict[str, 
     if alibi_slopes is not None:
         names["slope"] = "alibi_slopes"
     if type(k) is KVCache and kv_lengths is None:
-        names["kv_lengths"] = "lengths"
+        names |= {"kv_lengths": "lengths"} | FIELDS
     return names
 
 
