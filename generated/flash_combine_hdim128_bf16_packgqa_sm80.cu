@@ -49,20 +49,23 @@ struct Params {
     int32_t num_tiles;                    // rows of all heads
     int32_t kv_blocks_per_tile;
     int32_t kv_blocks_per_share;
+    int32_t heads_at_once_log2;           // as in the kernel before this one
+    int32_t heads_per_share;
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
     uint64_t num_row_blocks_divisor;
     uint64_t group_size_divisor;
     uint64_t kv_blocks_per_share_divisor;
 };
-static_assert(sizeof(Params) == 128 && offsetof(Params, part_outputs) == 0 && offsetof(Params, part_sums) == 8);
+static_assert(sizeof(Params) == 136 && offsetof(Params, part_outputs) == 0 && offsetof(Params, part_sums) == 8);
 static_assert(offsetof(Params, out) == 16 && offsetof(Params, lse) == 24 && offsetof(Params, out_batch_stride) == 32);
 static_assert(offsetof(Params, out_row_stride) == 40 && offsetof(Params, out_head_stride) == 48);
 static_assert(offsetof(Params, num_heads_q) == 56 && offsetof(Params, num_heads_kv) == 60 && offsetof(Params, group_size) == 64);
 static_assert(offsetof(Params, seqlen_q) == 68 && offsetof(Params, head_dim_v) == 72 && offsetof(Params, num_row_blocks) == 76);
 static_assert(offsetof(Params, num_tiles) == 80 && offsetof(Params, kv_blocks_per_tile) == 84);
-static_assert(offsetof(Params, kv_blocks_per_share) == 88 && offsetof(Params, num_heads_divisor) == 96);
-static_assert(offsetof(Params, num_row_blocks_divisor) == 104 && offsetof(Params, group_size_divisor) == 112);
-static_assert(offsetof(Params, kv_blocks_per_share_divisor) == 120);
+static_assert(offsetof(Params, kv_blocks_per_share) == 88 && offsetof(Params, heads_at_once_log2) == 92);
+static_assert(offsetof(Params, heads_per_share) == 96 && offsetof(Params, num_heads_divisor) == 104);
+static_assert(offsetof(Params, num_row_blocks_divisor) == 112 && offsetof(Params, group_size_divisor) == 120);
+static_assert(offsetof(Params, kv_blocks_per_share_divisor) == 128);
 
 // A tile of the kernel before this one: kBlockM rows of queries.
 // Rows are (query, head in group) pairs, heads fastest.
@@ -92,25 +95,30 @@ __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& 
     return query * row_stride + head * head_stride;
 }
 
-// A row of a tile, and which thread blocks of the kernel before this one had parts of the tile.
+// A row of a tile, and which shares had parts of the tile, of those that thread blocks of the kernel before this one have of its head.
 struct Parts {
     Tile tile;
     int row;
+    int nth_at_once;  // of the head, among those that have the same shares
     int first;
     int last;
     bool begins_share;  // whether the share of the first one begins with the tile
 };
 
-// Row `index` of all heads. The thread blocks' shares are consecutive KV blocks of all tiles, one tile after the other.
+// Row `index` of all heads. Shares are consecutive KV blocks of the tiles of every 2^heads_at_once_log2-th head, one tile after the other.
 __device__ __forceinline__ Parts find_parts(const Params& params, int index) {
     const int head_of_batch = divide(index, params.num_row_blocks_divisor);
     const int row_of_head = index - head_of_batch * params.num_row_blocks;
     Parts parts;
     parts.tile.batch = divide(head_of_batch, params.num_heads_divisor);
-    parts.tile.head = (head_of_batch - parts.tile.batch * params.num_heads_kv) * params.group_size;
+    const int head = head_of_batch - parts.tile.batch * params.num_heads_kv;  // of the grid
+    parts.tile.head = head * params.group_size;
+    const int nth_head = head >> params.heads_at_once_log2;  // of those that a share has tiles of
+    parts.nth_at_once = head - (nth_head << params.heads_at_once_log2);
     parts.row = row_of_head % kBlockM;
     parts.tile.first_row = row_of_head - parts.row;
-    const int tile = head_of_batch * ((params.num_row_blocks + kBlockM - 1) / kBlockM) + row_of_head / kBlockM;
+    const int tiles_of_head = (params.num_row_blocks + kBlockM - 1) / kBlockM;
+    const int tile = (parts.tile.batch * params.heads_per_share + nth_head) * tiles_of_head + row_of_head / kBlockM;
     const int begin = tile * params.kv_blocks_per_tile;
     parts.first = divide(begin, params.kv_blocks_per_share_divisor);
     parts.last = divide(begin + params.kv_blocks_per_tile - 1, params.kv_blocks_per_share_divisor);
@@ -118,10 +126,11 @@ __device__ __forceinline__ Parts find_parts(const Params& params, int index) {
     return parts;
 }
 
-// Where a row of a thread block's part lies in the workspace. A thread block leaves the first part of its share in one slot and the last
-// in another; what it has of a tile is the first, unless its share begins ahead of the tile.
-__device__ __forceinline__ int64_t part_row(const Parts& parts, int block, int row) {
-    const int slot = 2 * block + (block == parts.first && !parts.begins_share ? 1 : 0);
+// Where a row of a share's part lies in the workspace. A thread block leaves the first part of its share in one slot and the last in
+// another; what it has of a tile is the first, unless its share begins ahead of the tile.
+__device__ __forceinline__ int64_t part_row(const Params& params, const Parts& parts, int share, int row) {
+    const int block = (share << params.heads_at_once_log2) + parts.nth_at_once;
+    const int slot = 2 * block + (share == parts.first && !parts.begins_share ? 1 : 0);
     return int64_t(slot) * kBlockM + row;
 }
 
@@ -158,7 +167,7 @@ __device__ __forceinline__ Sums add_parts(const Params& params, const Parts& par
 #pragma unroll
         for (int part = 0; part < kPartsAtOnce; ++part) {
             if (first + part * kStep > parts.last) break;
-            const int64_t source = part_row(parts, first + part * kStep, row);
+            const int64_t source = part_row(params, parts, first + part * kStep, row);
             loaded[part] = load_global_64(params.part_sums + source * 2);
 #pragma unroll
             for (int i = 0; i < kLaneVectors; ++i) {
@@ -243,7 +252,7 @@ flash_combine_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
 
     for (int index = block_index(); index < params.num_tiles; index += gridDim.x) {
         const Parts parts = find_parts(params, index);
-        if (parts.first == parts.last) continue;  // the one thread block that had the tile has written the row
+        if (parts.first == parts.last) continue;  // the thread block that had all of the tile has written the row
         share_sums(add_parts<kWarps>(params, parts, parts.row, parts.first + warp, lane), smem, warp, lane);
         barrier_sync(kThreads);
         if (threadIdx.x < kRowThreads) {

@@ -81,7 +81,6 @@ struct Params {
     int64_t out_row_stride;
     int64_t out_head_stride;
     int32_t num_heads_q;
-    int32_t num_heads_kv;
     int32_t group_size;                   // num_heads_q / num_heads_kv
     int32_t seqlen_q;
     int32_t seqlen_kv;
@@ -91,14 +90,16 @@ struct Params {
     int32_t first_kv_block;               // KV block of a sequence with which its tiles begin
     int32_t kv_blocks_per_tile;
     int32_t kv_blocks_per_share;          // of one thread block; the last may have fewer
-    int32_t num_kv_blocks;                // of all tiles
-    uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
+    int32_t num_kv_blocks;                // of the tiles of all heads that a share has tiles of
+    int32_t heads_at_once_log2;           // of 1, 2 or 4 neighbouring heads of the grid, of which as many thread blocks have the same share
+    int32_t heads_per_share;              // heads of a batch entry in the grid that a share has tiles of
+    uint64_t heads_per_share_divisor;     // for divisors see divide()
     uint64_t num_row_blocks_divisor;
     uint64_t group_size_divisor;
     uint64_t kv_blocks_per_tile_divisor;
     float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
 };
-static_assert(sizeof(Params) == 240 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
+static_assert(sizeof(Params) == 248 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
 static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, part_outputs) == 40);
 static_assert(offsetof(Params, part_sums) == 48 && offsetof(Params, q_batch_stride) == 56);
 static_assert(offsetof(Params, q_row_stride) == 64 && offsetof(Params, q_head_stride) == 72);
@@ -107,13 +108,14 @@ static_assert(offsetof(Params, k_head_stride) == 96 && offsetof(Params, v_batch_
 static_assert(offsetof(Params, v_row_stride) == 112 && offsetof(Params, v_head_stride) == 120);
 static_assert(offsetof(Params, out_batch_stride) == 128 && offsetof(Params, out_row_stride) == 136);
 static_assert(offsetof(Params, out_head_stride) == 144 && offsetof(Params, num_heads_q) == 152);
-static_assert(offsetof(Params, num_heads_kv) == 156 && offsetof(Params, group_size) == 160 && offsetof(Params, seqlen_q) == 164);
-static_assert(offsetof(Params, seqlen_kv) == 168 && offsetof(Params, head_dim) == 172 && offsetof(Params, head_dim_v) == 176);
-static_assert(offsetof(Params, num_row_blocks) == 180 && offsetof(Params, first_kv_block) == 184);
-static_assert(offsetof(Params, kv_blocks_per_tile) == 188 && offsetof(Params, kv_blocks_per_share) == 192);
-static_assert(offsetof(Params, num_kv_blocks) == 196 && offsetof(Params, num_heads_divisor) == 200);
-static_assert(offsetof(Params, num_row_blocks_divisor) == 208 && offsetof(Params, group_size_divisor) == 216);
-static_assert(offsetof(Params, kv_blocks_per_tile_divisor) == 224 && offsetof(Params, scale_log2) == 232);
+static_assert(offsetof(Params, group_size) == 156 && offsetof(Params, seqlen_q) == 160 && offsetof(Params, seqlen_kv) == 164);
+static_assert(offsetof(Params, head_dim) == 168 && offsetof(Params, head_dim_v) == 172);
+static_assert(offsetof(Params, num_row_blocks) == 176 && offsetof(Params, first_kv_block) == 180);
+static_assert(offsetof(Params, kv_blocks_per_tile) == 184 && offsetof(Params, kv_blocks_per_share) == 188);
+static_assert(offsetof(Params, num_kv_blocks) == 192 && offsetof(Params, heads_at_once_log2) == 196);
+static_assert(offsetof(Params, heads_per_share) == 200 && offsetof(Params, heads_per_share_divisor) == 208);
+static_assert(offsetof(Params, num_row_blocks_divisor) == 216 && offsetof(Params, group_size_divisor) == 224);
+static_assert(offsetof(Params, kv_blocks_per_tile_divisor) == 232 && offsetof(Params, scale_log2) == 240);
 
 // A tile: kBlockM rows of queries, and the KV blocks that they attend to.
 // Rows are (query, head in group) pairs, heads fastest.
@@ -124,8 +126,8 @@ struct Tile {
     int first_row;
 };
 
-// The KV blocks of all tiles, one tile after the other, are numbered. A thread block takes an equal share of them, which may begin
-// and end in the middle of a tile: numbers [begin, end).
+// The KV blocks of the tiles of all heads that a share has tiles of, one tile after the other, are numbered. A thread block takes an equal
+// share of them, which may begin and end in the middle of a tile: numbers [begin, end).
 struct Share {
     int begin;
     int end;
@@ -133,7 +135,7 @@ struct Share {
 
 // What a share has of a tile: KV blocks [first, end) of the sequence.
 struct Part {
-    int tile;  // among those of all sequences
+    int tile;  // among those of all sequences and of the share's heads
     int first;
     int end;
     int slot;  // of the workspace, where another share has KV blocks of the tile as well; else below 0
@@ -145,8 +147,18 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
+// A share has tiles of every second or fourth head of the grid, or of every one: of every 2^heads_at_once_log2-th. So that many thread blocks
+// with neighbouring indices have the same share, each of another head: they go through the same keys at the same time, whose rows lie side
+// by side in memory. The number of a thread block's share among those of its heads:
+__device__ __forceinline__ int share_of(const Params& params, int block) { return block >> params.heads_at_once_log2; }
+
+// Head number `index` of a thread block's share, in the grid.
+__device__ __forceinline__ int head_of_share(const Params& params, int block, int index) {
+    return (index << params.heads_at_once_log2) + (block & ((1 << params.heads_at_once_log2) - 1));
+}
+
 __device__ __forceinline__ Share find_share(const Params& params, int index) {
-    const int begin = index * params.kv_blocks_per_share;
+    const int begin = share_of(params, index) * params.kv_blocks_per_share;
     return {begin, begin + min(params.kv_blocks_per_share, params.num_kv_blocks - begin)};
 }
 
@@ -163,8 +175,8 @@ __device__ __forceinline__ Part find_part(const Params& params, const Share& sha
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     const int head_of_batch = divide(index, params.num_row_blocks_divisor);
     Tile tile;
-    tile.batch = divide(head_of_batch, params.num_heads_divisor);
-    tile.kv_head = head_of_batch - tile.batch * params.num_heads_kv;
+    tile.batch = divide(head_of_batch, params.heads_per_share_divisor);
+    tile.kv_head = head_of_share(params, block_index(), head_of_batch - tile.batch * params.heads_per_share);
     tile.head = tile.kv_head * params.group_size;
     tile.first_row = (index - head_of_batch * params.num_row_blocks) * kBlockM;
     return tile;

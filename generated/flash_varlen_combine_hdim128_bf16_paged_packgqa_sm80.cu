@@ -46,25 +46,26 @@ struct Params {
     int64_t out_head_stride;
     int64_t lse_batch_stride;
     int64_t lse_head_stride;
-    int32_t num_heads_kv;
     int32_t group_size;                   // num_heads_q / num_heads_kv
     int32_t rows_q;                       // of an entry of out: all tokens where sequences are packed
     int32_t batch_size;                   // sequences
     int32_t seqlen_q;                     // the most queries of a sequence; with_lengths() puts its own here
     int32_t seqlen_kv;                    // the most keys, likewise
     int32_t head_dim_v;                   // of the call, at most kHeadDimV
-    int32_t num_shares;                   // thread blocks of the kernel before this one
+    int32_t num_shares;                   // as in the kernel before this one
+    int32_t heads_at_once_log2;           // likewise
+    int32_t heads_per_share;              // likewise
     uint64_t group_size_divisor;          // for divisors see divide()
 };
-static_assert(sizeof(Params) == 128 && offsetof(Params, part_outputs) == 0 && offsetof(Params, part_sums) == 8);
+static_assert(sizeof(Params) == 136 && offsetof(Params, part_outputs) == 0 && offsetof(Params, part_sums) == 8);
 static_assert(offsetof(Params, out) == 16 && offsetof(Params, lse) == 24 && offsetof(Params, cu_seqlens_q) == 32);
 static_assert(offsetof(Params, kv_lengths) == 40 && offsetof(Params, out_batch_stride) == 48);
 static_assert(offsetof(Params, out_row_stride) == 56 && offsetof(Params, out_head_stride) == 64);
 static_assert(offsetof(Params, lse_batch_stride) == 72 && offsetof(Params, lse_head_stride) == 80);
-static_assert(offsetof(Params, num_heads_kv) == 88 && offsetof(Params, group_size) == 92 && offsetof(Params, rows_q) == 96);
-static_assert(offsetof(Params, batch_size) == 100 && offsetof(Params, seqlen_q) == 104 && offsetof(Params, seqlen_kv) == 108);
-static_assert(offsetof(Params, head_dim_v) == 112 && offsetof(Params, num_shares) == 116);
-static_assert(offsetof(Params, group_size_divisor) == 120);
+static_assert(offsetof(Params, group_size) == 88 && offsetof(Params, rows_q) == 92 && offsetof(Params, batch_size) == 96);
+static_assert(offsetof(Params, seqlen_q) == 100 && offsetof(Params, seqlen_kv) == 104 && offsetof(Params, head_dim_v) == 108);
+static_assert(offsetof(Params, num_shares) == 112 && offsetof(Params, heads_at_once_log2) == 116);
+static_assert(offsetof(Params, heads_per_share) == 120 && offsetof(Params, group_size_divisor) == 128);
 
 // A tile of the kernel before this one: kBlockM rows of queries.
 // Rows are (query, head in group) pairs, heads fastest.
@@ -181,14 +182,20 @@ __device__ __forceinline__ Tiles tiles_of(const Params& params) {
     return {(num_rows(params) + kBlockM - 1) / kBlockM, begin, max(1, end - begin)};
 }
 
-__device__ __forceinline__ int num_heads(const Params& params) {
-    return params.num_heads_kv;
+// A share has tiles of every second or fourth head of the grid, or of every one: of every 2^heads_at_once_log2-th. So that many thread blocks
+// with neighbouring indices have the same share, each of another head: they go through the same keys at the same time, whose rows lie side
+// by side in memory. The number of a thread block's share among those of its heads:
+__device__ __forceinline__ int share_of(const Params& params, int block) { return block >> params.heads_at_once_log2; }
+
+// Head number `index` of a thread block's share, in the grid.
+__device__ __forceinline__ int head_of_share(const Params& params, int block, int index) {
+    return (index << params.heads_at_once_log2) + (block & ((1 << params.heads_at_once_log2) - 1));
 }
 
-// How many KV blocks all tiles of a sequence have; `params` have the bounds of all sequences.
+// How many KV blocks the tiles of a sequence and of a share's heads have; `params` have the bounds of all sequences.
 __device__ __forceinline__ int count_kv_blocks(const Params& params, const Lengths& lengths) {
     const Tiles tiles = tiles_of(with_lengths(params, lengths));
-    return num_heads(params) * tiles.row_blocks * tiles.kv_blocks;
+    return params.heads_per_share * tiles.row_blocks * tiles.kv_blocks;
 }
 
 // KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of every 32nd sequence;
@@ -238,30 +245,32 @@ __device__ __forceinline__ Place find_place(const Params& params, Lengths length
     }
 }
 
-// Tile `index` of a sequence, of which `params` are.
+// Tile `index` of a sequence, of which `params` are, among those of the heads of the thread block's share.
 __device__ __forceinline__ Tile find_tile(const Params& params, const Place& place, int index) {
     const int row_blocks = tiles_of(params).row_blocks;
-    const int head = index / row_blocks;  // of the grid
+    const int nth_head = index / row_blocks;
+    const int head = head_of_share(params, block_index(), nth_head);  // of the grid
     Tile tile;
     tile.batch = place.sequence;
     tile.head = head * params.group_size;
-    tile.first_row = (index - head * row_blocks) * kBlockM;
+    tile.first_row = (index - nth_head * row_blocks) * kBlockM;
     return tile;
 }
 
-// The thread blocks of the kernel before this one that had parts of a tile, and its rows that this thread block combines: `num_rows` of
-// them, each step-th from `first_row` on.
+// The shares that had parts of a tile, of those that thread blocks of the kernel before this one have of its head, and its rows that this
+// thread block combines: `num_rows` of them, each step-th from `first_row` on.
 struct Parts {
     Tile tile;
     int first;
     int last;
+    int nth_at_once;    // of the head, among those that have the same shares
     bool begins_share;  // whether the share of the first one begins with the tile
     int step;
     int first_row;
     int num_rows;
 };
 
-// What thread block `index` of [first, last] combines. The first has nothing to combine here: its share begins with the tile.
+// What the thread block of share `index` of [first, last] combines. The first has nothing to combine here: its share begins with the tile.
 __device__ __forceinline__ void divide_rows(const Params& params, Parts& parts, int index) {
     parts.step = parts.last - parts.first;
     parts.first_row = index - parts.first - 1;
@@ -288,15 +297,17 @@ __device__ __forceinline__ Parts find_parts(const Params& params, const Place& p
     Parts parts = {find_tile(params, place, tile)};
     parts.first = begin / per_share;
     parts.last = (begin + kv_blocks - 1) / per_share;
+    parts.nth_at_once = block_index() - (share << params.heads_at_once_log2);
     parts.begins_share = parts.first * per_share == begin;
     divide_rows(params, parts, share);
     return parts;
 }
 
-// Where a row of a thread block's part lies in the workspace. A thread block leaves the first part of its share in one slot and the last
-// in another; what it has of a tile is the first, unless its share begins ahead of the tile.
-__device__ __forceinline__ int64_t part_row(const Parts& parts, int block, int row) {
-    const int slot = 2 * block + (block == parts.first && !parts.begins_share ? 1 : 0);
+// Where a row of a share's part lies in the workspace. A thread block leaves the first part of its share in one slot and the last in
+// another; what it has of a tile is the first, unless its share begins ahead of the tile.
+__device__ __forceinline__ int64_t part_row(const Params& params, const Parts& parts, int share, int row) {
+    const int block = (share << params.heads_at_once_log2) + parts.nth_at_once;
+    const int slot = 2 * block + (share == parts.first && !parts.begins_share ? 1 : 0);
     return int64_t(slot) * kBlockM + row;
 }
 
@@ -333,7 +344,7 @@ __device__ __forceinline__ Sums add_parts(const Params& params, const Parts& par
 #pragma unroll
         for (int part = 0; part < kPartsAtOnce; ++part) {
             if (first + part * kStep > parts.last) break;
-            const int64_t source = part_row(parts, first + part * kStep, row);
+            const int64_t source = part_row(params, parts, first + part * kStep, row);
             loaded[part] = load_global_64(params.part_sums + source * 2);
 #pragma unroll
             for (int i = 0; i < kLaneVectors; ++i) {
@@ -444,10 +455,11 @@ flash_varlen_combine_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Par
     const Lengths lane_lengths = lengths_of(all, lane);
     int num_kv_blocks;
     const int per_share = kv_blocks_per_share(all, lane_lengths, num_kv_blocks, lane);
-    const bool has_share = block_index() * per_share < num_kv_blocks;  // not where KV blocks are few
-    const Place place = has_share ? find_place(all, lane_lengths, block_index() * per_share, lane) : Place{};
+    const int share = share_of(all, block_index());
+    const bool has_share = share * per_share < num_kv_blocks;  // not where KV blocks are few
+    const Place place = has_share ? find_place(all, lane_lengths, share * per_share, lane) : Place{};
     const Params params = of_sequence(all, place);
-    const Parts parts = has_share ? find_parts(params, place, per_share, block_index()) : Parts{};
+    const Parts parts = has_share ? find_parts(params, place, per_share, share) : Parts{};
 
     // Programmatic dependent launch, as the last step of a call: the next grid may begin at once. It is the first of another call. Before its
     // own wait it only prefetches, or reads values that it reads again after the wait. That wait is for the end of this grid, which has

@@ -86,7 +86,6 @@ struct Params {
     int64_t lse_batch_stride;
     int64_t lse_head_stride;
     int64_t pages_batch_stride;
-    int32_t num_heads_kv;
     int32_t group_size;                   // num_heads_q / num_heads_kv
     int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
     int32_t batch_size;                   // sequences
@@ -96,7 +95,9 @@ struct Params {
     int32_t seqlen_kv;                    // the most keys, likewise
     int32_t head_dim;                     // of the call: a multiple of 8, at most kHeadDim; columns past it are zero-filled
     int32_t head_dim_v;                   // likewise, of v and out
-    int32_t num_shares;                   // thread blocks
+    int32_t num_shares;                   // of the same heads, a thread block each
+    int32_t heads_at_once_log2;           // of 1, 2 or 4 neighbouring heads of the grid, of which as many thread blocks have the same share
+    int32_t heads_per_share;              // heads of the grid that a share has tiles of
     uint64_t group_size_divisor;          // for divisors see divide()
     uint64_t page_size_divisor;
     float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
@@ -112,12 +113,12 @@ static_assert(offsetof(Params, v_row_stride) == 136 && offsetof(Params, v_head_s
 static_assert(offsetof(Params, out_batch_stride) == 152 && offsetof(Params, out_row_stride) == 160);
 static_assert(offsetof(Params, out_head_stride) == 168 && offsetof(Params, lse_batch_stride) == 176);
 static_assert(offsetof(Params, lse_head_stride) == 184 && offsetof(Params, pages_batch_stride) == 192);
-static_assert(offsetof(Params, num_heads_kv) == 200 && offsetof(Params, group_size) == 204 && offsetof(Params, rows_q) == 208);
-static_assert(offsetof(Params, batch_size) == 212 && offsetof(Params, batch_kv) == 216 && offsetof(Params, page_size) == 220);
-static_assert(offsetof(Params, seqlen_q) == 224 && offsetof(Params, seqlen_kv) == 228 && offsetof(Params, head_dim) == 232);
-static_assert(offsetof(Params, head_dim_v) == 236 && offsetof(Params, num_shares) == 240);
-static_assert(offsetof(Params, group_size_divisor) == 248 && offsetof(Params, page_size_divisor) == 256);
-static_assert(offsetof(Params, scale_log2) == 264);
+static_assert(offsetof(Params, group_size) == 200 && offsetof(Params, rows_q) == 204 && offsetof(Params, batch_size) == 208);
+static_assert(offsetof(Params, batch_kv) == 212 && offsetof(Params, page_size) == 216 && offsetof(Params, seqlen_q) == 220);
+static_assert(offsetof(Params, seqlen_kv) == 224 && offsetof(Params, head_dim) == 228 && offsetof(Params, head_dim_v) == 232);
+static_assert(offsetof(Params, num_shares) == 236 && offsetof(Params, heads_at_once_log2) == 240);
+static_assert(offsetof(Params, heads_per_share) == 244 && offsetof(Params, group_size_divisor) == 248);
+static_assert(offsetof(Params, page_size_divisor) == 256 && offsetof(Params, scale_log2) == 264);
 
 // A tile: kBlockM rows of queries, and the KV blocks that they attend to.
 // Rows are (query, head in group) pairs, heads fastest.
@@ -128,8 +129,8 @@ struct Tile {
     int first_row;
 };
 
-// The KV blocks of all tiles, one tile after the other, are numbered. A thread block takes an equal share of them, which may begin
-// and end in the middle of a tile: numbers [begin, end).
+// The KV blocks of the tiles of all heads that a share has tiles of, one tile after the other, are numbered. A thread block takes an equal
+// share of them, which may begin and end in the middle of a tile: numbers [begin, end).
 struct Share {
     int begin;
     int end;
@@ -137,7 +138,7 @@ struct Share {
 
 // What a share has of a tile: KV blocks [first, end) of the sequence.
 struct Part {
-    int tile;  // among those of the sequence
+    int tile;  // among those of the sequence and of the share's heads
     int first;
     int end;
     int slot;  // of the workspace, where another share has KV blocks of the tile as well; else below 0
@@ -251,14 +252,20 @@ __device__ __forceinline__ Tiles tiles_of(const Params& params) {
     return {(num_rows(params) + kBlockM - 1) / kBlockM, begin, max(1, end - begin)};
 }
 
-__device__ __forceinline__ int num_heads(const Params& params) {
-    return params.num_heads_kv;
+// A share has tiles of every second or fourth head of the grid, or of every one: of every 2^heads_at_once_log2-th. So that many thread blocks
+// with neighbouring indices have the same share, each of another head: they go through the same keys at the same time, whose rows lie side
+// by side in memory. The number of a thread block's share among those of its heads:
+__device__ __forceinline__ int share_of(const Params& params, int block) { return block >> params.heads_at_once_log2; }
+
+// Head number `index` of a thread block's share, in the grid.
+__device__ __forceinline__ int head_of_share(const Params& params, int block, int index) {
+    return (index << params.heads_at_once_log2) + (block & ((1 << params.heads_at_once_log2) - 1));
 }
 
-// How many KV blocks all tiles of a sequence have; `params` have the bounds of all sequences.
+// How many KV blocks the tiles of a sequence and of a share's heads have; `params` have the bounds of all sequences.
 __device__ __forceinline__ int count_kv_blocks(const Params& params, const Lengths& lengths) {
     const Tiles tiles = tiles_of(with_lengths(params, lengths));
-    return num_heads(params) * tiles.row_blocks * tiles.kv_blocks;
+    return params.heads_per_share * tiles.row_blocks * tiles.kv_blocks;
 }
 
 // KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of every 32nd sequence;
@@ -277,7 +284,7 @@ __device__ __forceinline__ int kv_blocks_per_share(const Params& params, const L
 __device__ __forceinline__ Share find_share(const Params& params, const Lengths& lane_lengths, int index, int lane) {
     int num_kv_blocks;
     const int per_share = kv_blocks_per_share(params, lane_lengths, num_kv_blocks, lane);
-    const int begin = min(num_kv_blocks, index * per_share);
+    const int begin = min(num_kv_blocks, share_of(params, index) * per_share);
     return {begin, min(num_kv_blocks, begin + per_share)};
 }
 
@@ -338,15 +345,16 @@ __device__ __forceinline__ Part find_part(const Params& params, const Share& sha
     return {tile, first, first + count, count == tiles.kv_blocks ? -1 : slot};
 }
 
-// Tile `index` of a sequence, of which `params` are.
+// Tile `index` of a sequence, of which `params` are, among those of the heads of the thread block's share.
 __device__ __forceinline__ Tile find_tile(const Params& params, const Place& place, int index) {
     const int row_blocks = tiles_of(params).row_blocks;
-    const int head = index / row_blocks;  // of the grid
+    const int nth_head = index / row_blocks;
+    const int head = head_of_share(params, block_index(), nth_head);  // of the grid
     Tile tile;
     tile.batch = place.sequence;
     tile.kv_head = head;
     tile.head = head * params.group_size;
-    tile.first_row = (index - head * row_blocks) * kBlockM;
+    tile.first_row = (index - nth_head * row_blocks) * kBlockM;
     return tile;
 }
 

@@ -252,7 +252,7 @@ __device__ __forceinline__ Row find_row(const Params& params, KvBlockCounts& cou
 
 // Where a row of a thread block's part lies in the workspace. A thread block leaves the first part of its share in one slot and the last
 // in another; what it has of a tile is the first, unless its share begins ahead of the tile.
-__device__ __forceinline__ int64_t part_row(const Parts& parts, int block, int row) {
+__device__ __forceinline__ int64_t part_row(const Params&, const Parts& parts, int block, int row) {
     const int slot = 2 * block + (block == parts.first && !parts.begins_share ? 1 : 0);
     return int64_t(slot) * kBlockM + row;
 }
@@ -290,7 +290,7 @@ __device__ __forceinline__ Sums add_parts(const Params& params, const Parts& par
 #pragma unroll
         for (int part = 0; part < kPartsAtOnce; ++part) {
             if (first + part * kStep > parts.last) break;
-            const int64_t source = part_row(parts, first + part * kStep, row);
+            const int64_t source = part_row(params, parts, first + part * kStep, row);
             loaded[part] = load_global_64(params.part_sums + source * 2);
 #pragma unroll
             for (int i = 0; i < kLaneVectors; ++i) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
@@ -58,6 +59,18 @@ def test_shares_of_every_size(multiprocessors, compiler, fresh_seed):
     assert [step.variant.step for step in planned.steps] == (
         ["decode", "combine"] if multiprocessors in (5, 16, 100) else ["decode"]
     )
+
+
+@pytest.mark.parametrize("multiprocessors", [2, 4, 6, 52])
+def test_heads_that_are_gone_through_at_once(multiprocessors, compiler, fresh_seed):
+    """With parts of tiles and without."""
+    for name, shape in (
+        (PACKED, Shape(1, 2600, heads=24, kv_heads=8, batch=3)),
+        (PLAIN, Shape(2, 1900, heads=6, batch=2)),
+    ):
+        _, planned = simulated(name, shape, fresh_seed, multiprocessors)
+        heads = shape.kv_heads or shape.heads
+        assert planned.steps[0].shares.heads_at_once == math.gcd(heads, multiprocessors, 4)
 
 
 @pytest.mark.parametrize("splits", [1, 3, 50, SplitEvery(256), SplitEvery(4096)], ids=str)

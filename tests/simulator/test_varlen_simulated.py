@@ -78,6 +78,7 @@ DECODING = (
 LONG = Shape(3, 2100, heads=1, batch=6)
 TILES = Shape(330, 200, heads=1, batch=5)
 TOKENS = Shape(1, 500, heads=2, batch=45)
+HEADS = Shape(1, 2100, heads=4, batch=5)
 
 
 def grouped(variant, shape):
@@ -160,9 +161,17 @@ def test_tiles_of_sequences(name, packed_q, compiler, fresh_seed):
 def test_shares_of_sequences(name, packed_q, compiler, fresh_seed):
     variant = VARIANTS[name]
     for packed_kv in [False] if "_paged_" in name else [False, True]:
-        for shape in (LONG, TOKENS):
+        for shape in (LONG, TOKENS, HEADS):
             example = example_of(variant, grouped(variant, shape), fresh_seed, packed_q, packed_kv)
             assert verdict_of(variant, example, fresh_seed) is None
+
+
+@pytest.mark.parametrize("multiprocessors", [2, 4, 52])
+def test_heads_that_are_gone_through_at_once(multiprocessors, compiler, fresh_seed):
+    for name, shape in ((DECODE_PAGED, HEADS), (DECODING[3], dataclasses.replace(HEADS, heads=12))):
+        variant = VARIANTS[name]
+        example = make(variant, grouped(variant, shape), fresh_seed)
+        assert verdict_of(variant, example, fresh_seed, multiprocessors=multiprocessors) is None
 
 
 def test_neither_the_order_of_threads_nor_of_blocks_changes_a_bit(compiler, fresh_seed):
@@ -251,7 +260,13 @@ FAULTS = (
     (fault("lengths read ahead of the wait", PLAIN, FEW, ("dependency",),
            "    griddepcontrol_wait();\n", ""), {}),
     (fault("shares that leave the first KV block out", DECODE, LONG, (WRONG, *BOUNDS),
-           "min(num_kv_blocks, index * per_share)", "min(num_kv_blocks, index * per_share + 1)"), {}),
+           "min(num_kv_blocks, share_of(params, index) * per_share)",
+           "min(num_kv_blocks, share_of(params, index) * per_share + 1)"), {}),
+    (fault("neighbouring thread blocks have the same head", DECODE, HEADS, NUMBERS,
+           " + (block & ((1 << params.heads_at_once_log2) - 1));", " + (block & 0);", multiprocessors=4), {}),
+    (fault("parts of the neighbouring head", COMBINE, HEADS, (WRONG, *NUMBERS),
+           "parts.nth_at_once = block_index() - (share << params.heads_at_once_log2);",
+           "parts.nth_at_once = 0;", multiprocessors=12), {}),
     (fault("the next sequence with the pointers of this one", DECODE, TOKENS, (WRONG, *BOUNDS),
            "of_sequence(all, next_place_of_share.sequence, next_place_of_share.lengths) : params",
            "params : params"), {}),

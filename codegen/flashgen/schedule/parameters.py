@@ -40,11 +40,11 @@ _OF_SHARES = (
     "num_kv_blocks",
     "kv_blocks_per_tile",
     "kv_blocks_per_share",
-    "kv_blocks_per_tile_divisor",
-    "kv_blocks_per_share_divisor",
     "num_shares",
     "kv_blocks_per_split",
     "splits_per_tile",
+    "heads_at_once_log2",
+    "heads_per_share",
 )
 
 
@@ -102,25 +102,25 @@ def parameters(
         "num_row_blocks_divisor": divisor(max(1, blocks)),
         "group_size_divisor": divisor(int(values.get("group_size", 1))),
     }
+    if shares is not None:
+        numbers = (
+            shares.first,
+            shares.kv_blocks // shares.heads_at_once,
+            shares.per_tile,
+            shares.per_share,
+            shares.of_a_head,
+            shares.per_split,
+            shares.splits,
+            shares.heads_at_once.bit_length() - 1,
+            heads(problem, variant) // shares.heads_at_once,
+        )
+        values |= zip(_OF_SHARES, numbers, strict=True)
     for name in {param.name for param in variant.params} - values.keys():
         base = name.removesuffix(_DIVISOR)
         if base != name and base in values:
             values[name] = divisor(max(1, int(values[base])))
     if any(param.name in _OF_SECTIONS for param in variant.params):
         values |= _sections(problem, variant, device, parts)
-    if shares is not None:
-        numbers = (
-            shares.first,
-            shares.kv_blocks,
-            shares.per_tile,
-            shares.per_share,
-            divisor(shares.per_tile),
-            divisor(shares.per_share),
-            shares.count,
-            shares.per_split,
-            shares.splits,
-        )
-        values |= zip(_OF_SHARES, numbers, strict=True)
     return values
 
 
