@@ -11,7 +11,7 @@ from flashgen.errors import BadParam, BadTensorShape, FlashgenError, NullPointer
 from flashgen.operators.append import APPEND
 from flashgen.operators.arguments import flag
 from flashgen.operators.maskoptions import mask_type_name, window_of
-from flashgen.runtime import arrays, check, dlpack
+from flashgen.runtime import arrays, check, dlpack, hostarrays, torchkind
 from flashgen.runtime.plans import adopted
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def append(
 
             return compiled.append(asked, stream, backend)
         total, *rotated = call_of(kind, *asked, stream, backend, None)[2:]
-    except arrays.RequiresGradient as error:
+    except torchkind.RequiresGradient as error:
         raise error.of("append()") from None
     except FlashgenError as error:
         rename(error, **FIELDS)
@@ -360,7 +360,7 @@ def _queue(append: Plan, first: Ready, attention: Plan, second: Ready) -> None:
     work, given, pointers, stream, _ = first
     next_work, next_given, _, _, _ = second
     if attention.problem.device is None:  # where the second call itself would look after the first
-        arrays.check_writable(attention.problem, next_given)
+        hostarrays.check_writable(attention.problem, next_given)
     if attention.checks_elements:
         _check_elements(append, pointers, given, attention, stream)
     work(given, stream)

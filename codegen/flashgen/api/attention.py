@@ -8,7 +8,7 @@ from flashgen.api.asked import LENGTHS, asked, names_given
 from flashgen.api.calls import call_of, make_plan
 from flashgen.errors import FlashgenError, naming, rename
 from flashgen.operators.arguments import flag
-from flashgen.runtime import arrays
+from flashgen.runtime import arrays, torchkind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -150,7 +150,7 @@ def attention(
                 return append_and_attend(of_append, attention_over, q, k, stream, backend, algorithm)
             wanted = asked(q, k, v, mask, out, options, softmax_scale, of_score, lengths)
             return call_of(kind, *wanted, stream, backend, algorithm)
-        except arrays.RequiresGradient as error:
+        except torchkind.RequiresGradient as error:
             # Raised where layouts are read, which looks at each tensor anyway: other calls pay nothing.
             without = _unrecorded(v, out, stream, append, rotary)
             if without:

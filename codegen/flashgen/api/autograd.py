@@ -20,7 +20,8 @@ from flashgen.operators.arguments import ROW_ALIGNMENT, flag
 from flashgen.operators.contract import scale_of
 from flashgen.operators.maskoptions import mask_type_name, sees_no_later_key, window_of
 from flashgen.operators.splits import AUTO, SplitEvery, Splits, splits_of
-from flashgen.runtime.arrays import INSIDE_TORCH_FUNC, WITH_TANGENT, kind_of
+from flashgen.runtime.arrays import kind_of
+from flashgen.runtime.torchkind import INSIDE_TORCH_FUNC, WITH_TANGENT
 
 if TYPE_CHECKING:
     from flashgen.api.asked import Asked

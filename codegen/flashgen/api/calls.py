@@ -15,6 +15,7 @@ from flashgen.runtime.plans import Plan, adopted, run_adopted
 if TYPE_CHECKING:
     from flashgen.operators.operator import Operator
     from flashgen.runtime.plans import Ready
+    from flashgen.runtime.torchkind import Expecting
 
 MAX_PLANS = 1024
 
@@ -22,7 +23,7 @@ _log = logs.logger("api")
 _plans: dict[Any, Plan] = {}
 # By all of a call but its arrays: the plan of the last one and, once two of one layout followed each other,
 # what gives the pointers of such arrays.
-_recent: dict[Any, tuple[Plan, arrays.Expecting | None]] = {}
+_recent: dict[Any, tuple[Plan, Expecting | None]] = {}
 _plans_lock = threading.Lock()
 
 
@@ -133,7 +134,7 @@ def _known(
     return known, pointers
 
 
-def _recent_of(wanted: tuple[Any, ...]) -> tuple[Plan | None, arrays.Expecting | None]:
+def _recent_of(wanted: tuple[Any, ...]) -> tuple[Plan | None, Expecting | None]:
     try:
         return _recent.get(wanted, (None, None))
     except TypeError:  # as in `_known`

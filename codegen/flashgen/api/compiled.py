@@ -30,7 +30,7 @@ from flashgen.operators.append import APPEND
 from flashgen.operators.arguments import flag
 from flashgen.operators.merge import MERGE
 from flashgen.operators.splits import AUTO
-from flashgen.runtime.arrays import WITHOUT_GRADIENT, without_gradients
+from flashgen.runtime.torchkind import WITHOUT_GRADIENT, without_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

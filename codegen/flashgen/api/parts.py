@@ -15,7 +15,7 @@ from flashgen.operators.attention import normalise as normalise_attention
 from flashgen.operators.contract import MAX_SEQLEN
 from flashgen.operators.maskoptions import mask_type_name, window_of
 from flashgen.operators.merge import MERGE, check_parts, normalise
-from flashgen.runtime import arrays, dlpack
+from flashgen.runtime import arrays, dlpack, torchkind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,7 +83,7 @@ def merge(
                 o, lse = compiled.merge(given, backend)
             else:
                 o, lse = call_of(kind, MERGE, given, (), (), stream, backend, None)
-    except arrays.RequiresGradient as error:
+    except torchkind.RequiresGradient as error:
         raise error.of("merge()") from None
     return o, lse
 
@@ -151,7 +151,7 @@ def cascade(
     else:
         try:
             _check_cascade(q, pairs, out, causal)
-        except arrays.RequiresGradient as error:
+        except torchkind.RequiresGradient as error:
             raise error.of("cascade()") from None
     common = {"softmax_scale": softmax_scale, "softcap": softcap, "stream": stream, "backend": backend}
     if len(pairs) == 1:

@@ -10,7 +10,7 @@ import numpy as np
 from flashgen.operators.append import ARGUMENTS, pair_slices
 from flashgen.operators.numbers import bfloat16_bits, widened
 from flashgen.operators.places import check_places, new_tokens, queries, slots, total_lengths
-from flashgen.runtime.arrays import check_writable, host_array
+from flashgen.runtime.hostarrays import check_writable, host_array
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

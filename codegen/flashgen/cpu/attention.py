@@ -16,7 +16,7 @@ from flashgen.cpu.threads import for_each
 from flashgen.operators.masks import Band, hidden_keys
 from flashgen.operators.numbers import bfloat16_bits, widened
 from flashgen.operators.scores import ScoreOfCall
-from flashgen.runtime.arrays import check_writable, host_array
+from flashgen.runtime.hostarrays import check_writable, host_array
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

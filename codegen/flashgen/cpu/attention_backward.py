@@ -17,7 +17,7 @@ from flashgen.cpu.threads import for_each
 from flashgen.operators.backward import ARGUMENTS, BACKWARD
 from flashgen.operators.masks import Band, hidden_keys
 from flashgen.operators.numbers import widened
-from flashgen.runtime.arrays import check_writable, host_array
+from flashgen.runtime.hostarrays import check_writable, host_array
 
 if TYPE_CHECKING:
     from flashgen.operators.backward import BackwardProblem

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flashgen.operators.numbers import bfloat16_bits, widened
-from flashgen.runtime.arrays import check_writable, host_array
+from flashgen.runtime.hostarrays import check_writable, host_array
 
 if TYPE_CHECKING:
     from flashgen.operators.merge import MergeProblem

@@ -9,7 +9,7 @@ import numpy as np
 from flashgen.cpu import attention
 from flashgen.operators.sequences import sequences
 from flashgen.operators.varlen import ARGUMENTS, LENGTH_ARRAYS, VARLEN
-from flashgen.runtime.arrays import check_writable, host_array
+from flashgen.runtime.hostarrays import check_writable, host_array
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,7 @@ from flashgen.cpu.attention_backward import Call, gradients
 from flashgen.operators import varlen
 from flashgen.operators.sequences import sequences
 from flashgen.operators.varlen_backward import ARGUMENTS, LENGTH_ARRAYS
-from flashgen.runtime.arrays import check_writable, host_array
+from flashgen.runtime.hostarrays import check_writable, host_array
 
 if TYPE_CHECKING:
     from flashgen.operators.varlen_backward import VarlenBackwardProblem

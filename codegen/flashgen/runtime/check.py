@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flashgen.runtime.arrays import host_array
 from flashgen.runtime.device import activated
+from flashgen.runtime.hostarrays import host_array
 from flashgen.runtime.switches import switched
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import BadParam, BadTensorDtype, DeviceTypeNotSupported, NullPointer
-from flashgen.runtime.arrays import cupy_kind, import_cupy, is_masked, kind_of
+from flashgen.runtime.arrays import cupy_kind, is_masked, kind_of
+from flashgen.runtime.cupykind import import_cupy
 
 if TYPE_CHECKING:
     from collections.abc import Callable

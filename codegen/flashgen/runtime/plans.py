@@ -27,6 +27,7 @@ from flashgen.operators.arguments import (
 from flashgen.runtime import arrays as libraries
 from flashgen.runtime import check, dlpack
 from flashgen.runtime.arrays import Arrays, Pointers, Work
+from flashgen.runtime.streams import stream_pointer
 
 if TYPE_CHECKING:
     from flashgen.operators.arguments import ArrayView
@@ -234,7 +235,7 @@ class Plan:
         elif self._device is None:
             raise BadParam("stream was given, but the arrays are in host memory, where there are no streams")
         else:
-            handle = libraries.stream_pointer(stream)
+            handle = stream_pointer(stream)
         given = pointers
         for position in self._results:
             if arrays[position] is None:

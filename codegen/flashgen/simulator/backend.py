@@ -7,7 +7,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from flashgen.runtime.arrays import check_writable
+from flashgen.runtime.hostarrays import check_writable
 from flashgen.schedule.dispatch import offers, select
 from flashgen.schedule.plan import Steps, plan_steps
 from flashgen.simulator import hardware, hostcompiler

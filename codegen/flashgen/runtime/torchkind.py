@@ -1,0 +1,260 @@
+"""PyTorch tensors, in host memory or on a GPU, and which of them have derivatives that would be lost."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from itertools import compress
+from typing import TYPE_CHECKING, Any
+
+from flashgen.errors import BadParam, DeviceTypeNotSupported
+from flashgen.operators.arguments import ArrayView
+from flashgen.runtime.streams import stream_pointer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from flashgen.runtime.numpykind import Read
+
+# Pointers of arrays, or None where one does not lie as expected.
+Expecting = Callable[[tuple[Any, ...]], tuple[int, ...] | None]
+
+INSIDE_TORCH_FUNC = (
+    "a tensor inside torch.func (vmap, grad, jvp, functionalize) was given; call flashgen outside of it. In "
+    "place of vmap make the mapped dimension part of the batch"
+)
+WITHOUT_GRADIENT = (
+    "a tensor requires a gradient, which this call does not compute; call it under torch.no_grad() or pass "
+    "tensor.detach()"
+)
+
+WITH_TANGENT = (
+    "a tensor has a tangent of forward-mode AD, which flashgen does not compute; "
+    "pass torch.autograd.forward_ad.unpack_dual(tensor).primal"
+)
+
+
+class RequiresGradient(BadParam):
+    """A tensor requires a gradient; a caller that can have it recorded catches this, others say what they
+    have none of.
+    """
+
+    def of(self, what: str) -> BadParam:
+        return without_gradients(str(self), what)
+
+
+def without_gradients(message: str, what: str) -> BadParam:
+    """The error of a call that records nothing. Of a message: in a graph of Dynamo an error in a message is
+    its repr.
+    """
+    return BadParam(f"{message}. There are no gradients of {what}")
+
+
+class TorchKind:
+    """PyTorch tensors, in host memory or on a GPU."""
+
+    name = "torch"
+
+    def __init__(self, torch: Any) -> None:
+        self.types = {torch.Tensor, type(None)}
+        self._torch = torch
+        self._is_grad_enabled = torch.is_grad_enabled
+        self._is_compiling = torch.compiler.is_compiling
+        self._is_transforming = torch._C._are_functorch_transforms_active
+        self._dispatch_modes = torch._C._len_torch_dispatch_stack
+        self._is_tracing = torch._C._is_tracing
+        self._no_dispatch = torch.Tensor.__torch_dispatch__
+        self._forward_ad = torch.autograd.forward_ad
+        # The handle alone: a Stream object costs 2 µs.
+        raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        self._get_stream = raw_stream or (lambda device: torch.cuda.current_stream(device).cuda_stream)
+        self._made = {"fp32": torch.float32, "uint8": torch.uint8, "int32": torch.int32}
+        self._dtypes = {
+            torch.float16: "fp16",
+            torch.bfloat16: "bf16",
+            torch.float32: "fp32",
+            torch.bool: "bool",
+            torch.uint8: "uint8",
+            torch.int32: "int32",
+        }
+
+    def layout(self, x: Any) -> tuple:
+        return self.read((x,))[0][0]
+
+    def read(self, arrays: Iterable[Any]) -> Read:
+        """As in `NumpyKind`. Raises RuntimeError for a tensor without memory of its own; ``view`` says what
+        is wrong with it.
+
+        The last member of a layout is true for a tensor that ``view`` refuses, so no plan is found for it.
+        """
+        layouts: list[tuple | None] = []
+        pointers: list[int] = []
+        grad = self._is_grad_enabled()
+        dual = self._forward_ad._current_level >= 0
+        for x in arrays:
+            if x is None:
+                layouts.append(None)
+                pointers.append(0)
+            else:
+                refused = (grad and x.requires_grad) or x.is_neg() or (dual and self._has_tangent(x))
+                strides = x.is_contiguous() or x.stride()  # as for CuPy
+                layouts.append((x.shape, strides, x.dtype, x.device, refused))
+                pointers.append(x.data_ptr())
+        return tuple(layouts), tuple(pointers)
+
+    @functools.cached_property
+    def expecting(self) -> Callable[[tuple[Any, ...]], Expecting | None] | None:
+        # Not in __init__: torch.compile, where it traces the first call of a process, cannot trace guards.
+        self._guards = _guards_of(self._torch)
+        return None if self._guards is None else self._expecting
+
+    def _expecting(self, arrays: tuple[Any, ...]) -> Expecting | None:
+        """What gives the pointers of as many arrays that lie as these, and None for any others; None where
+        there is nothing quicker than `read`.
+        """
+        tensors = [x for x in arrays if x is not None]
+        if len(set(map(id, tensors))) < len(tensors):
+            return None  # a guard refuses a tensor that comes twice
+        # One call in place of seven for each tensor.
+        fit = self._guards(*tensors, **_ALL_FIXED).check
+        given = [x is not None for x in arrays]
+        absent = [place for place, x in enumerate(arrays) if x is None]
+        differentiable = any(x.requires_grad for x in tensors)
+        is_grad_enabled, forward_ad = self._is_grad_enabled, self._forward_ad
+
+        def pointers(arrays: tuple[Any, ...]) -> tuple[int, ...] | None:
+            for place in absent:
+                if arrays[place] is not None:
+                    return None
+            if not fit(*compress(arrays, given)):
+                return None
+            # What a guard does not look at: derivatives that would be lost.
+            if (differentiable and is_grad_enabled()) or forward_ad._current_level >= 0:
+                return None
+            return tuple([0 if x is None else x.data_ptr() for x in arrays])
+
+        return pointers
+
+    def pointer(self, x: Any) -> int:
+        return x.data_ptr()
+
+    def strides(self, x: Any) -> tuple[int, ...]:
+        return x.stride()
+
+    def view(self, x: Any) -> ArrayView:
+        self._refuse(x)
+        device = self._device(x)
+        dtype = self._dtypes.get(x.dtype, str(x.dtype))
+        return ArrayView("torch", x.data_ptr(), tuple(x.shape), x.stride(), dtype, device)
+
+    def _refuse(self, x: Any) -> None:
+        """Raise BadParam for a tensor whose elements do not lie in memory as its shape and strides say, or
+        whose derivatives would be lost.
+        """
+        torch = self._torch
+        if x.is_nested:
+            raise BadParam(
+                "a nested tensor was given; expected a dense one, such as torch.nested.to_padded_tensor makes"
+            )
+        if x.layout != torch.strided:
+            raise BadParam(
+                f"a tensor of layout {x.layout} was given; expected a dense one: tensor.to_dense()"
+            )
+        if _is_wrapped(torch, x):
+            raise BadParam(INSIDE_TORCH_FUNC)
+        if x.is_neg():
+            raise BadParam(
+                "a tensor with a pending negation was given; pass tensor.resolve_neg(), which is a copy"
+            )
+        if x.requires_grad and torch.is_grad_enabled():
+            raise RequiresGradient(WITHOUT_GRADIENT)
+        if self._forward_ad._current_level >= 0 and self._has_tangent(x):
+            raise BadParam(WITH_TANGENT)
+
+    def _has_tangent(self, x: Any) -> bool:
+        return self._forward_ad.unpack_dual(x).tangent is not None
+
+    def _device(self, x: Any) -> int | None:
+        if x.device.type == "cpu":
+            return None
+        if x.device.type != "cuda" or self._torch.version.hip:
+            raise DeviceTypeNotSupported(
+                f"a tensor is on {x.device}; supported are NVIDIA GPUs and host memory"
+            )
+        return x.device.index
+
+    def empty(self, shape: tuple[int, ...], like: Any, stream: Any, dtype: str | None = None) -> Any:
+        torch = self._torch
+        torch_dtype = like.dtype if dtype is None else self._made[dtype]
+        if stream is None:
+            return like.new_empty(shape, dtype=torch_dtype, requires_grad=False)
+        # The caching allocator reuses memory in the order of the stream it was allocated under.
+        with torch.cuda.stream(self._stream(stream_pointer(stream), like.device)):
+            return torch.empty(shape, dtype=torch_dtype, device=like.device)
+
+    def contiguous(self, x: Any, stream: Any) -> Any:
+        if stream is None or x.is_contiguous():
+            return x.contiguous()
+        with self._torch.cuda.stream(self._stream(stream_pointer(stream), x.device)):
+            return x.contiguous()
+
+    def broadcast(self, x: Any, shape: tuple[int, ...]) -> Any:
+        return x.expand(shape)
+
+    def nbytes(self, x: Any) -> int:
+        return x.numel() * x.element_size()
+
+    def _stream(self, handle: int, device: Any) -> Any:
+        cuda = self._torch.cuda
+        # 0 and 1 both name the legacy default stream; PyTorch knows it only as its own default.
+        return cuda.default_stream(device) if handle in (0, 1) else cuda.ExternalStream(handle, device=device)
+
+    def on_host(self, x: Any) -> bool:
+        return not x.is_cuda
+
+    def current_stream(self, device: int | None) -> int:
+        return 0 if device is None else self._get_stream(device)
+
+    def records(self, q: Any, k: Any, v: Any) -> bool:
+        if self._is_grad_enabled():
+            for x in (q, k, v):
+                if getattr(x, "requires_grad", False):
+                    # Other calls refuse these two by name.
+                    return self._is_compiling() or not (self._is_transforming() or x.is_nested)
+        return self.watched(q) or self.dispatches(k) or self.dispatches(v)
+
+    def watched(self, x: Any) -> bool:
+        # A mode, a tracer or a subclass would see how the result is allocated, but not what writes to it.
+        if self._is_compiling() or self._is_tracing() or self._dispatch_modes() or self.dispatches(x):
+            return True
+        return x.is_meta and not x.is_nested and x.layout == self._torch.strided  # others are refused
+
+    def dispatches(self, x: Any) -> bool:
+        """Whether a tensor is of a subclass that computes its operators itself; nested ones are refused."""
+        if type(x) in self.types or not isinstance(x, self._torch.Tensor):
+            return False
+        return type(x).__torch_dispatch__ is not self._no_dispatch and not x.is_nested
+
+
+_ALL_FIXED = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
+
+
+def _guards_of(torch: Any) -> Any:
+    """What Dynamo recognises tensors by: type, dispatch keys, dtype, device, shape and strides. No public
+    class, so None where this PyTorch has none that works as expected.
+    """
+    x = torch.empty(2, 2, device="cpu")
+    others = x.view(torch.int32), x[:1], x.T, torch._neg_view(x)
+    try:
+        guard = torch._C._dynamo.guards.TensorGuards
+        seen = [guard(x, **_ALL_FIXED).check(each) for each in (x, x.detach(), *others)]
+    except (AttributeError, TypeError):
+        return None
+    return guard if seen == [True, True] + [False] * len(others) else None
+
+
+def _is_wrapped(torch: Any, x: Any) -> bool:
+    """Whether ``x`` is what torch.func hands to a function that it transforms."""
+    functorch = getattr(torch._C, "_functorch", None)
+    asks = ("is_functorch_wrapped_tensor", "is_functionaltensor")
+    return any(ask(x) for ask in (getattr(functorch, name, None) for name in asks) if ask is not None)
