@@ -165,9 +165,8 @@ __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& 
 }
 
 // A length, or the number of a row or of an entry, from global memory. One out of range is clamped, so that it cannot reach other memory.
-// Some are loaded before griddepcontrol.wait, while the grid before this one may still write them, so all bypass L1.
 __device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
-    return max(0, min(most, int(load_relaxed_32(values + index))));
+    return max(0, min(most, int(load_global_32(values + index))));
 }
 
 // Rows of an entry of an array: where they begin, and how many there are.
@@ -612,6 +611,25 @@ __device__ __forceinline__ Start find_start(const Params& all, const Lengths& la
     return start;
 }
 
+// load_clamped() ahead of griddepcontrol.wait, while the grid before this one may still write the value. Such a load bypasses L1, so that none
+// behind the wait finds an old value there.
+__device__ __forceinline__ int load_early(const int32_t* values, int index, int most) {
+    return max(0, min(most, int(load_relaxed_32(values + index))));
+}
+
+// lengths_of() ahead of griddepcontrol.wait.
+__device__ __forceinline__ Lengths early_lengths_of(const Params& params, int sequence) {
+    if (sequence >= params.batch_size) return {};
+    Lengths early = {{0, params.seqlen_q}, {0, params.seqlen_kv}};
+    if (params.cu_seqlens_q != nullptr) {
+        early.queries.begin = load_early(params.cu_seqlens_q, sequence, params.rows_q);
+        const int end = load_early(params.cu_seqlens_q, sequence + 1, params.rows_q);
+        early.queries.count = max(0, min(params.seqlen_q, end - early.queries.begin));
+    }
+    early.keys.count = load_early(params.kv_lengths, sequence, params.seqlen_kv);
+    return early;
+}
+
 __device__ __forceinline__ bool differ(const Lengths& a, const Lengths& b) {
     return a.queries.begin != b.queries.begin || a.queries.count != b.queries.count || a.keys.begin != b.keys.begin ||
            a.keys.count != b.keys.count;
@@ -624,7 +642,7 @@ __device__ __forceinline__ bool differ(const Lengths& a, const Lengths& b) {
 __device__ __forceinline__ Start await_start(const Params& all, int group, int lane) {
     bool awaited = !kGridsOverlap || all.batch_size > 32;
     if (awaited) griddepcontrol_wait();
-    Lengths lane_lengths = lengths_of(all, lane);
+    Lengths lane_lengths = awaited ? lengths_of(all, lane) : early_lengths_of(all, lane);
     for (;;) {  // twice at most; with two copies of find_start() registers would be spilled
         Start start = find_start(all, lane_lengths, group, lane);
         if (awaited) return start;

@@ -282,7 +282,7 @@ FAULTS = (
     (fault("pages as they were ahead of the wait", DECODE_PAGED, LONG, (WRONG, *BOUNDS),
            "        start.fetch.pages = find_pages(all, start.fetch);  // pages may",
            "        // pages may"), {}),
-    (fault("an index as it was ahead of the wait", DECODE, LONG, (WRONG, *BOUNDS),
+    (fault("an index as it was ahead of the wait", DECODE, LONG, ("dependency",),
            " || all.index != nullptr;", ";"), {"packed_kv": False, "index": True}),
     (fault("a lane whose own lengths do not differ begins with the old ones", DECODE, LONG, ("divergence",),
            "if (!__any_sync(0xffffffff, differ(lane_lengths, earlier)))",
