@@ -49,8 +49,8 @@ struct Params {
     int32_t num_tiles;                    // rows of all heads
     int32_t kv_blocks_per_tile;
     int32_t kv_blocks_per_share;
-    int32_t heads_at_once_log2;           // as in the kernel before this one
-    int32_t heads_per_share;
+    int32_t head_sets_log2;               // as in the kernel before this one
+    int32_t heads_per_set;
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
     uint64_t num_row_blocks_divisor;
     uint64_t group_size_divisor;
@@ -62,8 +62,8 @@ static_assert(offsetof(Params, out_row_stride) == 40 && offsetof(Params, out_hea
 static_assert(offsetof(Params, num_heads_q) == 56 && offsetof(Params, num_heads_kv) == 60 && offsetof(Params, group_size) == 64);
 static_assert(offsetof(Params, seqlen_q) == 68 && offsetof(Params, head_dim_v) == 72 && offsetof(Params, num_row_blocks) == 76);
 static_assert(offsetof(Params, num_tiles) == 80 && offsetof(Params, kv_blocks_per_tile) == 84);
-static_assert(offsetof(Params, kv_blocks_per_share) == 88 && offsetof(Params, heads_at_once_log2) == 92);
-static_assert(offsetof(Params, heads_per_share) == 96 && offsetof(Params, num_heads_divisor) == 104);
+static_assert(offsetof(Params, kv_blocks_per_share) == 88 && offsetof(Params, head_sets_log2) == 92);
+static_assert(offsetof(Params, heads_per_set) == 96 && offsetof(Params, num_heads_divisor) == 104);
 static_assert(offsetof(Params, num_row_blocks_divisor) == 112 && offsetof(Params, group_size_divisor) == 120);
 static_assert(offsetof(Params, kv_blocks_per_share_divisor) == 128);
 
@@ -95,17 +95,18 @@ __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& 
     return query * row_stride + head * head_stride;
 }
 
-// A row of a tile, and which shares had parts of the tile, of those that thread blocks of the kernel before this one have of its head.
+// A row of a tile, and the shares [first, last] that had KV blocks of the tile, in the kernel before this one.
 struct Parts {
     Tile tile;
     int row;
-    int nth_at_once;  // of the head, among those that have the same shares
+    int set;  // of heads, which has shares of its own
     int first;
     int last;
     bool begins_share;  // whether the share of the first one begins with the tile
 };
 
-// Row `index` of all heads. Shares are consecutive KV blocks of the tiles of every 2^heads_at_once_log2-th head, one tile after the other.
+// Row `index` of all heads. Shares are consecutive KV blocks of the tiles of a set of heads, one tile after the other: every
+// 2^head_sets_log2-th head.
 __device__ __forceinline__ Parts find_parts(const Params& params, int index) {
     const int head_of_batch = divide(index, params.num_row_blocks_divisor);
     const int row_of_head = index - head_of_batch * params.num_row_blocks;
@@ -113,12 +114,12 @@ __device__ __forceinline__ Parts find_parts(const Params& params, int index) {
     parts.tile.batch = divide(head_of_batch, params.num_heads_divisor);
     const int head = head_of_batch - parts.tile.batch * params.num_heads_kv;  // of the grid
     parts.tile.head = head * params.group_size;
-    const int nth_head = head >> params.heads_at_once_log2;  // of those that a share has tiles of
-    parts.nth_at_once = head - (nth_head << params.heads_at_once_log2);
+    const int nth_head = head >> params.head_sets_log2;  // in its set
+    parts.set = head - (nth_head << params.head_sets_log2);
     parts.row = row_of_head % kBlockM;
     parts.tile.first_row = row_of_head - parts.row;
     const int tiles_of_head = (params.num_row_blocks + kBlockM - 1) / kBlockM;
-    const int tile = (parts.tile.batch * params.heads_per_share + nth_head) * tiles_of_head + row_of_head / kBlockM;
+    const int tile = (parts.tile.batch * params.heads_per_set + nth_head) * tiles_of_head + row_of_head / kBlockM;
     const int begin = tile * params.kv_blocks_per_tile;
     parts.first = divide(begin, params.kv_blocks_per_share_divisor);
     parts.last = divide(begin + params.kv_blocks_per_tile - 1, params.kv_blocks_per_share_divisor);
@@ -129,7 +130,7 @@ __device__ __forceinline__ Parts find_parts(const Params& params, int index) {
 // Where a row of a share's part lies in the workspace. A thread block leaves the first part of its share in one slot and the last in
 // another; what it has of a tile is the first, unless its share begins ahead of the tile.
 __device__ __forceinline__ int64_t part_row(const Params& params, const Parts& parts, int share, int row) {
-    const int block = (share << params.heads_at_once_log2) + parts.nth_at_once;
+    const int block = (share << params.head_sets_log2) + parts.set;
     const int slot = 2 * block + (share == parts.first && !parts.begins_share ? 1 : 0);
     return int64_t(slot) * kBlockM + row;
 }

@@ -11,7 +11,7 @@
 #include "flashgen/sm80.cuh"
 
 // Few rows of queries on many keys, which is bound by the bandwidth of global memory. So every thread block always has copies of K and V
-// on their way, and all thread blocks have equal shares of the KV blocks of all tiles. For each:
+// on their way, and all thread blocks have equal shares of the KV blocks of the tiles. For each:
 //
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
@@ -90,10 +90,10 @@ struct Params {
     int32_t first_kv_block;               // KV block of a sequence with which its tiles begin
     int32_t kv_blocks_per_tile;
     int32_t kv_blocks_per_share;          // of one thread block; the last may have fewer
-    int32_t num_kv_blocks;                // of the tiles of all heads that a share has tiles of
-    int32_t heads_at_once_log2;           // of 1, 2 or 4 neighbouring heads of the grid, of which as many thread blocks have the same share
-    int32_t heads_per_share;              // heads of a batch entry in the grid that a share has tiles of
-    uint64_t heads_per_share_divisor;     // for divisors see divide()
+    int32_t num_kv_blocks;                // of the tiles of a set of heads; for sets see share_of()
+    int32_t head_sets_log2;               // of how many sets there are: 1, 2 or 4
+    int32_t heads_per_set;                // heads of a batch entry in a set
+    uint64_t heads_per_set_divisor;       // for divisors see divide()
     uint64_t num_row_blocks_divisor;
     uint64_t group_size_divisor;
     uint64_t kv_blocks_per_tile_divisor;
@@ -112,8 +112,8 @@ static_assert(offsetof(Params, group_size) == 156 && offsetof(Params, seqlen_q) 
 static_assert(offsetof(Params, head_dim) == 168 && offsetof(Params, head_dim_v) == 172);
 static_assert(offsetof(Params, num_row_blocks) == 176 && offsetof(Params, first_kv_block) == 180);
 static_assert(offsetof(Params, kv_blocks_per_tile) == 184 && offsetof(Params, kv_blocks_per_share) == 188);
-static_assert(offsetof(Params, num_kv_blocks) == 192 && offsetof(Params, heads_at_once_log2) == 196);
-static_assert(offsetof(Params, heads_per_share) == 200 && offsetof(Params, heads_per_share_divisor) == 208);
+static_assert(offsetof(Params, num_kv_blocks) == 192 && offsetof(Params, head_sets_log2) == 196);
+static_assert(offsetof(Params, heads_per_set) == 200 && offsetof(Params, heads_per_set_divisor) == 208);
 static_assert(offsetof(Params, num_row_blocks_divisor) == 216 && offsetof(Params, group_size_divisor) == 224);
 static_assert(offsetof(Params, kv_blocks_per_tile_divisor) == 232 && offsetof(Params, scale_log2) == 240);
 
@@ -126,8 +126,8 @@ struct Tile {
     int first_row;
 };
 
-// The KV blocks of the tiles of all heads that a share has tiles of, one tile after the other, are numbered. A thread block takes an equal
-// share of them, which may begin and end in the middle of a tile: numbers [begin, end).
+// The KV blocks of all tiles of a set of heads (see share_of()), one tile after the other, are numbered. A thread block takes an equal share
+// of them, which may begin and end in the middle of a tile: numbers [begin, end).
 struct Share {
     int begin;
     int end;
@@ -135,7 +135,7 @@ struct Share {
 
 // What a share has of a tile: KV blocks [first, end) of the sequence.
 struct Part {
-    int tile;  // among those of all sequences and of the share's heads
+    int tile;  // among those of all sequences and the set
     int first;
     int end;
     int slot;  // of the workspace, where another share has KV blocks of the tile as well; else below 0
@@ -147,14 +147,16 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
-// A share has tiles of every second or fourth head of the grid, or of every one: of every 2^heads_at_once_log2-th. So that many thread blocks
-// with neighbouring indices have the same share, each of another head: they go through the same keys at the same time, whose rows lie side
-// by side in memory. The number of a thread block's share among those of its heads:
-__device__ __forceinline__ int share_of(const Params& params, int block) { return block >> params.heads_at_once_log2; }
+// The heads of the grid are 1, 2 or 4 sets: head h is of set h % sets, where sets is 2^head_sets_log2. The KV blocks of each set are numbered
+// and cut into shares by themselves, all sets alike. Thread block b has share b / sets of set b % sets. So neighbouring thread blocks go
+// through the same keys of neighbouring heads at about the same time, and in the usual layouts these rows lie side by side in memory.
 
-// Head number `index` of a thread block's share, in the grid.
-__device__ __forceinline__ int head_of_share(const Params& params, int block, int index) {
-    return (index << params.heads_at_once_log2) + (block & ((1 << params.heads_at_once_log2) - 1));
+// The number of a thread block's share in its set.
+__device__ __forceinline__ int share_of(const Params& params, int thread_block) { return thread_block >> params.head_sets_log2; }
+
+// Head number `index` of a thread block's set, in the grid.
+__device__ __forceinline__ int head_of_set(const Params& params, int thread_block, int index) {
+    return (index << params.head_sets_log2) + (thread_block & ((1 << params.head_sets_log2) - 1));
 }
 
 __device__ __forceinline__ Share find_share(const Params& params, int index) {
@@ -175,8 +177,8 @@ __device__ __forceinline__ Part find_part(const Params& params, const Share& sha
 __device__ __forceinline__ Tile find_tile(const Params& params, int index) {
     const int head_of_batch = divide(index, params.num_row_blocks_divisor);
     Tile tile;
-    tile.batch = divide(head_of_batch, params.heads_per_share_divisor);
-    tile.kv_head = head_of_share(params, block_index(), head_of_batch - tile.batch * params.heads_per_share);
+    tile.batch = divide(head_of_batch, params.heads_per_set_divisor);
+    tile.kv_head = head_of_set(params, block_index(), head_of_batch - tile.batch * params.heads_per_set);
     tile.head = tile.kv_head * params.group_size;
     tile.first_row = (index - head_of_batch * params.num_row_blocks) * kBlockM;
     return tile;

@@ -53,8 +53,8 @@ struct Params {
     int32_t seqlen_kv;                    // the most keys, likewise
     int32_t head_dim_v;                   // of the call, at most kHeadDimV
     int32_t num_shares;                   // as in the kernel before this one
-    int32_t heads_at_once_log2;           // likewise
-    int32_t heads_per_share;              // likewise
+    int32_t head_sets_log2;               // likewise
+    int32_t heads_per_set;                // likewise
     uint64_t group_size_divisor;          // for divisors see divide()
 };
 static_assert(sizeof(Params) == 136 && offsetof(Params, part_outputs) == 0 && offsetof(Params, part_sums) == 8);
@@ -64,8 +64,8 @@ static_assert(offsetof(Params, out_row_stride) == 56 && offsetof(Params, out_hea
 static_assert(offsetof(Params, lse_batch_stride) == 72 && offsetof(Params, lse_head_stride) == 80);
 static_assert(offsetof(Params, group_size) == 88 && offsetof(Params, rows_q) == 92 && offsetof(Params, batch_size) == 96);
 static_assert(offsetof(Params, seqlen_q) == 100 && offsetof(Params, seqlen_kv) == 104 && offsetof(Params, head_dim_v) == 108);
-static_assert(offsetof(Params, num_shares) == 112 && offsetof(Params, heads_at_once_log2) == 116);
-static_assert(offsetof(Params, heads_per_share) == 120 && offsetof(Params, group_size_divisor) == 128);
+static_assert(offsetof(Params, num_shares) == 112 && offsetof(Params, head_sets_log2) == 116);
+static_assert(offsetof(Params, heads_per_set) == 120 && offsetof(Params, group_size_divisor) == 128);
 
 // A tile of the kernel before this one: kBlockM rows of queries.
 // Rows are (query, head in group) pairs, heads fastest.
@@ -182,24 +182,26 @@ __device__ __forceinline__ Tiles tiles_of(const Params& params) {
     return {(num_rows(params) + kBlockM - 1) / kBlockM, begin, max(1, end - begin)};
 }
 
-// A share has tiles of every second or fourth head of the grid, or of every one: of every 2^heads_at_once_log2-th. So that many thread blocks
-// with neighbouring indices have the same share, each of another head: they go through the same keys at the same time, whose rows lie side
-// by side in memory. The number of a thread block's share among those of its heads:
-__device__ __forceinline__ int share_of(const Params& params, int block) { return block >> params.heads_at_once_log2; }
+// The heads of the grid are 1, 2 or 4 sets: head h is of set h % sets, where sets is 2^head_sets_log2. The KV blocks of each set are numbered
+// and cut into shares by themselves, all sets alike. Thread block b has share b / sets of set b % sets. So neighbouring thread blocks go
+// through the same keys of neighbouring heads at about the same time, and in the usual layouts these rows lie side by side in memory.
 
-// Head number `index` of a thread block's share, in the grid.
-__device__ __forceinline__ int head_of_share(const Params& params, int block, int index) {
-    return (index << params.heads_at_once_log2) + (block & ((1 << params.heads_at_once_log2) - 1));
+// The number of a thread block's share in its set.
+__device__ __forceinline__ int share_of(const Params& params, int thread_block) { return thread_block >> params.head_sets_log2; }
+
+// Head number `index` of a thread block's set, in the grid.
+__device__ __forceinline__ int head_of_set(const Params& params, int thread_block, int index) {
+    return (index << params.head_sets_log2) + (thread_block & ((1 << params.head_sets_log2) - 1));
 }
 
-// How many KV blocks the tiles of a sequence and of a share's heads have; `params` have the bounds of all sequences.
+// How many KV blocks the tiles of a sequence have in a set of heads; `params` have the bounds of all sequences.
 __device__ __forceinline__ int count_kv_blocks(const Params& params, const Lengths& lengths) {
     const Tiles tiles = tiles_of(with_lengths(params, lengths));
-    return params.heads_per_share * tiles.row_blocks * tiles.kv_blocks;
+    return params.heads_per_set * tiles.row_blocks * tiles.kv_blocks;
 }
 
-// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of every 32nd sequence;
-// `lane_lengths` are those of its first one.
+// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences in its set of heads. Each lane counts those of every
+// 32nd sequence; `lane_lengths` are those of its first one.
 __device__ __forceinline__ int kv_blocks_per_share(const Params& params, const Lengths& lane_lengths, int& num_kv_blocks, int lane) {
     int count = count_kv_blocks(params, lane_lengths);
 #pragma unroll 4  // several lengths on their way from global memory
@@ -228,7 +230,7 @@ __device__ __forceinline__ Lengths of_lane(const Lengths& lengths, int lane) {
     return found;
 }
 
-// The sequence that has KV block `index` of all, of which there are more. `lengths` are those of the lane's sequence among the first 32.
+// The sequence that has KV block `index` of the set, which has more. `lengths` are those of the lane's sequence among the first 32.
 __device__ __forceinline__ Place find_place(const Params& params, Lengths lengths, int index, int lane) {
     int begin = 0;  // of the first of these 32 sequences
     for (int first = 0;; first += 32) {
@@ -245,11 +247,11 @@ __device__ __forceinline__ Place find_place(const Params& params, Lengths length
     }
 }
 
-// Tile `index` of a sequence, of which `params` are, among those of the heads of the thread block's share.
+// Tile `index` of a sequence, of which `params` are, among those of the thread block's set of heads.
 __device__ __forceinline__ Tile find_tile(const Params& params, const Place& place, int index) {
     const int row_blocks = tiles_of(params).row_blocks;
     const int nth_head = index / row_blocks;
-    const int head = head_of_share(params, block_index(), nth_head);  // of the grid
+    const int head = head_of_set(params, block_index(), nth_head);  // of the grid
     Tile tile;
     tile.batch = place.sequence;
     tile.head = head * params.group_size;
@@ -257,13 +259,13 @@ __device__ __forceinline__ Tile find_tile(const Params& params, const Place& pla
     return tile;
 }
 
-// The shares that had parts of a tile, of those that thread blocks of the kernel before this one have of its head, and its rows that this
-// thread block combines: `num_rows` of them, each step-th from `first_row` on.
+// The shares [first, last] that had KV blocks of a tile, in the kernel before this one, and the rows of the tile that this thread block
+// combines: `num_rows` of them, each step-th from `first_row` on.
 struct Parts {
     Tile tile;
     int first;
     int last;
-    int nth_at_once;    // of the head, among those that have the same shares
+    int set;            // of heads, which has shares of its own
     bool begins_share;  // whether the share of the first one begins with the tile
     int step;
     int first_row;
@@ -297,7 +299,7 @@ __device__ __forceinline__ Parts find_parts(const Params& params, const Place& p
     Parts parts = {find_tile(params, place, tile)};
     parts.first = begin / per_share;
     parts.last = (begin + kv_blocks - 1) / per_share;
-    parts.nth_at_once = block_index() - (share << params.heads_at_once_log2);
+    parts.set = block_index() - (share << params.head_sets_log2);
     parts.begins_share = parts.first * per_share == begin;
     divide_rows(params, parts, share);
     return parts;
@@ -306,7 +308,7 @@ __device__ __forceinline__ Parts find_parts(const Params& params, const Place& p
 // Where a row of a share's part lies in the workspace. A thread block leaves the first part of its share in one slot and the last in
 // another; what it has of a tile is the first, unless its share begins ahead of the tile.
 __device__ __forceinline__ int64_t part_row(const Params& params, const Parts& parts, int share, int row) {
-    const int block = (share << params.heads_at_once_log2) + parts.nth_at_once;
+    const int block = (share << params.head_sets_log2) + parts.set;
     const int slot = 2 * block + (share == parts.first && !parts.begins_share ? 1 : 0);
     return int64_t(slot) * kBlockM + row;
 }
@@ -456,7 +458,7 @@ flash_varlen_combine_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Par
     int num_kv_blocks;
     const int per_share = kv_blocks_per_share(all, lane_lengths, num_kv_blocks, lane);
     const int share = share_of(all, block_index());
-    const bool has_share = share * per_share < num_kv_blocks;  // not where KV blocks are few
+    const bool has_share = share * per_share < num_kv_blocks;  // not where the shares before have all KV blocks
     const Place place = has_share ? find_place(all, lane_lengths, share * per_share, lane) : Place{};
     const Params params = of_sequence(all, place);
     const Parts parts = has_share ? find_parts(params, place, per_share, share) : Parts{};

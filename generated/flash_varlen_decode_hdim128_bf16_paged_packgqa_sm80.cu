@@ -11,7 +11,7 @@
 #include "flashgen/sm80.cuh"
 
 // Few rows of queries on many keys, which is bound by the bandwidth of global memory. So every thread block always has copies of K and V
-// on their way, and all thread blocks have equal shares of the KV blocks of all tiles. For each:
+// on their way, and all thread blocks have equal shares of the KV blocks of the tiles. For each:
 //
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
@@ -69,7 +69,7 @@ struct Params {
     const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
     const int32_t* kv_lengths;            // (batch,)
     const int32_t* pages;                 // (batch, max_pages)
-    float* part_outputs;                  // (parts, kBlockM, kHeadDimV); null with a single thread block
+    float* part_outputs;                  // (parts, kBlockM, kHeadDimV); null where num_shares is 1
     float* part_sums;                     // (parts, kBlockM, 2): row_max, log2 domain, and row_sum
     int64_t q_batch_stride;               // strides are in elements; 0 where sequences are packed
     int64_t q_row_stride;
@@ -95,9 +95,9 @@ struct Params {
     int32_t seqlen_kv;                    // the most keys, likewise
     int32_t head_dim;                     // of the call: a multiple of 8, at most kHeadDim; columns past it are zero-filled
     int32_t head_dim_v;                   // likewise, of v and out
-    int32_t num_shares;                   // of the same heads, a thread block each
-    int32_t heads_at_once_log2;           // of 1, 2 or 4 neighbouring heads of the grid, of which as many thread blocks have the same share
-    int32_t heads_per_share;              // heads of the grid that a share has tiles of
+    int32_t num_shares;                   // of a set of heads, a thread block each; for sets see share_of()
+    int32_t head_sets_log2;               // of how many sets there are: 1, 2 or 4
+    int32_t heads_per_set;                // heads of the grid in a set
     uint64_t group_size_divisor;          // for divisors see divide()
     uint64_t page_size_divisor;
     float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
@@ -116,8 +116,8 @@ static_assert(offsetof(Params, lse_head_stride) == 184 && offsetof(Params, pages
 static_assert(offsetof(Params, group_size) == 200 && offsetof(Params, rows_q) == 204 && offsetof(Params, batch_size) == 208);
 static_assert(offsetof(Params, batch_kv) == 212 && offsetof(Params, page_size) == 216 && offsetof(Params, seqlen_q) == 220);
 static_assert(offsetof(Params, seqlen_kv) == 224 && offsetof(Params, head_dim) == 228 && offsetof(Params, head_dim_v) == 232);
-static_assert(offsetof(Params, num_shares) == 236 && offsetof(Params, heads_at_once_log2) == 240);
-static_assert(offsetof(Params, heads_per_share) == 244 && offsetof(Params, group_size_divisor) == 248);
+static_assert(offsetof(Params, num_shares) == 236 && offsetof(Params, head_sets_log2) == 240);
+static_assert(offsetof(Params, heads_per_set) == 244 && offsetof(Params, group_size_divisor) == 248);
 static_assert(offsetof(Params, page_size_divisor) == 256 && offsetof(Params, scale_log2) == 264);
 
 // A tile: kBlockM rows of queries, and the KV blocks that they attend to.
@@ -129,8 +129,8 @@ struct Tile {
     int first_row;
 };
 
-// The KV blocks of the tiles of all heads that a share has tiles of, one tile after the other, are numbered. A thread block takes an equal
-// share of them, which may begin and end in the middle of a tile: numbers [begin, end).
+// The KV blocks of all tiles of a set of heads (see share_of()), one tile after the other, are numbered. A thread block takes an equal share
+// of them, which may begin and end in the middle of a tile: numbers [begin, end).
 struct Share {
     int begin;
     int end;
@@ -138,7 +138,7 @@ struct Share {
 
 // What a share has of a tile: KV blocks [first, end) of the sequence.
 struct Part {
-    int tile;  // among those of the sequence and of the share's heads
+    int tile;  // among those of the sequence and the set
     int first;
     int end;
     int slot;  // of the workspace, where another share has KV blocks of the tile as well; else below 0
@@ -251,24 +251,26 @@ __device__ __forceinline__ Tiles tiles_of(const Params& params) {
     return {(num_rows(params) + kBlockM - 1) / kBlockM, begin, max(1, end - begin)};
 }
 
-// A share has tiles of every second or fourth head of the grid, or of every one: of every 2^heads_at_once_log2-th. So that many thread blocks
-// with neighbouring indices have the same share, each of another head: they go through the same keys at the same time, whose rows lie side
-// by side in memory. The number of a thread block's share among those of its heads:
-__device__ __forceinline__ int share_of(const Params& params, int block) { return block >> params.heads_at_once_log2; }
+// The heads of the grid are 1, 2 or 4 sets: head h is of set h % sets, where sets is 2^head_sets_log2. The KV blocks of each set are numbered
+// and cut into shares by themselves, all sets alike. Thread block b has share b / sets of set b % sets. So neighbouring thread blocks go
+// through the same keys of neighbouring heads at about the same time, and in the usual layouts these rows lie side by side in memory.
 
-// Head number `index` of a thread block's share, in the grid.
-__device__ __forceinline__ int head_of_share(const Params& params, int block, int index) {
-    return (index << params.heads_at_once_log2) + (block & ((1 << params.heads_at_once_log2) - 1));
+// The number of a thread block's share in its set.
+__device__ __forceinline__ int share_of(const Params& params, int thread_block) { return thread_block >> params.head_sets_log2; }
+
+// Head number `index` of a thread block's set, in the grid.
+__device__ __forceinline__ int head_of_set(const Params& params, int thread_block, int index) {
+    return (index << params.head_sets_log2) + (thread_block & ((1 << params.head_sets_log2) - 1));
 }
 
-// How many KV blocks the tiles of a sequence and of a share's heads have; `params` have the bounds of all sequences.
+// How many KV blocks the tiles of a sequence have in a set of heads; `params` have the bounds of all sequences.
 __device__ __forceinline__ int count_kv_blocks(const Params& params, const Lengths& lengths) {
     const Tiles tiles = tiles_of(with_lengths(params, lengths));
-    return params.heads_per_share * tiles.row_blocks * tiles.kv_blocks;
+    return params.heads_per_set * tiles.row_blocks * tiles.kv_blocks;
 }
 
-// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences. Each lane counts those of every 32nd sequence;
-// `lane_lengths` are those of its first one.
+// KV blocks of a thread block's share; `num_kv_blocks` becomes those of all sequences in its set of heads. Each lane counts those of every
+// 32nd sequence; `lane_lengths` are those of its first one.
 __device__ __forceinline__ int kv_blocks_per_share(const Params& params, const Lengths& lane_lengths, int& num_kv_blocks, int lane) {
     int count = count_kv_blocks(params, lane_lengths);
 #pragma unroll 4  // several lengths on their way from global memory
@@ -305,7 +307,7 @@ __device__ __forceinline__ Lengths of_lane(const Lengths& lengths, int lane) {
     return found;
 }
 
-// The sequence that has KV block `index` of all, of which there are more. `lengths` are those of the lane's sequence among the first 32.
+// The sequence that has KV block `index` of the set, which has more. `lengths` are those of the lane's sequence among the first 32.
 __device__ __forceinline__ Place find_place(const Params& params, Lengths lengths, int index, int lane) {
     int begin = 0;  // of the first of these 32 sequences
     for (int first = 0;; first += 32) {
@@ -344,11 +346,11 @@ __device__ __forceinline__ Part find_part(const Params& params, const Share& sha
     return {tile, first, first + count, count == tiles.kv_blocks ? -1 : slot};
 }
 
-// Tile `index` of a sequence, of which `params` are, among those of the heads of the thread block's share.
+// Tile `index` of a sequence, of which `params` are, among those of the thread block's set of heads.
 __device__ __forceinline__ Tile find_tile(const Params& params, const Place& place, int index) {
     const int row_blocks = tiles_of(params).row_blocks;
     const int nth_head = index / row_blocks;
-    const int head = head_of_share(params, block_index(), nth_head);  // of the grid
+    const int head = head_of_set(params, block_index(), nth_head);  // of the grid
     Tile tile;
     tile.batch = place.sequence;
     tile.kv_head = head;
@@ -611,8 +613,8 @@ __device__ __forceinline__ Start find_start(const Params& all, const Lengths& la
     return start;
 }
 
-// load_clamped() ahead of griddepcontrol.wait, while the grid before this one may still write the value. Such a load bypasses L1, so that none
-// behind the wait finds an old value there.
+// load_clamped() for use ahead of griddepcontrol.wait, while the grid before this one may still write the value. It bypasses L1, so that a load
+// behind the wait does not find the old value there.
 __device__ __forceinline__ int load_early(const int32_t* values, int index, int most) {
     return max(0, min(most, int(load_relaxed_32(values + index))));
 }
@@ -635,8 +637,8 @@ __device__ __forceinline__ bool differ(const Lengths& a, const Lengths& b) {
            a.keys.count != b.keys.count;
 }
 
-// find_start() from the final lengths, which the grid before this one may write until griddepcontrol.wait returns. Where grids overlap, the
-// lengths of up to 32 sequences are read before the wait as well: the start that follows from them is found, and its first KV block
+// find_start() from the final lengths, which the grid before this one may write until griddepcontrol.wait returns. Where grids overlap, a
+// call of at most 32 sequences reads its lengths before the wait as well: the start that follows from them is found, and its first KV block
 // prefetched into L2, while the other grid is still running. After the wait they are read again, and the start is found again if one has
 // changed, which is rare: the layers of a model share their lengths. Stale values are clamped like others, so no address is out of bounds.
 __device__ __forceinline__ Start await_start(const Params& all, int group, int lane) {
@@ -1051,7 +1053,7 @@ flash_varlen_decode_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Para
     griddepcontrol_launch_dependents();
 
     const Share share = start.share;
-    if (share.begin == share.end) return;  // there are fewer KV blocks than thread blocks
+    if (share.begin == share.end) return;  // the shares before this one have all KV blocks
     Place place = start.place;
     Params params = of_sequence(all, place.sequence, place.lengths);
     Fetch fetch = start.fetch;

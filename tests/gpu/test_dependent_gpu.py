@@ -285,14 +285,20 @@ def test_what_the_driver_refuses(template):
 @pytest.fixture(scope="session")
 def write_late():
     """``write_late(source, target)`` queues a kernel that lets the next grid begin, and copies int32 a few
-    microseconds later.
+    microseconds later. Meanwhile its blocks, one to each multiprocessor, have the old values in their L1.
     """
     kernel = cupy.RawKernel(
         r"""
         extern "C" __global__ void write_late(const int* source, int* target, int count) {
           asm volatile("griddepcontrol.launch_dependents;");
           const long long start = clock64();
-          while (clock64() - start < 20000) {}
+          while (clock64() - start < 20000) {
+            for (int i = threadIdx.x; i < count; i += blockDim.x) {
+              int old;
+              asm volatile("ld.global.ca.s32 %0, [%1];" : "=r"(old) : "l"(target + i) : "memory");
+            }
+          }
+          if (blockIdx.x > 0) return;
           for (int i = threadIdx.x; i < count; i += blockDim.x) target[i] = source[i];
         }
         """,
@@ -300,7 +306,7 @@ def write_late():
     )
 
     def queue(source, target):
-        kernel((1,), (128,), (source, target, np.int32(target.size)))
+        kernel((device(0).num_sms,), (128,), (source, target, np.int32(target.size)))
 
     return queue
 

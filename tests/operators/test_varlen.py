@@ -169,6 +169,7 @@ def test_what_arrays_hold_bounds_lengths():
         ),
         (PADDED, {"max_seqlen_kv": -1}, errors.BadParam, "max_seqlen_kv is -1; expected 0 or more"),
         (PADDED, {"max_seqlen_kv": 2.5}, errors.BadParam, "max_seqlen_kv is 2.5; expected an integer"),
+        (PADDED, {"max_seqlen_kv": True}, errors.BadParam, "max_seqlen_kv is True; expected an integer"),
         (
             PADDED,
             {"mask_type": "causal_top_left"},

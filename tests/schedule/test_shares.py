@@ -16,7 +16,7 @@ from flashgen.schedule.dispatch import cost, offers, select
 from flashgen.schedule.grid import launch_of
 from flashgen.schedule.parameters import parameters
 from flashgen.schedule.plan import plan_steps
-from flashgen.schedule.shares import HEADS_AT_ONCE_LOG2, shares_of
+from flashgen.schedule.shares import HEAD_SETS_LOG2, shares_of
 from flashgen.schedule.visited import kv_blocks
 from flashgen.spec.load import load_specs
 
@@ -57,14 +57,14 @@ def test_thread_blocks_have_equal_shares_of_all_kv_blocks_and_run_at_once(given_
     assert shares.kv_blocks == shares.tiles * max(1, -(-given_call.seqlen_kv // KEYS))
     at_a_time = gpu.num_sms * PLAIN.grid.blocks_per_sm
     assert shares.count <= at_a_time
-    # Of each of the heads that are gone through at once.
+    # Of each set of heads.
     for size in (at_a_time, given_call.sizes["num_heads_q"]):
-        assert size % shares.heads_at_once == 0
-    assert shares.heads_at_once in (1, 2, 4)
-    assert shares.count == shares.heads_at_once * shares.of_a_head
-    numbered = shares.kv_blocks // shares.heads_at_once
-    assert (shares.of_a_head - 1) * shares.per_share < max(1, numbered)
-    assert shares.of_a_head * shares.per_share >= numbered
+        assert size % shares.head_sets == 0
+    assert shares.head_sets in (1, 2, 4)
+    assert shares.count == shares.head_sets * shares.of_a_set
+    numbered = shares.kv_blocks // shares.head_sets
+    assert (shares.of_a_set - 1) * shares.per_share < max(1, numbered)
+    assert shares.of_a_set * shares.per_share >= numbered
     # The largest share is at most so much larger than it has to be.
     assert shares.per_share <= max(1, -(-shares.kv_blocks // at_a_time)) + PLAIN.grid.split_gain
 
@@ -72,7 +72,7 @@ def test_thread_blocks_have_equal_shares_of_all_kv_blocks_and_run_at_once(given_
 @given(calls, gpus)
 def test_a_tile_is_split_where_a_share_begins_within_it(given_call, gpu):
     shares = shares_of(given_call, PLAIN, gpu)
-    begins = range(0, shares.kv_blocks // shares.heads_at_once, shares.per_share)
+    begins = range(0, shares.kv_blocks // shares.head_sets, shares.per_share)
     assert shares.split == any(begin % shares.per_tile for begin in begins)
     assert shares.parts == (2 * shares.count if shares.split else 0)
     steps = plan_steps(given_call, PLAIN, H200 if gpu is H200 else gpu)
@@ -112,20 +112,20 @@ def test_tiles_have_the_kv_blocks_that_some_row_sees(mask_type, seqlen_q, seqlen
         assert shares.per_tile == 1
 
 
-def test_up_to_four_neighbouring_heads_are_gone_through_at_once():
+def test_up_to_four_sets_of_heads():
     """As many as divide both the heads and the thread blocks that run at a time, 264 of an H200."""
-    found = {heads: shares_of(call(heads=heads), PLAIN, H200).heads_at_once for heads in range(1, 33)}
+    found = {heads: shares_of(call(heads=heads), PLAIN, H200).head_sets for heads in range(1, 33)}
     assert [found[heads] for heads in (1, 2, 3, 4, 6, 8, 10, 12, 32)] == [1, 2, 1, 4, 2, 4, 2, 4, 4]
     split_call = call(batch=37, heads=12, seqlen_kv=10_000)
     shares = shares_of(split_call, PLAIN, H200)
     decode, combine = (parameters(split_call, variant, H200, shares) for variant in PLAIN.steps)
-    assert decode["heads_at_once_log2"] == combine["heads_at_once_log2"] == 2
-    assert decode["heads_per_share"] == combine["heads_per_share"] == 3
+    assert decode["head_sets_log2"] == combine["head_sets_log2"] == 2
+    assert decode["heads_per_set"] == combine["heads_per_set"] == 3
     assert decode["num_shares"] == shares.count // 4
     # An odd number of multiprocessors, and a kernel that is bound by its tensor cores.
-    assert shares_of(call(heads=8), PLAIN, device(1)).heads_at_once == 2
+    assert shares_of(call(heads=8), PLAIN, device(1)).head_sets == 2
     (split,) = (spec for spec in load_specs() if spec.name == "flash_varlen_split_sm90")
-    assert not any(param.name == HEADS_AT_ONCE_LOG2 for v in split.variants() for param in v.params)
+    assert not any(param.name == HEAD_SETS_LOG2 for v in split.variants() for param in v.params)
 
 
 def test_one_sequence_is_shared_by_all_multiprocessors_and_a_full_batch_is_not_split():
@@ -162,7 +162,7 @@ def test_both_steps_are_told_of_the_same_shares(given_call, gpu):
     shares = shares_of(given_call, PLAIN, gpu)
     assume(shares.split)
     numbers = [parameters(given_call, variant, gpu, shares) for variant in PLAIN.steps]
-    same = ("kv_blocks_per_tile", "kv_blocks_per_share", "num_kv_blocks", "first_kv_block", "heads_per_share")
+    same = ("kv_blocks_per_tile", "kv_blocks_per_share", "num_kv_blocks", "first_kv_block", "heads_per_set")
     for name in same:
         assert numbers[0][name] == numbers[1][name]
     assert numbers[0]["kv_blocks_per_share"] == shares.per_share
@@ -202,7 +202,7 @@ def test_fixed_splits_are_those_of_a_sequence_alone_on_any_gpu(given_call, gpu, 
     """Each a share of its own, and no share of two tiles."""
     shares = shares_of(dataclasses.replace(given_call, splits=splits), PLAIN, gpu)
     alone = shares_of(dataclasses.replace(given_call, splits=splits, batch=1), PLAIN, H200)
-    assert shares._replace(tiles=0, heads_at_once=1) == alone._replace(tiles=0, heads_at_once=1)
+    assert shares._replace(tiles=0, head_sets=1) == alone._replace(tiles=0, head_sets=1)
     assert shares.per_tile % shares.per_share == 0
     blocks = max(1, -(-given_call.seqlen_kv // KEYS))
     of_a_tile = shares.per_tile // shares.per_share

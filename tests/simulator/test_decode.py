@@ -62,7 +62,7 @@ def test_shares_of_every_size(multiprocessors, compiler, fresh_seed):
 
 
 @pytest.mark.parametrize("multiprocessors", [2, 4, 6, 52])
-def test_heads_that_are_gone_through_at_once(multiprocessors, compiler, fresh_seed):
+def test_sets_of_heads(multiprocessors, compiler, fresh_seed):
     """With parts of tiles and without."""
     for name, shape in (
         (PACKED, Shape(1, 2600, heads=24, kv_heads=8, batch=3)),
@@ -70,7 +70,7 @@ def test_heads_that_are_gone_through_at_once(multiprocessors, compiler, fresh_se
     ):
         _, planned = simulated(name, shape, fresh_seed, multiprocessors)
         heads = shape.kv_heads or shape.heads
-        assert planned.steps[0].shares.heads_at_once == math.gcd(heads, multiprocessors, 4)
+        assert planned.steps[0].shares.head_sets == math.gcd(heads, multiprocessors, 4)
 
 
 @pytest.mark.parametrize("splits", [1, 3, 50, SplitEvery(256), SplitEvery(4096)], ids=str)

@@ -167,7 +167,7 @@ def test_shares_of_sequences(name, packed_q, compiler, fresh_seed):
 
 
 @pytest.mark.parametrize("multiprocessors", [2, 4, 52])
-def test_heads_that_are_gone_through_at_once(multiprocessors, compiler, fresh_seed):
+def test_sets_of_heads(multiprocessors, compiler, fresh_seed):
     for name, shape in ((DECODE_PAGED, HEADS), (DECODING[3], dataclasses.replace(HEADS, heads=12))):
         variant = VARIANTS[name]
         example = make(variant, grouped(variant, shape), fresh_seed)
@@ -263,10 +263,11 @@ FAULTS = (
            "min(num_kv_blocks, share_of(params, index) * per_share)",
            "min(num_kv_blocks, share_of(params, index) * per_share + 1)"), {}),
     (fault("neighbouring thread blocks have the same head", DECODE, HEADS, NUMBERS,
-           " + (block & ((1 << params.heads_at_once_log2) - 1));", " + (block & 0);", multiprocessors=4), {}),
-    (fault("parts of the neighbouring head", COMBINE, HEADS, (WRONG, *NUMBERS),
-           "parts.nth_at_once = block_index() - (share << params.heads_at_once_log2);",
-           "parts.nth_at_once = 0;", multiprocessors=12), {}),
+           " + (thread_block & ((1 << params.head_sets_log2) - 1));", " + (thread_block & 0);",
+           multiprocessors=4), {}),
+    (fault("parts of the neighbouring set of heads", COMBINE, HEADS, (WRONG, *NUMBERS),
+           "parts.set = block_index() - (share << params.head_sets_log2);",
+           "parts.set = 0;", multiprocessors=12), {}),
     (fault("the next sequence with the pointers of this one", DECODE, TOKENS, (WRONG, *BOUNDS),
            "of_sequence(all, next_place_of_share.sequence, next_place_of_share.lengths) : params",
            "params : params"), {}),

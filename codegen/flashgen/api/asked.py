@@ -153,6 +153,8 @@ def bound(max_seqlen: Any) -> Any:
     """An int for what stands for one: the element of a tensor may change, and its plan would not."""
     if max_seqlen is None:
         return None  # ahead of the error, which Dynamo of PyTorch 2.11 does not catch
+    if max_seqlen is True or max_seqlen is False:
+        return str(max_seqlen)  # no key of a plan for 1 or 0
     try:
         return index_of(max_seqlen)
     except TypeError:

@@ -396,7 +396,9 @@ def _bound(name: str, given: Any, most: int, fixed: bool) -> int:
     try:
         bound = operator.index(given)
     except TypeError:
-        raise BadParam(f"{name} is {given!r}; expected an integer, or None") from None
+        bound = None
+    if bound is None or isinstance(given, bool):
+        raise BadParam(f"{name} is {given!r}; expected an integer, or None")
     if bound < 0 or (fixed and bound != most):
         what = f"{most}, the queries of each sequence" if fixed else "0 or more"
         raise BadParam(f"{name} is {bound}; expected {what}")

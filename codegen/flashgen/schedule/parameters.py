@@ -43,8 +43,8 @@ _OF_SHARES = (
     "num_shares",
     "kv_blocks_per_split",
     "splits_per_tile",
-    "heads_at_once_log2",
-    "heads_per_share",
+    "head_sets_log2",
+    "heads_per_set",
 )
 
 
@@ -105,14 +105,14 @@ def parameters(
     if shares is not None:
         numbers = (
             shares.first,
-            shares.kv_blocks // shares.heads_at_once,
+            shares.kv_blocks // shares.head_sets,
             shares.per_tile,
             shares.per_share,
-            shares.of_a_head,
+            shares.of_a_set,
             shares.per_split,
             shares.splits,
-            shares.heads_at_once.bit_length() - 1,
-            heads(problem, variant) // shares.heads_at_once,
+            shares.head_sets.bit_length() - 1,
+            heads(problem, variant) // shares.head_sets,
         )
         values |= zip(_OF_SHARES, numbers, strict=True)
     for name in {param.name for param in variant.params} - values.keys():

@@ -21,18 +21,19 @@ if TYPE_CHECKING:
 # Kernels number KV blocks in 32 bits, up to the end of the last thread block's share, which may lie past the
 # last KV block by one for each thread block.
 MAX_KV_BLOCKS = 2**31 - 2**17
-# Kernels that go through several heads at once have this parameter. Rows of neighbouring heads lie side by
-# side, and memory is slow to read a single row of few elements. The most heads are a power of two.
-HEADS_AT_ONCE_LOG2, MOST_AT_ONCE = "heads_at_once_log2", 4
+# The parameter of kernels that know sets of heads, and the most sets, a power of two. Head h is of set h
+# modulo their number, and sets are cut into shares alike: neighbouring thread blocks go through the same keys
+# of neighbouring heads, whose rows lie side by side. Memory is slow to read a single row of few elements.
+HEAD_SETS_LOG2, MOST_HEAD_SETS = "head_sets_log2", 4
 # Of a multiprocessor's shared memory, what the driver keeps for each thread block.
 RESERVED_SMEM = 1024
 
 
 class Shares(NamedTuple):
     """The KV blocks of all tiles, one tile after the other, cut into shares of ``per_share``, the last of
-    which may have fewer; by themselves those of every ``heads_at_once``-th head. Each of ``tiles`` tiles has
-    ``per_tile`` of them, from KV block ``first`` of its sequence on. Where ``at_most``, only the kernel knows
-    how many there are: no more than these.
+    which may have fewer; where there are several ``head_sets``, those of each set of heads by themselves.
+    Each of ``tiles`` tiles has ``per_tile`` of them, from KV block ``first`` of its sequence on. Where
+    ``at_most``, only the kernel knows how many there are: no more than these.
 
     With ``splits`` the kernel cuts each tile into at most so many splits, of ``per_split`` KV blocks at
     least, and ``per_share`` is in splits, of all heads.
@@ -45,7 +46,7 @@ class Shares(NamedTuple):
     at_most: bool = False
     splits: int = 0
     per_split: int = 1
-    heads_at_once: int = 1
+    head_sets: int = 1
 
     @property
     def kv_blocks(self) -> int:
@@ -54,12 +55,12 @@ class Shares(NamedTuple):
     @property
     def count(self) -> int:
         """Shares, each a thread block's."""
-        return self.heads_at_once * self.of_a_head
+        return self.head_sets * self.of_a_set
 
     @property
-    def of_a_head(self) -> int:
-        """Shares of every ``heads_at_once``-th head."""
-        numbered = self.tiles // self.heads_at_once * (self.splits or self.per_tile)
+    def of_a_set(self) -> int:
+        """Shares of one set of heads."""
+        numbered = self.tiles // self.head_sets * (self.splits or self.per_tile)
         return -(-numbered // self.per_share)
 
     @property
@@ -72,7 +73,7 @@ class Shares(NamedTuple):
         """Whether some tile is split, or may be."""
         if self.splits:
             return self.splits > 1
-        return self.of_a_head > 1 and (self.at_most or self.per_share % self.per_tile != 0)
+        return self.of_a_set > 1 and (self.at_most or self.per_share % self.per_tile != 0)
 
     @property
     def parts(self) -> int:
@@ -105,10 +106,10 @@ def shares_of(problem: Problem, variant: Variant, device: Device) -> Shares:
     one, all hidden, where there is none.
 
     There are as many shares as thread blocks run at a time, unless whole tiles give the largest share no more
-    than ``split_gain`` KV blocks above that. Kernels that are bound by memory go through up to MOST_AT_ONCE
-    neighbouring heads at once, as many as divide both the heads and these thread blocks. Where the call fixes
-    its splits, each is a share, and the last one of a tile may reach past its KV blocks. Where moreover only
-    the kernel knows how many there are, a share has several.
+    than ``split_gain`` KV blocks above that. Kernels that know sets of heads have up to MOST_HEAD_SETS, as
+    many as divide both the heads and these thread blocks. Where the call fixes its splits, each is a share,
+    and the last one of a tile may reach past its KV blocks. Where moreover only the kernel knows how many
+    there are, a share has several.
 
     Raises BadTensorShape where there are too many KV blocks.
     """
@@ -121,24 +122,24 @@ def shares_of(problem: Problem, variant: Variant, device: Device) -> Shares:
     room = max(1, min(variant.grid.blocks_per_sm, device.smem_per_sm // (variant.smem_bytes + RESERVED_SMEM)))
     at_a_time = device.num_sms * room
     count, begin, per_tile = _tiles_and_blocks(problem, variant)
-    at_once = math.gcd(heads(problem, variant), at_a_time, MOST_AT_ONCE) if _goes_by_heads(variant) else 1
+    sets = math.gcd(heads(problem, variant), at_a_time, MOST_HEAD_SETS) if _has_head_sets(variant) else 1
     if problem.splits != AUTO:
         per_split, splits = _splits(problem, variant)
         if not problem.lengths_on_device:
-            return Shares(count, begin, per_split * splits, per_split, heads_at_once=at_once)
+            return Shares(count, begin, per_split * splits, per_split, head_sets=sets)
         least = per_split if isinstance(problem.splits, SplitEvery) else 1
         per_share = max(1, -(-count * splits // at_a_time))
         return Shares(count, begin, _most_blocks(problem, variant), per_share, True, splits, least)
     equal = max(1, -(-count * per_tile // at_a_time))
     whole = max(1, -(-count // at_a_time)) * per_tile
     if problem.lengths_on_device:
-        return Shares(count, begin, per_tile, equal, at_most=True, heads_at_once=at_once)
+        return Shares(count, begin, per_tile, equal, at_most=True, head_sets=sets)
     per_share = whole if whole <= equal + variant.grid.split_gain else equal
-    return Shares(count, begin, per_tile, per_share, heads_at_once=at_once)
+    return Shares(count, begin, per_tile, per_share, head_sets=sets)
 
 
-def _goes_by_heads(variant: Variant) -> bool:
-    return any(param.name == HEADS_AT_ONCE_LOG2 for param in variant.params)
+def _has_head_sets(variant: Variant) -> bool:
+    return any(param.name == HEAD_SETS_LOG2 for param in variant.params)
 
 
 def _numbered(problem: Problem, variant: Variant) -> int:
