@@ -435,7 +435,8 @@ def test_the_reference_has_the_parameters_that_the_launcher_knows():
             continue
         main = next(variant for variant in spec.variants() if variant.is_main)
         shares = shares_of(problem, main, gpu) if main.grid.shares else None
-        known |= set(parameters(problem, main, gpu, shares))
+        for step in main.steps:
+            known |= set(parameters(problem, step, gpu, shares))
     known |= {f"{array}_vector_width" for array in arrays}
     described = first_cells(re.split("The launcher knows|`varlen` has these", section("Parameters"))[1])
     # Rows about several arrays name one and list the rest.
