@@ -252,6 +252,14 @@ def test_what_is_refused_is_refused_after_what_equals_it(good, bad, forget_plans
             flashgen.attention(q, k, v, **bad)
 
 
+def test_a_bound_that_is_true_is_refused_after_one_that_is_1():
+    q, k, v = (x[:, :1] for x in qkv())
+    lengths = np.ones(len(q), np.int32)
+    flashgen.attention(q, k, v, kv_lengths=lengths, max_seqlen_kv=1)
+    with pytest.raises(errors.BadParam, match=r"^max_seqlen_kv is True; expected an integer"):
+        flashgen.attention(q, k, v, kv_lengths=lengths, max_seqlen_kv=True)
+
+
 def test_a_window_in_an_array_is_that_of_its_call():
     q, k, v = qkv()
     window = np.array([5, 0])

@@ -457,6 +457,8 @@ def test_what_has_no_gradient_is_refused_by_name():
         flashgen.attention(q, k, v, kv_lengths=lengths, mask=torch.zeros(6, 7, dtype=torch.bool))
     with pytest.raises(BadParam, match=r"^max_seqlen_q is 1.5"):
         flashgen.attention(q, k, v, kv_lengths=lengths, max_seqlen_q=1.5)
+    with pytest.raises(BadParam, match=r"^max_seqlen_q is True; expected an integer"):
+        flashgen.attention(q, k, v, kv_lengths=lengths, max_seqlen_q=True)
     with pytest.raises(BadParam, match=r"^q: .* with a KVCache$"):
         flashgen.attention(q, flashgen.KVCache(k, v, lengths))
     with pytest.raises(BadParam, match=r"^append was given, and k has type Tensor"):

@@ -9,12 +9,11 @@ import numbers
 import os
 from collections.abc import Mapping
 from functools import lru_cache
-from operator import index as index_of
 from typing import TYPE_CHECKING, Any
 
 from flashgen.api.kvcache import FIELDS, KVCache
 from flashgen.errors import BadParam, NullPointer
-from flashgen.operators.arguments import flag
+from flashgen.operators.arguments import flag, length_bound
 from flashgen.operators.attention import operator_for
 from flashgen.operators.maskoptions import mask_type_name, sees_no_later_key, window_of
 from flashgen.operators.splits import AUTO, splits_of
@@ -90,7 +89,8 @@ def asked(
         return operator_for(modification), given, (*options, modification), scalars
     arrays_of_lengths = cu_seqlens_q, cu_seqlens_kv, kv_lengths, index, pages
     given = (q, k, v, *arrays_of_lengths, mask, out, None, *arrays_of_score)
-    options = (*options, bound(max_seqlen_q), bound(max_seqlen_kv), modification)
+    bounds = length_bound("max_seqlen_q", max_seqlen_q), length_bound("max_seqlen_kv", max_seqlen_kv)
+    options = (*options, *bounds, modification)
     from flashgen.operators.varlen import operator_for as varlen_for  # other first calls need not wait for it
 
     return varlen_for(modification), given, options, scalars
@@ -112,11 +112,11 @@ def asked_backward(
     if any(each is not None for each in of_score):
         modification, arrays_of_score, scalars = score_of(*of_score, sees_no_later_key(*masking))
     scalars = (softmax_scale, *scalars)
-    kv_lengths, cu_seqlens_q, cu_seqlens_kv, *bounds = lengths
+    kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv = lengths
     if type(given[2]) is KVCache:
         raise BadParam("k is a KVCache, which has no gradients; pass k and v, with kv_lengths if need be")
     if kv_lengths is None and cu_seqlens_q is None and cu_seqlens_kv is None:
-        if any(each is not None for each in bounds):
+        if max_seqlen_q is not None or max_seqlen_kv is not None:
             raise BadParam(BOUNDS_ALONE)
         from flashgen.operators.backward import operator_for as backward_for  # other calls need not wait
 
@@ -128,7 +128,8 @@ def asked_backward(
     from flashgen.operators.varlen_backward import operator_for as varlen_for  # likewise
 
     given = (dout, q, k, v, cu_seqlens_q, cu_seqlens_kv, kv_lengths, *rest, *arrays_of_score)
-    options = (*masking, *map(bound, bounds), modification, deterministic)
+    bounds = length_bound("max_seqlen_q", max_seqlen_q), length_bound("max_seqlen_kv", max_seqlen_kv)
+    options = (*masking, *bounds, modification, deterministic)
     return varlen_for(modification), given, options, scalars
 
 
@@ -147,18 +148,6 @@ def names_given(k: Any, alibi_slopes: Any, kv_lengths: Any = None) -> dict[str, 
     if type(k) is KVCache and kv_lengths is None:
         names |= {"kv_lengths": "lengths"} | FIELDS
     return names
-
-
-def bound(max_seqlen: Any) -> Any:
-    """An int for what stands for one: the element of a tensor may change, and its plan would not."""
-    if max_seqlen is None:
-        return None  # ahead of the error, which Dynamo of PyTorch 2.11 does not catch
-    if max_seqlen is True or max_seqlen is False:
-        return str(max_seqlen)  # no key of a plan for 1 or 0
-    try:
-        return index_of(max_seqlen)
-    except TypeError:
-        return max_seqlen  # what the operator refuses
 
 
 def score_of(

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Integral, Real
-from operator import index as index_of
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch.autograd import forward_ad
 from flashgen.api.asked import LENGTHS, MASK_WITH_LENGTHS, asked, asked_backward, named_score
 from flashgen.api.calls import call
 from flashgen.errors import BadParam
-from flashgen.operators.arguments import ROW_ALIGNMENT, flag
+from flashgen.operators.arguments import ROW_ALIGNMENT, flag, length_bound
 from flashgen.operators.contract import scale_of
 from flashgen.operators.maskoptions import mask_type_name, sees_no_later_key, window_of
 from flashgen.operators.splits import AUTO, SplitEvery, Splits, splits_of
@@ -232,10 +231,7 @@ def _whole(name: str, bound: Any) -> int | None:
     # Dynamo calls one that is symbolic an int, of which operator.index would make a constant.
     if bound is None or type(bound) is int or isinstance(bound, torch.SymInt):
         return bound
-    try:
-        return index_of(bound)
-    except TypeError:
-        raise BadParam(f"{name} is {bound!r}; expected an integer, or None") from None
+    return length_bound(name, bound)
 
 
 def _split(names: str) -> list[str]:

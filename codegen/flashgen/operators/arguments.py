@@ -8,6 +8,7 @@ example arrays and byte counts derive from it. A shape is written in symbols, as
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -178,6 +179,20 @@ def flag(name: str, value: Any) -> bool:
     if (isinstance(value, int) or type(value).__name__ in ("bool", "bool_")) and value in (0, 1):
         return bool(value)
     raise BadParam(f"{name} is {value!r}; expected True or False")
+
+
+def length_bound(name: str, given: Any) -> int | None:
+    """A bound of lengths as an int, which the element of a tensor is not: it may change. Raises BadParam for
+    what is neither an integer nor None, such as True.
+    """
+    if given is None:
+        return None  # ahead of the error, which Dynamo of PyTorch 2.11 does not catch
+    if not isinstance(given, bool):
+        try:
+            return operator.index(given)
+        except TypeError:
+            pass
+    raise BadParam(f"{name} is {given!r}; expected an integer, or None")
 
 
 def dtype_name(name: str) -> str:

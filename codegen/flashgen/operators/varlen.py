@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer, naming
 from flashgen.operators import attention, contract, maskoptions
-from flashgen.operators.arguments import DTYPE_BYTES, Argument, check_devices, check_strides, flag, place
+from flashgen.operators.arguments import (
+    DTYPE_BYTES,
+    Argument,
+    check_devices,
+    check_strides,
+    flag,
+    length_bound,
+    place,
+)
 from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem
 from flashgen.operators.maskoptions import simplify
 from flashgen.operators.masks import UNBOUNDED
@@ -391,14 +398,9 @@ def _capacity(batch: int, batch_kv: int, rows_kv: int, pages: int | None) -> int
 
 def _bound(name: str, given: Any, most: int, fixed: bool) -> int:
     """The bound of a length: what the caller says, at most what the arrays hold."""
-    if given is None:
+    bound = length_bound(name, given)
+    if bound is None:
         return most
-    try:
-        bound = operator.index(given)
-    except TypeError:
-        bound = None
-    if bound is None or isinstance(given, bool):
-        raise BadParam(f"{name} is {given!r}; expected an integer, or None")
     if bound < 0 or (fixed and bound != most):
         what = f"{most}, the queries of each sequence" if fixed else "0 or more"
         raise BadParam(f"{name} is {bound}; expected {what}")
