@@ -4,7 +4,7 @@
 //
 // axes      head_dim 64, head_dim_v 64, dtype fp16, mask_type local, gqa gqa, dq_order none
 // tile      block_m 128, block_n 128, stages 2
-// block     384 threads, 167016 bytes of dynamic shared memory
+// block     384 threads, 166984 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_bwd_varlen_sm90.yaml
 // template  flash_bwd_sm90.cu.j2
@@ -55,15 +55,13 @@ constexpr int kDsOffset = kDoutOffset + kStages * kDoutBytes;
 constexpr int kLseOffset = kDsOffset + 2 * kDsBytes;
 constexpr int kDeltaOffset = kLseOffset + kStages * kQueryValueBytes;
 constexpr int kBarrierOffset = kDeltaOffset + kStages * kQueryValueBytes;
-constexpr int kStashBytes = 32;  // of the block of keys
-constexpr int kStashOffset = kBarrierOffset + 8 * (3 + 3 * kStages);
-constexpr int kSharedBytes = kStashOffset + kStashBytes;
+constexpr int kSharedBytes = kBarrierOffset + 8 * (3 + 3 * kStages);
 
 static_assert(kBlockN == 128 && (kBlockM == 64 || kBlockM == 128), "two consumers");
 static_assert(kBlockM % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
 static_assert(kBlockM == 128 ? kHeadDim <= kPanelColumns : kPanels == kConsumers, "a panel of K for the columns of a consumer");
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "the register file");
-static_assert(kSharedBytes + 1024 == 167016, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes + 1024 == 166984, "launcher and kernel agree on shared memory");
 
 struct Params {
     tensor_map q;                         // (head_dim, rows_q, num_heads_q, batch); packed sequences are rows of a batch of 1
@@ -74,10 +72,10 @@ struct Params {
     element* dv;                          // the same with head_dim_v
     const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
     const int32_t* cu_seqlens_kv;         // (batch + 1,); null where keys are padded
-    const int32_t* kv_lengths;            // (batch,); null where cu_seqlens_kv has them, or all have seqlen_kv
     const float* delta;                   // (num_heads_q, unit_rows): sum(dout * out) - dlse
     const float* lse_log2;                // (num_heads_q, unit_rows); inf for a row that sees nothing, and past a sequence's last
     float* dq_accum;                      // (num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
+    const int32_t* key_blocks;            // (thread blocks, 8): the block of keys of each thread block
     int64_t dk_batch_stride;              // strides are in elements; 0 where sequences are packed
     int64_t dk_row_stride;
     int64_t dk_head_stride;
@@ -85,10 +83,8 @@ struct Params {
     int64_t dv_row_stride;
     int64_t dv_head_stride;
     int32_t batch_size;                   // sequences
-    int32_t num_heads_kv;
     int32_t group_size;                   // num_heads_q / num_heads_kv
     int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
-    int32_t rows_kv;                      // of an entry of k
     int32_t seqlen_q;                     // the most queries of a sequence; with_lengths() puts its own here
     int32_t seqlen_kv;                    // the most keys, likewise
     int32_t head_dim;                     // of the call: a multiple of 8, at most kHeadDim
@@ -101,18 +97,16 @@ struct Params {
 };
 static_assert(sizeof(Params) == 704 && offsetof(Params, q) == 0 && offsetof(Params, k) == 128 && offsetof(Params, v) == 256);
 static_assert(offsetof(Params, dout) == 384 && offsetof(Params, dk) == 512 && offsetof(Params, dv) == 520);
-static_assert(offsetof(Params, cu_seqlens_q) == 528 && offsetof(Params, cu_seqlens_kv) == 536);
-static_assert(offsetof(Params, kv_lengths) == 544 && offsetof(Params, delta) == 552 && offsetof(Params, lse_log2) == 560);
-static_assert(offsetof(Params, dq_accum) == 568 && offsetof(Params, dk_batch_stride) == 576);
-static_assert(offsetof(Params, dk_row_stride) == 584 && offsetof(Params, dk_head_stride) == 592);
-static_assert(offsetof(Params, dv_batch_stride) == 600 && offsetof(Params, dv_row_stride) == 608);
-static_assert(offsetof(Params, dv_head_stride) == 616 && offsetof(Params, batch_size) == 624);
-static_assert(offsetof(Params, num_heads_kv) == 628 && offsetof(Params, group_size) == 632 && offsetof(Params, rows_q) == 636);
-static_assert(offsetof(Params, rows_kv) == 640 && offsetof(Params, seqlen_q) == 644 && offsetof(Params, seqlen_kv) == 648);
-static_assert(offsetof(Params, head_dim) == 652 && offsetof(Params, head_dim_v) == 656);
-static_assert(offsetof(Params, diagonal_offset) == 660 && offsetof(Params, window_left) == 664);
-static_assert(offsetof(Params, window_right) == 668 && offsetof(Params, softmax_scale) == 672);
-static_assert(offsetof(Params, scale_log2) == 676);
+static_assert(offsetof(Params, cu_seqlens_q) == 528 && offsetof(Params, cu_seqlens_kv) == 536 && offsetof(Params, delta) == 544);
+static_assert(offsetof(Params, lse_log2) == 552 && offsetof(Params, dq_accum) == 560 && offsetof(Params, key_blocks) == 568);
+static_assert(offsetof(Params, dk_batch_stride) == 576 && offsetof(Params, dk_row_stride) == 584);
+static_assert(offsetof(Params, dk_head_stride) == 592 && offsetof(Params, dv_batch_stride) == 600);
+static_assert(offsetof(Params, dv_row_stride) == 608 && offsetof(Params, dv_head_stride) == 616);
+static_assert(offsetof(Params, batch_size) == 624 && offsetof(Params, group_size) == 628 && offsetof(Params, rows_q) == 632);
+static_assert(offsetof(Params, seqlen_q) == 636 && offsetof(Params, seqlen_kv) == 640 && offsetof(Params, head_dim) == 644);
+static_assert(offsetof(Params, head_dim_v) == 648 && offsetof(Params, diagonal_offset) == 652);
+static_assert(offsetof(Params, window_left) == 656 && offsetof(Params, window_right) == 660);
+static_assert(offsetof(Params, softmax_scale) == 664 && offsetof(Params, scale_log2) == 668);
 
 // The rows of a head in the workspace: each sequence has whole units of kRowUnit of its own, so that a block of queries never meets the
 // rows of another one.
@@ -145,35 +139,6 @@ __device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int he
 
 static_assert(kRowUnit % kBlockM == 0, "the rows of a step lie in the workspace");
 
-// A length, or the number of a row or of an entry, from global memory. One out of range is clamped, so that it cannot reach other memory.
-__device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
-    return max(0, min(most, int(load_global_32(values + index))));
-}
-
-// Rows of an entry of an array: where they begin, and how many there are.
-struct Rows {
-    int begin;
-    int count;
-};
-
-// Those of a sequence among packed ones.
-__device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
-    const int begin = load_clamped(cu_seqlens, sequence, rows);
-    return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
-}
-
-// The queries of a sequence.
-__device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
-    if (params.cu_seqlens_q == nullptr) return {0, params.seqlen_q};
-    return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
-}
-
-// Its keys.
-__device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
-    if (params.cu_seqlens_kv != nullptr) return packed_rows(params.cu_seqlens_kv, sequence, params.rows_kv, params.seqlen_kv);
-    return {0, params.kv_lengths == nullptr ? params.seqlen_kv : load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
-}
-
 // The parameters for a sequence of these lengths, whose diagonal ends with it. `params` has the bounds of all sequences.
 __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv) {
     Params own = params;
@@ -183,50 +148,7 @@ __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_
     return own;
 }
 
-// The sum over the lanes up to this one.
-__device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const int before = __shfl_up_sync(0xffffffff, value, distance);
-        if (lane >= distance) value += before;
-    }
-    return value;
-}
-
-// One of the blocks of a sequence. The blocks of all sequences are numbered, one sequence after another.
-struct BlockOfSequence {
-    int sequence;  // below 0: none
-    int index;     // among the blocks of the sequence
-    int count;     // how many it has
-};
-
-// The block of a number. Each lane counts the blocks of one of 32 sequences at a time, which is what count_of(sequence) returns.
-template <typename CountOf>
-__device__ __forceinline__ BlockOfSequence find_block_of_sequence(int sequences, int number, int lane, CountOf count_of) {
-    int left = number;  // blocks between the first of these 32 sequences and the one that is looked for
-    for (int first = 0; first < sequences; first += 32) {
-        const int count = first + lane < sequences ? count_of(first + lane) : 0;
-        const int end = sum_up_to_lane(count, lane);
-        const uint32_t beyond = __ballot_sync(0xffffffff, left < end);
-        if (beyond != 0) {
-            const int found = __ffs(beyond) - 1;
-            const int blocks = __shfl_sync(0xffffffff, count, found);
-            return {first + found, left - (__shfl_sync(0xffffffff, end, found) - blocks), blocks};
-        }
-        left -= __shfl_sync(0xffffffff, end, 31);
-    }
-    return {-1, 0, 0};
-}
-
-// The rows of a sequence, whatever their bound. Rows behind the last packed sequence count as one more, number batch_size.
-__device__ __forceinline__ Rows rows_to_write(const int32_t* cu_seqlens, int sequence, int batch_size, int rows) {
-    if (cu_seqlens == nullptr) return {0, sequence < batch_size ? rows : 0};
-    if (sequence < batch_size) return packed_rows(cu_seqlens, sequence, rows, rows);
-    const int begin = load_clamped(cu_seqlens, batch_size, rows);
-    return {begin, rows - begin};
-}
-
-// What a thread block computes: dK and dV of kBlockN keys of a head of a sequence, and their share of dQ.
+// What a thread block of the main kernel computes: dK and dV of kBlockN keys of a head of a sequence, and their share of dQ.
 struct KeyBlock {
     int batch;  // the sequence; below 0: none; batch_size: of the rows behind the last sequence
     int kv_head;
@@ -238,92 +160,14 @@ struct KeyBlock {
     int rows_kv;  // rows of dK and dV: past the sequence's keys they are 0
 };
 
-// Blocks of kBlockN rows.
-__device__ __forceinline__ int blocks_of(int rows) { return (rows + kBlockN - 1) / kBlockN; }
+constexpr int kKeyBlockWords = 8;  // those in key_blocks, from batch to rows_kv
 
-// How long a sequence is: in blocks of queries. Rows behind the last sequence have none.
-__device__ __forceinline__ int length_of(const Params& params, int sequence) {
-    return sequence < params.batch_size ? blocks_of(queries_of(params, sequence).count) : 0;
-}
-
-// The blocks of keys of a sequence and head.
-__device__ __forceinline__ int key_blocks_of(const Params& params, int sequence) {
-    return blocks_of(rows_to_write(params.cu_seqlens_kv, sequence, params.batch_size, params.rows_kv).count);
-}
-
-// A block of the grid, in which the longest sequences come first, so that the last blocks are short.
-struct LaunchedBlock {
-    int length;  // of its sequence
-    int index;   // among those of sequences of that length
-};
-
-// Each lane keeps the lengths of this many sequences in registers, as the search goes through them up to a dozen times.
-constexpr int kKeptSequences = 4;
-
-// Finds the smallest length such that at most `index` blocks belong to longer sequences. The search doubles from 1, then bisects: short
-// sequences are many.
-__device__ __forceinline__ LaunchedBlock length_of_block(const Params& params, int index, int lane) {
-    int lengths[kKeptSequences], blocks[kKeptSequences];
-#pragma unroll
-    for (int i = 0; i < kKeptSequences; ++i) {
-        const int sequence = 32 * i + lane;
-        lengths[i] = length_of(params, sequence);
-        blocks[i] = sequence < params.batch_size ? key_blocks_of(params, sequence) : 0;
-    }
-    int least = 0, most = 1 << 30, ahead = 0;
-    for (int length = 1; least < most; length = min(2 * length, (least + most) / 2)) {
-        int count = 0;
-#pragma unroll
-        for (int i = 0; i < kKeptSequences; ++i) count += lengths[i] > length ? blocks[i] : 0;
-#pragma unroll 1
-        for (int sequence = 32 * kKeptSequences + lane; sequence < params.batch_size; sequence += 32) {
-            const int further = key_blocks_of(params, sequence);
-            count += length_of(params, sequence) > length ? further : 0;
-        }
-        const int longer = __reduce_add_sync(0xffffffff, count) * params.num_heads_kv;
-        if (longer > index) {
-            least = length + 1;
-        } else {
-            most = length;
-            ahead = longer;
-        }
-    }
-    return {most, index - ahead};
-}
-
-constexpr int kBlocksTogether = 128;  // about as many as run at a time
-
-// The blocks of a sequence follow each other: of as many heads as have kBlocksTogether, the first block of each head, then the second one.
-// Few heads at a time leave room in L2 for their Q and dO and for the dQ that is added up, which all blocks of a head use. Under a
-// diagonal the first keys are those to which the most queries attend.
-__device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index, int lane) {
-    const auto rows_of = [&](int sequence) {
-        return rows_to_write(params.cu_seqlens_kv, sequence, params.batch_size, params.rows_kv);
-    };
-    const LaunchedBlock launched = length_of_block(params, index, lane);
-    const BlockOfSequence found = find_block_of_sequence(params.batch_size + 1, launched.index, lane, [&](int sequence) {
-        return length_of(params, sequence) == launched.length ? key_blocks_of(params, sequence) * params.num_heads_kv : 0;
-    });
-    KeyBlock block = {found.sequence};
-    if (found.sequence < 0) return block;
-    const int blocks = found.count / params.num_heads_kv;
-    const int together = max(1, kBlocksTogether / blocks);  // heads
-    const int first_head = found.index / (together * blocks) * together;
-    const int heads = min(together, params.num_heads_kv - first_head);
-    const int index_of_heads = found.index - first_head * blocks;
-    const int blocks_ahead = index_of_heads / heads;  // of its head
-    block.kv_head = first_head + index_of_heads - blocks_ahead * heads;
-    block.first_key = blocks_ahead * kBlockN;
-    const Rows rows = rows_of(found.sequence);
-    block.first_row_kv = rows.begin;
-    block.rows_kv = rows.count;
-    if (found.sequence < params.batch_size) {
-        const Rows queries = queries_of(params, found.sequence);
-        block.first_row_q = queries.begin;
-        block.seqlen_q = queries.count;
-        block.seqlen_kv = keys_of(params, found.sequence).count;
-    }
-    return block;
+// The block of a thread block, as the preprocess kernel has found it.
+__device__ __forceinline__ KeyBlock load_key_block(const Params& params, int index) {
+    const int32_t* words = params.key_blocks + int64_t(index) * kKeyBlockWords;
+    const uint4 first = load_global_128(words);
+    const uint4 second = load_global_128(words + 4);
+    return {int(first.x), int(first.y), int(first.z), int(first.w), int(second.x), int(second.y), int(second.z), int(second.w)};
 }
 
 // The parameters of a call of the block's sequence alone: its lengths, and pointers to its first rows in the workspace.
@@ -377,31 +221,6 @@ __device__ __forceinline__ int heads_of_block(const Params& params) { return par
 // The query head of a step.
 __device__ __forceinline__ int head_of(const Params& params, const KeyBlock& block, const Step& step) {
     return block.kv_head * params.group_size + step.head;
-}
-
-// The block, from the warp that has found it to all others.
-__device__ __forceinline__ void stash_block(const KeyBlock& block, shared_address stash) {
-    store_shared_32(stash, block.batch);
-    store_shared_32(stash + 4, block.kv_head);
-    store_shared_32(stash + 8, block.first_key);
-    store_shared_32(stash + 12, block.first_row_q);
-    store_shared_32(stash + 16, block.first_row_kv);
-    store_shared_32(stash + 20, block.seqlen_q);
-    store_shared_32(stash + 24, block.seqlen_kv);
-    store_shared_32(stash + 28, block.rows_kv);
-}
-
-__device__ __forceinline__ KeyBlock stashed_block(shared_address stash) {
-    KeyBlock block;
-    block.batch = load_shared_32(stash);
-    block.kv_head = load_shared_32(stash + 4);
-    block.first_key = load_shared_32(stash + 8);
-    block.first_row_q = load_shared_32(stash + 12);
-    block.first_row_kv = load_shared_32(stash + 16);
-    block.seqlen_q = load_shared_32(stash + 20);
-    block.seqlen_kv = load_shared_32(stash + 24);
-    block.rows_kv = load_shared_32(stash + 28);
-    return block;
 }
 
 // Queries [begin, end), none where begin is not less.
@@ -949,7 +768,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
     }
     // dV is staged over the warpgroup's own V: ds_ready of the last step says that all its warps are done with dP. Both consumers read K.
     release(barriers.ds_ready());  // this warp no longer reads K
-    const KeyBlock stored = stashed_block(shared + kStashOffset);  // anew, as the loop has no registers for what it does not use
+    const KeyBlock stored = load_key_block(params, block_index());  // anew, as the loop has no registers for what it does not use
     store_dv(params, stored, dv, v_own, 64 * consumer, lane);
     mbarrier_wait(barriers.ds_ready(), count % 2);  // no warp reads K any longer: dK is staged there
     store_dk(params, stored, dk, k_own, 64 * consumer, lane);
@@ -979,12 +798,7 @@ flash_bwd_varlen_hdim64_fp16_local_gqa_sm90(const __grid_constant__ Params param
     // before this one to have ended.
     griddepcontrol_launch_dependents();
 
-    if (threadIdx.x / 32 == 0) {
-        const KeyBlock found = find_key_block(params, block_index(), threadIdx.x);
-        if (threadIdx.x == 0) stash_block(found, shared + kStashOffset);
-    }
-    __syncthreads();
-    const KeyBlock tile = stashed_block(shared + kStashOffset);
+    const KeyBlock tile = load_key_block(params, block_index());
     if (tile.batch < 0) return;  // the grid is for the most blocks of keys that such arrays can have
     if (warpgroup == 0) {
         setmaxnreg_dec<kProducerRegisters>();

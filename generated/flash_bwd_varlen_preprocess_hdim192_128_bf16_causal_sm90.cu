@@ -15,7 +15,8 @@
 //     delta = sum(dout * out) - dlse      lse_log2 = lse * log2(e)
 //
 // so that P = 2^(scale_log2 * S - lse_log2) and dS = P * (dP - delta). A row that sees nothing, or lies behind the last one, has
-// lse_log2 = inf and delta = 0, which makes P and dS 0 if S and dP are finite. This kernel also clears what the main kernel adds to.
+// lse_log2 = inf and delta = 0, which makes P and dS 0 if S and dP are finite. This kernel also finds the block of keys of each thread block
+// of the main kernel, and clears what the main kernel adds to.
 
 using element = bf16;
 
@@ -28,6 +29,7 @@ constexpr int kLanes = kVectors < 8 ? 4 : 8;              // threads of a row; 8
 constexpr int kSteps = (kVectors + kLanes - 1) / kLanes;  // vectors of a thread in a row
 
 constexpr float kLog2e = 1.4426950408889634f;
+constexpr int kBlockN = 64;  // keys of a thread block of the main kernel
 
 struct Params {
     const element* dout;                  // (batch, rows_q, num_heads_q, head_dim_v), without batch where packed; rows 16-byte aligned
@@ -35,9 +37,12 @@ struct Params {
     const float* lse;                     // (batch, num_heads_q, rows_q), without batch where packed; contiguous; natural logarithm
     const float* dlse;                    // likewise, the gradient of lse; may be null
     const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
+    const int32_t* cu_seqlens_kv;         // (batch + 1,); null where keys are padded
+    const int32_t* kv_lengths;            // (batch,); null where cu_seqlens_kv has them, or all have seqlen_kv
     float* delta;                         // (num_heads_q, unit_rows)
     float* lse_log2;                      // (num_heads_q, unit_rows)
     float* dq_accum;                      // (num_heads_q, unit_rows, kHeadDim)
+    int32_t* key_blocks;                  // (num_key_blocks, 8): the block of keys of each thread block of the main kernel
     int64_t dout_batch_stride;            // strides are in elements; 0 where sequences are packed
     int64_t dout_row_stride;
     int64_t dout_head_stride;
@@ -48,19 +53,27 @@ struct Params {
     int64_t lse_head_stride;
     int32_t batch_size;                   // sequences
     int32_t num_heads_q;
+    int32_t num_heads_kv;
     int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
+    int32_t rows_kv;                      // of an entry of k
     int32_t seqlen_q;                     // the most queries of a sequence; of_sequence() puts its own here
+    int32_t seqlen_kv;                    // the most keys of a sequence
+    int32_t num_key_blocks;               // thread blocks of the main kernel
+    int32_t blocks_together;              // blocks of keys of a sequence that are launched together, of as many heads as have these
     int32_t head_dim_v;                   // of the call: a multiple of 8
 };
-static_assert(sizeof(Params) == 152 && offsetof(Params, dout) == 0 && offsetof(Params, out) == 8 && offsetof(Params, lse) == 16);
-static_assert(offsetof(Params, dlse) == 24 && offsetof(Params, cu_seqlens_q) == 32 && offsetof(Params, delta) == 40);
-static_assert(offsetof(Params, lse_log2) == 48 && offsetof(Params, dq_accum) == 56 && offsetof(Params, dout_batch_stride) == 64);
-static_assert(offsetof(Params, dout_row_stride) == 72 && offsetof(Params, dout_head_stride) == 80);
-static_assert(offsetof(Params, out_batch_stride) == 88 && offsetof(Params, out_row_stride) == 96);
-static_assert(offsetof(Params, out_head_stride) == 104 && offsetof(Params, lse_batch_stride) == 112);
-static_assert(offsetof(Params, lse_head_stride) == 120 && offsetof(Params, batch_size) == 128);
-static_assert(offsetof(Params, num_heads_q) == 132 && offsetof(Params, rows_q) == 136 && offsetof(Params, seqlen_q) == 140);
-static_assert(offsetof(Params, head_dim_v) == 144);
+static_assert(sizeof(Params) == 192 && offsetof(Params, dout) == 0 && offsetof(Params, out) == 8 && offsetof(Params, lse) == 16);
+static_assert(offsetof(Params, dlse) == 24 && offsetof(Params, cu_seqlens_q) == 32 && offsetof(Params, cu_seqlens_kv) == 40);
+static_assert(offsetof(Params, kv_lengths) == 48 && offsetof(Params, delta) == 56 && offsetof(Params, lse_log2) == 64);
+static_assert(offsetof(Params, dq_accum) == 72 && offsetof(Params, key_blocks) == 80);
+static_assert(offsetof(Params, dout_batch_stride) == 88 && offsetof(Params, dout_row_stride) == 96);
+static_assert(offsetof(Params, dout_head_stride) == 104 && offsetof(Params, out_batch_stride) == 112);
+static_assert(offsetof(Params, out_row_stride) == 120 && offsetof(Params, out_head_stride) == 128);
+static_assert(offsetof(Params, lse_batch_stride) == 136 && offsetof(Params, lse_head_stride) == 144);
+static_assert(offsetof(Params, batch_size) == 152 && offsetof(Params, num_heads_q) == 156);
+static_assert(offsetof(Params, num_heads_kv) == 160 && offsetof(Params, rows_q) == 164 && offsetof(Params, rows_kv) == 168);
+static_assert(offsetof(Params, seqlen_q) == 172 && offsetof(Params, seqlen_kv) == 176 && offsetof(Params, num_key_blocks) == 180);
+static_assert(offsetof(Params, blocks_together) == 184 && offsetof(Params, head_dim_v) == 188);
 
 // The rows of a head in the workspace: each sequence has whole units of kRowUnit of its own, so that a block of queries never meets the
 // rows of another one.
@@ -184,6 +197,129 @@ __device__ __forceinline__ Params of_sequence(const Params& params, const QueryU
     return own;
 }
 
+// The queries of a sequence.
+__device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
+    if (params.cu_seqlens_q == nullptr) return {0, params.seqlen_q};
+    return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
+}
+
+// Its keys.
+__device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
+    if (params.cu_seqlens_kv != nullptr) return packed_rows(params.cu_seqlens_kv, sequence, params.rows_kv, params.seqlen_kv);
+    return {0, params.kv_lengths == nullptr ? params.seqlen_kv : load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
+}
+
+// What a thread block of the main kernel computes: dK and dV of kBlockN keys of a head of a sequence, and their share of dQ.
+struct KeyBlock {
+    int batch;  // the sequence; below 0: none; batch_size: of the rows behind the last sequence
+    int kv_head;
+    int first_key;
+    int first_row_q;   // the rows of q and k that the sequence begins with
+    int first_row_kv;
+    int seqlen_q;
+    int seqlen_kv;
+    int rows_kv;  // rows of dK and dV: past the sequence's keys they are 0
+};
+
+constexpr int kKeyBlockWords = 8;  // those in key_blocks, from batch to rows_kv
+
+// The blocks of keys of a head.
+__device__ __forceinline__ int key_blocks_of(int rows_kv) { return (rows_kv + kBlockN - 1) / kBlockN; }
+
+// How long a sequence is: in blocks of as many queries as a block has keys. Rows behind the last sequence have none.
+__device__ __forceinline__ int length_of(const Params& params, int sequence) {
+    return sequence < params.batch_size ? (queries_of(params, sequence).count + kBlockN - 1) / kBlockN : 0;
+}
+
+// The rows of k of a sequence.
+__device__ __forceinline__ Rows key_rows_of(const Params& params, int sequence) {
+    return rows_to_write(params.cu_seqlens_kv, sequence, params.batch_size, params.rows_kv);
+}
+
+// A block of the main kernel's grid, in which the longest sequences come first, so that the last blocks are short.
+struct LaunchedBlock {
+    int length;  // of its sequence
+    int index;   // among those of sequences of that length
+};
+
+// Each lane keeps the lengths of this many sequences in registers, as the search goes through them up to a dozen times.
+constexpr int kKeptSequences = 4;
+
+// Finds the smallest length such that at most `index` blocks belong to longer sequences. The search doubles from 1, then bisects: short
+// sequences are many.
+__device__ __forceinline__ LaunchedBlock length_of_block(const Params& params, int index, int lane) {
+    int lengths[kKeptSequences], blocks[kKeptSequences];
+#pragma unroll
+    for (int i = 0; i < kKeptSequences; ++i) {
+        const int sequence = 32 * i + lane;
+        lengths[i] = length_of(params, sequence);
+        blocks[i] = sequence < params.batch_size ? key_blocks_of(key_rows_of(params, sequence).count) : 0;
+    }
+    int least = 0, most = 1 << 30, ahead = 0;
+    for (int length = 1; least < most; length = min(2 * length, (least + most) / 2)) {
+        int count = 0;
+#pragma unroll
+        for (int i = 0; i < kKeptSequences; ++i) count += lengths[i] > length ? blocks[i] : 0;
+#pragma unroll 1
+        for (int sequence = 32 * kKeptSequences + lane; sequence < params.batch_size; sequence += 32) {
+            const int further = key_blocks_of(key_rows_of(params, sequence).count);
+            count += length_of(params, sequence) > length ? further : 0;
+        }
+        const int longer = __reduce_add_sync(0xffffffff, count) * params.num_heads_kv;
+        if (longer > index) {
+            least = length + 1;
+        } else {
+            most = length;
+            ahead = longer;
+        }
+    }
+    return {most, index - ahead};
+}
+
+// The blocks of a sequence follow each other: of as many heads as have blocks_together, the first block of each head, then the second one.
+// Few heads at a time leave room in L2 for their Q and dO and for the dQ that is added up, which all blocks of a head use. Under a
+// diagonal the first keys are those to which the most queries attend.
+__device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index, int lane) {
+    const LaunchedBlock launched = length_of_block(params, index, lane);
+    const BlockOfSequence found = find_block_of_sequence(params.batch_size + 1, launched.index, lane, [&](int sequence) {
+        if (length_of(params, sequence) != launched.length) return 0;
+        return key_blocks_of(key_rows_of(params, sequence).count) * params.num_heads_kv;
+    });
+    KeyBlock block = {found.sequence};
+    if (found.sequence < 0) return block;
+    const int blocks = found.count / params.num_heads_kv;
+    const int together = max(1, params.blocks_together / blocks);  // heads
+    const int first_head = found.index / (together * blocks) * together;
+    const int heads = min(together, params.num_heads_kv - first_head);
+    const int index_of_heads = found.index - first_head * blocks;
+    const int blocks_ahead = index_of_heads / heads;  // of its head
+    block.kv_head = first_head + index_of_heads - blocks_ahead * heads;
+    block.first_key = blocks_ahead * kBlockN;
+    const Rows rows = key_rows_of(params, found.sequence);
+    block.first_row_kv = rows.begin;
+    block.rows_kv = rows.count;
+    if (found.sequence < params.batch_size) {
+        const Rows queries = queries_of(params, found.sequence);
+        block.first_row_q = queries.begin;
+        block.seqlen_q = queries.count;
+        block.seqlen_kv = keys_of(params, found.sequence).count;
+    }
+    return block;
+}
+
+// Finds the block of each thread block of the main kernel, which reads it from key_blocks. A warp finds one at a time. They are spread over
+// the thread blocks of this kernel, so that few warps of any are late.
+__device__ __forceinline__ void place_key_blocks(const Params& params) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = gridDim.x;
+    for (int index = block_index() + warp * blocks; index < params.num_key_blocks; index += kThreads / 32 * blocks) {
+        const KeyBlock block = find_key_block(params, index, lane);
+        if (lane != 0) continue;
+        int32_t* words = params.key_blocks + int64_t(index) * kKeyBlockWords;
+        store_global_128(words, {uint32_t(block.batch), uint32_t(block.kv_head), uint32_t(block.first_key), uint32_t(block.first_row_q)});
+        store_global_128(words + 4, {uint32_t(block.first_row_kv), uint32_t(block.seqlen_q), uint32_t(block.seqlen_kv), uint32_t(block.rows_kv)});
+    }
+}
+
 constexpr int kRowsPerPass = kThreads / kLanes;
 constexpr int kPasses = kRowUnit / kRowsPerPass;
 // Four vectors of dO and four of O are on their way to a thread, or as many as it has in a row.
@@ -204,7 +340,8 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
     return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+// Left to choose, ptxas makes room for a fourth thread block, and spills.
+extern "C" __global__ void __launch_bounds__(kThreads, 3)
 flash_bwd_varlen_preprocess_hdim192_128_bf16_causal_sm90(const __grid_constant__ Params all) {
     // The wait comes first: lengths may be results of the grid before.
     // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
@@ -214,6 +351,7 @@ flash_bwd_varlen_preprocess_hdim192_128_bf16_causal_sm90(const __grid_constant__
     // before this one to have ended.
     griddepcontrol_launch_dependents();
 
+    place_key_blocks(all);
     const QueryUnit unit = find_query_unit(all, block_index(), threadIdx.x % 32);
     // The grid is for the most units that such arrays can have; rows of no sequence are left to the last kernel.
     if (unit.sequence < 0 || unit.first_row >= unit.seqlen_q) return;

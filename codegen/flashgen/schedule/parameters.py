@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from flashgen.errors import SpecError
 from flashgen.schedule.divisor import divisor
 from flashgen.schedule.grid import all_heads, heads, row_blocks, rows_ahead, tiles
-from flashgen.schedule.sections import sections
+from flashgen.schedule.sections import KeyTiles, sections
 from flashgen.schedule.tensormap import BYTES, REQUIREMENTS, TensorMap, describe
 from flashgen.source.params import layout
 from flashgen.spec.grid import GROUP_PARTS
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
 _VECTOR_WIDTHS = {1: 1, 2: 1, 4: 4, 8: 8, 16: 16}
 _DIVISOR = "_divisor"
-# How many heads later in the grid tiles clear dq; how many query heads are left to the step before.
-CLEAR_DISTANCE, CLEARED_HEADS = "clear_distance", "cleared_heads"
+# Of the main step's `KeyTiles`; and how many query heads' dq is left to the step before.
+OF_KEY_TILES = ("clear_distance", "num_key_blocks", "blocks_together")
+_CLEARED_HEADS = "cleared_heads"
+NO_KEY_TILES = KeyTiles()
 _OF_SECTIONS = (
     "heads_per_section",
     "num_sections",
@@ -72,7 +74,7 @@ def parameters(
     device: Device,
     shares: Shares | None = None,
     parts: int = 1,
-    distance: int = 0,
+    key_tiles: KeyTiles = NO_KEY_TILES,
 ) -> dict[str, Number]:
     """Every number that a spec may name in ``params``, by name.
 
@@ -81,7 +83,8 @@ def parameters(
     ``heads_per_section`` and ``num_sections`` are those of `sections`; what has ``kv_block`` in its name is
     of ``shares``, those of the main step's grid; what ends in ``_divisor`` is a `divisor`. The query heads of
     a kv head are ``group_parts`` times ``heads_per_part``. ``clear_distance`` is that of the main step,
-    and ``cleared_heads`` the query heads of as many heads of its grid.
+    and ``cleared_heads`` the query heads of as many heads of its grid; ``num_key_blocks`` and
+    ``blocks_together`` are of its ``key_tiles``, too.
     """
     values: dict[str, Number] = dict(problem.sizes)
     for argument, strides in zip(problem.operator.arguments, problem.strides, strict=True):
@@ -92,7 +95,8 @@ def parameters(
     if "group_size" in values:
         per_part = int(values["group_size"]) // parts
         values |= {GROUP_PARTS: parts, "heads_per_part": per_part}
-        values |= {CLEAR_DISTANCE: distance, CLEARED_HEADS: distance * per_part}
+        values |= zip(OF_KEY_TILES, key_tiles, strict=True)
+        values[_CLEARED_HEADS] = key_tiles.clear_distance * per_part
     values |= {
         "num_row_blocks": blocks,
         "num_tiles": tiles(problem, variant),
@@ -157,7 +161,7 @@ def pack(
     workspace: Workspace | None = None,
     shares: Shares | None = None,
     parts: int = 1,
-    distance: int = 0,
+    key_tiles: KeyTiles = NO_KEY_TILES,
 ) -> Struct:
     """The parameter struct of one step. The pointer to an array of the workspace without elements is null.
 
@@ -167,7 +171,7 @@ def pack(
     operator, table = problem.operator, layout(variant.params)
     slices: Mapping[str, int] = workspace.offsets if workspace else {}
     sizes = {each.name: each.nbytes for each in workspace.slices} if workspace else {}
-    numbers = parameters(problem, variant, device, shares, parts, distance)
+    numbers = parameters(problem, variant, device, shares, parts, key_tiles)
     values: dict[str, Number | bytes] = dict(numbers)
     pointers, maps, widths, scalars = [], [], [], []
     of_scalars = problem.scalar_values().keys()

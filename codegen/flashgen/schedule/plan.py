@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.schedule.grid import Launch, launch_of
 from flashgen.schedule.groups import group_parts
-from flashgen.schedule.parameters import CLEAR_DISTANCE, Struct, pack
-from flashgen.schedule.sections import clear_distance
+from flashgen.schedule.parameters import NO_KEY_TILES, OF_KEY_TILES, Struct, pack
+from flashgen.schedule.sections import key_tiles
 from flashgen.schedule.shares import Shares, shares_of
 from flashgen.schedule.workspace import Workspace, workspace_of
 
@@ -54,15 +54,15 @@ def plan_steps(problem: Problem, main: Variant, device: Device) -> Steps:
     """
     shares = shares_of(problem, main, device) if main.grid.shares else None
     parts = group_parts(problem, main, device)
-    # Main steps that clear read arrays by tensor maps, which need elements: no step of such a call is empty.
-    clears = any(param.name == CLEAR_DISTANCE for param in main.params)
-    distance = clear_distance(problem, main, device, parts) if clears else 0
+    # Steps that have to know of key tiles read arrays by tensor maps, which need elements: none is empty.
+    asked = any(param.name in OF_KEY_TILES for step in main.steps for param in step.params)
+    tiles = key_tiles(problem, main, device, parts) if asked else NO_KEY_TILES
     workspace = workspace_of(problem, main, shares, parts)
     steps = (
         Step(
             variant,
             launch_of(problem, variant, device, shares.count if shares else 0, parts),
-            pack(problem, variant, device, workspace, shares, parts, distance),
+            pack(problem, variant, device, workspace, shares, parts, tiles),
             shares if variant.is_main else None,
         )
         for variant in main.steps

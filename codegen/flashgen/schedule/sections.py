@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.operators.masks import UNBOUNDED, Band
-from flashgen.schedule.grid import KEYS, ROWS, all_heads, blocks_at_a_time, heads, row_blocks
+from flashgen.schedule.grid import KEYS, ROWS, all_heads, blocks_at_a_time, heads, row_blocks, tiles
 
 if TYPE_CHECKING:
     from flashgen.arch import Device
@@ -80,6 +80,26 @@ def _of_keys(
     count = max(1, round(total / wanted))
     size = -(-total // count)
     return Sections(size, -(-total // size))
+
+
+class KeyTiles(NamedTuple):
+    """The tiles of keys of a main step, as all steps have to know them.
+
+    Tiles clear dq of a head that comes ``clear_distance`` heads later in the grid. Where sequences have
+    lengths, the step ahead finds each of the ``count`` tiles, and the tiles of a sequence are launched in
+    sections of about ``together``: of one head, or of several where one has fewer.
+    """
+
+    clear_distance: int = 0
+    count: int = 0
+    together: int = 0
+
+
+def key_tiles(problem: AttentionProblem, variant: Variant, device: Device, parts: int = 1) -> KeyTiles:
+    """Those of a main step."""
+    if variant.grid.of_sequences:
+        return KeyTiles(0, tiles(problem, variant), blocks_at_a_time(variant, device))
+    return KeyTiles(clear_distance(problem, variant, device, parts))
 
 
 def clear_distance(problem: AttentionProblem, variant: Variant, device: Device, parts: int = 1) -> int:
