@@ -160,7 +160,7 @@ struct KeyBlock {
     int rows_kv;  // rows of dK and dV: past the sequence's keys they are 0
 };
 
-constexpr int kKeyBlockWords = 8;  // those in key_blocks, from batch to rows_kv
+constexpr int kKeyBlockWords = 8;  // 32-bit words of an entry of key_blocks: batch to rows_kv
 
 // The block of a thread block, as the preprocess kernel has found it.
 __device__ __forceinline__ KeyBlock load_key_block(const Params& params, int index) {

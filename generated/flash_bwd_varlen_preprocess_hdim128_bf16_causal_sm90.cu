@@ -58,8 +58,8 @@ struct Params {
     int32_t rows_kv;                      // of an entry of k
     int32_t seqlen_q;                     // the most queries of a sequence; of_sequence() puts its own here
     int32_t seqlen_kv;                    // the most keys of a sequence
-    int32_t num_key_blocks;               // thread blocks of the main kernel
-    int32_t blocks_together;              // blocks of keys of a sequence that are launched together, of as many heads as have these
+    int32_t num_key_blocks;               // entries of key_blocks: thread blocks of the main kernel, of which some may have no block
+    int32_t blocks_together;              // about how many blocks of keys of a sequence are launched together: of one head, or of several
     int32_t head_dim_v;                   // of the call: a multiple of 8
 };
 static_assert(sizeof(Params) == 192 && offsetof(Params, dout) == 0 && offsetof(Params, out) == 8 && offsetof(Params, lse) == 16);
@@ -221,7 +221,7 @@ struct KeyBlock {
     int rows_kv;  // rows of dK and dV: past the sequence's keys they are 0
 };
 
-constexpr int kKeyBlockWords = 8;  // those in key_blocks, from batch to rows_kv
+constexpr int kKeyBlockWords = 8;  // 32-bit words of an entry of key_blocks: batch to rows_kv
 
 // The blocks of keys of a head.
 __device__ __forceinline__ int key_blocks_of(int rows_kv) { return (rows_kv + kBlockN - 1) / kBlockN; }
@@ -236,13 +236,13 @@ __device__ __forceinline__ Rows key_rows_of(const Params& params, int sequence) 
     return rows_to_write(params.cu_seqlens_kv, sequence, params.batch_size, params.rows_kv);
 }
 
-// A block of the main kernel's grid, in which the longest sequences come first, so that the last blocks are short.
+// A block of the main kernel's grid, in which the longest sequences come first, so that it ends with short ones.
 struct LaunchedBlock {
     int length;  // of its sequence
     int index;   // among those of sequences of that length
 };
 
-// Each lane keeps the lengths of this many sequences in registers, as the search goes through them up to a dozen times.
+// Each lane keeps the lengths of this many sequences in registers, as the search goes through them many times.
 constexpr int kKeptSequences = 4;
 
 // Finds the smallest length such that at most `index` blocks belong to longer sequences. The search doubles from 1, then bisects: short
@@ -276,11 +276,13 @@ __device__ __forceinline__ LaunchedBlock length_of_block(const Params& params, i
     return {most, index - ahead};
 }
 
-// The blocks of a sequence follow each other: of as many heads as have blocks_together, the first block of each head, then the second one.
-// Few heads at a time leave room in L2 for their Q and dO and for the dQ that is added up, which all blocks of a head use. Under a
-// diagonal the first keys are those to which the most queries attend.
+// The blocks of a sequence follow each other, by groups of heads that have about blocks_together in all: the first block of each head of a
+// group, to whose keys the most queries attend, then the second one. Few heads at a time leave room in L2 for their Q and dO and for the dQ
+// that is added up, which all blocks of a head use.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index, int lane) {
     const LaunchedBlock launched = length_of_block(params, index, lane);
+    // Lengths that contradict the arrays may add up to more blocks than an int counts.
+    if (launched.index < 0) return {-1};
     const BlockOfSequence found = find_block_of_sequence(params.batch_size + 1, launched.index, lane, [&](int sequence) {
         if (length_of(params, sequence) != launched.length) return 0;
         return key_blocks_of(key_rows_of(params, sequence).count) * params.num_heads_kv;
@@ -307,11 +309,11 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     return block;
 }
 
-// Finds the block of each thread block of the main kernel, which reads it from key_blocks. A warp finds one at a time. They are spread over
-// the thread blocks of this kernel, so that few warps of any are late.
+// Finds the block of each thread block of the main kernel, which reads it from key_blocks. Each warp finds one at a time. Entries are spread
+// over all thread blocks of this kernel, so that none has many more than another.
 __device__ __forceinline__ void place_key_blocks(const Params& params) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = gridDim.x;
-    for (int index = block_index() + warp * blocks; index < params.num_key_blocks; index += kThreads / 32 * blocks) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, grid_blocks = gridDim.x;
+    for (int index = block_index() + warp * grid_blocks; index < params.num_key_blocks; index += kThreads / 32 * grid_blocks) {
         const KeyBlock block = find_key_block(params, index, lane);
         if (lane != 0) continue;
         int32_t* words = params.key_blocks + int64_t(index) * kKeyBlockWords;

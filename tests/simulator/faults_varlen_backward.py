@@ -11,6 +11,7 @@ CAUSAL = "32_fp16_causal_gqa_sm80"
 ORDERED = "32_fp16_causal_ordered_sm80"
 MANY = Shape(100, 150, 2, batch=5)
 CROWD = Shape(5, 20, 1, batch=40)
+IN_TURNS = Shape(100, 150, 1, batch=9)  # of so many sequences some have queries and keys, whatever the seed
 GROUPS = Shape(100, 150, 4, 2, batch=5)
 # On Hopper. One sequence, whose last blocks are not whole.
 HOPPER = "32_fp16_sm90"
@@ -76,7 +77,7 @@ FAULTS = (
            (WRONG, "race"),
            "const int sequence = 32 * i + lane;", "const int sequence = 32 * i;"),
      PACKED),
-    (Fault("turns that all sequences share", ORDERED, "main", MANY, ("deadlock",),
+    (Fault("turns that all sequences share", ORDERED, "main", IN_TURNS, ("deadlock",),
            "own.turns += unit_row / kBlockM;", ""),
      PACKED),
     (Fault("lengths before the grid ahead has ended", PLAIN, "main", MANY, ("dependency",),
