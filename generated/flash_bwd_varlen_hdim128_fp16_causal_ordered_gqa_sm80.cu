@@ -249,26 +249,41 @@ __device__ __forceinline__ Rows rows_to_write(const int32_t* cu_seqlens, int seq
     return {begin, rows - begin};
 }
 
-// What a thread block computes: dK and dV of kBlockN keys of a head of a sequence, and their share of dQ.
+// What a thread block of the main kernel computes: dK and dV of kBlockN keys of a head of a sequence, and their share of dQ.
 struct KeyBlock {
     int batch;  // the sequence; below 0: none; batch_size: of the rows behind the last sequence
     int kv_head;
-    int index;  // among the blocks of its sequence and head
     int first_key;
     int first_row_q;   // the rows of q and k that the sequence begins with
     int first_row_kv;
     int seqlen_q;
     int seqlen_kv;
     int rows_kv;  // rows of dK and dV: past the sequence's keys they are 0
+    int index;  // among the blocks of its sequence and head
 };
+
+// The rows of k of a sequence, whatever their bound.
+__device__ __forceinline__ Rows key_rows_of(const Params& params, int sequence) {
+    return rows_to_write(params.cu_seqlens_kv, sequence, params.batch_size, params.rows_kv);
+}
+
+// Gives a block the rows and the lengths of its sequence. Rows behind the last sequence have neither queries nor keys.
+__device__ __forceinline__ void set_rows(const Params& params, KeyBlock& block) {
+    const Rows rows = key_rows_of(params, block.batch);
+    block.first_row_kv = rows.begin;
+    block.rows_kv = rows.count;
+    if (block.batch < params.batch_size) {
+        const Rows queries = queries_of(params, block.batch);
+        block.first_row_q = queries.begin;
+        block.seqlen_q = queries.count;
+        block.seqlen_kv = keys_of(params, block.batch).count;
+    }
+}
 
 // The blocks of a head follow each other, so that they share its queries in L2. The last keys come first: in this order blocks add to
 // dQ (turn_of).
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index, int lane) {
-    const auto rows_of = [&](int sequence) {
-        return rows_to_write(params.cu_seqlens_kv, sequence, params.batch_size, params.rows_kv);
-    };
-    const auto blocks_of = [&](int sequence) { return (rows_of(sequence).count + kBlockN - 1) / kBlockN; };
+    const auto blocks_of = [&](int sequence) { return (key_rows_of(params, sequence).count + kBlockN - 1) / kBlockN; };
     const BlockOfSequence found = find_block_of_sequence(params.batch_size + 1, index, lane, [&](int sequence) {
         return blocks_of(sequence) * params.num_heads_kv;
     });
@@ -278,15 +293,7 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     block.kv_head = found.index / blocks;
     block.index = (block.kv_head + 1) * blocks - 1 - found.index;
     block.first_key = block.index * kBlockN;
-    const Rows rows = rows_of(found.sequence);
-    block.first_row_kv = rows.begin;
-    block.rows_kv = rows.count;
-    if (found.sequence < params.batch_size) {
-        const Rows queries = queries_of(params, found.sequence);
-        block.first_row_q = queries.begin;
-        block.seqlen_q = queries.count;
-        block.seqlen_kv = keys_of(params, found.sequence).count;
-    }
+    set_rows(params, block);
     return block;
 }
 

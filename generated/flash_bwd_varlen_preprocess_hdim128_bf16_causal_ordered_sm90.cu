@@ -225,17 +225,30 @@ struct KeyBlock {
 
 constexpr int kKeyBlockWords = 8;  // 32-bit words of an entry of key_blocks: batch to rows_kv
 
+// The rows of k of a sequence, whatever their bound.
+__device__ __forceinline__ Rows key_rows_of(const Params& params, int sequence) {
+    return rows_to_write(params.cu_seqlens_kv, sequence, params.batch_size, params.rows_kv);
+}
+
+// Gives a block the rows and the lengths of its sequence. Rows behind the last sequence have neither queries nor keys.
+__device__ __forceinline__ void set_rows(const Params& params, KeyBlock& block) {
+    const Rows rows = key_rows_of(params, block.batch);
+    block.first_row_kv = rows.begin;
+    block.rows_kv = rows.count;
+    if (block.batch < params.batch_size) {
+        const Rows queries = queries_of(params, block.batch);
+        block.first_row_q = queries.begin;
+        block.seqlen_q = queries.count;
+        block.seqlen_kv = keys_of(params, block.batch).count;
+    }
+}
+
 // The blocks of keys of a head.
 __device__ __forceinline__ int key_blocks_of(int rows_kv) { return (rows_kv + kBlockN - 1) / kBlockN; }
 
 // How long a sequence is: in blocks of as many queries as a block has keys. Rows behind the last sequence have none.
 __device__ __forceinline__ int length_of(const Params& params, int sequence) {
     return sequence < params.batch_size ? (queries_of(params, sequence).count + kBlockN - 1) / kBlockN : 0;
-}
-
-// The rows of k of a sequence.
-__device__ __forceinline__ Rows key_rows_of(const Params& params, int sequence) {
-    return rows_to_write(params.cu_seqlens_kv, sequence, params.batch_size, params.rows_kv);
 }
 
 // A block of the main kernel's grid, in which the longest sequences come first, so that it ends with short ones.
@@ -300,15 +313,7 @@ __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int ind
     const int blocks_ahead = index_of_heads / heads;  // of its head
     block.kv_head = first_head + index_of_heads - blocks_ahead * heads;
     block.first_key = (blocks - 1 - blocks_ahead) * kBlockN;
-    const Rows rows = key_rows_of(params, found.sequence);
-    block.first_row_kv = rows.begin;
-    block.rows_kv = rows.count;
-    if (found.sequence < params.batch_size) {
-        const Rows queries = queries_of(params, found.sequence);
-        block.first_row_q = queries.begin;
-        block.seqlen_q = queries.count;
-        block.seqlen_kv = keys_of(params, found.sequence).count;
-    }
+    set_rows(params, block);
     return block;
 }
 

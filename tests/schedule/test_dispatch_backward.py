@@ -1,15 +1,20 @@
 """Which of the shipped kernels the backward pass takes on Hopper."""
 
+import struct
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flashgen.operators import varlen_backward
 from flashgen.operators.arguments import view_of_shape
 from flashgen.operators.backward import normalise
 from flashgen.schedule.dispatch import offers, select
 from flashgen.schedule.grid import expected_tiles, launch_of, row_blocks, tiles
+from flashgen.schedule.plan import plan_steps
+from flashgen.source.params import layout
 from flashgen.spec.load import load_specs
 from flashgen.spec.scores import load_scores
 
@@ -25,6 +30,13 @@ H200 = SimpleNamespace(
 )
 
 SPECS = load_specs()
+PACKED = {
+    variant.name: variant
+    for spec in SPECS
+    if spec.operator == "varlen_backward"
+    for variant in spec.variants()
+    if variant.is_main
+}
 
 
 def problem_of(head_dim, head_dim_v, dtype="bf16", seqlen=1000, batch=2, **options):
@@ -148,6 +160,24 @@ def packed(head_dim, dtype="bf16", tokens=1000, sequences=8, bound=None, **optio
 def taken_packed(head_dim, **options):
     problem = packed(head_dim, **options)
     return select(problem, H200, offers(problem, H200, SPECS))
+
+
+@given(
+    name=st.sampled_from(
+        ["hdim64_bf16_gqa", "hdim192_bf16_gqa", "hdim192_bf16_pair_gqa", "hdim256_bf16_pair_gqa"]
+    ),
+    tokens=st.integers(1, 300_000),
+    sequences=st.integers(1, 500),
+    bound=st.one_of(st.none(), st.integers(1, 3000)),
+)
+def test_the_table_of_key_blocks_has_an_entry_for_each_thread_block(name, tokens, sequences, bound):
+    variant = PACKED[f"flash_bwd_varlen_{name}_sm90"]
+    problem = packed(variant.head_dim, tokens=tokens, sequences=sequences, bound=bound)
+    (preprocess, main, *_), workspace = plan_steps(problem, variant, H200)
+    table = next(each for each in workspace.slices if each.name == "key_blocks")
+    assert 32 * main.launch.blocks <= table.nbytes
+    offset = layout(preprocess.variant.params).offsets["num_key_blocks"]
+    assert struct.unpack_from("<i", preprocess.struct.template, offset) == (main.launch.blocks,)
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 136, 256])

@@ -41,7 +41,7 @@ FAULTS = (
            "own.delta += unit_row;", ""),
      PACKED),
     (Fault("keys past the length", PLAIN, "main", MANY, (WRONG,),
-           "block.seqlen_kv = keys_of(params, found.sequence).count;", "block.seqlen_kv = rows.count;"),
+           "block.seqlen_kv = keys_of(params, block.batch).count;", "block.seqlen_kv = rows.count;"),
      PADDED),
     (Fault("a diagonal that all sequences share", CAUSAL, "main", GROUPS, NUMBERS,
            "own.diagonal_offset += seqlen_kv - seqlen_q;", ""),
