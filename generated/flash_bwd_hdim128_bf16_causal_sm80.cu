@@ -195,15 +195,15 @@ struct Step {
     int block;
 };
 
-// Steps go from the last block of queries to the first. All thread blocks of a head that have any begin with the same one.
-__device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return {queries.last}; }
-
-__device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
-
 __device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
 
 // The query head of a step: each has a kv head of its own.
 __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
+
+// Steps go from the last block of queries to the first. All thread blocks of a head that have any begin with the same one.
+__device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {queries.last}; }
+
+__device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
 
 // The block, stashed in shared memory and read back by each step and by the epilogue, instead of being held in registers with the
 // addresses that follow from it.
@@ -636,7 +636,7 @@ flash_bwd_hdim128_bf16_causal_sm80(const __grid_constant__ Params params) {
     const KeyBlock found_block = find_key_block(params, block_index());
     if (threadIdx.x == 0) stash_block(found_block, smem);
     const QueryBlocks queries = find_query_blocks(params, found_block.first_key);
-    Step step = first_step(queries);
+    Step step = first_step(params, found_block, queries);
     const int num_steps = queries.last - queries.first + 1;
     const auto k_rows = down_first<RowsOfK>(smem + kKOffset, warp_key, 0, lane);
     const auto v_rows = down_first<RowsOfV>(smem + kVOffset, warp_key, 0, lane);

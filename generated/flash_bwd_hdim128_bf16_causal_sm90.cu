@@ -159,15 +159,15 @@ struct Step {
     int block;
 };
 
-// Steps go from the last block of queries to the first. All thread blocks of a head that have any begin with the same one.
-__device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return {queries.last}; }
-
-__device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
-
 __device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
 
 // The query head of a step: each has a kv head of its own.
 __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
+
+// Steps go from the last block of queries to the first. All thread blocks of a head that have any begin with the same one.
+__device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {queries.last}; }
+
+__device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
 
 // The first query that attends to a key: that of its diagonal; to a key past the last none does.
 __device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
@@ -548,7 +548,7 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& ti
 
     // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
-    Step step = first_step(queries);
+    Step step = first_step(params, tile, queries);
 #pragma unroll 1  // few registers are left to the producer warpgroup, whose other warps have work of their own
     for (int left = num_steps(params, queries); left > 0; --left) {
         produce_step(params, tile, step, shared, barriers, ring);
@@ -585,7 +585,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
     float dk[kHeadDim / 2] = {};
     float dv[kHeadDimV / 2] = {};
     RingPosition<kStages> ring;
-    Step step = first_step(queries);
+    Step step = first_step(params, tile, queries);
     Step previous = step;
     mbarrier_wait(barriers.k_full(), 0);
     mbarrier_wait(barriers.v_full(), 0);
@@ -650,9 +650,9 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
         // MMAs ptxas would serialise all of them.
         float dq[kDqColumns / 2];
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
+        float* own_dq = dq_of(previous);
         mma_gradient(dk, packed_ds, q_smem);
         fence_proxy_async();  // the MMA of dQ, in the next step, would not see the writes of dS otherwise; here it overlaps with MMAs
-        float* own_dq = dq_of(previous);
         wgmma_wait<1>();
         __syncwarp();  // all lanes have written their dS, and read LSE and delta of the stage
         release(barriers.ds_ready());

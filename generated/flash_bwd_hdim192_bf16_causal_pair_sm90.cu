@@ -171,15 +171,15 @@ struct Step {
     int block;
 };
 
-// Steps go from the last block of queries to the first. All thread blocks of a head that have any begin with the same one.
-__device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return {queries.last}; }
-
-__device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
-
 __device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
 
 // The query head of a step: each has a kv head of its own.
 __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
+
+// Steps go from the last block of queries to the first. All thread blocks of a head that have any begin with the same one.
+__device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {queries.last}; }
+
+__device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block - 1}; }
 
 // The first query that attends to a key: that of its diagonal; to a key past the last none does.
 __device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
@@ -673,7 +673,7 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& ti
 
     // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
-    Step step = first_step(queries);
+    Step step = first_step(params, tile, queries);
 #pragma unroll 1  // few registers are left to the producer warpgroup, whose other warps have work of their own
     for (int left = num_steps(params, queries); left > 0; --left) {
         produce_step(params, tile, step, shared, barriers, ring);
@@ -779,7 +779,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
 
     float dv[kHeadDimV / 2] = {};
     RingPosition<kStages> ring;
-    Step step = first_step(queries);
+    Step step = first_step(params, tile, queries);
     Step previous = step;
     mbarrier_wait(barriers.k_full(), 0);
     float p[kBlockM / 2];  // S^T, then P^T
@@ -882,7 +882,7 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
 
     float dk[kHeadDim / 2] = {};
     RingPosition<kStages> ring;
-    Step step = first_step(queries);
+    Step step = first_step(params, tile, queries);
     Step previous = step;
     mbarrier_wait(barriers.k_full(), 0);
     mbarrier_wait(barriers.v_full(), 0);

@@ -201,16 +201,16 @@ struct Step {
     int block;
 };
 
-// Steps go from the first block of queries to the last. Under a diagonal a thread block begins, but for those that begin with query 0,
-// with a block of queries to which no later keys are visible. There it has the first turn, and it follows those of later keys from there on.
-__device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return {queries.first}; }
-
-__device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block + 1}; }
-
 __device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
 
 // The query head of a step: each has a kv head of its own.
 __device__ __forceinline__ int head_of(const Params&, const KeyBlock& block, const Step&) { return block.kv_head; }
+
+// Steps go from the first block of queries to the last. Under a diagonal a thread block begins, but for those that begin with query 0,
+// with a block of queries to which no later keys are visible. There it has the first turn, and it follows those of later keys from there on.
+__device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {queries.first}; }
+
+__device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks&) { return {step.block + 1}; }
 
 // The first query that attends to a key: that of its diagonal; to a key past the last none does.
 __device__ __forceinline__ int first_query_of_key(const Params& params, int key) {
@@ -628,7 +628,7 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& ti
 
     // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
-    Step step = first_step(queries);
+    Step step = first_step(params, tile, queries);
 #pragma unroll 1  // few registers are left to the producer warpgroup, whose other warps have work of their own
     for (int left = num_steps(params, queries); left > 0; --left) {
         produce_step(params, tile, step, shared, barriers, ring);
@@ -675,7 +675,7 @@ __device__ __forceinline__ void pass_turn(const Params& params, const KeyBlock& 
 __device__ __forceinline__ void await_turns(const Params& params, const KeyBlock& tile, const Barriers& barriers) {
     const QueryBlocks queries = find_query_blocks(params, tile.first_key);
     const int count = num_steps(params, queries);
-    Step step = first_step(queries);
+    Step step = first_step(params, tile, queries);
     for (int i = 0; i < count; ++i) {
         while (!has_turn(params, tile, step)) {}
         if (i > 0) mbarrier_wait(barriers.turn(), (i - 1) % 2);  // two arrivals of this thread in one phase would end it early
@@ -687,7 +687,7 @@ __device__ __forceinline__ void await_turns(const Params& params, const KeyBlock
 __device__ __forceinline__ void pass_turns(const Params& params, const KeyBlock& tile, const Barriers& barriers) {
     const QueryBlocks queries = find_query_blocks(params, tile.first_key);
     const int count = num_steps(params, queries);
-    Step step = first_step(queries);
+    Step step = first_step(params, tile, queries);
     mbarrier_arrive(barriers.turn());  // nothing is added ahead of the first step
 #pragma unroll 1  // few registers are left to the producer warpgroup
     for (int i = 0; i < count; ++i) {
@@ -727,7 +727,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
     float dk[kHeadDim / 2] = {};
     float dv[kHeadDimV / 2] = {};
     RingPosition<kStages> ring;
-    Step step = first_step(queries);
+    Step step = first_step(params, tile, queries);
     Step previous = step;
     mbarrier_wait(barriers.k_full(), 0);
     mbarrier_wait(barriers.v_full(), 0);
@@ -796,9 +796,9 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
         // MMAs ptxas would serialise all of them.
         float dq[kDqColumns / 2];
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
+        float* own_dq = dq_of(previous);
         mma_gradient(dk, packed_ds, q_smem);
         fence_proxy_async();  // the MMA of dQ, in the next step, would not see the writes of dS otherwise; here it overlaps with MMAs
-        float* own_dq = dq_of(previous);
         wgmma_wait<1>();
         __syncwarp();  // all lanes have written their dS, and read LSE and delta of the stage
         release(barriers.ds_ready());

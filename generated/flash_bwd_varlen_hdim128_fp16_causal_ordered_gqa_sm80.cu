@@ -332,27 +332,29 @@ __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, i
 
 // A step of the main loop: a block of queries of a head.
 struct Step {
-    int head;  // among those that the thread block goes through
+    int head;  // the query head
     int block;
 };
+
+__device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
+
+// Query heads that a thread block goes through, from the first one on.
+__device__ __forceinline__ int heads_of_block(const Params& params) { return params.group_size; }
+
+__device__ __forceinline__ int first_head_of(const Params& params, const KeyBlock& block) { return block.kv_head * params.group_size; }
+
+// The query head of a step.
+__device__ __forceinline__ int head_of(const Params&, const KeyBlock&, const Step& step) { return step.head; }
 
 // Steps go from the first block of queries to the last. Under a diagonal a thread block begins, but for those that begin with query 0,
 // with a block of queries to which no later keys are visible. There it has the first turn, and it follows those of later keys from there on.
 // The query heads follow each other, so that the gradients of their keys are summed here.
-__device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return {0, queries.first}; }
+__device__ __forceinline__ Step first_step(const Params& params, const KeyBlock& block, const QueryBlocks& queries) {
+    return {first_head_of(params, block), queries.first};
+}
 
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks& queries) {
     return step.block < queries.last ? Step{step.head, step.block + 1} : Step{step.head + 1, queries.first};
-}
-
-__device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
-
-// Query heads that a thread block goes through.
-__device__ __forceinline__ int heads_of_block(const Params& params) { return params.group_size; }
-
-// The query head of a step.
-__device__ __forceinline__ int head_of(const Params& params, const KeyBlock& block, const Step& step) {
-    return block.kv_head * params.group_size + step.head;
 }
 
 // The block, stashed in shared memory and read back by each step and by the epilogue, instead of being held in registers with the
@@ -838,7 +840,7 @@ flash_bwd_varlen_hdim128_fp16_causal_ordered_gqa_sm80(const __grid_constant__ Pa
     const Params params = of_sequence(all, found_block);
     if (threadIdx.x == 0) stash_block(found_block, smem);
     const QueryBlocks queries = find_query_blocks(params, found_block.first_key);
-    Step step = first_step(queries);
+    Step step = first_step(params, found_block, queries);
     const int num_steps = (queries.last - queries.first + 1) * heads_of_block(params);
     const auto k_rows = down_first<RowsOfK>(smem + kKOffset, warp_key, 0, lane);
     const auto v_rows = down_first<RowsOfV>(smem + kVOffset, warp_key, 0, lane);

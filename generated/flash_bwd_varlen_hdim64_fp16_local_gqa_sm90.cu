@@ -200,27 +200,29 @@ __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, i
 
 // A step of the main loop: a block of queries of a head.
 struct Step {
-    int head;  // among those that the thread block goes through
+    int head;  // the query head
     int block;
 };
+
+__device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
+
+// Query heads that a thread block goes through, from the first one on.
+__device__ __forceinline__ int heads_of_block(const Params& params) { return params.group_size; }
+
+__device__ __forceinline__ int first_head_of(const Params& params, const KeyBlock& block) { return block.kv_head * params.group_size; }
+
+// The query head of a step.
+__device__ __forceinline__ int head_of(const Params&, const KeyBlock&, const Step& step) { return step.head; }
 
 // Steps go from the last block of queries to the first. Without a left window all thread blocks of a head that have any begin with the
 // same one.
 // The query heads follow each other, so that the gradients of their keys are summed here.
-__device__ __forceinline__ Step first_step(const QueryBlocks& queries) { return {0, queries.last}; }
+__device__ __forceinline__ Step first_step(const Params& params, const KeyBlock& block, const QueryBlocks& queries) {
+    return {first_head_of(params, block), queries.last};
+}
 
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks& queries) {
     return step.block > queries.first ? Step{step.head, step.block - 1} : Step{step.head + 1, queries.last};
-}
-
-__device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
-
-// Query heads that a thread block goes through.
-__device__ __forceinline__ int heads_of_block(const Params& params) { return params.group_size; }
-
-// The query head of a step.
-__device__ __forceinline__ int head_of(const Params& params, const KeyBlock& block, const Step& step) {
-    return block.kv_head * params.group_size + step.head;
 }
 
 // Queries [begin, end), none where begin is not less.
@@ -643,7 +645,7 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& ti
 
     // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
-    Step step = first_step(queries);
+    Step step = first_step(params, tile, queries);
     for (int left = num_steps(params, queries); left > 0; --left) {
         produce_step(params, tile, step, shared, barriers, ring);
         step = next_step(step, queries);
@@ -680,7 +682,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
     float dk[kHeadDim / 2] = {};
     float dv[kHeadDimV / 2] = {};
     RingPosition<kStages> ring;
-    Step step = first_step(queries);
+    Step step = first_step(params, tile, queries);
     Step previous = step;
     mbarrier_wait(barriers.k_full(), 0);
     mbarrier_wait(barriers.v_full(), 0);
@@ -741,9 +743,9 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
         // MMAs ptxas would serialise all of them.
         float dq[kDqColumns / 2];
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
+        float* own_dq = dq_of(previous);
         mma_gradient(dk, packed_ds, q_smem);
         fence_proxy_async();  // the MMA of dQ, in the next step, would not see the writes of dS otherwise; here it overlaps with MMAs
-        float* own_dq = dq_of(previous);
         wgmma_wait<1>();
         __syncwarp();  // all lanes have written their dS, and read LSE and delta of the stage
         release(barriers.ds_ready());

@@ -96,7 +96,7 @@ IN_TURN_OF_DV = "float (&dq)[kDqColumnsOfDv / 2]) {\n        mbarrier_wait(barri
 IN_TURN_OF_DK = IN_TURN_OF_DV.replace("OfDv", "OfDk")
 OF_PAIR = """    const QueryBlocks queries = find_query_blocks_of_pair(params, tile);
     const int count = num_steps(params, queries);
-    Step step = first_step(queries);
+    Step step = first_step(params, tile, queries);
     mbarrier_arrive("""
 LAST_BLOCK = "    return min(last_query + params.diagonal_offset, params.seqlen_kv - 1) / kBlockN;\n"
 EVERY_BLOCK = "    return (params.seqlen_kv - 1) / kBlockN;\n"

@@ -69,17 +69,13 @@ def _of_keys(
 ) -> Sections:
     """Sections of tiles of keys that add to dq in any order, each over ``query_heads`` query heads.
 
-    Where tiles differ in length, two waves of them make a section, so that the grid ends with short ones. But
-    eight tiles of a head run at a time, to share its queries in L2. Tiles of less than 2,048 query rows end
-    close enough together. (Measured: docs/tuning.md.)
+    Where tiles differ in length, a wave of them makes a section, so that the grid ends with short ones. But
+    at least 16 tiles of a head run at a time, as L2 holds the queries, dout and dq of few heads. Tiles of
+    less than 2,048 query rows end close enough together. (Measured: docs/tuning.md.)
     """
     if not Band.of(problem).bounded or query_heads * problem.seqlen_q < 2048:
         return Sections(1, total)
-    wanted = min(2 * running / tiles_of_head, running / 8)
-    # Equal sizes, more or less: a small last section would leave its longest tiles to run alone.
-    count = max(1, round(total / wanted))
-    size = -(-total // count)
-    return Sections(size, -(-total // size))
+    return _even(total, 1, min(running // tiles_of_head, running // 16))
 
 
 class KeyTiles(NamedTuple):
@@ -105,12 +101,12 @@ def key_tiles(problem: AttentionProblem, variant: Variant, device: Device, parts
 def clear_distance(problem: AttentionProblem, variant: Variant, device: Device, parts: int = 1) -> int:
     """For tiles of keys: how many heads of the grid lie between a tile and the head whose dq it clears.
 
-    At least a section: all tiles that clear a head are then launched before those that wait for it. As many
-    more as run at a time, so that, where a section is one head, they were launched a wave before. In larger
-    sections the tiles of a head lie apart, and the last one may clear while the first one waits.
+    At least a section: all tiles that clear a head are then launched before those that wait for it. And as
+    many more as make 16 tiles, so that the last of them has cleared by then. No more, as L2 would lose the
+    zeros before dq is added to them. (Measured: docs/tuning.md.)
     """
-    at_a_time = -(-blocks_at_a_time(variant, device) // max(1, row_blocks(problem, variant)))
-    return sections(problem, variant, device, parts).heads + at_a_time
+    ahead = -(-16 // max(1, row_blocks(problem, variant)))
+    return sections(problem, variant, device, parts).heads + ahead
 
 
 def _key_bytes(problem: AttentionProblem, variant: Variant) -> int:
