@@ -105,8 +105,9 @@ def clear_distance(problem: AttentionProblem, variant: Variant, device: Device, 
     many more as make 16 tiles, so that the last of them has cleared by then. No more, as L2 would lose the
     zeros before dq is added to them. (Measured: docs/tuning.md.)
     """
-    ahead = -(-16 // max(1, row_blocks(problem, variant)))
-    return sections(problem, variant, device, parts).heads + ahead
+    tiles_ahead = min(16, blocks_at_a_time(variant, device))
+    heads_ahead = -(-tiles_ahead // max(1, row_blocks(problem, variant)))
+    return sections(problem, variant, device, parts).heads + heads_ahead
 
 
 def _key_bytes(problem: AttentionProblem, variant: Variant) -> int:
