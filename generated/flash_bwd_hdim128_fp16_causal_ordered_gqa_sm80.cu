@@ -206,13 +206,13 @@ __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, i
 
 // A step of the main loop: a block of queries of a head.
 struct Step {
-    int head;  // the query head
+    int head;  // the query head, among those of the batch entry
     int block;
 };
 
 __device__ __forceinline__ int kv_head_of(const Params& params, const KeyBlock& block) { return block.group_part / params.group_parts; }
 
-// Query heads that a thread block goes through, from the first one on.
+// How many query heads a thread block goes through, beginning with first_head_of().
 __device__ __forceinline__ int heads_of_block(const Params& params) { return params.heads_per_part; }
 
 __device__ __forceinline__ int first_head_of(const Params& params, const KeyBlock& block) {

@@ -172,13 +172,13 @@ __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, i
 
 // A step of the main loop: a block of queries of a head.
 struct Step {
-    int head;  // the query head
+    int head;  // the query head, among those of the batch entry
     int block;
 };
 
 __device__ __forceinline__ int kv_head_of(const Params& params, const KeyBlock& block) { return block.group_part / params.group_parts; }
 
-// Query heads that a thread block goes through, from the first one on.
+// How many query heads a thread block goes through, beginning with first_head_of().
 __device__ __forceinline__ int heads_of_block(const Params& params) { return params.heads_per_part; }
 
 __device__ __forceinline__ int first_head_of(const Params& params, const KeyBlock& block) {
@@ -539,10 +539,10 @@ __device__ __forceinline__ void store_part(float* tiles, const float (&sums)[kCo
 }
 
 // dQ is added to memory that has to be 0 first. The preprocess kernel clears dq_accum of the first clear_distance heads of the grid. Each
-// later head is cleared by the thread blocks of the head that comes clear_distance before it. Each clears one part while it computes, so
-// most zeros are still in L2 when dQ is added to them. clear_distance is at least a section, so the thread blocks that clear have lower
-// indices in the grid than those that wait, and clearing itself waits for nothing. So there is no deadlock if the hardware starts
-// thread blocks by increasing index, as it does, though CUDA does not promise it.
+// later head is cleared by the thread blocks of the head that comes clear_distance before it. Each clears one part while it computes.
+// clear_distance is more than a section, so the thread blocks that clear have lower indices in the grid than those that wait, and
+// clearing itself waits for nothing. So there is no deadlock if the hardware starts thread blocks by increasing index, as it does, though
+// CUDA does not promise it. clear_distance is little more than a section, so that most zeros are still in L2 when dQ is added to them.
 __device__ __forceinline__ int head_of_grid(const Params& params, const KeyBlock& block) {
     return block.batch * heads_of_grid(params) + block.group_part;
 }
@@ -712,7 +712,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
         // MMAs ptxas would serialise all of them.
         float dq[kDqColumns / 2];
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
-        float* own_dq = dq_of(previous);
+        float* own_dq = dq_of(previous);  // ahead of the MMAs of dK, so that it is there when dQ is
         mma_gradient(dk, packed_ds, q_smem);
         fence_proxy_async();  // the MMA of dQ, in the next step, would not see the writes of dS otherwise; here it overlaps with MMAs
         wgmma_wait<1>();

@@ -200,13 +200,13 @@ __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, i
 
 // A step of the main loop: a block of queries of a head.
 struct Step {
-    int head;  // the query head
+    int head;  // the query head, among those of the batch entry
     int block;
 };
 
 __device__ __forceinline__ int kv_head_of(const Params&, const KeyBlock& block) { return block.kv_head; }
 
-// Query heads that a thread block goes through, from the first one on.
+// How many query heads a thread block goes through, beginning with first_head_of().
 __device__ __forceinline__ int heads_of_block(const Params& params) { return params.group_size; }
 
 __device__ __forceinline__ int first_head_of(const Params& params, const KeyBlock& block) { return block.kv_head * params.group_size; }
@@ -743,7 +743,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
         // MMAs ptxas would serialise all of them.
         float dq[kDqColumns / 2];
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
-        float* own_dq = dq_of(previous);
+        float* own_dq = dq_of(previous);  // ahead of the MMAs of dK, so that it is there when dQ is
         mma_gradient(dk, packed_ds, q_smem);
         fence_proxy_async();  // the MMA of dQ, in the next step, would not see the writes of dS otherwise; here it overlaps with MMAs
         wgmma_wait<1>();

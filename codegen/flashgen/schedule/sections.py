@@ -69,9 +69,10 @@ def _of_keys(
 ) -> Sections:
     """Sections of tiles of keys that add to dq in any order, each over ``query_heads`` query heads.
 
-    Where tiles differ in length, a wave of them makes a section, so that the grid ends with short ones. But
-    at least 16 tiles of a head run at a time, as L2 holds the queries, dout and dq of few heads. Tiles of
-    less than 2,048 query rows end close enough together. (Measured: docs/tuning.md.)
+    Where tiles differ in length, a section has at most a wave of them, or one head, so that the grid ends
+    with short ones. And it has at most a head for every 16 tiles that run at a time, as L2 holds the queries,
+    dout and dq of few heads. Tiles of less than 2,048 query rows end close enough together. (Measured:
+    docs/tuning.md.)
     """
     if not Band.of(problem).bounded or query_heads * problem.seqlen_q < 2048:
         return Sections(1, total)
@@ -99,11 +100,13 @@ def key_tiles(problem: AttentionProblem, variant: Variant, device: Device, parts
 
 
 def clear_distance(problem: AttentionProblem, variant: Variant, device: Device, parts: int = 1) -> int:
-    """For tiles of keys: how many heads of the grid lie between a tile and the head whose dq it clears.
+    """For tiles of keys: how many heads later in the grid the head comes whose dq a tile clears.
 
-    At least a section: all tiles that clear a head are then launched before those that wait for it. And as
-    many more as make 16 tiles, so that the last of them has cleared by then. No more, as L2 would lose the
-    zeros before dq is added to them. (Measured: docs/tuning.md.)
+    More than a section: all tiles that clear a head are then launched before those that wait for it. The
+    heads beyond it make 16 tiles: where a section is one head, so many lie between the last one that clears
+    and the first one that waits. In larger sections the tiles of a head lie apart, about ``clear_distance``
+    tiles lie between, and the first one may wait a little. No more heads, as L2 would lose the zeros before
+    dq is added to them. (Measured: docs/tuning.md.)
     """
     tiles_ahead = min(16, blocks_at_a_time(variant, device))
     heads_ahead = -(-tiles_ahead // max(1, row_blocks(problem, variant)))
