@@ -206,7 +206,7 @@ __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, i
 
 // A step of the main loop: a block of queries of a head.
 struct Step {
-    int head;  // the query head, among those of the batch entry
+    int head;  // among those that the thread block goes through
     int block;
 };
 
@@ -220,14 +220,14 @@ __device__ __forceinline__ int first_head_of(const Params& params, const KeyBloc
 }
 
 // The query head of a step.
-__device__ __forceinline__ int head_of(const Params&, const KeyBlock&, const Step& step) { return step.head; }
+__device__ __forceinline__ int head_of(const Params& params, const KeyBlock& block, const Step& step) {
+    return first_head_of(params, block) + step.head;
+}
 
 // Steps go from the first block of queries to the last. Under a diagonal a thread block begins, but for those that begin with query 0,
 // with a block of queries to which no later keys are visible. There it has the first turn, and it follows those of later keys from there on.
 // The query heads follow each other, so that the gradients of their keys are summed here.
-__device__ __forceinline__ Step first_step(const Params& params, const KeyBlock& block, const QueryBlocks& queries) {
-    return {first_head_of(params, block), queries.first};
-}
+__device__ __forceinline__ Step first_step(const Params&, const KeyBlock&, const QueryBlocks& queries) { return {0, queries.first}; }
 
 __device__ __forceinline__ Step next_step(const Step& step, const QueryBlocks& queries) {
     return step.block < queries.last ? Step{step.head, step.block + 1} : Step{step.head + 1, queries.first};
