@@ -647,6 +647,7 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
         const int row = first_row + 8 * half + lane / 4;
         element* out_row = params.out + tile.batch * params.out_batch_stride +
                            row_offset(params, tile, row, params.out_row_stride, params.out_head_stride);
+        opaque(out_row);  // ptxas would compute it anew for each store
         // A lane has two neighbouring columns of every eight. Four lanes transpose, so that each gets eight of 32.
 #pragma unroll
         for (int n = 0; n < kHeadDimV / 8; n += 4) {

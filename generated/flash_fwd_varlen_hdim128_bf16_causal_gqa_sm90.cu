@@ -594,6 +594,7 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
         const int row = first_row + 8 * half + lane / 4;
         element* out_row = params.out + tile.batch * params.out_batch_stride +
                            row_offset(params, tile, row, params.out_row_stride, params.out_head_stride);
+        opaque(out_row);  // ptxas would compute it anew for each store
         // A lane has two neighbouring columns of every eight. Four lanes transpose, so that each gets eight of 32.
 #pragma unroll
         for (int n = 0; n < kHeadDimV / 8; n += 4) {
@@ -721,8 +722,9 @@ __device__ __forceinline__ void find_tiles(const Params& params, shared_address 
     for (TileSequence tiles; more; tiles.advance()) {
         const SequenceTile found = finder.find(params, tiles.index, lane);
         more = found.sequence >= 0;
+        mbarrier_wait(barriers.tile_empty(ring.stage), ring.parity ^ 1);
+        __syncwarp();  // all lanes have seen the phase before the tile lets the ring go on
         if (lane == 0) {
-            mbarrier_wait(barriers.tile_empty(ring.stage), ring.parity ^ 1);
             found.store(shared + kTileOffset + ring.stage * kTileBytes);
             mbarrier_arrive(barriers.tile_full(ring.stage));
         }
@@ -752,11 +754,18 @@ __device__ __forceinline__ void to_whole_array(const Params& params, const Seque
     if (params.cu_seqlens_q != nullptr) tile.batch = 0;
 }
 
-// Loads Q of a tile when its buffer is empty. One thread's work.
+// Waits until TMA may write to a buffer. The whole warp waits: while one lane did so alone, the others would take turns with it. Once all
+// have seen the phase, one lane starts loads; a lane that is overtaken by two phases would wait for ever.
+__device__ __forceinline__ void await_empty(shared_address empty, int parity) {
+    mbarrier_wait(empty, parity);
+    __syncwarp();
+}
+
+// Loads Q of a tile when its buffer is empty. The whole warp works.
 __device__ __forceinline__ void produce_q(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers,
                                           const RingPosition<kQStages>& ring) {
-    mbarrier_wait(barriers.q_empty(ring.stage), ring.parity ^ 1);
-    load_q(params, tile, shared + ring.stage * kQBytes, barriers.q_full(ring.stage));
+    await_empty(barriers.q_empty(ring.stage), ring.parity ^ 1);
+    if (elect_one()) load_q(params, tile, shared + ring.stage * kQBytes, barriers.q_full(ring.stage));
 }
 
 // Loads kBlockN rows of K or V of one head, panel by panel; what lies outside of the array becomes zeros.
@@ -782,20 +791,17 @@ __device__ __forceinline__ void produce(const Params& params, shared_address sha
         Tile tile = tile_of(params, found);
         const KvBlocks blocks = kv_blocks_of(params, found);
         to_whole_array(params, found, tile);
-        if (elect_one()) produce_q(params, tile, shared, barriers, q_ring);
+        produce_q(params, tile, shared, barriers, q_ring);
         q_ring.advance();
 #pragma unroll 1  // few registers are left to the producer
         for (int block = blocks.last; block >= blocks.first; --block) {
             const shared_address k_smem = shared + kKOffset + ring.stage * kKBytes;
             const shared_address v_smem = shared + kVOffset + ring.stage * kVBytes;
-            // One lane alone waits: a lane that waits and is overtaken by two phases would wait for ever.
-            if (elect_one()) {
-                const int key = found.first_key + block * kBlockN;
-                mbarrier_wait(barriers.k_empty(ring.stage), ring.parity ^ 1);
-                load_kv_block<kPanels>(k_smem, params.k, barriers.k_full(ring.stage), key, tile.kv_head, found.entry);
-                mbarrier_wait(barriers.v_empty(ring.stage), ring.parity ^ 1);
-                load_kv_block<kPanelsV>(v_smem, params.v, barriers.v_full(ring.stage), key, tile.kv_head, found.entry);
-            }
+            const int key = found.first_key + block * kBlockN;
+            await_empty(barriers.k_empty(ring.stage), ring.parity ^ 1);
+            if (elect_one()) load_kv_block<kPanels>(k_smem, params.k, barriers.k_full(ring.stage), key, tile.kv_head, found.entry);
+            await_empty(barriers.v_empty(ring.stage), ring.parity ^ 1);
+            if (elect_one()) load_kv_block<kPanelsV>(v_smem, params.v, barriers.v_full(ring.stage), key, tile.kv_head, found.entry);
             ring.advance();
         }
         __syncwarp();
