@@ -154,13 +154,13 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
 // The number of a thread block's share in its set.
 __device__ __forceinline__ int share_of(const Params& params, int thread_block) { return thread_block >> params.head_sets_log2; }
 
-// Head number `index` of a thread block's set, in the grid.
-__device__ __forceinline__ int head_of_set(const Params& params, int thread_block, int index) {
-    return (index << params.head_sets_log2) + (thread_block & ((1 << params.head_sets_log2) - 1));
+// Head number `nth_head` of a thread block's set, in the grid.
+__device__ __forceinline__ int head_of_set(const Params& params, int thread_block, int nth_head) {
+    return (nth_head << params.head_sets_log2) + (thread_block & ((1 << params.head_sets_log2) - 1));
 }
 
-__device__ __forceinline__ Share find_share(const Params& params, int index) {
-    const int begin = share_of(params, index) * params.kv_blocks_per_share;
+__device__ __forceinline__ Share find_share(const Params& params, int thread_block) {
+    const int begin = share_of(params, thread_block) * params.kv_blocks_per_share;
     return {begin, begin + min(params.kv_blocks_per_share, params.num_kv_blocks - begin)};
 }
 
@@ -174,13 +174,13 @@ __device__ __forceinline__ Part find_part(const Params& params, const Share& sha
     return {tile, first, first + count, count == params.kv_blocks_per_tile ? -1 : slot};
 }
 
-__device__ __forceinline__ Tile find_tile(const Params& params, int index) {
-    const int head_of_batch = divide(index, params.num_row_blocks_divisor);
+__device__ __forceinline__ Tile find_tile(const Params& params, int tile_index) {
+    const int head_of_batch = divide(tile_index, params.num_row_blocks_divisor);
     Tile tile;
     tile.batch = divide(head_of_batch, params.heads_per_set_divisor);
     tile.kv_head = head_of_set(params, block_index(), head_of_batch - tile.batch * params.heads_per_set);
     tile.head = tile.kv_head * params.group_size;
-    tile.first_row = (index - head_of_batch * params.num_row_blocks) * kBlockM;
+    tile.first_row = (tile_index - head_of_batch * params.num_row_blocks) * kBlockM;
     return tile;
 }
 

@@ -189,9 +189,9 @@ __device__ __forceinline__ Tiles tiles_of(const Params& params) {
 // The number of a thread block's share in its set.
 __device__ __forceinline__ int share_of(const Params& params, int thread_block) { return thread_block >> params.head_sets_log2; }
 
-// Head number `index` of a thread block's set, in the grid.
-__device__ __forceinline__ int head_of_set(const Params& params, int thread_block, int index) {
-    return (index << params.head_sets_log2) + (thread_block & ((1 << params.head_sets_log2) - 1));
+// Head number `nth_head` of a thread block's set, in the grid.
+__device__ __forceinline__ int head_of_set(const Params& params, int thread_block, int nth_head) {
+    return (nth_head << params.head_sets_log2) + (thread_block & ((1 << params.head_sets_log2) - 1));
 }
 
 // How many KV blocks the tiles of a sequence have in a set of heads; `params` have the bounds of all sequences.
@@ -247,15 +247,15 @@ __device__ __forceinline__ Place find_place(const Params& params, Lengths length
     }
 }
 
-// Tile `index` of a sequence, of which `params` are, among those of the thread block's set of heads.
-__device__ __forceinline__ Tile find_tile(const Params& params, const Place& place, int index) {
+// Tile `tile_index` of a sequence, of which `params` are, among those of the thread block's set of heads.
+__device__ __forceinline__ Tile find_tile(const Params& params, const Place& place, int tile_index) {
     const int row_blocks = tiles_of(params).row_blocks;
-    const int nth_head = index / row_blocks;
+    const int nth_head = tile_index / row_blocks;
     const int head = head_of_set(params, block_index(), nth_head);  // of the grid
     Tile tile;
     tile.batch = place.sequence;
     tile.head = head * params.group_size;
-    tile.first_row = (index - nth_head * row_blocks) * kBlockM;
+    tile.first_row = (tile_index - nth_head * row_blocks) * kBlockM;
     return tile;
 }
 

@@ -264,10 +264,10 @@ __device__ __forceinline__ int kv_blocks_per_share(const Params& params, const L
 }
 
 // `lane_lengths` are those of the lane's sequence among the first 32.
-__device__ __forceinline__ Share find_share(const Params& params, const Lengths& lane_lengths, int index, int lane) {
+__device__ __forceinline__ Share find_share(const Params& params, const Lengths& lane_lengths, int thread_block, int lane) {
     int num_kv_blocks;
     const int per_share = kv_blocks_per_share(params, lane_lengths, num_kv_blocks, lane);
-    const int begin = min(num_kv_blocks, index * per_share);
+    const int begin = min(num_kv_blocks, thread_block * per_share);
     return {begin, min(num_kv_blocks, begin + per_share)};
 }
 
@@ -748,6 +748,7 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
         const int row = first_row + 8 * half + lane / 4;
         element* out_row = params.out + tile.batch * params.out_batch_stride +
                            row_offset(params, tile, row, params.out_row_stride, params.out_head_stride);
+        opaque(out_row);  // ptxas would compute it anew for each store
         // A lane has two neighbouring columns of every eight. Four lanes transpose, so that each gets eight of 32.
 #pragma unroll
         for (int n = 0; n < kHeadDimV / 8; n += 4) {
@@ -813,8 +814,9 @@ __device__ __forceinline__ void find_tiles(const Params& params, shared_address 
     const int lane = threadIdx.x % 32;
     RingPosition<kQStages> ring;
     auto pass_on = [&](const SequenceTile& found) {
+        mbarrier_wait(barriers.tile_empty(ring.stage), ring.parity ^ 1);
+        __syncwarp();  // all lanes have seen the phase before the tile lets the ring go on
         if (lane == 0) {
-            mbarrier_wait(barriers.tile_empty(ring.stage), ring.parity ^ 1);
             found.store(shared + kTileOffset + ring.stage * kTileBytes);
             mbarrier_arrive(barriers.tile_full(ring.stage));
         }
@@ -874,11 +876,18 @@ __device__ __forceinline__ void to_whole_array(const Params& params, const Seque
     if (params.cu_seqlens_q != nullptr) tile.batch = 0;
 }
 
-// Loads Q of a tile when its buffer is empty. One thread's work.
+// Waits until TMA may write to a buffer. The whole warp waits: while one lane did so alone, the others would take turns with it. Once all
+// have seen the phase, one lane starts loads; a lane that is overtaken by two phases would wait for ever.
+__device__ __forceinline__ void await_empty(shared_address empty, int parity) {
+    mbarrier_wait(empty, parity);
+    __syncwarp();
+}
+
+// Loads Q of a tile when its buffer is empty. The whole warp works.
 __device__ __forceinline__ void produce_q(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers,
                                           const RingPosition<kQStages>& ring) {
-    mbarrier_wait(barriers.q_empty(ring.stage), ring.parity ^ 1);
-    load_q(params, tile, shared + ring.stage * kQBytes, barriers.q_full(ring.stage));
+    await_empty(barriers.q_empty(ring.stage), ring.parity ^ 1);
+    if (elect_one()) load_q(params, tile, shared + ring.stage * kQBytes, barriers.q_full(ring.stage));
 }
 
 constexpr int kBoxKeys = 16;  // keys that TMA brings at a time, all of one page
@@ -922,11 +931,10 @@ struct PagedArray {
         int entry = load_entry(params, found, first_key(blocks.last));
 #pragma unroll 1  // few registers are left to the producer
         for (int block = blocks.last; block >= blocks.first; --block) {
-            // All lanes wait, and none loads before all have: no lane is overtaken.
-            mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+            await_empty(empty + 8 * ring.stage, ring.parity ^ 1);
             const PageRow from = page_row(params, found, first_key(block), entry);
             if (lane == 0) mbarrier_arrive_expect_tx(full + 8 * ring.stage, kBytes);
-            __syncwarp();
+            __syncwarp();  // no box is loaded ahead of the arrival that announces its bytes
 #pragma unroll
             for (int box = 0; box < kBlockN / kBoxKeys; ++box) {
                 const int page = __shfl_sync(0xffffffff, from.page, box);
@@ -958,7 +966,7 @@ __device__ __forceinline__ void produce(const Params& params, shared_address sha
         if (found.sequence < 0) return;
         Tile tile = tile_of(params, found);
         to_whole_array(params, found, tile);
-        if (elect_one()) produce_q(params, tile, shared, barriers, q_ring);
+        produce_q(params, tile, shared, barriers, q_ring);
         __syncwarp();  // else the warp stays diverged, and each shuffle below has to bring its lanes together
         q_ring.advance();
         k.load(params, found, ring, lane);

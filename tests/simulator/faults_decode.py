@@ -33,8 +33,8 @@ FAULTS = (
         DECODE,
         SPLIT,
         NUMBERS,
-        "const int begin = share_of(params, index) * params.kv_blocks_per_share;",
-        "const int begin = share_of(params, index) * params.kv_blocks_per_share + (index == 1);",
+        "const int begin = share_of(params, thread_block) * params.kv_blocks_per_share;",
+        "const int begin = share_of(params, thread_block) * params.kv_blocks_per_share + (thread_block == 1);",
         multiprocessors=3,
     ),
     fault(
@@ -43,7 +43,7 @@ FAULTS = (
         SPLIT,
         NUMBERS,
         "return {begin, begin + min(params.kv_blocks_per_share,",
-        "return {begin, begin - (index == 1) + min(params.kv_blocks_per_share,",
+        "return {begin, begin - (thread_block == 1) + min(params.kv_blocks_per_share,",
         multiprocessors=3,
     ),
     fault(
