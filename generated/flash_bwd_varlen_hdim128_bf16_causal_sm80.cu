@@ -255,7 +255,7 @@ struct KeyBlock {
     int first_row_kv;
     int seqlen_q;
     int seqlen_kv;
-    int rows_kv;  // rows of dK and dV: past the sequence's keys they are 0
+    int stored_rows;  // of dK and dV: past the sequence's keys they are 0
 };
 
 // The rows of k of a sequence, whatever their bound.
@@ -267,7 +267,7 @@ __device__ __forceinline__ Rows key_rows_of(const Params& params, int sequence) 
 __device__ __forceinline__ void set_rows(const Params& params, KeyBlock& block) {
     const Rows rows = key_rows_of(params, block.batch);
     block.first_row_kv = rows.begin;
-    block.rows_kv = rows.count;
+    block.stored_rows = rows.count;
     if (block.batch < params.batch_size) {
         const Rows queries = queries_of(params, block.batch);
         block.first_row_q = queries.begin;
@@ -346,7 +346,7 @@ __device__ __forceinline__ void stash_block(const KeyBlock& block, shared_addres
     store_shared_64(smem + kStashOffset + 8, 0, block.first_key);  // the 0 fills 16 bytes, which one load brings
     store_shared_64(smem + kStashOffset + 16, block.first_row_q, block.seqlen_q);
     store_shared_64(smem + kStashOffset + 24, block.first_row_kv, block.seqlen_kv);
-    store_shared_32(smem + kStashOffset + 32, block.rows_kv);
+    store_shared_32(smem + kStashOffset + 32, block.stored_rows);
 }
 
 __device__ __forceinline__ KeyBlock stashed_block(shared_address smem) {
@@ -360,7 +360,7 @@ __device__ __forceinline__ KeyBlock stashed_block(shared_address smem) {
     block.seqlen_q = rows.y;
     block.first_row_kv = rows.z;
     block.seqlen_kv = rows.w;
-    block.rows_kv = load_shared_32(smem + kStashOffset + 32);
+    block.stored_rows = load_shared_32(smem + kStashOffset + 32);
     return block;
 }
 
@@ -752,7 +752,7 @@ __device__ __forceinline__ void store_gradients(const Params& params, const KeyB
     stage_gradients<RowsOfK>(smem + kKOffset, gradients.dk, params.softmax_scale, warp_key, part, lane);
     stage_gradients<RowsOfV>(smem + kVOffset, gradients.dv, 1.0f, warp_key, part, lane);
     barrier_sync(kThreads);
-    const int valid_rows = block.rows_kv - block.first_key;  // also rows past the sequence's keys, whose sums are 0
+    const int valid_rows = block.stored_rows - block.first_key;  // also rows past the sequence's keys, whose sums are 0
     const int kv_head = kv_head_of(params, block);
     store_rows<RowsOfK, kRowBytes>(smem + kKOffset,
                                    params.dk + block.batch * params.dk_batch_stride + kv_head * params.dk_head_stride +

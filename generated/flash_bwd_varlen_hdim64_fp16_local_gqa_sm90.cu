@@ -157,10 +157,10 @@ struct KeyBlock {
     int first_row_kv;
     int seqlen_q;
     int seqlen_kv;
-    int rows_kv;  // rows of dK and dV: past the sequence's keys they are 0
+    int stored_rows;  // of dK and dV: past the sequence's keys they are 0
 };
 
-constexpr int kKeyBlockWords = 8;  // 32-bit words of an entry of key_blocks: batch to rows_kv
+constexpr int kKeyBlockWords = 8;  // 32-bit words of an entry of key_blocks: batch to stored_rows
 
 // The block of a thread block, as the preprocess kernel has found it.
 __device__ __forceinline__ KeyBlock load_key_block(const Params& params, int index) {
@@ -594,7 +594,7 @@ __device__ __forceinline__ void store_dv(const Params& params, const KeyBlock& b
     const int row = block.first_key + first;
     element* own = params.dv + block.batch * params.dv_batch_stride + block.kv_head * params.dv_head_stride +
                    (block.first_row_kv + row) * params.dv_row_stride;
-    store_gradient<kHeadDimV>(own, params.dv_row_stride, dv, 1.0f, staging, block.rows_kv - row, params.head_dim_v, lane);
+    store_gradient<kHeadDimV>(own, params.dv_row_stride, dv, 1.0f, staging, block.stored_rows - row, params.head_dim_v, lane);
 }
 
 // Likewise of dK.
@@ -603,7 +603,7 @@ __device__ __forceinline__ void store_dk(const Params& params, const KeyBlock& b
     const int row = block.first_key + first;
     element* own = params.dk + block.batch * params.dk_batch_stride + block.kv_head * params.dk_head_stride +
                    (block.first_row_kv + row) * params.dk_row_stride;
-    store_gradient<kHeadDim>(own, params.dk_row_stride, dk, params.softmax_scale, staging, block.rows_kv - row, params.head_dim, lane);
+    store_gradient<kHeadDim>(own, params.dk_row_stride, dk, params.softmax_scale, staging, block.stored_rows - row, params.head_dim, lane);
 }
 
 // A tile takes each of its query heads through the same blocks of queries.

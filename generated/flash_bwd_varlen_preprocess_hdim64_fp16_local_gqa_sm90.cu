@@ -218,10 +218,10 @@ struct KeyBlock {
     int first_row_kv;
     int seqlen_q;
     int seqlen_kv;
-    int rows_kv;  // rows of dK and dV: past the sequence's keys they are 0
+    int stored_rows;  // of dK and dV: past the sequence's keys they are 0
 };
 
-constexpr int kKeyBlockWords = 8;  // 32-bit words of an entry of key_blocks: batch to rows_kv
+constexpr int kKeyBlockWords = 8;  // 32-bit words of an entry of key_blocks: batch to stored_rows
 
 // The rows of k of a sequence, whatever their bound.
 __device__ __forceinline__ Rows key_rows_of(const Params& params, int sequence) {
@@ -232,7 +232,7 @@ __device__ __forceinline__ Rows key_rows_of(const Params& params, int sequence) 
 __device__ __forceinline__ void set_rows(const Params& params, KeyBlock& block) {
     const Rows rows = key_rows_of(params, block.batch);
     block.first_row_kv = rows.begin;
-    block.rows_kv = rows.count;
+    block.stored_rows = rows.count;
     if (block.batch < params.batch_size) {
         const Rows queries = queries_of(params, block.batch);
         block.first_row_q = queries.begin;
@@ -242,7 +242,7 @@ __device__ __forceinline__ void set_rows(const Params& params, KeyBlock& block) 
 }
 
 // The blocks of keys of a head.
-__device__ __forceinline__ int key_blocks_of(int rows_kv) { return (rows_kv + kBlockN - 1) / kBlockN; }
+__device__ __forceinline__ int key_blocks_of(int rows) { return (rows + kBlockN - 1) / kBlockN; }
 
 // How long a sequence is: in blocks of as many queries as a block has keys. Rows behind the last sequence have none.
 __device__ __forceinline__ int length_of(const Params& params, int sequence) {
@@ -323,7 +323,7 @@ __device__ __forceinline__ void place_key_blocks(const Params& params) {
         if (lane != 0) continue;
         int32_t* words = params.key_blocks + int64_t(index) * kKeyBlockWords;
         store_global_128(words, {uint32_t(block.batch), uint32_t(block.kv_head), uint32_t(block.first_key), uint32_t(block.first_row_q)});
-        store_global_128(words + 4, {uint32_t(block.first_row_kv), uint32_t(block.seqlen_q), uint32_t(block.seqlen_kv), uint32_t(block.rows_kv)});
+        store_global_128(words + 4, {uint32_t(block.first_row_kv), uint32_t(block.seqlen_q), uint32_t(block.seqlen_kv), uint32_t(block.stored_rows)});
     }
 }
 
