@@ -245,44 +245,44 @@ __device__ __forceinline__ void set_rows(const Params& params, KeyBlock& block) 
 __device__ __forceinline__ int key_blocks_of(int rows) { return (rows + kBlockN - 1) / kBlockN; }
 
 // How long a sequence is: in blocks of as many queries as a block has keys. Rows behind the last sequence have none.
-__device__ __forceinline__ int length_of(const Params& params, int sequence) {
+__device__ __forceinline__ int query_blocks_of(const Params& params, int sequence) {
     return sequence < params.batch_size ? (queries_of(params, sequence).count + kBlockN - 1) / kBlockN : 0;
 }
 
 // A block of the main kernel's grid, in which the longest sequences come first, so that it ends with short ones.
 struct LaunchedBlock {
-    int length;  // of its sequence
-    int index;   // among those of sequences of that length
+    int query_blocks;  // of its sequence
+    int index;         // among those of sequences with so many
 };
 
-// Each lane keeps the lengths of this many sequences in registers, as the search goes through them many times.
+// Each lane keeps the blocks of this many sequences in registers, as the search goes through them many times.
 constexpr int kKeptSequences = 4;
 
-// Finds the smallest length such that at most `index` blocks belong to longer sequences. The search doubles from 1, then bisects: short
-// sequences are many.
-__device__ __forceinline__ LaunchedBlock length_of_block(const Params& params, int index, int lane) {
-    int lengths[kKeptSequences], blocks[kKeptSequences];
+// Finds the smallest number of query blocks such that at most `index` blocks belong to longer sequences. The search doubles from 1, then
+// bisects: short sequences are many.
+__device__ __forceinline__ LaunchedBlock find_launched_block(const Params& params, int index, int lane) {
+    int query_blocks[kKeptSequences], blocks[kKeptSequences];
 #pragma unroll
     for (int i = 0; i < kKeptSequences; ++i) {
         const int sequence = 32 * i + lane;
-        lengths[i] = length_of(params, sequence);
+        query_blocks[i] = query_blocks_of(params, sequence);
         blocks[i] = sequence < params.batch_size ? key_blocks_of(key_rows_of(params, sequence).count) : 0;
     }
     int least = 0, most = 1 << 30, ahead = 0;
-    for (int length = 1; least < most; length = min(2 * length, (least + most) / 2)) {
+    for (int bound = 1; least < most; bound = min(2 * bound, (least + most) / 2)) {
         int count = 0;
 #pragma unroll
-        for (int i = 0; i < kKeptSequences; ++i) count += lengths[i] > length ? blocks[i] : 0;
+        for (int i = 0; i < kKeptSequences; ++i) count += query_blocks[i] > bound ? blocks[i] : 0;
 #pragma unroll 1
         for (int sequence = 32 * kKeptSequences + lane; sequence < params.batch_size; sequence += 32) {
             const int further = key_blocks_of(key_rows_of(params, sequence).count);
-            count += length_of(params, sequence) > length ? further : 0;
+            count += query_blocks_of(params, sequence) > bound ? further : 0;
         }
         const int longer = __reduce_add_sync(0xffffffff, count) * params.num_heads_kv;
         if (longer > index) {
-            least = length + 1;
+            least = bound + 1;
         } else {
-            most = length;
+            most = bound;
             ahead = longer;
         }
     }
@@ -293,11 +293,11 @@ __device__ __forceinline__ LaunchedBlock length_of_block(const Params& params, i
 // group, to whose keys the most queries attend, then the second one. Few heads at a time leave room in L2 for their Q and dO and for the dQ
 // that is added up, which all blocks of a head use.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index, int lane) {
-    const LaunchedBlock launched = length_of_block(params, index, lane);
+    const LaunchedBlock launched = find_launched_block(params, index, lane);
     // Lengths that contradict the arrays may add up to more blocks than an int counts.
     if (launched.index < 0) return {-1};
     const BlockOfSequence found = find_block_of_sequence(params.batch_size + 1, launched.index, lane, [&](int sequence) {
-        if (length_of(params, sequence) != launched.length) return 0;
+        if (query_blocks_of(params, sequence) != launched.query_blocks) return 0;
         return key_blocks_of(key_rows_of(params, sequence).count) * params.num_heads_kv;
     });
     KeyBlock block = {found.sequence};

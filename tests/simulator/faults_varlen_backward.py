@@ -71,7 +71,7 @@ FAULTS = (
      PACKED),
     (Fault("no longer sequence among those that are not kept", HOPPER, "preprocess",
            Shape(3, 140, 1, batch=150), (WRONG, "race"),
-           "count += length_of(params, sequence) > length ? further : 0;", ""),
+           "count += query_blocks_of(params, sequence) > bound ? further : 0;", ""),
      PACKED),
     (Fault("a lane keeps the same sequences as another", HOPPER, "preprocess", Shape(300, 20, 1, batch=40),
            (WRONG, "race"),
