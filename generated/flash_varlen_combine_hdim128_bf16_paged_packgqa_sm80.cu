@@ -260,7 +260,7 @@ __device__ __forceinline__ Tile find_tile(const Params& params, const Place& pla
 }
 
 // The shares [first, last] that had KV blocks of a tile, in the kernel before this one, and the rows of the tile that this thread block
-// combines: `num_rows` of them, each step-th from `first_row` on.
+// combines: `count` of them, each step-th from `first_row` on.
 struct Parts {
     Tile tile;
     int first;
@@ -269,7 +269,7 @@ struct Parts {
     bool begins_share;  // whether the share of the first one begins with the tile
     int step;
     int first_row;
-    int num_rows;
+    int count;
 };
 
 // What the thread block of share `index` of [first, last] combines. The first has nothing to combine here: its share begins with the tile.
@@ -278,7 +278,7 @@ __device__ __forceinline__ void divide_rows(const Params& params, Parts& parts, 
     parts.first_row = index - parts.first - 1;
     if (parts.first_row < 0) return;
     const int tile_rows = min(kBlockM, num_rows(params) - parts.tile.first_row);
-    parts.num_rows = (tile_rows - parts.first_row + parts.step - 1) / parts.step;
+    parts.count = (tile_rows - parts.first_row + parts.step - 1) / parts.step;
 }
 
 // The parameters of a call of one sequence alone: its lengths, and pointers to its first rows.
@@ -419,16 +419,16 @@ __device__ __forceinline__ void store_row(const Params& params, const Tile& tile
 template <int kTeam>
 __device__ __forceinline__ void combine_by(const Params& params, const Parts& parts, shared_address smem, int warp, int lane) {
     constexpr int kRowsAtOnce = kWarps / kTeam;
-    for (int first = 0; first < parts.num_rows; first += kRowsAtOnce) {
+    for (int first = 0; first < parts.count; first += kRowsAtOnce) {
         const int added = first + warp / kTeam;
-        if (added < parts.num_rows) {
+        if (added < parts.count) {
             const int row = parts.first_row + added * parts.step;
             share_sums(add_parts<kTeam>(params, parts, row, parts.first + warp % kTeam, lane), smem, warp, lane);
         }
         barrier_sync(kThreads);
         const int team = threadIdx.x / kRowThreads;
         const int stored = first + team;
-        if (team < kRowsAtOnce && stored < parts.num_rows) {
+        if (team < kRowsAtOnce && stored < parts.count) {
             const int row = parts.tile.first_row + parts.first_row + stored * parts.step;
             store_row<kTeam>(params, parts.tile, row, smem, team * kTeam, threadIdx.x % kRowThreads);
         }
@@ -438,7 +438,7 @@ __device__ __forceinline__ void combine_by(const Params& params, const Parts& pa
 
 // A single row may have many parts. Of several rows each has few, as there are no fewer rows than thread blocks that divide them.
 __device__ __forceinline__ void combine(const Params& params, const Parts& parts, shared_address smem, int warp, int lane) {
-    if (parts.num_rows == 1) {
+    if (parts.count == 1) {
         combine_by<kWarps>(params, parts, smem, warp, lane);
     } else {
         combine_by<1>(params, parts, smem, warp, lane);
