@@ -45,7 +45,7 @@ struct Params {
     int32_t group_size;                   // num_heads_q / num_heads_kv
     int32_t seqlen_q;
     int32_t head_dim_v;                   // of the call, at most kHeadDimV
-    int32_t num_row_blocks;               // rows of one head
+    int32_t num_row_blocks;               // rows of one head, as a tile is one row
     int32_t num_tiles;                    // rows of all heads
     int32_t kv_blocks_per_tile;
     int32_t kv_blocks_per_share;
@@ -95,6 +95,9 @@ __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& 
     return query * row_stride + head * head_stride;
 }
 
+// The rows of a head in this grid. A tile of the grid is one row, so its row blocks are rows.
+__device__ __forceinline__ int rows_of_head(const Params& params) { return params.num_row_blocks; }
+
 // A row of a tile, and the shares [first, last] that had KV blocks of the tile, in the kernel before this one.
 struct Parts {
     Tile tile;
@@ -109,7 +112,7 @@ struct Parts {
 // 2^head_sets_log2-th head.
 __device__ __forceinline__ Parts find_parts(const Params& params, int index) {
     const int head_of_batch = divide(index, params.num_row_blocks_divisor);
-    const int row_of_head = index - head_of_batch * params.num_row_blocks;
+    const int row_of_head = index - head_of_batch * rows_of_head(params);
     Parts parts;
     parts.tile.batch = divide(head_of_batch, params.num_heads_divisor);
     const int head = head_of_batch - parts.tile.batch * params.num_heads_kv;  // of the grid
@@ -118,7 +121,7 @@ __device__ __forceinline__ Parts find_parts(const Params& params, int index) {
     parts.set = head - (nth_head << params.head_sets_log2);
     parts.row = row_of_head % kBlockM;
     parts.tile.first_row = row_of_head - parts.row;
-    const int tiles_of_head = (params.num_row_blocks + kBlockM - 1) / kBlockM;
+    const int tiles_of_head = (rows_of_head(params) + kBlockM - 1) / kBlockM;
     const int tile = (parts.tile.batch * params.heads_per_set + nth_head) * tiles_of_head + row_of_head / kBlockM;
     const int begin = tile * params.kv_blocks_per_tile;
     parts.first = divide(begin, params.kv_blocks_per_share_divisor);

@@ -48,7 +48,7 @@ struct Params {
     int32_t seqlen_q;                     // the most queries of a sequence; with_lengths() puts its own here
     int32_t seqlen_kv;                    // the most keys, likewise
     int32_t head_dim_v;                   // of the call, at most kHeadDimV
-    int32_t num_row_blocks;               // the most rows of one head
+    int32_t num_row_blocks;               // the most rows of one head, as a tile is one row
     int32_t num_tiles;                    // of all heads
     int32_t num_shares;                   // thread blocks of the kernel before this one
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
@@ -95,6 +95,9 @@ __device__ __forceinline__ int num_rows(const Params& params) { return params.se
 __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
+
+// The rows of a head in this grid. A tile of the grid is one row, so its row blocks are rows.
+__device__ __forceinline__ int rows_of_head(const Params& params) { return params.num_row_blocks; }
 
 // A length, or the number of a row or of an entry, from global memory. One out of range is clamped, so that it cannot reach other memory.
 __device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
@@ -230,7 +233,7 @@ __device__ __forceinline__ void advance_to(const Params& params, KvBlockCounts& 
 // consecutive KV blocks of all tiles, one tile after the other. Where there is no such row, the first part is the last one.
 __device__ __forceinline__ Row find_row(const Params& params, KvBlockCounts& counts, int index, int lane) {
     const int head_of_batch = divide(index, params.num_row_blocks_divisor);
-    const int row_of_head = index - head_of_batch * params.num_row_blocks;
+    const int row_of_head = index - head_of_batch * rows_of_head(params);
     Row row;
     row.batch = divide(head_of_batch, params.num_heads_divisor);
     const int grid_head = head_of_batch - row.batch * num_heads(params);
