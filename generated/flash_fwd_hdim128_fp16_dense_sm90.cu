@@ -245,6 +245,12 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockN / 2], Vis
     }
 }
 
+// The top bit of each byte that is not 0.
+__device__ __forceinline__ uint32_t nonzero_bytes(uint32_t word) {
+    // The sum carries into a byte's top bit exactly when one of its lower seven bits is set, and never out of it.
+    return ((word & 0x7f7f7f7f) + 0x7f7f7f7f | word) & 0x80808080;
+}
+
 // A dense mask comes as bytes: not 0 hides the key. Other warps of the producer warpgroup pack each block of the mask into bits and
 // pass them on through a ring, ahead of the consumers. A range of keys may go with the mask (keys_of_query): where it ends within a
 // block, the bits of the keys outside are set as well, so that the consumers know of the mask alone. KV blocks of which no row of
@@ -363,12 +369,6 @@ struct MaskRow {
 
     __device__ __forceinline__ uint32_t word(int piece, int i) const {
         return __funnelshift_r(words[piece][i], words[piece][i + 1], 8 * shift);
-    }
-
-    // The top bit of each byte that is not 0.
-    static __device__ __forceinline__ uint32_t nonzero_bytes(uint32_t word) {
-        // The sum carries into a byte's top bit exactly when one of its lower seven bits is set, and never out of it.
-        return ((word & 0x7f7f7f7f) + 0x7f7f7f7f | word) & 0x80808080;
     }
 };
 

@@ -474,6 +474,26 @@ __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, const T
     return kv_blocks_of(params, tile.first_row, kBlockM);
 }
 
+// The top bit of each byte that is not 0.
+__device__ __forceinline__ uint32_t nonzero_bytes(uint32_t word) {
+    // The sum carries into a byte's top bit exactly when one of its lower seven bits is set, and never out of it.
+    return ((word & 0x7f7f7f7f) + 0x7f7f7f7f | word) & 0x80808080;
+}
+
+// Starts the copy of kBytes of a row of the mask, of which the array has `left`: the others become zeros, as all do unless `valid`.
+template <int kBytes>
+__device__ __forceinline__ void copy_mask_bytes(shared_address destination, const uint8_t* source, int left, bool valid) {
+    // A copy that begins before the last key may not read past it.
+    const int bytes = valid ? min(kBytes, left) : 0;
+    if constexpr (kBytes == 16) {
+        cp_async_16(destination, source, bytes);
+    } else if constexpr (kBytes == 4) {
+        cp_async_4(destination, source, bytes);
+    } else {
+        store_shared_8(destination, valid ? load_global_8(source) : 0);
+    }
+}
+
 // The mask tile of a warp goes through shared memory in bytes, by copies that run beside those of K, and is then packed
 // to one bit an element: a lane holds kLaneKeys keys of one row (of small tiles two lanes hold the same).
 constexpr int kLaneKeys = kBlockN * kWarpRows > 16 * 32 ? kBlockN * kWarpRows / 32 : 16;
@@ -504,15 +524,7 @@ __device__ __forceinline__ void copy_mask(const Params& params, const Tile& tile
         const uint8_t* source =
             valid ? mask + row_offset(params, tile, tile_row, params.mask_row_stride, params.mask_head_stride) + first_key + key : mask;
         const shared_address destination = warp_mask + mask_chunk_offset(row, key / 16) + key % 16;
-        // A copy that begins before the last key may not read past it.
-        const int bytes = valid ? min(kBytes, params.seqlen_kv - first_key - key) : 0;
-        if constexpr (kBytes == 16) {
-            cp_async_16(destination, source, bytes);
-        } else if constexpr (kBytes == 4) {
-            cp_async_4(destination, source, bytes);
-        } else {
-            store_shared_8(destination, valid ? load_global_8(source) : 0);
-        }
+        copy_mask_bytes<kBytes>(destination, source, params.seqlen_kv - first_key - key, valid);
     }
 }
 
@@ -529,14 +541,10 @@ __device__ __forceinline__ void copy_mask(const Params& params, const Tile& tile
 }
 
 // One bit for each of 16 bytes: set where the byte is not 0.
-__device__ __forceinline__ uint32_t nonzero_bytes(uint4 bytes) {
-    auto top_bits = [](uint32_t word) {
-        // The sum carries into a byte's top bit exactly when one of its lower seven bits is set, and never out of it.
-        return ((word & 0x7f7f7f7f) + 0x7f7f7f7f | word) & 0x80808080;
-    };
+__device__ __forceinline__ uint32_t pack_bytes(uint4 bytes) {
     // A byte of 128 times the value of its bit, summed over eight bytes: their bits, 7 places up.
-    const uint32_t low = __dp4a(top_bits(bytes.y), 0x80402010u, __dp4a(top_bits(bytes.x), 0x08040201u, 0u));
-    const uint32_t high = __dp4a(top_bits(bytes.w), 0x80402010u, __dp4a(top_bits(bytes.z), 0x08040201u, 0u));
+    const uint32_t low = __dp4a(nonzero_bytes(bytes.y), 0x80402010u, __dp4a(nonzero_bytes(bytes.x), 0x08040201u, 0u));
+    const uint32_t high = __dp4a(nonzero_bytes(bytes.w), 0x80402010u, __dp4a(nonzero_bytes(bytes.z), 0x08040201u, 0u));
     return low >> 7 | high << 1;
 }
 
@@ -558,7 +566,7 @@ struct WarpMask {
 #pragma unroll
             for (int chunk = 0; chunk < min(32, kLaneKeys) / 16; ++chunk) {
                 const int key = lane_key + 32 * word + 16 * chunk;
-                words[word] |= nonzero_bytes(load_shared_128(warp_mask + mask_chunk_offset(row, key / 16))) << 16 * chunk;
+                words[word] |= pack_bytes(load_shared_128(warp_mask + mask_chunk_offset(row, key / 16))) << 16 * chunk;
             }
             const int word_keys_left = min(32, max(0, keys_left - 32 * word));
             if (word_keys_left < 32) words[word] |= 0xffffffffu << word_keys_left;

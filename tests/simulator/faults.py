@@ -677,7 +677,7 @@ FAULTS = (
         DENSE,
         RAGGED,
         BOUNDS,
-        "valid ? min(kBytes, params.seqlen_kv - first_key - key) : 0",
+        "valid ? min(kBytes, left) : 0",
         "valid ? kBytes : 0",
     ),
     fault(
