@@ -57,6 +57,7 @@ class TestTorch:
         yield "sparse", (x, y.to_sparse())
         yield "subclass", (x, torch.nn.Parameter(y, requires_grad=False))
         yield "library", (x, y.numpy())
+        yield "nested", (x, torch.nested.nested_tensor([y[0]]))
 
     def test_expected_layouts(self):
         """Pointers of arrays that lie alike, and of no others."""

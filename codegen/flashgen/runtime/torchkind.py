@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import BadParam, DeviceTypeNotSupported
@@ -117,7 +116,7 @@ class TorchKind:
             return None  # a guard refuses a tensor that comes twice
         # One call in place of seven for each tensor.
         fit = self._guards(*tensors, **_ALL_FIXED).check
-        given = [x is not None for x in arrays]
+        count = len(tensors)
         absent = [place for place, x in enumerate(arrays) if x is None]
         differentiable = any(x.requires_grad for x in tensors)
         is_grad_enabled, forward_ad = self._is_grad_enabled, self._forward_ad
@@ -126,7 +125,11 @@ class TorchKind:
             for place in absent:
                 if arrays[place] is not None:
                     return None
-            if not fit(*compress(arrays, given)):
+            try:
+                found = [x for x in arrays if x is not None and not x.is_nested]  # at which a guard aborts
+            except AttributeError:  # of another library
+                return None
+            if len(found) != count or not fit(*found):
                 return None
             # What a guard does not look at: derivatives that would be lost.
             if (differentiable and is_grad_enabled()) or forward_ad._current_level >= 0:
