@@ -270,7 +270,14 @@ def test_results_are_within_the_bound_of_float64(dtype, is_causal):
         ({"softcap": math.inf}, errors.BadParam, "softcap is inf"),
         ({"softcap": "30"}, errors.BadParam, "softcap is '30'"),
         ({"softcap": np.ones(1)}, errors.BadParam, "softcap is array"),
-        ({"softcap": 1e-44}, errors.BadParam, "cannot be computed with softmax_scale = .*cap = 1e-44"),
+        (
+            {"softcap": 1e-44},
+            errors.BadParam,
+            r"cannot be computed with softmax_scale = .*, softcap = 1e-44: .* softcap.* may be at most 3e.38",
+        ),
+        ({"softcap": 1e39}, errors.BadParam, "^softcap is 1e.39; it must be finite, at most 3e.38$"),
+        ({"softcap": 10**400}, errors.BadParam, "^softcap is an integer of 401 digits; it must be"),
+        ({"softcap": 10**5000}, errors.BadParam, "^softcap is an integer of 5001 digits; it must be"),
         ({"alibi_slopes": np.ones(3, np.float32)}, errors.BadTensorShape, r"^alibi_slopes has shape \(3,\)"),
         (
             {"alibi_slopes": np.ones((4, 1), np.float32)},

@@ -242,6 +242,12 @@ def test_a_length_beyond_the_cache_is_refused(length):
         flash_attn_with_kvcache(q, k, v, cache_seqlens=length)
 
 
+def test_a_length_that_is_a_truth_value_is_refused():
+    q, k, v = qkv(np.random.default_rng())
+    with pytest.raises(errors.BadParam, match="cache_seqlens is True; expected an integer"):
+        flash_attn_with_kvcache(q, k, v, cache_seqlens=True)
+
+
 def test_a_cache_of_fewer_entries_than_q_is_refused():
     q, k, v = qkv(np.random.default_rng())
     with pytest.raises(errors.BadTensorShape, match="v_cache has 1 entries; q has 2"):
@@ -292,7 +298,7 @@ def test_splits_that_no_kernel_can_make_are_refused_in_flash_attns_words(monkeyp
         flash_attn_with_kvcache(q, k, v, num_splits=4)
 
 
-@pytest.mark.parametrize("wrong", [-1, None, "auto", 1.0])
+@pytest.mark.parametrize("wrong", [-1, None, "auto", 1.0, True])
 def test_a_number_of_splits_that_is_none(wrong):
     q, k, v = qkv(np.random.default_rng())
     with pytest.raises(errors.BadParam, match=r"^num_splits is "):

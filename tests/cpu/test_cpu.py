@@ -14,6 +14,7 @@ from flashgen.cpu import threads
 from flashgen.errors import BadParam
 from flashgen.operators import reference
 from flashgen.operators.attention import normalise
+from flashgen.operators.contract import MAX_SCALE
 from flashgen.operators.masks import Band
 from flashgen.operators.numbers import widened
 from flashgen.operators.reference import judge
@@ -106,6 +107,15 @@ def test_scores_far_apart_do_not_overflow():
     out, lse = flashgen.attention(q, k, v, return_lse=True)
     np.testing.assert_array_equal(out, np.broadcast_to(v[:, 2:], out.shape))
     np.testing.assert_allclose(lse, 80000 / math.sqrt(8), rtol=1e-6)
+
+
+def test_the_largest_scale_of_small_scores():
+    rng = np.random.default_rng(3)
+    q, k = 1e-19 * rng.standard_normal((2, 1, 9, 2, 16)).astype(np.float32)
+    v = rng.standard_normal((1, 9, 2, 16), np.float32)
+    out, lse = flashgen.attention(q, k, v, softmax_scale=MAX_SCALE, return_lse=True)
+    verdict = judge(flashgen.plan(q, k, v, softmax_scale=MAX_SCALE).problem, q, k, v, None, out, lse)
+    assert verdict.ok, verdict
 
 
 def test_a_scale_of_zero_weighs_all_visible_keys_alike():

@@ -1,4 +1,5 @@
 import math
+import struct
 from itertools import combinations
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from flashgen import errors
 from flashgen.operators.arguments import ArrayView, check_memory
 from flashgen.operators.attention import ARGUMENTS, normalise
-from flashgen.operators.contract import MAX_SEQLEN, MIN_SCALE
+from flashgen.operators.contract import MAX_SCALE, MAX_SEQLEN, MIN_SCALE
 
 
 def view(shape, dtype="fp16", *, strides=None, device=0):
@@ -37,9 +38,18 @@ def test_scale():
     assert call().softmax_scale == 64**-0.5
     assert call(softmax_scale=0).softmax_scale == MIN_SCALE
     assert call(softmax_scale=np.float32(0.5)).softmax_scale == 0.5
-    for scale in (math.nan, math.inf, -math.inf, -1.0, 1e39, "1", 1j):
+    for scale in (math.nan, math.inf, -math.inf, -1.0, 1e39, 2.5e38, -(10**5000), "1", 1j, True):
         with pytest.raises(errors.BadParam, match="softmax_scale"):
             call(softmax_scale=scale)
+    with pytest.raises(
+        errors.BadParam, match=r"softmax_scale is an integer of 401 digits; it must be at most 2e\+38"
+    ):
+        call(softmax_scale=10**400)
+
+
+def test_a_kernel_can_hold_the_largest_scale():
+    packed = struct.pack("f", call(softmax_scale=MAX_SCALE).scalar_values()["scale_log2"])
+    assert math.isfinite(struct.unpack("f", packed)[0])
 
 
 def test_a_problem_is_a_key():

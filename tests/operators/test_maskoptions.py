@@ -50,6 +50,20 @@ def test_simplify_keeps_a_dense_mask_and_treats_its_band_alike(rows, keys, offse
     assert simplify("dense", rows, keys, offset, left, right) == ("dense", *alone)
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"window_size": (True, 0)}, r"window_size is \(True, 0\); expected two integers"),
+        ({"window_size": (3, False)}, r"window_size is \(3, False\); expected two integers"),
+        ({"window_size": (1.0, 0)}, r"window_size is \(1\.0, 0\); expected two integers"),
+        ({"mask_type": True}, "mask_type is True; allowed are 0 'none'"),
+    ],
+)
+def test_what_is_no_integer_is_refused(options, says):
+    with pytest.raises(errors.BadParam, match=says):
+        call(**options)
+
+
 def test_a_band_beside_a_mask_that_hides_nothing_is_dropped():
     assert simplify("dense", 1, 1, 3, 4, 5) == ("dense", 0, UNBOUNDED, UNBOUNDED)
     one_query = {"q": (2, 1, 4, 64), "mask": view_of_shape((1, 7), "bool", 0)}

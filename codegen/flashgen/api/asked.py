@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.api.kvcache import FIELDS, KVCache
 from flashgen.errors import BadParam, NullPointer
-from flashgen.operators.arguments import flag, length_bound
+from flashgen.operators.arguments import flag, length_bound, shown
 from flashgen.operators.attention import operator_for
 from flashgen.operators.maskoptions import mask_type_name, sees_no_later_key, window_of
 from flashgen.operators.splits import AUTO, splits_of
@@ -140,11 +140,13 @@ def _as_key(causal: Any, mask_type: Any, window_size: Any) -> tuple[Any, ...]:
     return flag("causal", causal), mask_type_name(mask_type), window_of(window_size)
 
 
-def names_given(k: Any, alibi_slopes: Any, kv_lengths: Any = None) -> dict[str, str]:
+def names_given(k: Any, alibi_slopes: Any, kv_lengths: Any = None, softcap: Any = None) -> dict[str, str]:
     """Arguments of the operators that the caller of ``attention`` knows by other names."""
     names = {"cu_seqlens_new": "cu_seqlens_q"}
     if alibi_slopes is not None:
         names["slope"] = "alibi_slopes"
+    if softcap is not None:
+        names |= {"cap": "softcap", "no cap": "no cap"}  # which is English
     if type(k) is KVCache and kv_lengths is None:
         names |= {"kv_lengths": "lengths"} | FIELDS
     return names
@@ -207,7 +209,9 @@ def named_score(
         if softcap is not None:
             number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
             if not number or not 0 < softcap < math.inf:
-                raise BadParam(f"softcap is {softcap!r}; it must be a number above 0, or None for no cap")
+                raise BadParam(
+                    f"softcap is {shown(softcap)}; it must be a number above 0, or None for no cap"
+                )
             names, given = ["softcap"], {"cap": softcap}
         if alibi_slopes is not None:
             # Where no later key is seen the bias is linear, which costs less.

@@ -155,14 +155,14 @@ def attention(
             without = _unrecorded(v, out, stream, append, rotary)
             if without:
                 refused = error.of(f"calls with {without}")
-                rename(refused, **names_given(k, alibi_slopes, kv_lengths))
+                rename(refused, **names_given(k, alibi_slopes, kv_lengths, softcap))
                 raise refused from None
         except FlashgenError as error:
-            rename(error, **names_given(k, alibi_slopes, kv_lengths))
+            rename(error, **names_given(k, alibi_slopes, kv_lengths, softcap))
             raise
     return_lse = flag("return_lse", return_lse)
     writes = _unrecorded(v, out, stream, append, rotary)
-    with naming(**names_given(k, alibi_slopes, kv_lengths)):
+    with naming(**names_given(k, alibi_slopes, kv_lengths, softcap)):
         if writes:
             from flashgen.api import compiled
 
@@ -258,7 +258,7 @@ def plan(
     of_score = softcap, alibi_slopes, score, params
     lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
     options = causal, mask_type, window_size, return_lse, splits
-    with naming(**names_given(k, alibi_slopes, kv_lengths)):
+    with naming(**names_given(k, alibi_slopes, kv_lengths, softcap)):
         if append is not None or rotary is not None:
             from flashgen.api.append import asked_to_append, held
 

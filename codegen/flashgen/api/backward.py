@@ -96,7 +96,7 @@ def attention_backward(
         return call(*asked_backward(*wanted), **how)
     except FlashgenError as error:
         # Not of a KVCache, for which the error says to pass kv_lengths.
-        rename(error, **names_given(None, alibi_slopes))
+        rename(error, **names_given(None, alibi_slopes, softcap=softcap))
         raise
 
 
@@ -146,7 +146,7 @@ def plan_backward(
         (kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv),
         deterministic,
     )
-    with naming(**names_given(None, alibi_slopes)):
+    with naming(**names_given(None, alibi_slopes, softcap=softcap)):
         return make_plan(operator, given, options, scalars, backend, None)
 
 

@@ -178,7 +178,7 @@ def _shaped(function: str, given: dict[str, Any], dtype: str) -> Problem:
         call["k"] = call["q"]
     if call["v"] is None and type(call["k"]) is not KVCache:
         call["v"] = call["k"]
-    with naming(**names_given(call["k"], call["alibi_slopes"], call["kv_lengths"])):
+    with naming(**names_given(call["k"], call["alibi_slopes"], call["kv_lengths"], call["softcap"])):
         return _problem_of(*asked_by_name(call), dtype)
 
 

@@ -416,15 +416,19 @@ def _options(
 def _window(window_size: Any, causal: bool) -> Any:
     """flash-attn's window as ``attention`` has it, which says what is wrong with one that is no pair."""
     pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
-    if not pair or not all(isinstance(side, numbers.Integral) for side in window_size):
+    if not pair or not all(_is_integer(side) for side in window_size):
         return window_size
     left, right = (max(side, -1) for side in window_size)
     return left, 0 if causal else right
 
 
+def _is_integer(x: Any) -> bool:
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+
+
 def _splits(num_splits: int) -> Any:
     """flash-attn's number of splits as ``attention`` has it."""
-    if not isinstance(num_splits, numbers.Integral) or num_splits < 0:
+    if not _is_integer(num_splits) or num_splits < 0:
         raise BadParam(f"num_splits is {num_splits!r}; expected an integer of 0 (any number) or more")
     return int(num_splits) or "auto"
 
@@ -450,6 +454,8 @@ def _cache(
             k_cache, v_cache = k_cache[:batch], v_cache[:batch]
         if filled is None:
             return KVCache(k_cache, v_cache, None)
+    if isinstance(filled, bool):
+        raise BadParam(f"cache_seqlens is {filled}; expected an integer, or an int32 array, (batch,)")
     lengths = filled
     if filled is None or isinstance(filled, numbers.Integral):
         length = room if filled is None else int(filled)

@@ -173,6 +173,13 @@ def check_devices(views: Mapping[str, ArrayView]) -> None:
             )
 
 
+def shown(x: Any) -> str:
+    """``x`` in a message; of a long integer, which Python may refuse to print, how many digits it has."""
+    if isinstance(x, int) and x.bit_length() > 128:
+        return f"an integer of {math.floor(math.log10(abs(x))) + 1} digits"
+    return repr(x)
+
+
 def flag(name: str, value: Any) -> bool:
     """An option that is on or off. Raises BadParam for what is no truth value: a word, an array, None."""
     # NumPy's own bool is no int.

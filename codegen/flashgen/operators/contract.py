@@ -3,11 +3,19 @@ the arrays of score modifications."""
 
 from __future__ import annotations
 
+import math
 import numbers
 from typing import TYPE_CHECKING
 
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer
-from flashgen.operators.arguments import DTYPE_BYTES, ROW_ALIGNMENT, Argument, check_array, check_broadcast
+from flashgen.operators.arguments import (
+    DTYPE_BYTES,
+    ROW_ALIGNMENT,
+    Argument,
+    check_array,
+    check_broadcast,
+    shown,
+)
 from flashgen.operators.masks import UNBOUNDED
 
 if TYPE_CHECKING:
@@ -21,7 +29,8 @@ MAX_HEAD_DIM = 256
 MAX_SEQLEN = UNBOUNDED - 4096
 # Smallest normal fp32: a scale of zero would turn the -inf of a masked score into NaN.
 MIN_SCALE = 2.0**-126
-MAX_SCALE = 3.0e38
+# Times log2(e), by which kernels multiply scores for exp2, it is finite in fp32 as well.
+MAX_SCALE = 2.0e38
 # A dense mask: what is not zero hides its key.
 MASK = Argument(
     "mask",
@@ -85,13 +94,17 @@ def scale_of(softmax_scale: float | None, head_dim: int) -> float:
     """The scale of scores that a caller means; 0 is the smallest there is. Raises BadParam."""
     if softmax_scale is None:
         return head_dim**-0.5
-    if not isinstance(softmax_scale, numbers.Real):
+    if not isinstance(softmax_scale, numbers.Real) or isinstance(softmax_scale, bool):
         raise BadParam(f"softmax_scale is {softmax_scale!r}; expected a number or None")
-    scale = float(softmax_scale)
+    try:
+        scale = float(softmax_scale)
+    except OverflowError:  # an integer beyond fp64
+        scale = math.inf
     # The running maximum is taken before scaling, so the scale must keep the order of the scores.
     if not 0.0 <= scale <= MAX_SCALE:
         raise BadParam(
-            f"softmax_scale is {scale}; it must be finite in fp32 and not negative (negate q instead)"
+            f"softmax_scale is {shown(softmax_scale)}; it must be at most {MAX_SCALE:g}, as kernels scale in "
+            "fp32, and not negative (negate q instead)"
         )
     return max(scale, MIN_SCALE)
 

@@ -61,7 +61,7 @@ def mask_type_name(mask_type: int | str | None) -> str | None:
     if isinstance(mask_type, str) and mask_type == "causal":
         return "causal_bottom_right"
     try:
-        return MASK_TYPES[range(len(MASK_TYPES)).index(operator.index(mask_type))]
+        return MASK_TYPES[range(len(MASK_TYPES)).index(_integer(mask_type))]
     except (TypeError, ValueError):
         allowed = ", ".join(f"{number} {name!r}" for number, name in enumerate(MASK_TYPES))
         raise BadParam(
@@ -69,10 +69,17 @@ def mask_type_name(mask_type: int | str | None) -> str | None:
         ) from None
 
 
+def _integer(x: Any) -> int:
+    """An integer that is no truth value. Raises TypeError."""
+    if isinstance(x, bool):
+        raise TypeError
+    return operator.index(x)
+
+
 def window_of(window_size: Any) -> tuple[int, int]:
     """Both sides of a caller's window; -1 is no bound. Raises BadParam."""
     try:
-        left, right = (operator.index(side) for side in window_size)
+        left, right = (_integer(side) for side in window_size)
     except (TypeError, ValueError):
         raise BadParam(
             f"window_size is {window_size!r}; expected two integers (left, right), -1 for no bound"

@@ -14,9 +14,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.errors import BadParam
-from flashgen.operators.arguments import Argument
+from flashgen.operators.arguments import Argument, shown
 from flashgen.operators.derivative import derivative
-from flashgen.operators.formula import Node, evaluate
+from flashgen.operators.formula import Node, evaluate, text
 from flashgen.operators.lowering import Lowered, lower
 from flashgen.operators.roundoff import evaluate_with_error
 
@@ -92,9 +92,14 @@ class Score:
         if not isinstance(value, wanted) or isinstance(value, bool):
             kind = "an integer" if param.type == "i32" else "a number"
             raise BadParam(f"{param.name} is {value!r}; the score {self.name} needs {kind}")
-        if not abs(value) <= _LARGEST[param.type]:
-            raise BadParam(f"{param.name} is {value!r}; it must be finite, at most {_LARGEST[param.type]:g}")
-        return int(value) if param.type == "i32" else float(value)
+        try:
+            number = int(value) if param.type == "i32" else float(value)
+        except OverflowError:  # an integer beyond fp64
+            number = math.inf
+        if not abs(number) <= _LARGEST[param.type]:
+            most = f"{_LARGEST[param.type]:g}"
+            raise BadParam(f"{param.name} is {shown(value)}; it must be finite, at most {most}")
+        return number
 
     def constants(
         self, scalars: Mapping[str, float], dtype: str, differentiated: bool = False
@@ -113,12 +118,19 @@ class Score:
 
     def check(self, scalars: Mapping[str, float], dtype: str, differentiated: bool = False) -> None:
         """That the constants of the kernel are finite. Raises BadParam."""
-        constants = self.constants(scalars, dtype, differentiated)
-        if not all(abs(value) <= _LARGEST["f32"] for value in constants.values()):
+        for name, value in self.constants(scalars, dtype, differentiated).items():
+            if abs(value) <= _LARGEST["f32"]:
+                continue
+            lowered = self.lowered(dtype, differentiated)
+            whole = name == "scale_log2"
+            formula = f"log2(e) * ({text(lowered.factor)})" if whole else text(lowered.constants[name])
             given = ", ".join(
                 f"{name} = {scalars[name]!r}" for name in ("softmax_scale", *(p.name for p in self.scalars))
             )
-            raise BadParam(f"the score {self.name}, {self.text}, cannot be computed with {given}")
+            raise BadParam(
+                f"the score {self.name}, {self.text}, cannot be computed with {given}: {formula}, a constant "
+                f"of its kernels, may be at most {_LARGEST['f32']:g}"
+            )
 
 
 def chained(scores: Sequence[Score]) -> Score:
