@@ -12,10 +12,14 @@ _KB, _MB = 1 << 10, 1 << 20
 _GPUS = {
     "sm_80": ("A100", 108, 163 * _KB, 164 * _KB, 40 * _MB),
     "sm_86": ("GeForce RTX 3090", 82, 99 * _KB, 100 * _KB, 6 * _MB),
+    "sm_87": ("Jetson AGX Orin", 16, 163 * _KB, 164 * _KB, 4 * _MB),
     "sm_89": ("GeForce RTX 4090", 128, 99 * _KB, 100 * _KB, 72 * _MB),
     "sm_90": ("H100", 132, 227 * _KB, 228 * _KB, 50 * _MB),
     "sm_100": ("B200", 148, 227 * _KB, 228 * _KB, 126 * _MB),
+    "sm_103": ("B300", 148, 227 * _KB, 228 * _KB, 126 * _MB),
+    "sm_110": ("Jetson AGX Thor", 20, 227 * _KB, 228 * _KB, 32 * _MB),
     "sm_120": ("GeForce RTX 5090", 170, 99 * _KB, 100 * _KB, 96 * _MB),
+    "sm_121": ("GB10", 48, 99 * _KB, 100 * _KB, 24 * _MB),
 }
 # Architectures of which `typical` knows a GPU.
 KNOWN_ARCHS = tuple(_GPUS)
