@@ -35,6 +35,7 @@ def test_without_a_gpu_the_cpu_computes_and_kernels_compile(no_gpu, short, flash
     found = json.loads(flashgen("demo", "--json").stdout)
     assert (found["place"], found["why"]) == ("CPU", "there is none")
     assert [kernel["registers"] > 0 for kernel in found["kernels"]] == [True] * 3
+    assert all(kernel["variant"].startswith("flash_fwd_") for kernel in found["kernels"])
     assert found["sources"].keys() == {kernel["variant"] for kernel in found["kernels"]}
     for result in found["results"]:
         assert 0 < result["error"] <= result["bound"] < 0.1

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashgen.errors import BadParam, FlashgenError
+from flashgen.spec.load import load_specs
 from flashgen.spec.selection import SelectionError, find_by_axes, find_one, keys_of, select
 from flashgen.spec.variant import Variant
 
@@ -132,6 +133,21 @@ def test_find_by_axes_puts_the_default_tile_first():
     found = find_by_axes(VARIANTS, {"head_dim": "128", "dtype": "bf16"})
     assert found[0].tile_name == ""
     assert {v.name for v in found} == {v.name for v in VARIANTS if v.head_dim == 128 and v.dtype == "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("axes", "first"),
+    [
+        ({"head_dim": 128, "dtype": "fp16", "mask_type": "causal"}, "flash_fwd_hdim128_fp16_causal_sm80"),
+        ({"head_dim": 64, "target": "sm86"}, "flash_fwd_hdim64_fp16_sm86"),
+        ({"dtype": "fp32"}, "flash_fwd_hdim32_fp32_sm80"),
+        ({"rotary": "halves"}, "append_fp16_halves_sm80"),
+        ({"dq_order": "none", "head_dim": 128, "target": "sm80"}, "flash_bwd_hdim128_fp16_sm80"),
+    ],
+)
+def test_find_by_axes_puts_attention_and_the_main_step_of_a_call_first(axes, first):
+    variants = [variant for spec in load_specs() for variant in spec.variants()]
+    assert find_by_axes(variants, axes)[0].name == first
 
 
 def test_keys_are_the_documented_ones():

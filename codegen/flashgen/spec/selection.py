@@ -23,6 +23,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NoReturn
 
 from flashgen.errors import BadParam
+from flashgen.operators import OPERATORS
 from flashgen.operators.arguments import dtype_name
 
 if TYPE_CHECKING:
@@ -104,13 +105,20 @@ def find_one(variants: Sequence[Variant], name: str) -> Variant:
 
 
 def find_by_axes(variants: Sequence[Variant], wanted: Mapping[str, str | int]) -> tuple[Variant, ...]:
-    """The variants whose keys have the wanted values: those of families on request last, those for few rows
-    ahead of them, default tiles first, then in spec order.
+    """The variants whose keys have the wanted values: those of families on request last, of attention ahead
+    of other operators, of a call's main step ahead of its others, of families for few rows last of them;
+    default tiles first, then in spec order.
 
     Raises SelectionError for an unknown key or value, and where no variant has all of them.
     """
     found = select(variants, [" ".join(f"{key}={value}" for key, value in wanted.items())])
-    return tuple(sorted(found, key=lambda v: (v.on_request, v.rows_at_most is not None, v.tile_name != "")))
+    operators = list(OPERATORS)
+
+    def rank(v: Variant) -> tuple[int, ...]:
+        of_kind = operators.index(v.operator), not v.is_main
+        return v.on_request, *of_kind, v.rows_at_most is not None, v.tile_name != ""
+
+    return tuple(sorted(found, key=rank))
 
 
 def _matches(
