@@ -659,6 +659,41 @@ def test_warmup_compiles_what_the_calls_will_take(tmp_path, monkeypatch):
         flashgen.warmup([{"q": (1, 2, 3, 36)}], arch="sm_80")
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (({"q": (1, 2, 4, 64)},), r"^calls has type dict; expected a list .*\[\{'q': "),
+        (([(1, 2, 4, 64)],), r"^calls\[0\] is \(1, 2, 4, 64\); expected the arguments of a call by name"),
+        (([{"q": (1, 2, 4, 64)}, None],), r"^calls\[1\] is None"),
+        ((None,), "^calls has type NoneType"),
+        (("flash",), r"^calls\[0\] is 'f'"),
+    ],
+)
+def test_what_is_no_list_of_calls_is_named(given, says):
+    with pytest.raises(errors.BadParam, match=says):
+        flashgen.warmup(*given, arch="sm_80")
+
+
+@pytest.mark.parametrize("jobs", ["x", 0, -1, 2.0, True])
+def test_what_is_no_number_of_jobs_is_named(jobs):
+    with pytest.raises(errors.BadParam, match=r"^jobs is .*; expected an integer of 1 or more, or None"):
+        flashgen.warmup([], arch="sm_80", jobs=jobs)
+
+
+@pytest.mark.parametrize("q", [(1, 4096.0, 16, 128), "1x4096x16x128", [[1, 2], [3, 4]], (1, None, 16, 128)])
+def test_what_is_no_shape_of_integers_is_named(q):
+    with pytest.raises(errors.BadParam, match=r"^q is .*; expected a shape of integers, such as \(1, 4096, "):
+        flashgen.explain(q, arch="sm_90")
+
+
+def test_sizes_of_a_shape_may_be_integers_of_numpy():
+    shape = tuple(np.array([1, 4096, 16, 128]))
+    assert (
+        flashgen.explain(shape, arch="sm_90").variant
+        == flashgen.explain(q=(1, 4096, 16, 128), arch="sm_90").variant
+    )
+
+
 CACHE_SHAPES = flashgen.KVCache((9, 16, 2, 32), (9, 16, 2, 64), (2,), pages=(2, 4))
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import reprlib
+from collections.abc import Iterable, Mapping
 from functools import lru_cache, partial
+from numbers import Integral
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from flashgen.api.asked import names_given
@@ -24,7 +28,7 @@ from flashgen.runtime import arrays, dlpack
 from flashgen.spec.variant import TUNED_TILE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable
 
     from flashgen.api.asked import Asked
     from flashgen.arch import Device
@@ -94,11 +98,14 @@ def warmup(
     from flashgen.schedule.dispatch import offers, select
     from flashgen.toolchain.compile import in_parallel
 
+    wanted = _calls(calls)
+    if jobs is not None and (not isinstance(jobs, Integral) or isinstance(jobs, bool) or jobs < 1):
+        raise BadParam(f"jobs is {jobs!r}; expected an integer of 1 or more, or None")
     device = _device_of(arch)
     specs = specs_for(device)
     asked = []
-    for call in calls:
-        given = dict(call)
+    for given in wanted:
+        call = dict(given)
         dtype = given.pop("dtype", "fp16")
         operator, algorithm = given.pop("operator", "attention"), given.pop("algorithm", None)
         if "q" not in given and operator != "append":
@@ -199,14 +206,46 @@ def _problem_of(
             if argument.name in ("q", "k", "v") and not argument.optional:
                 raise NullPointer(f"{argument.name} is None; expected a shape or an array")
             views.append(None)
-        elif isinstance(x, tuple | list) and all(isinstance(extent, int) for extent in x):
-            if any(extent < 0 for extent in x):
-                raise BadTensorShape(f"{argument.name} has shape {tuple(x)}; expected sizes of 0 or more")
-            views.append(view_of_shape(x, argument.dtype(dtype), 0))
+        elif isinstance(x, tuple | list | str):
+            views.append(view_of_shape(_shape(argument.name, x), argument.dtype(dtype), 0))
         else:
             view = arrays.view(dlpack.adopt(x, argument.name), argument.name)
             views.append(dataclasses.replace(view, device=0))
     return operator.normalise(views, options, scalars)
+
+
+def _shape(name: str, given: tuple[Any, ...] | list[Any] | str) -> tuple[int, ...]:
+    """A shape as a caller gives it. Raises BadParam for what is none, and BadTensorShape."""
+    try:
+        shape = None if isinstance(given, str) else tuple(map(index, given))
+    except TypeError:
+        shape = None
+    if shape is None:
+        raise BadParam(
+            f"{name} is {reprlib.repr(given)}; expected a shape of integers, such as (1, 4096, 16, 128), or "
+            "an array"
+        )
+    if any(extent < 0 for extent in shape):
+        raise BadTensorShape(f"{name} has shape {shape}; expected sizes of 0 or more")
+    return shape
+
+
+def _calls(given: Any) -> list[dict[str, Any]]:
+    """The calls of a warmup. Raises BadParam."""
+    example = "{'q': (1, 4096, 16, 128), 'causal': True}"
+    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+        raise BadParam(
+            f"calls has type {type(given).__name__}; expected a list with the arguments of each call, such "
+            f"as [{example}]"
+        )
+    calls = list(given)
+    for place, call in enumerate(calls):
+        if not isinstance(call, Mapping):
+            raise BadParam(
+                f"calls[{place}] is {reprlib.repr(call)}; expected the arguments of a call by name, such as "
+                f"{example}"
+            )
+    return [dict(call) for call in calls]
 
 
 @lru_cache(maxsize=len(_EXPLAINED))
