@@ -53,7 +53,7 @@ def test_it_is_append_and_then_attention(pages, rotates, options, backend):
     other = copied(cache)
     out = flashgen.attention(q, cache, append=(k_new, v_new), rotary=rotary, backend=backend, **options)
 
-    positions = "each" if options else "first"
+    positions = "each" if options or not rotates else "first"
     total, rotated = flashgen.append(
         other, k_new, v_new, rotary=rotary, q=q if rotates else None, q_positions=positions, backend=backend
     )
@@ -321,6 +321,23 @@ def test_arrays_of_other_libraries(library, held):
     for array, like in zip(found, (expected, lse), strict=True):
         assert type(array) is type(given[0])
         np.testing.assert_array_equal(np.asarray(array), like)
+
+
+def test_positions_of_queries_that_nothing_would_look_at_are_refused():
+    rng = np.random.default_rng()
+    cache, q, *new = cache_of(rng, pages=False), *(numbers(rng, 3, 3, heads, 32) for heads in (4, 2, 2))
+    before, angles = copied(cache), tables(rng)
+    placed = flashgen.Rotary(*angles, positions=np.zeros((3, 3), np.int32))
+    for given, message in (
+        ({}, "q is None"),
+        ({"rotary": flashgen.Rotary(*angles)}, "q is None"),
+        ({"rotary": placed, "q": q}, "rotary has positions"),
+    ):
+        with pytest.raises(errors.BadParam, match=f"^q_positions is 'first' and {message}"):
+            flashgen.append(cache, *new, q_positions="first", **given)
+    np.testing.assert_array_equal(cache.k.view(np.uint16), before.k.view(np.uint16))
+    flashgen.append(cache, *new, q=q, rotary=placed)
+    flashgen.attention(q, before, append=new, rotary=placed)
 
 
 def test_append_needs_a_cache():

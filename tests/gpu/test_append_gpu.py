@@ -66,7 +66,7 @@ def test_within_the_bound_and_nothing_else_touched(variant):
             tensors["v_new"],
             rotary=rotary,
             q=tensors.get("q"),
-            q_positions=problem.q_positions,
+            q_positions=problem.q_positions if "q" in tensors and "positions" not in tensors else "each",
             cu_seqlens_new=tensors.get("cu_seqlens_new"),
         )
         for name in ("k_cache", "v_cache"):

@@ -45,8 +45,9 @@ def append(
         ``attention``.
     rotary: rotates the new keys on the way, each to its position.
     q: (batch, seqlen_q, num_heads_q, head_dim), to be rotated as well; only with ``rotary``.
-    q_positions: "each" rotates query i to position lengths[b] + i, as causal attention and windows want;
-        "first" rotates all queries of a sequence to lengths[b].
+    q_positions: "each" rotates query i to position lengths[b] + i, as causal attention and windows want, or
+        to where the ``positions`` of ``rotary`` have it; "first" rotates all queries of a sequence to
+        lengths[b]. "first" needs q, and a ``rotary`` without positions.
     cu_seqlens_new: int32 (batch + 1,), for packed tokens: k_new, v_new and q are (tokens, heads, head_dim),
         and sequence b has those from cu_seqlens_new[b] to cu_seqlens_new[b + 1]; positions are (tokens,).
     stream, backend: as in ``attention``.
@@ -188,6 +189,8 @@ def asked_to_append(
     new = _pair(new)
     if isinstance(rotary, Rotary) and rotary.positions is None and cu_seqlens_q is None:
         _check_rotated(q, new[0], positions, mask is not None)
+    if rotary is None or getattr(rotary, "positions", None) is not None:
+        positions = "each"  # nothing is rotated, or to the positions of rotary
     return _asked(cache, *new, rotary, None if rotary is None else q, positions, cu_seqlens_q, stream)
 
 
@@ -274,6 +277,16 @@ def _given(
         raise NullPointer("cos is None and sin is None; rotation takes both")
     if q is not None and rotary is None:
         raise BadParam("q was given without rotary, which alone changes it; pass both, or neither")
+    if isinstance(q_positions, str) and q_positions == "first":
+        if q is None:
+            raise BadParam(
+                "q_positions is 'first' and q is None, of whose rotation it speaks; pass q, or leave it out"
+            )
+        if rotary.positions is not None:
+            raise BadParam(
+                "q_positions is 'first' and rotary has positions, which say where queries are rotated to; "
+                "leave one of them out"
+            )
     given = _arrays(cache, k_new, v_new, rotary, q, cu_seqlens_new)
     return given, (rotary is not None and rotary.interleaved, q_positions)
 
