@@ -630,7 +630,7 @@ def test_what_is_wrong_with_packed_sequences_is_named():
     with pytest.raises(errors.BadTensorDtype, match=r"^block_table has dtype int64"):
         flash_attn_varlen_func(q, k[None], k[None], cu, cu, 21, 21, **paged)
     with pytest.raises(
-        errors.BadParam, match=r"^diff\(cu_seqlens_k\)\[1\] is 21; k has room for 0 to 20 keys"
+        errors.BadParam, match=r"^diff\(cu_seqlens_k\)\[1\] is 21; expected 0 to 20, the room in k"
     ):
         flash_attn_varlen_func(
             q, k[None, :20], k[None, :20], cu, cu, 21, 21, block_table=np.zeros((2, 1), np.int32)

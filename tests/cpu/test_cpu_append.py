@@ -269,6 +269,20 @@ def fitting(**changes):
             "slot 2 of page 0 of the cache would get a new token of sequence 0 and one of sequence 2; pages",
         ),
         (
+            {
+                "pages": np.array([[0, 1], [0, 1], [2, -1]], np.int32),
+                "lengths": np.array([20, 30, 3], np.int32),
+            },
+            BadParam,
+            "slot 20 of page 0 of the cache would get a new token of sequence 0, and has a key of sequence 1"
+            "; copy a page that two share",
+        ),
+        (
+            {"index": np.array([1, 2, 1], np.int32), "lengths": np.array([30, 0, 20], np.int32)},
+            BadParam,
+            "slot 20 of row 1 of the cache would get a new token of sequence 2, and has a key of sequence 0",
+        ),
+        (
             {"pages": np.array([[0, 1], [2, 2], [3, 4]], np.int32), "lengths": np.full(3, 7, np.int32)}
             | {"new": np.zeros((BATCH, 49, HEADS, 32), np.float32), "rows": 2 * CAPACITY}
             | {name: np.zeros((5, CAPACITY, HEADS, 32), np.float32) for name in "kv"},
@@ -333,3 +347,16 @@ def test_tensors_of_pytorch():
     assert torch.equal(k[1, 4:7], new[1])
     assert torch.equal(v[0, 1:4], new[0])
     assert int(k.isnan().sum()) == 10 * 16
+
+
+def test_full_pages_may_be_shared():
+    """A prefix of two sequences, whose new tokens go to pages of their own."""
+    rng = np.random.default_rng()
+    k, v = (normal(rng, 6, 16, HEADS, 32, dtype=np.float32) for _ in "kv")
+    before = k.copy()
+    pages = np.array([[4, 1, -1], [4, 2, 0]], np.int32)
+    new = [normal(rng, 2, 3, HEADS, 32, dtype=np.float32) for _ in "kv"]
+    flashgen.append(flashgen.KVCache(k, v, np.array([16, 30], np.int32), pages=pages), *new)
+    np.testing.assert_array_equal(k[4], before[4])
+    np.testing.assert_array_equal(k[1, :3], new[0][0])
+    np.testing.assert_array_equal(np.concatenate([k[2, 14:], k[0, :1]]), new[0][1])

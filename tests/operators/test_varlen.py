@@ -250,7 +250,7 @@ def lengths(**given):
 @pytest.mark.parametrize(
     ("given", "arrays", "message"),
     [
-        (PADDED, {"kv_lengths": [1, 8, 2]}, r"kv_lengths\[1\] is 8; k has room for 0 to 7 keys"),
+        (PADDED, {"kv_lengths": [1, 8, 2]}, r"kv_lengths\[1\] is 8; expected 0 to 7, the room in k"),
         (PADDED, {"kv_lengths": [1, 2, -1]}, r"kv_lengths\[2\] is -1"),
         (
             PACKED,

@@ -91,7 +91,8 @@ def check_places(problem: AppendProblem, arrays: Arrays) -> None:
     """``arrays`` has lengths, pages, index, positions and cu_seqlens_new, by name.
 
     Raises BadTensorShape for a sequence that outgrows the cache or the tables of angles, and BadParam for
-    lengths, pages, positions and boundaries that are none, and for two tokens that go to one place.
+    lengths, pages, positions and boundaries that are none, for two tokens that go to one place, and for one
+    that goes to the place of a key.
     """
     if arrays["cu_seqlens_new"] is not None:
         check_boundaries(arrays["cu_seqlens_new"], "cu_seqlens_new", problem.seqlen_new, "tokens of k_new")
@@ -101,6 +102,7 @@ def check_places(problem: AppendProblem, arrays: Arrays) -> None:
     where = slots(problem, new, arrays)
     _check_room(problem, new, where, arrays)
     _check_own(problem, new, where)
+    _check_free(problem, new, where, arrays)
     if problem.pairs != "none":
         _check_rows(problem, "k_new", new)
         if problem.num_heads_q:
@@ -146,6 +148,30 @@ def _check_own(problem: AppendProblem, new: Tokens, where: Slots) -> None:
         raise BadParam(
             f"slot {slot} of {unit} {page} of the cache would get a new token of sequence {first} and one of "
             f"sequence {second}; {table} must give each token a place of its own"
+        )
+
+
+def _check_free(problem: AppendProblem, new: Tokens, where: Slots, arrays: Arrays) -> None:
+    """That no new token overwrites a key that a sequence has, on a page or a row which two share."""
+    lengths, table = arrays["lengths"].astype(np.int64), arrays["pages"]
+    if table is None:
+        index = arrays["index"]
+        table = (np.arange(problem.sequences) if index is None else index)[:, None]
+    # The first slots of a page, of which some sequence has keys.
+    begins = problem.page_size * np.arange(table.shape[1])
+    keys = (lengths[:, None] - begins).clip(0, problem.page_size)
+    known = (keys > 0) & (table >= 0) & (table < problem.num_pages)
+    filled = np.zeros(problem.num_pages, np.int64)
+    np.maximum.at(filled, table[known], keys[known])
+    taken = new.real & (where.slot < filled[where.page])
+    if taken.any():
+        page, slot = int(where.page[taken][0]), int(where.slot[taken][0])
+        owner = int(np.argwhere(known & (table == page) & (keys > slot))[0, 0])
+        unit = "page" if problem.paged else "row"
+        raise BadParam(
+            f"slot {slot} of {unit} {page} of the cache would get a new token of sequence "
+            f"{int(new.sequence[taken][0])}, and has a key of sequence {owner}; copy a {unit} that two share "
+            "before tokens are appended to it"
         )
 
 

@@ -58,7 +58,7 @@ def sequences(problem: VarlenProblem, lengths: Mapping[str, np.ndarray | None]) 
     for b in range(problem.batch):
         q_length, kv_length = q_lengths[b], kv_lengths[b]
         if not 0 <= kv_length <= problem.capacity:
-            raise BadParam(f"kv_lengths[{b}] is {kv_length}; k has room for 0 to {problem.capacity} keys")
+            raise BadParam(f"kv_lengths[{b}] is {kv_length}; expected 0 to {problem.capacity}, the room in k")
         for name, length, bound in (
             ("max_seqlen_q", q_length, problem.seqlen_q),
             ("max_seqlen_kv", kv_length, problem.seqlen_kv),
