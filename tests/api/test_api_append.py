@@ -122,6 +122,8 @@ def test_a_held_plan_refuses_what_it_was_not_made_for_and_writes_nothing():
     np.testing.assert_array_equal(cache.k.view(np.uint16), before.k.view(np.uint16))
     with pytest.raises(errors.BadParam, match="rotary was given without append"):
         flashgen.plan(q, cache, rotary=rotary)
+    with pytest.raises(errors.BadTensorShape, match=r"^q has seqlen_q 2; the plan was made for 3$"):
+        flashgen.plan(q, cache, append=new)(q[:, :2], cache, new)
     with pytest.raises(errors.BadParam, match="q_rotated was given to a plan made without one"):
         flashgen.plan(q, cache, append=new)(q, cache, new, q_rotated=np.zeros_like(q))
 

@@ -314,6 +314,33 @@ def test_transforms_are_refused_where_they_are_compiled_as_well(transform):
             torch.compile(transformed, backend="aot_eager", fullgraph=fullgraph)(q)
 
 
+def test_plans_have_no_gradients_and_say_so():
+    q, k, v, dout = tensors()
+    out, lse = flashgen.attention(q.detach(), k.detach(), v.detach(), return_lse=True)
+    for plan in (
+        lambda: flashgen.plan(q, k, v),
+        lambda: flashgen.plan_backward(dout, q, k, v, out, lse),
+        lambda: flashgen.plan(q, flashgen.KVCache(k, v, torch.ones(2, dtype=torch.int32))),
+    ):
+        with pytest.raises(BadParam, match=r"requires a gradient, .*\. There are no gradients of plans$"):
+            plan()
+        with torch.no_grad():
+            plan()
+
+
+def test_a_plan_in_a_graph_is_named():
+    q, k, v = (x.detach() for x in tensors()[:3])
+
+    def planned(q):
+        return flashgen.plan(q, k, v)(q, k, v)
+
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"plan\(\) was called inside torch\.compile"):
+        torch.compile(planned, backend="aot_eager", fullgraph=True)(q)
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(planned, backend="aot_eager")(q), planned(q))
+
+
 def test_saved_tensors_may_be_packed_and_must_not_change():
     q, k, v, dout = tensors()
     slopes = torch.rand(HEADS)

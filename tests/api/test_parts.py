@@ -198,6 +198,17 @@ POSITIONAL = {
 }
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_parts_the_other_way_round_are_named(count):
+    o, lse = np.zeros((2, 5, 4, 8), np.float32), np.zeros((2, 4, 5), np.float32)
+    with pytest.raises(
+        errors.BadTensorShape, match=r"^o1 has shape .* a part is \(o, lse\), not \(lse, o\)$"
+    ):
+        flashgen.merge([(lse, o)] * count)
+    with pytest.raises(errors.BadTensorShape, match=r"^o2 has shape .* not \(lse, o\)$"):
+        flashgen.merge([(o, lse), (lse, o)])
+
+
 @pytest.mark.parametrize("name", POSITIONAL)
 def test_what_needs_positions_is_refused_by_name_but_where_it_does_nothing(name):
     q, given = normal(1, 2, 4, WIDTH), [keys(3, 1)]

@@ -133,6 +133,13 @@ def test_what_belongs_together(arguments, message, flashgen):
     assert message in " ".join(result.stderr.split())
 
 
+def test_errors_name_the_options_of_the_command(flashgen):
+    result = flashgen("explain", "--shape", "8x1x4x64", "--arch", "sm_90", "--packed", "3")
+    assert result.exit_code == 1
+    said = " ".join(result.stderr.split())
+    assert "q has shape (8, 1, 4, 64); with --packed it is (tokens, num_heads_q, head_dim)" in said
+
+
 @pytest.mark.parametrize(
     ("splits", "blocks"), [("1", 8 * 8), ("3", 3 * 8 * 8), ("every:512", 8 * 8 * 8), ("auto", None)]
 )

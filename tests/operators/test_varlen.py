@@ -37,6 +37,20 @@ def call(given, **changes):
     return normalise(given.pop("q"), given.pop("k"), given.pop("v"), **given)
 
 
+def test_sizes_are_called_what_callers_call_them():
+    spoken = {
+        kind: [
+            call(given).spoken(symbol) for symbol in ("batch_q", "rows_q", "batch_kv", "rows_kv", "head_dim")
+        ]
+        for kind, given in (("padded", PADDED), ("packed", PACKED), ("paged", PAGED))
+    }
+    assert spoken == {
+        "padded": ["batch", "seqlen_q", "batch", "seqlen_kv", "head_dim"],
+        "packed": ["batch", "tokens", "batch", "tokens", "head_dim"],
+        "paged": ["batch", "seqlen_q", "pages", "page_size", "head_dim"],
+    }
+
+
 def hidden(problem, q_length, kv_length):
     """What a problem of one sequence hides, as attention of the two lengths alone would."""
     own = problem.of_sequence(q_length, kv_length)

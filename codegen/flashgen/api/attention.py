@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, overload
 
 from flashgen.api.asked import LENGTHS, asked, names_given
-from flashgen.api.calls import call_of, make_plan
+from flashgen.api.calls import call_of, make_plan, planning
 from flashgen.errors import FlashgenError, naming, rename
 from flashgen.operators.arguments import flag
 from flashgen.runtime import arrays, torchkind
@@ -258,7 +258,7 @@ def plan(
     of_score = softcap, alibi_slopes, score, params
     lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
     options = causal, mask_type, window_size, return_lse, splits
-    with naming(**names_given(k, alibi_slopes, kv_lengths, softcap)):
+    with naming(**names_given(k, alibi_slopes, kv_lengths, softcap)), planning("plan", q):
         if append is not None or rotary is not None:
             from flashgen.api.append import asked_to_append, held
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flashgen.api.asked import LENGTHS, asked_backward, names_given
-from flashgen.api.calls import call, make_plan
+from flashgen.api.calls import call, make_plan, planning
 from flashgen.errors import BadParam, FlashgenError, naming, rename
 from flashgen.operators.splits import AUTO
 from flashgen.runtime import arrays
@@ -146,7 +146,7 @@ def plan_backward(
         (kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv),
         deterministic,
     )
-    with naming(**names_given(None, alibi_slopes, softcap=softcap)):
+    with naming(**names_given(None, alibi_slopes, softcap=softcap)), planning("plan_backward", q):
         return make_plan(operator, given, options, scalars, backend, None)
 
 

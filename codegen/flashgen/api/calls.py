@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen import logs
 from flashgen.api.backends import runner_for
-from flashgen.runtime import arrays, dlpack
+from flashgen.errors import BadParam
+from flashgen.runtime import arrays, dlpack, torchkind
 from flashgen.runtime.plans import Plan, adopted, run_adopted
 
 if TYPE_CHECKING:
@@ -168,6 +169,27 @@ def ready(
         make_plan(operator, given, options, scalars, backend, algorithm)  # raises: the kinds differ
     known, pointers = _known(kind, operator, given, options, scalars, backend, algorithm)
     return known, known.ready(given, pointers, scalars, stream)
+
+
+class planning:
+    """While a plan is made by ``function``: BadParam says what to do in a graph of torch.compile, or with a
+    tensor that requires a gradient. ``x`` is one of the arrays.
+    """
+
+    def __init__(self, function: str, x: Any) -> None:
+        kind = arrays.kind_of(x)
+        if isinstance(kind, torchkind.TorchKind) and kind.is_compiling():
+            raise BadParam(
+                f"{function}() was called inside torch.compile; call attention() there, an operator of its "
+                "graph, or use plans outside of it"
+            )
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, torchkind.RequiresGradient):
+            raise error.of("plans") from None
 
 
 def make_plan(

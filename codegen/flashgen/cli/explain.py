@@ -14,6 +14,16 @@ if TYPE_CHECKING:
     from flashgen.schedule.plan import Step
     from flashgen.spec.variant import Variant
 
+# Options of this command in place of arguments, in messages.
+_WORDS = {
+    "cu_seqlens_q, cu_seqlens_kv": "--packed",
+    "cu_seqlens_q": "--packed",
+    "cu_seqlens_kv": "--packed",
+    "max_seqlen_q": "--max-seqlen-q",
+    "kv_lengths": "--kv-lengths",
+    "window_size": "--window",
+}
+
 
 @click.command(
     "explain",
@@ -99,6 +109,7 @@ def command(
     from flashgen.api.explain import explain
     from flashgen.api.kvcache import KVCache
     from flashgen.cli.output import print_json
+    from flashgen.errors import naming
 
     options: dict[str, Any] = {"causal": causal, "mask_type": mask_type, "mask": mask}
     options |= {"softcap": softcap, "deterministic": deterministic, "algorithm": algorithm}
@@ -119,7 +130,8 @@ def command(
         options["kv_lengths"] = (batch,)
     elif packed is not None:
         options["cu_seqlens_kv"] = (packed + 1,)
-    found = explain(q, k, v, dtype=dtype, arch=arch, operator=operator, **options)
+    with naming(**_WORDS):
+        found = explain(q, k, v, dtype=dtype, arch=arch, operator=operator, **options)
     if as_json:
         print_json(_as_dict(found))
     else:

@@ -106,6 +106,12 @@ def check_parts(parts: Sequence[tuple[ArrayView, ArrayView]]) -> tuple[dict[str,
     """The sizes and the dtype that all parts, each an o and an lse, have in common; parts count from 1 in
     messages. Raises BadTensorShape, BadTensorDtype, BadTensorStrides or DeviceTypeNotSupported.
     """
+    for number, (o, lse) in enumerate(parts, 1):
+        if len(lse.shape) == len(o.shape) + 1:
+            raise BadTensorShape(
+                f"o{number} has shape {o.shape} and lse{number} has {lse.shape}; a part is (o, lse), "
+                "not (lse, o)"
+            )
     first = parts[0][0]
     if first.dtype not in DTYPES:
         raise BadTensorDtype(f"o1 has dtype {first.dtype}; supported are {', '.join(DTYPES)}")

@@ -48,6 +48,10 @@ class Problem:
         """The size of each symbol in the shapes of the arguments."""
         raise NotImplementedError
 
+    def spoken(self, symbol: str) -> str:
+        """What a caller calls a symbol of the arguments' shapes."""
+        return symbol
+
     @property
     def empty(self) -> bool:
         """Whether there is no output element to write."""

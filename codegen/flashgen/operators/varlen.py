@@ -120,6 +120,16 @@ class VarlenProblem(AttentionProblem):
             "max_pages": self.max_pages,
         }
 
+    def spoken(self, symbol: str) -> str:
+        rows_kv = "tokens" if self.packed_kv else "page_size" if self.paged else "seqlen_kv"
+        names = {
+            "batch_q": "batch",
+            "rows_q": "tokens" if self.packed_q else "seqlen_q",
+            "batch_kv": "pages" if self.paged else "batch",
+            "rows_kv": rows_kv,
+        }
+        return names.get(symbol, symbol)
+
     @property
     def empty(self) -> bool:
         return self.batch * self.batch_q * self.rows_q == 0

@@ -436,7 +436,8 @@ def _check_like(argument: Argument, view: ArrayView, problem: Problem, shape: tu
         if argument.layout != "broadcast" and len(view.shape) == len(shape):
             for symbol, found, expected in zip(symbols, view.shape, shape, strict=True):
                 if found != expected:
-                    raise BadTensorShape(f"{name} has {symbol} {found}; the plan was made for {expected}")
+                    what = problem.spoken(symbol)
+                    raise BadTensorShape(f"{name} has {what} {found}; the plan was made for {expected}")
         raise BadTensorShape(f"{name} has shape {view.shape}; the plan was made for {shape}")
     check_strides(argument, view, DTYPE_BYTES[view.dtype])
     strides = place(argument, view, problem.sizes, problem.dtype).strides

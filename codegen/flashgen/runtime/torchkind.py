@@ -58,7 +58,7 @@ class TorchKind:
         self.types = {torch.Tensor, type(None)}
         self._torch = torch
         self._is_grad_enabled = torch.is_grad_enabled
-        self._is_compiling = torch.compiler.is_compiling
+        self.is_compiling = torch.compiler.is_compiling
         self._is_transforming = torch._C._are_functorch_transforms_active
         self._dispatch_modes = torch._C._len_torch_dispatch_stack
         self._is_tracing = torch._C._is_tracing
@@ -223,12 +223,12 @@ class TorchKind:
             for x in (q, k, v):
                 if getattr(x, "requires_grad", False):
                     # Other calls refuse these two by name.
-                    return self._is_compiling() or not (self._is_transforming() or x.is_nested)
+                    return self.is_compiling() or not (self._is_transforming() or x.is_nested)
         return self.watched(q) or self.dispatches(k) or self.dispatches(v)
 
     def watched(self, x: Any) -> bool:
         # A mode, a tracer or a subclass would see how the result is allocated, but not what writes to it.
-        if self._is_compiling() or self._is_tracing() or self._dispatch_modes() or self.dispatches(x):
+        if self.is_compiling() or self._is_tracing() or self._dispatch_modes() or self.dispatches(x):
             return True
         return x.is_meta and not x.is_nested and x.layout == self._torch.strided  # others are refused
 
