@@ -122,7 +122,8 @@ def attention(
         FlashAttention-1; v2 are the kernels for every GPU since Ampere, v3 those for Hopper. None: the
         fastest. Results differ only in rounding. The CPU path checks the name and ignores it.
 
-    Returns ``out``, of the kind of q, or ``(out, lse)``. A row that sees no key is 0, with an LSE of -inf.
+    Returns ``out``, of the kind of q, or ``(out, lse)``. A row that sees no key is 0, with an LSE of -inf. A
+    GPU may give infinities or NaN for scaled scores above 1e7 in size in fp16, above 1e9 in bf16 and fp32.
 
     Where a tensor of PyTorch, q, k or v, requires a gradient, autograd records the call. It refuses one with
     out, stream or a KVCache, and a mask or an array of a score that requires a gradient itself. torch.compile
