@@ -139,13 +139,15 @@ Start here:
   flashgen demo                               see it work on this machine
   flashgen doctor                             what attention() would use here
   flashgen list --select head_dim=128         which kernels there are
-  flashgen explain --shape 1x4096x16x128      which one a call takes, and why
+  flashgen explain --shape 1x4096x16x128 --arch sm_90
+                                              which one a call takes, and why
   flashgen inspect --head-dim 128 --source    read one
   flashgen simulate NAME                      run its CUDA on the CPU
-  flashgen build --arch native                compile before the first call
+  flashgen build --arch sm_90                 compile before the first call
   flashgen tune --select head_dim=128         find better tiles for this GPU
 
-tune and bench need a GPU, simulate a C++ compiler, inspect --sass nvdisasm. All else runs anywhere.
+tune, bench and --arch native need a GPU, and so does explain without --arch; simulate needs a C++ compiler,
+inspect --sass nvdisasm. All else runs anywhere.
 
 Exit codes: 0 success, 1 failure, 2 wrong usage. With --json errors are JSON, too.
 """,

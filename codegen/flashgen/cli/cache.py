@@ -37,7 +37,15 @@ def command() -> None:
     """Look at, check or empty the disk cache of compiled kernels."""
 
 
-@command.command("info")
+@command.command(
+    "info",
+    epilog="""
+\b
+Examples:
+  flashgen cache info
+  flashgen cache info --json
+""",
+)
 @json_option
 def info(as_json: bool) -> None:
     """Where the cache is, how full, and whether it can be written.
@@ -71,7 +79,15 @@ def _writable(found: CacheInfo) -> str:
     return f"no: {found.problem}; its entries are used, other kernels are compiled anew by each process"
 
 
-@command.command("verify")
+@command.command(
+    "verify",
+    epilog="""
+\b
+Examples:
+  flashgen cache verify
+  flashgen cache verify --json
+""",
+)
 @json_option
 def verify(as_json: bool) -> None:
     """Read every entry and check it.
@@ -105,7 +121,17 @@ class Age(click.ParamType):
         return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[match[2]]
 
 
-@command.command("clear", short_help="Remove every entry, or some.")
+@command.command(
+    "clear",
+    short_help="Remove every entry, or some.",
+    epilog="""
+\b
+Examples:
+  flashgen cache clear                               all of it, after a question
+  flashgen cache clear --yes --older-than 30d
+  flashgen cache clear --select 'head_dim=64 dtype=fp16'
+""",
+)
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @select_option
 @click.option("--older-than", type=Age(), metavar="AGE", help="Only what nobody read for so long: 30d, 12h.")
