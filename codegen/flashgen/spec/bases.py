@@ -4,6 +4,7 @@ does not need.
 
 from __future__ import annotations
 
+import os
 import re
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,10 @@ _OPERATOR = re.compile(rb"^operator[ \t]*:[ \t]*['\"]?([\w-]+)", re.MULTILINE)
 
 
 def whole_text(path: Path, text: bytes) -> bytes:
-    """The texts that decide what the spec ``path`` says: its own, and those of what it extends."""
-    return b"\0".join([text, *(content for _, content in bases(path, text))])
+    """What decides what the spec ``path`` says: its name, which is the family's where a spec that extends
+    another names none, its text, and those of what it extends.
+    """
+    return b"\0".join([os.fsencode(path.stem), text, *(content for _, content in bases(path, text))])
 
 
 def is_of(operator: str, path: Path, text: bytes) -> bool:

@@ -48,7 +48,7 @@ def load_spec(path: str | os.PathLike[str], cache: CubinCache | None = None, gpu
     else:
         from flashgen.spec.snapshot import recall
 
-        # No YAML holds a NUL, so these bytes stand for these texts alone.
+        # Neither YAML nor a name holds a NUL, so these bytes stand for this name and these texts alone.
         whole = whole_text(path, text)
         known_by = whole if tuned is None else b"\0".join((whole, tuned.gpu.encode(), tuned.text))
         content = recall(known_by, cache, check)
