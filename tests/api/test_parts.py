@@ -286,6 +286,26 @@ def test_a_cascade_finds_a_misaligned_part_before_its_first_call(monkeypatch):
                 flashgen.cascade(q, [(k, v), (k, misaligned)])
 
 
+class Cleared(dict):
+    """What another thread clears right after it was looked at, or stored into."""
+
+    def __contains__(self, key):
+        found = super().__contains__(key)
+        self.clear()
+        return found
+
+    def __setitem__(self, key, value):
+        self.clear()
+
+
+def test_known_layouts_may_be_forgotten_meanwhile(monkeypatch):
+    q, given = normal(BATCH, ROWS, HEADS, WIDTH), [keys(9), keys(4)]
+    expected = flashgen.cascade(q, given)
+    for known in (parts._sound, {}):
+        monkeypatch.setattr(parts, "_sound", Cleared(known))
+        np.testing.assert_array_equal(flashgen.cascade(q, given), expected)
+
+
 def test_arrays_of_other_libraries():
     torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
     q, given = normal(BATCH, ROWS, HEADS, WIDTH), [keys(20, 1), keys(9)]

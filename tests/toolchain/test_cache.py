@@ -114,11 +114,38 @@ def test_verify_finds_and_removes_exactly_the_damaged(cache):
     assert cache.info().entries == 9
 
 
-def test_clear_leaves_nothing(cache):
+class Cleared(dict):
+    """What another thread clears right after it was looked at."""
+
+    def __contains__(self, key):
+        found = super().__contains__(key)
+        self.clear()
+        return found
+
+
+def test_what_is_kept_in_memory_may_be_cleared_meanwhile(cache):
+    cache._memory = Cleared({key_of(1): b"kept"})
+    assert cache.get(key_of(1)) == b"kept"
+
+
+def test_clear_leaves_locks_that_are_held_and_files_that_are_being_written(cache):
+    cache.put(key_of(1), b"1")
+    with cache._locked(key_of(2)):
+        held = list((cache.root / "locks").iterdir())
+        written, left_over = cache.root / "tmp" / "written", cache.root / "tmp" / "left over"
+        for path in (written, left_over):
+            path.write_bytes(b"")
+        os.utime(left_over, (0, 0))
+        assert cache.clear() == (1, 0, "")
+        assert list((cache.root / "locks").iterdir()) == held != []
+        assert list((cache.root / "tmp").iterdir()) == [written]
+
+
+def test_clear_leaves_nothing_but_locks(cache):
     for n in range(3):
         cache.get_or_build(key_of(n), lambda: b"x")
     assert cache.clear() == (3, 0, "")
-    assert [path for path in cache.root.rglob("*") if path.is_file()] == []
+    assert {path.parent.name for path in cache.root.rglob("*") if path.is_file()} == {"locks"}
     assert cache.info().bytes == 0
 
 

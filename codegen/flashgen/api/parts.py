@@ -245,8 +245,9 @@ def _check_cascade(q: Any, pairs: list[tuple[Any, Any]], out: Any, causal: bool)
             key = (kind.name, layouts, causal)
         except RuntimeError:  # an array without memory: its view says so
             key = None
-        if key in _sound:
-            _check_memory(pointers, _sound[key])
+        spans = _sound.get(key)
+        if spans is not None:
+            _check_memory(pointers, spans)
             return
     view, out_view = arrays.view(q, "q"), None if out is None else arrays.view(out, "out")
     arrays.check_libraries({"q": view, "out": out_view})
@@ -268,8 +269,8 @@ def _check_cascade(q: Any, pairs: list[tuple[Any, Any]], out: Any, causal: bool)
     if key is not None:
         if len(_sound) >= _MAX_SOUND:
             _sound.clear()
-        _sound[key] = tuple((0, 0) if x is None else _span(kind.view(x)) for x in given)
-        _check_memory(pointers, _sound[key])
+        spans = _sound[key] = tuple((0, 0) if x is None else _span(kind.view(x)) for x in given)
+        _check_memory(pointers, spans)
 
 
 def _span(view: ArrayView) -> tuple[int, int]:

@@ -122,9 +122,9 @@ class CubinCache:
 
     def get(self, key: str) -> bytes | None:
         """The payload under ``key``, or None. A damaged entry is removed, with a warning, and is none."""
-        if key in self._memory:
-            return self._memory[key]
-        payload = self._on_disk(key)
+        payload = self._memory.get(key)
+        if payload is None:
+            payload = self._on_disk(key)
         for bundle in self.bundles:
             if payload is None:
                 payload = bundle.get(key)
@@ -215,7 +215,8 @@ class CubinCache:
 
     def clear(self, wanted: Callable[[bytes], bool] | None = None, unused_for: float = 0.0) -> CacheCleared:
         """Remove the entries of whose payload ``wanted`` is true, and that nobody read for so many seconds,
-        which are known to an hour; by default all. Kernels that are loaded stay usable.
+        which are known to an hour; by default all. Kernels that are loaded stay usable, and what processes
+        hold or write meanwhile is left to them.
         """
         removed, left, problem = 0, 0, ""
         everything = wanted is None and not unused_for
@@ -233,8 +234,7 @@ class CubinCache:
                 left, problem = left + 1, _reason(error)
         if everything:
             self._memory.clear()
-            for name, _, _ in (*_files(self.root / "tmp"), *_files(self.root / "locks")):
-                _remove(Path(name))
+            self._remove_stale()
         return CacheCleared(removed, left, problem)
 
     def _is_wanted(self, path: Path, wanted: Callable[[bytes], bool]) -> bool:
@@ -257,9 +257,7 @@ class CubinCache:
 
     def _tidy(self, fresh: Path) -> None:
         """Drop what killed processes left and the least recently used beyond the bound, but not ``fresh``."""
-        for name, _, used in _files(self.root / "tmp"):
-            if time.time() - used > _STALE_AFTER:
-                _remove(Path(name))
+        self._remove_stale()
         entries = list(self._entries())
         total = sum(size for _, size, _ in entries)
         if total > self.max_bytes:
@@ -269,6 +267,12 @@ class CubinCache:
                 if total <= _KEEP * self.max_bytes:
                     break
         self._room = max((self.max_bytes - total) // 8, self.max_bytes // 64)
+
+    def _remove_stale(self) -> None:
+        """Drop what killed processes left; a younger temporary file may be one that is being written."""
+        for name, _, used in _files(self.root / "tmp"):
+            if time.time() - used > _STALE_AFTER:
+                _remove(Path(name))
 
     @contextlib.contextmanager
     def _locked(self, key: str) -> Iterator[None]:
