@@ -138,6 +138,14 @@ def test_kinds_are_not_mixed():
         flashgen.attention(q, k, torch.from_numpy(v))
 
 
+def test_kinds_that_nothing_refuses_are_a_fault_of_flashgen(monkeypatch):
+    torch = pytest.importorskip("torch")
+    q, k, v = qkv()
+    monkeypatch.setattr(calls, "make_plan", lambda *_, **__: None)
+    with pytest.raises(errors.InternalError, match="several libraries: numpy, numpy, torch"):
+        flashgen.attention(q, k, torch.from_numpy(v))
+
+
 def test_jax_arrays_cannot_be_written_to():
     jax = pytest.importorskip("jax")
     q, k, v = (jax.numpy.asarray(x) for x in qkv())

@@ -1,3 +1,6 @@
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -43,6 +46,27 @@ def test_cupy_needs_no_gpu_to_be_read(dtype):
     expected = arrays.view(np.zeros((4, 6, 8), dtype)[:, ::2], "x")
     assert (view.kind, view.pointer, view.device) == ("cupy", 4096 + 256, 3)
     assert (view.dtype, view.shape, view.strides) == (expected.dtype, expected.shape, expected.strides)
+
+
+@pytest.mark.parametrize("library", ["numpy", "cupy"])
+def test_threads_that_meet_a_library_at_once_have_one_kind(library, monkeypatch):
+    pytest.importorskip(library)
+    monkeypatch.setattr(arrays, "_KINDS", {})
+    monkeypatch.setattr(arrays, "_KIND_BY_TYPE", {})
+    name, find = {
+        "numpy": ("NumpyKind", lambda: arrays.kind_of(np.empty(1))),
+        "cupy": ("CupyKind", arrays.cupy_kind),
+    }[library]
+    make, both = getattr(arrays, name), threading.Barrier(2, timeout=10)
+
+    def made(module):
+        both.wait()
+        return make(module)
+
+    monkeypatch.setattr(arrays, name, made)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = [future.result() for future in [pool.submit(find) for _ in range(2)]]
+    assert first is second is find()
 
 
 @pytest.mark.parametrize("x", [[1, 2], "q", 3.0, object()])

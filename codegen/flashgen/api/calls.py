@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from flashgen import logs
 from flashgen.api.backends import runner_for
-from flashgen.errors import BadParam
+from flashgen.errors import BadParam, InternalError
 from flashgen.runtime import arrays, dlpack, torchkind
 from flashgen.runtime.plans import Plan, adopted, run_adopted
 
@@ -77,7 +77,7 @@ def _call_adopted(
 ) -> Any:
     """`call_of` where not all arrays are of one native library."""
     if all(x is None or arrays.kind_of(x) is not None for x in given):
-        make_plan(operator, given, options, scalars, backend, algorithm)  # raises: the kinds differ
+        _refuse_mixed(operator, given, options, scalars, backend, algorithm)
     names = [argument.name for argument in operator.arguments]
 
     def call(*, stream: Any, **native: Any) -> Any:
@@ -86,6 +86,13 @@ def _call_adopted(
         return call_of(kind, operator, arrays_of, options, scalars, stream, backend, algorithm, workspace)
 
     return run_adopted(call, operator, dict(zip(names, given, strict=True)), stream)
+
+
+def _refuse_mixed(operator: Operator, given: tuple[Any, ...], *rest: Any) -> NoReturn:
+    """Raise what is wrong with native arrays of several libraries."""
+    make_plan(operator, given, *rest)
+    kinds = ", ".join(arrays.kind_of(x).name for x in given if x is not None)
+    raise InternalError(f"{operator.name} took arrays of several libraries: {kinds}")
 
 
 def _are_all(kind: arrays.Kind | None, given: tuple[Any, ...]) -> bool:
@@ -166,7 +173,7 @@ def ready(
         given = tuple(adopted(operator, named, stream).values())
         kind = arrays.kind_of(given[0])
     if not _are_all(kind, given):
-        make_plan(operator, given, options, scalars, backend, algorithm)  # raises: the kinds differ
+        _refuse_mixed(operator, given, options, scalars, backend, algorithm)
     known, pointers = _known(kind, operator, given, options, scalars, backend, algorithm)
     return known, known.ready(given, pointers, scalars, stream)
 

@@ -53,7 +53,7 @@ def _resolve(x: Any) -> Kind | None:
         if module is not None and isinstance(x, getattr(module, array, ())):
             kind = _KINDS.get(library)
             if kind is None:
-                kind = _KINDS[library] = make(module)
+                kind = _KINDS.setdefault(library, make(module))  # one for all threads that come first
             _KIND_BY_TYPE[type(x)] = kind
             return kind
     return None
@@ -112,6 +112,5 @@ def is_masked(x: Any) -> bool:
 
 def cupy_kind() -> CupyKind:
     """How to read CuPy arrays, whether or not one has been seen. Raises what `import_cupy` does."""
-    if "cupy" not in _KINDS:
-        _KINDS["cupy"] = CupyKind(import_cupy())
-    return _KINDS["cupy"]
+    kind = _KINDS.get("cupy")
+    return _KINDS.setdefault("cupy", CupyKind(import_cupy())) if kind is None else kind
