@@ -80,6 +80,13 @@ def test_the_default_is_the_committed_slice_for_the_listed_architectures(tiny, f
     } == expected
 
 
+@pytest.mark.parametrize("arch", [(), ("--arch", "sm_90")])
+def test_a_selection_without_committed_variants_is_refused(arch, tiny, flashgen):
+    result = flashgen("build", "--select", "committed=false", "--slice", "committed", *arch)
+    assert result.exit_code == 2
+    assert "none of the chosen variants is marked for generated/" in result.stderr
+
+
 def test_slice_all_with_architectures(tiny, flashgen):
     everything = json.loads(flashgen("list", "--json").stdout)
     built = kernels(flashgen("build", "--slice", "all", "--arch", "sm_86", "--arch", "sm_80", "--json"))

@@ -72,6 +72,15 @@ def test_results_keep_the_order_and_each_is_heard_of_once(tiny_variants, tmp_pat
     assert not any(built.cached or built.failure for built in results)
 
 
+def test_a_missing_template_stops_no_other_kernel(tiny_variants, tmp_path, monkeypatch):
+    pytest.importorskip("cupy", reason="nothing can be compiled without CuPy and NVRTC")
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path))
+    missing = dataclasses.replace(tiny_variants[0], template="missing.cu.j2")
+    failed, built = build([(missing, "sm_80"), (tiny_variants[0], "sm_80")], jobs=1)
+    assert "missing.cu.j2" in failed.failure
+    assert not built.failure
+
+
 def test_a_missing_compiler_is_one_error(tiny_variants, monkeypatch):
     def missing():
         raise NoCompilerError("install it")

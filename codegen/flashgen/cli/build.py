@@ -107,6 +107,7 @@ def command(
     """
     from flashgen.cli.kernels import compiled
     from flashgen.cli.output import counted, note, print_json
+    from flashgen.spec.selection import SelectionError
     from flashgen.toolchain import cache as caches
 
     # All that a folder should hold: what else was rendered there is stale.
@@ -117,6 +118,11 @@ def command(
     variants = chosen_variants(specs, selections, cache, score)
     if whole or slice_ == "committed":
         variants = tuple(variant for variant in variants if variant.committed)
+        if not variants:
+            raise SelectionError(
+                "none of the chosen variants is marked for generated/ (--slice committed); leave --slice "
+                "out, or see: flashgen list --select committed=true"
+            )
     if check:
         _check(variants, complete, out, as_json)
         return

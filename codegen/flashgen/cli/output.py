@@ -71,7 +71,7 @@ def print_table(
 
 def _fitting(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> tuple[list[int], int]:
     """Which columns fit, the later optional ones going first, and the gap between them."""
-    widths = [max(len(column.header), *(len(row[at]) for row in rows)) for at, column in enumerate(columns)]
+    widths = [max(map(len, [column.header, *(row[at] for row in rows)])) for at, column in enumerate(columns)]
     widths = [
         min(each, _WRAPPED) if column.wraps else each for each, column in zip(widths, columns, strict=True)
     ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flashgen.arch import arch_parts, range_of
-from flashgen.errors import BadParam, InternalError
+from flashgen.errors import BadParam, InternalError, SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -105,7 +105,8 @@ def build(
     """Compile every pair, or find it in the disk cache, on `jobs` threads; by default one for each processor.
 
     The results are in the order of `wanted`; `on_done` hears of each as it ends. A kernel that does not
-    compile is a Built with an error and stops nothing. Raises NoCompilerError where there is no compiler.
+    render or compile is a Built with an error and stops nothing. Raises NoCompilerError where there is no
+    compiler.
     """
     from flashgen.toolchain.compile import in_parallel, nvrtc
 
@@ -126,7 +127,7 @@ def _build_one(pair: tuple[Variant, str]) -> Built:
     start = time.perf_counter()
     try:
         compiled, cached = obtain(variant, arch)
-    except InternalError as error:
+    except (InternalError, SpecError) as error:
         return Built(variant, arch, time.perf_counter() - start, error=str(error))
     seconds = time.perf_counter() - start
     kept = caches.default().keeps(cache_key(variant, arch))
