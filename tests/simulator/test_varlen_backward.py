@@ -8,6 +8,8 @@ import itertools
 import numpy as np
 import pytest
 
+from flashgen.errors import BadParam
+from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.scores import chained
 from flashgen.simulator.example import Shape, make
 from flashgen.spec.load import load_specs
@@ -97,6 +99,22 @@ def test_within_the_bound_and_all_else_is_zero(name, shape, packed_q, compiler, 
     for packed_kv in (False, True):
         example = example_of(name, shape, fresh_seed, packed_q, packed_kv)
         assert check_on(MAIN[name], example, fresh_seed) is None
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (-1, 3), (-1, -1)])
+def test_a_window_without_a_left_side(window, compiler, fresh_seed):
+    variant = MAIN["32_fp32_local_gqa_sm80"]
+    example = make(variant, Shape(70, 90, 2, 1, batch=3, window=window), fresh_seed)
+    problem = example.problem
+    right = UNBOUNDED if window[1] < 0 else window[1]
+    found = (problem.mask_type, problem.shift, problem.window_left, problem.window_right)
+    assert found == ("local", 0, UNBOUNDED, right)
+    assert check_on(variant, example, fresh_seed) is None
+
+
+def test_diagonals_of_sequences_end_bottom_right(fresh_seed):
+    with pytest.raises(BadParam, match="causal_top_left does not fit"):
+        make(MAIN["32_fp16_causal_gqa_sm80"], Shape(70, 90, 2, 1, batch=3, top_left=True), fresh_seed)
 
 
 PLAIN, ORDERED = "32_fp16_sm80", "32_fp16_causal_ordered_sm80"

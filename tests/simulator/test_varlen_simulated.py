@@ -7,7 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from flashgen.errors import SimulationError
+from flashgen.errors import BadParam, SimulationError
+from flashgen.operators.masks import UNBOUNDED
 from flashgen.schedule.tensormap import expressible
 from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make, run_steps
@@ -118,6 +119,21 @@ def test_within_the_bound_and_nothing_else_is_touched(name, packed_q, compiler, 
         for shape in (FEW, MANY):
             example = example_of(variant, grouped(variant, shape), fresh_seed, packed_q, packed_kv)
             assert verdict_of(variant, example, fresh_seed) is None
+
+
+@pytest.mark.parametrize(("window", "right"), [((-1, 0), 0), ((-1, 3), 3), ((-1, -1), UNBOUNDED)])
+def test_a_window_without_a_left_side_hides_what_it_says(window, right, compiler, fresh_seed):
+    variant = VARIANTS["flash_fwd_varlen_hdim32_bf16_local_m64_gqa_sm80"]
+    example = make(variant, dataclasses.replace(FEW, kv_heads=1, window=window), fresh_seed)
+    problem = example.problem
+    found = (problem.mask_type, problem.shift, problem.window_left, problem.window_right)
+    assert found == ("local", 0, UNBOUNDED, right)
+    assert verdict_of(variant, example, fresh_seed) is None
+
+
+def test_diagonals_of_sequences_end_bottom_right(fresh_seed):
+    with pytest.raises(BadParam, match="causal_top_left does not fit"):
+        make(VARIANTS[CAUSAL], dataclasses.replace(FEW, top_left=True), fresh_seed)
 
 
 @pytest.mark.parametrize("name", DENSE_KERNELS)

@@ -10,7 +10,7 @@ import numpy as np
 
 from flashgen.operators import varlen
 from flashgen.operators.gradients import GradientVerdict, judge
-from flashgen.operators.masks import UNBOUNDED, Band
+from flashgen.operators.masks import Band
 from flashgen.operators.numbers import bfloat16_bits, widened
 from flashgen.operators.reference import Largest, attention, modification_of
 from flashgen.operators.sequences import sequences
@@ -18,7 +18,7 @@ from flashgen.operators.varlen_backward import LENGTH_ARRAYS, VarlenBackwardProb
 from flashgen.simulator.attention_backward_example import BackwardExample
 from flashgen.simulator.attention_example import check_sizes, score_arrays_of, score_scalars_of
 from flashgen.simulator.example import random_rows, rows_within_nan, view_of
-from flashgen.simulator.varlen_example import boundaries, random_lengths
+from flashgen.simulator.varlen_example import boundaries, masked, random_lengths, window_for
 
 if TYPE_CHECKING:
     from flashgen.operators.sequences import Sequence
@@ -172,22 +172,15 @@ def make(variant: Variant, shape: Shape, seed: int) -> VarlenBackwardExample:
         name: view_of(x, "fp32" if name in _OF_LSE else dtype) for name, x in arrays.items() if x is not None
     }
     views |= {name: view_of(x, "int32") for name, x in lengths.items() if x is not None}
-    window = {"local": shape.window or (max(1, shape.seqlen_kv // 4), 0), "causal": (-1, 0)}
     problem = normalise(
         **views,
-        window_size=window.get(variant.mask_type, (-1, -1)),
+        window_size=window_for(variant, shape),
         deterministic=dict(variant.axes).get("dq_order") == "ordered",
         score=variant.score,
         score_arrays=[view_of(x, "fp32" if x.dtype == np.float32 else "int32") for x in score_arrays],
         score_scalars=score_scalars_of(rng, variant.score),
     )
-    if problem.mask_type != variant.mask_type:  # a simpler kernel would hide the same keys
-        problem = dataclasses.replace(
-            problem,
-            mask_type=variant.mask_type,
-            diagonal_offset=problem.seqlen_kv - problem.seqlen_q,
-            window_right=0 if variant.mask_type == "causal" else UNBOUNDED,
-        )
+    problem = masked(problem, variant, shape)
     given = arrays | lengths
     named = tuple(given.get(argument.name) for argument in problem.operator.arguments)
     example = VarlenBackwardExample(problem, (*named[: len(named) - len(score_arrays)], *score_arrays))

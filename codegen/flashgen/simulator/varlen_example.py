@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flashgen.errors import BadParam
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.operators.reference import Largest, Verdict, judge
 from flashgen.operators.sequences import sequences
@@ -17,7 +18,7 @@ from flashgen.simulator.attention_example import check_sizes, random_mask, score
 from flashgen.simulator.example import random_rows, rows_within_nan, view_of
 
 if TYPE_CHECKING:
-    from flashgen.simulator.example import Shape
+    from flashgen.simulator.example import Shape, Window
     from flashgen.spec.variant import Variant
 
 # Entries of a page table that no length reaches.
@@ -96,7 +97,8 @@ def make(variant: Variant, shape: Shape, seed: int) -> VarlenExample:
     outputs, what lies between rows, slots past a length and pages of no sequence are NaN, and entries of the
     page table past a length are garbage.
 
-    Raises BadParam for sizes that are not the variant's; and what the contract raises.
+    Raises BadParam for sizes that are not the variant's, and for a diagonal that starts top left; and what
+    the contract raises.
     """
     rng = np.random.default_rng(seed)
     head_dim, head_dim_v, kv_heads = check_sizes(variant, shape)
@@ -139,17 +141,12 @@ def make(variant: Variant, shape: Shape, seed: int) -> VarlenExample:
     mask = random_mask(rng, shape) if dense else None
     fixed = variant.axis("splits") == "fixed" and shape.splits == AUTO
     splits = _SPLITS if fixed else shape.splits
-    window = {
-        "local": shape.window or (max(1, shape.seqlen_kv // 4), 0),
-        "causal": (-1, 0),
-        "dense": shape.window or (-1, -1),
-    }
     problem = normalise(
         *(view_of(x, dtype) for x in (q, k, v)),
         **{name: None if x is None else view_of(x, "int32") for name, x in lengths.items()},
         mask=None if mask is None else view_of(mask, "uint8"),
         out=view_of(out, dtype),
-        window_size=window.get(variant.mask_type, (-1, -1)),
+        window_size=window_for(variant, shape),
         max_seqlen_q=shape.seqlen_q if packed_q and splits != AUTO else None,
         max_seqlen_kv=shape.seqlen_kv if dense else None,
         return_lse=shape.return_lse,
@@ -158,14 +155,35 @@ def make(variant: Variant, shape: Shape, seed: int) -> VarlenExample:
         score_arrays=[view_of(x, {"float32": "fp32", "int32": "int32"}[x.dtype.name]) for x in score_arrays],
         score_scalars=score_scalars_of(rng, variant.score),
     )
-    if problem.mask_type != variant.mask_type:  # a simpler kernel would hide the same keys
-        problem = dataclasses.replace(
-            problem,
-            mask_type=variant.mask_type,
-            diagonal_offset=problem.seqlen_kv - problem.seqlen_q,
-            window_right=0 if variant.mask_type == "causal" else UNBOUNDED,
-        )
+    problem = masked(problem, variant, shape)
     return VarlenExample(problem, q, k, v, lengths, out, lse, mask, score_arrays)
+
+
+def window_for(variant: Variant, shape: Shape) -> Window:
+    """The window of a call for ``variant``. Raises BadParam for a diagonal that starts top left."""
+    if shape.top_left:
+        raise BadParam(
+            f"{variant.name} takes sequences of several lengths, whose diagonals end bottom right; "
+            "causal_top_left does not fit"
+        )
+    if variant.mask_type == "local":
+        return shape.window or (max(1, shape.seqlen_kv // 4), 0)
+    if variant.mask_type == "causal":
+        return (-1, 0)
+    return shape.window or (-1, -1)
+
+
+def masked(problem: VarlenProblem, variant: Variant, shape: Shape) -> VarlenProblem:
+    """The problem with the variant's own mask type, even where a simpler kernel would hide the same keys."""
+    if problem.mask_type == variant.mask_type:
+        return problem
+    right = window_for(variant, shape)[1]
+    return dataclasses.replace(
+        problem,
+        mask_type=variant.mask_type,
+        diagonal_offset=problem.seqlen_kv - problem.seqlen_q,
+        window_right=UNBOUNDED if right < 0 else right,
+    )
 
 
 def random_lengths(rng: np.random.Generator, batch: int, most: int) -> np.ndarray:
