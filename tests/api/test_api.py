@@ -247,6 +247,7 @@ def test_options_in_any_form_are_one_plan(monkeypatch):
         ({"window_size": (7, 0)}, {"window_size": (7.0, 0)}),
         ({"window_size": (7, 0)}, {"window_size": (7, False)}),
         ({"mask_type": 0}, {"mask_type": False}),
+        ({}, {"window_size": (-1.0, -1.0)}),
         ({"splits": 1}, {"splits": True}),
         ({"mask_type": 2}, {"mask_type": 2.0}),
     ],

@@ -66,6 +66,20 @@ def test_it_is_append_and_then_attention(pages, rotates, options, backend):
     np.testing.assert_array_equal(cache.v.view(np.uint16), other.v.view(np.uint16))
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_pairs_that_are_refused_are_refused_after_what_equals_them(held, forget_plans):
+    rng = np.random.default_rng()
+    cache, q, k_new, v_new = cache_of(rng, False), *(numbers(rng, 3, 3, heads, 32) for heads in (4, 2, 2))
+    good, bad = (flashgen.Rotary(*tables(rng), interleaved=value) for value in (True, 1.0))
+    call = flashgen.attention
+    if held:
+        plan = flashgen.plan(q, cache, append=(k_new, v_new), rotary=good)
+        call = plan
+    call(q, cache, append=(k_new, v_new), rotary=good)
+    with pytest.raises(errors.BadParam, match=r"^interleaved is 1\.0"):
+        call(q, cache, append=(k_new, v_new), rotary=bad)
+
+
 @pytest.mark.parametrize("backend", ON)
 @pytest.mark.parametrize("options", [{}, {"causal": True, "return_lse": True}], ids=str)
 @pytest.mark.parametrize("rotates", [False, True], ids=["plain", "rotary"])

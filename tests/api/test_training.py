@@ -31,6 +31,18 @@ def called(**changes):
     return flashgen.attention_backward(**arrays(**changes))
 
 
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [({"deterministic": True}, {"deterministic": 1.0}), ({}, {"window_size": (-1.0, -1.0)})],
+    ids=str,
+)
+def test_what_is_refused_is_refused_after_what_equals_it(good, bad, forget_plans):
+    called(**good)
+    (name,) = bad
+    with pytest.raises(BadParam, match=f"^{name} is"):
+        called(**bad)
+
+
 ROWS = np.ones((2, 5, 4, 8), np.float16)
 
 

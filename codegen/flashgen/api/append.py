@@ -140,7 +140,7 @@ class AppendPlan:
         """
         try:
             given = _arrays(cache, *_pair(append), rotary, q, cu_seqlens_q, total_lengths, q_rotated)
-            if self._interleaved != (None if rotary is None else rotary.interleaved):
+            if self._interleaved != _interleaved(rotary):
                 made_with = "none" if self._interleaved is None else f"interleaved={self._interleaved}"
                 raise BadParam(f"rotary is {rotary}; the plan was made with {made_with}")
             native_q, given = dlpack.adopt(q, "q", stream), _adopted(given, stream)
@@ -243,7 +243,7 @@ def held(
     append = make_plan(*of_append, backend, None)
     first = append.ready(of_append[1], append.pointers(of_append[1]), (), None)
     attention = make_plan(*attention_over(*_appended(first, q, cache)), backend, algorithm)
-    return AppendPlan(append, attention, None if rotary is None else rotary.interleaved)
+    return AppendPlan(append, attention, _interleaved(rotary))
 
 
 def _asked(
@@ -288,7 +288,8 @@ def _given(
                 "leave one of them out"
             )
     given = _arrays(cache, k_new, v_new, rotary, q, cu_seqlens_new)
-    return given, (rotary is not None and rotary.interleaved, q_positions)
+    # A key of plans, in which 1.0, which is refused, would find the plan of True.
+    return given, (_interleaved(rotary) or False, q_positions)
 
 
 def _arrays(
@@ -321,6 +322,11 @@ def _arrays(
 
 def _no_rotary(x: Any) -> BadParam:
     return BadParam(f"rotary has type {type(x).__name__}; expected a flashgen.Rotary, or None")
+
+
+def _interleaved(rotary: Rotary | None) -> bool | None:
+    """How a plan with this rotary pairs elements. Raises BadParam."""
+    return None if rotary is None else flag("interleaved", rotary.interleaved)
 
 
 def _adopted(given: tuple[Any, ...], stream: Any) -> tuple[Any, ...]:

@@ -56,10 +56,7 @@ def asked(
     causal, mask_type, window_size, return_lse, splits = options
     # On the way of every call, so what most of them have is known at a glance.
     if (
-        (causal is not True and causal is not False)
-        or mask_type is not None
-        or type(window_size) is not tuple
-        or window_size != _NO_WINDOW
+        not _is_key(causal, mask_type, window_size)
         or (return_lse is not True and return_lse is not False)
         or splits is not AUTO
     ):
@@ -107,7 +104,9 @@ def asked_backward(
     """`asked` for a call of ``attention_backward``. ``given`` are dout, q, k, v, mask, out, lse, dlse, dq, dk
     and dv; ``masking`` is causal, mask_type and window_size. Raises BadParam.
     """
-    masking = _as_key(*masking)
+    if not _is_key(*masking):
+        masking = _as_key(*masking)
+    deterministic = flag("deterministic", deterministic)
     modification, arrays_of_score, scalars = None, (), ()
     if any(each is not None for each in of_score):
         modification, arrays_of_score, scalars = score_of(*of_score, sees_no_later_key(*masking))
@@ -131,6 +130,19 @@ def asked_backward(
     bounds = length_bound("max_seqlen_q", max_seqlen_q), length_bound("max_seqlen_kv", max_seqlen_kv)
     options = (*masking, *bounds, modification, deterministic)
     return varlen_for(modification), given, options, scalars
+
+
+def _is_key(causal: Any, mask_type: Any, window_size: Any) -> bool:
+    """Whether these are as `_as_key` gives them, at a glance: they are where neither a mask type nor a window
+    was given.
+    """
+    return (
+        (causal is True or causal is False)
+        and mask_type is None
+        and type(window_size) is tuple
+        and window_size == _NO_WINDOW
+        and type(window_size[0]) is type(window_size[1]) is int
+    )
 
 
 def _as_key(causal: Any, mask_type: Any, window_size: Any) -> tuple[Any, ...]:
