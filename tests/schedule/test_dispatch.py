@@ -267,6 +267,12 @@ def test_an_arch_specific_kernel_runs_on_that_arch_only():
     assert runs_on(variant(min_arch="sm_100f"), blackwell)
 
 
+def test_a_device_is_told_the_shared_memory_that_decides():
+    large = variant(max_smem=GEFORCE.smem_per_block + 1024, smem_bytes=1024)
+    with pytest.raises(DeviceTypeNotSupported, match=f"they need sm_80 with {large.max_smem} bytes"):
+        select(problem(), GEFORCE, [large])
+
+
 def test_an_old_device_is_told_what_is_needed():
     with pytest.raises(DeviceTypeNotSupported, match=r"Turing \(sm_75.*sm_80"):
         select(problem(), TURING, EVERY)
@@ -507,6 +513,25 @@ def test_a_family_of_the_users_own_may_have_an_algorithm(tmp_path):
     assert nameless.algorithm == ""
     with pytest.raises(BadParam):
         offers(call, H200, [*SPECS, nameless], "")
+
+
+FEW_ROWS = """\
+extends: flash_fwd_sm80
+axes:
+  head_dim: [72]
+tiles:
+  - {head_dim: 72, block_m: 64, block_n: 32, warps: 4, loop: stages, min_blocks: 2}
+dispatch: {prefer: least_time, rows_at_most: 64}
+"""
+
+
+def test_a_head_dim_that_is_there_for_few_rows_alone_is_passed_over_for_more(tmp_path):
+    path = tmp_path / "few_rows.yaml"
+    path.write_text(FEW_ROWS)
+    specs = [*SPECS, load_spec(path)]
+    for seqlen_q, head_dim in ((64, 72), (65, 80)):
+        call = problem(head_dim=72, seqlen_q=seqlen_q, **CONTIGUOUS)
+        assert select(call, GEFORCE, offers(call, GEFORCE, specs)).head_dim == head_dim
 
 
 shipped_problems = st.builds(

@@ -73,7 +73,7 @@ def offers(
 
     With an ``algorithm`` only the families of that name have a say, else all that are not on request. Sizes
     such as head dims are gone through by their work, only as far as the first that the device has a variant
-    for.
+    for which serves the problem.
 
     Raises BadParam for an algorithm that no family has, or whose families do not serve the problem.
     """
@@ -91,7 +91,10 @@ def offers(
         if problem.score is not None:
             found = [variant.modified(problem.score) for variant in found]
         offered += found
-        if any(runs_on(variant, device) and expressible(problem, variant) for variant in found):
+        if any(
+            _serves(problem, variant) and runs_on(variant, device) and expressible(problem, variant)
+            for variant in found
+        ):
             break
     if algorithm is not None and not offered:
         raise BadParam(
@@ -167,7 +170,7 @@ def candidates(problem: Problem, device: Device, variants: Iterable[Variant]) ->
         )
     running = [variant for variant in suited if runs_on(variant, device)]
     if not running:
-        needs = sorted({f"{v.min_arch} with {v.smem_bytes} bytes of shared memory" for v in suited})
+        needs = sorted({f"{v.min_arch} with {v.max_smem} bytes of shared memory" for v in suited})
         raise DeviceTypeNotSupported(
             f"{device.name} ({device.arch}, {device.smem_per_block} bytes of shared memory a block) runs "
             f"none of the variants for this call; they need {' or '.join(needs)}"
