@@ -31,6 +31,15 @@ def called(**changes):
     return flashgen.attention_backward(**arrays(**changes))
 
 
+def test_a_workspace_is_checked_also_where_none_is_needed():
+    for workspace in (np.empty(0, np.uint8), np.empty(9, np.uint8)[1:]):
+        called(workspace=workspace)
+    with pytest.raises(BadTensorDtype, match="workspace has type str"):
+        called(workspace="nonsense")
+    with pytest.raises(BadParam, match="workspace must be a contiguous array"):
+        called(workspace=np.empty(9)[::2])
+
+
 @pytest.mark.parametrize(
     ("good", "bad"),
     [({"deterministic": True}, {"deterministic": 1.0}), ({}, {"window_size": (-1.0, -1.0)})],

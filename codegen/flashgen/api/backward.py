@@ -67,7 +67,7 @@ def attention_backward(
         and its last bits differ from call to call; dk and dv are always the same. On the CPU all may have
         other last bits where BLAS has another number of threads.
     workspace: memory for the call, as for a plan, which says how much it needs (`Plan.__call__`); None: it is
-        allocated. On the CPU nothing is needed, and what is given is not looked at.
+        allocated. On the CPU nothing is needed, and what is given is checked, but not used.
     stream, backend: as in ``attention``.
 
     Returns (dq, dk, dv), of the kind of dout: new arrays, or those given. Rows that see no key, keys that no

@@ -245,6 +245,8 @@ class Plan:
         if self._needed:
             memory, address = self._workspace(workspace, arrays[0], stream)
             pointers = (*pointers, address)
+        elif workspace is not None:
+            self._workspace(workspace, arrays[0], stream)  # raises what is wrong with it
         # Where memory was sound once it is again: what the plan allocated itself overlaps nothing.
         key = pointers, scalars
         try:
@@ -326,7 +328,7 @@ class Plan:
         size = self.kind.nbytes(workspace)
         if size < needed:
             raise InsufficientWorkspace(f"workspace has {size} bytes; the plan needs {needed}")
-        if view.pointer % WORKSPACE_ALIGNMENT:
+        if needed and view.pointer % WORKSPACE_ALIGNMENT:
             raise BadTensorStrides(
                 f"workspace starts at address {view.pointer:#x}; it must be a multiple of "
                 f"{WORKSPACE_ALIGNMENT} bytes"
