@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from fake_gpu import H200
 from family_of_steps import MAIN, SPEC
+from flashgen.operators.arguments import WORKSPACE_ALIGNMENT
 from flashgen.operators.masks import UNBOUNDED
 from flashgen.schedule.plan import plan_steps
-from flashgen.schedule.workspace import SLICE_ALIGNMENT
 from flashgen.source.params import layout
 from problems import NAMES, problem
 
@@ -41,8 +41,8 @@ def test_each_step_has_its_own_grid_and_parameters():
     assert [step.launch.threads for step in steps] == [64, 64, 64]
     workspace = len(NAMES)  # the source behind the operator's arguments
     sources = [{source: distance for _, source, distance in step.struct.pointers} for step in steps]
-    assert sources[0] == {NAMES.index("q"): 0, workspace: SLICE_ALIGNMENT}
-    assert sources[1] == {NAMES.index("out"): 0, workspace: SLICE_ALIGNMENT}
+    assert sources[0] == {NAMES.index("q"): 0, workspace: WORKSPACE_ALIGNMENT}
+    assert sources[1] == {NAMES.index("out"): 0, workspace: WORKSPACE_ALIGNMENT}
     assert sources[2] == {NAMES.index("out"): 0}
     for step in steps:
         offsets = layout(step.variant.params).offsets
@@ -58,7 +58,7 @@ def test_slices_are_aligned_and_hold_their_arrays_without_overlap(batch, seqlen_
     assert {each.name: each.nbytes for each in workspace.slices} == sizes
     end = 0
     for each in workspace.slices:
-        assert each.offset % SLICE_ALIGNMENT == 0
+        assert each.offset % WORKSPACE_ALIGNMENT == 0
         assert each.offset >= end
         end = each.offset + each.nbytes
     assert end <= workspace.nbytes

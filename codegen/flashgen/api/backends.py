@@ -24,7 +24,7 @@ _ON_HOST = ("cpu", "simulator")
 def backend_for(device: int | None, backend: str | None = None) -> str:
     """The backend that computes arrays on ``device``, a CUDA ordinal or None for host memory.
 
-    This is the one place that picks it: ``backend``, else FLASHGEN_BACKEND, else what the device asks for.
+    It is ``backend``, else FLASHGEN_BACKEND, else what the device asks for.
     Raises BadParam for an unknown name, DeviceTypeNotSupported for a backend that cannot reach the arrays:
     nothing is copied unasked.
     """

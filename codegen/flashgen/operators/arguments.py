@@ -35,6 +35,8 @@ DTYPE_NAMES = {
 }
 # Bytes to which the address and the rows of an array of elements are aligned.
 ROW_ALIGNMENT = 16
+# Bytes at whose multiples the workspace of a call begins, and each slice of it.
+WORKSPACE_ALIGNMENT = 256
 
 Strides = tuple[int, ...]
 # What a symbol is called in the name of a stride: q_row_stride, mask_head_stride.
@@ -55,8 +57,8 @@ _STRIDE_WORDS = {
 @dataclass(frozen=True, slots=True)
 class ArrayView:
     """Where an array lies. ``strides`` are in elements, ``pointer`` is an address, ``device`` a CUDA ordinal
-    or None for host memory, ``dtype`` one of fp16, bf16, fp32, bool, uint8, or else the library's own name of
-    an unsupported type."""
+    or None for host memory, ``dtype`` one of fp16, bf16, fp32, bool, uint8, int32, or else the library's own
+    name of an unsupported type."""
 
     kind: str
     pointer: int

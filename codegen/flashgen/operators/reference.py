@@ -21,9 +21,9 @@ the unit roundoff of the dtype,
 - 2^-19: ex2.approx (2^-22), factors of rescaling, the reciprocal of row_sum, and P V within a block of keys.
 - 2^-24 sqrt(n): row_sum, and P V over the blocks, rounded to nearest in fp32 up to n times. Errors of random
   sign add up to 0.24 * 2^-24 sqrt(n) in the root mean square if one lane takes all keys; kernels use four.
-- least_p: with row_max subtracted P is at most 1, and loses what lies below the least step of its dtype: half
-  of 2^-24 in fp16, which has subnormals, and what ex2.approx.ftz flushes to 0 in the others.
-- least_out: likewise for the result.
+- least_p: P loses what lies below the least step of its dtype. In fp16, which has subnormals, that is half of
+  2^-24 of a P that kernels bias by 2^7, so 2^-32; in the others what ex2.approx.ftz flushes to 0, 2^-126.
+- least_out: likewise for the result, which has no bias: 2^-25 in fp16.
 - 2^-22 (S + |lse|): lg2.approx of row_sum, the logarithm of which is at most S + |lse|, and the change to
   base e.
 

@@ -29,7 +29,7 @@ class CupyKind:
         self._cuda = cupy.cuda
         self._get_device = cupy.cuda.runtime.getDevice
         self._get_stream = cupy.cuda.get_current_stream
-        self._dtypes = {name: _dtype(known) for name, known in NUMPY_NAMES.items()}
+        self._dtypes = {name: cupy.dtype(known) for name, known in NUMPY_NAMES.items()}
 
     def layout(self, x: Any) -> tuple:
         return self.read((x,))[0][0]
@@ -112,9 +112,3 @@ def import_cupy() -> Any:
             f"arrays on a GPU need CuPy, which cannot be imported ({error}); {installing.compiler()}"
         ) from error
     return cupy
-
-
-def _dtype(name: Any) -> Any:
-    import numpy as np
-
-    return np.dtype(name)

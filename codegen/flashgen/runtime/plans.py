@@ -15,6 +15,7 @@ from flashgen.errors import (
 )
 from flashgen.operators.arguments import (
     DTYPE_BYTES,
+    WORKSPACE_ALIGNMENT,
     Argument,
     Placed,
     check_array,
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 Ready = tuple[Work, Arrays, Pointers, int, Any]
 # Works that a plan keeps, by addresses and scalars.
 MAX_WORKS = 256
-# Bytes to which the workspace is aligned; any allocation of a GPU is.
-WORKSPACE_ALIGNMENT = 256
 _WORKSPACE = Argument("workspace", "output", "bytes", ("uint8",), "contiguous", WORKSPACE_ALIGNMENT)
 
 

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.errors import SpecError
-from flashgen.operators.arguments import DTYPE_BYTES
+from flashgen.operators.arguments import DTYPE_BYTES, WORKSPACE_ALIGNMENT
 from flashgen.schedule.grid import extents
 from flashgen.spec.grid import GROUP_PARTS, NUM_PARTS
 
@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from flashgen.operators.operator import Problem
     from flashgen.schedule.shares import Shares
     from flashgen.spec.variant import Variant
-
-# Each slice of the workspace begins at a multiple of this many bytes, as fresh allocations of a GPU do.
-SLICE_ALIGNMENT = 256
 
 
 class Slice(NamedTuple):
@@ -56,5 +53,5 @@ def workspace_of(problem: Problem, main: Variant, shares: Shares | None = None, 
             raise SpecError(f"{main.spec}: workspace.{buffer.name} has shape {shape} for {main.name}")
         size = DTYPE_BYTES[problem.dtype if buffer.dtype == "element" else buffer.dtype]
         slices.append(Slice(buffer.name, end, math.prod(shape) * size))
-        end += -(-slices[-1].nbytes // SLICE_ALIGNMENT) * SLICE_ALIGNMENT
+        end += -(-slices[-1].nbytes // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
     return Workspace(tuple(slices), end)
