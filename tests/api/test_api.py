@@ -772,7 +772,7 @@ def test_warmup_loads_on_the_gpu_of_this_machine(fake_gpu, monkeypatch):
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_warmup_compiles_no_more_kernels_at_once_than_it_was_told(jobs, fake_gpu, monkeypatch):
     monkeypatch.setattr(device, "available", lambda: True)
-    monkeypatch.setattr("flashgen.toolchain.compile.processors", lambda: 8)
+    monkeypatch.setattr("flashgen.toolchain.parallel.processors", lambda: 8)
     monkeypatch.setattr(kernel, "load", REAL_LOAD)
     monkeypatch.setattr(kernel, "load_all", REAL_LOAD_ALL)
     monkeypatch.setattr(kernel, "_kernels", {})

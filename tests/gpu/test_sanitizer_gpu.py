@@ -18,7 +18,7 @@ import pytest
 from flashgen.runtime.device import device
 from flashgen.schedule.dispatch import runs_on
 from flashgen.toolchain import build, obtain
-from flashgen.toolchain.processors import processors
+from flashgen.toolchain.parallel import processors
 from gpu.sanitized import PLANTED, VARIANTS
 from simulator.covering import covering, work
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -207,33 +205,6 @@ def test_static_assert_message_survives():
 def test_cuda_headers_are_found():
     source = "#include <cuda_fp16.h>\n" + tiny("k", "x[0] = __half2float(__float2half(x[1]));")
     assert fc.compile_cubin(source, "k", "sm_80").cubin
-
-
-def test_parallel_keeps_order_and_tells_of_each_in_the_calling_thread():
-    seen = []
-
-    def work(item: int) -> int:
-        time.sleep(0.002 * (5 - item))  # the last ones end first
-        return -item
-
-    thread = threading.get_ident()
-    results = fc.in_parallel(work, range(6), 3, lambda *done: seen.append((done, threading.get_ident())))
-    assert results == [0, -1, -2, -3, -4, -5]
-    assert sorted(done for done, _ in seen) == [(n, -n) for n in range(6)]
-    assert {ident for _, ident in seen} == {thread}
-
-
-def test_parallel_stops_at_an_exception():
-    started = []
-
-    def work(item: int) -> None:
-        started.append(item)
-        time.sleep(0.01)
-        raise KeyError(item)
-
-    with pytest.raises(KeyError):
-        fc.in_parallel(work, range(1000), 2)
-    assert len(started) < 1000
 
 
 def test_round_trip_through_bytes():

@@ -96,7 +96,7 @@ def warmup(
     its plan. Raises what such calls raise: BadParam, BadTensorShape, CompileError, ...
     """
     from flashgen.schedule.dispatch import offers, select
-    from flashgen.toolchain.compile import in_parallel
+    from flashgen.toolchain.parallel import in_parallel
 
     wanted = _calls(calls)
     if jobs is not None and (not isinstance(jobs, Integral) or isinstance(jobs, bool) or jobs < 1):

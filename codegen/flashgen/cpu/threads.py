@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from threadpoolctl import ThreadpoolController
 
-from flashgen.toolchain.processors import processors
+from flashgen.toolchain.parallel import processors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

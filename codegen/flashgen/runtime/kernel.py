@@ -15,6 +15,7 @@ from flashgen.runtime.device import activated
 from flashgen.toolchain import cache as caches
 from flashgen.toolchain import compile as compiler
 from flashgen.toolchain.obtain import arch_for, obtain, own_arch, recall
+from flashgen.toolchain.parallel import in_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +55,7 @@ def load_all(variants: Sequence[Variant], device: Device) -> list[Kernel]:
     found = {variant: _recalled(variant, device) for variant in new}
     missing = [variant for variant in new if found[variant] is None]
     if len(missing) > 1:
-        made = compiler.in_parallel(lambda variant: _obtained(variant, device), missing)
+        made = in_parallel(lambda variant: _obtained(variant, device), missing)
         found |= zip(missing, made, strict=True)
     return [load(variant, device, found.get(variant)) for variant in variants]
 

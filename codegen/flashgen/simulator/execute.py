@@ -16,7 +16,7 @@ from flashgen.operators.arguments import DTYPE_BYTES
 from flashgen.schedule.parameters import filled
 from flashgen.schedule.tensormap import BYTES
 from flashgen.simulator.library import COUNTERS, SITE_KINDS, Launch, RawReport, RawTensorMap, Region, Site
-from flashgen.toolchain.processors import processors
+from flashgen.toolchain.parallel import processors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

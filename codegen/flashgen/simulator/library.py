@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from flashgen.errors import InternalError
 from flashgen.simulator import hostcompiler
 from flashgen.toolchain import cache as caches
-from flashgen.toolchain.processors import processors
+from flashgen.toolchain.parallel import processors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -108,7 +108,8 @@ def build(
     render or compile is a Built with an error and stops nothing. Raises NoCompilerError where there is no
     compiler.
     """
-    from flashgen.toolchain.compile import in_parallel, nvrtc
+    from flashgen.toolchain.compile import nvrtc
+    from flashgen.toolchain.parallel import in_parallel
 
     nvrtc()  # a missing compiler is one error, not one for each kernel
 

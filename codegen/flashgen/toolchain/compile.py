@@ -1,7 +1,7 @@
 """CUDA source to machine code: NVRTC, without a GPU, a driver or a toolkit.
 
 The binding is ``cupy.cuda.nvrtc``. It releases the GIL and NVRTC compiles concurrently, so threads scale as
-processes do and `in_parallel` needs no worker processes. Wrapper headers are handed over in memory; nothing
+processes do and `parallel` needs no worker processes. Wrapper headers are handed over in memory; nothing
 is written to disk.
 
 No option makes NVRTC faster at equal machine code: of the time for one kernel half is the optimiser, half is
@@ -18,15 +18,14 @@ import re
 import struct
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen import installing, paths
 from flashgen.arch import arch_parts
 from flashgen.errors import BadParam, CompileError, NoCompilerError
-from flashgen.toolchain.processors import processors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 BASE_OPTIONS: tuple[str, ...] = ("-std=c++17", "-default-device", "--ptxas-options=-v")
 # Since CUDA 12.9 NVRTC asks the driver, where there is one, for what it compiled before. Then ptxas does not
@@ -34,9 +33,6 @@ BASE_OPTIONS: tuple[str, ...] = ("-std=c++17", "-default-device", "--ptxas-optio
 _NO_DRIVER_CACHE, _DRIVER_CACHE_SINCE = "-no-cache", (12, 9)
 
 _MAX_ERRORS_SHOWN = 8
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 class Compiled(NamedTuple):
@@ -112,34 +108,6 @@ def compile_ptx(
     """PTX text of ``source``; ``arch`` is "sm_90" or "compute_90". Raises what `compile_cubin` raises."""
     ptx, _ = _run(source, name, arch.replace("sm_", "compute_"), options, headers)
     return ptx.decode().rstrip("\0")
-
-
-def in_parallel(
-    work: Callable[[Item], Result],
-    items: Iterable[Item],
-    workers: int | None = None,
-    on_done: Callable[[Item, Result], None] | None = None,
-) -> list[Result]:
-    """``[work(item) for item in items]`` on ``workers`` threads, by default one for each processor.
-
-    ``on_done`` is called in this thread as each one ends, in order of completion. The first exception ends
-    it: what has not begun is dropped.
-    """
-    from concurrent.futures import ThreadPoolExecutor, as_completed
-
-    items = list(items)
-    pool = ThreadPoolExecutor(workers or processors(), thread_name_prefix="flashgen-compile")
-    try:
-        places = {pool.submit(work, item): place for place, item in enumerate(items)}
-        results: dict[int, Result] = {}
-        for future in as_completed(places):
-            place = places[future]
-            results[place] = future.result()
-            if on_done is not None:
-                on_done(items[place], results[place])
-        return [results[place] for place in range(len(items))]
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
 
 
 @functools.cache
