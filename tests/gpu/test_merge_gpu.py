@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch", reason="arrays lie on the GPU by PyTorch")
 import flashgen  # noqa: E402
 from flashgen.operators import reference  # noqa: E402
 from flashgen.operators.masks import Band  # noqa: E402
-from flashgen.operators.merge import judge, normalise  # noqa: E402
+from flashgen.operators.merge import normalise  # noqa: E402
+from flashgen.operators.merge_reference import judge  # noqa: E402
 from flashgen.runtime.arrays import view  # noqa: E402
 from gpu.cases import new_seed  # noqa: E402
 

@@ -5,20 +5,6 @@ With l_1 and l_2 the log-sum-exps of a row (natural logarithm) and m the larger 
     lse = m + log(e^(l_1 - m) + e^(l_2 - m)),  out = e^(l_1 - lse) o_1 + e^(l_2 - lse) o_2
 
 (https://arxiv.org/abs/2501.01005, section 2.2). A part whose l is -inf has seen no key: its o is not read.
-
-The bound. Let r_1 and r_2 be the shares e^(l - lse), d = |l_1 - l_2|, and u the unit roundoff of the dtype.
-
-    w = 2^-21 + 2^-22 d
-    |error of out| <= 1.01 u |out| + 2^-21 (r_1 |o_1| + r_2 |o_2|) + (w r_1 r_2 + 2^-125) (|o_1| + |o_2|)
-                      + least_out
-    |error of lse| <= 2^-22 |lse| + 2^-21 + w r_2,  part 2 being the smaller
-
-- w: the relative error of e^-d. The subtraction, and the product with log2(e), are each wrong by 2^-24 of d
-  and of 1.44 d; ex2.approx by 2^-22. It moves r_1 r_2 w from one part to the other.
-- 2^-21: the reciprocal of the sum, its products with both terms, and the two products with o, in fp32.
-- 2^-125: ex2.approx.ftz flushes terms below 2^-126 to 0, and their products with the reciprocal may be.
-- 1.01 u |out|: the result is rounded to the dtype. least_out: half of the least step of the dtype.
-- 2^-21 of lse: lg2.approx of a sum from 1 to 2, rounded; 2^-22 |lse|: the addition of m.
 """
 
 from __future__ import annotations
@@ -41,10 +27,7 @@ from flashgen.operators.operator import Axis, Number, Operator, Problem, Value
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import numpy as np
-
     from flashgen.operators.arguments import ArrayView
-    from flashgen.operators.reference import Expected, Verdict
 
 _O_SHAPE, _LSE_SHAPE = "batch seqlen_q num_heads_q head_dim_v", "batch num_heads_q seqlen_q"
 _LSE = {"dtypes": ("fp32",), "layout": "contiguous", "alignment": 4}
@@ -156,7 +139,7 @@ def normalise(
     given = {"out": out, "lse_out": lse_out}
     check_devices({"o1": o1} | {name: view for name, view in given.items() if view is not None})
     if out is not None:
-        check_array(ARGUMENTS[4], out, sizes, dtype)
+        check_array(ARGUMENTS[MERGE.position("out")], out, sizes, dtype)
         if out.shape != o1.shape:
             raise BadTensorShape(f"out has shape {out.shape}; expected that of o1, {o1.shape}")
     if lse_out is not None:
@@ -195,65 +178,3 @@ MERGE = Operator(
     grid_dimensions=("query_rows", "batch"),
     normalise=_normalise,
 )
-
-
-def expected(o1: Any, lse1: Any, o2: Any, lse2: Any, dtype: str) -> Expected:
-    """The result in float64, and the bound for a kernel that computes in ``dtype``. Each o is (batch,
-    seqlen_q, num_heads_q, head_dim_v), each lse (batch, num_heads_q, seqlen_q), of NumPy, in float64, with
-    elements as the kernel got them.
-    """
-    import numpy as np
-
-    from flashgen.operators.reference import LEAST_OUT, UNIT_ROUNDOFF, Expected
-
-    larger, smaller = np.maximum(lse1, lse2), np.minimum(lse1, lse2)
-    sees_nothing, alone = larger == -np.inf, smaller == -np.inf
-    difference = np.where(alone, 0.0, np.where(alone, 0.0, larger) - np.where(alone, 0.0, smaller))
-    lse = larger + np.log1p(np.where(alone, 0.0, np.exp(-difference)))
-    base = np.where(sees_nothing, 0.0, lse)
-    share1, share2 = np.exp(lse1 - base), np.exp(lse2 - base)
-    weight_error = 2.0**-21 + 2.0**-22 * difference
-    lse_bound = 2.0**-22 * np.abs(base) + 2.0**-21 + weight_error * np.minimum(share1, share2)
-
-    def of_rows(x: Any) -> Any:
-        return x.swapaxes(1, 2)[..., None]
-
-    of_part1 = np.where(of_rows(lse1) == -np.inf, 0.0, o1)
-    of_part2 = np.where(of_rows(lse2) == -np.inf, 0.0, o2)
-    r1, r2 = of_rows(share1), of_rows(share2)
-    out = r1 * of_part1 + r2 * of_part2
-    size1, size2 = np.abs(of_part1), np.abs(of_part2)
-    out_bound = 1.01 * UNIT_ROUNDOFF[dtype] * np.abs(out) + 2.0**-21 * (r1 * size1 + r2 * size2)
-    out_bound += (of_rows(weight_error) * r1 * r2 + 2.0**-125) * (size1 + size2) + LEAST_OUT[dtype]
-    return Expected(
-        out,
-        lse,
-        np.where(of_rows(sees_nothing), 0.0, out_bound),
-        np.where(sees_nothing, 0.0, lse_bound),
-    )
-
-
-def judge(
-    problem: MergeProblem,
-    o1: np.ndarray,
-    lse1: np.ndarray,
-    o2: np.ndarray,
-    lse2: np.ndarray,
-    out: np.ndarray,
-    lse: np.ndarray,
-) -> Verdict:
-    """Compare the results of a call with float64, on the host. Arrays have the shapes of the contract;
-    bfloat16 elements may be of ml_dtypes, their bits in uint16, or numbers.
-    """
-    import numpy as np
-
-    from flashgen.operators.numbers import widened
-    from flashgen.operators.reference import Verdict, largest
-
-    def batched(x: np.ndarray) -> np.ndarray:
-        return x if problem.batched else x[None]
-
-    o1, o2, out = (batched(widened(x, problem.dtype)) for x in (o1, o2, out))
-    lse1, lse2, lse = (batched(x).astype(np.float64) for x in (lse1, lse2, lse))
-    right = expected(o1, lse1, o2, lse2, problem.dtype)
-    return Verdict(largest(out, right.out, right.out_bound), largest(lse, right.lse, right.lse_bound))

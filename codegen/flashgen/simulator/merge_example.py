@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flashgen.operators.merge import MergeProblem, judge, normalise
+from flashgen.operators.merge import MergeProblem, normalise
+from flashgen.operators.merge_reference import judge
 from flashgen.simulator.example import random_rows, rows_within_nan, view_of
 
 if TYPE_CHECKING:

@@ -18,9 +18,6 @@ Rate = Annotated[float, msgspec.Meta(gt=0)]
 AxisValue = Count | ShortName
 AxisValues = Annotated[list[AxisValue], msgspec.Meta(min_length=1)]
 
-# The name that conditions use for tile rows without one.
-DEFAULT_TILE = "default"
-
 # Names with a meaning in templates, tile rows or expressions; no axis or tile key may take one.
 RESERVED = frozenset(
     (

@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, NoReturn
 from flashgen.errors import BadParam
 from flashgen.operators import OPERATORS
 from flashgen.operators.arguments import dtype_name
+from flashgen.spec.variant import DEFAULT_TILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from flashgen.spec.variant import Variant
 
-DEFAULT_TILE = "default"
 # What attention() calls a mask, and the mask type of the kernels that compute it.
 MASK_NAMES = {"causal_top_left": "causal", "causal_bottom_right": "causal", "window": "local"}
 _ORDERS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}

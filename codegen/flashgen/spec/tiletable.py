@@ -6,8 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashgen.spec.model import Entry, as_values
-from flashgen.spec.schema import DEFAULT_TILE, RESERVED, File, Target, conditions, tile_row, tile_types
-from flashgen.spec.variant import TUNED_TILE, name_part
+from flashgen.spec.schema import RESERVED, File, Target, conditions, tile_row, tile_types
+from flashgen.spec.variant import DEFAULT_TILE, TUNED_TILE, name_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

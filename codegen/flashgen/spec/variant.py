@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Name of the tile that `flashgen tune` measured on the GPU at hand; no row of a spec may take it.
 TUNED_TILE = "tuned"
+# What conditions and selections call a tile without a name.
+DEFAULT_TILE = "default"
 
 _GQA_SUFFIX = {"mha": "", "gqa": "gqa", "packed": "packgqa"}
 
