@@ -15,13 +15,12 @@ import numpy as np
 from flashgen.cpu.threads import for_each
 from flashgen.operators.masks import Band, hidden_keys
 from flashgen.operators.numbers import bfloat16_bits, widened
-from flashgen.operators.scores import ScoreOfCall
+from flashgen.operators.reference import modification_of
 from flashgen.runtime.hostarrays import check_writable, host_array
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from flashgen.operators.attention import AttentionProblem
+    from flashgen.operators.scores import ScoreOfCall
     from flashgen.runtime.plans import Arrays
 
 BLOCK_ROWS = 512
@@ -32,7 +31,8 @@ def run(problem: AttentionProblem, arrays: Arrays, stream: int) -> None:
     """Compute the outputs among ``arrays``, which are in the operator's order."""
     check_writable(problem, arrays)
     q, k, v, mask, out, lse, *score_arrays = (None if x is None else host_array(x) for x in arrays)
-    attention(problem, q, k, v, mask, out=out, lse=lse, score=modification(problem, score_arrays))
+    score = modification_of(problem, score_arrays, single=True)
+    attention(problem, q, k, v, mask, out=out, lse=lse, score=score)
 
 
 def attention(
@@ -137,22 +137,6 @@ def _attend(
     result /= np.where(row_sum != 0, row_sum, 1)[:, None]
     lse[batch, heads, start:stop] = (row_max + np.log(row_sum)).reshape(group, count)
     store(out[batch, start:stop, heads], result.reshape(group, count, width_v).transpose(1, 0, 2), problem)
-
-
-def modification(problem: AttentionProblem, score_arrays: Sequence[np.ndarray]) -> ScoreOfCall | None:
-    """The score modification of a call; its numbers are single ones, so that scores stay single."""
-    score = problem.score
-    if score is None:
-        return None
-    arrays = {
-        param.name: np.broadcast_to(x, param.argument().extents(problem.sizes))
-        for param, x in zip(score.arrays, score_arrays, strict=True)
-    }
-    scalars = {
-        param.name: np.float32(value) if param.type == "f32" else value
-        for param, value in zip(score.scalars, problem.score_scalars, strict=True)
-    }
-    return ScoreOfCall(score, scalars, arrays, problem.seqlen_kv - problem.seqlen_q)
 
 
 def bits(x: np.ndarray) -> np.ndarray:

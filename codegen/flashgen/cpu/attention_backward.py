@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from flashgen.cpu.attention import BLOCK_KEYS, BLOCK_ROWS, bits, modification, store
+from flashgen.cpu.attention import BLOCK_KEYS, BLOCK_ROWS, bits, store
 from flashgen.cpu.threads import for_each
 from flashgen.operators.backward import ARGUMENTS, BACKWARD
 from flashgen.operators.masks import Band, hidden_keys
 from flashgen.operators.numbers import widened
+from flashgen.operators.reference import modification_of
 from flashgen.runtime.hostarrays import check_writable, host_array
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def run(problem: BackwardProblem, arrays: Arrays, stream: int) -> None:
         mask = np.broadcast_to(mask, _MASK.extents(problem.sizes))
     if not problem.batched:
         host = {name: None if x is None else x[None] for name, x in host.items()}
-    score = modification(problem, [host_array(x) for x in score_arrays])
+    score = modification_of(problem, [host_array(x) for x in score_arrays], single=True)
     gradients(problem, Call(**host, mask=mask, score=score))
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flashgen.cpu import attention
+from flashgen.operators.reference import modification_of
 from flashgen.operators.sequences import sequences
 from flashgen.operators.varlen import ARGUMENTS, LENGTH_ARRAYS, VARLEN
 from flashgen.runtime.hostarrays import check_writable, host_array
@@ -52,7 +53,7 @@ def varlen(
         lse = lse[None]
     if mask is not None:
         mask = np.broadcast_to(mask, _MASK.extents(problem.sizes))
-    whole = attention.modification(problem, score_arrays)
+    whole = modification_of(problem, score_arrays, single=True)
     for sequence in sequences(problem, lengths):
         own = problem.of_sequence(sequence.q_length, sequence.kv_length)
         entry, rows = sequence.queries()

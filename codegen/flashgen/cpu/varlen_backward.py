@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flashgen.cpu.attention import bits, modification
+from flashgen.cpu.attention import bits
 from flashgen.cpu.attention_backward import Call, gradients
 from flashgen.operators import varlen
+from flashgen.operators.reference import modification_of
 from flashgen.operators.sequences import sequences
 from flashgen.operators.varlen_backward import ARGUMENTS, LENGTH_ARRAYS
 from flashgen.runtime.hostarrays import check_writable, host_array
@@ -33,7 +34,7 @@ def run(problem: VarlenBackwardProblem, arrays: Arrays, stream: int) -> None:
     host = {name: x[None] if x is not None and packed[name] else x for name, x in host.items()}
     for name in ("dq", "dk", "dv"):
         host[name][...] = 0  # also of rows that are no sequence's
-    whole = modification(problem, [host_array(x) for x in score_arrays])
+    whole = modification_of(problem, [host_array(x) for x in score_arrays], single=True)
     for each in found:
         own = problem.of_sequence(each.q_length, each.kv_length)
         entry, rows = each.queries()

@@ -145,10 +145,10 @@ def judge(
 
 
 def modification_of(
-    problem: AttentionProblem, score_arrays: Sequence[Any], xp: Any = np
+    problem: AttentionProblem, score_arrays: Sequence[Any], xp: Any = np, single: bool = False
 ) -> ScoreOfCall | None:
-    """The score modification of a problem with the arrays of a call, of the library ``xp``, in float64; None
-    if it has none.
+    """The score modification of a problem with the arrays of a call, of the library ``xp``, in float64, or,
+    of NumPy, ``single``, as scores in float32 stay with it; None if it has none.
     """
     score = problem.score
     if score is None:
@@ -156,16 +156,14 @@ def modification_of(
     arrays = {}
     for param, given in zip(score.arrays, score_arrays, strict=True):
         extents = param.argument().extents(problem.sizes)
-        if param.type == "f32":
+        if param.type == "f32" and not single:
             given = given.to(xp.float64) if xp.__name__ == "torch" else given.astype(xp.float64)
         arrays[param.name] = xp.broadcast_to(given, extents)
-    scalars = zip(score.scalars, problem.score_scalars, strict=True)
-    return ScoreOfCall(
-        score,
-        {param.name: value for param, value in scalars},
-        arrays,
-        problem.seqlen_kv - problem.seqlen_q,
-    )
+    scalars = {
+        param.name: np.float32(value) if single and param.type == "f32" else value
+        for param, value in zip(score.scalars, problem.score_scalars, strict=True)
+    }
+    return ScoreOfCall(score, scalars, arrays, problem.seqlen_kv - problem.seqlen_q)
 
 
 def attention(
