@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from flashgen.api.calls import call_of, make_plan, ready
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from flashgen.spec.variant import Variant
 
 _TOTAL, _ROTATED = APPEND.position("total_lengths"), APPEND.position("q_rotated")
+# What the attention behind an append takes of its arrays.
+_HANDED_ON = itemgetter(
+    *map(APPEND.position, ("k_cache", "v_cache", "cu_seqlens_new", "total_lengths", "index", "pages"))
+)
 
 
 def append(
@@ -145,7 +150,8 @@ class AppendPlan:
                 raise BadParam(f"rotary is {rotary}; the plan was made with {made_with}")
             native_q, given = dlpack.adopt(q, "q", stream), _adopted(given, stream)
             first = self.append.ready(given, self.append.pointers(given), (), stream)
-            _, _, _, _, pages, index, _, _, _, cu_seqlens, k, v, total, rotated = first[1]
+            k, v, cu_seqlens, total, index, pages = _HANDED_ON(first[1])
+            rotated = first[1][_ROTATED]
             seen = native_q if rotated is None else rotated
             given, scalars = self.attention.bound((seen, k, v, cu_seqlens, None, total, index, pages), named)
             pointers = self.attention.pointers(given)

@@ -9,7 +9,7 @@ from flashgen.api.attention import attention
 from flashgen.api.calls import call_of
 from flashgen.api.kvcache import KVCache
 from flashgen.errors import BadParam, BadTensorShape, BadTensorStrides, FlashgenError, naming
-from flashgen.operators.arguments import Placed, check_memory, flag, overlapping
+from flashgen.operators.arguments import DTYPE_BYTES, check_memory, flag, overlapping, span_of
 from flashgen.operators.attention import ATTENTION
 from flashgen.operators.attention import normalise as normalise_attention
 from flashgen.operators.contract import MAX_SEQLEN
@@ -274,7 +274,7 @@ def _check_cascade(q: Any, pairs: list[tuple[Any, Any]], out: Any, causal: bool)
 
 
 def _span(view: ArrayView) -> tuple[int, int]:
-    return Placed(MERGE.arguments[0], view.shape, (view.strides or ())[:-1], view.dtype).span()
+    return span_of(view.shape, (view.strides or ())[:-1], DTYPE_BYTES[view.dtype])
 
 
 def _check_memory(pointers: Sequence[int], spans: Sequence[tuple[int, int]]) -> None:

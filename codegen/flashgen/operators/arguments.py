@@ -148,14 +148,18 @@ class Placed(NamedTuple):
 
     def span(self) -> tuple[int, int]:
         """The first byte touched and the one past the last, from the pointer."""
-        if 0 in self.extents:
-            return 0, 0
-        steps = [
-            (extent - 1) * stride * self.element_bytes
-            for extent, stride in zip(self.extents[:-1], self.strides, strict=True)
-        ]
-        below, above = (step for step in steps if step < 0), (step for step in steps if step > 0)
-        return sum(below), sum(above) + self.row_bytes
+        return span_of(self.extents, self.strides, self.element_bytes)
+
+
+def span_of(extents: Sequence[int], strides: Strides, element_bytes: int) -> tuple[int, int]:
+    """`Placed.span` of an array of these extents; ``strides`` are those of all dimensions but the last."""
+    if 0 in extents:
+        return 0, 0
+    steps = [
+        (extent - 1) * stride * element_bytes for extent, stride in zip(extents[:-1], strides, strict=True)
+    ]
+    below, above = (step for step in steps if step < 0), (step for step in steps if step > 0)
+    return sum(below), sum(above) + (extents[-1] if extents else 1) * element_bytes
 
 
 def on_device(device: int | None) -> str:

@@ -136,7 +136,9 @@ def normalise(
 def kept_of(
     forward: AttentionProblem, arguments: Sequence[Argument], views: Mapping[str, ArrayView | None]
 ) -> dict[str, Any]:
-    """The fields of a forward call's problem, with the strides of these arguments of its gradients."""
+    """The fields of a forward call's problem, with the strides of these arguments of its gradients. Without a
+    view an optional one is absent, and any other contiguous.
+    """
     kept = {field.name: getattr(forward, field.name) for field in dataclasses.fields(forward)}
     kept["strides"] = tuple(
         None

@@ -6,12 +6,11 @@ gradients of 0: those behind the last packed sequence, and those of padded keys 
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flashgen.operators import attention, backward, contract, varlen
-from flashgen.operators.arguments import Argument, check_devices, flag, place
+from flashgen.operators.arguments import Argument, check_devices, flag, view_of_shape
 from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem
 from flashgen.operators.backward import BackwardProblem
 from flashgen.operators.operator import Operator, Value
@@ -87,16 +86,12 @@ class VarlenBackwardProblem(VarlenProblem):
     def of_sequence(self, q_length: int, kv_length: int) -> BackwardProblem:
         """The problem of one sequence of these lengths, with contiguous arrays of its own."""
         forward = VarlenProblem.of_sequence(self, q_length, kv_length)
-        kept = {field.name: getattr(forward, field.name) for field in dataclasses.fields(forward)}
-        sizes = forward.sizes
-        kept["strides"] = tuple(
-            None if self._absent(each.name) else place(each, None, sizes, self.dtype).strides
-            for each in backward.operator_for(self.score).arguments
-        )
+        views: dict[str, ArrayView | None] = {}
+        if self.strides[self.operator.position("dlse")] is not None:
+            dlse = backward.BACKWARD.arguments[backward.BACKWARD.position("dlse")]
+            views["dlse"] = view_of_shape(dlse.extents(forward.sizes), "fp32", self.device)
+        kept = backward.kept_of(forward, backward.operator_for(self.score).arguments, views)
         return BackwardProblem(**kept, deterministic=self.deterministic)
-
-    def _absent(self, name: str) -> bool:
-        return name == "mask" or (name == "dlse" and self.strides[self.operator.position("dlse")] is None)
 
 
 def normalise(
