@@ -92,7 +92,7 @@ def measure(case: Case, host: Host, near: float, rounds: int, sample_ms: float) 
     offered = offers(problem, here, specs_for(here, problem.operator.name))
     times = {variant.name: cost(problem, here, variant) for variant in candidates(problem, here, offered)}
     names = [name for name, time in times.items() if time <= near * min(times.values())]
-    steps = {name: graph_step(Flashgen(variant=name).prepare(case, sets), 1, host) for name in names}
+    steps = {name: graph_step(Flashgen(pinned=name).prepare(case, sets), 1, host) for name in names}
     timings = time_interleaved(steps, host, rounds=rounds, sample_ms=sample_ms)
     return {"taken": taken.variant, "us": {name: 1e3 * timing.median_ms for name, timing in timings.items()}}
 

@@ -19,6 +19,7 @@ from flashgen.simulator.attention_example import (
     random_mask,
     score_arrays_of,
     score_scalars_of,
+    score_views,
 )
 from flashgen.simulator.example import random_rows, rows_within_nan, view_of
 
@@ -84,7 +85,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> BackwardExample:
         **{name: view_of(x, dtype) for name, x in (("dq", dq), ("dk", dk), ("dv", dv))},
         deterministic=dict(variant.axes).get("dq_order") != "none",
         score=variant.score,
-        score_arrays=[view_of(x, "fp32" if x.dtype == np.float32 else "int32") for x in score_arrays],
+        score_arrays=score_views(score_arrays),
         score_scalars=score_scalars_of(rng, variant.score),
     )
     problem = masked(problem, variant, shape)

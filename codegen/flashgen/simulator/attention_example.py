@@ -16,8 +16,9 @@ from flashgen.operators.reference import judge
 from flashgen.simulator.example import ALIGNMENT, GUARD_ROWS, random_rows, rows_within_nan, view_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from flashgen.operators.arguments import ArrayView
     from flashgen.operators.reference import Verdict
     from flashgen.operators.scores import Score
     from flashgen.simulator.example import Shape, Window
@@ -97,7 +98,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> AttentionExample:
         return_lse=shape.return_lse,
         splits=shape.splits,
         score=variant.score,
-        score_arrays=[view_of(x, _VIEWED[x.dtype.name]) for x in score_arrays],
+        score_arrays=score_views(score_arrays),
         score_scalars=score_scalars_of(rng, variant.score),
     )
     return AttentionExample(masked(problem, variant, shape), q, k, v, mask, out, lse, score_arrays)
@@ -128,6 +129,11 @@ def score_arrays_of(
         else:
             found.append(rng.standard_normal(extents, np.float32))
     return tuple(found)
+
+
+def score_views(arrays: Sequence[np.ndarray]) -> list[ArrayView]:
+    """The views of these arrays of a score modification."""
+    return [view_of(x, _VIEWED[x.dtype.name]) for x in arrays]
 
 
 def score_scalars_of(rng: np.random.Generator, score: Score | None) -> tuple[float, ...]:

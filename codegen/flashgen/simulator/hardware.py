@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 DEFAULT_ARCH = "sm_80"
 ARCH_VARIABLE = "FLASHGEN_SIMULATOR_ARCH"
 
-ARCHS = KNOWN_ARCHS
-
 
 def pretend(arch: str | None = None) -> Device:
-    """The device of ``arch``; None: FLASHGEN_SIMULATOR_ARCH, else sm_80. Raises BadParam unless in ARCHS."""
+    """The device of ``arch``; None: FLASHGEN_SIMULATOR_ARCH, else sm_80. Raises BadParam where it is
+    not known.
+    """
     arch = arch or os.environ.get(ARCH_VARIABLE) or DEFAULT_ARCH
-    if arch not in ARCHS:
-        raise BadParam(f"the simulator cannot pretend to be {arch!r}; it knows {', '.join(ARCHS)}")
+    if arch not in KNOWN_ARCHS:
+        raise BadParam(f"the simulator cannot pretend to be {arch!r}; it knows {', '.join(KNOWN_ARCHS)}")
     device = typical(arch)
     return dataclasses.replace(device, name=f"simulated {device.name}")
 
@@ -31,4 +31,4 @@ def pretend(arch: str | None = None) -> Device:
 def pretend_for(variant: Variant) -> Device:
     """The device of the variant's own architecture where the simulator knows it; else as ``pretend``."""
     arch = variant.min_arch.rstrip("af")
-    return pretend(arch if arch in ARCHS else None)
+    return pretend(arch if arch in KNOWN_ARCHS else None)

@@ -16,7 +16,7 @@ from flashgen.operators.reference import Largest, attention, modification_of
 from flashgen.operators.sequences import sequences
 from flashgen.operators.varlen_backward import LENGTH_ARRAYS, VarlenBackwardProblem, normalise
 from flashgen.simulator.attention_backward_example import BackwardExample
-from flashgen.simulator.attention_example import check_sizes, score_arrays_of, score_scalars_of
+from flashgen.simulator.attention_example import check_sizes, score_arrays_of, score_scalars_of, score_views
 from flashgen.simulator.example import random_rows, rows_within_nan, view_of
 from flashgen.simulator.varlen_example import boundaries, masked, random_lengths, window_for
 
@@ -177,7 +177,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> VarlenBackwardExample:
         window_size=window_for(variant, shape),
         deterministic=dict(variant.axes).get("dq_order") == "ordered",
         score=variant.score,
-        score_arrays=[view_of(x, "fp32" if x.dtype == np.float32 else "int32") for x in score_arrays],
+        score_arrays=score_views(score_arrays),
         score_scalars=score_scalars_of(rng, variant.score),
     )
     problem = masked(problem, variant, shape)

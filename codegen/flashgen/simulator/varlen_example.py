@@ -14,7 +14,13 @@ from flashgen.operators.reference import Largest, Verdict, judge
 from flashgen.operators.sequences import sequences
 from flashgen.operators.splits import AUTO
 from flashgen.operators.varlen import LENGTH_ARRAYS, VARLEN, VarlenProblem, normalise
-from flashgen.simulator.attention_example import check_sizes, random_mask, score_arrays_of, score_scalars_of
+from flashgen.simulator.attention_example import (
+    check_sizes,
+    random_mask,
+    score_arrays_of,
+    score_scalars_of,
+    score_views,
+)
 from flashgen.simulator.example import random_rows, rows_within_nan, view_of
 
 if TYPE_CHECKING:
@@ -152,7 +158,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> VarlenExample:
         return_lse=shape.return_lse,
         splits=splits,
         score=variant.score,
-        score_arrays=[view_of(x, {"float32": "fp32", "int32": "int32"}[x.dtype.name]) for x in score_arrays],
+        score_arrays=score_views(score_arrays),
         score_scalars=score_scalars_of(rng, variant.score),
     )
     problem = masked(problem, variant, shape)

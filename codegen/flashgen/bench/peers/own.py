@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 class Flashgen:
     """``flashgen.plan``, or ``flashgen.plan_backward``; with ``grouping`` (``gqa`` or ``packed``) only
-    variants of that grouping compete, with ``target`` only those of that target, with ``variant`` only the
+    variants of that grouping compete, with ``target`` only those of that target, with ``pinned`` only the
     one of that name, with ``algorithm`` only those of that one, whose workspace is then held too:
     ``workspace_bytes`` of it. With ``steps`` a call launches only the first ones, and its results are no
-    results. ``plan`` is the plan of the last case.
+    results. ``plan`` is the plan of the last case, and ``variant`` the name of its variant.
     """
 
     hosts = ("cupy", "torch")
@@ -34,14 +34,14 @@ class Flashgen:
         algorithm: str | None = None,
         target: str | None = None,
         steps: int | None = None,
-        variant: str | None = None,
+        pinned: str | None = None,
     ) -> None:
         self.name = "-".join(part for part in ("flashgen", grouping, algorithm, target) if part)
         self.variant: str | None = None
         self.plan: Plan | None = None
         self.algorithm = algorithm
         self.workspace_bytes = 0
-        self._grouping, self._target, self._steps, self._variant = grouping, target, steps, variant
+        self._grouping, self._target, self._steps, self._pinned = grouping, target, steps, pinned
 
     def unavailable(self) -> str | None:
         from flashgen.runtime import device
@@ -122,8 +122,8 @@ class Flashgen:
             plan = _pinned(plan, examples, lambda variant: variant.gqa == self._grouping)
         if self._target is not None:
             plan = _pinned(plan, examples, lambda variant: variant.target == self._target)
-        if self._variant is not None:
-            plan = _pinned(plan, examples, lambda variant: variant.name == self._variant)
+        if self._pinned is not None:
+            plan = _pinned(plan, examples, lambda variant: variant.name == self._pinned)
         if self._steps is not None:
             plan = _cut(plan, examples, self._steps)
         self.plan, self.variant = plan, plan.variant.name
