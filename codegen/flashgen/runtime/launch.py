@@ -34,12 +34,15 @@ Prepared = tuple[Callable[[int, Any, int], None], Any, Any]
 
 
 class Launcher:
-    """Launches of one step of a call. Safe to use from many threads at once."""
+    """Launches of one step of a call. Safe to use from many threads at once.
 
-    def __init__(self, step: Step, device: Device, kernel: Kernel) -> None:
+    They may be queued where ``current_context()`` is ``context``, that of ``device``, a CUDA ordinal.
+    """
+
+    def __init__(self, step: Step, device: Device, loaded: Kernel) -> None:
         from cupy_backends.cuda.api import driver
 
-        self._kernel = kernel  # holds the module loaded
+        self._loaded = loaded  # as long as its launches
         made = step.struct
         self._made, self._template = made, made.template
         self._encoded = False  # whether the template has these maps, of whatever address
@@ -47,18 +50,18 @@ class Launcher:
         # A word for a pointer, and the struct at whatever aligned address comes next.
         self._memory = ctypes.c_uint64 * (1 + -(-(size + self._alignment) // 8))
         self._copy = struct.Struct(f"{size}s").pack_into
-        self._device = device.ordinal
+        self.device = device.ordinal
         with activated(device.ordinal) as context:
-            self._context = context
-        self._current_context = driver.ctxGetCurrent
+            self.context = context
+        self.current_context = driver.ctxGetCurrent
         grid = step.launch
         blocks, threads = (grid.blocks, 1, 1), (grid.threads, 1, 1)
         self._dependent = dependent.wanted(step.variant, device)
         if self._dependent:
-            self._launch = dependent.bind(kernel.function_ptr, blocks, threads, grid.smem_bytes)
+            self._launch = dependent.bind(loaded.function_ptr, blocks, threads, grid.smem_bytes)
         else:
             shape = (*blocks, *threads, grid.smem_bytes)
-            self._launch = partial(driver.launchKernel, kernel.function_ptr, *shape)
+            self._launch = partial(driver.launchKernel, loaded.function_ptr, *shape)
 
     def at(self, pointers: Pointers, problem: Problem) -> Prepared:
         """The launch of the kernel with its parameter struct for arrays at ``pointers`` and the scalars of
@@ -89,9 +92,9 @@ class Launcher:
 
     def _map(self, address: int, pointers: Pointers, encoded: bool) -> None:
         """Fill in the tensor maps of a struct: anew, or, where they are ``encoded``, for other addresses."""
-        if self._current_context() != self._context:
+        if self.current_context() != self.context:
             # The driver may refuse in a thread that has not used the device.
-            with activated(self._device):
+            with activated(self.device):
                 self._map(address, pointers, encoded)
         elif encoded:
             for offset, source, _ in self._made.maps:
@@ -107,21 +110,16 @@ class Runner:
     """Queues the steps of a call on a GPU, in order; see ``plans.Runner``."""
 
     def __init__(self, planned: Steps, main: Variant, device: Device, kernels: Sequence[Kernel]) -> None:
-        from cupy_backends.cuda.api import driver
-
         self.steps, self.variant = planned.steps, main
         self.workspace_bytes = planned.workspace.nbytes
         self._launchers = [
-            Launcher(step, device, kernel) for step, kernel in zip(planned.steps, kernels, strict=True)
+            Launcher(step, device, loaded) for step, loaded in zip(planned.steps, kernels, strict=True)
         ]
-        self._device = device.ordinal
-        with activated(device.ordinal) as context:
-            self._context = context
-        self._current_context = driver.ctxGetCurrent
 
     def at(self, pointers: Pointers, problem: Problem) -> Work:
         launches = [launcher.at(pointers, problem) for launcher in self._launchers]
-        context, current_context, device = self._context, self._current_context, self._device
+        first = self._launchers[0]
+        context, current_context, device = first.context, first.current_context, first.device
 
         def queue(arrays: Arrays, stream: int) -> None:
             if current_context() != context:
