@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from flashgen import logs
 from flashgen.api.backends import runner_for
+from flashgen.api.kvcache import arrays_instead
 from flashgen.errors import BadParam, InternalError
 from flashgen.runtime import arrays, dlpack, torchkind
 from flashgen.runtime.plans import Plan, adopted, run_adopted
@@ -217,12 +218,13 @@ def make_plan(
         None if x is None else arrays.view(x, argument.name)
         for argument, x in zip(operator.arguments, native, strict=True)
     )
-    names = (argument.name for argument in operator.arguments)
-    arrays.check_libraries(dict(zip(names, views, strict=True)))
+    by_name = dict(zip([argument.name for argument in operator.arguments], views, strict=True))
+    arrays.check_libraries(by_name)
     problem = operator.normalise(views, options, (None,) * len(scalars))
     called = problem.with_scalars(scalars)  # raises what is wrong with them, ahead of compiling
     begin = time.perf_counter()
-    made = Plan(called if keeps_scalars else problem, runner_for(problem, backend, algorithm), native)
+    runner = runner_for(problem, backend, algorithm)
+    made = Plan(called if keeps_scalars else problem, runner, native, arrays_instead(by_name))
     _log.info(
         "%s of %s takes %s, ready in %.1f ms",
         operator.name,

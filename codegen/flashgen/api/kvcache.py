@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 # Arguments of the operator ``append`` that are fields of a KVCache, for messages.
 FIELDS = {"k_cache": "k", "v_cache": "v"}
+
+
+def arrays_instead(given: Mapping[str, Any]) -> str:
+    """How a plan made with these arrays, of which some are None, takes a KVCache, for its messages: by the
+    arrays of it. Nothing where the plan has no lengths of keys.
+    """
+    if given.get("kv_lengths") is None:
+        return ""
+    of_cache = ("kv_lengths", "lengths"), ("pages", "pages"), ("index", "index")
+    named = (f", {name}=cache.{field}" for name, field in of_cache if given.get(name) is not None)
+    return f"; of a KVCache pass cache.k, cache.v{''.join(named)}"
 
 
 class _ShapesShown:

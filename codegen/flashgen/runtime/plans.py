@@ -75,6 +75,7 @@ class Plan:
         "_expected",
         "_expected_workspace",
         "_expecting",
+        "_hint",
         "_known",
         "_known_workspace",
         "_layouts",
@@ -92,11 +93,13 @@ class Plan:
         "problem",
     )
 
-    def __init__(self, problem: Problem, runner: Runner, examples: Arrays) -> None:
-        """``examples``: arrays of the layouts to come, for each argument. None of them is kept."""
+    def __init__(self, problem: Problem, runner: Runner, examples: Arrays, hint: str = "") -> None:
+        """``examples``: arrays of the layouts to come, for each argument. None of them is kept. ``hint``:
+        what messages add to the names of the arrays that the plan takes.
+        """
         kind = libraries.kind_of(examples[0])
         self.problem, self.kind = problem, kind
-        self._runner = runner
+        self._runner, self._hint = runner, hint
         self._read, self._current_stream, self._device = kind.read, kind.current_stream, problem.device
         self._empty = problem.empty
         self._layouts = kind.read(examples)[0]
@@ -366,13 +369,10 @@ class Plan:
         self._works[key] = work
 
     def _takes(self) -> str:
-        """Which inputs a call has to give, for a message: those of a cache are arrays like the others."""
+        """Which inputs a call has to give, for a message."""
         planned = zip(self.problem.operator.arguments, self.problem.strides, strict=True)
         names = [x.name for x, strides in planned if strides is not None and not x.is_output]
-        of_cache = ("kv_lengths", "lengths"), ("pages", "pages"), ("index", "index")
-        cache = "".join(f", {name}=cache.{field}" for name, field in of_cache if name in names)
-        hint = f"; of a KVCache pass cache.k, cache.v{cache}" if "kv_lengths" in names else ""
-        return f"the plan takes arrays by name: {', '.join(names)}{hint}"
+        return f"the plan takes arrays by name: {', '.join(names)}{self._hint}"
 
     def _check(self, arrays: Arrays) -> None:
         """Raise the error of arrays that do not fit the plan."""
