@@ -92,7 +92,7 @@ def offers(
             found = [variant.modified(problem.score) for variant in found]
         offered += found
         if any(
-            _serves(problem, variant) and runs_on(variant, device) and expressible(problem, variant)
+            not misfit(problem, variant) and runs_on(variant, device) and expressible(problem, variant)
             for variant in found
         ):
             break
@@ -148,7 +148,7 @@ def candidates(problem: Problem, device: Device, variants: Iterable[Variant]) ->
     splits keys as the call asks.
     """
     operator, variants = problem.operator, tuple(variants)
-    serving = [variant for variant in variants if _serves(problem, variant)]
+    serving = [variant for variant in variants if not misfit(problem, variant)]
     reaching = [v for v in serving if max(extents(problem, v).values()) <= MAX_EXTENT]
     if serving and not reaching:
         sizes = extents(problem, serving[0])
@@ -175,7 +175,7 @@ def candidates(problem: Problem, device: Device, variants: Iterable[Variant]) ->
             f"{device.name} ({device.arch}, {device.smem_per_block} bytes of shared memory a block) runs "
             f"none of the variants for this call; they need {' or '.join(needs)}"
         )
-    too_many = (v for v in variants if v not in serving and _computes(problem, v))
+    too_many = (variant for variant in variants if misfit(problem, variant) == "rows")
     running = splitting(problem, running, too_many)
     least = min(operator.work(dict(variant.axes)) for variant in running)
     smallest = [variant for variant in running if operator.work(dict(variant.axes)) == least]
@@ -332,21 +332,22 @@ def _serving(problem: Problem, spec: Spec) -> Iterator[dict[str, Value]]:
             yield axes
 
 
-def _serves(problem: Problem, variant: Variant) -> bool:
-    """Whether the variant computes such problems, however large they are and their arrays lie in memory."""
-    return _computes(problem, variant) and (
-        variant.rows_at_most is None or rows(problem, variant) <= variant.rows_at_most
-    )
-
-
-def _computes(problem: Problem, variant: Variant) -> bool:
-    """`_serves`, of however many rows."""
-    return (
-        variant.is_main
-        and variant.operator == problem.operator.name
-        and {step.score for step in variant.steps} - {None} == {problem.score} - {None}
-        and problem.operator.serves(problem, dict(variant.axes))
-    )
+def misfit(problem: Problem, variant: Variant) -> str:
+    """Why the variant is none for such problems, on whatever GPU, however large they are and their arrays lie
+    in memory: "operator", an axis, "score", or "rows", of which a head has too many. "" where it is one.
+    """
+    operator = problem.operator
+    if not variant.is_main or variant.operator != operator.name:
+        return "operator"
+    values = operator.axis_values(dict(variant.axes))
+    for name, axis in operator.axes.items():
+        if not axis.serves(problem, values[name]):
+            return name
+    if {step.score for step in variant.steps} - {None} != {problem.score} - {None}:
+        return "score"
+    if variant.rows_at_most is not None and rows(problem, variant) > variant.rows_at_most:
+        return "rows"
+    return ""
 
 
 def _preference(variant: Variant) -> tuple[int, int]:

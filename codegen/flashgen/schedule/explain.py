@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from flashgen.arch import range_of
 from flashgen.schedule.dispatch import (
     cost,
+    misfit,
     named,
     preferred,
     runs_on,
@@ -18,7 +19,7 @@ from flashgen.schedule.dispatch import (
     standard,
     without_replaced,
 )
-from flashgen.schedule.grid import MAX_EXTENT, extents, rows, tiles
+from flashgen.schedule.grid import MAX_EXTENT, extents, tiles
 from flashgen.schedule.plan import plan_steps
 from flashgen.schedule.shares import countable, shares_of
 from flashgen.schedule.tensormap import REQUIREMENTS, expressible
@@ -162,17 +163,16 @@ def explain(
 
 def _unfit(problem: Problem, device: Device, variant: Variant, on_request: bool) -> Judged | None:
     """Why the variant cannot serve; None where it can."""
-    operator = problem.operator
-    values = operator.axis_values(dict(variant.axes))
-    for name, axis in operator.axes.items():
-        if not axis.serves(problem, values[name]):
-            return Judged(variant, name, f"its {name} is {values[name]}")
-    if variant.score != problem.score:
-        return Judged(variant, "score", f"{variant.family} has no seam for score modifications")
+    rule = misfit(problem, variant)
+    if rule == "score":
+        return Judged(variant, rule, f"{variant.family} has no seam for score modifications")
+    if rule == "rows":
+        return Judged(variant, rule, f"it is for at most {variant.rows_at_most} rows of a head")
+    if rule:
+        value = problem.operator.axis_values(dict(variant.axes))[rule]
+        return Judged(variant, rule, f"its {rule} is {value}")
     if max(extents(problem, variant).values()) > MAX_EXTENT or not countable(problem, variant):
         return Judged(variant, "length", f"its grid counts at most {MAX_EXTENT} rows or KV blocks")
-    if variant.rows_at_most is not None and rows(problem, variant) > variant.rows_at_most:
-        return Judged(variant, "rows", f"it is for at most {variant.rows_at_most} rows of a head")
     if not runs_on(variant, device):
         needs = f"{range_of(variant.min_arch)}, with {variant.max_smem} bytes of shared memory a block"
         return Judged(variant, "GPU", f"it needs {needs}")
@@ -185,6 +185,6 @@ def _unfit(problem: Problem, device: Device, variant: Variant, on_request: bool)
 
 def _ordered(others: list[Judged], axes: Iterable[str]) -> tuple[Judged, ...]:
     """Those that came furthest first."""
-    order = [*axes, "score", "length", "rows", "GPU", "tensor maps", "on request", "split-KV"]
+    order = [*axes, "score", "rows", "length", "GPU", "tensor maps", "on request", "split-KV"]
     place = {rule: at for at, rule in enumerate(order)}
     return tuple(sorted(others, key=lambda judged: -place.get(judged.rule, len(order))))
