@@ -33,8 +33,8 @@ FAULTS = (
         DECODE,
         SPLIT,
         NUMBERS,
-        "const int begin = share_of(params, thread_block) * params.kv_blocks_per_share;",
-        "const int begin = share_of(params, thread_block) * params.kv_blocks_per_share + (thread_block == 1);",
+        "share_of(params, thread_block) * params.kv_blocks_per_share;",
+        "share_of(params, thread_block) * params.kv_blocks_per_share + (thread_block == 1);",
         multiprocessors=3,
     ),
     fault(
