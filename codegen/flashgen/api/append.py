@@ -11,7 +11,7 @@ from flashgen.api.kvcache import FIELDS, KVCache, Rotary
 from flashgen.errors import BadParam, BadTensorShape, FlashgenError, NullPointer, rename
 from flashgen.operators.append import APPEND
 from flashgen.operators.arguments import flag
-from flashgen.operators.maskoptions import mask_type_name, window_of
+from flashgen.operators.maskoptions import NO_WINDOW, mask_type_name, window_of
 from flashgen.runtime import arrays, check, dlpack, hostarrays, torchkind
 from flashgen.runtime.plans import adopted
 
@@ -191,7 +191,7 @@ def asked_to_append(
         )
     causal, mask_type, window_size = masking
     moves = flag("causal", causal) or mask_type_name(mask_type) == "causal_bottom_right"
-    positions = "each" if moves or window_of(window_size) != (-1, -1) else "first"
+    positions = "each" if moves or window_of(window_size) != NO_WINDOW else "first"
     new = _pair(new)
     if isinstance(rotary, Rotary) and rotary.positions is None and cu_seqlens_q is None:
         _check_rotated(q, new[0], positions, mask is not None)

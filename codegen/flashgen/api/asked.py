@@ -15,7 +15,7 @@ from flashgen.api.kvcache import FIELDS, KVCache
 from flashgen.errors import BadParam, NullPointer
 from flashgen.operators.arguments import flag, length_bound, shown
 from flashgen.operators.attention import operator_for
-from flashgen.operators.maskoptions import mask_type_name, sees_no_later_key, window_of
+from flashgen.operators.maskoptions import NO_WINDOW, mask_type_name, sees_no_later_key, window_of
 from flashgen.operators.splits import AUTO, splits_of
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 Asked = tuple["Operator", tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
 # What a call says of the lengths of sequences.
 LENGTHS = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
-_NO_WINDOW = (-1, -1)
 # What is wrong with a call that has bounds alone.
 BOUNDS_ALONE = (
     "max_seqlen_q or max_seqlen_kv was given, but no lengths; they are bounds of kv_lengths, cu_seqlens_q "
@@ -139,8 +138,14 @@ def _is_key(causal: Any, mask_type: Any, window_size: Any) -> bool:
     return (
         (causal is True or causal is False)
         and mask_type is None
-        and type(window_size) is tuple
-        and window_size == _NO_WINDOW
+        and (window_size is NO_WINDOW or _is_no_window(window_size))
+    )
+
+
+def _is_no_window(window_size: Any) -> bool:
+    return (
+        type(window_size) is tuple
+        and window_size == NO_WINDOW
         and type(window_size[0]) is type(window_size[1]) is int
     )
 

@@ -8,6 +8,7 @@ from flashgen.api.asked import LENGTHS, asked, names_given
 from flashgen.api.calls import call_of, make_plan, planning
 from flashgen.errors import FlashgenError, naming, rename
 from flashgen.operators.arguments import flag
+from flashgen.operators.maskoptions import NO_WINDOW
 from flashgen.runtime import arrays, torchkind
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def attention(
     causal: bool = False,
     mask: Any = None,
     mask_type: int | str | None = None,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = NO_WINDOW,
     softmax_scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Any = None,
@@ -228,7 +229,7 @@ def plan(
     causal: bool = False,
     mask: Any = None,
     mask_type: int | str | None = None,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = NO_WINDOW,
     softmax_scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Any = None,

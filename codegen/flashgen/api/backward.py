@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.api.asked import LENGTHS, asked_backward, names_given
 from flashgen.api.calls import call, make_plan, planning
 from flashgen.errors import BadParam, FlashgenError, naming, rename
+from flashgen.operators.maskoptions import NO_WINDOW
 from flashgen.operators.splits import AUTO
 from flashgen.runtime import arrays
 
@@ -31,7 +32,7 @@ def attention_backward(
     causal: bool = False,
     mask: Any = None,
     mask_type: int | str | None = None,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = NO_WINDOW,
     softmax_scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Any = None,
@@ -111,7 +112,7 @@ def plan_backward(
     causal: bool = False,
     mask: Any = None,
     mask_type: int | str | None = None,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = NO_WINDOW,
     softmax_scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Any = None,

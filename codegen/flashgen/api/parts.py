@@ -13,7 +13,7 @@ from flashgen.operators.arguments import DTYPE_BYTES, check_memory, flag, overla
 from flashgen.operators.attention import ATTENTION
 from flashgen.operators.attention import normalise as normalise_attention
 from flashgen.operators.contract import MAX_SEQLEN
-from flashgen.operators.maskoptions import mask_type_name, window_of
+from flashgen.operators.maskoptions import NO_WINDOW, mask_type_name, window_of
 from flashgen.operators.merge import MERGE, check_parts, normalise
 from flashgen.runtime import arrays, dlpack, torchkind
 
@@ -174,7 +174,7 @@ def cascade(
 def _does_nothing(name: str, value: Any) -> bool:
     """Whether one of `_POSITIONAL` is as if it were not given. Raises BadParam."""
     if name == "window_size":
-        return window_of(value) == (-1, -1)
+        return window_of(value) == NO_WINDOW
     if name == "mask_type":
         return mask_type_name(value) in (None, "none")
     return value is None or (name == "params" and isinstance(value, dict) and not value)

@@ -11,6 +11,7 @@ from flashgen.operators.arguments import flag
 from flashgen.operators.masks import UNBOUNDED
 
 MASK_TYPES = ("none", "dense", "causal_top_left", "causal_bottom_right")
+NO_WINDOW = (-1, -1)
 
 
 def mask_semantics(
