@@ -71,7 +71,7 @@ __device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int he
     return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
 }
 
-// A length, or the number of a row or of an entry, from global memory. One out of range is clamped, so that it cannot reach other memory.
+// A length, or the number of a row, from global memory. One out of range is clamped, so that it cannot reach other memory.
 __device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
     return max(0, min(most, int(load_global_32(values + index))));
 }

@@ -94,7 +94,7 @@ __device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, in
 // The row of the workspace that a head begins with. A sequence begins unit_row_of_sequence() rows later.
 __device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows(params); }
 
-// A length, or the number of a row or of an entry, from global memory. One out of range is clamped, so that it cannot reach other memory.
+// A length, or the number of a row, from global memory. One out of range is clamped, so that it cannot reach other memory.
 __device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
     return max(0, min(most, int(load_global_32(values + index))));
 }

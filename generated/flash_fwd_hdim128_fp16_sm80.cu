@@ -100,7 +100,7 @@ static_assert(offsetof(Params, num_sections) == 168 && offsetof(Params, num_head
 static_assert(offsetof(Params, section_tiles_divisor) == 184 && offsetof(Params, section_heads_divisor) == 192);
 static_assert(offsetof(Params, last_section_heads_divisor) == 200 && offsetof(Params, scale_log2) == 208);
 
-// A tile: kBlockM rows of queries, and the KV blocks that they attend to.
+// A tile: kBlockM rows of queries of a head.
 struct Tile {
     int batch;
     int head;
@@ -138,7 +138,7 @@ __device__ __forceinline__ int num_rows(const Params& params) { return params.se
 
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
-// Offset in elements, from the start of the batch entry, of the row of q or out that belongs to `row`.
+// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
 __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     return row * row_stride + tile.head * head_stride;

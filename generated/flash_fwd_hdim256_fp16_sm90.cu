@@ -85,7 +85,7 @@ static_assert(offsetof(Params, seqlen_kv) == 436 && offsetof(Params, head_dim_v)
 static_assert(offsetof(Params, num_row_blocks) == 448 && offsetof(Params, heads_per_section) == 452);
 static_assert(offsetof(Params, num_sections) == 456 && offsetof(Params, scale_log2) == 460);
 
-// A tile: kBlockM rows of queries, and the KV blocks that they attend to.
+// A tile: kBlockM rows of queries of a head.
 struct Tile {
     int batch;
     int head;
@@ -117,7 +117,7 @@ __device__ __forceinline__ int num_rows(const Params& params) { return params.se
 
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
-// Offset in elements, from the start of the batch entry, of the row of q or out that belongs to `row`.
+// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
 __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     return row * row_stride + tile.head * head_stride;
@@ -474,7 +474,7 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
         const int row = first_row + 8 * half + lane / 4;
         element* out_row = params.out + tile.batch * params.out_batch_stride +
                            row_offset(params, tile, row, params.out_row_stride, params.out_head_stride);
-        opaque(out_row);  // ptxas would compute it anew for each store
+        opaque(out_row);  // else it is computed anew for each store
         // A lane has two neighbouring columns of every eight. Four lanes transpose, so that each gets eight of 32.
 #pragma unroll
         for (int n = 0; n < kHeadDimV / 8; n += 4) {

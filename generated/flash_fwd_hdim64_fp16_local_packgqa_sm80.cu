@@ -109,7 +109,7 @@ static_assert(offsetof(Params, section_heads_divisor) == 208 && offsetof(Params,
 static_assert(offsetof(Params, diagonal_offset) == 224 && offsetof(Params, window_left) == 228);
 static_assert(offsetof(Params, window_right) == 232 && offsetof(Params, scale_log2) == 236);
 
-// A tile: kBlockM rows of queries, and the KV blocks that they attend to.
+// A tile: kBlockM rows of queries of a head.
 // Rows are (query, head in group) pairs, heads fastest.
 struct Tile {
     int batch;
@@ -151,7 +151,7 @@ __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
 
-// Offset in elements, from the start of the batch entry, of the row of q or out that belongs to `row`.
+// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     const int query = query_of_row(params, row);

@@ -84,7 +84,7 @@ static_assert(offsetof(Params, rows_ahead) == 544 && offsetof(Params, heads_per_
 static_assert(offsetof(Params, num_sections) == 552 && offsetof(Params, diagonal_offset) == 556);
 static_assert(offsetof(Params, scale_log2) == 560);
 
-// A tile: kBlockM rows of queries, and the KV blocks that they attend to.
+// A tile: kBlockM rows of queries of a head.
 struct Tile {
     int batch;
     int head;
@@ -119,7 +119,7 @@ __device__ __forceinline__ int num_rows(const Params& params) { return params.se
 
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
-// Offset in elements, from the start of the batch entry, of the row of q or out that belongs to `row`.
+// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
 __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     return row * row_stride + tile.head * head_stride;
@@ -590,7 +590,7 @@ __device__ __forceinline__ void consume(const Params& params, shared_address sha
         const KvBlocks own = has_rows ? find_kv_blocks(params, own_row, 64) : KvBlocks{0, -1};
         const bool visible = own.last >= own.first;
         const int first_block = own.first;
-        // Those past their last key, and where they see none at all, every block.
+        // Skips KV blocks past the last key that these rows see; all of them if they see none.
 #pragma unroll 1
         for (; block > max(own.last, blocks.first - 1); --block) skip_block();
         const int first_row = tile.first_row + warp_row;

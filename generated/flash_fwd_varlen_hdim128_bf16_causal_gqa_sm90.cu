@@ -97,7 +97,7 @@ static_assert(offsetof(Params, rows_kv) == 488 && offsetof(Params, batch_kv) == 
 static_assert(offsetof(Params, seqlen_kv) == 500 && offsetof(Params, head_dim_v) == 504);
 static_assert(offsetof(Params, diagonal_offset) == 508 && offsetof(Params, scale_log2) == 512);
 
-// A tile: kBlockM rows of queries, and the KV blocks that they attend to.
+// A tile: kBlockM rows of queries of a head.
 struct Tile {
     int batch;
     int head;
@@ -105,7 +105,7 @@ struct Tile {
     int first_row;  // below 0 where a head's first tile is not whole
 };
 
-// A length, or the number of a row or of an entry, from global memory. One out of range is clamped, so that it cannot reach other memory.
+// A length, or the number of a row, from global memory. One out of range is clamped, so that it cannot reach other memory.
 __device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
     return max(0, min(most, int(load_global_32(values + index))));
 }
@@ -157,7 +157,7 @@ __device__ __forceinline__ int num_rows(const Params& params) { return params.se
 
 __device__ __forceinline__ int query_of_row(const Params&, int row) { return row; }
 
-// Offset in elements, from the start of the batch entry, of the row of q or out that belongs to `row`.
+// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
 __device__ __forceinline__ int64_t row_offset(const Params&, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     return row * row_stride + tile.head * head_stride;
@@ -263,7 +263,7 @@ struct Barriers {
     __device__ __forceinline__ shared_address v_empty(int stage) const { return at(2 * kQStages + 3 * kStages + stage); }
     // The consumers have cleared the rows of V past the end of the sequence.
     __device__ __forceinline__ shared_address tail_clear() const { return at(2 * kQStages + 4 * kStages); }
-    // The producer warp reads a tile too.
+    // A tile is full when find_tiles() has stored it, and empty when every consumer warp and the producer warp have read it.
     __device__ __forceinline__ shared_address tile_full(int stage) const { return at(2 * kQStages + 4 * kStages + 1 + stage); }
     __device__ __forceinline__ shared_address tile_empty(int stage) const { return at(3 * kQStages + 4 * kStages + 1 + stage); }
 
@@ -594,7 +594,7 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
         const int row = first_row + 8 * half + lane / 4;
         element* out_row = params.out + tile.batch * params.out_batch_stride +
                            row_offset(params, tile, row, params.out_row_stride, params.out_head_stride);
-        opaque(out_row);  // ptxas would compute it anew for each store
+        opaque(out_row);  // else it is computed anew for each store
         // A lane has two neighbouring columns of every eight. Four lanes transpose, so that each gets eight of 32.
 #pragma unroll
         for (int n = 0; n < kHeadDimV / 8; n += 4) {
@@ -646,8 +646,8 @@ __device__ __forceinline__ int rows_of(const Params& params, int sequence) {
     return queries_of(params, sequence).count;
 }
 
-// Rows of the first tile of a sequence with so many rows that lie ahead of its first query: tiles end with its last 64 rows, counted
-// from the first one.
+// How many rows of a sequence's first tile lie ahead of its first query: the last tile ends with the sequence's last unit of 64 rows,
+// counted from the first row.
 __device__ __forceinline__ int rows_ahead(const Params&, int rows) {
     return (rows + kBlockM - 1) / kBlockM * kBlockM - (rows + 63) / 64 * 64;
 }
@@ -754,8 +754,8 @@ __device__ __forceinline__ void to_whole_array(const Params& params, const Seque
     if (params.cu_seqlens_q != nullptr) tile.batch = 0;
 }
 
-// Waits until TMA may write to a buffer. The whole warp waits: while one lane did so alone, the others would take turns with it. Once all
-// have seen the phase, one lane starts loads; a lane that is overtaken by two phases would wait for ever.
+// Waits until TMA may write to a buffer. The whole warp waits: if one lane polled alone, the scheduler would alternate between it and the
+// others, which are at the next __syncwarp. No load starts before all lanes have seen the phase: a lane that misses two waits forever.
 __device__ __forceinline__ void await_empty(shared_address empty, int parity) {
     mbarrier_wait(empty, parity);
     __syncwarp();
@@ -871,7 +871,7 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
         const KvBlocks own = has_rows ? find_kv_blocks(params, own_row, 64) : KvBlocks{0, -1};
         const bool visible = own.last >= own.first;
         const int first_block = own.first;
-        // Those past their last key, and where they see none at all, every block.
+        // Skips KV blocks past the last key that these rows see; all of them if they see none.
 #pragma unroll 1
         for (; block > max(own.last, blocks.first - 1); --block) {
             clear_tail(block);

@@ -110,7 +110,7 @@ static_assert(offsetof(Params, num_heads_divisor) == 224 && offsetof(Params, gro
 static_assert(offsetof(Params, page_size_divisor) == 240 && offsetof(Params, diagonal_offset) == 248);
 static_assert(offsetof(Params, scale_log2) == 252);
 
-// A tile: kBlockM rows of queries, and the KV blocks that they attend to.
+// A tile: kBlockM rows of queries of a head.
 // Rows are (query, head in group) pairs, heads fastest.
 struct Tile {
     int batch;
@@ -125,7 +125,7 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
-// A length, or the number of a row or of an entry, from global memory. One out of range is clamped, so that it cannot reach other memory.
+// A length, or the number of a row, from global memory. One out of range is clamped, so that it cannot reach other memory.
 __device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
     return max(0, min(most, int(load_global_32(values + index))));
 }
@@ -250,7 +250,7 @@ __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
 
-// Offset in elements, from the start of the batch entry, of the row of q or out that belongs to `row`.
+// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     const int query = query_of_row(params, row);

@@ -99,7 +99,7 @@ __device__ __forceinline__ int query_of_row(const Params& params, int row) {
 // The rows of a head in this grid. A tile of the grid is one row, so its row blocks are rows.
 __device__ __forceinline__ int rows_of_head(const Params& params) { return params.num_row_blocks; }
 
-// A length, or the number of a row or of an entry, from global memory. One out of range is clamped, so that it cannot reach other memory.
+// A length, or the number of a row, from global memory. One out of range is clamped, so that it cannot reach other memory.
 __device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
     return max(0, min(most, int(load_global_32(values + index))));
 }

@@ -106,7 +106,7 @@ static_assert(offsetof(Params, seqlen_q) == 528 && offsetof(Params, seqlen_kv) =
 static_assert(offsetof(Params, num_shares) == 540 && offsetof(Params, diagonal_offset) == 544);
 static_assert(offsetof(Params, scale_log2) == 548);
 
-// A tile: kBlockM rows of queries, and the KV blocks that they attend to.
+// A tile: kBlockM rows of queries of a head.
 // Rows are (query, head in group) pairs, heads fastest.
 struct Tile {
     int batch;
@@ -142,7 +142,7 @@ __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
 
-// Offset in elements, from the start of the batch entry, of the row of q or out that belongs to `row`.
+// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
                                               int64_t head_stride) {
     const int query = query_of_row(params, row);
@@ -150,7 +150,7 @@ __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& 
     return query * row_stride + head * head_stride;
 }
 
-// A length, or the number of a row or of an entry, from global memory. One out of range is clamped, so that it cannot reach other memory.
+// A length, or the number of a row, from global memory. One out of range is clamped, so that it cannot reach other memory.
 __device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
     return max(0, min(most, int(load_global_32(values + index))));
 }
@@ -416,7 +416,7 @@ struct Barriers {
     __device__ __forceinline__ shared_address v_empty(int stage) const { return at(2 * kQStages + 3 * kStages + stage); }
     // The consumers have cleared the rows of V past the end of the sequence.
     __device__ __forceinline__ shared_address tail_clear() const { return at(2 * kQStages + 4 * kStages); }
-    // Both producer warps read a tile, as every consumer warp does.
+    // A tile is full when find_tiles() has stored it, and empty when every consumer warp and both producer warps have read it.
     __device__ __forceinline__ shared_address tile_full(int stage) const { return at(2 * kQStages + 4 * kStages + 1 + stage); }
     __device__ __forceinline__ shared_address tile_empty(int stage) const { return at(3 * kQStages + 4 * kStages + 1 + stage); }
 
@@ -748,7 +748,7 @@ __device__ __forceinline__ void store_tile(const Params& params, const Tile& til
         const int row = first_row + 8 * half + lane / 4;
         element* out_row = params.out + tile.batch * params.out_batch_stride +
                            row_offset(params, tile, row, params.out_row_stride, params.out_head_stride);
-        opaque(out_row);  // ptxas would compute it anew for each store
+        opaque(out_row);  // else it is computed anew for each store
         // A lane has two neighbouring columns of every eight. Four lanes transpose, so that each gets eight of 32.
 #pragma unroll
         for (int n = 0; n < kHeadDimV / 8; n += 4) {
@@ -876,8 +876,8 @@ __device__ __forceinline__ void to_whole_array(const Params& params, const Seque
     if (params.cu_seqlens_q != nullptr) tile.batch = 0;
 }
 
-// Waits until TMA may write to a buffer. The whole warp waits: while one lane did so alone, the others would take turns with it. Once all
-// have seen the phase, one lane starts loads; a lane that is overtaken by two phases would wait for ever.
+// Waits until TMA may write to a buffer. The whole warp waits: if one lane polled alone, the scheduler would alternate between it and the
+// others, which are at the next __syncwarp. No load starts before all lanes have seen the phase: a lane that misses two waits forever.
 __device__ __forceinline__ void await_empty(shared_address empty, int parity) {
     mbarrier_wait(empty, parity);
     __syncwarp();
@@ -921,7 +921,7 @@ struct PagedArray {
     shared_address buffers;
     shared_address full, empty;
 
-    // Loads the KV blocks of a tile as fast as buffers become empty. Each lane finds a box's rows, and one lane starts all loads: TMA takes
+    // Loads the KV blocks of a tile as fast as buffers become empty. The first kBlockN / kBoxKeys lanes find the rows of a box each, and one lane starts all loads: TMA takes
     // its operands from uniform registers, so lanes that start their own would do so one after the other, in a loop.
     __device__ __forceinline__ void load(const Params& params, const SequenceTile& found, RingPosition<kStages>& ring, int lane) const {
         constexpr int kBytes = kPanelCount * kBlockN * kPanelRowBytes;  // of a buffer
@@ -967,7 +967,7 @@ __device__ __forceinline__ void produce(const Params& params, shared_address sha
         Tile tile = tile_of(params, found);
         to_whole_array(params, found, tile);
         produce_q(params, tile, shared, barriers, q_ring);
-        __syncwarp();  // else the warp stays diverged, and each shuffle below has to bring its lanes together
+        __syncwarp();  // the lanes are together for the shuffles below
         q_ring.advance();
         k.load(params, found, ring, lane);
     }

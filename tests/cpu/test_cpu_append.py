@@ -360,3 +360,20 @@ def test_full_pages_may_be_shared():
     np.testing.assert_array_equal(k[4], before[4])
     np.testing.assert_array_equal(k[1, :3], new[0][0])
     np.testing.assert_array_equal(np.concatenate([k[2, 14:], k[0, :1]]), new[0][1])
+
+
+def test_the_pages_of_a_sequence_without_new_tokens_may_be_of_another_by_now():
+    pool = np.zeros((2, 2, 16, 1, 32), np.float32)
+    pages = np.array([[0], [0], [1]], np.int32)
+    cache = flashgen.KVCache(*pool, lengths=np.array([3, 12, 0], np.int32), pages=pages)
+    new = np.ones((4, 1, 32), np.float32)
+    flashgen.append(cache, new, new, cu_seqlens_new=np.array([0, 3, 3, 4], np.int32))
+    assert pool[0, 0, 3:6].all()
+    assert not pool[0, 0, 6:].any()
+
+
+def test_no_new_token_and_no_page():
+    pool = np.zeros((2, 0, 16, 1, 32), np.float32)
+    cache = flashgen.KVCache(*pool, lengths=np.zeros(2, np.int32), pages=np.zeros((2, 3), np.int32))
+    new = np.ones((4, 1, 32), np.float32)
+    flashgen.append(cache, new, new, cu_seqlens_new=np.zeros(3, np.int32))

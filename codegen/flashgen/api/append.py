@@ -286,7 +286,7 @@ def _given(
     if isinstance(q_positions, str) and q_positions == "first":
         if q is None:
             raise BadParam(
-                "q_positions is 'first' and q is None, of whose rotation it speaks; pass q, or leave it out"
+                "q_positions is 'first' and q is None, which it is about; pass q, or leave q_positions out"
             )
         if rotary.positions is not None:
             raise BadParam(

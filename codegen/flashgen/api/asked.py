@@ -163,7 +163,7 @@ def names_given(k: Any, alibi_slopes: Any, kv_lengths: Any = None, softcap: Any 
     if alibi_slopes is not None:
         names["slope"] = "alibi_slopes"
     if softcap is not None:
-        names |= {"cap": "softcap", "no cap": "no cap"}  # which is English
+        names |= {"cap": "softcap", "no cap": "no cap"}  # these words stay as they are
     if type(k) is KVCache and kv_lengths is None:
         names |= {"kv_lengths": "lengths"} | FIELDS
     return names

@@ -102,9 +102,10 @@ def scale_of(softmax_scale: float | None, head_dim: int) -> float:
         scale = math.inf
     # The running maximum is taken before scaling, so the scale must keep the order of the scores.
     if not 0.0 <= scale <= MAX_SCALE:
+        found = shown(softmax_scale) if math.isinf(scale) else scale
         raise BadParam(
-            f"softmax_scale is {shown(softmax_scale)}; it must be at most {MAX_SCALE:g}, as kernels scale in "
-            "fp32, and not negative (negate q instead)"
+            f"softmax_scale is {found}; it must be at most {MAX_SCALE:g}, as kernels scale in fp32, and not "
+            "negative (negate q instead)"
         )
     return max(scale, MIN_SCALE)
 

@@ -152,8 +152,13 @@ def _check_own(problem: AppendProblem, new: Tokens, where: Slots) -> None:
 
 
 def _check_free(problem: AppendProblem, new: Tokens, where: Slots, arrays: Arrays) -> None:
-    """That no new token overwrites a key that a sequence has, on a page or a row which two share."""
+    """That no new token overwrites a key of another sequence to which tokens are appended, on a page or a row
+    which two share. What other sequences say may be of calls before.
+    """
+    if not new.real.any():
+        return
     lengths, table = arrays["lengths"].astype(np.int64), arrays["pages"]
+    lengths[np.bincount(new.sequence[new.real], minlength=problem.sequences) == 0] = 0
     if table is None:
         index = arrays["index"]
         table = (np.arange(problem.sequences) if index is None else index)[:, None]

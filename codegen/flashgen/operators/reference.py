@@ -147,8 +147,8 @@ def judge(
 def modification_of(
     problem: AttentionProblem, score_arrays: Sequence[Any], xp: Any = np, single: bool = False
 ) -> ScoreOfCall | None:
-    """The score modification of a problem with the arrays of a call, of the library ``xp``, in float64, or,
-    of NumPy, ``single``, as scores in float32 stay with it; None if it has none.
+    """The score modification of a problem with the arrays of a call, of the library ``xp``, in float64; None
+    if it has none. With ``single`` (NumPy only) its numbers are float32, so that scores in float32 stay so.
     """
     score = problem.score
     if score is None:

@@ -42,7 +42,7 @@ class Launcher:
     def __init__(self, step: Step, device: Device, loaded: Kernel) -> None:
         from cupy_backends.cuda.api import driver
 
-        self._loaded = loaded  # as long as its launches
+        self._loaded = loaded  # keeps the module loaded while there are launches
         made = step.struct
         self._made, self._template = made, made.template
         self._encoded = False  # whether the template has these maps, of whatever address

@@ -333,8 +333,8 @@ def _serving(problem: Problem, spec: Spec) -> Iterator[dict[str, Value]]:
 
 
 def misfit(problem: Problem, variant: Variant) -> str:
-    """Why the variant is none for such problems, on whatever GPU, however large they are and their arrays lie
-    in memory: "operator", an axis, "score", or "rows", of which a head has too many. "" where it is one.
+    """What keeps the variant from computing such problems, on any GPU, of any size and wherever their arrays
+    lie: "operator", an axis, "score", or "rows", of which a head has too many. "" if nothing does.
     """
     operator = problem.operator
     if not variant.is_main or variant.operator != operator.name:
