@@ -641,6 +641,25 @@ struct TileSequence {
     }
 };
 
+// Waits until a buffer may be written to. The whole warp waits: if one lane polled alone, the scheduler would alternate between it and the
+// others, which are at the next __syncwarp. Nothing is written before all lanes have seen the phase: a lane that misses two waits forever.
+__device__ __forceinline__ void await_empty(shared_address empty, int parity) {
+    mbarrier_wait(empty, parity);
+    __syncwarp();
+}
+
+// Passes a tile on to the producer and the consumers. The whole warp works.
+__device__ __forceinline__ void pass_on_tile(const SequenceTile& found, shared_address shared, const Barriers& barriers,
+                                             RingPosition<kQStages>& ring, int lane) {
+    await_empty(barriers.tile_empty(ring.stage), ring.parity ^ 1);
+    if (lane == 0) {
+        found.store(shared + kTileOffset + ring.stage * kTileBytes);
+        mbarrier_arrive(barriers.tile_full(ring.stage));
+    }
+    __syncwarp();
+    ring.advance();
+}
+
 // Rows of all queries of a sequence, as tiles have them.
 __device__ __forceinline__ int rows_of(const Params& params, int sequence) {
     return queries_of(params, sequence).count;
@@ -722,14 +741,7 @@ __device__ __forceinline__ void find_tiles(const Params& params, shared_address 
     for (TileSequence tiles; more; tiles.advance()) {
         const SequenceTile found = finder.find(params, tiles.index, lane);
         more = found.sequence >= 0;
-        mbarrier_wait(barriers.tile_empty(ring.stage), ring.parity ^ 1);
-        __syncwarp();  // all lanes have seen the phase before the tile lets the ring go on
-        if (lane == 0) {
-            found.store(shared + kTileOffset + ring.stage * kTileBytes);
-            mbarrier_arrive(barriers.tile_full(ring.stage));
-        }
-        __syncwarp();
-        ring.advance();
+        pass_on_tile(found, shared, barriers, ring, lane);
     }
 }
 
@@ -752,13 +764,6 @@ __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, const Seq
 __device__ __forceinline__ void to_whole_array(const Params& params, const SequenceTile& found, Tile& tile) {
     tile.first_row += found.first_query;
     if (params.cu_seqlens_q != nullptr) tile.batch = 0;
-}
-
-// Waits until TMA may write to a buffer. The whole warp waits: if one lane polled alone, the scheduler would alternate between it and the
-// others, which are at the next __syncwarp. No load starts before all lanes have seen the phase: a lane that misses two waits forever.
-__device__ __forceinline__ void await_empty(shared_address empty, int parity) {
-    mbarrier_wait(empty, parity);
-    __syncwarp();
 }
 
 // Loads Q of a tile when its buffer is empty. The whole warp works.

@@ -801,6 +801,25 @@ __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, const S
     return {max(blocks.first, found.first_block), min(blocks.last, found.end_block - 1)};
 }
 
+// Waits until a buffer may be written to. The whole warp waits: if one lane polled alone, the scheduler would alternate between it and the
+// others, which are at the next __syncwarp. Nothing is written before all lanes have seen the phase: a lane that misses two waits forever.
+__device__ __forceinline__ void await_empty(shared_address empty, int parity) {
+    mbarrier_wait(empty, parity);
+    __syncwarp();
+}
+
+// Passes a tile on to the producer and the consumers. The whole warp works.
+__device__ __forceinline__ void pass_on_tile(const SequenceTile& found, shared_address shared, const Barriers& barriers,
+                                             RingPosition<kQStages>& ring, int lane) {
+    await_empty(barriers.tile_empty(ring.stage), ring.parity ^ 1);
+    if (lane == 0) {
+        found.store(shared + kTileOffset + ring.stage * kTileBytes);
+        mbarrier_arrive(barriers.tile_full(ring.stage));
+    }
+    __syncwarp();
+    ring.advance();
+}
+
 // The first KV block of the tile that has KV block `index` of all, in a sequence at `place`.
 __device__ __forceinline__ int begin_of_tile(const Params& params, const Place& place, int index) {
     return index - (index - place.begin) % tiles_of(with_lengths(params, place.lengths)).kv_blocks;
@@ -813,16 +832,7 @@ __device__ __forceinline__ int begin_of_tile(const Params& params, const Place& 
 __device__ __forceinline__ void find_tiles(const Params& params, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
     RingPosition<kQStages> ring;
-    auto pass_on = [&](const SequenceTile& found) {
-        mbarrier_wait(barriers.tile_empty(ring.stage), ring.parity ^ 1);
-        __syncwarp();  // all lanes have seen the phase before the tile lets the ring go on
-        if (lane == 0) {
-            found.store(shared + kTileOffset + ring.stage * kTileBytes);
-            mbarrier_arrive(barriers.tile_full(ring.stage));
-        }
-        __syncwarp();
-        ring.advance();
-    };
+    auto pass_on = [&](const SequenceTile& found) { pass_on_tile(found, shared, barriers, ring, lane); };
     const Lengths lane_lengths = lengths_of(params, lane);
     const Share share = find_share(params, lane_lengths, block_index(), lane);
     // Passes on the part that begins with KV block `index` of all. Returns the one behind it.
@@ -874,13 +884,6 @@ __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, const Seq
 __device__ __forceinline__ void to_whole_array(const Params& params, const SequenceTile& found, Tile& tile) {
     tile.first_row += found.first_query * params.group_size;
     if (params.cu_seqlens_q != nullptr) tile.batch = 0;
-}
-
-// Waits until TMA may write to a buffer. The whole warp waits: if one lane polled alone, the scheduler would alternate between it and the
-// others, which are at the next __syncwarp. No load starts before all lanes have seen the phase: a lane that misses two waits forever.
-__device__ __forceinline__ void await_empty(shared_address empty, int parity) {
-    mbarrier_wait(empty, parity);
-    __syncwarp();
 }
 
 // Loads Q of a tile when its buffer is empty. The whole warp works.

@@ -358,7 +358,7 @@ FAULTS = (
            "if (params.index != nullptr) tile.entry = load_clamped", "if (false) tile.entry = load_clamped"),
      {"packed_kv": False, "index": True}),
     (fault("a tile is overwritten before it is read", HOPPER, TILES, ("race", "deadlock", "mbarrier"),
-           "        mbarrier_wait(barriers.tile_empty(ring.stage), ring.parity ^ 1);\n", ""), {}),
+           "    await_empty(barriers.tile_empty(ring.stage), ring.parity ^ 1);\n", ""), {}),
     (fault("a tile is read before it is found", HOPPER, TILES, ("race", "uninitialised shared memory"),
            TILE_WAIT + READ_TILE, READ_TILE), {}),
     (fault("the page of the next 16 keys, by TMA", HOPPER_PAGED, TILES, NUMBERS,

@@ -104,8 +104,8 @@ def warmup(
     device = _device_of(arch)
     specs = specs_for(device)
     asked = []
-    for given in wanted:
-        call = dict(given)
+    for call in wanted:
+        given = dict(call)
         dtype = given.pop("dtype", "fp16")
         operator, algorithm = given.pop("operator", "attention"), given.pop("algorithm", None)
         if "q" not in given and operator != "append":
@@ -230,7 +230,7 @@ def _shape(name: str, given: tuple[Any, ...] | list[Any] | str) -> tuple[int, ..
     return shape
 
 
-def _calls(given: Any) -> list[dict[str, Any]]:
+def _calls(given: Any) -> list[Mapping[str, Any]]:
     """The calls of a warmup. Raises BadParam."""
     example = "{'q': (1, 4096, 16, 128), 'causal': True}"
     if isinstance(given, Mapping) or not isinstance(given, Iterable):
@@ -245,7 +245,7 @@ def _calls(given: Any) -> list[dict[str, Any]]:
                 f"calls[{place}] is {reprlib.repr(call)}; expected the arguments of a call by name, such as "
                 f"{example}"
             )
-    return [dict(call) for call in calls]
+    return calls
 
 
 @lru_cache(maxsize=len(_EXPLAINED))
