@@ -4,7 +4,7 @@
 //
 // axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type causal, pages paged, splits none, gqa packed
 // tile      block_m 192, block_n 64, q_stages 2, stages 3
-// block     512 threads, 197896 bytes of dynamic shared memory
+// block     512 threads, 197960 bytes of dynamic shared memory
 // target    sm90: GPUs of sm_90a alone whose blocks may have 232448 bytes of shared memory
 // spec      flash_varlen_split_sm90.yaml
 // template  flash_split_sm90.cu.j2
@@ -50,7 +50,10 @@ constexpr int kBarrierOffset = kVOffset + kStages * kVBytes;
 // Slots in which find_tiles() passes tiles to the producer and the consumers, one for each Q buffer: they share the ring of Q.
 constexpr int kTileOffset = kBarrierOffset + 8 * (4 * kQStages + 4 * kStages + 1);
 constexpr int kTileBytes = 48;
-constexpr int kSharedBytes = kTileOffset + kQStages * kTileBytes;
+// Where the 16 keys of each box lie that TMA brings, a page and a row: for a KV block of K, then for one of V.
+constexpr int kKeyBoxOffset = kTileOffset + kQStages * kTileBytes;
+constexpr int kKeyBoxBytes = 8;
+constexpr int kSharedBytes = kKeyBoxOffset + 2 * kBlockN / 16 * kKeyBoxBytes;
 
 constexpr float kLn2 = 0.6931471805599453f;
 
@@ -58,7 +61,7 @@ static_assert(kBlockM % 64 == 0 && kBlockN % 16 == 0 && kHeadDim % 16 == 0 && kH
 static_assert(kConsumers > 1, "consumers take turns");
 static_assert(kBlockN * kPanelRowBytes % 1024 == 0, "stages begin where the swizzle does");
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 512, "the register file");
-static_assert(kSharedBytes + 1024 == 197896, "launcher and kernel agree on shared memory");
+static_assert(kSharedBytes + 1024 == 197960, "launcher and kernel agree on shared memory");
 
 struct Params {
     tensor_map q;                         // (head_dim, rows_q, num_heads_q, batch); packed sequences are rows of a batch of 1
@@ -894,28 +897,46 @@ __device__ __forceinline__ void produce_q(const Params& params, const Tile& tile
 }
 
 constexpr int kBoxKeys = 16;  // keys that TMA brings at a time, all of one page
-static_assert(kBlockN % kBoxKeys == 0 && kBlockN / kBoxKeys <= 32, "a lane finds the rows of a box");
+constexpr int kBoxes = kBlockN / kBoxKeys;
+static_assert(kBlockN % kBoxKeys == 0 && kBoxes <= 32, "a lane finds the keys of a box");
+static_assert(kKeyBoxOffset + 2 * kBoxes * kKeyBoxBytes == kSharedBytes, "those of K and of V");
 
-// Where the keys of a lane's box lie: a page, and a row in it.
-struct PageRow {
-    int page;
-    int row;
+// Where the keys of a lane's box lie, for one KV block after another, from the last to the first. Instructions of a producer warp take issue
+// slots from the softmax of the consumers, so there is no division for each KV block: the index of the page's entry is counted down.
+struct KeyBox {
+    const int32_t* entries;  // of the sequence's page table
+    int index;               // of the page's entry
+    int entry;               // which may still be under way
+    int row;                 // in the page
+
+    // Entries past the end of the sequence are not read. Keys there are of a page that does not exist, so that they become zeros.
+    __device__ __forceinline__ KeyBox(const Params& params, const SequenceTile& found, int last_block, int lane)
+        : entries(params.pages + found.sequence * params.pages_batch_stride), entry(params.batch_kv) {
+        opaque(entries);  // else its 64-bit product is computed anew for each load
+        const int key = max(last_block, 0) * kBlockN + lane * kBoxKeys;
+        index = divide(key, params.page_size_divisor);
+        row = key - index * params.page_size;
+        if (lane < kBoxes && key < found.seqlen_kv) entry = load_global_32(entries + index);
+    }
+
+    // Writes the page and the row to shared memory.
+    __device__ __forceinline__ void store(const Params& params, shared_address place) const {
+        store_shared_32(place, max(0, min(entry, params.batch_kv)));
+        store_shared_32(place + 4, row);
+    }
+
+    // Goes to the KV block before, `block_pages` whole pages and `block_rows` rows of one down, and does not wait for its entry. There is
+    // none ahead of the first.
+    __device__ __forceinline__ void step_down(const Params& params, int block_pages, int block_rows, int lane) {
+        index -= block_pages;
+        row -= block_rows;
+        if (row < 0) {
+            row += params.page_size;
+            --index;
+        }
+        if (lane < kBoxes && index >= 0) entry = load_global_32(entries + index);
+    }
 };
-
-// Loads the entry of the page table for the keys from `key` on, and does not wait for it. Entries past the end of the sequence are not read,
-// nor is there one ahead of the first, where a tile that sees no key would look.
-__device__ __forceinline__ int load_entry(const Params& params, const SequenceTile& found, int key) {
-    if (key < 0 || key >= found.seqlen_kv) return 0;
-    const int index = divide(key, params.page_size_divisor);
-    return load_global_32(params.pages + found.sequence * params.pages_batch_stride + index);
-}
-
-// Where the keys from `key` on lie, of which the page table has `entry`. Keys past the end of the sequence get a row outside of every page,
-// so that they become zeros.
-__device__ __forceinline__ PageRow page_row(const Params& params, const SequenceTile& found, int key, int entry) {
-    if (key >= found.seqlen_kv) return {0, params.page_size};
-    return {max(0, min(entry, params.batch_kv - 1)), key - divide(key, params.page_size_divisor) * params.page_size};
-}
 
 // K or V as a producer warp brings it: where TMA finds the array, the buffers of its stages, and the mbarriers of the first one.
 template <int kPanelCount>
@@ -923,26 +944,29 @@ struct PagedArray {
     const tensor_map& map;
     shared_address buffers;
     shared_address full, empty;
+    shared_address boxes;  // of a KV block: the page and the row of each
 
-    // Loads the KV blocks of a tile as fast as buffers become empty. The first kBlockN / kBoxKeys lanes find the rows of a box each, and one lane starts all loads: TMA takes
-    // its operands from uniform registers, so lanes that start their own would do so one after the other, in a loop.
+    // Loads the KV blocks of a tile as fast as buffers become empty. The first kBoxes lanes find a box each, and one lane starts all loads: TMA
+    // takes its operands from uniform registers, so lanes that start their own would do so one after the other, in a loop. That lane gets the
+    // boxes through shared memory, since by shuffles they would take registers, of which few are left to the producer.
     __device__ __forceinline__ void load(const Params& params, const SequenceTile& found, RingPosition<kStages>& ring, int lane) const {
         constexpr int kBytes = kPanelCount * kBlockN * kPanelRowBytes;  // of a buffer
         const Tile tile = tile_of(params, found);
         const KvBlocks blocks = kv_blocks_of(params, found);
-        auto first_key = [&](int block) { return block * kBlockN + lane * kBoxKeys; };  // of the lane's box
-        int entry = load_entry(params, found, first_key(blocks.last));
+        const int block_pages = divide(kBlockN, params.page_size_divisor);
+        const int block_rows = kBlockN - block_pages * params.page_size;
+        KeyBox own(params, found, blocks.last, lane);
 #pragma unroll 1  // few registers are left to the producer
         for (int block = blocks.last; block >= blocks.first; --block) {
-            await_empty(empty + 8 * ring.stage, ring.parity ^ 1);
-            const PageRow from = page_row(params, found, first_key(block), entry);
-            if (lane == 0) mbarrier_arrive_expect_tx(full + 8 * ring.stage, kBytes);
-            __syncwarp();  // no box is loaded ahead of the arrival that announces its bytes
+            if (lane < kBoxes) own.store(params, boxes + lane * kKeyBoxBytes);
+            own.step_down(params, block_pages, block_rows, lane);  // its entry is under way while boxes are loaded
+            await_empty(empty + 8 * ring.stage, ring.parity ^ 1);  // and all lanes have stored their boxes
+            if (elect_one()) {
+                mbarrier_arrive_expect_tx(full + 8 * ring.stage, kBytes);
 #pragma unroll
-            for (int box = 0; box < kBlockN / kBoxKeys; ++box) {
-                const int page = __shfl_sync(0xffffffff, from.page, box);
-                const int row = __shfl_sync(0xffffffff, from.row, box);
-                if (elect_one()) {
+                for (int box = 0; box < kBoxes; ++box) {
+                    const int page = load_shared_32(boxes + box * kKeyBoxBytes);
+                    const int row = load_shared_32(boxes + box * kKeyBoxBytes + 4);
 #pragma unroll
                     for (int panel = 0; panel < kPanelCount; ++panel) {
                         tma_load_4d(buffers + ring.stage * kBytes + (panel * kBlockN + box * kBoxKeys) * kPanelRowBytes, map,
@@ -950,17 +974,16 @@ struct PagedArray {
                     }
                 }
             }
-            entry = load_entry(params, found, first_key(block - 1));  // under way while its buffer is awaited
+            __syncwarp();  // the boxes have been read
             ring.advance();
         }
-        __syncwarp();
     }
 };
 
 // Two producer warps: one brings Q and K of each tile, the other V, since boxes of 16 keys make many TMA loads.
 __device__ __forceinline__ void produce(const Params& params, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
-    const PagedArray<kPanels> k = {params.k, shared + kKOffset, barriers.k_full(0), barriers.k_empty(0)};
+    const PagedArray<kPanels> k = {params.k, shared + kKOffset, barriers.k_full(0), barriers.k_empty(0), shared + kKeyBoxOffset};
     // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
     RingPosition<kQStages> q_ring;
@@ -970,7 +993,6 @@ __device__ __forceinline__ void produce(const Params& params, shared_address sha
         Tile tile = tile_of(params, found);
         to_whole_array(params, found, tile);
         produce_q(params, tile, shared, barriers, q_ring);
-        __syncwarp();  // the lanes are together for the shuffles below
         q_ring.advance();
         k.load(params, found, ring, lane);
     }
@@ -978,7 +1000,8 @@ __device__ __forceinline__ void produce(const Params& params, shared_address sha
 
 __device__ __forceinline__ void produce_v(const Params& params, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
-    const PagedArray<kPanelsV> v = {params.v, shared + kVOffset, barriers.v_full(0), barriers.v_empty(0)};
+    const PagedArray<kPanelsV> v = {params.v, shared + kVOffset, barriers.v_full(0), barriers.v_empty(0),
+                                    shared + kKeyBoxOffset + kBoxes * kKeyBoxBytes};
     RingPosition<kStages> ring;
     RingPosition<kQStages> tile_ring;
     while (true) {
