@@ -446,11 +446,12 @@ __device__ __forceinline__ Pages find_pages(const Params& params, const int32_t*
     return found;
 }
 
-// Where the rows of a group's keys of a KV block begin, in elements from the head's rows in page 0, spread over the lanes of a warp like
-// Pages: a lane multiplies by the strides for the keys that it found pages for, and the threads of a row get its product by a shuffle.
+// Offsets of the rows of a group's keys of a KV block, in elements from the head's first row in page 0, spread over the lanes of a warp like
+// Pages.
 struct RowOffsets {
     int64_t of_key[(kGroupKeys + 31) / 32];
 
+    // Of the thread's row in a pass. All lanes of the warp call it.
     __device__ __forceinline__ int64_t of_pass(int pass) const {
         static_assert(32 % kRowsPerPass == 0, "the keys of a pass are in one register of a warp");
         const int row = pass * kRowsPerPass + threadIdx.x % kGroupThreads / kSwizzleChunks;
@@ -458,22 +459,24 @@ struct RowOffsets {
     }
 };
 
-__device__ __forceinline__ RowOffsets find_rows(const Params& params, const Pages& pages, int first_key, int64_t page_stride,
-                                                int64_t row_stride) {
-    RowOffsets rows;
+// A lane computes those of the keys that it looked up, since each key has kSwizzleChunks threads that copy its row.
+__device__ __forceinline__ RowOffsets find_row_offsets(const Params& params, const Pages& pages, int first_key, int64_t page_stride,
+                                                       int64_t row_stride) {
+    RowOffsets offsets;
 #pragma unroll
     for (int first = 0; first < kGroupKeys; first += 32) {
         const int key = first_key + first + threadIdx.x % 32;
         const int row_of_page = key - divide(key, params.page_size_divisor) * params.page_size;
-        rows.of_key[first / 32] = max(0, min(pages.of_key[first / 32], params.batch_kv - 1)) * page_stride + row_of_page * row_stride;
+        const int page = max(0, min(pages.of_key[first / 32], params.batch_kv - 1));
+        offsets.of_key[first / 32] = page * page_stride + row_of_page * row_stride;
     }
-    return rows;
+    return offsets;
 }
 
 // Starts the copy of a group's keys of a KV block of K or V, kColumns wide. `head` is where the head's rows begin in page 0. Rows from
 // `valid_rows` on and elements from `head_dim` on become zeros.
 template <int kColumns>
-__device__ __forceinline__ void copy_keys(const RowOffsets& rows, shared_address keys, const element* head, int valid_rows, int head_dim) {
+__device__ __forceinline__ void copy_keys(const RowOffsets& offsets, shared_address keys, const element* head, int valid_rows, int head_dim) {
     constexpr int kPanels = kColumns * sizeof(element) / kSwizzleBytes;
     constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
     static_assert(kColumns * sizeof(element) % kSwizzleBytes == 0, "the swizzle permutes whole panels");
@@ -483,7 +486,7 @@ __device__ __forceinline__ void copy_keys(const RowOffsets& rows, shared_address
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
         const int first = pass * kRowsPerPass;
-        const element* source = head + rows.of_pass(pass) + chunk * kChunkElements;
+        const element* source = head + offsets.of_pass(pass) + chunk * kChunkElements;
         if (kGroupKeys % kRowsPerPass != 0 && first + row >= kGroupKeys) break;
         // `row` is below kRowsPerPass, a power of two, so the key of first + row is that of the one XOR that of the other.
         const shared_address swizzled = (destination ^ 16 * swizzle_key(first)) + first * kRowBytes;
@@ -498,14 +501,14 @@ __device__ __forceinline__ void copy_keys(const RowOffsets& rows, shared_address
 // Prefetches a group's keys of a KV block of K or V, kColumns wide, into L2, as copy_keys() copies them: the first threads of a row a line
 // each. Left out are rows from `valid_rows` on, elements from `head_dim` on, and what a row that begins within a line has in one line more.
 template <int kColumns>
-__device__ __forceinline__ void prefetch_keys(const RowOffsets& rows, const element* head, int valid_rows, int head_dim) {
+__device__ __forceinline__ void prefetch_keys(const RowOffsets& offsets, const element* head, int valid_rows, int head_dim) {
     constexpr int kLineElements = 128 / sizeof(element);
     static_assert(kSwizzleChunks * kLineElements >= kColumns, "a row has a thread for each line");
     const int row = threadIdx.x % kGroupThreads / kSwizzleChunks;
     const int column = threadIdx.x % kSwizzleChunks * kLineElements;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-        const element* source = head + rows.of_pass(pass) + column;
+        const element* source = head + offsets.of_pass(pass) + column;
         if (pass * kRowsPerPass + row < min(valid_rows, kGroupKeys) && column < min(kColumns, head_dim)) prefetch_l2(source);
     }
 }
@@ -548,10 +551,10 @@ __device__ __forceinline__ Fetch seek(const Params& params, const Place& place, 
 __device__ __forceinline__ void prefetch_next(const Params& params, const Share& share, const Fetch& fetch) {
     if (fetch.index >= share.end) return;
     const int valid_rows = fetch.place.lengths.keys.count - fetch.first_key;
-    const RowOffsets k_rows = find_rows(params, fetch.pages, fetch.first_key, params.k_batch_stride, params.k_row_stride);
-    const RowOffsets v_rows = find_rows(params, fetch.pages, fetch.first_key, params.v_batch_stride, params.v_row_stride);
-    prefetch_keys<kHeadDim>(k_rows, fetch.k, valid_rows, params.head_dim);
-    prefetch_keys<kHeadDimV>(v_rows, fetch.v, valid_rows, params.head_dim_v);
+    const RowOffsets k_offsets = find_row_offsets(params, fetch.pages, fetch.first_key, params.k_batch_stride, params.k_row_stride);
+    const RowOffsets v_offsets = find_row_offsets(params, fetch.pages, fetch.first_key, params.v_batch_stride, params.v_row_stride);
+    prefetch_keys<kHeadDim>(k_offsets, fetch.k, valid_rows, params.head_dim);
+    prefetch_keys<kHeadDimV>(v_offsets, fetch.v, valid_rows, params.head_dim_v);
 }
 
 // Starts the copies of the next KV block, if the share has one left. Each call is one group of copies. `params` have the bounds of all
@@ -560,10 +563,10 @@ __device__ __forceinline__ void fetch_next(const Params& params, const Share& sh
     if (fetch.index < share.end) {
         const shared_address keys = stage + group * kGroupKeys * kRowBytes;
         const int valid_rows = fetch.place.lengths.keys.count - fetch.first_key;
-        const RowOffsets k_rows = find_rows(params, fetch.pages, fetch.first_key, params.k_batch_stride, params.k_row_stride);
-        const RowOffsets v_rows = find_rows(params, fetch.pages, fetch.first_key, params.v_batch_stride, params.v_row_stride);
-        copy_keys<kHeadDim>(k_rows, keys, fetch.k, valid_rows, params.head_dim);
-        copy_keys<kHeadDimV>(v_rows, keys + kVOffset, fetch.v, valid_rows, params.head_dim_v);
+        const RowOffsets k_offsets = find_row_offsets(params, fetch.pages, fetch.first_key, params.k_batch_stride, params.k_row_stride);
+        const RowOffsets v_offsets = find_row_offsets(params, fetch.pages, fetch.first_key, params.v_batch_stride, params.v_row_stride);
+        copy_keys<kHeadDim>(k_offsets, keys, fetch.k, valid_rows, params.head_dim);
+        copy_keys<kHeadDimV>(v_offsets, keys + kVOffset, fetch.v, valid_rows, params.head_dim_v);
         ++fetch.index;
         if (--fetch.left > 0) {
             fetch.first_key += kBlockN;

@@ -50,10 +50,13 @@ constexpr int kBarrierOffset = kVOffset + kStages * kVBytes;
 // Slots in which find_tiles() passes tiles to the producer and the consumers, one for each Q buffer: they share the ring of Q.
 constexpr int kTileOffset = kBarrierOffset + 8 * (4 * kQStages + 4 * kStages + 1);
 constexpr int kTileBytes = 48;
-// Where the 16 keys of each box lie that TMA brings, a page and a row: for a KV block of K, then for one of V.
-constexpr int kKeyBoxOffset = kTileOffset + kQStages * kTileBytes;
-constexpr int kKeyBoxBytes = 8;
-constexpr int kSharedBytes = kKeyBoxOffset + 2 * kBlockN / 16 * kKeyBoxBytes;
+// TMA brings K and V in boxes of 16 keys, all of one page. A slot has the page and the row where these keys begin: one for each box of a KV
+// block of K, then of V.
+constexpr int kBoxKeys = 16;
+constexpr int kBoxes = kBlockN / kBoxKeys;  // of a panel of columns
+constexpr int kBoxSlotBytes = 8;
+constexpr int kBoxSlotOffset = kTileOffset + kQStages * kTileBytes;
+constexpr int kSharedBytes = kBoxSlotOffset + 2 * kBoxes * kBoxSlotBytes;
 
 constexpr float kLn2 = 0.6931471805599453f;
 
@@ -896,21 +899,18 @@ __device__ __forceinline__ void produce_q(const Params& params, const Tile& tile
     if (elect_one()) load_q(params, tile, shared + ring.stage * kQBytes, barriers.q_full(ring.stage));
 }
 
-constexpr int kBoxKeys = 16;  // keys that TMA brings at a time, all of one page
-constexpr int kBoxes = kBlockN / kBoxKeys;
 static_assert(kBlockN % kBoxKeys == 0 && kBoxes <= 32, "a lane finds the keys of a box");
-static_assert(kKeyBoxOffset + 2 * kBoxes * kKeyBoxBytes == kSharedBytes, "those of K and of V");
 
-// Where the keys of a lane's box lie, for one KV block after another, from the last to the first. Instructions of a producer warp take issue
+// Where the keys of a lane's boxes lie, for one KV block after another, from the last to the first. Instructions of a producer warp take issue
 // slots from the softmax of the consumers, so there is no division for each KV block: the index of the page's entry is counted down.
-struct KeyBox {
+struct BoxKeys {
     const int32_t* entries;  // of the sequence's page table
     int index;               // of the page's entry
     int entry;               // which may still be under way
     int row;                 // in the page
 
     // Entries past the end of the sequence are not read. Keys there are of a page that does not exist, so that they become zeros.
-    __device__ __forceinline__ KeyBox(const Params& params, const SequenceTile& found, int last_block, int lane)
+    __device__ __forceinline__ BoxKeys(const Params& params, const SequenceTile& found, int last_block, int lane)
         : entries(params.pages + found.sequence * params.pages_batch_stride), entry(params.batch_kv) {
         opaque(entries);  // else its 64-bit product is computed anew for each load
         const int key = max(last_block, 0) * kBlockN + lane * kBoxKeys;
@@ -919,14 +919,14 @@ struct KeyBox {
         if (lane < kBoxes && key < found.seqlen_kv) entry = load_global_32(entries + index);
     }
 
-    // Writes the page and the row to shared memory.
-    __device__ __forceinline__ void store(const Params& params, shared_address place) const {
-        store_shared_32(place, max(0, min(entry, params.batch_kv)));
-        store_shared_32(place + 4, row);
+    // Writes the page and the row to shared memory. An entry out of range is cut: below 0 to page 0, above to the page that does not exist.
+    __device__ __forceinline__ void store(const Params& params, shared_address slot) const {
+        store_shared_32(slot, max(0, min(entry, params.batch_kv)));
+        store_shared_32(slot + 4, row);
     }
 
-    // Goes to the KV block before, `block_pages` whole pages and `block_rows` rows of one down, and does not wait for its entry. There is
-    // none ahead of the first.
+    // Goes to the KV block before, `block_pages` whole pages and `block_rows` rows down, and does not wait for its entry. All keys of that
+    // block are keys of the sequence; ahead of the first one there is no entry.
     __device__ __forceinline__ void step_down(const Params& params, int block_pages, int block_rows, int lane) {
         index -= block_pages;
         row -= block_rows;
@@ -938,35 +938,37 @@ struct KeyBox {
     }
 };
 
-// K or V as a producer warp brings it: where TMA finds the array, the buffers of its stages, and the mbarriers of the first one.
+// K or V as a producer warp brings it: where TMA finds the array, the buffers of its stages, the mbarriers of the first one, and the slots of
+// a KV block's boxes.
 template <int kPanelCount>
 struct PagedArray {
     const tensor_map& map;
     shared_address buffers;
     shared_address full, empty;
-    shared_address boxes;  // of a KV block: the page and the row of each
+    shared_address slots;
 
-    // Loads the KV blocks of a tile as fast as buffers become empty. The first kBoxes lanes find a box each, and one lane starts all loads: TMA
-    // takes its operands from uniform registers, so lanes that start their own would do so one after the other, in a loop. That lane gets the
-    // boxes through shared memory, since by shuffles they would take registers, of which few are left to the producer.
+    // Loads the KV blocks of a tile as fast as buffers become empty. The first kBoxes lanes find the keys of a box each, and one lane starts all
+    // loads: TMA takes its operands from uniform registers, so lanes that start their own would do so one after the other, in a loop. Pages and
+    // rows pass to that lane through shared memory. Shuffles need all lanes, so they would come ahead of the branch, and what they bring
+    // would take registers, of which few are left to the producer.
     __device__ __forceinline__ void load(const Params& params, const SequenceTile& found, RingPosition<kStages>& ring, int lane) const {
         constexpr int kBytes = kPanelCount * kBlockN * kPanelRowBytes;  // of a buffer
         const Tile tile = tile_of(params, found);
         const KvBlocks blocks = kv_blocks_of(params, found);
         const int block_pages = divide(kBlockN, params.page_size_divisor);
         const int block_rows = kBlockN - block_pages * params.page_size;
-        KeyBox own(params, found, blocks.last, lane);
+        BoxKeys keys(params, found, blocks.last, lane);
 #pragma unroll 1  // few registers are left to the producer
         for (int block = blocks.last; block >= blocks.first; --block) {
-            if (lane < kBoxes) own.store(params, boxes + lane * kKeyBoxBytes);
-            own.step_down(params, block_pages, block_rows, lane);  // its entry is under way while boxes are loaded
-            await_empty(empty + 8 * ring.stage, ring.parity ^ 1);  // and all lanes have stored their boxes
+            if (lane < kBoxes) keys.store(params, slots + lane * kBoxSlotBytes);
+            keys.step_down(params, block_pages, block_rows, lane);  // its entry is under way while boxes are loaded
+            await_empty(empty + 8 * ring.stage, ring.parity ^ 1);  // and all lanes have written their slots
             if (elect_one()) {
                 mbarrier_arrive_expect_tx(full + 8 * ring.stage, kBytes);
 #pragma unroll
                 for (int box = 0; box < kBoxes; ++box) {
-                    const int page = load_shared_32(boxes + box * kKeyBoxBytes);
-                    const int row = load_shared_32(boxes + box * kKeyBoxBytes + 4);
+                    const int page = load_shared_32(slots + box * kBoxSlotBytes);
+                    const int row = load_shared_32(slots + box * kBoxSlotBytes + 4);
 #pragma unroll
                     for (int panel = 0; panel < kPanelCount; ++panel) {
                         tma_load_4d(buffers + ring.stage * kBytes + (panel * kBlockN + box * kBoxKeys) * kPanelRowBytes, map,
@@ -974,7 +976,7 @@ struct PagedArray {
                     }
                 }
             }
-            __syncwarp();  // the boxes have been read
+            __syncwarp();  // the slots have been read
             ring.advance();
         }
     }
@@ -983,7 +985,7 @@ struct PagedArray {
 // Two producer warps: one brings Q and K of each tile, the other V, since boxes of 16 keys make many TMA loads.
 __device__ __forceinline__ void produce(const Params& params, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
-    const PagedArray<kPanels> k = {params.k, shared + kKOffset, barriers.k_full(0), barriers.k_empty(0), shared + kKeyBoxOffset};
+    const PagedArray<kPanels> k = {params.k, shared + kKOffset, barriers.k_full(0), barriers.k_empty(0), shared + kBoxSlotOffset};
     // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
     RingPosition<kQStages> q_ring;
@@ -1001,7 +1003,7 @@ __device__ __forceinline__ void produce(const Params& params, shared_address sha
 __device__ __forceinline__ void produce_v(const Params& params, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
     const PagedArray<kPanelsV> v = {params.v, shared + kVOffset, barriers.v_full(0), barriers.v_empty(0),
-                                    shared + kKeyBoxOffset + kBoxes * kKeyBoxBytes};
+                                    shared + kBoxSlotOffset + kBoxes * kBoxSlotBytes};
     RingPosition<kStages> ring;
     RingPosition<kQStages> tile_ring;
     while (true) {

@@ -74,7 +74,7 @@ def test_flash_attn(dtype, width):
     close(decoded, right.transpose(1, 2))
 
 
-@pytest.mark.parametrize("page_size", [None, 16, 256])
+@pytest.mark.parametrize("page_size", [None, 16, 48, 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_flash_attn_packed(dtype, page_size):
     """Sequences of 3, 0, 200 and 60 queries; keys packed, or in pages whose last entries are garbage."""

@@ -90,11 +90,12 @@ def grouped(variant, shape):
     return dataclasses.replace(shape, heads=group * shape.heads, kv_heads=shape.heads)
 
 
-def example_of(variant, shape, seed, packed_q=None, packed_kv=None):
-    """The example of the first seed from ``seed`` on whose sequences are packed as asked for."""
+def example_of(variant, shape, seed, packed_q=None, packed_kv=None, page_size=None):
+    """The example of the first seed from ``seed`` on whose sequences are packed, or in pages, as asked for."""
     for each in range(seed, seed + 100):
         example = make(variant, shape, each)
-        if packed_q in (None, example.problem.packed_q) and packed_kv in (None, example.problem.packed_kv):
+        packed = packed_q in (None, example.problem.packed_q) and packed_kv in (None, example.problem.packed_kv)
+        if packed and page_size in (None, example.k.shape[1]):
             return example
     raise AssertionError("no seed packs sequences so")
 
@@ -293,7 +294,7 @@ FAULTS = (
     (fault("pages of the KV block before", DECODE_PAGED, LONG, (WRONG, *BOUNDS),
            "            fetch.pages = find_pages(params, fetch);",
            "            find_pages(params, fetch);"), {}),
-    (fault("the page of another key of the warp", DECODE_PAGED, LONG, (WRONG, *BOUNDS),
+    (fault("the offset of another key of the warp", DECODE_PAGED, LONG, (WRONG, *BOUNDS),
            "of_key[pass * kRowsPerPass / 32], row % 32)",
            "of_key[pass * kRowsPerPass / 32], row % 16)"), {}),
     (fault("pages as they were ahead of the wait", DECODE_PAGED, LONG, (WRONG, *BOUNDS),
@@ -361,20 +362,30 @@ FAULTS = (
            "    await_empty(barriers.tile_empty(ring.stage), ring.parity ^ 1);\n", ""), {}),
     (fault("a tile is read before it is found", HOPPER, TILES, ("race", "uninitialised shared memory"),
            TILE_WAIT + READ_TILE, READ_TILE), {}),
-    (fault("the page of the next 16 keys, by TMA", HOPPER_PAGED, TILES, NUMBERS,
-           "index = divide(key, params", "index = divide(key + kBoxKeys, params"), {}),
+    (fault("the next page of the sequence, by TMA", HOPPER_PAGED, TILES, (WRONG, *BOUNDS),
+           "entry = load_global_32(entries + index);\n    }\n\n    // Writes", "entry = load_global_32(entries + index + 1);\n    }\n\n    // Writes"), {}),
     (fault("the page table of the first sequence, by TMA", HOPPER_PAGED, TILES, NUMBERS,
            "params.pages + found.sequence * params.pages_batch_stride", "params.pages"), {}),
     (fault("a box where the next one goes", HOPPER_PAGED, TILES, (*ASYNC, WRONG),
            "(panel * kBlockN + box * kBoxKeys)", "(panel * kBlockN + (box ^ 1) * kBoxKeys)"), {}),
     (fault("the page of the first box for all", HOPPER_PAGED, TILES, NUMBERS,
-           "load_shared_32(boxes + box * kKeyBoxBytes);", "load_shared_32(boxes);"), {}),
+           "load_shared_32(slots + box * kBoxSlotBytes);", "load_shared_32(slots);"), {"page_size": 16}),
+    (fault("the row of the first box for all", HOPPER_PAGED, TILES, NUMBERS,
+           "load_shared_32(slots + box * kBoxSlotBytes + 4)", "load_shared_32(slots + 4)"), {"page_size": 64}),
+    (fault("K and V share the slots of boxes", HOPPER_PAGED, TILES, ("race", *NUMBERS),
+           "shared + kBoxSlotOffset + kBoxes * kBoxSlotBytes}", "shared + kBoxSlotOffset}"), {}),
+    (fault("slots are read before all lanes have written theirs", HOPPER_PAGED, TILES, ("race", "uninitialised shared memory"),
+           "            await_empty(empty + 8 * ring.stage", "            mbarrier_wait(empty + 8 * ring.stage"), {}),
     (fault("every lane starts the loads of a box", HOPPER_PAGED, TILES, (*ASYNC, "mbarrier"),
            "            if (elect_one()) {\n", "            if (true) {\n"), {}),
-    (fault("the page of the KV block before, by TMA", HOPPER_PAGED, TILES, NUMBERS,
-           "        index -= block_pages;\n", ""), {}),
-    (fault("boxes of the next KV block are stored before those of this one are read", HOPPER_PAGED, TILES, ("race", *NUMBERS),
-           "            __syncwarp();  // the boxes have been read\n", ""), {}),
+    (fault("the page of the KV block visited before, by TMA", HOPPER_PAGED, TILES, NUMBERS,
+           "        index -= block_pages;\n", ""), {"page_size": 16}),
+    (fault("rows of the KV block visited before, by TMA", HOPPER_PAGED, TILES, NUMBERS,
+           "        row -= block_rows;\n", ""), {"page_size": 256}),
+    (fault("a row of the page before, in this one", HOPPER_PAGED, TILES, NUMBERS,
+           "            --index;\n", ""), {"page_size": 48}),
+    (fault("slots of the next KV block are written before those of this one are read", HOPPER_PAGED, TILES, ("race", *NUMBERS),
+           "            __syncwarp();  // the slots have been read\n", ""), {}),
     (fault("one of two producer warps alone lets a tile be overwritten", HOPPER_PAGED, TILES,
            ("race", "deadlock", "mbarrier"), "tile_empty(stage), 4 * kConsumers + 2);",
            "tile_empty(stage), 4 * kConsumers + 1);"), {}),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Entries of a page table that no length reaches.
 _GARBAGE = 1 << 30
-_PAGE_SIZES = (1, 3, 16, 64)
+_PAGE_SIZES = (1, 3, 16, 48, 64, 256)
 _MASK = VARLEN.arguments[VARLEN.position("mask")]
 # Of a variant for calls that say a number, where the shape says none.
 _SPLITS = 3

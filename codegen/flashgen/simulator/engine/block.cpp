@@ -27,6 +27,7 @@ const char* name_of(Operation operation) {
         case Operation::shuffle: return "shuffle";
         case Operation::vote: return "vote";
         case Operation::sync_warp: return "__syncwarp";
+        case Operation::elect: return "elect.sync";
         case Operation::barrier: return "block barrier";
         case Operation::load_matrices: return "ldmatrix";
         case Operation::store_matrices: return "stmatrix";

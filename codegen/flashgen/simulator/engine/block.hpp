@@ -30,6 +30,7 @@ enum class Operation {
     shuffle,
     vote,
     sync_warp,
+    elect,
     barrier,
     load_matrices,
     store_matrices,

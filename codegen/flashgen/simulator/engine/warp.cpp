@@ -70,6 +70,9 @@ bool complete_sync(Warp& warp, uint32_t lanes, Location) {
     return true;
 }
 
+// The PTX ISA does not say that elect.sync orders memory.
+bool complete_elect(Warp&, uint32_t, Location) { return true; }
+
 bool complete_barrier(Warp& warp, uint32_t lanes, Location where) {
     const auto& operand = *static_cast<BarrierOperand*>(warp.operands[std::countr_zero(lanes)]);
     for (uint32_t left = lanes; left != 0; left &= left - 1) {
@@ -104,6 +107,12 @@ Votes vote(uint32_t mask, bool predicate, Location where) {
 
 void sync_warp(uint32_t mask, Location where) {
     running_thread().owner->meet(Operation::sync_warp, false, mask, nullptr, complete_sync, where);
+}
+
+bool elect(Location where) {
+    const Thread& thread = running_thread();
+    thread.owner->meet(Operation::elect, false, 0xffffffff, nullptr, complete_elect, where);
+    return thread.lane == 31;
 }
 
 void block_barrier(int id, int threads, Location where) {

@@ -22,10 +22,8 @@ inline void prefetch_tensormap(const tensor_map& map,
     flashgen::simulator::prefetch_tensor_map(&map, where);
 }
 
-// Which lane is elected, the PTX ISA leaves open; it is the same one each time.
 inline bool elect_one(flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    flashgen::simulator::sync_warp(0xffffffff, where);
-    return threadIdx.x % 32 == 31;
+    return flashgen::simulator::elect(where);
 }
 
 inline void mbarrier_init(shared_address barrier, int arrivals,

@@ -77,6 +77,8 @@ struct Votes {
 };
 Votes vote(uint32_t mask, bool predicate, Location where);
 void sync_warp(uint32_t mask, Location where);
+// True for one lane of the whole warp. Which it is, the PTX ISA leaves open; it is the same one each time.
+bool elect(Location where);
 
 // Barrier `id` of the block, for `threads` threads or for all that have not returned.
 constexpr int kAllThreads = -1;
