@@ -548,6 +548,16 @@ def test_one_lane_of_a_whole_warp_is_elected(fresh_seed):
     assert fault(body, header="sm90", seed=fresh_seed).check == "divergence"
 
 
+def test_an_election_does_not_order_the_lanes(fresh_seed):
+    body = """
+        store_shared_32(shared + 4 * threadIdx.x, lane);  // HERE
+        {between}
+        if (elect_one()) load_shared_32(shared + 4 * (32 * warp + (lane + 20) % 32));  // THERE
+    """
+    run(body.format(between="__syncwarp();"), {}, {}, header="sm90", block=64, seed=fresh_seed)
+    assert fault(body.format(between=""), header="sm90", block=64, seed=fresh_seed).check == "race"
+
+
 @pytest.mark.parametrize(
     ("body", "check"),
     [

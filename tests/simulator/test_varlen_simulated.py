@@ -91,11 +91,12 @@ def grouped(variant, shape):
 
 
 def example_of(variant, shape, seed, packed_q=None, packed_kv=None, page_size=None):
-    """The example of the first seed from ``seed`` on whose sequences are packed, or in pages, as asked for."""
+    """The example of the first seed from ``seed`` on whose sequences are packed or in pages as asked for."""
     for each in range(seed, seed + 100):
         example = make(variant, shape, each)
-        packed = packed_q in (None, example.problem.packed_q) and packed_kv in (None, example.problem.packed_kv)
-        if packed and page_size in (None, example.k.shape[1]):
+        asked = (packed_q, packed_kv, page_size)
+        found = (example.problem.packed_q, example.problem.packed_kv, example.k.shape[1])
+        if all(a in (None, b) for a, b in zip(asked, found, strict=True)):
             return example
     raise AssertionError("no seed packs sequences so")
 
@@ -363,7 +364,8 @@ FAULTS = (
     (fault("a tile is read before it is found", HOPPER, TILES, ("race", "uninitialised shared memory"),
            TILE_WAIT + READ_TILE, READ_TILE), {}),
     (fault("the next page of the sequence, by TMA", HOPPER_PAGED, TILES, (WRONG, *BOUNDS),
-           "entry = load_global_32(entries + index);\n    }\n\n    // Writes", "entry = load_global_32(entries + index + 1);\n    }\n\n    // Writes"), {}),
+           "key < found.seqlen_kv) entry = load_global_32(entries + index",
+           "key < found.seqlen_kv) entry = load_global_32(entries + index + 1"), {}),
     (fault("the page table of the first sequence, by TMA", HOPPER_PAGED, TILES, NUMBERS,
            "params.pages + found.sequence * params.pages_batch_stride", "params.pages"), {}),
     (fault("a box where the next one goes", HOPPER_PAGED, TILES, (*ASYNC, WRONG),
@@ -371,11 +373,13 @@ FAULTS = (
     (fault("the page of the first box for all", HOPPER_PAGED, TILES, NUMBERS,
            "load_shared_32(slots + box * kBoxSlotBytes);", "load_shared_32(slots);"), {"page_size": 16}),
     (fault("the row of the first box for all", HOPPER_PAGED, TILES, NUMBERS,
-           "load_shared_32(slots + box * kBoxSlotBytes + 4)", "load_shared_32(slots + 4)"), {"page_size": 64}),
+           "load_shared_32(slots + box * kBoxSlotBytes + 4)", "load_shared_32(slots + 4)"),
+     {"page_size": 64}),
     (fault("K and V share the slots of boxes", HOPPER_PAGED, TILES, ("race", *NUMBERS),
            "shared + kBoxSlotOffset + kBoxes * kBoxSlotBytes}", "shared + kBoxSlotOffset}"), {}),
-    (fault("slots are read before all lanes have written theirs", HOPPER_PAGED, TILES, ("race", "uninitialised shared memory"),
-           "            await_empty(empty + 8 * ring.stage", "            mbarrier_wait(empty + 8 * ring.stage"), {}),
+    (fault("slots are read before all lanes have written theirs", HOPPER_PAGED, TILES,
+           ("race", "uninitialised shared memory"),
+           "            await_empty(empty + 8 *", "            mbarrier_wait(empty + 8 *"), {}),
     (fault("every lane starts the loads of a box", HOPPER_PAGED, TILES, (*ASYNC, "mbarrier"),
            "            if (elect_one()) {\n", "            if (true) {\n"), {}),
     (fault("the page of the KV block visited before, by TMA", HOPPER_PAGED, TILES, NUMBERS,
@@ -384,7 +388,8 @@ FAULTS = (
            "        row -= block_rows;\n", ""), {"page_size": 256}),
     (fault("a row of the page before, in this one", HOPPER_PAGED, TILES, NUMBERS,
            "            --index;\n", ""), {"page_size": 48}),
-    (fault("slots of the next KV block are written before those of this one are read", HOPPER_PAGED, TILES, ("race", *NUMBERS),
+    (fault("slots are written before those of the KV block have been read", HOPPER_PAGED, TILES,
+           ("race", *NUMBERS),
            "            __syncwarp();  // the slots have been read\n", ""), {}),
     (fault("one of two producer warps alone lets a tile be overwritten", HOPPER_PAGED, TILES,
            ("race", "deadlock", "mbarrier"), "tile_empty(stage), 4 * kConsumers + 2);",
