@@ -32,12 +32,12 @@ struct Params {
     const element* v_new;                 // (batch, seqlen_new, num_heads_kv, head_dim_v)
     const int32_t* lengths;               // (sequences): the tokens that each has in the cache
     const element* q;                     // (batch, seqlen_q, num_heads_q, head_dim), or null: then num_heads_q is 0
-    const int32_t* pages;                 // (sequences, max_pages); what lies behind the new tokens is never read
+    const int32_t* pages;                 // (sequences, max_pages); entries past the new tokens are never read
     const float* cos;                     // (num_positions, rotary_dim / 2), rows 16-byte aligned
     const float* sin;                     // as cos
     const int32_t* positions;             // (batch, seqlen_new): the row of cos and sin of each token, or null: its position
     const int32_t* cu_seqlens_new;        // (sequences + 1), or null: where each sequence begins in packed tokens, and the end
-    element* k_cache;                     // (num_pages, page_size, num_heads_kv, head_dim); or a row of the cache is a page
+    element* k_cache;                     // (num_pages, page_size, num_heads_kv, head_dim); without pages, a page is the row of a sequence
     element* v_cache;                     // (num_pages, page_size, num_heads_kv, head_dim_v)
     int32_t* total_lengths;               // (sequences): lengths with the new tokens
     element* q_rotated;                   // as q
@@ -76,7 +76,7 @@ struct Params {
     int32_t num_positions;                // rows of cos and sin
     int32_t rotary_dim;                   // a multiple of 16: the elements of a row that are rotated, the first ones
     int32_t q_step;                       // 1: query i is at lengths + i; 0: all are at lengths
-    int32_t row_chunks_log2;              // of the threads that a row has
+    int32_t row_chunks_log2;              // log2 of the threads of a row: the 16-byte chunks of the longest one, rounded up to a power of two
     int32_t num_row_blocks;               // thread blocks of one batch entry
 };
 static_assert(sizeof(Params) == 344 && offsetof(Params, k_new) == 0 && offsetof(Params, v_new) == 8);
@@ -155,7 +155,7 @@ __device__ __forceinline__ uint4 rotate(uint4 chunk, const element* row, int col
     return narrow(values);
 }
 
-// The page that holds a place of a sequence; -1 where the cache has no room for it. What a page table says may be no page either.
+// The page that holds a place of a sequence; -1 past its capacity. An entry of the page table may be out of range, which the caller checks.
 __device__ __forceinline__ int page_of(int sequence, int place, const Params& params) {
     if (uint32_t(place) >= uint32_t(params.capacity)) return -1;
     return int(load_global_32(params.pages + sequence * params.pages_sequence_stride + place / params.page_size));

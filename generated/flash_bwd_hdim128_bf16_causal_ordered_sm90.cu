@@ -360,8 +360,8 @@ __device__ __forceinline__ void mma_gradient(float (&sums)[64], PackedScores& sc
     wgmma_commit();
 }
 
-// Starts dQ (64 x 64) = dS K of a warpgroup. Both operands are MN-major: a key has a row of 64 queries in dS^T, and of its columns in K.
-// SBO leads to the next eight keys.
+// Starts dQ (64 x 64) = dS K of a warpgroup. Both operands are MN-major: each key has a row, with 64 queries in dS^T and with
+// the columns of a panel in K. SBO leads to the next eight keys.
 __device__ __forceinline__ void mma_dq(float (&dq)[32], shared_address ds_smem, shared_address k_smem) {
     const uint64_t ds = descriptor(ds_smem, 8 * kPanelRowBytes);
     const uint64_t k = descriptor(k_smem, 8 * kPanelRowBytes);
@@ -389,8 +389,8 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Vis
     }
 }
 
-// LSE or delta of the queries of a lane's scores, two by two. Loaded well ahead of their use, and of wgmmas: a load from
-// shared memory waits for wgmmas that were started before it.
+// LSE or delta of the queries of a lane's scores, two by two. Loaded ahead of the wait for the MMAs whose scores they belong to, so that their
+// latency is hidden.
 struct QueryValues {
     float2 values[kBlockM / 8];
 

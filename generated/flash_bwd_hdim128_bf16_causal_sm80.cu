@@ -160,9 +160,10 @@ struct KeyBlock {
     int first_key;
 };
 
-// Heads are launched in sections, and in a section the first block of each head comes first, then the second one. Under a diagonal the
-// most queries attend to the first keys, so that long blocks fill up what the short ones of the section before leave, and the last
-// blocks of the grid are short. A section has few heads, so that several blocks of a head run at a time and share its queries in L2.
+// Heads are launched in sections, and in a section the first block of each head comes first, then the second one. A section has few
+// heads, so that several blocks of a head run at a time and share its queries in L2.
+// The most queries attend to the first keys. So long blocks fill up what the short ones of the section before leave, and the last blocks of
+// the grid are short.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
     const int first_head = index / (params.heads_per_section * params.num_row_blocks) * params.heads_per_section;
     const int section_heads = min(params.heads_per_section, params.batch_size * params.num_heads_kv - first_head);

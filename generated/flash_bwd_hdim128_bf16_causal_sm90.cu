@@ -124,9 +124,10 @@ struct KeyBlock {
     int first_key;
 };
 
-// Heads are launched in sections, and in a section the first block of each head comes first, then the second one. Under a diagonal the
-// most queries attend to the first keys, so that long blocks fill up what the short ones of the section before leave, and the last
-// blocks of the grid are short. A section has few heads, so that several blocks of a head run at a time and share its queries in L2.
+// Heads are launched in sections, and in a section the first block of each head comes first, then the second one. A section has few
+// heads, so that several blocks of a head run at a time and share its queries in L2.
+// The most queries attend to the first keys. So long blocks fill up what the short ones of the section before leave, and the last blocks of
+// the grid are short.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
     const int first_head = index / (params.heads_per_section * params.num_row_blocks) * params.heads_per_section;
     const int section_heads = min(params.heads_per_section, params.batch_size * params.num_heads_kv - first_head);
@@ -348,8 +349,8 @@ __device__ __forceinline__ void mma_gradient(float (&sums)[64], PackedScores& sc
     wgmma_commit();
 }
 
-// Starts dQ (64 x 64) = dS K of a warpgroup. Both operands are MN-major: a key has a row of 64 queries in dS^T, and of its columns in K.
-// SBO leads to the next eight keys.
+// Starts dQ (64 x 64) = dS K of a warpgroup. Both operands are MN-major: each key has a row, with 64 queries in dS^T and with
+// the columns of a panel in K. SBO leads to the next eight keys.
 __device__ __forceinline__ void mma_dq(float (&dq)[32], shared_address ds_smem, shared_address k_smem) {
     const uint64_t ds = descriptor(ds_smem, 8 * kPanelRowBytes);
     const uint64_t k = descriptor(k_smem, 8 * kPanelRowBytes);
@@ -377,8 +378,8 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Vis
     }
 }
 
-// LSE or delta of the queries of a lane's scores, two by two. Loaded well ahead of their use, and of wgmmas: a load from
-// shared memory waits for wgmmas that were started before it.
+// LSE or delta of the queries of a lane's scores, two by two. Loaded ahead of the wait for the MMAs whose scores they belong to, so that their
+// latency is hidden.
 struct QueryValues {
     float2 values[kBlockM / 8];
 

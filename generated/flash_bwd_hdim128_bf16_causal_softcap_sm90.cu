@@ -127,9 +127,10 @@ struct KeyBlock {
     int first_key;
 };
 
-// Heads are launched in sections, and in a section the first block of each head comes first, then the second one. Under a diagonal the
-// most queries attend to the first keys, so that long blocks fill up what the short ones of the section before leave, and the last
-// blocks of the grid are short. A section has few heads, so that several blocks of a head run at a time and share its queries in L2.
+// Heads are launched in sections, and in a section the first block of each head comes first, then the second one. A section has few
+// heads, so that several blocks of a head run at a time and share its queries in L2.
+// The most queries attend to the first keys. So long blocks fill up what the short ones of the section before leave, and the last blocks of
+// the grid are short.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
     const int first_head = index / (params.heads_per_section * params.num_row_blocks) * params.heads_per_section;
     const int section_heads = min(params.heads_per_section, params.batch_size * params.num_heads_kv - first_head);
@@ -357,8 +358,8 @@ __device__ __forceinline__ void mma_gradient(float (&sums)[64], PackedScores& sc
     wgmma_commit();
 }
 
-// Starts dQ (64 x 64) = dS K of a warpgroup. Both operands are MN-major: a key has a row of 64 queries in dS^T, and of its columns in K.
-// SBO leads to the next eight keys.
+// Starts dQ (64 x 64) = dS K of a warpgroup. Both operands are MN-major: each key has a row, with 64 queries in dS^T and with
+// the columns of a panel in K. SBO leads to the next eight keys.
 __device__ __forceinline__ void mma_dq(float (&dq)[32], shared_address ds_smem, shared_address k_smem) {
     const uint64_t ds = descriptor(ds_smem, 8 * kPanelRowBytes);
     const uint64_t k = descriptor(k_smem, 8 * kPanelRowBytes);

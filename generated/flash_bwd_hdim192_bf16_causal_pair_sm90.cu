@@ -134,9 +134,10 @@ struct KeyBlock {
     int first_key;
 };
 
-// Heads are launched in sections, and in a section the first block of each head comes first, then the second one. Under a diagonal the
-// most queries attend to the first keys, so that long blocks fill up what the short ones of the section before leave, and the last
-// blocks of the grid are short. A section has few heads, so that several blocks of a head run at a time and share its queries in L2.
+// Heads are launched in sections, and in a section the first cluster of each head comes first, then the second one. A section has few
+// heads, so that several blocks of a head run at a time and share its queries in L2.
+// The most queries attend to the first keys. So long blocks fill up what the short ones of the section before leave, and the last blocks of
+// the grid are short.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index) {
     const int first_head = index / (params.heads_per_section * params.num_row_blocks) * params.heads_per_section;
     const int section_heads = min(params.heads_per_section, params.batch_size * params.num_heads_kv - first_head);
@@ -253,12 +254,13 @@ __device__ __forceinline__ void load_rows(shared_address destination, const tens
     }
 }
 
-// The rank of a thread block in its cluster, and that of the other one: a head has an even number of blocks of keys in the grid.
+// The rank of a thread block in its cluster, and that of the other one. A head has an even number of blocks of keys in the grid, so the parity
+// of a block's index is its rank.
 __device__ __forceinline__ int rank_of(const KeyBlock& tile) { return tile.index % 2; }
 
 __device__ __forceinline__ int peer_of(const KeyBlock& tile) { return rank_of(tile) ^ 1; }
 
-// The first key of both thread blocks.
+// The first key of the pair.
 __device__ __forceinline__ int first_key_of_pair(const KeyBlock& tile) { return tile.first_key - rank_of(tile) * kBlockN; }
 
 __device__ __forceinline__ int first_key_of_peer(const KeyBlock& tile) { return first_key_of_pair(tile) + peer_of(tile) * kBlockN; }
@@ -332,7 +334,7 @@ __device__ __forceinline__ void wgmma_m64n32k16_bf16_ss_mn(float (&d)[16], uint6
         : "l"(a), "l"(b), "r"(accumulate));
 }
 
-// wgmma.mma_async.m64n64k16. A from registers, as of the accumulator's layout, packed; b with the K dimension contiguous.
+// wgmma.mma_async.m64n64k16. A from registers, in the layout of the accumulator, packed; b with the K dimension contiguous.
 __device__ __forceinline__ void wgmma_m64n64k16_bf16_rs_k(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
@@ -392,8 +394,8 @@ __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_
 // Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
 
-// A's rows of K or V of a consumer warpgroup. The first kHeld columns are in registers: A in shared memory costs a wgmma 16 of 48
-// clocks.
+// Rows of K or V of a consumer warpgroup, operand A. The first kHeld columns are in registers: a wgmma of 64 columns takes 48 clocks with A in
+// shared memory, and 32 with A in registers.
 template <int kHeld>
 struct HeldRows {
     shared_address smem;
@@ -479,8 +481,8 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Vis
     }
 }
 
-// LSE or delta of the queries of a lane's scores, two by two. Loaded well ahead of their use, and of wgmmas: a load from
-// shared memory waits for wgmmas that were started before it.
+// LSE or delta of the queries of a lane's scores, two by two. Loaded ahead of the wait for the MMAs whose scores they belong to, so that their
+// latency is hidden.
 struct QueryValues {
     float2 values[kBlockM / 8];
 
@@ -702,8 +704,8 @@ __device__ __forceinline__ DqColumns columns_from(int first, const KeyBlock& til
     return {first, k, k + kPeerKOffset - first_peer_panel(tile) * kBlockN * kPanelRowBytes};
 }
 
-// Starts dQ (64 x 64) = dS K of a warpgroup, over the keys of both thread blocks. Both operands are MN-major: a key has a row of 64
-// queries in dS^T, and of its columns in K. SBO leads to the next eight keys.
+// Starts dQ (64 x 64) = dS K of a warpgroup, over the keys of both thread blocks. Both operands are MN-major: each key has a row,
+// with 64 queries in dS^T and with the columns of a panel in K. SBO leads to the next eight keys.
 __device__ __forceinline__ void mma_dq(float (&dq)[32], shared_address ds_smem, const DqColumns& columns) {
     const uint64_t ds = descriptor(ds_smem, 8 * kPanelRowBytes);
     const uint64_t k = descriptor(columns.k, 8 * kPanelRowBytes);
@@ -721,8 +723,8 @@ __device__ __forceinline__ void mma_dq(float (&dq)[32], shared_address ds_smem, 
     wgmma_commit();
 }
 
-// Starts dQ (64 x 32) = dS K of a warpgroup, over the keys of both thread blocks. Both operands are MN-major: a key has a row of 64
-// queries in dS^T, and of its columns in K. SBO leads to the next eight keys.
+// Starts dQ (64 x 32) = dS K of a warpgroup, over the keys of both thread blocks. Both operands are MN-major: each key has a row,
+// with 64 queries in dS^T and with the columns of a panel in K. SBO leads to the next eight keys.
 __device__ __forceinline__ void mma_dq(float (&dq)[16], shared_address ds_smem, const DqColumns& columns) {
     const uint64_t ds = descriptor(ds_smem, 8 * kPanelRowBytes);
     const uint64_t k = descriptor(columns.k, 8 * kPanelRowBytes);
@@ -764,7 +766,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
     auto release = [&](shared_address barrier) {  // once for the warp
         if (lane == 0) mbarrier_arrive(barrier);
     };
-    auto free_slot = [&](int slot) {  // likewise, of the peer
+    auto free_slot = [&](int slot) {  // once for the warp: tells the peer that its dS has been read
         if (lane == 0) mbarrier_arrive_cluster(map_shared(barriers.slot_free(slot), peer_of(tile)));
     };
     const DqColumns columns = columns_from(kDqColumnsOfDk + rank_of(tile) * kDqColumnsOfDv, tile, shared);
@@ -857,7 +859,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
         add_dq(dq_of_columns(params, tile, previous, columns, warp_row, lane), dq);
     }
     release(barriers.ds_ready());  // this warp no longer reads K
-    // The other consumer no longer reads V: dS of the last step is there.
+    // The other consumer no longer reads V: it stores dS of the last step behind its last MMA on V.
     store_gradient<kHeadDimV>(params.dv, dv, 1.0f, shared + kVOffset, tile.first_key, kv_head_of(params, tile), tile.batch, 0, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }

@@ -48,9 +48,9 @@ constexpr int kPanelRowBytes = kPanelColumns * sizeof(element);
 constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;  // of Q and K
 constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;  // of V, O and dO
 
-// Q K^T and dO V^T are the same MMAs as K Q^T and V dO^T with the operands exchanged. So shared memory has, of the tile, rows of K or Q
-// and of V or dO, and of each step rows of Q or K and of dO or V. O lies behind: that of each stage, or that of a tile of
-// queries in place of all these.
+// Q K^T and dO V^T are the same MMAs as K Q^T and V dO^T with the operands exchanged. So both kinds of tile share one layout. The tile has
+// rows of K and V, or of Q and dO; a stage has rows of Q and dO, or of K and V. Behind the stages lies O: a tile of keys has a buffer for
+// each stage, a tile of queries has O of its own rows there.
 constexpr int kTileBytes = kPanels * kBlockN * kPanelRowBytes;
 constexpr int kTileBytesV = kPanelsV * kBlockN * kPanelRowBytes;
 constexpr int kStepBytes = kPanels * kBlockM * kPanelRowBytes;
@@ -66,9 +66,9 @@ constexpr int kDeltaOffset = kLseOffset + kStages * kQueryValueBytes;
 constexpr int kBarrierOffset = kDeltaOffset + kStages * kQueryValueBytes;
 constexpr int kSharedBytes = kBarrierOffset + 8 * (2 + 5 * kStages);
 
-static_assert(kBlockM % (32 * kValueWarps) == 0 && kBlockN % kBlockM == 0, "lanes have equally many rows to compute delta of");
+static_assert(kBlockM % (32 * kValueWarps) == 0 && kBlockN % kBlockM == 0, "threads have equally many rows to compute delta of");
 static_assert(kStages >= 2, "rows of the next step are awaited before those of this one are released");
-static_assert(kStages * kBlockM >= kBlockN, "O of a tile has room where that of steps has");
+static_assert(kStages * kBlockM >= kBlockN, "O, LSE and delta of a tile of queries fit where those of the stages are");
 static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
 static_assert(kConsumerRegisters >= kProducerRegisters && kConsumerRegisters <= 256, "what setmaxnreg takes");
 static_assert(kSharedBytes + 1024 == 92808, "launcher and kernel agree on shared memory");
@@ -210,7 +210,8 @@ struct KeySteps {
 };
 
 // The mbarriers of a thread block. A buffer is full when TMA has written its bytes. A stage is empty when every consumer warp has
-// released it.
+// released it. The warps that compute delta do not arrive there: consumers of a tile of keys wait for delta before they release a stage, and
+// its dO and O have been read by then. A tile of queries has no O in its stages.
 struct Barriers {
     shared_address first;
 
@@ -450,22 +451,22 @@ __device__ __forceinline__ void produce_of_queries(const Params& params, const T
     }
 }
 
-// lse_log2 and delta = sum(dO * O) - dlse of the queries. They are computed here: loading O costs less than a preprocess kernel. A lane has
-// every kValueLanes-th row. For a row that sees nothing, and past the last, lse_log2 is +inf, so that P is 0 there.
+// lse_log2 and delta = sum(dO * O) - dlse of the queries. They are computed here: loading O costs less than a preprocess kernel. A thread has
+// every kValueThreads-th row. For a row that sees nothing, and past the last, lse_log2 is +inf, so that P is 0 there.
 constexpr float kLog2e = 1.4426950408889634f;
 
-constexpr int kValueLanes = 32 * kValueWarps;
+constexpr int kValueThreads = 32 * kValueWarps;
 
-// What a lane loads from global memory, ahead of its use, for its rows of kRows that begin with `first_row`.
+// What a thread loads from global memory, ahead of its use, for its rows of kRows that begin with `first_row`.
 template <int kRows>
 struct RowValues {
-    float lse[kRows / kValueLanes];
-    float dlse[kRows / kValueLanes];
+    float lse[kRows / kValueThreads];
+    float dlse[kRows / kValueThreads];
 
-    __device__ __forceinline__ RowValues(const Params& params, int batch, int head, int first_row, int lane) {
+    __device__ __forceinline__ RowValues(const Params& params, int batch, int head, int first_row, int value_thread) {
 #pragma unroll
-        for (int i = 0; i < kRows / kValueLanes; ++i) {
-            const int row = first_row + lane + i * kValueLanes;
+        for (int i = 0; i < kRows / kValueThreads; ++i) {
+            const int row = first_row + value_thread + i * kValueThreads;
             const bool valid = row < params.seqlen_q;
             const int64_t index = (int64_t(batch) * params.num_heads_q + head) * params.seqlen_q + row;
             lse[i] = valid ? __uint_as_float(load_global_32(params.lse + index)) : -INFINITY;
@@ -488,24 +489,24 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
     return sum;
 }
 
-// Writes lse_log2 of a lane's rows.
+// Writes lse_log2 of a thread's rows.
 template <int kRows>
-__device__ __forceinline__ void put_lse(const RowValues<kRows>& values, int lane, shared_address lse_smem) {
+__device__ __forceinline__ void put_lse(const RowValues<kRows>& values, int value_thread, shared_address lse_smem) {
 #pragma unroll
-    for (int i = 0; i < kRows / kValueLanes; ++i) {
+    for (int i = 0; i < kRows / kValueThreads; ++i) {
         const float lse_log2 = values.lse[i] == -INFINITY ? INFINITY : values.lse[i] * kLog2e;
-        store_shared_32(lse_smem + (lane + i * kValueLanes) * sizeof(float), __float_as_uint(lse_log2));
+        store_shared_32(lse_smem + (value_thread + i * kValueThreads) * sizeof(float), __float_as_uint(lse_log2));
     }
 }
 
-// Writes delta of a lane's rows of dO and O, which lie in panels of kRows rows.
+// Writes delta of a thread's rows of dO and O, which lie in panels of kRows rows.
 template <int kRows>
-__device__ __forceinline__ void put_delta(const RowValues<kRows>& values, shared_address dout_smem, shared_address out_smem, int lane,
+__device__ __forceinline__ void put_delta(const RowValues<kRows>& values, shared_address dout_smem, shared_address out_smem, int value_thread,
                                           shared_address delta_smem) {
     constexpr int kVectorElements = 8;
 #pragma unroll
-    for (int i = 0; i < kRows / kValueLanes; ++i) {
-        const int row = lane + i * kValueLanes;
+    for (int i = 0; i < kRows / kValueThreads; ++i) {
+        const int row = value_thread + i * kValueThreads;
         float sum = 0.0f;
 #pragma unroll 2  // the producer warpgroup has few registers
         for (int column = 0; column < kHeadDimV; column += kVectorElements) {
@@ -521,17 +522,17 @@ __device__ __forceinline__ void put_delta(const RowValues<kRows>& values, shared
 
 // The value warps of a tile of keys: the queries of each step.
 __device__ __forceinline__ void put_values_of_steps(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers,
-                                                    int lane) {
+                                                    int value_thread) {
     RingPosition<kStages> ring;
     QuerySteps steps(params, tile);
 #pragma unroll 1
     for (int i = 0; i < steps.count; ++i) {
-        const RowValues<kBlockM> values(params, tile.batch, steps.head, steps.block * kBlockM, lane);
+        const RowValues<kBlockM> values(params, tile.batch, steps.head, steps.block * kBlockM, value_thread);
         mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
-        put_lse(values, lane, shared + kLseOffset + ring.stage * kQueryValueBytes);
+        put_lse(values, value_thread, shared + kLseOffset + ring.stage * kQueryValueBytes);
         mbarrier_arrive(barriers.lse_full(ring.stage));
         mbarrier_wait(barriers.full_v(ring.stage), ring.parity);
-        put_delta(values, shared + kStepOffsetV + ring.stage * kStepBytesV, shared + kOutOffset + ring.stage * kStepBytesV, lane,
+        put_delta(values, shared + kStepOffsetV + ring.stage * kStepBytesV, shared + kOutOffset + ring.stage * kStepBytesV, value_thread,
                   shared + kDeltaOffset + ring.stage * kQueryValueBytes);
         mbarrier_arrive(barriers.delta_full(ring.stage));
         steps.advance();
@@ -541,18 +542,19 @@ __device__ __forceinline__ void put_values_of_steps(const Params& params, const 
 
 // The value warps of a tile of queries.
 __device__ __forceinline__ void put_values_of_tile(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers,
-                                                   int lane) {
-    const RowValues<kBlockN> values(params, tile.batch, tile.head, tile.first_row, lane);
-    put_lse(values, lane, shared + kLseOffset);
+                                                   int value_thread) {
+    const RowValues<kBlockN> values(params, tile.batch, tile.head, tile.first_row, value_thread);
+    put_lse(values, value_thread, shared + kLseOffset);
     mbarrier_arrive(barriers.lse_full(0));
     mbarrier_wait(barriers.tile_full_v(), 0);
-    put_delta(values, shared + kTileOffsetV, shared + kOutOffset, lane, shared + kDeltaOffset);
+    put_delta(values, shared + kTileOffsetV, shared + kOutOffset, value_thread, shared + kDeltaOffset);
     mbarrier_arrive(barriers.delta_full(0));
 }
 
 // Visits the scores that a lane holds of a step: visit(key, query, score), where `key` (0 or 8) counts from the lane's first
 // key, the warp's plus lane / 4, and `query` (8 j or 8 j + 1) from its first query, the step's plus lane % 4 * 2. Both are constants
 // once unrolled.
+// In a tile of queries rows of the accumulator are queries and columns are keys: there it is visit(query, key, score).
 template <typename Visit>
 __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Visit visit) {
 #pragma unroll
@@ -565,8 +567,8 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Vis
     }
 }
 
-// LSE or delta of the queries of a lane's scores, two by two. Loaded well ahead of their use, and of wgmmas: a load from
-// shared memory waits for wgmmas that were started before it.
+// LSE or delta of the queries of a lane's scores, two by two. Loaded ahead of the wait for the MMAs whose scores they belong to, so that their
+// latency is hidden.
 struct QueryValues {
     float2 values[kBlockM / 8];
 
@@ -609,8 +611,8 @@ __device__ __forceinline__ void compute_ds(float (&dp)[kBlockM / 2], const float
 }
 
 // A consumer warpgroup of a tile of keys: dK and dV of 64 of them. The MMAs of a step, in groups as they are awaited:
-//     dP^T = V dO^T                  while P is computed of S^T
-//     dV += P^T dO                   while dS is computed of dP^T
+//     dP^T = V dO^T                  while P is computed from S^T
+//     dV += P^T dO                   while dS is computed from dP^T
 //     dK += dS^T Q                   with S^T = K Q^T of the next step behind it
 __device__ __forceinline__ void consume_keys(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers,
                                              int consumer) {
@@ -700,7 +702,7 @@ __device__ __forceinline__ void apply_mask_of_rows(const Params& params, float (
 }
 
 // A consumer warpgroup of a tile of queries: dQ of 64 of them. The MMAs of a step, in groups as they are awaited:
-//     dP = dO V^T                    while P is computed of S
+//     dP = dO V^T                    while P is computed from S
 //     dQ += dS K                     with S = Q K^T of the next step behind it
 __device__ __forceinline__ void consume_queries(const Params& params, const Tile& tile, shared_address shared, const Barriers& barriers,
                                                 int consumer) {
@@ -808,11 +810,11 @@ flash_bwd_hdim64_bf16_causal_direct_sm90(const __grid_constant__ Params params) 
                 produce_of_queries(params, tile, shared, barriers);
             }
         } else if (warp >= 4 - kValueWarps) {
-            const int lane = threadIdx.x - 32 * (4 - kValueWarps);
+            const int value_thread = threadIdx.x - 32 * (4 - kValueWarps);
             if (tile.of_keys) {
-                put_values_of_steps(params, tile, shared, barriers, lane);
+                put_values_of_steps(params, tile, shared, barriers, value_thread);
             } else {
-                put_values_of_tile(params, tile, shared, barriers, lane);
+                put_values_of_tile(params, tile, shared, barriers, value_thread);
             }
         }
     } else {

@@ -197,7 +197,8 @@ __device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
     return {0, params.kv_lengths == nullptr ? params.seqlen_kv : load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
 }
 
-// The parameters for a sequence of these lengths, whose diagonal ends with it. `params` has the bounds of all sequences.
+// The parameters for a sequence of these lengths: its last query is aligned with its last key, shifted by the diagonal_offset of the call.
+// `params` has the bounds of all sequences.
 __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv) {
     Params own = params;
     own.seqlen_q = seqlen_q;

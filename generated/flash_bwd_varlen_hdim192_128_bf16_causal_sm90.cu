@@ -139,7 +139,8 @@ __device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int he
 
 static_assert(kRowUnit % kBlockM == 0, "the rows of a step lie in the workspace");
 
-// The parameters for a sequence of these lengths, whose diagonal ends with it. `params` has the bounds of all sequences.
+// The parameters for a sequence of these lengths: its last query is aligned with its last key, shifted by the diagonal_offset of the call.
+// `params` has the bounds of all sequences.
 __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv) {
     Params own = params;
     own.seqlen_q = seqlen_q;
@@ -308,7 +309,7 @@ __device__ __forceinline__ void wgmma_m64n64k16_bf16_ss_mn(float (&d)[32], uint6
         : "l"(a), "l"(b), "r"(accumulate));
 }
 
-// wgmma.mma_async.m64n64k16. A from registers, as of the accumulator's layout, packed; b with the K dimension contiguous.
+// wgmma.mma_async.m64n64k16. A from registers, in the layout of the accumulator, packed; b with the K dimension contiguous.
 __device__ __forceinline__ void wgmma_m64n64k16_bf16_rs_k(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
@@ -392,8 +393,8 @@ __device__ __forceinline__ uint64_t descriptor(shared_address start, int stride_
 // Where the swizzle of 128 bytes puts a 16-byte chunk of a row.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ row % 8; }
 
-// A's rows of K or V of a consumer warpgroup. The first kHeld columns are in registers: A in shared memory costs a wgmma 16 of 48
-// clocks.
+// Rows of K or V of a consumer warpgroup, operand A. The first kHeld columns are in registers: a wgmma of 64 columns takes 48 clocks with A in
+// shared memory, and 32 with A in registers.
 template <int kHeld>
 struct HeldRows {
     shared_address smem;
@@ -479,8 +480,8 @@ __device__ __forceinline__ void mma_gradient(float (&sums)[96], PackedScores& sc
     wgmma_commit();
 }
 
-// Starts dQ (64 x 64) = dS K of a warpgroup. Both operands are MN-major: a key has a row of 64 queries in dS^T, and of its columns in K.
-// SBO leads to the next eight keys.
+// Starts dQ (64 x 64) = dS K of a warpgroup. Both operands are MN-major: each key has a row, with 64 queries in dS^T and with
+// the columns of a panel in K. SBO leads to the next eight keys.
 __device__ __forceinline__ void mma_dq(float (&dq)[32], shared_address ds_smem, shared_address k_smem) {
     const uint64_t ds = descriptor(ds_smem, 8 * kPanelRowBytes);
     const uint64_t k = descriptor(k_smem, 8 * kPanelRowBytes);
@@ -508,8 +509,8 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Vis
     }
 }
 
-// LSE or delta of the queries of a lane's scores, two by two. Loaded well ahead of their use, and of wgmmas: a load from
-// shared memory waits for wgmmas that were started before it.
+// LSE or delta of the queries of a lane's scores, two by two. Loaded ahead of the wait for the MMAs whose scores they belong to, so that their
+// latency is hidden.
 struct QueryValues {
     float2 values[kBlockM / 8];
 
@@ -865,7 +866,7 @@ __device__ __forceinline__ void consume_dv(const Params& all, const KeyBlock& ti
         }
     }
     release(barriers.ds_ready());  // this warp no longer reads K
-    // The other consumer no longer reads V: dS of the last step is there.
+    // The other consumer no longer reads V: it stores dS of the last step behind its last MMA on V.
     mbarrier_wait(barriers.v_full(), 0);  // nor does TMA write it any longer: dV is staged there
     // The block anew, as the loop has no registers for what it does not use.
     store_dv(params, load_key_block(params, block_index()), dv, shared + kVOffset, 0, lane);

@@ -139,7 +139,8 @@ __device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int he
 
 static_assert(kRowUnit % kBlockM == 0, "the rows of a step lie in the workspace");
 
-// The parameters for a sequence of these lengths, whose diagonal ends with it. `params` has the bounds of all sequences.
+// The parameters for a sequence of these lengths: its last query is aligned with its last key, shifted by the diagonal_offset of the call.
+// `params` has the bounds of all sequences.
 __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv) {
     Params own = params;
     own.seqlen_q = seqlen_q;
@@ -412,8 +413,8 @@ __device__ __forceinline__ void mma_gradient(float (&sums)[32], PackedScores& sc
     wgmma_commit();
 }
 
-// Starts dQ (64 x 64) = dS K of a warpgroup. Both operands are MN-major: a key has a row of 64 queries in dS^T, and of its columns in K.
-// SBO leads to the next eight keys.
+// Starts dQ (64 x 64) = dS K of a warpgroup. Both operands are MN-major: each key has a row, with 64 queries in dS^T and with
+// the columns of a panel in K. SBO leads to the next eight keys.
 __device__ __forceinline__ void mma_dq(float (&dq)[32], shared_address ds_smem, shared_address k_smem) {
     const uint64_t ds = descriptor(ds_smem, 8 * kPanelRowBytes);
     const uint64_t k = descriptor(k_smem, 8 * kPanelRowBytes);
@@ -441,8 +442,8 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kBlockM / 2], Vis
     }
 }
 
-// LSE or delta of the queries of a lane's scores, two by two. Loaded well ahead of their use, and of wgmmas: a load from
-// shared memory waits for wgmmas that were started before it.
+// LSE or delta of the queries of a lane's scores, two by two. Loaded ahead of the wait for the MMAs whose scores they belong to, so that their
+// latency is hidden.
 struct QueryValues {
     float2 values[kBlockM / 8];
 

@@ -95,7 +95,7 @@ __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& 
     return query * row_stride + head * head_stride;
 }
 
-// The rows of a head in this grid. A tile of the grid is one row, so its row blocks are rows.
+// The rows of a head in this grid. The launcher counts single rows as tiles here, so num_row_blocks is a number of rows.
 __device__ __forceinline__ int rows_of_head(const Params& params) { return params.num_row_blocks; }
 
 // A row of a tile, and the shares [first, last] that had KV blocks of the tile, in the kernel before this one.

@@ -48,7 +48,7 @@ struct Params {
     int32_t seqlen_q;                     // the most queries of a sequence; with_lengths() puts its own here
     int32_t seqlen_kv;                    // the most keys, likewise
     int32_t head_dim_v;                   // of the call, at most kHeadDimV
-    int32_t num_row_blocks;               // the most rows of one head, as a tile is one row
+    int32_t num_row_blocks;               // rows of one head in the grid: the most that a sequence may have
     int32_t num_tiles;                    // of all heads
     int32_t num_shares;                   // thread blocks of the kernel before this one
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
@@ -96,7 +96,7 @@ __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
 
-// The rows of a head in this grid. A tile of the grid is one row, so its row blocks are rows.
+// The rows of a head in this grid. The launcher counts single rows as tiles here, so num_row_blocks is a number of rows.
 __device__ __forceinline__ int rows_of_head(const Params& params) { return params.num_row_blocks; }
 
 // A length, or the number of a row, from global memory. One out of range is clamped, so that it cannot reach other memory.
@@ -127,7 +127,8 @@ __device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
     return {0, load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
 }
 
-// The parameters for a sequence of these lengths, whose diagonal ends with it. `params` has the bounds of all sequences.
+// The parameters for a sequence of these lengths: its last query is aligned with its last key, shifted by the diagonal_offset of the call.
+// `params` has the bounds of all sequences.
 __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv) {
     Params own = params;
     own.seqlen_q = seqlen_q;
@@ -175,7 +176,7 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int quer
 }
 
 // The tiles of a sequence: of each head of the grid `row_blocks`, each with KV blocks [first_kv_block, first_kv_block + kv_blocks).
-// These are the KV blocks that all queries of the sequence see together. The rows of one tile may see fewer.
+// These are the KV blocks that some query of the sequence sees. The rows of one tile may see fewer.
 struct Tiles {
     int row_blocks;
     int first_kv_block;
@@ -212,14 +213,14 @@ __device__ __forceinline__ int kv_blocks_per_share(const Params& params, const L
     return max(1, (num_kv_blocks + params.num_shares - 1) / params.num_shares);
 }
 
-// KV blocks of a share, and those of all sequences before one of them.
+// KV blocks of a share, and how many KV blocks all sequences before number `sequence` have.
 struct KvBlockCounts {
     int per_share;
     int sequence;
     int before;
 };
 
-// Goes on to a later sequence.
+// Goes on to a sequence that is not before the last one. All lanes of the warp call it.
 __device__ __forceinline__ void advance_to(const Params& params, KvBlockCounts& counts, int sequence, int lane) {
     for (; counts.sequence < sequence; counts.sequence += 32) {
         const int other = counts.sequence + lane;
@@ -229,8 +230,8 @@ __device__ __forceinline__ void advance_to(const Params& params, KvBlockCounts& 
     counts.sequence = sequence;
 }
 
-// Row `index` of all heads, where each sequence counts for as many rows as one of them may have. The thread blocks' shares are
-// consecutive KV blocks of all tiles, one tile after the other. Where there is no such row, the first part is the last one.
+// Row `index` of the grid, which has num_row_blocks rows for each head of each sequence: the most that one may have. The shares are
+// consecutive KV blocks of all tiles, one tile after the other. A row that its sequence does not have has one part, so nothing is added.
 __device__ __forceinline__ Row find_row(const Params& params, KvBlockCounts& counts, int index, int lane) {
     const int head_of_batch = divide(index, params.num_row_blocks_divisor);
     const int row_of_head = index - head_of_batch * rows_of_head(params);

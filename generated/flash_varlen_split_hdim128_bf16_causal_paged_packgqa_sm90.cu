@@ -184,7 +184,8 @@ __device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
     return {0, load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
 }
 
-// The parameters for a sequence of these lengths, whose diagonal ends with it. `params` has the bounds of all sequences.
+// The parameters for a sequence of these lengths: its last query is aligned with its last key, shifted by the diagonal_offset of the call.
+// `params` has the bounds of all sequences.
 __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv) {
     Params own = params;
     own.seqlen_q = seqlen_q;
@@ -232,7 +233,7 @@ __device__ __forceinline__ KeyRange keys_of_query(const Params& params, int quer
 }
 
 // The tiles of a sequence: of each head of the grid `row_blocks`, each with KV blocks [first_kv_block, first_kv_block + kv_blocks).
-// These are the KV blocks that all queries of the sequence see together. The rows of one tile may see fewer.
+// These are the KV blocks that some query of the sequence sees. The rows of one tile may see fewer.
 struct Tiles {
     int row_blocks;
     int first_kv_block;

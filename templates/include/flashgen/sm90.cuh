@@ -115,8 +115,8 @@ __device__ __forceinline__ shared_address map_shared(shared_address address, int
 }
 
 // mbarrier.arrive: at a barrier of any block of the cluster, at an address of map_shared(). Its release has the scope of the block, so it
-// publishes no writes to the other block. It hands back a buffer, as wgmmas and copies that read it, and were awaited, are over. A release
-// at the scope of the cluster would wait for all outstanding writes to global memory, too.
+// publishes no writes to the other block. That is enough to hand back a buffer, whose wgmmas and copies have been awaited. A release at the
+// scope of the cluster would wait for all outstanding writes to global memory, too.
 __device__ __forceinline__ void mbarrier_arrive_cluster(shared_address barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }
