@@ -809,7 +809,8 @@ __device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, const S
 }
 
 // Waits until a buffer may be written to. The whole warp waits: if one lane polled alone, the scheduler would alternate between it and the
-// others, which are at the next __syncwarp. Nothing is written before all lanes have seen the phase: a lane that misses two waits forever.
+// others, which are at the next __syncwarp. Nothing is written before all lanes have seen the phase end: a later refill could flip the parity
+// twice, and a lane still polling would wait forever.
 __device__ __forceinline__ void await_empty(shared_address empty, int parity) {
     mbarrier_wait(empty, parity);
     __syncwarp();

@@ -77,7 +77,8 @@ def test_stages_add_up_to_what_was_timed_and_a_cached_use_compiles_nothing(tmp_p
     assert compiling <= uncached.keys()
     assert not compiling & cached.keys()
     assert {"import", "specs", "dispatch", "cache key", "cache read"} <= cached.keys()
-    assert uncached["compile"] > 0.1  # seconds; a share of the sum falls on a busy machine
+    # Of these alone: what specs and imports take is another share on each machine.
+    assert uncached["compile"] > 0.5 * sum(uncached[stage] for stage in compiling)
 
 
 def test_a_function_that_is_no_longer_there_is_an_error(first_use, monkeypatch):
