@@ -235,6 +235,7 @@ def test_a_page_or_a_position_for_each_sequence_as_a_column():
         ({"append": np.zeros(3)}, errors.BadParam, r"append has type ndarray; expected \(k_new, v_new\)"),
         ({"softmax_scale": -1.0}, errors.BadParam, "softmax_scale is -1"),
         ({"causal": "yes"}, errors.BadParam, "causal is 'yes'"),
+        ({"max_seqlen_kv": 2}, errors.BadParam, "max_seqlen_kv is 2 but k_new has 3 tokens"),
         ({"q": np.zeros((3, 3, 3, 32), np.float16)}, errors.BadTensorShape, "q has 3 heads"),
         ({"out": np.zeros((3, 3, 4, 8), np.float16)}, errors.BadTensorShape, "out has shape"),
         (
@@ -255,6 +256,9 @@ def test_a_wrong_call_leaves_the_cache_as_it_was(changes, error, message):
         flashgen.attention(given.pop("q"), cache, **given)
     np.testing.assert_array_equal(cache.k.view(np.uint16), before.k.view(np.uint16))
     np.testing.assert_array_equal(cache.v.view(np.uint16), before.v.view(np.uint16))
+    if "max_seqlen_kv" in changes:
+        with pytest.raises(error, match=message):
+            flashgen.plan(numbers(rng, 3, 3, 4, 32), cache, **given)
 
 
 @pytest.mark.parametrize(

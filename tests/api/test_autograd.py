@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import flashgen
-from flashgen.errors import BadParam
+from flashgen.errors import BadParam, BadTensorShape, NullPointer
 from flashgen.simulator import hostcompiler
 
 torch = pytest.importorskip("torch")
@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from flashgen.api import autograd  # noqa: E402  # registers the operators
+from flashgen.api import autograd, backward  # noqa: E402  # autograd registers the operators
 
 functional = torch.nn.functional
 
@@ -85,6 +85,25 @@ def test_the_gradient_of_a_result_may_have_any_strides():
             gradients(lambda *x, loss=loss: loss(flashgen.attention(*x)), q, k, v),
             gradients(lambda *x, loss=loss: loss(sdpa(*x)), q, k, v),
         )
+
+
+def test_a_gradient_whose_rows_no_kernel_could_read_is_copied(monkeypatch):
+    """One that begins within 16 bytes, has odd strides, or is still to be negated; of out and of lse."""
+    q, k, v, dout = (x.half() for x in tensors())
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    results = flashgen.attention(q, k, v, return_lse=True)
+    dlse = torch.randn_like(results[1])
+    expected = torch.autograd.grad(results, (q, k, v), (dout, dlse), retain_graph=True)
+    asked, real = [], autograd.asked_backward
+    monkeypatch.setattr(autograd, "asked_backward", lambda *given: asked.append(given[0]) or real(*given))
+    size, flat = dout.shape, dout.flatten()
+    odd = torch.cat([flat[:1], flat])[1:].view(size)
+    rows = torch.cat([dout, dout[..., :1]], -1)[..., :-1]
+    for given in ((odd, dlse), (rows, dlse), (torch._neg_view(-dout), torch._neg_view(-dlse))):
+        found = torch.autograd.grad(results, (q, k, v), given, retain_graph=True)
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+        read = asked.pop()[0]
+        assert (read.data_ptr() % 16, read.stride(), read.is_neg()) == (0, dout.stride(), False)
 
 
 def test_without_batch_and_of_some_inputs():
@@ -440,6 +459,29 @@ def test_activation_checkpointing(reentrant):
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize(("policy", "passes"), [("MUST_SAVE", 1), ("PREFER_RECOMPUTE", 2)])
+def test_selective_checkpointing_knows_the_operator_by_its_name(policy, passes, monkeypatch):
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    called, real = [], autograd._attend
+    monkeypatch.setattr(autograd, "_attend", lambda *given: called.append(given) or real(*given))
+    q, k, v, dout = tensors()
+
+    def policy_of(ctx, operator, *args, **kwargs):
+        ours = operator is torch.ops.flashgen.attention.default
+        return CheckpointPolicy[policy] if ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+    out = checkpoint(
+        lambda *x: flashgen.attention(*x, causal=True) * 2,
+        *(q, k, v),
+        use_reentrant=False,
+        context_fn=lambda: create_selective_checkpoint_contexts(policy_of),
+    )
+    found = torch.autograd.grad(out, (q, k, v), dout)
+    assert len(called) == passes
+    same(found, gradients(lambda *x: (flashgen.attention(*x, causal=True) * 2 * dout).sum(), q, k, v))
+
+
 def test_second_derivatives_are_refused():
     q, k, v, dout = tensors()
     first = torch.autograd.grad(flashgen.attention(q, k, v), (q, k, v), dout, create_graph=True)
@@ -461,8 +503,25 @@ def test_derivatives_of_other_kinds_are_refused():
                 flashgen.attention(given, k, v, alibi_slopes=slopes)
             with pytest.raises(BadParam, match=r"^bias: .* forward-mode"):
                 flashgen.attention(given, k, v, score="bias", params={"bias": bias})
-    with pytest.raises(BadParam, match=r"is_grads_batched"):
-        torch.autograd.grad(flashgen.attention(q, k, v), q, torch.stack([dout, dout]), is_grads_batched=True)
+    out, lse = flashgen.attention(q, k, v, return_lse=True)
+    for result, gradient in ((out, dout), (lse, torch.ones_like(lse))):
+        with pytest.raises(BadParam, match=r"is_grads_batched"):
+            torch.autograd.grad(
+                result, q, torch.stack([gradient, gradient]), is_grads_batched=True, retain_graph=True
+            )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_missing_or_of_no_rank_is_named_as_without_gradients(compiled):
+    q, k, v, _ = tensors()
+    call = flashgen.attention
+    if compiled:
+        torch.compiler.reset()
+        call = torch.compile(call, backend="aot_eager")
+    with pytest.raises(NullPointer, match="v is None; expected an array"):
+        call(q, k)
+    with pytest.raises(BadTensorShape, match=r"q has shape \(6, 16\); expected \(batch"):
+        call(q[0, :, 0], k, v)
 
 
 def test_what_has_no_gradient_is_refused_by_name():
@@ -548,6 +607,21 @@ def test_deterministic_reaches_the_gradients(monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
     assert asked == [False, True, True]
+
+
+@pytest.mark.parametrize("function", ["attention_backward", "plan_backward"])
+def test_direct_calls_are_deterministic_where_pytorch_is(function, monkeypatch):
+    q, k, v, dout = (x.detach() for x in tensors())
+    out, lse = flashgen.attention(q, k, v, return_lse=True)
+    asked, real = [], backward.asked_backward
+    monkeypatch.setattr(backward, "asked_backward", lambda *given: asked.append(given[-1]) or real(*given))
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            getattr(flashgen, function)(dout, q, k, v, out, lse)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert asked == [False, True]
 
 
 def test_kernels_of_both_passes_in_the_simulator():

@@ -361,3 +361,7 @@ def test_some_tensors_without_memory_are_refused_by_name():
         flashgen.merge([part, (part[0].to("meta"), part[1])])
     with pytest.raises(DeviceTypeNotSupported, match=r"^out: a tensor is on meta"):
         flashgen.attention_backward(x["q"], x["q"], *parts(x)[0], part[0].to("meta"), part[1])
+    with pytest.raises(DeviceTypeNotSupported, match=r"^dout is on meta but q is on cpu"):
+        flashgen.attention_backward(x["q"].to("meta"), x["q"], *parts(x)[0], *part)
+    with pytest.raises(DeviceTypeNotSupported, match=r"^q is on meta but out is on cpu"):
+        flashgen.attention(x["q"].to("meta"), *(one.to("meta") for one in parts(x)[0]), out=part[0])

@@ -291,8 +291,7 @@ def test_splits_are_those_of_attention(num_splits, filled, monkeypatch):
     assert given == [num_splits or "auto"]
 
 
-def test_splits_that_no_kernel_can_make_are_refused_in_flash_attns_words(monkeypatch):
-    monkeypatch.setenv("FLASHGEN_BACKEND", "simulator")  # the CPU splits any call
+def test_splits_that_no_kernel_can_make_are_refused_in_flash_attns_words():
     q, k, v = qkv(np.random.default_rng(), seqlen_q=70)
     with pytest.raises(errors.BadParam, match=r"^num_splits is 4, .*; pass 1, or 0 to let flashgen choose$"):
         flash_attn_with_kvcache(q, k, v, num_splits=4)
@@ -453,6 +452,20 @@ def test_a_gradient_is_refused_by_name(name):
         flash_attn_varlen_func(*packed, cu, cu, 5, 5, alibi_slopes=slopes)
     with torch.no_grad():
         flash_attn_varlen_func(*packed, cu, cu, 5, 5)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_reaches_the_gradients(deterministic, monkeypatch):
+    torch = pytest.importorskip("torch")
+    from flashgen.api import autograd
+
+    asked, real = [], autograd.asked_backward
+    monkeypatch.setattr(autograd, "asked_backward", lambda *given: asked.append(given[-1]) or real(*given))
+    q, cu = torch.randn(2, 9, 4, 16, requires_grad=True), torch.tensor([0, 9, 18], dtype=torch.int32)
+    flash_attn_func(q, q, q, deterministic=deterministic).sum().backward()
+    rows = (q.flatten(0, 1),) * 3
+    flash_attn_varlen_func(*rows, cu, cu, 9, 9, deterministic=deterministic).sum().backward()
+    assert asked == [deterministic] * 2
 
 
 def test_gradients_are_those_of_attention():
@@ -629,6 +642,11 @@ def test_what_is_wrong_with_packed_sequences_is_named():
     paged = {"block_table": np.zeros((2, 1), np.int64)}
     with pytest.raises(errors.BadTensorDtype, match=r"^block_table has dtype int64"):
         flash_attn_varlen_func(q, k[None], k[None], cu, cu, 21, 21, **paged)
+    for dtype in (bool, np.int64):
+        with pytest.raises(
+            errors.BadTensorDtype, match=f"^cu_seqlens_k has dtype {np.dtype(dtype)}; expected"
+        ):
+            flash_attn_varlen_func(q, k[None], k[None], cu, cu.astype(dtype), 21, 21, **paged)
     with pytest.raises(
         errors.BadParam, match=r"^diff\(cu_seqlens_k\)\[1\] is 21; expected 0 to 20, the room in k"
     ):
@@ -810,6 +828,17 @@ def test_arrays_that_start_within_16_bytes_are_copied_but_no_cache(array):
     assert all(np.array_equal(x, y) for x, y in zip(*found, strict=True))
     with pytest.raises(errors.BadTensorStrides, match=r"^k_cache starts at address"):
         flash_attn_with_kvcache(*map(array, (q, *within_a_row(k, v))), cache_seqlens=2)
+
+
+def test_a_table_of_blocks_may_have_any_strides():
+    torch = pytest.importorskip("torch")
+    q, k, v = torch.randn(2, 3, 4, 32), *torch.randn(2, 6, 8, 2, 32).unbind(0)
+    table = torch.tensor([[4, 1], [0, 5], [2, 3]], dtype=torch.int32)[:2]
+    found, expected = (
+        flash_attn_with_kvcache(q, k, v, cache_seqlens=11, block_table=x)
+        for x in (table.T.contiguous().T, table)
+    )
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("name", ["k", "v"])

@@ -119,7 +119,10 @@ class Call:
     def forward(self):
         """The results of the forward call for the inputs as they are."""
         options = self.options | self.scored
-        return flashgen.attention(self.q, self.k, self.v, mask=self.mask, return_lse=True, **options)
+        out, lse = flashgen.attention(self.q, self.k, self.v, mask=self.mask, return_lse=True, **options)
+        if self.dlse is not None:
+            self.dlse[lse.isneginf()] = torch.nan  # has no effect
+        return out, lse
 
     def plan(self, target, deterministic=False, parts=None, tile="", order=None):
         out, lse = self.forward()
@@ -288,8 +291,9 @@ def test_pairs_of_thread_blocks_in_turns(head_dims, mask, busy):
         plan = call.plan("sm90", deterministic=True, tile="pair")
         first = [x.clone() for x in call.run(plan)]
         call.check(first, plan.problem)
-        busy(other)
-        for _ in range(10):
+        for repeat in range(100):
+            if repeat % 10 == 0:
+                busy(other)
             assert all(torch.equal(*pair) for pair in zip(call.run(plan), first, strict=True))
 
 
@@ -354,7 +358,7 @@ def test_deterministic_runs_repeat_to_the_bit(options, target, head_dim, busy):
     first = [x.clone() for x in call.run(plan)]
     call.check(first, plan.problem)
     other = cupy.cuda.Stream(non_blocking=True)
-    for repeat in range(30):
+    for repeat in range(100):
         if repeat % 10 == 0:
             busy(other)
         assert all(torch.equal(*pair) for pair in zip(call.run(plan), first, strict=True))

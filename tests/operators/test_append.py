@@ -168,6 +168,11 @@ def strided(shape, strides, dtype="fp16"):
             BadTensorShape,
             "cos has 4 rows but k_new",
         ),
+        (
+            ROTARY | dict.fromkeys(("cos", "sin"), ((6, 16), "fp32")),
+            BadTensorShape,
+            "cos has 6 rows but q has 7 tokens",
+        ),
         (ROTARY | {"positions": ((3, 5), "int32")}, BadTensorShape, "q has 7 tokens but k_new has 5"),
         (
             ROTARY | {"q": None, "positions": ((3, 4), "int32")},

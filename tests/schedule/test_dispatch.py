@@ -274,7 +274,7 @@ def test_a_device_is_told_the_shared_memory_that_decides():
 
 
 def test_an_old_device_is_told_what_is_needed():
-    with pytest.raises(DeviceTypeNotSupported, match=r"Turing \(sm_75.*sm_80"):
+    with pytest.raises(DeviceTypeNotSupported, match=r"Turing \(sm_75.*of attention for head_dim 64,.*sm_80"):
         select(problem(), TURING, EVERY)
 
 

@@ -58,6 +58,8 @@ FAULTS = (
     Fault("LSE in natural units", PLAIN, "preprocess", SHAPE, (WRONG,), "lse[pass] * kLog2e", "lse[pass]"),
     Fault("rows that see nothing", CAUSAL, "preprocess", BLIND, (WRONG,), "sees_nothing ? INFINITY :",
           "sees_nothing ? -INFINITY :"),
+    Fault("the gradient of LSE of rows that see nothing", CAUSAL, "preprocess", BLIND, (WRONG,),
+          "sees_nothing ? 0.0f : sum - dlse[pass]", "sum - dlse[pass]"),
     Fault("half of a row", PLAIN, "preprocess", SHAPE, (WRONG,),
           "distance < kLanes;", "distance < kLanes / 4;"),
     Fault("dQ is not cleared", PLAIN, "preprocess", SHAPE, (WRONG,),

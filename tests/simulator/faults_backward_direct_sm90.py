@@ -160,6 +160,14 @@ FAULTS = (
         "const KeyRange& range = ranges[query / 16];",
     ),
     fault(
+        "the gradient of LSE of rows that see nothing",
+        CAUSAL,
+        BLIND,
+        (WRONG,),
+        "values.lse[i] == -INFINITY ? 0.0f : sum - values.dlse[i]",
+        "sum - values.dlse[i]",
+    ),
+    fault(
         "delta of the wrong row of a lane",
         PLAIN,
         SHAPE,

@@ -270,8 +270,8 @@ def test_races(first, second, step):
     ("meeting", "orders"),
     [
         ("__syncwarp()", True),
-        ("__shfl_sync(0xffffffff, lane, 0)", True),
-        ("__any_sync(0xffffffff, lane)", True),
+        ("__shfl_sync(0xffffffff, lane, 0)", False),
+        ("__any_sync(0xffffffff, lane)", False),
         ("barrier_sync(64)", True),
         ("__syncwarp(0xffff << lane / 16 * 16)", False),
         ("mma_m16n8k16<bf16>(c, a, 0, 0)", False),

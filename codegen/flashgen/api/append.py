@@ -10,7 +10,7 @@ from flashgen.api.calls import call_of, make_plan, ready
 from flashgen.api.kvcache import FIELDS, KVCache, Rotary
 from flashgen.errors import BadParam, BadTensorShape, FlashgenError, NullPointer, rename
 from flashgen.operators.append import APPEND
-from flashgen.operators.arguments import flag
+from flashgen.operators.arguments import flag, length_bound
 from flashgen.operators.maskoptions import NO_WINDOW, mask_type_name, window_of
 from flashgen.runtime import arrays, check, dlpack, hostarrays, torchkind
 from flashgen.runtime.plans import adopted
@@ -174,13 +174,14 @@ def asked_to_append(
     new: Any,
     rotary: Rotary | None,
     cu_seqlens_q: Any,
+    max_seqlen_kv: Any,
     mask: Any,
     masking: tuple[Any, Any, Any],
     stream: Any = None,
 ) -> Asked:
     """What ``attention(append=, rotary=)`` asks of the operator ``append``, with native arrays. ``masking``
-    has causal, mask_type and window_size. Raises BadParam, and BadTensorShape where it is not said to which
-    positions queries are to be rotated.
+    has causal, mask_type and window_size. Raises BadParam, also for a bound below the number of new tokens;
+    and BadTensorShape where it is not said to which positions queries are to be rotated.
     """
     if new is None:
         raise BadParam("rotary was given without append; it rotates what goes into a cache, and the queries")
@@ -193,11 +194,24 @@ def asked_to_append(
     moves = flag("causal", causal) or mask_type_name(mask_type) == "causal_bottom_right"
     positions = "each" if moves or window_of(window_size) != NO_WINDOW else "first"
     new = _pair(new)
+    if max_seqlen_kv is not None and cu_seqlens_q is None:
+        _check_bound(max_seqlen_kv, new[0])
     if isinstance(rotary, Rotary) and rotary.positions is None and cu_seqlens_q is None:
         _check_rotated(q, new[0], positions, mask is not None)
     if rotary is None or getattr(rotary, "positions", None) is not None:
         positions = "each"  # nothing is rotated, or to the positions of rotary
     return _asked(cache, *new, rotary, None if rotary is None else q, positions, cu_seqlens_q, stream)
+
+
+def _check_bound(max_seqlen_kv: Any, k_new: Any) -> None:
+    """That the bound, which is for the keys with the new ones, is not below these alone."""
+    shape = getattr(k_new, "shape", ())
+    most = length_bound("max_seqlen_kv", max_seqlen_kv)
+    if len(shape) > 2 and most < shape[-3]:
+        raise BadParam(
+            f"max_seqlen_kv is {most} but k_new has {shape[-3]} tokens of each sequence; it counts the new "
+            "keys as well"
+        )
 
 
 def _check_rotated(q: Any, k_new: Any, positions: str, is_masked: bool) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from flashgen.api.asked import LENGTHS, asked, names_given
 from flashgen.api.calls import call_of, make_plan, planning
+from flashgen.api.kvcache import KVCache
 from flashgen.errors import FlashgenError, naming, rename
 from flashgen.operators.arguments import flag
 from flashgen.operators.maskoptions import NO_WINDOW
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from flashgen.api.append import AppendPlan
     from flashgen.api.asked import Asked
-    from flashgen.api.kvcache import KVCache, Rotary
+    from flashgen.api.kvcache import Rotary
     from flashgen.operators.splits import Splits
     from flashgen.runtime.plans import Plan
 
@@ -144,7 +145,9 @@ def attention(
             if append is not None or rotary is not None:
                 from flashgen.api.append import append_and_attend, asked_to_append
 
-                of_append = asked_to_append(q, k, append, rotary, cu_seqlens_q, mask, options[:3], stream)
+                of_append = asked_to_append(
+                    q, k, append, rotary, cu_seqlens_q, max_seqlen_kv, mask, options[:3], stream
+                )
 
                 def attention_over(q: Any, cache: KVCache) -> Asked:
                     return asked(q, cache, v, mask, out, options, softmax_scale, of_score, lengths)
@@ -154,7 +157,7 @@ def attention(
             return call_of(kind, *wanted, stream, backend, algorithm)
         except torchkind.RequiresGradient as error:
             # Raised where layouts are read, which looks at each tensor anyway: other calls pay nothing.
-            without = _unrecorded(v, out, stream, append, rotary)
+            without = _unrecorded(k, out, stream, append, rotary)
             if without:
                 refused = error.of(f"calls with {without}")
                 rename(refused, **names_given(k, alibi_slopes, kv_lengths, softcap))
@@ -163,7 +166,7 @@ def attention(
             rename(error, **names_given(k, alibi_slopes, kv_lengths, softcap))
             raise
     return_lse = flag("return_lse", return_lse)
-    writes = _unrecorded(v, out, stream, append, rotary)
+    writes = _unrecorded(k, out, stream, append, rotary)
     with naming(**names_given(k, alibi_slopes, kv_lengths, softcap)):
         if writes:
             from flashgen.api import compiled
@@ -172,7 +175,9 @@ def attention(
             if append is not None or rotary is not None:
                 from flashgen.api.append import asked_to_append
 
-                of_append = asked_to_append(q, k, append, rotary, cu_seqlens_q, mask, options[:3])
+                of_append = asked_to_append(
+                    q, k, append, rotary, cu_seqlens_q, max_seqlen_kv, mask, options[:3]
+                )
             results = compiled.attention(
                 (q, k, v, mask, out),
                 options[:3],
@@ -204,9 +209,9 @@ def attention(
     return results if return_lse else results[0]
 
 
-def _unrecorded(v: Any, out: Any, stream: Any, append: Any, rotary: Any) -> str:
+def _unrecorded(k: Any, out: Any, stream: Any, append: Any, rotary: Any) -> str:
     """What a call has that autograd's operators have not, empty if nothing."""
-    if v is None or append is not None or rotary is not None:
+    if type(k) is KVCache or append is not None or rotary is not None:
         return "a KVCache"
     return "out" if out is not None else "stream" if stream is not None else ""
 
@@ -264,7 +269,7 @@ def plan(
         if append is not None or rotary is not None:
             from flashgen.api.append import asked_to_append, held
 
-            of_append = asked_to_append(q, k, append, rotary, cu_seqlens_q, mask, options[:3])
+            of_append = asked_to_append(q, k, append, rotary, cu_seqlens_q, max_seqlen_kv, mask, options[:3])
 
             def attention_over(q: Any, cache: KVCache) -> Asked:
                 return asked(q, cache, v, mask, out, options, softmax_scale, of_score, lengths)

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from flashgen.api.asked import LENGTHS, MASK_WITH_LENGTHS, asked, asked_backward, named_score
 from flashgen.api.calls import call
-from flashgen.errors import BadParam
+from flashgen.errors import BadParam, BadTensorShape, NullPointer
 from flashgen.operators.arguments import ROW_ALIGNMENT, flag, length_bound
 from flashgen.operators.contract import scale_of
 from flashgen.operators.maskoptions import mask_type_name, sees_no_later_key, window_of
@@ -113,6 +113,9 @@ def attention(
     *on_device, max_seqlen_q, max_seqlen_kv = lengths
     check_tensors(dict(zip(("q", "k", "v", "mask", *LENGTHS[:3]), (*tensors, *on_device), strict=True)))
     q, k, v, mask = tensors
+    for name, x in (("k", k), ("v", v)):
+        if x is None:
+            raise NullPointer(f"{name} is None; expected an array")
     if mask is not None and any(x is not None for x in on_device) and _differentiable(q, k, v):
         raise BadParam(MASK_WITH_LENGTHS)
     bounds = max_seqlen_q, max_seqlen_kv
@@ -156,7 +159,14 @@ def options_of(
     backend: str | None,
     algorithm: str | None,
 ) -> tuple[list[Tensor], Options]:
-    """The arrays of a score modification, and what is no tensor of a call. Raises BadParam."""
+    """The arrays of a score modification, and what is no tensor of a call. Raises BadParam, and
+    BadTensorShape for q, whose dimensions the shapes of results are made of.
+    """
+    if q.dim() not in (3, 4):
+        raise BadTensorShape(
+            f"q has shape {tuple(q.shape)}; expected (batch, seqlen_q, num_heads_q, head_dim), or that "
+            "without batch"
+        )
     score, array_names, numbers, arrays = _written(of_score, masking)
     causal, mask_type, window_size = masking
     left, right = window_of(window_size)
@@ -291,7 +301,7 @@ def _differentiate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, where nothing is recorded."""
     options = Options(*given)
-    dlse = None if dlse is None else dlse.contiguous()
+    dlse = None if dlse is None else _one(dlse).contiguous()
     wanted = asked_backward(
         (_with_rows(dout), q, k, v, mask, _with_rows(out), lse.contiguous(), dlse, None, None, None),
         options.masking,
@@ -319,20 +329,27 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
-def _with_rows(x: Tensor) -> Tensor:
-    """``x``, or a copy of it where kernels could not read its rows: the gradient of a sum is one element for
-    all.
-    """
-    x = x.resolve_neg()
-    *strides, last = x.stride()
-    size = x.element_size()
+def _one(gradient: Tensor) -> Tensor:
+    """``gradient`` without a pending negation. Raises BadParam where it is several at once."""
+    gradient = gradient.resolve_neg()
     try:
-        rows = last == 1 and x.data_ptr() % ROW_ALIGNMENT == 0
+        gradient.data_ptr()
     except RuntimeError:
         raise BadParam(
             "several gradients of one result were given at once (is_grads_batched, or vmap), which flashgen "
             "does not take; pass one after another"
         ) from None
+    return gradient
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """``x``, or a copy of it where kernels could not read its rows: the gradient of a sum is one element for
+    all. Raises as `_one`.
+    """
+    x = _one(x)
+    *strides, last = x.stride()
+    size = x.element_size()
+    rows = last == 1 and x.data_ptr() % ROW_ALIGNMENT == 0
     for stride, extent in zip(strides, x.shape, strict=False):
         rows = rows and (extent < 2 or stride * size % ROW_ALIGNMENT == 0)
     return x if rows else x.clone(memory_format=torch.contiguous_format)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.api.asked import LENGTHS, asked_backward, names_given
 from flashgen.api.calls import call, make_plan, planning
 from flashgen.errors import BadParam, FlashgenError, naming, rename
+from flashgen.operators.arguments import flag
 from flashgen.operators.maskoptions import NO_WINDOW
 from flashgen.operators.splits import AUTO
 from flashgen.runtime import arrays
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from flashgen.api.asked import Asked
+    from flashgen.runtime.arrays import Kind
     from flashgen.runtime.plans import Plan
 
 # Options of attention() that have no gradients, or no part in them, and what they are by default.
@@ -66,7 +68,8 @@ def attention_backward(
         touches. Not for JAX, whose arrays cannot be written to.
     deterministic: give the same bits each time. Otherwise thread blocks of a GPU may add to dq in any order,
         and its last bits differ from call to call; dk and dv are always the same. On the CPU all may have
-        other last bits where BLAS has another number of threads.
+        other last bits where BLAS has another number of threads. For PyTorch tensors it is on under
+        ``torch.use_deterministic_algorithms(True)``.
     workspace: memory for the call, as for a plan, which says how much it needs (`Plan.__call__`); None: it is
         allocated. On the CPU nothing is needed, and what is given is checked, but not used.
     stream, backend: as in ``attention``.
@@ -79,16 +82,16 @@ def attention_backward(
     has none: arrays in params, and calls with a KV cache; InsufficientWorkspace.
     """
     _refuse("attention_backward", refused)
+    kind = arrays.kind_of(dout)
     wanted = (
         (dout, q, k, v, mask, out, lse, dlse, dq, dk, dv),
         (causal, mask_type, window_size),
         softmax_scale,
         (softcap, alibi_slopes, score, params),
         (kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv),
-        deterministic,
+        _same_bits(deterministic, kind),
     )
     how = {"stream": stream, "backend": backend, "workspace": workspace}
-    kind = arrays.kind_of(dout)
     try:
         if kind is not None and kind.watched(dout):
             from flashgen.api import compiled
@@ -145,10 +148,17 @@ def plan_backward(
         softmax_scale,
         (softcap, alibi_slopes, score, params),
         (kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv),
-        deterministic,
+        _same_bits(deterministic, arrays.kind_of(dout)),
     )
     with naming(**names_given(None, alibi_slopes, softcap=softcap)), planning("plan_backward", q):
         return make_plan(operator, given, options, scalars, backend, None)
+
+
+def _same_bits(deterministic: Any, kind: Kind | None) -> bool:
+    """Whether the call, or else the library of its arrays, asks for the same bits each time. Raises
+    BadParam.
+    """
+    return flag("deterministic", deterministic) or (kind is not None and kind.wants_same_bits())
 
 
 def asked_by_name(call: Mapping[str, Any]) -> Asked:

@@ -19,7 +19,7 @@ from flashgen.api.kvcache import KVCache, Rotary
 from flashgen.compat.libraries import int32s, is_tensor, is_zero, shape_of
 from flashgen.compat.refusals import refuse_dropout, refuse_gradients
 from flashgen.compat.widths import attention_of_any_width, missing, readable_rows
-from flashgen.errors import BadParam, BadTensorShape, NullPointer, naming
+from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer, naming
 from flashgen.operators.arguments import flag
 
 if TYPE_CHECKING:
@@ -230,6 +230,9 @@ def flash_attn_varlen_func(
     else:
         for name, x in (("k", k), ("v", v)):
             _check_cache(name, x, "num_blocks, page_block_size, nheads_k, headdim")
+        dtype = str(cu_seqlens_k.dtype).rpartition(".")[2]
+        if dtype != "int32":
+            raise BadTensorDtype(f"cu_seqlens_k has dtype {dtype}; expected int32")
         lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
         cache = KVCache(k, v, lengths, pages=block_table)
         with naming(**_BLOCKS):
@@ -445,6 +448,7 @@ def _cache(
     batch, room = q.shape[0], k_cache.shape[1]
     if pages is not None:
         _check_rank("block_table", pages, "batch, max_num_blocks_per_seq")
+        pages = pages.contiguous() if is_tensor(pages) else pages
         room *= pages.shape[1]
     elif index is None:
         for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):

@@ -201,7 +201,9 @@ def normalise(
                 )
     _check_sizes(sizes, k_new.dtype, tables=cos is not None)
     if not packed:  # whose lengths are in the memory of the device
-        _check_room(sizes, paged=paged, by_position=cos is not None and views["positions"] is None)
+        _check_room(sizes, paged=paged)
+        if cos is not None and views["positions"] is None:
+            _check_table(sizes, q_positions)
     for argument in ARGUMENTS:
         view = views[argument.name]
         if view is not None:
@@ -356,7 +358,7 @@ def _check_sizes(sizes: Mapping[str, int], dtype: str, *, tables: bool) -> None:
         )
 
 
-def _check_room(sizes: Mapping[str, int], *, paged: bool, by_position: bool) -> None:
+def _check_room(sizes: Mapping[str, int], *, paged: bool) -> None:
     """That there is room for the new tokens of a sequence that has none yet."""
     seqlen_new, page_size = sizes["seqlen_new"], sizes["page_size"]
     if seqlen_new > sizes["max_pages"] * page_size:
@@ -365,11 +367,19 @@ def _check_room(sizes: Mapping[str, int], *, paged: bool, by_position: bool) -> 
             f"k_new has {seqlen_new} tokens of a sequence but {room} {page_size}; pass fewer, or a "
             "larger cache"
         )
-    if by_position and sizes["num_positions"] < seqlen_new:
-        raise BadTensorShape(
-            f"cos has {sizes['num_positions']} rows but k_new has {seqlen_new} tokens of a sequence; the "
-            "tables need a row for each position"
-        )
+
+
+def _check_table(sizes: Mapping[str, int], q_positions: str) -> None:
+    """That the tables have the positions of a sequence that has no tokens yet."""
+    for name, count in (
+        ("k_new", sizes["seqlen_new"]),
+        ("q", sizes["seqlen_q"] if q_positions == "each" else 0),
+    ):
+        if sizes["num_positions"] < count:
+            raise BadTensorShape(
+                f"cos has {sizes['num_positions']} rows but {name} has {count} tokens of a sequence; the "
+                "tables need a row for each position"
+            )
 
 
 def _tables(problem: AppendProblem) -> str:

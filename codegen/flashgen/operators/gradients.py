@@ -213,6 +213,7 @@ def _chain_rule(
     u = UNIT_ROUNDOFF[dtype]
     row = softmax(xp, q, k, hidden, scale, dtype, at)
     p, lse = row.p, xp.where(row.sees_nothing, 0.0, row.lse)
+    dlse = xp.where(row.sees_nothing, 0.0, dlse)  # of an LSE of -inf it has no effect, whatever it is
     visible = xp.ones_like(p) if row.hidden is None else xp.where(row.hidden, 0.0, xp.ones_like(p))
     out = p @ v
     size_d = xp.sum(xp.abs(out * dout), axis=-1, keepdims=True)

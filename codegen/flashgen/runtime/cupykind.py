@@ -91,6 +91,9 @@ class CupyKind:
     def watched(self, x: Any) -> bool:
         return False
 
+    def wants_same_bits(self) -> bool:
+        return False
+
     def nbytes(self, x: Any) -> int:
         return x.nbytes
 

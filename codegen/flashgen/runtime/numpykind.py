@@ -95,6 +95,10 @@ class NumpyKind:
         """
         return False
 
+    def wants_same_bits(self) -> bool:
+        """Whether the library is set to give the same bits each time."""
+        return False
+
 
 def numpy_dtype(dtype: Any) -> str:
     """flashgen's name of a dtype of NumPy, else NumPy's own."""

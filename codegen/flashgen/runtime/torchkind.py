@@ -232,6 +232,9 @@ class TorchKind:
             return True
         return x.is_meta and not x.is_nested and x.layout == self._torch.strided  # others are refused
 
+    def wants_same_bits(self) -> bool:
+        return self._torch.are_deterministic_algorithms_enabled()
+
     def dispatches(self, x: Any) -> bool:
         """Whether a tensor is of a subclass that computes its operators itself; nested ones are refused."""
         if type(x) in self.types or not isinstance(x, self._torch.Tensor):

@@ -173,7 +173,8 @@ def candidates(problem: Problem, device: Device, variants: Iterable[Variant]) ->
         needs = sorted({f"{v.min_arch} with {v.max_smem} bytes of shared memory" for v in suited})
         raise DeviceTypeNotSupported(
             f"{device.name} ({device.arch}, {device.smem_per_block} bytes of shared memory a block) runs "
-            f"none of the variants for this call; they need {' or '.join(needs)}"
+            f"none of the variants of {operator.name} for {problem.wanted()}; they need "
+            f"{' or '.join(needs)}"
         )
     too_many = (variant for variant in variants if misfit(problem, variant) == "rows")
     running = splitting(problem, running, too_many)

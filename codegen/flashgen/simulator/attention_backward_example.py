@@ -96,5 +96,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> BackwardExample:
     )
     out[...] = bfloat16_bits(forward.out.astype(np.float32)) if dtype == "bf16" else forward.out
     lse[...] = forward.lse
+    if dlse is not None:
+        dlse[np.isneginf(lse)] = np.nan  # has no effect
     arrays = (dout, q, k, v, mask, out, lse, dlse, dq, dk, dv, *score_arrays)
     return BackwardExample(problem, arrays)

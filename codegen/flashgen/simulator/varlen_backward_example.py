@@ -81,6 +81,9 @@ class VarlenBackwardExample(BackwardExample):
             bits = bfloat16_bits(found.out.astype(np.float32)) if problem.dtype == "bf16" else found.out
             arrays["out"][...] = bits
             arrays["lse"][...] = found.lse
+            if arrays["dlse"] is not None:  # that of an LSE of -inf has no effect
+                finite = np.nan_to_num(arrays["dlse"], nan=1.0)
+                arrays["dlse"][...] = np.where(np.isneginf(found.lse), np.nan, finite)
 
     def _tables(self, each: Sequence) -> list[np.ndarray]:
         """The arrays of a score modification for a sequence."""

@@ -28,6 +28,7 @@ int source_lane(const ShuffleOperand& operand, int lane) {
     return lane;
 }
 
+// CUDA promises no order of memory accesses by shuffles and votes, and the PTX ISA none by elect.sync.
 bool complete_shuffle(Warp& warp, uint32_t lanes, Location where) {
     Block& block = *warp.block;
     ++block.counters->shuffles;
@@ -41,7 +42,6 @@ bool complete_shuffle(Warp& warp, uint32_t lanes, Location where) {
         }
         operand.result = static_cast<ShuffleOperand*>(warp.operands[source])->value;
     }
-    block.order_lanes(warp, lanes);
     return true;
 }
 
@@ -60,7 +60,6 @@ bool complete_vote(Warp& warp, uint32_t lanes, Location) {
     for (uint32_t left = lanes; left != 0; left &= left - 1) {
         static_cast<VoteOperand*>(warp.operands[std::countr_zero(left)])->result = votes;
     }
-    warp.block->order_lanes(warp, lanes);
     return true;
 }
 
@@ -70,7 +69,6 @@ bool complete_sync(Warp& warp, uint32_t lanes, Location) {
     return true;
 }
 
-// The PTX ISA does not say that elect.sync orders memory.
 bool complete_elect(Warp&, uint32_t, Location) { return true; }
 
 bool complete_barrier(Warp& warp, uint32_t lanes, Location where) {
