@@ -93,6 +93,13 @@ def cascaded(x):
     return *flashgen.cascade(strided, parts(x), causal=True, return_lse=True), of_one
 
 
+def cascaded_over_caches(x):
+    k, v = x["kv"].unbind(1)
+    own = flashgen.KVCache(k, v, x["lengths"], x["pages"])
+    prefix = flashgen.KVCache(k, v, x["lengths"][:1], x["pages"][:1])
+    return flashgen.cascade(x["q"], [prefix, own], causal=True, return_lse=True)
+
+
 def differentiated(x):
     k, v = parts(x)[0]
     of_lengths = {"kv_lengths": x["lengths"].clamp(max=8), "max_seqlen_kv": 8, "causal": True}
@@ -106,7 +113,18 @@ def differentiated(x):
     return tuple(gradients)
 
 
-CALLS = [over_pages, appending, packed, indexed, appended, into_out, merged, cascaded, differentiated]
+CALLS = [
+    over_pages,
+    appending,
+    packed,
+    indexed,
+    appended,
+    into_out,
+    merged,
+    cascaded,
+    cascaded_over_caches,
+    differentiated,
+]
 
 
 def same(found, expected):

@@ -1,5 +1,7 @@
 """merge and cascade against one attention over all keys, in float64."""
 
+import dataclasses
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -230,12 +232,90 @@ def test_a_causal_mask_type_is_an_option_of_its_own(value):
         flashgen.cascade(q, [keys(3, 1)], mask_type=value)
 
 
-def test_a_cache_is_no_part():
-    q, (k, v) = normal(BATCH, ROWS, HEADS, WIDTH), keys(9)
-    cache = flashgen.KVCache(k, v, np.full(BATCH, 4, np.int32))
-    for part in (cache, (cache, None), [cache, v]):
-        with pytest.raises(errors.BadParam, match=r"^parts\[1\] is a KVCache.* merge\(\) the results$"):
-            flashgen.cascade(q, [(k, v), part])
+def cache_of(lengths, dtype=np.float32, page_size=4):
+    """A KVCache of pages in any order, with NaN in what no sequence has, and the keys of each sequence."""
+    rng = np.random.default_rng()
+    most = -(-max(lengths) // page_size) + 1
+    table = rng.permutation(len(lengths) * most).astype(np.int32).reshape(len(lengths), most)
+    cached = []
+    for width in (WIDTH, WIDTH_V):
+        x = normal(len(lengths), most * page_size, KV_HEADS, width, dtype=dtype)
+        x[np.arange(x.shape[1]) >= np.array(lengths)[:, None]] = np.nan
+        cached.append(x)
+    there = [np.empty((table.size, page_size, *x.shape[2:]), dtype) for x in cached]
+    for memory, x in zip(there, cached, strict=True):
+        memory[table.reshape(-1)] = x.reshape(table.size, page_size, *x.shape[2:])
+    return flashgen.KVCache(*there, np.array(lengths, np.int32), pages=table), cached
+
+
+@pytest.mark.parametrize("backend", ["cpu", "simulator"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_caches_are_parts(rows, backend, request):
+    """A prefix in pages or in an array that all share, and what each sequence has of its own, or has not."""
+    if backend == "simulator":
+        request.getfixturevalue("compiler_of_the_host")
+    lengths, q = [5, 0, 9], normal(BATCH, rows, HEADS, WIDTH, dtype=np.float16)
+    prefix, (prefix_k, prefix_v) = cache_of([10], np.float16)
+    own, (k, v) = cache_of(lengths, np.float16)
+    pair = prefix_k[:, :10], prefix_v[:, :10]
+    for given in ([prefix, own], [pair, own], [own, pair]):
+        causal = given[-1] is own
+        out, lse = flashgen.cascade(q, given, causal=causal, return_lse=True, backend=backend)
+        for b, length in enumerate(lengths):
+            of_all = (np.concatenate([x[0], y[b, :length]])[None] for x, y in zip(pair, (k, v), strict=True))
+            # Queries ahead of the own keys see all of the prefix, and no own one.
+            band = Band(10 + length - rows, right=0) if causal else Band()
+            wide = (widened(x, "fp16") for x in of_all)
+            right = reference.attention(widened(q[b : b + 1], "fp16"), *wide, "fp16", WIDTH**-0.5, band)
+            seen = slice(max(0, rows - length) if causal else 0, rows)
+            for found, expected, bound in (
+                (out[b : b + 1, seen], right.out[:, seen], right.out_bound[:, seen]),
+                (lse[b : b + 1, :, seen], right.lse[..., seen], right.lse_bound[..., seen]),
+            ):
+                assert reference.largest(found.astype(float), expected, 4 * bound).share <= 1
+
+
+def test_a_cache_alone_is_attention_with_it():
+    q, (cache, _) = normal(BATCH, ROWS, HEADS, WIDTH), cache_of([5, 0, 9])
+    np.testing.assert_array_equal(
+        flashgen.cascade(q, [cache], causal=True), flashgen.attention(q, cache, causal=True)
+    )
+
+
+def test_a_cache_that_is_no_part_is_named_before_anything_is_written(monkeypatch):
+    q, (k, v), (own, _), (prefix, _) = (
+        normal(BATCH, ROWS, HEADS, WIDTH),
+        keys(9),
+        cache_of([5, 0, 9]),
+        cache_of([7]),
+    )
+    replaced = lambda **changes: dataclasses.replace(own, **changes)  # noqa: E731
+    monkeypatch.setattr(parts, "attention", None)
+    for given, error, words in (
+        ([(k, v), (own, None)], errors.BadParam, r"^parts\[1\] is a pair with a KVCache"),
+        ([prefix], errors.BadParam, r"^parts\[0\] is a KVCache of one length for 3 batch entries"),
+        ([(k, v), prefix], errors.BadParam, r"^parts\[1\] is a KVCache of one length for 3"),
+        (
+            [(k, v), replaced(lengths=None)],
+            errors.NullPointer,
+            r"^parts\[1\]: lengths of the KVCache is None",
+        ),
+        ([(k, v), replaced(lengths=own.lengths[:2])], errors.BadTensorShape, r"^parts\[1\]: "),
+        (
+            [(k, v), replaced(lengths=own.lengths.astype(np.int64))],
+            errors.BadTensorDtype,
+            r"^parts\[1\]: lengths",
+        ),
+        ([replaced(v=own.v[..., :16]), (k, v)], errors.BadTensorShape, r"^parts\[1\]: v has head_dim_v 24"),
+        ([(k, v), replaced(pages=own.pages.astype(float))], errors.BadTensorDtype, r"^parts\[1\]: pages"),
+    ):
+        with pytest.raises(error, match=words):
+            flashgen.cascade(q, given, causal=True)
+    with pytest.raises(errors.BadTensorShape, match=r"^parts\[0\]: out has shape"):
+        flashgen.cascade(q, [prefix, own], out=np.empty((BATCH, ROWS, HEADS, 8), np.float32))
+    within = own.v.reshape(-1)[: BATCH * ROWS * HEADS * WIDTH_V].reshape(BATCH, ROWS, HEADS, WIDTH_V)
+    with pytest.raises(errors.BadTensorStrides, match=r"^out overlaps v of parts\[1\] in memory"):
+        flashgen.cascade(q, [prefix, own], out=within)
 
 
 def test_a_cascade_names_the_part_that_does_not_fit_before_it_writes():

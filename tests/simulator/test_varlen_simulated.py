@@ -80,6 +80,9 @@ LONG = Shape(3, 2100, heads=1, batch=6)
 TILES = Shape(330, 200, heads=1, batch=5)
 TOKENS = Shape(1, 500, heads=2, batch=45)
 HEADS = Shape(1, 2100, heads=4, batch=5)
+# Values narrower than keys, and both than hdim32.
+NARROW = Shape(70, 150, heads=1, batch=8, head_dim=24, head_dim_v=16)
+NARROW_LONG = Shape(3, 900, heads=1, batch=6, head_dim=24, head_dim_v=16)
 
 
 def grouped(variant, shape):
@@ -131,6 +134,23 @@ def test_a_window_without_a_left_side_hides_what_it_says(window, right, compiler
     found = (problem.mask_type, problem.shift, problem.window_left, problem.window_right)
     assert found == ("local", 0, UNBOUNDED, right)
     assert verdict_of(variant, example, fresh_seed) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        (CAUSAL_PAGED, NARROW),
+        (DECODE_PAGED, NARROW_LONG),
+        (HOPPER_KERNELS[3], NARROW),
+        (HOPPER_PAGED, dataclasses.replace(NARROW, head_dim=56, head_dim_v=40)),
+    ],
+)
+def test_pages_with_rows_narrower_than_the_kernel_holds(name, shape, compiler, fresh_seed):
+    """NaN follows each row of K and V, and belongs to no array."""
+    variant = VARIANTS[name]
+    for packed_q in (False, True):
+        example = example_of(variant, grouped(variant, shape), fresh_seed, packed_q)
+        assert verdict_of(variant, example, fresh_seed) is None
 
 
 def test_diagonals_of_sequences_end_bottom_right(fresh_seed):
@@ -246,7 +266,11 @@ READ_TILE = (
     "        __syncwarp();  // all lanes have read it\n"
     "        release("
 )
+OF_ROW = " && panel * kPanelElements + chunk * kChunkElements < head_dim;"
 FAULTS = (
+    (fault("elements behind a row of a page", CAUSAL_PAGED, NARROW, BOUNDS, OF_ROW, ";"), {}),
+    (fault("elements behind a row of a page, of a share", DECODE_PAGED, NARROW_LONG, BOUNDS,
+           OF_ROW, ";"), {}),
     (fault("all pages instead of a length", CAUSAL_PAGED, FEW, (WRONG, *BOUNDS),
            "return {0, load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};",
            "return {0, params.seqlen_kv};"), {}),

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from flashgen.api.asked import asked
 from flashgen.api.attention import attention
-from flashgen.api.calls import call_of
+from flashgen.api.calls import call_of, ready
 from flashgen.api.kvcache import KVCache
 from flashgen.errors import BadParam, BadTensorShape, BadTensorStrides, FlashgenError, naming
 from flashgen.operators.arguments import DTYPE_BYTES, check_memory, flag, overlapping, span_of
 from flashgen.operators.attention import ATTENTION
 from flashgen.operators.attention import normalise as normalise_attention
-from flashgen.operators.contract import MAX_SEQLEN
+from flashgen.operators.contract import MAX_SEQLEN, check_out
 from flashgen.operators.maskoptions import NO_WINDOW, mask_type_name, window_of
 from flashgen.operators.merge import MERGE, check_parts, normalise
+from flashgen.operators.splits import AUTO
 from flashgen.runtime import arrays, dlpack, torchkind
 
 if TYPE_CHECKING:
@@ -90,7 +92,7 @@ def merge(
 
 def cascade(
     q: Any,
-    parts: Sequence[tuple[Any, Any]],
+    parts: Sequence[tuple[Any, Any] | KVCache],
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
@@ -105,14 +107,16 @@ def cascade(
     and what each has of its own.
 
     q: (batch, seqlen_q, num_heads_q, head_dim), or without batch, as in ``attention``.
-    parts: a list of (k, v), from the first keys to the last. k: (batch, seqlen_kv, num_heads_kv, head_dim),
-        v: (batch, seqlen_kv, num_heads_kv, head_dim_v), as in ``attention``; seqlen_kv and num_heads_kv may
-        differ between parts. A part of batch 1 is shared by all batch entries of q: it is read once for all,
-        as the queries of all entries become those of one long sequence. That copies q, once, where its batch
-        and sequence strides are not those of one sequence. No ``KVCache``, and no lengths.
+    parts: a list of (k, v) or ``KVCache``, from the first keys to the last. k: (batch, seqlen_kv,
+        num_heads_kv, head_dim), v: (batch, seqlen_kv, num_heads_kv, head_dim_v), as in ``attention``;
+        seqlen_kv and num_heads_kv may differ between parts. A part of batch 1, of a KVCache one with one
+        length, is shared by all batch entries of q: it is read once for all, as the queries of all entries
+        become those of one long sequence. That copies q, once, where its batch and sequence strides are not
+        those of one sequence.
     causal: in the last part hide key j from query i unless j <= i + seqlen_kv - seqlen_q, with the seqlen_kv
-        of that part; all queries see all keys of the others. This is causal attention over all keys where the
-        last part has seqlen_q keys or more.
+        of that part, in a KVCache of each sequence; all queries see all keys of the others. This is causal
+        attention over all keys where the last part has seqlen_q keys or more. With several queries the last
+        part is no KVCache that they share.
     softmax_scale, softcap, out, return_lse, stream, backend: as in ``attention``.
     mask, mask_type, window_size, alibi_slopes, score, params: only as they do nothing in ``attention``: their
         positions would count from the beginning of a part.
@@ -134,39 +138,45 @@ def cascade(
                 f"{name} was given; cascade takes none, as its positions would count from the beginning of a "
                 "part"
             )
-    _refuse_caches(parts)
-    pairs = _pairs(parts, "(k, v)")
+    parts = _parts(parts)
     causal, return_lse = flag("causal", causal), flag("return_lse", return_lse)
-    if any(arrays.kind_of(x) is None for x in (q, *(x for pair in pairs for x in pair))):
-        return _cascade_adopted(q, pairs, out, stream, causal, softmax_scale, softcap, return_lse, backend)
-    if arrays.kind_of(q).watched(q):
-        from flashgen.api import compiled
+    of_parts = {f"parts[{i}]: {name}": x for i, part in enumerate(parts) for name, x in _named(part).items()}
+    if any(x is not None and arrays.kind_of(x) is None for x in (q, *of_parts.values())):
+        return _cascade_adopted(q, parts, out, stream, causal, softmax_scale, softcap, return_lse, backend)
+    traced = arrays.kind_of(q).watched(q)
+    try:
+        if traced:
+            from flashgen.api import compiled
 
-        of_parts = {
-            f"parts[{i}]: {name}": x
-            for i, pair in enumerate(pairs)
-            for name, x in zip("kv", pair, strict=True)
-        }
-        compiled.check({"q": q, "out": out} | of_parts, stream, "cascade()", {"out"})
-    else:
-        try:
-            _check_cascade(q, pairs, out, causal)
-        except torchkind.RequiresGradient as error:
-            raise error.of("cascade()") from None
-    common = {"softmax_scale": softmax_scale, "softcap": softcap, "stream": stream, "backend": backend}
-    if len(pairs) == 1:
-        k, v = _in_batch(q, *pairs[0])
-        return attention(q, k, v, causal=causal, out=out, return_lse=return_lse, **common)
-    folded, results = None, []
-    with_diagonal = len(pairs) if causal and q.shape[-3] > 1 else None
-    for number, (k, v) in enumerate(pairs, 1):
-        diagonal = number == with_diagonal
-        if _is_shared(q, k, v) and not diagonal and q.shape[0] * q.shape[1] <= MAX_SEQLEN:
-            folded = _folded(q, stream) if folded is None else folded
-            results.append(_unfolded(attention(folded, k, v, return_lse=True, **common), q, stream))
+            compiled.check({"q": q, "out": out} | of_parts, stream, "cascade()", {"out"})
         else:
-            k, v = _in_batch(q, k, v)
-            results.append(attention(q, k, v, causal=diagonal, return_lse=True, **common))
+            _check_cascade(q, parts, out, causal)
+        folded, calls = None, []
+        with_diagonal = len(parts) - 1 if causal and q.shape[-3] > 1 else None
+        for index, part in enumerate(parts):
+            diagonal = index == with_diagonal
+            if (
+                _is_shared(q, part)
+                and not diagonal
+                and len(parts) > 1
+                and q.shape[0] * q.shape[1] <= MAX_SEQLEN
+            ):
+                folded = _folded(q, stream) if folded is None else folded
+                calls.append((folded, part, False))
+            else:
+                calls.append((q, _in_batch(q, part, index), diagonal))
+        if not traced:
+            _check_caches(calls, softmax_scale, softcap, stream, backend)
+    except torchkind.RequiresGradient as error:
+        raise error.of("cascade()") from None
+    common = {"softmax_scale": softmax_scale, "softcap": softcap, "stream": stream, "backend": backend}
+    if len(parts) == 1:
+        (_, part, _) = calls[0]
+        return attention(q, *_keys(part), causal=causal, out=out, return_lse=return_lse, **common)
+    results = []
+    for seen, part, diagonal in calls:
+        found = attention(seen, *_keys(part), causal=diagonal, return_lse=True, **common)
+        results.append(found if seen is q else _unfolded(found, q, stream))
     merged, lse = merge(results, out=out, stream=stream, backend=backend)
     return (merged, lse) if return_lse else merged
 
@@ -180,23 +190,46 @@ def _does_nothing(name: str, value: Any) -> bool:
     return value is None or (name == "params" and isinstance(value, dict) and not value)
 
 
-def _refuse_caches(parts: Any) -> None:
-    """Raise BadParam for a part that is a KVCache, whose sequences have lengths of their own."""
-    for index, part in enumerate(parts if isinstance(parts, (list, tuple)) else ()):
-        if KVCache in map(type, part if isinstance(part, (list, tuple)) else (part,)):
-            raise BadParam(
-                f"parts[{index}] is a KVCache; cascade takes arrays of one length: call attention with "
-                "return_lse=True for the cache and for each other part, and merge() the results"
-            )
+def _parts(parts: Any) -> list[tuple[Any, Any] | KVCache]:
+    """Those of a cascade. Raises BadParam."""
+    what = "(k, v) or a KVCache"
+    _check_list(parts, what)
+    for index, part in enumerate(parts):
+        if type(part) is not KVCache:
+            _check_pair(index, part, what)
+            if KVCache in map(type, part):
+                raise BadParam(f"parts[{index}] is a pair with a KVCache; pass the KVCache alone")
+    return [part if type(part) is KVCache else tuple(part) for part in parts]
 
 
 def _pairs(parts: Any, what: str) -> list[tuple[Any, Any]]:
+    _check_list(parts, what)
+    for index, pair in enumerate(parts):
+        _check_pair(index, pair, what)
+    return [tuple(pair) for pair in parts]
+
+
+def _check_list(parts: Any, what: str) -> None:
     if not isinstance(parts, (list, tuple)) or not parts:
         raise BadParam(f"parts is {_short(parts)}; expected a list of {what}, with one at least")
-    for index, pair in enumerate(parts):
-        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            raise BadParam(f"parts[{index}] is {_short(pair)}; expected {what}")
-    return [tuple(pair) for pair in parts]
+
+
+def _check_pair(index: int, pair: Any, what: str) -> None:
+    if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+        raise BadParam(f"parts[{index}] is {_short(pair)}; expected {what}")
+
+
+def _named(part: tuple[Any, Any] | KVCache) -> dict[str, Any]:
+    """The arrays of a part; those that a KVCache may lack only where it has them."""
+    if type(part) is KVCache:
+        given = {each.name: getattr(part, each.name) for each in dataclasses.fields(part)}
+        return {name: x for name, x in given.items() if x is not None or name not in ("pages", "index")}
+    return dict(zip("kv", part, strict=True))
+
+
+def _keys(part: tuple[Any, Any] | KVCache) -> tuple[Any, ...]:
+    """A part as arguments of ``attention``."""
+    return (part,) if type(part) is KVCache else part
 
 
 def _short(x: Any) -> str:
@@ -234,15 +267,39 @@ def _check_merge(pairs: list[tuple[Any, Any]], out: Any, lse_out: Any, stream: A
             check_memory(MERGE.arguments, spans, pointers, given_results)
 
 
-def _check_cascade(q: Any, pairs: list[tuple[Any, Any]], out: Any, causal: bool) -> None:
-    """That each part is one that attention takes, ahead of the first call; messages name the part."""
+def _check_caches(
+    calls: list[tuple[Any, Any, bool]], softmax_scale: Any, softcap: Any, stream: Any, backend: str | None
+) -> None:
+    """That attention takes each KVCache, ahead of the first call; ``calls`` are q, a part, and whether it is
+    causal. Messages name the part.
+    """
+    for index, (q, part, diagonal) in enumerate(calls):
+        if type(part) is KVCache:
+            options = diagonal, None, NO_WINDOW, True, AUTO
+            of_score = softcap, None, None, None
+            try:
+                wanted = asked(q, part, None, None, None, options, softmax_scale, of_score, (None,) * 5)
+                with naming(kv_lengths="lengths"):
+                    ready(*wanted, stream, backend, None)
+            except torchkind.RequiresGradient:
+                raise
+            except FlashgenError as error:
+                raise type(error)(f"parts[{index}]: {error}") from None
+
+
+def _check_cascade(q: Any, parts: list[tuple[Any, Any] | KVCache], out: Any, causal: bool) -> None:
+    """That each pair is one that attention takes, ahead of the first call; messages name the part. Of a
+    KVCache k and v alone are looked at, and `_check_caches` does the rest.
+    """
     kind = arrays.kind_of(q)
+    is_cache = tuple(type(part) is KVCache for part in parts)
+    pairs = [(part.k, part.v) if type(part) is KVCache else part for part in parts]
     given = (q, out, *(x for pair in pairs for x in pair))
     key = None
     if all(x is None or arrays.kind_of(x) is kind for x in given):
         try:
             layouts, pointers = kind.read(given)
-            key = (kind.name, layouts, causal)
+            key = (kind.name, layouts, causal, is_cache)
         except RuntimeError:  # an array without memory: its view says so
             key = None
         spans = _sound.get(key)
@@ -255,7 +312,7 @@ def _check_cascade(q: Any, pairs: list[tuple[Any, Any]], out: Any, causal: bool)
         try:
             views = [arrays.view(x, name) for x, name in zip(pair, ("k", "v"), strict=True)]
             arrays.check_libraries({"q": view, "k": views[0], "v": views[1]})
-            if views[0].shape[:-1] != views[1].shape[:-1]:  # which a part of batch 1 would hide
+            if not is_cache[index] and views[0].shape[:-1] != views[1].shape[:-1]:  # batch 1 would hide it
                 raise BadTensorShape(
                     f"v has shape {views[1].shape} but k has {views[0].shape}; all but the last dimension "
                     "must be the same"
@@ -263,7 +320,10 @@ def _check_cascade(q: Any, pairs: list[tuple[Any, Any]], out: Any, causal: bool)
             width, first = views[1].shape[-1:], pairs[0][1].shape[-1:]
             if width != first:
                 raise BadTensorShape(f"v has head_dim_v {width[0]} but that of parts[0] has {first[0]}")
-            normalise_attention(view, *_views_in_batch(view, *views), out=out_view, causal=causal)
+            if is_cache[index]:
+                check_out(out_view, view, views[1])
+            else:
+                normalise_attention(view, *_views_in_batch(view, *views), out=out_view, causal=causal)
         except FlashgenError as error:
             raise type(error)(f"parts[{index}]: {error}") from None
     if key is not None:
@@ -296,7 +356,7 @@ def _check_memory(pointers: Sequence[int], spans: Sequence[tuple[int, int]]) -> 
 
 def _views_in_batch(q: ArrayView, k: ArrayView, v: ArrayView) -> Sequence[ArrayView]:
     """The views of k and v with the batch of q, where a shared part has batch 1."""
-    if not _is_shared(q, k, v):
+    if not _is_shared(q, (k, v)):
         return k, v
     return [
         dataclasses.replace(x, shape=(q.shape[0], *x.shape[1:]), strides=x.strides and (0, *x.strides[1:]))
@@ -304,15 +364,27 @@ def _views_in_batch(q: ArrayView, k: ArrayView, v: ArrayView) -> Sequence[ArrayV
     ]
 
 
-def _in_batch(q: Any, k: Any, v: Any) -> Sequence[Any]:
-    """k and v with the batch of q: of a shared part views that have its elements for each batch entry."""
-    if not _is_shared(q, k, v):
-        return k, v
-    return [arrays.kind_of(x).broadcast(x, (q.shape[0], *x.shape[1:])) for x in (k, v)]
+def _in_batch(q: Any, part: tuple[Any, Any] | KVCache, index: int) -> tuple[Any, Any] | KVCache:
+    """A part with the batch of q: of a shared one views that have its elements for each batch entry. Raises
+    BadParam for a KVCache, whose lengths cannot be repeated.
+    """
+    if not _is_shared(q, part):
+        return part
+    if type(part) is KVCache:
+        raise BadParam(
+            f"parts[{index}] is a KVCache of one length for {q.shape[0]} batch entries of q, which share it "
+            "only beside another part, and with causal and several queries not as the last one; pass a "
+            "length for each"
+        )
+    return tuple(arrays.kind_of(x).broadcast(x, (q.shape[0], *x.shape[1:])) for x in part)
 
 
-def _is_shared(q: Any, k: Any, v: Any) -> bool:
+def _is_shared(q: Any, part: tuple[Any, Any] | KVCache) -> bool:
     """Whether a part of batch 1 serves several batch entries of q."""
+    if type(part) is KVCache:
+        lengths = getattr(part.lengths, "shape", ())
+        return len(q.shape) == 4 and tuple(lengths) == (1,) and q.shape[0] != 1
+    k, v = part
     return len(q.shape) == len(k.shape) == len(v.shape) == 4 and k.shape[0] == v.shape[0] == 1 != q.shape[0]
 
 
@@ -336,7 +408,7 @@ def _unfolded(results: tuple[Any, Any], q: Any, stream: Any) -> tuple[Any, Any]:
 
 def _cascade_adopted(
     q: Any,
-    pairs: list[tuple[Any, Any]],
+    parts: list[tuple[Any, Any] | KVCache],
     out: Any,
     stream: Any,
     causal: bool,
@@ -351,13 +423,10 @@ def _cascade_adopted(
             f"out has type {type(out).__name__}, whose memory cannot be written to; call without out"
         )
     native_q = dlpack.adopt(q, "q", stream)
-    native = [
-        tuple(
-            dlpack.adopt(x, f"parts[{index}]: {name}", stream)
-            for x, name in zip(pair, ("k", "v"), strict=True)
-        )
-        for index, pair in enumerate(pairs)
-    ]
+    native = []
+    for index, part in enumerate(parts):
+        given = {name: dlpack.adopt(x, f"parts[{index}]: {name}", stream) for name, x in _named(part).items()}
+        native.append(KVCache(**given) if type(part) is KVCache else tuple(given.values()))
     results = cascade(
         native_q,
         native,
@@ -369,7 +438,7 @@ def _cascade_adopted(
         stream=stream,
         backend=backend,
     )
-    inputs = (native_q, *(x for pair in native for x in pair))
+    inputs = (native_q, *(x for part in native for x in _named(part).values()))
     lse = dlpack.hand_back(results[1], q, inputs, stream)
     result = dlpack.hand_back(results[0], q, inputs, stream) if out is None else out
     return (result, lse) if return_lse else result

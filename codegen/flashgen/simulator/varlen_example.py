@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # Entries of a page table that no length reaches.
 _GARBAGE = 1 << 30
+# Rows of a packed array behind its last sequence, at most.
+_MOST_BEHIND = 3
 _PAGE_SIZES = (1, 3, 16, 48, 64, 256)
 _MASK = VARLEN.arguments[VARLEN.position("mask")]
 # Of a variant for calls that say a number, where the shape says none.
@@ -100,8 +102,8 @@ class VarlenExample:
 def make(variant: Variant, shape: Shape, seed: int) -> VarlenExample:
     """Normal random inputs for ``variant``, sequences of random lengths up to those of ``shape``, the first
     of which has these. Queries and keys are packed or padded, as the seed will, or padded with a dense mask;
-    outputs, what lies between rows, slots past a length and pages of no sequence are NaN, and entries of the
-    page table past a length are garbage.
+    outputs, what lies between rows, packed rows behind the last sequence, slots past a length and pages of no
+    sequence are NaN, and entries of the page table past a length are garbage.
 
     Raises BadParam for sizes that are not the variant's, and for a diagonal that starts top left; and what
     the contract raises.
@@ -115,21 +117,22 @@ def make(variant: Variant, shape: Shape, seed: int) -> VarlenExample:
     packed_q = bool(rng.integers(2)) and not dense
     if packed_q:
         lengths["cu_seqlens_q"] = boundaries(q_lengths)
-        q_rows = (1, int(q_lengths.sum()))
+        q_rows, used = _packed(rng, q_lengths)
     else:
-        q_rows = (batch, shape.seqlen_q)
-    q = random_rows(rng, (*q_rows, shape.heads, head_dim), dtype, shape.spread, shape.gap)
+        q_rows, used = (batch, shape.seqlen_q), None
+    q = _rows(rng, (*q_rows, shape.heads, head_dim), used, dtype, shape.spread, shape.gap)
     if "paged" in dict(variant.axes).values():
         boxes = [param.box.rows for param in variant.params if param.name == "k" and param.box]
         sizes = [size for size in _PAGE_SIZES if not any(size % rows for rows in boxes)]
-        kv_rows, places = _paged(rng, lengths, kv_lengths, sizes)
+        kv_rows, used = _paged(rng, lengths, kv_lengths, sizes)
     elif rng.integers(2) and not dense:
         lengths["cu_seqlens_kv"] = boundaries(kv_lengths)
-        kv_rows, places = (1, int(kv_lengths.sum())), None
+        kv_rows, used = _packed(rng, kv_lengths)
     else:
-        kv_rows, places = _cache(rng, lengths, kv_lengths, shape)
+        kv_rows, used = _cache(rng, lengths, kv_lengths, shape)
     k, v = (
-        _keys(rng, (*kv_rows, kv_heads, width), places, dtype, shape.gap) for width in (head_dim, head_dim_v)
+        _rows(rng, (*kv_rows, kv_heads, width), used, dtype, 1.0, shape.gap)
+        for width in (head_dim, head_dim_v)
     )
     out = rows_within_nan((*q_rows, shape.heads, head_dim_v), dtype, shape.gap)
     lse = np.full((q_rows[0], shape.heads, q_rows[1]), np.nan, np.float32) if shape.return_lse else None
@@ -206,6 +209,15 @@ def boundaries(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
+def _packed(rng: np.random.Generator, lengths: np.ndarray) -> tuple[tuple[int, int], np.ndarray]:
+    """Packed sequences, with a few rows behind the last one. Returns entries and their rows, and which are
+    used.
+    """
+    total = int(lengths.sum())
+    used = np.arange(total + int(rng.integers(_MOST_BEHIND + 1)))[None] < total
+    return used.shape, used
+
+
 def _paged(
     rng: np.random.Generator, lengths: dict[str, np.ndarray | None], kv_lengths: np.ndarray, sizes: list[int]
 ) -> tuple[tuple[int, int], np.ndarray]:
@@ -242,11 +254,16 @@ def _cache(
     return used.shape, used
 
 
-def _keys(
-    rng: np.random.Generator, size: tuple[int, ...], used: np.ndarray | None, dtype: str, gap: int
+def _rows(
+    rng: np.random.Generator,
+    size: tuple[int, ...],
+    used: np.ndarray | None,
+    dtype: str,
+    spread: float,
+    gap: int,
 ) -> np.ndarray:
-    """Rows of K or V; slots that are not used are NaN."""
-    x = random_rows(rng, size, dtype, 1.0, gap)
+    """Rows of Q, K or V; those that are not used are NaN."""
+    x = random_rows(rng, size, dtype, spread, gap)
     if used is not None:
         x[~used] = 0xFFFF if dtype == "bf16" else np.nan
     return x
