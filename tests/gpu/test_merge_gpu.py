@@ -134,6 +134,25 @@ def test_a_graph_replays_with_other_inputs():
     assert torch.equal(out, flashgen.cascade(q, given, causal=True))
 
 
+@pytest.mark.parametrize("seqlen_q", [1, 4])
+def test_caches_are_parts(seqlen_q):
+    """Beside the pages of the prefix in the table of each sequence."""
+    random, batch, prefix_pages = generator(), 4, 10
+    q = normal(random, batch, seqlen_q, 16, 128, dtype=torch.bfloat16)
+    k, v = (normal(random, prefix_pages + 8 * batch, 16, 2, 128, dtype=torch.bfloat16) for _ in "kv")
+    order = torch.randperm(len(k), generator=random, device="cuda").int()
+    shared, tables = order[:prefix_pages][None], order[prefix_pages:].view(batch, 8)
+    shared_length = torch.tensor([16 * prefix_pages], dtype=torch.int32, device="cuda")
+    lengths = torch.randint(seqlen_q, 129, (batch,), generator=random, device="cuda").int()
+    prefix, own = flashgen.KVCache(k, v, shared_length, shared), flashgen.KVCache(k, v, lengths, tables)
+    whole = torch.cat([shared.expand(batch, -1), tables], 1)
+    found = flashgen.cascade(q, [prefix, own], causal=True, return_lse=True)
+    cache = flashgen.KVCache(k, v, lengths + shared_length, whole)
+    right = flashgen.attention(q, cache, causal=True, return_lse=True)
+    torch.testing.assert_close(found[0], right[0], rtol=2e-2, atol=5e-3)
+    torch.testing.assert_close(found[1], right[1], rtol=1e-3, atol=1e-3)
+
+
 def test_cupy_arrays():
     cupy = pytest.importorskip("cupy")
     rng = np.random.default_rng(new_seed())

@@ -64,6 +64,12 @@ FAULTS = (
         "if (lane == 32) add_release_32(",
     ),
     plain("all lanes count", STUCK, "if (lane == 0) add_release_32(", "add_release_32("),
+    plain(
+        "zeros are found without an acquire",
+        ("race",),
+        "int(load_acquire_32(params.cleared",
+        "int(load_relaxed_32(params.cleared",
+    ),
     plain("nobody waits for zeros", (WRONG,), _AWAITS, "", backwards=True),
     plain("heads that are launched later are waited for", STUCK, _AWAITS, _AWAITS, backwards=True),
     plain(

@@ -23,6 +23,7 @@ TWO_PAIRS = Shape(seqlen_q=200, seqlen_kv=250, heads=1)
 
 OUT_OF_TURN = ("global bounds", "global access")
 STUCK = ("deadlock",)
+UNORDERED = ("race",)
 
 _LAUNCHED = "params.num_row_blocks - 1 - blocks_ahead"
 _LAUNCHED_PAIR = "params.num_row_blocks - 2 - 2 * pairs_ahead"
@@ -111,6 +112,10 @@ FAULTS = (
            "if (lane == 0) pass_turn(", "if (lane == 32) pass_turn("),
     ampere("keys past the diagonal are waited for", STUCK, LAST_BLOCK, EVERY_BLOCK),
     ampere("those waited for are launched later", STUCK, _LAUNCHED, "blocks_ahead"),
+    ampere("a turn is passed without a release", UNORDERED,
+           "store_release_32(turns_of(", "store_global_32(turns_of("),
+    ampere("a turn is found without an acquire", UNORDERED,
+           "return load_acquire_32(turns_of(", "return load_relaxed_32(turns_of("),
     ampere("turns are not cleared", STUCK, "if (threadIdx.x < kTurns)", "if (threadIdx.x < 0)",
            "preprocess"),
     hopper("a turn is not awaited", OUT_OF_TURN, "        while (!has_turn(params, tile, step)) {}\n", "",
@@ -126,6 +131,10 @@ FAULTS = (
     hopper("a turn is not passed on", STUCK, "        pass_turn(params, tile, step);\n", ""),
     hopper("consumers do not say what they have added", STUCK, "        release(barriers.dq_added());\n", ""),
     hopper("keys past the diagonal are waited for", STUCK, LAST_BLOCK, EVERY_BLOCK),
+    hopper("a turn is passed without a release", UNORDERED,
+           "store_release_32(turns_of(", "store_global_32(turns_of("),
+    hopper("a turn is found without an acquire", UNORDERED,
+           "return load_acquire_32(turns_of(", "return load_relaxed_32(turns_of("),
     hopper("turns are not cleared", STUCK, "if (threadIdx.x < kTurns)", "if (threadIdx.x < 0)",
            "preprocess"),
     wide("the consumer of dV does not await its turn", OUT_OF_TURN,

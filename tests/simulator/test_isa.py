@@ -315,19 +315,50 @@ def test_reds_of_all_threads_add_up(rng):
 
 
 def test_a_release_is_seen_by_who_waits_for_it(fresh_seed):
-    flag, found = np.zeros(1, np.uint32), np.zeros(1, np.uint32)
+    flag, told, found = (np.zeros(1, np.uint32) for _ in range(3))
     body = """
         if (threadIdx.x == 0) store_release_32(params.flag, 0);
         barrier_sync(64);
-        if (threadIdx.x == 32) store_release_32(params.flag, 7);
+        if (threadIdx.x == 32) {
+            store_global_32(params.told, 7);
+            store_release_32(params.flag, 1);
+        }
         if (threadIdx.x == 0) {
-            while (load_acquire_32(params.flag) != 7) {}
-            store_global_32(params.found, load_global_32(params.flag));
+            while (load_acquire_32(params.flag) != 1) {}
+            store_global_32(params.found, load_global_32(params.told));
         }
     """
     for seed in range(fresh_seed, fresh_seed + 10):
-        run(body, {}, {"flag": flag, "found": found}, block=64, seed=seed)
+        run(body, {}, {"flag": flag, "told": told, "found": found}, block=64, seed=seed)
         assert found == 7
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("store_release_32(word, 1)", "load_relaxed_32(word)"),
+        ("store_release_32(word, 1)", "load_global_128(word)"),
+        ("add_release_32(word, 1)", "load_global_32(word)"),
+        ("load_acquire_32(word)", "store_global_32(word, 1)"),
+        ("load_acquire_32(word)", "red_add((float*)word, 1.0f)"),
+    ],
+)
+def test_a_word_that_one_access_acquires_or_releases_is_accessed_so_by_all(first, second):
+    """The words beside it are not."""
+    body = """
+        uint32_t* word = params.words + (blockIdx.x == 0 ? 4 : OTHER);
+        if (blockIdx.x == 0 && lane == 0) {
+            for (int i = 0; i < 12; ++i) store_global_32(params.words + i, 0);
+            FIRST;
+        }
+        if (blockIdx.x == 1 && lane == 0) SECOND;  // HERE
+    """
+    body = body.replace("FIRST", first).replace("SECOND", second)
+    memory = np.zeros(16, np.uint32)
+    arrays = {"words": memory[-(memory.ctypes.data // 4) % 4 :][:12]}
+    for beside in (0, 8):
+        run(body.replace("OTHER", str(beside)), {}, arrays, grid=(2, 1, 1))
+    assert fault(body.replace("OTHER", "4"), {}, arrays, grid=(2, 1, 1)).check == "race"
 
 
 def test_waiting_for_what_nobody_writes_is_a_deadlock(fresh_seed):

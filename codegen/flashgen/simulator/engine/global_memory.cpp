@@ -52,6 +52,24 @@ GlobalMemory::Fault GlobalMemory::store(const void* pointer, int size, int align
     return {};
 }
 
+void GlobalMemory::synchronise(const void* pointer) {
+    const auto address = reinterpret_cast<uintptr_t>(pointer);
+    synchronising_.insert(address);
+    first_synchronising_ = std::min(first_synchronising_, address);
+    end_synchronising_ = std::max(end_synchronising_, address + 4);
+}
+
+GlobalMemory::Fault GlobalMemory::plain(const void* pointer, int size) const {
+    const auto address = reinterpret_cast<uintptr_t>(pointer);
+    const uintptr_t end = std::min(address + size, end_synchronising_);
+    for (uintptr_t word = std::max(address, first_synchronising_) / 4 * 4; word < end; word += 4) {
+        if (!synchronising_.contains(word)) continue;
+        return {SIM_RACE, "that neither acquires nor releases, of a word by which blocks tell each other what is done: " +
+                              place(address, size)};
+    }
+    return {};
+}
+
 bool GlobalMemory::settled(const void* pointer, int size) {
     const Region* region = find(reinterpret_cast<uintptr_t>(pointer), size, SIM_READABLE);
     return region != nullptr && region->access & SIM_SETTLED;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "simulator/abi.h"
@@ -22,6 +23,11 @@ class GlobalMemory {
     // Checks a load or store of `size` bytes at a multiple of `alignment`, and notes what a store fills.
     Fault load(const void* address, int size, int alignment);
     Fault store(const void* address, int size, int alignment);
+
+    // By a word that some access acquires or releases blocks tell each other what is done: all do so from there on.
+    void synchronise(const void* address);
+    // Checks an access that neither acquires nor releases.
+    Fault plain(const void* address, int size) const;
 
     // Whether no grid that may still be running writes there.
     bool settled(const void* address, int size);
@@ -43,6 +49,9 @@ class GlobalMemory {
     std::string place(uintptr_t address, int size) const;
 
     std::vector<Region> regions_;  // by where they begin
+    std::unordered_set<uintptr_t> synchronising_;  // words, and the bytes that hold them all
+    uintptr_t first_synchronising_ = UINTPTR_MAX;
+    uintptr_t end_synchronising_ = 0;
     size_t recent_ = 0;
 };
 

@@ -57,6 +57,7 @@ void load_global(void* value, const void* address, int size, Location where) {
     Here here;
     GlobalMemory& memory = here.block.global_to_load(here.thread, address, size, where);
     check(here, memory.load(address, size, size), "load", size, where);
+    check(here, memory.plain(address, size), "load", size, where);
     std::memcpy(value, address, size);
     here.block.counters->global_bytes_read += size;
     here.thread.warp->traffic.add(here.thread.lane, SIM_GLOBAL_LOAD, reinterpret_cast<uintptr_t>(address), size, where);
@@ -65,6 +66,7 @@ void load_global(void* value, const void* address, int size, Location where) {
 uint32_t load_relaxed(const void* address, Location where) {
     Here here;
     check(here, here.block.any_global().load(address, 4, 4), "ld.relaxed", 4, where);
+    check(here, here.block.any_global().plain(address, 4), "ld.relaxed", 4, where);
     here.block.counters->global_bytes_read += 4;
     here.thread.warp->traffic.add(here.thread.lane, SIM_GLOBAL_LOAD, reinterpret_cast<uintptr_t>(address), 4, where);
     uint32_t value;
@@ -75,6 +77,7 @@ uint32_t load_relaxed(const void* address, Location where) {
 void store_global(void* address, const void* value, int size, Location where) {
     Here here;
     check(here, here.block.global(here.thread, where).store(address, size, size), "store", size, where);
+    check(here, here.block.any_global().plain(address, size), "store", size, where);
     std::memcpy(address, value, size);
     here.block.counters->global_bytes_written += size;
     here.thread.warp->traffic.add(here.thread.lane, SIM_GLOBAL_STORE, reinterpret_cast<uintptr_t>(address), size, where);
@@ -87,6 +90,7 @@ void add_global(float* address, const float* values, int count, Location where) 
     // It reads what it adds to.
     check(here, memory.load(address, size, size), "red", size, where);
     check(here, memory.store(address, size, size), "red", size, where);
+    check(here, memory.plain(address, size), "red", size, where);
     for (int i = 0; i < count; ++i) std::atomic_ref(address[i]).fetch_add(values[i], std::memory_order_relaxed);
     here.block.counters->global_bytes_written += size;
     here.thread.warp->traffic.add(here.thread.lane, SIM_GLOBAL_ADD, reinterpret_cast<uintptr_t>(address), size, where);
@@ -95,6 +99,7 @@ void add_global(float* address, const float* values, int count, Location where) 
 uint32_t load_acquire(const void* address, Location where) {
     Here here;
     check(here, here.block.global(here.thread, where).load(address, 4, 4), "ld.acquire", 4, where);
+    here.block.any_global().synchronise(address);
     const uint32_t value =
         std::atomic_ref(*static_cast<uint32_t*>(const_cast<void*>(address))).load(std::memory_order_acquire);
     here.block.spin(here.thread, address, value, where);
@@ -104,6 +109,7 @@ uint32_t load_acquire(const void* address, Location where) {
 void store_release(void* address, uint32_t value, Location where) {
     Here here;
     check(here, here.block.global(here.thread, where).store(address, 4, 4), "st.release", 4, where);
+    here.block.any_global().synchronise(address);
     std::atomic_ref(*static_cast<uint32_t*>(address)).store(value, std::memory_order_release);
 }
 
@@ -113,6 +119,7 @@ void add_release(void* address, uint32_t value, Location where) {
     // It reads what it adds to.
     check(here, memory.load(address, 4, 4), "red.release", 4, where);
     check(here, memory.store(address, 4, 4), "red.release", 4, where);
+    memory.synchronise(address);
     std::atomic_ref(*static_cast<uint32_t*>(address)).fetch_add(value, std::memory_order_release);
 }
 
