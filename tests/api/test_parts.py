@@ -263,7 +263,7 @@ def test_caches_are_parts(rows, backend, request):
         out, lse = flashgen.cascade(q, given, causal=causal, return_lse=True, backend=backend)
         for b, length in enumerate(lengths):
             of_all = (np.concatenate([x[0], y[b, :length]])[None] for x, y in zip(pair, (k, v), strict=True))
-            # Queries ahead of the own keys see all of the prefix, and no own one.
+            # Queries ahead of the own keys see all of the prefix, and no own one: below.
             band = Band(10 + length - rows, right=0) if causal else Band()
             wide = (widened(x, "fp16") for x in of_all)
             right = reference.attention(widened(q[b : b + 1], "fp16"), *wide, "fp16", WIDTH**-0.5, band)
@@ -273,6 +273,8 @@ def test_caches_are_parts(rows, backend, request):
                 (lse[b : b + 1, :, seen], right.lse[..., seen], right.lse_bound[..., seen]),
             ):
                 assert reference.largest(found.astype(float), expected, 4 * bound).share <= 1
+            of_prefix = flashgen.attention(q[b : b + 1], *pair, backend=backend)
+            np.testing.assert_array_equal(out[b, : seen.start], of_prefix[0, : seen.start])
 
 
 def test_a_cache_alone_is_attention_with_it():
@@ -308,14 +310,33 @@ def test_a_cache_that_is_no_part_is_named_before_anything_is_written(monkeypatch
         ),
         ([replaced(v=own.v[..., :16]), (k, v)], errors.BadTensorShape, r"^parts\[1\]: v has head_dim_v 24"),
         ([(k, v), replaced(pages=own.pages.astype(float))], errors.BadTensorDtype, r"^parts\[1\]: pages"),
+        ([(k, v), replaced(lengths=own.lengths - 1)], errors.BadParam, r"^parts\[1\]: lengths\[1\] is -1"),
+        (own, errors.BadParam, r"^parts is of type KVCache; expected a list of parts, each \(k, v\) or a"),
     ):
         with pytest.raises(error, match=words):
             flashgen.cascade(q, given, causal=True)
+    for options, words in (
+        ({"softcap": -1}, "^softcap is -1"),
+        ({"softmax_scale": -1.0}, r"^softmax_scale is -1\.0"),
+        ({"backend": "x"}, "^backend is 'x'"),
+    ):
+        with pytest.raises(errors.BadParam, match=words):
+            flashgen.cascade(q, [own, (k, v)], **options)
+    with pytest.raises(errors.NullPointer, match=r"^q is None"):
+        flashgen.cascade(None, [own, prefix])
+    with pytest.raises(errors.BadTensorShape, match=r"^q has shape \(4, 16\); expected \(batch"):
+        flashgen.cascade(q[0, 0], [prefix, own], causal=True)
     with pytest.raises(errors.BadTensorShape, match=r"^parts\[0\]: out has shape"):
         flashgen.cascade(q, [prefix, own], out=np.empty((BATCH, ROWS, HEADS, 8), np.float32))
     within = own.v.reshape(-1)[: BATCH * ROWS * HEADS * WIDTH_V].reshape(BATCH, ROWS, HEADS, WIDTH_V)
     with pytest.raises(errors.BadTensorStrides, match=r"^out overlaps v of parts\[1\] in memory"):
         flashgen.cascade(q, [prefix, own], out=within)
+    memory = np.zeros(BATCH * ROWS * HEADS * WIDTH_V, np.float32)
+    for name in ("lengths", "pages"):
+        table = memory.view(np.int32)[: getattr(own, name).size].reshape(getattr(own, name).shape)
+        table[...] = getattr(own, name)
+        with pytest.raises(errors.BadTensorStrides, match=rf"^parts\[1\]: out overlaps {name} in memory"):
+            flashgen.cascade(q, [prefix, replaced(**{name: table})], out=memory.reshape(within.shape))
 
 
 def test_a_cascade_names_the_part_that_does_not_fit_before_it_writes():
@@ -388,10 +409,13 @@ def test_known_layouts_may_be_forgotten_meanwhile(monkeypatch):
 
 def test_arrays_of_other_libraries():
     torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
-    q, given = normal(BATCH, ROWS, HEADS, WIDTH), [keys(20, 1), keys(9)]
+    q, cache = normal(BATCH, ROWS, HEADS, WIDTH), cache_of([7, 9, 12])[0]
+    given = [keys(20, 1), cache, keys(9)]
     right, right_lse = flashgen.cascade(q, given, causal=True, return_lse=True)
+    arrays = (cache.k, cache.v, cache.lengths, cache.pages)
     for convert in (torch.from_numpy, jax.numpy.asarray):
-        there = [tuple(map(convert, pair)) for pair in given]
+        there = [tuple(map(convert, given[0])), flashgen.KVCache(*map(convert, arrays))]
+        there.append(tuple(map(convert, given[2])))
         out, lse = flashgen.cascade(convert(q), there, causal=True, return_lse=True)
         assert type(out) is type(lse) is type(convert(q))
         np.testing.assert_array_equal(np.asarray(out), right)

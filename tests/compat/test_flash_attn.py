@@ -839,6 +839,12 @@ def test_a_table_of_blocks_may_have_any_strides():
         for x in (table.T.contiguous().T, table)
     )
     assert torch.equal(found, expected)
+    cu_q, cu_k = (torch.tensor([0, one, 2 * one], dtype=torch.int32) for one in (3, 11))
+    of_sequences = (
+        flash_attn_varlen_func(q.flatten(0, 1), k, v, cu_q, cu_k, 3, 11, block_table=x)
+        for x in (table.T.contiguous().T, table)
+    )
+    assert torch.equal(*of_sequences)
 
 
 @pytest.mark.parametrize("name", ["k", "v"])

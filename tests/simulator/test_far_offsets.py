@@ -10,7 +10,7 @@ from flashgen import KVCache
 from flashgen.simulator import hardware
 
 ENTRIES, SLOTS, HEADS, WIDTH = 2, 304, 2, 32
-# Elements between entries: as an int, less than none.
+# Elements between entries: as a 32-bit int it is negative.
 STRIDE = 2**31 + 64
 PAGES = np.array([[1, 0], [0, 1]], np.int32)
 INDEX = np.array([1, 0], np.int32)

@@ -14,9 +14,9 @@ from torch.autograd import forward_ad
 
 from flashgen.api.asked import LENGTHS, MASK_WITH_LENGTHS, asked, asked_backward, named_score
 from flashgen.api.calls import call
-from flashgen.errors import BadParam, BadTensorShape, NullPointer
+from flashgen.errors import BadParam, NullPointer
 from flashgen.operators.arguments import ROW_ALIGNMENT, flag, length_bound
-from flashgen.operators.contract import scale_of
+from flashgen.operators.contract import check_rank, scale_of
 from flashgen.operators.maskoptions import mask_type_name, sees_no_later_key, window_of
 from flashgen.operators.splits import AUTO, SplitEvery, Splits, splits_of
 from flashgen.runtime.arrays import kind_of
@@ -162,11 +162,7 @@ def options_of(
     """The arrays of a score modification, and what is no tensor of a call. Raises BadParam, and
     BadTensorShape for q, whose dimensions the shapes of results are made of.
     """
-    if q.dim() not in (3, 4):
-        raise BadTensorShape(
-            f"q has shape {tuple(q.shape)}; expected (batch, seqlen_q, num_heads_q, head_dim), or that "
-            "without batch"
-        )
+    check_rank(q.shape)
     score, array_names, numbers, arrays = _written(of_score, masking)
     causal, mask_type, window_size = masking
     left, right = window_of(window_size)

@@ -5,27 +5,30 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from flashgen.api.asked import asked
+from flashgen.api.asked import asked, names_given
 from flashgen.api.attention import attention
 from flashgen.api.calls import call_of, ready
 from flashgen.api.kvcache import KVCache
-from flashgen.errors import BadParam, BadTensorShape, BadTensorStrides, FlashgenError, naming
+from flashgen.errors import BadParam, BadTensorShape, BadTensorStrides, FlashgenError, NullPointer, naming
 from flashgen.operators.arguments import DTYPE_BYTES, check_memory, flag, overlapping, span_of
 from flashgen.operators.attention import ATTENTION
 from flashgen.operators.attention import normalise as normalise_attention
-from flashgen.operators.contract import MAX_SEQLEN, check_out
+from flashgen.operators.contract import MAX_SEQLEN, check_out, check_rank
 from flashgen.operators.maskoptions import NO_WINDOW, mask_type_name, window_of
 from flashgen.operators.merge import MERGE, check_parts, normalise
 from flashgen.operators.splits import AUTO
-from flashgen.runtime import arrays, dlpack, torchkind
+from flashgen.runtime import arrays, check, dlpack, torchkind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from flashgen.operators.arguments import ArrayView
+    from flashgen.operators.operator import Operator
 
 # Options of attention() that speak of positions or of the keys of one call.
 _POSITIONAL = ("mask", "mask_type", "window_size", "alibi_slopes", "score", "params")
+# Arguments that are no part's.
+_OF_CALL = ("softmax_scale", "softcap", "stream", "backend")
 # Layouts of cascades that were found to fit, so that later calls need not look again, with the bytes from the
 # pointer of each array that it touches.
 _MAX_SOUND = 1024
@@ -109,14 +112,14 @@ def cascade(
     q: (batch, seqlen_q, num_heads_q, head_dim), or without batch, as in ``attention``.
     parts: a list of (k, v) or ``KVCache``, from the first keys to the last. k: (batch, seqlen_kv,
         num_heads_kv, head_dim), v: (batch, seqlen_kv, num_heads_kv, head_dim_v), as in ``attention``;
-        seqlen_kv and num_heads_kv may differ between parts. A part of batch 1, of a KVCache one with one
-        length, is shared by all batch entries of q: it is read once for all, as the queries of all entries
-        become those of one long sequence. That copies q, once, where its batch and sequence strides are not
-        those of one sequence.
+        seqlen_kv and num_heads_kv may differ between parts. A part of batch 1, or a KVCache with one length,
+        is shared by all batch entries of q: it is read once for all, as the queries of all entries become
+        those of one long sequence. That copies q, once, where its batch and sequence strides are not those of
+        one sequence.
     causal: in the last part hide key j from query i unless j <= i + seqlen_kv - seqlen_q, with the seqlen_kv
         of that part, in a KVCache of each sequence; all queries see all keys of the others. This is causal
         attention over all keys where the last part has seqlen_q keys or more. With several queries the last
-        part is no KVCache that they share.
+        part must not be a KVCache that the batch shares.
     softmax_scale, softcap, out, return_lse, stream, backend: as in ``attention``.
     mask, mask_type, window_size, alibi_slopes, score, params: only as they do nothing in ``attention``: their
         positions would count from the beginning of a part.
@@ -124,9 +127,10 @@ def cascade(
     Returns ``out``, or ``(out, lse)``, as ``attention``. Parts are merged as by ``merge``, each result
     rounded to the dtype.
 
-    Raises what ``attention`` raises, with ``parts[i]`` in front for what is wrong with a part; BadParam for a
-    list that is empty or no list of pairs, for a mask, a window, slopes or a score, and for a tensor that
-    requires a gradient, as there is none.
+    Raises what ``attention`` raises, with ``parts[i]`` in front for what is wrong with a part; BadParam for
+    an empty list, for a part that is neither a pair nor a KVCache, for a KVCache of one length that the batch
+    cannot share, for a mask, a window, slopes or a score, and for a tensor that requires a gradient, as there
+    is none.
     """
     for name, value in positional.items():
         if name not in _POSITIONAL:
@@ -140,10 +144,13 @@ def cascade(
             )
     parts = _parts(parts)
     causal, return_lse = flag("causal", causal), flag("return_lse", return_lse)
+    if q is None:
+        raise NullPointer("q is None; expected an array")
     of_parts = {f"parts[{i}]: {name}": x for i, part in enumerate(parts) for name, x in _named(part).items()}
     if any(x is not None and arrays.kind_of(x) is None for x in (q, *of_parts.values())):
         return _cascade_adopted(q, parts, out, stream, causal, softmax_scale, softcap, return_lse, backend)
     traced = arrays.kind_of(q).watched(q)
+    check_rank(q.shape)
     try:
         if traced:
             from flashgen.api import compiled
@@ -165,8 +172,8 @@ def cascade(
                 calls.append((folded, part, False))
             else:
                 calls.append((q, _in_batch(q, part, index), diagonal))
-        if not traced:
-            _check_caches(calls, softmax_scale, softcap, stream, backend)
+        if not traced and len(parts) > 1:  # a single call checks itself
+            _check_caches(calls, softmax_scale, softcap, out, stream, backend)
     except torchkind.RequiresGradient as error:
         raise error.of("cascade()") from None
     common = {"softmax_scale": softmax_scale, "softcap": softcap, "stream": stream, "backend": backend}
@@ -193,7 +200,7 @@ def _does_nothing(name: str, value: Any) -> bool:
 def _parts(parts: Any) -> list[tuple[Any, Any] | KVCache]:
     """Those of a cascade. Raises BadParam."""
     what = "(k, v) or a KVCache"
-    _check_list(parts, what)
+    _check_list(parts, f"parts, each {what}")
     for index, part in enumerate(parts):
         if type(part) is not KVCache:
             _check_pair(index, part, what)
@@ -268,23 +275,45 @@ def _check_merge(pairs: list[tuple[Any, Any]], out: Any, lse_out: Any, stream: A
 
 
 def _check_caches(
-    calls: list[tuple[Any, Any, bool]], softmax_scale: Any, softcap: Any, stream: Any, backend: str | None
+    calls: list[tuple[Any, Any, bool]],
+    softmax_scale: Any,
+    softcap: Any,
+    out: Any,
+    stream: Any,
+    backend: str | None,
 ) -> None:
     """That attention takes each KVCache, ahead of the first call; ``calls`` are q, a part, and whether it is
     causal. Messages name the part.
     """
     for index, (q, part, diagonal) in enumerate(calls):
-        if type(part) is KVCache:
-            options = diagonal, None, NO_WINDOW, True, AUTO
-            of_score = softcap, None, None, None
-            try:
+        if type(part) is not KVCache:
+            continue
+        options = diagonal, None, NO_WINDOW, True, AUTO
+        of_score = softcap, None, None, None
+        try:
+            with naming(**names_given(part, None, softcap=softcap)):
                 wanted = asked(q, part, None, None, None, options, softmax_scale, of_score, (None,) * 5)
-                with naming(kv_lengths="lengths"):
-                    ready(*wanted, stream, backend, None)
-            except torchkind.RequiresGradient:
+                plan, (_, given, pointers, handle, _) = ready(*wanted, stream, backend, None)
+                found = (
+                    check.elements(plan.problem, pointers, given, handle) if plan.checks_elements else None
+                )
+                if found is not None:
+                    plan.problem.operator.check_elements(plan.problem, found)
+            if out is not None:
+                _check_apart(out, plan.problem.operator, given)
+        except FlashgenError as error:
+            if str(error).startswith(_OF_CALL):
                 raise
-            except FlashgenError as error:
-                raise type(error)(f"parts[{index}]: {error}") from None
+            raise type(error)(f"parts[{index}]: {error}") from None
+
+
+def _check_apart(out: Any, operator: Operator, given: Sequence[Any]) -> None:
+    """That out touches no lengths or table of a KVCache. Raises BadTensorStrides."""
+    names = {"kv_lengths": "lengths", "pages": "pages", "index": "index"}
+    tables = {names[x]: given[operator.position(x)] for x in names if given[operator.position(x)] is not None}
+    views = [arrays.view(out, "out"), *(arrays.view(x, name) for name, x in tables.items())]
+    for place in overlapping(0, [_span(x) for x in views], [x.pointer for x in views]):
+        raise BadTensorStrides(f"out overlaps {[*tables][place - 1]} in memory; pass memory of its own")
 
 
 def _check_cascade(q: Any, parts: list[tuple[Any, Any] | KVCache], out: Any, causal: bool) -> None:

@@ -234,7 +234,7 @@ def flash_attn_varlen_func(
         if dtype != "int32":
             raise BadTensorDtype(f"cu_seqlens_k has dtype {dtype}; expected int32")
         lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
-        cache = KVCache(k, v, lengths, pages=block_table)
+        cache = KVCache(k, v, lengths, pages=_with_rows(block_table))
         with naming(**_BLOCKS):
             result = attention(readable_rows(q), cache, **options)
     return (*result, None) if return_attn_probs else result
@@ -448,7 +448,7 @@ def _cache(
     batch, room = q.shape[0], k_cache.shape[1]
     if pages is not None:
         _check_rank("block_table", pages, "batch, max_num_blocks_per_seq")
-        pages = pages.contiguous() if is_tensor(pages) else pages
+        pages = _with_rows(pages)
         room *= pages.shape[1]
     elif index is None:
         for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -473,6 +473,13 @@ def _cache(
                 "an array of lengths: pass one, int32, (batch,)"
             )
     return KVCache(k_cache, v_cache, lengths, pages, index)
+
+
+def _with_rows(block_table: Any) -> Any:
+    """The table, or of a tensor whose rows are not contiguous a copy."""
+    if not is_tensor(block_table) or block_table.ndim != 2 or block_table.shape[1] < 2:
+        return block_table
+    return block_table if block_table.stride(1) == 1 else block_table.contiguous()
 
 
 def _check_new(k: Any, v: Any, rotary_cos: Any, rotary_sin: Any, cache_seqlens: Any) -> None:

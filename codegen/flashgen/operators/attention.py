@@ -21,6 +21,7 @@ from flashgen.operators.contract import (
     check_extents,
     check_mask,
     check_out,
+    check_rank,
     check_score_arrays,
     scale_of,
     score_views,
@@ -278,10 +279,7 @@ def normalise(
 def _check_shapes(
     q: ArrayView, k: ArrayView, v: ArrayView, out: ArrayView | None, dtype: str
 ) -> dict[str, int]:
-    if len(q.shape) not in (3, 4):
-        raise BadTensorShape(
-            f"q has shape {q.shape}; expected (batch, seqlen_q, num_heads_q, head_dim), or that without batch"
-        )
+    check_rank(q.shape)
     for name, view in (("k", k), ("v", v)):
         if len(view.shape) != len(q.shape):
             raise BadTensorShape(

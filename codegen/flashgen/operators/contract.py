@@ -81,6 +81,15 @@ def check_head_dim(name: str, width: int, dtype: str) -> None:
         )
 
 
+def check_rank(q: Sequence[int]) -> None:
+    """That the shape of q has as many dimensions as it may have. Raises BadTensorShape."""
+    if len(q) not in (3, 4):
+        raise BadTensorShape(
+            f"q has shape {tuple(q)}; expected (batch, seqlen_q, num_heads_q, head_dim), or that without "
+            "batch"
+        )
+
+
 def check_out(out: ArrayView | None, q: ArrayView, v: ArrayView) -> None:
     """That an ``out`` has the shape of the result. Raises BadTensorShape."""
     expected = (*q.shape[:-1], v.shape[-1])

@@ -24,7 +24,7 @@ class GlobalMemory {
     Fault load(const void* address, int size, int alignment);
     Fault store(const void* address, int size, int alignment);
 
-    // By a word that some access acquires or releases blocks tell each other what is done: all do so from there on.
+    // Marks a word that an access acquires or releases: through it blocks tell each other what is done. Later accesses must do so, too.
     void synchronise(const void* address);
     // Checks an access that neither acquires nor releases.
     Fault plain(const void* address, int size) const;
@@ -49,7 +49,7 @@ class GlobalMemory {
     std::string place(uintptr_t address, int size) const;
 
     std::vector<Region> regions_;  // by where they begin
-    std::unordered_set<uintptr_t> synchronising_;  // words, and the bytes that hold them all
+    std::unordered_set<uintptr_t> synchronising_;  // addresses of these words; below, the range that they lie in
     uintptr_t first_synchronising_ = UINTPTR_MAX;
     uintptr_t end_synchronising_ = 0;
     size_t recent_ = 0;

@@ -76,7 +76,8 @@ enum SimError {
     SIM_UNINITIALISED_SHARED = 5, /* a read of shared memory that nothing wrote */
     SIM_SHARED_BOUNDS = 6,
     SIM_MISALIGNED = 7,
-    SIM_RACE = 8,                 /* two accesses to shared memory, or of two blocks to a word of global memory, that nothing orders */
+    SIM_RACE = 8,                 /* two accesses to shared memory that nothing orders, or a plain one to a word of global memory that others
+                                   * acquire or release */
     SIM_COPY_IN_FLIGHT = 9,       /* touches memory on which a copy is at work that has not been waited for */
     SIM_GLOBAL_BOUNDS = 10,
     SIM_GLOBAL_ACCESS = 11,       /* a write of what may only be read, or the reverse */
