@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from flashgen.api.append import AppendPlan, append
     from flashgen.api.attention import attention, plan
     from flashgen.api.backward import attention_backward, plan_backward
+    from flashgen.api.cascade import cascade
     from flashgen.api.explain import explain, warmup
     from flashgen.api.kvcache import KVCache, Rotary
-    from flashgen.api.parts import cascade, merge
+    from flashgen.api.merge import merge
     from flashgen.errors import (
         BadParam,
         BadTensorDtype,
@@ -84,9 +85,9 @@ _HOMES = {
     "append": "flashgen.api.append",
     "attention": "flashgen.api.attention",
     "attention_backward": "flashgen.api.backward",
-    "cascade": "flashgen.api.parts",
+    "cascade": "flashgen.api.cascade",
     "explain": "flashgen.api.explain",
-    "merge": "flashgen.api.parts",
+    "merge": "flashgen.api.merge",
     "plan": "flashgen.api.attention",
     "plan_backward": "flashgen.api.backward",
     "warmup": "flashgen.api.explain",

@@ -1,127 +1,36 @@
-"""merge and cascade against one attention over all keys, in float64."""
+"""cascade against one attention over all keys, in float64."""
 
 import dataclasses
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import flashgen
+from api.parts import (
+    BATCH,
+    DTYPES,
+    HEADS,
+    KV_HEADS,
+    ROWS,
+    WIDTH,
+    WIDTH_V,
+    all_keys,
+    assert_right,
+    keys,
+    normal,
+)
 from flashgen import errors
-from flashgen.api import calls, parts
+from flashgen.api import calls, cascade
 from flashgen.operators import merge as operator
 from flashgen.operators import reference
 from flashgen.operators.masks import Band
 from flashgen.operators.numbers import widened
 
-DTYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "fp32": np.float32}
-BATCH, ROWS, HEADS, KV_HEADS, WIDTH, WIDTH_V = 3, 6, 4, 2, 16, 24
-
 
 @pytest.fixture(autouse=True)
 def fresh_plans(forget_plans, monkeypatch):
-    monkeypatch.setattr(parts, "_sound", {})
+    monkeypatch.setattr(cascade, "_sound", {})
     monkeypatch.delenv("FLASHGEN_BACKEND", raising=False)
-
-
-def normal(*shape, dtype=np.float32):
-    return np.random.default_rng().standard_normal(shape, np.float32).astype(dtype)
-
-
-def keys(count, batch=BATCH, dtype=np.float32):
-    return normal(batch, count, KV_HEADS, WIDTH, dtype=dtype), normal(
-        batch, count, KV_HEADS, WIDTH_V, dtype=dtype
-    )
-
-
-def all_keys(given):
-    """k and v of all parts, a shared one once for each batch entry."""
-    return tuple(
-        np.concatenate([np.broadcast_to(x, (BATCH, *x.shape[1:])) for x in which], axis=1)
-        for which in zip(*given, strict=True)
-    )
-
-
-def assert_right(out, lse, q, given, dtype, causal=False):
-    """Within the bound of float64 for one attention, once for each part and its merge: a result of a part and
-    a result of a merge may be off as much as one of all keys, whose P and values are as large."""
-    k, v = (widened(x, dtype) for x in all_keys(given))
-    band = Band(k.shape[1] - q.shape[1], right=0) if causal else Band()
-    expected = reference.attention(widened(q, dtype), k, v, dtype, WIDTH**-0.5, band)
-    # Of parts the mean of |v| under p is the sum of the parts' means, weighted: the bounds add up likewise.
-    times = 2 * len(given)
-    share = reference.largest(widened(out, dtype), expected.out, times * expected.out_bound).share
-    assert share <= 1
-    assert reference.largest(lse, expected.lse, times * expected.lse_bound).share <= 1
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("counts", [(20, 9), (1, 30, 7), (0, 12), (5, 0, 0, 8)])
-def test_merge_is_attention_over_all_keys(counts, dtype):
-    q = normal(BATCH, ROWS, HEADS, WIDTH, dtype=DTYPES[dtype])
-    given = [keys(count, dtype=DTYPES[dtype]) for count in counts]
-    results = [flashgen.attention(q, k, v, return_lse=True) for k, v in given]
-    out, lse = flashgen.merge(results)
-    assert (out.dtype, lse.dtype) == (q.dtype, np.float32)
-    assert_right(out, lse, q, given, dtype)
-
-
-def test_several_parts_are_merged_in_order():
-    q = normal(BATCH, ROWS, HEADS, WIDTH, dtype=np.float16)
-    three = [flashgen.attention(q, *keys(9, dtype=np.float16), return_lse=True) for _ in range(3)]
-    stepwise = flashgen.merge([flashgen.merge(three[:2]), three[2]])
-    out, lse_out = np.empty_like(three[0][0]), np.empty_like(three[0][1])
-    at_once = flashgen.merge(three, out=out, lse_out=lse_out)
-    assert at_once[0] is out
-    assert at_once[1] is lse_out
-    for found, right in zip(at_once, stepwise, strict=True):
-        np.testing.assert_array_equal(found, right)
-
-
-def test_one_part_is_returned_as_it_is():
-    o, lse = flashgen.attention(normal(2, 5, 2, 8), *(normal(2, 5, 2, 8) for _ in "kv"), return_lse=True)
-    found = flashgen.merge([(o, lse)])
-    assert found[0] is o
-    assert found[1] is lse
-    with pytest.raises(errors.BadParam, match="out was given with one part"):
-        flashgen.merge([(o, lse)], out=np.empty_like(o))
-    with pytest.raises(errors.BadTensorDtype, match="lse1 has dtype"):
-        flashgen.merge([(o, lse.astype(np.float16))])
-
-
-def test_merge_names_what_is_wrong_before_it_writes():
-    o, lse = normal(2, 5, 2, 8), normal(2, 2, 5)
-    whole = [(o, lse)] * 3
-    out, lse_out = np.full_like(o, np.nan), np.full_like(lse, np.nan)
-    wrong = [
-        ([], errors.BadParam, "a list of 0"),
-        (None, errors.BadParam, "None"),
-        ([(o, lse, o)], errors.BadParam, r"parts\[0\]"),
-        ([(o, lse), (o[:1], lse)], errors.BadTensorShape, "o2 has shape"),
-        ([*whole, (o[:1], lse)], errors.BadTensorShape, "o4 has shape"),
-        ([*whole, (o, lse.astype(np.float16))], errors.BadTensorDtype, "lse4"),
-        ([*whole, (o, None)], errors.NullPointer, "lse4 is None"),
-        ([*whole, (o, "lse")], errors.BadTensorDtype, "lse4"),
-    ]
-    for given, error, words in wrong:
-        with pytest.raises(error, match=words):
-            flashgen.merge(given, out=out, lse_out=lse_out)
-    with pytest.raises(errors.BadTensorStrides, match="out overlaps"):
-        flashgen.merge([(o, lse)] * 3, out=o)
-    third = o.copy(), lse.copy()
-    for name, x, other in (("out", third[0], "o3"), ("lse_out", third[1], "lse3")):
-        with pytest.raises(errors.BadTensorStrides, match=f"^{name} overlaps {other} in memory"):
-            flashgen.merge([(o, lse), (o, lse), third], **{name: x})
-    assert np.isnan(out).all()
-    assert np.isnan(lse_out).all()
-
-
-def test_libraries_do_not_mix():
-    torch = pytest.importorskip("torch")
-    o, lse = normal(2, 5, 2, 8), normal(2, 2, 5)
-    for given in ([(o, lse), (torch.from_numpy(o), lse)], [(o, lse), (o, lse), (o, torch.from_numpy(lse))]):
-        with pytest.raises(errors.BadParam, match="is a torch array"):
-            flashgen.merge(given)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -150,13 +59,13 @@ def test_results_of_an_example_that_is_folded_are_its_own():
 
 
 def test_a_shared_part_is_read_once(monkeypatch):
-    shapes, made = [], parts.attention
+    shapes, made = [], cascade.attention
 
     def recorded(q, k, v, **options):
         shapes.append((q.shape, k.shape, np.shares_memory(q, base)))
         return made(q, k, v, **options)
 
-    monkeypatch.setattr(parts, "attention", recorded)
+    monkeypatch.setattr(cascade, "attention", recorded)
     base = normal(BATCH, ROWS, HEADS, WIDTH)
     given = [keys(20, 1), keys(30, 1), keys(8)]
     flashgen.cascade(base, given)
@@ -198,17 +107,6 @@ POSITIONAL = {
     "score": ("softcap", [None]),
     "params": ({"cap": 2.0}, [None, {}]),
 }
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_parts_the_other_way_round_are_named(count):
-    o, lse = np.zeros((2, 5, 4, 8), np.float32), np.zeros((2, 4, 5), np.float32)
-    with pytest.raises(
-        errors.BadTensorShape, match=r"^o1 has shape .* a part is \(o, lse\), not \(lse, o\)$"
-    ):
-        flashgen.merge([(lse, o)] * count)
-    with pytest.raises(errors.BadTensorShape, match=r"^o2 has shape .* not \(lse, o\)$"):
-        flashgen.merge([(o, lse), (lse, o)])
 
 
 @pytest.mark.parametrize("name", POSITIONAL)
@@ -292,7 +190,7 @@ def test_a_cache_that_is_no_part_is_named_before_anything_is_written(monkeypatch
         cache_of([7]),
     )
     replaced = lambda **changes: dataclasses.replace(own, **changes)  # noqa: E731
-    monkeypatch.setattr(parts, "attention", None)
+    monkeypatch.setattr(cascade, "attention", None)
     for given, error, words in (
         ([(k, v), (own, None)], errors.BadParam, r"^parts\[1\] is a pair with a KVCache"),
         ([prefix], errors.BadParam, r"^parts\[0\] is a KVCache of one length for 3 batch entries"),
@@ -380,9 +278,9 @@ def test_a_cascade_finds_a_misaligned_part_before_its_first_call(monkeypatch):
     flashgen.cascade(q, [(k, v), (k, v)])  # from here on the layouts are known
     for fresh in (False, True):
         with monkeypatch.context() as patch:
-            patch.setattr(parts, "attention", None)
+            patch.setattr(cascade, "attention", None)
             if fresh:
-                patch.setattr(parts, "_sound", {})
+                patch.setattr(cascade, "_sound", {})
             with pytest.raises(errors.BadTensorStrides, match=r"^parts\[1\]: v starts at address"):
                 flashgen.cascade(q, [(k, v), (k, misaligned)])
 
@@ -402,8 +300,8 @@ class Cleared(dict):
 def test_known_layouts_may_be_forgotten_meanwhile(monkeypatch):
     q, given = normal(BATCH, ROWS, HEADS, WIDTH), [keys(9), keys(4)]
     expected = flashgen.cascade(q, given)
-    for known in (parts._sound, {}):
-        monkeypatch.setattr(parts, "_sound", Cleared(known))
+    for known in (cascade._sound, {}):
+        monkeypatch.setattr(cascade, "_sound", Cleared(known))
         np.testing.assert_array_equal(flashgen.cascade(q, given), expected)
 
 

@@ -1,0 +1,126 @@
+"""``merge``: one result of attention over several parts of the keys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flashgen.api.calls import call_of
+from flashgen.errors import BadParam, naming
+from flashgen.operators.arguments import check_memory
+from flashgen.operators.merge import MERGE, check_parts, normalise
+from flashgen.runtime import arrays, dlpack, torchkind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def merge(
+    parts: Sequence[tuple[Any, Any]],
+    *,
+    out: Any = None,
+    lse_out: Any = None,
+    stream: Any = None,
+    backend: str | None = None,
+) -> tuple[Any, Any]:
+    """What attention gives over all keys, from what it gave over disjoint parts of them.
+
+    parts: a list of (o, lse), as ``attention(..., return_lse=True)`` returns them. o: (batch, seqlen_q,
+        num_heads_q, head_dim_v), or without batch; fp16, bf16 or fp32; any strides, but the last dimension is
+        contiguous and rows are 16-byte aligned. lse: (batch, num_heads_q, seqlen_q), or without batch; fp32,
+        contiguous, natural logarithm. All parts are of one shape, dtype, device and library. A row of a part
+        that saw no key has lse -inf; its o is not looked at.
+    out, lse_out: receive the results; of the shape and dtype of an o and an lse, in memory of their own.
+    stream, backend: as in ``attention``.
+
+    Returns (out, lse) of the kind of the first o: new arrays, or those given. A row that no part saw a key
+    for is 0, with an LSE of -inf. More than two parts are merged one after another in order, each result
+    rounded to the dtype: ((1, 2), 3), ... A list of one part returns its two arrays themselves.
+
+    Raises, before anything is queued or written, BadParam for a list that is empty or no list of pairs, and
+    for a tensor that requires a gradient, as there is none; what ``attention`` raises for arrays that do not
+    fit. Messages count parts from 1: o1, lse1, o2, ...
+    """
+    pairs = _pairs(parts, "(o, lse)")
+    o, lse = pairs[0]
+    kind = arrays.kind_of(o)
+    traced = kind is not None and kind.watched(o)
+    if len(pairs) == 1:
+        for name, x in (("out", out), ("lse_out", lse_out)):
+            if x is not None:
+                raise BadParam(f"{name} was given with one part, which is returned as it is; leave it out")
+    try:
+        if traced:
+            from flashgen.api import compiled
+
+            numbered = {
+                f"{name}{number}": x
+                for number, pair in enumerate(pairs, 1)
+                for name, x in zip(("o", "lse"), pair, strict=True)
+            }
+            results = {"out": out, "lse_out": lse_out}
+            compiled.check(numbered | results, stream, "merge()", {*results})
+        elif len(pairs) != 2:  # two are checked on the way to the kernel
+            _check_merge(pairs, out, lse_out, stream)
+        for number, part in enumerate(pairs[1:], 2):
+            given = o, lse, *part, *((out, lse_out) if number == len(pairs) else (None, None))
+            if traced:
+                o, lse = compiled.merge(given, backend)
+            else:
+                o, lse = call_of(kind, MERGE, given, (), (), stream, backend, None)
+    except torchkind.RequiresGradient as error:
+        raise error.of("merge()") from None
+    return o, lse
+
+
+def _pairs(parts: Any, what: str) -> list[tuple[Any, Any]]:
+    check_list(parts, what)
+    for index, pair in enumerate(parts):
+        check_pair(index, pair, what)
+    return [tuple(pair) for pair in parts]
+
+
+def check_list(parts: Any, what: str) -> None:
+    """That there are parts. Raises BadParam; ``what`` says of what the list should be."""
+    if not isinstance(parts, (list, tuple)) or not parts:
+        raise BadParam(f"parts is {_short(parts)}; expected a list of {what}, with one at least")
+
+
+def check_pair(index: int, pair: Any, what: str) -> None:
+    """That a part is two arrays. Raises BadParam; ``what`` says what it should be."""
+    if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+        raise BadParam(f"parts[{index}] is {_short(pair)}; expected {what}")
+
+
+def _short(x: Any) -> str:
+    if isinstance(x, (list, tuple)):
+        return f"a {type(x).__name__} of {len(x)}"
+    return "None" if x is None else f"of type {type(x).__name__}"
+
+
+def _check_merge(pairs: list[tuple[Any, Any]], out: Any, lse_out: Any, stream: Any) -> None:
+    """All that could be wrong with the arrays of a merge of other than two parts, ahead of its first step."""
+    given = [x for pair in pairs for x in pair]
+    names = [f"{word}{number}" for number in range(1, len(pairs) + 1) for word in ("o", "lse")]
+    results = {"out": out, "lse_out": lse_out}
+    for name, x in results.items():
+        if x is not None and dlpack.immutable(x):
+            raise BadParam(f"{name} has type {type(x).__name__}, whose memory cannot be written to")
+    views = [arrays.view(dlpack.adopt(x, name, stream), name) for x, name in zip(given, names, strict=True)]
+    written = {
+        name: None if x is None else arrays.view(dlpack.adopt(x, name, stream), name)
+        for name, x in results.items()
+    }
+    arrays.check_libraries(dict(zip(names, views, strict=True)) | written)
+    parts = list(zip(views[::2], views[1::2], strict=True))
+    check_parts(parts)
+    for number, part in enumerate(parts[1:], 2):
+        all_views = (*parts[0], *part, *written.values())
+        problem = normalise(*all_views)
+        pointers = tuple(0 if view is None else view.pointer for view in all_views)
+        given_results = [position for position in problem.results if pointers[position]]
+        # What is not given is allocated, and lies nowhere yet.
+        spans = tuple(
+            (0, 0) if view is None else span for view, span in zip(all_views, problem.spans(), strict=True)
+        )
+        with naming(o2=f"o{number}", lse2=f"lse{number}"):
+            check_memory(MERGE.arguments, spans, pointers, given_results)
