@@ -432,9 +432,10 @@ __device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address 
     }
 }
 
-// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `own` is where the lane's elements of the first one go.
+// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `own` is where the lane's elements of tile 0 go.
 template <int kCount>
-__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount]) {
+__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount], int first_tile = 0) {
+    own += first_tile * kTileElements;
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
         red_add_128(own + j * kTileElements, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
@@ -599,8 +600,8 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
 
     // Where the lane's elements of the dQ of a step go.
     auto dq_of = [&](const Step& done) {
-        float* own = dq_tiles(params, tile.batch, head_of(params, tile, done), done.block * kBlockM + warp_key % 64) +
-                     consumer * kPanelColumns / 8 * kTileElements + 4 * lane;
+        const int row = done.block * kBlockM + warp_key % 64;
+        float* own = dq_tiles(params, tile.batch, head_of(params, tile, done), row) + consumer * kPanelColumns / 8 * kTileElements + 4 * lane;
         opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
         return own;
     };

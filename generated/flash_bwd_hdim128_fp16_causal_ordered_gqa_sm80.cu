@@ -46,6 +46,12 @@ constexpr int kDqRowWarps = kTallDq ? kBlockM / 32 : kBlockM / 16;
 constexpr int kDqColumnWarps = kWarps / kDqRowWarps;
 constexpr int kDqRowTiles = kBlockM / kDqRowWarps / 16;
 constexpr int kDqColumnTiles = kHeadDim / kDqColumnWarps / 8;
+constexpr int kDqPairs = kHeadDim / kDqColumnWarps / kPairColumns;
+// Steps along a row are an exclusive or of the address, which takes powers of two (lib/backward_sm80/swizzled_rows). If the warps are so
+// many, pairs go to them in turn, else each has its own side by side.
+constexpr bool kDqInTurn = (kDqColumnWarps & (kDqColumnWarps - 1)) == 0;
+constexpr int kDqPairStride = kDqInTurn ? kDqColumnWarps : 1;  // from one pair of a warp to the next
+constexpr int kDqWarpStride = kDqInTurn ? 1 : kDqPairs;        // from the first pair of a warp to that of the next warp
 
 // Shared memory: K, V, P and dS of a step, then the stages: Q, dO, lse_log2, delta.
 constexpr int kRowBytes = kHeadDim * sizeof(element);
@@ -69,6 +75,7 @@ static_assert(kWarpKeys % 16 == 0 && kWarpQueries % 16 == 0, "a warp has whole M
 static_assert(kHeadDim / kPairColumns % kQueryWarps == 0 && kHeadDimV / kPairColumns % kQueryWarps == 0,
               "warps have equal parts of the columns of dK, and of dV");
 static_assert(kHeadDim / kPairColumns % kDqColumnWarps == 0, "and of dQ");
+static_assert(kDqInTurn || (kDqPairs & (kDqPairs - 1)) == 0, "pairs side by side are a power of two");
 static_assert(kBlockM % 16 == 0 && 128 % kBlockM == 0, "rows in the workspace are whole blocks");
 static_assert(kStageBytes % 128 == 0 && kDsBytes % 128 == 0, "blocks begin at multiples of 128 bytes");
 static_assert(kSharedBytes == 164880, "launcher and kernel agree on shared memory");
@@ -477,7 +484,7 @@ __device__ __forceinline__ void mma_dq(float (&dq)[kDqRowTiles][kDqColumnTiles][
 #pragma unroll
         for (int n = 0; n < kDqColumnTiles; n += 2) {
             uint32_t b[4];
-            ldmatrix_x4_trans(b, keys.step(16 * step, n * kDqColumnWarps));
+            ldmatrix_x4_trans(b, keys.step(16 * step, n * kDqPairStride));
 #pragma unroll
             for (int i = 0; i < kDqRowTiles; ++i) {
                 mma_m16n8k16<element>(dq[i][n], a[i], b[0], b[1]);
@@ -605,14 +612,19 @@ __device__ __forceinline__ void pass_turn(const Params& params, const KeyBlock& 
 constexpr int kLaneStep = kRedWidth == 4 ? 4 : 1;
 constexpr int kElementStep = kRedWidth == 4 ? 1 : 32;
 
-// Adds dQ of a warp's rows and columns to what other thread blocks have.
-__device__ __forceinline__ void add_dq(float* tiles, const float (&dq)[kDqRowTiles][kDqColumnTiles][4], int column_warp, int lane) {
-    tiles += kLaneStep * lane;
+// dQ of a warp's queries and columns in a step, added to what other thread blocks have. `k_columns` are its columns of K.
+template <typename Columns>
+__device__ __forceinline__ void add_dq(const Params& params, const KeyBlock& block, const Step& step, const Columns& k_columns,
+                                       shared_address smem, int first_row, int column_warp, int lane) {
+    float dq[kDqRowTiles][kDqColumnTiles][4] = {};
+    mma_dq(dq, smem + kDsOffset, first_row, k_columns, lane);
+    const int first_query = step.block * kBlockM + first_row;
+    float* tiles = dq_tiles(params, block.batch, head_of(params, block, step), first_query) + kLaneStep * lane;
 #pragma unroll
     for (int i = 0; i < kDqRowTiles; ++i) {
 #pragma unroll
         for (int n = 0; n < kDqColumnTiles; ++n) {
-            float* tile = tiles + (i * (kHeadDim / 8) + column_of(n, kDqColumnWarps, column_warp) / 8) * kTileElements;
+            float* tile = tiles + (i * (kHeadDim / 8) + column_of(n, kDqPairStride, column_warp * kDqWarpStride) / 8) * kTileElements;
             if constexpr (kRedWidth == 4) {
                 red_add_128(tile, dq[i][n]);
             } else {
@@ -620,6 +632,17 @@ __device__ __forceinline__ void add_dq(float* tiles, const float (&dq)[kDqRowTil
                 for (int e = 0; e < 4; ++e) red_add(tile + kElementStep * e, dq[i][n][e]);
             }
         }
+    }
+}
+
+// dV and dK of a warp's keys over the queries of the warps beside it, whose P and dS come from shared memory.
+__device__ __forceinline__ void mma_other_queries(Gradients& gradients, shared_address smem, shared_address q, shared_address dout,
+                                                  int warp_key, int part, int lane) {
+#pragma unroll
+    for (int other = 1; other < kQueryWarps; ++other) {
+        const int query = (part + other) % kQueryWarps * kWarpQueries;
+        mma_gradients(gradients.dv, Operand(smem + kPOffset, warp_key, query, lane), summed_rows<RowsOfV>(dout, query, part, lane));
+        mma_gradients(gradients.dk, Operand(smem + kDsOffset, warp_key, query, lane), summed_rows<RowsOfK>(q, query, part, lane));
     }
 }
 
@@ -736,7 +759,7 @@ flash_bwd_hdim128_fp16_causal_ordered_gqa_sm80(const __grid_constant__ Params pa
     const int num_steps = (queries.last - queries.first + 1) * heads_of_block(params);
     const auto k_rows = down_first<RowsOfK>(smem + kKOffset, warp_key, 0, lane);
     const auto v_rows = down_first<RowsOfV>(smem + kVOffset, warp_key, 0, lane);
-    const auto k_columns = summed_rows<RowsOfK>(smem + kKOffset, 0, dq_column_warp, lane);
+    const auto k_columns = summed_rows<RowsOfK>(smem + kKOffset, 0, dq_column_warp * kDqWarpStride, lane);
     Gradients gradients = {};
 
     // Programmatic dependent launch: the grid before this one may still be running, reading what this one writes or writing what it
@@ -784,9 +807,7 @@ flash_bwd_hdim128_fp16_causal_ordered_gqa_sm80(const __grid_constant__ Params pa
 
         while (!is_turn) is_turn = has_turn(params, block, step);  // the others wait at the barrier
         barrier_sync(kThreads);  // P and dS of all warps are here
-        float dq[kDqRowTiles][kDqColumnTiles][4] = {};
-        mma_dq(dq, smem + kDsOffset, dq_row, k_columns, lane);
-        add_dq(dq_tiles(params, block.batch, head_of(params, block, step), first_query + dq_row), dq, dq_column_warp, lane);
+        add_dq(params, block, step, k_columns, smem, dq_row, dq_column_warp, lane);
         // Only the first warp waits until all have added.
         if (warp == 0) {
             barrier_sync(2, kThreads);
@@ -794,16 +815,7 @@ flash_bwd_hdim128_fp16_causal_ordered_gqa_sm80(const __grid_constant__ Params pa
         } else {
             barrier_arrive(2, kThreads);
         }
-
-        // P and dS of other queries come from shared memory.
-#pragma unroll
-        for (int other = 1; other < kQueryWarps; ++other) {
-            const int other_query = (part + other) % kQueryWarps * kWarpQueries;
-            mma_gradients(gradients.dv, Operand(smem + kPOffset, warp_key, other_query, lane),
-                          summed_rows<RowsOfV>(dout, other_query, part, lane));
-            mma_gradients(gradients.dk, Operand(smem + kDsOffset, warp_key, other_query, lane),
-                          summed_rows<RowsOfK>(q, other_query, part, lane));
-        }
+        mma_other_queries(gradients, smem, q, dout, warp_key, part, lane);
         step = next;
     }
 

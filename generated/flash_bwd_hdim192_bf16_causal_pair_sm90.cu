@@ -557,9 +557,10 @@ __device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address 
     }
 }
 
-// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `own` is where the lane's elements of the first one go.
+// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `own` is where the lane's elements of tile 0 go.
 template <int kCount>
-__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount]) {
+__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount], int first_tile = 0) {
+    own += first_tile * kTileElements;
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
         red_add_128(own + j * kTileElements, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
@@ -745,8 +746,8 @@ __device__ __forceinline__ void mma_dq(float (&dq)[16], shared_address ds_smem, 
 // Where a lane's elements of these columns of dQ of a step go. The step's rows of the warp begin at `warp_row`.
 __device__ __forceinline__ float* dq_of_columns(const Params& params, const KeyBlock& tile, const Step& step, const DqColumns& columns,
                                                 int warp_row, int lane) {
-    float* tiles = dq_tiles(params, tile.batch, head_of(params, tile, step), step.block * kBlockM + warp_row);
-    float* own = tiles + columns.first / 8 * kTileElements + 4 * lane;
+    const int row = step.block * kBlockM + warp_row;
+    float* own = dq_tiles(params, tile.batch, head_of(params, tile, step), row) + columns.first / 8 * kTileElements + 4 * lane;
     opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
     return own;
 }

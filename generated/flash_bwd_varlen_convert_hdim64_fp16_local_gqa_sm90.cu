@@ -22,7 +22,7 @@ constexpr int kPasses = kHeadDim / kWarpColumns;
 constexpr int kPassesAtOnce = kPasses <= 4 ? kPasses : kPasses % 4 == 0 ? 4 : kPasses % 3 == 0 ? 3 : 1;
 
 struct Params {
-    const float* dq_accum;                // (num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
+    const float* dq_accum;                // (num_heads_q, dq_rows, kHeadDim), in the order of dq_tiles
     element* dq;                          // (batch, rows_q, num_heads_q, head_dim), without batch where packed; rows 16-byte aligned
     const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
     int64_t dq_batch_stride;              // strides are in elements; 0 where sequences are packed
@@ -41,24 +41,31 @@ static_assert(offsetof(Params, dq_row_stride) == 32 && offsetof(Params, dq_head_
 static_assert(offsetof(Params, batch_size) == 48 && offsetof(Params, num_heads_q) == 52 && offsetof(Params, rows_q) == 56);
 static_assert(offsetof(Params, seqlen_q) == 60 && offsetof(Params, head_dim) == 64 && offsetof(Params, softmax_scale) == 68);
 
-// The rows of a head in the workspace: each sequence has whole units of kRowUnit of its own, so that a block of queries never meets the
-// rows of another one.
+// The rows of a head in the workspace: each sequence has whole units of rows of its own. LSE and delta are read by blocks of queries, so
+// their units have the rows of whole blocks, and no block meets rows of another sequence. dQ, which takes kHeadDim times the memory, has
+// units of one tile: the tiles of a block that lie past the sequence are not added.
 constexpr int kRowUnit = 128;
+constexpr int kDqRowUnit = 16;
 
+template <int kUnit>
 __device__ __forceinline__ int64_t unit_rows(const Params& params) {
     const int64_t rows = int64_t(params.cu_seqlens_q == nullptr ? params.batch_size : 1) * params.rows_q;
-    return (rows / kRowUnit + params.batch_size) * kRowUnit;
+    return (rows / kUnit + params.batch_size) * kUnit;
 }
 
 // The row of a head that a sequence begins with, from row `begin` of its entry of q: the rows of those ahead of it fill at most
-// (rows ahead) / kRowUnit + (sequences ahead) units, so that no sum over sequences is needed.
+// (rows ahead) / kUnit + (sequences ahead) units, so that no sum over sequences is needed.
+template <int kUnit>
 __device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin) {
     const int64_t rows_ahead = params.cu_seqlens_q == nullptr ? int64_t(sequence) * params.rows_q : begin;
-    return (rows_ahead / kRowUnit + sequence) * kRowUnit;
+    return (rows_ahead / kUnit + sequence) * kUnit;
 }
 
-// The row of the workspace that a head begins with. A sequence begins unit_row_of_sequence() rows later.
-__device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows(params); }
+// The row of LSE and delta that a head begins with. A sequence begins unit_row_of_sequence() rows later.
+__device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows<kRowUnit>(params); }
+
+// Likewise the row of dQ.
+__device__ __forceinline__ int64_t first_dq_row(const Params& params, int head) { return head * unit_rows<kDqRowUnit>(params); }
 
 // dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
 // (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
@@ -66,8 +73,8 @@ __device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int
 constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`.
-__device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int head, int row) {
-    return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
+__device__ __forceinline__ auto dq_tiles(const Params& params, int, int head, int row) {
+    return params.dq_accum + (first_dq_row(params, head) + row) * kHeadDim;
 }
 
 // A length, or the number of a row, from global memory. One out of range is clamped, so that it cannot reach other memory.
@@ -162,7 +169,7 @@ __device__ __forceinline__ Params of_sequence(const Params& params, const QueryU
     Params own = params;
     own.seqlen_q = unit.seqlen_q;
     own.dq += unit.begin * params.dq_row_stride;
-    own.dq_accum += unit_row_of_sequence(params, unit.sequence, unit.begin) * kHeadDim;
+    own.dq_accum += unit_row_of_sequence<kDqRowUnit>(params, unit.sequence, unit.begin) * kHeadDim;
     return own;
 }
 

@@ -46,6 +46,12 @@ constexpr int kDqRowWarps = kTallDq ? kBlockM / 32 : kBlockM / 16;
 constexpr int kDqColumnWarps = kWarps / kDqRowWarps;
 constexpr int kDqRowTiles = kBlockM / kDqRowWarps / 16;
 constexpr int kDqColumnTiles = kHeadDim / kDqColumnWarps / 8;
+constexpr int kDqPairs = kHeadDim / kDqColumnWarps / kPairColumns;
+// Steps along a row are an exclusive or of the address, which takes powers of two (lib/backward_sm80/swizzled_rows). If the warps are so
+// many, pairs go to them in turn, else each has its own side by side.
+constexpr bool kDqInTurn = (kDqColumnWarps & (kDqColumnWarps - 1)) == 0;
+constexpr int kDqPairStride = kDqInTurn ? kDqColumnWarps : 1;  // from one pair of a warp to the next
+constexpr int kDqWarpStride = kDqInTurn ? 1 : kDqPairs;        // from the first pair of a warp to that of the next warp
 
 // Shared memory: K, V, P and dS of a step, then the stages: Q, dO, lse_log2, delta.
 constexpr int kRowBytes = kHeadDim * sizeof(element);
@@ -69,6 +75,7 @@ static_assert(kWarpKeys % 16 == 0 && kWarpQueries % 16 == 0, "a warp has whole M
 static_assert(kHeadDim / kPairColumns % kQueryWarps == 0 && kHeadDimV / kPairColumns % kQueryWarps == 0,
               "warps have equal parts of the columns of dK, and of dV");
 static_assert(kHeadDim / kPairColumns % kDqColumnWarps == 0, "and of dQ");
+static_assert(kDqInTurn || (kDqPairs & (kDqPairs - 1)) == 0, "pairs side by side are a power of two");
 static_assert(kBlockM % 16 == 0 && 128 % kBlockM == 0, "rows in the workspace are whole blocks");
 static_assert(kStageBytes % 128 == 0 && kDsBytes % 128 == 0, "blocks begin at multiples of 128 bytes");
 static_assert(kSharedBytes == 164912, "launcher and kernel agree on shared memory");
@@ -85,7 +92,7 @@ struct Params {
     const int32_t* kv_lengths;            // (batch,); null where cu_seqlens_kv has them, or all have seqlen_kv
     const float* delta;                   // (num_heads_q, unit_rows): sum(dout * out) - dlse
     const float* lse_log2;                // (num_heads_q, unit_rows); inf for a row that sees nothing
-    float* dq_accum;                      // (num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
+    float* dq_accum;                      // (num_heads_q, dq_rows, kHeadDim), in the order of dq_tiles
     int32_t* turns;                       // a counter for each block of queries: blocks of keys that have added to dq_accum
     int64_t dout_batch_stride;            // strides are in elements; 0 where sequences are packed
     int64_t dout_row_stride;
@@ -138,24 +145,31 @@ static_assert(offsetof(Params, head_dim) == 276 && offsetof(Params, head_dim_v) 
 static_assert(offsetof(Params, diagonal_offset) == 284 && offsetof(Params, softmax_scale) == 288);
 static_assert(offsetof(Params, scale_log2) == 292);
 
-// The rows of a head in the workspace: each sequence has whole units of kRowUnit of its own, so that a block of queries never meets the
-// rows of another one.
+// The rows of a head in the workspace: each sequence has whole units of rows of its own. LSE and delta are read by blocks of queries, so
+// their units have the rows of whole blocks, and no block meets rows of another sequence. dQ, which takes kHeadDim times the memory, has
+// units of one tile: the tiles of a block that lie past the sequence are not added.
 constexpr int kRowUnit = 128;
+constexpr int kDqRowUnit = 16;
 
+template <int kUnit>
 __device__ __forceinline__ int64_t unit_rows(const Params& params) {
     const int64_t rows = int64_t(params.cu_seqlens_q == nullptr ? params.batch_size : 1) * params.rows_q;
-    return (rows / kRowUnit + params.batch_size) * kRowUnit;
+    return (rows / kUnit + params.batch_size) * kUnit;
 }
 
 // The row of a head that a sequence begins with, from row `begin` of its entry of q: the rows of those ahead of it fill at most
-// (rows ahead) / kRowUnit + (sequences ahead) units, so that no sum over sequences is needed.
+// (rows ahead) / kUnit + (sequences ahead) units, so that no sum over sequences is needed.
+template <int kUnit>
 __device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin) {
     const int64_t rows_ahead = params.cu_seqlens_q == nullptr ? int64_t(sequence) * params.rows_q : begin;
-    return (rows_ahead / kRowUnit + sequence) * kRowUnit;
+    return (rows_ahead / kUnit + sequence) * kUnit;
 }
 
-// The row of the workspace that a head begins with. A sequence begins unit_row_of_sequence() rows later.
-__device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows(params); }
+// The row of LSE and delta that a head begins with. A sequence begins unit_row_of_sequence() rows later.
+__device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows<kRowUnit>(params); }
+
+// Likewise the row of dQ.
+__device__ __forceinline__ int64_t first_dq_row(const Params& params, int head) { return head * unit_rows<kDqRowUnit>(params); }
 
 // dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
 // (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
@@ -164,8 +178,8 @@ __device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int
 constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`.
-__device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int head, int row) {
-    return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
+__device__ __forceinline__ auto dq_tiles(const Params& params, int, int head, int row) {
+    return params.dq_accum + (first_dq_row(params, head) + row) * kHeadDim;
 }
 
 // A length, or the number of a row, from global memory. One out of range is clamped, so that it cannot reach other memory.
@@ -308,10 +322,10 @@ __device__ __forceinline__ Params of_sequence(const Params& params, const KeyBlo
     own.v += block.first_row_kv * params.v_row_stride;
     own.dk += block.first_row_kv * params.dk_row_stride;
     own.dv += block.first_row_kv * params.dv_row_stride;
-    const int64_t unit_row = unit_row_of_sequence(params, block.batch, block.first_row_q);
+    const int64_t unit_row = unit_row_of_sequence<kRowUnit>(params, block.batch, block.first_row_q);
     own.delta += unit_row;
     own.lse_log2 += unit_row;
-    own.dq_accum += unit_row * kHeadDim;
+    own.dq_accum += unit_row_of_sequence<kDqRowUnit>(params, block.batch, block.first_row_q) * kHeadDim;
     own.turns += unit_row / kBlockM;
     return own;
 }
@@ -611,7 +625,7 @@ __device__ __forceinline__ void mma_dq(float (&dq)[kDqRowTiles][kDqColumnTiles][
 #pragma unroll
         for (int n = 0; n < kDqColumnTiles; n += 2) {
             uint32_t b[4];
-            ldmatrix_x4_trans(b, keys.step(16 * step, n * kDqColumnWarps));
+            ldmatrix_x4_trans(b, keys.step(16 * step, n * kDqPairStride));
 #pragma unroll
             for (int i = 0; i < kDqRowTiles; ++i) {
                 mma_m16n8k16<element>(dq[i][n], a[i], b[0], b[1]);
@@ -739,14 +753,20 @@ __device__ __forceinline__ void pass_turn(const Params& params, const KeyBlock& 
 constexpr int kLaneStep = kRedWidth == 4 ? 4 : 1;
 constexpr int kElementStep = kRedWidth == 4 ? 1 : 32;
 
-// Adds dQ of a warp's rows and columns to what other thread blocks have.
-__device__ __forceinline__ void add_dq(float* tiles, const float (&dq)[kDqRowTiles][kDqColumnTiles][4], int column_warp, int lane) {
-    tiles += kLaneStep * lane;
+// dQ of a warp's queries and columns in a step, added to what other thread blocks have. `k_columns` are its columns of K.
+template <typename Columns>
+__device__ __forceinline__ void add_dq(const Params& params, const KeyBlock& block, const Step& step, const Columns& k_columns,
+                                       shared_address smem, int first_row, int column_warp, int lane) {
+    float dq[kDqRowTiles][kDqColumnTiles][4] = {};
+    mma_dq(dq, smem + kDsOffset, first_row, k_columns, lane);
+    const int first_query = step.block * kBlockM + first_row;
+    float* tiles = dq_tiles(params, block.batch, head_of(params, block, step), first_query) + kLaneStep * lane;
 #pragma unroll
     for (int i = 0; i < kDqRowTiles; ++i) {
+        if (first_query + 16 * i >= params.seqlen_q) break;  // those rows are the next sequence's
 #pragma unroll
         for (int n = 0; n < kDqColumnTiles; ++n) {
-            float* tile = tiles + (i * (kHeadDim / 8) + column_of(n, kDqColumnWarps, column_warp) / 8) * kTileElements;
+            float* tile = tiles + (i * (kHeadDim / 8) + column_of(n, kDqPairStride, column_warp * kDqWarpStride) / 8) * kTileElements;
             if constexpr (kRedWidth == 4) {
                 red_add_128(tile, dq[i][n]);
             } else {
@@ -754,6 +774,17 @@ __device__ __forceinline__ void add_dq(float* tiles, const float (&dq)[kDqRowTil
                 for (int e = 0; e < 4; ++e) red_add(tile + kElementStep * e, dq[i][n][e]);
             }
         }
+    }
+}
+
+// dV and dK of a warp's keys over the queries of the warps beside it, whose P and dS come from shared memory.
+__device__ __forceinline__ void mma_other_queries(Gradients& gradients, shared_address smem, shared_address q, shared_address dout,
+                                                  int warp_key, int part, int lane) {
+#pragma unroll
+    for (int other = 1; other < kQueryWarps; ++other) {
+        const int query = (part + other) % kQueryWarps * kWarpQueries;
+        mma_gradients(gradients.dv, Operand(smem + kPOffset, warp_key, query, lane), summed_rows<RowsOfV>(dout, query, part, lane));
+        mma_gradients(gradients.dk, Operand(smem + kDsOffset, warp_key, query, lane), summed_rows<RowsOfK>(q, query, part, lane));
     }
 }
 
@@ -845,7 +876,7 @@ flash_bwd_varlen_hdim128_fp16_causal_ordered_gqa_sm80(const __grid_constant__ Pa
     const int num_steps = (queries.last - queries.first + 1) * heads_of_block(params);
     const auto k_rows = down_first<RowsOfK>(smem + kKOffset, warp_key, 0, lane);
     const auto v_rows = down_first<RowsOfV>(smem + kVOffset, warp_key, 0, lane);
-    const auto k_columns = summed_rows<RowsOfK>(smem + kKOffset, 0, dq_column_warp, lane);
+    const auto k_columns = summed_rows<RowsOfK>(smem + kKOffset, 0, dq_column_warp * kDqWarpStride, lane);
     Gradients gradients = {};
 
     if (num_steps > 0) {
@@ -887,9 +918,7 @@ flash_bwd_varlen_hdim128_fp16_causal_ordered_gqa_sm80(const __grid_constant__ Pa
 
         while (!is_turn) is_turn = has_turn(params, block, step);  // the others wait at the barrier
         barrier_sync(kThreads);  // P and dS of all warps are here
-        float dq[kDqRowTiles][kDqColumnTiles][4] = {};
-        mma_dq(dq, smem + kDsOffset, dq_row, k_columns, lane);
-        add_dq(dq_tiles(params, block.batch, head_of(params, block, step), first_query + dq_row), dq, dq_column_warp, lane);
+        add_dq(params, block, step, k_columns, smem, dq_row, dq_column_warp, lane);
         // Only the first warp waits until all have added.
         if (warp == 0) {
             barrier_sync(2, kThreads);
@@ -897,16 +926,7 @@ flash_bwd_varlen_hdim128_fp16_causal_ordered_gqa_sm80(const __grid_constant__ Pa
         } else {
             barrier_arrive(2, kThreads);
         }
-
-        // P and dS of other queries come from shared memory.
-#pragma unroll
-        for (int other = 1; other < kQueryWarps; ++other) {
-            const int other_query = (part + other) % kQueryWarps * kWarpQueries;
-            mma_gradients(gradients.dv, Operand(smem + kPOffset, warp_key, other_query, lane),
-                          summed_rows<RowsOfV>(dout, other_query, part, lane));
-            mma_gradients(gradients.dk, Operand(smem + kDsOffset, warp_key, other_query, lane),
-                          summed_rows<RowsOfK>(q, other_query, part, lane));
-        }
+        mma_other_queries(gradients, smem, q, dout, warp_key, part, lane);
         step = next;
     }
 

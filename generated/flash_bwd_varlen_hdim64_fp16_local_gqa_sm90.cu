@@ -74,7 +74,7 @@ struct Params {
     const int32_t* cu_seqlens_kv;         // (batch + 1,); null where keys are padded
     const float* delta;                   // (num_heads_q, unit_rows): sum(dout * out) - dlse
     const float* lse_log2;                // (num_heads_q, unit_rows); inf for a row that sees nothing, and past a sequence's last
-    float* dq_accum;                      // (num_heads_q, unit_rows, kHeadDim), in the order of dq_tiles
+    float* dq_accum;                      // (num_heads_q, dq_rows, kHeadDim), in the order of dq_tiles
     const int32_t* key_blocks;            // (thread blocks, 8): the block of keys of each thread block
     int64_t dk_batch_stride;              // strides are in elements; 0 where sequences are packed
     int64_t dk_row_stride;
@@ -108,24 +108,31 @@ static_assert(offsetof(Params, head_dim_v) == 648 && offsetof(Params, diagonal_o
 static_assert(offsetof(Params, window_left) == 656 && offsetof(Params, window_right) == 660);
 static_assert(offsetof(Params, softmax_scale) == 664 && offsetof(Params, scale_log2) == 668);
 
-// The rows of a head in the workspace: each sequence has whole units of kRowUnit of its own, so that a block of queries never meets the
-// rows of another one.
+// The rows of a head in the workspace: each sequence has whole units of rows of its own. LSE and delta are read by blocks of queries, so
+// their units have the rows of whole blocks, and no block meets rows of another sequence. dQ, which takes kHeadDim times the memory, has
+// units of one tile: the tiles of a block that lie past the sequence are not added.
 constexpr int kRowUnit = 128;
+constexpr int kDqRowUnit = 16;
 
+template <int kUnit>
 __device__ __forceinline__ int64_t unit_rows(const Params& params) {
     const int64_t rows = int64_t(params.cu_seqlens_q == nullptr ? params.batch_size : 1) * params.rows_q;
-    return (rows / kRowUnit + params.batch_size) * kRowUnit;
+    return (rows / kUnit + params.batch_size) * kUnit;
 }
 
 // The row of a head that a sequence begins with, from row `begin` of its entry of q: the rows of those ahead of it fill at most
-// (rows ahead) / kRowUnit + (sequences ahead) units, so that no sum over sequences is needed.
+// (rows ahead) / kUnit + (sequences ahead) units, so that no sum over sequences is needed.
+template <int kUnit>
 __device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin) {
     const int64_t rows_ahead = params.cu_seqlens_q == nullptr ? int64_t(sequence) * params.rows_q : begin;
-    return (rows_ahead / kRowUnit + sequence) * kRowUnit;
+    return (rows_ahead / kUnit + sequence) * kUnit;
 }
 
-// The row of the workspace that a head begins with. A sequence begins unit_row_of_sequence() rows later.
-__device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows(params); }
+// The row of LSE and delta that a head begins with. A sequence begins unit_row_of_sequence() rows later.
+__device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows<kRowUnit>(params); }
+
+// Likewise the row of dQ.
+__device__ __forceinline__ int64_t first_dq_row(const Params& params, int head) { return head * unit_rows<kDqRowUnit>(params); }
 
 // dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
 // (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
@@ -133,8 +140,8 @@ __device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int
 constexpr int kTileElements = 128;
 
 // The tiles of the 16 rows that begin at `row`.
-__device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int head, int row) {
-    return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
+__device__ __forceinline__ auto dq_tiles(const Params& params, int, int head, int row) {
+    return params.dq_accum + (first_dq_row(params, head) + row) * kHeadDim;
 }
 
 static_assert(kRowUnit % kBlockM == 0, "the rows of a step lie in the workspace");
@@ -174,10 +181,10 @@ __device__ __forceinline__ KeyBlock load_key_block(const Params& params, int ind
 // The parameters of a call of the block's sequence alone: its lengths, and pointers to its first rows in the workspace.
 __device__ __forceinline__ Params of_sequence(const Params& params, const KeyBlock& block) {
     Params own = with_lengths(params, block.seqlen_q, block.seqlen_kv);
-    const int64_t unit_row = unit_row_of_sequence(params, block.batch, block.first_row_q);
+    const int64_t unit_row = unit_row_of_sequence<kRowUnit>(params, block.batch, block.first_row_q);
     own.delta += unit_row;
     own.lse_log2 += unit_row;
-    own.dq_accum += unit_row * kHeadDim;
+    own.dq_accum += unit_row_of_sequence<kDqRowUnit>(params, block.batch, block.first_row_q) * kHeadDim;
     return own;
 }
 
@@ -538,9 +545,12 @@ __device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address 
     }
 }
 
-// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `own` is where the lane's elements of the first one go.
+// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `own` is where the lane's elements of tile 0 go; null where
+// the rows lie past the sequence.
 template <int kCount>
-__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount]) {
+__device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount], int first_tile = 0) {
+    if (own == nullptr) return;
+    own += first_tile * kTileElements;
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
         red_add_128(own + j * kTileElements, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
@@ -620,7 +630,7 @@ __device__ __forceinline__ void produce_step(const Params& params, const KeyBloc
     const int batch = params.cu_seqlens_q == nullptr ? tile.batch : 0;
     const int row = tile.first_row_q + step.block * kBlockM;
     const int64_t unit_row =
-        first_unit_row(params, batch, head) + unit_row_of_sequence(params, tile.batch, tile.first_row_q) + step.block * kBlockM;
+        first_unit_row(params, batch, head) + unit_row_of_sequence<kRowUnit>(params, tile.batch, tile.first_row_q) + step.block * kBlockM;
     const RingPosition<kStages>& dout = ring;  // dO and delta are in the stage of Q and LSE
     const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(dout.stage);
     mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
@@ -697,8 +707,10 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
 
     // Where the lane's elements of the dQ of a step go.
     auto dq_of = [&](const Step& done) {
-        float* own = dq_tiles(params, tile.batch, head_of(params, tile, done), done.block * kBlockM + warp_key) + 4 * lane;
+        const int row = done.block * kBlockM + warp_key;
+        float* own = dq_tiles(params, tile.batch, head_of(params, tile, done), row) + 4 * lane;
         opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
+        if (row >= params.seqlen_q) own = nullptr;  // those rows are the next sequence's
         return own;
     };
     auto add_own_dq = [&](float* own, const float (&dq)[kDqColumns / 2]) {

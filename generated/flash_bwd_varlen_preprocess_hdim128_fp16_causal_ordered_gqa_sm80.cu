@@ -37,7 +37,7 @@ struct Params {
     const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
     float* delta;                         // (num_heads_q, unit_rows)
     float* lse_log2;                      // (num_heads_q, unit_rows)
-    float* dq_accum;                      // (num_heads_q, unit_rows, kHeadDim)
+    float* dq_accum;                      // (num_heads_q, dq_rows, kHeadDim)
     int32_t* turns;                       // a counter for each block of queries of the main kernel
     int64_t dout_batch_stride;            // strides are in elements; 0 where sequences are packed
     int64_t dout_row_stride;
@@ -63,24 +63,31 @@ static_assert(offsetof(Params, lse_batch_stride) == 120 && offsetof(Params, lse_
 static_assert(offsetof(Params, batch_size) == 136 && offsetof(Params, num_heads_q) == 140 && offsetof(Params, rows_q) == 144);
 static_assert(offsetof(Params, seqlen_q) == 148 && offsetof(Params, head_dim_v) == 152);
 
-// The rows of a head in the workspace: each sequence has whole units of kRowUnit of its own, so that a block of queries never meets the
-// rows of another one.
+// The rows of a head in the workspace: each sequence has whole units of rows of its own. LSE and delta are read by blocks of queries, so
+// their units have the rows of whole blocks, and no block meets rows of another sequence. dQ, which takes kHeadDim times the memory, has
+// units of one tile: the tiles of a block that lie past the sequence are not added.
 constexpr int kRowUnit = 128;
+constexpr int kDqRowUnit = 16;
 
+template <int kUnit>
 __device__ __forceinline__ int64_t unit_rows(const Params& params) {
     const int64_t rows = int64_t(params.cu_seqlens_q == nullptr ? params.batch_size : 1) * params.rows_q;
-    return (rows / kRowUnit + params.batch_size) * kRowUnit;
+    return (rows / kUnit + params.batch_size) * kUnit;
 }
 
 // The row of a head that a sequence begins with, from row `begin` of its entry of q: the rows of those ahead of it fill at most
-// (rows ahead) / kRowUnit + (sequences ahead) units, so that no sum over sequences is needed.
+// (rows ahead) / kUnit + (sequences ahead) units, so that no sum over sequences is needed.
+template <int kUnit>
 __device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, int sequence, int begin) {
     const int64_t rows_ahead = params.cu_seqlens_q == nullptr ? int64_t(sequence) * params.rows_q : begin;
-    return (rows_ahead / kRowUnit + sequence) * kRowUnit;
+    return (rows_ahead / kUnit + sequence) * kUnit;
 }
 
-// The row of the workspace that a head begins with. A sequence begins unit_row_of_sequence() rows later.
-__device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows(params); }
+// The row of LSE and delta that a head begins with. A sequence begins unit_row_of_sequence() rows later.
+__device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows<kRowUnit>(params); }
+
+// Likewise the row of dQ.
+__device__ __forceinline__ int64_t first_dq_row(const Params& params, int head) { return head * unit_rows<kDqRowUnit>(params); }
 
 // A length, or the number of a row, from global memory. One out of range is clamped, so that it cannot reach other memory.
 __device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
@@ -178,10 +185,10 @@ __device__ __forceinline__ Params of_sequence(const Params& params, const QueryU
     const int64_t lse_row = unit.sequence * params.lse_batch_stride + unit.begin;
     own.lse += lse_row;
     if (params.dlse != nullptr) own.dlse += lse_row;
-    const int64_t unit_row = unit_row_of_sequence(params, unit.sequence, unit.begin);
+    const int64_t unit_row = unit_row_of_sequence<kRowUnit>(params, unit.sequence, unit.begin);
     own.delta += unit_row;
     own.lse_log2 += unit_row;
-    own.dq_accum += unit_row * kHeadDim;
+    own.dq_accum += unit_row_of_sequence<kDqRowUnit>(params, unit.sequence, unit.begin) * kHeadDim;
     own.turns += unit_row / 64;
     return own;
 }
@@ -226,7 +233,7 @@ flash_bwd_varlen_preprocess_hdim128_fp16_causal_ordered_gqa_sm80(const __grid_co
     const int lane = threadIdx.x % kLanes;
 
     const int64_t unit_row = first_unit_row(params, batch, head) + first_row;
-    float* dq = params.dq_accum + unit_row * kHeadDim;
+    float* dq = params.dq_accum + (first_dq_row(params, head) + first_row) * kHeadDim;
     constexpr int kTurns = kRowUnit / 64;  // counters of a unit of rows: one for each block of queries
     if (threadIdx.x < kTurns) store_global_32(params.turns + unit_row / kRowUnit * kTurns + threadIdx.x, 0u);
 
@@ -254,9 +261,12 @@ flash_bwd_varlen_preprocess_hdim128_fp16_causal_ordered_gqa_sm80(const __grid_co
         }
         // Stores for which nothing waits, while the loads are on their way.
         constexpr int kElements = kPassesAtOnce * kRowsPerPass * kHeadDim;
+        // What lies past the sequence's last tile is the next one's.
+        const int tile_rows = (params.seqlen_q - first_row + kDqRowUnit - 1) / kDqRowUnit * kDqRowUnit;
+        const int elements = min(kElements, (tile_rows - first_pass * kRowsPerPass) * kHeadDim);
         float* cleared = dq + first_pass * kRowsPerPass * kHeadDim;
 #pragma unroll 4
-        for (int i = 4 * threadIdx.x; i < kElements; i += 4 * kThreads) store_global_128(cleared + i, {});
+        for (int i = 4 * threadIdx.x; i < elements; i += 4 * kThreads) store_global_128(cleared + i, {});
 #pragma unroll
         for (int pass = 0; pass < kPassesAtOnce; ++pass) {
             const int row_of_unit = (first_pass + pass) * kRowsPerPass + threadIdx.x / kLanes;

@@ -15,6 +15,8 @@ CAUSAL = "flash_bwd_hdim32_fp16_causal_gqa_sm80"
 WINDOW = "flash_bwd_hdim32_fp16_local_sm80"
 DENSE = "flash_bwd_hdim32_fp16_dense_sm80"
 FP32 = "flash_bwd_hdim32_fp32_sm80"
+# Warps whose columns of dQ lie side by side.
+BESIDE = "flash_bwd_hdim192_fp16_sm80"
 # One stage.
 SINGLE = "flash_bwd_hdim192_fp16_sm86"
 
@@ -105,7 +107,9 @@ FAULTS = (
           "red_add_128(tile, dq[i][n]);",
           "for (int e = 0; e < 4; ++e) store_global_32(tile + e, dq[i][n][e]);"),
     Fault("dQ of the rows of the warp beside", PLAIN, "main", SHAPE, (WRONG,),
-          "first_query + dq_row), dq,", "first_query), dq,"),
+          "const int first_query = step.block * kBlockM + first_row;", "const int first_query = step.block * kBlockM;"),
+    Fault("dQ of the columns of the warp beside", BESIDE, "main", WIDE, (WRONG,),
+          "column_warp * kDqWarpStride) / 8", "column_warp) / 8"),
     # Results.
     Fault("dK and dV while K and V are read", PLAIN, "main", SHAPE, RACE,
           "    barrier_sync(kThreads);  // every warp has finished with K and V\n", ""),

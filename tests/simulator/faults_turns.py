@@ -31,7 +31,7 @@ _POLLS = "while (!has_turn(params, tile, step)) {}"
 # It would be found polling, before a consumer that does not await its turn has added.
 _GIVES_UP = "if (!has_turn(params, tile, step)) return;"
 _ADDS = {
-    AMPERE: ("        add_dq(dq_tiles(params", "block, step"),
+    AMPERE: ("        add_dq(params, block, step", "block, step"),
     HOPPER: ("        add_dq(own, dq", "tile, previous"),
     WIDE: ("if (i > 0) add_dq(own_dq", "tile, previous"),
     PAIR: ("        add_dq(own, dq", "tile, previous"),

@@ -29,7 +29,7 @@ STEP_CLEARED = "dout.stage * kDoutBytes, queries_left);\n"
 
 FAULTS = (
     (Fault("sequences without units of their own", PLAIN, "main", MANY, (WRONG,),
-           "(rows_ahead / kRowUnit + sequence) * kRowUnit;", "rows_ahead / kRowUnit * kRowUnit;"),
+           "(rows_ahead / kUnit + sequence) * kUnit;", "rows_ahead / kUnit * kUnit;"),
      PACKED),
     (Fault("rows of the next sequence are written", PLAIN, "main", MANY, (WRONG, "race", *BOUNDS),
            "const int valid_rows = block.stored_rows - block.first_key;", "const int valid_rows = kBlockN;"),
@@ -45,6 +45,12 @@ FAULTS = (
      PADDED),
     (Fault("a diagonal that all sequences share", CAUSAL, "main", GROUPS, NUMBERS,
            "own.diagonal_offset += seqlen_kv - seqlen_q;", ""),
+     PACKED),
+    (Fault("dQ of all sequences in one place", PLAIN, "main", MANY, (WRONG, "race"),
+           "own.dq_accum += unit_row_of_sequence<kDqRowUnit>(params, block.batch, block.first_row_q) * kHeadDim;", ""),
+     PACKED),
+    (Fault("dQ of a block of queries in the place of another's", PLAIN, "convert", MANY, (WRONG, *BOUNDS),
+           "unit_row_of_sequence<kDqRowUnit>", "unit_row_of_sequence<kRowUnit>"),
      PACKED),
     (Fault("dK of all sequences in one place", PLAIN, "main", MANY, (WRONG, "race"),
            "own.dk += block.first_row_kv * params.dk_row_stride;", ""),
@@ -109,7 +115,7 @@ FAULTS = (
            "const int row = step.block * kBlockM;"),
      PACKED),
     (Fault("LSE and delta of the first sequence", HOPPER, "main", SHARED, (WRONG,),
-           "unit_row_of_sequence(params, tile.batch, tile.first_row_q) + ", ""),
+           "unit_row_of_sequence<kRowUnit>(params, tile.batch, tile.first_row_q) + ", ""),
      PACKED),
     (Fault("keys of the first entry", HOPPER, "main", SHARED, (WRONG,),
            "params.cu_seqlens_kv == nullptr ? tile.batch : 0", "0"),
@@ -149,4 +155,16 @@ FAULTS = (
     (Fault("blocks of more work count once more", HOPPER, "preprocess", ALONE, (WRONG,),
            "return {most, index - ahead};", "return {most, index};"),
      BEHIND),
+)  # fmt: skip
+
+# Found where a sequence is NaN and the next one is not.
+LEAKS = (
+    Fault("dQ past a sequence is added to the next one", PLAIN, "main", MANY, (WRONG,),
+          "if (first_query + 16 * i >= params.seqlen_q) break;", ""),
+    Fault("dQ past a sequence is added to the next one, on Hopper", HOPPER, "main", MANY, (WRONG,),
+          "if (row >= params.seqlen_q) own = nullptr;", ""),
+    Fault("dQ past a sequence is added to the next one, of wide heads", WIDE, "main", MANY, (WRONG,),
+          "if (row >= params.seqlen_q) own = nullptr;", ""),
+    Fault("dQ past a sequence is added to the next one, by clusters", PAIR, "main", MANY, (WRONG,),
+          "if (row >= params.seqlen_q) own = nullptr;", ""),
 )  # fmt: skip
