@@ -25,6 +25,8 @@ CASES = [
     ("128_bf16_gqa_sm86", Shape(50, 70, 2, 1, head_dim=112)),
     ("128_bf16_dense_sm80", Shape(50, 140, 1, mask="qk")),
     ("192_128_bf16_causal_gqa_sm80", Shape(70, 100, 2, 1)),
+    ("192_128_fp16_dense_sm80", Shape(70, 110, 2, head_dim_v=120)),
+    ("192_bf16_ordered_gqa_sm80", Shape(70, 110, 2, 1)),
     ("192_128_fp16_sm86", Shape(70, 70, 1, head_dim=160)),
     ("192_fp16_causal_sm80", Shape(70, 100, 1, top_left=True)),
     ("192_fp16_sm86", Shape(70, 70, 1)),
