@@ -124,7 +124,7 @@ __device__ __forceinline__ auto dq_tiles(const Params& params, int batch, int he
     return params.dq_accum + (first_unit_row(params, batch, head) + row) * kHeadDim;
 }
 
-static_assert(kRowUnit % kBlockM == 0, "the rows of a step lie in the workspace");
+static_assert(kRowUnit % kBlockM == 0, "LSE and delta have the rows of a step");
 
 // What a thread block computes: dK and dV of kBlockN keys, summed over the query heads of their kv head, or over a part of these, and
 // their share of dQ.

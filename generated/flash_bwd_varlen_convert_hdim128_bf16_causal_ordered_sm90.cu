@@ -22,7 +22,7 @@ constexpr int kPasses = kHeadDim / kWarpColumns;
 constexpr int kPassesAtOnce = kPasses <= 4 ? kPasses : kPasses % 4 == 0 ? 4 : kPasses % 3 == 0 ? 3 : 1;
 
 struct Params {
-    const float* dq_accum;                // (num_heads_q, dq_rows, kHeadDim), in the order of dq_tiles
+    const float* dq_accum;                // (num_heads_q, unit_rows<kDqRowUnit>, kHeadDim), in the order of dq_tiles
     element* dq;                          // (batch, rows_q, num_heads_q, head_dim), without batch where packed; rows 16-byte aligned
     const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
     int64_t dq_batch_stride;              // strides are in elements; 0 where sequences are packed
@@ -43,7 +43,7 @@ static_assert(offsetof(Params, seqlen_q) == 60 && offsetof(Params, head_dim) == 
 
 // The rows of a head in the workspace: each sequence has whole units of rows of its own. LSE and delta are read by blocks of queries, so
 // their units have the rows of whole blocks, and no block meets rows of another sequence. dQ, which takes kHeadDim times the memory, has
-// units of one tile: the tiles of a block that lie past the sequence are not added.
+// units of 16 rows, as tiles have: those past the sequence are neither cleared nor added to.
 constexpr int kRowUnit = 128;
 constexpr int kDqRowUnit = 16;
 

@@ -72,9 +72,9 @@ struct Params {
     element* dv;                          // the same with head_dim_v
     const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
     const int32_t* cu_seqlens_kv;         // (batch + 1,); null where keys are padded
-    const float* delta;                   // (num_heads_q, unit_rows): sum(dout * out) - dlse
-    const float* lse_log2;                // (num_heads_q, unit_rows); inf for a row that sees nothing, and past a sequence's last
-    float* dq_accum;                      // (num_heads_q, dq_rows, kHeadDim), in the order of dq_tiles
+    const float* delta;                   // (num_heads_q, unit_rows<kRowUnit>): sum(dout * out) - dlse
+    const float* lse_log2;                // (num_heads_q, unit_rows<kRowUnit>); inf for a row that sees nothing, and past a sequence's last
+    float* dq_accum;                      // (num_heads_q, unit_rows<kDqRowUnit>, kHeadDim), in the order of dq_tiles
     int32_t* turns;                       // a counter for each block of queries: blocks of keys that have added to dq_accum
     const int32_t* key_blocks;            // (thread blocks, 8): the block of keys of each thread block
     int64_t dk_batch_stride;              // strides are in elements; 0 where sequences are packed
@@ -107,7 +107,7 @@ static_assert(offsetof(Params, softmax_scale) == 660 && offsetof(Params, scale_l
 
 // The rows of a head in the workspace: each sequence has whole units of rows of its own. LSE and delta are read by blocks of queries, so
 // their units have the rows of whole blocks, and no block meets rows of another sequence. dQ, which takes kHeadDim times the memory, has
-// units of one tile: the tiles of a block that lie past the sequence are not added.
+// units of 16 rows, as tiles have: those past the sequence are neither cleared nor added to.
 constexpr int kRowUnit = 128;
 constexpr int kDqRowUnit = 16;
 
@@ -141,7 +141,7 @@ __device__ __forceinline__ auto dq_tiles(const Params& params, int, int head, in
     return params.dq_accum + (first_dq_row(params, head) + row) * kHeadDim;
 }
 
-static_assert(kRowUnit % kBlockM == 0, "the rows of a step lie in the workspace");
+static_assert(kRowUnit % kBlockM == 0, "LSE and delta have the rows of a step");
 
 // The parameters for a sequence of these lengths: its last query is aligned with its last key, shifted by the diagonal_offset of the call.
 // `params` has the bounds of all sequences.
@@ -532,7 +532,7 @@ __device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address 
 }
 
 // Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `own` is where the lane's elements of tile 0 go; null where
-// the rows lie past the sequence.
+// all rows lie past the sequence.
 template <int kCount>
 __device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount], int first_tile = 0) {
     if (own == nullptr) return;
@@ -755,7 +755,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
         const int row = done.block * kBlockM + warp_key % 64;
         float* own = dq_tiles(params, tile.batch, head_of(params, tile, done), row) + consumer * kPanelColumns / 8 * kTileElements + 4 * lane;
         opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
-        if (row >= params.seqlen_q) own = nullptr;  // those rows are the next sequence's
+        if (row >= params.seqlen_q) own = nullptr;  // rows of others, or the end of dq_accum
         return own;
     };
     auto add_own_dq = [&](float* own, const float (&dq)[kDqColumns / 2]) {

@@ -39,7 +39,7 @@ constexpr int kQueryTiles = kWarpQueries / 8;              // and along the quer
 constexpr int kDkTiles = kHeadDim / kQueryWarps / 8;       // MMA tiles of dK along the head dimension
 constexpr int kDvTiles = kHeadDimV / kQueryWarps / 8;      // and of dV
 
-// dQ: 32 rows a warp, or 16 where columns would not come by 16.
+// dQ: 32 rows a warp where rows, warps and pairs of columns divide so, else 16.
 constexpr int kPairColumns = 32 / sizeof(element);  // columns that the lanes of a warp fetch at a time
 constexpr bool kTallDq = kBlockM % 32 == 0 && kWarps % (kBlockM / 32) == 0 && kHeadDim / kPairColumns % (kWarps / (kBlockM / 32)) == 0;
 constexpr int kDqRowWarps = kTallDq ? kBlockM / 32 : kBlockM / 16;
@@ -47,13 +47,13 @@ constexpr int kDqColumnWarps = kWarps / kDqRowWarps;
 constexpr int kDqRowTiles = kBlockM / kDqRowWarps / 16;
 constexpr int kDqColumnTiles = kHeadDim / kDqColumnWarps / 8;
 constexpr int kDqPairs = kHeadDim / kDqColumnWarps / kPairColumns;
-// Steps along a row are an exclusive or of the address, which takes powers of two (lib/backward_sm80/swizzled_rows). If the warps are so
-// many, pairs go to them in turn, else each has its own side by side.
+// SwizzledRows::step() is an addition only where start and step have no bit in common. So pairs go to the warps in turn where the number of
+// warps is a power of two. Elsewhere the number of a warp's pairs is one, and they lie side by side.
 constexpr bool kDqInTurn = (kDqColumnWarps & (kDqColumnWarps - 1)) == 0;
 constexpr int kDqPairStride = kDqInTurn ? kDqColumnWarps : 1;  // from one pair of a warp to the next
 constexpr int kDqWarpStride = kDqInTurn ? 1 : kDqPairs;        // from the first pair of a warp to that of the next warp
 
-// Shared memory: K, V, P and dS of a step, then the stages: Q, dO, lse_log2, delta.
+// Shared memory: K, V, dS and P of a step, then the stages: Q, dO, lse_log2, delta.
 constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kRowBytesV = kHeadDimV * sizeof(element);
 constexpr int kKOffset = 0;
@@ -76,7 +76,6 @@ static_assert(kHeadDim / kPairColumns % kQueryWarps == 0 && kHeadDimV / kPairCol
               "warps have equal parts of the columns of dK, and of dV");
 static_assert(kHeadDim / kPairColumns % kDqColumnWarps == 0, "and of dQ");
 static_assert(kDqInTurn || (kDqPairs & (kDqPairs - 1)) == 0, "pairs side by side are a power of two");
-static_assert(kBlockM % 16 == 0 && 128 % kBlockM == 0, "rows in the workspace are whole blocks");
 static_assert(kStageBytes % 128 == 0 && kDsBytes % 128 == 0, "blocks begin at multiples of 128 bytes");
 static_assert(kSharedBytes == 164912, "launcher and kernel agree on shared memory");
 
@@ -90,9 +89,9 @@ struct Params {
     const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
     const int32_t* cu_seqlens_kv;         // (batch + 1,); null where keys are padded
     const int32_t* kv_lengths;            // (batch,); null where cu_seqlens_kv has them, or all have seqlen_kv
-    const float* delta;                   // (num_heads_q, unit_rows): sum(dout * out) - dlse
-    const float* lse_log2;                // (num_heads_q, unit_rows); inf for a row that sees nothing
-    float* dq_accum;                      // (num_heads_q, dq_rows, kHeadDim), in the order of dq_tiles
+    const float* delta;                   // (num_heads_q, unit_rows<kRowUnit>): sum(dout * out) - dlse
+    const float* lse_log2;                // (num_heads_q, unit_rows<kRowUnit>); inf for a row that sees nothing, and past a sequence's last
+    float* dq_accum;                      // (num_heads_q, unit_rows<kDqRowUnit>, kHeadDim), in the order of dq_tiles
     int64_t dout_batch_stride;            // strides are in elements; 0 where sequences are packed
     int64_t dout_row_stride;
     int64_t dout_head_stride;
@@ -144,7 +143,7 @@ static_assert(offsetof(Params, softmax_scale) == 276 && offsetof(Params, scale_l
 
 // The rows of a head in the workspace: each sequence has whole units of rows of its own. LSE and delta are read by blocks of queries, so
 // their units have the rows of whole blocks, and no block meets rows of another sequence. dQ, which takes kHeadDim times the memory, has
-// units of one tile: the tiles of a block that lie past the sequence are not added.
+// units of 16 rows, as tiles have: those past the sequence are neither cleared nor added to.
 constexpr int kRowUnit = 128;
 constexpr int kDqRowUnit = 16;
 
@@ -167,6 +166,8 @@ __device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int
 
 // Likewise the row of dQ.
 __device__ __forceinline__ int64_t first_dq_row(const Params& params, int head) { return head * unit_rows<kDqRowUnit>(params); }
+
+static_assert(kBlockM % 16 == 0 && kRowUnit % kBlockM == 0, "LSE and delta have the rows of whole blocks");
 
 // dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane
 // (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2), column 2 t + e % 2.
@@ -475,7 +476,7 @@ __device__ __forceinline__ void copy_queries(const Params& params, const KeyBloc
                                             params.dout + block.batch * params.dout_batch_stride + head * params.dout_head_stride +
                                                 first_query * params.dout_row_stride,
                                             params.dout_row_stride, valid_rows, params.head_dim_v);
-    // The workspace has all rows of the block. Four floats a thread.
+    // LSE and delta have all rows of the block. Four floats a thread.
     const int row = threadIdx.x % (kBlockM / 4) * 4;
     const int64_t unit_row = first_unit_row(params, block.batch, head) + first_query + row;
     if (threadIdx.x < kBlockM / 4) {
@@ -566,14 +567,13 @@ struct Operand {
     }
 };
 
-// Where a lane finds its part of a B operand whose rows are summed over, and whose columns the MMA has side by side: 16 columns of
-// every 16 * kStride.
+// Where a lane finds its part of a B operand whose rows are summed over: 16 columns, pair `column_pair` of the row's chunks.
 template <typename Rows>
 __device__ __forceinline__ Rows summed_rows(shared_address block, int row, int column_pair, int lane) {
     return down_first<Rows>(block, row, 2 * column_pair, lane);
 }
 
-// The first column of accumulator tile n of columns that come so.
+// The first column of accumulator tile n of a warp whose first pair of chunks is `column_pair`, and whose pairs are `stride` apart.
 __device__ __forceinline__ int column_of(int n, int stride, int column_pair) { return 16 * (n / 2 * stride + column_pair) + n % 2 * 8; }
 
 // sums += operand . rows: the gradients of the warp's keys.
@@ -712,7 +712,7 @@ __device__ __forceinline__ void add_dq(const Params& params, const KeyBlock& blo
     float* tiles = dq_tiles(params, block.batch, head_of(params, block, step), first_query) + kLaneStep * lane;
 #pragma unroll
     for (int i = 0; i < kDqRowTiles; ++i) {
-        if (first_query + 16 * i >= params.seqlen_q) break;  // those rows are the next sequence's
+        if (first_query + 16 * i >= params.seqlen_q) break;  // past the sequence's last tile lie rows of others, or the end of dq_accum
 #pragma unroll
         for (int n = 0; n < kDqColumnTiles; ++n) {
             float* tile = tiles + (i * (kHeadDim / 8) + column_of(n, kDqPairStride, column_warp * kDqWarpStride) / 8) * kTileElements;
@@ -837,7 +837,7 @@ flash_bwd_varlen_hdim128_bf16_causal_sm80(const __grid_constant__ Params all) {
         const shared_address stage = smem + kStagesOffset + left % kStages * kStageBytes;
         const shared_address q = stage + kQOffset;
         const shared_address dout = stage + kDoutOffset;
-        // Q and dO of this step are here, and every warp has finished with those of the step before, and with its dS.
+        // Q and dO of this step are here, and every warp has finished with Q, dO and dS of the step before.
         cp_async_wait<0>();
         barrier_sync(kThreads);
         const KeyBlock block = stashed_block(smem);

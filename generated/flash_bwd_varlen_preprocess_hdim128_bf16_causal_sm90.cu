@@ -39,9 +39,9 @@ struct Params {
     const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
     const int32_t* cu_seqlens_kv;         // (batch + 1,); null where keys are padded
     const int32_t* kv_lengths;            // (batch,); null where cu_seqlens_kv has them, or all have seqlen_kv
-    float* delta;                         // (num_heads_q, unit_rows)
-    float* lse_log2;                      // (num_heads_q, unit_rows)
-    float* dq_accum;                      // (num_heads_q, dq_rows, kHeadDim)
+    float* delta;                         // (num_heads_q, unit_rows<kRowUnit>)
+    float* lse_log2;                      // (num_heads_q, unit_rows<kRowUnit>)
+    float* dq_accum;                      // (num_heads_q, unit_rows<kDqRowUnit>, kHeadDim)
     int32_t* key_blocks;                  // (num_key_blocks, 8): the block of keys of each thread block of the main kernel
     int64_t dout_batch_stride;            // strides are in elements; 0 where sequences are packed
     int64_t dout_row_stride;
@@ -77,7 +77,7 @@ static_assert(offsetof(Params, blocks_together) == 184 && offsetof(Params, head_
 
 // The rows of a head in the workspace: each sequence has whole units of rows of its own. LSE and delta are read by blocks of queries, so
 // their units have the rows of whole blocks, and no block meets rows of another sequence. dQ, which takes kHeadDim times the memory, has
-// units of one tile: the tiles of a block that lie past the sequence are not added.
+// units of 16 rows, as tiles have: those past the sequence are neither cleared nor added to.
 constexpr int kRowUnit = 128;
 constexpr int kDqRowUnit = 16;
 
@@ -367,7 +367,7 @@ flash_bwd_varlen_preprocess_hdim128_bf16_causal_sm90(const __grid_constant__ Par
 
     place_key_blocks(all);
     const QueryUnit unit = find_query_unit(all, block_index(), threadIdx.x % 32);
-    // The grid is for the most units that such arrays can have; rows of no sequence are left to the last kernel.
+    // The grid is for the most units that such arrays can have; rows of no sequence, and past the bound, are left to the last kernel.
     if (unit.sequence < 0 || unit.first_row >= unit.seqlen_q) return;
     const Params params = of_sequence(all, unit);
     const int first_row = unit.first_row;
@@ -401,10 +401,9 @@ flash_bwd_varlen_preprocess_hdim128_bf16_causal_sm90(const __grid_constant__ Par
             dlse[pass] = valid && params.dlse != nullptr ? __uint_as_float(load_global_32(params.dlse + lse_row)) : 0.0f;
         }
         // Stores for which nothing waits, while the loads are on their way.
-        constexpr int kElements = kPassesAtOnce * kRowsPerPass * kHeadDim;
-        // What lies past the sequence's last tile is the next one's.
+        // Past the sequence's last tile lie rows of others, or the end of dq_accum.
         const int tile_rows = (params.seqlen_q - first_row + kDqRowUnit - 1) / kDqRowUnit * kDqRowUnit;
-        const int elements = min(kElements, (tile_rows - first_pass * kRowsPerPass) * kHeadDim);
+        const int elements = min(kPassesAtOnce * kRowsPerPass, tile_rows - first_pass * kRowsPerPass) * kHeadDim;
         float* cleared = dq + first_pass * kRowsPerPass * kHeadDim;
 #pragma unroll 4
         for (int i = 4 * threadIdx.x; i < elements; i += 4 * kThreads) store_global_128(cleared + i, {});
