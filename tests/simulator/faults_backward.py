@@ -107,7 +107,8 @@ FAULTS = (
           "red_add_128(tile, dq[i][n]);",
           "for (int e = 0; e < 4; ++e) store_global_32(tile + e, dq[i][n][e]);"),
     Fault("dQ of the rows of the warp beside", PLAIN, "main", SHAPE, (WRONG,),
-          "const int first_query = step.block * kBlockM + first_row;", "const int first_query = step.block * kBlockM;"),
+          "const int first_query = step.block * kBlockM + first_row;",
+          "const int first_query = step.block * kBlockM;"),
     Fault("dQ of the columns of the warp beside", BESIDE, "main", WIDE, (WRONG,),
           "column_warp * kDqWarpStride) / 8", "column_warp) / 8"),
     # Results.

@@ -47,7 +47,7 @@ FAULTS = (
            "own.diagonal_offset += seqlen_kv - seqlen_q;", ""),
      PACKED),
     (Fault("dQ of all sequences in one place", PLAIN, "main", MANY, (WRONG, "race"),
-           "own.dq_accum += unit_row_of_sequence<kDqRowUnit>(params, block.batch, block.first_row_q) * kHeadDim;", ""),
+           "unit_row_of_sequence<kDqRowUnit>(params, block.batch, block.first_row_q) * kHeadDim", "0"),
      PACKED),
     (Fault("dQ of a block of queries in the place of another's", PLAIN, "convert", MANY, (WRONG, *BOUNDS),
            "unit_row_of_sequence<kDqRowUnit>", "unit_row_of_sequence<kRowUnit>"),
