@@ -182,6 +182,20 @@ def test_a_cache_alone_is_attention_with_it():
     )
 
 
+def test_a_call_over_a_cache_is_prepared_once(monkeypatch):
+    prepared = []
+
+    def recorded(*given):
+        prepared.append(calls.ready(*given))
+        return prepared[-1]
+
+    monkeypatch.setattr(cascade, "ready", recorded)
+    monkeypatch.setattr(cascade, "attention", None)  # it would prepare the call again
+    q, prefix, own = normal(BATCH, ROWS, HEADS, WIDTH), cache_of([10])[0], cache_of([5, 0, 9])[0]
+    flashgen.cascade(q, [prefix, own])
+    assert len(prepared) == 2
+
+
 def test_a_cache_that_is_no_part_is_named_before_anything_is_written(monkeypatch):
     q, (k, v), (own, _), (prefix, _) = (
         normal(BATCH, ROWS, HEADS, WIDTH),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from flashgen.operators.arguments import ArrayView
     from flashgen.operators.operator import Operator
+    from flashgen.runtime.plans import Plan, Ready
 
 # Options of attention() that speak of positions or of the keys of one call.
 _POSITIONAL = ("mask", "mask_type", "window_size", "alibi_slopes", "score", "params")
@@ -114,8 +115,9 @@ def cascade(
                 calls.append((folded, part, False))
             else:
                 calls.append((q, _in_batch(q, part, index), diagonal))
+        of_caches: dict[int, tuple[Plan, Ready]] = {}
         if not traced and len(parts) > 1:  # a single call checks itself
-            _check_caches(calls, softmax_scale, softcap, out, stream, backend)
+            of_caches = _ready_caches(calls, softmax_scale, softcap, out, stream, backend)
     except torchkind.RequiresGradient as error:
         raise error.of("cascade()") from None
     common = {"softmax_scale": softmax_scale, "softcap": softcap, "stream": stream, "backend": backend}
@@ -123,8 +125,13 @@ def cascade(
         (_, part, _) = calls[0]
         return attention(q, *_keys(part), causal=causal, out=out, return_lse=return_lse, **common)
     results = []
-    for seen, part, diagonal in calls:
-        found = attention(seen, *_keys(part), causal=diagonal, return_lse=True, **common)
+    for index, (seen, part, diagonal) in enumerate(calls):
+        if index in of_caches:
+            plan, (work, given, _, handle, _) = of_caches[index]
+            work(given, handle)
+            found = plan.results_of(given)
+        else:
+            found = attention(seen, *_keys(part), causal=diagonal, return_lse=True, **common)
         results.append(found if seen is q else _unfolded(found, q, stream))
     merged, lse = merge(results, out=out, stream=stream, backend=backend)
     return (merged, lse) if return_lse else merged
@@ -164,17 +171,18 @@ def _keys(part: tuple[Any, Any] | KVCache) -> tuple[Any, ...]:
     return (part,) if type(part) is KVCache else part
 
 
-def _check_caches(
+def _ready_caches(
     calls: list[tuple[Any, Any, bool]],
     softmax_scale: Any,
     softcap: Any,
     out: Any,
     stream: Any,
     backend: str | None,
-) -> None:
-    """That attention takes each KVCache, ahead of the first call; ``calls`` are q, a part, and whether it is
-    causal. Messages name the part.
+) -> dict[int, tuple[Plan, Ready]]:
+    """The calls over KVCaches, by index: checked ahead of the first call, with memory for their results, not
+    yet queued. ``calls`` are q, a part, and whether it is causal. Messages name the part.
     """
+    found_ready = {}
     for index, (q, part, diagonal) in enumerate(calls):
         if type(part) is not KVCache:
             continue
@@ -183,18 +191,21 @@ def _check_caches(
         try:
             with naming(**names_given(part, None, softcap=softcap)):
                 wanted = asked(q, part, None, None, None, options, softmax_scale, of_score, (None,) * 5)
-                plan, (_, given, pointers, handle, _) = ready(*wanted, stream, backend, None)
+                plan, call = ready(*wanted, stream, backend, None)
+                _, given, pointers, handle, _ = call
                 found = (
                     check.elements(plan.problem, pointers, given, handle) if plan.checks_elements else None
                 )
                 if found is not None:
                     plan.problem.operator.check_elements(plan.problem, found)
+            found_ready[index] = plan, call
             if out is not None:
                 _check_apart(out, plan.problem.operator, given)
         except FlashgenError as error:
             if str(error).startswith(_OF_CALL):
                 raise
             raise type(error)(f"parts[{index}]: {error}") from None
+    return found_ready
 
 
 def _check_apart(out: Any, operator: Operator, given: Sequence[Any]) -> None:
@@ -208,7 +219,7 @@ def _check_apart(out: Any, operator: Operator, given: Sequence[Any]) -> None:
 
 def _check_cascade(q: Any, parts: list[tuple[Any, Any] | KVCache], out: Any, causal: bool) -> None:
     """That each pair is one that attention takes, ahead of the first call; messages name the part. Of a
-    KVCache k and v alone are looked at, and `_check_caches` does the rest.
+    KVCache k and v alone are looked at, and `_ready_caches` does the rest.
     """
     kind = arrays.kind_of(q)
     is_cache = tuple(type(part) is KVCache for part in parts)
