@@ -206,7 +206,8 @@ def test_tiles_of_packed_sequences_are_expected_as_random_lengths_make_them(clus
     lengths = np.random.default_rng(longest).integers(1, longest, size=300, endpoint=True)
     problem = packed(192, tokens=int(lengths.sum()), sequences=300, bound=longest)
     variant = next(v for v in offers(problem, H200, SPECS) if v.grid.cluster == cluster)
-    made = 2 * cluster * sum(-(-lengths // (64 * cluster)))  # of two kv heads
+    keys = cluster * variant.tile_value("block_n")
+    made = 2 * cluster * sum(-(-lengths // keys))  # of two kv heads
     assert expected_tiles(problem, variant) == pytest.approx(made, rel=0.05)
     assert made <= tiles(problem, variant)
 

@@ -167,8 +167,8 @@ FAULTS = (
         PLAIN,
         SHAPE,
         (WRONG, "global access"),
-        "tiles + panel * kPanelElements",
-        "tiles + (panel ^ 1) * kPanelElements",
+        "+ panel * kPanelTiles",
+        "+ (panel ^ 1) * kPanelTiles",
     ),
     # The epilogue.
     fault(
