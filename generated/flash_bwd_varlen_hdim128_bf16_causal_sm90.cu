@@ -518,11 +518,10 @@ __device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address 
     }
 }
 
-// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `own` is where the lane's elements of tile 0 go; null where
-// all rows lie past the sequence.
+// Adds a warp's part of dQ, 16 rows x 2 * kCount columns, to tiles of dq_accum. `own` is where the lane's elements of tile 0 go.
 template <int kCount>
 __device__ __forceinline__ void add_dq(float* own, const float (&dq)[kCount], int first_tile = 0) {
-    if (own == nullptr) return;
+    if (own == nullptr) return;  // all rows lie past the sequence
     own += first_tile * kTileElements;
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
