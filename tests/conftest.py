@@ -8,15 +8,27 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from threadpoolctl import threadpool_limits
 
 from fake_gpu import H200, Binding, Driver
 from flashgen.spec.load import load_spec
+from flashgen.toolchain.parallel import processors
 
 # How long an example takes says more of the machine than of the code.
 settings.register_profile("flashgen", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("flashgen")
 
 FIXTURES = Path(__file__).parent / "fixtures"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def blas_threads():
+    """Workers of pytest-xdist share the processors: threads of BLAS that wait for one another took 25 times
+    as long as one thread each.
+    """
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    with threadpool_limits(max(1, processors() // workers), "blas"):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -216,11 +216,12 @@ def test_memory_does_not_grow_with_the_matrix_of_scores():
 def test_blas_gets_its_threads_back_after_calls_that_overlap():
     from threadpoolctl import threadpool_info
 
-    before = threadpool_info()
-    limit = threads._SharedLimit()
-    limit.__enter__()
-    limit.__enter__()
-    limit.__exit__(None, None, None)
-    assert {lib["num_threads"] for lib in threadpool_info() if lib["user_api"] == "blas"} == {1}
-    limit.__exit__(None, None, None)
-    assert threadpool_info() == before
+    with threadpool_limits(2, "blas"):
+        before = threadpool_info()
+        limit = threads._SharedLimit()
+        limit.__enter__()
+        limit.__enter__()
+        limit.__exit__(None, None, None)
+        assert {lib["num_threads"] for lib in threadpool_info() if lib["user_api"] == "blas"} == {1}
+        limit.__exit__(None, None, None)
+        assert threadpool_info() == before
