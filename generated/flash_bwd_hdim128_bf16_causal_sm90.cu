@@ -80,7 +80,7 @@ struct Params {
     int32_t seqlen_kv;
     int32_t num_row_blocks;               // blocks of keys of one head
     int32_t batch_size;
-    int32_t heads_per_section;            // kv heads, or parts of their query heads, whose blocks of keys are launched together
+    int32_t heads_per_section;            // heads of the grid whose blocks of keys are launched together
     int32_t clear_distance;               // thread blocks clear dq_accum of the head that comes so many later in the grid; counted as heads_per_section
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
@@ -580,8 +580,9 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
     };
     const QueryBlocks queries = find_query_blocks(params, tile.first_key);
     const int count = num_steps(params, queries);
-    // Whether some query of a block does not attend to some key of the warp.
+    // From this query on all attend to all keys of the warp.
     const int masked_up_to = first_query_of_key(params, tile.first_key + warp_key + 15);
+    // Whether some query of a block does not attend to some key of the warp.
     auto needs_mask = [&](int first_query) { return first_query < masked_up_to; };
 
     float dk[kHeadDim / 2] = {};

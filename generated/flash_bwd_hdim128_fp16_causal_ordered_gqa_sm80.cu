@@ -17,6 +17,7 @@
 //
 // S is computed as its transpose, so that P^T and dS^T leave the MMA as the A operands of dV and dK. dV and dK stay in registers; dQ,
 // to which the thread blocks of all keys add, is summed in memory. The convert kernel rounds it.
+// A warp takes P^T and dS^T of its own queries from registers, those of the warps beside it from shared memory.
 
 using element = fp16;
 
@@ -39,8 +40,8 @@ constexpr int kQueryTiles = kWarpQueries / 8;              // and along the quer
 constexpr int kDkTiles = kHeadDim / kQueryWarps / 8;       // MMA tiles of dK along the head dimension
 constexpr int kDvTiles = kHeadDimV / kQueryWarps / 8;      // and of dV
 
-// dQ: 32 rows a warp where rows, warps and pairs of columns divide so, else 16.
-constexpr int kPairColumns = 32 / sizeof(element);  // columns that the lanes of a warp fetch at a time
+// dQ: 32 rows a warp where rows, warps and pairs of chunks divide so, else 16. A pair is two chunks of 16 bytes, side by side in a row.
+constexpr int kPairColumns = 32 / sizeof(element);  // that a warp fetches at a time
 constexpr bool kTallDq = kBlockM % 32 == 0 && kWarps % (kBlockM / 32) == 0 && kHeadDim / kPairColumns % (kWarps / (kBlockM / 32)) == 0;
 constexpr int kDqRowWarps = kTallDq ? kBlockM / 32 : kBlockM / 16;
 constexpr int kDqColumnWarps = kWarps / kDqRowWarps;
@@ -48,7 +49,7 @@ constexpr int kDqRowTiles = kBlockM / kDqRowWarps / 16;
 constexpr int kDqColumnTiles = kHeadDim / kDqColumnWarps / 8;
 constexpr int kDqPairs = kHeadDim / kDqColumnWarps / kPairColumns;
 // SwizzledRows::step() is an addition only where start and step have no bit in common. So pairs go to the warps in turn where the number of
-// warps is a power of two. Elsewhere the number of a warp's pairs is one, and they lie side by side.
+// warps is a power of two. Elsewhere a warp's pairs lie side by side, and their number is a power of two.
 constexpr bool kDqInTurn = (kDqColumnWarps & (kDqColumnWarps - 1)) == 0;
 constexpr int kDqPairStride = kDqInTurn ? kDqColumnWarps : 1;  // from one pair of a warp to the next
 constexpr int kDqWarpStride = kDqInTurn ? 1 : kDqPairs;        // from the first pair of a warp to that of the next warp
@@ -120,7 +121,7 @@ struct Params {
     int32_t head_dim_v;                   // likewise, of v and dout
     int32_t num_row_blocks;               // blocks of keys of one head
     int32_t batch_size;
-    int32_t heads_per_section;            // kv heads, or parts of their query heads, whose blocks of keys are launched together
+    int32_t heads_per_section;            // heads of the grid whose blocks of keys are launched together
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float softmax_scale;                  // dK is softmax_scale dS^T Q
     float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0
@@ -263,19 +264,20 @@ constexpr int kChunkElements = 16 / sizeof(element);
 // Rows of a block in shared memory, written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that
 // the eight consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks. Blocks begin
 // at multiples of 128 bytes.
-template <int kRowBytes>
+template <int kBytes>
 struct SwizzledRows {
+    static constexpr int kRowBytes = kBytes;
     static constexpr int kChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;  // that are permuted
     static constexpr int kPeriod = 16 * kChunks;
     static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two chunks");
 
-    // With 8 chunks every row starts at bank 0. With fewer, 8 / kChunks rows start at different banks, and share a key.
-    static __device__ __forceinline__ int key(int row) { return row / (8 / kChunks) % kChunks; }
+    // With 8 chunks every row starts at bank 0. With fewer, 8 / kChunks rows start at different banks, and share a swizzle key.
+    static __device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kChunks) % kChunks; }
 
     shared_address at;
 
     __device__ __forceinline__ SwizzledRows(shared_address block, int row, int chunk)
-        : at(block + row * kRowBytes + 16 * (chunk ^ key(row))) {}
+        : at(block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row))) {}
 
     // The address `rows` further down, a multiple of 8, and `chunks` to the right. Within the period that step is an XOR: the chunk
     // that it starts from has no bit in common with it.
@@ -303,7 +305,7 @@ using RowsOfScores = SwizzledRows<kBlockM * sizeof(element)>;  // of P^T and dS^
 
 // Starts the copy of kCount rows into shared memory. kChunks threads stand side by side along a row, and each takes every kChunks-th
 // chunk of its rows. Rows from `valid_rows` on and elements from `columns` on become zeros. `row_stride` is in elements.
-template <typename Rows, int kRowBytes, int kCount>
+template <typename Rows, int kCount>
 __device__ __forceinline__ void copy_rows(shared_address block, const element* source, int64_t row_stride, int valid_rows, int columns) {
     constexpr int kRowsPerPass = kThreads / Rows::kChunks;
     static_assert(kRowsPerPass % 8 == 0, "the rows of a thread are swizzled alike");
@@ -317,7 +319,7 @@ __device__ __forceinline__ void copy_rows(shared_address block, const element* s
     for (int first = 0; first < kCount; first += kRowsPerPass) {
         if (kCount % kRowsPerPass != 0 && first + row >= kCount) break;
 #pragma unroll
-        for (int panel = 0; panel < kRowBytes / Rows::kPeriod; ++panel) {
+        for (int panel = 0; panel < Rows::kRowBytes / Rows::kPeriod; ++panel) {
             const int column = (panel * Rows::kChunks + chunk) * kChunkElements;
             cp_async_16(destination.step(first, panel * Rows::kChunks), source + panel * Rows::kChunks * kChunkElements,
                         first + row < valid_rows && column < columns ? 16 : 0);
@@ -331,14 +333,14 @@ __device__ __forceinline__ void copy_rows(shared_address block, const element* s
 __device__ __forceinline__ void copy_keys(const Params& params, const KeyBlock& block, shared_address smem) {
     const int valid_rows = params.seqlen_kv - block.first_key;
     const int kv_head = kv_head_of(params, block);
-    copy_rows<RowsOfK, kRowBytes, kBlockN>(smem + kKOffset,
-                                           params.k + block.batch * params.k_batch_stride + kv_head * params.k_head_stride +
-                                               block.first_key * params.k_row_stride,
-                                           params.k_row_stride, valid_rows, params.head_dim);
-    copy_rows<RowsOfV, kRowBytesV, kBlockN>(smem + kVOffset,
-                                            params.v + block.batch * params.v_batch_stride + kv_head * params.v_head_stride +
-                                                block.first_key * params.v_row_stride,
-                                            params.v_row_stride, valid_rows, params.head_dim_v);
+    copy_rows<RowsOfK, kBlockN>(smem + kKOffset,
+                                params.k + block.batch * params.k_batch_stride + kv_head * params.k_head_stride +
+                                    block.first_key * params.k_row_stride,
+                                params.k_row_stride, valid_rows, params.head_dim);
+    copy_rows<RowsOfV, kBlockN>(smem + kVOffset,
+                                params.v + block.batch * params.v_batch_stride + kv_head * params.v_head_stride +
+                                    block.first_key * params.v_row_stride,
+                                params.v_row_stride, valid_rows, params.head_dim_v);
 }
 
 // Starts the copy of a step's Q, dO, lse_log2 and delta into a stage.
@@ -346,14 +348,14 @@ __device__ __forceinline__ void copy_queries(const Params& params, const KeyBloc
     const int head = head_of(params, block, step);
     const int first_query = step.block * kBlockM;
     const int valid_rows = params.seqlen_q - first_query;
-    copy_rows<RowsOfK, kRowBytes, kBlockM>(stage + kQOffset,
-                                           params.q + block.batch * params.q_batch_stride + head * params.q_head_stride +
-                                               first_query * params.q_row_stride,
-                                           params.q_row_stride, valid_rows, params.head_dim);
-    copy_rows<RowsOfV, kRowBytesV, kBlockM>(stage + kDoutOffset,
-                                            params.dout + block.batch * params.dout_batch_stride + head * params.dout_head_stride +
-                                                first_query * params.dout_row_stride,
-                                            params.dout_row_stride, valid_rows, params.head_dim_v);
+    copy_rows<RowsOfK, kBlockM>(stage + kQOffset,
+                                params.q + block.batch * params.q_batch_stride + head * params.q_head_stride +
+                                    first_query * params.q_row_stride,
+                                params.q_row_stride, valid_rows, params.head_dim);
+    copy_rows<RowsOfV, kBlockM>(stage + kDoutOffset,
+                                params.dout + block.batch * params.dout_batch_stride + head * params.dout_head_stride +
+                                    first_query * params.dout_row_stride,
+                                params.dout_row_stride, valid_rows, params.head_dim_v);
     // LSE and delta have all rows of the block. Four floats a thread.
     const int row = threadIdx.x % (kBlockM / 4) * 4;
     const int64_t unit_row = first_unit_row(params, block.batch, head) + first_query + row;
@@ -374,7 +376,7 @@ struct Gradients {
     float dv[kKeyTiles][kDvTiles][4];
 };
 
-// C = A . B^T over kDim columns, for the warp's keys and queries: rows of A and of B lie as in memory.
+// scores = keys . queries^T over kDim columns, for the warp's keys and queries.
 template <int kDim, typename Rows>
 __device__ __forceinline__ void mma_scores(Scores& scores, const Rows& keys, const Rows& queries) {
 #pragma unroll
@@ -610,7 +612,6 @@ __device__ __forceinline__ void pass_turn(const Params& params, const KeyBlock& 
 }
 
 constexpr int kLaneStep = kRedWidth == 4 ? 4 : 1;
-constexpr int kElementStep = kRedWidth == 4 ? 1 : 32;
 
 // dQ of a warp's queries and columns in a step, added to what other thread blocks have. `k_columns` are its columns of K.
 template <typename Columns>
@@ -629,7 +630,7 @@ __device__ __forceinline__ void add_dq(const Params& params, const KeyBlock& blo
                 red_add_128(tile, dq[i][n]);
             } else {
 #pragma unroll
-                for (int e = 0; e < 4; ++e) red_add(tile + kElementStep * e, dq[i][n][e]);
+                for (int e = 0; e < 4; ++e) red_add(tile + 32 * e, dq[i][n][e]);
             }
         }
     }
@@ -684,7 +685,7 @@ __device__ __forceinline__ void stage_gradients(shared_address block, const floa
 }
 
 // Writes a block of gradients, so that global memory sees whole rows in 16-byte vectors.
-template <typename Rows, int kRowBytes>
+template <typename Rows>
 __device__ __forceinline__ void store_rows(shared_address block, element* destination, int64_t row_stride, int valid_rows, int columns) {
     constexpr int kRowsPerPass = kThreads / Rows::kChunks;
     const int row = threadIdx.x / Rows::kChunks;
@@ -695,7 +696,7 @@ __device__ __forceinline__ void store_rows(shared_address block, element* destin
     for (int first = 0; first < kBlockN; first += kRowsPerPass) {
         if (first + row >= min(kBlockN, valid_rows)) break;
 #pragma unroll
-        for (int panel = 0; panel < kRowBytes / Rows::kPeriod; ++panel) {
+        for (int panel = 0; panel < Rows::kRowBytes / Rows::kPeriod; ++panel) {
             const int first_column = panel * Rows::kChunks * kChunkElements;
             if (first_column + chunk * kChunkElements >= columns) break;
             store_global_128(destination + first_column, load_shared_128(source.step(first, panel * Rows::kChunks)));
@@ -730,14 +731,14 @@ __device__ __forceinline__ void store_gradients(const Params& params, const KeyB
     barrier_sync(kThreads);
     const int valid_rows = params.seqlen_kv - block.first_key;
     const int kv_head = kv_head_of(params, block);
-    store_rows<RowsOfK, kRowBytes>(smem + kKOffset,
-                                   params.dk + block.batch * params.dk_batch_stride + kv_head * params.dk_head_stride +
-                                       block.first_key * params.dk_row_stride,
-                                   params.dk_row_stride, valid_rows, params.head_dim);
-    store_rows<RowsOfV, kRowBytesV>(smem + kVOffset,
-                                    params.dv + block.batch * params.dv_batch_stride + kv_head * params.dv_head_stride +
-                                        block.first_key * params.dv_row_stride,
-                                    params.dv_row_stride, valid_rows, params.head_dim_v);
+    store_rows<RowsOfK>(smem + kKOffset,
+                        params.dk + block.batch * params.dk_batch_stride + kv_head * params.dk_head_stride +
+                            block.first_key * params.dk_row_stride,
+                        params.dk_row_stride, valid_rows, params.head_dim);
+    store_rows<RowsOfV>(smem + kVOffset,
+                        params.dv + block.batch * params.dv_batch_stride + kv_head * params.dv_head_stride +
+                            block.first_key * params.dv_row_stride,
+                        params.dv_row_stride, valid_rows, params.head_dim_v);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -782,7 +783,7 @@ flash_bwd_hdim128_fp16_causal_ordered_gqa_sm80(const __grid_constant__ Params pa
         cp_async_wait<0>();
         barrier_sync(kThreads);
         const KeyBlock block = stashed_block(smem);
-        const Step next = next_step(step, find_query_blocks(params, block.first_key));
+        const Step next = next_step(step, find_query_blocks(params, block.first_key));  // found again: held, they take registers
         if (left > 1) {
             copy_queries(params, block, next, smem + kStagesOffset + (left - 1) % kStages * kStageBytes);
             cp_async_commit();

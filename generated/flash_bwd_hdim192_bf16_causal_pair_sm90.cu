@@ -89,7 +89,7 @@ struct Params {
     int32_t seqlen_kv;
     int32_t num_row_blocks;               // blocks of keys of one head
     int32_t batch_size;
-    int32_t heads_per_section;            // kv heads, or parts of their query heads, whose blocks of keys are launched together
+    int32_t heads_per_section;            // heads of the grid whose blocks of keys are launched together
     int32_t clear_distance;               // thread blocks clear dq_accum of the head that comes so many later in the grid; counted as heads_per_section
     int32_t diagonal_offset;              // query i is aligned with key i + diagonal_offset
     float scale_log2;                     // P is 2^(scale_log2 * S - lse_log2); above 0

@@ -147,7 +147,7 @@ struct QueryUnit {
     int seqlen_q;  // its queries
 };
 
-// The units of a head follow each other, as those of the main kernel's workspace do.
+// The units of a head of a sequence follow each other, then come those of its next head.
 __device__ __forceinline__ QueryUnit find_query_unit(const Params& params, int index, int lane) {
     const auto rows_of = [&](int sequence) {
         return rows_to_write(params.cu_seqlens_q, sequence, params.batch_size, params.rows_q);

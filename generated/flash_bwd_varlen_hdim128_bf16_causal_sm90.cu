@@ -655,8 +655,9 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
     };
     const QueryBlocks queries = find_query_blocks(params, tile.first_key);
     const int count = num_steps(params, queries);
-    // Whether some query of a block does not attend to some key of the warp.
+    // From this query on all attend to all keys of the warp.
     const int masked_up_to = first_query_of_key(params, tile.first_key + warp_key + 15);
+    // Whether some query of a block does not attend to some key of the warp.
     auto needs_mask = [&](int first_query) { return first_query < masked_up_to; };
 
     float dk[kHeadDim / 2] = {};

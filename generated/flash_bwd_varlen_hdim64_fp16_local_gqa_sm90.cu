@@ -156,7 +156,8 @@ __device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_
     return own;
 }
 
-// What a thread block of the main kernel computes: dK and dV of kBlockN keys of a head of a sequence, and their share of dQ.
+// What a thread block of the main kernel computes: dK and dV of kBlockN keys of a kv head of a sequence, summed over its query heads, and
+// their share of dQ.
 struct KeyBlock {
     int batch;  // the sequence; below 0: none; batch_size: of the rows behind the last sequence
     int kv_head;

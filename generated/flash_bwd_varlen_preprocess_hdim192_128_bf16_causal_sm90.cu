@@ -171,7 +171,7 @@ struct QueryUnit {
     int seqlen_q;  // its queries
 };
 
-// The units of a head follow each other, as those of the main kernel's workspace do.
+// The units of a head of a sequence follow each other, then come those of its next head.
 __device__ __forceinline__ QueryUnit find_query_unit(const Params& params, int index, int lane) {
     const auto rows_of = [&](int sequence) {
         return rows_to_write(params.cu_seqlens_q, sequence, params.batch_size, params.rows_q);
@@ -301,7 +301,7 @@ __device__ __forceinline__ LaunchedBlock find_launched_block(const Params& param
 // that is added up, which all blocks of a head use.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index, int lane) {
     const LaunchedBlock launched = find_launched_block(params, index, lane);
-    // Lengths that contradict the arrays may add up to more blocks than an int counts.
+    // Lengths that contradict the arrays may add up to more blocks than an int counts, and the search below find a sequence without blocks.
     if (launched.index < 0) return {-1};
     const BlockOfSequence found = find_block_of_sequence(params.batch_size + 1, launched.index, lane, [&](int sequence) {
         if (query_blocks_of(params, sequence) != launched.query_blocks) return 0;
@@ -354,7 +354,7 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
     return sum;
 }
 
-// Left to choose, ptxas makes room for a fourth thread block, and spills.
+// Left to choose, ptxas makes room for one thread block more at some head dims, and spills there.
 extern "C" __global__ void __launch_bounds__(kThreads, 3)
 flash_bwd_varlen_preprocess_hdim192_128_bf16_causal_sm90(const __grid_constant__ Params all) {
     // The wait comes first: lengths may be results of the grid before.

@@ -171,7 +171,7 @@ struct QueryUnit {
     int seqlen_q;  // its queries
 };
 
-// The units of a head follow each other, as those of the main kernel's workspace do.
+// The units of a head of a sequence follow each other, then come those of its next head.
 __device__ __forceinline__ QueryUnit find_query_unit(const Params& params, int index, int lane) {
     const auto rows_of = [&](int sequence) {
         return rows_to_write(params.cu_seqlens_q, sequence, params.batch_size, params.rows_q);
@@ -216,7 +216,8 @@ __device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
     return {0, params.kv_lengths == nullptr ? params.seqlen_kv : load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
 }
 
-// What a thread block of the main kernel computes: dK and dV of kBlockN keys of a head of a sequence, and their share of dQ.
+// What a thread block of the main kernel computes: dK and dV of kBlockN keys of a kv head of a sequence, summed over its query heads, and
+// their share of dQ.
 struct KeyBlock {
     int batch;  // the sequence; below 0: none; batch_size: of the rows behind the last sequence
     int kv_head;
@@ -301,7 +302,7 @@ __device__ __forceinline__ LaunchedBlock find_launched_block(const Params& param
 // a head use.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index, int lane) {
     const LaunchedBlock launched = find_launched_block(params, index, lane);
-    // Lengths that contradict the arrays may add up to more blocks than an int counts.
+    // Lengths that contradict the arrays may add up to more blocks than an int counts, and the search below find a sequence without blocks.
     if (launched.index < 0) return {-1};
     const BlockOfSequence found = find_block_of_sequence(params.batch_size + 1, launched.index, lane, [&](int sequence) {
         if (query_blocks_of(params, sequence) != launched.query_blocks) return 0;
@@ -354,7 +355,7 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
     return sum;
 }
 
-// Left to choose, ptxas makes room for a fourth thread block, and spills.
+// Left to choose, ptxas makes room for one thread block more at some head dims, and spills there.
 extern "C" __global__ void __launch_bounds__(kThreads, 3)
 flash_bwd_varlen_preprocess_hdim64_fp16_local_gqa_sm90(const __grid_constant__ Params all) {
     // The wait comes first: lengths may be results of the grid before.

@@ -158,12 +158,12 @@ def check(given: Mapping[str, Any], stream: Any, what: str, optional: set[str]) 
             raise NullPointer(f"{name} is None; expected an array")
         if x is not None and x.requires_grad and torch.is_grad_enabled():
             raise without_gradients(f"{name}: {WITHOUT_GRADIENT}", what)
-    _check_memory({name: x for name, x in given.items() if x is not None})
+    _check_meta({name: x for name, x in given.items() if x is not None})
     if stream is not None:
         raise BadParam("stream was given, but what is traced has no stream yet; leave stream out")
 
 
-def _check_memory(given: Mapping[str, Tensor]) -> None:
+def _check_meta(given: Mapping[str, Tensor]) -> None:
     """That none of these has memory where the first has none. Raises DeviceTypeNotSupported."""
     first, *others = given
     if given[first].is_meta:

@@ -1,4 +1,4 @@
-// PTX of compute capability 8.0, one instruction to a function, under the instruction's own name.
+// PTX of compute capability 8.0. Thin wrappers of PTX; the comment of each names its instruction.
 //
 // All PTX of the Ampere kernels is here and in ptx.cuh. A kernel includes this header and nothing else, so that a header of the same name
 // with other bodies (a simulator's, say) can stand in for it.
