@@ -67,6 +67,34 @@ def test_it_is_append_and_then_attention(pages, rotates, options, backend):
 
 
 @pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("name", ["q", "mask", "alibi_slopes"])
+def test_what_attention_reads_has_no_memory_in_the_cache(name, held):
+    """It is read after the new tokens are there, so the result would be that of other queries or masks."""
+    rng = np.random.default_rng()
+    cache, q, *new = cache_of(rng, False), *(numbers(rng, 3, 1, heads, 32) for heads in (2, 2, 2))
+    inside = {
+        "q": cache.k[:, 4:5],
+        "mask": cache.v.view(bool).reshape(-1)[: 3 * 24].reshape(3, 1, 1, 24),
+        "alibi_slopes": cache.k.reshape(-1)[:4].view(np.float32),
+    }
+    given = {"q": q, name: inside[name]}
+    before = copied(cache)
+    seen = "slope" if held and name == "alibi_slopes" else name  # a plan speaks of the score's own arrays
+
+    def call(q, **options):
+        if not held:
+            return flashgen.attention(q, cache, append=new, **options)
+        plan = flashgen.plan(q, cache, append=new, **options)
+        named = {"slope" if name == "alibi_slopes" else name: x for name, x in options.items()}
+        return plan(q, cache, new, **named)
+
+    with pytest.raises(flashgen.BadTensorStrides, match=f"^[kv] overlaps {seen} in memory; pass memory of"):
+        call(**given)
+    np.testing.assert_array_equal(cache.k.view(np.uint16), before.k.view(np.uint16))
+    call(**given | {name: inside[name].copy()})
+
+
+@pytest.mark.parametrize("held", [False, True])
 def test_pairs_that_are_refused_are_refused_after_what_equals_them(held, forget_plans):
     rng = np.random.default_rng()
     cache, q, k_new, v_new = cache_of(rng, False), *(numbers(rng, 3, 3, heads, 32) for heads in (4, 2, 2))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import lru_cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from flashgen.api.calls import call_of, make_plan, ready
+from flashgen.api.calls import MAX_PLANS, call_of, make_plan, ready
 from flashgen.api.kvcache import FIELDS, KVCache, Rotary
-from flashgen.errors import BadParam, BadTensorShape, FlashgenError, NullPointer, rename
+from flashgen.errors import BadParam, BadTensorShape, BadTensorStrides, FlashgenError, NullPointer, rename
 from flashgen.operators.append import APPEND
-from flashgen.operators.arguments import flag, length_bound
+from flashgen.operators.arguments import flag, length_bound, overlapping
 from flashgen.operators.maskoptions import NO_WINDOW, mask_type_name, window_of
 from flashgen.runtime import arrays, check, dlpack, hostarrays, torchkind
 from flashgen.runtime.plans import adopted
@@ -397,13 +398,48 @@ def _handed(attention: Plan, second: Ready, q: Any, stream: Any) -> Any:
 def _queue(append: Plan, first: Ready, attention: Plan, second: Ready) -> None:
     """Queue both calls, in order. Where lengths are checked, those of both are ahead of the first."""
     work, given, pointers, stream, _ = first
-    next_work, next_given, _, _, _ = second
+    next_work, next_given, next_pointers, _, _ = second
+    _check_apart(attention, next_pointers, given[_ROTATED] is not None)
     if attention.problem.device is None:  # where the second call itself would look after the first
         hostarrays.check_writable(attention.problem, next_given)
     if attention.checks_elements:
         _check_elements(append, pointers, given, attention, stream)
     work(given, stream)
     next_work(next_given, stream)
+
+
+def _check_apart(attention: Plan, pointers: tuple[int, ...], rotates: bool) -> None:
+    """That what only the attention reads has no memory in the cache, which is written ahead of it. Raises
+    BadTensorStrides.
+    """
+    places, spans = _read_behind(attention, rotates)
+    if not places:
+        return
+    arguments, positions = attention.problem.operator.arguments, attention.problem.operator.positions
+    cache = positions["k"], positions["v"]
+    for place in places:
+        for other in overlapping(place, spans, pointers[: len(spans)]):
+            if other in cache:
+                raise BadTensorStrides(
+                    f"{arguments[other].name} overlaps {arguments[place].name} in memory; pass memory of its "
+                    "own"
+                )
+
+
+@lru_cache(maxsize=MAX_PLANS)
+def _read_behind(attention: Plan, rotates: bool) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """The positions of the caller's inputs of an attention that the append ahead of it does not have, and the
+    spans of all arguments. A rotated q is not the caller's.
+    """
+    problem = attention.problem
+    handed_on = {"k", "v", "cu_seqlens_q", "kv_lengths", "index", "pages"} | ({"q"} if rotates else set())
+    placed = problem.placed()
+    places = tuple(
+        place
+        for place, argument in enumerate(problem.operator.arguments)
+        if placed[place] is not None and not argument.is_output and argument.name not in handed_on
+    )
+    return places, problem.spans()
 
 
 def _check_elements(
