@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import flashgen
-from flashgen.errors import BadParam, BadTensorShape, NullPointer
+from flashgen.errors import BadParam, BadTensorShape, DeviceTypeNotSupported, NullPointer
 from flashgen.simulator import hostcompiler
 
 torch = pytest.importorskip("torch")
@@ -300,6 +300,22 @@ def test_tensors_without_memory_have_shapes_of_gradients():
     assert [x.shape for x in found] == [x.shape for x in leaves]
 
 
+@pytest.mark.parametrize("name", ["k", "v", "mask", "kv_lengths", "alibi_slopes"])
+def test_all_tensors_are_without_memory_or_none(name):
+    q, k, v = (x.detach() for x in tensors()[:3])
+    given = {
+        "k": k,
+        "v": v,
+        "mask": torch.ones(6, 7, dtype=torch.bool),
+        "kv_lengths": torch.ones(2, dtype=torch.int32),
+        "alibi_slopes": torch.ones(HEADS),
+    }
+    others = {other: given[other].to("meta") for other in "kv"}
+    with pytest.raises(DeviceTypeNotSupported, match=f"^q is on meta but {name} is on cpu; all arrays must"):
+        flashgen.attention(q.to("meta"), **others | {name: given[name]})
+    assert flashgen.attention(q.to("meta"), **others | {name: given[name].to("meta")}).is_meta
+
+
 def test_what_is_no_plain_tensor_is_refused_by_name():
     q, k, v, _ = tensors()
     nested = torch.nested.nested_tensor(
@@ -373,6 +389,34 @@ def test_saved_tensors_may_be_packed_and_must_not_change():
     slopes.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(out, (q, k, v), dout)
+
+
+@pytest.mark.parametrize("write", ["out", "lse", "merge", "append", "append=", "plan", "dk"])
+def test_what_is_written_to_is_known_to_autograd(write):
+    """Else a backward pass through a tensor that was saved would take what is there now."""
+    q, k, v, dout = (x.detach() for x in tensors())
+    out, lse = flashgen.attention(q, k, v, return_lse=True)
+    cache = flashgen.KVCache(k.clone(), v.clone(), torch.tensor([3, 4], dtype=torch.int32))
+    new = torch.randn(2, 1, KV_HEADS, 16), torch.randn(2, 1, KV_HEADS, 8)
+    given = cache.v if write.startswith("append") else torch.zeros_like({"lse": lse, "dk": k}.get(write, out))
+    calls = {
+        "out": lambda: flashgen.attention(q, k, v, out=given),
+        "lse": lambda: flashgen.plan(q, k, v, return_lse=True)(q, k, v, lse=given),
+        "merge": lambda: flashgen.merge([(out, lse), (out, lse)], out=given),
+        "append": lambda: flashgen.append(cache, *new),
+        "append=": lambda: flashgen.attention(q[:, :1], cache, append=new),
+        "plan": lambda: flashgen.plan(q, k, v)(q, k, v, out=given),
+        "dk": lambda: flashgen.attention_backward(dout, q, k, v, out, lse, dk=given),
+    }
+    weight = torch.ones_like(given, requires_grad=True)
+    for grad in (True, False):
+        loss = (weight * given).sum()
+        with torch.set_grad_enabled(grad):
+            calls[write]()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    with torch.inference_mode():
+        flashgen.attention(q, k, v, out=torch.empty_like(out))
 
 
 def test_a_mask_beside_lengths_is_traced_where_no_gradient_is_wanted():

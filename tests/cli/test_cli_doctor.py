@@ -114,6 +114,16 @@ def test_an_unwritable_cache_and_a_wrong_spec_are_problems(machine, flashgen, tm
     assert flashgen("doctor", FLASHGEN_SPECS=str(tmp_path / "specs")).exit_code == 1
 
 
+def test_a_spec_without_its_template_is_a_problem(machine, flashgen, tiny_folder):
+    machine()
+    given = {"FLASHGEN_SPECS": str(tiny_folder / "specs")}
+    assert flashgen("doctor", **given).exit_code == 0
+    (tiny_folder / "templates" / "lib" / "names.j2").unlink()
+    found = flashgen("doctor", **given)
+    assert found.exit_code == 1
+    assert "lib/names.j2 is in none of" in found.output.replace("\n", " ")
+
+
 @pytest.mark.parametrize(("backend", "closed"), [("cuda", "host"), ("cpu", "gpu")])
 def test_a_forced_backend_closes_the_other_path(machine, flashgen, backend, closed):
     pytest.importorskip("cupy", reason="kernels need CuPy and NVRTC")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from flashgen.errors import InternalError, SpecError
+from flashgen.paths import templates_dir
 from flashgen.source.render import (
     flatten,
     header_comment,
@@ -177,7 +178,31 @@ def test_a_missing_template_says_where_it_was_sought(action, tiny_folder, varian
 @pytest.mark.parametrize("action", [render, source_digest])
 def test_a_template_that_only_the_spec_names(action, tiny_folder, variant):
     (tiny_folder / "templates" / "tiny.cu.j2").unlink()
-    with pytest.raises(SpecError, match=r"^tiny: template: tiny\.cu\.j2 is in none of"):
+    with pytest.raises(SpecError, match=r"specs/tiny\.yaml: template: tiny\.cu\.j2 is in none of"):
+        action(variant)
+
+
+@pytest.mark.parametrize("action", [render, source_digest])
+@pytest.mark.parametrize("file", ["tiny.cu.j2", "lib/names.j2"])
+def test_a_template_that_is_no_text_is_named(action, file, tiny_folder, variant):
+    path = tiny_folder / "templates" / file
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(SpecError, match=rf"^{re.escape(str(path))}: cannot be read: 'utf-8' codec"):
+        action(variant)
+
+
+@pytest.mark.parametrize("action", [render, source_digest])
+@pytest.mark.parametrize("what", ["a link to nothing", "no file"])
+def test_what_is_no_file_does_not_give_way_to_a_shipped_template(action, what, tiny_folder, variant):
+    shipped = next(path for path in templates_dir().glob("lib/*.j2"))
+    path = tiny_folder / "templates" / "lib" / shipped.name
+    if what == "no file":
+        path.mkdir()
+    else:
+        path.symlink_to("/nowhere/at/all")
+    template = tiny_folder / "templates" / "tiny.cu.j2"
+    template.write_text(template.read_text() + f'//% include "lib/{shipped.name}"\n')
+    with pytest.raises(SpecError, match=f"^{re.escape(str(path))} is {what}; put a file there, or remove it"):
         action(variant)
 
 

@@ -406,6 +406,8 @@ def _queue(append: Plan, first: Ready, attention: Plan, second: Ready) -> None:
         _check_elements(append, pointers, given, attention, stream)
     work(given, stream)
     next_work(next_given, stream)
+    append.tell_written(given)
+    attention.tell_written(next_given)
 
 
 def _check_apart(attention: Plan, pointers: tuple[int, ...], rotates: bool) -> None:

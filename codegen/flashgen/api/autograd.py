@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from flashgen.api.asked import LENGTHS, MASK_WITH_LENGTHS, asked, asked_backward, named_score
 from flashgen.api.calls import call
-from flashgen.errors import BadParam, NullPointer
+from flashgen.errors import BadParam, DeviceTypeNotSupported, NullPointer
 from flashgen.operators.arguments import ROW_ALIGNMENT, flag, length_bound
 from flashgen.operators.contract import check_rank, scale_of
 from flashgen.operators.maskoptions import mask_type_name, sees_no_later_key, window_of
@@ -116,6 +116,10 @@ def attention(
     for name, x in (("k", k), ("v", v)):
         if x is None:
             raise NullPointer(f"{name} is None; expected an array")
+    if q.is_meta:
+        _, alibi_slopes, _, params = of_score
+        of_call = dict(zip(("q", "k", "v", "mask", *LENGTHS[:3]), (*tensors, *on_device), strict=True))
+        check_meta(of_call | {"alibi_slopes": alibi_slopes} | (params if isinstance(params, dict) else {}))
     if mask is not None and any(x is not None for x in on_device) and _differentiable(q, k, v):
         raise BadParam(MASK_WITH_LENGTHS)
     bounds = max_seqlen_q, max_seqlen_kv
@@ -137,6 +141,19 @@ def check_tensors(given: Mapping[str, Any]) -> None:
                 raise BadParam(
                     f"{name} has type {type(x).__name__}, and another array requires a gradient or is "
                     "traced; pass a tensor, which torch.as_tensor makes"
+                )
+
+
+def check_meta(given: Mapping[str, Any]) -> None:
+    """That no tensor has memory where the first one has none. Raises DeviceTypeNotSupported."""
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    first, *others = tensors
+    if tensors[first].is_meta:
+        for name in others:
+            if not tensors[name].is_meta:
+                raise DeviceTypeNotSupported(
+                    f"{first} is on meta but {name} is on {tensors[name].device}; all arrays must be on one "
+                    "device"
                 )
 
 

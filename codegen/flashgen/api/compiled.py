@@ -19,13 +19,14 @@ from flashgen.api.autograd import (
     LENGTHS_SCHEMA,
     SCHEMA,
     Options,
+    check_meta,
     check_tensors,
     options_of,
     refuse_transforms,
 )
 from flashgen.api.calls import call
 from flashgen.api.kvcache import KVCache
-from flashgen.errors import BadParam, DeviceTypeNotSupported, NullPointer
+from flashgen.errors import BadParam, NullPointer
 from flashgen.operators.append import APPEND
 from flashgen.operators.arguments import flag
 from flashgen.operators.merge import MERGE
@@ -158,21 +159,9 @@ def check(given: Mapping[str, Any], stream: Any, what: str, optional: set[str]) 
             raise NullPointer(f"{name} is None; expected an array")
         if x is not None and x.requires_grad and torch.is_grad_enabled():
             raise without_gradients(f"{name}: {WITHOUT_GRADIENT}", what)
-    _check_meta({name: x for name, x in given.items() if x is not None})
+    check_meta(given)
     if stream is not None:
         raise BadParam("stream was given, but what is traced has no stream yet; leave stream out")
-
-
-def _check_meta(given: Mapping[str, Tensor]) -> None:
-    """That none of these has memory where the first has none. Raises DeviceTypeNotSupported."""
-    first, *others = given
-    if given[first].is_meta:
-        for name in others:
-            if not given[name].is_meta:
-                raise DeviceTypeNotSupported(
-                    f"{first} is on meta but {name} is on {given[name].device}; all arrays must be on one "
-                    "device"
-                )
 
 
 def _fix_layout(written: Tensor | None) -> None:

@@ -202,9 +202,11 @@ def _simulator(report: Report) -> dict[str, Any]:
 
 
 def _specs(report: Report) -> dict[str, Any]:
+    from flashgen.source.render import check_files
     from flashgen.spec.load import load_specs
 
     specs = load_specs()
+    check_files(specs)
     return {
         "files": [str(spec.path) for spec in specs],
         "variants": sum(len(spec.variants()) for spec in specs),

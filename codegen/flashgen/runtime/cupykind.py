@@ -22,6 +22,7 @@ class CupyKind:
 
     name = "cupy"
     expecting = None
+    wrote = None
 
     def __init__(self, cupy: Any) -> None:
         self.types = {cupy.ndarray, type(None)}

@@ -22,6 +22,7 @@ class NumpyKind:
 
     name = "numpy"
     expecting = None  # nothing is quicker than `read`
+    wrote = None  # no one keeps arrays for a backward pass
 
     def __init__(self, numpy: Any) -> None:
         # Of most calls all arrays are of these types; an array of a subclass takes a moment longer.

@@ -89,6 +89,7 @@ class Plan:
         "_spread",
         "_types",
         "_works",
+        "_wrote",
         "kind",
         "problem",
     )
@@ -112,7 +113,7 @@ class Plan:
         self._expected_workspace: Any = None
         # What to queue, by pointers at which memory was sound, and by scalars.
         self._works: dict[Any, Work] = {}
-        self._types = kind.types
+        self._types, self._wrote = kind.types, kind.wrote
         # What each call needs is bound here: every look-up on the way to a launch counts.
         self._positions, self._results = problem.operator.positions, problem.results
         self._absent, self._no_scalars = (None,) * len(examples), (None,) * len(problem.operator.scalars)
@@ -224,9 +225,17 @@ class Plan:
         self, arrays: Arrays, pointers: Pointers, scalars: tuple[Any, ...], stream: Any, workspace: Any = None
     ) -> Any:
         """``__call__`` for native arrays whose layouts are known to be the plan's, with their pointers."""
-        work, arrays, _, handle, _memory = self.ready(arrays, pointers, scalars, stream, workspace)
-        work(arrays, handle)
-        return self.results_of(arrays)
+        work, found, _, handle, _memory = self.ready(arrays, pointers, scalars, stream, workspace)
+        work(found, handle)
+        self.tell_written(arrays)
+        return self.results_of(found)
+
+    def tell_written(self, arrays: Arrays) -> None:
+        """Tell their library that the results among these arrays of a call were written to."""
+        if self._wrote is not None:
+            for position in self._results:
+                if arrays[position] is not None:
+                    self._wrote(arrays[position])
 
     def ready(
         self, arrays: Arrays, pointers: Pointers, scalars: tuple[Any, ...], stream: Any, workspace: Any = None

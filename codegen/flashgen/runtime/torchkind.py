@@ -64,6 +64,7 @@ class TorchKind:
         self._is_tracing = torch._C._is_tracing
         self._no_dispatch = torch.Tensor.__torch_dispatch__
         self._forward_ad = torch.autograd.forward_ad
+        self._increment_version = torch.autograd.graph.increment_version
         # The handle alone: a Stream object costs 2 µs.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self._get_stream = raw_stream or (lambda device: torch.cuda.current_stream(device).cuda_stream)
@@ -137,6 +138,11 @@ class TorchKind:
             return tuple([0 if x is None else x.data_ptr() for x in arrays])
 
         return pointers
+
+    def wrote(self, x: Any) -> None:
+        """Tell autograd that a tensor was written to: it then refuses what needs the values before."""
+        if not x.is_inference():  # which autograd does not know
+            self._increment_version(x)
 
     def pointer(self, x: Any) -> int:
         return x.data_ptr()

@@ -12,6 +12,7 @@ it to multiply by (`operators.lowering`).
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import warnings
 from functools import lru_cache
@@ -24,7 +25,6 @@ from flashgen.paths import code_digest, specs_dir, templates_dir
 from flashgen.source.params import struct_text
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterable, Sequence
 
     import jinja2
@@ -68,7 +68,9 @@ def render(variant: Variant) -> str:
         raise InternalError(f"{error.filename or error.name}:{error.lineno}: {error.message}") from error
     except jinja2.TemplateNotFound as error:
         at = "" if error.name == variant.template else _template_line(error, folders)
-        raise _missing(error.name, variant.spec, folders, at) from error
+        raise _missing(error.name, _spec_file(variant), folders, at) from error
+    except SpecError:
+        raise
     except Exception as error:
         raise InternalError(
             f"{_template_line(error, folders)}: {error} (rendering {variant.name})"
@@ -160,7 +162,7 @@ def origin(variant: Variant, line: str) -> str | None:
     """
     folders = search_path(variant)
     found = []
-    for name, text in _closure(variant.template, variant.header, variant.spec, folders).items():
+    for name, text in _closure(variant.template, variant.header, _spec_file(variant), folders).items():
         path = _find(name, folders)
         if path is None or name.endswith(".cuh"):  # a header is no template: its own name stands in the log
             continue
@@ -182,7 +184,7 @@ def source_digest(variant: Variant) -> str:
     digest = hashlib.sha256(repr(variant.rendered_form()).encode())
     # The C++ of a score modification follows from its formula, and how is in `operators`.
     digest.update(code_digest("source") if variant.score is None else code_digest("source", "operators"))
-    for name, text in _closure(variant.template, variant.header, variant.spec, folders).items():
+    for name, text in _closure(variant.template, variant.header, _spec_file(variant), folders).items():
         digest.update(f"\0{name}\0{len(text)}\0".encode())
         digest.update(text.encode())
     return digest.hexdigest()
@@ -228,6 +230,9 @@ def _environment(folders: tuple[str, ...]) -> jinja2.Environment:
 
     class Lines(jinja2.FileSystemLoader):
         def get_source(self, environment: jinja2.Environment, template: str) -> tuple[str, str, Any]:
+            path = _find(template, folders)
+            if path is not None:
+                _read(path)  # says what is wrong with it
             source, *found = super().get_source(environment, template)
             source = re.sub(_COMMENT, "", re.sub(_COMMENT_LINE, "{##}", source))
             return re.sub(_STATEMENT_LINE, r"{%\1\2 %}", source), *found
@@ -270,7 +275,7 @@ def unused_overrides(specs: Iterable[Spec]) -> list[Path]:
         names = used.setdefault(folders, set())
         for step in spec.content.steps:
             try:
-                names.update(_closure(step.template, spec.content.family["header"], spec.name, folders))
+                names.update(_closure(step.template, spec.content.family["header"], str(spec.path), folders))
             except (InternalError, SpecError):
                 incomplete.add(folders)
     found = []
@@ -285,8 +290,22 @@ def unused_overrides(specs: Iterable[Spec]) -> list[Path]:
     return sorted(set(found))
 
 
+def check_files(specs: Iterable[Spec]) -> None:
+    """That all templates and headers of these specs are there and can be read. Raises SpecError or
+    InternalError.
+    """
+    for spec in specs:
+        for step in spec.content.steps:
+            folders = folders_for(str(spec.path.parent))
+            _closure(step.template, spec.content.family["header"], str(spec.path), folders)
+
+
+def _spec_file(variant: Variant) -> str:
+    return str(Path(variant.spec_dir, f"{variant.spec}.yaml"))
+
+
 def _closure(template: str, header: str, spec: str, folders: tuple[str, ...]) -> dict[str, str]:
-    """Templates and headers that rendering and compiling a kernel may read, by name."""
+    """Templates and headers that rendering and compiling a kernel may read, by name. ``spec`` is its file."""
     found: dict[str, str] = {}
     included: list[tuple[str, str]] = []
     waiting = [(template, "")]
@@ -297,7 +316,7 @@ def _closure(template: str, header: str, spec: str, folders: tuple[str, ...]) ->
         path = _find(name, folders)
         if path is None:
             raise _missing(name, spec, folders, at)
-        found[name] = text = path.read_text(encoding="utf-8")
+        found[name] = text = _read(path)
         for number, line in enumerate(text.split("\n"), 1):
             for match in _REFERENCE.finditer(line) if "%" in line else ():  # most lines have none
                 here = f"{path}:{number}"
@@ -305,7 +324,7 @@ def _closure(template: str, header: str, spec: str, folders: tuple[str, ...]) ->
                     raise InternalError(f"{here}: the name of an included template must be a plain string")
                 waiting.append((match[1][1:-1], here))
         included += _included(text, str(path))
-    included.append((header, f"{spec}.yaml"))
+    included.append((header, spec))
     return found | _headers(included, _including(folders))
 
 
@@ -317,7 +336,7 @@ def _headers(included: list[tuple[str, str]], folders: Sequence[str]) -> dict[st
         name, at = waiting.pop(0)
         if name not in found:
             path = _locate(name, folders, at)
-            found[name] = path.read_text(encoding="utf-8")
+            found[name] = _read(path)
             waiting += _included(found[name], str(path))
     return found
 
@@ -345,8 +364,22 @@ def _include_dirs(include_dirs: Sequence[str | os.PathLike[str]] | None) -> tupl
 
 
 def _find(name: str, folders: Sequence[str]) -> Path | None:
-    paths = (Path(folder, name) for folder in folders)
-    return next((path for path in paths if path.is_file()), None)
+    """The first that is there. Raises SpecError where that is no file: the next one is not what was meant."""
+    for folder in folders:
+        path = Path(folder, name)
+        if path.is_file():
+            return path
+        if os.path.lexists(path):
+            what = "a link to nothing" if path.is_symlink() and not path.exists() else "no file"
+            raise SpecError(f"{path} is {what}; put a file there, or remove it")
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: cannot be read: {error}") from error
 
 
 def _locate(name: str, folders: Sequence[str], at: str) -> Path:
@@ -359,7 +392,7 @@ def _locate(name: str, folders: Sequence[str], at: str) -> Path:
 
 
 def _missing(name: str, spec: str, folders: Sequence[str], at: str) -> SpecError:
-    """``at`` is the file and line that ask for the template, "" where the spec itself does."""
+    """``at`` is the file and line that ask for the template, "" where the spec's own file does."""
     searched = ", ".join(folders)
     if at:
         return SpecError(f"{at}: template {name} is in none of {searched}")
