@@ -55,10 +55,10 @@ def cascade(
     q: (batch, seqlen_q, num_heads_q, head_dim), or without batch, as in ``attention``.
     parts: a list of (k, v) or ``KVCache``, from the first keys to the last. k: (batch, seqlen_kv,
         num_heads_kv, head_dim), v: (batch, seqlen_kv, num_heads_kv, head_dim_v), as in ``attention``;
-        seqlen_kv and num_heads_kv may differ between parts. A part of batch 1, or a KVCache with one length,
-        is shared by all batch entries of q: it is read once for all, as the queries of all entries become
-        those of one long sequence. That copies q, once, where its batch and sequence strides are not those of
-        one sequence.
+        seqlen_kv and num_heads_kv may differ between parts. A part of batch 1, or beside another part a
+        KVCache with one length, is shared by all batch entries of q: it is read once for all, as the queries
+        of all entries become those of one long sequence. That copies q, once, where its batch and sequence
+        strides are not those of one sequence.
     causal: in the last part hide key j from query i unless j <= i + seqlen_kv - seqlen_q, with the seqlen_kv
         of that part, in a KVCache of each sequence; all queries see all keys of the others. This is causal
         attention over all keys where the last part has seqlen_q keys or more. With several queries the last

@@ -8,8 +8,12 @@ from pathlib import Path
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Put ``content`` into the file ``path``. Raises OSError where its folder cannot be written."""
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    """Put ``content`` into the file ``path``. Raises OSError of this name if the folder is not writable."""
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:
+        error.filename = str(path)
+        raise
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
