@@ -435,11 +435,11 @@ def _read_behind(attention: Plan, rotates: bool) -> tuple[tuple[int, ...], tuple
     """
     problem = attention.problem
     handed_on = {"k", "v", "cu_seqlens_q", "kv_lengths", "index", "pages"} | ({"q"} if rotates else set())
-    placed = problem.placed()
+    given = zip(problem.operator.arguments, problem.strides, strict=True)
     places = tuple(
         place
-        for place, argument in enumerate(problem.operator.arguments)
-        if placed[place] is not None and not argument.is_output and argument.name not in handed_on
+        for place, (argument, strides) in enumerate(given)
+        if strides is not None and not argument.is_output and argument.name not in handed_on
     )
     return places, problem.spans()
 

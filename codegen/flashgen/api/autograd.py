@@ -111,15 +111,15 @@ def attention(
     ``of_score`` softcap, alibi_slopes, score and params; ``lengths`` as in `asked.asked`. Raises BadParam.
     """
     *on_device, max_seqlen_q, max_seqlen_kv = lengths
-    check_tensors(dict(zip(("q", "k", "v", "mask", *LENGTHS[:3]), (*tensors, *on_device), strict=True)))
+    given = dict(zip(("q", "k", "v", "mask", *LENGTHS[:3]), (*tensors, *on_device), strict=True))
+    check_tensors(given)
     q, k, v, mask = tensors
     for name, x in (("k", k), ("v", v)):
         if x is None:
             raise NullPointer(f"{name} is None; expected an array")
     if q.is_meta:
         _, alibi_slopes, _, params = of_score
-        of_call = dict(zip(("q", "k", "v", "mask", *LENGTHS[:3]), (*tensors, *on_device), strict=True))
-        check_meta(of_call | {"alibi_slopes": alibi_slopes} | (params if isinstance(params, dict) else {}))
+        check_meta(given | {"alibi_slopes": alibi_slopes} | (params if isinstance(params, dict) else {}))
     if mask is not None and any(x is not None for x in on_device) and _differentiable(q, k, v):
         raise BadParam(MASK_WITH_LENGTHS)
     bounds = max_seqlen_q, max_seqlen_kv

@@ -228,17 +228,18 @@ def _of_score(form: Variant) -> dict[str, Any]:
 def _environment(folders: tuple[str, ...]) -> jinja2.Environment:
     import jinja2
 
-    class Lines(jinja2.FileSystemLoader):
+    class Lines(jinja2.BaseLoader):
         def get_source(self, environment: jinja2.Environment, template: str) -> tuple[str, str, Any]:
             path = _find(template, folders)
-            if path is not None:
-                _read(path)  # says what is wrong with it
-            source, *found = super().get_source(environment, template)
-            source = re.sub(_COMMENT, "", re.sub(_COMMENT_LINE, "{##}", source))
-            return re.sub(_STATEMENT_LINE, r"{%\1\2 %}", source), *found
+            if path is None:
+                raise jinja2.TemplateNotFound(template)
+            changed = path.stat().st_mtime_ns
+            source = re.sub(_COMMENT, "", re.sub(_COMMENT_LINE, "{##}", _read(path)))
+            source = re.sub(_STATEMENT_LINE, r"{%\1\2 %}", source)
+            return source, str(path), lambda: path.is_file() and path.stat().st_mtime_ns == changed
 
     return jinja2.Environment(
-        loader=Lines(folders),
+        loader=Lines(),
         undefined=jinja2.StrictUndefined,
         variable_start_string="${",
         variable_end_string="}",
