@@ -179,12 +179,10 @@ __device__ __forceinline__ KeyBlock load_key_block(const Params& params, int ind
     return {int(first.x), int(first.y), int(first.z), int(first.w), int(second.x), int(second.y), int(second.z), int(second.w)};
 }
 
-// The parameters of a call of the block's sequence alone: its lengths, and pointers to its first rows in the workspace.
+// The parameters of a call of the block's sequence alone: its lengths, and a pointer to its dQ in the workspace. LSE and delta are read by
+// the producer alone, which finds their rows itself.
 __device__ __forceinline__ Params of_sequence(const Params& params, const KeyBlock& block) {
     Params own = with_lengths(params, block.seqlen_q, block.seqlen_kv);
-    const int64_t unit_row = unit_row_of_sequence<kRowUnit>(params, block.batch, block.first_row_q);
-    own.delta += unit_row;
-    own.lse_log2 += unit_row;
     own.dq_accum += unit_row_of_sequence<kDqRowUnit>(params, block.batch, block.first_row_q) * kHeadDim;
     return own;
 }
