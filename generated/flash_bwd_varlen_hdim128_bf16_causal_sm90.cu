@@ -480,14 +480,16 @@ __device__ __forceinline__ void clear_rows(shared_address block, int row) {
 
 constexpr int kClearBarrier = 1;  // the named barrier of all consumers
 
-// Clears rows of K and V past the sequence's keys: TMA brings zeros behind the end of an array, but what follows behind a sequence. All
-// consumers call it, ahead of their first read of either.
-__device__ __forceinline__ void clear_tail_of_keys(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
+// Whether rows of K and V lie past the sequence's keys.
+__device__ __forceinline__ bool has_tail_of_keys(const Params& params, const KeyBlock& tile) {
+    return params.seqlen_kv - tile.first_key < kBlockN;
+}
+
+// Clears them: TMA brings zeros behind the end of an array, but what follows behind a sequence. All consumers call it, when TMA has written
+// K and V and ahead of their first read of either.
+__device__ __forceinline__ void clear_tail_of_keys(const Params& params, const KeyBlock& tile, shared_address shared) {
     const int keys_left = params.seqlen_kv - tile.first_key;
-    if (keys_left >= kBlockN) return;
-    mbarrier_wait(barriers.k_full(), 0);
     clear_rows<kPanels, kBlockN>(shared, keys_left);
-    mbarrier_wait(barriers.v_full(), 0);
     clear_rows<kPanelsV, kBlockN>(shared + kVOffset, keys_left);
     barrier_sync(kClearBarrier, 128 * kConsumers);  // the zeros of all consumers are there
 }
@@ -665,7 +667,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
     Step previous = step;
     mbarrier_wait(barriers.k_full(), 0);
     mbarrier_wait(barriers.v_full(), 0);
-    if (count > 0) clear_tail_of_keys(params, tile, shared, barriers);
+    if (count > 0 && has_tail_of_keys(params, tile)) clear_tail_of_keys(params, tile, shared);
     const shared_address k_rows = k_own;
     const shared_address v_rows = v_own;
     // dQ = dS K, with dS of both consumers.

@@ -596,14 +596,16 @@ __device__ __forceinline__ void clear_rows(shared_address block, int row) {
 
 constexpr int kClearBarrier = 1;  // the named barrier of all consumers
 
-// Clears rows of K and V past the sequence's keys: TMA brings zeros behind the end of an array, but what follows behind a sequence. All
-// consumers call it, ahead of their first read of either.
-__device__ __forceinline__ void clear_tail_of_keys(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
+// Whether rows of K and V lie past the sequence's keys.
+__device__ __forceinline__ bool has_tail_of_keys(const Params& params, const KeyBlock& tile) {
+    return params.seqlen_kv - tile.first_key < kBlockN;
+}
+
+// Clears them: TMA brings zeros behind the end of an array, but what follows behind a sequence. All consumers call it, when TMA has written
+// K and V and ahead of their first read of either.
+__device__ __forceinline__ void clear_tail_of_keys(const Params& params, const KeyBlock& tile, shared_address shared) {
     const int keys_left = params.seqlen_kv - tile.first_key;
-    if (keys_left >= kBlockN) return;
-    mbarrier_wait(barriers.k_full(), 0);
     clear_rows<kPanels, kBlockN>(shared, keys_left);
-    mbarrier_wait(barriers.v_full(), 0);
     clear_rows<kPanelsV, kBlockN>(shared + kVOffset, keys_left);
     barrier_sync(kClearBarrier, 128 * kConsumers);  // the zeros of all consumers are there
 }
@@ -797,7 +799,10 @@ __device__ __forceinline__ void consume_dv(const Params& all, const KeyBlock& ti
     QueryValues lse;
     HeldRows<128> k_rows;
     if (count > 0) {
-        clear_tail_of_keys(params, tile, shared, barriers);
+        if (has_tail_of_keys(params, tile)) {
+            mbarrier_wait(barriers.v_full(), 0);
+            clear_tail_of_keys(params, tile, shared);
+        }
         clear_tail_of_step(params, step, shared, barriers, ring);
         k_rows.load(shared, lane);
         mbarrier_wait(barriers.q_full(0), 0);
@@ -904,7 +909,7 @@ __device__ __forceinline__ void consume_dk(const Params& all, const KeyBlock& ti
     QueryValues delta;
     HeldRows<64> v_rows;
     if (count > 0) {
-        clear_tail_of_keys(params, tile, shared, barriers);
+        if (has_tail_of_keys(params, tile)) clear_tail_of_keys(params, tile, shared);
         clear_tail_of_step(params, step, shared, barriers, ring);
         v_rows.load(shared + kVOffset, lane);  // without a step the other consumer may be storing dV there
         mbarrier_wait(barriers.dout_full(0), 0);

@@ -127,7 +127,7 @@ FAULTS = (
            "if (queries_left >= kBlockM)", "if (queries_left >= kBlockM || ring.stage + ring.parity > 0)"),
      BEHIND),
     (Fault("K and V of no sequence, of wide heads", WIDE, "main", ALONE, (WRONG,),
-           "if (keys_left >= kBlockN) return;", "return;"),
+           "return params.seqlen_kv - tile.first_key < kBlockN;", "return false;"),
      BEHIND),
     (Fault("wide rows cleared behind the reader's back", WIDE, "main", ALONE, (*ASYNC, "proxy", WRONG),
            STEP_CLEARED + "    barrier_sync(kClearBarrier, 128 * kConsumers);", STEP_CLEARED),
