@@ -814,13 +814,14 @@ __device__ __forceinline__ void stage_gradients(shared_address block, const floa
 template <typename Rows>
 __device__ __forceinline__ void store_rows(shared_address block, element* destination, int64_t row_stride, int valid_rows, int columns) {
     constexpr int kRowsPerPass = kThreads / Rows::kChunks;
+    static_assert(kBlockN % kRowsPerPass == 0, "each pass has its rows");
     const int row = threadIdx.x / Rows::kChunks;
     const int chunk = threadIdx.x % Rows::kChunks;
     const Rows source(block, row, chunk);
     destination += row * row_stride + chunk * kChunkElements;
 #pragma unroll
     for (int first = 0; first < kBlockN; first += kRowsPerPass) {
-        if (first + row >= min(kBlockN, valid_rows)) break;
+        if (first + row >= valid_rows) break;
 #pragma unroll
         for (int panel = 0; panel < Rows::kRowBytes / Rows::kPeriod; ++panel) {
             const int first_column = panel * Rows::kChunks * kChunkElements;

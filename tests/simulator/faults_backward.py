@@ -115,7 +115,7 @@ FAULTS = (
     Fault("dK and dV while K and V are read", PLAIN, "main", SHAPE, RACE,
           "    barrier_sync(kThreads);  // every warp has finished with K and V\n", ""),
     Fault("keys past the end are written", PLAIN, "main", SHAPE, ("global bounds", "global access"),
-          "if (first + row >= min(kBlockN, valid_rows)) break;", ""),
+          "if (first + row >= valid_rows) break;", ""),
     Fault("columns past the head dim are written", PLAIN, "main", SHORT, ("global bounds", "global access"),
           "if (first_column + chunk * kChunkElements >= columns) break;", ""),
     Fault("dQ without the scale", PLAIN, "convert", SHAPE, (WRONG,),
