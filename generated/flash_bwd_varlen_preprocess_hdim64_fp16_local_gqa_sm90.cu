@@ -267,7 +267,7 @@ struct LaunchedBlock {
 constexpr int kKeptSequences = 4;
 
 // Finds the smallest number of query blocks such that at most `index` blocks belong to longer sequences. The search doubles from 1, then
-// bisects: short sequences are many.
+// bisects: short sequences are many. Sums are unsigned, as lengths that contradict the arrays may add up to more than an int holds.
 __device__ __forceinline__ LaunchedBlock find_launched_block(const Params& params, int index, int lane) {
     int query_blocks[kKeptSequences], blocks[kKeptSequences];
 #pragma unroll
@@ -276,9 +276,10 @@ __device__ __forceinline__ LaunchedBlock find_launched_block(const Params& param
         query_blocks[i] = query_blocks_of(params, sequence);
         blocks[i] = sequence < params.batch_size ? key_blocks_of(key_rows_of(params, sequence).count) : 0;
     }
-    int least = 0, most = 1 << 30, ahead = 0;
+    int least = 0, most = 1 << 30;
+    uint32_t ahead = 0;
     for (int bound = 1; least < most; bound = min(2 * bound, (least + most) / 2)) {
-        int count = 0;
+        uint32_t count = 0;
 #pragma unroll
         for (int i = 0; i < kKeptSequences; ++i) count += query_blocks[i] > bound ? blocks[i] : 0;
 #pragma unroll 1
@@ -286,15 +287,15 @@ __device__ __forceinline__ LaunchedBlock find_launched_block(const Params& param
             const int further = key_blocks_of(key_rows_of(params, sequence).count);
             count += query_blocks_of(params, sequence) > bound ? further : 0;
         }
-        const int longer = __reduce_add_sync(0xffffffff, count) * params.num_heads_kv;
-        if (longer > index) {
+        const uint32_t longer = __reduce_add_sync(0xffffffff, count) * params.num_heads_kv;
+        if (int(longer) > index) {
             least = bound + 1;
         } else {
             most = bound;
             ahead = longer;
         }
     }
-    return {most, index - ahead};
+    return {most, int(index - ahead)};
 }
 
 // The blocks of a sequence follow each other, by groups of heads that have about blocks_together in all: the first block of each head of a

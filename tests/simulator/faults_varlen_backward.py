@@ -153,7 +153,7 @@ FAULTS = (
            "block.index = block.first_key / kBlockN;", "block.index = 0;"),
      BEHIND),
     (Fault("blocks of more work count once more", HOPPER, "preprocess", ALONE, (WRONG,),
-           "return {most, index - ahead};", "return {most, index};"),
+           "return {most, int(index - ahead)};", "return {most, index};"),
      BEHIND),
 )  # fmt: skip
 
