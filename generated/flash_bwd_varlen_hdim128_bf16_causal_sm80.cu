@@ -704,8 +704,7 @@ __device__ __forceinline__ void differentiate(Scores& dp, const Scores& p, share
 constexpr int kLaneStep = kRedWidth == 4 ? 4 : 1;
 
 // dQ of a warp's queries and columns in a step, added to what other thread blocks have. `k_columns` are its columns of K.
-template <typename Columns>
-__device__ __forceinline__ void add_dq(const Params& params, const KeyBlock& block, const Step& step, const Columns& k_columns,
+__device__ __forceinline__ void add_dq(const Params& params, const KeyBlock& block, const Step& step, const RowsOfK& k_columns,
                                        shared_address smem, int first_row, int column_warp, int lane) {
     float dq[kDqRowTiles][kDqColumnTiles][4] = {};
     mma_dq(dq, smem + kDsOffset, first_row, k_columns, lane);
