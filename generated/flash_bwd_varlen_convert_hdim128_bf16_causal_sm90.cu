@@ -61,10 +61,7 @@ __device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, in
     return (rows_ahead / kUnit + sequence) * kUnit;
 }
 
-// The row of LSE and delta that a head begins with. A sequence begins unit_row_of_sequence() rows later.
-__device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows<kRowUnit>(params); }
-
-// Likewise the row of dQ.
+// The row of dQ that a head begins with. A sequence begins unit_row_of_sequence() rows later.
 __device__ __forceinline__ int64_t first_dq_row(const Params& params, int head) { return head * unit_rows<kDqRowUnit>(params); }
 
 // dq_accum is stored in the order of MMA accumulators: tiles of 16 rows by 8 columns, the tiles of 16 rows contiguous. Element e of lane

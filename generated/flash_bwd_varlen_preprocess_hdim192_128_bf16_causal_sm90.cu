@@ -95,11 +95,11 @@ __device__ __forceinline__ int64_t unit_row_of_sequence(const Params& params, in
     return (rows_ahead / kUnit + sequence) * kUnit;
 }
 
-// The row of LSE and delta that a head begins with. A sequence begins unit_row_of_sequence() rows later.
-__device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows<kRowUnit>(params); }
-
-// Likewise the row of dQ.
+// The row of dQ that a head begins with. A sequence begins unit_row_of_sequence() rows later.
 __device__ __forceinline__ int64_t first_dq_row(const Params& params, int head) { return head * unit_rows<kDqRowUnit>(params); }
+
+// Likewise the row of LSE and delta.
+__device__ __forceinline__ int64_t first_unit_row(const Params& params, int, int head) { return head * unit_rows<kRowUnit>(params); }
 
 // A length, or the number of a row, from global memory. One out of range is clamped, so that it cannot reach other memory.
 __device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
