@@ -524,15 +524,15 @@ __device__ __forceinline__ void produce_step(const Params& params, const KeyBloc
     const int batch = tile.batch;
     const int row = step.block * kBlockM;
     const int64_t unit_row = first_unit_row(params, batch, head) + row;
-    const RingPosition<kStages>& dout = ring;  // dO and delta are in the stage of Q and LSE
-    const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(dout.stage);
+    const RingPosition<kStages>& dout_ring = ring;  // dO and delta are in the stage of Q and LSE
+    const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(dout_ring.stage);
     mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
     mbarrier_arrive_expect_tx(q_full, kQBytes + kQueryValueBytes);
     load_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, params.q, q_full, row, head, batch);
     bulk_load(shared + kLseOffset + ring.stage * kQueryValueBytes, params.lse_log2 + unit_row, q_full, kQueryValueBytes);
     mbarrier_arrive_expect_tx(dout_full, kDoutBytes + kQueryValueBytes);
-    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + dout.stage * kDoutBytes, params.dout, dout_full, row, head, batch);
-    bulk_load(shared + kDeltaOffset + dout.stage * kQueryValueBytes, params.delta + unit_row, dout_full, kQueryValueBytes);
+    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + dout_ring.stage * kDoutBytes, params.dout, dout_full, row, head, batch);
+    bulk_load(shared + kDeltaOffset + dout_ring.stage * kQueryValueBytes, params.delta + unit_row, dout_full, kQueryValueBytes);
 }
 
 // The producer thread: K and V of the tile, then Q and dO of each step, with their rows' LSE and delta, as fast as buffers become

@@ -649,15 +649,15 @@ __device__ __forceinline__ void produce_step(const Params& params, const KeyBloc
     const int batch = tile.batch;
     const int row = step.block * kBlockM;
     const int64_t unit_row = first_unit_row(params, batch, head) + row;
-    const RingPosition<kStages>& dout = ring;  // dO and delta are in the stage of Q and LSE
-    const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(dout.stage);
+    const RingPosition<kStages>& dout_ring = ring;  // dO and delta are in the stage of Q and LSE
+    const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(dout_ring.stage);
     mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
     mbarrier_arrive_expect_tx(q_full, kQBytes + kQueryValueBytes);
     load_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, params.q, q_full, row, head, batch);
     bulk_load(shared + kLseOffset + ring.stage * kQueryValueBytes, params.lse_log2 + unit_row, q_full, kQueryValueBytes);
     mbarrier_arrive_expect_tx(dout_full, kDoutBytes + kQueryValueBytes);
-    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + dout.stage * kDoutBytes, params.dout, dout_full, row, head, batch);
-    bulk_load(shared + kDeltaOffset + dout.stage * kQueryValueBytes, params.delta + unit_row, dout_full, kQueryValueBytes);
+    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + dout_ring.stage * kDoutBytes, params.dout, dout_full, row, head, batch);
+    bulk_load(shared + kDeltaOffset + dout_ring.stage * kQueryValueBytes, params.delta + unit_row, dout_full, kQueryValueBytes);
 }
 
 // The producer thread: K and V of the tile, and the peer's K for dQ, then Q and dO of each step, with their rows' LSE and delta, as fast as
@@ -801,8 +801,8 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
 
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-        const RingPosition<kStages>& dout = ring;
-        const shared_address dout_smem = shared + kDoutOffset + dout.stage * kDoutBytes;
+        const RingPosition<kStages>& dout_ring = ring;
+        const shared_address dout_smem = shared + kDoutOffset + dout_ring.stage * kDoutBytes;
         if (needs_mask(step.block * kBlockM)) {
             apply_mask(params, p, tile.first_key + warp_row + lane / 4, step.block * kBlockM + lane % 4 * 2);
         }
@@ -819,7 +819,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
         // The first step runs the MMAs of dQ on K and discards their result: with MMAs that are conditional, ptxas would serialise all of them.
         const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared;
         if (i > 0) mbarrier_wait(barriers.ds_received((i + 1) % 2), (i - 1) / 2 % 2);
-        mbarrier_wait(barriers.dout_full(dout.stage), dout.parity);
+        mbarrier_wait(barriers.dout_full(dout_ring.stage), dout_ring.parity);
         float dq[kDqColumnsOfDv / 2];
         mma_dq(dq, last_ds, columns);
         mma_gradient(dv, packed_p, dout_smem);
@@ -940,14 +940,14 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         // dP of the next step. The last step runs these MMAs on K alone and discards their result: the other consumer may be storing dV over V.
         RingPosition<kStages> next = ring;
         next.advance();
-        const RingPosition<kStages>& dout = next;
+        const RingPosition<kStages>& dout_ring = next;
         const bool is_last = i + 1 == count;
         if (!is_last) {
-            mbarrier_wait(barriers.dout_full(dout.stage), dout.parity);
-            delta.load(shared + kDeltaOffset + dout.stage * kQueryValueBytes, lane);
+            mbarrier_wait(barriers.dout_full(dout_ring.stage), dout_ring.parity);
+            delta.load(shared + kDeltaOffset + dout_ring.stage * kQueryValueBytes, lane);
         }
         if (is_last) v_rows.smem = shared;
-        mma_scores<kHeadDimV>(ds, v_rows, is_last ? shared : shared + kDoutOffset + dout.stage * kDoutBytes);
+        mma_scores<kHeadDimV>(ds, v_rows, is_last ? shared : shared + kDoutOffset + dout_ring.stage * kDoutBytes);
         wgmma_wait<1>();
         pin_registers(dk);
         release(barriers.empty(ring.stage));

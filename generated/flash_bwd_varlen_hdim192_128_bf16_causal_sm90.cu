@@ -615,11 +615,11 @@ __device__ __forceinline__ void clear_tail_of_step(const Params& params, const S
                                                    const RingPosition<kStages>& ring) {
     const int queries_left = params.seqlen_q - step.block * kBlockM;
     if (queries_left >= kBlockM) return;
-    const RingPosition<kStages>& dout = ring;  // dO is in the stage of Q
+    const RingPosition<kStages>& dout_ring = ring;  // dO is in the stage of Q
     mbarrier_wait(barriers.q_full(ring.stage), ring.parity);
     clear_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, queries_left);
-    mbarrier_wait(barriers.dout_full(dout.stage), dout.parity);
-    clear_rows<kPanelsV, kBlockM>(shared + kDoutOffset + dout.stage * kDoutBytes, queries_left);
+    mbarrier_wait(barriers.dout_full(dout_ring.stage), dout_ring.parity);
+    clear_rows<kPanelsV, kBlockM>(shared + kDoutOffset + dout_ring.stage * kDoutBytes, queries_left);
     barrier_sync(kClearBarrier, 128 * kConsumers);  // the zeros of all consumers are there
 }
 
@@ -716,15 +716,15 @@ __device__ __forceinline__ void produce_step(const Params& params, const KeyBloc
     const int row = tile.first_row_q + step.block * kBlockM;
     const int64_t unit_row =
         first_unit_row(params, batch, head) + unit_row_of_sequence<kRowUnit>(params, tile.batch, tile.first_row_q) + step.block * kBlockM;
-    const RingPosition<kStages>& dout = ring;  // dO and delta are in the stage of Q and LSE
-    const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(dout.stage);
+    const RingPosition<kStages>& dout_ring = ring;  // dO and delta are in the stage of Q and LSE
+    const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(dout_ring.stage);
     mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
     mbarrier_arrive_expect_tx(q_full, kQBytes + kQueryValueBytes);
     load_rows<kPanels, kBlockM>(shared + kQOffset + ring.stage * kQBytes, params.q, q_full, row, head, batch);
     bulk_load(shared + kLseOffset + ring.stage * kQueryValueBytes, params.lse_log2 + unit_row, q_full, kQueryValueBytes);
     mbarrier_arrive_expect_tx(dout_full, kDoutBytes + kQueryValueBytes);
-    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + dout.stage * kDoutBytes, params.dout, dout_full, row, head, batch);
-    bulk_load(shared + kDeltaOffset + dout.stage * kQueryValueBytes, params.delta + unit_row, dout_full, kQueryValueBytes);
+    load_rows<kPanelsV, kBlockM>(shared + kDoutOffset + dout_ring.stage * kDoutBytes, params.dout, dout_full, row, head, batch);
+    bulk_load(shared + kDeltaOffset + dout_ring.stage * kQueryValueBytes, params.delta + unit_row, dout_full, kQueryValueBytes);
 }
 
 // The producer thread: K and V of the tile, then Q and dO of each step, with their rows' LSE and delta, as fast as buffers become
@@ -814,8 +814,8 @@ __device__ __forceinline__ void consume_dv(const Params& all, const KeyBlock& ti
 
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-        const RingPosition<kStages>& dout = ring;
-        const shared_address dout_smem = shared + kDoutOffset + dout.stage * kDoutBytes;
+        const RingPosition<kStages>& dout_ring = ring;
+        const shared_address dout_smem = shared + kDoutOffset + dout_ring.stage * kDoutBytes;
         if (needs_mask(step.block * kBlockM)) {
             apply_mask(params, p, tile.first_key + warp_row + lane / 4, step.block * kBlockM + lane % 4 * 2);
         }
@@ -831,7 +831,7 @@ __device__ __forceinline__ void consume_dv(const Params& all, const KeyBlock& ti
 
         // The first step runs the MMAs of dQ on K and discards their result: with MMAs that are conditional, ptxas would serialise all of them.
         const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared;
-        mbarrier_wait(barriers.dout_full(dout.stage), dout.parity);
+        mbarrier_wait(barriers.dout_full(dout_ring.stage), dout_ring.parity);
         // Of two panels the first has the registers of P, which is packed.
         float dq[kDqColumns / 2];
         if constexpr (kDqPanelsOfDv == 2) start_dq(p, last_ds, shared, 0);
@@ -953,14 +953,14 @@ __device__ __forceinline__ void consume_dk(const Params& all, const KeyBlock& ti
         // dP of the next step. The last step runs these MMAs on K alone and discards their result: the other consumer may be storing dV over V.
         RingPosition<kStages> next = ring;
         next.advance();
-        const RingPosition<kStages>& dout = next;
+        const RingPosition<kStages>& dout_ring = next;
         const bool is_last = i + 1 == count;
         if (!is_last) {
-            mbarrier_wait(barriers.dout_full(dout.stage), dout.parity);
-            delta.load(shared + kDeltaOffset + dout.stage * kQueryValueBytes, lane);
+            mbarrier_wait(barriers.dout_full(dout_ring.stage), dout_ring.parity);
+            delta.load(shared + kDeltaOffset + dout_ring.stage * kQueryValueBytes, lane);
         }
         if (is_last) v_rows.smem = shared;
-        mma_scores<kHeadDimV>(ds, v_rows, is_last ? shared : shared + kDoutOffset + dout.stage * kDoutBytes);
+        mma_scores<kHeadDimV>(ds, v_rows, is_last ? shared : shared + kDoutOffset + dout_ring.stage * kDoutBytes);
         wgmma_wait<1>();
         pin_registers(dk);
         release(barriers.empty(ring.stage));

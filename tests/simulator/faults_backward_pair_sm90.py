@@ -99,7 +99,7 @@ FAULTS = (
     fault(
         "dO of a step over that of the one before",
         PHASES,
-        "    mbarrier_wait(barriers.dout_empty(), dout.parity ^ 1);\n",
+        "    mbarrier_wait(barriers.dout_empty(), dout_ring.parity ^ 1);\n",
         "",
         ONE_DOUT,
     ),
@@ -127,8 +127,8 @@ FAULTS = (
     fault(
         "dQ is added while its MMA is under way",
         ("register in flight",),
-        "dout.stage * kDoutBytes);\n        wgmma_wait<1>();\n",
-        "dout.stage * kDoutBytes);\n",
+        "dout_ring.stage * kDoutBytes);\n        wgmma_wait<1>();\n",
+        "dout_ring.stage * kDoutBytes);\n",
         ONE_DOUT,
     ),
 )

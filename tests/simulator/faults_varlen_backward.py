@@ -25,7 +25,7 @@ PADDED, PACKED = {"packed_q": False, "packed_kv": False}, {"packed_q": True, "pa
 
 BEHIND = PACKED | {"behind": True}
 
-STEP_CLEARED = "dout.stage * kDoutBytes, queries_left);\n"
+STEP_CLEARED = "dout_ring.stage * kDoutBytes, queries_left);\n"
 
 FAULTS = (
     (Fault("sequences without units of their own", PLAIN, "main", MANY, (WRONG,),
