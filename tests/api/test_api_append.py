@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import numpy as np
@@ -200,6 +201,53 @@ def test_errors_name_the_fields_of_the_cache(made):
     }[made]
     with pytest.raises(errors.BadTensorShape, match=r"^k has num_heads_kv 1|but k has 1 of 32"):
         call()
+
+
+def test_errors_of_a_held_plan_name_what_its_caller_gave():
+    """Not what the two plans in it take."""
+    rng = np.random.default_rng()
+    cache, q, *new = cache_of(rng, pages=False), *(numbers(rng, 3, 3, heads, 32) for heads in (4, 2, 2))
+    rotary, mask = flashgen.Rotary(*tables(rng)), np.zeros((3, 24), bool)
+    plan = flashgen.plan(q, cache, append=new, rotary=rotary, mask=mask, causal=True)
+    before = copied(cache)
+    takes = (
+        r"the plan takes q, a KVCache with lengths, append=\(k_new, v_new\), rotary with cos and sin, mask$"
+    )
+    names = (
+        "is no argument; the arguments are q, cache, append, rotary, cu_seqlens_q, total_lengths, q_rotated, "
+        "mask, out, lse, softmax_scale, stream, workspace$"
+    )
+    total, shared = np.empty(3, np.int32), np.empty_like(q)
+
+    def other(**fields):
+        return {"cache": dataclasses.replace(cache, **fields)}
+
+    for error, message, given in (
+        (errors.NullPointer, "^lengths is None; expected an array; " + takes, other(lengths=None)),
+        (errors.BadParam, "^index was given to a plan made without one; " + takes, other(index=total)),
+        (errors.NullPointer, "^mask is None, but the plan was made with one; " + takes, {"mask": None}),
+        (errors.NullPointer, "^k is None; expected an array$", other(k=None)),
+        (errors.NullPointer, "^v is None; expected an array$", other(v=None)),
+        (errors.BadTensorShape, "^k has capacity 23; the plan was made for 24$", other(k=cache.k[:, :23])),
+        (errors.BadParam, "^kv_lengths " + names, {"kv_lengths": total}),
+        (errors.BadParam, "^k_cache " + names, {"k_cache": cache.k}),
+        (errors.BadParam, "^cu_seqlens_new " + names, {"cu_seqlens_new": total}),
+        (
+            errors.BadTensorStrides,
+            "^out overlaps q_rotated in memory",
+            {"out": shared, "q_rotated": shared},
+        ),
+        (
+            errors.BadTensorStrides,
+            "^out overlaps total_lengths in memory",
+            {"out": shared, "total_lengths": shared.reshape(-1)[:6].view(np.int32)},
+        ),
+        (errors.BadParam, r"^softmax_scale is -1.0; .* \(negate q instead\)$", {"softmax_scale": -1.0}),
+    ):
+        with pytest.raises(error, match=message):
+            plan(**({"q": q, "cache": cache, "append": new, "rotary": rotary, "mask": mask} | given))
+    np.testing.assert_array_equal(cache.k.view(np.uint16), before.k.view(np.uint16))
+    plan(q, cache, new, rotary=rotary, mask=mask)
 
 
 def test_packed_tokens_are_appended_to_their_sequences():

@@ -29,6 +29,8 @@ _TOTAL, _ROTATED = APPEND.position("total_lengths"), APPEND.position("q_rotated"
 _HANDED_ON = itemgetter(
     *map(APPEND.position, ("k_cache", "v_cache", "cu_seqlens_new", "total_lengths", "index", "pages"))
 )
+# Arguments of that attention which its caller does not name: they are of the append, or not there.
+_OF_APPEND = {"q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv", "kv_lengths", "index", "pages"}
 
 
 def append(
@@ -97,11 +99,15 @@ class AppendPlan:
     that a call needs beyond inputs and outputs. May be called from many threads.
     """
 
-    __slots__ = ("_interleaved", "append", "attention")
+    __slots__ = ("_interleaved", "_named", "append", "attention")
 
     def __init__(self, append: Plan, attention: Plan, interleaved: bool | None) -> None:
         self.append, self.attention = append, attention
         self._interleaved = interleaved
+        operator = attention.problem.operator
+        # What the attention alone takes, in order.
+        names = (*operator.positions, *operator.scalars)
+        self._named = {name: None for name in names if name not in _OF_APPEND}
 
     @property
     def variant(self) -> Variant | None:
@@ -140,20 +146,37 @@ class AppendPlan:
 
         total_lengths, q_rotated: receive what ``flashgen.append`` returns; contiguous, allocated where they
             are not given. In a CUDA graph they must live as long as the graph, as ``out`` and ``workspace``.
-        named: ``out``, ``lse``, the arrays of a score modification, and scalars, as for a ``Plan``.
+        named: ``out``, ``lse``, ``mask``, the arrays of a score modification, and scalars, as for a ``Plan``.
 
         Returns and raises what a call of a ``Plan`` does. All is checked before anything is queued.
         """
+        if not named.keys() <= self._named.keys():
+            raise self._misnamed(named)
         try:
             given = _arrays(cache, *_pair(append), rotary, q, cu_seqlens_q, total_lengths, q_rotated)
             if self._interleaved != _interleaved(rotary):
                 made_with = "none" if self._interleaved is None else f"interleaved={self._interleaved}"
                 raise BadParam(f"rotary is {rotary}; the plan was made with {made_with}")
+            if cache.k is None or cache.v is None:  # outputs of the operator, which it would allocate
+                raise NullPointer(f"{'k' if cache.k is None else 'v'} is None; expected an array")
             native_q, given = dlpack.adopt(q, "q", stream), _adopted(given, stream)
             first = self.append.ready(given, self.append.pointers(given), (), stream)
-            k, v, cu_seqlens, total, index, pages = _HANDED_ON(first[1])
-            rotated = first[1][_ROTATED]
-            seen = native_q if rotated is None else rotated
+            second = self._attending(native_q, first[1], named, stream, workspace)
+            _queue(self.append, first, self.attention, second)
+        except FlashgenError as error:
+            takes = {self.append.takes(): self._takes()}
+            rename(error, cu_seqlens_new="cu_seqlens_q", **takes, **FIELDS)
+            raise
+        return _handed(self.attention, second, q, stream)
+
+    def _attending(
+        self, q: Any, appended: tuple[Any, ...], named: dict[str, Any], stream: Any, workspace: Any
+    ) -> Ready:
+        """The call of the attention, of q and the arrays of the append. Raises what is wrong with it."""
+        k, v, cu_seqlens, total, index, pages = _HANDED_ON(appended)
+        rotated = appended[_ROTATED]
+        seen = q if rotated is None else rotated
+        try:
             given, scalars = self.attention.bound((seen, k, v, cu_seqlens, None, total, index, pages), named)
             pointers = self.attention.pointers(given)
             if pointers is None:  # a named one is of another library
@@ -161,12 +184,33 @@ class AppendPlan:
                 by_name = {argument.name: x for argument, x in zip(operator.arguments, given, strict=True)}
                 given = tuple(adopted(operator, by_name, stream).values())
                 pointers = self.attention.pointers(given)
-            second = self.attention.ready(given, pointers, scalars, stream, workspace)
-            _queue(self.append, first, self.attention, second)
+            return self.attention.ready(given, pointers, scalars, stream, workspace)
         except FlashgenError as error:
-            rename(error, cu_seqlens_new="cu_seqlens_q", **FIELDS)
+            names = {"kv_lengths": "total_lengths", self.attention.takes(): self._takes()}
+            if rotated is not None:
+                names |= {"q": "q_rotated", "negate q": "negate q"}  # this advice stays as it is
+            rename(error, **names)
             raise
-        return _handed(self.attention, second, q, stream)
+
+    def _misnamed(self, named: dict[str, Any]) -> BadParam:
+        """The error of a call that names what the plan does not take."""
+        wrong = next(name for name in named if name not in self._named)
+        others = ("q", "cache", "append", "rotary", "cu_seqlens_q", "total_lengths", "q_rotated")
+        known = ", ".join((*others, *self._named, "stream", "workspace"))
+        return BadParam(f"{wrong} is no argument; the arguments are {known}")
+
+    def _takes(self) -> str:
+        """Which inputs a call has to give, for a message."""
+        given = [name for plan in (self.append, self.attention) for name in plan.inputs()]
+        cache, rotary = (
+            " and ".join(name for name in names if name in given)
+            for names in (("lengths", "pages", "index"), ("cos", "sin", "positions"))
+        )
+        rotary = [f"rotary with {rotary}"] if rotary else []
+        lengths = ["cu_seqlens_q"] if "cu_seqlens_q" in given else []
+        alone = [name for name in self._named if name in given]
+        taken = ["q", f"a KVCache with {cache}", "append=(k_new, v_new)", *rotary, *lengths, *alone]
+        return f"the plan takes {', '.join(taken)}"
 
 
 def asked_to_append(

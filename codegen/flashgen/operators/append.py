@@ -105,6 +105,12 @@ class AppendProblem(Problem):
     def sizes(self) -> dict[str, int]:
         return {symbol: getattr(self, symbol) for symbol in sorted(APPEND.symbols)}
 
+    def spoken(self, symbol: str) -> str:
+        names = {"num_pages": "pages" if self.paged else "rows"}
+        if not self.paged:
+            names["page_size"] = "capacity"
+        return names.get(symbol, symbol)
+
     @property
     def empty(self) -> bool:
         # total_lengths is written even where there is no new token.

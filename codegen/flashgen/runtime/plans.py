@@ -218,7 +218,7 @@ class Plan:
         except BadTensorDtype:
             for name, x in given.items():
                 if x is not None and not dlpack.is_array(x):
-                    raise BadTensorDtype(f"{name} has type {type(x).__name__}; {self._takes()}") from None
+                    raise BadTensorDtype(f"{name} has type {type(x).__name__}; {self.takes()}") from None
             raise
 
     def run(
@@ -377,11 +377,14 @@ class Plan:
             self._works = {}  # where addresses keep changing, choosing what to forget would cost more
         self._works[key] = work
 
-    def _takes(self) -> str:
-        """Which inputs a call has to give, for a message."""
+    def inputs(self) -> list[str]:
+        """The names of the inputs that a call has to give."""
         planned = zip(self.problem.operator.arguments, self.problem.strides, strict=True)
-        names = [x.name for x, strides in planned if strides is not None and not x.is_output]
-        return f"the plan takes arrays by name: {', '.join(names)}{self._hint}"
+        return [x.name for x, strides in planned if strides is not None and not x.is_output]
+
+    def takes(self) -> str:
+        """`inputs`, for a message."""
+        return f"the plan takes arrays by name: {', '.join(self.inputs())}{self._hint}"
 
     def _check(self, arrays: Arrays) -> None:
         """Raise the error of arrays that do not fit the plan."""
@@ -393,13 +396,13 @@ class Plan:
             if array is None:
                 if not argument.is_output and planned is not None:
                     why = ", but the plan was made with one" if argument.optional else "; expected an array"
-                    raise NullPointer(f"{name} is None{why}; {self._takes()}")
+                    raise NullPointer(f"{name} is None{why}; {self.takes()}")
                 continue
             view = libraries.view(array, name)
             if view.kind != kind.name:
                 raise BadParam(f"{name} is a {view.kind} array, but the plan was made for {kind.name} arrays")
             if planned is None:
-                without = "return_lse=True" if name == "lse" else f"one; {self._takes()}"
+                without = "return_lse=True" if name == "lse" else f"one; {self.takes()}"
                 raise BadParam(f"{name} was given to a plan made without {without}")
             example = examples[position]
             if example is not None:
