@@ -96,6 +96,64 @@ def test_what_attention_reads_has_no_memory_in_the_cache(name, held):
 
 
 @pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("name", ["k_new", "v_new", "lengths", "q", "cos", "sin", "positions"])
+def test_results_have_no_memory_in_what_is_appended(name, held):
+    """Nothing is written then, not even the cache."""
+    rng = np.random.default_rng()
+    cache, q, *new = cache_of(rng, False), *(numbers(rng, 3, 3, heads, 32) for heads in (4, 4, 4))
+    cache = dataclasses.replace(cache, k=numbers(rng, 3, 24, 4, 32), v=numbers(rng, 3, 24, 4, 32))
+    out = numbers(rng, 3, 3, 4, 32)
+    inside = out.reshape(-1)
+    cos, sin = (table.astype(np.float16) for table in tables(rng))
+    places = np.tile(np.arange(3, dtype=np.int32), (3, 1))
+    given = {"q": q, "k_new": new[0], "v_new": new[1], "cos": cos, "sin": sin, "lengths": LENGTHS.copy()}
+    given["positions"] = places
+    x = given[name]
+    given[name] = inside.view(x.dtype)[: x.size].reshape(x.shape)
+    given[name][:] = x
+    cache = dataclasses.replace(cache, lengths=given["lengths"])
+    rotary = flashgen.Rotary(given["cos"], given["sin"], positions=given["positions"])
+    before = copied(cache)
+
+    def call(**options):
+        pair = given["k_new"], given["v_new"]
+        if held:
+            plan = flashgen.plan(given["q"], cache, append=pair, rotary=rotary)
+            return plan(given["q"], cache, pair, rotary=rotary, **options)
+        return flashgen.attention(given["q"], cache, append=pair, rotary=rotary, **options)
+
+    with pytest.raises(flashgen.BadTensorStrides, match=f"^out overlaps {name} in memory; pass memory of"):
+        call(out=out)
+    np.testing.assert_array_equal(cache.k, before.k)
+    np.testing.assert_array_equal(given[name], x)
+    call(out=np.empty_like(out))
+
+
+@pytest.mark.skipif(bool(hostcompiler.why_unavailable()), reason="there is no C++ compiler")
+def test_memory_that_a_held_plan_is_given_is_that_of_no_input():
+    rng = np.random.default_rng()
+    cache = flashgen.KVCache(*(numbers(rng, 3, 512, 2, 32) for _ in "kv"), LENGTHS)
+    q, *new = (numbers(rng, 3, 1, heads, 32) for heads in (4, 2, 2))
+    mask, rotary = np.zeros((1, 512), np.uint8), flashgen.Rotary(*tables(rng))
+    options = {"splits": 2, "backend": "simulator", "mask": mask, "rotary": rotary}
+    plan = flashgen.plan(q, cache, append=new, **options)
+    room = np.empty(plan.workspace_bytes + 512, np.uint8)
+    workspace = room[-room.ctypes.data % 256 :][: plan.workspace_bytes]
+    own = workspace[: new[0].nbytes].view(np.float16).reshape(new[0].shape)
+    own[:] = new[0]
+    total = np.empty(128, np.int32)
+    hidden = total.view(np.uint8).reshape(1, 512)
+    before = copied(cache)
+    for message, given in (
+        ("^workspace overlaps k_new in memory", {"append": (own, new[1]), "workspace": workspace}),
+        ("^total_lengths overlaps mask in memory", {"mask": hidden, "total_lengths": total[:3]}),
+    ):
+        with pytest.raises(flashgen.BadTensorStrides, match=message):
+            plan(**({"q": q, "cache": cache, "append": new, "rotary": rotary, "mask": mask} | given))
+    np.testing.assert_array_equal(cache.k.view(np.uint16), before.k.view(np.uint16))
+
+
+@pytest.mark.parametrize("held", [False, True])
 def test_pairs_that_are_refused_are_refused_after_what_equals_them(held, forget_plans):
     rng = np.random.default_rng()
     cache, q, k_new, v_new = cache_of(rng, False), *(numbers(rng, 3, 3, heads, 32) for heads in (4, 2, 2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import lru_cache
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.api.calls import MAX_PLANS, call_of, make_plan, ready
 from flashgen.api.kvcache import FIELDS, KVCache, Rotary
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from flashgen.api.asked import Asked
+    from flashgen.runtime.arrays import Arrays
     from flashgen.runtime.plans import Plan, Ready
     from flashgen.schedule.plan import Step
     from flashgen.spec.variant import Variant
@@ -161,8 +162,8 @@ class AppendPlan:
                 raise NullPointer(f"{'k' if cache.k is None else 'v'} is None; expected an array")
             native_q, given = dlpack.adopt(q, "q", stream), _adopted(given, stream)
             first = self.append.ready(given, self.append.pointers(given), (), stream)
-            second = self._attending(native_q, first[1], named, stream, workspace)
-            _queue(self.append, first, self.attention, second)
+            second, given = self._attending(native_q, first[1], named, stream, workspace)
+            _queue(self.append, first, self.attention, second, (*given, workspace))
         except FlashgenError as error:
             takes = {self.append.takes(): self._takes()}
             rename(error, cu_seqlens_new="cu_seqlens_q", **takes, **FIELDS)
@@ -171,8 +172,10 @@ class AppendPlan:
 
     def _attending(
         self, q: Any, appended: tuple[Any, ...], named: dict[str, Any], stream: Any, workspace: Any
-    ) -> Ready:
-        """The call of the attention, of q and the arrays of the append. Raises what is wrong with it."""
+    ) -> tuple[Ready, Arrays]:
+        """The call of the attention, of q and the arrays of the append, and what it was given. Raises what is
+        wrong with that.
+        """
         k, v, cu_seqlens, total, index, pages = _HANDED_ON(appended)
         rotated = appended[_ROTATED]
         seen = q if rotated is None else rotated
@@ -184,7 +187,7 @@ class AppendPlan:
                 by_name = {argument.name: x for argument, x in zip(operator.arguments, given, strict=True)}
                 given = tuple(adopted(operator, by_name, stream).values())
                 pointers = self.attention.pointers(given)
-            return self.attention.ready(given, pointers, scalars, stream, workspace)
+            return self.attention.ready(given, pointers, scalars, stream, workspace), given
         except FlashgenError as error:
             names = {"kv_lengths": "total_lengths", self.attention.takes(): self._takes()}
             if rotated is not None:
@@ -291,7 +294,7 @@ def append_and_attend(
     append, first = ready(*of_append, stream, backend, None)
     asked = attention_over(*_appended(first, q, cache))
     attention, second = ready(*asked, stream, backend, algorithm)
-    _queue(append, first, attention, second)
+    _queue(append, first, attention, second, (*asked[1], None))
     return _handed(attention, second, q, stream)
 
 
@@ -439,11 +442,13 @@ def _handed(attention: Plan, second: Ready, q: Any, stream: Any) -> Any:
     return dlpack.hand_back(found, q, given, stream)
 
 
-def _queue(append: Plan, first: Ready, attention: Plan, second: Ready) -> None:
-    """Queue both calls, in order. Where lengths are checked, those of both are ahead of the first."""
+def _queue(append: Plan, first: Ready, attention: Plan, second: Ready, own: tuple[Any, ...]) -> None:
+    """Queue both calls, in order. Where lengths are checked, those of both are ahead of the first. ``own``:
+    what the caller gave the second one, the workspace behind the arrays.
+    """
     work, given, pointers, stream, _ = first
     next_work, next_given, next_pointers, _, _ = second
-    _check_apart(attention, next_pointers, given[_ROTATED] is not None)
+    _check_apart(append, first, attention, next_pointers, own)
     if attention.problem.device is None:  # where the second call itself would look after the first
         hostarrays.check_writable(attention.problem, next_given)
     if attention.checks_elements:
@@ -454,38 +459,62 @@ def _queue(append: Plan, first: Ready, attention: Plan, second: Ready) -> None:
     attention.tell_written(next_given)
 
 
-def _check_apart(attention: Plan, pointers: tuple[int, ...], rotates: bool) -> None:
-    """That what only the attention reads has no memory in the cache, which is written ahead of it. Raises
-    BadTensorStrides.
+class _Memory(NamedTuple):
+    """Where two calls could meet, as positions of arguments. ``behind`` are inputs of the attention alone,
+    ``written`` those of its arguments that the append writes to, ``results`` what it writes itself, and
+    ``ahead`` inputs of the append alone. ``spans`` are those of the attention, its workspace at the end.
     """
-    places, spans = _read_behind(attention, rotates)
-    if not places:
-        return
-    arguments, positions = attention.problem.operator.arguments, attention.problem.operator.positions
-    cache = positions["k"], positions["v"]
-    for place in places:
-        for other in overlapping(place, spans, pointers[: len(spans)]):
-            if other in cache:
-                raise BadTensorStrides(
-                    f"{arguments[other].name} overlaps {arguments[place].name} in memory; pass memory of its "
-                    "own"
-                )
+
+    behind: tuple[int, ...]
+    written: dict[int, str]
+    results: tuple[int, ...]
+    ahead: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+    spans_ahead: tuple[tuple[int, int], ...]
+
+
+def _check_apart(
+    append: Plan, first: Ready, attention: Plan, pointers: tuple[int, ...], own: tuple[Any, ...]
+) -> None:
+    """That neither call writes to what only the other one reads. What a call has itself its plan has looked
+    at. Raises BadTensorStrides.
+    """
+    memory = _memory(append, attention, first[1][_ROTATED] is not None)
+    arguments, count = attention.problem.operator.arguments, len(attention.problem.operator.arguments)
+    for place in memory.behind:
+        for other in overlapping(place, memory.spans[:count], pointers[:count]):
+            if other in memory.written:
+                raise _overlap(memory.written[other], arguments[place].name)
+    for place in memory.results:
+        if own[place] is not None:
+            pointers_ahead = pointers[place], *(first[2][other] for other in memory.ahead)
+            for other in overlapping(0, (memory.spans[place], *memory.spans_ahead), pointers_ahead):
+                name = "workspace" if place == count else arguments[place].name
+                raise _overlap(name, APPEND.arguments[memory.ahead[other - 1]].name)
+
+
+def _overlap(written: str, read: str) -> BadTensorStrides:
+    return BadTensorStrides(f"{written} overlaps {read} in memory; pass memory of its own")
 
 
 @lru_cache(maxsize=MAX_PLANS)
-def _read_behind(attention: Plan, rotates: bool) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
-    """The positions of the caller's inputs of an attention that the append ahead of it does not have, and the
-    spans of all arguments. A rotated q is not the caller's.
-    """
-    problem = attention.problem
-    handed_on = {"k", "v", "cu_seqlens_q", "kv_lengths", "index", "pages"} | ({"q"} if rotates else set())
-    given = zip(problem.operator.arguments, problem.strides, strict=True)
-    places = tuple(
-        place
-        for place, (argument, strides) in enumerate(given)
-        if strides is not None and not argument.is_output and argument.name not in handed_on
+def _memory(append: Plan, attention: Plan, rotates: bool) -> _Memory:
+    """That of the calls of two plans. A rotated q of the attention is not the caller's."""
+    problem, positions = attention.problem, attention.problem.operator.positions
+    written = {"k": "k", "v": "v", "kv_lengths": "total_lengths"} | ({"q": "q_rotated"} if rotates else {})
+    both = {"cu_seqlens_q", "cu_seqlens_new", "index", "pages"}
+    behind = (positions[name] for name in attention.inputs() if name not in both | written.keys())
+    ahead = [APPEND.position(name) for name in append.inputs() if name not in both]
+    spans_ahead = append.problem.spans()
+    size = attention.workspace_bytes
+    return _Memory(
+        tuple(behind),
+        {positions[name]: seen for name, seen in written.items()},
+        (*problem.results, *([len(positions)] if size else [])),
+        tuple(ahead),
+        (*problem.spans(), (0, size)),
+        tuple(spans_ahead[place] for place in ahead),
     )
-    return places, problem.spans()
 
 
 def _check_elements(
