@@ -179,3 +179,21 @@ def test_a_reader_that_stops_early_is_no_error(tmp_path):
     )
     assert done.stdout == "[\n"
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "what"),
+    [
+        ("build --no-compile --out", "folder"),
+        ("tune --select head_dim=64 --write --out", "folder"),
+        ("simulate flash_fwd_hdim64_fp16_sm80 --debug", "folder"),
+        ("bundle --out", "file"),
+        ("bench --save", "file"),
+    ],
+)
+def test_an_empty_path_is_not_the_current_folder(command, what, flashgen, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = flashgen(*command.split(), "")
+    assert result.exit_code == 2
+    assert f"the path is empty; name a {what}" in result.stderr
+    assert not [*tmp_path.iterdir()]

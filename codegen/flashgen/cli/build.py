@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from flashgen.cli.options import (
     Architecture,
+    OutputFolder,
     chosen_variants,
     jobs_option,
     json_option,
@@ -21,6 +21,7 @@ from flashgen.cli.options import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from flashgen.source.generated import Written
     from flashgen.spec.variant import Variant
@@ -73,7 +74,7 @@ table), or could not be written to the cache, or --check found a difference.
 @jobs_option
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=OutputFolder(),
     metavar="DIR",
     help="Write each source to DIR/<variant>.cu; with --check, the folder to compare.",
 )

@@ -52,7 +52,26 @@ json_option = click.option(
 )
 
 
-class OutputFile(click.Path):
+class _Output(click.Path):
+    """A path to write to. An empty one, as of a variable that a shell does not know, would be the current
+    folder.
+    """
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path."""
+        if value == "":
+            self.fail(f"the path is empty; name a {'file' if self.file_okay else 'folder'}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class OutputFolder(_Output):
+    """The path of a folder to write into. It need not exist."""
+
+    def __init__(self) -> None:
+        super().__init__(file_okay=False, path_type=Path)
+
+
+class OutputFile(_Output):
     """The path of a file to write, in a folder that exists: told before the work, not after it."""
 
     def __init__(self) -> None:

@@ -6,12 +6,12 @@ import secrets
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from flashgen.cli.options import (
+    OutputFolder,
     json_option,
     load_variants,
     mask_type_option,
@@ -21,6 +21,8 @@ from flashgen.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from flashgen.operators.reference import Verdict
     from flashgen.simulator.example import Example
     from flashgen.simulator.execute import Access, Report
@@ -85,7 +87,7 @@ too far from float64, or gives other bits under another order.
 @click.option("--seeds", type=click.IntRange(1), default=1, show_default=True, help="How many seeds to run.")
 @click.option(
     "--debug",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=OutputFolder(),
     metavar="DIR",
     help="Compile without optimisation into DIR and keep source and object there, for gdb.",
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flashgen.cli.options import jobs_option, json_option, select_option, specs_option
+from flashgen.cli.options import OutputFolder, jobs_option, json_option, select_option, specs_option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +54,7 @@ Needs a GPU that nothing else uses, and some tens of seconds for each kernel.
 )
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=OutputFolder(),
     metavar="FOLDER",
     help="With --write: a folder of tuned tiles other than your own.",
 )
