@@ -1,3 +1,4 @@
+import re
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import pytest
 import flashgen
 from flashgen import paths
 from flashgen.errors import BadParam, InternalError
+from flashgen.spec import tuned
 
 PACKAGE = Path(paths.__file__).parent
 
@@ -108,3 +110,16 @@ def test_importing_flashgen_imports_nothing_heavy():
         [sys.executable, "-c", code], env={"PYTHONPATH": source}, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("name", ["file", "file/tuned"])
+def test_tiles_are_tuned_into_a_folder(name, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FLASHGEN_TUNED", str(tmp_path / name))
+    said = f"FLASHGEN_TUNED is '{tmp_path / name}', but {tmp_path / 'file'} is no folder; name one, which"
+    for look in (paths.tuned_dir, tuned.present_gpu, lambda: tuned.find("flash_fwd_sm90", "NVIDIA H200")):
+        with pytest.raises(BadParam, match=f"^{re.escape(said)}"):
+            look()
+    monkeypatch.setenv("FLASHGEN_TUNED", str(tmp_path / "not" / "there"))
+    assert paths.tuned_dir() == tmp_path / "not" / "there"
+    assert tuned.find("flash_fwd_sm90", "NVIDIA H200") is None

@@ -91,11 +91,18 @@ def cache_dir() -> Path:
 
 def tuned_dir() -> Path:
     """The folder of tiles tuned on this machine: ``FLASHGEN_TUNED``, else in the user's configuration folder.
-    It need not exist.
+    It need not exist. Raises BadParam where that variable names what cannot be a folder.
     """
     chosen = os.environ.get("FLASHGEN_TUNED")
     if chosen:
-        return Path(chosen).expanduser()
+        folder = Path(chosen).expanduser()
+        found = next(filter(Path.exists, (folder, *folder.parents)), None)
+        if found is not None and not found.is_dir():
+            raise BadParam(
+                f"FLASHGEN_TUNED is {chosen!r}, but {found} is no folder; name one, which need not exist, or "
+                "unset it"
+            )
+        return folder
     return _users("XDG_CONFIG_HOME", "~/.config") / "flashgen" / "tuned"
 
 
