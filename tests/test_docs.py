@@ -33,6 +33,7 @@ import pytest
 from flashgen.cli import main
 from flashgen.errors import FlashgenError
 from flashgen.operators import OPERATORS
+from flashgen.operators.lowering import CONSTANT
 from flashgen.paths import cache_dir
 from flashgen.schedule.parameters import parameters
 from flashgen.schedule.shares import shares_of
@@ -51,7 +52,7 @@ from flashgen.spec.schema import (
     Target,
     VisitsRow,
 )
-from flashgen.spec.scores import load_scores, read_scores
+from flashgen.spec.scores import load_scores, read_scores, reserved_names
 from flashgen.toolchain import disassemble
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,6 +60,7 @@ PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / 
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 KERNELS = ROOT / "docs" / "kernels.md"
 REFERENCE = ROOT / "docs" / "spec-reference.md"
+SCORES = ROOT / "docs" / "scores.md"
 READINGS = [ROOT / "docs" / "reading-a-kernel.md", ROOT / "docs" / "reading-an-ampere-kernel.md"]
 
 _BLOCK = re.compile(
@@ -376,9 +378,9 @@ def test_rooms_import_from_the_rooms_above_them():
     assert all(f"`{module}`" in table for module, _ in EXCEPTIONS)
 
 
-def section(title):
-    """A section of the reference without its title and its blocks."""
-    text = _BLOCK.sub("", REFERENCE.read_text(encoding="utf-8"))
+def section(title, page=REFERENCE):
+    """A section of a page without its title and its blocks."""
+    text = _BLOCK.sub("", page.read_text(encoding="utf-8"))
     return re.search(rf"^#+ {title}\n(.*?)(?=^#+ |\Z)", text, re.M | re.S)[1]
 
 
@@ -460,6 +462,11 @@ def test_the_reference_has_the_parameters_of_varlen():
 def test_the_reference_has_the_types_and_the_reserved_names():
     assert set(re.findall(r"`([^`]+)`", section("Parameters"))) >= set(CTYPES)
     assert set(re.findall(r"`([a-z_]+)`", section("Reserved names"))) == RESERVED
+
+
+def test_the_page_of_scores_has_the_names_that_no_parameter_may_have():
+    text = section("Reserved names", SCORES).split("The name of a kernel's own")[0]
+    assert set(re.findall(r"`([a-z0-9_]+)`", text)) == reserved_names() | {CONSTANT}
 
 
 def test_the_reference_has_the_tile_keys_of_the_shipped_spec():

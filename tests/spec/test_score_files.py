@@ -100,7 +100,7 @@ def test_what_is_wrong_with_a_file_is_named_with_its_line(text, line, says, tmp_
     [
         *("q", "kv", "h", "b", "score", "k", "v", "mask", "out", "lse", "causal", "softmax_scale", "stream"),
         *("tanh", "where", "inf", "step", "product", "params", "row", "float", "int", "class", "element"),
-        *("score_constant_0", "dout", "delta", "turns"),
+        *("score_constant_0", "dout", "delta", "turns", "kv_lengths", "index", "pages", "cache", "q_rotated"),
     ],
 )
 def test_a_parameter_has_no_name_that_means_something_else(name, tmp_path):

@@ -7,6 +7,7 @@ seam takes every modification, when a call asks for it.
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -42,6 +43,17 @@ _CPP_WORDS = frozenset(
         """,
     )
 )
+
+# What a kernel has beside the modification; without the arrays that lie between its steps a call could be
+# differentiated on the CPU alone.
+_KERNEL_WORDS = ("product", "step", "params", "row", *KEPT)
+# What a call takes beside what its operator has: of a plan of attention, and of one with append=.
+_CALL_WORDS = (
+    *("stream", "workspace", "backend"),
+    *("cache", "append", "rotary", "total_lengths", "q_rotated"),
+)
+# The operators that a modification is for.
+_MODIFIED = ("attention", "attention_backward", "varlen", "varlen_backward")
 
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]*$")]
 
@@ -109,6 +121,18 @@ def read_scores(path: Path) -> Scores:
     return Scores(by_name, tuple((row.variant, row.score) for row in file.commit))
 
 
+@cache
+def reserved_names() -> frozenset[str]:
+    """What no parameter may be called, beside what begins with `CONSTANT`: words of formulas and of kernels,
+    and what calls of plans take by name.
+    """
+    names = {*NAMES, *FUNCTIONS, "inf", *_CPP_WORDS, *_KERNEL_WORDS, *_CALL_WORDS}
+    for operator in _MODIFIED:
+        each = OPERATORS[operator]
+        names |= {*each.positions, *each.options, *each.scalars}
+    return frozenset(names)
+
+
 def _score(document: Document, name: str, given: Any) -> Score:
     keys = ("scores", name)
     if any(name in (axis.known or ()) for axis in OPERATORS["attention"].axes.values()):
@@ -143,11 +167,7 @@ def _members(param: ScoreParam) -> tuple[str, ...]:
 
 def _param(document: Document, keys: tuple[str, ...], name: str, given: str | list[str]) -> ScoreParam:
     operator = OPERATORS["attention"]
-    taken = {*NAMES, *FUNCTIONS, "inf", "product", "step", "params", "row", "stream", "workspace", "backend"}
-    for each in (operator, OPERATORS["attention_backward"]):
-        taken |= {*each.positions, *each.options, *each.scalars}
-    taken |= {*KEPT}  # or a call could be differentiated on the CPU alone
-    if name in taken | _CPP_WORDS or name.startswith(CONSTANT):
+    if name in reserved_names() or name.startswith(CONSTANT):
         raise document.error(keys, f"`{name}` has a meaning of its own; choose another name")
     if isinstance(given, list) and len(given) < 2:
         allowed = f"[dimensions, type], with dimensions {', '.join(DIMENSIONS)} or names of your own"
