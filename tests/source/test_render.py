@@ -131,7 +131,7 @@ def test_the_digest_needs_no_jinja():
 
 def test_a_computed_template_name_is_refused_where_it_would_escape_the_digest(variant, edit):
     path = edit(TEMPLATE, '//% from "lib/names.j2" import constant', "//% from name_of_it import constant")
-    with pytest.raises(InternalError, match=rf"{re.escape(str(path))}:5: .*plain string"):
+    with pytest.raises(SpecError, match=rf"{re.escape(str(path))}:5: .*plain string"):
         source_digest(variant)
 
 
@@ -146,21 +146,29 @@ def test_a_computed_template_name_is_refused_where_it_would_escape_the_digest(va
 )
 def test_a_wrong_template_names_its_line(old, new, line, said, variant, edit):
     path = edit(TEMPLATE, old, new)
-    with pytest.raises(InternalError) as caught:
+    with pytest.raises(SpecError) as caught:
         render(variant)
     assert said in str(caught.value)
     assert str(caught.value).startswith(f"{path}:{line}: ")
 
 
+@pytest.mark.parametrize("new", ["${ dtyp }", "${ dtype"])
+def test_a_shipped_template_is_not_the_users_mistake(new, variant, edit, monkeypatch):
+    path = edit(TEMPLATE, "${ dtype }", new)
+    monkeypatch.setattr("flashgen.source.render.templates_dir", lambda: path.parent)
+    with pytest.raises(InternalError, match=rf"^{re.escape(str(path))}:6: "):
+        render(variant)
+
+
 def test_a_macro_error_names_the_macros_line(variant, edit):
     path = edit("templates/lib/names.j2", "${ value }", "${ valeu }")
-    with pytest.raises(InternalError, match=rf"^{re.escape(str(path))}:2: 'valeu' is undefined"):
+    with pytest.raises(SpecError, match=rf"^{re.escape(str(path))}:2: 'valeu' is undefined"):
         render(variant)
 
 
 def test_a_template_without_the_header_is_refused(variant, edit):
     edit(TEMPLATE, "${ header }\n", "")
-    with pytest.raises(InternalError, match=r"tiny\.cu\.j2: .*\$\{ header \}"):
+    with pytest.raises(SpecError, match=r"tiny\.cu\.j2: .*\$\{ header \}"):
         render(variant)
 
 
@@ -263,7 +271,7 @@ def test_a_missing_header_is_named(variant, edit):
     line = 1 + header.read_text().splitlines().index('#include "flashgen/tipes.cuh"')
     said = rf"^{re.escape(str(header))}:{line}: #include \"flashgen/tipes\.cuh\": no such header"
     for action in (lambda: flatten(render(variant), include_dirs(variant)), lambda: source_digest(variant)):
-        with pytest.raises(InternalError, match=said):
+        with pytest.raises(SpecError, match=said):
             action()
 
 

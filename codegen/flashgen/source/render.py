@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashgen.arch import range_of
-from flashgen.errors import InternalError, SpecError, TemplateWarning
+from flashgen.errors import FlashgenError, InternalError, SpecError, TemplateWarning
 from flashgen.paths import code_digest, specs_dir, templates_dir
 from flashgen.source.params import struct_text
 
@@ -54,8 +54,8 @@ _PRAGMA_ONCE = r"(?m)^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*\n"
 def render(variant: Variant) -> str:
     """The CUDA source of one variant; ends with a newline.
 
-    Raises SpecError when there is no such template in its ``search_path``, and InternalError when a template
-    is wrong: the message names its file and line.
+    Raises SpecError when there is no such template in its ``search_path``, or one of the user's own is wrong,
+    and InternalError when a shipped one is: the message names its file and line.
     """
     import jinja2
 
@@ -65,19 +65,19 @@ def render(variant: Variant) -> str:
     try:
         text = environment.get_template(variant.template).render(_context(form))
     except jinja2.TemplateSyntaxError as error:
-        raise InternalError(f"{error.filename or error.name}:{error.lineno}: {error.message}") from error
+        raise _wrong(f"{error.filename or error.name}:{error.lineno}", error.message) from error
     except jinja2.TemplateNotFound as error:
         at = "" if error.name == variant.template else _template_line(error, folders)
         raise _missing(error.name, _spec_file(variant), folders, at) from error
     except SpecError:
         raise
     except Exception as error:
-        raise InternalError(
-            f"{_template_line(error, folders)}: {error} (rendering {variant.name})"
-        ) from error
+        where = _template_line(error, folders) or variant.template
+        raise _wrong(where, f"{error} (rendering {variant.name})") from error
     text = re.sub(_BLANK_LINES, "\n\n", text).strip("\n") + "\n"
     if not text.startswith(header_comment(form)):
-        raise InternalError(f"{variant.template}: a template starts with ${{ header }}; this one does not")
+        where = str(_find(variant.template, folders))
+        raise _wrong(where, "a template starts with ${ header }; this one does not")
     return text
 
 
@@ -122,7 +122,7 @@ def headers(source: str, include_dirs: Sequence[str | os.PathLike[str]] | None =
     name.
 
     ``include_dirs`` are the folders that hold ``flashgen/``; the shipped one by default. Raises InternalError
-    for a header that is in none of them.
+    for a header that is in none of them, SpecError where it is a header of the user's own that includes it.
     """
     return _headers(_included(source, "the rendered source"), _include_dirs(include_dirs))
 
@@ -322,7 +322,7 @@ def _closure(template: str, header: str, spec: str, folders: tuple[str, ...]) ->
             for match in _REFERENCE.finditer(line) if "%" in line else ():  # most lines have none
                 here = f"{path}:{number}"
                 if match[1] is None:
-                    raise InternalError(f"{here}: the name of an included template must be a plain string")
+                    raise _wrong(here, "the name of an included template must be a plain string")
                 waiting.append((match[1][1:-1], here))
         included += _included(text, str(path))
     included.append((header, spec))
@@ -386,10 +386,17 @@ def _read(path: Path) -> str:
 def _locate(name: str, folders: Sequence[str], at: str) -> Path:
     path = _find(name, folders)
     if path is None:
-        raise InternalError(
-            f'{at}: #include "{name}": no such header; searched {", ".join(folders) or "no folder"}'
-        )
+        raise _wrong(at, f'#include "{name}": no such header; searched {", ".join(folders) or "no folder"}')
     return path
+
+
+def _wrong(where: str, message: str) -> FlashgenError:
+    """What is wrong with a template or a header, at its file and line: the user's mistake where the file is
+    theirs. ``where`` is no path for what is in no file.
+    """
+    shipped = any(Path(where).is_relative_to(folder) for folder in (templates_dir(), specs_dir()))
+    is_users = Path(where).is_absolute() and not shipped
+    return (SpecError if is_users else InternalError)(f"{where}: {message}")
 
 
 def _missing(name: str, spec: str, folders: Sequence[str], at: str) -> SpecError:
@@ -401,8 +408,8 @@ def _missing(name: str, spec: str, folders: Sequence[str], at: str) -> SpecError
 
 
 def _template_line(error: BaseException, folders: Sequence[str]) -> str:
-    """``file:line`` of the innermost template frame of an error raised while rendering."""
-    where, trace = folders[0] if folders else "template", error.__traceback__
+    """``file:line`` of the innermost template frame of an error raised while rendering; "" outside of any."""
+    where, trace = "", error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if any(file.startswith(folder) for folder in folders):
