@@ -193,7 +193,8 @@ def test_a_hopper_kernel_on_few_multiprocessors(flashgen):
         (("flash_fwd_hdim32_fp16_local_m64_sm80", "--window", -5, 0), "window is (-5, 0); each side must be"),
     ],
 )
-def test_what_does_not_fit_the_variant(arguments, message, flashgen):
+def test_what_does_not_fit_the_variant_is_told_ahead_of_compiling(arguments, message, flashgen, monkeypatch):
+    monkeypatch.setattr("flashgen.simulator.library.load", None)
     result = flashgen("simulate", *arguments)
     assert result.exit_code == 1
     assert message in result.stderr

@@ -1,3 +1,4 @@
+import errno
 import json
 
 import pytest
@@ -137,6 +138,31 @@ def test_a_damaged_file_stops_the_command_ahead_of_the_work(bench, flashgen, tmp
     assert f"{path}:2: not valid YAML" in result.stderr
     assert bench.timed == []
     assert path.read_text() == "gpu: ["
+
+
+@pytest.mark.parametrize("of_spec", [False, True])
+def test_what_cannot_be_written_is_told_ahead_of_the_work(
+    of_spec, bench, tiny, flashgen, tmp_path, monkeypatch
+):
+    path = tiny / "specs" / "tiny.yaml" if of_spec else tmp_path / "other" / "nvidia-h200" / "tiny.yaml"
+
+    def refuse(prefix, dir):
+        raise PermissionError(errno.EACCES, "Permission denied", f"{dir}/{prefix}xyz")
+
+    monkeypatch.setattr("flashgen.toolchain.atomic.tempfile.mkstemp", refuse)
+    where = ("--spec", path) if of_spec else ("--out", tmp_path / "other")
+    result = flashgen("tune", "--select", SELECT, "--write", *where)
+    assert result.exit_code == 1
+    assert f"{path}: Permission denied" in result.stderr
+    assert bench.timed == []
+
+
+def test_a_file_where_a_folder_is_to_be_stops_the_command(bench, flashgen, tmp_path):
+    (tmp_path / "file").write_text("")
+    result = flashgen("tune", "--select", SELECT, "--write", "--out", tmp_path / "file" / "tuned")
+    assert result.exit_code == 1
+    assert str(tmp_path / "file") in result.stderr
+    assert bench.timed == []
 
 
 def test_without_a_gpu_the_command_says_so(tiny, flashgen, monkeypatch):

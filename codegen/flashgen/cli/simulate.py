@@ -175,6 +175,7 @@ def _run(
     device = pretend_for(variant)
     if multiprocessors is not None:
         device = replace(device, num_sms=multiprocessors)
+    make(variant, shape, seeds.start)  # raises what is wrong with the shape, ahead of compiling
     begin = time.perf_counter()
     libraries = []
     with waiting(f"compiling {main.name} for the simulator"):

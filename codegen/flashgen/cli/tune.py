@@ -105,7 +105,7 @@ def command(
     if spec_file is not None and specs is not None:
         raise click.UsageError("--spec names the one file to tune; leave --specs out")
     here, chosen = _subjects(selections, specs, spec_file)
-    # Ahead of the work: a shape that is none, and a file that nothing can be added to.
+    # Ahead of the work: a shape that is none, and a file that nothing can be added to or written into.
     wanted = None if shapes is None else shapes.split(",")
     found = list(zip(chosen, suited([each.ordinary for each in chosen], wanted), strict=True))
     for _, reason in found:
@@ -113,8 +113,8 @@ def command(
             note(f"left out: {reason}")
     chosen = [each for each, problems in found if not isinstance(problems, Unsuited)]
     problems = dict(enumerate(each for _, each in found if not isinstance(each, Unsuited)))
-    if write and spec_file is None:
-        _check_files(chosen, here.name, out)
+    if write:
+        _check_files(chosen, here.name, out, spec_file)
     competing = fields(chosen)
     bench = _bench(here, chosen, rounds)
     with progress(contest.steps(competing, problems)) as step:
@@ -158,12 +158,20 @@ def _bench(here: Any, chosen: Sequence[Subject], rounds: int) -> Any:
     return GpuBench(here, host, rounds=rounds, seed=seed)
 
 
-def _check_files(chosen: Sequence[Subject], gpu: str, out: Path | None) -> None:
-    """Raise SpecError for a file of tuned tiles that is damaged."""
+def _check_files(chosen: Sequence[Subject], gpu: str, out: Path | None, spec_file: Path | None) -> None:
+    """Raise SpecError for a file of tuned tiles that is damaged, OSError for one that cannot be written."""
+    from flashgen.spec.tuned import path_for
+    from flashgen.toolchain import atomic
     from flashgen.tune.userfile import read
 
+    if spec_file is not None:
+        atomic.check(spec_file)
+        return
     for spec in {subject.spec.path: subject.spec for subject in chosen}.values():
         read(spec, gpu, out)
+        path = path_for(spec.name, gpu, out)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic.check(path)
 
 
 def _write(rankings: Sequence[Ranking], gpu: str, out: Path | None, spec_file: Path | None) -> list[Path]:

@@ -9,11 +9,7 @@ from pathlib import Path
 
 def replace(path: Path, content: bytes) -> None:
     """Put ``content`` into the file ``path``. Raises OSError of this name if the folder is not writable."""
-    try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    except OSError as error:
-        error.filename = str(path)
-        raise
+    handle, temporary = _beside(path)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
@@ -22,4 +18,20 @@ def replace(path: Path, content: bytes) -> None:
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def check(path: Path) -> None:
+    """Raise the OSError with which `replace` would fail, ahead of the work for what is to be written."""
+    handle, temporary = _beside(path)
+    os.close(handle)
+    Path(temporary).unlink()
+
+
+def _beside(path: Path) -> tuple[int, str]:
+    """A new file in the folder of ``path``, and its name."""
+    try:
+        return tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:
+        error.filename = str(path)
         raise
