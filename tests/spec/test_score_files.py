@@ -65,7 +65,7 @@ def test_of_a_block_the_line_is_named(tmp_path):
         ("scores: 3\n", 1, "scores"),
         ("scores:\n  mine: 3\n", 2, "scores.mine"),
         ("scores:\n  mine: {}\n", 2, "`score`"),
-        ("scores:\n  Mine: {score: score}\n", 1, "Mine"),
+        ("scores:\n  Mine: {score: score}\n", 2, "scores.Mine: found 'Mine'; expected a name"),
         ('scores:\n  mine: {score: "1.0"}\n', 2, "does not read `score`"),
         ("scores:\n  mine: {score: score, params: {a: f32}}\n", 2, "does not read `a`"),
         ("scores:\n  mine: {score: score + a, params: {a: f16}}\n", 2, "f32"),

@@ -32,7 +32,12 @@ WRONG = {
         ["no_spill: unknown key", "allowed: family, operator", "no_spills"],
     ),
     "missing key": ("template: tiny.cu.j2\n", "", "family:", ["`template` is missing"]),
-    "wrong type": ("family: tiny_fwd", "family: 7", "family:", ["family: expected `str`", "found 7"]),
+    "wrong type": (
+        "family: tiny_fwd",
+        "family: 7",
+        "family:",
+        ["family: found 7; expected a name of lower-case letters"],
+    ),
     "malformed name": ("family: tiny_fwd", "family: Tiny fwd", "family:", ["family: ", "found 'Tiny fwd'"]),
     "unknown operator": (
         "operator: attention",
@@ -56,7 +61,37 @@ WRONG = {
         "{query_rows: block_m, heads: 1, batch: 1}",
         "{}",
         "  covers:",
-        ["grid.covers: ", "length >= 1"],
+        ["grid.covers: found {}; expected a mapping that is not empty"],
+    ),
+    "value in a mapping of names": (
+        "covers: {query_rows: block_m, heads: 1, batch: 1}",
+        "covers: {query_rows: block_m, heads: 1.5, batch: 1}",
+        "  covers:",
+        ["grid.covers.heads: found 1.5; expected an integer, or an expression"],
+    ),
+    "malformed name in a mapping": (
+        "tile_keys: [block_m, block_n, warps, stages, min_blocks]",
+        "tile_keys: [block_m, block_n, warps, stages, min_blocks]\ntile_values:\n  stages: [a]\n  Loop: [a]",
+        "  Loop:",
+        ["tile_values.Loop: found 'Loop'; expected a name of lower-case letters"],
+    ),
+    "malformed value in a mapping": (
+        "tile_keys: [block_m, block_n, warps, stages, min_blocks]",
+        "tile_keys: [block_m, block_n, warps, stages, min_blocks]\ntile_values:\n  stages: [one, Two]",
+        "  stages:",
+        ["tile_values.stages[1]: found 'Two'; expected a name of lower-case letters and digits that begins"],
+    ),
+    "list for a text": (
+        "threads: 32 * warps",
+        "threads: [1]",
+        "threads:",
+        ["found [1]; expected"],
+    ),
+    "number past its bounds": (
+        "{prefer: on_request}",
+        "{prefer: on_request, fill: 2}",
+        "dispatch:",
+        ["dispatch.fill: found 2; expected a number of 0 or more and at most 1"],
     ),
     "type that an array's parameter cannot have": (
         "{name: out, type: element*,",
@@ -92,7 +127,7 @@ WRONG = {
         "no_spills: true",
         "dependent_launch: 1",
         "dependent_launch:",
-        ["dependent_launch: expected `bool`", "found 1"],
+        ["dependent_launch: found 1; expected true or false"],
     ),
     "empty axis": ("[none, causal]", "[]", "  mask_type:", ["axes.mask_type: "]),
     "repeated axis value": ("[none, causal]", "[none, none]", "  mask_type:", ["axes.mask_type: ", "twice"]),
@@ -209,7 +244,7 @@ WRONG = {
         "block_m: 64,",
         "block_m: big,",
         "  - {name: m64",
-        ["tiles[2].block_m: expected `int`", "found 'big'"],
+        ["tiles[2].block_m: found 'big'; expected an integer of 0 or more"],
     ),
     "unknown target of a row": (
         "{target: sm80, head_dim: 64, block_m",
@@ -265,7 +300,12 @@ WRONG = {
         "  - {name: m64",
         ["tiles[2].no_spills: ", "'some'"],
     ),
-    "rate of zero": ("efficiency: 0.75", "efficiency: 0", "  - {name: m64", ["tiles[2].efficiency: ", "> 0"]),
+    "rate of zero": (
+        "efficiency: 0.75",
+        "efficiency: 0",
+        "  - {name: m64",
+        ["efficiency: ", "above 0"],
+    ),
     "reserved tile name": (
         "name: m64",
         "name: default",
@@ -380,7 +420,7 @@ WRONG = {
         "when: {mask_type: causal}",
         "when: {warps: [8, -1]}",
         "  - {name: diagonal_offset",
-        ["params[3].when.warps[1]: ", ">= 0", "found -1"],
+        ["params[3].when.warps[1]: found -1; expected an integer of 0 or more"],
     ),
     "range of tile values in a condition": (
         "when: {mask_type: causal}",

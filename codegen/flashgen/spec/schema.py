@@ -9,12 +9,16 @@ from flashgen.operators import OPERATORS
 from flashgen.spec.grid import SCHEDULES
 from flashgen.spec.params import CTYPES
 
-Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]*$")]
-ShortName = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9]*$")]
-Arch = Annotated[str, msgspec.Meta(pattern=r"^sm_[0-9]+[af]?$")]
+# Errors say that what a description says is expected.
+_NAME = "a name of lower-case letters, digits and _ that begins with a letter"
+Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]*$", description=_NAME)]
+_SHORT_NAME = "a name of lower-case letters and digits that begins with a letter"
+ShortName = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9]*$", description=_SHORT_NAME)]
+Arch = Annotated[str, msgspec.Meta(pattern=r"^sm_[0-9]+[af]?$", description="an architecture, such as sm_90")]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Rate = Annotated[float, msgspec.Meta(gt=0)]
+Number = int | Annotated[str, msgspec.Meta(description="an expression")]
 AxisValue = Count | ShortName
 AxisValues = Annotated[list[AxisValue], msgspec.Meta(min_length=1)]
 
@@ -47,8 +51,8 @@ class DefaultAxis(msgspec.Struct, forbid_unknown_fields=True):
 class BoxRow(msgspec.Struct, forbid_unknown_fields=True):
     """What one TMA load or store moves, as expressions."""
 
-    columns: int | str
-    rows: int | str
+    columns: Number
+    rows: Number
 
 
 class ParamRow(msgspec.Struct, forbid_unknown_fields=True):
@@ -56,7 +60,7 @@ class ParamRow(msgspec.Struct, forbid_unknown_fields=True):
 
     name: Name
     type: Literal[CTYPES]
-    doc: Annotated[str, msgspec.Meta(pattern=r"^[^\n\\]*$")] = ""
+    doc: Annotated[str, msgspec.Meta(pattern=r"^[^\n\\]*$", description="one line without a backslash")] = ""
     when: dict[str, Any] = {}
     box: BoxRow | None = None
 
@@ -67,9 +71,6 @@ class Range(msgspec.Struct, forbid_unknown_fields=True, rename={"first": "from",
     first: Count
     last: Count
     step: Positive
-
-
-Number = int | str
 
 
 class GridRow(msgspec.Struct, forbid_unknown_fields=True):

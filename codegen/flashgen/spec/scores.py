@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -20,6 +20,7 @@ from flashgen.operators.lowering import CONSTANT
 from flashgen.operators.scores import DIMENSIONS, NAMES, TYPES, Score, ScoreParam
 from flashgen.spec.load import SCORES_FILE, spec_folders, yaml_files
 from flashgen.spec.params import score_params
+from flashgen.spec.schema import Name
 from flashgen.spec.yamlfile import Document
 
 if TYPE_CHECKING:
@@ -55,25 +56,23 @@ _CALL_WORDS = (
 # The operators that a modification is for.
 _MODIFIED = ("attention", "attention_backward", "varlen", "varlen_backward")
 
-_Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]*$")]
-
 
 class _Row(msgspec.Struct, forbid_unknown_fields=True):
     """A modification: its formula, and the type of each parameter, ahead of it the dimensions of an array."""
 
     score: str
-    params: dict[_Name, str | list[str]] = {}
+    params: dict[Name, str | list[str]] = {}
 
 
 class _CommitRow(msgspec.Struct, forbid_unknown_fields=True):
     """A kernel whose source is kept in the repository: a modification of a variant."""
 
     variant: str
-    score: _Name
+    score: Name
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
-    scores: dict[_Name, Any]
+    scores: dict[Name, Any]
     commit: list[_CommitRow] = []
 
 
@@ -176,7 +175,7 @@ def _param(document: Document, keys: tuple[str, ...], name: str, given: str | li
     document.convert(keys, type, Literal[tuple(TYPES)])
     param = ScoreParam(name, type, tuple(dimensions))
     for dimension, symbol in zip(dimensions, param.symbols, strict=True):
-        document.convert(keys, dimension, _Name)
+        document.convert(keys, dimension, Name)
         if dimension == "score":
             raise document.error(keys, "no dimension is called `score`")
         if dimensions.count(dimension) > 1:

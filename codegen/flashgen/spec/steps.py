@@ -198,7 +198,7 @@ def _params(
 ) -> tuple[Param, ...]:
     params: list[Param] = []
     if not given:
-        raise document.error((*step, "params"), "expected `array` of length >= 1, found []")
+        raise document.error((*step, "params"), "found []; expected a list that is not empty")
     for i, each in enumerate(given):
         keys = (*step, "params", i)
         row = document.convert(keys, each, ParamRow)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import yaml
+from msgspec import inspect
 
 from flashgen.errors import SpecError
 
@@ -24,8 +25,15 @@ _SCALARS = {
     "tag:yaml.org,2002:bool": _scalars.construct_yaml_bool,
     "tag:yaml.org,2002:null": _scalars.construct_yaml_null,
 }
-_AT = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$(?P<path>.*)`)?$", re.DOTALL)
-_STEP = re.compile(r"\.([A-Za-z_]\w*)|\[(\d+)\]")
+_AT = re.compile(r"^(.*?)(?: - at `(key` in `)?\$(.*)`)?$", re.DOTALL)
+_STEP = re.compile(r"\.([A-Za-z_]\w*)|\[(\d+|\.\.\.)\]")
+_PLAIN = {
+    inspect.StrType: "a text",
+    inspect.BoolType: "true or false",
+    inspect.ListType: "a list",
+    inspect.DictType: "a mapping",
+    inspect.StructType: "a mapping",
+}
 
 
 class Document:
@@ -91,15 +99,21 @@ class Document:
         try:
             return msgspec.convert(value, type)
         except msgspec.ValidationError as error:
-            found = _AT.match(str(error))
-            steps = tuple(name or int(index) for name, index in _STEP.findall(found["path"] or ""))
-            raise self._explain(keys, value, type, found["what"], steps) from None
+            raise self._explain(keys, value, type, str(error)) from None
 
-    def _explain(self, keys: Keys, value: Any, type: Any, what: str, steps: Keys) -> SpecError:
-        info = msgspec.inspect.type_info(type)
-        for step in steps:
-            value = value[step]
-            info = _descend(info, step)
+    def _explain(self, keys: Keys, whole: Any, type: Any, said: str) -> SpecError:
+        """The error of ``whole``, of which msgspec has ``said`` what is wrong."""
+        what, of_key, path = _AT.match(said).groups()
+        value, info, steps = whole, inspect.type_info(type), ()
+        for name, index in _STEP.findall((path or "") + ("[...]" if of_key else "")):
+            if index == "...":  # some key of a mapping
+                step = next(key for key in value if _says(_with_only(whole, steps, key), type) == said)
+            else:
+                step = name or int(index)
+            steps = (*steps, step)
+            value, mapping, info = value[step], info, _descend(info, step)
+        if of_key:
+            value, info = steps[-1], _bare(mapping).key_type
         unknown = re.match(r"Object contains unknown field `(.*)`", what)
         missing = re.match(r"Object missing required field `(.*)`", what)
         if unknown:
@@ -108,9 +122,8 @@ class Document:
         if missing:
             return self.error((*keys, *steps), f"the key `{missing[1]}` is missing")
         allowed = ", ".join(str(v) for v in _literals(info))
-        if allowed:
-            return self.error((*keys, *steps), f"found {value!r}; allowed: {allowed}")
-        return self.error((*keys, *steps), f"{what[0].lower()}{what[1:]}, found {value!r}")
+        expected = f"allowed: {allowed}" if allowed else f"expected {_words(info)}"
+        return self.error((*keys, *steps), f"found {value!r}; {expected}")
 
     def _line(self, keys: Keys) -> int:
         """Line, from 1, of the deepest key of ``keys`` that the file has."""
@@ -153,26 +166,69 @@ def _scalar(node: yaml.Node) -> Any:
     return construct(node) if construct else node.value
 
 
+def _says(value: Any, type: Any) -> str:
+    """What msgspec says is wrong with it."""
+    try:
+        msgspec.convert(value, type)
+    except msgspec.ValidationError as error:
+        return str(error)
+    return ""
+
+
+def _with_only(value: Any, steps: Keys, key: str) -> Any:
+    """``value`` with no other key in the mapping at ``steps``."""
+    if not steps:
+        return {key: value[key]}
+    copy = value.copy()
+    copy[steps[0]] = _with_only(value[steps[0]], steps[1:], key)
+    return copy
+
+
+def _bare(info: Any) -> Any:
+    """A type without the words that describe it."""
+    return info.type if isinstance(info, inspect.Metadata) else info
+
+
+def _members(info: Any) -> list[Any]:
+    """The types that a value may be of, but for the null of what is left out."""
+    if isinstance(info, inspect.UnionType):
+        return [each for each in info.types if not isinstance(each, inspect.NoneType)]
+    return [info]
+
+
 def _descend(info: Any, step: str | int) -> Any:
-    if isinstance(info, msgspec.inspect.UnionType):
-        wanted = msgspec.inspect.ListType if isinstance(step, int) else msgspec.inspect.StructType
-        info = next(member for member in info.types if isinstance(member, wanted))
-    if isinstance(info, msgspec.inspect.ListType):
-        return info.item_type
-    return next(field.type for field in info.fields if field.encode_name == step)
+    wanted = (inspect.ListType,) if isinstance(step, int) else (inspect.StructType, inspect.DictType)
+    found = next(bare for each in _members(_bare(info)) if isinstance(bare := _bare(each), wanted))
+    if isinstance(found, inspect.ListType):
+        return found.item_type
+    if isinstance(found, inspect.DictType):
+        return found.value_type
+    return next(field.type for field in found.fields if field.encode_name == step)
 
 
 def _struct(info: Any) -> Any:
-    if isinstance(info, msgspec.inspect.UnionType):
-        return next(member for member in info.types if isinstance(member, msgspec.inspect.StructType))
-    return info
+    return next(each for each in _members(_bare(info)) if isinstance(each, inspect.StructType))
 
 
 def _literals(info: Any) -> tuple[Any, ...]:
-    if isinstance(info, msgspec.inspect.LiteralType):
-        return tuple(info.values)
-    if isinstance(info, msgspec.inspect.ListType):
-        return _literals(info.item_type)
-    if isinstance(info, msgspec.inspect.UnionType):
-        return tuple(dict.fromkeys(v for member in info.types for v in _literals(member)))
-    return ()
+    found = []
+    for each in map(_bare, _members(_bare(info))):
+        if isinstance(each, inspect.LiteralType):
+            found += each.values
+        elif isinstance(each, inspect.ListType):
+            found += _literals(each.item_type)
+    return tuple(dict.fromkeys(found))
+
+
+def _words(info: Any) -> str:
+    """What values of a type are, for a message."""
+    if isinstance(info, inspect.Metadata):
+        return (info.extra_json_schema or {}).get("description") or _words(info.type)
+    if isinstance(info, inspect.UnionType):
+        return ", or ".join(dict.fromkeys(map(_words, _members(info))))
+    if isinstance(info, (inspect.IntType, inspect.FloatType)):
+        bounds = {"of {:g} or more": info.ge, "above {:g}": info.gt, "at most {:g}": info.le}
+        limits = " and ".join(words.format(bound) for words, bound in bounds.items() if bound is not None)
+        return f"{'an integer' if isinstance(info, inspect.IntType) else 'a number'} {limits}".strip()
+    several = " that is not empty" if getattr(info, "min_length", None) else ""
+    return _PLAIN[type(info)] + several
