@@ -39,7 +39,7 @@ constexpr int kValueWarps = 2;  // the last ones of the producer, which prepare 
 // Registers of a thread after setmaxnreg. It draws on what the launch has given the thread block: as many as 65,536 registers allow each
 // thread of kMinBlocks thread blocks, in units of 8.
 constexpr int kLaunchRegisters = 65536 / (kMinBlocks * kThreads) / 8 * 8;
-constexpr int kProducerRegisters = 40;
+constexpr int kProducerRegisters = 56;
 constexpr int kConsumerRegisters = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters) / kConsumers / 8 * 8;
 
 // Rows lie in panels of 64 columns: rows of 128 bytes under the 128-byte swizzle.
@@ -508,7 +508,7 @@ __device__ __forceinline__ void put_delta(const RowValues<kRows>& values, shared
     for (int i = 0; i < kRows / kValueThreads; ++i) {
         const int row = value_thread + i * kValueThreads;
         float sum = 0.0f;
-#pragma unroll 2  // the producer warpgroup has few registers
+#pragma unroll 4  // eight loads are under way
         for (int column = 0; column < kHeadDimV; column += kVectorElements) {
             // Eight lanes read eight different chunks: no bank conflicts.
             const int chunk = swizzled(row, column % kPanelColumns / kVectorElements);
@@ -525,9 +525,14 @@ __device__ __forceinline__ void put_values_of_steps(const Params& params, const 
                                                     int value_thread) {
     RingPosition<kStages> ring;
     QuerySteps steps(params, tile);
+    if (steps.count == 0) return;
+    RowValues<kBlockM> next_values(params, tile.batch, steps.head, steps.block * kBlockM, value_thread);
 #pragma unroll 1
     for (int i = 0; i < steps.count; ++i) {
-        const RowValues<kBlockM> values(params, tile.batch, steps.head, steps.block * kBlockM, value_thread);
+        const RowValues<kBlockM> values = next_values;
+        steps.advance();
+        // LSE of the next step is on its way while delta of this one is computed: consumers wait for these warps.
+        if (i + 1 < steps.count) next_values = RowValues<kBlockM>(params, tile.batch, steps.head, steps.block * kBlockM, value_thread);
         mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
         put_lse(values, value_thread, shared + kLseOffset + ring.stage * kQueryValueBytes);
         mbarrier_arrive(barriers.lse_full(ring.stage));
@@ -535,7 +540,6 @@ __device__ __forceinline__ void put_values_of_steps(const Params& params, const 
         put_delta(values, shared + kStepOffsetV + ring.stage * kStepBytesV, shared + kOutOffset + ring.stage * kStepBytesV, value_thread,
                   shared + kDeltaOffset + ring.stage * kQueryValueBytes);
         mbarrier_arrive(barriers.delta_full(ring.stage));
-        steps.advance();
         ring.advance();
     }
 }
@@ -779,8 +783,8 @@ flash_bwd_hdim64_bf16_causal_direct_sm90(const __grid_constant__ Params params) 
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     const shared_address shared = (to_shared(shared_memory) + 1023) / 1024 * 1024;
     const Barriers barriers = {shared + kBarrierOffset};
-    const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+    const int warpgroup = warp / 4;
 
     if (threadIdx.x == 0) {
         prefetch_tensormap(params.q);

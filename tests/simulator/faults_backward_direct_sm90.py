@@ -75,6 +75,14 @@ FAULTS = (
         "        mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);\n        put_lse",
         "        put_lse",
     ),
+    fault(
+        "LSE of the next step",
+        PLAIN,
+        SHAPE,
+        (WRONG,),
+        "put_lse(values, value_thread, shared + kLseOffset + ring",
+        "put_lse(next_values, value_thread, shared + kLseOffset + ring",
+    ),
     fault("O is not announced", PLAIN, SHAPE, PHASES, "(full_v, 2 * kStepBytesV)", "(full_v, kStepBytesV)"),
     # Delta.
     fault(

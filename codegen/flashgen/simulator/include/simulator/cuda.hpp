@@ -147,10 +147,15 @@ T __shfl_xor_sync(uint32_t mask, T value, int lane_mask, int width = 32,
 }
 
 // The sum over all lanes of `mask`, which has to be the whole warp.
-inline int __reduce_add_sync(uint32_t mask, int value,
-                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+inline uint32_t __reduce_add_sync(uint32_t mask, uint32_t value,
+                                  flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     for (int distance = 1; distance < 32; distance *= 2) value += __shfl_xor_sync(mask, value, distance, 32, where);
     return value;
+}
+
+inline int __reduce_add_sync(uint32_t mask, int value,
+                             flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    return static_cast<int>(__reduce_add_sync(mask, static_cast<uint32_t>(value), where));
 }
 
 inline uint32_t __ballot_sync(uint32_t mask, int predicate,
