@@ -10,13 +10,13 @@
 // template  flash_bwd_direct_sm90.cu.j2
 #include "flashgen/sm90.cuh"
 
-// A thread block has kBlockN rows of a head and takes them through what they attend to, or what attends to them, kBlockM rows a step. With
-// rows of K and V, a tile of keys:
+// A thread block has a tile of kBlockN keys or of kBlockN queries of a head. It takes keys through the queries that attend to them, and queries
+// through the keys that they attend to, kBlockM a step. A tile of keys, with rows of K and V:
 //
 //     S^T = K Q^T    P^T = 2^(scale_log2 S^T - lse_log2)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
 //     dV += P^T dO   dK += dS^T Q
 //
-// with rows of Q and dO, a tile of queries:
+// A tile of queries, with rows of Q and dO:
 //
 //     S = Q K^T      P = 2^(scale_log2 S - lse_log2)        dP = dO V^T      dS = P (dP - delta)
 //     dQ += dS K
@@ -103,12 +103,11 @@ static_assert(offsetof(Params, seqlen_kv) == 1056 && offsetof(Params, num_row_bl
 static_assert(offsetof(Params, diagonal_offset) == 1064 && offsetof(Params, scale_log2) == 1068);
 static_assert(offsetof(Params, softmax_scale) == 1072);
 
-// What a thread block computes: dK and dV of kBlockN keys of a kv head, summed over the query heads of its group, or dQ of kBlockN queries of
-// a query head.
+// What a thread block computes: dK and dV of kBlockN keys of a head, or dQ of kBlockN queries.
 struct Tile {
     bool of_keys;
     int batch;
-    int head;  // a kv head, or a query head
+    int head;
     int first_row;
 };
 
@@ -179,7 +178,7 @@ __device__ __forceinline__ QueryBlocks find_query_blocks(const Params& params, i
     return {begin / kBlockM, (end - 1) / kBlockM};
 }
 
-// The steps of a tile of keys: of each query head of the group the blocks of queries, from the last to the first.
+// The steps of a tile of keys: blocks of kBlockM queries, from the last to the first.
 struct QuerySteps {
     QueryBlocks blocks;
     int count;
@@ -217,9 +216,9 @@ struct Barriers {
 
     __device__ __forceinline__ shared_address tile_full() const { return at(0); }    // K, or Q
     __device__ __forceinline__ shared_address tile_full_v() const { return at(1); }  // V, or dO and O
-    __device__ __forceinline__ shared_address full(int stage) const { return at(2 + stage); }               // Q, or K
+    __device__ __forceinline__ shared_address full(int stage) const { return at(2 + stage); }              // Q, or K
     __device__ __forceinline__ shared_address full_v(int stage) const { return at(2 + kStages + stage); }  // dO and O, or V
-    // LSE, and delta, of a stage's queries are there, or in stage 0 those of a tile's.
+    // LSE, and delta, of a stage's queries are there. A tile of queries uses stage 0 alone, for LSE and delta of all its rows.
     __device__ __forceinline__ shared_address lse_full(int stage) const { return at(2 + 2 * kStages + stage); }
     __device__ __forceinline__ shared_address delta_full(int stage) const { return at(2 + 3 * kStages + stage); }
     __device__ __forceinline__ shared_address empty(int stage) const { return at(2 + 4 * kStages + stage); }
