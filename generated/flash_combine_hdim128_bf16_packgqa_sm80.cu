@@ -105,7 +105,7 @@ struct Parts {
     int set;  // of heads, which has shares of its own
     int first;
     int last;
-    bool begins_share;  // whether the share of the first one begins with the tile
+    bool begins_share;  // whether share `first` begins with the tile
 };
 
 // Row `index` of all heads. Shares are consecutive KV blocks of the tiles of a set of heads, one tile after the other: every

@@ -271,7 +271,7 @@ __device__ __forceinline__ void copy_keys(shared_address keys, const element* so
 #pragma unroll
     for (int first = 0; first < kGroupKeys; first += kRowsPerPass) {
         if (kGroupKeys % kRowsPerPass != 0 && first + row >= kGroupKeys) break;
-        // `row` is below kRowsPerPass, a power of two, so the key of first + row is that of the one XOR that of the other.
+        // `row` is below kRowsPerPass, a power of two, so the swizzle key of first + row is that of the one XOR that of the other.
         const shared_address pass = (destination ^ 16 * swizzle_key(first)) + first * kRowBytes;
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {

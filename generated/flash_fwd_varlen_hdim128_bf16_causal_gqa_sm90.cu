@@ -747,7 +747,7 @@ __device__ __forceinline__ void find_tiles(const Params& params, shared_address 
     }
 }
 
-// The tile that comes next, as a warp of the producer reads it. The whole warp works.
+// The tile that comes next, as a producer warp reads it. The whole warp works.
 __device__ __forceinline__ SequenceTile take_tile(shared_address shared, const Barriers& barriers, const RingPosition<kQStages>& ring, int lane) {
     mbarrier_wait(barriers.tile_full(ring.stage), ring.parity);
     SequenceTile found;
@@ -893,7 +893,7 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
         __syncwarp();
         float output[kHeadDimV / 2] = {};
         RowState rows;
-        // Rows outside the sequence may be queries of another one. With row_max infinite they never raise the warp's row_max; otherwise
+        // Rows outside the sequence may be queries of another one. With row_max infinite they never make the warp raise it; otherwise
         // this sequence's result would depend on the other in its last bits.
 #pragma unroll
         for (int half = 0; half < 2; ++half) {

@@ -266,7 +266,7 @@ struct Parts {
     int first;
     int last;
     int set;            // of heads, which has shares of its own
-    bool begins_share;  // whether the share of the first one begins with the tile
+    bool begins_share;  // whether share `first` begins with the tile
     int step;
     int first_row;
     int count;

@@ -488,7 +488,7 @@ __device__ __forceinline__ void copy_keys(const RowOffsets& offsets, shared_addr
         const int first = pass * kRowsPerPass;
         const element* source = head + offsets.of_pass(pass) + chunk * kChunkElements;
         if (kGroupKeys % kRowsPerPass != 0 && first + row >= kGroupKeys) break;
-        // `row` is below kRowsPerPass, a power of two, so the key of first + row is that of the one XOR that of the other.
+        // `row` is below kRowsPerPass, a power of two, so the swizzle key of first + row is that of the one XOR that of the other.
         const shared_address swizzled = (destination ^ 16 * swizzle_key(first)) + first * kRowBytes;
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {

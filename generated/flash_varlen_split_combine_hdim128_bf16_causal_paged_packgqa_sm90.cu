@@ -78,7 +78,7 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
 struct Parts {
     int first;
     int last;
-    bool begins_share;  // whether the share of the first one begins with the tile
+    bool begins_share;  // whether the share of thread block `first` begins with the tile
 };
 
 // A row of the tiles of a head.
@@ -86,7 +86,7 @@ struct Row {
     int batch;
     int head;  // of the queries
     int row_in_tile;
-    int row_in_entry;  // of q and out, in which the sequence may be one of several
+    int row_in_entry;  // of out and lse, in which the sequence may be one of several
     Parts parts;  // of its tile
 };
 

@@ -873,7 +873,7 @@ __device__ __forceinline__ void find_tiles(const Params& params, shared_address 
     pass_on({-1});
 }
 
-// The tile that comes next, as a warp of the producer reads it. The whole warp works.
+// The tile that comes next, as a producer warp reads it. The whole warp works.
 __device__ __forceinline__ SequenceTile take_tile(shared_address shared, const Barriers& barriers, const RingPosition<kQStages>& ring, int lane) {
     mbarrier_wait(barriers.tile_full(ring.stage), ring.parity);
     SequenceTile found;
@@ -921,7 +921,7 @@ struct BoxKeys {
         if (lane < kBoxes && key < found.seqlen_kv) entry = load_global_32(entries + index);
     }
 
-    // Writes the page and the row to shared memory. An entry out of range is cut: below 0 to page 0, above to the page that does not exist.
+    // Writes the page and the row to shared memory. An entry out of range is clamped: below 0 to page 0, above to the page that does not exist.
     __device__ __forceinline__ void store(const Params& params, shared_address slot) const {
         store_shared_32(slot, max(0, min(entry, params.batch_kv)));
         store_shared_32(slot + 4, row);
@@ -1067,7 +1067,7 @@ __device__ __forceinline__ void consume(const Params& all, shared_address shared
         __syncwarp();
         float output[kHeadDimV / 2] = {};
         RowState rows;
-        // Rows outside the sequence may be queries of another one. With row_max infinite they never raise the warp's row_max; otherwise
+        // Rows outside the sequence may be queries of another one. With row_max infinite they never make the warp raise it; otherwise
         // this sequence's result would depend on the other in its last bits.
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
