@@ -37,7 +37,7 @@ struct Params {
     const float* sin;                     // as cos
     const int32_t* positions;             // (batch, seqlen_new): the row of cos and sin of each token, or null: its position
     const int32_t* cu_seqlens_new;        // (sequences + 1), or null: where each sequence begins in packed tokens, and the end
-    element* k_cache;                     // (num_pages, page_size, num_heads_kv, head_dim); without pages, a page is the row of a sequence
+    element* k_cache;                     // (num_pages, page_size, num_heads_kv, head_dim)
     element* v_cache;                     // (num_pages, page_size, num_heads_kv, head_dim_v)
     int32_t* total_lengths;               // (sequences): lengths with the new tokens
     element* q_rotated;                   // as q

@@ -49,7 +49,7 @@ struct Params {
     int32_t seqlen_kv;                    // the most keys, likewise
     int32_t head_dim_v;                   // of the call, at most kHeadDimV
     int32_t num_row_blocks;               // rows of one head in the grid: the most that a sequence may have
-    int32_t num_tiles;                    // of all heads
+    int32_t num_tiles;                    // rows of all heads, as a tile is one row
     int32_t num_shares;                   // thread blocks of the kernel before this one
     uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
     uint64_t num_row_blocks_divisor;
