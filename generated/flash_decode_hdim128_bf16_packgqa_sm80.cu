@@ -297,11 +297,11 @@ __device__ __forceinline__ void prefetch_keys(const element* source, int64_t row
     }
 }
 
-// Where a group is in fetching the KV blocks of its thread block's share, one after the other and across tiles.
+// How far a group has come in fetching the KV blocks of its thread block's share, one after the other and across tiles.
 struct Fetch {
     int index;         // of the KV block that comes next
     int left;          // KV blocks of its tile from there on
-    int first_key;     // the group's first of its keys
+    int first_key;     // the first of the group's keys of that KV block
     const element* k;  // that key's row
     const element* v;
 };

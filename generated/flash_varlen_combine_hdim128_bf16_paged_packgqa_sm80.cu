@@ -291,7 +291,7 @@ __device__ __forceinline__ Params of_sequence(const Params& params, const Place&
     return own;
 }
 
-// Of the tile with which, or within which, a share begins. `params` are those of its sequence.
+// The parts of the tile with which, or within which, a share begins. `params` are those of its sequence.
 __device__ __forceinline__ Parts find_parts(const Params& params, const Place& place, int per_share, int share) {
     const int kv_blocks = tiles_of(params).kv_blocks;
     const int tile = (share * per_share - place.begin) / kv_blocks;
@@ -415,7 +415,7 @@ __device__ __forceinline__ void store_row(const Params& params, const Tile& tile
     }
 }
 
-// Each kTeam warps add up the parts of a row.
+// Every kTeam warps add up the parts of a row together.
 template <int kTeam>
 __device__ __forceinline__ void combine_by(const Params& params, const Parts& parts, shared_address smem, int warp, int lane) {
     constexpr int kRowsAtOnce = kWarps / kTeam;

@@ -513,12 +513,12 @@ __device__ __forceinline__ void prefetch_keys(const RowOffsets& offsets, const e
     }
 }
 
-// Where a group is in fetching the KV blocks of its thread block's share, one after the other, across tiles and sequences.
+// How far a group has come in fetching the KV blocks of its thread block's share, one after the other, across tiles and sequences.
 struct Fetch {
     Place place;
     int index;         // of the KV block that comes next
     int left;          // KV blocks of its tile from there on
-    int first_key;     // the group's first of its keys
+    int first_key;     // the first of the group's keys of that KV block
     const element* k;  // where the head's rows begin in page 0
     const element* v;
     const int32_t* page_table;  // of the sequence
