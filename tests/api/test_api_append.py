@@ -347,6 +347,22 @@ def test_packed_tokens_of_no_sequence_are_left_out():
     assert not cache.v.any()
 
 
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize("tokens", [2, 4])
+def test_packed_queries_are_as_many_as_new_tokens(tokens, rotates, held):
+    rng = np.random.default_rng()
+    cache = flashgen.KVCache(*(np.zeros((2, 8, 2, 32), np.float16) for _ in "kv"), np.zeros(2, np.int32))
+    new, cu = (numbers(rng, tokens, 2, 32), numbers(rng, tokens, 2, 32)), np.array([0, 1, 2], np.int32)
+    rotary = flashgen.Rotary(*tables(rng)) if rotates else None
+    message = f"^q has 3 tokens but k_new has {tokens}; cu_seqlens_q counts those of both, so they must be as"
+    with pytest.raises(errors.BadTensorShape, match=message):
+        (flashgen.plan if held else flashgen.attention)(
+            numbers(rng, 3, 4, 32), cache, append=new, rotary=rotary, cu_seqlens_q=cu
+        )
+    assert not cache.k.any()
+
+
 def test_a_page_or_a_position_for_each_sequence_as_a_column():
     """``x[:, None]`` has another stride along its one column than an array that was made so."""
     rng = np.random.default_rng()

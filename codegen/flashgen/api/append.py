@@ -229,7 +229,8 @@ def asked_to_append(
 ) -> Asked:
     """What ``attention(append=, rotary=)`` asks of the operator ``append``, with native arrays. ``masking``
     has causal, mask_type and window_size. Raises BadParam, also for a bound below the number of new tokens;
-    and BadTensorShape where it is not said to which positions queries are to be rotated.
+    and BadTensorShape where it is not said to which positions queries are to be rotated, and for packed
+    queries that are not as many as the new tokens.
     """
     if new is None:
         raise BadParam("rotary was given without append; it rotates what goes into a cache, and the queries")
@@ -244,6 +245,8 @@ def asked_to_append(
     new = _pair(new)
     if max_seqlen_kv is not None and cu_seqlens_q is None:
         _check_bound(max_seqlen_kv, new[0])
+    if rotary is None and cu_seqlens_q is not None:
+        _check_packed(q, new[0])
     if isinstance(rotary, Rotary) and rotary.positions is None and cu_seqlens_q is None:
         _check_rotated(q, new[0], positions, mask is not None)
     if rotary is None or getattr(rotary, "positions", None) is not None:
@@ -259,6 +262,18 @@ def _check_bound(max_seqlen_kv: Any, k_new: Any) -> None:
         raise BadParam(
             f"max_seqlen_kv is {most} but k_new has {shape[-3]} tokens of each sequence; it counts the new "
             "keys as well"
+        )
+
+
+def _check_packed(q: Any, k_new: Any) -> None:
+    """That packed queries and new tokens, which have one cu_seqlens, are as many; where queries are rotated
+    the operator itself sees to it.
+    """
+    queries, tokens = (x.shape[0] if len(getattr(x, "shape", ())) == 3 else None for x in (q, k_new))
+    if None not in (queries, tokens) and queries != tokens:
+        raise BadTensorShape(
+            f"q has {queries} tokens but k_new has {tokens}; cu_seqlens_q counts those of both, so they must "
+            "be as many"
         )
 
 
