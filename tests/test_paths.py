@@ -1,3 +1,5 @@
+import errno
+import os
 import re
 import shutil
 import subprocess
@@ -10,6 +12,8 @@ import flashgen
 from flashgen import paths
 from flashgen.errors import BadParam, InternalError
 from flashgen.spec import tuned
+from flashgen.spec.load import spec_folders
+from flashgen.toolchain import bundle
 
 PACKAGE = Path(paths.__file__).parent
 
@@ -116,10 +120,38 @@ def test_importing_flashgen_imports_nothing_heavy():
 def test_tiles_are_tuned_into_a_folder(name, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FLASHGEN_TUNED", str(tmp_path / name))
-    said = f"FLASHGEN_TUNED is '{tmp_path / name}', but {tmp_path / 'file'} is no folder; name one, which"
+    said = f"FLASHGEN_TUNED is '{tmp_path / name}', but {tmp_path / 'file'} is no folder; name a folder"
     for look in (paths.tuned_dir, tuned.present_gpu, lambda: tuned.find("flash_fwd_sm90", "NVIDIA H200")):
         with pytest.raises(BadParam, match=f"^{re.escape(said)}"):
             look()
     monkeypatch.setenv("FLASHGEN_TUNED", str(tmp_path / "not" / "there"))
     assert paths.tuned_dir() == tmp_path / "not" / "there"
     assert tuned.find("flash_fwd_sm90", "NVIDIA H200") is None
+
+
+@pytest.mark.parametrize(
+    ("variable", "folder"),
+    [
+        ("FLASHGEN_CACHE_DIR", paths.cache_dir),
+        ("FLASHGEN_TUNED", paths.tuned_dir),
+        ("FLASHGEN_SPECS", spec_folders),
+        ("FLASHGEN_BUNDLE", bundle.active),
+    ],
+)
+def test_the_home_of_no_user_is_named(variable, folder, monkeypatch):
+    monkeypatch.setenv(variable, "~flashgen_has_no_user/x")
+    said = f"{variable} is '~flashgen_has_no_user/x', but ~flashgen_has_no_user is the home of no user; write"
+    with pytest.raises(BadParam, match=f"^{said}"):
+        folder()
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ENAMETOOLONG])
+def test_a_folder_of_tuned_tiles_that_cannot_be_looked_at_is_named(code, monkeypatch):
+    def stat(path, **options):
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setenv("FLASHGEN_TUNED", "/a/folder")
+    monkeypatch.setattr(Path, "stat", stat)
+    said = f"FLASHGEN_TUNED is '/a/folder', but /a/folder cannot be looked at: {os.strerror(code)}; name a"
+    with pytest.raises(BadParam, match=f"^{said}"):
+        paths.tuned_dir()

@@ -81,11 +81,11 @@ def generated_dir() -> Path:
 
 def cache_dir() -> Path:
     """The folder of compiled kernels: ``FLASHGEN_CACHE_DIR``, else the user's cache folder. It need not
-    exist.
+    exist. Raises BadParam for the home of a user that there is not.
     """
     chosen = os.environ.get("FLASHGEN_CACHE_DIR")
     if chosen:
-        return Path(chosen).expanduser()
+        return expanded("FLASHGEN_CACHE_DIR", chosen)
     return _users("XDG_CACHE_HOME", "~/.cache") / "flashgen"
 
 
@@ -95,15 +95,31 @@ def tuned_dir() -> Path:
     """
     chosen = os.environ.get("FLASHGEN_TUNED")
     if chosen:
-        folder = Path(chosen).expanduser()
-        found = next(filter(Path.exists, (folder, *folder.parents)), None)
-        if found is not None and not found.is_dir():
+        folder = expanded("FLASHGEN_TUNED", chosen)
+        try:
+            found = next(filter(Path.exists, (folder, *folder.parents)), folder)
+            why = f"{found} is no folder" if found.exists() and not found.is_dir() else ""
+        except OSError as error:
+            why = f"{error.filename} cannot be looked at: {error.strerror}"
+        if why:
             raise BadParam(
-                f"FLASHGEN_TUNED is {chosen!r}, but {found} is no folder; name one, which need not exist, or "
-                "unset it"
+                f"FLASHGEN_TUNED is {chosen!r}, but {why}; name a folder, which need not exist, or unset it"
             )
         return folder
     return _users("XDG_CONFIG_HOME", "~/.config") / "flashgen" / "tuned"
+
+
+def expanded(variable: str, chosen: str | os.PathLike[str]) -> Path:
+    """The path that a variable, or an argument, names. Raises BadParam for the home of a user that there is
+    not.
+    """
+    try:
+        return Path(chosen).expanduser()
+    except RuntimeError:
+        user = Path(chosen).parts[0]
+        raise BadParam(
+            f"{variable} is {str(chosen)!r}, but {user} is the home of no user; write the whole path"
+        ) from None
 
 
 def _users(variable: str, default: str) -> Path:

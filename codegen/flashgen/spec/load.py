@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashgen.errors import SpecError
-from flashgen.paths import specs_dir
+from flashgen.paths import expanded, specs_dir
 from flashgen.spec.bases import is_of, whole_text
 from flashgen.spec.model import Spec
 
@@ -108,10 +108,11 @@ def _share_names(one: Spec, other: Spec) -> bool:
 
 def spec_folders(extra: str | os.PathLike[str] | None = None) -> tuple[Path, ...]:
     """The shipped folder, those in ``FLASHGEN_SPECS``, and ``extra``."""
-    folders = [Path(part) for part in os.environ.get("FLASHGEN_SPECS", "").split(os.pathsep) if part]
+    named = os.environ.get("FLASHGEN_SPECS", "").split(os.pathsep)
+    folders = [expanded("FLASHGEN_SPECS", part) for part in named if part]
     if extra is not None:
-        folders.append(Path(extra))
-    return (specs_dir(), *(folder.expanduser() for folder in folders))
+        folders.append(expanded("the spec folder", extra))
+    return (specs_dir(), *folders)
 
 
 def yaml_files(folder: Path) -> list[Path]:

@@ -12,7 +12,6 @@ import io
 import json
 import os
 import zipfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen import __version__, paths
@@ -22,6 +21,7 @@ from flashgen.toolchain.entry import pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from pathlib import Path
 
 FORMAT = 1
 _MANIFEST = "manifest.json"
@@ -107,7 +107,8 @@ def active(value: str | None = None) -> tuple[Bundle, ...]:
     Raises BadParam for one that cannot be used.
     """
     value = os.environ.get(paths.BUNDLE_VARIABLE, "") if value is None else value
-    return tuple(_open(Path(part).expanduser()) for part in value.split(os.pathsep) if part)
+    named = [part for part in value.split(os.pathsep) if part]
+    return tuple(_open(paths.expanded(paths.BUNDLE_VARIABLE, part)) for part in named)
 
 
 @functools.cache
