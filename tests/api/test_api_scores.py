@@ -348,6 +348,19 @@ def test_a_plan_keeps_its_numbers_and_takes_others():
         plan(q, k, v, slope=np.ones(4, np.float32))
 
 
+def test_a_parameter_may_be_called_self(own_folder):
+    (own_folder / "scores.yaml").write_text('scores: {mine: {score: "score * self", params: {self: f32}}}')
+    q, k, v = qkv(np.random.default_rng())
+    cache = flashgen.KVCache(
+        *(np.zeros((2, 75, *x.shape[2:]), x.dtype) for x in (k, v)), np.zeros(2, np.int32)
+    )
+    options = {"score": "mine", "params": {"self": 1.0}}
+    expected = flashgen.attention(q, k, v, score="mine", params={"self": 0.5})
+    assert np.array_equal(flashgen.plan(q, k, v, **options)(q, k, v, self=0.5), expected)
+    held = flashgen.plan(q, cache, append=(k, v), **options)
+    np.testing.assert_allclose(held(q, cache, (k, v), self=0.5), expected, atol=2e-3)
+
+
 def test_arrays_of_a_plan_go_to_each_call():
     q, k, v = qkv(np.random.default_rng())
     slopes = np.linspace(0.1, 0.5, 4, dtype=np.float32)

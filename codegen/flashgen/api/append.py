@@ -131,6 +131,7 @@ class AppendPlan:
 
     def __call__(
         self,
+        /,  # a parameter of a score may be called self
         q: Any,
         cache: KVCache,
         append: tuple[Any, Any],

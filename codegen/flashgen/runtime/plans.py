@@ -164,7 +164,8 @@ class Plan:
             "make one in the other process with flashgen.plan"
         )
 
-    def __call__(self, *inputs: Any, stream: Any = None, workspace: Any = None, **named: Any) -> Any:
+    # A parameter of a score may be called self.
+    def __call__(self, /, *inputs: Any, stream: Any = None, workspace: Any = None, **named: Any) -> Any:
         """Compute arrays that have the layouts of the plan: the inputs in the order of the operator, or any
         argument by its name; see ``flashgen.attention``.
 
