@@ -363,6 +363,26 @@ def test_plans_have_no_gradients_and_say_so():
             plan()
 
 
+def test_calls_of_plans_have_no_gradients_and_say_so():
+    q, k, v, _ = tensors()
+    cache = flashgen.KVCache(
+        *(x.detach().new_zeros(len(k), 50, *x.shape[2:]) for x in (k, v)),
+        torch.ones(len(k), dtype=torch.int32),
+    )
+    with torch.no_grad():
+        plan, held = flashgen.plan(q, k, v), flashgen.plan(q, cache, append=(k, v))
+    for name, call in (
+        ("q", lambda: plan(q, k, v)),
+        ("k_new", lambda: held(q.detach(), cache, (k, v.detach()))),
+        ("q", lambda: held(q, cache, (k.detach(), v.detach()))),
+    ):
+        said = rf"^{name}: a tensor requires a gradient, .*\. There are no gradients of plans$"
+        with pytest.raises(BadParam, match=said) as caught:
+            call()
+        assert caught.type is BadParam
+    assert not cache.k.any()
+
+
 def test_a_plan_in_a_graph_is_named():
     q, k, v = (x.detach() for x in tensors()[:3])
 

@@ -26,7 +26,7 @@ from flashgen.operators.arguments import (
     place,
 )
 from flashgen.runtime import arrays as libraries
-from flashgen.runtime import check, dlpack
+from flashgen.runtime import check, dlpack, torchkind
 from flashgen.runtime.arrays import Arrays, Pointers, Work
 from flashgen.runtime.streams import stream_pointer
 
@@ -181,7 +181,10 @@ class Plan:
         DeviceTypeNotSupported for what does not fit the plan, and InsufficientWorkspace.
         """
         arrays, scalars = self.bound(inputs, named)
-        pointers = self.pointers(arrays)
+        try:
+            pointers = self.pointers(arrays)
+        except torchkind.RequiresGradient as error:
+            raise error.of("plans") from None
         if pointers is None:
             return self._adopted(arrays, scalars, stream, workspace)
         return self.run(arrays, pointers, scalars, stream, workspace)
