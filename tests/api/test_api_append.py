@@ -216,6 +216,7 @@ def test_a_held_plan_refuses_what_it_was_not_made_for_and_writes_nothing():
         (errors.BadParam, "softmax_scale is -1", {"softmax_scale": -1.0}),
         (errors.BadTensorShape, "k_new has", {"append": [x[:, :2] for x in new]}),
         (errors.BadParam, "append has type ndarray", {"append": q}),
+        (errors.BadParam, r"append is a tuple of 3; expected \(k_new, v_new\)", {"append": (q, q, q)}),
         (errors.BadParam, "cache has type ndarray", {"cache": q}),
     ):
         with pytest.raises(error, match=message):

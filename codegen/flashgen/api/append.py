@@ -439,8 +439,10 @@ def _adopted(given: tuple[Any, ...], stream: Any) -> tuple[Any, ...]:
 
 def _pair(new: Any) -> tuple[Any, Any]:
     """(k_new, v_new). Raises BadParam."""
-    if not isinstance(new, (tuple, list)) or len(new) != 2:
+    if not isinstance(new, (tuple, list)):
         raise BadParam(f"append has type {type(new).__name__}; expected (k_new, v_new)")
+    if len(new) != 2:
+        raise BadParam(f"append is a {type(new).__name__} of {len(new)}; expected (k_new, v_new)")
     return tuple(new)
 
 
