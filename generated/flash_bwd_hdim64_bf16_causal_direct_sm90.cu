@@ -507,7 +507,7 @@ __device__ __forceinline__ void put_delta(const RowValues<kRows>& values, shared
     for (int i = 0; i < kRows / kValueThreads; ++i) {
         const int row = value_thread + i * kValueThreads;
         float sum = 0.0f;
-#pragma unroll 4  // eight loads are under way
+#pragma unroll 4  // so that up to eight loads are under way
         for (int column = 0; column < kHeadDimV; column += kVectorElements) {
             // Eight lanes read eight different chunks: no bank conflicts.
             const int chunk = swizzled(row, column % kPanelColumns / kVectorElements);

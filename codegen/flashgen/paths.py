@@ -97,8 +97,8 @@ def tuned_dir() -> Path:
     if chosen:
         folder = expanded("FLASHGEN_TUNED", chosen)
         try:
-            found = next(filter(Path.exists, (folder, *folder.parents)), folder)
-            why = f"{found} is no folder" if found.exists() and not found.is_dir() else ""
+            found = next(filter(Path.exists, (folder, *folder.parents)), None)
+            why = "" if found is None or found.is_dir() else f"{found} is no folder"
         except OSError as error:
             why = f"{error.filename} cannot be looked at: {error.strerror}"
         if why:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from flashgen.operators.reference import Verdict
-    from flashgen.simulator.example import Example
     from flashgen.simulator.execute import Access, Report
     from flashgen.spec.variant import Variant
 
@@ -175,7 +174,8 @@ def _run(
     device = pretend_for(variant)
     if multiprocessors is not None:
         device = replace(device, num_sms=multiprocessors)
-    make(variant, shape, seeds.start)  # raises what is wrong with the shape, ahead of compiling
+    # The same inputs for each seed, ahead of compiling: this raises what is wrong with the shape.
+    examples = [make(variant, shape, seeds.start) for _ in seeds]
     begin = time.perf_counter()
     libraries = []
     with waiting(f"compiling {main.name} for the simulator"):
@@ -190,12 +190,10 @@ def _run(
         "seeds": len(seeds),
         "compile_seconds": compiled,
     }
-    examples: list[Example] = []
     report: Report | None = None
     begin = time.perf_counter()
     with waiting(f"simulating {counted(len(seeds), 'seed')}"):
-        for seed in seeds:
-            example = make(variant, shape, seeds.start)
+        for seed, example in zip(seeds, examples, strict=True):
             try:
                 reports = run_steps(libraries, main, example, seed=seed, device=device)
             except SimulationError as error:
@@ -203,7 +201,6 @@ def _run(
             report = reports[main.steps.index(variant)]
             if report is None:
                 raise click.ClickException(f"no tile is split here, so the call leaves {variant.name} out")
-            examples.append(example)
     found["seconds"] = (time.perf_counter() - begin) / len(seeds)
     verdict = examples[0].judge()
     found["repeatable"] = all(
