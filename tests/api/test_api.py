@@ -108,13 +108,26 @@ def test_no_output_is_touched_by_an_error():
     assert np.all(frozen == 7)
 
 
+def test_an_out_that_lies_between_the_inputs_of_each_token():
+    rng = np.random.default_rng()
+    together = rng.standard_normal((2, 40, 4, 2, 32)).astype(np.float16)
+    q, k, v, out = (together[:, :, each] for each in range(4))
+    expected = flashgen.attention(q.copy(), k.copy(), v.copy(), causal=True)
+    before = together[:, :, :3].copy()
+    assert flashgen.attention(q, k, v, causal=True, out=out) is out
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(together[:, :, :3], before)
+    with pytest.raises(errors.BadTensorStrides, match=r"^out overlaps v in memory"):
+        flashgen.attention(q, k, v, out=together.reshape(2, 40, 8, 32)[:, :, 5:7])
+
+
 def test_an_out_that_overlaps_an_input():
     packed = arrays((2, 30, 3, 4, 16))[0]
     q, k, v = (packed[:, :, part] for part in range(3))
     with pytest.raises(errors.BadTensorStrides, match=r"out overlaps q"):
         flashgen.attention(q, k, v, out=q)
     with pytest.raises(errors.BadTensorStrides, match="overlaps"):
-        flashgen.attention(q.copy(), k.copy(), v, out=k)
+        flashgen.attention(q.copy(), k.copy(), v, out=packed.reshape(2, 30, 12, 16)[:, :, 5:9])
     mask = np.zeros((30, 2, 30), bool)
     buffer = mask.view(np.uint8)[: 30 * 60].ravel()[:1536].view(np.float32).reshape(1, 6, 4, 16)
     other = arrays((1, 6, 4, 16), (1, 30, 4, 16), (1, 30, 4, 16))

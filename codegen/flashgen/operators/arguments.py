@@ -349,9 +349,8 @@ def check_memory(
     """Check the pointers of one call; ``spans`` and ``pointers`` are in the order of ``arguments``.
 
     ``written`` lists the positions of the outputs that the caller passed, whose overlap with another array
-    must be ruled out. Two arrays overlap when their address ranges do, even if they interleave without
-    sharing an element; but two outputs, such as K and V of each page of a cache, may, where ``placed`` says
-    how they lie.
+    must be ruled out. Two arrays overlap when their address ranges do. Where ``placed`` says how they lie
+    they may interleave, as Q, K and V of each token do in one array.
 
     Raises NullPointer for an array without memory, BadTensorStrides for a misaligned or overlapping one.
     """
@@ -367,10 +366,8 @@ def check_memory(
             )
     for target in written:
         for other in overlapping(target, spans, pointers):
-            if placed and arguments[other].is_output:
-                between = pointers[other] - pointers[target]
-                if interleave(placed[target], placed[other], between):
-                    continue
+            if placed and interleave(placed[target], placed[other], pointers[other] - pointers[target]):
+                continue
             raise BadTensorStrides(
                 f"{arguments[target].name} overlaps {arguments[other].name} in memory; pass memory of its own"
             )
