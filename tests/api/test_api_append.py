@@ -209,7 +209,11 @@ def test_a_held_plan_refuses_what_it_was_not_made_for_and_writes_nothing():
     before = copied(cache)
     for error, message, given in (
         (errors.BadParam, "made with interleaved=False", {"rotary": flashgen.Rotary(*tables(rng), True)}),
-        (errors.BadParam, "rotary is None; the plan was made with", {"rotary": None}),
+        (
+            errors.BadParam,
+            "None; the plan was made with interleaved=False; pass such a Rot",
+            {"rotary": None},
+        ),
         (errors.BadParam, "rotary has type tuple; expected a flashgen.Rotary", {"rotary": tables(rng)}),
         (errors.BadTensorShape, "out has", {"out": q[:, :2]}),
         (errors.BadParam, "lse was given to a plan made without", {"lse": np.zeros((3, 4, 3), np.float32)}),

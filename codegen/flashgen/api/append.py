@@ -157,7 +157,8 @@ class AppendPlan:
         try:
             given = _arrays(cache, *_pair(append), rotary, q, cu_seqlens_q, total_lengths, q_rotated)
             if self._interleaved != _interleaved(rotary):
-                made_with = "none" if self._interleaved is None else f"interleaved={self._interleaved}"
+                mode = self._interleaved
+                made_with = "none; pass None" if mode is None else f"interleaved={mode}; pass such a Rotary"
                 raise BadParam(f"rotary is {rotary}; the plan was made with {made_with}")
             if cache.k is None or cache.v is None:  # outputs of the operator, which it would allocate
                 raise NullPointer(f"{'k' if cache.k is None else 'v'} is None; expected an array")
