@@ -784,6 +784,7 @@ flash_bwd_hdim64_bf16_causal_direct_sm90(const __grid_constant__ Params params) 
     const Barriers barriers = {shared + kBarrierOffset};
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
     const int warpgroup = warp / 4;
+    const Tile tile = find_tile(params, block_index());  // while the grid before may still be running: it reads parameters alone
 
     if (threadIdx.x == 0) {
         prefetch_tensormap(params.q);
@@ -803,7 +804,6 @@ flash_bwd_hdim64_bf16_causal_direct_sm90(const __grid_constant__ Params params) 
     // before this one to have ended.
     griddepcontrol_launch_dependents();
 
-    const Tile tile = find_tile(params, block_index());
     if (warpgroup == 0) {
         setmaxnreg_dec<kProducerRegisters>();
         if (threadIdx.x == 0) {
