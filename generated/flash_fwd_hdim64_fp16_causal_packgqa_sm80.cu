@@ -170,9 +170,6 @@ struct LaneAddress {
     shared_address swizzled;
     int offset;
 
-    // Adds `bytes` before the XOR. They must not change the bits that a step's XOR flips.
-    __device__ __forceinline__ LaneAddress operator+(int bytes) const { return {swizzled + bytes, offset}; }
-
     // Adds `bytes` after the XOR: addresses that differ only here share the XORed one, and constants fold into the instruction.
     __device__ __forceinline__ LaneAddress with_offset(int bytes) const { return {swizzled, offset + bytes}; }
 };

@@ -156,25 +156,19 @@ constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
 // With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a swizzle key.
 __device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
 
-// Where a lane finds its part of an MMA fragment, before any step along the row. A step XORs `swizzled`; `offset` is added after that.
-struct LaneAddress {
-    shared_address swizzled;
-    int offset;
-
-    // Adds `bytes` before the XOR. They must not change the bits that a step's XOR flips.
-    __device__ __forceinline__ LaneAddress operator+(int bytes) const { return {swizzled + bytes, offset}; }
-};
+// Where a lane finds its part of an MMA fragment, before any step along the row. What is added to it must not change the bits that a
+// step's XOR flips.
+using LaneAddress = shared_address;
 
 __device__ __forceinline__ LaneAddress lane_address(shared_address block, int row, int chunk) {
-    return {block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row)), 0};
+    return block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
 }
 
 // The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right. Blocks and rows begin at multiples
 // of kSwizzleBytes, so that a step within the swizzle is an XOR of the address itself.
-__device__ __forceinline__ shared_address step_address(const LaneAddress& lane, int row_step, int chunk_pair) {
+__device__ __forceinline__ shared_address step_address(LaneAddress lane, int row_step, int chunk_pair) {
     const int step_bytes = 32 * chunk_pair;
-    return (lane.swizzled ^ step_bytes % kSwizzleBytes) + lane.offset + row_step * kRowBytes +
-           step_bytes / kSwizzleBytes * kSwizzleBytes;
+    return (lane ^ step_bytes % kSwizzleBytes) + row_step * kRowBytes + step_bytes / kSwizzleBytes * kSwizzleBytes;
 }
 
 // For ldmatrix of Q and, transposed on the way, of V: the four 8x8 matrices are rows 0-7 and 8-15 of the left chunk, then of the right

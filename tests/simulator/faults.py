@@ -512,8 +512,8 @@ FAULTS = (
         SPLIT_PAIRS,
         RAGGED,
         NUMBERS,
-        "v_panel.swizzled ^ pair.part * kSwizzleBytes / 2",
-        "v_panel.swizzled ^ (1 - pair.part) * kSwizzleBytes / 2",
+        "v_panel ^ pair.part * kSwizzleBytes / 2",
+        "v_panel ^ (1 - pair.part) * kSwizzleBytes / 2",
     ),
     fault(
         "halves of the middle panel of the output exchanged",
