@@ -81,11 +81,11 @@ __device__ __forceinline__ int divide(int n, uint64_t divisor) {
     return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
 }
 
-__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
-
 __device__ __forceinline__ int query_of_row(const Params& params, int row) {
     return divide(row, params.group_size_divisor);
 }
+
+__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
 
 // Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
 __device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
