@@ -444,11 +444,6 @@ __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
 }
 
-// The blocks that a tile visits.
-__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, const Tile& tile) {
-    return kv_blocks_of(params, tile.first_row, kBlockM);
-}
-
 // Every row attends to all keys; only the last block has keys past the end, which are masked.
 template <int kTiles>
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
@@ -694,7 +689,7 @@ flash_fwd_hdim192_128_bf16_sm80(const __grid_constant__ Params params) {
 
     const Tile tile = find_tile(params, block_index());
     if (threadIdx.x == 0) stash_tile(tile, smem);
-    const KvBlocks blocks = find_kv_blocks(params, tile);
+    const KvBlocks blocks = kv_blocks_of(params, tile.first_row, kBlockM);
     RowTile rows[kRowTiles];
     clear(rows);
 

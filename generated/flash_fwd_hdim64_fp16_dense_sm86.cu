@@ -463,11 +463,6 @@ __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
 }
 
-// The blocks that a tile visits.
-__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, const Tile& tile) {
-    return kv_blocks_of(params, tile.first_row, kBlockM);
-}
-
 // The top bit of each byte that is not 0.
 __device__ __forceinline__ uint32_t nonzero_bytes(uint32_t word) {
     // The sum carries into a byte's top bit exactly when one of its lower seven bits is set, and never out of it.
@@ -852,7 +847,7 @@ flash_fwd_hdim64_fp16_dense_sm86(const __grid_constant__ Params params) {
 
     const Tile tile = find_tile(params, block_index());
     if (threadIdx.x == 0) stash_tile(tile, smem);
-    const KvBlocks blocks = find_kv_blocks(params, tile);
+    const KvBlocks blocks = kv_blocks_of(params, tile.first_row, kBlockM);
     RowTile rows[kRowTiles];
     clear(rows);
 

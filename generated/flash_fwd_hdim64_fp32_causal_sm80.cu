@@ -526,11 +526,6 @@ __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
 }
 
-// The blocks that a tile visits.
-__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, const Tile& tile) {
-    return kv_blocks_of(params, tile.first_row, kBlockM);
-}
-
 // Masks the keys that lie outside the range of their row. In most blocks every row attends to all keys, and nothing is masked.
 template <int kTiles>
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
@@ -781,7 +776,7 @@ flash_fwd_hdim64_fp32_causal_sm80(const __grid_constant__ Params params) {
 
     const Tile tile = find_tile(params, block_index());
     if (threadIdx.x == 0) stash_tile(tile, smem);
-    const KvBlocks blocks = find_kv_blocks(params, tile);
+    const KvBlocks blocks = kv_blocks_of(params, tile.first_row, kBlockM);
     RowTile rows[kRowTiles];
     clear(rows);
 

@@ -358,11 +358,6 @@ __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
 }
 
-// The blocks that a tile visits.
-__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, const Tile& tile) {
-    return kv_blocks_of(params, tile.first_row, kBlockM);
-}
-
 // Masks the keys that lie outside the range of their row. In most blocks every row attends to all keys, and nothing is masked.
 template <int kTiles>
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
@@ -564,7 +559,7 @@ flash_v1_hdim64_fp16_causal_sm80(const __grid_constant__ Params params) {
 
         // Line 7.
         for (tile.first_row = 0; tile.first_row < num_rows(params); tile.first_row += kBlockM) {
-            if (block > find_kv_blocks(params, tile).last) continue;  // no row of the Q block attends to a key of the KV block
+            if (block > kv_blocks_of(params, tile.first_row, kBlockM).last) continue;  // no row of the Q block attends to a key of the KV block
             load_q(params, tile, q_block);
             cp_async_commit();
             RowTile rows[kRowTiles];

@@ -178,11 +178,6 @@ __device__ __forceinline__ KvBlocks kv_blocks_of(const Params& params, int first
     return {keys.begin / kBlockN, (keys.end + kBlockN - 1) / kBlockN - 1};
 }
 
-// The blocks that a tile visits.
-__device__ __forceinline__ KvBlocks find_kv_blocks(const Params& params, const Tile& tile) {
-    return kv_blocks_of(params, tile.first_row, kBlockM);
-}
-
 // Masks the keys that lie outside the range of their row. In most blocks every row attends to all keys, and nothing is masked.
 template <int kTiles>
 __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
@@ -265,7 +260,7 @@ naive_scores_hdim64_fp16_causal_sm80(const __grid_constant__ Params params) {
     const int lane = threadIdx.x % 32;
 
     const Tile tile = find_tile(params, block_index());
-    const KvBlocks blocks = find_kv_blocks(params, tile);
+    const KvBlocks blocks = kv_blocks_of(params, tile.first_row, kBlockM);
     const element* q = params.q + tile.batch * params.q_batch_stride +
                        row_offset(params, tile, tile.first_row, params.q_row_stride, params.q_head_stride);
     const element* k = params.k + tile.batch * params.k_batch_stride + tile.head * params.k_head_stride;

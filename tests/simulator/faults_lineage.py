@@ -168,8 +168,8 @@ FAULTS = (
         CAUSAL_V1,
         RAGGED,
         (WRONG, *ASYNC),
-        "if (block > find_kv_blocks(params, tile).last) continue;",
-        "if (block >= find_kv_blocks(params, tile).last) continue;",
+        "if (block > kv_blocks_of(params, tile.first_row, kBlockM).last) continue;",
+        "if (block >= kv_blocks_of(params, tile.first_row, kBlockM).last) continue;",
     ),
     fault(
         "v1: O, l and m not initialised",
