@@ -24,7 +24,7 @@ using element = bf16;
 constexpr int kHeadDim = 128;  // of Q and K
 constexpr int kHeadDimV = 128;  // of V and dO
 constexpr int kBlockM = 64;  // query rows of a step
-constexpr int kBlockN = 128;  // keys of a tile
+constexpr int kBlockN = 128;  // keys of a thread block
 constexpr int kStages = 2;  // buffers of Q, and of dO
 constexpr int kConsumers = kBlockN / 64;  // consumer warpgroups, 64 keys each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
@@ -479,7 +479,7 @@ __device__ __forceinline__ void compute_p(float (&scores)[kBlockM / 2], const Qu
     }
 }
 
-// Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the tile, to shared memory for the MMA of dQ.
+// Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ.
 __device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address ds_smem, int warp_key, int lane) {
     const int key = warp_key + lane % 16;  // whose address this lane gives
 #pragma unroll
@@ -576,10 +576,10 @@ __device__ __forceinline__ void await_cleared(const Params& params, const KeyBlo
 __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
 
 // Loads Q and dO of a step, and the LSE and delta of its rows.
-__device__ __forceinline__ void produce_step(const Params& params, const KeyBlock& tile, const Step& step, shared_address shared,
+__device__ __forceinline__ void produce_step(const Params& params, const KeyBlock& block, const Step& step, shared_address shared,
                                              const Barriers& barriers, const RingPosition<kStages>& ring) {
-    const int head = head_of(params, tile, step);
-    const int batch = tile.batch;
+    const int head = head_of(params, block, step);
+    const int batch = block.batch;
     const int row = step.block * kBlockM;
     const int64_t unit_row = first_unit_row(params, batch, head) + row;
     const RingPosition<kStages>& dout_ring = ring;  // dO and delta are in the stage of Q and LSE
@@ -593,25 +593,25 @@ __device__ __forceinline__ void produce_step(const Params& params, const KeyBloc
     bulk_load(shared + kDeltaOffset + dout_ring.stage * kQueryValueBytes, params.delta + unit_row, dout_full, kQueryValueBytes);
 }
 
-// The producer thread: K and V of the tile, then Q and dO of each step, with their rows' LSE and delta, as fast as buffers become
+// The producer thread: K and V of the block, then Q and dO of each step, with their rows' LSE and delta, as fast as buffers become
 // empty.
-__device__ __forceinline__ void produce(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
-    const int batch = tile.batch;
-    const int row = tile.first_key;
-    const QueryBlocks queries = find_query_blocks(params, tile.first_key);
-    const int kv_head = kv_head_of(params, tile);
+__device__ __forceinline__ void produce(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
+    const int batch = block.batch;
+    const int row = block.first_key;
+    const QueryBlocks queries = find_query_blocks(params, block.first_key);
+    const int kv_head = kv_head_of(params, block);
     mbarrier_arrive_expect_tx(barriers.k_full(), kKBytes);
     load_rows<kPanels, kBlockN>(shared, params.k, barriers.k_full(), row, kv_head, batch);
     mbarrier_arrive_expect_tx(barriers.v_full(), kVBytes);
     load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.v_full(), row, kv_head, batch);
-    await_cleared(params, tile);  // while K and V are on their way
+    await_cleared(params, block);  // while K and V are on their way
 
     // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
-    Step step = first_step(params, tile, queries);
+    Step step = first_step(params, block, queries);
 #pragma unroll 1  // few registers are left to the producer warpgroup, whose other warps have work of their own
     for (int left = num_steps(params, queries); left > 0; --left) {
-        produce_step(params, tile, step, shared, barriers, ring);
+        produce_step(params, block, step, shared, barriers, ring);
         step = next_step(step, queries);
         ring.advance();
     }
@@ -627,20 +627,20 @@ constexpr int kStartBarrier = 3;
 //     dK += dS^T Q                   ... while that dQ is added to memory
 // Of dQ it computes the kDqColumns columns of its panel of K.
 template <int kDqColumns>
-__device__ __forceinline__ void consume(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers,
+__device__ __forceinline__ void consume(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers,
                                         int consumer) {
     const int lane = threadIdx.x % 32;
-    const int warp_key = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first key in the tile; modulo 64, its first row of dQ
+    const int warp_key = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first key in the block; modulo 64, its first row of dQ
     const shared_address k_own = shared + 64 * consumer * kPanelRowBytes;
     const shared_address v_own = k_own + kVOffset;
     auto release = [&](shared_address barrier) {  // once for the warp
         if (lane == 0) mbarrier_arrive(barrier);
     };
-    const QueryBlocks queries = find_query_blocks(params, tile.first_key);
+    const QueryBlocks queries = find_query_blocks(params, block.first_key);
     const int count = num_steps(params, queries);
     // Whether some query of a block does not attend to some key of the warp.
     auto needs_mask = [&](int first_query) {
-        int key = tile.first_key + warp_key;
+        int key = block.first_key + warp_key;
         opaque(key);  // ranges that are known ahead of the loop would be held in registers
         return first_query < queries_of_key(params, key + 15).begin || first_query + kBlockM > queries_of_key(params, key).end;
     };
@@ -648,7 +648,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
     float dk[kHeadDim / 2] = {};
     float dv[kHeadDimV / 2] = {};
     RingPosition<kStages> ring;
-    Step step = first_step(params, tile, queries);
+    Step step = first_step(params, block, queries);
     Step previous = step;
     mbarrier_wait(barriers.k_full(), 0);
     mbarrier_wait(barriers.v_full(), 0);
@@ -662,7 +662,7 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
     // Where the lane's elements of the dQ of a step go.
     auto dq_of = [&](const Step& done) {
         const int row = done.block * kBlockM + warp_key % 64;
-        float* own = dq_tiles(params, tile.batch, head_of(params, tile, done), row) + consumer * kPanelColumns / 8 * kTileElements + 4 * lane;
+        float* own = dq_tiles(params, block.batch, head_of(params, block, done), row) + consumer * kPanelColumns / 8 * kTileElements + 4 * lane;
         opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
         return own;
     };
@@ -690,11 +690,11 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
         wgmma_wait<0>();
         pin_registers(p);
         pin_registers(ds);
-        modify_scores(params, tile.batch, head_of(params, tile, step), p, ds,
-                      QueryValues{shared + kDeltaOffset + ring.stage * kQueryValueBytes, lane}, tile.first_key + warp_key + lane / 4,
+        modify_scores(params, block.batch, head_of(params, block, step), p, ds,
+                      QueryValues{shared + kDeltaOffset + ring.stage * kQueryValueBytes, lane}, block.first_key + warp_key + lane / 4,
                       step.block * kBlockM + lane % 4 * 2);
         if (needs_mask(step.block * kBlockM)) {
-            apply_mask(params, p, tile.first_key + warp_key + lane / 4, step.block * kBlockM + lane % 4 * 2);
+            apply_mask(params, p, block.first_key + warp_key + lane / 4, step.block * kBlockM + lane % 4 * 2);
         }
         compute_p(p, QueryValues{shared + kLseOffset + ring.stage * kQueryValueBytes, lane}, params.scale_log2);
         PackedScores packed_p, packed_ds;
@@ -738,11 +738,11 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& ti
     }
     // dV is staged over the warpgroup's own V: ds_ready of the last step says that all its warps are done with dP. Both consumers read K.
     release(barriers.ds_ready());  // this warp no longer reads K
-    const int first_key = tile.first_key + 64 * consumer;
-    const int kv_head = kv_head_of(params, tile);
-    store_gradient<kHeadDimV>(params.dv, dv, 1.0f, v_own, first_key, kv_head, tile.batch, consumer, lane);
+    const int first_key = block.first_key + 64 * consumer;
+    const int kv_head = kv_head_of(params, block);
+    store_gradient<kHeadDimV>(params.dv, dv, 1.0f, v_own, first_key, kv_head, block.batch, consumer, lane);
     mbarrier_wait(barriers.ds_ready(), count % 2);  // no warp reads K any longer: dK is staged there
-    store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, k_own, first_key, kv_head, tile.batch, consumer, lane);
+    store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, k_own, first_key, kv_head, block.batch, consumer, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
 
@@ -772,16 +772,16 @@ flash_bwd_hdim128_bf16_causal_softcap_sm90(const __grid_constant__ Params params
     // before this one to have ended.
     griddepcontrol_launch_dependents();
 
-    const KeyBlock tile = find_key_block(params, block_index());
+    const KeyBlock block = find_key_block(params, block_index());
     if (warpgroup == 0) {
         setmaxnreg_dec<kProducerRegisters>();
         if (threadIdx.x == 0) {
-            produce(params, tile, shared, barriers);
+            produce(params, block, shared, barriers);
         } else if (threadIdx.x / 32 == 3) {
-            clear_ahead(params, tile, threadIdx.x % 32);
+            clear_ahead(params, block, threadIdx.x % 32);
         }
     } else {
         setmaxnreg_inc<kConsumerRegisters>();
-        consume<64>(params, tile, shared, barriers, warpgroup - 1);
+        consume<64>(params, block, shared, barriers, warpgroup - 1);
     }
 }

@@ -26,7 +26,7 @@ using element = bf16;
 constexpr int kHeadDim = 192;  // of Q and K
 constexpr int kHeadDimV = 192;  // of V and dO
 constexpr int kBlockM = 64;  // query rows of a step
-constexpr int kBlockN = 64;  // keys of a tile
+constexpr int kBlockN = 64;  // keys of a thread block
 constexpr int kStages = 2;  // buffers of Q
 constexpr int kDoutStages = 2;  // of dO
 constexpr int kConsumers = 2;  // warpgroup 1 computes S, P and dV, 2 computes dP, dS and dK, each some columns of dQ
@@ -256,31 +256,31 @@ __device__ __forceinline__ void load_rows(shared_address destination, const tens
 
 // The rank of a thread block in its cluster, and that of the other one. A head has an even number of blocks of keys in the grid, so the parity
 // of a block's index is its rank.
-__device__ __forceinline__ int rank_of(const KeyBlock& tile) { return tile.index % 2; }
+__device__ __forceinline__ int rank_of(const KeyBlock& block) { return block.index % 2; }
 
-__device__ __forceinline__ int peer_of(const KeyBlock& tile) { return rank_of(tile) ^ 1; }
+__device__ __forceinline__ int peer_of(const KeyBlock& block) { return rank_of(block) ^ 1; }
 
 // The first key of the pair.
-__device__ __forceinline__ int first_key_of_pair(const KeyBlock& tile) { return tile.first_key - rank_of(tile) * kBlockN; }
+__device__ __forceinline__ int first_key_of_pair(const KeyBlock& block) { return block.first_key - rank_of(block) * kBlockN; }
 
-__device__ __forceinline__ int first_key_of_peer(const KeyBlock& tile) { return first_key_of_pair(tile) + peer_of(tile) * kBlockN; }
+__device__ __forceinline__ int first_key_of_peer(const KeyBlock& block) { return first_key_of_pair(block) + peer_of(block) * kBlockN; }
 
 // The blocks of queries that both go through: those with a query that attends to some key of either.
-__device__ __forceinline__ QueryBlocks find_query_blocks_of_pair(const Params& params, const KeyBlock& tile) {
-    return find_query_blocks(params, first_key_of_pair(tile));  // whoever attends to a later key attends to the first one, too
+__device__ __forceinline__ QueryBlocks find_query_blocks_of_pair(const Params& params, const KeyBlock& block) {
+    return find_query_blocks(params, first_key_of_pair(block));  // whoever attends to a later key attends to the first one, too
 }
 
 // The first of the panels of the peer's K: the thread block of rank 0 computes the first half of the columns of dQ.
-__device__ __forceinline__ int first_peer_panel(const KeyBlock& tile) { return rank_of(tile) * (kPanels - kPeerPanels); }
+__device__ __forceinline__ int first_peer_panel(const KeyBlock& block) { return rank_of(block) * (kPanels - kPeerPanels); }
 
 // Starts loading kPeerPanels panels of the peer's K.
-__device__ __forceinline__ void load_peer_k(const Params& params, const KeyBlock& tile, shared_address shared, shared_address full) {
-    const int batch = tile.batch;
-    const int row = first_key_of_peer(tile);
+__device__ __forceinline__ void load_peer_k(const Params& params, const KeyBlock& block, shared_address shared, shared_address full) {
+    const int batch = block.batch;
+    const int row = first_key_of_peer(block);
 #pragma unroll
     for (int panel = 0; panel < kPeerPanels; ++panel) {
         tma_load_4d(shared + kPeerKOffset + panel * kBlockN * kPanelRowBytes, params.k, full,
-                    (first_peer_panel(tile) + panel) * kPanelColumns, row, kv_head_of(params, tile), batch);
+                    (first_peer_panel(block) + panel) * kPanelColumns, row, kv_head_of(params, block), batch);
     }
 }
 
@@ -546,7 +546,7 @@ __device__ __forceinline__ void load_p(float (&p)[kBlockM / 2], shared_address p
     }
 }
 
-// Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the tile, to shared memory for the MMA of dQ.
+// Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ.
 __device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address ds_smem, int warp_key, int lane) {
     const int key = warp_key + lane % 16;  // whose address this lane gives
 #pragma unroll
@@ -643,10 +643,10 @@ __device__ __forceinline__ void await_cleared(const Params& params, const KeyBlo
 __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
 
 // Loads Q and dO of a step, and the LSE and delta of its rows.
-__device__ __forceinline__ void produce_step(const Params& params, const KeyBlock& tile, const Step& step, shared_address shared,
+__device__ __forceinline__ void produce_step(const Params& params, const KeyBlock& block, const Step& step, shared_address shared,
                                              const Barriers& barriers, const RingPosition<kStages>& ring) {
-    const int head = head_of(params, tile, step);
-    const int batch = tile.batch;
+    const int head = head_of(params, block, step);
+    const int batch = block.batch;
     const int row = step.block * kBlockM;
     const int64_t unit_row = first_unit_row(params, batch, head) + row;
     const RingPosition<kStages>& dout_ring = ring;  // dO and delta are in the stage of Q and LSE
@@ -660,26 +660,26 @@ __device__ __forceinline__ void produce_step(const Params& params, const KeyBloc
     bulk_load(shared + kDeltaOffset + dout_ring.stage * kQueryValueBytes, params.delta + unit_row, dout_full, kQueryValueBytes);
 }
 
-// The producer thread: K and V of the tile, and the peer's K for dQ, then Q and dO of each step, with their rows' LSE and delta, as fast as
+// The producer thread: K and V of the block, and the peer's K for dQ, then Q and dO of each step, with their rows' LSE and delta, as fast as
 // buffers become empty.
-__device__ __forceinline__ void produce(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
-    const int batch = tile.batch;
-    const int row = tile.first_key;
-    const QueryBlocks queries = find_query_blocks_of_pair(params, tile);
-    const int kv_head = kv_head_of(params, tile);
+__device__ __forceinline__ void produce(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
+    const int batch = block.batch;
+    const int row = block.first_key;
+    const QueryBlocks queries = find_query_blocks_of_pair(params, block);
+    const int kv_head = kv_head_of(params, block);
     mbarrier_arrive_expect_tx(barriers.k_full(), kKBytes);
     load_rows<kPanels, kBlockN>(shared, params.k, barriers.k_full(), row, kv_head, batch);
     mbarrier_arrive_expect_tx(barriers.v_full(), kVBytes + kPeerKBytes);
     load_rows<kPanelsV, kBlockN>(shared + kVOffset, params.v, barriers.v_full(), row, kv_head, batch);
-    load_peer_k(params, tile, shared, barriers.v_full());
-    await_cleared(params, tile);  // while K and V are on their way
+    load_peer_k(params, block, shared, barriers.v_full());
+    await_cleared(params, block);  // while K and V are on their way
 
     // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
-    Step step = first_step(params, tile, queries);
+    Step step = first_step(params, block, queries);
 #pragma unroll 1  // few registers are left to the producer warpgroup, whose other warps have work of their own
     for (int left = num_steps(params, queries); left > 0; --left) {
-        produce_step(params, tile, step, shared, barriers, ring);
+        produce_step(params, block, step, shared, barriers, ring);
         step = next_step(step, queries);
         ring.advance();
     }
@@ -699,10 +699,10 @@ struct DqColumns {
 };
 
 // The copy of the peer's K begins with panel first_peer_panel().
-__device__ __forceinline__ DqColumns columns_from(int first, const KeyBlock& tile, shared_address shared) {
+__device__ __forceinline__ DqColumns columns_from(int first, const KeyBlock& block, shared_address shared) {
     const int byte = first % kPanelColumns * sizeof(element);  // under the swizzle an operand may begin within a row
     const shared_address k = shared + first / kPanelColumns * kBlockN * kPanelRowBytes + byte;
-    return {first, k, k + kPeerKOffset - first_peer_panel(tile) * kBlockN * kPanelRowBytes};
+    return {first, k, k + kPeerKOffset - first_peer_panel(block) * kBlockN * kPanelRowBytes};
 }
 
 // Starts dQ (64 x 64) = dS K of a warpgroup, over the keys of both thread blocks. Both operands are MN-major: each key has a row,
@@ -744,10 +744,10 @@ __device__ __forceinline__ void mma_dq(float (&dq)[16], shared_address ds_smem, 
 }
 
 // Where a lane's elements of these columns of dQ of a step go. The step's rows of the warp begin at `warp_row`.
-__device__ __forceinline__ float* dq_of_columns(const Params& params, const KeyBlock& tile, const Step& step, const DqColumns& columns,
+__device__ __forceinline__ float* dq_of_columns(const Params& params, const KeyBlock& block, const Step& step, const DqColumns& columns,
                                                 int warp_row, int lane) {
     const int row = step.block * kBlockM + warp_row;
-    float* own = dq_tiles(params, tile.batch, head_of(params, tile, step), row) + columns.first / 8 * kTileElements + 4 * lane;
+    float* own = dq_tiles(params, block.batch, head_of(params, block, step), row) + columns.first / 8 * kTileElements + 4 * lane;
     opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
     return own;
 }
@@ -761,28 +761,28 @@ __device__ __forceinline__ void send_ds(shared_address rows, shared_address ds_r
 //     S^T = K Q^T                    P goes to the other consumer
 //     dQ = dS K of the step before   its columns, over the keys of both thread blocks
 //     dV += P^T dO                   ... while they are added to memory, and S^T of the next step behind it
-__device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
+__device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
-    const int warp_row = threadIdx.x % 128 / 32 * 16;  // the warp's first key of the tile, and its first row of dQ
+    const int warp_row = threadIdx.x % 128 / 32 * 16;  // the warp's first key of the block, and its first row of dQ
     auto release = [&](shared_address barrier) {  // once for the warp
         if (lane == 0) mbarrier_arrive(barrier);
     };
     auto free_slot = [&](int slot) {  // once for the warp: tells the peer that its dS has been read
-        if (lane == 0) mbarrier_arrive_cluster(map_shared(barriers.slot_free(slot), peer_of(tile)));
+        if (lane == 0) mbarrier_arrive_cluster(map_shared(barriers.slot_free(slot), peer_of(block)));
     };
-    const DqColumns columns = columns_from(kDqColumnsOfDk + rank_of(tile) * kDqColumnsOfDv, tile, shared);
-    const QueryBlocks queries = find_query_blocks_of_pair(params, tile);
+    const DqColumns columns = columns_from(kDqColumnsOfDk + rank_of(block) * kDqColumnsOfDv, block, shared);
+    const QueryBlocks queries = find_query_blocks_of_pair(params, block);
     const int count = num_steps(params, queries);
     // Whether some query of a block does not attend to some key of the warp.
     auto needs_mask = [&](int first_query) {
-        int key = tile.first_key + warp_row;
+        int key = block.first_key + warp_row;
         opaque(key);  // ranges that are known ahead of the loop would be held in registers
         return first_query < first_query_of_key(params, key + 15);
     };
 
     float dv[kHeadDimV / 2] = {};
     RingPosition<kStages> ring;
-    Step step = first_step(params, tile, queries);
+    Step step = first_step(params, block, queries);
     Step previous = step;
     mbarrier_wait(barriers.k_full(), 0);
     float p[kBlockM / 2];  // S^T, then P^T
@@ -804,7 +804,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
         const RingPosition<kStages>& dout_ring = ring;
         const shared_address dout_smem = shared + kDoutOffset + dout_ring.stage * kDoutBytes;
         if (needs_mask(step.block * kBlockM)) {
-            apply_mask(params, p, tile.first_key + warp_row + lane / 4, step.block * kBlockM + lane % 4 * 2);
+            apply_mask(params, p, block.first_key + warp_row + lane / 4, step.block * kBlockM + lane % 4 * 2);
         }
         compute_p(p, lse, params.scale_log2);
         // P of step i - 1 has been read, and its dS is complete. For i = 0 the wait returns at once: of a new mbarrier the phase of parity 1
@@ -823,7 +823,7 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
         float dq[kDqColumnsOfDv / 2];
         mma_dq(dq, last_ds, columns);
         mma_gradient(dv, packed_p, dout_smem);
-        float* own_dq = dq_of_columns(params, tile, previous, columns, warp_row, lane);
+        float* own_dq = dq_of_columns(params, block, previous, columns, warp_row, lane);
         wgmma_wait<1>();
         release(barriers.ds_ready());
         if (i > 0) free_slot((i + 1) % 2);
@@ -857,11 +857,11 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
         wgmma_wait<0>();
         pin_registers(dq);
         free_slot((count - 1) % 2);
-        add_dq(dq_of_columns(params, tile, previous, columns, warp_row, lane), dq);
+        add_dq(dq_of_columns(params, block, previous, columns, warp_row, lane), dq);
     }
     release(barriers.ds_ready());  // this warp no longer reads K
     // The other consumer no longer reads V: it stores dS of the last step behind its last MMA on V.
-    store_gradient<kHeadDimV>(params.dv, dv, 1.0f, shared + kVOffset, tile.first_key, kv_head_of(params, tile), tile.batch, 0, lane);
+    store_gradient<kHeadDimV>(params.dv, dv, 1.0f, shared + kVOffset, block.first_key, kv_head_of(params, block), block.batch, 0, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
 
@@ -869,23 +869,23 @@ __device__ __forceinline__ void consume_dv(const Params& params, const KeyBlock&
 //     dP^T = V dO^T                  started in the step before. P comes from the other consumer
 //     dQ = dS K of the step before   its panel of columns, over the keys of both thread blocks
 //     dK += dS^T Q                   ... while it is added to memory, and dP^T of the next step behind it
-__device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
+__device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
     const int lane = threadIdx.x % 32;
-    const int warp_row = threadIdx.x % 128 / 32 * 16;  // the warp's first key of the tile, and its first row of dQ
+    const int warp_row = threadIdx.x % 128 / 32 * 16;  // the warp's first key of the block, and its first row of dQ
     auto release = [&](shared_address barrier) {  // once for the warp
         if (lane == 0) mbarrier_arrive(barrier);
     };
-    const int peer = peer_of(tile);
+    const int peer = peer_of(block);
     auto free_slot = [&](int slot) {  // once for the warp: tells the peer that its dS has been read
         if (lane == 0) mbarrier_arrive_cluster(map_shared(barriers.slot_free(slot), peer));
     };
-    const DqColumns columns = columns_from(rank_of(tile) * (kHeadDim - kDqColumnsOfDk), tile, shared);
-    const QueryBlocks queries = find_query_blocks_of_pair(params, tile);
+    const DqColumns columns = columns_from(rank_of(block) * (kHeadDim - kDqColumnsOfDk), block, shared);
+    const QueryBlocks queries = find_query_blocks_of_pair(params, block);
     const int count = num_steps(params, queries);
 
     float dk[kHeadDim / 2] = {};
     RingPosition<kStages> ring;
-    Step step = first_step(params, tile, queries);
+    Step step = first_step(params, block, queries);
     Step previous = step;
     mbarrier_wait(barriers.k_full(), 0);
     mbarrier_wait(barriers.v_full(), 0);
@@ -930,7 +930,7 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         // Bytes of the peer may have come before: without this arrival the phase cannot end.
         if (threadIdx.x % 128 == 0) mbarrier_arrive_expect_tx(barriers.ds_received(i % 2), kOwnDsBytes);
         if (lane == 0) send_ds(ds_smem + warp_row * kPanelRowBytes, barriers.ds_received(i % 2), peer);
-        float* own_dq = dq_of_columns(params, tile, previous, columns, warp_row, lane);
+        float* own_dq = dq_of_columns(params, block, previous, columns, warp_row, lane);
         wgmma_wait<1>();
         release(barriers.ds_ready());
         if (i > 0) free_slot((i + 1) % 2);
@@ -966,7 +966,7 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
         wgmma_wait<0>();
         pin_registers(dq);
         free_slot((count - 1) % 2);
-        add_dq(dq_of_columns(params, tile, previous, columns, warp_row, lane), dq);
+        add_dq(dq_of_columns(params, block, previous, columns, warp_row, lane), dq);
     }
     release(barriers.ds_ready());  // this warp no longer reads K
     mbarrier_wait(barriers.ds_ready(), count % 2);  // nor does any other: dK is staged there
@@ -974,7 +974,7 @@ __device__ __forceinline__ void consume_dk(const Params& params, const KeyBlock&
     // enough, as the memory stays until the last thread of the block exits.
     if (count > 1) mbarrier_wait(barriers.slot_free(count % 2), (count - 2) / 2 % 2);
     if (count > 0) mbarrier_wait(barriers.slot_free((count - 1) % 2), (count - 1) / 2 % 2);
-    store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, shared, tile.first_key, kv_head_of(params, tile), tile.batch, 1, lane);
+    store_gradient<kHeadDim>(params.dk, dk, params.softmax_scale, shared, block.first_key, kv_head_of(params, block), block.batch, 1, lane);
     if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();  // shared memory stays until TMA has read it; the grid's end awaits the writes
 }
 
@@ -1005,19 +1005,19 @@ flash_bwd_hdim192_bf16_causal_pair_sm90(const __grid_constant__ Params params) {
     // before this one to have ended.
     griddepcontrol_launch_dependents();
 
-    const KeyBlock tile = find_key_block(params, block_index());
+    const KeyBlock block = find_key_block(params, block_index());
     if (warpgroup == 0) {
         setmaxnreg_dec<kProducerRegisters>();
         if (threadIdx.x == 0) {
-            produce(params, tile, shared, barriers);
+            produce(params, block, shared, barriers);
         } else if (threadIdx.x / 32 == 3) {
-            clear_ahead(params, tile, threadIdx.x % 32);
+            clear_ahead(params, block, threadIdx.x % 32);
         }
     } else if (warpgroup == 1) {
         setmaxnreg_inc<kConsumerRegisters>();
-        consume_dv(params, tile, shared, barriers);
+        consume_dv(params, block, shared, barriers);
     } else {
         setmaxnreg_inc<kConsumerRegisters>();
-        consume_dk(params, tile, shared, barriers);
+        consume_dk(params, block, shared, barriers);
     }
 }

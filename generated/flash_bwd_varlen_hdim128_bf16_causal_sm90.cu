@@ -23,7 +23,7 @@ using element = bf16;
 constexpr int kHeadDim = 128;  // of Q and K
 constexpr int kHeadDimV = 128;  // of V and dO
 constexpr int kBlockM = 64;  // query rows of a step
-constexpr int kBlockN = 128;  // keys of a tile
+constexpr int kBlockN = 128;  // keys of a thread block
 constexpr int kStages = 2;  // buffers of Q, and of dO
 constexpr int kConsumers = kBlockN / 64;  // consumer warpgroups, 64 keys each
 constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 is the producer
@@ -481,14 +481,14 @@ __device__ __forceinline__ void clear_rows(shared_address block, int row) {
 constexpr int kClearBarrier = 1;  // the named barrier of all consumers
 
 // Whether rows of K and V lie past the sequence's keys.
-__device__ __forceinline__ bool has_tail_of_keys(const Params& params, const KeyBlock& tile) {
-    return params.seqlen_kv - tile.first_key < kBlockN;
+__device__ __forceinline__ bool has_tail_of_keys(const Params& params, const KeyBlock& block) {
+    return params.seqlen_kv - block.first_key < kBlockN;
 }
 
 // Clears them: TMA brings zeros behind the end of an array, but what follows behind a sequence. All consumers call it, when TMA has written
 // K and V and ahead of their first read of either.
-__device__ __forceinline__ void clear_tail_of_keys(const Params& params, const KeyBlock& tile, shared_address shared) {
-    const int keys_left = params.seqlen_kv - tile.first_key;
+__device__ __forceinline__ void clear_tail_of_keys(const Params& params, const KeyBlock& block, shared_address shared) {
+    const int keys_left = params.seqlen_kv - block.first_key;
     clear_rows<kPanels, kBlockN>(shared, keys_left);
     clear_rows<kPanelsV, kBlockN>(shared + kVOffset, keys_left);
     barrier_sync(kClearBarrier, 128 * kConsumers);  // the zeros of all consumers are there
@@ -507,7 +507,7 @@ __device__ __forceinline__ void clear_tail_of_step(const Params& params, const S
     barrier_sync(kClearBarrier, 128 * kConsumers);  // the zeros of all consumers are there
 }
 
-// Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the tile, to shared memory for the MMA of dQ.
+// Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ.
 __device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address ds_smem, int warp_key, int lane) {
     const int key = warp_key + lane % 16;  // whose address this lane gives
 #pragma unroll
@@ -592,14 +592,14 @@ __device__ __forceinline__ void store_dk(const Params& params, const KeyBlock& b
 __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
 
 // Loads Q and dO of a step, and the LSE and delta of its rows.
-__device__ __forceinline__ void produce_step(const Params& params, const KeyBlock& tile, const Step& step, shared_address shared,
+__device__ __forceinline__ void produce_step(const Params& params, const KeyBlock& block, const Step& step, shared_address shared,
                                              const Barriers& barriers, const RingPosition<kStages>& ring) {
-    const int head = head_of(params, tile, step);
+    const int head = head_of(params, block, step);
     // To TMA packed sequences are rows of a single entry.
-    const int batch = params.cu_seqlens_q == nullptr ? tile.batch : 0;
-    const int row = tile.first_row_q + step.block * kBlockM;
+    const int batch = params.cu_seqlens_q == nullptr ? block.batch : 0;
+    const int row = block.first_row_q + step.block * kBlockM;
     const int64_t unit_row =
-        first_unit_row(params, batch, head) + unit_row_of_sequence<kRowUnit>(params, tile.batch, tile.first_row_q) + step.block * kBlockM;
+        first_unit_row(params, batch, head) + unit_row_of_sequence<kRowUnit>(params, block.batch, block.first_row_q) + step.block * kBlockM;
     const RingPosition<kStages>& dout_ring = ring;  // dO and delta are in the stage of Q and LSE
     const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(dout_ring.stage);
     mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
@@ -611,13 +611,13 @@ __device__ __forceinline__ void produce_step(const Params& params, const KeyBloc
     bulk_load(shared + kDeltaOffset + dout_ring.stage * kQueryValueBytes, params.delta + unit_row, dout_full, kQueryValueBytes);
 }
 
-// The producer thread: K and V of the tile, then Q and dO of each step, with their rows' LSE and delta, as fast as buffers become
+// The producer thread: K and V of the block, then Q and dO of each step, with their rows' LSE and delta, as fast as buffers become
 // empty.
-__device__ __forceinline__ void produce(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
-    const int batch = params.cu_seqlens_kv == nullptr ? tile.batch : 0;
-    const int row = tile.first_row_kv + tile.first_key;
-    const QueryBlocks queries = find_query_blocks(with_lengths(params, tile.seqlen_q, tile.seqlen_kv), tile.first_key);
-    const int kv_head = kv_head_of(params, tile);
+__device__ __forceinline__ void produce(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
+    const int batch = params.cu_seqlens_kv == nullptr ? block.batch : 0;
+    const int row = block.first_row_kv + block.first_key;
+    const QueryBlocks queries = find_query_blocks(with_lengths(params, block.seqlen_q, block.seqlen_kv), block.first_key);
+    const int kv_head = kv_head_of(params, block);
     mbarrier_arrive_expect_tx(barriers.k_full(), kKBytes);
     load_rows<kPanels, kBlockN>(shared, params.k, barriers.k_full(), row, kv_head, batch);
     mbarrier_arrive_expect_tx(barriers.v_full(), kVBytes);
@@ -625,9 +625,9 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& ti
 
     // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
-    Step step = first_step(params, tile, queries);
+    Step step = first_step(params, block, queries);
     for (int left = num_steps(params, queries); left > 0; --left) {
-        produce_step(params, tile, step, shared, barriers, ring);
+        produce_step(params, block, step, shared, barriers, ring);
         step = next_step(step, queries);
         ring.advance();
     }
@@ -643,31 +643,31 @@ constexpr int kStartBarrier = 3;
 //     dK += dS^T Q                   ... while that dQ is added to memory
 // Of dQ it computes the kDqColumns columns of its panel of K.
 template <int kDqColumns>
-__device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile, shared_address shared, const Barriers& barriers,
+__device__ __forceinline__ void consume(const Params& all, const KeyBlock& block, shared_address shared, const Barriers& barriers,
                                         int consumer) {
-    const Params params = of_sequence(all, tile);
+    const Params params = of_sequence(all, block);
     const int lane = threadIdx.x % 32;
-    const int warp_key = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first key in the tile; modulo 64, its first row of dQ
+    const int warp_key = 64 * consumer + threadIdx.x % 128 / 32 * 16;  // the warp's first key in the block; modulo 64, its first row of dQ
     const shared_address k_own = shared + 64 * consumer * kPanelRowBytes;
     const shared_address v_own = k_own + kVOffset;
     auto release = [&](shared_address barrier) {  // once for the warp
         if (lane == 0) mbarrier_arrive(barrier);
     };
-    const QueryBlocks queries = find_query_blocks(params, tile.first_key);
+    const QueryBlocks queries = find_query_blocks(params, block.first_key);
     const int count = num_steps(params, queries);
     // From this query on all attend to all keys of the warp.
-    const int masked_up_to = first_query_of_key(params, tile.first_key + warp_key + 15);
+    const int masked_up_to = first_query_of_key(params, block.first_key + warp_key + 15);
     // Whether some query of a block does not attend to some key of the warp.
     auto needs_mask = [&](int first_query) { return first_query < masked_up_to; };
 
     float dk[kHeadDim / 2] = {};
     float dv[kHeadDimV / 2] = {};
     RingPosition<kStages> ring;
-    Step step = first_step(params, tile, queries);
+    Step step = first_step(params, block, queries);
     Step previous = step;
     mbarrier_wait(barriers.k_full(), 0);
     mbarrier_wait(barriers.v_full(), 0);
-    if (count > 0 && has_tail_of_keys(params, tile)) clear_tail_of_keys(params, tile, shared);
+    if (count > 0 && has_tail_of_keys(params, block)) clear_tail_of_keys(params, block, shared);
     const shared_address k_rows = k_own;
     const shared_address v_rows = v_own;
     // dQ = dS K, with dS of both consumers.
@@ -678,7 +678,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
     // Where the lane's elements of the dQ of a step go.
     auto dq_of = [&](const Step& done) {
         const int row = done.block * kBlockM + warp_key % 64;
-        float* own = dq_tiles(params, tile.batch, head_of(params, tile, done), row) + consumer * kPanelColumns / 8 * kTileElements + 4 * lane;
+        float* own = dq_tiles(params, block.batch, head_of(params, block, done), row) + consumer * kPanelColumns / 8 * kTileElements + 4 * lane;
         opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
         if (row >= params.seqlen_q) own = nullptr;  // rows of others, or the end of dq_accum
         return own;
@@ -710,7 +710,7 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& tile,
         wgmma_wait<1>();
         pin_registers(p);
         if (needs_mask(step.block * kBlockM)) {
-            apply_mask(params, p, tile.first_key + warp_key + lane / 4, step.block * kBlockM + lane % 4 * 2);
+            apply_mask(params, p, block.first_key + warp_key + lane / 4, step.block * kBlockM + lane % 4 * 2);
         }
         compute_p(p, lse, params.scale_log2);
         QueryValues delta;
@@ -788,15 +788,15 @@ flash_bwd_varlen_hdim128_bf16_causal_sm90(const __grid_constant__ Params params)
     // before this one to have ended.
     griddepcontrol_launch_dependents();
 
-    const KeyBlock tile = load_key_block(params, block_index());
-    if (tile.batch < 0) return;  // the grid is for the most blocks of keys that such arrays can have
+    const KeyBlock block = load_key_block(params, block_index());
+    if (block.batch < 0) return;  // the grid is for the most blocks of keys that such arrays can have
     if (warpgroup == 0) {
         setmaxnreg_dec<kProducerRegisters>();
         if (threadIdx.x == 0) {
-            produce(params, tile, shared, barriers);
+            produce(params, block, shared, barriers);
         }
     } else {
         setmaxnreg_inc<kConsumerRegisters>();
-        consume<64>(params, tile, shared, barriers, warpgroup - 1);
+        consume<64>(params, block, shared, barriers, warpgroup - 1);
     }
 }

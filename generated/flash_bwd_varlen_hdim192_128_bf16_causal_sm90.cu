@@ -23,7 +23,7 @@ using element = bf16;
 constexpr int kHeadDim = 192;  // of Q and K
 constexpr int kHeadDimV = 128;  // of V and dO
 constexpr int kBlockM = 64;  // query rows of a step
-constexpr int kBlockN = 64;  // keys of a tile
+constexpr int kBlockN = 64;  // keys of a thread block
 constexpr int kStages = 2;  // buffers of Q
 constexpr int kDoutStages = 2;  // of dO
 constexpr int kConsumers = 2;  // warpgroup 1 computes S, P and dV, 2 computes dP, dS and dK, each some columns of dQ
@@ -597,14 +597,14 @@ __device__ __forceinline__ void clear_rows(shared_address block, int row) {
 constexpr int kClearBarrier = 1;  // the named barrier of all consumers
 
 // Whether rows of K and V lie past the sequence's keys.
-__device__ __forceinline__ bool has_tail_of_keys(const Params& params, const KeyBlock& tile) {
-    return params.seqlen_kv - tile.first_key < kBlockN;
+__device__ __forceinline__ bool has_tail_of_keys(const Params& params, const KeyBlock& block) {
+    return params.seqlen_kv - block.first_key < kBlockN;
 }
 
 // Clears them: TMA brings zeros behind the end of an array, but what follows behind a sequence. All consumers call it, when TMA has written
 // K and V and ahead of their first read of either.
-__device__ __forceinline__ void clear_tail_of_keys(const Params& params, const KeyBlock& tile, shared_address shared) {
-    const int keys_left = params.seqlen_kv - tile.first_key;
+__device__ __forceinline__ void clear_tail_of_keys(const Params& params, const KeyBlock& block, shared_address shared) {
+    const int keys_left = params.seqlen_kv - block.first_key;
     clear_rows<kPanels, kBlockN>(shared, keys_left);
     clear_rows<kPanelsV, kBlockN>(shared + kVOffset, keys_left);
     barrier_sync(kClearBarrier, 128 * kConsumers);  // the zeros of all consumers are there
@@ -623,7 +623,7 @@ __device__ __forceinline__ void clear_tail_of_step(const Params& params, const S
     barrier_sync(kClearBarrier, 128 * kConsumers);  // the zeros of all consumers are there
 }
 
-// Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the tile, to shared memory for the MMA of dQ.
+// Writes dS^T of a warp's 16 keys, which begin at `warp_key` of the block, to shared memory for the MMA of dQ.
 __device__ __forceinline__ void store_ds(const PackedScores& ds, shared_address ds_smem, int warp_key, int lane) {
     const int key = warp_key + lane % 16;  // whose address this lane gives
 #pragma unroll
@@ -708,14 +708,14 @@ __device__ __forceinline__ void store_dk(const Params& params, const KeyBlock& b
 __device__ __forceinline__ int num_steps(const Params&, const QueryBlocks& queries) { return queries.last - queries.first + 1; }
 
 // Loads Q and dO of a step, and the LSE and delta of its rows.
-__device__ __forceinline__ void produce_step(const Params& params, const KeyBlock& tile, const Step& step, shared_address shared,
+__device__ __forceinline__ void produce_step(const Params& params, const KeyBlock& block, const Step& step, shared_address shared,
                                              const Barriers& barriers, const RingPosition<kStages>& ring) {
-    const int head = head_of(params, tile, step);
+    const int head = head_of(params, block, step);
     // To TMA packed sequences are rows of a single entry.
-    const int batch = params.cu_seqlens_q == nullptr ? tile.batch : 0;
-    const int row = tile.first_row_q + step.block * kBlockM;
+    const int batch = params.cu_seqlens_q == nullptr ? block.batch : 0;
+    const int row = block.first_row_q + step.block * kBlockM;
     const int64_t unit_row =
-        first_unit_row(params, batch, head) + unit_row_of_sequence<kRowUnit>(params, tile.batch, tile.first_row_q) + step.block * kBlockM;
+        first_unit_row(params, batch, head) + unit_row_of_sequence<kRowUnit>(params, block.batch, block.first_row_q) + step.block * kBlockM;
     const RingPosition<kStages>& dout_ring = ring;  // dO and delta are in the stage of Q and LSE
     const shared_address q_full = barriers.q_full(ring.stage), dout_full = barriers.dout_full(dout_ring.stage);
     mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
@@ -727,13 +727,13 @@ __device__ __forceinline__ void produce_step(const Params& params, const KeyBloc
     bulk_load(shared + kDeltaOffset + dout_ring.stage * kQueryValueBytes, params.delta + unit_row, dout_full, kQueryValueBytes);
 }
 
-// The producer thread: K and V of the tile, then Q and dO of each step, with their rows' LSE and delta, as fast as buffers become
+// The producer thread: K and V of the block, then Q and dO of each step, with their rows' LSE and delta, as fast as buffers become
 // empty.
-__device__ __forceinline__ void produce(const Params& params, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
-    const int batch = params.cu_seqlens_kv == nullptr ? tile.batch : 0;
-    const int row = tile.first_row_kv + tile.first_key;
-    const QueryBlocks queries = find_query_blocks(with_lengths(params, tile.seqlen_q, tile.seqlen_kv), tile.first_key);
-    const int kv_head = kv_head_of(params, tile);
+__device__ __forceinline__ void produce(const Params& params, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
+    const int batch = params.cu_seqlens_kv == nullptr ? block.batch : 0;
+    const int row = block.first_row_kv + block.first_key;
+    const QueryBlocks queries = find_query_blocks(with_lengths(params, block.seqlen_q, block.seqlen_kv), block.first_key);
+    const int kv_head = kv_head_of(params, block);
     mbarrier_arrive_expect_tx(barriers.k_full(), kKBytes);
     load_rows<kPanels, kBlockN>(shared, params.k, barriers.k_full(), row, kv_head, batch);
     mbarrier_arrive_expect_tx(barriers.v_full(), kVBytes);
@@ -741,9 +741,9 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& ti
 
     // The buffers begin empty: of their barriers, the phase before the first has ended.
     RingPosition<kStages> ring;
-    Step step = first_step(params, tile, queries);
+    Step step = first_step(params, block, queries);
     for (int left = num_steps(params, queries); left > 0; --left) {
-        produce_step(params, tile, step, shared, barriers, ring);
+        produce_step(params, block, step, shared, barriers, ring);
         step = next_step(step, queries);
         ring.advance();
     }
@@ -762,9 +762,9 @@ __device__ __forceinline__ void start_dq(float (&dq)[kDqColumns / 2], shared_add
 constexpr int kPanelTiles = kDqColumns / 8;  // of a panel of a warp's 16 rows
 
 // Where a lane's elements of a panel of dQ of a step go. The step's rows of the warp begin at `warp_row`.
-__device__ __forceinline__ float* dq_of_panel(const Params& params, const KeyBlock& tile, const Step& step, int panel, int warp_row, int lane) {
+__device__ __forceinline__ float* dq_of_panel(const Params& params, const KeyBlock& block, const Step& step, int panel, int warp_row, int lane) {
     const int row = step.block * kBlockM + warp_row;
-    float* own = dq_tiles(params, tile.batch, head_of(params, tile, step), row) + panel * kPanelTiles * kTileElements + 4 * lane;
+    float* own = dq_tiles(params, block.batch, head_of(params, block, step), row) + panel * kPanelTiles * kTileElements + 4 * lane;
     opaque(own);  // the reds take constant offsets from one address, which is found while MMAs run
     if (row >= params.seqlen_q) own = nullptr;  // rows of others, or the end of dq_accum
     return own;
@@ -774,34 +774,34 @@ __device__ __forceinline__ float* dq_of_panel(const Params& params, const KeyBlo
 //     S^T = K Q^T                    P goes to the other consumer
 //     dQ = dS K of the step before   its panels of columns
 //     dV += P^T dO                   ... while they are added to memory, and S^T of the next step behind it
-__device__ __forceinline__ void consume_dv(const Params& all, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
-    const Params params = of_sequence(all, tile);
+__device__ __forceinline__ void consume_dv(const Params& all, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
+    const Params params = of_sequence(all, block);
     const int lane = threadIdx.x % 32;
-    const int warp_row = threadIdx.x % 128 / 32 * 16;  // the warp's first key of the tile, and its first row of dQ
+    const int warp_row = threadIdx.x % 128 / 32 * 16;  // the warp's first key of the block, and its first row of dQ
     auto release = [&](shared_address barrier) {  // once for the warp
         if (lane == 0) mbarrier_arrive(barrier);
     };
-    const QueryBlocks queries = find_query_blocks(params, tile.first_key);
+    const QueryBlocks queries = find_query_blocks(params, block.first_key);
     const int count = num_steps(params, queries);
     // Whether some query of a block does not attend to some key of the warp.
     auto needs_mask = [&](int first_query) {
-        int key = tile.first_key + warp_row;
+        int key = block.first_key + warp_row;
         opaque(key);  // ranges that are known ahead of the loop would be held in registers
         return first_query < first_query_of_key(params, key + 15);
     };
 
     float dv[kHeadDimV / 2] = {};
     RingPosition<kStages> ring;
-    Step step = first_step(params, tile, queries);
+    Step step = first_step(params, block, queries);
     Step previous = step;
     mbarrier_wait(barriers.k_full(), 0);
     float p[kBlockM / 2];  // S^T, then P^T
     QueryValues lse;
     HeldRows<128> k_rows;
     if (count > 0) {
-        if (has_tail_of_keys(params, tile)) {
+        if (has_tail_of_keys(params, block)) {
             mbarrier_wait(barriers.v_full(), 0);
-            clear_tail_of_keys(params, tile, shared);
+            clear_tail_of_keys(params, block, shared);
         }
         clear_tail_of_step(params, step, shared, barriers, ring);
         k_rows.load(shared, lane);
@@ -817,7 +817,7 @@ __device__ __forceinline__ void consume_dv(const Params& all, const KeyBlock& ti
         const RingPosition<kStages>& dout_ring = ring;
         const shared_address dout_smem = shared + kDoutOffset + dout_ring.stage * kDoutBytes;
         if (needs_mask(step.block * kBlockM)) {
-            apply_mask(params, p, tile.first_key + warp_row + lane / 4, step.block * kBlockM + lane % 4 * 2);
+            apply_mask(params, p, block.first_key + warp_row + lane / 4, step.block * kBlockM + lane % 4 * 2);
         }
         compute_p(p, lse, params.scale_log2);
         // P of step i - 1 has been read, and its dS is complete. For i = 0 the wait returns at once: of a new mbarrier the phase of parity 1
@@ -837,7 +837,7 @@ __device__ __forceinline__ void consume_dv(const Params& all, const KeyBlock& ti
         if constexpr (kDqPanelsOfDv == 2) start_dq(p, last_ds, shared, 0);
         start_dq(dq, last_ds, shared, kDqPanelsOfDv - 1);
         mma_gradient(dv, packed_p, dout_smem);
-        float* own_dq = dq_of_panel(params, tile, previous, 0, warp_row, lane);
+        float* own_dq = dq_of_panel(params, block, previous, 0, warp_row, lane);
         if constexpr (kDqPanelsOfDv == 2) {
             wgmma_wait<2>();
             pin_registers(p);
@@ -875,7 +875,7 @@ __device__ __forceinline__ void consume_dv(const Params& all, const KeyBlock& ti
             start_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes, shared, panel);
             wgmma_wait<0>();
             pin_registers(dq);
-            add_dq(dq_of_panel(params, tile, previous, panel, warp_row, lane), dq);
+            add_dq(dq_of_panel(params, block, previous, panel, warp_row, lane), dq);
         }
     }
     release(barriers.ds_ready());  // this warp no longer reads K
@@ -889,19 +889,19 @@ __device__ __forceinline__ void consume_dv(const Params& all, const KeyBlock& ti
 //     dP^T = V dO^T                  started in the step before. P comes from the other consumer
 //     dQ = dS K of the step before   its panels of columns
 //     dK += dS^T Q                   ... while they are added to memory, and dP^T of the next step behind it
-__device__ __forceinline__ void consume_dk(const Params& all, const KeyBlock& tile, shared_address shared, const Barriers& barriers) {
-    const Params params = of_sequence(all, tile);
+__device__ __forceinline__ void consume_dk(const Params& all, const KeyBlock& block, shared_address shared, const Barriers& barriers) {
+    const Params params = of_sequence(all, block);
     const int lane = threadIdx.x % 32;
-    const int warp_row = threadIdx.x % 128 / 32 * 16;  // the warp's first key of the tile, and its first row of dQ
+    const int warp_row = threadIdx.x % 128 / 32 * 16;  // the warp's first key of the block, and its first row of dQ
     auto release = [&](shared_address barrier) {  // once for the warp
         if (lane == 0) mbarrier_arrive(barrier);
     };
-    const QueryBlocks queries = find_query_blocks(params, tile.first_key);
+    const QueryBlocks queries = find_query_blocks(params, block.first_key);
     const int count = num_steps(params, queries);
 
     float dk[kHeadDim / 2] = {};
     RingPosition<kStages> ring;
-    Step step = first_step(params, tile, queries);
+    Step step = first_step(params, block, queries);
     Step previous = step;
     mbarrier_wait(barriers.k_full(), 0);
     mbarrier_wait(barriers.v_full(), 0);
@@ -909,7 +909,7 @@ __device__ __forceinline__ void consume_dk(const Params& all, const KeyBlock& ti
     QueryValues delta;
     HeldRows<64> v_rows;
     if (count > 0) {
-        if (has_tail_of_keys(params, tile)) clear_tail_of_keys(params, tile, shared);
+        if (has_tail_of_keys(params, block)) clear_tail_of_keys(params, block, shared);
         clear_tail_of_step(params, step, shared, barriers, ring);
         v_rows.load(shared + kVOffset, lane);  // without a step the other consumer may be storing dV there
         mbarrier_wait(barriers.dout_full(0), 0);
@@ -940,7 +940,7 @@ __device__ __forceinline__ void consume_dk(const Params& all, const KeyBlock& ti
         start_dq(dq, last_ds, shared, kDqPanelsOfDv + 1);
         mma_gradient(dk, packed_ds, shared + kQOffset + ring.stage * kQBytes);
         fence_proxy_async();  // the MMAs of dQ, in the next step, would not see the writes of dS otherwise; here it overlaps with MMAs
-        float* own_dq = dq_of_panel(params, tile, previous, kDqPanelsOfDv, warp_row, lane);
+        float* own_dq = dq_of_panel(params, block, previous, kDqPanelsOfDv, warp_row, lane);
         wgmma_wait<2>();
         pin_registers(ds);
         if (i > 0) add_dq(own_dq, ds);
@@ -979,7 +979,7 @@ __device__ __forceinline__ void consume_dk(const Params& all, const KeyBlock& ti
             start_dq(dq, shared + kDsOffset + (count - 1) % 2 * kDsBytes, shared, panel);
             wgmma_wait<0>();
             pin_registers(dq);
-            add_dq(dq_of_panel(params, tile, previous, panel, warp_row, lane), dq);
+            add_dq(dq_of_panel(params, block, previous, panel, warp_row, lane), dq);
         }
     }
     release(barriers.ds_ready());  // this warp no longer reads K
@@ -1012,18 +1012,18 @@ flash_bwd_varlen_hdim192_128_bf16_causal_sm90(const __grid_constant__ Params par
     // before this one to have ended.
     griddepcontrol_launch_dependents();
 
-    const KeyBlock tile = load_key_block(params, block_index());
-    if (tile.batch < 0) return;  // the grid is for the most blocks of keys that such arrays can have
+    const KeyBlock block = load_key_block(params, block_index());
+    if (block.batch < 0) return;  // the grid is for the most blocks of keys that such arrays can have
     if (warpgroup == 0) {
         setmaxnreg_dec<kProducerRegisters>();
         if (threadIdx.x == 0) {
-            produce(params, tile, shared, barriers);
+            produce(params, block, shared, barriers);
         }
     } else if (warpgroup == 1) {
         setmaxnreg_inc<kConsumerRegisters>();
-        consume_dv(params, tile, shared, barriers);
+        consume_dv(params, block, shared, barriers);
     } else {
         setmaxnreg_inc<kConsumerRegisters>();
-        consume_dk(params, tile, shared, barriers);
+        consume_dk(params, block, shared, barriers);
     }
 }

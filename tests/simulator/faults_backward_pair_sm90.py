@@ -64,8 +64,8 @@ FAULTS = (
     fault(
         "the other half of the peer's K",
         (WRONG,),
-        "(first_peer_panel(tile) + panel) * kPanelColumns, row",
-        "(kPanels - kPeerPanels - first_peer_panel(tile) + panel) * kPanelColumns, row",
+        "(first_peer_panel(block) + panel) * kPanelColumns, row",
+        "(kPanels - kPeerPanels - first_peer_panel(block) + panel) * kPanelColumns, row",
     ),
     fault(
         "the peer's K is not awaited",
@@ -77,8 +77,8 @@ FAULTS = (
     fault(
         "each block takes steps of its own",
         PHASES,
-        "return tile.first_key - rank_of(tile) * kBlockN;",
-        "return tile.first_key;",
+        "return block.first_key - rank_of(block) * kBlockN;",
+        "return block.first_key;",
     ),
     fault(
         "the peer's barriers are not awaited",

@@ -198,8 +198,8 @@ FAULTS = (
         COLUMNS,
         CAUSAL,
         (WRONG,),
-        "tile.first_key + warp_key + 15)",
-        "tile.first_key + warp_key)",
+        "block.first_key + warp_key + 15)",
+        "block.first_key + warp_key)",
     ),
     fault(
         "a window one query long",
@@ -216,8 +216,8 @@ FAULTS = (
         DENSE,
         MASKED,
         (WRONG,),
-        "head_of(params, tile, next.step) * params.mask_head_stride",
-        "(head_of(params, tile, next.step) ^ 1) * params.mask_head_stride",
+        "head_of(params, block, next.step) * params.mask_head_stride",
+        "(head_of(params, block, next.step) ^ 1) * params.mask_head_stride",
     ),
     fault(
         "the mask a query late",

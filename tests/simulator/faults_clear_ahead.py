@@ -41,7 +41,7 @@ def plain(name, caught, old, new, step="main", backwards=False):
     return ClearingFault(name, PLAIN, step, SHAPE, caught, old, new, backwards)
 
 
-_AWAITS = "    await_cleared(params, tile);"
+_AWAITS = "    await_cleared(params, block);"
 
 FAULTS = (
     plain(
@@ -102,6 +102,6 @@ FAULTS = (
         SHAPE,
         STUCK,
         "} else if (threadIdx.x / 32 == 3) {",
-        "} else if (threadIdx.x / 32 == 3 && tile.index % 2 == 0) {",
+        "} else if (threadIdx.x / 32 == 3 && block.index % 2 == 0) {",
     ),
 )

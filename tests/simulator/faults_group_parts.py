@@ -42,8 +42,8 @@ FAULTS = (
            "column_of(n, kQueryWarps, part) / 8) * kTileElements, sums",
            "column_of(n, kQueryWarps, 0) / 8) * kTileElements, sums"),
     hopper("keys of the consumer beside", "main", MEMORY,
-           "        const int first_key = tile.first_key + warp_key;",
-           "        const int first_key = tile.first_key + warp_key % 64;"),
+           "        const int first_key = block.first_key + warp_key;",
+           "        const int first_key = block.first_key + warp_key % 64;"),
     # The sum.
     ampere("a lost part", "sum", (WRONG,), "part < params.group_parts;", "part < params.group_parts - 1;"),
     ampere("a part summed twice", "sum", (WRONG,),

@@ -27,14 +27,14 @@ UNORDERED = ("race",)
 
 _LAUNCHED = "params.num_row_blocks - 1 - blocks_ahead"
 _LAUNCHED_PAIR = "params.num_row_blocks - 2 - 2 * pairs_ahead"
-_POLLS = "while (!has_turn(params, tile, step)) {}"
+_POLLS = "while (!has_turn(params, block, step)) {}"
 # It would be found polling, before a consumer that does not await its turn has added.
-_GIVES_UP = "if (!has_turn(params, tile, step)) return;"
+_GIVES_UP = "if (!has_turn(params, block, step)) return;"
 _ADDS = {
     AMPERE: ("        add_dq(params, block, step", "block, step"),
-    HOPPER: ("        add_dq(own, dq", "tile, previous"),
-    WIDE: ("if (i > 0) add_dq(own_dq", "tile, previous"),
-    PAIR: ("        add_dq(own, dq", "tile, previous"),
+    HOPPER: ("        add_dq(own, dq", "block, previous"),
+    WIDE: ("if (i > 0) add_dq(own_dq", "block, previous"),
+    PAIR: ("        add_dq(own, dq", "block, previous"),
 }
 
 
@@ -86,18 +86,18 @@ def pair(name, caught, old, new, step="main", backwards=False):
 
 
 AWAITS = "        if (i > 0) mbarrier_wait(barriers.turn(), (i + 1) % 2);\n"
-AWAITS_OF_DV = "dq_of_panel(params, tile, previous, 0, warp_row, lane);\n" + AWAITS
-AWAITS_OF_DK = "dq_of_panel(params, tile, previous, kDqPanelsOfDv, warp_row, lane);\n" + AWAITS
+AWAITS_OF_DV = "dq_of_panel(params, block, previous, 0, warp_row, lane);\n" + AWAITS
+AWAITS_OF_DK = "dq_of_panel(params, block, previous, kDqPanelsOfDv, warp_row, lane);\n" + AWAITS
 ADDED = "        mbarrier_wait(barriers.dq_added(), i % 2);\n"
 NEXT = "        mbarrier_arrive(barriers.turn());  // of the next step\n"
 # Behind it the poll has found the turn: one that is passed ahead of the poll would be waited for in vain.
 BEGUN = "        mbarrier_wait(barriers.turn(), i % 2);\n"
-PASSES = "        pass_turn(params, tile, step);\n"
+PASSES = "        pass_turn(params, block, step);\n"
 IN_TURN_OF_DV = "float (&dq)[kDqColumnsOfDv / 2]) {\n        mbarrier_wait(barriers.turn(), i % 2);\n"
 IN_TURN_OF_DK = IN_TURN_OF_DV.replace("OfDv", "OfDk")
-OF_PAIR = """    const QueryBlocks queries = find_query_blocks_of_pair(params, tile);
+OF_PAIR = """    const QueryBlocks queries = find_query_blocks_of_pair(params, block);
     const int count = num_steps(params, queries);
-    Step step = first_step(params, tile, queries);
+    Step step = first_step(params, block, queries);
     mbarrier_arrive("""
 LAST_BLOCK = "    return min(last_query + params.diagonal_offset, params.seqlen_kv - 1) / kBlockN;\n"
 EVERY_BLOCK = "    return (params.seqlen_kv - 1) / kBlockN;\n"
@@ -118,7 +118,7 @@ FAULTS = (
            "return load_acquire_32(turns_of(", "return load_relaxed_32(turns_of("),
     ampere("turns are not cleared", STUCK, "if (threadIdx.x < kTurns)", "if (threadIdx.x < 0)",
            "preprocess"),
-    hopper("a turn is not awaited", OUT_OF_TURN, "        while (!has_turn(params, tile, step)) {}\n", "",
+    hopper("a turn is not awaited", OUT_OF_TURN, "        while (!has_turn(params, block, step)) {}\n", "",
            backwards=True),
     hopper("a turn is passed before anything is added", OUT_OF_TURN,
            ADDED + NEXT + PASSES, BEGUN + PASSES + ADDED + NEXT),
@@ -128,7 +128,7 @@ FAULTS = (
            "        if (i > 0) mbarrier_wait(barriers.turn(), (i - 1) % 2);", "       "),
     hopper("the first step is not begun", STUCK,
            "    mbarrier_arrive(barriers.turn());  // nothing is added", "    // nothing is added"),
-    hopper("a turn is not passed on", STUCK, "        pass_turn(params, tile, step);\n", ""),
+    hopper("a turn is not passed on", STUCK, "        pass_turn(params, block, step);\n", ""),
     hopper("consumers do not say what they have added", STUCK, "        release(barriers.dq_added());\n", ""),
     hopper("keys past the diagonal are waited for", STUCK, LAST_BLOCK, EVERY_BLOCK),
     hopper("a turn is passed without a release", UNORDERED,
@@ -150,7 +150,7 @@ FAULTS = (
     pair("one turn for both halves of the columns", (*OUT_OF_TURN, *STUCK), " * 2 + rank_of(block);", ";"),
     pair("turns of blocks, not of pairs", STUCK, "/ 2 - block.index / 2;", "- block.index;"),
     pair("a block of a pair that sees nothing of a step takes no turn", (*OUT_OF_TURN, *STUCK),
-         OF_PAIR, OF_PAIR.replace("find_query_blocks_of_pair(params, tile)",
-                                  "find_query_blocks(params, tile.first_key)")),
+         OF_PAIR, OF_PAIR.replace("find_query_blocks_of_pair(params, block)",
+                                  "find_query_blocks(params, block.first_key)")),
     pair("counters of one half are not cleared", STUCK, "kTurns = 2 * ", "kTurns = ", "preprocess"),
 )  # fmt: skip
