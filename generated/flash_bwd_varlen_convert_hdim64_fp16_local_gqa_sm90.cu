@@ -139,8 +139,7 @@ struct QueryUnit {
     int sequence;  // below 0: none; batch_size: of the rows behind the last sequence
     int head;
     int first_row;
-    int begin;     // the row of q that the sequence begins with
-    int rows;      // of the sequence, whatever the bound
+    Rows rows;     // of q that the sequence has, whatever the bound
     int seqlen_q;  // its queries
 };
 
@@ -158,15 +157,15 @@ __device__ __forceinline__ QueryUnit find_query_unit(const Params& params, int i
     const Rows rows = rows_of(found.sequence);
     const int head = found.index / units;
     const int queries = found.sequence < params.batch_size ? min(rows.count, params.seqlen_q) : 0;
-    return {found.sequence, head, (found.index - head * units) * kRowUnit, rows.begin, rows.count, queries};
+    return {found.sequence, head, (found.index - head * units) * kRowUnit, rows, queries};
 }
 
 // The parameters of a call of the unit's sequence alone: its length, and pointers to its first rows.
 __device__ __forceinline__ Params of_sequence(const Params& params, const QueryUnit& unit) {
     Params own = params;
     own.seqlen_q = unit.seqlen_q;
-    own.dq += unit.begin * params.dq_row_stride;
-    own.dq_accum += unit_row_of_sequence<kDqRowUnit>(params, unit.sequence, unit.begin) * kHeadDim;
+    own.dq += unit.rows.begin * params.dq_row_stride;
+    own.dq_accum += unit_row_of_sequence<kDqRowUnit>(params, unit.sequence, unit.rows.begin) * kHeadDim;
     return own;
 }
 
@@ -228,7 +227,7 @@ flash_bwd_varlen_convert_hdim64_fp16_local_gqa_sm90(const __grid_constant__ Para
 #pragma unroll
             for (int row8 = 0; row8 < 2; ++row8) {
                 const int row = first_row + 8 * row8 + g;
-                if (row >= unit.rows) continue;
+                if (row >= unit.rows.count) continue;
                 store(dq + row * params.dq_row_stride + column, rows[pass][row8], params.softmax_scale, params.head_dim - column);
             }
         }

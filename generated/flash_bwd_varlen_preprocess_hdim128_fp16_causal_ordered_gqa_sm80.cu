@@ -154,8 +154,7 @@ struct QueryUnit {
     int sequence;  // below 0: none; batch_size: of the rows behind the last sequence
     int head;
     int first_row;
-    int begin;     // the row of q that the sequence begins with
-    int rows;      // of the sequence, whatever the bound
+    Rows rows;     // of q that the sequence has, whatever the bound
     int seqlen_q;  // its queries
 };
 
@@ -173,22 +172,22 @@ __device__ __forceinline__ QueryUnit find_query_unit(const Params& params, int i
     const Rows rows = rows_of(found.sequence);
     const int head = found.index / units;
     const int queries = found.sequence < params.batch_size ? min(rows.count, params.seqlen_q) : 0;
-    return {found.sequence, head, (found.index - head * units) * kRowUnit, rows.begin, rows.count, queries};
+    return {found.sequence, head, (found.index - head * units) * kRowUnit, rows, queries};
 }
 
 // The parameters of a call of the unit's sequence alone: its length, and pointers to its first rows.
 __device__ __forceinline__ Params of_sequence(const Params& params, const QueryUnit& unit) {
     Params own = params;
     own.seqlen_q = unit.seqlen_q;
-    own.dout += unit.begin * params.dout_row_stride;
-    own.out += unit.begin * params.out_row_stride;
-    const int64_t lse_row = unit.sequence * params.lse_batch_stride + unit.begin;
+    own.dout += unit.rows.begin * params.dout_row_stride;
+    own.out += unit.rows.begin * params.out_row_stride;
+    const int64_t lse_row = unit.sequence * params.lse_batch_stride + unit.rows.begin;
     own.lse += lse_row;
     if (params.dlse != nullptr) own.dlse += lse_row;
-    const int64_t unit_row = unit_row_of_sequence<kRowUnit>(params, unit.sequence, unit.begin);
+    const int64_t unit_row = unit_row_of_sequence<kRowUnit>(params, unit.sequence, unit.rows.begin);
     own.delta += unit_row;
     own.lse_log2 += unit_row;
-    own.dq_accum += unit_row_of_sequence<kDqRowUnit>(params, unit.sequence, unit.begin) * kHeadDim;
+    own.dq_accum += unit_row_of_sequence<kDqRowUnit>(params, unit.sequence, unit.rows.begin) * kHeadDim;
     own.turns += unit_row / 64;
     return own;
 }
