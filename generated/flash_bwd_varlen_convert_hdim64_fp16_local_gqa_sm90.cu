@@ -25,7 +25,7 @@ struct Params {
     const float* dq_accum;                // (num_heads_q, unit_rows<kDqRowUnit>, kHeadDim), in the order of dq_tiles
     element* dq;                          // (batch, rows_q, num_heads_q, head_dim), without batch where packed; rows 16-byte aligned
     const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
-    int64_t dq_batch_stride;              // strides are in elements; 0 where sequences are packed
+    int64_t dq_batch_stride;              // strides are in elements; a batch stride is 0 where sequences are packed
     int64_t dq_row_stride;
     int64_t dq_head_stride;
     int32_t batch_size;                   // sequences

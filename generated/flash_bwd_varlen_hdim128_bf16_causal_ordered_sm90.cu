@@ -77,7 +77,7 @@ struct Params {
     float* dq_accum;                      // (num_heads_q, unit_rows<kDqRowUnit>, kHeadDim), in the order of dq_tiles
     int32_t* turns;                       // a counter for each block of queries: blocks of keys that have added to dq_accum
     const int32_t* key_blocks;            // (thread blocks, 8): the block of keys of each thread block
-    int64_t dk_batch_stride;              // strides are in elements; 0 where sequences are packed
+    int64_t dk_batch_stride;              // strides are in elements; a batch stride is 0 where sequences are packed
     int64_t dk_row_stride;
     int64_t dk_head_stride;
     int64_t dv_batch_stride;

@@ -93,7 +93,7 @@ struct Params {
     const float* delta;                   // (num_heads_q, unit_rows<kRowUnit>): sum(dout * out) - dlse
     const float* lse_log2;                // (num_heads_q, unit_rows<kRowUnit>); inf for a row that sees nothing, and past a sequence's last
     float* dq_accum;                      // (num_heads_q, unit_rows<kDqRowUnit>, kHeadDim), in the order of dq_tiles
-    int64_t dout_batch_stride;            // strides are in elements; 0 where sequences are packed
+    int64_t dout_batch_stride;            // strides are in elements; a batch stride is 0 where sequences are packed
     int64_t dout_row_stride;
     int64_t dout_head_stride;
     int64_t q_batch_stride;

@@ -76,7 +76,7 @@ struct Params {
     const float* lse_log2;                // (num_heads_q, unit_rows<kRowUnit>); inf for a row that sees nothing, and past a sequence's last
     float* dq_accum;                      // (num_heads_q, unit_rows<kDqRowUnit>, kHeadDim), in the order of dq_tiles
     const int32_t* key_blocks;            // (thread blocks, 8): the block of keys of each thread block
-    int64_t dk_batch_stride;              // strides are in elements; 0 where sequences are packed
+    int64_t dk_batch_stride;              // strides are in elements; a batch stride is 0 where sequences are packed
     int64_t dk_row_stride;
     int64_t dk_head_stride;
     int64_t dv_batch_stride;

@@ -44,7 +44,7 @@ struct Params {
     float* dq_accum;                      // (num_heads_q, unit_rows<kDqRowUnit>, kHeadDim)
     int32_t* turns;                       // a counter for each block of queries of the main kernel
     int32_t* key_blocks;                  // (num_key_blocks, 8): the block of keys of each thread block of the main kernel
-    int64_t dout_batch_stride;            // strides are in elements; 0 where sequences are packed
+    int64_t dout_batch_stride;            // strides are in elements; a batch stride is 0 where sequences are packed
     int64_t dout_row_stride;
     int64_t dout_head_stride;
     int64_t out_batch_stride;

@@ -38,7 +38,7 @@ struct Params {
     float* delta;                         // (num_heads_q, unit_rows<kRowUnit>)
     float* lse_log2;                      // (num_heads_q, unit_rows<kRowUnit>)
     float* dq_accum;                      // (num_heads_q, unit_rows<kDqRowUnit>, kHeadDim)
-    int64_t dout_batch_stride;            // strides are in elements; 0 where sequences are packed
+    int64_t dout_batch_stride;            // strides are in elements; a batch stride is 0 where sequences are packed
     int64_t dout_row_stride;
     int64_t dout_head_stride;
     int64_t out_batch_stride;

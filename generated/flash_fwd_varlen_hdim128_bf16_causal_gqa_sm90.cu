@@ -69,7 +69,7 @@ struct Params {
     const int32_t* cu_seqlens_kv;         // (batch + 1,); null where keys are not packed
     const int32_t* kv_lengths;            // (batch,); null where cu_seqlens_kv has them, or all have seqlen_kv
     const int32_t* index;                 // (batch,): which entry of k and v; null where sequence b has entry b
-    int64_t out_batch_stride;             // strides are in elements; 0 where sequences are packed
+    int64_t out_batch_stride;             // strides are in elements; a batch stride is 0 where sequences are packed
     int64_t out_row_stride;
     int64_t out_head_stride;
     int64_t lse_batch_stride;

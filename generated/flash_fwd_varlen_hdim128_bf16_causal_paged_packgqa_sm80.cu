@@ -61,7 +61,7 @@ struct Params {
     const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
     const int32_t* kv_lengths;            // (batch,)
     const int32_t* pages;                 // (batch, max_pages)
-    int64_t q_batch_stride;               // strides are in elements; 0 where sequences are packed
+    int64_t q_batch_stride;               // strides are in elements; a batch stride is 0 where sequences are packed
     int64_t q_row_stride;
     int64_t q_head_stride;
     int64_t k_batch_stride;               // of pages, as v_batch_stride is

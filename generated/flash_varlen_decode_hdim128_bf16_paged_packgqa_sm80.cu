@@ -71,7 +71,7 @@ struct Params {
     const int32_t* pages;                 // (batch, max_pages)
     float* part_outputs;                  // (parts, kBlockM, kHeadDimV); null where num_shares is 1
     float* part_sums;                     // (parts, kBlockM, 2): row_max, log2 domain, and row_sum
-    int64_t q_batch_stride;               // strides are in elements; 0 where sequences are packed
+    int64_t q_batch_stride;               // strides are in elements; a batch stride is 0 where sequences are packed
     int64_t q_row_stride;
     int64_t q_head_stride;
     int64_t k_batch_stride;               // of pages, as v_batch_stride is

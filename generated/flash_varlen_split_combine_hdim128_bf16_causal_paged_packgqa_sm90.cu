@@ -36,7 +36,7 @@ struct Params {
     float* lse;                           // (batch, num_heads_q, rows_q), without batch where packed; contiguous; may be null
     const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
     const int32_t* kv_lengths;            // (batch,)
-    int64_t out_batch_stride;             // strides are in elements; 0 where sequences are packed
+    int64_t out_batch_stride;             // strides are in elements; a batch stride is 0 where sequences are packed
     int64_t out_row_stride;
     int64_t out_head_stride;
     int64_t lse_batch_stride;

@@ -77,7 +77,7 @@ struct Params {
     const int32_t* pages;                 // (batch, max_pages)
     float* part_outputs;                  // (parts, kBlockM, kHeadDimV); null with a single thread block
     float* part_sums;                     // (parts, kBlockM, 2): row_max, log2 domain, and row_sum
-    int64_t out_batch_stride;             // strides are in elements; 0 where sequences are packed
+    int64_t out_batch_stride;             // strides are in elements; a batch stride is 0 where sequences are packed
     int64_t out_row_stride;
     int64_t out_head_stride;
     int64_t lse_batch_stride;
