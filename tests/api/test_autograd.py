@@ -712,6 +712,19 @@ def test_splits_are_those_of_the_forward_pass():
         flashgen.attention(q, k, v, splits=0)
 
 
+def test_a_graph_takes_splits_as_an_argument():
+    q, k, v, _ = tensors(torch.float16)
+
+    def split(splits):
+        with torch.no_grad():
+            return flashgen.attention(q, k, v, splits=splits)
+
+    graph = torch.compile(split, fullgraph=True, backend="aot_eager")
+    # The second number of each kind is symbolic where Dynamo traces the call again.
+    for splits in (2, 3, flashgen.SplitEvery(256), flashgen.SplitEvery(512), "auto"):
+        assert torch.equal(graph(splits), split(splits))
+
+
 def test_queries_and_keys_of_length_zero():
     q, k, v, _ = tensors()
     for rows, keys in ((0, 7), (6, 0)):

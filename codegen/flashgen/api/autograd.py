@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Integral, Real
+from operator import index as index_of
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -192,7 +193,7 @@ def options_of(
         score,
         array_names,
         numbers,
-        f"{_EVERY}{splits.keys}" if isinstance(splits, SplitEvery) else str(splits_of(splits)),
+        _splits_written(splits),
         deterministic or torch.are_deterministic_algorithms_enabled(),
         backend,
         algorithm,
@@ -211,6 +212,17 @@ def _written(of_score: tuple[Any, ...], masking: tuple[Any, ...]) -> tuple[str, 
     arrays = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     numbers = (f"{name}={_number(name, x)!r}" for name, x in given.items() if name not in arrays)
     return ",".join(names), ",".join(arrays), ",".join(numbers), list(arrays.values())
+
+
+def _splits_written(splits: Splits) -> str:
+    """``splits`` of `Options`. Raises BadParam."""
+    splits = splits_of(splits)
+    if isinstance(splits, str):
+        return splits
+    # Dynamo may have made a number symbolic, which no string holds; operator.index makes it a constant.
+    if isinstance(splits, SplitEvery):
+        return f"{_EVERY}{index_of(splits.keys)}"
+    return str(index_of(splits))
 
 
 def _is_eager(tensors: tuple[Tensor | None, ...]) -> bool:
