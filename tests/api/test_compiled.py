@@ -288,8 +288,9 @@ def test_what_has_no_gradient_says_so(way):
             with pytest.raises(torch._dynamo.exc.Unsupported, match=quoted):
                 torch.compile(on_a_leaf, fullgraph=True, backend="eager")(x)
         else:
-            with pytest.raises(BadParam, match=words):
+            with pytest.raises(BadParam, match=words) as caught:
                 make_fx(on_a_leaf)(x) if way == "traced" else on_a_leaf(x)
+            assert caught.type is BadParam  # no class that nobody can import
         with torch.no_grad():
             on_a_leaf(x)
 
@@ -312,7 +313,7 @@ def test_what_has_no_gradient_says_so(way):
         *k.shape,
     )
     refuses(
-        r"^q: a tensor requires a gradient",
+        r"^q: .* of attention_backward\(\)$",
         lambda q: flashgen.attention_backward(x["q"], q, k, v, x["q"], lse),
     )
     cache = flashgen.KVCache(k, v, x["lengths"].clamp(max=5))

@@ -10,7 +10,7 @@ from flashgen.errors import BadParam, FlashgenError, naming, rename
 from flashgen.operators.arguments import flag
 from flashgen.operators.maskoptions import NO_WINDOW
 from flashgen.operators.splits import AUTO
-from flashgen.runtime import arrays
+from flashgen.runtime import arrays, torchkind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -98,8 +98,12 @@ def attention_backward(
 
             return compiled.attention_backward(*wanted, **how)
         return call(*asked_backward(*wanted), **how)
+    # Names are not those of a KVCache, for which the error says to pass kv_lengths.
+    except torchkind.RequiresGradient as error:
+        refused = error.of("attention_backward()")
+        rename(refused, **names_given(None, alibi_slopes, softcap=softcap))
+        raise refused from None
     except FlashgenError as error:
-        # Not of a KVCache, for which the error says to pass kv_lengths.
         rename(error, **names_given(None, alibi_slopes, softcap=softcap))
         raise
 
