@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -871,6 +872,15 @@ def test_the_way_out_of_a_narrow_cache_works():
 
 NEW = {"k": np.ones((2, 3, 2, 32), np.float16), "v": np.ones((2, 3, 2, 32), np.float16)}
 COS = {"rotary_cos": np.ones((41, 8), np.float16), "rotary_sin": np.ones((41, 8), np.float16)}
+
+
+def test_parts_of_a_cache_that_differ_are_named_with_all_their_entries():
+    q, k, v = qkv(np.random.default_rng())
+    k_cache, v_cache = (np.concatenate([x, x]) for x in (k, v))
+    for wrong in (v_cache[:3], v_cache[:, :9], v_cache[:, :, :1]):
+        said = rf"v_cache has shape {wrong.shape} but k_cache has {k_cache.shape}; all but the last"
+        with pytest.raises(errors.BadTensorShape, match=re.escape(said)):
+            flash_attn_with_kvcache(q, k_cache, wrong, cache_seqlens=5)
 
 
 @pytest.mark.parametrize(

@@ -454,6 +454,11 @@ def _cache(
         for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
             if x.shape[0] < batch:
                 raise BadTensorShape(f"{name} has {x.shape[0]} entries; q has {batch}, and each needs one")
+        if k_cache.shape[:-1] != v_cache.shape[:-1]:  # said of the entries that q has not, too
+            raise BadTensorShape(
+                f"v_cache has shape {tuple(v_cache.shape)} but k_cache has {tuple(k_cache.shape)}; all but "
+                "the last dimension must be the same"
+            )
         if k_cache.shape[0] > batch:
             k_cache, v_cache = k_cache[:batch], v_cache[:batch]
         if filled is None:
