@@ -166,13 +166,11 @@ class AppendPlan:
             first = self.append.ready(given, self.append.pointers(given), (), stream)
             second, given = self._attending(native_q, first[1], named, stream, workspace)
             _queue(self.append, first, self.attention, second, (*given, workspace))
-        except torchkind.RequiresGradient as error:
-            refused = error.of("plans")
-            rename(refused, **FIELDS)
-            raise refused from None
         except FlashgenError as error:
             takes = {self.append.takes(): self._takes()}
             rename(error, cu_seqlens_new="cu_seqlens_q", **takes, **FIELDS)
+            if isinstance(error, torchkind.RequiresGradient):
+                raise error.of("plans") from None
             raise
         return _handed(self.attention, second, q, stream)
 

@@ -98,13 +98,11 @@ def attention_backward(
 
             return compiled.attention_backward(*wanted, **how)
         return call(*asked_backward(*wanted), **how)
-    # Names are not those of a KVCache, for which the error says to pass kv_lengths.
-    except torchkind.RequiresGradient as error:
-        refused = error.of("attention_backward()")
-        rename(refused, **names_given(None, alibi_slopes, softcap=softcap))
-        raise refused from None
     except FlashgenError as error:
+        # Not of a KVCache, for which the error says to pass kv_lengths.
         rename(error, **names_given(None, alibi_slopes, softcap=softcap))
+        if isinstance(error, torchkind.RequiresGradient):
+            raise error.of("attention_backward()") from None
         raise
 
 
