@@ -450,7 +450,7 @@ __device__ __forceinline__ void produce_of_queries(const Params& params, const T
     }
 }
 
-// lse_log2 and delta = sum(dO * O) - dlse of the queries. They are computed here: loading O costs less than a preprocess kernel. A thread has
+// lse_log2 and delta = sum(dO * O) - dlse of the queries. They are computed here, so that no kernel has to end ahead of this one. A thread has
 // every kValueThreads-th row. For a row that sees nothing, and past the last, lse_log2 is +inf, so that P is 0 there.
 constexpr float kLog2e = 1.4426950408889634f;
 
