@@ -638,6 +638,8 @@ def test_what_is_wrong_with_packed_sequences_is_named():
         flash_attn_varlen_func(q, k[None], v, cu, cu, 21, 21)
     with pytest.raises(errors.BadTensorShape, match=r"^cu_seqlens_k is for a batch of"):
         flash_attn_varlen_func(q, k, v, cu, cu[:2], 21, 21)
+    with pytest.raises(errors.BadTensorShape, match=r"^cu_seqlens_k has shape .*expected \(batch \+ 1,\)$"):
+        flash_attn_varlen_func(q, k, v, cu, cu[None], 21, 21)
     with pytest.raises(errors.BadParam, match=r"^max_seqlen_k is -1"):
         flash_attn_varlen_func(q, k, v, cu, cu, 21, -1)
     paged = {"block_table": np.zeros((2, 1), np.int64)}

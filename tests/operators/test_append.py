@@ -182,7 +182,12 @@ def strided(shape, strides, dtype="fp16"):
         (ROTARY | {"q": ((3, 7, 4, 32), "fp16")}, BadTensorShape, "q has shape"),
         (ROTARY | {"q": ((2, 7, 4, 64), "fp16")}, BadTensorShape, "q has shape"),
         (PLAIN | {"q_rotated": (QUERIES, "fp16")}, BadParam, "q_rotated was given without q"),
-        (PLAIN | {"total_lengths": ((4,), "int32")}, BadTensorShape, "total_lengths has shape"),
+        (
+            PLAIN | {"total_lengths": ((4,), "int32")},
+            BadTensorShape,
+            r"total_lengths has shape \(4,\); expected \(sequences,\) = \(3,\)$",
+        ),
+        (PLAIN | {"lengths": ((3, 1), "int32")}, BadTensorShape, r"expected \(sequences,\)$"),
         (PACKED | {"q": ((6, 4, 64), "fp16")}, BadTensorShape, "q has 6 tokens but k_new has 5; cu_seqlens"),
         (PACKED | {"cu_seqlens_new": ((0,), "int32")}, BadTensorShape, "one element more than sequences"),
         (PACKED | {"lengths": ((4,), "int32")}, BadTensorShape, r"lengths has shape \(4,\)"),

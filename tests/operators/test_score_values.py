@@ -105,6 +105,17 @@ def test_slopes_that_do_not_fit_are_refused(slopes, error, says):
         problem_of(ALIBI, [slopes])
 
 
+def test_the_shape_of_an_array_of_one_dimension_is_shown_as_a_tuple(tmp_path):
+    (tmp_path / "scores.yaml").write_text(
+        'scores:\n  gained: {score: "score * gain[h]", params: {gain: [h, f32]}}\n'
+    )
+    score = load_scores(tmp_path).by_name["gained"]
+    with pytest.raises(BadTensorShape, match=r"gain has shape \(3,\); .* \(num_heads_q,\) = \(4,\), "):
+        problem_of(score, [np.zeros(3, np.float32)])
+    with pytest.raises(NullPointer, match=r"needs an array \(num_heads_q,\)$"):
+        problem_of(score, [None])
+
+
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (1, 0)}, {"mask_type": 2}])
 def test_positions_do_not_depend_on_the_mask(options):
     """One causal query hides nothing, and needs no mask; it still stands at the last key."""

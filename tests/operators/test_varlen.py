@@ -147,7 +147,13 @@ def test_what_arrays_hold_bounds_lengths():
             PADDED,
             {"kv_lengths": integers(3, 1)},
             errors.BadTensorShape,
-            r"kv_lengths has shape \(3, 1\); expected \(batch\)",
+            r"kv_lengths has shape \(3, 1\); expected \(batch,\)$",
+        ),
+        (
+            PACKED,
+            {"cu_seqlens_q": integers(2, 2)},
+            errors.BadTensorShape,
+            r"cu_seqlens_q has shape \(2, 2\); expected \(batch \+ 1,\)$",
         ),
         (PADDED, {"index": integers(2)}, errors.BadTensorShape, "index is for a batch of 2"),
         (

@@ -20,7 +20,7 @@ from flashgen.compat.libraries import int32s, is_tensor, is_zero, shape_of
 from flashgen.compat.refusals import refuse_dropout, refuse_gradients
 from flashgen.compat.widths import attention_of_any_width, missing, readable_rows
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer, naming
-from flashgen.operators.arguments import flag
+from flashgen.operators.arguments import flag, shown_shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -536,4 +536,4 @@ def _check_rank(name: str, x: Any, expected: str) -> None:
         return
     shape = shape_of(name, x)
     if len(shape) != rank:
-        raise BadTensorShape(f"{name} has shape {shape}; expected ({expected})")
+        raise BadTensorShape(f"{name} has shape {shape}; expected {shown_shape(expected.split(', '))}")

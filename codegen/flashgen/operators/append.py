@@ -33,6 +33,7 @@ from flashgen.operators.arguments import (
     check_strides,
     flag,
     place,
+    shown_shape,
 )
 from flashgen.operators.contract import DTYPES, MAX_SEQLEN, check_head_dim
 from flashgen.operators.operator import Axis, Number, Operator, Problem, Value
@@ -203,7 +204,7 @@ def normalise(
             symbols, expected = _symbols(argument, packed), argument.extents(sizes)[-len(view.shape) :]
             if view.shape != expected:
                 raise BadTensorShape(
-                    f"{argument.name} has shape {view.shape}; expected ({', '.join(symbols)}) = {expected}"
+                    f"{argument.name} has shape {view.shape}; expected {shown_shape(symbols)} = {expected}"
                 )
     _check_sizes(sizes, k_new.dtype, tables=cos is not None)
     if not packed:  # whose lengths are in the memory of the device
@@ -288,7 +289,7 @@ def _sizes(views: Mapping[str, ArrayView | None]) -> dict[str, int]:
             elif packed and argument.leads_with_batch:
                 hint = "; cu_seqlens_new was given, so tokens are packed, without batch"
             raise BadTensorShape(
-                f"{argument.name} has shape {view.shape}; expected ({', '.join(symbols)}){hint}"
+                f"{argument.name} has shape {view.shape}; expected {shown_shape(symbols)}{hint}"
             )
     if packed and boundaries.shape == (0,):
         raise BadTensorShape("cu_seqlens_new has shape (0,); expected one element more than sequences")

@@ -186,6 +186,11 @@ def shown(x: Any) -> str:
     return repr(x)
 
 
+def shown_shape(symbols: Sequence[str]) -> str:
+    """A shape in symbols for a message, as Python writes a tuple: "(batch, head_dim)", "(batch,)"."""
+    return f"({', '.join(symbols)}{',' if len(symbols) == 1 else ''})"
+
+
 def flag(name: str, value: Any) -> bool:
     """An option that is on or off. Raises BadParam for what is no truth value: a word, an array, None."""
     # NumPy's own bool is no int.
@@ -330,7 +335,7 @@ def check_broadcast(argument: Argument, view: ArrayView, expected: tuple[int, ..
     if not fits:
         raise BadTensorShape(
             f"{argument.name} has shape {view.shape}; it must broadcast, from the right, to "
-            f"({', '.join(argument.symbols)}) = {expected}, and its last dimension must be "
+            f"{shown_shape(argument.symbols)} = {expected}, and its last dimension must be "
             f"{argument.symbols[-1]} itself"
         )
     if view.shape[-1] > 1 and 0 not in view.shape and (view.strides is None or view.strides[-1] != 1):

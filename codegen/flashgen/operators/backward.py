@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.errors import BadTensorDtype, BadTensorShape
 from flashgen.operators import attention, contract
-from flashgen.operators.arguments import DTYPE_BYTES, Argument, check_devices, check_strides, flag, place
+from flashgen.operators.arguments import (
+    DTYPE_BYTES,
+    Argument,
+    check_devices,
+    check_strides,
+    flag,
+    place,
+    shown_shape,
+)
 from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem
 from flashgen.operators.operator import Axis, Operator, Value
 
@@ -159,8 +167,8 @@ def check_array(argument: Argument, view: ArrayView, forward: AttentionProblem, 
         raise BadTensorDtype(f"{name} has dtype {view.dtype}; expected {dtype}{why}")
     expected = argument.extents(forward.sizes)[missing:]
     if view.shape != expected:
-        symbols = ", ".join(argument.symbols[missing:])
-        raise BadTensorShape(f"{name} has shape {view.shape}; these q, k and v need ({symbols}) = {expected}")
+        symbols = shown_shape(argument.symbols[missing:])
+        raise BadTensorShape(f"{name} has shape {view.shape}; these q, k and v need {symbols} = {expected}")
     check_strides(argument, view, DTYPE_BYTES[dtype])
 
 

@@ -15,6 +15,7 @@ from flashgen.operators.arguments import (
     check_array,
     check_broadcast,
     shown,
+    shown_shape,
 )
 from flashgen.operators.masks import UNBOUNDED
 
@@ -148,7 +149,7 @@ def score_views(score: Score | None, given: Sequence[ArrayView | None]) -> dict[
     for param, view in zip(score.arrays, given, strict=True):
         if view is None:
             raise NullPointer(
-                f"{param.name} is None; the score {score.name} needs an array ({', '.join(param.symbols)})"
+                f"{param.name} is None; the score {score.name} needs an array {shown_shape(param.symbols)}"
             )
         views[param.name] = view
     return views

@@ -22,6 +22,7 @@ from flashgen.operators.arguments import (
     flag,
     length_bound,
     place,
+    shown_shape,
 )
 from flashgen.operators.attention import ATTENTION, SCALARS, AttentionProblem
 from flashgen.operators.maskoptions import simplify
@@ -337,7 +338,7 @@ def _check_lengths(given: Mapping[str, ArrayView], q: ArrayView) -> int:
             raise BadTensorDtype(f"{name} has dtype {view.dtype}; expected int32")
         expected = _SHAPES.get(name, ("batch",))
         if len(view.shape) != len(expected):
-            raise BadTensorShape(f"{name} has shape {view.shape}; expected ({', '.join(expected)})")
+            raise BadTensorShape(f"{name} has shape {view.shape}; expected {shown_shape(expected)}")
         if name.startswith("cu") and not view.shape[0]:
             raise BadTensorShape(f"{name} has shape (0,); expected (batch + 1,), with a 0 ahead")
         batches[name] = view.shape[0] - name.startswith("cu")
@@ -370,7 +371,7 @@ def _sizes(
                     hint += ", and one query of each sequence goes in as q[:, None]"
             raise BadTensorShape(
                 f"{name} has shape {view.shape}; with {', '.join(given)} it is "
-                f"({', '.join(layout)}, head_dim){hint}"
+                f"{shown_shape((*layout, 'head_dim'))}{hint}"
             )
     if k.shape[:-1] != v.shape[:-1]:
         raise BadTensorShape(
