@@ -151,6 +151,22 @@ def test_kinds_are_not_mixed():
         flashgen.attention(q, k, torch.from_numpy(v))
 
 
+def test_kinds_that_are_mixed_are_called_by_their_own_libraries():
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    tensors, others = ([convert(x) for x in qkv()] for convert in (torch.from_numpy, jax.numpy.asarray))
+    for call in (flashgen.attention, flashgen.plan):
+        with pytest.raises(errors.BadParam, match=r"^k is a jax array but q is a torch one"):
+            call(tensors[0], *others[1:])
+        with pytest.raises(errors.BadParam, match=r"^k is a torch array but q is a jax one"):
+            call(others[0], *tensors[1:])
+    with pytest.raises(errors.BadParam, match=r"^alibi_slopes is a jax array but q is a torch one"):
+        flashgen.attention(*tensors, alibi_slopes=jax.numpy.ones(4))
+    plan = flashgen.plan(*tensors)
+    for given, name in ((others, "q"), ((*tensors[:2], others[2]), "v")):
+        with pytest.raises(errors.BadParam, match=f"^{name} is a jax array, but the plan was made for torch"):
+            plan(*given)
+
+
 def test_kinds_that_nothing_refuses_are_a_fault_of_flashgen(monkeypatch):
     torch = pytest.importorskip("torch")
     q, k, v = qkv()

@@ -526,3 +526,23 @@ def test_a_cache_and_angles_are_printed_as_shapes():
     cache = flashgen.KVCache(np.zeros((2, 8, 1, 8)), np.zeros((2, 8, 1, 8)), LENGTHS)
     assert repr(cache) == "KVCache(k=(2, 8, 1, 8), v=(2, 8, 1, 8), lengths=(3,))"
     assert repr(flashgen.Rotary(np.zeros((4, 8)), None)) == "Rotary(cos=(4, 8), interleaved=False)"
+
+
+def test_arrays_of_several_libraries_are_called_by_their_own():
+    torch, jnp = pytest.importorskip("torch"), pytest.importorskip("jax.numpy")
+    rng = np.random.default_rng()
+    cache, *given = cache_of(rng, pages=False), *(numbers(rng, 3, 3, heads, 32) for heads in (4, 2, 2))
+    cache = flashgen.KVCache(*map(torch.from_numpy, (cache.k, cache.v, cache.lengths)))
+    q, *new = map(torch.from_numpy, given)
+    with pytest.raises(errors.BadParam, match=r"^v_new is a jax array but k_new is a torch one"):
+        flashgen.append(cache, new[0], jnp.asarray(given[2]))
+    with pytest.raises(errors.BadParam, match=r"^k is a torch array but q is a jax one"):
+        flashgen.attention(jnp.asarray(given[0]), cache, append=new)
+    slopes = torch.ones(4)
+    plan = flashgen.plan(q, cache, append=new, alibi_slopes=slopes)
+    with pytest.raises(errors.BadParam, match=r"^lengths is a torch array but k_new is a jax one"):
+        plan(q, cache, (jnp.asarray(given[1]), jnp.asarray(given[2])), slope=slopes)
+    for changed in ({"q": jnp.asarray(given[0])}, {"slope": jnp.ones(4)}):
+        (name,) = changed
+        with pytest.raises(errors.BadParam, match=f"^{name} is a jax array, but the plan was made for torch"):
+            plan(**{"q": q, "cache": cache, "append": new, "slope": slopes} | changed)

@@ -47,6 +47,15 @@ def test_one_part_is_returned_as_it_is():
         flashgen.merge([(o, lse.astype(np.float16))])
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_parts_of_several_libraries_are_called_by_their_own(count):
+    torch, jnp = pytest.importorskip("torch"), pytest.importorskip("jax.numpy")
+    part = flashgen.attention(normal(2, 5, 2, 8), *(normal(2, 5, 2, 8) for _ in "kv"), return_lse=True)
+    parts = [tuple(map(torch.from_numpy, part))] * (count - 1) + [tuple(map(jnp.asarray, part))]
+    with pytest.raises(errors.BadParam, match=f"^o{count} is a jax array but o1 is a torch one"):
+        flashgen.merge(parts)
+
+
 def test_merge_names_what_is_wrong_before_it_writes():
     o, lse = normal(2, 5, 2, 8), normal(2, 2, 5)
     whole = [(o, lse)] * 3

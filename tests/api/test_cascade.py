@@ -334,6 +334,19 @@ def test_arrays_of_other_libraries():
         np.testing.assert_array_equal(np.asarray(lse), right_lse)
 
 
+def test_arrays_of_several_libraries_are_called_by_their_own():
+    torch, jnp = pytest.importorskip("torch"), pytest.importorskip("jax.numpy")
+    q, first, last = torch.from_numpy(normal(BATCH, ROWS, HEADS, WIDTH)), keys(20), keys(9)
+    cache = flashgen.KVCache(*map(torch.from_numpy, last), jnp.full(BATCH, 9, "int32"))
+    first, last = tuple(map(torch.from_numpy, first)), tuple(map(jnp.asarray, last))
+    with pytest.raises(errors.BadParam, match=r"^parts\[1\]: k is a jax array but q is a torch one"):
+        flashgen.cascade(q, [first, last])
+    with pytest.raises(errors.BadParam, match=r"^parts\[1\]: lengths is a jax array but q is a torch one"):
+        flashgen.cascade(q, [first, cache])
+    with pytest.raises(errors.BadParam, match=r"^parts\[0\]: k is a torch array but q is a jax one"):
+        flashgen.cascade(jnp.asarray(q.numpy()), [first, last])
+
+
 def test_the_simulator_serves_both(compiler_of_the_host):
     q, given = normal(2, 3, 4, WIDTH, dtype=np.float16), [keys(30, 1, np.float16), keys(5, 2, np.float16)]
     out = flashgen.cascade(q, given, causal=True, backend="simulator")

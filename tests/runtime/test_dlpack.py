@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from flashgen.errors import BadParam, DeviceTypeNotSupported, NoCompilerError
+from flashgen.errors import BadParam, DeviceTypeNotSupported, NoCompilerError, rename
 from flashgen.runtime import arrays, dlpack
 
 
@@ -48,6 +48,14 @@ class TestJax:
     def test_tracers(self):
         with pytest.raises(BadParam, match=r"k is traced by JAX.*jit"):
             self.jax.jit(lambda x: dlpack.adopt(x, "k"))(self.jax.numpy.zeros(3))
+
+
+def test_a_library_that_was_adopted_is_called_by_its_own_name():
+    given = {"q": np.zeros(3), "k": Exporter(np.zeros(3)), "v": None}
+    views = {name: arrays.view(dlpack.adopt(given[name], name), name) for name in "qk"}
+    error = BadParam(f"k is a {views['k'].kind} array but q is a {views['q'].kind} one")
+    rename(error, **dlpack.own_libraries(given))
+    assert str(error) == f"k is a {__name__.partition('.')[0]} array but q is a numpy one"
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.bool_])

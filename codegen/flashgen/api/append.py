@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.api.calls import MAX_PLANS, call_of, make_plan, ready
 from flashgen.api.kvcache import FIELDS, KVCache, Rotary
-from flashgen.errors import BadParam, BadTensorShape, BadTensorStrides, FlashgenError, NullPointer, rename
+from flashgen.errors import (
+    BadParam,
+    BadTensorShape,
+    BadTensorStrides,
+    FlashgenError,
+    NullPointer,
+    naming,
+    rename,
+)
 from flashgen.operators.append import APPEND
 from flashgen.operators.arguments import flag, length_bound, overlapping
 from flashgen.operators.maskoptions import NO_WINDOW, mask_type_name, window_of
@@ -168,7 +176,8 @@ class AppendPlan:
             _queue(self.append, first, self.attention, second, (*given, workspace))
         except FlashgenError as error:
             takes = {self.append.takes(): self._takes()}
-            rename(error, cu_seqlens_new="cu_seqlens_q", **takes, **FIELDS)
+            own = dlpack.own_libraries({"q": q, **named})
+            rename(error, cu_seqlens_new="cu_seqlens_q", **takes, **own, **FIELDS)
             if isinstance(error, torchkind.RequiresGradient):
                 raise error.of("plans") from None
             raise
@@ -418,7 +427,7 @@ def _interleaved(rotary: Rotary | None) -> bool | None:
 
 def _adopted(given: tuple[Any, ...], stream: Any) -> tuple[Any, ...]:
     """Native arrays over the memory of these. Raises what `dlpack.adopt` does, and BadParam for a cache that
-    cannot be written to.
+    cannot be written to, and for arrays of several libraries.
     """
     kind = arrays.kind_of(given[0])
     if kind is not None and kind.types.issuperset(map(type, given)):
@@ -430,10 +439,15 @@ def _adopted(given: tuple[Any, ...], stream: Any) -> tuple[Any, ...]:
                 f"{name} of the cache has type {type(x).__name__}, whose memory cannot be written to; pass "
                 "an array of another library"
             )
-    return tuple(
-        None if x is None else dlpack.adopt(x, argument.name, stream)
-        for argument, x in zip(APPEND.arguments, given, strict=True)
-    )
+    named = dict(zip(APPEND.positions, given, strict=True))
+    native = {name: None if x is None else dlpack.adopt(x, name, stream) for name, x in named.items()}
+    own = dlpack.own_libraries(named)
+    if own:  # while it is known of which library they were
+        with naming(**own):
+            arrays.check_libraries(
+                {name: arrays.view(x, name) for name, x in native.items() if x is not None}
+            )
+    return tuple(native.values())
 
 
 def _pair(new: Any) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from flashgen import logs
 from flashgen.api.backends import runner_for
 from flashgen.api.kvcache import arrays_instead
-from flashgen.errors import BadParam, InternalError
+from flashgen.errors import BadParam, InternalError, naming
 from flashgen.runtime import arrays, dlpack, torchkind
 from flashgen.runtime.plans import Plan, adopted, run_adopted
 
@@ -173,8 +173,9 @@ def ready(
         named = {argument.name: x for argument, x in zip(operator.arguments, given, strict=True)}
         given = tuple(adopted(operator, named, stream).values())
         kind = arrays.kind_of(given[0])
-    if not _are_all(kind, given):
-        _refuse_mixed(operator, given, options, scalars, backend, algorithm)
+        if not _are_all(kind, given):
+            with naming(**dlpack.own_libraries(named)):
+                _refuse_mixed(operator, given, options, scalars, backend, algorithm)
     known, pointers = _known(kind, operator, given, options, scalars, backend, algorithm)
     return known, known.ready(given, pointers, scalars, stream)
 
@@ -218,8 +219,10 @@ def make_plan(
         None if x is None else arrays.view(x, argument.name)
         for argument, x in zip(operator.arguments, native, strict=True)
     )
-    by_name = dict(zip([argument.name for argument in operator.arguments], views, strict=True))
-    arrays.check_libraries(by_name)
+    names = [argument.name for argument in operator.arguments]
+    by_name = dict(zip(names, views, strict=True))
+    with naming(**dlpack.own_libraries(dict(zip(names, given, strict=True)))):
+        arrays.check_libraries(by_name)
     problem = operator.normalise(views, options, (None,) * len(scalars))
     called = problem.with_scalars(scalars)  # raises what is wrong with them, ahead of compiling
     begin = time.perf_counter()

@@ -110,7 +110,8 @@ def _check_merge(pairs: list[tuple[Any, Any]], out: Any, lse_out: Any, stream: A
         name: None if x is None else arrays.view(dlpack.adopt(x, name, stream), name)
         for name, x in results.items()
     }
-    arrays.check_libraries(dict(zip(names, views, strict=True)) | written)
+    with naming(**dlpack.own_libraries(dict(zip(names, given, strict=True)) | results)):
+        arrays.check_libraries(dict(zip(names, views, strict=True)) | written)
     parts = list(zip(views[::2], views[1::2], strict=True))
     check_parts(parts)
     for number, part in enumerate(parts[1:], 2):

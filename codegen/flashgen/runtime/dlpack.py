@@ -15,7 +15,7 @@ from flashgen.runtime.arrays import cupy_kind, is_masked, kind_of
 from flashgen.runtime.cupykind import import_cupy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 # DLPack's device types and type codes: https://dmlc.github.io/dlpack/latest/c_api.html
 _DL_HOST = (1, 3)
@@ -105,6 +105,16 @@ def hand_back(result: Any, like: Any, inputs: tuple[Any, ...], stream: Any = Non
         return importer(source)
 
 
+def own_libraries(given: Mapping[str, Any]) -> dict[str, str]:
+    """For `errors.rename`: what errors that see adopted arrays, of NumPy or CuPy, call those of ``given``."""
+    return {
+        f"{name} is a {kind}": f"{name} is a {_library_of(x)}"
+        for name, x in given.items()
+        if x is not None and kind_of(x) is None
+        for kind in ("numpy", "cupy")
+    }
+
+
 def immutable(x: Any) -> bool:
     """Whether the library of ``x`` promises that its arrays never change."""
     return _is_jax(x)
@@ -155,6 +165,11 @@ def _refuse_tracer(x: Any, name: str) -> None:
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(x, jax.core.Tracer):
         raise BadParam(f"{name} is traced by JAX; call flashgen outside jax.jit, jax.vmap and jax.grad")
+
+
+def _library_of(x: Any) -> str:
+    # What JAX's arrays are of is the module that implements them.
+    return "jax" if _is_jax(x) else type(x).__module__.partition(".")[0]
 
 
 def _is_jax(x: Any) -> bool:

@@ -12,6 +12,7 @@ from flashgen.errors import (
     DeviceTypeNotSupported,
     InsufficientWorkspace,
     NullPointer,
+    naming,
 )
 from flashgen.operators.arguments import (
     DTYPE_BYTES,
@@ -496,7 +497,8 @@ def run_adopted(call: Any, operator: Any, given: dict[str, Any], stream: Any, **
     """
     first = given[operator.arguments[0].name]
     native = adopted(operator, given, stream)
-    results = call(**native, stream=stream, **rest)
+    with naming(**dlpack.own_libraries(given)):
+        results = call(**native, stream=stream, **rest)
     outputs = [argument.name for argument in operator.arguments if argument.is_output]
     inputs = tuple(native[argument.name] for argument in operator.arguments if not argument.is_output)
 
