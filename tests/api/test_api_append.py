@@ -129,6 +129,34 @@ def test_results_have_no_memory_in_what_is_appended(name, held):
     call(out=np.empty_like(out))
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_a_result_may_lie_between_what_is_appended_and_queries_between_the_keys(held):
+    """Of each token: q, k_new, v_new and out; of each slot: a key, and where there is a query, that."""
+    rng = np.random.default_rng()
+    cache, together, slots = cache_of(rng, False), numbers(rng, 3, 3, 4, 2, 32), numbers(rng, 3, 24, 4, 32)
+    between, *new, out = (together[:, :, each] for each in range(4))
+    within, slots[:, :, 2:] = slots[:, :3, :2], cache.k
+
+    def call(q, cache, **options):
+        if not held:
+            return flashgen.attention(q, cache, append=new, **options)
+        return flashgen.plan(q, cache, append=new, **options)(q, cache, new, **options)
+
+    for q in (between, within):
+        kept, own = together[:, :, :3].copy(), dataclasses.replace(copied(cache), k=slots[:, :, 2:])
+        queries = slots[:, :, :2].copy()
+        expected = call(q.copy(), copied(cache))
+        assert call(q, own, out=out) is out
+        np.testing.assert_array_equal(out, expected)
+        np.testing.assert_array_equal(together[:, :, :3], kept)
+        np.testing.assert_array_equal(slots[:, :, :2], queries)
+        across = together.reshape(3, 3, 8, 32)[:, :, 5:7]
+        with pytest.raises(flashgen.BadTensorStrides, match=r"^out overlaps v_new in memory; pass memory of"):
+            call(q, own, out=across)
+    with pytest.raises(flashgen.BadTensorStrides, match=r"^k overlaps q in memory; pass memory of"):
+        call(slots[:, :3, 1:3], own)
+
+
 @pytest.mark.skipif(bool(hostcompiler.why_unavailable()), reason="there is no C++ compiler")
 def test_memory_that_a_held_plan_is_given_is_that_of_no_input():
     rng = np.random.default_rng()

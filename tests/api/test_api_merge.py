@@ -83,6 +83,20 @@ def test_merge_names_what_is_wrong_before_it_writes():
     assert np.isnan(lse_out).all()
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_an_out_between_the_rows_of_the_parts(count):
+    together, lse = normal(2, 5, count + 1, 2, 8), normal(2, 2, 5)
+    given, out = [(together[:, :, each], lse) for each in range(count)], together[:, :, count]
+    before = together[:, :, :count].copy()
+    expected, _ = flashgen.merge(given)
+    assert flashgen.merge(given, out=out)[0] is out
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(together[:, :, :count], before)
+    across = together.reshape(2, 5, -1, 8)[:, :, 2 * count - 1 : 2 * count + 1]
+    with pytest.raises(errors.BadTensorStrides, match=f"^out overlaps o{count} in memory"):
+        flashgen.merge(given, out=across)
+
+
 def test_libraries_do_not_mix():
     torch = pytest.importorskip("torch")
     o, lse = normal(2, 5, 2, 8), normal(2, 2, 5)

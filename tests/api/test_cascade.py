@@ -284,6 +284,36 @@ def test_a_cascade_names_the_part_that_does_not_fit_before_it_writes():
     assert np.isnan(out).all()
 
 
+def test_an_out_between_the_queries_and_keys_of_each_token():
+    together = normal(BATCH, ROWS, 4, KV_HEADS, WIDTH)
+    q, k, v, out = (together[:, :, each] for each in range(4))
+    other, before = keys(9)[0], together[:, :, :3].copy()
+    given = [(other, other), (k, v)]
+    expected = flashgen.cascade(q, given, causal=True)
+    for _ in range(2):  # the second time the layouts are known
+        assert flashgen.cascade(q, given, causal=True, out=out) is out
+        np.testing.assert_array_equal(out, expected)
+        np.testing.assert_array_equal(together[:, :, :3], before)
+        across = together.reshape(BATCH, ROWS, 4 * KV_HEADS, WIDTH)[:, :, 5 : 5 + KV_HEADS]
+        with pytest.raises(errors.BadTensorStrides, match=r"^out overlaps v of parts\[1\] in memory"):
+            flashgen.cascade(q, given, causal=True, out=across)
+
+
+def test_an_out_between_the_rows_of_a_table():
+    q, given = normal(BATCH, 1, HEADS, WIDTH), keys(40)
+    row = HEADS * WIDTH_V
+    together = np.zeros((BATCH, row + 4), np.float32)
+    out, pages = together[:, :row].reshape(BATCH, 1, HEADS, WIDTH_V), together[:, row:].view(np.int32)[:, :2]
+    k, v = (x.reshape(BATCH * 2, 20, KV_HEADS, -1) for x in given)
+    pages[...] = np.arange(BATCH * 2).reshape(BATCH, 2)
+    cache = flashgen.KVCache(k, v, np.full(BATCH, 40, np.int32), pages=pages)
+    assert np.shares_memory(out, together)
+    expected = flashgen.cascade(q, [given, cache])
+    np.testing.assert_array_equal(flashgen.cascade(q, [given, cache], out=out), expected)
+    with pytest.raises(errors.BadTensorStrides, match=r"^parts\[1\]: out overlaps pages in memory"):
+        flashgen.cascade(q, [given, cache], out=together[:, 4:].reshape(out.shape))
+
+
 def test_a_cascade_finds_a_misaligned_part_before_its_first_call(monkeypatch):
     q, (k, v) = normal(BATCH, ROWS, HEADS, WIDTH), keys(9)
     memory = np.zeros(v.size + 8, np.float32)

@@ -22,12 +22,13 @@ from flashgen.operators.append import APPEND
 from flashgen.operators.arguments import flag, length_bound, overlapping
 from flashgen.operators.maskoptions import NO_WINDOW, mask_type_name, window_of
 from flashgen.runtime import arrays, check, dlpack, hostarrays, torchkind
-from flashgen.runtime.plans import adopted
+from flashgen.runtime.plans import adopted, placed_workspace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from flashgen.api.asked import Asked
+    from flashgen.operators.arguments import Placed
     from flashgen.runtime.arrays import Arrays
     from flashgen.runtime.plans import Plan, Ready
     from flashgen.schedule.plan import Step
@@ -497,7 +498,8 @@ def _queue(append: Plan, first: Ready, attention: Plan, second: Ready, own: tupl
 class _Memory(NamedTuple):
     """Where two calls could meet, as positions of arguments. ``behind`` are inputs of the attention alone,
     ``written`` those of its arguments that the append writes to, ``results`` what it writes itself, and
-    ``ahead`` inputs of the append alone. ``spans`` are those of the attention, its workspace at the end.
+    ``ahead`` inputs of the append alone. ``spans`` and ``placed`` are those of the attention, its workspace
+    at the end.
     """
 
     behind: tuple[int, ...]
@@ -505,7 +507,9 @@ class _Memory(NamedTuple):
     results: tuple[int, ...]
     ahead: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
+    placed: tuple[Placed | None, ...]
     spans_ahead: tuple[tuple[int, int], ...]
+    placed_ahead: tuple[Placed, ...]
 
 
 def _check_apart(
@@ -517,13 +521,15 @@ def _check_apart(
     memory = _memory(append, attention, first[1][_ROTATED] is not None)
     arguments, count = attention.problem.operator.arguments, len(attention.problem.operator.arguments)
     for place in memory.behind:
-        for other in overlapping(place, memory.spans[:count], pointers[:count]):
+        for other in overlapping(place, memory.spans[:count], pointers[:count], memory.placed):
             if other in memory.written:
                 raise _overlap(memory.written[other], arguments[place].name)
     for place in memory.results:
         if own[place] is not None:
             pointers_ahead = pointers[place], *(first[2][other] for other in memory.ahead)
-            for other in overlapping(0, (memory.spans[place], *memory.spans_ahead), pointers_ahead):
+            spans_ahead = memory.spans[place], *memory.spans_ahead
+            placed_ahead = memory.placed[place], *memory.placed_ahead
+            for other in overlapping(0, spans_ahead, pointers_ahead, placed_ahead):
                 name = "workspace" if place == count else arguments[place].name
                 raise _overlap(name, APPEND.arguments[memory.ahead[other - 1]].name)
 
@@ -540,7 +546,8 @@ def _memory(append: Plan, attention: Plan, rotates: bool) -> _Memory:
     both = {"cu_seqlens_q", "cu_seqlens_new", "index", "pages"}
     behind = (positions[name] for name in attention.inputs() if name not in both | written.keys())
     ahead = [APPEND.position(name) for name in append.inputs() if name not in both]
-    spans_ahead = append.problem.spans()
+    placed = append.problem.placed()
+    placed_ahead = tuple(placed[place] for place in ahead)
     size = attention.workspace_bytes
     return _Memory(
         tuple(behind),
@@ -548,7 +555,9 @@ def _memory(append: Plan, attention: Plan, rotates: bool) -> _Memory:
         (*problem.results, *([len(positions)] if size else [])),
         tuple(ahead),
         (*problem.spans(), (0, size)),
-        tuple(spans_ahead[place] for place in ahead),
+        (*problem.placed(), placed_workspace(size)),
+        tuple(each.span() for each in placed_ahead),
+        placed_ahead,
     )
 
 

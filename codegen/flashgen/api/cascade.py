@@ -11,7 +11,7 @@ from flashgen.api.calls import ready
 from flashgen.api.kvcache import KVCache
 from flashgen.api.merge import check_list, check_pair, merge
 from flashgen.errors import BadParam, BadTensorShape, BadTensorStrides, FlashgenError, NullPointer, naming
-from flashgen.operators.arguments import DTYPE_BYTES, check_memory, flag, overlapping, span_of
+from flashgen.operators.arguments import Placed, check_memory, flag, normal_strides, overlapping
 from flashgen.operators.attention import ATTENTION
 from flashgen.operators.attention import normalise as normalise_attention
 from flashgen.operators.contract import MAX_SEQLEN, check_out, check_rank
@@ -31,9 +31,10 @@ _POSITIONAL = ("mask", "mask_type", "window_size", "alibi_slopes", "score", "par
 # Arguments that are no part's.
 _OF_CALL = ("softmax_scale", "softcap", "stream", "backend")
 # Layouts of cascades that were found to fit, so that later calls need not look again, with the bytes from the
-# pointer of each array that it touches.
+# pointer of each array that it touches, and how it lies.
 _MAX_SOUND = 1024
-_sound: dict[Any, tuple[tuple[int, int], ...]] = {}
+_Memory = tuple[tuple[tuple[int, int], ...], tuple[Placed | None, ...]]
+_sound: dict[Any, _Memory] = {}
 
 
 def cascade(
@@ -216,7 +217,8 @@ def _check_apart(out: Any, operator: Operator, given: Sequence[Any]) -> None:
     names = {"kv_lengths": "lengths", "pages": "pages", "index": "index"}
     tables = {names[x]: given[operator.position(x)] for x in names if given[operator.position(x)] is not None}
     views = [arrays.view(out, "out"), *(arrays.view(x, name) for name, x in tables.items())]
-    for place in overlapping(0, [_span(x) for x in views], [x.pointer for x in views]):
+    spans, placed = _memory(views)
+    for place in overlapping(0, spans, [x.pointer for x in views], placed):
         raise BadTensorStrides(f"out overlaps {[*tables][place - 1]} in memory; pass memory of its own")
 
 
@@ -235,9 +237,9 @@ def _check_cascade(q: Any, parts: list[tuple[Any, Any] | KVCache], out: Any, cau
             key = (kind.name, layouts, causal, is_cache)
         except RuntimeError:  # an array without memory: its view says so
             key = None
-        spans = _sound.get(key)
-        if spans is not None:
-            _check_memory(pointers, spans)
+        memory = _sound.get(key)
+        if memory is not None:
+            _check_memory(pointers, *memory)
             return
     view, out_view = arrays.view(q, "q"), None if out is None else arrays.view(out, "out")
     arrays.check_libraries({"q": view, "out": out_view})
@@ -262,15 +264,23 @@ def _check_cascade(q: Any, parts: list[tuple[Any, Any] | KVCache], out: Any, cau
     if key is not None:
         if len(_sound) >= _MAX_SOUND:
             _sound.clear()
-        spans = _sound[key] = tuple((0, 0) if x is None else _span(kind.view(x)) for x in given)
-        _check_memory(pointers, spans)
+        memory = _sound[key] = _memory([None if x is None else kind.view(x) for x in given])
+        _check_memory(pointers, *memory)
 
 
-def _span(view: ArrayView) -> tuple[int, int]:
-    return span_of(view.shape, (view.strides or ())[:-1], DTYPE_BYTES[view.dtype])
+def _memory(views: Sequence[ArrayView | None]) -> _Memory:
+    """Where arrays lie from their pointers, in the shapes that the caller gave them."""
+    argument = ATTENTION.arguments[0]  # the same for all: nothing but their layout is looked at
+    placed = tuple(
+        None if x is None else Placed(argument, x.shape, normal_strides(x.shape, x.strides or ()), x.dtype)
+        for x in views
+    )
+    return tuple((0, 0) if each is None else each.span() for each in placed), placed
 
 
-def _check_memory(pointers: Sequence[int], spans: Sequence[tuple[int, int]]) -> None:
+def _check_memory(
+    pointers: Sequence[int], spans: Sequence[tuple[int, int]], placed: Sequence[Placed | None]
+) -> None:
     """That each of q, out, and k and v of each part begins where attention takes it, and that out touches no
     other one: several calls read these. Raises NullPointer, BadTensorStrides.
     """
@@ -282,7 +292,7 @@ def _check_memory(pointers: Sequence[int], spans: Sequence[tuple[int, int]]) -> 
             check_memory((k, v), spans[part], pointers[part], ())
     if spans[1] == (0, 0):
         return
-    for place in overlapping(1, spans, pointers):
+    for place in overlapping(1, spans, pointers, placed):
         name = "q" if place == 0 else f"{'kv'[place % 2]} of parts[{place // 2 - 1}]"
         raise BadTensorStrides(f"out overlaps {name} in memory; pass memory of its own")
 

@@ -148,18 +148,14 @@ class Placed(NamedTuple):
 
     def span(self) -> tuple[int, int]:
         """The first byte touched and the one past the last, from the pointer."""
-        return span_of(self.extents, self.strides, self.element_bytes)
-
-
-def span_of(extents: Sequence[int], strides: Strides, element_bytes: int) -> tuple[int, int]:
-    """`Placed.span` of an array of these extents; ``strides`` are those of all dimensions but the last."""
-    if 0 in extents:
-        return 0, 0
-    steps = [
-        (extent - 1) * stride * element_bytes for extent, stride in zip(extents[:-1], strides, strict=True)
-    ]
-    below, above = (step for step in steps if step < 0), (step for step in steps if step > 0)
-    return sum(below), sum(above) + (extents[-1] if extents else 1) * element_bytes
+        if 0 in self.extents:
+            return 0, 0
+        steps = [
+            (extent - 1) * stride * self.element_bytes
+            for extent, stride in zip(self.extents[:-1], self.strides, strict=True)
+        ]
+        below, above = (step for step in steps if step < 0), (step for step in steps if step > 0)
+        return sum(below), sum(above) + self.row_bytes
 
 
 def on_device(device: int | None) -> str:
@@ -354,8 +350,7 @@ def check_memory(
     """Check the pointers of one call; ``spans`` and ``pointers`` are in the order of ``arguments``.
 
     ``written`` lists the positions of the outputs that the caller passed, whose overlap with another array
-    must be ruled out. Two arrays overlap when their address ranges do. Where ``placed`` says how they lie
-    they may interleave, as Q, K and V of each token do in one array.
+    must be ruled out, as `overlapping` finds it.
 
     Raises NullPointer for an array without memory, BadTensorStrides for a misaligned or overlapping one.
     """
@@ -370,19 +365,26 @@ def check_memory(
                 f"{argument.alignment} bytes; pass a copy or a slice that starts at an aligned element"
             )
     for target in written:
-        for other in overlapping(target, spans, pointers):
-            if placed and interleave(placed[target], placed[other], pointers[other] - pointers[target]):
-                continue
+        for other in overlapping(target, spans, pointers, placed):
             raise BadTensorStrides(
                 f"{arguments[target].name} overlaps {arguments[other].name} in memory; pass memory of its own"
             )
 
 
-def overlapping(target: int, spans: Sequence[tuple[int, int]], pointers: Sequence[int]) -> Iterator[int]:
-    """The positions of the other arrays, of those that have bytes, whose address ranges meet that of one."""
+def overlapping(
+    target: int,
+    spans: Sequence[tuple[int, int]],
+    pointers: Sequence[int],
+    placed: Sequence[Placed | None],
+) -> Iterator[int]:
+    """The positions of the other arrays, of those that have bytes, whose address ranges meet that of one.
+    Where ``placed`` says how arrays lie they may interleave, as Q, K and V of each token do in one array.
+    """
     start, end = pointers[target] + spans[target][0], pointers[target] + spans[target][1]
     for other, ((low, high), pointer) in enumerate(zip(spans, pointers, strict=True)):
-        if other != target and low < high and pointer + low < end and start < pointer + high:
+        if other == target or low == high or pointer + low >= end or start >= pointer + high:
+            continue
+        if not placed or not interleave(placed[target], placed[other], pointer - pointers[target]):
             yield other
 
 

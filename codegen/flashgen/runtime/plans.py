@@ -366,7 +366,7 @@ class Plan:
         placed = problem.placed()
         if self._needed and own_workspace:
             arguments, written = (*arguments, _WORKSPACE), [*written, count]
-            placed = (*placed, Placed(_WORKSPACE, (self._needed,), (), "uint8"))
+            placed = (*placed, placed_workspace(self._needed))
         spans = [(0, 0) if each is None else each.span() for each in placed]
         check_memory(arguments, spans, pointers[: len(arguments)], written, placed)
         called = problem.with_scalars(scalars)
@@ -465,6 +465,11 @@ def _check_like(argument: Argument, view: ArrayView, problem: Problem, shape: tu
             f"{name} has strides {(*strides[ahead:], 1)} (in elements); the plan was made for "
             f"{(*placed.strides[ahead:], 1)}"
         )
+
+
+def placed_workspace(size: int) -> Placed:
+    """How a workspace of so many bytes lies."""
+    return Placed(_WORKSPACE, (size,), (), "uint8")
 
 
 def _no_work(arrays: Arrays, stream: int) -> None:
