@@ -3,11 +3,12 @@ cascade do what they do in eager mode. On the CPU.
 """
 
 import copy
+import dataclasses
 
 import pytest
 
 import flashgen
-from flashgen.errors import BadParam, BadTensorShape, DeviceTypeNotSupported, NullPointer
+from flashgen.errors import BadParam, BadTensorShape, DeviceTypeNotSupported, FlashgenError, NullPointer
 from flashgen.simulator import hostcompiler
 
 torch = pytest.importorskip("torch")
@@ -320,6 +321,40 @@ def test_what_has_no_gradient_says_so(way):
     refuses(
         r"^k_new: .* of append\(\)$", lambda new: flashgen.append(cache, new, new), 3, ROWS, KV_HEADS, WIDTH
     )
+
+
+def calls_that_fail():
+    """By what is wrong in each: found when the graph runs, as tensors are looked at there."""
+    x = given()
+    q, (k, v), (new, _) = x["q"], parts(x)[0], x["new"]
+    slopes, lse = torch.rand(HEADS - 1), torch.zeros(3, HEADS, ROWS)
+    pages = flashgen.KVCache(*x["kv"].unbind(1), x["lengths"], x["pages"])
+    wrong = dataclasses.replace(pages, lengths=x["lengths"].long())
+    halves = dataclasses.replace(pages, k=pages.k.half())
+    return {
+        "alibi_slopes": lambda q: flashgen.attention(q, k, v, alibi_slopes=slopes, causal=True),
+        "softcap": lambda q: flashgen.attention(q, k, v, softcap=1e39),
+        "cap": lambda q: flashgen.attention(q, k, v, score="softcap", params={"cap": 1e39}),
+        "alibi_slopes beside out": lambda q: flashgen.attention(
+            q, k, v, alibi_slopes=slopes, out=torch.empty_like(q)
+        ),
+        "slope": lambda q: flashgen.attention(q, k, v, score="alibi", params={"slope": slopes}),
+        "softcap of a backward pass": lambda q: flashgen.attention_backward(q, q, k, v, q, lse, softcap=1e39),
+        "lengths": lambda q: flashgen.attention(q, wrong),
+        "k beside append": lambda q: flashgen.attention(q, halves, append=(new, new)),
+        "k": lambda q: flashgen.append(halves, q[:, :, :KV_HEADS], new),
+    }, q
+
+
+@pytest.mark.parametrize("name", calls_that_fail()[0])
+def test_errors_in_a_graph_call_arguments_as_those_of_eager_calls_do(name):
+    calls, q = calls_that_fail()
+    with pytest.raises(FlashgenError, match=f"^{name.partition(' ')[0]} ") as eager:
+        calls[name](q)
+    torch.compiler.reset()
+    with pytest.raises(eager.type) as found:
+        torch.compile(calls[name], fullgraph=True, backend="aot_eager")(q)
+    assert str(found.value) == str(eager.value)
 
 
 def test_what_is_wrong_is_told_where_it_is_traced():

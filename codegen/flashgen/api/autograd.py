@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flashgen.api.asked import LENGTHS, MASK_WITH_LENGTHS, asked, asked_backward, named_score
+from flashgen.api.asked import LENGTHS, MASK_WITH_LENGTHS, asked, asked_backward, named_score, names_given
 from flashgen.api.calls import call
-from flashgen.errors import BadParam, DeviceTypeNotSupported, NullPointer
+from flashgen.errors import BadParam, DeviceTypeNotSupported, FlashgenError, NullPointer, rename
 from flashgen.operators.arguments import ROW_ALIGNMENT, flag, length_bound
 from flashgen.operators.contract import check_rank, scale_of
 from flashgen.operators.maskoptions import mask_type_name, sees_no_later_key, window_of
@@ -33,8 +33,9 @@ _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 class Options(NamedTuple):
     """What is no tensor of a call, in types that a graph can hold. ``score`` and ``array_names`` are names
-    joined by commas, ``numbers`` such as "cap=30.0,other=2.0": autograd takes no list of floats. ``splits``
-    is "auto", "4", or "every 256".
+    joined by commas, ``numbers`` such as "cap=30.0,other=2.0": autograd takes no list of floats. Where
+    ``score`` is empty they are "alibi_slopes" and "softcap=30.0", as errors are to call them. ``splits`` is
+    "auto", "4", or "every 256".
     """
 
     causal: bool
@@ -64,14 +65,19 @@ class Options(NamedTuple):
 
     def of_score(self, arrays: list[Tensor]) -> tuple[Any, ...]:
         """softcap, alibi_slopes, score and params, as ``attention`` takes them."""
-        if not self.score:
-            return None, None, None, None
-        given = dict(zip(_split(self.array_names), arrays, strict=True))
+        given: dict[str, Any] = dict(zip(_split(self.array_names), arrays, strict=True))
         for pair in _split(self.numbers):
             name, value = pair.split("=")
             # A parameter that is an integer takes no float.
             given[name] = int(value) if value.lstrip("-").isdigit() else float(value)
+        if not self.score:
+            return given.get("softcap"), given.get("alibi_slopes"), None, None
         return None, None, _split(self.score), given
+
+    def names_given(self, k: Any, arrays: list[Tensor]) -> dict[str, str]:
+        """`asked.names_given` of a call in a graph, where no error passes through ``attention``."""
+        softcap, alibi_slopes, *_ = self.of_score(arrays)
+        return names_given(k, alibi_slopes, softcap=softcap)
 
     def asked(
         self,
@@ -209,6 +215,9 @@ def _written(of_score: tuple[Any, ...], masking: tuple[Any, ...]) -> tuple[str, 
         return "", "", "", []
     _refuse_derivatives({"alibi_slopes": alibi_slopes, **(params if isinstance(params, Mapping) else {})})
     names, given = named_score(*of_score, sees_no_later_key(*masking))
+    if score is None:
+        both = {"softcap": softcap, "alibi_slopes": alibi_slopes}
+        names, given = (), {name: x for name, x in both.items() if x is not None}
     arrays = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     numbers = (f"{name}={_number(name, x)!r}" for name, x in given.items() if name not in arrays)
     return ",".join(names), ",".join(arrays), ",".join(numbers), list(arrays.values())
@@ -287,8 +296,12 @@ def _attend(
     """out and lse, where nothing is recorded."""
     options = Options(*given)
     lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv
-    wanted = options.asked((q, k, v, mask, None), arrays, lengths, return_lse=True)
-    return call(*wanted, stream=None, backend=options.backend, algorithm=options.algorithm)
+    try:
+        wanted = options.asked((q, k, v, mask, None), arrays, lengths, return_lse=True)
+        return call(*wanted, stream=None, backend=options.backend, algorithm=options.algorithm)
+    except FlashgenError as error:
+        rename(error, **options.names_given(k, arrays))
+        raise
 
 
 @torch.library.custom_op(
@@ -327,15 +340,27 @@ def _differentiate(
     """dq, dk and dv, where nothing is recorded."""
     options = Options(*given)
     dlse = None if dlse is None else _one(dlse).contiguous()
-    wanted = asked_backward(
-        (_with_rows(dout), q, k, v, mask, _with_rows(out), lse.contiguous(), dlse, None, None, None),
-        options.masking,
-        options.softmax_scale,
-        options.of_score(arrays),
-        (kv_lengths, cu_seqlens_q, cu_seqlens_kv, options.max_seqlen_q, options.max_seqlen_kv),
-        options.deterministic,
-    )
-    return call(*wanted, stream=None, backend=options.backend)
+    tensors = _with_rows(dout), q, k, v, mask, _with_rows(out), lse.contiguous(), dlse, None, None, None
+    return differentiate(tensors, arrays, (kv_lengths, cu_seqlens_q, cu_seqlens_kv), options)
+
+
+def differentiate(
+    tensors: tuple[Any, ...], arrays: list[Tensor], lengths: tuple[Any, ...], options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv. ``tensors`` are dout, q, k, v, mask, out, lse, dlse, dq, dk and dv."""
+    try:
+        wanted = asked_backward(
+            tensors,
+            options.masking,
+            options.softmax_scale,
+            options.of_score(arrays),
+            (*lengths, options.max_seqlen_q, options.max_seqlen_kv),
+            options.deterministic,
+        )
+        return call(*wanted, stream=None, backend=options.backend)
+    except FlashgenError as error:
+        rename(error, **options.names_given(None, arrays))
+        raise
 
 
 @torch.library.custom_op(

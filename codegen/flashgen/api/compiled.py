@@ -21,12 +21,13 @@ from flashgen.api.autograd import (
     Options,
     check_meta,
     check_tensors,
+    differentiate,
     options_of,
     refuse_transforms,
 )
 from flashgen.api.calls import call
-from flashgen.api.kvcache import KVCache
-from flashgen.errors import BadParam, NullPointer
+from flashgen.api.kvcache import FIELDS, KVCache
+from flashgen.errors import BadParam, NullPointer, naming
 from flashgen.operators.append import APPEND
 from flashgen.operators.arguments import flag
 from flashgen.operators.merge import MERGE
@@ -197,10 +198,11 @@ def _attend(
     if index is not None or pages is not None:
         k, v, kv_lengths = KVCache(k, v, kv_lengths, pages, index), None, None
     lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv
-    operator, tensors, *how = options.asked((q, k, v, mask, out), arrays, lengths, lse is not None)
-    place = operator.position("lse")
-    tensors = *tensors[:place], lse, *tensors[place + 1 :]
-    call(operator, tensors, *how, stream=None, backend=options.backend, algorithm=options.algorithm)
+    with naming(**options.names_given(k, arrays)):
+        operator, tensors, *how = options.asked((q, k, v, mask, out), arrays, lengths, lse is not None)
+        place = operator.position("lse")
+        tensors = *tensors[:place], lse, *tensors[place + 1 :]
+        call(operator, tensors, *how, stream=None, backend=options.backend, algorithm=options.algorithm)
 
 
 @torch.library.custom_op(
@@ -212,16 +214,8 @@ def _attend(
 def _differentiate(*given: Any) -> None:
     *tensors, arrays, kv_lengths, cu_seqlens_q, cu_seqlens_kv = given[:12]
     *rest, dq, dk, dv = given[12:]
-    options = Options(*rest)
-    wanted = asked_backward(
-        (*tensors, dq, dk, dv),
-        options.masking,
-        options.softmax_scale,
-        options.of_score(arrays),
-        (kv_lengths, cu_seqlens_q, cu_seqlens_kv, options.max_seqlen_q, options.max_seqlen_kv),
-        options.deterministic,
-    )
-    call(*wanted, stream=None, backend=options.backend)
+    lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv
+    differentiate((*tensors, dq, dk, dv), arrays, lengths, Options(*rest))
 
 
 @torch.library.custom_op(
@@ -234,7 +228,8 @@ def _differentiate(*given: Any) -> None:
 )
 def _append(*given: Any) -> None:
     *arrays, interleaved, q_positions, backend = given
-    call(APPEND, tuple(arrays), (interleaved, q_positions), stream=None, backend=backend)
+    with naming(**FIELDS):
+        call(APPEND, tuple(arrays), (interleaved, q_positions), stream=None, backend=backend)
 
 
 @torch.library.custom_op(
