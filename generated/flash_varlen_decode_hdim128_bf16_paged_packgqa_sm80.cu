@@ -428,14 +428,16 @@ struct Pages {
     int of_key[(kGroupKeys + 31) / 32];
 };
 
-// Loads them from a sequence's page table, which is not read for keys from `valid_rows` on. Nothing here waits for the loads.
-__device__ __forceinline__ Pages find_pages(const Params& params, const int32_t* pages, int first_key, int valid_rows) {
+// Loads them from a sequence's page table, which is not read for keys from `valid_rows` on. Nothing here waits for the loads. An `early` one
+// may come ahead of griddepcontrol.wait, so it bypasses L1, where a later one would find what is stale.
+__device__ __forceinline__ Pages find_pages(const Params& params, const int32_t* pages, int first_key, int valid_rows, bool early) {
     Pages found;
 #pragma unroll
     for (int first = 0; first < kGroupKeys; first += 32) {
         const int row = first + threadIdx.x % 32;
-        const int page_of_sequence = divide(first_key + row, params.page_size_divisor);
-        found.of_key[first / 32] = row < min(valid_rows, kGroupKeys) ? load_relaxed_32(pages + page_of_sequence) : 0;
+        const int32_t* entry = pages + divide(first_key + row, params.page_size_divisor);
+        const bool valid = row < min(valid_rows, kGroupKeys);
+        found.of_key[first / 32] = !valid ? 0 : early ? load_relaxed_32(entry) : load_global_32(entry);
     }
     return found;
 }
@@ -520,7 +522,7 @@ struct Fetch {
 };
 
 __device__ __forceinline__ Pages find_pages(const Params& params, const Fetch& fetch) {
-    return find_pages(params, fetch.page_table, fetch.first_key, fetch.place.lengths.keys.count - fetch.first_key);
+    return find_pages(params, fetch.page_table, fetch.first_key, fetch.place.lengths.keys.count - fetch.first_key, true);
 }
 
 // `params` are those of the sequence at `place`.

@@ -82,6 +82,10 @@ def load(variant: Variant, device: Device, found: Found | None = None) -> Kernel
     return kernel
 
 
+# Clusters up to this size run on every GPU that has clusters; a kernel says that it may have a larger one.
+PORTABLE_CLUSTER = 8
+NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # CU_FUNC_ATTRIBUTE_..., which CuPy does not name
+
 def _load(variant: Variant, device: Device, found: Found | None) -> Kernel:
     from cupy.cuda.function import Module
     from cupy_backends.cuda.api import driver
@@ -97,6 +101,8 @@ def _load(variant: Variant, device: Device, found: Found | None) -> Kernel:
         # Under lazy loading this is also what brings the code onto the device, ahead of the first launch.
         limit = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         driver.funcSetAttribute(function.ptr, limit, variant.smem_bytes)
+        if variant.grid.cluster > PORTABLE_CLUSTER:
+            driver.funcSetAttribute(function.ptr, NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
         if compiled.is_ptx:
             compiled = compiled._replace(**_resources(driver, function.ptr))
     except driver.CUDADriverError as error:

@@ -62,6 +62,11 @@ if TYPE_CHECKING:
 # Fitted to measured calls (docs/tuning.md). With a share x of its parts at work, a tile takes x ** _IDLE of
 # its time; a grid of tiles that differ in length ends _LAST of a mean one after an equal share of them.
 _IDLE, _LAST = 1 / 3, 0.35
+# A thread block that is alone on its multiprocessor reads keys at so many times an equal part of memory's rate.
+# Where it is not, since a grid has more of them than half of the multiprocessors, clusters of n thread blocks
+# take 1 + n * _CROWDED of the time. Of several sequences whose lengths only the device knows, the longest is
+# taken to have _UNEVEN times the keys of the mean.
+_ALONE, _CROWDED, _UNEVEN = 2.6, 0.025, 2
 # The rate of packed rows, each of which finds its query and its head by a division, over that of others.
 _PACKED = 0.97
 
@@ -190,7 +195,10 @@ def splitting(
     none; ``too_many`` are the variants for which the call has too many rows, to say so.
     """
     variants = tuple(variants)
-    if problem.splits in (AUTO, 1):
+    if problem.splits == AUTO:
+        return variants
+    variants = tuple(variant for variant in variants if not variant.grid.shared_tiles)
+    if problem.splits == 1:
         return variants
     able = tuple(variant for variant in variants if variant.grid.shares)
     if not isinstance(problem.splits, SplitEvery):
@@ -251,9 +259,14 @@ def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
 
     In a grid of shares, the busiest multiprocessor visits the KV blocks of its shares, each of which is of
     one tile or several, and ``split_gain`` more where tiles are split and have to be combined.
+
+    Where a cluster shares a tile, memory is the limit, or what a thread block reads, and ``split_gain`` KV
+    blocks are added for combining.
     """
     if variant.grid.shares:
         return _cost_of_shares(problem, device, variant)
+    if variant.grid.shared_tiles:
+        return _cost_of_clusters(problem, device, variant)
     if variant.grid.tile(KEYS):
         return _cost_of_keys(problem, device, variant)
     block_m, room = variant.grid.covers[0][1], variant.grid.blocks_per_sm if variant.fill else 1
@@ -287,6 +300,18 @@ def _rate(variant: Variant) -> float:
     """Scores in a time, on the scale of ``efficiency``."""
     packed = dict(variant.axes).get("gqa") == "packed"  # not every operator has groups of heads
     return variant.efficiency * (_PACKED if packed else 1)
+
+
+def _cost_of_clusters(problem: Problem, device: Device, variant: Variant) -> float:
+    block_m, of_block, cluster = variant.grid.covers[0][1], variant.visits.keys, variant.grid.cluster
+    longest, count = visited_keys(problem, variant).most, tiles(problem, variant)
+    part = -(-longest // (cluster * of_block)) * of_block
+    if problem.lengths_on_device and problem.sizes["batch"] > 1:
+        part *= _UNEVEN
+    keys = max(count * longest / device.num_sms, part / _ALONE)
+    if 2 * count * cluster > device.num_sms:
+        keys *= 1 + cluster * _CROWDED
+    return (keys + variant.grid.split_gain * of_block) * block_m / _rate(variant)
 
 
 def _cost_of_shares(problem: Problem, device: Device, variant: Variant) -> float:

@@ -64,8 +64,8 @@ def all_heads(problem: Problem, variant: Variant, parts: int = 1) -> int:
 def row_blocks(problem: Problem, variant: Variant) -> int:
     """Tiles of one (batch, head) along the first dimension that the grid covers, in whole clusters."""
     dimension, tile = variant.grid.covers[0]
-    clusters = -(-extents(problem, variant)[dimension] // (tile * variant.grid.cluster))
-    return clusters * variant.grid.cluster
+    whole = 1 if variant.grid.shared_tiles else variant.grid.cluster
+    return -(-extents(problem, variant)[dimension] // (tile * whole)) * whole
 
 
 def tiles(problem: Problem, variant: Variant) -> int:
@@ -153,6 +153,7 @@ def launch_of(
         return Launch(num_shares, variant.threads, variant.smem_bytes)
     blocks = tiles(problem, variant) * (parts if variant.grid.part_time else 1)
     blocks += tiles_beside(problem, variant)
+    blocks *= variant.grid.cluster if variant.grid.shared_tiles else 1
     if blocks > MAX_BLOCKS:
         sizes = ", ".join(f"{name} {size}" for name, size in problem.sizes.items())
         raise BadTensorShape(

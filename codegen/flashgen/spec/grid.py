@@ -10,7 +10,14 @@ from typing import NamedTuple
 # What the blocks of a launch do: one tile each; the same, of sequences whose lengths the kernel finds; or, no
 # more of them than run at a time, tile after tile; the same of sequences; or each an equal share of the KV
 # blocks of all tiles, and of a step that combines, one for each share of the main step.
-SCHEDULES = ("tile_per_block", "sequences", "persistent", "persistent_sequences", "shares")
+SCHEDULES = (
+    "tile_per_block",
+    "tile_per_cluster",
+    "sequences",
+    "persistent",
+    "persistent_sequences",
+    "shares",
+)
 
 # In the shape of a workspace array: the parts of tiles that the main step's shares may leave to combine.
 NUM_PARTS = "num_parts"
@@ -51,6 +58,10 @@ class Grid(NamedTuple):
     @property
     def of_sequences(self) -> bool:
         return self.schedule in ("sequences", "persistent_sequences")
+
+    @property
+    def shared_tiles(self) -> bool:
+        return self.schedule == "tile_per_cluster"
 
     @property
     def shares(self) -> bool:

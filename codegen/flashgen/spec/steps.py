@@ -178,7 +178,7 @@ class StepTable:
         positive += (step_rows,) if self._of_keys else ()
         if min(positive) < 1 or min(from_last_row, split_gain, part_time, step_rows, in_turns) < 0:
             raise error(f"an extent of `grid` or `visits` is below 1 for {where()}")
-        if cluster > 1 and self.step.schedule not in ("tile_per_block", "sequences"):
+        if cluster > 1 and self.step.schedule not in ("tile_per_block", "tile_per_cluster", "sequences"):
             raise error(f"clusters of {cluster} for {where()}: only with one thread block to each tile")
         boxes = self._boxes.at(values, where)
         numbers = (from_last_row, split_gain, part_time, cluster, step_rows, in_turns, beside)

@@ -5,6 +5,7 @@
 // stand in for it.
 #pragma once
 
+#include "flashgen/cluster.cuh"
 #include "flashgen/ptx.cuh"
 
 // A CUtensorMap: what TMA knows of a tensor in global memory. Made by the host, opaque here.
@@ -29,39 +30,6 @@ __device__ __forceinline__ bool elect_one() {
     int elected;
     asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.s32 %0, 1, 0, p;\n}\n" : "=r"(elected));
     return elected != 0;
-}
-
-// mbarrier.init: a barrier whose phase ends after `arrivals` arrivals (and the bytes that were announced).
-__device__ __forceinline__ void mbarrier_init(shared_address barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-// fence.mbarrier_init: makes initialised barriers visible to TMA.
-__device__ __forceinline__ void fence_mbarrier_init() {
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
-}
-
-// mbarrier.arrive.
-__device__ __forceinline__ void mbarrier_arrive(shared_address barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
-}
-
-// mbarrier.arrive.expect_tx: arrives and announces bytes that asynchronous copies will bring in this phase.
-__device__ __forceinline__ void mbarrier_arrive_expect_tx(shared_address barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-// mbarrier.try_wait.parity, again and again: returns when the phase of the given parity has ended.
-__device__ __forceinline__ void mbarrier_wait(shared_address barrier, int parity) {
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "WAIT:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra DONE;\n"
-        "bra WAIT;\n"
-        "DONE:\n}\n" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
 }
 
 // cp.async.bulk.tensor.4d: a box of the tensor at the given coordinates into shared memory; what lies outside the tensor
@@ -106,34 +74,6 @@ __device__ __forceinline__ void bulk_load(shared_address destination, const void
                  "l"(source), "r"(bytes), "r"(barrier)
                  : "memory");
 }
-
-// mapa: where an address of shared memory lies in the block of that rank of the cluster.
-__device__ __forceinline__ shared_address map_shared(shared_address address, int rank) {
-    shared_address mapped;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(mapped) : "r"(address), "r"(rank));
-    return mapped;
-}
-
-// mbarrier.arrive: at a barrier of any block of the cluster, at an address of map_shared(). Its release has the scope of the block, so it
-// publishes no writes to the other block. That is enough to hand back a buffer, whose wgmmas and copies have been awaited. A release at the
-// scope of the cluster would wait for all outstanding writes to global memory, too.
-__device__ __forceinline__ void mbarrier_arrive_cluster(shared_address barrier) {
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(barrier) : "memory");
-}
-
-// cp.async.bulk: `bytes` of shared memory, a multiple of 16 as both addresses are, to a block of the cluster. Reports them to `barrier`
-// there; both are addresses of map_shared().
-__device__ __forceinline__ void bulk_send(shared_address destination, shared_address source, shared_address barrier, int bytes) {
-    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(destination),
-                 "r"(source), "r"(bytes), "r"(barrier)
-                 : "memory");
-}
-
-// barrier.cluster.arrive.relaxed: all threads of the cluster. Before it, fence_mbarrier_init() makes initialised barriers visible.
-__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;\n" ::: "memory"); }
-
-// barrier.cluster.wait.
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;\n" ::: "memory"); }
 
 // cp.async.bulk.commit_group: the thread's stores since the last one form a group.
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }

@@ -1,0 +1,924 @@
+// flash_varlen_decode_hdim128_bf16_paged_packgqa_sm90
+//
+// Rendered by flashgen: edit the spec or the template, not this file.
+//
+// axes      head_dim 128, head_dim_v 128, dtype bf16, mask_type none, pages paged, gqa packed
+// tile      block_m 16, block_n 64, warps 4, stages 3, min_blocks 2, cluster 8
+// block     128 threads, 110728 bytes of dynamic shared memory
+// target    sm90: GPUs of sm_90 or later whose blocks may have 232448 bytes of shared memory
+// spec      flash_varlen_decode_sm90.yaml
+// template  flash_decode_sm90.cu.j2
+#include "flashgen/sm90_mma.cuh"
+
+// Few rows of queries on many keys, of so few sequences and heads that what a call takes besides reading K and V counts. A cluster of
+// thread blocks has a tile, and each of them an equal part of its KV blocks. For each KV block:
+//
+//     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
+//
+// row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end a thread block sends each
+// row of its O to the thread block of the cluster that combines this row, through shared memory: no part goes to global memory, and no second
+// kernel waits for this one.
+
+using element = bf16;
+
+constexpr int kHeadDim = 128;  // of Q and K
+constexpr int kHeadDimV = 128;  // of V and O
+constexpr int kBlockM = 16;  // query rows of a tile
+constexpr int kBlockN = 64;  // keys of a KV block
+constexpr int kStages = 3;  // KV blocks in shared memory
+constexpr int kCluster = 8;  // thread blocks of a cluster
+constexpr int kWarps = 4;
+constexpr int kThreads = 32 * kWarps;
+
+// A warp is a group of its own: it has all rows of the tile, and keys of each KV block to itself.
+constexpr int kGroupThreads = 32;
+constexpr int kGroups = kWarps;
+constexpr int kGroupKeys = kBlockN / kGroups;  // keys of a KV block that a group has
+constexpr int kRowTiles = kBlockM / 16;        // MMA tiles along the rows
+constexpr int kRowTileStep = 16;               // rows from an MMA tile to the next
+constexpr int kKeyTiles = kGroupKeys / 8;      // MMA tiles of S along the keys
+constexpr int kDimTiles = kHeadDimV / 8;       // MMA tiles of O along the head dimension
+
+// Shared memory: Q, the stages, each with a KV block of K and one of V, then what thread blocks send: O of all parts of the rows that this one
+// combines, their row_max and row_sum, and the barrier that counts these bytes. Rows of V are as long as those of K.
+constexpr int kRowBytes = kHeadDim * sizeof(element);
+constexpr int kStageOffset = kBlockM * kRowBytes;
+constexpr int kVOffset = kBlockN * kRowBytes;  // within a stage
+constexpr int kStageBytes = 2 * kBlockN * kRowBytes;
+constexpr int kReceivedRows = kBlockM / kCluster;  // rows that a thread block combines
+constexpr int kReceivedOffset = kStageOffset + kStages * kStageBytes;
+constexpr int kReceivedSumsOffset = kReceivedOffset + kReceivedRows * kCluster * kHeadDimV * 4;
+constexpr int kBarrierOffset = kReceivedSumsOffset + kReceivedRows * kCluster * 8;
+constexpr int kSharedBytes = kBarrierOffset + 8;
+
+// Once the last KV block is computed, the stages have O, row_max and row_sum of all groups. A row of O is 8 floats longer, so that the rows
+// that lanes of a warp store to lie in different banks.
+constexpr int kGroupRowFloats = kHeadDimV + 8;
+constexpr int kGroupSumsOffset = kStageOffset + kGroups * kBlockM * kGroupRowFloats * 4;
+
+constexpr float kLn2 = 0.6931471805599453f;
+
+static_assert(sizeof(element) == 2, "the fragments of V are loaded by ldmatrix");
+static_assert(kBlockN % kGroups == 0, "groups are alike");
+static_assert(kBlockM % 16 == 0, "rows are whole 16-row MMA tiles");
+static_assert(kGroupKeys % 16 == 0, "P . V takes keys by 16");
+static_assert(kStages >= 2, "a KV block is on its way while another is computed");
+static_assert(kHeadDimV <= kHeadDim, "rows of V fit into those of K");
+static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
+static_assert(kBlockM % kCluster == 0, "each thread block combines as many rows");
+static_assert(kGroupSumsOffset + kGroups * kBlockM * 8 <= kReceivedOffset, "O of all groups fits into the stages");
+static_assert(kSharedBytes == 110728, "launcher and kernel agree on shared memory");
+
+struct Params {
+    const element* q;                     // (batch, rows_q, num_heads_q, head_dim), without batch where packed; rows 16-byte aligned
+    const element* k;                     // (num_pages, page_size, num_heads_kv, head_dim), likewise
+    const element* v;                     // the same with head_dim_v
+    element* out;                         // (batch, rows_q, num_heads_q, head_dim_v), likewise
+    float* lse;                           // (batch, num_heads_q, rows_q), without batch where packed; contiguous; may be null
+    const int32_t* cu_seqlens_q;          // (batch + 1,); null where queries are padded
+    const int32_t* kv_lengths;            // (batch,)
+    const int32_t* pages;                 // (batch, max_pages)
+    int64_t q_batch_stride;               // strides are in elements; a batch stride is 0 where sequences are packed
+    int64_t q_row_stride;
+    int64_t q_head_stride;
+    int64_t k_batch_stride;               // of pages, as v_batch_stride is
+    int64_t k_row_stride;
+    int64_t k_head_stride;
+    int64_t v_batch_stride;
+    int64_t v_row_stride;
+    int64_t v_head_stride;
+    int64_t out_batch_stride;
+    int64_t out_row_stride;
+    int64_t out_head_stride;
+    int64_t lse_batch_stride;
+    int64_t lse_head_stride;
+    int64_t pages_batch_stride;
+    int32_t group_size;                   // num_heads_q / num_heads_kv
+    int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
+    int32_t batch_size;                   // sequences
+    int32_t batch_kv;                     // pages
+    int32_t page_size;
+    int32_t seqlen_q;                     // the most queries of a sequence; with_lengths() puts its own here
+    int32_t seqlen_kv;                    // the most keys, likewise
+    int32_t head_dim;                     // of the call: a multiple of 8, at most kHeadDim; columns past it are zero-filled
+    int32_t head_dim_v;                   // likewise, of v and out
+    int32_t num_heads_kv;
+    int32_t num_row_blocks;               // tiles of one head
+    uint64_t num_heads_divisor;           // of the heads of a batch entry in the grid; for divisors see divide()
+    uint64_t num_row_blocks_divisor;
+    uint64_t group_size_divisor;
+    uint64_t page_size_divisor;
+    float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
+};
+static_assert(sizeof(Params) == 272 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
+static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, cu_seqlens_q) == 40);
+static_assert(offsetof(Params, kv_lengths) == 48 && offsetof(Params, pages) == 56 && offsetof(Params, q_batch_stride) == 64);
+static_assert(offsetof(Params, q_row_stride) == 72 && offsetof(Params, q_head_stride) == 80);
+static_assert(offsetof(Params, k_batch_stride) == 88 && offsetof(Params, k_row_stride) == 96);
+static_assert(offsetof(Params, k_head_stride) == 104 && offsetof(Params, v_batch_stride) == 112);
+static_assert(offsetof(Params, v_row_stride) == 120 && offsetof(Params, v_head_stride) == 128);
+static_assert(offsetof(Params, out_batch_stride) == 136 && offsetof(Params, out_row_stride) == 144);
+static_assert(offsetof(Params, out_head_stride) == 152 && offsetof(Params, lse_batch_stride) == 160);
+static_assert(offsetof(Params, lse_head_stride) == 168 && offsetof(Params, pages_batch_stride) == 176);
+static_assert(offsetof(Params, group_size) == 184 && offsetof(Params, rows_q) == 188 && offsetof(Params, batch_size) == 192);
+static_assert(offsetof(Params, batch_kv) == 196 && offsetof(Params, page_size) == 200 && offsetof(Params, seqlen_q) == 204);
+static_assert(offsetof(Params, seqlen_kv) == 208 && offsetof(Params, head_dim) == 212 && offsetof(Params, head_dim_v) == 216);
+static_assert(offsetof(Params, num_heads_kv) == 220 && offsetof(Params, num_row_blocks) == 224);
+static_assert(offsetof(Params, num_heads_divisor) == 232 && offsetof(Params, num_row_blocks_divisor) == 240);
+static_assert(offsetof(Params, group_size_divisor) == 248 && offsetof(Params, page_size_divisor) == 256);
+static_assert(offsetof(Params, scale_log2) == 264);
+
+// A tile: kBlockM rows of queries of a head.
+// Rows are (query, head in group) pairs, heads fastest.
+struct Tile {
+    int batch;
+    int head;  // first query head of the group that shares a head of K and V
+    int kv_head;
+    int first_row;
+};
+
+// n / d for 0 <= n < 2^31. The launcher makes `divisor` from d: a multiplier in the lower half, and in the upper half the shift
+// that follows. Dividing by a number that the compiler does not know takes about 20 dependent instructions.
+__device__ __forceinline__ int divide(int n, uint64_t divisor) {
+    return uint64_t(uint32_t(n)) * uint32_t(divisor) >> (divisor >> 32);
+}
+
+__device__ __forceinline__ int num_rows(const Params& params) { return params.seqlen_q * params.group_size; }
+
+__device__ __forceinline__ int query_of_row(const Params& params, int row) {
+    return divide(row, params.group_size_divisor);
+}
+
+// Offset in elements, from the start of the batch entry, of the row of an array that belongs to `row`.
+__device__ __forceinline__ int64_t row_offset(const Params& params, const Tile& tile, int row, int64_t row_stride,
+                                              int64_t head_stride) {
+    const int query = query_of_row(params, row);
+    const int head = tile.head + row - query * params.group_size;
+    return query * row_stride + head * head_stride;
+}
+
+// A length, or the number of a row, from global memory. One out of range is clamped, so that it cannot reach other memory.
+__device__ __forceinline__ int load_clamped(const int32_t* values, int index, int most) {
+    return max(0, min(most, int(load_global_32(values + index))));
+}
+
+// Rows of an entry of an array: where they begin, and how many there are.
+struct Rows {
+    int begin;
+    int count;
+};
+
+// Those of a sequence among packed ones.
+__device__ __forceinline__ Rows packed_rows(const int32_t* cu_seqlens, int sequence, int rows, int most) {
+    const int begin = load_clamped(cu_seqlens, sequence, rows);
+    return {begin, max(0, min(most, load_clamped(cu_seqlens, sequence + 1, rows) - begin))};
+}
+
+// The queries of a sequence.
+__device__ __forceinline__ Rows queries_of(const Params& params, int sequence) {
+    if (params.cu_seqlens_q == nullptr) return {0, params.seqlen_q};
+    return packed_rows(params.cu_seqlens_q, sequence, params.rows_q, params.seqlen_q);
+}
+
+// Its keys.
+__device__ __forceinline__ Rows keys_of(const Params& params, int sequence) {
+    return {0, load_clamped(params.kv_lengths, sequence, params.seqlen_kv)};
+}
+
+// The parameters for a sequence of these lengths. `params` has the bounds of all sequences.
+__device__ __forceinline__ Params with_lengths(const Params& params, int seqlen_q, int seqlen_kv) {
+    Params own = params;
+    own.seqlen_q = seqlen_q;
+    own.seqlen_kv = seqlen_kv;
+    return own;
+}
+
+// Where the queries and the keys of a sequence are.
+struct Lengths {
+    Rows queries;
+    Rows keys;
+};
+
+// None where there is no such sequence.
+__device__ __forceinline__ Lengths lengths_of(const Params& params, int sequence) {
+    if (sequence >= params.batch_size) return {};
+    return {queries_of(params, sequence), keys_of(params, sequence)};
+}
+
+// The parameters for a sequence of these lengths. `params` has the bounds of all sequences.
+__device__ __forceinline__ Params with_lengths(const Params& params, const Lengths& lengths) {
+    return with_lengths(params, lengths.queries.count, lengths.keys.count);
+}
+
+// The parameters of a call of one sequence alone: its lengths, and pointers to its first rows.
+__device__ __forceinline__ Params of_sequence(const Params& params, int sequence, const Lengths& lengths) {
+    const int first_query = lengths.queries.begin;
+    Params own = with_lengths(params, lengths);
+    own.q += sequence * params.q_batch_stride + first_query * params.q_row_stride;
+    own.out += sequence * params.out_batch_stride + first_query * params.out_row_stride;
+    if (params.lse != nullptr) own.lse += sequence * params.lse_batch_stride + first_query;
+    own.q_batch_stride = own.out_batch_stride = 0;  // the pointers are those of the sequence
+    own.pages += sequence * params.pages_batch_stride;
+    return own;
+}
+
+// Keys [begin, end).
+struct KeyRange {
+    int begin;
+    int end;
+};
+
+// The keys that a query attends to: all.
+__device__ __forceinline__ KeyRange keys_of_query(const Params& params, int) { return {0, params.seqlen_kv}; }
+
+// Shared memory is written and read in chunks of 16 bytes. The chunks of a row are permuted by its row number, so that the eight
+// consecutive rows of one logical column that ldmatrix reads at a time lie in eight different groups of banks.
+constexpr int kChunkElements = 16 / sizeof(element);
+constexpr int kSwizzleChunks = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
+constexpr int kSwizzleBytes = 16 * kSwizzleChunks;
+
+// With 8 chunks every row starts at bank 0. With fewer, 8 / kSwizzleChunks rows start at different banks, and share a swizzle key.
+__device__ __forceinline__ int swizzle_key(int row) { return row / (8 / kSwizzleChunks) % kSwizzleChunks; }
+
+// Where a lane finds its part of an MMA fragment, before any step along the row. What is added to it must not change the bits that a
+// step's XOR flips.
+using LaneAddress = shared_address;
+
+__device__ __forceinline__ LaneAddress lane_address(shared_address block, int row, int chunk) {
+    return block + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
+}
+
+// The address `row_step` rows down (a multiple of 8) and `chunk_pair` pairs of chunks to the right. Blocks and rows begin at multiples
+// of kSwizzleBytes, so that a step within the swizzle is an XOR of the address itself.
+__device__ __forceinline__ shared_address step_address(LaneAddress lane, int row_step, int chunk_pair) {
+    const int step_bytes = 32 * chunk_pair;
+    return (lane ^ step_bytes % kSwizzleBytes) + row_step * kRowBytes + step_bytes / kSwizzleBytes * kSwizzleBytes;
+}
+
+// For ldmatrix of Q and, transposed on the way, of V: the four 8x8 matrices are rows 0-7 and 8-15 of the left chunk, then of the right
+// one.
+__device__ __forceinline__ LaneAddress qv_lane_address(shared_address block, int lane) {
+    return lane_address(block, lane % 16, lane / 16);
+}
+
+// For ldmatrix of K, whose rows are the columns of the MMA: the left and the right chunk of rows 0-7, then of rows 8-15.
+__device__ __forceinline__ LaneAddress k_lane_address(shared_address block, int lane) {
+    return lane_address(block, lane / 16 * 8 + lane % 8, lane / 8 % 2);
+}
+
+// Where the rows of the tile's head begin in page 0 of K and V.
+__device__ __forceinline__ const element* head_k(const Params& params, const Tile& tile) {
+    return params.k + tile.kv_head * params.k_head_stride;
+}
+
+__device__ __forceinline__ const element* head_v(const Params& params, const Tile& tile) {
+    return params.v + tile.kv_head * params.v_head_stride;
+}
+
+// kSwizzleChunks threads stand side by side along a row, and each takes every kSwizzleChunks-th chunk of its rows.
+constexpr int kRowsPerPass = kGroupThreads / kSwizzleChunks;
+constexpr int kPasses = (kGroupKeys + kRowsPerPass - 1) / kRowsPerPass;
+
+// The pages of a group's keys of a KV block, spread over the lanes of a warp: of_key[i] is that of key 32 i + lane, as the page table has it.
+// Each key may have a page of its own. K and V lie alike.
+struct Pages {
+    int of_key[(kGroupKeys + 31) / 32];
+};
+
+// Loads them from a sequence's page table, which is not read for keys from `valid_rows` on. Nothing here waits for the loads. An `early` one
+// may come ahead of griddepcontrol.wait, so it bypasses L1, where a later one would find what is stale.
+__device__ __forceinline__ Pages find_pages(const Params& params, const int32_t* pages, int first_key, int valid_rows, bool early) {
+    Pages found;
+#pragma unroll
+    for (int first = 0; first < kGroupKeys; first += 32) {
+        const int row = first + threadIdx.x % 32;
+        const int32_t* entry = pages + divide(first_key + row, params.page_size_divisor);
+        const bool valid = row < min(valid_rows, kGroupKeys);
+        found.of_key[first / 32] = !valid ? 0 : early ? load_relaxed_32(entry) : load_global_32(entry);
+    }
+    return found;
+}
+
+// Offsets of the rows of a group's keys of a KV block, in elements from the head's first row in page 0, spread over the lanes of a warp like
+// Pages.
+struct RowOffsets {
+    int64_t of_key[(kGroupKeys + 31) / 32];
+
+    // Of the thread's row in a pass. All lanes of the warp call it.
+    __device__ __forceinline__ int64_t of_pass(int pass) const {
+        static_assert(32 % kRowsPerPass == 0, "the keys of a pass are in one register of a warp");
+        const int row = pass * kRowsPerPass + threadIdx.x % kGroupThreads / kSwizzleChunks;
+        return __shfl_sync(0xffffffff, of_key[pass * kRowsPerPass / 32], row % 32);
+    }
+};
+
+// A lane computes those of the keys that it looked up, since each key has kSwizzleChunks threads that copy its row.
+__device__ __forceinline__ RowOffsets find_row_offsets(const Params& params, const Pages& pages, int first_key, int64_t page_stride,
+                                                       int64_t row_stride) {
+    RowOffsets offsets;
+#pragma unroll
+    for (int first = 0; first < kGroupKeys; first += 32) {
+        const int key = first_key + first + threadIdx.x % 32;
+        const int row_of_page = key - divide(key, params.page_size_divisor) * params.page_size;
+        const int page = max(0, min(pages.of_key[first / 32], params.batch_kv - 1));
+        offsets.of_key[first / 32] = page * page_stride + row_of_page * row_stride;
+    }
+    return offsets;
+}
+
+// Starts the copy of a group's keys of a KV block of K or V, kColumns wide. `head` is where the head's rows begin in page 0. Rows from
+// `valid_rows` on and elements from `head_dim` on become zeros.
+template <int kColumns>
+__device__ __forceinline__ void copy_keys(const RowOffsets& offsets, shared_address keys, const element* head, int valid_rows, int head_dim) {
+    constexpr int kPanels = kColumns * sizeof(element) / kSwizzleBytes;
+    constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
+    static_assert(kColumns * sizeof(element) % kSwizzleBytes == 0, "the swizzle permutes whole panels");
+    const int row = threadIdx.x % kGroupThreads / kSwizzleChunks;
+    const int chunk = threadIdx.x % kSwizzleChunks;
+    const shared_address destination = keys + row * kRowBytes + 16 * (chunk ^ swizzle_key(row));
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+        const int first = pass * kRowsPerPass;
+        const element* source = head + offsets.of_pass(pass) + chunk * kChunkElements;
+        if (kGroupKeys % kRowsPerPass != 0 && first + row >= kGroupKeys) break;
+        // `row` is below kRowsPerPass, a power of two, so the swizzle key of first + row is that of the one XOR that of the other.
+        const shared_address swizzled = (destination ^ 16 * swizzle_key(first)) + first * kRowBytes;
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) {
+            const bool valid = first + row < valid_rows && panel * kPanelElements + chunk * kChunkElements < head_dim;
+            cp_async_16(swizzled + panel * kSwizzleBytes, source + panel * kPanelElements, valid ? 16 : 0);
+        }
+    }
+}
+
+// Prefetches a group's keys of a KV block of K or V, kColumns wide, into L2, as copy_keys() copies them: the first threads of a row a line
+// each. Left out are rows from `valid_rows` on, elements from `head_dim` on, and what a row that begins within a line has in one line more.
+template <int kColumns>
+__device__ __forceinline__ void prefetch_keys(const RowOffsets& offsets, const element* head, int valid_rows, int head_dim) {
+    constexpr int kLineElements = 128 / sizeof(element);
+    static_assert(kSwizzleChunks * kLineElements >= kColumns, "a row has a thread for each line");
+    const int row = threadIdx.x % kGroupThreads / kSwizzleChunks;
+    const int column = threadIdx.x % kSwizzleChunks * kLineElements;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+        const element* source = head + offsets.of_pass(pass) + column;
+        if (pass * kRowsPerPass + row < min(valid_rows, kGroupKeys) && column < min(kColumns, head_dim)) prefetch_l2(source);
+    }
+}
+
+// Waits for the lanes of the warp, and makes their writes visible.
+__device__ __forceinline__ void sync_group(int) { __syncwarp(); }
+
+// Starts the copy of the tile's rows of Q, rows past the last one and elements from head_dim on as zeros.
+__device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, shared_address smem) {
+    constexpr int kRowChunks = kRowBytes / 16;
+    constexpr int kChunks = kBlockM * kRowChunks;
+    const element* q = params.q + tile.batch * params.q_batch_stride;
+    const int rows_left = num_rows(params) - tile.first_row;
+#pragma unroll
+    for (int first = 0; first < kChunks; first += kThreads) {
+        const int row = (first + threadIdx.x) / kRowChunks;
+        const int chunk = (first + threadIdx.x) % kRowChunks;
+        if (kChunks % kThreads != 0 && row >= kBlockM) break;
+        const shared_address panel = smem + row * kRowBytes + chunk / kSwizzleChunks * kSwizzleBytes;
+        const element* source =
+            q + row_offset(params, tile, tile.first_row + row, params.q_row_stride, params.q_head_stride) + chunk * kChunkElements;
+        cp_async_16(panel + 16 * (chunk % kSwizzleChunks ^ swizzle_key(row)), source,
+                    row < rows_left && chunk * kChunkElements < params.head_dim ? 16 : 0);
+    }
+    cp_async_commit();
+}
+
+// The rank of a thread block in its cluster.
+__device__ __forceinline__ int cluster_rank() { return block_index() % kCluster; }
+
+// The tile of the thread block's cluster, all sequences having as many as the longest: those of a sequence come one after the other. Rows of
+// its tiles may lie past its last one.
+__device__ __forceinline__ Tile find_tile(const Params& params) {
+    const int index = block_index() / kCluster;
+    const int head_of_batch = divide(index, params.num_row_blocks_divisor);
+    const int num_heads = params.num_heads_kv;
+    Tile tile;
+    tile.batch = divide(head_of_batch, params.num_heads_divisor);
+    tile.kv_head = head_of_batch - tile.batch * num_heads;
+    tile.head = tile.kv_head * params.group_size;
+    tile.first_row = (index - head_of_batch * params.num_row_blocks) * kBlockM;
+    return tile;
+}
+
+// How far a group has come in fetching the KV blocks of its thread block's part of the tile, one after the other.
+struct Fetch {
+    int left;          // KV blocks that are still to come
+    int first_key;     // the first of the group's keys of the next one
+    const element* k;  // where the head's rows begin in page 0
+    const element* v;
+    Pages pages;       // of the KV block that comes next: loaded when the one before was fetched, so that nobody waits for them
+};
+
+__device__ __forceinline__ Pages find_pages(const Params& params, const Fetch& fetch, bool early) {
+    return find_pages(params, params.pages, fetch.first_key, params.seqlen_kv - fetch.first_key, early);
+}
+
+// The thread block's part of the KV blocks that some row of the tile attends to; parts differ by one KV block at most.
+__device__ __forceinline__ Fetch seek(const Params& params, const Tile& tile, int group) {
+    const int last_row = min(tile.first_row + kBlockM, num_rows(params)) - 1;
+    const int first_block = keys_of_query(params, query_of_row(params, tile.first_row)).begin / kBlockN;
+    const int end_block = (keys_of_query(params, query_of_row(params, last_row)).end + kBlockN - 1) / kBlockN;
+    const int blocks = max(0, end_block - first_block);
+    const int rank = cluster_rank();
+    const int begin = first_block + blocks / kCluster * rank + min(rank, blocks % kCluster);
+    Fetch fetch;
+    fetch.left = blocks / kCluster + (rank < blocks % kCluster ? 1 : 0);
+    fetch.first_key = begin * kBlockN + group * kGroupKeys;
+    fetch.k = head_k(params, tile);
+    fetch.v = head_v(params, tile);
+    fetch.pages = find_pages(params, fetch, true);
+    return fetch;
+}
+
+// Prefetches the next KV block into L2, if there is one.
+__device__ __forceinline__ void prefetch_next(const Params& params, const Fetch& fetch) {
+    if (fetch.left == 0) return;
+    const int valid_rows = params.seqlen_kv - fetch.first_key;
+    const RowOffsets k_offsets = find_row_offsets(params, fetch.pages, fetch.first_key, params.k_batch_stride, params.k_row_stride);
+    const RowOffsets v_offsets = find_row_offsets(params, fetch.pages, fetch.first_key, params.v_batch_stride, params.v_row_stride);
+    prefetch_keys<kHeadDim>(k_offsets, fetch.k, valid_rows, params.head_dim);
+    prefetch_keys<kHeadDimV>(v_offsets, fetch.v, valid_rows, params.head_dim_v);
+}
+
+// Starts the copies of the next KV block, if there is one. Each call is one group of copies.
+__device__ __forceinline__ void fetch_next(const Params& params, Fetch& fetch, shared_address stage, int group) {
+    if (fetch.left > 0) {
+        const shared_address keys = stage + group * kGroupKeys * kRowBytes;
+        const int valid_rows = params.seqlen_kv - fetch.first_key;
+        const RowOffsets k_offsets = find_row_offsets(params, fetch.pages, fetch.first_key, params.k_batch_stride, params.k_row_stride);
+        const RowOffsets v_offsets = find_row_offsets(params, fetch.pages, fetch.first_key, params.v_batch_stride, params.v_row_stride);
+        copy_keys<kHeadDim>(k_offsets, keys, fetch.k, valid_rows, params.head_dim);
+        copy_keys<kHeadDimV>(v_offsets, keys + kVOffset, fetch.v, valid_rows, params.head_dim_v);
+        --fetch.left;
+        fetch.first_key += kBlockN;
+        if (fetch.left > 0) fetch.pages = find_pages(params, fetch, false);
+    }
+    cp_async_commit();
+}
+
+// load_clamped() for use ahead of griddepcontrol.wait, while the grid before this one may still write the value. It bypasses L1, so that a load
+// behind the wait does not find the old value there.
+__device__ __forceinline__ int load_early(const int32_t* values, int index, int most) {
+    return max(0, min(most, int(load_relaxed_32(values + index))));
+}
+
+// lengths_of() ahead of griddepcontrol.wait.
+__device__ __forceinline__ Lengths early_lengths_of(const Params& params, int sequence) {
+    if (sequence >= params.batch_size) return {};
+    Lengths early = {{0, params.seqlen_q}, {0, params.seqlen_kv}};
+    if (params.cu_seqlens_q != nullptr) {
+        early.queries.begin = load_early(params.cu_seqlens_q, sequence, params.rows_q);
+        const int end = load_early(params.cu_seqlens_q, sequence + 1, params.rows_q);
+        early.queries.count = max(0, min(params.seqlen_q, end - early.queries.begin));
+    }
+    early.keys.count = load_early(params.kv_lengths, sequence, params.seqlen_kv);
+    return early;
+}
+
+__device__ __forceinline__ bool differ(const Lengths& a, const Lengths& b) {
+    return a.queries.begin != b.queries.begin || a.queries.count != b.queries.count || a.keys.begin != b.keys.begin ||
+           a.keys.count != b.keys.count;
+}
+
+// Where a thread block begins. `params` are those of the sequence.
+struct Start {
+    Params params;
+    Tile tile;
+    Fetch fetch;
+};
+
+__device__ __forceinline__ Start find_start(const Params& all, const Tile& tile, const Lengths& lengths, int group) {
+    Start start = {of_sequence(all, tile.batch, lengths), tile};
+    if (tile.first_row < num_rows(start.params)) start.fetch = seek(start.params, tile, group);
+    return start;
+}
+
+// find_start() from the final lengths, which the grid before this one may write until griddepcontrol.wait returns. Where a call has no index,
+// the lengths are read before the wait as well: the start that follows from them is found, and its first KV block prefetched into L2, while
+// the other grid is still running. After the wait they are read again, and the start is found again if one has changed, which is rare: the
+// layers of a model share their lengths. Stale values are clamped like others, so no address is out of bounds.
+__device__ __forceinline__ Start await_start(const Params& all, int group) {
+    const Tile tile = find_tile(all);
+    bool awaited = false;
+    if (awaited) griddepcontrol_wait();
+    Lengths lengths = awaited ? lengths_of(all, tile.batch) : early_lengths_of(all, tile.batch);
+    for (;;) {  // twice at most
+        Start start = find_start(all, tile, lengths, group);
+        if (awaited) return start;
+        prefetch_next(start.params, start.fetch);
+        griddepcontrol_wait();
+        awaited = true;
+        if (start.fetch.left > 0) start.fetch.pages = find_pages(start.params, start.fetch, false);  // pages may have changed where lengths have not
+        const Lengths earlier = lengths;
+        lengths = lengths_of(all, tile.batch);
+        if (!differ(lengths, earlier)) return start;
+    }
+}
+
+// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
+// 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
+//
+// row_max is raised only when some row of the warp exceeds it by more than kSlack; then it is raised for all of the warp's rows. P can
+// reach 2^kSlack. O and row_sum carry the same factor, so nothing is lost, and most blocks need no rescale and no quad reduction.
+constexpr float kSlack = 8.0f;
+constexpr float kNoRowMax = -3.4e38f;  // below any score; finite, so that a masked score minus it is -inf, not NaN
+
+__device__ __forceinline__ float quad_max(float value) {
+    value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
+    return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float value) {
+    value += __shfl_xor_sync(0xffffffff, value, 1);
+    return value + __shfl_xor_sync(0xffffffff, value, 2);
+}
+
+// What a warp keeps of 16 of its rows, an MMA tile: of rows g and g + 8 in the four lanes of quad g.
+struct RowTile {
+    float row_max[2];  // log2 domain
+    float row_sum[2];  // this lane's share
+    float output[kDimTiles][4];
+};
+
+__device__ __forceinline__ void clear(RowTile (&rows)[kRowTiles]) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+        rows[i].row_max[0] = rows[i].row_max[1] = kNoRowMax;
+        rows[i].row_sum[0] = rows[i].row_sum[1] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kDimTiles; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) rows[i].output[n][e] = 0.0f;
+        }
+    }
+}
+
+// Multiplies O and row_sum of both rows.
+__device__ __forceinline__ void rescale(RowTile& rows, const float (&correction)[2]) {
+#pragma unroll
+    for (int row8 = 0; row8 < 2; ++row8) {
+        rows.row_sum[row8] *= correction[row8];
+#pragma unroll
+        for (int n = 0; n < kDimTiles; ++n) {
+            rows.output[n][2 * row8] *= correction[row8];
+            rows.output[n][2 * row8 + 1] *= correction[row8];
+        }
+    }
+}
+
+// S = Q . K^T of kTiles MMA tiles of rows, in fp32. Element [i][j][e] of thread (g, t) = (lane / 4, lane % 4) is row g + 8 (e / 2) of
+// tile i, key 8 j + 2 t + e % 2.
+template <int kTiles>
+__device__ __forceinline__ void mma_qk(float (&scores)[kTiles][kKeyTiles][4], const LaneAddress& q_lane, const LaneAddress& k_lane) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) scores[i][j][e] = 0.0f;
+        }
+    }
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+        uint32_t q_fragment[kTiles][4];
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) ldmatrix_x4(q_fragment[i], step_address(q_lane, kRowTileStep * i, step));
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; j += 2) {
+            uint32_t k_fragment[4];
+            ldmatrix_x4(k_fragment, step_address(k_lane, 8 * j, step));
+#pragma unroll
+            for (int i = 0; i < kTiles; ++i) {
+                mma_m16n8k16<element>(scores[i][j], q_fragment[i], k_fragment[0], k_fragment[1]);
+                mma_m16n8k16<element>(scores[i][j + 1], q_fragment[i], k_fragment[2], k_fragment[3]);
+            }
+        }
+    }
+}
+
+// P of kTiles MMA tiles of rows, rounded and packed as it comes out of softmax: the A fragment. The accumulator layout of two
+// neighbouring key tiles is the A layout of one 16x16 tile.
+template <int kTiles>
+struct P {
+    uint32_t fragment[kTiles][kKeyTiles / 2][4];
+
+    __device__ __forceinline__ void set(int i, int j, const float (&values)[4]) {
+        fragment[i][j / 2][j % 2 * 2] = pack<element>(values[0], values[1]);
+        fragment[i][j / 2][j % 2 * 2 + 1] = pack<element>(values[2], values[3]);
+    }
+};
+
+using VAddress = LaneAddress;
+
+__device__ __forceinline__ VAddress v_address(shared_address block, int lane) { return qv_lane_address(block, lane); }
+
+// O += P . V.
+template <int kTiles>
+__device__ __forceinline__ void mma_pv(RowTile* rows, const P<kTiles>& p, const VAddress& v_lane) {
+#pragma unroll
+    for (int j = 0; j < kKeyTiles / 2; ++j) {
+#pragma unroll
+        for (int n = 0; n < kDimTiles; n += 2) {
+            uint32_t v_fragment[4];
+            ldmatrix_x4_trans(v_fragment, step_address(v_lane, 16 * j, n / 2));
+#pragma unroll
+            for (int i = 0; i < kTiles; ++i) {
+                mma_m16n8k16<element>(rows[i].output[n], p.fragment[i][j], v_fragment[0], v_fragment[1]);
+                mma_m16n8k16<element>(rows[i].output[n + 1], p.fragment[i][j], v_fragment[2], v_fragment[3]);
+            }
+        }
+    }
+}
+
+// The keys that every row of [first_row, first_row + count) attends to: all.
+__device__ __forceinline__ KeyRange keys_of_every(const Params& params, int first_row, int count) {
+    const int last_row = min(first_row + count, num_rows(params)) - 1;
+    return {keys_of_query(params, query_of_row(params, last_row)).begin,
+            keys_of_query(params, query_of_row(params, first_row)).end};
+}
+
+// Visits the scores of S with their rows and keys. The scores are those of kTiles MMA tiles from row `first_row` and
+// key `first_key` on. For each row `at_row(row, lane_key)` returns a function, which is then called with (step, score) for each score
+// that this lane has of the row: that of key lane_key + step. The steps are constants, so that comparing one takes one instruction.
+template <int kTiles, typename AtRow>
+__device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key, int lane,
+                                               AtRow at_row) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            auto at_score = at_row(first_row + kRowTileStep * i + 8 * row8 + lane / 4, first_key + lane % 4 * 2);
+#pragma unroll
+            for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) at_score(8 * j + e, scores[i][j][2 * row8 + e]);
+            }
+        }
+    }
+}
+
+// Every row attends to all keys; only the last block has keys past the end, which are masked.
+template <int kTiles>
+__device__ __forceinline__ void apply_mask(const Params& params, float (&scores)[kTiles][kKeyTiles][4], int first_row, int first_key,
+                                           int lane) {
+    const KeyRange every = keys_of_every(params, min(first_row, num_rows(params) - 1), kRowTileStep * (kTiles - 1) + 16);
+    if (first_key + 8 * kKeyTiles > every.end) {
+        for_each_score(scores, first_row, first_key, lane, [&](int row, int lane_key) {
+            const int end = keys_of_query(params, query_of_row(params, row)).end - lane_key;
+            return [=](int step, float& score) {
+                if (step >= end) score = -INFINITY;
+            };
+        });
+    }
+}
+
+// What happens to S between Q . K^T and softmax, block by block, masked or not.
+// The scores are those of a warp's MMA tiles from row `row_in_tile` of the tile and key `first_key` on.
+template <int kTiles>
+__device__ __forceinline__ void finish_scores(const Params& params, const Tile& tile, float (&scores)[kTiles][kKeyTiles][4],
+                                              int row_in_tile, int first_key, int lane) {
+    apply_mask(params, scores, tile.first_row + row_in_tile, first_key, lane);
+}
+
+// Computes this lane's maximum of each row, in row_max's units. True, for the whole warp, if any row exceeds its row_max by more than
+// kSlack.
+template <int kTiles>
+__device__ __forceinline__ bool exceeds_row_max(const float (&scores)[kTiles][kKeyTiles][4], const RowTile* rows, float scale_log2,
+                                                float (&block_max)[kTiles][2]) {
+    bool exceeds = false;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            float value = fmaxf(scores[i][0][2 * row8], scores[i][0][2 * row8 + 1]);
+#pragma unroll
+            for (int j = 1; j < kKeyTiles; ++j) {
+                value = fmaxf(value, fmaxf(scores[i][j][2 * row8], scores[i][j][2 * row8 + 1]));
+            }
+            block_max[i][row8] = value * scale_log2;
+            exceeds |= block_max[i][row8] > rows[i].row_max[row8] + kSlack;
+        }
+    }
+    return __any_sync(0xffffffff, exceeds);
+}
+
+// Raises row_max to the maxima of a block, and rescales O and row_sum.
+template <int kTiles>
+__device__ __forceinline__ void raise_row_max(const float (&block_max)[kTiles][2], RowTile* rows) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+        float correction[2];
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            const float previous = rows[i].row_max[row8];
+            rows[i].row_max[row8] = fmaxf(previous, quad_max(block_max[i][row8]));
+            correction[row8] = exp2_approx(previous - rows[i].row_max[row8]);
+        }
+        rescale(rows[i], correction);
+    }
+}
+
+// P of the scores, which is added to row_sum.
+template <int kTiles>
+__device__ __forceinline__ void exponentiate(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+                                             P<kTiles>& p) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; ++j) {
+            float values[4];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                values[e] = exp2_approx(fmaf(scores[i][j][e], scale_log2, -rows[i].row_max[e / 2]));
+                rows[i].row_sum[e / 2] += values[e];
+            }
+            p.set(i, j, values);
+        }
+    }
+}
+
+// A step of online softmax: from the scores of a block to P, with row_max and row_sum brought up to date.
+template <int kTiles>
+__device__ __forceinline__ void softmax_step(const float (&scores)[kTiles][kKeyTiles][4], RowTile* rows, float scale_log2,
+                                             P<kTiles>& p) {
+    float block_max[kTiles][2];
+    if (exceeds_row_max(scores, rows, scale_log2, block_max)) raise_row_max(block_max, rows);
+    exponentiate(scores, rows, scale_log2, p);
+}
+
+// Groups have different keys of the same rows. Each leaves its O, row_max and row_sum where the stages were.
+__device__ __forceinline__ void store_group_rows(const RowTile (&rows)[kRowTiles], shared_address smem, int group, int lane) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int row8 = 0; row8 < 2; ++row8) {
+            const float row_sum = quad_sum(rows[i].row_sum[row8]);
+            const int row = group * kBlockM + kRowTileStep * i + 8 * row8 + lane / 4;
+            if (lane % 4 == 0) {
+                store_shared_64(smem + kGroupSumsOffset + row * 8, __float_as_uint(rows[i].row_max[row8]), __float_as_uint(row_sum));
+            }
+            const shared_address output = smem + kStageOffset + (row * kGroupRowFloats + lane % 4 * 2) * 4;
+#pragma unroll
+            for (int n = 0; n < kDimTiles; ++n) {
+                store_shared_64(output + n * 32, __float_as_uint(rows[i].output[n][2 * row8]),
+                                __float_as_uint(rows[i].output[n][2 * row8 + 1]));
+            }
+        }
+    }
+}
+
+// Where thread block `rank` of the cluster has its part of a row that this one combines, its `received`-th; and row_max and row_sum of it.
+__device__ __forceinline__ shared_address received_row(shared_address smem, int received, int rank) {
+    return smem + kReceivedOffset + (received * kCluster + rank) * kHeadDimV * 4;
+}
+
+__device__ __forceinline__ shared_address received_sums(shared_address smem, int received, int rank) {
+    return smem + kReceivedSumsOffset + (received * kCluster + rank) * 8;
+}
+
+// Adds up the groups, in order, and sends each row of the tile to the thread block that combines it: row r to the one of rank r % kCluster. A
+// thread has four elements of a row.
+__device__ __forceinline__ void send_rows(shared_address smem, int num_rows_of_tile) {
+    constexpr int kRowVectors = kHeadDimV / 4;
+    const int rank = cluster_rank();
+    for (int index = threadIdx.x; index < num_rows_of_tile * kRowVectors; index += kThreads) {
+        const int row = index / kRowVectors;
+        const int column = index % kRowVectors * 4;
+        float2 sums[kGroups];
+        float row_max = kNoRowMax;
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+            sums[group] = load_shared_64(smem + kGroupSumsOffset + (group * kBlockM + row) * 8);
+            row_max = fmaxf(row_max, sums[group].x);
+        }
+        float row_sum = 0.0f;
+        float output[4] = {};
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+            const float factor = exp2_approx(sums[group].x - row_max);
+            const uint4 values = load_shared_128(smem + kStageOffset + ((group * kBlockM + row) * kGroupRowFloats + column) * 4);
+            row_sum += sums[group].y * factor;
+            output[0] += __uint_as_float(values.x) * factor;
+            output[1] += __uint_as_float(values.y) * factor;
+            output[2] += __uint_as_float(values.z) * factor;
+            output[3] += __uint_as_float(values.w) * factor;
+        }
+        const int to = row % kCluster;
+        const shared_address barrier = map_shared(smem + kBarrierOffset, to);
+        store_async_128(map_shared(received_row(smem, row / kCluster, rank), to) + column * 4, output, barrier);
+        if (column == 0) store_async_64(map_shared(received_sums(smem, row / kCluster, rank), to), row_max, row_sum, barrier);
+    }
+}
+
+// Waits for all parts of the rows that this thread block combines, adds them up in the order of their ranks, divides O by row_sum and stores O
+// and the LSE. A row that attends to nothing has the sum 0 and becomes 0, its LSE -inf. A thread has two elements of a row.
+__device__ __forceinline__ void combine_rows(const Params& params, const Tile& tile, shared_address smem, int num_rows_of_tile) {
+    constexpr int kRowPairs = kHeadDimV / 2;
+    const int rank = cluster_rank();
+    const int count = (num_rows_of_tile - rank + kCluster - 1) / kCluster;
+    if (count <= 0) return;
+    if (threadIdx.x == 0) mbarrier_arrive_expect_tx(smem + kBarrierOffset, count * kCluster * (kHeadDimV * 4 + 8));
+    mbarrier_wait(smem + kBarrierOffset, 0);
+    for (int index = threadIdx.x; index < count * kRowPairs; index += kThreads) {
+        const int received = index / kRowPairs;
+        const int column = index % kRowPairs * 2;
+        float2 sums[kCluster];
+        float row_max = kNoRowMax;
+#pragma unroll
+        for (int part = 0; part < kCluster; ++part) {
+            sums[part] = load_shared_64(received_sums(smem, received, part));
+            row_max = fmaxf(row_max, sums[part].x);
+        }
+        float row_sum = 0.0f;
+        float output[2] = {};
+#pragma unroll
+        for (int part = 0; part < kCluster; ++part) {
+            const float factor = exp2_approx(sums[part].x - row_max);
+            const float2 values = load_shared_64(received_row(smem, received, part) + column * 4);
+            row_sum += sums[part].y * factor;
+            output[0] += values.x * factor;
+            output[1] += values.y * factor;
+        }
+        const int row = tile.first_row + received * kCluster + rank;
+        const float factor = row_sum == 0.0f ? 0.0f : __fdividef(1.0f, row_sum);
+        if (column < params.head_dim_v) {
+            element* out = params.out + tile.batch * params.out_batch_stride +
+                           row_offset(params, tile, row, params.out_row_stride, params.out_head_stride);
+            store_global_32(out + column, pack<element>(output[0] * factor, output[1] * factor));
+        }
+        if (column == 0 && params.lse != nullptr) {
+            const float lse = (row_max + log2_approx(row_sum)) * kLn2;
+            store_global_32(params.lse + row_offset(params, tile, row, 1, params.lse_head_stride), lse);
+        }
+    }
+}
+
+extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 2)
+flash_varlen_decode_hdim128_bf16_paged_packgqa_sm90(const __grid_constant__ Params all) {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    const shared_address smem = to_shared(shared_memory);
+    const int group = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    auto stage_address = [&](int stage) { return smem + kStageOffset + stage * kStageBytes; };
+
+    if (threadIdx.x == 0) {
+        mbarrier_init(smem + kBarrierOffset, 1);
+        fence_mbarrier_init();
+    }
+    cluster_arrive_relaxed();
+
+    Start start = await_start(all, group);
+    const Params& params = start.params;
+    griddepcontrol_launch_dependents();
+    if (start.tile.first_row >= num_rows(params)) {  // nor has another thread block of the cluster rows
+        cluster_wait();
+        return;
+    }
+    const Tile tile = start.tile;
+    Fetch fetch = start.fetch;
+
+    // Q is copied ahead of K and V, so that it does not queue behind their copies.
+    copy_q(params, tile, smem);
+    const int blocks = fetch.left;
+    int first_key = fetch.first_key;
+#pragma unroll 1
+    for (int stage = 0; stage < kStages - 1; ++stage) fetch_next(params, fetch, stage_address(stage), group);
+    cp_async_wait<kStages - 1>();
+    barrier_sync(kThreads);
+
+    const LaneAddress q_lane = qv_lane_address(smem, lane);
+    const int group_offset = group * kGroupKeys * kRowBytes;
+    RowTile rows[kRowTiles];
+    clear(rows);
+    int stage = 0;  // that of the KV block to be computed next
+    for (int block = 0; block < blocks; ++block) {
+        // The group's keys of this KV block are here: a thread waits for its own copies, and the barrier for everybody's. And every warp of
+        // the group has finished with the KV block before, whose stage takes the next one to come.
+        cp_async_wait<kStages - 2>();
+        sync_group(group);
+        fetch_next(params, fetch, stage_address(stage == 0 ? kStages - 1 : stage - 1), group);
+
+        float scores[kRowTiles][kKeyTiles][4];
+        P<kRowTiles> p;
+        mma_qk(scores, q_lane, k_lane_address(stage_address(stage) + group_offset, lane));
+        finish_scores(params, tile, scores, 0, first_key, lane);
+        softmax_step(scores, rows, params.scale_log2, p);
+        mma_pv(rows, p, v_address(stage_address(stage) + kVOffset + group_offset, lane));
+        stage = stage == kStages - 1 ? 0 : stage + 1;
+        first_key += kBlockN;
+    }
+
+    barrier_sync(kThreads);  // every group has finished with the stages
+    store_group_rows(rows, smem, group, lane);
+    barrier_sync(kThreads);
+    cluster_wait();  // the barriers of all thread blocks are initialised
+    const int num_rows_of_tile = min(kBlockM, num_rows(params) - tile.first_row);
+    send_rows(smem, num_rows_of_tile);
+    combine_rows(params, tile, smem, num_rows_of_tile);
+}
