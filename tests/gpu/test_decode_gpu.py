@@ -1,5 +1,5 @@
-"""Few queries on many keys: split-KV kernels on a GPU, bitwise repeatable, in a graph with other inputs, in a
-workspace that nobody clears."""
+"""Few queries on many keys: the kernels of both families on a GPU, bitwise repeatable, in a graph with other
+inputs, in a workspace that nobody clears."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import flashgen  # noqa: E402
 from flashgen.runtime.device import device  # noqa: E402
 from flashgen.runtime.launch import bind  # noqa: E402
 from flashgen.runtime.plans import Plan  # noqa: E402
+from flashgen.schedule.dispatch import candidates, offers  # noqa: E402
+from flashgen.spec.load import load_specs  # noqa: E402
 from gpu.cases import Case, check, compare, front_door, make, new_seed, problem_of  # noqa: E402
 
 pytestmark = [
@@ -39,8 +41,23 @@ def case_of(shape, head_dim, dtype, **options):
     return Case(batch, seqlen_q, seqlen_kv, heads_q, heads_kv, head_dim, dtype, **options)
 
 
-def plan_of(arrays, out=None):
-    return flashgen.plan(arrays.q, arrays.k, arrays.v, out=out, return_lse=True, **arrays.options)
+def kernels(problem):
+    """The variants that split keys among thread blocks and may serve it, in shares or in clusters."""
+    found = candidates(problem, device(0), offers(problem, device(0), load_specs()))
+    return [variant for variant in found if variant.grid.shares or variant.grid.shared_tiles]
+
+
+def plans(arrays, out=None):
+    """A plan for each of the kernels."""
+    given = arrays.q, arrays.k, arrays.v
+    problem = flashgen.plan(*given, out=out, return_lse=True, **arrays.options).problem
+    for variant in kernels(problem):
+        yield plan_by(problem, variant, arrays, out)
+
+
+def plan_by(problem, variant, arrays, out=None, gpu=None):
+    examples = (arrays.q, arrays.k, arrays.v, None, out, None)
+    return Plan(problem, bind(problem, variant, gpu or device(0)), examples)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -50,13 +67,25 @@ def test_few_queries_are_right(head_dim):
     for index, shape in enumerate(SHAPES if usual else SHAPES[::3]):
         dtype = ("fp16", "bf16")[index % 2]
         for options in ({"causal": True}, {"window_size": (1000, 0)}):
-            check(case_of(shape, head_dim, dtype, **options), front_door, "cuda")
+            case = case_of(shape, head_dim, dtype, **options)
+            check(case, front_door, "cuda")
+            for variant in kernels(problem_of(make(case, "cuda", 0))):
+                check(case, by_kernel(variant), "cuda")
 
 
-def test_dispatch_takes_the_family():
+def by_kernel(variant):
+    def attend(arrays):
+        plan = plan_by(problem_of(arrays), variant, arrays, arrays.out)
+        return plan(arrays.q, arrays.k, arrays.v, out=arrays.out, lse=arrays.lse)
+
+    return attend
+
+
+def test_dispatch_takes_the_families():
     for shape in SHAPES:
         arrays = make(case_of(shape, 128, "bf16", causal=True), "cuda", new_seed())
-        assert plan_of(arrays).variant.step == "decode"
+        plan = flashgen.plan(arrays.q, arrays.k, arrays.v, return_lse=True, **arrays.options)
+        assert plan.variant in kernels(plan.problem)
 
 
 @pytest.mark.parametrize("num_sms", [1, 2, 3, 7, 29, 132])
@@ -67,21 +96,12 @@ def test_shares_of_every_size(num_sms, name):
 
     def attend(arrays):
         problem = problem_of(arrays)
-        main = plan_of(arrays).variant
-        (variant,) = (v for v in siblings(main) if v.tile_name == name)
-        q, k, v, out = arrays.q, arrays.k, arrays.v, arrays.out
-        plan = Plan(problem, bind(problem, variant, gpu), (q, k, v, None, out, None))
-        return plan(q, k, v, out=out, lse=arrays.lse)
+        (variant,) = (v for v in kernels(problem) if v.grid.shares and v.tile_name == name)
+        plan = plan_by(problem, variant, arrays, arrays.out, gpu)
+        return plan(arrays.q, arrays.k, arrays.v, out=arrays.out, lse=arrays.lse)
 
     for shape in SHAPES:
         check(case_of(shape, 64, "bf16", causal=True), attend, "cuda")
-
-
-def siblings(main):
-    from flashgen.spec.load import load_specs
-
-    (spec,) = (spec for spec in load_specs() if spec.name == main.spec)
-    return [v for v in spec.select(target=main.target, **dict(main.axes)) if v.is_main]
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
@@ -89,13 +109,13 @@ def siblings(main):
 def test_bits_repeat(shape, dtype):
     """One launch right after another, each in the workspace that the one before it left."""
     arrays = make(case_of(shape, 128, dtype, causal=True), "cuda", new_seed())
-    plan = plan_of(arrays)
-    workspace = torch.full((max(256, plan.workspace_bytes),), 255, dtype=torch.uint8, device="cuda")
-    results = [plan(arrays.q, arrays.k, arrays.v, workspace=workspace) for _ in range(50)]
-    for out, lse in results[1:]:
-        assert torch.equal(out, results[0][0])
-        assert torch.equal(lse, results[0][1])
-    compare(case_of(shape, 128, dtype, causal=True), arrays, *results[0], str(shape))
+    for plan in plans(arrays):
+        workspace = torch.full((max(256, plan.workspace_bytes),), 255, dtype=torch.uint8, device="cuda")
+        results = [plan(arrays.q, arrays.k, arrays.v, workspace=workspace) for _ in range(50)]
+        for out, lse in results[1:]:
+            assert torch.equal(out, results[0][0])
+            assert torch.equal(lse, results[0][1])
+        compare(case_of(shape, 128, dtype, causal=True), arrays, *results[0], f"{shape}, {plan.variant}")
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -103,27 +123,31 @@ def test_calls_that_overlap_share_a_workspace(shape):
     """Those of two inputs in turns: one may begin before the one ahead has ended, and has other parts."""
     case = case_of(shape, 128, "bf16", causal=True)
     inputs = [make(case, "cuda", new_seed()) for _ in range(2)]
-    plan = plan_of(inputs[0])
-    workspace = torch.full((max(256, plan.workspace_bytes),), 255, dtype=torch.uint8, device="cuda")
+    for plan in plans(inputs[0]):
+        workspace = torch.full((max(256, plan.workspace_bytes),), 255, dtype=torch.uint8, device="cuda")
 
-    def call(index):
-        arrays = inputs[index % 2]
-        return plan(arrays.q, arrays.k, arrays.v, workspace=workspace)
+        def call(index, plan=plan, workspace=workspace):
+            arrays = inputs[index % 2]
+            return plan(arrays.q, arrays.k, arrays.v, workspace=workspace)
 
-    expected = []
-    for index in range(2):
-        expected.append(call(index))
-        torch.cuda.synchronize()
-    for index, (out, lse) in enumerate([call(index) for index in range(50)]):
-        assert torch.equal(out, expected[index % 2][0])
-        assert torch.equal(lse, expected[index % 2][1])
+        expected = []
+        for index in range(2):
+            expected.append(call(index))
+            torch.cuda.synchronize()
+        for index, (out, lse) in enumerate([call(index) for index in range(50)]):
+            assert torch.equal(out, expected[index % 2][0]), plan.variant
+            assert torch.equal(lse, expected[index % 2][1]), plan.variant
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_graph_replays_with_other_inputs(shape):
     case = case_of(shape, 128, "bf16", causal=True)
     arrays = make(case, "cuda", new_seed())
-    plan = plan_of(arrays, arrays.out)
+    for plan in plans(arrays, arrays.out):
+        replay_with_other_inputs(case, arrays, plan)
+
+
+def replay_with_other_inputs(case, arrays, plan):
     workspace = torch.full((max(256, plan.workspace_bytes),), 255, dtype=torch.uint8, device="cuda")
 
     def call():
@@ -145,26 +169,26 @@ def test_a_graph_replays_with_other_inputs(shape):
         workspace.fill_(255)
         graph.replay()
         torch.cuda.synchronize()
-        compare(case, arrays, arrays.out, arrays.lse, str(case))
+        compare(case, arrays, arrays.out, arrays.lse, f"{case}, {plan.variant}")
 
 
 def test_calls_on_two_streams_do_not_meet():
     case = case_of((1, 1, 40_001, 4, 1), 128, "bf16", causal=True)
     sets = [make(case, "cuda", new_seed()) for _ in range(2)]
-    plan = plan_of(sets[0])
     streams = [torch.cuda.Stream() for _ in sets]
-    torch.cuda.synchronize()
-    results = []
-    for _ in range(20):
-        for arrays, stream in zip(sets, streams, strict=True):
-            with torch.cuda.stream(stream):
-                results.append(plan(arrays.q, arrays.k, arrays.v))
-    torch.cuda.synchronize()
-    for index, (out, lse) in enumerate(results):
-        assert torch.equal(out, results[index % 2][0])
-        assert torch.equal(lse, results[index % 2][1])
-    for arrays, (out, lse) in zip(sets, results[:2], strict=True):
-        compare(case, arrays, out, lse, str(case))
+    for plan in plans(sets[0]):
+        torch.cuda.synchronize()
+        results = []
+        for _ in range(20):
+            for arrays, stream in zip(sets, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    results.append(plan(arrays.q, arrays.k, arrays.v))
+        torch.cuda.synchronize()
+        for index, (out, lse) in enumerate(results):
+            assert torch.equal(out, results[index % 2][0]), plan.variant
+            assert torch.equal(lse, results[index % 2][1]), plan.variant
+        for arrays, (out, lse) in zip(sets, results[:2], strict=True):
+            compare(case, arrays, out, lse, f"{case}, {plan.variant}")
 
 
 # Keys and queries of sequences that decode side by side.

@@ -311,13 +311,18 @@ def write_late():
     return queue
 
 
-# Sequences, whether in pages, with an index, in fixed splits.
+# Sequences, whether in pages, with an index, in fixed splits; and who decodes.
+SHARES, CLUSTERS = "flash_decode_sm80.cu.j2", "flash_decode_sm90.cu.j2"
 LATE = {
-    "contiguous": (8, False, False, "auto"),
-    "index": (8, False, True, "auto"),
-    "pages": (8, True, False, "auto"),
-    "fixed splits": (8, True, False, flashgen.SplitEvery(256)),
-    "more than a warp has lanes": (70, True, False, "auto"),
+    "contiguous": (8, False, False, "auto", SHARES),
+    "index": (8, False, True, "auto", SHARES),
+    "pages": (8, True, False, "auto", SHARES),
+    "fixed splits": (8, True, False, flashgen.SplitEvery(256), SHARES),
+    "more than a warp has lanes": (70, True, False, "auto", SHARES),
+    "contiguous, in clusters": (8, False, False, "auto", CLUSTERS),
+    "index, in clusters": (8, False, True, "auto", CLUSTERS),
+    "pages, in clusters": (8, True, False, "auto", CLUSTERS),
+    "one sequence": (1, True, False, "auto", CLUSTERS),
 }
 
 
@@ -325,11 +330,12 @@ LATE = {
 @pytest.mark.parametrize("captured", [False, True])
 def test_decoding_takes_lengths_that_are_written_while_it_has_begun(kind, captured, write_late):
     """And page tables, and an index: it looks at them before the grid ahead has ended, and then again."""
-    batch, paged, indexed, splits = LATE[kind]
+    batch, paged, indexed, splits, template = LATE[kind]
     capacity, rounds, rng = 2048, 12, np.random.default_rng(0)
+    group = 20 if template == SHARES else 4  # a cluster has at most 16 rows
     rows = (batch * capacity // 16, 16) if paged else (batch, capacity)
     k, v = (cupy.asarray(rng.standard_normal((*rows, 2, 64)).astype(np.float16)) for _ in range(2))
-    q = cupy.asarray(rng.standard_normal((batch, 1, 8, 64)).astype(np.float16))
+    q = cupy.asarray(rng.standard_normal((batch, 1, 2 * group, 64)).astype(np.float16))
     arrays = {"lengths": lambda: rng.integers(0, capacity + 1, batch)}
     if paged:
         arrays["pages"] = lambda: rng.permutation(batch * capacity // 16).reshape(batch, -1)
@@ -338,13 +344,13 @@ def test_decoding_takes_lengths_that_are_written_while_it_has_begun(kind, captur
     written = {
         name: [cupy.asarray(draw().astype(np.int32)) for _ in range(2)] for name, draw in arrays.items()
     }
-    written["lengths"][1][: batch // 2] = written["lengths"][0][: batch // 2]
+    written["lengths"][1][: batch // 2] = written["lengths"][0][: batch // 2]  # these stay
     held = {name: cupy.zeros_like(versions[0]) for name, versions in written.items()}
     out = cupy.full((2, rounds, *q.shape), np.nan, np.float16)
     cache = flashgen.KVCache(k, v, **held)
     other = flashgen.KVCache(k, v, **{name: versions[1] for name, versions in written.items()})
     plan = flashgen.plan(q, cache, splits=splits)
-    assert plan.variant.template == "flash_decode_sm80.cu.j2"
+    assert plan.variant.template == template
     assert dependent.wanted(plan.variant, device(0))
 
     def round_of(step, after=lambda: None):

@@ -14,7 +14,7 @@ from flashgen.operators.splits import SplitEvery
 from flashgen.operators.varlen import normalise as varlen
 from flashgen.schedule.dispatch import candidates, cost, offers, runs_on, select
 from flashgen.schedule.explain import explain
-from flashgen.schedule.grid import rows, tiles
+from flashgen.schedule.grid import launch_of, rows, tiles
 from flashgen.schedule.tensormap import expressible
 from flashgen.spec.load import load_spec, load_specs
 from flashgen.spec.model import Spec
@@ -550,6 +550,10 @@ shipped_problems = st.builds(
 
 
 @settings(max_examples=40)
+def for_few_rows(variant):
+    return (variant.family, variant.step) == ("flash", "decode") or variant.family == "flash_decode"
+
+
 @given(shipped_problems, st.sampled_from([H200, GEFORCE]))
 def test_a_family_for_few_rows_changes_no_other_choice(call, device):
     before = select(call, device, offers(call, device, forward_specs()))
@@ -557,7 +561,7 @@ def test_a_family_for_few_rows_changes_no_other_choice(call, device):
     if call.seqlen_q * call.group_size > 64 or call.dtype == "fp32":
         assert chosen == before
     else:
-        assert chosen == before or (chosen.family, chosen.step) == ("flash", "decode")
+        assert chosen == before or for_few_rows(chosen)
 
 
 # Batch, keys, query heads, kv heads, head dim.
@@ -589,7 +593,8 @@ def test_few_queries_on_many_keys_share_them_out(seqlen_q, shape, device):
         **CONTIGUOUS,
     )
     chosen = select(call, device, offers(call, device, load_specs()))
-    assert chosen.step == "decode"
+    assert for_few_rows(chosen)
+    assert chosen.family == "flash" or device is H200
     assert chosen.tile_value("block_m") == (16 if seqlen_q * call.group_size <= 16 else 32)
 
 
@@ -730,10 +735,56 @@ def test_splits_that_no_kernel_can_make():
 
 def test_explain_agrees_and_says_what_is_shared():
     for splits in ("auto", 1, 5, SplitEvery(512)):
-        made = problem(batch=3, seqlen_q=1, seqlen_kv=9000, splits=splits, **CONTIGUOUS)
+        made = problem(batch=17, seqlen_q=1, seqlen_kv=9000, splits=splits, **CONTIGUOUS)
         found = explain(made, H200, SPECS)
         assert found.variant == chosen(made, H200.num_sms)
         assert f"  {found.shares}" in str(found).splitlines()
-        assert found.shares.count == {5: 3 * 16 * 5, SplitEvery(512): 3 * 16 * 18}.get(
+        assert found.shares.count == {5: 17 * 16 * 5, SplitEvery(512): 17 * 16 * 18}.get(
             splits, found.shares.count
         )
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads_kv", "keys", "cluster"),
+    [
+        (1, 1, 4096, 16),
+        (1, 4, 4096, 16),
+        (1, 8, 1024, 8),
+        (1, 8, 131_072, 8),
+        (2, 8, 4096, 4),
+        (4, 8, 4096, 2),
+        (8, 8, 8192, 2),
+        (64, 8, 8192, 0),
+    ],
+)
+def test_a_cluster_has_the_fewer_thread_blocks_the_more_tiles_there_are(batch, heads_kv, keys, cluster):
+    """As measured; of many tiles thread blocks have shares."""
+    call = problem(
+        batch=batch,
+        seqlen_q=1,
+        seqlen_kv=keys,
+        num_heads_q=4 * heads_kv,
+        num_heads_kv=heads_kv,
+        head_dim=128,
+        **CONTIGUOUS,
+    )
+    taken = chosen(call, 132)
+    assert taken.grid.shares if not cluster else taken.grid.shared_tiles and taken.grid.cluster == cluster
+    assert launch_of(call, taken, H200, 1).blocks == (batch * heads_kv * cluster or 1)
+    assert not chosen(dataclasses.replace(call, splits=2), 132).grid.shared_tiles
+    assert not chosen(dataclasses.replace(call, splits=1), 132).grid.shared_tiles
+
+
+def test_a_long_sequence_among_short_ones_has_no_small_cluster():
+    """Where lengths are on the device, one sequence may have nearly all keys."""
+    for batch, cluster in ((1, 8), (2, None)):
+        q, kv, lengths = (
+            view_of_shape(shape, dtype, 0)
+            for shape, dtype in (
+                ((batch, 1, 32, 128), "bf16"),
+                ((batch, 4096, 8, 128), "bf16"),
+                ((batch,), "int32"),
+            )
+        )
+        taken = chosen(varlen(q, kv, kv, kv_lengths=lengths), 132)
+        assert (taken.grid.cluster if taken.grid.shared_tiles else None) == cluster

@@ -86,6 +86,7 @@ def load(variant: Variant, device: Device, found: Found | None = None) -> Kernel
 PORTABLE_CLUSTER = 8
 NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # CU_FUNC_ATTRIBUTE_..., which CuPy does not name
 
+
 def _load(variant: Variant, device: Device, found: Found | None) -> Kernel:
     from cupy.cuda.function import Module
     from cupy_backends.cuda.api import driver

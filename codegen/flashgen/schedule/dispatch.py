@@ -10,8 +10,8 @@ The rule, which a spec names ``least_time``:
    one for few rows where a head has more than its ``rows_at_most``; a call that asks for an algorithm leaves
    out all families but those of that name. A problem with a score modification leaves out families without a
    seam for it; the variant is modified likewise. A call that says how its keys are split leaves out families
-   that cannot split them: if into several parts, always; with a SplitEvery, where others can, whose KV blocks
-   have to divide it.
+   whose clusters share tiles, and those that cannot split keys: if into several parts, always; with a
+   SplitEvery, where others can, whose KV blocks have to divide it.
 2. Of these only the smallest head dims count, by the work that they make, then, within a family, the newest
    architecture, then the target that its spec names first.
 3. Where a tile was tuned on this GPU, the ordinary tile of its point, which it was measured against, is out.
@@ -37,6 +37,7 @@ from flashgen.schedule.grid import (
     KEYS,
     MAX_EXTENT,
     ROWS,
+    blocks_at_a_time,
     expected_tiles,
     extents,
     lengths_differ,
@@ -62,11 +63,11 @@ if TYPE_CHECKING:
 # Fitted to measured calls (docs/tuning.md). With a share x of its parts at work, a tile takes x ** _IDLE of
 # its time; a grid of tiles that differ in length ends _LAST of a mean one after an equal share of them.
 _IDLE, _LAST = 1 / 3, 0.35
-# A thread block that is alone on its multiprocessor reads keys at so many times an equal part of memory's rate.
-# Where it is not, since a grid has more of them than half of the multiprocessors, clusters of n thread blocks
-# take 1 + n * _CROWDED of the time. Of several sequences whose lengths only the device knows, the longest is
-# taken to have _UNEVEN times the keys of the mean.
-_ALONE, _CROWDED, _UNEVEN = 2.6, 0.025, 2
+# A thread block that is alone on its multiprocessor reads keys at _ALONE times an equal part of memory's
+# rate. Clusters of n thread blocks take 1 + n * _CROWDED of the time where all of a grid run at a time, on
+# more than half of the multiprocessors. Of several sequences whose lengths only the device knows, the longest
+# is taken to have _LONGEST times the keys of the mean.
+_ALONE, _CROWDED, _LONGEST = 2.5, 0.01, 2.7
 # The rate of packed rows, each of which finds its query and its head by a division, over that of others.
 _PACKED = 0.97
 
@@ -260,8 +261,8 @@ def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
     In a grid of shares, the busiest multiprocessor visits the KV blocks of its shares, each of which is of
     one tile or several, and ``split_gain`` more where tiles are split and have to be combined.
 
-    Where a cluster shares a tile, memory is the limit, or what a thread block reads, and ``split_gain`` KV
-    blocks are added for combining.
+    Where a cluster shares a tile, each of its thread blocks takes ``start``, too. Memory is the limit, or
+    what one thread block reads of the longest tile.
     """
     if variant.grid.shares:
         return _cost_of_shares(problem, device, variant)
@@ -305,13 +306,14 @@ def _rate(variant: Variant) -> float:
 def _cost_of_clusters(problem: Problem, device: Device, variant: Variant) -> float:
     block_m, of_block, cluster = variant.grid.covers[0][1], variant.visits.keys, variant.grid.cluster
     longest, count = visited_keys(problem, variant).most, tiles(problem, variant)
-    part = -(-longest // (cluster * of_block)) * of_block
+    blocks, start = count * cluster, variant.start * block_m
+    alone = (-(-longest // (cluster * of_block)) * of_block + start) / _ALONE
     if problem.lengths_on_device and problem.sizes["batch"] > 1:
-        part *= _UNEVEN
-    keys = max(count * longest / device.num_sms, part / _ALONE)
-    if 2 * count * cluster > device.num_sms:
+        alone *= _LONGEST
+    keys = max((count * longest + blocks * start) / device.num_sms, alone)
+    if device.num_sms < 2 * blocks <= 2 * blocks_at_a_time(variant, device):
         keys *= 1 + cluster * _CROWDED
-    return (keys + variant.grid.split_gain * of_block) * block_m / _rate(variant)
+    return keys * block_m / _rate(variant)
 
 
 def _cost_of_shares(problem: Problem, device: Device, variant: Variant) -> float:
