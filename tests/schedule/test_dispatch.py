@@ -750,7 +750,8 @@ def test_explain_agrees_and_says_what_is_shared():
         (1, 1, 4096, 16),
         (1, 4, 4096, 16),
         (1, 8, 1024, 8),
-        (1, 8, 131_072, 8),
+        (1, 8, 8192, 8),
+        (1, 8, 131_072, 0),
         (2, 8, 4096, 4),
         (4, 8, 4096, 2),
         (8, 8, 8192, 2),
@@ -775,16 +776,17 @@ def test_a_cluster_has_the_fewer_thread_blocks_the_more_tiles_there_are(batch, h
     assert not chosen(dataclasses.replace(call, splits=1), 132).grid.shared_tiles
 
 
-def test_a_long_sequence_among_short_ones_has_no_small_cluster():
+def test_a_long_sequence_among_short_ones_has_a_larger_cluster():
     """Where lengths are on the device, one sequence may have nearly all keys."""
-    for batch, cluster in ((1, 8), (2, None)):
-        q, kv, lengths = (
-            view_of_shape(shape, dtype, 0)
-            for shape, dtype in (
-                ((batch, 1, 32, 128), "bf16"),
-                ((batch, 4096, 8, 128), "bf16"),
-                ((batch,), "int32"),
-            )
-        )
-        taken = chosen(varlen(q, kv, kv, kv_lengths=lengths), 132)
-        assert (taken.grid.cluster if taken.grid.shared_tiles else None) == cluster
+    q, kv = (view_of_shape(shape, "bf16", 0) for shape in ((2, 1, 32, 128), (2, 4096, 8, 128)))
+    lengths = view_of_shape((2,), "int32", 0)
+    sizes = {
+        "batch": 2,
+        "seqlen_q": 1,
+        "seqlen_kv": 4096,
+        "num_heads_q": 32,
+        "num_heads_kv": 8,
+        "head_dim": 128,
+    }
+    assert chosen(problem(**sizes, **CONTIGUOUS), 132).grid.cluster == 4
+    assert chosen(varlen(q, kv, kv, kv_lengths=lengths), 132).grid.cluster == 8

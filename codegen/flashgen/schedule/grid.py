@@ -62,7 +62,9 @@ def all_heads(problem: Problem, variant: Variant, parts: int = 1) -> int:
 
 
 def row_blocks(problem: Problem, variant: Variant) -> int:
-    """Tiles of one (batch, head) along the first dimension that the grid covers, in whole clusters."""
+    """Tiles of one (batch, head) along the first dimension that the grid covers; in whole clusters, where
+    these have several.
+    """
     dimension, tile = variant.grid.covers[0]
     whole = 1 if variant.grid.shared_tiles else variant.grid.cluster
     return -(-extents(problem, variant)[dimension] // (tile * whole)) * whole
@@ -143,7 +145,7 @@ def blocks_at_a_time(variant: Variant, device: Device) -> int:
 def launch_of(
     problem: Problem, variant: Variant, device: Device, num_shares: int = 0, parts: int = 1
 ) -> Launch:
-    """One block for each tile, or, with a persistent schedule, no more than run at a time; in a grid of
+    """One block for each tile, or each of a cluster for it; or, with a persistent schedule, no more than run at a time; in a grid of
     shares, one for each of ``num_shares``. A step that splits groups of query heads into ``parts`` has one
     for each tile and part.
 
