@@ -30,7 +30,8 @@ struct Params {{
 
 {functions}
 
-extern "C" __global__ void __launch_bounds__({bounds}) {name}(const __grid_constant__ Params params) {{
+extern "C" __global__ void __cluster_dims__({cluster}, 1, 1) __launch_bounds__({bounds})
+{name}(const __grid_constant__ Params params) {{
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     const shared_address shared = to_shared(shared_memory);
     const int lane = threadIdx.x % 32;
@@ -47,6 +48,7 @@ def source_of(
     bounds: int | str = 1024,
     header: str = "sm80",
     maps: Iterable[str] = (),
+    cluster: int = 1,
 ) -> str:
     """A kernel whose parameters are the tensor maps ``maps``, then pointers to ``arrays``. The body also has
     lane, warp and shared.
@@ -61,6 +63,7 @@ def source_of(
         members="\n".join(members) or "    int nothing;",
         functions=functions,
         bounds=bounds,
+        cluster=cluster,
         body=textwrap.indent(textwrap.dedent(body).strip(), "    "),
     )
 
@@ -80,6 +83,7 @@ def run(
     max_shared_bytes: int = 0,
     dependent: bool = False,
     followed: bool = False,
+    cluster: int = 1,
     seed: int = 0,
     threads: int = 1,
 ) -> Report:
@@ -88,7 +92,7 @@ def run(
     """
     inputs, outputs, maps = inputs or {}, outputs or {}, maps or {}
     arrays = {**inputs, **outputs}
-    loaded = library.load(source_of(body, arrays, functions, bounds, header, maps), NAME)
+    loaded = library.load(source_of(body, arrays, functions, bounds, header, maps, cluster), NAME)
     access = dict.fromkeys(inputs, Region.READABLE | Region.INITIALISED)
     access |= dict.fromkeys(outputs, Region.READABLE | Region.WRITABLE)
     pointers = np.array([array.ctypes.data for array in arrays.values()] or [0], np.uint64)
@@ -109,6 +113,7 @@ def run(
         max_shared_bytes=max_shared_bytes,
         dependent=dependent,
         followed=followed,
+        cluster=cluster,
         seed=seed,
         threads=threads,
     )
@@ -125,7 +130,7 @@ def fault(
         run(body, *args, functions=functions, **options)
     arrays = {name: array for group in args for name, array in (group or {}).items()}
     rest = options.get("bounds", 1024), options.get("header", "sm80"), options.get("maps") or ()
-    lines = source_of(body, arrays, functions, *rest).splitlines()
+    lines = source_of(body, arrays, functions, *rest, options.get("cluster", 1)).splitlines()
     marked = {
         mark: number
         for number, line in enumerate(lines, 1)

@@ -511,6 +511,29 @@ def test_a_deadlock_names_barriers_phases_counts_and_who_waits():
     assert "32 of the threads 32 to 63 wait for parity 0" in str(error)
 
 
+# Clusters.
+
+
+@pytest.mark.parametrize(
+    ("cluster", "block", "text"),
+    [(17, 32, "17 blocks; they have at most 16"), (2, 48, "whole warps"), (4, 544, "at most 64 warps")],
+)
+def test_clusters_that_cannot_be_launched(cluster, block, text):
+    with pytest.raises(SimulationError, match=text) as caught:
+        run("", header="sm90", block=block, grid=(cluster, 1, 1), cluster=cluster)
+    assert caught.value.check == "launch"
+
+
+def test_a_warpgroup_is_within_a_block(fresh_seed):
+    """Warps of two blocks are none, though four of them follow each other."""
+    options = {"header": "sm90", "block": 64, "grid": (2, 1, 1), "cluster": 2, "seed": fresh_seed}
+    assert "block of 64 threads" in str(fault("wgmma_fence();  // HERE", **options))
+    run("if (block_index() == 1) setmaxnreg_dec<24>();", **options)
+    options["block"] = 160
+    run("if (warp < 4) wgmma_commit();", **options)
+    assert "last 32" in str(fault("wgmma_commit();  // HERE", **options))
+
+
 # Barriers of the block, and registers.
 
 

@@ -90,7 +90,9 @@ Block::Block(LaunchState& launch, unsigned char* shared_memory)
         thread.lane = i % 32;
         thread.index = i;
     }
-    for (int i = 0; i < num_threads / kThreadsOfGroup; ++i) warpgroups_.emplace_back(*this, i);
+    for (int first = 0; first < num_threads; first += block_threads_) {
+        for (int i = 0; i < block_threads_ / kThreadsOfGroup; ++i) warpgroups_.emplace_back(*this, first + i * kThreadsOfGroup);
+    }
 }
 
 bool Block::run(uint64_t linear_index) {
@@ -142,7 +144,7 @@ bool Block::run(uint64_t linear_index) {
     current_warp_ = random_.bit_of(ready_warps_);
     switch_context(main_, pick()->context);
     for (Warp& warp : warps_) warp.traffic.flush();
-    if (!failed_) ++counters->blocks;
+    if (!failed_) counters->blocks += members_.size();
     return !failed_;
 }
 
@@ -462,22 +464,24 @@ void Block::order_lanes(Warp& warp, uint32_t lanes) {
 
 void Block::make_ready(Warp& warp, uint32_t lanes) {
     warp.ready |= lanes;
-    ready_warps_ |= 1u << warp.index;
+    ready_warps_ |= uint64_t{1} << warp.index;
     for (uint32_t left = lanes; left != 0; left &= left - 1) {
         threads_[warp.first_thread() + std::countr_zero(left)].waits_for = nullptr;
     }
 }
 
 Warpgroup* Block::warpgroup_of(const Warp& warp) {
-    const size_t index = warp.index / kWarpsOfGroup;
-    return index < warpgroups_.size() ? &warpgroups_[index] : nullptr;
+    const int groups = block_threads_ / kThreadsOfGroup;  // of a block
+    const int rank = threads_[warp.first_thread()].rank;
+    const int group = (warp.first_thread() - rank * block_threads_) / kThreadsOfGroup;
+    return group < groups ? &warpgroups_[rank * groups + group] : nullptr;
 }
 
 Warpgroup& Block::warpgroup(const Warp& warp, Location where) {
     if (Warpgroup* found = warpgroup_of(warp)) return *found;
     fail(threads_[warp.first_thread()], SIM_DIVERGENCE, where,
-         format("wgmma in a block of %d threads, where the last %d make no warpgroup of 128", order_.threads(),
-                order_.threads() % kThreadsOfGroup));
+         format("wgmma in a block of %d threads, where the last %d make no warpgroup of 128", block_threads_,
+                block_threads_ % kThreadsOfGroup));
 }
 
 void Block::park(Thread& thread, const char* waits_for, Location where) {
@@ -539,7 +543,7 @@ Thread* Block::pick() {
     Warp& warp = warps_[current_warp_];
     const int lane = random_.bit_of(warp.ready);
     warp.ready &= ~(1u << lane);
-    if (warp.ready == 0) ready_warps_ &= ~(1u << warp.index);
+    if (warp.ready == 0) ready_warps_ &= ~(uint64_t{1} << warp.index);
     return &threads_[warp.first_thread() + lane];
 }
 

@@ -25,6 +25,8 @@ namespace flashgen::simulator {
 class Block;
 struct Warp;
 
+constexpr int kMostWarps = 64;  // of a block or a cluster: ready warps are the bits of a word
+
 // An operation of which all lanes of a mask make one.
 enum class Operation {
     shuffle,
@@ -193,7 +195,8 @@ class Block : public BlockView {
     Mbarriers& mbarriers() { return mbarriers_; }
     TensorCopies& tensor_copies() { return tensor_copies_; }
     RegisterPool& register_pool() { return register_pool_; }
-    // The warpgroup of a warp; fails, or gives null, where the block ends before the warpgroup does.
+    // The warpgroup of a warp, warpgroups of a block being counted from its first warp; fails, or gives null, where the block ends before
+    // the warpgroup does.
     Warpgroup& warpgroup(const Warp& warp, Location where);
     Warpgroup* warpgroup_of(const Warp& warp);
     Traffic& traffic() { return launch_.traffic; }
@@ -257,7 +260,7 @@ class Block : public BlockView {
     Stacks stacks_;
     Context main_;
     Random random_{0, 0};
-    uint32_t ready_warps_ = 0;
+    uint64_t ready_warps_ = 0;  // as bits
     int current_warp_ = 0;
     uint64_t old_arrays_ = 0;   // in which warps find old values ahead of griddepcontrol.wait, as bits; see perhaps_old()
     uint64_t change_warp_ = 0;  // a meeting of a warp is followed by another warp in so many of 2^16 cases

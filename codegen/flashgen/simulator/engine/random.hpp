@@ -1,7 +1,9 @@
 // Random numbers that are the same everywhere.
 #pragma once
 
+#include <bit>
 #include <cstdint>
+#include <limits>
 
 namespace flashgen::simulator {
 
@@ -18,10 +20,11 @@ class Random {
     }
 
     // One of the bits that are set in `bits`, which is not 0, by its number.
-    int bit_of(uint32_t bits) {
-        const int turn = static_cast<int>(next() >> 59);
-        const uint32_t turned = bits >> turn | bits << ((32 - turn) & 31);
-        return (__builtin_ctz(turned) + turn) & 31;
+    template <typename Bits>
+    int bit_of(Bits bits) {
+        constexpr int kBits = std::numeric_limits<Bits>::digits;
+        const int turn = static_cast<int>((next() >> 32) * kBits >> 32);
+        return (std::countr_zero(std::rotr(bits, turn)) + turn) % kBits;
     }
 
   private:

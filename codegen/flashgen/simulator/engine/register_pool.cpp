@@ -34,7 +34,13 @@ RegisterPool::RegisterPool(Block& block, int max_threads, int min_blocks, int wa
       free_(blocks),
       registers_(warps),
       changes_(warps),
-      history_((warps + kWarpsOfGroup - 1) / kWarpsOfGroup) {}
+      history_(blocks * groups_of_block()) {}
+
+int RegisterPool::groups_of_block() const { return (warps_of_block_ + kWarpsOfGroup - 1) / kWarpsOfGroup; }
+
+int RegisterPool::group_of(int warp) const {
+    return warp / warps_of_block_ * groups_of_block() + warp % warps_of_block_ / kWarpsOfGroup;
+}
 
 void RegisterPool::reset() {
     std::ranges::fill(free_, 0);
@@ -56,7 +62,7 @@ bool RegisterPool::change(Warp& warp, int count, bool increase, Location where) 
     if (increase ? count < held : count > held) {
         block_.fail(thread, SIM_REGISTER_POOL, where, format("%s to %d registers of a warp that has %d", name, count, held));
     }
-    auto& changes = history_[warp.index / kWarpsOfGroup];
+    auto& changes = history_[group_of(warp.index)];
     const size_t turn = changes_[warp.index]++;
     if (turn == changes.size()) {
         changes.push_back({count, increase, where, warp.index});
@@ -104,7 +110,7 @@ std::string RegisterPool::describe(std::vector<Other>& firsts) const {
 
 void RegisterPool::check_end() {
     for (size_t warp = 0; warp < changes_.size(); ++warp) {
-        const auto& changes = history_[warp / kWarpsOfGroup];
+        const auto& changes = history_[group_of(static_cast<int>(warp))];
         if (changes_[warp] == changes.size()) continue;
         const Change& missed = changes[changes_[warp]];
         block_.fail(block_.thread(32 * missed.warp), SIM_REGISTER_POOL, missed.where,

@@ -43,6 +43,8 @@ class RegisterPool {
     };
 
     void grant();
+    int groups_of_block() const;
+    int group_of(int warp) const;
 
     Block& block_;
     int at_launch_;
@@ -50,7 +52,7 @@ class RegisterPool {
     std::vector<int> free_;                     // of each block
     std::vector<int> registers_;                // of a thread, by warp
     std::vector<size_t> changes_;               // that each warp has made
-    std::vector<std::vector<Change>> history_;  // of each warpgroup
+    std::vector<std::vector<Change>> history_;  // of each warpgroup, blocks one after another
     std::vector<Request> waiting_;
 };
 

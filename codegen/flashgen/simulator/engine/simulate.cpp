@@ -12,6 +12,7 @@ namespace flashgen::simulator {
 namespace {
 
 constexpr uint64_t kMaxThreads = 1024;
+constexpr uint32_t kMaxCluster = 16;  // blocks; more than 8 where the GPU allows them
 constexpr uint32_t kMaxGrid[3] = {2147483647, 65535, 65535};
 constexpr uint32_t kMaxBlock[3] = {1024, 1024, 64};
 
@@ -40,10 +41,10 @@ std::string refusal(const Kernel& kernel, const SimLaunch& launch) {
         return format("%llu bytes of parameters; the kernel has %llu", 1ull * launch.params_bytes,
                       1ull * kernel.params_bytes);
     }
-    if (kernel.cluster > 1 && (threads % 128 != 0 || threads * kernel.cluster > kMaxThreads)) {
-        return format("clusters of %u blocks of %llu threads; the simulator knows blocks of whole warpgroups, and at most %llu threads "
-                      "in a cluster",
-                      kernel.cluster, threads, 1ull * kMaxThreads);
+    if (kernel.cluster > kMaxCluster) return format("clusters of %u blocks; they have at most %u", kernel.cluster, kMaxCluster);
+    if (kernel.cluster > 1 && (threads % 32 != 0 || threads * kernel.cluster > 32 * kMostWarps)) {
+        return format("clusters of %u blocks of %llu threads; the simulator knows blocks of whole warps, and at most %d warps in a cluster",
+                      kernel.cluster, threads, kMostWarps);
     }
     if (launch.grid[0] % kernel.cluster != 0 || launch.first_block % kernel.cluster != 0 || launch.num_blocks % kernel.cluster != 0) {
         return format("blocks %llu and %llu more of %u in dimension 0 of the grid, in clusters of %u", 1ull * launch.first_block,

@@ -91,7 +91,11 @@ bool complete_wait(Warp& warp, uint32_t, Location where) {
 
 }  // namespace
 
-Warpgroup::Warpgroup(Block& block, int index) : block_(block), index_(index), a_(kRows * kDepth) {}
+Warpgroup::Warpgroup(Block& block, int first_thread) : block_(block), first_thread_(first_thread), a_(kRows * kDepth) {}
+
+int Warpgroup::member_of(const Thread& thread) const { return thread.index - first_thread_; }
+
+Warpgroup::WarpState& Warpgroup::state_of(const Warp& warp) { return warps_[(warp.first_thread() - first_thread_) / 32]; }
 
 void Warpgroup::reset() {
     for (WarpState& state : warps_) state = {};
@@ -102,7 +106,7 @@ void Warpgroup::reset() {
 }
 
 Accumulator* Warpgroup::find(const Thread& thread, const float* registers) {
-    for (auto& accumulator : accumulators_[thread.index % kThreadsOfGroup]) {
+    for (auto& accumulator : accumulators_[member_of(thread)]) {
         if (accumulator->registers == registers) return accumulator.get();
     }
     return nullptr;
@@ -110,7 +114,7 @@ Accumulator* Warpgroup::find(const Thread& thread, const float* registers) {
 
 // What the product works on. `under_way` says whether an earlier one still does.
 Accumulator* Warpgroup::track(const Thread& thread, const WarpgroupProduct& operands, bool& under_way, Location where) {
-    auto& accumulators = accumulators_[thread.index % kThreadsOfGroup];
+    auto& accumulators = accumulators_[member_of(thread)];
     float* const begin = operands.accumulator;
     Accumulator* found = find(thread, begin);
     under_way = found != nullptr && !found->done;
@@ -141,7 +145,7 @@ Accumulator* Warpgroup::track(const Thread& thread, const WarpgroupProduct& oper
 
 void Warpgroup::multiply(Warp& warp, Location where) {
     if (actor_ < 0) actor_ = block_.order().add_actor();
-    WarpState& state = warps_[warp.index % kWarpsOfGroup];
+    WarpState& state = state_of(warp);
     const auto& first = *static_cast<WarpgroupProduct*>(warp.operands[0]);
     const uint32_t number = ++state.made;
     if (number == first_ + products_.size()) {
@@ -155,7 +159,7 @@ void Warpgroup::multiply(Warp& warp, Location where) {
     for (int lane = 0; lane < 32; ++lane) {
         const Thread& thread = block_.thread(warp.first_thread() + lane);
         const auto& operands = *static_cast<WarpgroupProduct*>(warp.operands[lane]);
-        const int member = thread.index % kThreadsOfGroup;
+        const int member = member_of(thread);
         if (!same_product(operands, product.operands) || product.where.line() != where.line() || product.group != state.groups) {
             block_.fail(thread, SIM_DIVERGENCE, where,
                         format("wgmma with other operands, or after another number of commits, than other threads of its "
@@ -200,9 +204,8 @@ void Warpgroup::execute(const Product& product) {
     const Location where = product.where;
     const int columns = 2 * operands.count;
     const bool bf16 = operands.bf16;
-    const int first_thread = index_ * kThreadsOfGroup;
-    const Thread& thread = block_.thread(first_thread);
-    const Party party(block_.order(), actor_, executed_ + 1, first_thread, kThreadsOfGroup);
+    const Thread& thread = block_.thread(first_thread_);
+    const Party party(block_.order(), actor_, executed_ + 1, first_thread_, kThreadsOfGroup);
     Passes passes = {0, 0};
     uint64_t bytes = 2 * kDepth * columns;
     uint16_t elements[8];
@@ -281,16 +284,16 @@ void Warpgroup::execute(const Product& product) {
     block_.traffic().add(block_.traffic().site(where, SIM_MATRIX_PRODUCT), SIM_MATRIX_PRODUCT, bytes, passes);
 }
 
-void Warpgroup::fence(Warp& warp) { warps_[warp.index % kWarpsOfGroup].fenced = true; }
+void Warpgroup::fence(Warp& warp) { state_of(warp).fenced = true; }
 
 void Warpgroup::commit(Warp& warp) {
-    WarpState& state = warps_[warp.index % kWarpsOfGroup];
+    WarpState& state = state_of(warp);
     state.closed.push_back(state.made);
     ++state.groups;
 }
 
 bool Warpgroup::wait(Warp& warp, int pending, Location where) {
-    WarpState& state = warps_[warp.index % kWarpsOfGroup];
+    WarpState& state = state_of(warp);
     state.target = state.waited;
     if (state.closed.size() > static_cast<size_t>(pending)) {
         const auto last = state.closed.end() - pending;
@@ -313,7 +316,7 @@ void Warpgroup::end_wait(WarpState& state, Warp& warp) {
         const Product& done = product(number);
         for (int lane = 0; done.operands.a != nullptr && lane < 32; ++lane) {
             const Thread& thread = block_.thread(warp.first_thread() + lane);
-            const int member = thread.index % kThreadsOfGroup;
+            const int member = member_of(thread);
             if (std::memcmp(done.a[member], done.a_values[member], sizeof done.a_values[member]) == 0) continue;
             block_.fail(thread, SIM_REGISTER_IN_FLIGHT, done.where,
                         "a register of the left operand of this wgmma has changed before the wait for it");
@@ -323,7 +326,7 @@ void Warpgroup::end_wait(WarpState& state, Warp& warp) {
     for (int lane = 0; lane < 32; ++lane) {
         const int thread = warp.first_thread() + lane;
         if (actor_ >= 0) block_.order().learn(thread, actor_, state.target);
-        for (auto& accumulator : accumulators_[thread % kThreadsOfGroup]) {
+        for (auto& accumulator : accumulators_[thread - first_thread_]) {
             if (accumulator->last_product <= state.target) accumulator->done = true;
         }
     }
@@ -344,11 +347,11 @@ void Warpgroup::pin(Thread& thread, float* registers, int count, Location where)
                     {accumulator->where, -1});
     }
     std::copy(accumulator->values.begin(), accumulator->values.end(), registers);
-    std::erase_if(accumulators_[thread.index % kThreadsOfGroup], [&](const auto& each) { return each.get() == accumulator; });
+    std::erase_if(accumulators_[member_of(thread)], [&](const auto& each) { return each.get() == accumulator; });
 }
 
 void Warpgroup::fail_use(Thread& thread, Location where) {
-    for (const auto& accumulator : accumulators_[thread.index % kThreadsOfGroup]) {
+    for (const auto& accumulator : accumulators_[member_of(thread)]) {
         block_.fail(thread, SIM_REGISTER_IN_FLIGHT, where,
                     format("a value from a register of the accumulator of the wgmma at %s, %s", text_of(accumulator->where).c_str(),
                            accumulator->done ? "which no pin_registers after the wait keeps in order" : "which has not been waited for"),

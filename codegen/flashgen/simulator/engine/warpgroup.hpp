@@ -32,7 +32,7 @@ struct Accumulator {
 
 class Warpgroup {
   public:
-    Warpgroup(Block& block, int index);
+    Warpgroup(Block& block, int first_thread);
 
     void reset();
 
@@ -77,9 +77,11 @@ class Warpgroup {
     void execute(const Product& product);
     void end_wait(WarpState& state, Warp& warp);
     Product& product(uint32_t number) { return products_[number - first_]; }
+    int member_of(const Thread& thread) const;
+    WarpState& state_of(const Warp& warp);
 
     Block& block_;
-    int index_;
+    int first_thread_;
     int actor_ = -1;
     WarpState warps_[kWarpsOfGroup];
     uint32_t executed_ = 0;
