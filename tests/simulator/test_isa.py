@@ -69,7 +69,7 @@ AHEAD = {
 }
 
 
-@pytest.mark.parametrize("name", ["sm80.cuh", "sm90.cuh", "ptx.cuh", "types.cuh"])
+@pytest.mark.parametrize("name", ["sm80.cuh", "sm90.cuh", "cluster.cuh", "ptx.cuh", "types.cuh"])
 def test_a_header_declares_what_the_one_does_that_it_stands_in_for(name):
     real = (paths.templates_dir() / "include" / "flashgen" / name).read_text()
     real = re.sub(r"#if defined\(__CUDACC_RTC__\).*?#else", "", real, flags=re.DOTALL)

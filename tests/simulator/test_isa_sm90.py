@@ -511,7 +511,76 @@ def test_a_deadlock_names_barriers_phases_counts_and_who_waits():
     assert "32 of the threads 32 to 63 wait for parity 0" in str(error)
 
 
-# Clusters.
+# Clusters. Each block of one sends two words a thread, and four of its first warp, to the next block.
+
+SEND = """
+    const shared_address barrier = shared + 4088;
+    const int rank = block_index() % {cluster};
+    const int next = (rank + 1) % {cluster};
+    const float word = 1000 * block_index() + threadIdx.x;
+    if (threadIdx.x == 0) {{
+        mbarrier_init(barrier, 1);
+        fence_mbarrier_init();
+    }}
+    cluster_arrive_relaxed();
+    cluster_wait();
+    store_async_64(map_shared(shared + 8 * threadIdx.x, next), word, -word, map_shared(barrier, next));
+    if (warp == 0) {{
+        const float words[4] = {{word, word + 0.25f, word + 0.5f, word + 0.75f}};
+        store_async_128(map_shared(shared + 2048 + 16 * lane, next), words, map_shared(barrier, next));
+    }}
+    if (threadIdx.x == 0) mbarrier_arrive_expect_tx(barrier, 8 * blockDim.x + 512);
+    mbarrier_wait(barrier, 0);
+    const float2 two = load_shared_64(shared + 8 * threadIdx.x);
+    const uint4 four = load_shared_128(shared + 2048 + 16 * lane);
+    params.out[block_index() * blockDim.x + threadIdx.x] = two.x - two.y + __uint_as_float(four.w);
+"""
+
+
+@pytest.mark.parametrize(("cluster", "block"), [(2, 32), (2, 1024), (4, 96), (8, 64), (16, 128)])
+def test_blocks_of_a_cluster_send_each_other_registers(cluster, block, fresh_seed):
+    """Their bytes may come before they are announced."""
+    out = np.zeros((2, cluster, block), np.float32)
+    body = SEND.format(cluster=cluster).replace("2048", "8192").replace("4088", "8704")
+    options = {"header": "sm90_mma", "block": block, "grid": (2 * cluster, 1, 1), "cluster": cluster}
+    run(body, {}, {"out": out}, shared_bytes=8712, seed=fresh_seed, **options)
+    sender = np.roll(np.arange(2 * cluster).reshape(2, cluster), 1, axis=1)[..., None] * 1000
+    threads = np.arange(block)
+    np.testing.assert_array_equal(out, 2 * (sender + threads) + sender + threads % 32 + 0.75)
+
+
+IN_FLIGHT = ("copy in flight", "uninitialised shared memory", "deadlock")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "checks"),
+    [
+        ("    cluster_wait();\n", "", ("race", "mbarrier")),
+        ("        fence_mbarrier_init();\n", "", ("race", "proxy")),
+        ("8 * threadIdx.x, next), word", "8 * threadIdx.x + 4, next), word", ("alignment",)),
+        ("16 * lane, next), words", "16 * lane + 8, next), words", ("alignment",)),
+        ("8 * threadIdx.x, next), word", "4096 + 8 * threadIdx.x, next), word", ("shared bounds",)),
+        ("8 * threadIdx.x, next), word", "8 * lane, next), word", ("copy in flight", "race")),
+        ("word, -word, map_shared(barrier, next)", "word, -word, map_shared(barrier, rank)", ("operand",)),
+        (
+            "word, -word, map_shared(barrier, next)",
+            "word, -word, map_shared(shared + 64, next)",
+            ("mbarrier",),
+        ),
+        ("map_shared(barrier, next));\n    if", "map_shared(barrier, {cluster}));\n    if", ("operand",)),
+        ("blockDim.x + 512", "blockDim.x + 504", IN_FLIGHT),
+        ("blockDim.x + 512", "blockDim.x + 520", ("deadlock",)),
+        ("    mbarrier_wait(barrier, 0);\n", "", ("copy in flight", "uninitialised shared memory", "race")),
+        ("    mbarrier_wait(barrier, 0);\n", "    if (rank == 0) return;\n", IN_FLIGHT),
+    ],
+)
+def test_sending_registers_wrongly(old, new, checks, fresh_seed):
+    assert SEND.count(old) == 1
+    body = SEND.replace(old, new).format(cluster=4)
+    options = {"header": "sm90_mma", "block": 64, "grid": (4, 1, 1), "cluster": 4, "seed": fresh_seed}
+    with pytest.raises(SimulationError) as caught:
+        run(body, {}, {"out": np.zeros(256, np.float32)}, **options)
+    assert caught.value.check in checks, str(caught.value)
 
 
 @pytest.mark.parametrize(

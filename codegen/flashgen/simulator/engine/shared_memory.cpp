@@ -14,7 +14,9 @@ uint16_t bytes_of(uint32_t offset, int size) {
 
 bool writes(Touch touch) { return touch >= Touch::store; }
 
-bool writes_in_flight(Touch touch) { return touch == Touch::copy_in_flight || touch == Touch::tensor_load_in_flight; }
+bool writes_in_flight(Touch touch) {
+    return touch == Touch::copy_in_flight || touch == Touch::tensor_load_in_flight || touch == Touch::remote_store_in_flight;
+}
 
 bool is_in_flight(Touch touch) { return writes_in_flight(touch) || touch == Touch::tensor_store_in_flight; }
 
@@ -41,6 +43,8 @@ const char* name_of(Touch touch) {
         case Touch::copy: return "cp.async";
         case Touch::tensor_load_in_flight:
         case Touch::tensor_load: return "tensor load";
+        case Touch::remote_store_in_flight:
+        case Touch::remote_store: return "st.async";
         case Touch::mbarrier: return "mbarrier.init";
     }
     return "";
@@ -48,8 +52,9 @@ const char* name_of(Touch touch) {
 
 // The least of what its threads know of the access's party.
 uint32_t Party::least_known(const Access& access) const {
-    // Of a tensor copy the party is the barrier, which does not order one copy after another.
-    if (access.party == id && access.touch != Touch::tensor_load) return UINT32_MAX;
+    // Of a tensor copy and an st.async the party is the barrier, which does not order one after another.
+    const bool of_barrier = access.touch == Touch::tensor_load || access.touch == Touch::remote_store;
+    if (access.party == id && !of_barrier) return UINT32_MAX;
     if (count_ == 1) return order_.before(access.party, access.stamp, first_) ? UINT32_MAX : 0;
     const int slot = access.party % kRemembered;
     if (remembered_[slot] != access.party) {

@@ -26,6 +26,8 @@ enum class Touch : uint8_t {
     copy,
     tensor_load_in_flight,
     tensor_load,
+    remote_store_in_flight,
+    remote_store,
     mbarrier,
 };
 const char* name_of(Touch touch);

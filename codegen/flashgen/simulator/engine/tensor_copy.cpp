@@ -57,11 +57,21 @@ uint64_t sectors(const Row& row) {
     return (first + row.bytes + kSectorBytes - 1) / kSectorBytes - first / kSectorBytes;
 }
 
+// Takes one out, in no order.
+template <typename T>
+T take(std::vector<T>& from, size_t index) {
+    const T taken = from[index];
+    from[index] = from.back();
+    from.pop_back();
+    return taken;
+}
+
 }  // namespace
 
 void TensorCopies::reset() {
     loads_.clear();
     sends_.clear();
+    remote_stores_.clear();
     stores_.clear();
     groups_.assign(block_.order().threads(), 0);
 }
@@ -155,20 +165,29 @@ void TensorCopies::start_load(Thread& thread, uint32_t destination, const SimTen
     loads_.push_back(load);
 }
 
+// The offset in the cluster's shared memory of what a thread sends to a block, which must have heard of its arrival before it ends.
+uint32_t TensorCopies::sent_offset(Thread& thread, uint32_t destination, uint32_t bytes, uint32_t alignment, const Mbarrier& barrier,
+                                   const char* what, Location where) {
+    const uint32_t to = cluster_offset(block_, thread, destination, static_cast<int>(bytes), what, where);
+    if (to % alignment != 0) {
+        block_.fail(thread, SIM_MISALIGNED, where,
+                    format("%s at shared address 0x%x, which is no multiple of %u", what, destination, alignment));
+    }
+    if (to / kBlockWindow != barrier.offset / kBlockWindow) {
+        block_.fail(thread, SIM_OPERAND, where, format("%s to one block of the cluster and an mbarrier of another one", what));
+    }
+    block_.touch(thread, static_cast<int>(to / kBlockWindow), barrier.actor, barrier.phase + 1, what, where);
+    return to;
+}
+
 void TensorCopies::send(Thread& thread, uint32_t destination, uint32_t source, uint32_t barrier_address, int bytes, Location where) {
     constexpr const char* kWhat = "copy to a block of the cluster";
     ++block_.counters->tensor_loads;
     check_bulk(thread, bytes, kWhat, where);
     const uint32_t from = box_offset(thread, source, bytes, kChunkBytes, kWhat, where);
-    const uint32_t to = cluster_offset(block_, thread, destination, bytes, kWhat, where);
     Mbarrier& barrier = block_.mbarriers().of_send(thread, barrier_address, where);
-    if (to % kChunkBytes != 0) block_.fail(thread, SIM_MISALIGNED, where, "a copy to shared memory at no multiple of 16 bytes");
-    if (to / kBlockWindow != barrier.offset / kBlockWindow) {
-        block_.fail(thread, SIM_OPERAND, where, "a copy to one block of the cluster and an mbarrier of another one");
-    }
-    // Both blocks must have heard of its end before they end.
+    const uint32_t to = sent_offset(thread, destination, bytes, kChunkBytes, barrier, kWhat, where);
     block_.touch(thread, thread.rank, barrier.actor, barrier.phase + 1, kWhat, where);
-    block_.touch(thread, static_cast<int>(to / kBlockWindow), barrier.actor, barrier.phase + 1, kWhat, where);
     const Party engine(block_.order(), barrier.actor, barrier.phase + 1, thread.index, 1);
     for (uint32_t at = 0; at < static_cast<uint32_t>(bytes); at += kChunkBytes) {
         fail_collision(block_, thread, kWhat,
@@ -193,18 +212,36 @@ void TensorCopies::finish_send(const Send& send) {
     block_.mbarriers().bring(*send.barrier, send.bytes, *send.thread, send.where);
 }
 
+void TensorCopies::store_remote(Thread& thread, uint32_t destination, const void* values, int bytes, uint32_t barrier_address,
+                                Location where) {
+    constexpr const char* kWhat = "st.async";
+    Mbarrier& barrier = block_.mbarriers().of_send(thread, barrier_address, where);
+    const uint32_t to = sent_offset(thread, destination, bytes, bytes, barrier, kWhat, where);
+    const Party sender(block_.order(), barrier.actor, barrier.phase + 1, thread.index, 1);
+    fail_collision(block_, thread, kWhat, block_.shared().store(sender, to, bytes, Touch::remote_store_in_flight, where), where);
+    RemoteStore store = {to, static_cast<uint32_t>(bytes), {}, &barrier, &thread, where};
+    std::memcpy(store.values, values, bytes);
+    remote_stores_.push_back(store);
+}
+
+void TensorCopies::finish_remote_store(const RemoteStore& store) {
+    SharedMemory& shared = block_.shared();
+    std::memcpy(shared.bytes() + store.destination, store.values, store.bytes);
+    shared.arrive(store.barrier->actor, store.barrier->phase + 1, store.destination, static_cast<int>(store.bytes),
+                  Touch::remote_store_in_flight, Touch::remote_store);
+    block_.counters->shared_bytes_written += store.bytes;
+    block_.mbarriers().bring(*store.barrier, store.bytes, *store.thread, store.where);
+}
+
 void TensorCopies::finish_one(Random& random) {
-    const size_t chosen = random.next() % (loads_.size() + sends_.size());
-    if (chosen >= loads_.size()) {
-        Send& place = sends_[chosen - loads_.size()];
-        const Send send = place;
-        place = sends_.back();
-        sends_.pop_back();
-        return finish_send(send);
-    }
-    const Load load = loads_[chosen];
-    loads_[chosen] = loads_.back();
-    loads_.pop_back();
+    size_t chosen = random.next() % (loads_.size() + sends_.size() + remote_stores_.size());
+    if (chosen < loads_.size()) return finish_load(take(loads_, chosen));
+    chosen -= loads_.size();
+    if (chosen < sends_.size()) return finish_send(take(sends_, chosen));
+    finish_remote_store(take(remote_stores_, chosen - sends_.size()));
+}
+
+void TensorCopies::finish_load(const Load& load) {
     const uint32_t row = row_bytes(load.map);
     std::vector<unsigned char> bytes(row);
     for_each_row(load.map, load.coordinates, [&](const Row& from) {
@@ -283,6 +320,10 @@ void TensorCopies::check_end(const Thread& last) {
         if (load.thread->rank != last.rank) continue;
         block_.fail(*load.thread, SIM_COPY_IN_FLIGHT, load.where, format(kText, "tensor load"), {{}, last.index});
     }
+    for (const RemoteStore& store : remote_stores_) {
+        if (store.destination / kBlockWindow != static_cast<uint32_t>(last.rank)) continue;
+        block_.fail(*store.thread, SIM_COPY_IN_FLIGHT, store.where, format(kText, "st.async"), {{}, last.index});
+    }
     for (const Store& store : stores_) {
         if (block_.thread(store.thread).rank != last.rank) continue;
         block_.fail(block_.thread(store.thread), SIM_COPY_IN_FLIGHT, store.where, format(kText, "tensor store"),
@@ -308,6 +349,11 @@ void bulk_load(uint32_t destination, const void* source, uint32_t barrier, int b
 void bulk_send(uint32_t destination, uint32_t source, uint32_t barrier, int bytes, Location where) {
     Thread& thread = running_thread();
     thread.owner->tensor_copies().send(thread, destination, source, barrier, bytes, where);
+}
+
+void store_async(uint32_t destination, const void* values, int bytes, uint32_t barrier, Location where) {
+    Thread& thread = running_thread();
+    thread.owner->tensor_copies().store_remote(thread, destination, values, bytes, barrier, where);
 }
 
 void tensor_store(const void* map, uint32_t source, const int* coordinates, int rank, Location where) {

@@ -1,10 +1,12 @@
-// Copies between tensors in global memory and boxes in shared memory, which the copy engine makes when it gets to them.
+// Copies between tensors in global memory and boxes in shared memory, which the copy engine makes when it gets to them, and what blocks of a
+// cluster send each other.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
 #include "random.hpp"
+#include "shared_memory.hpp"
 #include "simulator/machine.hpp"
 
 namespace flashgen::simulator {
@@ -25,12 +27,14 @@ class TensorCopies {
     void load_bulk(Thread& thread, uint32_t destination, const void* source, uint32_t barrier, int bytes, Location where);
     // `bytes` from the thread's block to a block of the cluster.
     void send(Thread& thread, uint32_t destination, uint32_t source, uint32_t barrier, int bytes, Location where);
+    // st.async: `bytes` of registers to a block of the cluster.
+    void store_remote(Thread& thread, uint32_t destination, const void* values, int bytes, uint32_t barrier, Location where);
     void store(Thread& thread, const void* map, uint32_t source, const int* coordinates, int rank, Location where);
     void commit(Thread& thread);
     void wait(Thread& thread, int pending);
 
-    // Loads and sends that have been started and are not there.
-    bool any_under_way() const { return !loads_.empty() || !sends_.empty(); }
+    // Loads, sends and remote stores that have been started and are not there.
+    bool any_under_way() const { return !loads_.empty() || !sends_.empty() || !remote_stores_.empty(); }
     void finish_one(Random& random);
 
     // Fails where a copy is still at work on shared memory as the last thread of a block returns.
@@ -53,6 +57,14 @@ class TensorCopies {
         Thread* thread;
         Location where;
     };
+    struct RemoteStore {
+        uint32_t destination;  // an offset in the cluster's shared memory
+        uint32_t bytes;
+        unsigned char values[kChunkBytes];
+        Mbarrier* barrier;
+        Thread* thread;
+        Location where;
+    };
     struct Store {
         uint32_t source;
         uint32_t bytes;
@@ -68,11 +80,16 @@ class TensorCopies {
     void start_load(Thread& thread, uint32_t destination, const SimTensorMap& map, uint32_t barrier, const int* coordinates,
                     const char* what, Location where);
 
-    Block& block_;
+    uint32_t sent_offset(Thread& thread, uint32_t destination, uint32_t bytes, uint32_t alignment, const Mbarrier& barrier,
+                         const char* what, Location where);
+    void finish_load(const Load& load);
     void finish_send(const Send& send);
+    void finish_remote_store(const RemoteStore& store);
 
+    Block& block_;
     std::vector<Load> loads_;
     std::vector<Send> sends_;
+    std::vector<RemoteStore> remote_stores_;
     std::vector<Store> stores_;
     std::vector<int> groups_;  // that each thread has committed
 };

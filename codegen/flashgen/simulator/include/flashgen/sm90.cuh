@@ -3,6 +3,7 @@
 // A last argument that no kernel gives says where in the kernel's source the call stands: errors and counts name it.
 #pragma once
 
+#include "flashgen/cluster.cuh"
 #include "flashgen/ptx.cuh"
 #include "simulator/async.hpp"
 #include "simulator/machine.hpp"
@@ -24,31 +25,6 @@ inline void prefetch_tensormap(const tensor_map& map,
 
 inline bool elect_one(flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     return flashgen::simulator::elect(where);
-}
-
-inline void mbarrier_init(shared_address barrier, int arrivals,
-                          flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    flashgen::simulator::mbarrier_init(barrier, arrivals, where);
-}
-
-inline void fence_mbarrier_init(flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    flashgen::simulator::fence_mbarrier_init(where);
-}
-
-inline void mbarrier_arrive(shared_address barrier,
-                            flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    flashgen::simulator::mbarrier_arrive(barrier, where);
-}
-
-inline void mbarrier_arrive_expect_tx(shared_address barrier, int bytes,
-                                      flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    flashgen::simulator::mbarrier_expect_tx(barrier, bytes, where);
-    flashgen::simulator::mbarrier_arrive(barrier, where);
-}
-
-inline void mbarrier_wait(shared_address barrier, int parity,
-                          flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    flashgen::simulator::mbarrier_wait(barrier, parity, where);
 }
 
 inline void fence_proxy_async(flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
@@ -82,29 +58,6 @@ inline void tma_store_5d(const tensor_map& map, shared_address source, int c0, i
 inline void bulk_load(shared_address destination, const void* source, shared_address barrier, int bytes,
                       flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     flashgen::simulator::bulk_load(destination, source, barrier, bytes, where);
-}
-
-inline shared_address map_shared(shared_address address, int rank,
-                                 flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    return flashgen::simulator::map_shared(address, rank, where);
-}
-
-inline void mbarrier_arrive_cluster(shared_address barrier,
-                                    flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    flashgen::simulator::mbarrier_arrive_cluster(barrier, where);
-}
-
-inline void bulk_send(shared_address destination, shared_address source, shared_address barrier, int bytes,
-                      flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    flashgen::simulator::bulk_send(destination, source, barrier, bytes, where);
-}
-
-inline void cluster_arrive_relaxed(flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    flashgen::simulator::cluster_arrive_relaxed(where);
-}
-
-inline void cluster_wait(flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    flashgen::simulator::cluster_wait(where);
 }
 
 inline void tma_store_commit() { flashgen::simulator::tensor_store_commit(); }

@@ -38,6 +38,8 @@ void tensor_store(const void* map, uint32_t source, const int* coordinates, int 
 void bulk_load(uint32_t destination, const void* source, uint32_t barrier, int bytes, Location where);
 // `bytes` of the thread's block to a block of its cluster, as are the addresses of the destination and the barrier.
 void bulk_send(uint32_t destination, uint32_t source, uint32_t barrier, int bytes, Location where);
+// st.async: `bytes` of registers, likewise.
+void store_async(uint32_t destination, const void* values, int bytes, uint32_t barrier, Location where);
 // Groups of a thread's tensor stores. A wait for reading ends when their source has been read.
 void tensor_store_commit();
 void tensor_store_wait(int pending);
