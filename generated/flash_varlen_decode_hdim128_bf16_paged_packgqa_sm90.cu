@@ -438,7 +438,8 @@ __device__ __forceinline__ Fetch seek(const Params& params, const Tile& tile, in
 
 // Prefetches the next KV block into L2, if there is one.
 __device__ __forceinline__ void prefetch_next(const Params& params, const Fetch& fetch) {
-    if (fetch.left == 0) return;
+    // All lanes or none, as they shuffle offsets: ahead of the wait some may have read a length as it was, others as it is now.
+    if (__any_sync(0xffffffff, fetch.left == 0)) return;
     const int valid_rows = params.seqlen_kv - fetch.first_key;
     const RowOffsets k_offsets = find_row_offsets(params, fetch.pages, fetch.first_key, params.k_batch_stride, params.k_row_stride);
     const RowOffsets v_offsets = find_row_offsets(params, fetch.pages, fetch.first_key, params.v_batch_stride, params.v_row_stride);
