@@ -157,7 +157,11 @@ def test_a_step_that_combines_runs_behind_the_one_whose_parts_it_takes(flashgen)
 
 @pytest.mark.parametrize(
     "name",
-    ["flash_fwd_varlen_hdim32_fp16_causal_m64_sm80", "flash_varlen_decode_hdim32_fp16_paged_packgqa_sm80"],
+    [
+        "flash_fwd_varlen_hdim32_fp16_causal_m64_sm80",
+        "flash_varlen_decode_hdim32_fp16_paged_packgqa_sm80",
+        "flash_varlen_decode_hdim32_fp16_paged_packgqa_sm90",
+    ],
 )
 def test_sequences_of_several_lengths(name, flashgen):
     result = flashgen("simulate", name, "--seqlen-q", 3, "--seqlen-kv", 500, "--batch", 4)

@@ -25,15 +25,26 @@ VARIANTS = {
 }
 
 
+# Decoding in clusters.
+IN_CLUSTERS = "flash_decode_sm90"
+
+
 def traits(variant: Variant) -> set[tuple]:
     """What the set must have: each tile of a target with each mask type, and for each spec all pairs of axis
-    values, target, loop and name of the tile. Decoding has one loop, so there a tile is needed once.
+    values, target, loop and name of the tile. Decoding has one loop, so there a tile is needed once. Thread
+    blocks of all clusters do the same with a head dim, so in clusters that is in no pair.
     """
     values = [*variant.axes, ("target", variant.target), ("loop", dict(variant.tile).get("loop"))]
     values.append(("tile_name", variant.tile_name))
-    pairs = {(variant.spec, *pair) for pair in combinations(values, 2)}
-    mask_type = None if variant.spec == "flash_decode_sm80" else variant.mask_type
-    return {*pairs, (variant.target, variant.tile, mask_type)}
+    paired = values if variant.spec != IN_CLUSTERS else [x for x in values if not x[0].startswith("head_dim")]
+    pairs = {(variant.spec, *pair) for pair in combinations(paired, 2)}
+    mask_type = None if variant.spec in ("flash_decode_sm80", IN_CLUSTERS) else variant.mask_type
+    return {*((variant.spec, x) for x in values), *pairs, (variant.target, tile_of(variant), mask_type)}
+
+
+def tile_of(variant: Variant) -> tuple:
+    """The tile; that of a thread block alone where clusters decode."""
+    return tuple(x for x in variant.tile if variant.spec != IN_CLUSTERS or x[0] != "cluster")
 
 
 def work(variant: Variant) -> int:

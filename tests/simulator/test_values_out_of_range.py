@@ -15,6 +15,8 @@ from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make, run_steps
 from flashgen.simulator.library import load
 from flashgen.source.render import render
+from flashgen.spec.params import TENSOR_MAP
+from simulator import test_decode_clusters as clusters
 from simulator import test_varlen_split as split
 from simulator.test_splits_simulated import FIXED, FIXED_PAGED, MAIN_OF
 from simulator.test_varlen_simulated import (
@@ -38,6 +40,8 @@ CASES = (
     (DECODE_PAGED, FEW_QUERIES),
     (FIXED, FEW_QUERIES),
     (FIXED_PAGED, FEW_QUERIES),
+    (clusters.ROWS, FEW_QUERIES),
+    (clusters.PAGED, FEW_QUERIES),
     (split.FULL, CHUNKS),
     (split.WINDOW_PAGED, CHUNKS),
 )
@@ -76,7 +80,7 @@ def cut(variant, example):
         lengths["index"] = lengths["index"].clip(0, problem.batch_kv - 1)
         return dataclasses.replace(example, lengths=lengths)
     k, v = example.k, example.v
-    if variant.target == "sm90":  # zeros follow the last page
+    if any(param.ctype == TENSOR_MAP for param in variant.params):  # zeros follow the last page
         k, v = (np.concatenate([x, np.zeros_like(x[:1])]) for x in (k, v))
         problem = dataclasses.replace(problem, batch_kv=len(k))
     lengths["pages"] = lengths["pages"].clip(0, len(k) - 1)
