@@ -41,6 +41,9 @@ class Kernel(NamedTuple):
 
 # Machine code, and whether the disk cache had it.
 Found = tuple["Compiled", bool]
+# Clusters up to this size are portable. A kernel with a larger one needs an attribute that CuPy has no name
+# for: CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED.
+_PORTABLE_CLUSTER, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 8, 14
 _kernels: dict[tuple[Variant, int, int], Kernel] = {}
 _loading: dict[tuple[Variant, int, int], threading.Lock] = {}
 _guard = threading.Lock()
@@ -82,11 +85,6 @@ def load(variant: Variant, device: Device, found: Found | None = None) -> Kernel
     return kernel
 
 
-# Clusters up to this size run on every GPU that has clusters; a kernel says that it may have a larger one.
-PORTABLE_CLUSTER = 8
-NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # CU_FUNC_ATTRIBUTE_..., which CuPy does not name
-
-
 def _load(variant: Variant, device: Device, found: Found | None) -> Kernel:
     from cupy.cuda.function import Module
     from cupy_backends.cuda.api import driver
@@ -102,8 +100,8 @@ def _load(variant: Variant, device: Device, found: Found | None) -> Kernel:
         # Under lazy loading this is also what brings the code onto the device, ahead of the first launch.
         limit = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         driver.funcSetAttribute(function.ptr, limit, variant.smem_bytes)
-        if variant.grid.cluster > PORTABLE_CLUSTER:
-            driver.funcSetAttribute(function.ptr, NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+        if variant.grid.cluster > _PORTABLE_CLUSTER:
+            driver.funcSetAttribute(function.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
         if compiled.is_ptx:
             compiled = compiled._replace(**_resources(driver, function.ptr))
     except driver.CUDADriverError as error:

@@ -145,9 +145,9 @@ def blocks_at_a_time(variant: Variant, device: Device) -> int:
 def launch_of(
     problem: Problem, variant: Variant, device: Device, num_shares: int = 0, parts: int = 1
 ) -> Launch:
-    """One block for each tile, or each of a cluster for it; or, with a persistent schedule, no more than run at a time; in a grid of
-    shares, one for each of ``num_shares``. A step that splits groups of query heads into ``parts`` has one
-    for each tile and part.
+    """One block for each tile, or, where clusters share tiles, one cluster. With a persistent schedule, no
+    more than run at a time; in a grid of shares, one for each of ``num_shares``. A step that splits groups of
+    query heads into ``parts`` has one for each tile and part.
 
     Raises BadTensorShape when there are more tiles than a grid can have.
     """

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 # What the blocks of a launch do: one tile each; or a part of the tile that their cluster has; one tile each,
 # of sequences whose lengths the kernel finds; or, no more of them than run at a time, tile after tile; the
-# same of sequences; or each an equal share of the KV blocks of all tiles, and of a step that combines, one for
-# each share of the main step.
+# same of sequences; or each an equal share of the KV blocks of all tiles, and of a step that combines, one
+# for each share of the main step.
 SCHEDULES = (
     "tile_per_block",
     "tile_per_cluster",
@@ -36,9 +36,9 @@ class Grid(NamedTuple):
     the KV blocks that the largest share must lose for shares to begin within tiles. ``part_time`` is the
     time, in query rows, that memory takes for what a tile of keys leaves of a part of its query heads (0:
     groups of query heads are never split). ``cluster`` is the thread blocks of a cluster, which share a
-    tile, or have neighbouring ones of the first dimension. ``step_rows`` is the query rows of a step of tiles of keys,
-    which may add to dq ``in_turns``. ``beside`` cuts further dimensions, likewise, into tiles of a second
-    kind, which come behind the others in the same launch.
+    tile, or have neighbouring ones of the first dimension. ``step_rows`` is the query rows of a step of tiles
+    of keys, which may add to dq ``in_turns``. ``beside`` cuts further dimensions, likewise, into tiles of a
+    second kind, which come behind the others in the same launch.
     """
 
     covers: tuple[tuple[str, int], ...] = ()

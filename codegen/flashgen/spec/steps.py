@@ -179,7 +179,9 @@ class StepTable:
         if min(positive) < 1 or min(from_last_row, split_gain, part_time, step_rows, in_turns) < 0:
             raise error(f"an extent of `grid` or `visits` is below 1 for {where()}")
         if cluster > 1 and self.step.schedule not in ("tile_per_block", "tile_per_cluster", "sequences"):
-            raise error(f"clusters of {cluster} for {where()}: only with one thread block to each tile")
+            raise error(
+                f"clusters of {cluster} for {where()}: only with a thread block or a cluster to a tile"
+            )
         boxes = self._boxes.at(values, where)
         numbers = (from_last_row, split_gain, part_time, cluster, step_rows, in_turns, beside)
         return Resources(threads, smem_bytes, boxes, covers, blocks_per_sm, *numbers, visits)
