@@ -50,7 +50,8 @@ HIDE = {
 
 def mask_functions(mask_type, block_n):
     """Those of a kernel with blocks of so many keys, on ``Ranges``."""
-    variant = next(v for v in VARIANTS.values() if v.target == "sm90" and v.mask_type == mask_type)
+    of_mask = (v for v in VARIANTS.values() if v.spec == "flash_fwd_sm90" and v.mask_type == mask_type)
+    variant = next(of_mask)
     tile = {**dict(variant.tile), "block_n": block_n}
     source = render(dataclasses.replace(variant, tile=tuple(tile.items())))
     begin = source.index("// Visits the scores that")

@@ -15,6 +15,7 @@ from flashgen.simulator.example import Shape, make, run_steps
 from flashgen.simulator.library import load
 from flashgen.source.render import render
 from flashgen.spec.load import load_specs
+from flashgen.spec.params import TENSOR_MAP
 from simulator.faults import ASYNC, BOUNDS, NUMBERS, WRONG, fault
 
 VARIANTS = {
@@ -89,7 +90,8 @@ def grouped(variant, shape):
     if variant.gqa == "mha":
         return shape
     # A tensor map of packed rows needs a group that divides the tile.
-    group = 4 if variant.target == "sm90" and variant.tile_value("block_m") % 3 else 3
+    mapped = any(param.ctype == TENSOR_MAP for param in variant.params)
+    group = 4 if mapped and variant.tile_value("block_m") % 3 else 3
     return dataclasses.replace(shape, heads=group * shape.heads, kv_heads=shape.heads)
 
 
@@ -333,7 +335,7 @@ FAULTS = (
     (fault("old lengths that stay in L1", DECODE, LONG, ("dependency",),
            "int(load_relaxed_32(values + index))", "int(load_global_32(values + index))"), {}),
     (fault("old pages that stay in L1", DECODE_PAGED, LONG, ("dependency",),
-           "? load_relaxed_32(pages + page_of_sequence)", "? load_global_32(pages + page_of_sequence)"), {}),
+           "early ? load_relaxed_32(entry)", "early ? load_global_32(entry)"), {}),
     (fault("a lost part", COMBINE, LONG, NUMBERS,
            "parts.first + warp % kTeam", "parts.first + 1 + warp % kTeam",
            multiprocessors=20), {}),
