@@ -642,7 +642,7 @@ __device__ __forceinline__ void combine_rows(const Params& params, const Tile& t
     const int count = (num_rows_of_tile - rank + kCluster - 1) / kCluster;
     if (count <= 0) return;
     if (threadIdx.x == 0) mbarrier_arrive_expect_tx(smem + kBarrierOffset, count * kCluster * (kHeadDimV * 4 + 8));
-    mbarrier_wait(smem + kBarrierOffset, 0);
+    mbarrier_wait_cluster(smem + kBarrierOffset, 0);
     for (int index = threadIdx.x; index < count * kRowPairs; index += kThreads) {
         const int received = index / kRowPairs;
         const int column = index % kRowPairs * 2;

@@ -392,8 +392,7 @@ __device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, s
 // The rank of a thread block in its cluster.
 __device__ __forceinline__ int cluster_rank() { return block_index() % kCluster; }
 
-// The tile of the thread block's cluster, all sequences having as many as the longest: those of a sequence come one after the other. Rows of
-// its tiles may lie past its last one.
+// The tile of the thread block's cluster. Each sequence has as many as the most queries of one take, so tiles may begin past its last row.
 __device__ __forceinline__ Tile find_tile(const Params& params) {
     const int index = block_index() / kCluster;
     const int head_of_batch = divide(index, params.num_row_blocks_divisor);
@@ -500,26 +499,21 @@ __device__ __forceinline__ Start find_start(const Params& all, const Tile& tile,
     return start;
 }
 
-// find_start() from the final lengths, which the grid before this one may write until griddepcontrol.wait returns. Where a call has no index,
-// the lengths are read before the wait as well: the start that follows from them is found, and its first KV block prefetched into L2, while
-// the other grid is still running. After the wait they are read again, and the start is found again if one has changed, which is rare: the
-// layers of a model share their lengths. Stale values are clamped like others, so no address is out of bounds.
+// find_start() from the final lengths, which the grid before this one may write until griddepcontrol.wait returns. They are read before the
+// wait as well: the start that follows from them is found, and its first KV block prefetched into L2, while the other grid is still running.
+// After the wait they are read again, and the start is found again if one has changed, which is rare: the layers of a model share their
+// lengths. Stale values are clamped like others, so no address is out of bounds.
 __device__ __forceinline__ Start await_start(const Params& all, int group) {
     const Tile tile = find_tile(all);
-    bool awaited = false;
-    if (awaited) griddepcontrol_wait();
-    Lengths lengths = awaited ? lengths_of(all, tile.batch) : early_lengths_of(all, tile.batch);
-    for (;;) {  // twice at most
-        Start start = find_start(all, tile, lengths, group);
-        if (awaited) return start;
-        prefetch_next(start.params, start.fetch);
-        griddepcontrol_wait();
-        awaited = true;
-        if (start.fetch.left > 0) start.fetch.pages = find_pages(start.params, start.fetch, false);  // pages may have changed where lengths have not
-        const Lengths earlier = lengths;
-        lengths = lengths_of(all, tile.batch);
-        if (!differ(lengths, earlier)) return start;
-    }
+    const Lengths earlier = early_lengths_of(all, tile.batch);
+    Start start = find_start(all, tile, earlier, group);
+    prefetch_next(start.params, start.fetch);
+    griddepcontrol_wait();
+    // Pages may have changed where lengths have not.
+    if (start.fetch.left > 0) start.fetch.pages = find_pages(start.params, start.fetch, false);
+    const Lengths lengths = lengths_of(all, tile.batch);
+    if (differ(lengths, earlier)) start = find_start(all, tile, lengths, group);
+    return start;
 }
 
 // Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
@@ -825,7 +819,7 @@ __device__ __forceinline__ void combine_rows(const Params& params, const Tile& t
     const int count = (num_rows_of_tile - rank + kCluster - 1) / kCluster;
     if (count <= 0) return;
     if (threadIdx.x == 0) mbarrier_arrive_expect_tx(smem + kBarrierOffset, count * kCluster * (kHeadDimV * 4 + 8));
-    mbarrier_wait(smem + kBarrierOffset, 0);
+    mbarrier_wait_cluster(smem + kBarrierOffset, 0);
     for (int index = threadIdx.x; index < count * kRowPairs; index += kThreads) {
         const int received = index / kRowPairs;
         const int column = index % kRowPairs * 2;
@@ -876,6 +870,8 @@ flash_varlen_decode_hdim128_bf16_paged_packgqa_sm90(const __grid_constant__ Para
 
     Start start = await_start(all, group);
     const Params& params = start.params;
+    // Programmatic dependent launch: blocks of the next grid may now start wherever this one leaves room. It may rely on every grid before
+    // this one having ended.
     griddepcontrol_launch_dependents();
     if (start.tile.first_row >= num_rows(params)) {  // nor has another thread block of the cluster rows
         cluster_wait();

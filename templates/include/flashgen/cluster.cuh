@@ -37,6 +37,19 @@ __device__ __forceinline__ void mbarrier_wait(shared_address barrier, int parity
         : "memory");
 }
 
+// mbarrier.try_wait.parity.acquire.cluster: as mbarrier_wait(), for what other blocks of the cluster have sent by st.async.
+__device__ __forceinline__ void mbarrier_wait_cluster(shared_address barrier, int parity) {
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "WAIT:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra DONE;\n"
+        "bra WAIT;\n"
+        "DONE:\n}\n" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
 // mapa: where an address of shared memory lies in the block of that rank of the cluster.
 __device__ __forceinline__ shared_address map_shared(shared_address address, int rank) {
     shared_address mapped;

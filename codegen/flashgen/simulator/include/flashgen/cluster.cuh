@@ -31,6 +31,11 @@ inline void mbarrier_wait(shared_address barrier, int parity,
     flashgen::simulator::mbarrier_wait(barrier, parity, where);
 }
 
+inline void mbarrier_wait_cluster(shared_address barrier, int parity,
+                                  flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
+    flashgen::simulator::mbarrier_wait(barrier, parity, where);
+}
+
 inline shared_address map_shared(shared_address address, int rank,
                                  flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
     return flashgen::simulator::map_shared(address, rank, where);
