@@ -180,7 +180,7 @@ class StepTable:
             raise error(f"an extent of `grid` or `visits` is below 1 for {where()}")
         if cluster > 1 and self.step.schedule not in ("tile_per_block", "tile_per_cluster", "sequences"):
             raise error(
-                f"clusters of {cluster} for {where()}: only with a thread block or a cluster to a tile"
+                f"clusters of {cluster} for {where()}: only with a thread block or a cluster to each tile"
             )
         boxes = self._boxes.at(values, where)
         numbers = (from_last_row, split_gain, part_time, cluster, step_rows, in_turns, beside)
