@@ -30,12 +30,13 @@ _SMALL_FLOPS = 1e10
 
 
 def default(variant: Variant) -> Sequence[str]:
-    """Shapes that calls of the variant's family have: one query, or four under a causal mask, where it is for
-    few rows.
+    """Shapes that calls of the variant's family have: one query, or up to four under a causal mask, where it
+    is for few rows.
     """
     if variant.rows_at_most is None:
         return DEFAULT
-    queries = 4 if variant.mask_type == "causal" else 1
+    most = variant.rows_at_most // (GROUP if variant.gqa == "packed" else 1)
+    queries = min(4, most) if variant.mask_type == "causal" else 1
     return tuple(f"{batch}x{queries}x{keys}" for batch, keys in FEW_ROWS)
 
 
