@@ -1,5 +1,5 @@
-// Copies between tensors in global memory and boxes in shared memory, which the copy engine makes when it gets to them, and what blocks of a
-// cluster send each other.
+// Asynchronous copies of TMA between global and shared memory, and what blocks of a cluster send each other. Loads and sends complete in any
+// order.
 #pragma once
 
 #include <cstdint>
