@@ -15,6 +15,7 @@ from flashgen.operators.varlen import normalise as varlen
 from flashgen.schedule.dispatch import candidates, cost, offers, runs_on, select
 from flashgen.schedule.explain import explain
 from flashgen.schedule.grid import launch_of, rows, tiles
+from flashgen.schedule.plan import plan_steps
 from flashgen.schedule.tensormap import expressible
 from flashgen.spec.load import load_spec, load_specs
 from flashgen.spec.model import Spec
@@ -265,6 +266,24 @@ def test_an_arch_specific_kernel_runs_on_that_arch_only():
     assert not runs_on(variant(min_arch="sm_90a"), blackwell)
     assert not runs_on(variant(min_arch="sm_100a"), blackwell)
     assert runs_on(variant(min_arch="sm_100f"), blackwell)
+
+
+def test_kernels_for_hopper_run_on_hopper_alone():
+    for name in ("sm_100", "sm_103", "sm_110"):
+        number = int(name.removeprefix("sm_"))
+        newer = SimpleNamespace(**{**vars(H200), "arch": name, "compute_capability": divmod(number, 10)})
+        running = {v.target for spec in load_specs() for v in spec.variants() if runs_on(v, newer)}
+        assert running == {"sm80", "sm86"}
+
+
+def test_a_grid_that_no_launch_has_room_for_is_not_chosen():
+    call = problem(batch=2**27, seqlen_q=1, seqlen_kv=1000, num_heads_q=8, num_heads_kv=8, **CONTIGUOUS)
+    chosen = select(call, H200, offers(call, H200, load_specs()))
+    assert not chosen.grid.shared_tiles
+    plan_steps(call, chosen, H200)
+    clusters = next(v for spec in load_specs() for v in spec.variants() if v.grid.shared_tiles)
+    with pytest.raises(BadTensorShape, match="thread blocks, and one launch has at most"):
+        launch_of(call, clusters, H200)
 
 
 def test_a_device_is_told_the_shared_memory_that_decides():
@@ -549,11 +568,11 @@ shipped_problems = st.builds(
 )
 
 
-@settings(max_examples=40)
 def for_few_rows(variant):
     return (variant.family, variant.step) == ("flash", "decode") or variant.family == "flash_decode"
 
 
+@settings(max_examples=40)
 @given(shipped_problems, st.sampled_from([H200, GEFORCE]))
 def test_a_family_for_few_rows_changes_no_other_choice(call, device):
     before = select(call, device, offers(call, device, forward_specs()))

@@ -783,10 +783,11 @@ def test_what_a_family_of_shares_may_say(old, new, place, why, tmp_path):
         load_spec(path)
 
 
-def test_shares_are_of_kv_blocks(tmp_path):
-    begin, end = SHARES.index("    visits:\n"), SHARES.index("    dependent_launch: true  #")
-    path = tmp_path / "flash_decode_sm80.yaml"
-    path.write_text(SHARES[:begin] + SHARES[end:])
+@pytest.mark.parametrize("name", ["flash_decode_sm80", "flash_decode_sm90"])
+def test_parts_of_keys_are_of_kv_blocks(name, tmp_path):
+    text = (specs_dir() / f"{name}.yaml").read_text(encoding="utf-8")
+    path = tmp_path / f"{name}.yaml"
+    path.write_text(re.sub(r"^( *)visits:\n(\1  .*\n)+", "", text, flags=re.MULTILINE))
     with pytest.raises(SpecError, match=r"grid\.schedule: .*`visits` is missing"):
         load_spec(path)
 

@@ -40,6 +40,7 @@ from flashgen.schedule.grid import (
     blocks_at_a_time,
     expected_tiles,
     extents,
+    launchable,
     lengths_differ,
     row_blocks,
     rows,
@@ -164,7 +165,9 @@ def candidates(problem: Problem, device: Device, variants: Iterable[Variant]) ->
             f"the call has {sizes[dimension]} {dimension.replace('_', ' ')}, and kernels for it count at "
             f"most {MAX_EXTENT}; make several calls of fewer"
         )
-    computing = [variant for variant in reaching if countable(problem, variant)]
+    # Where none is launchable, `launch_of` says so.
+    launched = [variant for variant in reaching if launchable(problem, variant)] or reaching
+    computing = [variant for variant in launched if countable(problem, variant)]
     suited = [variant for variant in computing if expressible(problem, variant)]
     if computing and not suited:
         raise SpecError(

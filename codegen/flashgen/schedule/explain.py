@@ -19,7 +19,7 @@ from flashgen.schedule.dispatch import (
     standard,
     without_replaced,
 )
-from flashgen.schedule.grid import MAX_EXTENT, extents, tiles
+from flashgen.schedule.grid import MAX_BLOCKS, MAX_EXTENT, extents, launchable, tiles
 from flashgen.schedule.plan import plan_steps
 from flashgen.schedule.shares import countable, shares_of
 from flashgen.schedule.tensormap import REQUIREMENTS, expressible
@@ -145,9 +145,8 @@ def explain(
     left = keep(smallest, f"larger {sizes}", f"a variant with smaller {sizes} serves, which does less work")
     # Behind the sizes, as `offers` makes no variants of larger ones.
     too_many = [judged.variant for judged in others if judged.rule == "rows"]
-    left = keep(
-        splitting(problem, left, too_many), "split-KV", f"it does not split keys as splits={problem.splits}"
-    )
+    kept = splitting(problem, left, too_many)
+    left = keep(kept, "split-KV", f"it splits keys in its own way, or never, not as splits={problem.splits}")
     left = keep(preferred(left), "target", "another target of its family comes first on this GPU")
     left = keep(without_replaced(left), "tuned", "a tile that was tuned on this GPU takes its place")
     modelled, gpu = standard(problem, device)
@@ -173,6 +172,8 @@ def _unfit(problem: Problem, device: Device, variant: Variant, on_request: bool)
         return Judged(variant, rule, f"its {rule} is {value}")
     if max(extents(problem, variant).values()) > MAX_EXTENT or not countable(problem, variant):
         return Judged(variant, "length", f"its grid counts at most {MAX_EXTENT} rows or KV blocks")
+    if not launchable(problem, variant):
+        return Judged(variant, "length", f"its grid would have more than {MAX_BLOCKS} thread blocks or tiles")
     if not runs_on(variant, device):
         needs = f"{range_of(variant.min_arch)}, with {variant.max_smem} bytes of shared memory a block"
         return Judged(variant, "GPU", f"it needs {needs}")

@@ -142,6 +142,11 @@ def blocks_at_a_time(variant: Variant, device: Device) -> int:
     return device.num_sms * variant.grid.blocks_per_sm
 
 
+def launchable(problem: Problem, variant: Variant) -> bool:
+    """Whether one launch has room for the grid, as far as the call decides it: without parts of groups."""
+    return variant.grid.shares or _blocks(problem, variant) <= MAX_BLOCKS
+
+
 def launch_of(
     problem: Problem, variant: Variant, device: Device, num_shares: int = 0, parts: int = 1
 ) -> Launch:
@@ -149,18 +154,25 @@ def launch_of(
     more than run at a time; in a grid of shares, one for each of ``num_shares``. A step that splits groups of
     query heads into ``parts`` has one for each tile and part.
 
-    Raises BadTensorShape when there are more tiles than a grid can have.
+    Raises BadTensorShape when there are more tiles, or thread blocks of clusters that share them, than a grid
+    can have.
     """
     if variant.grid.shares:
         return Launch(num_shares, variant.threads, variant.smem_bytes)
-    blocks = tiles(problem, variant) * (parts if variant.grid.part_time else 1)
-    blocks += tiles_beside(problem, variant)
-    blocks *= variant.grid.cluster if variant.grid.shared_tiles else 1
+    blocks = _blocks(problem, variant, parts)
     if blocks > MAX_BLOCKS:
         sizes = ", ".join(f"{name} {size}" for name, size in problem.sizes.items())
+        made = "thread blocks" if variant.grid.shared_tiles else "tiles"
         raise BadTensorShape(
-            f"{sizes} make {blocks} tiles, and one launch has at most {MAX_BLOCKS}; split the batch"
+            f"{sizes} make {blocks} {made}, and one launch has at most {MAX_BLOCKS}; split the batch"
         )
     if variant.grid.persistent:
         blocks = min(blocks, blocks_at_a_time(variant, device))
     return Launch(blocks, variant.threads, variant.smem_bytes, variant.grid.cluster)
+
+
+def _blocks(problem: Problem, variant: Variant, parts: int = 1) -> int:
+    """Thread blocks of a grid that has one for each tile, or a cluster."""
+    blocks = tiles(problem, variant) * (parts if variant.grid.part_time else 1)
+    blocks += tiles_beside(problem, variant)
+    return blocks * variant.grid.cluster if variant.grid.shared_tiles else blocks

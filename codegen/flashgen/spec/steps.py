@@ -92,8 +92,10 @@ class StepTable:
             row.combines,
             _limits(document, condition, (*keys, "when"), row.when),
         )
-        if row.grid.schedule == "shares" and row.visits is None and not row.combines:
-            raise document.error((*keys, "grid", "schedule"), "shares are of KV blocks: `visits` is missing")
+        parts = {"shares": "shares are", "tile_per_cluster": "parts of a cluster's tile are"}
+        if row.grid.schedule in parts and row.visits is None and not row.combines:
+            why = f"{parts[row.grid.schedule]} of KV blocks: `visits` is missing"
+            raise document.error((*keys, "grid", "schedule"), why)
         if row.grid.part_time and (not row.main or row.grid.schedule != "tile_per_block"):
             why = "only the main step splits groups of query heads, one thread block to each tile and part"
             raise document.error((*keys, "grid", "part_time"), why)
