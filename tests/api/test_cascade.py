@@ -204,6 +204,12 @@ def test_a_cache_that_is_no_part_is_named_before_anything_is_written(monkeypatch
         cache_of([7]),
     )
     replaced = lambda **changes: dataclasses.replace(own, **changes)  # noqa: E731
+
+    def between(x):
+        """Rows of half an element more than their own."""
+        strides = [x.itemsize // 2 + x.strides[0], *x.strides[1:]]
+        return np.ndarray(x.shape, x.dtype, np.zeros(strides[0] * x.shape[0], np.uint8), strides=strides)
+
     monkeypatch.setattr(cascade, "attention", None)
     for given, error, words in (
         ([(k, v), (own, None)], errors.BadParam, r"^parts\[1\] is a pair with a KVCache"),
@@ -221,6 +227,12 @@ def test_a_cache_that_is_no_part_is_named_before_anything_is_written(monkeypatch
             r"^parts\[1\]: lengths",
         ),
         ([replaced(v=own.v[..., :16]), (k, v)], errors.BadTensorShape, r"^parts\[1\]: v has head_dim_v 24"),
+        (
+            [(k, v), replaced(k=own.k.astype(np.float64), v=own.v.astype(np.float64))],
+            errors.BadTensorDtype,
+            r"^parts\[1\]: k has dtype float64 but q has fp32",
+        ),
+        ([(k, v), replaced(v=between(own.v))], errors.BadTensorStrides, r"^parts\[1\]: v has rows that"),
         ([(k, v), replaced(pages=own.pages.astype(float))], errors.BadTensorDtype, r"^parts\[1\]: pages"),
         ([(k, v), replaced(lengths=own.lengths - 1)], errors.BadParam, r"^parts\[1\]: lengths\[1\] is -1"),
         (own, errors.BadParam, r"^parts is of type KVCache; expected a list of parts, each \(k, v\) or a"),

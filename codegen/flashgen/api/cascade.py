@@ -11,10 +11,18 @@ from flashgen.api.calls import ready
 from flashgen.api.kvcache import KVCache
 from flashgen.api.merge import check_list, check_pair, merge
 from flashgen.errors import BadParam, BadTensorShape, BadTensorStrides, FlashgenError, NullPointer, naming
-from flashgen.operators.arguments import Placed, check_memory, flag, normal_strides, overlapping
+from flashgen.operators.arguments import (
+    DTYPE_BYTES,
+    Placed,
+    check_memory,
+    check_strides,
+    flag,
+    normal_strides,
+    overlapping,
+)
 from flashgen.operators.attention import ATTENTION
 from flashgen.operators.attention import normalise as normalise_attention
-from flashgen.operators.contract import MAX_SEQLEN, check_out, check_rank
+from flashgen.operators.contract import MAX_SEQLEN, check_dtypes, check_out, check_rank
 from flashgen.operators.maskoptions import NO_WINDOW, mask_type_name, window_of
 from flashgen.operators.splits import AUTO
 from flashgen.runtime import arrays, check, dlpack, torchkind
@@ -256,6 +264,9 @@ def _check_cascade(q: Any, parts: list[tuple[Any, Any] | KVCache], out: Any, cau
             if width != first:
                 raise BadTensorShape(f"v has head_dim_v {width[0]} but that of parts[0] has {first[0]}")
             if is_cache[index]:
+                element = check_dtypes({"q": view, "k": views[0], "v": views[1]})
+                for name, each in zip(("k", "v"), views, strict=True):
+                    check_strides(ATTENTION.arguments[ATTENTION.position(name)], each, DTYPE_BYTES[element])
                 check_out(out_view, view, views[1])
             else:
                 normalise_attention(view, *_views_in_batch(view, *views), out=out_view, causal=causal)
