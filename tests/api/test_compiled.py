@@ -261,12 +261,13 @@ def test_the_operators_pass_torchs_own_checks():
     k, v = (part.contiguous() for part in x["kv"].unbind(1))
     operators = torch.ops.flashgen
     options = True, None, -1, -1, None, "alibi", "slope", "", "auto", False, None, None, None, None
-    arrays = None, [x["slopes"]], x["lengths"], None, None, None, x["pages"]
+    arrays = None, [x["slopes"]], x["lengths"], None, None, None, x["pages"], True
     results = torch.empty_like(x["q"]), torch.empty(3, HEADS, ROWS)
     torch.library.opcheck(operators.attention_into.default, (x["q"], k, v, *arrays, *options, *results))
     total, rotated = torch.empty_like(x["lengths"]), torch.empty_like(x["q"])
     arrays = *x["new"].unbind(), x["lengths"], x["q"], x["pages"], None, x["cos"], x["sin"], None, None
-    torch.library.opcheck(operators.append.default, (*arrays, k, v, total, rotated, False, "each", None))
+    how = False, "each", False, None
+    torch.library.opcheck(operators.append.default, (*arrays, k, v, total, rotated, *how))
     part = flashgen.attention(x["q"], *parts(x)[0], return_lse=True)
     torch.library.opcheck(operators.merge.default, (*part, *part, *map(torch.empty_like, part), None))
     k, v = parts(x)[0]
@@ -331,6 +332,7 @@ def calls_that_fail():
     pages = flashgen.KVCache(*x["kv"].unbind(1), x["lengths"], x["pages"])
     wrong = dataclasses.replace(pages, lengths=x["lengths"].long())
     halves = dataclasses.replace(pages, k=pages.k.half())
+    rows = flashgen.KVCache(k, v, x["lengths"].long())
     return {
         "alibi_slopes": lambda q: flashgen.attention(q, k, v, alibi_slopes=slopes, causal=True),
         "softcap": lambda q: flashgen.attention(q, k, v, softcap=1e39),
@@ -341,6 +343,10 @@ def calls_that_fail():
         "slope": lambda q: flashgen.attention(q, k, v, score="alibi", params={"slope": slopes}),
         "softcap of a backward pass": lambda q: flashgen.attention_backward(q, q, k, v, q, lse, softcap=1e39),
         "lengths": lambda q: flashgen.attention(q, wrong),
+        "lengths of rows": lambda q: flashgen.attention(q, rows, splits=2),
+        "cu_seqlens_q beside append": lambda q: flashgen.attention(
+            q[0], pages, append=(new[0], new[0]), cu_seqlens_q=torch.zeros(4, dtype=torch.int64)
+        ),
         "k beside append": lambda q: flashgen.attention(q, halves, append=(new, new)),
         "k": lambda q: flashgen.append(halves, q[:, :, :KV_HEADS], new),
     }, q

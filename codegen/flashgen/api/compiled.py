@@ -68,7 +68,7 @@ def attention(
         q, masking, softmax_scale, of_score, lengths[3:], splits, False, backend, algorithm
     )
     if of_append is not None:
-        named["kv_lengths"], rotated = append(of_append, stream, backend)
+        named["kv_lengths"], rotated = append(of_append, stream, backend, ahead=True)
         q = q if rotated is None else rotated
     _fix_layout(out)
     if out is None:
@@ -79,7 +79,8 @@ def attention(
     on_device = (
         named.get(name) for name in ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv", "index", "pages")
     )
-    _attend(q, named["k"], named["v"], mask, arrays, *on_device, *options, out, lse)
+    is_cache = type(k) is KVCache
+    _attend(q, named["k"], named["v"], mask, arrays, *on_device, is_cache, *options, out, lse)
     return out, lse
 
 
@@ -118,9 +119,11 @@ def attention_backward(
     return dq, dk, dv
 
 
-def append(wanted: Asked, stream: Any, backend: str | None) -> tuple[Tensor, Tensor | None]:
-    """total_lengths and q_rotated of what a call asks of the operator ``append``. Raises BadParam or
-    NullPointer.
+def append(
+    wanted: Asked, stream: Any, backend: str | None, *, ahead: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """total_lengths and q_rotated of what a call asks of the operator ``append``; ``ahead`` of attention, in
+    one call. Raises BadParam or NullPointer.
     """
     _checked(wanted, stream, "append()")
     _, (*inputs, _, _), options, _ = wanted
@@ -128,7 +131,7 @@ def append(wanted: Asked, stream: Any, backend: str | None) -> tuple[Tensor, Ten
     for cache in inputs[-2:]:
         _fix_layout(cache)
     total, rotated = torch.empty_like(lengths), None if q is None else q.new_empty(q.shape)
-    _append(*inputs, total, rotated, *options, backend)
+    _append(*inputs, total, rotated, *options, ahead, backend)
     return total, rotated
 
 
@@ -178,7 +181,7 @@ def _fix_layout(written: Tensor | None) -> None:
     "flashgen::attention_into",
     mutates_args=("out", "lse"),
     schema=f"(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor[] arrays, {LENGTHS_SCHEMA}, Tensor? index, "
-    f"Tensor? pages, {SCHEMA}, Tensor(a!) out, Tensor(b!)? lse) -> ()",
+    f"Tensor? pages, bool is_cache, {SCHEMA}, Tensor(a!) out, Tensor(b!)? lse) -> ()",
 )
 def _attend(
     q: Tensor,
@@ -191,11 +194,12 @@ def _attend(
     cu_seqlens_kv: Tensor | None,
     index: Tensor | None,
     pages: Tensor | None,
+    is_cache: bool,
     *rest: Any,
 ) -> None:
     *given, out, lse = rest
     options = Options(*given)
-    if index is not None or pages is not None:
+    if is_cache:
         k, v, kv_lengths = KVCache(k, v, kv_lengths, pages, index), None, None
     lengths = kv_lengths, cu_seqlens_q, cu_seqlens_kv
     with naming(**options.names_given(k, arrays)):
@@ -224,11 +228,12 @@ def _differentiate(*given: Any) -> None:
     schema="(Tensor k_new, Tensor v_new, Tensor lengths, Tensor? q, Tensor? pages, Tensor? index, "
     "Tensor? cos, Tensor? sin, Tensor? positions, Tensor? cu_seqlens_new, Tensor(a!) k_cache, "
     "Tensor(b!) v_cache, Tensor(c!) total_lengths, Tensor(d!)? q_rotated, bool interleaved, str q_positions, "
-    "str? backend) -> ()",
+    "bool ahead, str? backend) -> ()",
 )
 def _append(*given: Any) -> None:
-    *arrays, interleaved, q_positions, backend = given
-    with naming(**FIELDS):
+    *arrays, interleaved, q_positions, ahead, backend = given
+    of_attention = {"cu_seqlens_new": "cu_seqlens_q"} if ahead else {}
+    with naming(**of_attention, **FIELDS):
         call(APPEND, tuple(arrays), (interleaved, q_positions), stream=None, backend=backend)
 
 
