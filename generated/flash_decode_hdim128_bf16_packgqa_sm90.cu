@@ -719,8 +719,8 @@ flash_decode_hdim128_bf16_packgqa_sm90(const __grid_constant__ Params params) {
     clear(rows);
     int stage = 0;  // that of the KV block to be computed next
     for (int block = 0; block < blocks; ++block) {
-        // The group's keys of this KV block are here: a thread waits for its own copies, and the barrier for everybody's. And every warp of
-        // the group has finished with the KV block before, whose stage takes the next one to come.
+        // The group's keys of this KV block are here: a lane waits for its own copies, and __syncwarp for those of the others. And every lane
+        // has finished with the KV block before, whose stage takes the next one to come.
         cp_async_wait<kStages - 2>();
         sync_group(group);
         fetch_next(params, fetch, stage_address(stage == 0 ? kStages - 1 : stage - 1), group);

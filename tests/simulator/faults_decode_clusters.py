@@ -76,6 +76,8 @@ FAULTS = (
           "if (threadIdx.x == 0) mbarrier_arrive_expect_tx(", "mbarrier_arrive_expect_tx("),
     fault("parts are not waited for", DECODE, SPLIT, ASYNC,
           "    mbarrier_wait_cluster(smem + kBarrierOffset, 0);\n", ""),
+    fault("parts are waited for at the scope of the block", DECODE, SPLIT, ("race",),
+          "    mbarrier_wait_cluster(smem", "    mbarrier_wait(smem"),
     fault("O of a part is not brought to the larger row_max", DECODE, WIDE, NUMBERS,
           "output[0] += values.x * factor;", "output[0] += values.x;"),
     fault("row_sum of a part is not brought to the larger row_max", DECODE, WIDE, NUMBERS,

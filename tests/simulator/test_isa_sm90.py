@@ -530,7 +530,7 @@ SEND = """
         store_async_128(map_shared(shared + 2048 + 16 * lane, next), words, map_shared(barrier, next));
     }}
     if (threadIdx.x == 0) mbarrier_arrive_expect_tx(barrier, 8 * blockDim.x + 512);
-    mbarrier_wait(barrier, 0);
+    mbarrier_wait_cluster(barrier, 0);
     const float2 two = load_shared_64(shared + 8 * threadIdx.x);
     const uint4 four = load_shared_128(shared + 2048 + 16 * lane);
     params.out[block_index() * blockDim.x + threadIdx.x] = two.x - two.y + __uint_as_float(four.w);
@@ -568,9 +568,14 @@ def test_blocks_of_a_cluster_send_each_other_registers(cluster, block, fresh_see
         # The phase ends before the last word: it is on its way, or has come; or 16 bytes step over the end.
         ("blockDim.x + 512", "blockDim.x + 504", ("copy in flight", "race", "deadlock")),
         ("blockDim.x + 512", "blockDim.x + 520", ("deadlock",)),
-        ("    mbarrier_wait(barrier, 0);\n", "", ("copy in flight", "uninitialised shared memory", "race")),
+        ("wait_cluster(barrier", "wait(barrier", ("race",)),
         (
-            "    mbarrier_wait(barrier, 0);\n",
+            "    mbarrier_wait_cluster(barrier, 0);\n",
+            "",
+            ("copy in flight", "uninitialised shared memory", "race"),
+        ),
+        (
+            "    mbarrier_wait_cluster(barrier, 0);\n",
             "    if (rank == 0) return;\n",
             ("copy in flight", "uninitialised shared memory"),
         ),

@@ -66,9 +66,9 @@ if TYPE_CHECKING:
 _IDLE, _LAST = 1 / 3, 0.35
 # A thread block that is alone on its multiprocessor reads keys at _ALONE times an equal part of memory's
 # rate, and keys in pages at 1 / _PAGED of that. Clusters of more than two thread blocks take _CROWDED more
-# time for each further one where all of a grid run at a time, on more than half of the multiprocessors. Of
-# several sequences whose lengths only the device knows, the longest is taken to have _LONGEST times the keys
-# of the mean, in pages or not.
+# time for each further one where the whole grid runs at once, on more than half of the multiprocessors. Of
+# several sequences whose lengths only the device knows, the longest is taken to need _LONGEST times as long,
+# in pages or not.
 _ALONE, _PAGED, _CROWDED, _LONGEST = 2.5, 1.5, 0.01, 2.8
 # The rate of packed rows, each of which finds its query and its head by a division, over that of others.
 _PACKED = 0.97

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# What the blocks of a launch do: one tile each; or a part of the tile that their cluster has; one tile each,
+# What the blocks of a launch do: one tile each; or a part of their cluster's tile each; one tile each,
 # of sequences whose lengths the kernel finds; or, no more of them than run at a time, tile after tile; the
 # same of sequences; or each an equal share of the KV blocks of all tiles, and of a step that combines, one
 # for each share of the main step.

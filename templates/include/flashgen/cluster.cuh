@@ -9,7 +9,7 @@ __device__ __forceinline__ void mbarrier_init(shared_address barrier, int arriva
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// fence.mbarrier_init: makes initialised barriers visible to TMA.
+// fence.mbarrier_init: makes initialised barriers visible to TMA and to the other blocks of the cluster.
 __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
 }

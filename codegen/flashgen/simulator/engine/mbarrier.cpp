@@ -94,7 +94,7 @@ void Mbarriers::expect(Thread& thread, uint32_t address, int bytes, Location whe
     }
 }
 
-void Mbarriers::wait(Thread& thread, uint32_t address, int parity, Location where) {
+void Mbarriers::wait(Thread& thread, uint32_t address, int parity, bool in_cluster, Location where) {
     ++block_.counters->mbarrier_waits;
     Mbarrier& barrier = find(thread, address, "mbarrier.try_wait", where);
     if (parity != 0 && parity != 1) {
@@ -105,6 +105,13 @@ void Mbarriers::wait(Thread& thread, uint32_t address, int parity, Location wher
     while ((barrier.phase & 1) == static_cast<uint32_t>(parity)) {
         barrier.waiters.push_back({&thread, parity, where});
         block_.park(thread, "mbarrier", where);
+    }
+    if (barrier.was_sent && !in_cluster) {
+        block_.fail(thread, SIM_RACE, where,
+                    format("race: this wait acquires at the scope of the block, and in the phase that has ended st.async of another "
+                           "block brought bytes to the mbarrier at offset %u, which takes the scope of the cluster",
+                           barrier.offset),
+                    {barrier.init_at, barrier.init_thread});
     }
     block_.order().learn(thread.index, barrier.completed);
     block_.pause(thread);
@@ -151,6 +158,8 @@ void Mbarriers::end_phase_if_complete(Mbarrier& barrier) {
     ++barrier.phase;
     barrier.missing = barrier.count;
     barrier.announced = 0;
+    barrier.was_sent = barrier.sent;
+    barrier.sent = false;
     barrier.clock.set(barrier.actor, barrier.phase);
     barrier.completed = barrier.clock;
     for (const Mbarrier::Waiter& waiter : barrier.waiters) block_.resume(*waiter.thread);
@@ -205,9 +214,9 @@ void mbarrier_expect_tx(uint32_t barrier, int bytes, Location where) {
     thread.owner->mbarriers().expect(thread, barrier, bytes, where);
 }
 
-void mbarrier_wait(uint32_t barrier, int parity, Location where) {
+void mbarrier_wait(uint32_t barrier, int parity, bool in_cluster, Location where) {
     Thread& thread = running_thread();
-    thread.owner->mbarriers().wait(thread, barrier, parity, where);
+    thread.owner->mbarriers().wait(thread, barrier, parity, in_cluster, where);
 }
 
 void fence_proxy_async(Location) {

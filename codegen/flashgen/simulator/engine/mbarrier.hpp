@@ -36,6 +36,8 @@ struct Mbarrier {
     bool init_fenced;
     Location init_at;
     std::vector<Waiter> waiters;
+    bool sent = false;      // st.async of another block has brought bytes in this phase
+    bool was_sent = false;  // likewise, in the phase that ended last
 };
 
 class Mbarriers {
@@ -50,7 +52,8 @@ class Mbarriers {
     // At a barrier of any block of the cluster.
     void arrive_in_cluster(Thread& thread, uint32_t address, Location where);
     void expect(Thread& thread, uint32_t address, int bytes, Location where);
-    void wait(Thread& thread, uint32_t address, int parity, Location where);
+    // `in_cluster` is the scope of its acquire: that of the cluster, or of the block.
+    void wait(Thread& thread, uint32_t address, int parity, bool in_cluster, Location where);
 
     // The barrier to which a copy of `thread` will bring its bytes.
     Mbarrier& of_copy(Thread& thread, uint32_t address, Location where);

@@ -230,6 +230,7 @@ void TensorCopies::finish_remote_store(const RemoteStore& store) {
     shared.arrive(store.barrier->actor, store.barrier->phase + 1, store.destination, static_cast<int>(store.bytes),
                   Touch::remote_store_in_flight, Touch::remote_store);
     block_.counters->shared_bytes_written += store.bytes;
+    store.barrier->sent |= store.destination / kBlockWindow != static_cast<uint32_t>(store.thread->rank);
     block_.mbarriers().bring(*store.barrier, store.bytes, *store.thread, store.where);
 }
 

@@ -28,12 +28,12 @@ inline void mbarrier_arrive_expect_tx(shared_address barrier, int bytes,
 
 inline void mbarrier_wait(shared_address barrier, int parity,
                           flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    flashgen::simulator::mbarrier_wait(barrier, parity, where);
+    flashgen::simulator::mbarrier_wait(barrier, parity, false, where);
 }
 
 inline void mbarrier_wait_cluster(shared_address barrier, int parity,
                                   flashgen::simulator::Location where = flashgen::simulator::Location::current()) {
-    flashgen::simulator::mbarrier_wait(barrier, parity, where);
+    flashgen::simulator::mbarrier_wait(barrier, parity, true, where);
 }
 
 inline shared_address map_shared(shared_address address, int rank,

@@ -18,7 +18,8 @@ void mbarrier_init(uint32_t barrier, int arrivals, Location where);
 void fence_mbarrier_init(Location where);
 void mbarrier_arrive(uint32_t barrier, Location where);
 void mbarrier_expect_tx(uint32_t barrier, int bytes, Location where);
-void mbarrier_wait(uint32_t barrier, int parity, Location where);
+// Its acquire has the scope of the cluster, or of the block.
+void mbarrier_wait(uint32_t barrier, int parity, bool in_cluster, Location where);
 
 // Clusters: mapa, mbarrier.arrive at a barrier of any block, barrier.cluster. A relaxed arrival publishes mbarriers that the thread has
 // initialised and fenced, nothing else.
