@@ -929,6 +929,14 @@ def test_parts_of_a_cache_that_differ_are_named_with_all_their_entries():
             "^block_table and cache_batch_idx were given",
         ),
         ({"block_table": np.zeros(2, np.int32)}, errors.BadTensorShape, "block_table has shape"),
+        *(
+            (
+                COS | {name: NEW[name][:, :2] for name in "kv"} | {"cache_seqlens": 1} | moving,
+                NotImplementedError,
+                "^q has seqlen_q 3 but k has 2 new tokens",
+            )
+            for moving in ({"causal": True}, {"window_size": (4, 4)})
+        ),
     ],
     ids=lambda given: "-".join(given) if isinstance(given, dict) else "",
 )
@@ -946,6 +954,19 @@ def test_a_cache_that_starts_within_16_bytes_is_refused_before_the_other_is_writ
     with pytest.raises(errors.BadTensorStrides, match="v_cache starts at address"):
         flash_attn_with_kvcache(q, k, *within_a_row(v), **NEW, cache_seqlens=2)
     assert np.array_equal(k, before)
+
+
+def test_tables_whose_entries_lie_apart_are_copied(array):
+    q, k, v = qkv(np.random.default_rng(), seqlen_k=48)
+    index, table = np.array([[1, 9], [0, 9]], np.int32), np.array([[0, 9, 1, 9], [2, 9, 3, 9]], np.int32)
+    k_pages, v_pages = (x.reshape(4, 24, *x.shape[2:]) for x in (k, v))
+    for tables, (keys, values) in (
+        ({"cache_batch_idx": array(index)[:, 0]}, (k[::-1], v[::-1])),
+        ({"block_table": array(table)[:, ::2], "k_cache": array(k_pages), "v_cache": array(v_pages)}, (k, v)),
+    ):
+        caches = {"k_cache": array(k), "v_cache": array(v)} | tables
+        out = flash_attn_with_kvcache(array(q), cache_seqlens=48, **caches)
+        close([np.asarray(out)], expected(q, keys, values)[:1])
 
 
 def test_a_cache_of_jax_is_read_but_not_written_to():

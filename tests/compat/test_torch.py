@@ -45,6 +45,27 @@ def test_causal_is_aligned_top_left(is_causal, lengths, dtype):
     same(*qkv(*lengths, dtype=dtype), is_causal=is_causal)
 
 
+@pytest.mark.parametrize("lengths", [(23, 41), (41, 23), (23, 23)], ids=str)
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_a_causal_bias_is_the_mask_of_its_alignment(heads, lengths):
+    """Its storage, (variants, seqlen_q, seqlen_kv), holds anything."""
+    from torch.nn.attention import bias
+
+    query, key, value = qkv(*lengths, heads=heads, kv_heads=heads)
+    for name in ("upper_left", "lower_right"):
+        mask = getattr(bias, f"causal_{name}")(*lengths)
+        found = scaled_dot_product_attention(query, key, value, mask)
+        seen = torch.ones(lengths, dtype=torch.bool)
+        seen = seen.tril(0 if name == "upper_left" else lengths[1] - lengths[0])
+        torch.testing.assert_close(found, scaled_dot_product_attention(query, key, value, seen))
+        if lengths[0] <= lengths[1]:  # PyTorch's own is NaN where a query sees nothing
+            same(query, key, value, attn_mask=seen)
+        with pytest.raises(errors.BadTensorShape, match=r"^attn_mask is a CausalBias of 23 queries"):
+            scaled_dot_product_attention(query, key, value, bias.causal_upper_left(23, 40))
+        with pytest.raises(errors.BadTensorShape, match=r"^value has"):
+            scaled_dot_product_attention(query, key, value[:, :, :5], mask)
+
+
 @pytest.mark.parametrize(
     "shape", [(23, 41), (1, 41), (4, 23, 41), (2, 1, 1, 41), (2, 4, 23, 41), (23, 1)], ids=str
 )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.api.attention import attention
 from flashgen.api.kvcache import KVCache, Rotary
-from flashgen.compat.libraries import int32s, is_tensor, is_zero, shape_of
+from flashgen.compat.libraries import int32s, is_tensor, is_zero, module_of, shape_of
 from flashgen.compat.refusals import refuse_dropout, refuse_gradients
 from flashgen.compat.widths import attention_of_any_width, missing, readable_rows
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer, naming
@@ -234,7 +234,7 @@ def flash_attn_varlen_func(
         if dtype != "int32":
             raise BadTensorDtype(f"cu_seqlens_k has dtype {dtype}; expected int32")
         lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
-        cache = KVCache(k, v, lengths, pages=_with_rows(block_table))
+        cache = KVCache(k, v, lengths, pages=_contiguous(block_table))
         with naming(**_BLOCKS):
             result = attention(readable_rows(q), cache, **options)
     return (*result, None) if return_attn_probs else result
@@ -367,7 +367,8 @@ def flash_attn_with_kvcache(
     Returns out, (batch, seqlen_q, nheads, headdim), or, with return_softmax_lse, (out, softmax_lse) with the
     LSE in fp32, (batch, nheads, seqlen_q).
 
-    Raises NotImplementedError for another cache_leftpad and arrays that require a gradient; BadTensorShape
+    Raises NotImplementedError for another cache_leftpad, for arrays that require a gradient, and for another
+    number of queries than new tokens where both are rotated and causal, or in a window; BadTensorShape
     for a cache of another row; BadParam for an int beyond the cache, and splits that no kernel can make; and
     what ``flashgen.append`` and ``flashgen.attention`` raise, of which nothing that the host can tell without
     reading elements is raised after the cache was written to.
@@ -388,6 +389,11 @@ def flash_attn_with_kvcache(
     }
     q, seqlen_new = readable_rows(q), 0 if k is None else k.shape[1]
     cache = _cache(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, block_table, seqlen_new)
+    if rotary_cos is not None and options["window_size"] != (-1, -1) and q.shape[1] != seqlen_new:
+        raise NotImplementedError(
+            f"q has seqlen_q {q.shape[1]} but k has {seqlen_new} new tokens; with rotary_cos, and causal or "
+            "with a window, flashgen takes as many: pass q and k rotated, and no rotary_cos"
+        )
     with naming(**_CACHES):
         if cache.lengths is None:
             return attention(q, cache.k, cache.v, **options)
@@ -448,7 +454,7 @@ def _cache(
     batch, room = q.shape[0], k_cache.shape[1]
     if pages is not None:
         _check_rank("block_table", pages, "batch, max_num_blocks_per_seq")
-        pages = _with_rows(pages)
+        pages = _contiguous(pages)
         room *= pages.shape[1]
     elif index is None:
         for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -477,14 +483,17 @@ def _cache(
                 f"cache_seqlens is {filled} and q of type {type(q).__name__}, of which flashgen cannot make "
                 "an array of lengths: pass one, int32, (batch,)"
             )
-    return KVCache(k_cache, v_cache, lengths, pages, index)
+    return KVCache(k_cache, v_cache, lengths, pages, _contiguous(index))
 
 
-def _with_rows(block_table: Any) -> Any:
-    """The table, or of a tensor whose rows are not contiguous a copy."""
-    if not is_tensor(block_table) or block_table.ndim != 2 or block_table.shape[1] < 2:
-        return block_table
-    return block_table if block_table.stride(1) == 1 else block_table.contiguous()
+def _contiguous(table: Any) -> Any:
+    """``table``, or where its last dimension is not contiguous a copy. What is no array stays as it is."""
+    if is_tensor(table):
+        return table if not table.ndim or table.shape[-1] < 2 or table.stride(-1) == 1 else table.contiguous()
+    strides = getattr(table, "strides", None)
+    if not strides or module_of(table) is None:  # an array of JAX has none, and is contiguous
+        return table
+    return table if table.shape[-1] < 2 or strides[-1] == table.itemsize else table.copy()
 
 
 def _check_new(k: Any, v: Any, rotary_cos: Any, rotary_sin: Any, cache_seqlens: Any) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,7 +49,8 @@ def scaled_dot_product_attention(
     attn_mask: broadcasts to (batch, heads, seqlen_q, seqlen_kv). bool: True where a key takes part; it is
         inverted, which copies it. fp32: added to the scaled scores, read where it lies; -inf hides a key.
         fp16, bf16: likewise, converted to fp32, which copies it. A query whose every key is hidden by the
-        most negative float instead may get 0, too, where PyTorch gives it the mean of value.
+        most negative float instead may get 0, too, where PyTorch gives it the mean of value. A ``CausalBias``
+        of torch.nn.attention.bias is the causal mask of its alignment, and has none of these elements.
     dropout_p: 0 alone.
     is_causal: query i sees the keys j <= i, aligned top left. Not with attn_mask.
     scale: by default 1 / sqrt(E). Not negative.
@@ -93,6 +95,8 @@ def scaled_dot_product_attention(
     query, key, value = _autocast(query, key, value)
     query, key, value = _broadcast(query, key, value, enable_gqa)
     options = {"mask_type": "causal_top_left"} if is_causal else _masked(attn_mask, query, key)
+    if "mask_type" in options:
+        attn_mask = None
     q, k, v = (x.transpose(-3, -2) for x in (query, key, value))
     try:
         out = attention_of_any_width(q, k, v, softmax_scale=scale, **options)
@@ -172,6 +176,10 @@ def _masked(attn_mask: Tensor | None, query: Tensor, key: Tensor) -> dict[str, A
     """The options of ``attention`` for a mask."""
     if attn_mask is None:
         return {}
+    # A tensor without elements of its own. Its module takes seconds to import, and who has one has done so.
+    biases = sys.modules.get("torch.nn.attention.bias")
+    if biases is not None and isinstance(attn_mask, biases.CausalBias):
+        return {"mask_type": _causal(attn_mask, biases.CausalVariant, query, key)}
     if attn_mask.dim() > query.dim():  # which attention may take
         _check_mask(attn_mask, query, key)
     if attn_mask.dtype == torch.bool:
@@ -186,6 +194,17 @@ def _masked(attn_mask: Tensor | None, query: Tensor, key: Tensor) -> dict[str, A
         f"attn_mask has dtype {attn_mask.dtype}; flashgen takes bool, fp32, fp16 and bf16: pass "
         f"attn_mask.{dtype}()"
     )
+
+
+def _causal(bias: Any, variants: Any, query: Tensor, key: Tensor) -> str:
+    """The mask type of a ``CausalBias``. Raises BadTensorShape."""
+    queries, keys = query.shape[-2], key.shape[-2]
+    if (bias.seq_len_q, bias.seq_len_kv) != (queries, keys):
+        raise BadTensorShape(
+            f"attn_mask is a CausalBias of {bias.seq_len_q} queries and {bias.seq_len_kv} keys but query has "
+            f"{queries} and key has {keys}"
+        )
+    return "causal_top_left" if bias.variant == variants.UPPER_LEFT else "causal_bottom_right"
 
 
 def _check_mask(attn_mask: Tensor, query: Tensor, key: Tensor) -> None:
