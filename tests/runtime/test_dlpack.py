@@ -4,7 +4,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from flashgen.errors import BadParam, DeviceTypeNotSupported, NoCompilerError, rename
+from flashgen.errors import (
+    BadParam,
+    BadTensorDtype,
+    DeviceTypeNotSupported,
+    NoCompilerError,
+    NullPointer,
+    rename,
+)
 from flashgen.runtime import arrays, dlpack
 
 
@@ -44,6 +51,17 @@ class TestJax:
     def test_no_copy_is_made(self):
         x = self.jax.numpy.zeros((3, 8))
         assert arrays.view(dlpack.adopt(x, "x"), "x").pointer == x.unsafe_buffer_pointer()
+
+    @pytest.mark.parametrize("name", ["float8_e4m3fn", "int4"])
+    def test_dtypes_that_dlpack_does_not_carry(self, name):
+        with pytest.raises(BadTensorDtype, match=f"^k has dtype {name}"):
+            dlpack.adopt(self.jax.numpy.zeros((3, 8)).astype(name), "k")
+
+    def test_an_array_without_memory(self):
+        x = self.jax.numpy.zeros(3)
+        x.delete()
+        with pytest.raises(NullPointer, match=r"^k is an array of jax that was deleted"):
+            dlpack.adopt(x, "k")
 
     def test_tracers(self):
         with pytest.raises(BadParam, match=r"k is traced by JAX.*jit"):

@@ -26,9 +26,10 @@ _DL_UINT, _DL_BFLOAT = 1, 4
 def adopt(x: Any, name: str, stream: Any = None) -> Any:
     """A native array over the memory of ``x``, ready for work on ``stream`` (None: CuPy's current one).
 
-    A native array is returned as it is. Raises NullPointer for None, BadTensorDtype for what is no array,
-    DeviceTypeNotSupported for an array on a device that is neither a CUDA GPU nor the host, NoCompilerError
-    for an array on a GPU where CuPy is missing, BadParam for a masked array and for a tracer of JAX.
+    A native array is returned as it is. Raises NullPointer for None and for a deleted array of JAX,
+    BadTensorDtype for what is no array and for a dtype that DLPack does not carry, DeviceTypeNotSupported for
+    an array on a device that is neither a CUDA GPU nor the host, NoCompilerError for an array on a GPU where
+    CuPy is missing, BadParam for a masked array and for a tracer of JAX.
     """
     if x is None:
         raise NullPointer(f"{name} is None; expected an array")
@@ -40,7 +41,12 @@ def adopt(x: Any, name: str, stream: Any = None) -> Any:
             f"{name}.data, and hide keys with the argument mask (nonzero is hidden there, too)"
         )
     _refuse_tracer(x, name)
-    bf16 = "bfloat16" in str(getattr(x, "dtype", ""))
+    if _is_jax(x) and x.is_deleted():
+        raise NullPointer(f"{name} is an array of jax that was deleted or donated; expected one with memory")
+    dtype = getattr(x, "dtype", "")
+    bf16 = "bfloat16" in str(dtype)
+    if not bf16 and getattr(dtype, "kind", "") == "V":  # fp8, fp4 and int4 of ml_dtypes
+        raise BadTensorDtype(f"{name} has dtype {dtype}, which cannot be read through DLPack; convert it")
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         try:
             device_type, ordinal = x.__dlpack_device__()
