@@ -652,6 +652,13 @@ def test_what_is_no_backend_is_named(call, unknown):
         call(*qkv(), backend=unknown)
 
 
+def test_a_variable_that_names_no_backend_is_named_itself(monkeypatch):
+    monkeypatch.setenv("FLASHGEN_BACKEND", "CPU")
+    for call in (flashgen.attention, flashgen.plan):
+        with pytest.raises(errors.BadParam, match=r"^FLASHGEN_BACKEND is 'CPU'; allowed are 'cuda', 'cpu'"):
+            call(*qkv())
+
+
 def test_an_empty_variable_names_no_backend(monkeypatch):
     monkeypatch.setenv("FLASHGEN_BACKEND", "")
     for call in (flashgen.attention, flashgen.plan):

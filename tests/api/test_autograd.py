@@ -327,6 +327,19 @@ def test_what_is_no_plain_tensor_is_refused_by_name():
         torch.func.grad(lambda q: flashgen.attention(q, k, v).sum())(q)
 
 
+def test_a_call_within_a_transform_of_other_tensors_is_refused_by_name():
+    """What it allocates there is a tensor of the transform, without memory."""
+    q, k, v = (x.detach() for x in tensors()[:3])
+    out, lse = flashgen.attention(q, k, v, return_lse=True)
+    for call in (
+        lambda: flashgen.attention(q, k, v),
+        lambda: flashgen.merge([(out, lse), (out, lse)])[0],
+        lambda: flashgen.attention_backward(out, q, k, v, out, lse)[0],
+    ):
+        with pytest.raises(BadParam, match=r"a tensor inside torch\.func .* or would be the result"):
+            torch.func.grad(lambda s, call=call: s * call().sum())(torch.tensor(2.0))
+
+
 TRANSFORMS = {
     "grad": lambda call, q: torch.func.grad(lambda q: call(q).sum())(q),
     "vmap": lambda call, q: torch.func.vmap(call)(q[None]),

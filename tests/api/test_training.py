@@ -75,7 +75,7 @@ ROWS = np.ones((2, 5, 4, 8), np.float16)
         ({"causal": None}, BadParam, "causal is None"),
         ({"splits": 2}, BadParam, "splits was given"),
         ({"splits": None}, BadParam, "splits was given"),
-        ({"max_seqlen_q": 3}, BadParam, "max_seqlen_q or max_seqlen_kv was given, but no lengths"),
+        ({"max_seqlen_q": 3}, BadParam, "max_seqlen_q is 3, but no lengths were given"),
         (
             {"k": flashgen.KVCache(ROWS, ROWS, None)},
             BadParam,

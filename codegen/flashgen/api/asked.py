@@ -28,11 +28,6 @@ if TYPE_CHECKING:
 Asked = tuple["Operator", tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
 # What a call says of the lengths of sequences.
 LENGTHS = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
-# What is wrong with a call that has bounds alone.
-BOUNDS_ALONE = (
-    "max_seqlen_q or max_seqlen_kv was given, but no lengths; they are bounds of kv_lengths, cu_seqlens_q "
-    "and cu_seqlens_kv"
-)
 # What is wrong with a call whose gradients would need both.
 MASK_WITH_LENGTHS = (
     "a mask was given with kv_lengths or cu_seqlens; gradients of sequences of several lengths take causal "
@@ -79,8 +74,7 @@ def asked(
         if kv_lengths is None:
             raise NullPointer("lengths of the KVCache is None; expected an int32 array, (batch,)")
     elif kv_lengths is None and cu_seqlens_q is None and cu_seqlens_kv is None:
-        if max_seqlen_q is not None or max_seqlen_kv is not None:
-            raise BadParam(BOUNDS_ALONE)
+        _refuse_bounds(max_seqlen_q, max_seqlen_kv)
         given = (q, k, v, mask, out, None, *arrays_of_score)
         return operator_for(modification), given, (*options, modification), scalars
     arrays_of_lengths = cu_seqlens_q, cu_seqlens_kv, kv_lengths, index, pages
@@ -114,8 +108,7 @@ def asked_backward(
     if type(given[2]) is KVCache:
         raise BadParam("k is a KVCache, which has no gradients; pass k and v, with kv_lengths if need be")
     if kv_lengths is None and cu_seqlens_q is None and cu_seqlens_kv is None:
-        if max_seqlen_q is not None or max_seqlen_kv is not None:
-            raise BadParam(BOUNDS_ALONE)
+        _refuse_bounds(max_seqlen_q, max_seqlen_kv)
         from flashgen.operators.backward import operator_for as backward_for  # other calls need not wait
 
         options = (*masking, modification, deterministic)
@@ -155,6 +148,16 @@ def _as_key(causal: Any, mask_type: Any, window_size: Any) -> tuple[Any, ...]:
     would find the plan of 1. Raises BadParam.
     """
     return flag("causal", causal), mask_type_name(mask_type), window_of(window_size)
+
+
+def _refuse_bounds(max_seqlen_q: Any, max_seqlen_kv: Any) -> None:
+    """Raise BadParam for a bound in a call without lengths."""
+    for name, bound in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_kv", max_seqlen_kv)):
+        if bound is not None:
+            raise BadParam(
+                f"{name} is {bound}, but no lengths were given; it is a bound of kv_lengths, cu_seqlens_q "
+                "and cu_seqlens_kv"
+            )
 
 
 def names_given(k: Any, alibi_slopes: Any, kv_lengths: Any = None, softcap: Any = None) -> dict[str, str]:

@@ -33,7 +33,9 @@ def backend_for(device: int | None, backend: str | None = None) -> str:
     if wanted is None:
         return natural
     if not isinstance(wanted, str) or wanted not in BACKENDS:
-        raise BadParam(f"backend is {wanted!r}; allowed are {', '.join(map(repr, BACKENDS))}")
+        of_environment = isinstance(wanted, str) and wanted == os.environ.get("FLASHGEN_BACKEND")
+        name = "FLASHGEN_BACKEND" if of_environment else "backend"
+        raise BadParam(f"{name} is {wanted!r}; allowed are {', '.join(map(repr, BACKENDS))}")
     if wanted != natural and not (device is None and wanted in _ON_HOST):
         place = on_device(device)
         raise DeviceTypeNotSupported(f"backend {wanted!r} cannot compute arrays {place}; copy them first")

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 Expecting = Callable[[tuple[Any, ...]], tuple[int, ...] | None]
 
 INSIDE_TORCH_FUNC = (
-    "a tensor inside torch.func (vmap, grad, jvp, functionalize) was given; call flashgen outside of it. In "
-    "place of vmap make the mapped dimension part of the batch"
+    "a tensor inside torch.func (vmap, grad, jvp, functionalize) was given, or would be the result; call "
+    "flashgen outside of it. In place of vmap make the mapped dimension part of the batch"
 )
 WITHOUT_GRADIENT = (
     "a tensor requires a gradient, which this call does not compute; call it under torch.no_grad() or pass "
@@ -145,7 +145,12 @@ class TorchKind:
             self._increment_version(x)
 
     def pointer(self, x: Any) -> int:
-        return x.data_ptr()
+        try:
+            return x.data_ptr()
+        except RuntimeError:
+            if _is_wrapped(self._torch, x):  # also what is made there, of tensors that are not
+                raise BadParam(INSIDE_TORCH_FUNC) from None
+            raise
 
     def strides(self, x: Any) -> tuple[int, ...]:
         return x.stride()
