@@ -407,6 +407,13 @@ def test_a_plan_in_a_graph_is_named():
         torch.compile(planned, backend="aot_eager", fullgraph=True)(q)
     torch.compiler.reset()
     torch.testing.assert_close(torch.compile(planned, backend="aot_eager")(q), planned(q))
+    plan = flashgen.plan(q, k, v)
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"a plan was called inside torch\.compile"):
+        torch.compile(lambda q: plan(q, k, v), backend="aot_eager", fullgraph=True)(q)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda q: plan(q, k, v), backend="aot_eager")
+    torch.testing.assert_close(compiled(q), planned(q))
 
 
 def test_saved_tensors_may_be_packed_and_must_not_change():

@@ -929,6 +929,11 @@ def test_parts_of_a_cache_that_differ_are_named_with_all_their_entries():
             "^block_table and cache_batch_idx were given",
         ),
         ({"block_table": np.zeros(2, np.int32)}, errors.BadTensorShape, "block_table has shape"),
+        (
+            NEW | COS | {"cache_seqlens": 1, "rotary_cos": COS["rotary_cos"][0]},
+            errors.BadTensorShape,
+            r"^rotary_cos has shape \(8,\); expected \(seqlen_ro, rotary_dim / 2\)",
+        ),
         *(
             (
                 COS | {name: NEW[name][:, :2] for name in "kv"} | {"cache_seqlens": 1} | moving,

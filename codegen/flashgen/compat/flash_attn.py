@@ -233,6 +233,7 @@ def flash_attn_varlen_func(
         dtype = str(cu_seqlens_k.dtype).rpartition(".")[2]
         if dtype != "int32":
             raise BadTensorDtype(f"cu_seqlens_k has dtype {dtype}; expected int32")
+        _check_rank("block_table", block_table, "batch, max_num_blocks_per_seq")
         lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
         cache = KVCache(k, v, lengths, pages=_contiguous(block_table))
         with naming(**_BLOCKS):
@@ -512,6 +513,9 @@ def _check_new(k: Any, v: Any, rotary_cos: Any, rotary_sin: Any, cache_seqlens: 
         return
     for name, x in (("k", k), ("v", v)):
         _check_rank(name, x, "batch, seqlen_new, nheads_k, headdim")
+    for name, x in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
+        if x is not None:
+            _check_rank(name, x, "seqlen_ro, rotary_dim / 2")
     if cache_seqlens is None:
         raise NullPointer("cache_seqlens is None but k was given; it says where k goes")
 

@@ -87,6 +87,11 @@ class TorchKind:
 
         The last member of a layout is true for a tensor that ``view`` refuses, so no plan is found for it.
         """
+        if self.is_compiling():  # no pointers yet; what becomes an operator of the graph does not come here
+            raise BadParam(
+                "a plan was called inside torch.compile; call attention() there, an operator of its graph, "
+                "or use plans outside of it"
+            )
         layouts: list[tuple | None] = []
         pointers: list[int] = []
         grad = self._is_grad_enabled()
