@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from flashgen import logs
 from flashgen.api.backends import runner_for
 from flashgen.api.kvcache import arrays_instead
-from flashgen.errors import BadParam, InternalError, naming
+from flashgen.errors import InternalError, naming
 from flashgen.runtime import arrays, dlpack, torchkind
 from flashgen.runtime.plans import Plan, adopted, run_adopted
 
@@ -188,10 +188,7 @@ class planning:
     def __init__(self, function: str, x: Any) -> None:
         kind = arrays.kind_of(x)
         if isinstance(kind, torchkind.TorchKind) and kind.is_compiling():
-            raise BadParam(
-                f"{function}() was called inside torch.compile; call attention() there, an operator of its "
-                "graph, or use plans outside of it"
-            )
+            raise torchkind.inside_compile(f"{function}()")
 
     def __enter__(self) -> None:
         pass

@@ -95,13 +95,11 @@ def scaled_dot_product_attention(
     query, key, value = _autocast(query, key, value)
     query, key, value = _broadcast(query, key, value, enable_gqa)
     options = {"mask_type": "causal_top_left"} if is_causal else _masked(attn_mask, query, key)
-    if "mask_type" in options:
-        attn_mask = None
     q, k, v = (x.transpose(-3, -2) for x in (query, key, value))
     try:
         out = attention_of_any_width(q, k, v, softmax_scale=scale, **options)
     except FlashgenError as error:
-        if attn_mask is not None:  # whose shape costs 3 µs to look at
+        if attn_mask is not None and "mask_type" not in options:  # whose shape costs 3 µs to look at
             _check_mask(attn_mask, query, key)
         rename(error, **_NAMES)
         raise

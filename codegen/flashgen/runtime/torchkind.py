@@ -42,6 +42,14 @@ class RequiresGradient(BadParam):
         return without_gradients(str(self), what)
 
 
+def inside_compile(what: str) -> BadParam:
+    """The error of ``what``, which torch.compile cannot trace."""
+    return BadParam(
+        f"{what} was called inside torch.compile; call attention() there, an operator of its graph, or use "
+        "plans outside of it"
+    )
+
+
 def without_gradients(message: str, what: str) -> BadParam:
     """The error of a call that records nothing. Of a message: in a graph of Dynamo an error in a message is
     its repr.
@@ -88,10 +96,7 @@ class TorchKind:
         The last member of a layout is true for a tensor that ``view`` refuses, so no plan is found for it.
         """
         if self.is_compiling():  # no pointers yet; what becomes an operator of the graph does not come here
-            raise BadParam(
-                "a plan was called inside torch.compile; call attention() there, an operator of its graph, "
-                "or use plans outside of it"
-            )
+            raise inside_compile("a plan")
         layouts: list[tuple | None] = []
         pointers: list[int] = []
         grad = self._is_grad_enabled()
