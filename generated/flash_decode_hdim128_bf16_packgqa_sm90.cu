@@ -283,9 +283,9 @@ __device__ __forceinline__ Tile find_tile(const Params& params) {
 
 // How far a group has come in fetching the KV blocks of its thread block's part of the tile, one after the other.
 struct Fetch {
-    int left;          // KV blocks that are still to come
-    int first_key;     // the first of the group's keys of the next one
-    const element* k;  // that key's row
+    int left;           // KV blocks that are still to come
+    int first_key;      // the first of the group's keys of the next one
+    const element* k;   // that key's row
     const element* v;
 };
 

@@ -442,37 +442,38 @@ __device__ __forceinline__ Pages find_pages(const Params& params, const int32_t*
     return found;
 }
 
-// Offsets of the rows of a group's keys of a KV block, in elements from the head's first row in page 0, spread over the lanes of a warp like
-// Pages.
-struct RowOffsets {
-    int64_t of_key[(kGroupKeys + 31) / 32];
+// The rows of a group's keys of a KV block, in K or V.
+struct KeyRows {
+    const element* head;  // where the head's rows begin in page 0
+    int64_t of_key[(kGroupKeys + 31) / 32];  // offsets from there, in elements, spread over the lanes of a warp like Pages
 
-    // Of the thread's row in a pass. All lanes of the warp call it.
-    __device__ __forceinline__ int64_t of_pass(int pass) const {
+    // Where the thread's row in a pass begins. All lanes of the warp call it.
+    __device__ __forceinline__ const element* operator()(int pass) const {
         static_assert(32 % kRowsPerPass == 0, "the keys of a pass are in one register of a warp");
         const int row = pass * kRowsPerPass + threadIdx.x % kGroupThreads / kSwizzleChunks;
-        return __shfl_sync(0xffffffff, of_key[pass * kRowsPerPass / 32], row % 32);
+        return head + __shfl_sync(0xffffffff, of_key[pass * kRowsPerPass / 32], row % 32);
     }
 };
 
-// A lane computes those of the keys that it looked up, since each key has kSwizzleChunks threads that copy its row.
-__device__ __forceinline__ RowOffsets find_row_offsets(const Params& params, const Pages& pages, int first_key, int64_t page_stride,
-                                                       int64_t row_stride) {
-    RowOffsets offsets;
+// A lane computes the offsets of the keys that it looked up, since each key has kSwizzleChunks threads that copy its row.
+__device__ __forceinline__ KeyRows find_key_rows(const Params& params, const Pages& pages, int first_key, const element* head,
+                                                 int64_t page_stride, int64_t row_stride) {
+    KeyRows rows;
+    rows.head = head;
 #pragma unroll
     for (int first = 0; first < kGroupKeys; first += 32) {
         const int key = first_key + first + threadIdx.x % 32;
         const int row_of_page = key - divide(key, params.page_size_divisor) * params.page_size;
         const int page = max(0, min(pages.of_key[first / 32], params.batch_kv - 1));
-        offsets.of_key[first / 32] = page * page_stride + row_of_page * row_stride;
+        rows.of_key[first / 32] = page * page_stride + row_of_page * row_stride;
     }
-    return offsets;
+    return rows;
 }
 
-// Starts the copy of a group's keys of a KV block of K or V, kColumns wide. `head` is where the head's rows begin in page 0. Rows from
-// `valid_rows` on and elements from `head_dim` on become zeros.
-template <int kColumns>
-__device__ __forceinline__ void copy_keys(const RowOffsets& offsets, shared_address keys, const element* head, int valid_rows, int head_dim) {
+// Starts the copy of a group's keys of a KV block of K or V, kColumns wide. `rows(pass)` is where the thread's row in a pass begins. Rows
+// from `valid_rows` on and elements from `head_dim` on become zeros.
+template <int kColumns, typename Rows>
+__device__ __forceinline__ void copy_keys(const Rows& rows, shared_address keys, int valid_rows, int head_dim) {
     constexpr int kPanels = kColumns * sizeof(element) / kSwizzleBytes;
     constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
     static_assert(kColumns * sizeof(element) % kSwizzleBytes == 0, "the swizzle permutes whole panels");
@@ -482,7 +483,7 @@ __device__ __forceinline__ void copy_keys(const RowOffsets& offsets, shared_addr
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
         const int first = pass * kRowsPerPass;
-        const element* source = head + offsets.of_pass(pass) + chunk * kChunkElements;
+        const element* source = rows(pass) + chunk * kChunkElements;
         if (kGroupKeys % kRowsPerPass != 0 && first + row >= kGroupKeys) break;
         // `row` is below kRowsPerPass, a power of two, so the swizzle key of first + row is that of the one XOR that of the other.
         const shared_address swizzled = (destination ^ 16 * swizzle_key(first)) + first * kRowBytes;
@@ -496,15 +497,15 @@ __device__ __forceinline__ void copy_keys(const RowOffsets& offsets, shared_addr
 
 // Prefetches a group's keys of a KV block of K or V, kColumns wide, into L2, as copy_keys() copies them: the first threads of a row a line
 // each. Left out are rows from `valid_rows` on, elements from `head_dim` on, and what a row that begins within a line has in one line more.
-template <int kColumns>
-__device__ __forceinline__ void prefetch_keys(const RowOffsets& offsets, const element* head, int valid_rows, int head_dim) {
+template <int kColumns, typename Rows>
+__device__ __forceinline__ void prefetch_keys(const Rows& rows, int valid_rows, int head_dim) {
     constexpr int kLineElements = 128 / sizeof(element);
     static_assert(kSwizzleChunks * kLineElements >= kColumns, "a row has a thread for each line");
     const int row = threadIdx.x % kGroupThreads / kSwizzleChunks;
     const int column = threadIdx.x % kSwizzleChunks * kLineElements;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-        const element* source = head + offsets.of_pass(pass) + column;
+        const element* source = rows(pass) + column;
         if (pass * kRowsPerPass + row < min(valid_rows, kGroupKeys) && column < min(kColumns, head_dim)) prefetch_l2(source);
     }
 }
@@ -547,10 +548,10 @@ __device__ __forceinline__ Fetch seek(const Params& params, const Place& place, 
 __device__ __forceinline__ void prefetch_next(const Params& params, const Share& share, const Fetch& fetch) {
     if (fetch.index >= share.end) return;
     const int valid_rows = fetch.place.lengths.keys.count - fetch.first_key;
-    const RowOffsets k_offsets = find_row_offsets(params, fetch.pages, fetch.first_key, params.k_batch_stride, params.k_row_stride);
-    const RowOffsets v_offsets = find_row_offsets(params, fetch.pages, fetch.first_key, params.v_batch_stride, params.v_row_stride);
-    prefetch_keys<kHeadDim>(k_offsets, fetch.k, valid_rows, params.head_dim);
-    prefetch_keys<kHeadDimV>(v_offsets, fetch.v, valid_rows, params.head_dim_v);
+    const KeyRows k_rows = find_key_rows(params, fetch.pages, fetch.first_key, fetch.k, params.k_batch_stride, params.k_row_stride);
+    const KeyRows v_rows = find_key_rows(params, fetch.pages, fetch.first_key, fetch.v, params.v_batch_stride, params.v_row_stride);
+    prefetch_keys<kHeadDim>(k_rows, valid_rows, params.head_dim);
+    prefetch_keys<kHeadDimV>(v_rows, valid_rows, params.head_dim_v);
 }
 
 // Starts the copies of the next KV block, if the share has one left. Each call is one group of copies. `params` have the bounds of all
@@ -559,10 +560,10 @@ __device__ __forceinline__ void fetch_next(const Params& params, const Share& sh
     if (fetch.index < share.end) {
         const shared_address keys = stage + group * kGroupKeys * kRowBytes;
         const int valid_rows = fetch.place.lengths.keys.count - fetch.first_key;
-        const RowOffsets k_offsets = find_row_offsets(params, fetch.pages, fetch.first_key, params.k_batch_stride, params.k_row_stride);
-        const RowOffsets v_offsets = find_row_offsets(params, fetch.pages, fetch.first_key, params.v_batch_stride, params.v_row_stride);
-        copy_keys<kHeadDim>(k_offsets, keys, fetch.k, valid_rows, params.head_dim);
-        copy_keys<kHeadDimV>(v_offsets, keys + kVOffset, fetch.v, valid_rows, params.head_dim_v);
+        const KeyRows k_rows = find_key_rows(params, fetch.pages, fetch.first_key, fetch.k, params.k_batch_stride, params.k_row_stride);
+        const KeyRows v_rows = find_key_rows(params, fetch.pages, fetch.first_key, fetch.v, params.v_batch_stride, params.v_row_stride);
+        copy_keys<kHeadDim>(k_rows, keys, valid_rows, params.head_dim);
+        copy_keys<kHeadDimV>(v_rows, keys + kVOffset, valid_rows, params.head_dim_v);
         ++fetch.index;
         if (--fetch.left > 0) {
             fetch.first_key += kBlockN;

@@ -299,37 +299,38 @@ __device__ __forceinline__ Pages find_pages(const Params& params, const int32_t*
     return found;
 }
 
-// Offsets of the rows of a group's keys of a KV block, in elements from the head's first row in page 0, spread over the lanes of a warp like
-// Pages.
-struct RowOffsets {
-    int64_t of_key[(kGroupKeys + 31) / 32];
+// The rows of a group's keys of a KV block, in K or V.
+struct KeyRows {
+    const element* head;  // where the head's rows begin in page 0
+    int64_t of_key[(kGroupKeys + 31) / 32];  // offsets from there, in elements, spread over the lanes of a warp like Pages
 
-    // Of the thread's row in a pass. All lanes of the warp call it.
-    __device__ __forceinline__ int64_t of_pass(int pass) const {
+    // Where the thread's row in a pass begins. All lanes of the warp call it.
+    __device__ __forceinline__ const element* operator()(int pass) const {
         static_assert(32 % kRowsPerPass == 0, "the keys of a pass are in one register of a warp");
         const int row = pass * kRowsPerPass + threadIdx.x % kGroupThreads / kSwizzleChunks;
-        return __shfl_sync(0xffffffff, of_key[pass * kRowsPerPass / 32], row % 32);
+        return head + __shfl_sync(0xffffffff, of_key[pass * kRowsPerPass / 32], row % 32);
     }
 };
 
-// A lane computes those of the keys that it looked up, since each key has kSwizzleChunks threads that copy its row.
-__device__ __forceinline__ RowOffsets find_row_offsets(const Params& params, const Pages& pages, int first_key, int64_t page_stride,
-                                                       int64_t row_stride) {
-    RowOffsets offsets;
+// A lane computes the offsets of the keys that it looked up, since each key has kSwizzleChunks threads that copy its row.
+__device__ __forceinline__ KeyRows find_key_rows(const Params& params, const Pages& pages, int first_key, const element* head,
+                                                 int64_t page_stride, int64_t row_stride) {
+    KeyRows rows;
+    rows.head = head;
 #pragma unroll
     for (int first = 0; first < kGroupKeys; first += 32) {
         const int key = first_key + first + threadIdx.x % 32;
         const int row_of_page = key - divide(key, params.page_size_divisor) * params.page_size;
         const int page = max(0, min(pages.of_key[first / 32], params.batch_kv - 1));
-        offsets.of_key[first / 32] = page * page_stride + row_of_page * row_stride;
+        rows.of_key[first / 32] = page * page_stride + row_of_page * row_stride;
     }
-    return offsets;
+    return rows;
 }
 
-// Starts the copy of a group's keys of a KV block of K or V, kColumns wide. `head` is where the head's rows begin in page 0. Rows from
-// `valid_rows` on and elements from `head_dim` on become zeros.
-template <int kColumns>
-__device__ __forceinline__ void copy_keys(const RowOffsets& offsets, shared_address keys, const element* head, int valid_rows, int head_dim) {
+// Starts the copy of a group's keys of a KV block of K or V, kColumns wide. `rows(pass)` is where the thread's row in a pass begins. Rows
+// from `valid_rows` on and elements from `head_dim` on become zeros.
+template <int kColumns, typename Rows>
+__device__ __forceinline__ void copy_keys(const Rows& rows, shared_address keys, int valid_rows, int head_dim) {
     constexpr int kPanels = kColumns * sizeof(element) / kSwizzleBytes;
     constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
     static_assert(kColumns * sizeof(element) % kSwizzleBytes == 0, "the swizzle permutes whole panels");
@@ -339,7 +340,7 @@ __device__ __forceinline__ void copy_keys(const RowOffsets& offsets, shared_addr
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
         const int first = pass * kRowsPerPass;
-        const element* source = head + offsets.of_pass(pass) + chunk * kChunkElements;
+        const element* source = rows(pass) + chunk * kChunkElements;
         if (kGroupKeys % kRowsPerPass != 0 && first + row >= kGroupKeys) break;
         // `row` is below kRowsPerPass, a power of two, so the swizzle key of first + row is that of the one XOR that of the other.
         const shared_address swizzled = (destination ^ 16 * swizzle_key(first)) + first * kRowBytes;
@@ -353,15 +354,15 @@ __device__ __forceinline__ void copy_keys(const RowOffsets& offsets, shared_addr
 
 // Prefetches a group's keys of a KV block of K or V, kColumns wide, into L2, as copy_keys() copies them: the first threads of a row a line
 // each. Left out are rows from `valid_rows` on, elements from `head_dim` on, and what a row that begins within a line has in one line more.
-template <int kColumns>
-__device__ __forceinline__ void prefetch_keys(const RowOffsets& offsets, const element* head, int valid_rows, int head_dim) {
+template <int kColumns, typename Rows>
+__device__ __forceinline__ void prefetch_keys(const Rows& rows, int valid_rows, int head_dim) {
     constexpr int kLineElements = 128 / sizeof(element);
     static_assert(kSwizzleChunks * kLineElements >= kColumns, "a row has a thread for each line");
     const int row = threadIdx.x % kGroupThreads / kSwizzleChunks;
     const int column = threadIdx.x % kSwizzleChunks * kLineElements;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-        const element* source = head + offsets.of_pass(pass) + column;
+        const element* source = rows(pass) + column;
         if (pass * kRowsPerPass + row < min(valid_rows, kGroupKeys) && column < min(kColumns, head_dim)) prefetch_l2(source);
     }
 }
@@ -405,17 +406,49 @@ __device__ __forceinline__ Tile find_tile(const Params& params) {
     return tile;
 }
 
-// How far a group has come in fetching the KV blocks of its thread block's part of the tile, one after the other.
-struct Fetch {
-    int left;          // KV blocks that are still to come
-    int first_key;     // the first of the group's keys of the next one
-    const element* k;  // where the head's rows begin in page 0
-    const element* v;
-    Pages pages;       // of the KV block that comes next: loaded when the one before was fetched, so that nobody waits for them
+// Where the thread's rows of a group's keys of a KV block begin, in K or V.
+struct ThreadRows {
+    const element* begin[kPasses];
+
+    __device__ __forceinline__ const element* operator()(int pass) const { return begin[pass]; }
 };
 
-__device__ __forceinline__ Pages find_pages(const Params& params, const Fetch& fetch, bool early) {
-    return find_pages(params, params.pages, fetch.first_key, params.seqlen_kv - fetch.first_key, early);
+// All lanes of the warp call it.
+__device__ __forceinline__ ThreadRows thread_rows(const KeyRows& rows) {
+    ThreadRows own;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) own.begin[pass] = rows(pass);
+    return own;
+}
+
+// How far a group has come in fetching the KV blocks of its thread block's part of the tile, one after the other.
+struct Fetch {
+    int left;           // KV blocks that are still to come
+    int first_key;      // the first of the group's keys of the next one
+    int end_key;        // of the part
+    const element* k;   // where the head's rows begin in page 0
+    const element* v;
+    ThreadRows k_rows;  // of the KV block that comes next
+    ThreadRows v_rows;
+    Pages pages;        // of the KV block behind it: loaded when the one before it was fetched, so that nobody waits for them
+};
+
+// Starts to load the pages of the group's keys from `first_key` on, as far as they are of the part.
+__device__ __forceinline__ Pages find_pages(const Params& params, const Fetch& fetch, int first_key, bool early) {
+    return find_pages(params, params.pages, first_key, fetch.end_key - first_key, early);
+}
+
+// The rows of the KV block that comes next, which has these pages. All lanes of the warp call it.
+__device__ __forceinline__ void find_rows(const Params& params, Fetch& fetch, const Pages& pages) {
+    fetch.k_rows = thread_rows(find_key_rows(params, pages, fetch.first_key, fetch.k, params.k_batch_stride, params.k_row_stride));
+    fetch.v_rows = thread_rows(find_key_rows(params, pages, fetch.first_key, fetch.v, params.v_batch_stride, params.v_row_stride));
+}
+
+// Those of the part's first KV block, and the pages of the one behind it.
+__device__ __forceinline__ void find_first_rows(const Params& params, Fetch& fetch, bool early) {
+    const Pages pages = find_pages(params, fetch, fetch.first_key, early);
+    fetch.pages = find_pages(params, fetch, fetch.first_key + kBlockN, early);
+    find_rows(params, fetch, pages);
 }
 
 // The thread block's part of the KV blocks that some row of the tile attends to; parts differ by one KV block at most.
@@ -429,21 +462,18 @@ __device__ __forceinline__ Fetch seek(const Params& params, const Tile& tile, in
     Fetch fetch;
     fetch.left = blocks / kCluster + (rank < blocks % kCluster ? 1 : 0);
     fetch.first_key = begin * kBlockN + group * kGroupKeys;
+    fetch.end_key = min(params.seqlen_kv, (begin + fetch.left) * kBlockN);
     fetch.k = head_k(params, tile);
     fetch.v = head_v(params, tile);
-    fetch.pages = find_pages(params, fetch, true);
     return fetch;
 }
 
 // Prefetches the next KV block into L2, if there is one.
 __device__ __forceinline__ void prefetch_next(const Params& params, const Fetch& fetch) {
-    // All lanes or none, as they shuffle offsets: ahead of the wait some may have read a length as it was, others as it is now.
-    if (__any_sync(0xffffffff, fetch.left == 0)) return;
+    if (fetch.left == 0) return;
     const int valid_rows = params.seqlen_kv - fetch.first_key;
-    const RowOffsets k_offsets = find_row_offsets(params, fetch.pages, fetch.first_key, params.k_batch_stride, params.k_row_stride);
-    const RowOffsets v_offsets = find_row_offsets(params, fetch.pages, fetch.first_key, params.v_batch_stride, params.v_row_stride);
-    prefetch_keys<kHeadDim>(k_offsets, fetch.k, valid_rows, params.head_dim);
-    prefetch_keys<kHeadDimV>(v_offsets, fetch.v, valid_rows, params.head_dim_v);
+    prefetch_keys<kHeadDim>(fetch.k_rows, valid_rows, params.head_dim);
+    prefetch_keys<kHeadDimV>(fetch.v_rows, valid_rows, params.head_dim_v);
 }
 
 // Starts the copies of the next KV block, if there is one. Each call is one group of copies.
@@ -451,13 +481,14 @@ __device__ __forceinline__ void fetch_next(const Params& params, Fetch& fetch, s
     if (fetch.left > 0) {
         const shared_address keys = stage + group * kGroupKeys * kRowBytes;
         const int valid_rows = params.seqlen_kv - fetch.first_key;
-        const RowOffsets k_offsets = find_row_offsets(params, fetch.pages, fetch.first_key, params.k_batch_stride, params.k_row_stride);
-        const RowOffsets v_offsets = find_row_offsets(params, fetch.pages, fetch.first_key, params.v_batch_stride, params.v_row_stride);
-        copy_keys<kHeadDim>(k_offsets, keys, fetch.k, valid_rows, params.head_dim);
-        copy_keys<kHeadDimV>(v_offsets, keys + kVOffset, fetch.v, valid_rows, params.head_dim_v);
+        copy_keys<kHeadDim>(fetch.k_rows, keys, valid_rows, params.head_dim);
+        copy_keys<kHeadDimV>(fetch.v_rows, keys + kVOffset, valid_rows, params.head_dim_v);
         --fetch.left;
         fetch.first_key += kBlockN;
-        if (fetch.left > 0) fetch.pages = find_pages(params, fetch, false);
+        // Rows are found a KV block ahead, so that copies do not wait for it: a warp is alone on its scheduler, and nothing else hides what it
+        // takes. The next look-up comes behind them, or its register would be another one than that of fetch.pages, and a move wait for it.
+        find_rows(params, fetch, fetch.pages);
+        fetch.pages = find_pages(params, fetch, fetch.first_key + kBlockN, false);
     }
     cp_async_commit();
 }
@@ -493,9 +524,12 @@ struct Start {
     Fetch fetch;
 };
 
-__device__ __forceinline__ Start find_start(const Params& all, const Tile& tile, const Lengths& lengths, int group) {
+// `early`: ahead of griddepcontrol.wait.
+__device__ __forceinline__ Start find_start(const Params& all, const Tile& tile, const Lengths& lengths, int group, bool early) {
     Start start = {of_sequence(all, tile.batch, lengths), tile};
     if (tile.first_row < num_rows(start.params)) start.fetch = seek(start.params, tile, group);
+    // All lanes or none, as they shuffle offsets: ahead of the wait some may have read a length as it was, others as it is now.
+    find_first_rows(start.params, start.fetch, early);
     return start;
 }
 
@@ -506,13 +540,12 @@ __device__ __forceinline__ Start find_start(const Params& all, const Tile& tile,
 __device__ __forceinline__ Start await_start(const Params& all, int group) {
     const Tile tile = find_tile(all);
     const Lengths earlier = early_lengths_of(all, tile.batch);
-    Start start = find_start(all, tile, earlier, group);
+    Start start = find_start(all, tile, earlier, group, true);
     prefetch_next(start.params, start.fetch);
     griddepcontrol_wait();
-    // Pages may have changed where lengths have not.
-    if (start.fetch.left > 0) start.fetch.pages = find_pages(start.params, start.fetch, false);
     const Lengths lengths = lengths_of(all, tile.batch);
-    if (differ(lengths, earlier)) start = find_start(all, tile, lengths, group);
+    find_first_rows(start.params, start.fetch, false);  // pages may have changed where lengths have not
+    if (__any_sync(0xffffffff, differ(lengths, earlier))) start = find_start(all, tile, lengths, group, false);
     return start;
 }
 

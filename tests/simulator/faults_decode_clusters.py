@@ -13,6 +13,7 @@ DECODE = "flash_decode_hdim160_bf16_packgqa_sm90"
 WINDOW = "flash_decode_hdim160_fp16_local_c4_sm90"
 ROWS = "flash_varlen_decode_hdim32_bf16_packgqa_sm90"
 PAGED = "flash_varlen_decode_hdim32_fp16_paged_packgqa_sm90"
+PAGED_2 = "flash_varlen_decode_hdim32_fp16_paged_c2_packgqa_sm90"  # parts of more KV blocks
 
 # 22 KV blocks: six parts of three, two of two. Two rows for four of the thread blocks, one for the others.
 SPLIT = Shape(seqlen_q=3, seqlen_kv=700, heads=8, kv_heads=2)
@@ -91,19 +92,24 @@ VARLEN_FAULTS = (
            "    if (differ(lengths, earlier)) start = find_start(all, tile, lengths, group);\n", ""),
      {"packed_kv": True}),
     (fault("pages as they were ahead of the wait", PAGED, LONG, STALE,
-           "if (start.fetch.left > 0) start.fetch.pages = find_pages(start.params, start.fetch, false);",
-           ""), {}),
+           "    find_first_rows(start.params, start.fetch, false);  // pages may", "    // pages may"), {}),
     (fault("an index as it was ahead of the wait", ROWS, LONG, ("dependency",),
            "if (all.index != nullptr) {", "if (false) {"),
      {"packed_kv": False, "index": True}),
     (fault("lanes that have read different lengths shuffle on their own", PAGED, LONG, ("divergence",),
-           "if (__any_sync(0xffffffff, fetch.left == 0)) return;", "if (fetch.left == 0) return;"), {}),
+           "    find_first_rows(start.params, start.fetch, early);",
+           "    if (start.fetch.left > 0) find_first_rows(start.params, start.fetch, early);"), {}),
+    (fault("a lane whose own length does not differ keeps its start", PAGED, LONG, ("divergence",),
+           "if (__any_sync(0xffffffff, differ(lengths, earlier)))", "if (differ(lengths, earlier))"), {}),
     (fault("old lengths that stay in L1", ROWS, LONG, ("dependency",),
            "int(load_relaxed_32(values + index))", "int(load_global_32(values + index))"),
      {"packed_kv": True}),
     (fault("old pages that stay in L1", PAGED, LONG, ("dependency",),
            "early ? load_relaxed_32(entry)", "early ? load_global_32(entry)"), {}),
-    (fault("pages of the KV block before", PAGED, LONG, (WRONG, *BOUNDS),
-           "if (fetch.left > 0) fetch.pages = find_pages(params, fetch, false);",
-           "if (fetch.left > 0) find_pages(params, fetch, false);"), {}),
+    (fault("pages of the KV block before", PAGED_2, LONG, (WRONG, *BOUNDS),
+           "fetch.pages = find_pages(params, fetch, fetch.first_key + kBlockN, false);", ""), {}),
+    (fault("pages of the KV block behind the one that comes next", PAGED, LONG, (WRONG, *BOUNDS),
+           "fetch.first_key + kBlockN, early);", "fetch.first_key + 2 * kBlockN, early);"), {}),
+    (fault("rows of the KV block that has just been fetched", PAGED, LONG, (WRONG, *BOUNDS),
+           "        find_rows(params, fetch, fetch.pages);\n", ""), {}),
 )  # fmt: skip
