@@ -65,11 +65,10 @@ if TYPE_CHECKING:
 # its time; a grid of tiles that differ in length ends _LAST of a mean one after an equal share of them.
 _IDLE, _LAST = 1 / 3, 0.35
 # A thread block that is alone on its multiprocessor reads keys at _ALONE times an equal part of memory's
-# rate, and keys in pages at 1 / _PAGED of that. Clusters of more than two thread blocks take _CROWDED more
-# time for each further one where the whole grid runs at once, on more than half of the multiprocessors. Of
-# several sequences whose lengths only the device knows, the longest is taken to need _LONGEST times as long,
-# in pages or not.
-_ALONE, _PAGED, _CROWDED, _LONGEST = 2.5, 1.5, 0.01, 2.8
+# rate. Clusters of more than two thread blocks take _CROWDED more time for each further one where the whole
+# grid runs at once, on more than half of the multiprocessors. Of several sequences whose lengths only the
+# device knows, the longest is taken to need _LONGEST times as long.
+_ALONE, _CROWDED, _LONGEST = 2.5, 0.01, 2.8
 # The rate of packed rows, each of which finds its query and its head by a division, over that of others.
 _PACKED = 0.97
 
@@ -314,8 +313,6 @@ def _cost_of_clusters(problem: Problem, device: Device, variant: Variant) -> flo
     alone = (-(-longest // (cluster * of_block)) * of_block + start) / _ALONE
     if problem.lengths_on_device and problem.sizes["batch"] > 1:
         alone *= _LONGEST
-    elif dict(variant.axes).get("pages") == "paged":
-        alone *= _PAGED
     keys = max((count * longest + blocks * start) / device.num_sms, alone)
     if device.num_sms < 2 * blocks <= 2 * blocks_at_a_time(variant, device):
         keys *= 1 + (cluster - 2) * _CROWDED
