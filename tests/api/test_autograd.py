@@ -657,7 +657,13 @@ def test_what_has_no_gradient_is_refused_by_name():
         ({"softcap": True}, "^softcap is True"),
         ({"score": "softcap", "params": {"cap": True}}, "^cap is True"),
         ({"score": "softcap", "params": {"cap": "30"}}, "^cap is '30'"),
+        ({"softcap": 10**5000}, "^softcap is an integer of 5001 digits"),
         ({"score": "unheard"}, "score is 'unheard'"),
+        ({"score": ""}, "^score is ''"),
+        ({"score": ("",), "params": {"cap": 3.0}}, "^score is ''"),
+        ({"score": "softcap,alibi", "params": {"cap": 3.0}}, "^score is 'softcap,alibi'"),
+        ({"score": "softcap", "params": {"cap": 3.0, "a,b": 1.0}}, "^score softcap has no parameter a,b"),
+        ({"score": "softcap", "params": {"cap": 3.0, "": torch.ones(3)}}, "^score softcap has no parameter "),
         ({"return_lse": None}, "return_lse is None"),
         ({"deterministic": 3}, "deterministic is 3"),
     ],
@@ -667,6 +673,25 @@ def test_options_are_checked_as_without_a_graph(options, words):
     for given in (q, q.detach()):
         with pytest.raises(BadParam, match=words):
             flashgen.attention(given, k.detach(), v.detach(), **options)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("nested", ["q", "k", "v", "mask"])
+def test_nested_tensors_beside_those_that_require_gradients_are_named(nested, layout):
+    given = dict(zip("qkv", tensors()[:3], strict=True))
+    parts = [torch.ones(3, HEADS, 16), torch.ones(2, HEADS, 16)]
+    given[nested] = torch.nested.nested_tensor(parts, layout=layout)
+    with pytest.raises(BadParam, match=f"^{nested}: a nested tensor"):
+        flashgen.attention(**given)
+
+
+def test_bounds_beyond_64_bits_are_none():
+    q, k, v, _ = tensors()
+    options = {"window_size": (2**63, 2**70), "kv_lengths": torch.tensor([7, 5], dtype=torch.int32)}
+    out = flashgen.attention(q, k, v, max_seqlen_kv=2**65, **options)
+    (found,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    out = flashgen.attention(q, k, v, kv_lengths=options["kv_lengths"])
+    same([found.detach()], torch.autograd.grad(out.sum(), q))
 
 
 def test_a_tensor_without_a_gradient_is_computed_without_a_graph(monkeypatch):
@@ -685,12 +710,14 @@ def test_deterministic_reaches_the_gradients(monkeypatch):
     monkeypatch.setattr(autograd, "asked_backward", lambda *given: asked.append(given[-1]) or real(*given))
     for deterministic in (False, True):
         flashgen.attention(q, k, v, deterministic=deterministic).sum().backward()
+    recorded = flashgen.attention(q, k, v).sum()
     torch.use_deterministic_algorithms(True)
     try:
         flashgen.attention(q, k, v).sum().backward()
+        recorded.backward()
     finally:
         torch.use_deterministic_algorithms(False)
-    assert asked == [False, True, True]
+    assert asked == [False, True, True, True]
 
 
 @pytest.mark.parametrize("function", ["attention_backward", "plan_backward"])

@@ -16,17 +16,19 @@ from torch.autograd import forward_ad
 from flashgen.api.asked import LENGTHS, MASK_WITH_LENGTHS, asked, asked_backward, named_score, names_given
 from flashgen.api.calls import call
 from flashgen.errors import BadParam, DeviceTypeNotSupported, FlashgenError, NullPointer, rename
-from flashgen.operators.arguments import ROW_ALIGNMENT, flag, length_bound
+from flashgen.operators.arguments import ROW_ALIGNMENT, flag, length_bound, shown
 from flashgen.operators.contract import check_rank, scale_of
 from flashgen.operators.maskoptions import mask_type_name, sees_no_later_key, window_of
 from flashgen.operators.splits import AUTO, SplitEvery, Splits, splits_of
 from flashgen.runtime.arrays import kind_of
-from flashgen.runtime.torchkind import INSIDE_TORCH_FUNC, WITH_TANGENT
+from flashgen.runtime.torchkind import INSIDE_TORCH_FUNC, NESTED, WITH_TANGENT
 
 if TYPE_CHECKING:
     from flashgen.api.asked import Asked
 
 _EVERY = "every "
+# The largest integers of the schemas, and of a score modification.
+_LARGEST, _LARGEST_PARAM = 2**63 - 1, 2**128
 # The tensors whose operators nobody but autograd looks at.
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
@@ -141,7 +143,10 @@ def attention(
 
 
 def check_tensors(given: Mapping[str, Any]) -> None:
-    """That all arrays of a call that is recorded are tensors. Raises BadParam."""
+    """That all arrays of a call that is recorded are tensors, and dense. Raises BadParam."""
+    for name, x in given.items():
+        if isinstance(x, Tensor) and x.is_nested:
+            raise BadParam(f"{name}: {NESTED}")
     if not _PLAIN.issuperset(map(type, given.values())):
         for name, x in given.items():
             if not isinstance(x, Tensor) and x is not None:
@@ -193,8 +198,8 @@ def options_of(
     return arrays, Options(
         flag("causal", causal),
         mask_type_name(mask_type),
-        left,
-        right,
+        _fitting(left),
+        _fitting(right),
         None if softmax_scale is None else scale_of(softmax_scale, q.shape[-1]),
         score,
         array_names,
@@ -215,6 +220,13 @@ def _written(of_score: tuple[Any, ...], masking: tuple[Any, ...]) -> tuple[str, 
         return "", "", "", []
     _refuse_derivatives({"alibi_slopes": alibi_slopes, **(params if isinstance(params, Mapping) else {})})
     names, given = named_score(*of_score, sees_no_later_key(*masking))
+    # Names go to the operators in strings, where a comma would make two of one, and nothing of "".
+    for name in names:
+        if not name.isidentifier():
+            raise BadParam(f"score is {name!r}; no score modification has such a name")
+    for name in given:
+        if not (isinstance(name, str) and name.isidentifier()):
+            raise BadParam(f"score {', '.join(names)} has no parameter {name}")
     if score is None:
         both = {"softcap": softcap, "alibi_slopes": alibi_slopes}
         names, given = (), {name: x for name, x in both.items() if x is not None}
@@ -267,15 +279,24 @@ def _refuse_derivatives(arrays: Mapping[str, Any]) -> None:
 def _number(name: str, x: Any) -> float:
     if not isinstance(x, Real) or isinstance(x, bool):  # ahead of the float that hides what it was
         raise BadParam(f"{name} is {x!r}; expected a tensor or a number")
-    return int(x) if isinstance(x, Integral) else float(x)
+    if not isinstance(x, Integral):
+        return float(x)
+    if abs(x) > _LARGEST_PARAM:  # Python may refuse to print it
+        raise BadParam(f"{name} is {shown(x)}; it must be finite, at most 3e+38")
+    return int(x)
 
 
 def _whole(name: str, bound: Any) -> int | None:
     """A bound in a type that a graph can hold. Raises BadParam."""
     # Dynamo calls one that is symbolic an int, of which operator.index would make a constant.
-    if bound is None or type(bound) is int or isinstance(bound, torch.SymInt):
+    if bound is None or isinstance(bound, torch.SymInt):
         return bound
-    return length_bound(name, bound)
+    return _fitting(bound if type(bound) is int else length_bound(name, bound))
+
+
+def _fitting(bound: int) -> int:
+    """A bound as the schemas of the operators hold it, above any length."""
+    return bound if isinstance(bound, torch.SymInt) else min(bound, _LARGEST)
 
 
 def _split(names: str) -> list[str]:
@@ -355,7 +376,7 @@ def differentiate(
             options.softmax_scale,
             options.of_score(arrays),
             (*lengths, options.max_seqlen_q, options.max_seqlen_kv),
-            options.deterministic,
+            options.deterministic or torch.are_deterministic_algorithms_enabled(),
         )
         return call(*wanted, stream=None, backend=options.backend)
     except FlashgenError as error:

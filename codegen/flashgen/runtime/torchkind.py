@@ -27,6 +27,8 @@ WITHOUT_GRADIENT = (
     "tensor.detach()"
 )
 
+NESTED = "a nested tensor was given; expected a dense one, such as torch.nested.to_padded_tensor makes"
+
 WITH_TANGENT = (
     "a tensor has a tangent of forward-mode AD, which flashgen does not compute; "
     "pass torch.autograd.forward_ad.unpack_dual(tensor).primal"
@@ -177,9 +179,7 @@ class TorchKind:
         """
         torch = self._torch
         if x.is_nested:
-            raise BadParam(
-                "a nested tensor was given; expected a dense one, such as torch.nested.to_padded_tensor makes"
-            )
+            raise BadParam(NESTED)
         if x.layout != torch.strided:
             raise BadParam(
                 f"a tensor of layout {x.layout} was given; expected a dense one: tensor.to_dense()"
