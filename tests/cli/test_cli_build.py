@@ -1,5 +1,6 @@
 import json
 import re
+import shlex
 
 import pytest
 
@@ -199,6 +200,14 @@ def test_stale_sources_leave_out_and_all_else_stays(tiny, flashgen, tmp_path):
     assert f"0 files changed, {len(more)} stale removed" in result.stdout
     assert {path.name for path in out.iterdir()} == {*committed, "mine.cu"}
     assert flashgen("build", "--check", "--out", out).exit_code == 0
+
+
+def test_check_advises_what_was_checked(tiny, flashgen, tmp_path):
+    options = ("--select", "dtype=fp16 head_dim=64", "--slice", "all", "--out", tmp_path / "a folder")
+    checked = flashgen("build", "--check", *options)
+    advice = re.search("`flashgen (.*)` brings", checked.stdout)[1]
+    assert flashgen(*shlex.split(advice), "--no-compile").exit_code == 0
+    assert flashgen("build", "--check", *options).exit_code == 0
 
 
 def test_a_checkout_keeps_generated_up_to_date(tiny, flashgen, monkeypatch):

@@ -64,6 +64,7 @@ def test_a_kernel_that_does_not_compile_leaves_no_bundle(tiny, edit, flashgen, t
         ((), "either write a bundle, with -o FILE"),
         (("-o", "a.zip"), "say which kernels"),
         (("-o", "a.zip", "--show", __file__), "either write a bundle"),
+        (("--show", __file__, "--arch", "sm_90", "--score", "softcap"), "leave out --arch, --score"),
         (
             ("--select", "head_dim=64", "-o", "nowhere/a.zip"),
             "there is no folder 'nowhere' to write 'a.zip' into",

@@ -80,6 +80,7 @@ def test_the_card_tells_where_it_comes_from(tiny, flashgen):
         ((NAME, "--head-dim", 64), 2, ["leave out --head-dim"]),
         ((NAME, "--arch", "x"), 2, ["sm_90"]),
         ((NAME, "--source", "--ptx"), 2, ["one view at a time, not --source and --ptx"]),
+        (("--head-dim", 64, "--arch", "sm_75"), 1, ["runs on sm_75"]),
         ((NAME, "--ptx", "--arch", "sm_999"), 1, ["does not know sm_999; it compiles for", "sm_90"]),
         (("tiny_fwd_hdim64_fp16*",), 2, ["variants match 'tiny_fwd_hdim64_fp16*'", "flashgen list --select"]),
     ],

@@ -19,3 +19,12 @@ def test_a_reader_never_sees_half_a_file(tmp_path):
     atomic.replace(path, b"new")
     assert path.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_in_the_files_place_is_reported_by_its_name(tmp_path):
+    path = tmp_path / "kernel.cu"
+    path.mkdir()
+    with pytest.raises(OSError) as caught:
+        atomic.replace(path, b"new")
+    assert caught.value.filename == str(path)
+    assert list(tmp_path.iterdir()) == [path]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,7 +21,7 @@ from flashgen.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from flashgen.source.generated import Written
@@ -125,7 +126,8 @@ def command(
                 "out, or see: flashgen list --select committed=true"
             )
     if check:
-        _check(variants, complete, out, as_json)
+        given = {"select": selections, "slice": slice_, "specs": specs, "score": score, "out": out}
+        _check(variants, complete, out, as_json, _options(given))
         return
     written = _write(variants, complete, out, whole and specs is None)
     files = {"written": written.changed, "removed": written.removed}
@@ -173,8 +175,19 @@ def _changed(written: Written) -> str:
     return f"{counted(len(written.changed), 'file')} changed{removed}"
 
 
-def _check(variants: Sequence[Variant], complete: bool, out: Path | None, as_json: bool) -> None:
-    """Compare, say how they differ, and exit with 1 if they do."""
+def _options(given: Mapping[str, Any]) -> str:
+    """Options as a shell takes them, each behind a space."""
+    words = []
+    for name, values in given.items():
+        for value in values if isinstance(values, tuple) else () if values is None else (values,):
+            words += [f" --{name}", f" {shlex.quote(str(value))}"]
+    return "".join(words)
+
+
+def _check(
+    variants: Sequence[Variant], complete: bool, out: Path | None, as_json: bool, options: str
+) -> None:
+    """Compare, say how they differ, and exit with 1 if they do. ``options`` chose the variants."""
     from flashgen.cli.output import counted, print_json
     from flashgen.paths import generated_dir
     from flashgen.source.generated import diff_generated, generated_files
@@ -189,7 +202,7 @@ def _check(variants: Sequence[Variant], complete: bool, out: Path | None, as_jso
         for each in found:
             click.echo(str(each))
         click.echo(f"\n{counted(len(found), 'file')} in {folder} not as the specs and templates say;")
-        click.echo(f"`flashgen build{f' --out {out}' if out else ''}` brings them up to date")
+        click.echo(f"`flashgen build{options}` brings them up to date")
     else:
         click.echo(f"{counted(len(variants), 'file')} in {folder} as the specs and templates say")
     if found:

@@ -82,6 +82,10 @@ def command(
     if (out is None) == (show is None):
         raise click.UsageError("either write a bundle, with -o FILE, or look into one, with --show FILE")
     if show is not None:
+        given = {"--select": selections, "--arch": archs, "--jobs": jobs, "--specs": specs, "--score": score}
+        beside = [name for name, value in given.items() if value not in (None, ())]
+        if beside:
+            raise click.UsageError(f"--show prints what a bundle holds; leave out {', '.join(beside)}")
         _show(show, as_json)
         return
     if not selections:

@@ -128,8 +128,10 @@ def _resolve(
     if name:
         return find_one(variants, name)
     found = find_by_axes(variants, wanted)
-    running = _running(found, arch) if arch else ()
-    if running:
+    if arch:
+        running = _running(found, arch)
+        if not running:
+            raise click.ClickException(f"none of the {len(found)} variants that fit runs on {arch}")
         found = preferred(running)
     if len(found) > 1:
         note(f"{len(found)} variants fit; this is the first, {found[0].name}")

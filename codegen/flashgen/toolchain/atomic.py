@@ -16,8 +16,10 @@ def replace(path: Path, content: bytes) -> None:
         # mkstemp makes files that only their owner can read.
         Path(temporary).chmod(0o644)
         Path(temporary).replace(path)
-    except BaseException:
+    except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename == temporary:
+            error.filename = str(path)
         raise
 
 
