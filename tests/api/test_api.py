@@ -277,6 +277,7 @@ def test_options_in_any_form_are_one_plan(monkeypatch):
         ({"window_size": (7, 0)}, {"window_size": (7, False)}),
         ({"mask_type": 0}, {"mask_type": False}),
         ({}, {"window_size": (-1.0, -1.0)}),
+        ({}, {"window_size": (np.array([3, 3]), 0)}),
         ({"splits": 1}, {"splits": True}),
         ({"mask_type": 2}, {"mask_type": 2.0}),
     ],
@@ -714,6 +715,7 @@ def test_warmup_compiles_what_the_calls_will_take(tmp_path, monkeypatch):
         (([{"q": (1, 2, 4, 64)}, None],), r"^calls\[1\] is None"),
         ((None,), "^calls has type NoneType"),
         (("flash",), r"^calls\[0\] is 'f'"),
+        ((np.array(3),), "^calls has type ndarray"),
     ],
 )
 def test_what_is_no_list_of_calls_is_named(given, says):

@@ -227,6 +227,7 @@ def test_a_cache_that_is_no_part_is_named_before_anything_is_written(monkeypatch
             r"^parts\[1\]: lengths",
         ),
         ([replaced(v=own.v[..., :16]), (k, v)], errors.BadTensorShape, r"^parts\[1\]: v has head_dim_v 24"),
+        ([(k, v), replaced(v=np.array(3.0))], errors.BadTensorShape, r"^parts\[1\]: v has no dimensions"),
         (
             [(k, v), replaced(k=own.k.astype(np.float64), v=own.v.astype(np.float64))],
             errors.BadTensorDtype,

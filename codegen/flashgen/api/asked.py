@@ -138,8 +138,9 @@ def _is_key(causal: Any, mask_type: Any, window_size: Any) -> bool:
 def _is_no_window(window_size: Any) -> bool:
     return (
         type(window_size) is tuple
+        and len(window_size) == 2
+        and type(window_size[0]) is type(window_size[1]) is int  # of an array == is no truth value
         and window_size == NO_WINDOW
-        and type(window_size[0]) is type(window_size[1]) is int
     )
 
 

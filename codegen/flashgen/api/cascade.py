@@ -260,6 +260,8 @@ def _check_cascade(q: Any, parts: list[tuple[Any, Any] | KVCache], out: Any, cau
                     f"v has shape {views[1].shape} but k has {views[0].shape}; all but the last dimension "
                     "must be the same"
                 )
+            if not views[1].shape:
+                raise BadTensorShape("v has no dimensions; its last one is head_dim_v")
             width, first = views[1].shape[-1:], pairs[0][1].shape[-1:]
             if width != first:
                 raise BadTensorShape(f"v has head_dim_v {width[0]} but that of parts[0] has {first[0]}")

@@ -233,7 +233,7 @@ def _shape(name: str, given: tuple[Any, ...] | list[Any] | str) -> tuple[int, ..
 def _calls(given: Any) -> list[Mapping[str, Any]]:
     """The calls of a warmup. Raises BadParam."""
     example = "{'q': (1, 4096, 16, 128), 'causal': True}"
-    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+    if isinstance(given, Mapping) or not isinstance(given, Iterable) or getattr(given, "shape", None) == ():
         raise BadParam(
             f"calls has type {type(given).__name__}; expected a list with the arguments of each call, such "
             f"as [{example}]"

@@ -155,7 +155,7 @@ _capsule_pointer.argtypes, _capsule_pointer.restype = (ctypes.py_object, ctypes.
 def _from_dlpack(importer: Callable[[Any], Any], source: Any, name: str, bf16: bool) -> Any:
     try:
         array = importer(source)
-    except (BufferError, TypeError, ValueError, NotImplementedError) as error:
+    except (BufferError, TypeError, ValueError, RuntimeError) as error:
         raise BadTensorDtype(f"{name} cannot be read through DLPack: {error}") from error
     return array.view(_bfloat16()) if bf16 else array
 
