@@ -717,7 +717,8 @@ __device__ __forceinline__ void store_part(float* tiles, const float (&sums)[kKe
     }
 }
 
-// Writes dK and dV by way of the blocks of K and V, which every warp has finished with.
+// Writes dK and dV by way of the blocks of K and V, which every warp has finished with; where the query heads of a group are in parts, the
+// sums of a part into the workspace.
 __device__ __forceinline__ void store_gradients(const Params& params, const KeyBlock& block, const Gradients& gradients,
                                                 shared_address smem, int warp_key, int part, int lane) {
     if (params.group_parts > 1) {

@@ -591,7 +591,8 @@ __device__ __forceinline__ void store_group_rows(const RowTile (&rows)[kRowTiles
     }
 }
 
-// Where thread block `rank` of the cluster has its part of a row that this one combines, its `received`-th; and row_max and row_sum of it.
+// Where the part that thread block `rank` of the cluster sends of a row lies, of the `received`-th one that the receiver combines; and
+// row_max and row_sum of it.
 __device__ __forceinline__ shared_address received_row(shared_address smem, int received, int rank) {
     return smem + kReceivedOffset + (received * kCluster + rank) * kHeadDimV * 4;
 }

@@ -470,10 +470,10 @@ __device__ __forceinline__ KeyRows find_key_rows(const Params& params, const Pag
     return rows;
 }
 
-// Starts the copy of a group's keys of a KV block of K or V, kColumns wide. `rows(pass)` is where the thread's row in a pass begins. Rows
-// from `valid_rows` on and elements from `head_dim` on become zeros.
-template <int kColumns, typename Rows>
-__device__ __forceinline__ void copy_keys(const Rows& rows, shared_address keys, int valid_rows, int head_dim) {
+// Starts the copy of a group's keys of a KV block of K or V, kColumns wide. `row_of_pass(pass)` is where the thread's row in a
+// pass begins; all lanes call it, since it may shuffle. Rows from `valid_rows` on and elements from `head_dim` on become zeros.
+template <int kColumns, typename RowOfPass>
+__device__ __forceinline__ void copy_keys(const RowOfPass& row_of_pass, shared_address keys, int valid_rows, int head_dim) {
     constexpr int kPanels = kColumns * sizeof(element) / kSwizzleBytes;
     constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
     static_assert(kColumns * sizeof(element) % kSwizzleBytes == 0, "the swizzle permutes whole panels");
@@ -483,7 +483,7 @@ __device__ __forceinline__ void copy_keys(const Rows& rows, shared_address keys,
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
         const int first = pass * kRowsPerPass;
-        const element* source = rows(pass) + chunk * kChunkElements;
+        const element* source = row_of_pass(pass) + chunk * kChunkElements;
         if (kGroupKeys % kRowsPerPass != 0 && first + row >= kGroupKeys) break;
         // `row` is below kRowsPerPass, a power of two, so the swizzle key of first + row is that of the one XOR that of the other.
         const shared_address swizzled = (destination ^ 16 * swizzle_key(first)) + first * kRowBytes;
@@ -497,15 +497,15 @@ __device__ __forceinline__ void copy_keys(const Rows& rows, shared_address keys,
 
 // Prefetches a group's keys of a KV block of K or V, kColumns wide, into L2, as copy_keys() copies them: the first threads of a row a line
 // each. Left out are rows from `valid_rows` on, elements from `head_dim` on, and what a row that begins within a line has in one line more.
-template <int kColumns, typename Rows>
-__device__ __forceinline__ void prefetch_keys(const Rows& rows, int valid_rows, int head_dim) {
+template <int kColumns, typename RowOfPass>
+__device__ __forceinline__ void prefetch_keys(const RowOfPass& row_of_pass, int valid_rows, int head_dim) {
     constexpr int kLineElements = 128 / sizeof(element);
     static_assert(kSwizzleChunks * kLineElements >= kColumns, "a row has a thread for each line");
     const int row = threadIdx.x % kGroupThreads / kSwizzleChunks;
     const int column = threadIdx.x % kSwizzleChunks * kLineElements;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-        const element* source = rows(pass) + column;
+        const element* source = row_of_pass(pass) + column;
         if (pass * kRowsPerPass + row < min(valid_rows, kGroupKeys) && column < min(kColumns, head_dim)) prefetch_l2(source);
     }
 }

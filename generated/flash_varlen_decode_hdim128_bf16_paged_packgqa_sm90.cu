@@ -327,10 +327,10 @@ __device__ __forceinline__ KeyRows find_key_rows(const Params& params, const Pag
     return rows;
 }
 
-// Starts the copy of a group's keys of a KV block of K or V, kColumns wide. `rows(pass)` is where the thread's row in a pass begins. Rows
-// from `valid_rows` on and elements from `head_dim` on become zeros.
-template <int kColumns, typename Rows>
-__device__ __forceinline__ void copy_keys(const Rows& rows, shared_address keys, int valid_rows, int head_dim) {
+// Starts the copy of a group's keys of a KV block of K or V, kColumns wide. `row_of_pass(pass)` is where the thread's row in a
+// pass begins; all lanes call it, since it may shuffle. Rows from `valid_rows` on and elements from `head_dim` on become zeros.
+template <int kColumns, typename RowOfPass>
+__device__ __forceinline__ void copy_keys(const RowOfPass& row_of_pass, shared_address keys, int valid_rows, int head_dim) {
     constexpr int kPanels = kColumns * sizeof(element) / kSwizzleBytes;
     constexpr int kPanelElements = kSwizzleChunks * kChunkElements;
     static_assert(kColumns * sizeof(element) % kSwizzleBytes == 0, "the swizzle permutes whole panels");
@@ -340,7 +340,7 @@ __device__ __forceinline__ void copy_keys(const Rows& rows, shared_address keys,
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
         const int first = pass * kRowsPerPass;
-        const element* source = rows(pass) + chunk * kChunkElements;
+        const element* source = row_of_pass(pass) + chunk * kChunkElements;
         if (kGroupKeys % kRowsPerPass != 0 && first + row >= kGroupKeys) break;
         // `row` is below kRowsPerPass, a power of two, so the swizzle key of first + row is that of the one XOR that of the other.
         const shared_address swizzled = (destination ^ 16 * swizzle_key(first)) + first * kRowBytes;
@@ -354,15 +354,15 @@ __device__ __forceinline__ void copy_keys(const Rows& rows, shared_address keys,
 
 // Prefetches a group's keys of a KV block of K or V, kColumns wide, into L2, as copy_keys() copies them: the first threads of a row a line
 // each. Left out are rows from `valid_rows` on, elements from `head_dim` on, and what a row that begins within a line has in one line more.
-template <int kColumns, typename Rows>
-__device__ __forceinline__ void prefetch_keys(const Rows& rows, int valid_rows, int head_dim) {
+template <int kColumns, typename RowOfPass>
+__device__ __forceinline__ void prefetch_keys(const RowOfPass& row_of_pass, int valid_rows, int head_dim) {
     constexpr int kLineElements = 128 / sizeof(element);
     static_assert(kSwizzleChunks * kLineElements >= kColumns, "a row has a thread for each line");
     const int row = threadIdx.x % kGroupThreads / kSwizzleChunks;
     const int column = threadIdx.x % kSwizzleChunks * kLineElements;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-        const element* source = rows(pass) + column;
+        const element* source = row_of_pass(pass) + column;
         if (pass * kRowsPerPass + row < min(valid_rows, kGroupKeys) && column < min(kColumns, head_dim)) prefetch_l2(source);
     }
 }
@@ -393,7 +393,7 @@ __device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, s
 // The rank of a thread block in its cluster.
 __device__ __forceinline__ int cluster_rank() { return block_index() % kCluster; }
 
-// The tile of the thread block's cluster. Each sequence has as many as the most queries of one take, so tiles may begin past its last row.
+// The tile of the thread block's cluster. Every sequence has as many tiles as the longest one may need, so one may begin past its last row.
 __device__ __forceinline__ Tile find_tile(const Params& params) {
     const int index = block_index() / kCluster;
     const int head_of_batch = divide(index, params.num_row_blocks_divisor);
@@ -422,15 +422,16 @@ __device__ __forceinline__ ThreadRows thread_rows(const KeyRows& rows) {
 }
 
 // How far a group has come in fetching the KV blocks of its thread block's part of the tile, one after the other.
+// Behind the copies of KV block n the rows of n + 1 are found from their pages, then the pages of n + 2 are looked up.
 struct Fetch {
     int left;           // KV blocks that are still to come
     int first_key;      // the first of the group's keys of the next one
     int end_key;        // of the part
     const element* k;   // where the head's rows begin in page 0
     const element* v;
-    ThreadRows k_rows;  // of the KV block that comes next
+    ThreadRows k_rows;  // of n, the KV block that comes next
     ThreadRows v_rows;
-    Pages pages;        // of the KV block behind it: loaded when the one before it was fetched, so that nobody waits for them
+    Pages pages;        // of n + 1, on their way since n - 1 was fetched
 };
 
 // Starts to load the pages of the group's keys from `first_key` on, as far as they are of the part.
@@ -485,8 +486,9 @@ __device__ __forceinline__ void fetch_next(const Params& params, Fetch& fetch, s
         copy_keys<kHeadDimV>(fetch.v_rows, keys + kVOffset, valid_rows, params.head_dim_v);
         --fetch.left;
         fetch.first_key += kBlockN;
-        // Rows are found a KV block ahead, so that copies do not wait for it: a warp is alone on its scheduler, and nothing else hides what it
-        // takes. The next look-up comes behind them, or its register would be another one than that of fetch.pages, and a move wait for it.
+        // Rows are found a KV block ahead, so that copies do not wait for it: where a warp is alone on its scheduler, nothing else would hide
+        // what it takes. The look-up comes behind find_rows(), the last use of the pages before: ahead of it the compiler loads into another
+        // register, and the move to that of fetch.pages waits for the load.
         find_rows(params, fetch, fetch.pages);
         fetch.pages = find_pages(params, fetch, fetch.first_key + kBlockN, false);
     }
@@ -528,7 +530,7 @@ struct Start {
 __device__ __forceinline__ Start find_start(const Params& all, const Tile& tile, const Lengths& lengths, int group, bool early) {
     Start start = {of_sequence(all, tile.batch, lengths), tile};
     if (tile.first_row < num_rows(start.params)) start.fetch = seek(start.params, tile, group);
-    // All lanes or none, as they shuffle offsets: ahead of the wait some may have read a length as it was, others as it is now.
+    // Outside of that branch, as all lanes shuffle offsets: ahead of the wait some may have read a length as it was, others as it is now.
     find_first_rows(start.params, start.fetch, early);
     return start;
 }
@@ -801,7 +803,8 @@ __device__ __forceinline__ void store_group_rows(const RowTile (&rows)[kRowTiles
     }
 }
 
-// Where thread block `rank` of the cluster has its part of a row that this one combines, its `received`-th; and row_max and row_sum of it.
+// Where the part that thread block `rank` of the cluster sends of a row lies, of the `received`-th one that the receiver combines; and
+// row_max and row_sum of it.
 __device__ __forceinline__ shared_address received_row(shared_address smem, int received, int rank) {
     return smem + kReceivedOffset + (received * kCluster + rank) * kHeadDimV * 4;
 }
