@@ -418,6 +418,15 @@ def test_parts_of_a_packed_array_are_named_by_it():
         flash_attn_varlen_qkvpacked_func(packed, ENDS, 8)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [(-7, -7), (3, 2)])
+def test_a_window_may_be_an_array(window, causal):
+    q, k, v = qkv(np.random.default_rng())
+    expected = flash_attn_func(q, k, v, window_size=window, causal=causal)
+    found = flash_attn_func(q, k, v, window_size=np.array(window), causal=causal)
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_what_is_wrong_is_named_by_attention():
     q, k, v = qkv(np.random.default_rng())
     with pytest.raises(errors.BadParam, match="window_size is 5"):
@@ -940,7 +949,7 @@ def test_parts_of_a_cache_that_differ_are_named_with_all_their_entries():
                 NotImplementedError,
                 "^q has seqlen_q 3 but k has 2 new tokens",
             )
-            for moving in ({"causal": True}, {"window_size": (4, 4)})
+            for moving in ({"causal": True}, {"window_size": (4, 4)}, {"window_size": np.array([4, 4])})
         ),
     ],
     ids=lambda given: "-".join(given) if isinstance(given, dict) else "",

@@ -21,6 +21,7 @@ from flashgen.compat.refusals import refuse_dropout, refuse_gradients
 from flashgen.compat.widths import attention_of_any_width, missing, readable_rows
 from flashgen.errors import BadParam, BadTensorDtype, BadTensorShape, NullPointer, naming
 from flashgen.operators.arguments import flag, shown_shape
+from flashgen.operators.maskoptions import window_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -390,7 +391,7 @@ def flash_attn_with_kvcache(
     }
     q, seqlen_new = readable_rows(q), 0 if k is None else k.shape[1]
     cache = _cache(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, block_table, seqlen_new)
-    if rotary_cos is not None and options["window_size"] != (-1, -1) and q.shape[1] != seqlen_new:
+    if rotary_cos is not None and window_of(options["window_size"]) != (-1, -1) and q.shape[1] != seqlen_new:
         raise NotImplementedError(
             f"q has seqlen_q {q.shape[1]} but k has {seqlen_new} new tokens; with rotary_cos, and causal or "
             "with a window, flashgen takes as many: pass q and k rotated, and no rotary_cos"
@@ -425,10 +426,13 @@ def _options(
 
 def _window(window_size: Any, causal: bool) -> Any:
     """flash-attn's window as ``attention`` has it, which says what is wrong with one that is no pair."""
-    pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
-    if not pair or not all(_is_integer(side) for side in window_size):
+    try:
+        sides = tuple(window_size)
+    except TypeError:
         return window_size
-    left, right = (max(side, -1) for side in window_size)
+    if len(sides) != 2 or not all(map(_is_integer, sides)):
+        return window_size
+    left, right = (max(side, -1) for side in sides)
     return left, 0 if causal else right
 
 
