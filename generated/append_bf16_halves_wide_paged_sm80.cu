@@ -155,7 +155,8 @@ __device__ __forceinline__ uint4 rotate(uint4 chunk, const element* row, int col
     return narrow(values);
 }
 
-// The page that holds a place of a sequence; -1 for a place that the sequence does not have. An entry of the page table may be out of range, which the caller checks.
+// The page that holds a place of a sequence; -1 for a place that the sequence does not have. An entry of the page table may be out of range,
+// which the caller checks.
 __device__ __forceinline__ int page_of(int sequence, int place, const Params& params) {
     if (uint32_t(place) >= uint32_t(params.capacity)) return -1;
     return int(load_global_32(params.pages + sequence * params.pages_sequence_stride + place / params.page_size));

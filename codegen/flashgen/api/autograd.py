@@ -145,15 +145,15 @@ def attention(
 def check_tensors(given: Mapping[str, Any]) -> None:
     """That all arrays of a call that is recorded are tensors, and dense. Raises BadParam."""
     for name, x in given.items():
-        if isinstance(x, Tensor) and x.is_nested:
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise BadParam(
+                f"{name} has type {type(x).__name__}, and another array requires a gradient or is "
+                "traced; pass a tensor, which torch.as_tensor makes"
+            )
+        if x.is_nested:
             raise BadParam(f"{name}: {NESTED}")
-    if not _PLAIN.issuperset(map(type, given.values())):
-        for name, x in given.items():
-            if not isinstance(x, Tensor) and x is not None:
-                raise BadParam(
-                    f"{name} has type {type(x).__name__}, and another array requires a gradient or is "
-                    "traced; pass a tensor, which torch.as_tensor makes"
-                )
 
 
 def check_meta(given: Mapping[str, Any]) -> None:
@@ -289,9 +289,10 @@ def _number(name: str, x: Any) -> float:
 def _whole(name: str, bound: Any) -> int | None:
     """A bound in a type that a graph can hold. Raises BadParam."""
     # Dynamo calls one that is symbolic an int, of which operator.index would make a constant.
-    if bound is None or isinstance(bound, torch.SymInt):
-        return bound
-    return _fitting(bound if type(bound) is int else length_bound(name, bound))
+    if bound is None:
+        return None
+    whole = type(bound) is int or isinstance(bound, torch.SymInt)
+    return _fitting(bound if whole else length_bound(name, bound))
 
 
 def _fitting(bound: int) -> int:

@@ -233,12 +233,16 @@ def _shape(name: str, given: tuple[Any, ...] | list[Any] | str) -> tuple[int, ..
 def _calls(given: Any) -> list[Mapping[str, Any]]:
     """The calls of a warmup. Raises BadParam."""
     example = "{'q': (1, 4096, 16, 128), 'causal': True}"
-    if isinstance(given, Mapping) or not isinstance(given, Iterable) or getattr(given, "shape", None) == ():
+    try:
+        each = None if isinstance(given, Mapping) else iter(given)
+    except TypeError:
+        each = None
+    if each is None:
         raise BadParam(
             f"calls has type {type(given).__name__}; expected a list with the arguments of each call, such "
             f"as [{example}]"
         )
-    calls = list(given)
+    calls = list(each)
     for place, call in enumerate(calls):
         if not isinstance(call, Mapping):
             raise BadParam(

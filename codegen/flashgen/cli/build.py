@@ -177,11 +177,8 @@ def _changed(written: Written) -> str:
 
 def _options(given: Mapping[str, Any]) -> str:
     """Options as a shell takes them, each behind a space."""
-    words = []
-    for name, values in given.items():
-        for value in values if isinstance(values, tuple) else () if values is None else (values,):
-            words += [f" --{name}", f" {shlex.quote(str(value))}"]
-    return "".join(words)
+    each = [(k, v) for k, of in given.items() for v in (of if isinstance(of, tuple) else (of,))]
+    return "".join(f" --{name} {shlex.quote(str(value))}" for name, value in each if value is not None)
 
 
 def _check(
