@@ -754,7 +754,9 @@ def test_splits_that_no_kernel_can_make():
 
 def test_explain_agrees_and_says_what_is_shared():
     for splits in ("auto", 1, 5, SplitEvery(512)):
-        made = problem(batch=17, seqlen_q=1, seqlen_kv=9000, splits=splits, **CONTIGUOUS)
+        # Many short sequences: of fewer, or longer ones, clusters have tiles unless the call says its splits.
+        batch, keys = (256, 128) if splits == "auto" else (17, 9000)
+        made = problem(batch=batch, seqlen_q=1, seqlen_kv=keys, splits=splits, **CONTIGUOUS)
         found = explain(made, H200, SPECS)
         assert found.variant == chosen(made, H200.num_sms)
         assert f"  {found.shares}" in str(found).splitlines()
@@ -770,15 +772,17 @@ def test_explain_agrees_and_says_what_is_shared():
         (1, 4, 4096, 16),
         (1, 8, 1024, 8),
         (1, 8, 8192, 8),
-        (1, 8, 131_072, 0),
+        (1, 8, 131_072, 8),
         (2, 8, 4096, 4),
         (4, 8, 4096, 2),
         (8, 8, 8192, 2),
-        (64, 8, 8192, 0),
+        (64, 8, 8192, 2),
+        (256, 8, 512, 2),
+        (256, 8, 128, 0),
     ],
 )
 def test_a_cluster_has_the_fewer_thread_blocks_the_more_tiles_there_are(batch, heads_kv, keys, cluster):
-    """As measured; of many tiles thread blocks have shares."""
+    """As measured; of many short tiles thread blocks have shares."""
     call = problem(
         batch=batch,
         seqlen_q=1,

@@ -26,7 +26,6 @@ The rule, which a spec names ``least_time``:
 from __future__ import annotations
 
 import itertools
-from math import hypot
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.arch import arch_parts, reaches
@@ -38,7 +37,6 @@ from flashgen.schedule.grid import (
     KEYS,
     MAX_EXTENT,
     ROWS,
-    blocks_at_a_time,
     expected_tiles,
     extents,
     launchable,
@@ -66,9 +64,8 @@ if TYPE_CHECKING:
 # its time; a grid of tiles that differ in length ends _LAST of a mean one after an equal share of them.
 _IDLE, _LAST = 1 / 3, 0.35
 # A thread block that is alone on its multiprocessor reads keys at _ALONE times an equal part of memory's
-# rate. Clusters of more than two thread blocks take _CROWDED more time for each further one where the whole
-# grid runs at once, on more than half of the multiprocessors.
-_ALONE, _CROWDED = 2.5, 0.01
+# rate.
+_ALONE = 2.25
 # The rate of packed rows, each of which finds its query and its head by a division, over that of others.
 _PACKED = 0.97
 
@@ -265,8 +262,8 @@ def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
     one tile or several, and ``split_gain`` more where tiles are split and have to be combined.
 
     Where a cluster shares a tile, each of its thread blocks takes ``start``, too. Memory is the limit, or
-    what one thread block reads of the longest tile; both count where only the device knows how sequences
-    differ.
+    what one thread block reads of the longest tile; where only the device knows how sequences differ, one
+    comes on top of the other.
     """
     if variant.grid.shares:
         return _cost_of_shares(problem, device, variant)
@@ -314,9 +311,7 @@ def _cost_of_clusters(problem: Problem, device: Device, variant: Variant) -> flo
     alone = (-(-longest // (cluster * of_block)) * of_block + start) / _ALONE
     equal = (count * longest + blocks * start) / device.num_sms
     unequal = problem.lengths_on_device and problem.sizes["batch"] > 1
-    keys = hypot(equal, alone) if unequal else max(equal, alone)
-    if device.num_sms < 2 * blocks <= 2 * blocks_at_a_time(variant, device):
-        keys *= 1 + (cluster - 2) * _CROWDED
+    keys = equal + alone if unequal else max(equal, alone)
     return keys * block_m / _rate(variant)
 
 
