@@ -551,15 +551,13 @@ __device__ __forceinline__ void differentiate(Scores& dp, const Scores& p, share
     }
 }
 
-constexpr int kLaneStep = kRedWidth == 4 ? 4 : 1;
-
 // dQ of a warp's queries and columns in a step, added to what other thread blocks have. `k_columns` are its columns of K.
 __device__ __forceinline__ void add_dq(const Params& params, const KeyBlock& block, const Step& step, const RowsOfK& k_columns,
                                        shared_address smem, int first_row, int column_warp, int lane) {
     float dq[kDqRowTiles][kDqColumnTiles][4] = {};
     mma_dq(dq, smem + kDsOffset, first_row, k_columns, lane);
     const int first_query = step.block * kBlockM + first_row;
-    float* tiles = dq_tiles(params, block.batch, head_of(params, block, step), first_query) + kLaneStep * lane;
+    float* tiles = dq_tiles(params, block.batch, head_of(params, block, step), first_query) + kRedWidth * lane;
 #pragma unroll
     for (int i = 0; i < kDqRowTiles; ++i) {
 #pragma unroll

@@ -700,7 +700,7 @@ __device__ __forceinline__ void apply_mask_of_rows(const Params& params, float (
     const KeyRange ranges[2] = {keys_of_query(params, lane_query), keys_of_query(params, lane_query + 8)};
     for_each_score(scores, [&](int query, int key, float& score) {
         const KeyRange& range = ranges[query / 8];
-        if (key < range.begin - lane_key || key >= range.end - lane_key) score = -INFINITY;
+        if (key >= range.end - lane_key) score = -INFINITY;
     });
 }
 

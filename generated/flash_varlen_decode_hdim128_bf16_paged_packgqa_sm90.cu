@@ -446,9 +446,9 @@ __device__ __forceinline__ void find_rows(const Params& params, Fetch& fetch, co
 }
 
 // Those of the part's first KV block, and the pages of the one behind it.
-__device__ __forceinline__ void find_first_rows(const Params& params, Fetch& fetch, bool early) {
-    const Pages pages = find_pages(params, fetch, fetch.first_key, early);
-    fetch.pages = find_pages(params, fetch, fetch.first_key + kBlockN, early);
+__device__ __forceinline__ void find_first_rows(const Params& params, Fetch& fetch) {
+    const Pages pages = find_pages(params, fetch, fetch.first_key, false);
+    fetch.pages = find_pages(params, fetch, fetch.first_key + kBlockN, false);
     find_rows(params, fetch, pages);
 }
 
@@ -526,12 +526,9 @@ struct Start {
     Fetch fetch;
 };
 
-// `early`: ahead of griddepcontrol.wait.
-__device__ __forceinline__ Start find_start(const Params& all, const Tile& tile, const Lengths& lengths, int group, bool early) {
+__device__ __forceinline__ Start find_start(const Params& all, const Tile& tile, const Lengths& lengths, int group) {
     Start start = {of_sequence(all, tile.batch, lengths), tile};
     if (tile.first_row < num_rows(start.params)) start.fetch = seek(start.params, tile, group);
-    // Outside of that branch, as all lanes shuffle offsets: ahead of the wait some may have read a length as it was, others as it is now.
-    find_first_rows(start.params, start.fetch, early);
     return start;
 }
 
@@ -542,12 +539,17 @@ __device__ __forceinline__ Start find_start(const Params& all, const Tile& tile,
 __device__ __forceinline__ Start await_start(const Params& all, int group) {
     const Tile tile = find_tile(all);
     const Lengths earlier = early_lengths_of(all, tile.batch);
-    Start start = find_start(all, tile, earlier, group, true);
+    Start start = find_start(all, tile, earlier, group);
+    // All lanes shuffle offsets, also of a sequence without rows: some may have read a length as it was, others as it is now.
+    find_rows(start.params, start.fetch, find_pages(start.params, start.fetch, start.fetch.first_key, true));
     prefetch_next(start.params, start.fetch);
     griddepcontrol_wait();
     const Lengths lengths = lengths_of(all, tile.batch);
-    find_first_rows(start.params, start.fetch, false);  // pages may have changed where lengths have not
-    if (__any_sync(0xffffffff, differ(lengths, earlier))) start = find_start(all, tile, lengths, group, false);
+    find_first_rows(start.params, start.fetch);  // pages may have changed where lengths have not
+    if (__any_sync(0xffffffff, differ(lengths, earlier))) {
+        start = find_start(all, tile, lengths, group);
+        find_first_rows(start.params, start.fetch);
+    }
     return start;
 }
 
