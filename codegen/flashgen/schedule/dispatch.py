@@ -63,9 +63,9 @@ if TYPE_CHECKING:
 # Fitted to measured calls (docs/tuning.md). With a share x of its parts at work, a tile takes x ** _IDLE of
 # its time; a grid of tiles that differ in length ends _LAST of a mean one after an equal share of them.
 _IDLE, _LAST = 1 / 3, 0.35
-# A thread block that is alone on its multiprocessor reads keys at _ALONE times an equal part of memory's
-# rate.
-_ALONE = 2.25
+# Of the time of the longest sequence by itself, what comes on top of equal shares of all sequences where only
+# the device knows how they differ.
+_LONGEST = 0.6
 # The rate of packed rows, each of which finds its query and its head by a division, over that of others.
 _PACKED = 0.97
 
@@ -262,8 +262,8 @@ def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
     one tile or several, and ``split_gain`` more where tiles are split and have to be combined.
 
     Where a cluster shares a tile, each of its thread blocks takes ``start``, too. Memory is the limit, or
-    what one thread block reads of the longest tile; where only the device knows how sequences differ, one
-    comes on top of the other.
+    what one thread block reads of the longest tile, at ``alone`` times an equal part of memory's rate; where
+    only the device knows how sequences differ, ``_LONGEST`` of that comes on top of memory's time.
     """
     if variant.grid.shares:
         return _cost_of_shares(problem, device, variant)
@@ -308,10 +308,10 @@ def _cost_of_clusters(problem: Problem, device: Device, variant: Variant) -> flo
     block_m, of_block, cluster = variant.grid.covers[0][1], variant.visits.keys, variant.grid.cluster
     longest, count = visited_keys(problem, variant).most, tiles(problem, variant)
     blocks, start = count * cluster, variant.start * block_m
-    alone = (-(-longest // (cluster * of_block)) * of_block + start) / _ALONE
+    alone = (-(-longest // (cluster * of_block)) * of_block + start) / variant.alone
     equal = (count * longest + blocks * start) / device.num_sms
     unequal = problem.lengths_on_device and problem.sizes["batch"] > 1
-    keys = equal + alone if unequal else max(equal, alone)
+    keys = equal + _LONGEST * alone if unequal else max(equal, alone)
     return keys * block_m / _rate(variant)
 
 

@@ -78,6 +78,7 @@ def examine(path: Path, text: bytes) -> Checked:
             "start": file.dispatch.start,
             "fill": file.dispatch.fill,
             "passes": file.dispatch.passes,
+            "alone": file.dispatch.alone,
             "rows_at_most": file.dispatch.rows_at_most,
         },
         targets={

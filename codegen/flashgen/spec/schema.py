@@ -125,14 +125,15 @@ class BufferRow(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Dispatch(msgspec.Struct, forbid_unknown_fields=True):
-    """Whether dispatch offers the family to calls, to which of them, and three numbers of the rule by which
-    it chooses.
+    """Whether dispatch offers the family to calls, to which of them, and four numbers of the rule by which it
+    chooses.
     """
 
     prefer: Literal["least_time", "on_request"] = "least_time"
     start: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
     fill: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     passes: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 0.0
+    alone: Annotated[float, msgspec.Meta(ge=1, le=100)] = 1.0
     rows_at_most: Positive | None = None
 
 
