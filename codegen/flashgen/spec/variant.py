@@ -34,8 +34,8 @@ class Variant:
     bytes, ``max_smem`` what the target allows. ``efficiency`` is the measured rate of this tile relative to
     its siblings; it, ``start``, ``fill``, ``passes`` and ``alone`` (`dispatch.cost`) steer dispatch only.
     ``no_spills`` is whether the spec promises that no register is spilled, or the architectures on which it
-    does. ``grid`` says what a launch covers, ``visits`` how a tile walks the scores (None: the kernel has no such walk).
-    ``dependent_launch`` is whether the kernel itself waits for the one before it in its stream.
+    does. ``grid`` says what a launch covers, ``visits`` how a tile walks the scores (None: the kernel has no
+    such walk). ``dependent_launch`` is whether the kernel itself waits for the one before it in its stream.
     ``priority`` is the position of the target in its spec; lower is preferred.
 
     ``step`` names the kernel among those of its family, and is empty where there is one. The variant that
