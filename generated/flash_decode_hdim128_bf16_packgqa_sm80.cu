@@ -39,7 +39,7 @@ constexpr int kRowTileStep = 16;                  // rows from a warp's MMA tile
 constexpr int kKeyTiles = kGroupKeys / 8;         // MMA tiles of S along the keys
 constexpr int kDimTiles = kHeadDimV / 8;          // MMA tiles of O along the head dimension
 
-// Shared memory: Q, the stages, each with a KV block of K and one of V, and row_max and row_sum on their way from group to group.
+// Shared memory: Q, the stages, each with a KV block of K and one of V, and row_max and row_sum on their way to group 0.
 // Rows of V are as long as those of K.
 constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kStageOffset = kBlockM * kRowBytes;
@@ -790,8 +790,8 @@ flash_decode_hdim128_bf16_packgqa_sm80(const __grid_constant__ Params params) {
         clear(rows);
 
         for (int block = part.first; block < part.end; ++block) {
-            // The group's keys of this KV block are here: a thread waits for its own copies, and the barrier for everybody's. And
-            // every warp of the group has finished with the KV block before, whose stage takes the next one to come.
+            // The group's keys of this KV block are here: a lane waits for its own copies, and __syncwarp for those of the others. And every
+            // lane has finished with the KV block before, whose stage takes the next one to come.
             cp_async_wait<kStages - 2>();
             sync_group(group);
             fetch_next(params, share, fetch, stage_address(stage == 0 ? kStages - 1 : stage - 1), group);

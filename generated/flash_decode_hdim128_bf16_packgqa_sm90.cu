@@ -10,8 +10,8 @@
 // template  flash_decode_sm90.cu.j2
 #include "flashgen/sm90_mma.cuh"
 
-// Few rows of queries on many keys: decoding, bound by reading K and V once. A cluster of thread blocks has a tile, and each of them an equal
-// part of its KV blocks. For each KV block:
+// Few rows of queries on many keys: decoding, bound by reading K and V once. A cluster of thread blocks has a tile, and each of them a part of
+// its KV blocks; parts differ by one at most. For each KV block:
 //
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //

@@ -39,7 +39,7 @@ constexpr int kRowTileStep = 16;                  // rows from a warp's MMA tile
 constexpr int kKeyTiles = kGroupKeys / 8;         // MMA tiles of S along the keys
 constexpr int kDimTiles = kHeadDimV / 8;          // MMA tiles of O along the head dimension
 
-// Shared memory: Q, the stages, each with a KV block of K and one of V, and row_max and row_sum on their way from group to group.
+// Shared memory: Q, the stages, each with a KV block of K and one of V, and row_max and row_sum on their way to group 0.
 // Rows of V are as long as those of K.
 constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kStageOffset = kBlockM * kRowBytes;
@@ -428,16 +428,16 @@ struct Pages {
     int of_key[(kGroupKeys + 31) / 32];
 };
 
-// Loads them from a sequence's page table, which is not read for keys from `valid_rows` on. Nothing here waits for the loads. An `early` one
-// may come ahead of griddepcontrol.wait, so it bypasses L1, where a later one would find what is stale.
-__device__ __forceinline__ Pages find_pages(const Params& params, const int32_t* pages, int first_key, int valid_rows, bool early) {
+// Loads them from a sequence's page table, which is not read for keys from `valid_rows` on. Nothing here waits for the loads. The first ones may
+// come ahead of griddepcontrol.wait, so all bypass L1, where later ones would find what is stale.
+__device__ __forceinline__ Pages find_pages(const Params& params, const int32_t* pages, int first_key, int valid_rows) {
     Pages found;
 #pragma unroll
     for (int first = 0; first < kGroupKeys; first += 32) {
         const int row = first + threadIdx.x % 32;
         const int32_t* entry = pages + divide(first_key + row, params.page_size_divisor);
         const bool valid = row < min(valid_rows, kGroupKeys);
-        found.of_key[first / 32] = !valid ? 0 : early ? load_relaxed_32(entry) : load_global_32(entry);
+        found.of_key[first / 32] = valid ? load_relaxed_32(entry) : 0;
     }
     return found;
 }
@@ -523,7 +523,7 @@ struct Fetch {
 };
 
 __device__ __forceinline__ Pages find_pages(const Params& params, const Fetch& fetch) {
-    return find_pages(params, fetch.page_table, fetch.first_key, fetch.place.lengths.keys.count - fetch.first_key, true);
+    return find_pages(params, fetch.page_table, fetch.first_key, fetch.place.lengths.keys.count - fetch.first_key);
 }
 
 // `params` are those of the sequence at `place`.
@@ -1080,8 +1080,8 @@ flash_varlen_decode_hdim128_bf16_paged_packgqa_sm80(const __grid_constant__ Para
         clear(rows);
 
         for (int block = part.first; block < part.end; ++block) {
-            // The group's keys of this KV block are here: a thread waits for its own copies, and the barrier for everybody's. And
-            // every warp of the group has finished with the KV block before, whose stage takes the next one to come.
+            // The group's keys of this KV block are here: a lane waits for its own copies, and __syncwarp for those of the others. And every
+            // lane has finished with the KV block before, whose stage takes the next one to come.
             cp_async_wait<kStages - 2>();
             sync_group(group);
             fetch_next(all, share, fetch, stage_address(stage == 0 ? kStages - 1 : stage - 1), group);

@@ -10,8 +10,8 @@
 // template  flash_decode_sm90.cu.j2
 #include "flashgen/sm90_mma.cuh"
 
-// Few rows of queries on many keys: decoding, bound by reading K and V once. A cluster of thread blocks has a tile, and each of them an equal
-// part of its KV blocks. For each KV block:
+// Few rows of queries on many keys: decoding, bound by reading K and V once. A cluster of thread blocks has a tile, and each of them a part of
+// its KV blocks; parts differ by one at most. For each KV block:
 //
 //     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
@@ -95,7 +95,6 @@ struct Params {
     int64_t pages_batch_stride;
     int32_t group_size;                   // num_heads_q / num_heads_kv
     int32_t rows_q;                       // of an entry of q: all tokens where sequences are packed
-    int32_t batch_size;                   // sequences
     int32_t batch_kv;                     // pages
     int32_t page_size;
     int32_t seqlen_q;                     // the most queries of a sequence; with_lengths() puts its own here
@@ -110,7 +109,7 @@ struct Params {
     uint64_t page_size_divisor;
     float scale_log2;                     // P is 2^(scale_log2 * S - row_max); above 0
 };
-static_assert(sizeof(Params) == 272 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
+static_assert(sizeof(Params) == 264 && offsetof(Params, q) == 0 && offsetof(Params, k) == 8 && offsetof(Params, v) == 16);
 static_assert(offsetof(Params, out) == 24 && offsetof(Params, lse) == 32 && offsetof(Params, cu_seqlens_q) == 40);
 static_assert(offsetof(Params, kv_lengths) == 48 && offsetof(Params, pages) == 56 && offsetof(Params, q_batch_stride) == 64);
 static_assert(offsetof(Params, q_row_stride) == 72 && offsetof(Params, q_head_stride) == 80);
@@ -120,13 +119,12 @@ static_assert(offsetof(Params, v_row_stride) == 120 && offsetof(Params, v_head_s
 static_assert(offsetof(Params, out_batch_stride) == 136 && offsetof(Params, out_row_stride) == 144);
 static_assert(offsetof(Params, out_head_stride) == 152 && offsetof(Params, lse_batch_stride) == 160);
 static_assert(offsetof(Params, lse_head_stride) == 168 && offsetof(Params, pages_batch_stride) == 176);
-static_assert(offsetof(Params, group_size) == 184 && offsetof(Params, rows_q) == 188 && offsetof(Params, batch_size) == 192);
-static_assert(offsetof(Params, batch_kv) == 196 && offsetof(Params, page_size) == 200 && offsetof(Params, seqlen_q) == 204);
-static_assert(offsetof(Params, seqlen_kv) == 208 && offsetof(Params, head_dim) == 212 && offsetof(Params, head_dim_v) == 216);
-static_assert(offsetof(Params, num_heads_kv) == 220 && offsetof(Params, num_row_blocks) == 224);
-static_assert(offsetof(Params, num_heads_divisor) == 232 && offsetof(Params, num_row_blocks_divisor) == 240);
-static_assert(offsetof(Params, group_size_divisor) == 248 && offsetof(Params, page_size_divisor) == 256);
-static_assert(offsetof(Params, scale_log2) == 264);
+static_assert(offsetof(Params, group_size) == 184 && offsetof(Params, rows_q) == 188 && offsetof(Params, batch_kv) == 192);
+static_assert(offsetof(Params, page_size) == 196 && offsetof(Params, seqlen_q) == 200 && offsetof(Params, seqlen_kv) == 204);
+static_assert(offsetof(Params, head_dim) == 208 && offsetof(Params, head_dim_v) == 212 && offsetof(Params, num_heads_kv) == 216);
+static_assert(offsetof(Params, num_row_blocks) == 220 && offsetof(Params, num_heads_divisor) == 224);
+static_assert(offsetof(Params, num_row_blocks_divisor) == 232 && offsetof(Params, group_size_divisor) == 240);
+static_assert(offsetof(Params, page_size_divisor) == 248 && offsetof(Params, scale_log2) == 256);
 
 // A tile: kBlockM rows of queries of a head.
 // Rows are (query, head in group) pairs, heads fastest.
@@ -199,9 +197,7 @@ struct Lengths {
     Rows keys;
 };
 
-// None where there is no such sequence.
 __device__ __forceinline__ Lengths lengths_of(const Params& params, int sequence) {
-    if (sequence >= params.batch_size) return {};
     return {queries_of(params, sequence), keys_of(params, sequence)};
 }
 
@@ -393,7 +389,8 @@ __device__ __forceinline__ void copy_q(const Params& params, const Tile& tile, s
 // The rank of a thread block in its cluster.
 __device__ __forceinline__ int cluster_rank() { return block_index() % kCluster; }
 
-// The tile of the thread block's cluster. Every sequence has as many tiles as the longest one may need, so one may begin past its last row.
+// The tile of the thread block's cluster. Every sequence has as many tiles as the longest one may need, so one may begin past its last row, as
+// that of a sequence without queries does.
 __device__ __forceinline__ Tile find_tile(const Params& params) {
     const int index = block_index() / kCluster;
     const int head_of_batch = divide(index, params.num_row_blocks_divisor);
@@ -503,7 +500,6 @@ __device__ __forceinline__ int load_early(const int32_t* values, int index, int 
 
 // lengths_of() ahead of griddepcontrol.wait.
 __device__ __forceinline__ Lengths early_lengths_of(const Params& params, int sequence) {
-    if (sequence >= params.batch_size) return {};
     Lengths early = {{0, params.seqlen_q}, {0, params.seqlen_kv}};
     if (params.cu_seqlens_q != nullptr) {
         early.queries.begin = load_early(params.cu_seqlens_q, sequence, params.rows_q);

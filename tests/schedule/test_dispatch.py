@@ -799,6 +799,14 @@ def test_a_cluster_has_the_fewer_thread_blocks_the_more_tiles_there_are(batch, h
     assert not chosen(dataclasses.replace(call, splits=1), 132).grid.shared_tiles
 
 
+@pytest.mark.parametrize(("batch", "cluster"), [(8, 2), (9, 8), (12, 2)])
+def test_no_cluster_is_left_to_a_round_of_its_own(batch, cluster):
+    """At head_dim 256 a multiprocessor has room for one thread block: 66 clusters of two run at a time."""
+    sizes = {"seqlen_q": 1, "seqlen_kv": 4096, "num_heads_q": 32, "num_heads_kv": 8, "head_dim": 256}
+    made = problem(batch=batch, **sizes, **CONTIGUOUS)
+    assert chosen(made, 132).grid.cluster == cluster
+
+
 def test_a_long_sequence_among_short_ones_has_a_larger_cluster():
     """Where lengths are on the device, one sequence may have nearly all keys."""
     q, kv = (view_of_shape(shape, "bf16", 0) for shape in ((2, 1, 32, 128), (2, 4096, 8, 128)))

@@ -335,7 +335,7 @@ FAULTS = (
     (fault("old lengths that stay in L1", DECODE, LONG, ("dependency",),
            "int(load_relaxed_32(values + index))", "int(load_global_32(values + index))"), {}),
     (fault("old pages that stay in L1", DECODE_PAGED, LONG, ("dependency",),
-           "early ? load_relaxed_32(entry)", "early ? load_global_32(entry)"), {}),
+           "valid ? load_relaxed_32(entry)", "valid ? load_global_32(entry)"), {}),
     (fault("a lost part", COMBINE, LONG, NUMBERS,
            "parts.first + warp % kTeam", "parts.first + 1 + warp % kTeam",
            multiprocessors=20), {}),

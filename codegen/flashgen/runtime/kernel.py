@@ -11,6 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.errors import DeviceTypeNotSupported, InternalError, NoCompilerError
+from flashgen.runtime import clusters
 from flashgen.runtime.device import activated
 from flashgen.toolchain import cache as caches
 from flashgen.toolchain import compile as compiler
@@ -68,8 +69,8 @@ def load(variant: Variant, device: Device, found: Found | None = None) -> Kernel
     its machine code where the caller has it already.
 
     Threads that ask for one kernel wait for each other; different kernels are made side by side. Raises
-    DeviceTypeNotSupported where the device lacks the architecture or the shared memory, and what `obtain`
-    raises.
+    DeviceTypeNotSupported where the device lacks the architecture, the shared memory, or room for its
+    clusters, and what `obtain` raises.
     """
     with activated(device.ordinal) as context:
         key = (variant, device.ordinal, context)
@@ -102,6 +103,8 @@ def _load(variant: Variant, device: Device, found: Found | None) -> Kernel:
         driver.funcSetAttribute(function.ptr, limit, variant.smem_bytes)
         if variant.grid.cluster > _PORTABLE_CLUSTER:
             driver.funcSetAttribute(function.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+        if variant.grid.cluster > 1:
+            clusters.check(variant, function.ptr, device)
         if compiled.is_ptx:
             compiled = compiled._replace(**_resources(driver, function.ptr))
     except driver.CUDADriverError as error:

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from flashgen import logs
 from flashgen.errors import CompileError, TunedWarning
 from flashgen.runtime import dependent, kernel, tensormap
+from flashgen.runtime.clusters import NoRoomForClusters
 from flashgen.runtime.device import activated
 from flashgen.runtime.device import device as device_of
 from flashgen.schedule.dispatch import select
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from flashgen.runtime.kernel import Kernel
     from flashgen.spec.variant import Variant
 
+_log = logs.logger("runtime")
 
 # One step of a call, ready to be queued: called as ``launch(stream, argument, 0)``, where the device is
 # current. The last member is the memory behind the argument, which lives as long.
@@ -138,13 +141,20 @@ def prepare(problem: Problem, device_ordinal: int, variants: tuple[Variant, ...]
     """Choose a variant for ``problem``, load the kernels of its steps (compiling what no cache has) and bind
     them to the problem.
 
-    A tile tuned on this machine that no longer compiles is passed over with a TunedWarning. Raises
-    NoCompilerError, NoBindingError, DeviceTypeNotSupported, SpecError, CompileError or BadTensorShape.
+    A tile tuned on this machine that no longer compiles is passed over with a TunedWarning, and one whose
+    clusters the device has no room for, as a slice of a GPU may not, without. Raises NoCompilerError,
+    NoBindingError, DeviceTypeNotSupported, SpecError, CompileError or BadTensorShape.
     """
     device = device_of(device_ordinal)
     main = select(problem, device, variants)
     try:
         return bind(problem, main, device)
+    except NoRoomForClusters as error:
+        others = tuple(v for v in variants if v.is_main and v != main)
+        if not others:
+            raise
+        _log.info("%s; choosing among the other kernels", error)
+        return prepare(problem, device_ordinal, others)
     except CompileError as error:
         if main.tile_name != TUNED_TILE:
             raise

@@ -37,6 +37,7 @@ from flashgen.schedule.grid import (
     KEYS,
     MAX_EXTENT,
     ROWS,
+    blocks_at_a_time,
     expected_tiles,
     extents,
     launchable,
@@ -261,9 +262,10 @@ def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
     In a grid of shares, the busiest multiprocessor visits the KV blocks of its shares, each of which is of
     one tile or several, and ``split_gain`` more where tiles are split and have to be combined.
 
-    Where a cluster shares a tile, each of its thread blocks takes ``start``, too. Memory is the limit, or
-    what one thread block reads of the longest tile, at ``alone`` times an equal part of memory's rate; where
-    only the device knows how sequences differ, ``_LONGEST`` of that comes on top of memory's time.
+    Where a cluster shares a tile, each of its thread blocks takes ``start``, too. Memory is the limit, but in
+    the last round a thread block reads its part at ``alone`` times an equal part of memory's rate at most.
+    Where only the device knows how sequences differ, ``_LONGEST`` of the time of the longest part, read so,
+    comes on top of memory's time.
     """
     if variant.grid.shares:
         return _cost_of_shares(problem, device, variant)
@@ -308,10 +310,15 @@ def _cost_of_clusters(problem: Problem, device: Device, variant: Variant) -> flo
     block_m, of_block, cluster = variant.grid.covers[0][1], variant.visits.keys, variant.grid.cluster
     longest, count = visited_keys(problem, variant).most, tiles(problem, variant)
     blocks, start = count * cluster, variant.start * block_m
-    alone = (-(-longest // (cluster * of_block)) * of_block + start) / variant.alone
+    of_one = -(-longest // (cluster * of_block)) * of_block + start
+    alone = of_one / variant.alone
     equal = (count * longest + blocks * start) / device.num_sms
-    unequal = problem.lengths_on_device and problem.sizes["batch"] > 1
-    keys = equal + _LONGEST * alone if unequal else max(equal, alone)
+    if problem.lengths_on_device and problem.sizes["batch"] > 1:
+        keys = equal + _LONGEST * alone
+    else:
+        room = blocks_at_a_time(variant, device)
+        last = blocks % room or room  # thread blocks of the last round
+        keys = equal + max(0, alone - last * of_one / device.num_sms)
     return keys * block_m / _rate(variant)
 
 
