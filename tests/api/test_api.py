@@ -770,6 +770,62 @@ def test_append_is_explained_by_the_shapes_of_its_arrays(call, variant):
     assert f"takes {variant}" in str(found)
 
 
+def test_a_scale_that_is_no_number_is_refused_after_an_equal_one_that_is():
+    q, k, v = qkv()
+    flashgen.attention(q, k, v, softmax_scale=1)
+    with pytest.raises(errors.BadParam, match="softmax_scale is True"):
+        flashgen.attention(q, k, v, softmax_scale=True)
+
+
+def test_a_cache_may_be_of_a_class_of_the_callers():
+    class Mine(flashgen.KVCache):
+        pass
+
+    q, k, v = qkv()
+    given = k, v, np.full(len(k), k.shape[1], np.int32)
+    np.testing.assert_array_equal(
+        flashgen.attention(q, Mine(*given)), flashgen.attention(q, flashgen.KVCache(*given))
+    )
+    np.testing.assert_array_equal(
+        flashgen.cascade(q, [Mine(*given)]), flashgen.cascade(q, [flashgen.KVCache(*given)])
+    )
+
+
+def test_an_option_of_warmup_whose_name_is_no_string_is_named():
+    with pytest.raises(errors.BadParam, match=r"^1: no such option"):
+        flashgen.warmup([{1: True, "q": (1, 2, 2, 64)}], arch="sm_90")
+
+
+@pytest.mark.parametrize("name", ["mask", "kv_lengths"])
+def test_an_optional_array_without_memory_is_named(name):
+    torch = pytest.importorskip("torch")
+    q, k = torch.zeros(1, 2, 2, 32), torch.zeros(1, 5, 2, 32)
+    given = {
+        "mask": torch.zeros(2, 5, dtype=torch.bool),
+        "kv_lengths": torch.full((1,), 5, dtype=torch.int32),
+    }
+    given[name].untyped_storage().resize_(0)
+    with pytest.raises(errors.NullPointer, match=f"^{name} has no memory behind it"):
+        flashgen.attention(q, k, k, **{name: given[name]})
+
+
+def test_nested_tensors_are_named_by_every_function():
+    torch = pytest.importorskip("torch")
+    nested = torch.nested.nested_tensor([torch.zeros(3, 2, 32), torch.zeros(4, 2, 32)])
+    q = torch.zeros(2, 3, 2, 32)
+    cache = flashgen.KVCache(q.clone(), q.clone(), torch.zeros(2, dtype=torch.int32))
+    rotary = flashgen.Rotary(torch.zeros(8, 16), torch.zeros(8, 16))
+    for name, call in (
+        ("q", lambda: flashgen.cascade(nested, [(q, q)])),
+        ("lengths", lambda: flashgen.cascade(q, [(q[:1], q[:1]), flashgen.KVCache(q, q, nested)])),
+        ("q", lambda: flashgen.attention(nested, cache, append=(q, q), rotary=rotary)),
+        ("q", lambda: flashgen.explain(nested, arch="sm_90")),
+        ("workspace", lambda: flashgen.plan(q, q, q)(q, q, q, workspace=nested)),
+    ):
+        with pytest.raises(errors.BadParam, match=f"^{name}: .*nested"):
+            call()
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -786,6 +842,7 @@ def test_append_is_explained_by_the_shapes_of_its_arrays(call, variant):
             "^append: no such option.* is a call of its own, with operator 'append'$",
         ),
         ({}, errors.NullPointer, "^q is None"),
+        ({"q": (2, 4, 2, 16), "deterministic": "x"}, errors.BadParam, "^deterministic is 'x'"),
     ],
 )
 def test_what_is_wrong_with_shapes_to_explain_is_named(call, error, message):

@@ -59,6 +59,8 @@ def test_verify_finds_and_removes_damage(filled, flashgen):
 
 def test_clear_asks_first(filled, flashgen):
     assert flashgen("cache", "clear").exit_code == 1
+    unanswered = flashgen("cache", "clear", "--json")
+    assert (unanswered.exit_code, json.loads(unanswered.stdout)["kind"]) == (1, "Abort")
     assert filled.info().entries == 3
     assert json.loads(flashgen("cache", "clear", "--yes", "--json").stdout) == {
         "removed": 3,

@@ -59,6 +59,14 @@ def test_options_of_other_variants(name, options, flashgen):
     assert json.loads(result.stdout)["ok"]
 
 
+@pytest.mark.parametrize("options", [("--mask-type", "causal"), ("--window", 1, 1)], ids=lambda x: x[0])
+@pytest.mark.parametrize("name", ["merge_fp16_sm80", "append_bf16_halves_wide_paged_sm80"])
+def test_a_kernel_without_masks_takes_none(name, options, flashgen):
+    result = flashgen("simulate", name, *options)
+    assert result.exit_code == 1
+    assert f"{name} has no masks, so {options[0]} does not fit" in " ".join(result.output.split())
+
+
 def test_a_diagonal_may_start_top_left(flashgen):
     """With 40 keys more than queries, that hides so many tiles more."""
     shown = [

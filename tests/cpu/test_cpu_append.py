@@ -310,6 +310,14 @@ def test_boundaries_must_be_boundaries():
             flashgen.append(cache, packed, packed, cu_seqlens_new=np.array(wrong, np.int32))
 
 
+def test_rotation_does_not_follow_the_callers_error_state():
+    cache = flashgen.KVCache(*(np.zeros((1, 8, 1, 16), np.float16) for _ in range(2)), np.zeros(1, np.int32))
+    new, table = np.full((1, 1, 1, 16), 1e-3, np.float16), np.full((8, 8), 1e-3, np.float32)
+    with np.errstate(all="raise"):  # products below the least fp16 number
+        flashgen.append(cache, new, new, rotary=flashgen.Rotary(table, table))
+    assert np.isfinite(cache.k).all()
+
+
 def test_what_is_no_cache_and_no_rotary():
     given, _ = fitting()
     cache, new = flashgen.KVCache(given["k"], given["v"], LENGTHS), given["new"]

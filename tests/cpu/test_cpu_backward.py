@@ -106,6 +106,15 @@ def test_a_score_that_is_an_integer(tmp_path, monkeypatch):
     assert verdict.ok, verdict
 
 
+def test_a_score_that_is_a_constant(tmp_path, monkeypatch):
+    (tmp_path / "scores.yaml").write_text("scores: {one: {score: 'where(3 < 5, 1.0, score)'}}")
+    monkeypatch.setenv("FLASHGEN_SPECS", str(tmp_path))
+    rng = np.random.default_rng()
+    q, k, v = (random(rng, 9, 2, 8) for _ in range(3))
+    verdict = judged(q, k, v, random(rng, 9, 2, 8), score="one")
+    assert verdict.ok, verdict
+
+
 def test_what_nothing_sees_has_no_gradient():
     rng = np.random.default_rng()
     q, k = random(rng, 1, 9, 2, 8, dtype="fp16"), random(rng, 1, 4, 2, 8, dtype="fp16")

@@ -64,9 +64,9 @@ def asked(
         scalars = (softmax_scale, *of_score)
     kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv = lengths
     index = pages = None
-    if v is not None and type(k) is KVCache:
+    if v is not None and isinstance(k, KVCache):
         raise BadParam("v was given with a KVCache, which holds v as well; leave v out")
-    if v is None and type(k) is KVCache:
+    if v is None and isinstance(k, KVCache):
         if kv_lengths is not None or cu_seqlens_kv is not None:
             given = "cu_seqlens_kv" if kv_lengths is None else "kv_lengths"
             raise BadParam(f"{given} was given with a KVCache, which has lengths of its own")
@@ -105,7 +105,7 @@ def asked_backward(
         modification, arrays_of_score, scalars = score_of(*of_score, sees_no_later_key(*masking))
     scalars = (softmax_scale, *scalars)
     kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv = lengths
-    if type(given[2]) is KVCache:
+    if isinstance(given[2], KVCache):
         raise BadParam("k is a KVCache, which has no gradients; pass k and v, with kv_lengths if need be")
     if kv_lengths is None and cu_seqlens_q is None and cu_seqlens_kv is None:
         _refuse_bounds(max_seqlen_q, max_seqlen_kv)
@@ -168,7 +168,7 @@ def names_given(k: Any, alibi_slopes: Any, kv_lengths: Any = None, softcap: Any 
         names["slope"] = "alibi_slopes"
     if softcap is not None:
         names |= {"cap": "softcap", "no cap": "no cap"}  # these words stay as they are
-    if type(k) is KVCache and kv_lengths is None:
+    if isinstance(k, KVCache) and kv_lengths is None:
         names |= {"kv_lengths": "lengths"} | FIELDS
     return names
 

@@ -211,7 +211,7 @@ def attention(
 
 def _unrecorded(k: Any, out: Any, stream: Any, append: Any, rotary: Any) -> str:
     """What a call has that autograd's operators have not, empty if nothing."""
-    if type(k) is KVCache or append is not None or rotary is not None:
+    if isinstance(k, KVCache) or append is not None or rotary is not None:
         return "a KVCache"
     return "out" if out is not None else "stream" if stream is not None else ""
 
@@ -280,7 +280,8 @@ def plan(
 
 
 def asked_by_name(call: Mapping[str, Any]) -> Asked:
-    """`asked` of all parameters of ``attention`` by name."""
+    """`asked` of all parameters of ``attention`` by name. Raises BadParam."""
+    flag("deterministic", call["deterministic"])
     return asked(
         *(call[name] for name in ("q", "k", "v", "mask", "out")),
         tuple(call[name] for name in ("causal", "mask_type", "window_size", "return_lse", "splits")),

@@ -105,7 +105,7 @@ def cascade(
                 q, parts, out, stream, causal, softmax_scale, softcap, return_lse, backend
             )
     traced = arrays.kind_of(q).watched(q)
-    check_rank(q.shape)
+    check_rank(arrays.shape_of(q, "q"))
     try:
         if traced:
             from flashgen.api import compiled
@@ -163,16 +163,16 @@ def _parts(parts: Any) -> list[tuple[Any, Any] | KVCache]:
     what = "(k, v) or a KVCache"
     check_list(parts, f"parts, each {what}")
     for index, part in enumerate(parts):
-        if type(part) is not KVCache:
+        if not isinstance(part, KVCache):
             check_pair(index, part, what)
             if KVCache in map(type, part):
                 raise BadParam(f"parts[{index}] is a pair with a KVCache; pass the KVCache alone")
-    return [part if type(part) is KVCache else tuple(part) for part in parts]
+    return [part if isinstance(part, KVCache) else tuple(part) for part in parts]
 
 
 def _named(part: tuple[Any, Any] | KVCache) -> dict[str, Any]:
     """The arrays of a part; those that a KVCache may lack only where it has them."""
-    if type(part) is KVCache:
+    if isinstance(part, KVCache):
         given = {each.name: getattr(part, each.name) for each in dataclasses.fields(part)}
         return {name: x for name, x in given.items() if x is not None or name not in ("pages", "index")}
     return dict(zip("kv", part, strict=True))
@@ -180,7 +180,7 @@ def _named(part: tuple[Any, Any] | KVCache) -> dict[str, Any]:
 
 def _keys(part: tuple[Any, Any] | KVCache) -> tuple[Any, ...]:
     """A part as arguments of ``attention``."""
-    return (part,) if type(part) is KVCache else part
+    return (part,) if isinstance(part, KVCache) else part
 
 
 def _ready_caches(
@@ -196,7 +196,7 @@ def _ready_caches(
     """
     found_ready = {}
     for index, (q, part, diagonal) in enumerate(calls):
-        if type(part) is not KVCache:
+        if not isinstance(part, KVCache):
             continue
         options = diagonal, None, NO_WINDOW, True, AUTO
         of_score = softcap, None, None, None
@@ -235,8 +235,8 @@ def _check_cascade(q: Any, parts: list[tuple[Any, Any] | KVCache], out: Any, cau
     KVCache k and v alone are looked at, and `_ready_caches` does the rest.
     """
     kind = arrays.kind_of(q)
-    is_cache = tuple(type(part) is KVCache for part in parts)
-    pairs = [(part.k, part.v) if type(part) is KVCache else part for part in parts]
+    is_cache = tuple(isinstance(part, KVCache) for part in parts)
+    pairs = [(part.k, part.v) if isinstance(part, KVCache) else part for part in parts]
     given = (q, out, *(x for pair in pairs for x in pair))
     key = None
     if all(x is None or arrays.kind_of(x) is kind for x in given):
@@ -326,7 +326,7 @@ def _in_batch(q: Any, part: tuple[Any, Any] | KVCache, index: int) -> tuple[Any,
     """
     if not _is_shared(q, part):
         return part
-    if type(part) is KVCache:
+    if isinstance(part, KVCache):
         raise BadParam(
             f"parts[{index}] is a KVCache of one length for {q.shape[0]} batch entries of q, which share it "
             "only beside another part, and with causal and several queries not as the last one; pass a "
@@ -337,8 +337,8 @@ def _in_batch(q: Any, part: tuple[Any, Any] | KVCache, index: int) -> tuple[Any,
 
 def _is_shared(q: Any, part: tuple[Any, Any] | KVCache) -> bool:
     """Whether a part of batch 1 serves several batch entries of q."""
-    if type(part) is KVCache:
-        lengths = getattr(part.lengths, "shape", ())
+    if isinstance(part, KVCache):
+        lengths = arrays.shape_of(part.lengths, "lengths")
         return len(q.shape) == 4 and tuple(lengths) == (1,) and q.shape[0] != 1
     k, v = part
     return len(q.shape) == len(k.shape) == len(v.shape) == 4 and k.shape[0] == v.shape[0] == 1 != q.shape[0]
@@ -382,7 +382,7 @@ def _cascade_adopted(
     native = []
     for index, part in enumerate(parts):
         given = {name: dlpack.adopt(x, f"parts[{index}]: {name}", stream) for name, x in _named(part).items()}
-        native.append(KVCache(**given) if type(part) is KVCache else tuple(given.values()))
+        native.append(KVCache(**given) if isinstance(part, KVCache) else tuple(given.values()))
     results = cascade(
         native_q,
         native,

@@ -79,7 +79,7 @@ def attention(
     on_device = (
         named.get(name) for name in ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv", "index", "pages")
     )
-    is_cache = type(k) is KVCache
+    is_cache = isinstance(k, KVCache)
     _attend(q, named["k"], named["v"], mask, arrays, *on_device, is_cache, *options, out, lse)
     return out, lse
 

@@ -174,16 +174,15 @@ def _shaped(function: str, given: dict[str, Any], dtype: str) -> Problem:
         apart = ""
         if function == "attention" and unknown & _APPENDING:
             apart = "; what it appends is a call of its own, with operator 'append'"
-        raise BadParam(
-            f"{', '.join(sorted(unknown))}: no such option; there are {', '.join(sorted(known))}{apart}"
-        )
+        names = ", ".join(sorted(map(str, unknown)))
+        raise BadParam(f"{names}: no such option; there are {', '.join(sorted(known))}{apart}")
     call = defaults | given
     if function == "append":
         with naming(**FIELDS):
             return _problem_of(*asked_by_name(call), dtype)
     if call["k"] is None:
         call["k"] = call["q"]
-    if call["v"] is None and type(call["k"]) is not KVCache:
+    if call["v"] is None and not isinstance(call["k"], KVCache):
         call["v"] = call["k"]
     with naming(**names_given(call["k"], call["alibi_slopes"], call["kv_lengths"], call["softcap"])):
         return _problem_of(*asked_by_name(call), dtype)
@@ -196,7 +195,7 @@ def _problem_of(
     shapes = {
         argument.name: shape
         for argument, x in zip(operator.arguments, given, strict=True)
-        if isinstance(shape := getattr(x, "shape", x), tuple | list) and not argument.optional
+        if isinstance(shape := arrays.shape_of(x, argument.name, x), tuple | list) and not argument.optional
     }
     views = []
     for argument, x in zip(operator.arguments, given, strict=True):

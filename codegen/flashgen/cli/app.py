@@ -75,6 +75,13 @@ class CommandGroup(click.Group):
             warnings.showwarning = _show_warning
             try:
                 return self._invoke(ctx)
+            except click.Abort:
+                if not ctx.meta[_AS_JSON]:
+                    raise
+                click.echo(
+                    json.dumps({"error": "the question was not answered with yes", "kind": "Abort"}, indent=2)
+                )
+                ctx.exit(1)
             except click.ClickException as error:
                 if not ctx.meta[_AS_JSON]:
                     raise

@@ -133,6 +133,10 @@ def command(
         raise click.ClickException(f"{variant.name} includes {variant.header}, which has no host bodies yet")
     grouped = dict(variant.axes).get("gqa", "mha") != "mha"
     heads = heads or kv_heads or (4 if grouped else 2)
+    masked = "mask_type" in dict(main.axes)
+    for option, given in (("--mask-type", mask_type), ("--window", window)):
+        if given is not None and not masked:
+            raise click.ClickException(f"{variant.name} has no masks, so {option} does not fit; leave it out")
     if mask_type is not None and mask_type.partition("_")[0] != variant.mask_type:
         raise click.ClickException(
             f"{variant.name} has mask type {variant.mask_type}; {mask_type} does not fit"

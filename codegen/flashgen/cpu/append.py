@@ -52,6 +52,7 @@ def _batched(problem: AppendProblem, x: np.ndarray) -> np.ndarray:
     return x if problem.batched else x[None]
 
 
+@np.errstate(all="ignore")
 def _rotated(problem: AppendProblem, name: str, tokens: Tokens, arrays: Named) -> np.ndarray:
     """An array as it is to be stored."""
     x = _batched(problem, arrays[name])

@@ -136,7 +136,8 @@ def _of_rows(
             group_heads = np.arange(heads.start, heads.stop)[:, None, None]
             at = call.score.at(call.first_batch + batch, group_heads, positions, some)
             slope = at.derived().value(np, p.reshape(whole))
-            p = np.array(at.value(np, p.reshape(whole)), np.float32).reshape(p.shape)
+            modified = np.broadcast_to(at.value(np, p.reshape(whole)), whole)  # a constant is one number
+            p = np.array(modified, np.float32).reshape(p.shape)
         p -= lse[:, None]
         np.exp(p, out=p)
         if hidden is not None:

@@ -357,7 +357,7 @@ def check_memory(
     for argument, (low, high), pointer in zip(arguments, spans, pointers, strict=True):
         if high == low:
             continue
-        if pointer == 0 and not argument.optional:
+        if pointer == 0:
             raise NullPointer(f"{argument.name} has no memory behind it")
         if pointer % argument.alignment:
             raise BadTensorStrides(

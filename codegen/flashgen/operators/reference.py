@@ -301,6 +301,7 @@ def softmax(
     if at is not None:
         with np.errstate(all="ignore"):
             scores, errors = at.value_with_error(xp, scores, score_errors, dtype)
+        scores = scores + xp.zeros_like(score_sizes)  # a constant is one number
         score_sizes = xp.abs(scores)
         score_errors = errors + 2.0**-21 * score_sizes
         unseen = scores == -math.inf

@@ -91,6 +91,17 @@ def view(x: Any, name: str) -> ArrayView:
         raise type(error)(f"{name}: {error}") from None
 
 
+def shape_of(x: Any, name: str, default: Any = ()) -> Any:
+    """The shape of an array, or ``default`` of what has none. Raises what `view` does where the library does
+    not say, as of a nested tensor.
+    """
+    try:
+        return getattr(x, "shape", default)
+    except RuntimeError:
+        view(x, name)
+        raise
+
+
 def check_libraries(views: Mapping[str, ArrayView | None]) -> None:
     """That arrays on one device are of one library: each library has its own current stream, so work on
     arrays of two of them would be in no order. Raises BadParam.

@@ -264,7 +264,8 @@ class Plan:
         elif workspace is not None:
             self._workspace(workspace, arrays[0], stream)  # raises what is wrong with it
         # Where memory was sound once it is again: what the plan allocated itself overlaps nothing.
-        key = pointers, scalars
+        # A scalar of another type may be equal and be refused all the same, as True is for 1.
+        key = pointers, scalars, *map(type, scalars)
         try:
             work = self._works.get(key)
         except TypeError:  # a scalar that is no number; _prepare says so
@@ -331,7 +332,11 @@ class Plan:
                 return workspace, found[0]
         layout = None
         if type(workspace) in self._types:
-            (layout,), (address,) = self._read((workspace,))
+            try:
+                (layout,), (address,) = self._read((workspace,))
+            except RuntimeError:  # of a tensor without strides, which `view` refuses by name
+                libraries.view(workspace, "workspace")
+                raise
             if layout == self._known_workspace and not address % WORKSPACE_ALIGNMENT:
                 return workspace, address
         view = libraries.view(workspace, "workspace")
