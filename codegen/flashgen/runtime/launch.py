@@ -150,7 +150,7 @@ def prepare(problem: Problem, device_ordinal: int, variants: tuple[Variant, ...]
     try:
         return bind(problem, main, device)
     except NoRoomForClusters as error:
-        others = tuple(v for v in variants if v.is_main and v != main)
+        others = tuple(v for v in variants if v != main)
         if not others:
             raise
         _log.info("%s; choosing among the other kernels", error)
