@@ -264,6 +264,16 @@ def test_a_cache_that_begins_late_is_refused_by_name(array):
     assert np.array_equal(found, flash_attn_with_kvcache(*given))
 
 
+def test_a_leftpad_of_jax_may_be_zeros():
+    jax = pytest.importorskip("jax")
+    q, k, v = map(jax.numpy.asarray, qkv(np.random.default_rng()))
+    given, lengths = (q[:, :1], k, v), jax.numpy.full(len(k), 5, dtype=jax.numpy.int32)
+    with pytest.raises(NotImplementedError, match=r"^cache_leftpad "):
+        flash_attn_with_kvcache(*given, cache_seqlens=lengths, cache_leftpad=lengths)
+    found = flash_attn_with_kvcache(*given, cache_seqlens=lengths, cache_leftpad=0 * lengths)
+    assert (found == flash_attn_with_kvcache(*given, cache_seqlens=lengths)).all()
+
+
 def test_no_leftpad_that_is_traced_is_read():
     torch = pytest.importorskip("torch")
     from torch.fx.experimental.proxy_tensor import make_fx

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from flashgen.errors import BadTensorDtype
+from flashgen.errors import BadTensorDtype, FlashgenError
 from flashgen.runtime.arrays import kind_of, view
 from flashgen.runtime.dlpack import adopt
 
@@ -42,8 +42,12 @@ def shape_of(name: str, x: Any) -> tuple[int, ...]:
 
 def is_zero(x: Any) -> bool:
     """Whether ``x`` is an array in host memory whose elements are all 0; one that is traced has none yet."""
+    try:
+        x = adopt(x, "x")
+    except FlashgenError:  # no array, or a tracer of JAX
+        return False
     kind = kind_of(x)
-    return kind is not None and kind.on_host(x) and not kind.watched(x) and not x.any()
+    return kind.on_host(x) and not kind.watched(x) and not x.any()
 
 
 def int32s(count: int, value: int, like: Any) -> Any:
