@@ -97,21 +97,15 @@ def test_score_modifications(options):
     assert verdict.ok, verdict
 
 
-def test_a_score_that_is_an_integer(tmp_path, monkeypatch):
-    (tmp_path / "scores.yaml").write_text("scores: {sign: {score: 'where(score < 0, q - kv, h)'}}")
+@pytest.mark.parametrize(
+    "formula", ["where(score < 0, q - kv, h)", "where(3 < 5, 1.0, score)"], ids=["integer", "constant"]
+)
+def test_scores_of_other_types_and_shapes(formula, tmp_path, monkeypatch):
+    (tmp_path / "scores.yaml").write_text(f"scores: {{mine: {{score: '{formula}'}}}}")
     monkeypatch.setenv("FLASHGEN_SPECS", str(tmp_path))
     rng = np.random.default_rng()
     q, k, v = (random(rng, 9, 2, 8) for _ in range(3))
-    verdict = judged(q, k, v, random(rng, 9, 2, 8), score="sign")
-    assert verdict.ok, verdict
-
-
-def test_a_score_that_is_a_constant(tmp_path, monkeypatch):
-    (tmp_path / "scores.yaml").write_text("scores: {one: {score: 'where(3 < 5, 1.0, score)'}}")
-    monkeypatch.setenv("FLASHGEN_SPECS", str(tmp_path))
-    rng = np.random.default_rng()
-    q, k, v = (random(rng, 9, 2, 8) for _ in range(3))
-    verdict = judged(q, k, v, random(rng, 9, 2, 8), score="one")
+    verdict = judged(q, k, v, random(rng, 9, 2, 8), score="mine")
     assert verdict.ok, verdict
 
 

@@ -283,7 +283,7 @@ def _check_packed(q: Any, k_new: Any) -> None:
     """That packed queries and new tokens, which have one cu_seqlens, are as many; where queries are rotated
     the operator itself sees to it.
     """
-    shapes = arrays.shape_of(q, "q"), arrays.shape_of(k_new, "k_new")
+    shapes = arrays.shape_if_any(q, "q"), arrays.shape_if_any(k_new, "k_new")
     queries, tokens = (shape[0] if len(shape) == 3 else None for shape in shapes)
     if None not in (queries, tokens) and queries != tokens:
         raise BadTensorShape(
@@ -294,7 +294,7 @@ def _check_packed(q: Any, k_new: Any) -> None:
 
 def _check_rotated(q: Any, k_new: Any, positions: str, is_masked: bool) -> None:
     """That padded queries are at positions which the call says. Raises what `asked_to_append` does."""
-    shapes = arrays.shape_of(q, "q"), arrays.shape_of(k_new, "k_new")
+    shapes = arrays.shape_if_any(q, "q"), arrays.shape_if_any(k_new, "k_new")
     queries, tokens = (shape[-3] if len(shape) > 2 else None for shape in shapes)
     if None in (queries, tokens):
         return  # `append` says what is wrong

@@ -105,7 +105,7 @@ def cascade(
                 q, parts, out, stream, causal, softmax_scale, softcap, return_lse, backend
             )
     traced = arrays.kind_of(q).watched(q)
-    check_rank(arrays.shape_of(q, "q"))
+    check_rank(arrays.shape_if_any(q, "q"))
     try:
         if traced:
             from flashgen.api import compiled
@@ -338,7 +338,7 @@ def _in_batch(q: Any, part: tuple[Any, Any] | KVCache, index: int) -> tuple[Any,
 def _is_shared(q: Any, part: tuple[Any, Any] | KVCache) -> bool:
     """Whether a part of batch 1 serves several batch entries of q."""
     if isinstance(part, KVCache):
-        lengths = arrays.shape_of(part.lengths, "lengths")
+        lengths = arrays.shape_if_any(part.lengths, "lengths")
         return len(q.shape) == 4 and tuple(lengths) == (1,) and q.shape[0] != 1
     k, v = part
     return len(q.shape) == len(k.shape) == len(v.shape) == 4 and k.shape[0] == v.shape[0] == 1 != q.shape[0]

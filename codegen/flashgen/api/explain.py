@@ -195,7 +195,8 @@ def _problem_of(
     shapes = {
         argument.name: shape
         for argument, x in zip(operator.arguments, given, strict=True)
-        if isinstance(shape := arrays.shape_of(x, argument.name, x), tuple | list) and not argument.optional
+        if isinstance(shape := arrays.shape_if_any(x, argument.name, x), tuple | list)
+        and not argument.optional
     }
     views = []
     for argument, x in zip(operator.arguments, given, strict=True):

@@ -75,13 +75,6 @@ class CommandGroup(click.Group):
             warnings.showwarning = _show_warning
             try:
                 return self._invoke(ctx)
-            except click.Abort:
-                if not ctx.meta[_AS_JSON]:
-                    raise
-                click.echo(
-                    json.dumps({"error": "the question was not answered with yes", "kind": "Abort"}, indent=2)
-                )
-                ctx.exit(1)
             except click.ClickException as error:
                 if not ctx.meta[_AS_JSON]:
                     raise
@@ -94,6 +87,10 @@ class CommandGroup(click.Group):
     def _invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
+        except click.Abort as error:
+            if not ctx.meta[_AS_JSON]:
+                raise
+            raise click.ClickException("the question was not answered with yes") from error
         except FlashgenError as error:
             from flashgen.cli.output import fitted
             from flashgen.spec.selection import SelectionError

@@ -91,7 +91,7 @@ def view(x: Any, name: str) -> ArrayView:
         raise type(error)(f"{name}: {error}") from None
 
 
-def shape_of(x: Any, name: str, default: Any = ()) -> Any:
+def shape_if_any(x: Any, name: str, default: Any = ()) -> Any:
     """The shape of an array, or ``default`` of what has none. Raises what `view` does where the library does
     not say, as of a nested tensor.
     """

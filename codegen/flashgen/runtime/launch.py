@@ -150,11 +150,9 @@ def prepare(problem: Problem, device_ordinal: int, variants: tuple[Variant, ...]
     try:
         return bind(problem, main, device)
     except NoRoomForClusters as error:
-        others = tuple(v for v in variants if v != main)
-        if not others:
+        if len(variants) == 1:
             raise
         _log.info("%s; choosing among the other kernels", error)
-        return prepare(problem, device_ordinal, others)
     except CompileError as error:
         if main.tile_name != TUNED_TILE:
             raise
@@ -164,7 +162,7 @@ def prepare(problem: Problem, device_ordinal: int, variants: tuple[Variant, ...]
             TunedWarning,
             stacklevel=2,
         )
-        return prepare(problem, device_ordinal, tuple(v for v in variants if v != main))
+    return prepare(problem, device_ordinal, tuple(v for v in variants if v != main))
 
 
 def bind(problem: Problem, main: Variant, device: Device) -> Runner:
