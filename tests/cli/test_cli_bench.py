@@ -63,6 +63,7 @@ def test_list_names_every_grid_and_peer(flashgen):
         (("--rounds", "0"), 2, "rounds"),
         (("--peer", "nobody"), 1, "torch-flash"),
         (("--chart", "nowhere/a.png"), 2, "there is no folder 'nowhere'"),
+        (("--list", "decode", "--dtype", "bf16"), 2, "leave out GRID, --dtype"),
     ],
 )
 def test_wrong_options_are_told(flashgen, arguments, code, word):

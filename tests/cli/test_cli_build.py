@@ -166,6 +166,13 @@ def test_out_gets_the_sources_and_no_compile_compiles_nothing(tiny, flashgen, tm
     assert json.loads(again.stdout)["written"] == []
 
 
+@pytest.mark.parametrize("option", ["--check", "--no-compile"])
+def test_what_compiles_nothing_takes_no_architecture(flashgen, option):
+    result = flashgen("build", option, "--arch", "sm_90", "--jobs", "2")
+    assert result.exit_code == 2
+    assert f"{option} compiles nothing; leave out --arch, --jobs" in result.stderr
+
+
 def test_check_passes_after_a_build_and_fails_after_a_change(tiny, edit, flashgen, tmp_path):
     out = tmp_path / "out"
     assert flashgen("build", "--out", out, "--no-compile").exit_code == 0

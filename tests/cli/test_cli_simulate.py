@@ -212,6 +212,17 @@ def test_what_does_not_fit_the_variant_is_told_ahead_of_compiling(arguments, mes
     assert message in result.stderr
 
 
+def test_inputs_that_do_not_fit_into_memory_are_one_message(flashgen, monkeypatch):
+    def make(*arguments):
+        raise MemoryError("Unable to allocate 1. TiB")
+
+    monkeypatch.setattr("flashgen.simulator.example.make", make)
+    result = flashgen("simulate", NAME, "--seqlen-kv", 2**31 - 1)
+    assert result.exit_code == 1
+    assert "Unable to allocate 1. TiB; make them smaller" in result.stderr
+    assert flashgen("simulate", NAME, "--seqlen-kv", 2**31).exit_code == 2
+
+
 def test_a_kernel_of_instructions_without_host_bodies_is_refused(flashgen, monkeypatch, tmp_path):
     monkeypatch.setattr("flashgen.simulator.library.INCLUDE", tmp_path)
     result = flashgen("simulate", NAME)

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flashgen.cli.options import OutputFile, json_option
+from flashgen.cli.options import OutputFile, json_option, refuse_beside
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+_GRID = "prefill"
 
 
 @click.command(
@@ -29,7 +32,7 @@ All peers run in one process, in interleaved rounds, timed with CUDA events on i
 figures are medians, and what counts is the ratio. Needs a GPU.
 """,
 )
-@click.argument("grid", default="prefill")
+@click.argument("grid", required=False)
 @click.option("--list", "listing", is_flag=True, help="Print the grids and the peers, and run nothing.")
 @click.option(
     "--peer", "peers", multiple=True, metavar="NAME", help="Only this peer, beside flashgen. Repeatable."
@@ -65,7 +68,7 @@ figures are medians, and what counts is the ratio. Needs a GPU.
 )
 @json_option
 def command(
-    grid: str,
+    grid: str | None,
     listing: bool,
     peers: tuple[str, ...],
     dtypes: tuple[str, ...],
@@ -85,10 +88,12 @@ def command(
     from flashgen.cli.output import console, note, print_json
 
     if listing:
+        given = {"GRID": grid, "--peer": peers, "--dtype": dtypes, "--where": where}
+        refuse_beside("--list prints all grids and peers", given | {"--save": save, "--chart": chart})
         _list(as_json)
         return
     report = run(
-        grid,
+        grid or _GRID,
         peers=peers or None,
         dtypes=dtypes or None,
         where=_conditions(where),

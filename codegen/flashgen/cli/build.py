@@ -15,6 +15,7 @@ from flashgen.cli.options import (
     chosen_variants,
     jobs_option,
     json_option,
+    refuse_beside,
     score_option,
     select_option,
     specs_option,
@@ -112,6 +113,9 @@ def command(
     from flashgen.spec.selection import SelectionError
     from flashgen.toolchain import cache as caches
 
+    if check or no_compile:
+        option = "--check" if check else "--no-compile"
+        refuse_beside(f"{option} compiles nothing", {"--arch": archs, "--jobs": jobs})
     # All that a folder should hold: what else was rendered there is stale.
     complete = not selections and score is None
     whole = complete and slice_ != "all"

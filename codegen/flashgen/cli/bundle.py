@@ -12,6 +12,7 @@ from flashgen.cli.options import (
     OutputFile,
     jobs_option,
     json_option,
+    refuse_beside,
     score_option,
     select_option,
     specs_option,
@@ -83,9 +84,7 @@ def command(
         raise click.UsageError("either write a bundle, with -o FILE, or look into one, with --show FILE")
     if show is not None:
         given = {"--select": selections, "--arch": archs, "--jobs": jobs, "--specs": specs, "--score": score}
-        beside = [name for name, value in given.items() if value not in (None, ())]
-        if beside:
-            raise click.UsageError(f"--show prints what a bundle holds; leave out {', '.join(beside)}")
+        refuse_beside("--show prints what a bundle holds", given)
         _show(show, as_json)
         return
     if not selections:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from flashgen.spec.variant import Variant
     from flashgen.toolchain.cache import CubinCache
@@ -50,6 +50,15 @@ jobs_option = click.option(
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document instead of a table."
 )
+
+
+def refuse_beside(what: str, given: Mapping[str, Any]) -> None:
+    """That none of these options, by their names, is given beside one which leaves them nothing to say.
+    ``what`` it does begins the message. Raises UsageError.
+    """
+    beside = [name for name, value in given.items() if value not in (None, ())]
+    if beside:
+        raise click.UsageError(f"{what}; leave out {', '.join(beside)}")
 
 
 class _Output(click.Path):

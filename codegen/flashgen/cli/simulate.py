@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from flashgen.simulator.execute import Access, Report
     from flashgen.spec.variant import Variant
 
+_SIZE = click.IntRange(1, 2**31 - 1)  # kernels count in int32
 _GAP = 128  # bytes between rows: they begin at a cache line where they would without it
 _KINDS = {
     "mma": ("mma_m16n8k16_f16", "mma_m16n8k16_bf16", "mma_m16n8k8_tf32"),
@@ -66,13 +67,13 @@ too far from float64, or gives other bits under another order.
 """,
 )
 @click.argument("name")
-@click.option("--seqlen-q", type=click.IntRange(1), default=128, show_default=True, help="Queries.")
-@click.option("--seqlen-kv", type=click.IntRange(0), default=128, show_default=True, help="Keys.")
-@click.option("--heads", type=click.IntRange(1), help="Query heads. [default: 2; 4 for grouped heads]")
-@click.option("--kv-heads", type=click.IntRange(1), help="Heads of k and v. [default: what fits NAME]")
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Batch entries.")
-@click.option("--head-dim", type=click.IntRange(1), help="Head dim of the call. [default: that of NAME]")
-@click.option("--head-dim-v", type=click.IntRange(1), help="That of v. [default: the same, if NAME holds it]")
+@click.option("--seqlen-q", type=_SIZE, default=128, show_default=True, help="Queries.")
+@click.option("--seqlen-kv", type=click.IntRange(0, 2**31 - 1), default=128, show_default=True, help="Keys.")
+@click.option("--heads", type=_SIZE, help="Query heads. [default: 2; 4 for grouped heads]")
+@click.option("--kv-heads", type=_SIZE, help="Heads of k and v. [default: what fits NAME]")
+@click.option("--batch", type=_SIZE, default=1, show_default=True, help="Batch entries.")
+@click.option("--head-dim", type=_SIZE, help="Head dim of the call. [default: that of NAME]")
+@click.option("--head-dim-v", type=_SIZE, help="That of v. [default: the same, if NAME holds it]")
 @mask_type_option
 @click.option(
     "--window", type=int, nargs=2, metavar="LEFT RIGHT", help="For local and dense variants; -1 is no bound."
@@ -179,7 +180,10 @@ def _run(
     if multiprocessors is not None:
         device = replace(device, num_sms=multiprocessors)
     # The same inputs for each seed, ahead of compiling: this raises what is wrong with the shape.
-    examples = [make(variant, shape, seeds.start) for _ in seeds]
+    try:
+        examples = [make(variant, shape, seeds.start) for _ in seeds]
+    except MemoryError as error:
+        raise click.ClickException(f"the inputs do not fit into memory: {error}; make them smaller") from None
     begin = time.perf_counter()
     libraries = []
     with waiting(f"compiling {main.name} for the simulator"):
