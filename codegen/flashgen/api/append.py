@@ -433,7 +433,8 @@ def _adopted(given: tuple[Any, ...], stream: Any) -> tuple[Any, ...]:
     cannot be written to, and for arrays of several libraries.
     """
     kind = arrays.kind_of(given[0])
-    if kind is not None and kind.types.issuperset(map(type, given)):
+    # A list, and no set of types, as torch.compile of PyTorch 2.8 traces neither that nor a generator.
+    if kind is not None and all([x is None or arrays.kind_of(x) is kind for x in given]):  # noqa: C419
         return given
     for name in ("k", "v"):
         x = given[APPEND.position(f"{name}_cache")]

@@ -165,7 +165,7 @@ def _parts(parts: Any) -> list[tuple[Any, Any] | KVCache]:
     for index, part in enumerate(parts):
         if not isinstance(part, KVCache):
             check_pair(index, part, what)
-            if KVCache in map(type, part):
+            if any(type(x) is KVCache for x in part):
                 raise BadParam(f"parts[{index}] is a pair with a KVCache; pass the KVCache alone")
     return [part if isinstance(part, KVCache) else tuple(part) for part in parts]
 

@@ -109,7 +109,8 @@ def scaled_dot_product_attention(
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors as autocast gives them to PyTorch's own attention."""
     device = tensors[0].device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    # Not torch.amp.is_autocast_available(), which torch.compile of PyTorch 2.11 does not trace.
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
@@ -161,7 +162,7 @@ def _in_groups_alike(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Te
 def _size(tensors: dict[str, Tensor], dimension: int, of_what: str, hint: str = "") -> int:
     """What the sizes of a dimension broadcast to. Raises BadTensorShape."""
     sizes = {name: x.shape[dimension] for name, x in tensors.items() if x.shape[dimension] != 1}
-    first, size = next(iter(sizes.items()), ("", 1))
+    first, size = [*sizes.items(), ("", 1)][0]
     for name, other in sizes.items():
         if other != size:
             raise BadTensorShape(

@@ -94,7 +94,7 @@ def sees_no_later_key(causal: bool, mask_type: int | str | None, window_size: An
     """Whether these options, which may be wrong yet, say that no query sees a key past its own position."""
     if flag("causal", causal):
         return True
-    if isinstance(mask_type, str | numbers.Integral) and mask_type in (3, "causal", "causal_bottom_right"):
+    if isinstance(mask_type, (str, numbers.Integral)) and mask_type in (3, "causal", "causal_bottom_right"):
         return True
     return isinstance(window_size, (tuple, list)) and len(window_size) == 2 and window_size[1] == 0
 
