@@ -675,6 +675,12 @@ def test_options_are_checked_as_without_a_graph(options, words):
             flashgen.attention(given, k.detach(), v.detach(), **options)
 
 
+def test_an_array_beside_a_tensor_that_requires_a_gradient_is_told_of_it():
+    q, k, v = (x.detach() for x in tensors()[:3])
+    with pytest.raises(BadParam, match="^q has type ndarray, and k requires a gradient; pass a tensor"):
+        flashgen.attention(q.numpy(), k.requires_grad_(), v)
+
+
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 @pytest.mark.parametrize("nested", ["q", "k", "v", "mask"])
 def test_nested_tensors_beside_those_that_require_gradients_are_named(nested, layout):

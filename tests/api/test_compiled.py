@@ -324,6 +324,12 @@ def test_what_has_no_gradient_says_so(way):
     refuses(
         r"^k_new: .* of append\(\)$", lambda new: flashgen.append(cache, new, new), 3, ROWS, KV_HEADS, WIDTH
     )
+    new = torch.zeros(3, ROWS, KV_HEADS, WIDTH)
+    refuses(
+        r"^k: .* of append\(\)$",
+        lambda k: flashgen.append(flashgen.KVCache(k, v, cache.lengths), new, new),
+        *k.shape,
+    )
 
 
 def calls_that_fail():

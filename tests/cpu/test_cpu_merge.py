@@ -36,6 +36,14 @@ def test_within_the_bound_of_float64(dtype, spread):
     assert not out[both.swapaxes(1, 2)].any()
 
 
+def test_a_matrix_is_an_array():
+    parts = [part(np.random.default_rng(), (1, 4, 4, 8), np.float32, 1.0) for _ in range(2)]
+    parts = [(o, lse[0]) for o, lse in parts]
+    found = flashgen.merge([(o[0], np.matrix(lse)) for o, lse in parts])
+    for x, y in zip(found, flashgen.merge([(o[0], lse) for o, lse in parts]), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_strides_and_results_that_are_given():
     rng = np.random.default_rng()
     parts = [part(rng, (2, 9, 4, 16), np.float16, 1) for _ in range(2)]

@@ -57,6 +57,10 @@ def test_simplify_keeps_a_dense_mask_and_treats_its_band_alike(rows, keys, offse
         ({"window_size": (3, False)}, r"window_size is \(3, False\); expected two integers"),
         ({"window_size": (1.0, 0)}, r"window_size is \(1\.0, 0\); expected two integers"),
         ({"mask_type": True}, "mask_type is True; allowed are 0 'none'"),
+        ({"window_size": {3, 1}}, "window_size is {1, 3}; expected two integers"),
+        ({"window_size": {3: 1, 1: 3}}, "window_size is {3: 1, 1: 3}; expected two integers"),
+        ({"window_size": b"\x01\x02"}, "window_size is b'.*; expected two integers"),
+        ({"window_size": iter((3, 1))}, "window_size is .*; expected two integers"),
     ],
 )
 def test_what_is_no_integer_is_refused(options, says):

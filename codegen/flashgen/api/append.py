@@ -91,7 +91,9 @@ def append(
             return compiled.append(asked, stream, backend)
         total, *rotated = call_of(kind, *asked, stream, backend, None)[2:]
     except torchkind.RequiresGradient as error:
-        raise error.of("append()") from None
+        refused = error.of("append()")
+        rename(refused, **FIELDS)
+        raise refused from None
     except FlashgenError as error:
         rename(error, **FIELDS)
         raise

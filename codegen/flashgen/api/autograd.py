@@ -148,9 +148,10 @@ def check_tensors(given: Mapping[str, Any]) -> None:
         if x is None:
             continue
         if not isinstance(x, Tensor):
+            leaves = [other for other, y in given.items() if isinstance(y, Tensor) and y.requires_grad]
+            why = f"{leaves[0]} requires a gradient" if leaves else "another array is traced"
             raise BadParam(
-                f"{name} has type {type(x).__name__}, and another array requires a gradient or is "
-                "traced; pass a tensor, which torch.as_tensor makes"
+                f"{name} has type {type(x).__name__}, and {why}; pass a tensor, which torch.as_tensor makes"
             )
         if x.is_nested:
             raise BadParam(f"{name}: {NESTED}")

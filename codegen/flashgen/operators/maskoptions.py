@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 import operator
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from flashgen.errors import BadParam, NullPointer
@@ -77,9 +78,15 @@ def _integer(x: Any) -> int:
     return operator.index(x)
 
 
+# Of two integers these have no first one, or can be read only once, or are text.
+_NO_PAIRS = Set, Mapping, Iterator, bytes, bytearray
+
+
 def window_of(window_size: Any) -> tuple[int, int]:
     """Both sides of a caller's window; -1 is no bound. Raises BadParam."""
     try:
+        if isinstance(window_size, _NO_PAIRS):
+            raise TypeError
         left, right = (_integer(side) for side in window_size)
     except (TypeError, ValueError):
         raise BadParam(

@@ -21,6 +21,7 @@ def host_array(x: Any) -> Any:
 
         x = x.detach()
         return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
+    x = x.view(np.ndarray)  # a subclass may index and multiply in ways of its own, as numpy.matrix does
     return x.view(np.uint16) if x.dtype.name == "bfloat16" else x
 
 

@@ -376,7 +376,7 @@ class Plan:
         check_memory(arguments, spans, pointers[: len(arguments)], written, placed)
         called = problem.with_scalars(scalars)
         work = _no_work if self._empty else self._runner.at(pointers, called)
-        if self._checked:
+        if self._checked or (self._empty and self.checks_elements):  # the CPU path checks what it computes
             work = check.checked(work, problem, pointers)
         if key is not None:
             self._keep(key, work)
