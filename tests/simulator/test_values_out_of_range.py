@@ -15,7 +15,9 @@ from flashgen.simulator import hardware
 from flashgen.simulator.example import Shape, make, run_steps
 from flashgen.simulator.library import load
 from flashgen.source.render import render
+from flashgen.spec.load import load_specs
 from flashgen.spec.params import TENSOR_MAP
+from flashgen.spec.scores import load_scores
 from simulator import test_decode_clusters as clusters
 from simulator import test_varlen_split as split
 from simulator.test_splits_simulated import FIXED, FIXED_PAGED, MAIN_OF
@@ -45,6 +47,7 @@ CASES = (
     (split.FULL, CHUNKS),
     (split.WINDOW_PAGED, CHUNKS),
 )
+DECODING = (DECODE, DECODE_PAGED, FIXED, FIXED_PAGED, clusters.ROWS, clusters.PAGED)
 LEAST, MOST = -(2**31), 2**31 - 1
 
 
@@ -104,6 +107,25 @@ def test_lengths_pages_and_indices_are_cut_to_their_range(name, shape, compiler,
         called = dataclasses.replace(example, problem=bounded)
         simulate(variant, called, fresh_seed)
         assert cut(variant, called).judge().ok
+
+
+@pytest.mark.parametrize("name", DECODING)
+def test_no_element_of_a_sequence_without_keys_is_read(name, compiler, fresh_seed):
+    """Of an array with an element for each key: such a sequence has none ahead of those of the next one."""
+    variant = MAIN_OF[name].modified(load_scores().by_name["bias"])
+    example = example_with(variant, FEW_QUERIES, fresh_seed, "kv_lengths")
+    example.lengths["kv_lengths"][0] = 0
+    simulate(variant, example, fresh_seed)
+    assert example.judge().ok
+
+
+@pytest.mark.parametrize("name", ["flash_decode_hdim64_bf16_sm80", "flash_decode_hdim64_bf16_c4_sm90"])
+def test_nothing_of_an_empty_array_is_read(name, compiler, fresh_seed):
+    variant = next(v for spec in load_specs() for v in spec.variants() if v.name == name)
+    variant = variant.modified(load_scores().by_name["bias"])
+    example = make(variant, Shape(3, 0, splits=2 if name.endswith("sm80") else 1), fresh_seed)
+    simulate(variant, example, fresh_seed)
+    assert example.judge().ok
 
 
 @pytest.mark.parametrize(("name", "shape"), CASES)

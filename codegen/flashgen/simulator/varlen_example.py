@@ -85,7 +85,12 @@ class VarlenExample:
             untouched[entry, rows] = False
             arrays = (q[entry, rows][None], each.keys(k)[None], each.keys(v)[None])
             own_lse = None if lse is None else lse[entry, :, rows][None]
-            tables = [x[each.number][None] if "batch" in param.symbols else x for param, x in of_score]
+            cut = {
+                "batch": slice(each.number, each.number + 1),
+                "seqlen_q": slice(each.q_length),
+                "seqlen_kv": slice(each.kv_length),
+            }
+            tables = [x[tuple(cut.get(symbol, slice(None)) for symbol in p.symbols)] for p, x in of_score]
             own_mask = None if mask is None else mask[each.number, ..., : each.kv_length][None]
             worst.append(judge(own, *arrays, own_mask, out[entry, rows][None], own_lse, *tables))
         left = np.ascontiguousarray(out)[untouched].view(np.uint8)
@@ -147,6 +152,8 @@ def make(variant: Variant, shape: Shape, seed: int) -> VarlenExample:
         "seqlen_kv": shape.seqlen_kv,
     }
     score_arrays = score_arrays_of(rng, variant.score, sizes)
+    # What an array has an element for: of a call without bounds the operator takes larger ones.
+    bounded = {symbol for param in (variant.score.arrays if variant.score else ()) for symbol in param.symbols}
     mask = random_mask(rng, shape) if dense else None
     fixed = variant.axis("splits") == "fixed" and shape.splits == AUTO
     splits = _SPLITS if fixed else shape.splits
@@ -156,8 +163,8 @@ def make(variant: Variant, shape: Shape, seed: int) -> VarlenExample:
         mask=None if mask is None else view_of(mask, "uint8"),
         out=view_of(out, dtype),
         window_size=window_for(variant, shape),
-        max_seqlen_q=shape.seqlen_q if packed_q and splits != AUTO else None,
-        max_seqlen_kv=shape.seqlen_kv if dense else None,
+        max_seqlen_q=shape.seqlen_q if packed_q and splits != AUTO or "seqlen_q" in bounded else None,
+        max_seqlen_kv=shape.seqlen_kv if dense or "seqlen_kv" in bounded else None,
         return_lse=shape.return_lse,
         splits=splits,
         score=variant.score,
