@@ -11,6 +11,7 @@ Prints the loss and the tokens per second of both; ``--chart`` draws both loss c
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import random
 import time
@@ -178,6 +179,17 @@ def main() -> None:
     parser.add_argument("--busy", action="store_true", help="also how long the GPU is at work in a step")
     parser.add_argument("--chart", type=Path, help="a PNG of both loss curves")
     given = parser.parse_args()
+    for name in ("steps", "layers", "width", "heads", "kv_heads", "context", "batch"):
+        if getattr(given, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(given, name)}; expected 1 or more")
+    if given.width % (8 * given.heads):
+        parser.error(f"--width is {given.width}; {given.heads} heads need a multiple of {8 * given.heads}")
+    if given.heads % given.kv_heads:
+        parser.error(f"--kv-heads is {given.kv_heads}; it has to divide the {given.heads} heads")
+    if given.busy and given.device != "cuda":
+        parser.error("--busy is about a GPU; pass --device cuda")
+    if given.chart and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--chart needs matplotlib")
     size = Size(given.layers, given.width, given.heads, given.kv_heads, given.context, given.batch)
     curves = {}
     for name in ATTENTIONS:

@@ -510,7 +510,7 @@ __device__ __forceinline__ void for_each_score(Scores& scores, int first_query, 
     }
 }
 
-// Masks the keys that lie outside the range of their query. In most blocks every query attends to all keys, and nothing is masked.
+// Masks the keys that lie outside the range of their query. Blocks in which every query attends to all keys are left as they are.
 __device__ __forceinline__ void apply_mask(const Params& params, Scores& scores, int first_query, int first_key, int lane) {
     const KeyRange every = keys_of_every(params, min(first_query, num_rows(params) - 1), kWarpQueries);
     if (first_key + kWarpKeys > every.end) {

@@ -743,7 +743,7 @@ __device__ __forceinline__ void consume_queries(const Params& params, const Tile
         float ds[kBlockM / 2];  // dP, then dS
         mbarrier_wait(barriers.full_v(ring.stage), ring.parity);
         mma_scores<kHeadDimV>(ds, dout_own, shared + kStepOffsetV + ring.stage * kStepBytesV);
-        if (first_key + kBlockM > every.end || first_key < every.begin) {
+        if (first_key + kBlockM > every.end) {
             apply_mask_of_rows(params, p, tile.first_row + warp_row + lane / 4, first_key + lane % 4 * 2);
         }
         for_each_score(p, [&](int query, int, float& score) { score = exp2_approx(fmaf(score, params.scale_log2, -lse[query / 8])); });

@@ -60,6 +60,7 @@ constexpr int kSharedBytes = kBarrierOffset + 8 * (3 + 3 * kStages);
 static_assert(kBlockN == 128 && (kBlockM == 64 || kBlockM == 128), "two consumers");
 static_assert(kBlockM % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
 static_assert(kBlockM == 128 ? kHeadDim <= kPanelColumns : kPanels == kConsumers, "a panel of K for the columns of a consumer");
+static_assert(kDsBytes <= kKBytes + kVBytes, "the first step has K and V in place of dS");
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "the register file");
 static_assert(kSharedBytes + 1024 == 166984, "launcher and kernel agree on shared memory");
 
@@ -709,8 +710,8 @@ __device__ __forceinline__ void consume(const Params& params, const KeyBlock& bl
 
         store_ds(packed_ds, shared + kDsOffset + i % 2 * kDsBytes, warp_key, lane);
         mma_gradient(dv, packed_p, dout_smem);
-        // dQ of the step before. The first step has none before it: it runs the MMAs on K and discards their result, since with conditional
-        // MMAs ptxas would serialise all of them.
+        // dQ of the step before. The first step has none before it: it runs the MMAs on K and V, where dS would be, and discards their
+        // result, since with conditional MMAs ptxas would serialise all of them.
         float dq[kDqColumns / 2];
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
         float* own_dq = dq_of(previous);  // ahead of the MMAs of dK, so that it is there when dQ is

@@ -70,7 +70,7 @@ __device__ __forceinline__ int64_t first_unit_row(const Params& params, int batc
 
 constexpr int kRowsPerPass = kThreads / kLanes;
 constexpr int kPasses = kRowUnit / kRowsPerPass;
-// Four vectors of dO and four of O are on their way to a thread, or as many as it has in a row.
+// Up to four vectors of dO and as many of O are on their way to a thread, or those of a row.
 constexpr int kPassesAtOnce = kSteps > 2 ? 1 : kSteps == 2 ? 2 : kPasses;
 static_assert(kRowUnit % kRowsPerPass == 0 && kPasses % kPassesAtOnce == 0, "each pass has its rows");
 

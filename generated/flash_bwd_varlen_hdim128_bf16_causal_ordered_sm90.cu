@@ -60,6 +60,7 @@ constexpr int kSharedBytes = kBarrierOffset + 8 * (5 + 3 * kStages);
 static_assert(kBlockN == 128 && (kBlockM == 64 || kBlockM == 128), "two consumers");
 static_assert(kBlockM % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole wgmmas");
 static_assert(kBlockM == 128 ? kHeadDim <= kPanelColumns : kPanels == kConsumers, "a panel of K for the columns of a consumer");
+static_assert(kDsBytes <= kKBytes + kVBytes, "the first step has K and V in place of dS");
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters, "the register file");
 static_assert(kSharedBytes + 1024 == 165976, "launcher and kernel agree on shared memory");
 
@@ -75,7 +76,7 @@ struct Params {
     const float* delta;                   // (num_heads_q, unit_rows<kRowUnit>): sum(dout * out) - dlse
     const float* lse_log2;                // (num_heads_q, unit_rows<kRowUnit>); inf for a row that sees nothing, and past a sequence's last
     float* dq_accum;                      // (num_heads_q, unit_rows<kDqRowUnit>, kHeadDim), in the order of dq_tiles
-    int32_t* turns;                       // a counter for each block of queries: blocks of keys that have added to dq_accum
+    int32_t* turns;                       // a counter for each block of queries, in a cluster two: blocks of keys, or clusters, that have added to dq_accum
     const int32_t* key_blocks;            // (thread blocks, 8): the block of keys of each thread block
     int64_t dk_batch_stride;              // strides are in elements; a batch stride is 0 where sequences are packed
     int64_t dk_row_stride;
@@ -653,7 +654,7 @@ __device__ __forceinline__ void produce(const Params& params, const KeyBlock& bl
 // unfinished block with the lowest index waits for none, and there is no deadlock if it runs. That it does rests on the hardware starting
 // thread blocks by increasing index, as it does, though CUDA does not promise it.
 
-// The last block of keys of which a query of a block attends to some.
+// The last block of keys with one that some query of a block attends to.
 __device__ __forceinline__ int last_key_block(const Params& params, int query_block) {
     const int last_query = min((query_block + 1) * kBlockM, params.seqlen_q) - 1;
     return min(last_query + params.diagonal_offset, params.seqlen_kv - 1) / kBlockN;
@@ -805,8 +806,8 @@ __device__ __forceinline__ void consume(const Params& all, const KeyBlock& block
         // once: of a new mbarrier the phase of parity 1 counts as ended.
         mbarrier_wait(barriers.ds_ready(), (i + 1) % 2);
         store_ds(packed_ds, shared + kDsOffset + i % 2 * kDsBytes, warp_key, lane);
-        // dQ of the step before. The first step has none before it: it runs the MMAs on K and discards their result, since with conditional
-        // MMAs ptxas would serialise all of them.
+        // dQ of the step before. The first step has none before it: it runs the MMAs on K and V, where dS would be, and discards their
+        // result, since with conditional MMAs ptxas would serialise all of them.
         float dq[kDqColumns / 2];
         start_dq(dq, i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared);
         float* own_dq = dq_of(previous);  // ahead of the MMAs of dK, so that it is there when dQ is

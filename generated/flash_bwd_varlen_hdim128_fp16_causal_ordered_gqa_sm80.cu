@@ -680,7 +680,7 @@ __device__ __forceinline__ void for_each_score(Scores& scores, int first_query, 
     }
 }
 
-// Masks the keys that lie outside the range of their query. In most blocks every query attends to all keys, and nothing is masked.
+// Masks the keys that lie outside the range of their query. Blocks in which every query attends to all keys are left as they are.
 __device__ __forceinline__ void apply_mask(const Params& params, Scores& scores, int first_query, int first_key, int lane) {
     const KeyRange every = keys_of_every(params, min(first_query, num_rows(params) - 1), kWarpQueries);
     if (first_key + kWarpKeys > every.end) {
@@ -726,7 +726,7 @@ __device__ __forceinline__ void differentiate(Scores& dp, const Scores& p, share
 // unfinished block with the lowest index waits for none, and there is no deadlock if it runs. That it does rests on the hardware starting
 // thread blocks by increasing index, as it does, though CUDA does not promise it.
 
-// The last block of keys of which a query of a block attends to some.
+// The last block of keys with one that some query of a block attends to.
 __device__ __forceinline__ int last_key_block(const Params& params, int query_block) {
     const int last_query = min((query_block + 1) * kBlockM, params.seqlen_q) - 1;
     return min(last_query + params.diagonal_offset, params.seqlen_kv - 1) / kBlockN;

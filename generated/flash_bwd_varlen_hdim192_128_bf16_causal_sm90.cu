@@ -832,7 +832,6 @@ __device__ __forceinline__ void consume_dv(const Params& all, const KeyBlock& bl
         // The first step runs the MMAs of dQ on K and discards their result: with MMAs that are conditional, ptxas would serialise all of them.
         const shared_address last_ds = i > 0 ? shared + kDsOffset + (i + 1) % 2 * kDsBytes : shared;
         mbarrier_wait(barriers.dout_full(dout_ring.stage), dout_ring.parity);
-        // Of two panels the first has the registers of P, which is packed.
         float dq[kDqColumns / 2];
         if constexpr (kDqPanelsOfDv == 2) start_dq(p, last_ds, shared, 0);
         start_dq(dq, last_ds, shared, kDqPanelsOfDv - 1);

@@ -297,9 +297,9 @@ __device__ __forceinline__ LaunchedBlock find_launched_block(const Params& param
     return {most, int(index - ahead)};
 }
 
-// The blocks of a sequence follow each other, by groups of heads that have about blocks_together in all: the first block of each head of a
-// group, then the second one. Few heads at a time leave room in L2 for their Q and dO and for the dQ that is added up, which all blocks of
-// a head use.
+// The blocks of a sequence follow each other, by groups of heads that have about blocks_together blocks in all: the first block of each
+// head of a group, then the second one. Few heads at a time leave room in L2 for their Q and dO and for the dQ that is added up, which all
+// blocks of a head use.
 __device__ __forceinline__ KeyBlock find_key_block(const Params& params, int index, int lane) {
     const LaunchedBlock launched = find_launched_block(params, index, lane);
     // Lengths that contradict the arrays may add up to more blocks than an int counts, and the search below find a sequence without blocks.
@@ -337,7 +337,7 @@ __device__ __forceinline__ void place_key_blocks(const Params& params) {
 
 constexpr int kRowsPerPass = kThreads / kLanes;
 constexpr int kPasses = kRowUnit / kRowsPerPass;
-// Four vectors of dO and four of O are on their way to a thread, or as many as it has in a row.
+// Up to four vectors of dO and as many of O are on their way to a thread, or those of a row.
 constexpr int kPassesAtOnce = kSteps > 2 ? 1 : kSteps == 2 ? 2 : kPasses;
 static_assert(kRowUnit % kRowsPerPass == 0 && kPasses % kPassesAtOnce == 0, "each pass has its rows");
 

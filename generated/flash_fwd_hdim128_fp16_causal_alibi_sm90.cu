@@ -13,7 +13,7 @@
 // A tile is kBlockM rows of queries of a head. A thread block takes tile after tile through the KV blocks that its rows attend to, the
 // last one first:
 //
-//     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
+//     S = modified_score(Q K^T)    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
 // row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end O is divided by
 // row_sum.
@@ -206,14 +206,14 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
 }
 
 // Visits the scores that a lane holds of a KV block: visit(row, key, score), where `row` (0 or 8) counts from the lane's
-// first row, the warp's plus lane / 4, and `key` (8 j or 8 j + 1, from `begin` up to `end`) from its first key, the block's plus
-// lane % 4 * 2. Both are constants once unrolled.
+// first row, the warp's plus lane / 4, and `key` (8 j or 8 j + 1) from its first key, the block's plus lane % 4 * 2. Both are constants
+// once unrolled.
 template <typename Visit>
-__device__ __forceinline__ void for_each_score(float (&scores)[kBlockN / 2], Visit visit, int begin = 0, int end = kBlockN) {
+__device__ __forceinline__ void for_each_score(float (&scores)[kBlockN / 2], Visit visit) {
 #pragma unroll
     for (int row = 0; row <= 8; row += 8) {
 #pragma unroll
-        for (int key = begin; key < end; key += 8) {
+        for (int key = 0; key < kBlockN; key += 8) {
             visit(row, key, scores[key / 2 + row / 4]);
             visit(row, key + 1, scores[key / 2 + row / 4 + 1]);
         }
@@ -292,8 +292,9 @@ __device__ constexpr key_word key_bit(int key) {
 
 // The bits of the lane's keys from `key` on, in the KV block at `first_key`.
 __device__ __forceinline__ key_word bits_from(int key, int first_key, int lane) {
+    // How many of the lane's keys lie before `key`: of the first ones of each eight, and of the second ones. With 6 added both round up.
     const int distance = max(key - first_key - lane % 4 * 2 + 6, 0);
-    const int before = (distance + 1) / 8 + distance / 8;  // the lane's keys before `key`: 2 t's, and 2 t + 1's
+    const int before = (distance + 1) / 8 + distance / 8;
     return __funnelshift_rc(0xffffffff, 0, before);  // a shift that is defined for 32, too, and more
 }
 
@@ -412,7 +413,7 @@ __device__ __forceinline__ void mma_pv(float (&output)[kHeadDimV / 2], PackedP& 
     wgmma_commit();
 }
 
-// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
+// Online softmax. Scores come modified. What is left of the scale, and log2(e), are folded into one factor, so that an element of P is
 // 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
 //
 // row_max is raised only when some row of the warp exceeds it by more than kSlack + kPBias; then it is raised for all of the warp's rows.

@@ -203,14 +203,14 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
 }
 
 // Visits the scores that a lane holds of a KV block: visit(row, key, score), where `row` (0 or 8) counts from the lane's
-// first row, the warp's plus lane / 4, and `key` (8 j or 8 j + 1, from `begin` up to `end`) from its first key, the block's plus
-// lane % 4 * 2. Both are constants once unrolled.
+// first row, the warp's plus lane / 4, and `key` (8 j or 8 j + 1) from its first key, the block's plus lane % 4 * 2. Both are constants
+// once unrolled.
 template <typename Visit>
-__device__ __forceinline__ void for_each_score(float (&scores)[kBlockN / 2], Visit visit, int begin = 0, int end = kBlockN) {
+__device__ __forceinline__ void for_each_score(float (&scores)[kBlockN / 2], Visit visit) {
 #pragma unroll
     for (int row = 0; row <= 8; row += 8) {
 #pragma unroll
-        for (int key = begin; key < end; key += 8) {
+        for (int key = 0; key < kBlockN; key += 8) {
             visit(row, key, scores[key / 2 + row / 4]);
             visit(row, key + 1, scores[key / 2 + row / 4 + 1]);
         }
@@ -228,8 +228,9 @@ __device__ constexpr key_word key_bit(int key) {
 
 // The bits of the lane's keys from `key` on, in the KV block at `first_key`.
 __device__ __forceinline__ key_word bits_from(int key, int first_key, int lane) {
+    // How many of the lane's keys lie before `key`: of the first ones of each eight, and of the second ones. With 6 added both round up.
     const int distance = max(key - first_key - lane % 4 * 2 + 6, 0);
-    const int before = (distance + 1) / 8 + distance / 8;  // the lane's keys before `key`: 2 t's, and 2 t + 1's
+    const int before = (distance + 1) / 8 + distance / 8;
     return __funnelshift_rc(0xffffffff, 0, before);  // a shift that is defined for 32, too, and more
 }
 

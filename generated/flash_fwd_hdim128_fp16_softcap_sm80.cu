@@ -12,7 +12,7 @@
 
 // A thread block has kBlockM rows of queries of a head and takes them through the KV blocks that they attend to, the last one first:
 //
-//     S = Q K^T    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
+//     S = modified_score(Q K^T)    P = 2^(scale_log2 S - row_max)    row_sum += sums of P's rows    O += P V
 //
 // row_max follows the rows' largest scores (online softmax): where it moves, row_sum and O are rescaled. In the end O is divided by
 // row_sum.
@@ -272,7 +272,7 @@ __device__ __forceinline__ Tile stashed_tile(shared_address smem) {
     return tile;
 }
 
-// Online softmax. S stays as the MMA left it; the scale and log2(e) are folded into one factor, so that an element of P is
+// Online softmax. Scores come modified. What is left of the scale, and log2(e), are folded into one factor, so that an element of P is
 // 2^(score * scale_log2 - row_max): one multiply-add and one exponential.
 //
 // row_max is raised only when some row of the warp exceeds it by more than kSlack + kPBias; then it is raised for all of the warp's rows.
@@ -688,7 +688,8 @@ __device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
     }
 }
 
-// lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing. (batch, num_heads_q, seqlen_q).
+// lse = ln(sum of exp(score)) of the modified scores, which softmax_scale is a part of; -inf for a row that attends to nothing.
+// (batch, num_heads_q, seqlen_q).
 __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp,
                                           int lane) {
     if (params.lse == nullptr || lane % 4 != 0) return;

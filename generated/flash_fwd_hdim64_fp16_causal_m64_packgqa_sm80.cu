@@ -620,7 +620,8 @@ __device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
     }
 }
 
-// lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing. (batch, num_heads_q, seqlen_q).
+// lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing.
+// (batch, num_heads_q, seqlen_q).
 __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp,
                                           int lane) {
     if (params.lse == nullptr || lane % 4 != 0) return;

@@ -212,8 +212,9 @@ __device__ constexpr key_word key_bit(int key) {
 
 // The bits of the lane's keys from `key` on, in the KV block at `first_key`.
 __device__ __forceinline__ key_word bits_from(int key, int first_key, int lane) {
+    // How many of the lane's keys lie before `key`: of the first ones of each eight, and of the second ones. With 6 added both round up.
     const int distance = max(key - first_key - lane % 4 * 2 + 6, 0);
-    const int before = (distance + 1) / 8 + distance / 8;  // the lane's keys before `key`: 2 t's, and 2 t + 1's
+    const int before = (distance + 1) / 8 + distance / 8;
     return __funnelshift_rc(0xffffffff, 0, before);  // a shift that is defined for 32, too, and more
 }
 

@@ -209,7 +209,7 @@ struct RowBlock {
     int index;  // in the sequence
 };
 
-// The row blocks of all sequences are numbered, one sequence after another. The thread blocks for the heads of one come one after
+// The row blocks of all sequences are numbered, one sequence after another. Those of a row block's heads come one after
 // another, so that they share its sequence's row of the page table in L2. Each lane counts the row blocks of one of 32 sequences at a
 // time.
 __device__ __forceinline__ RowBlock find_row_block(const Params& params, int index, int lane) {
@@ -725,7 +725,8 @@ __device__ __forceinline__ void normalise(RowTile (&rows)[kRowTiles]) {
     }
 }
 
-// lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing. (num_heads_q, rows) of the sequence.
+// lse = ln(sum of exp(score * softmax_scale)), -inf for a row that attends to nothing.
+// (num_heads_q, rows) of the sequence.
 __device__ __forceinline__ void store_lse(const Params& params, const Tile& tile, const RowTile (&rows)[kRowTiles], int warp,
                                           int lane) {
     if (params.lse == nullptr || lane % 4 != 0) return;

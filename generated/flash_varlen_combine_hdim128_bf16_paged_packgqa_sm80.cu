@@ -436,7 +436,8 @@ __device__ __forceinline__ void combine_by(const Params& params, const Parts& pa
     }
 }
 
-// A single row may have many parts. Of several rows each has few, as there are no fewer rows than thread blocks that divide them.
+// A single row may have many parts. A thread block has several rows only where a tile has more rows than thread blocks that share them,
+// one for each part but the first: each of these rows has few parts.
 __device__ __forceinline__ void combine(const Params& params, const Parts& parts, shared_address smem, int warp, int lane) {
     if (parts.count == 1) {
         combine_by<kWarps>(params, parts, smem, warp, lane);

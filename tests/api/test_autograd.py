@@ -677,7 +677,7 @@ def test_options_are_checked_as_without_a_graph(options, words):
 
 def test_an_array_beside_a_tensor_that_requires_a_gradient_is_told_of_it():
     q, k, v = (x.detach() for x in tensors()[:3])
-    with pytest.raises(BadParam, match="^q has type ndarray, and k requires a gradient; pass a tensor"):
+    with pytest.raises(BadParam, match=r"^q has type ndarray, and k requires a gradient; pass a tensor"):
         flashgen.attention(q.numpy(), k.requires_grad_(), v)
 
 

@@ -59,6 +59,7 @@ def test_list_names_every_grid_and_peer(flashgen):
     ("arguments", "code", "word"),
     [
         (("nosuchgrid",), 1, "prefill"),
+        (("--dtype", "fp8"), 1, "grid prefill has no case with dtype fp8; it has dtype bf16, fp16"),
         (("--where", "head_dim"), 2, "FIELD=VALUE"),
         (("--rounds", "0"), 2, "rounds"),
         (("--peer", "nobody"), 1, "torch-flash"),

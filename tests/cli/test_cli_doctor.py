@@ -208,6 +208,6 @@ def test_an_architecture_that_the_simulator_does_not_know(machine, flashgen):
         result = flashgen("doctor", FLASHGEN_SIMULATOR_ARCH="sm_70", FLASHGEN_BACKEND=backend)
         assert result.exit_code == 1
         assert "pretends to be" not in result.stdout
-        assert "none: the simulator cannot pretend to be 'sm_70'" in result.stdout
+        assert "none: FLASHGEN_SIMULATOR_ARCH is 'sm_70', which the simulator cannot" in result.stdout
         assert "no problems found" not in result.stdout
     assert "host arrays  not possible here" in result.stdout

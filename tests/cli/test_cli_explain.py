@@ -123,6 +123,7 @@ def test_calls_with_lengths(arguments, family, pages, flashgen):
     ("arguments", "message"),
     [
         (("--pages", "8x4"), "--pages needs --kv"),
+        (("--pages", "8x4", "--kv", "9x16x4x64", "--kv-lengths"), "leave out --kv-lengths"),
         (("--max-seqlen-q", "4"), "give --packed"),
         (("--packed", "-3"), "-3 is not in the range x>=0"),
     ],

@@ -148,8 +148,8 @@ FAULTS = (
         PLAIN,
         FAR,
         (WRONG,),
-        "if (first_key + kBlockM > every.end || first_key < every.begin) {",
-        "if (first_key < every.begin) {",
+        "if (first_key + kBlockM > every.end) {",
+        "if (false) {",
     ),
     fault(
         "dQ counts keys ahead of the window",

@@ -282,6 +282,12 @@ WRONG = {
         "  - {name: m64",
         ["tiles[2].no_spills[1]: no target of the row is compiled for sm_90; allowed: sm_86"],
     ),
+    "rate without an end": (
+        "efficiency: 0.75",
+        "efficiency: .inf",
+        "  - {name: m64",
+        ["tiles[2].efficiency: "],
+    ),
     "promise made twice": (
         "efficiency: 0.75",
         "no_spills: [sm_80, sm_86, sm_80]",

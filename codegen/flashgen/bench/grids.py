@@ -53,7 +53,11 @@ class Grid:
             c for c in self.cases if all(str(getattr(c, key)) in values for key, values in wanted.items())
         ]
         if not kept:
-            raise BadParam(f"grid {self.name!r} has no case with {wanted}")
+            asked = ", ".join(f"{key} {' or '.join(sorted(values))}" for key, values in wanted.items())
+            there = [
+                f"{key} {', '.join(sorted({str(getattr(c, key)) for c in self.cases}))}" for key in wanted
+            ]
+            raise BadParam(f"grid {self.name} has no case with {asked}; it has {'; '.join(there)}")
         names = {case.name for case in kept} | {case.baseline for case in kept}
         return replace(self, cases=tuple(c for c in self.cases if c.name in names))
 

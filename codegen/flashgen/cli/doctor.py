@@ -204,12 +204,14 @@ def _simulator(report: Report) -> dict[str, Any]:
 def _specs(report: Report) -> dict[str, Any]:
     from flashgen.source.render import check_files
     from flashgen.spec.load import load_specs
+    from flashgen.spec.scores import load_scores
 
     specs = load_specs()
     check_files(specs)
+    variants = [variant for spec in specs for variant in spec.variants()]
     return {
         "files": [str(spec.path) for spec in specs],
-        "variants": sum(len(spec.variants()) for spec in specs),
+        "variants": len(variants) + len(load_scores().of(variants)),  # as `flashgen list` counts them
     }
 
 

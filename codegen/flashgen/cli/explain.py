@@ -125,6 +125,8 @@ def command(
     if pages is not None:
         if k is None:
             raise click.UsageError("--pages needs --kv, the shape of the pages")
+        if kv_lengths:
+            raise click.UsageError("--pages is of a cache, which has lengths; leave out --kv-lengths")
         k, v = KVCache(k, v or k, (batch,), pages=pages), None
     elif kv_lengths:
         options["kv_lengths"] = (batch,)

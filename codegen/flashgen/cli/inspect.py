@@ -85,6 +85,8 @@ def command(
         raise click.UsageError(f"one view at a time, not {' and '.join(f'--{view}' for view in views)}")
     view = views[0] if views else None
     (variant,) = with_score([_resolve(name, others, arch, specs)], specs, score)
+    if arch:
+        arch = _arch(variant, arch)
     if view is None:
         if as_json:
             print_json(_described(variant))
@@ -98,7 +100,7 @@ def command(
         else:
             print_code(text, _LEXERS[view])
     else:
-        arch = _arch(variant, arch) if arch else _default_arch(variant)
+        arch = arch or _default_arch(variant)
         if view == "resources":
             _resources(variant, arch, as_json)
             return

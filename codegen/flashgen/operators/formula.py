@@ -122,7 +122,9 @@ class _Parser:
 
     def _number(self, x: ast.expr, value: float) -> Node:
         if isinstance(value, int) and abs(value) > MAX_INTEGER:
-            raise self._error(x, f"{ast.unparse(x)!r} is not a 32-bit integer; write it as a float")
+            raise self._error(
+                x, f"{ast.unparse(x)!r} is above 2^30, the most of an integer; write it as a float"
+            )
         if math.isnan(value):
             raise self._error(x, f"{ast.unparse(x)!r} is not a number")
         return number(value)

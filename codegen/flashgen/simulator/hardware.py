@@ -21,9 +21,11 @@ def pretend(arch: str | None = None) -> Device:
     """The device of ``arch``; None: FLASHGEN_SIMULATOR_ARCH, else sm_80. Raises BadParam where it is
     not known.
     """
-    arch = arch or os.environ.get(ARCH_VARIABLE) or DEFAULT_ARCH
+    told = None if arch else os.environ.get(ARCH_VARIABLE)
+    arch = arch or told or DEFAULT_ARCH
     if arch not in KNOWN_ARCHS:
-        raise BadParam(f"the simulator cannot pretend to be {arch!r}; it knows {', '.join(KNOWN_ARCHS)}")
+        where = f"{ARCH_VARIABLE} is {arch!r}, which" if told else f"{arch} is what"
+        raise BadParam(f"{where} the simulator cannot pretend to be; it knows {', '.join(KNOWN_ARCHS)}")
     device = typical(arch)
     return dataclasses.replace(device, name=f"simulated {device.name}")
 

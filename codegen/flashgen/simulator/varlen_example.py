@@ -153,7 +153,9 @@ def make(variant: Variant, shape: Shape, seed: int) -> VarlenExample:
     }
     score_arrays = score_arrays_of(rng, variant.score, sizes)
     # What an array has an element for: of a call without bounds the operator takes larger ones.
-    bounded = {symbol for param in (variant.score.arrays if variant.score else ()) for symbol in param.symbols}
+    bounded = {
+        symbol for param in (variant.score.arrays if variant.score else ()) for symbol in param.symbols
+    }
     mask = random_mask(rng, shape) if dense else None
     fixed = variant.axis("splits") == "fixed" and shape.splits == AUTO
     splits = _SPLITS if fixed else shape.splits
@@ -163,7 +165,7 @@ def make(variant: Variant, shape: Shape, seed: int) -> VarlenExample:
         mask=None if mask is None else view_of(mask, "uint8"),
         out=view_of(out, dtype),
         window_size=window_for(variant, shape),
-        max_seqlen_q=shape.seqlen_q if packed_q and splits != AUTO or "seqlen_q" in bounded else None,
+        max_seqlen_q=shape.seqlen_q if (packed_q and splits != AUTO) or "seqlen_q" in bounded else None,
         max_seqlen_kv=shape.seqlen_kv if dense or "seqlen_kv" in bounded else None,
         return_lse=shape.return_lse,
         splits=splits,

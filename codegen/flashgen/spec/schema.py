@@ -17,7 +17,7 @@ ShortName = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9]*$", description
 Arch = Annotated[str, msgspec.Meta(pattern=r"^sm_[0-9]+[af]?$", description="an architecture, such as sm_90")]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
-Rate = Annotated[float, msgspec.Meta(gt=0)]
+Rate = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Number = int | Annotated[str, msgspec.Meta(description="an expression")]
 AxisValue = Count | ShortName
 AxisValues = Annotated[list[AxisValue], msgspec.Meta(min_length=1)]

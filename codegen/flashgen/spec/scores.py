@@ -35,12 +35,13 @@ _CPP_WORDS = frozenset(
     re.findall(
         r"\w+",
         """
-        alignas alignof asm auto bool break case catch char class const constexpr continue decltype default
-        delete do double else enum explicit export extern false float for friend goto if inline int long
-        mutable namespace new noexcept nullptr operator private protected public register return short
-        signed sizeof static struct switch template this throw true try typedef typeid typename union
-        unsigned using virtual void volatile while element tensor_map int32_t int64_t uint8_t uint32_t
-        uint64_t
+        alignas alignof and_eq asm auto bitand bitor bool break case catch char char16_t char32_t class compl
+        const const_cast constexpr continue decltype default delete do double dynamic_cast element else enum
+        explicit export extern false float for friend goto if inline int int32_t int64_t long mutable
+        namespace new noexcept not_eq nullptr operator or_eq private protected public register
+        reinterpret_cast return short signed sizeof static static_assert static_cast struct switch template
+        tensor_map this thread_local throw true try typedef typeid typename uint32_t uint64_t uint8_t union
+        unsigned using virtual void volatile wchar_t while xor xor_eq
         """,
     )
 )
