@@ -1,4 +1,4 @@
-"""A step of decoding, compiled into one graph, on a GPU."""
+"""Calls compiled into one graph, on a GPU."""
 
 import pytest
 
@@ -6,6 +6,7 @@ import flashgen
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("cupy")
+from flashgen.compat.torch import scaled_dot_product_attention  # noqa: E402 - behind PyTorch
 
 
 @pytest.mark.parametrize("rows", [1, 100])
@@ -32,3 +33,23 @@ def test_a_step_writes_into_its_cache(rows):
             results.append([*(function(cache, lengths, x) for x in qkv), cache, lengths])
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+
+
+def test_cuda_graphs_of_inductor_train_and_serve_the_drop_in():
+    """Each call of a graph follows others, whose memory it takes again."""
+
+    def loss(attends, q, k, v):
+        return (attends(q, k, v, is_causal=True).float() * 3).sigmoid().mean()
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):
+        leaves = [torch.randn(2, 4, 300, 64, device="cuda").half().requires_grad_() for _ in "qkv"]
+        torch.compiler.cudagraph_mark_step_begin()
+        given = [
+            (compiled, scaled_dot_product_attention),
+            (loss, torch.nn.functional.scaled_dot_product_attention),
+        ]
+        found, right = ([x.clone() for x in torch.autograd.grad(f(to, *leaves), leaves)] for f, to in given)
+        for x, y in zip(found, right, strict=True):
+            torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2 * y.abs().max().item())
