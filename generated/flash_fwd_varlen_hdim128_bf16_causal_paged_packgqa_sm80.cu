@@ -209,7 +209,7 @@ struct RowBlock {
     int index;  // in the sequence
 };
 
-// The row blocks of all sequences are numbered, one sequence after another. Those of a row block's heads come one after
+// The row blocks of all sequences are numbered, one sequence after another. The thread blocks of a row block's heads come one after
 // another, so that they share its sequence's row of the page table in L2. Each lane counts the row blocks of one of 32 sequences at a
 // time.
 __device__ __forceinline__ RowBlock find_row_block(const Params& params, int index, int lane) {
