@@ -325,8 +325,10 @@ def test_what_has_no_gradient_says_so(way):
         r"^k_new: .* of append\(\)$", lambda new: flashgen.append(cache, new, new), 3, ROWS, KV_HEADS, WIDTH
     )
     new = torch.zeros(3, ROWS, KV_HEADS, WIDTH)
+    # Dynamo shows an error as it was made: the field of the cache gets its name behind that.
+    name = "k_cache" if way == "compiled" else "k"
     refuses(
-        r"^k: .* of append\(\)$",
+        rf"^{name}: .* of append\(\)$",
         lambda k: flashgen.append(flashgen.KVCache(k, v, cache.lengths), new, new),
         *k.shape,
     )

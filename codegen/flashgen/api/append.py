@@ -7,7 +7,7 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flashgen.api.calls import MAX_PLANS, call_of, make_plan, ready
+from flashgen.api.calls import MAX_PLANS, are_all, call_of, make_plan, ready
 from flashgen.api.kvcache import FIELDS, KVCache, Rotary
 from flashgen.errors import (
     BadParam,
@@ -435,8 +435,7 @@ def _adopted(given: tuple[Any, ...], stream: Any) -> tuple[Any, ...]:
     cannot be written to, and for arrays of several libraries.
     """
     kind = arrays.kind_of(given[0])
-    # A list, and no set of types, as torch.compile of PyTorch 2.8 traces neither that nor a generator.
-    if kind is not None and all([x is None or arrays.kind_of(x) is kind for x in given]):  # noqa: C419
+    if are_all(kind, given):
         return given
     for name in ("k", "v"):
         x = given[APPEND.position(f"{name}_cache")]

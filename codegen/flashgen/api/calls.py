@@ -60,7 +60,7 @@ def call_of(
     ``kind`` is that of the first.
     """
     # Most arrays are of these types: no need to ask for the kind of each.
-    if kind is None or not (kind.types.issuperset(map(type, given)) or _are_all(kind, given)):
+    if kind is None or not (kind.types.issuperset(map(type, given)) or are_all(kind, given)):
         return _call_adopted(operator, given, options, scalars, stream, backend, algorithm, workspace)
     known, pointers = _known(kind, operator, given, options, scalars, backend, algorithm)
     return known.run(given, pointers, scalars, stream, workspace)
@@ -96,9 +96,10 @@ def _refuse_mixed(operator: Operator, given: tuple[Any, ...], *rest: Any) -> NoR
     raise InternalError(f"{operator.name} took arrays of several libraries: {kinds}")
 
 
-def _are_all(kind: arrays.Kind | None, given: tuple[Any, ...]) -> bool:
+def are_all(kind: arrays.Kind | None, given: tuple[Any, ...]) -> bool:
     """Whether all arrays are of one native library, that of the first."""
-    return kind is not None and all(x is None or arrays.kind_of(x) is kind for x in given)
+    # A list, as torch.compile of PyTorch 2.8 does not trace a generator here.
+    return kind is not None and all([x is None or arrays.kind_of(x) is kind for x in given])  # noqa: C419
 
 
 def _known(
@@ -169,11 +170,11 @@ def ready(
 ) -> tuple[Plan, Ready]:
     """The kept plan of a call, and the call itself: checked, with memory for its results, not yet queued."""
     kind = arrays.kind_of(given[0])
-    if not _are_all(kind, given):
+    if not are_all(kind, given):
         named = {argument.name: x for argument, x in zip(operator.arguments, given, strict=True)}
         given = tuple(adopted(operator, named, stream).values())
         kind = arrays.kind_of(given[0])
-        if not _are_all(kind, given):
+        if not are_all(kind, given):
             with naming(**dlpack.own_libraries(named)):
                 _refuse_mixed(operator, given, options, scalars, backend, algorithm)
     known, pointers = _known(kind, operator, given, options, scalars, backend, algorithm)

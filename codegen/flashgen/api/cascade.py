@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.api.asked import asked, names_given
 from flashgen.api.attention import attention
-from flashgen.api.calls import ready
+from flashgen.api.calls import are_all, ready
 from flashgen.api.kvcache import KVCache
 from flashgen.api.merge import check_list, check_pair, merge
 from flashgen.errors import BadParam, BadTensorShape, BadTensorStrides, FlashgenError, NullPointer, naming
@@ -239,7 +239,7 @@ def _check_cascade(q: Any, parts: list[tuple[Any, Any] | KVCache], out: Any, cau
     pairs = [(part.k, part.v) if isinstance(part, KVCache) else part for part in parts]
     given = (q, out, *(x for pair in pairs for x in pair))
     key = None
-    if all(x is None or arrays.kind_of(x) is kind for x in given):
+    if are_all(kind, given):
         try:
             layouts, pointers = kind.read(given)
             key = (kind.name, layouts, causal, is_cache)
