@@ -188,14 +188,14 @@ __device__ __forceinline__ void load_q(const Params& params, const Tile& tile, s
 }
 
 // Visits the scores that a lane holds of a KV block: visit(row, key, score), where `row` (0 or 8) counts from the lane's
-// first row, the warp's plus lane / 4, and `key` (8 j or 8 j + 1, from `begin` up to `end`) from its first key, the block's plus
-// lane % 4 * 2. Both are constants once unrolled.
+// first row, the warp's plus lane / 4, and `key` (8 j or 8 j + 1) from its first key, the block's plus lane % 4 * 2. Both are constants
+// once unrolled.
 template <typename Visit>
-__device__ __forceinline__ void for_each_score(float (&scores)[kBlockN / 2], Visit visit, int begin = 0, int end = kBlockN) {
+__device__ __forceinline__ void for_each_score(float (&scores)[kBlockN / 2], Visit visit) {
 #pragma unroll
     for (int row = 0; row <= 8; row += 8) {
 #pragma unroll
-        for (int key = begin; key < end; key += 8) {
+        for (int key = 0; key < kBlockN; key += 8) {
             visit(row, key, scores[key / 2 + row / 4]);
             visit(row, key + 1, scores[key / 2 + row / 4 + 1]);
         }
@@ -276,8 +276,8 @@ __device__ __forceinline__ void apply_mask(const Params& params, float (&scores)
     for (int part = kBlockN - kPart; part >= 0; part -= kPart) {
         if (first_key + part + kPart <= params.seqlen_kv) break;
         for_each_score(scores, [&](int, int key, float& score) {
-            if (hidden & key_bit(key)) score = -INFINITY;
-        }, part, part + kPart);
+            if (key >= part && key < part + kPart && hidden & key_bit(key)) score = -INFINITY;
+        });
     }
 }
 
