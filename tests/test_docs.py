@@ -428,7 +428,7 @@ def test_the_reference_has_the_parameters_that_the_launcher_knows():
     from flashgen.runtime.arrays import view
 
     q = view(np.zeros((1, 1, 1, 64), np.float16), "q")
-    gpu = Device(0, "sm_90", (9, 0), 132, 232448, 233472, 50 << 20, "some GPU")
+    gpu = Device(0, "sm_90", (9, 0), 132, 232448, 233472, 50 << 20, 3352, "some GPU")
     problem = normalise(q, q, q)
     arrays = problem.operator.positions.keys()
     known = set(arrays)

@@ -17,7 +17,15 @@ from gpu import sanitized
 from gpu.test_sanitizer_gpu import _CLEAN, _FOUND, TOOLS, chosen
 
 H200 = Device(
-    0, "sm_90", (9, 0), num_sms=132, smem_per_block=232448, smem_per_sm=233472, l2_bytes=50 << 20, name="H200"
+    0,
+    "sm_90",
+    (9, 0),
+    num_sms=132,
+    smem_per_block=232448,
+    smem_per_sm=233472,
+    l2_bytes=50 << 20,
+    memory_gbps=4917,
+    name="H200",
 )
 CHOSEN = chosen(H200)
 

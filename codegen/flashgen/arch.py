@@ -8,18 +8,18 @@ from flashgen.errors import BadParam
 
 _KB, _MB = 1 << 10, 1 << 20
 # From the CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", and data sheets:
-# architecture -> (GPU, multiprocessors, shared memory of a block, of a multiprocessor, L2).
+# architecture -> (GPU, multiprocessors, shared memory of a block, of a multiprocessor, L2, GB/s of memory).
 _GPUS = {
-    "sm_80": ("A100", 108, 163 * _KB, 164 * _KB, 40 * _MB),
-    "sm_86": ("GeForce RTX 3090", 82, 99 * _KB, 100 * _KB, 6 * _MB),
-    "sm_87": ("Jetson AGX Orin", 16, 163 * _KB, 164 * _KB, 4 * _MB),
-    "sm_89": ("GeForce RTX 4090", 128, 99 * _KB, 100 * _KB, 72 * _MB),
-    "sm_90": ("H100", 132, 227 * _KB, 228 * _KB, 50 * _MB),
-    "sm_100": ("B200", 148, 227 * _KB, 228 * _KB, 126 * _MB),
-    "sm_103": ("B300", 148, 227 * _KB, 228 * _KB, 126 * _MB),
-    "sm_110": ("Jetson AGX Thor", 20, 227 * _KB, 228 * _KB, 32 * _MB),
-    "sm_120": ("GeForce RTX 5090", 170, 99 * _KB, 100 * _KB, 96 * _MB),
-    "sm_121": ("GB10", 48, 99 * _KB, 100 * _KB, 24 * _MB),
+    "sm_80": ("A100", 108, 163 * _KB, 164 * _KB, 40 * _MB, 1555),
+    "sm_86": ("GeForce RTX 3090", 82, 99 * _KB, 100 * _KB, 6 * _MB, 936),
+    "sm_87": ("Jetson AGX Orin", 16, 163 * _KB, 164 * _KB, 4 * _MB, 205),
+    "sm_89": ("GeForce RTX 4090", 128, 99 * _KB, 100 * _KB, 72 * _MB, 1008),
+    "sm_90": ("H100", 132, 227 * _KB, 228 * _KB, 50 * _MB, 3352),
+    "sm_100": ("B200", 148, 227 * _KB, 228 * _KB, 126 * _MB, 8000),
+    "sm_103": ("B300", 148, 227 * _KB, 228 * _KB, 126 * _MB, 8000),
+    "sm_110": ("Jetson AGX Thor", 20, 227 * _KB, 228 * _KB, 32 * _MB, 273),
+    "sm_120": ("GeForce RTX 5090", 170, 99 * _KB, 100 * _KB, 96 * _MB, 1792),
+    "sm_121": ("GB10", 48, 99 * _KB, 100 * _KB, 24 * _MB, 273),
 }
 # Architectures of which `typical` knows a GPU.
 KNOWN_ARCHS = tuple(_GPUS)
@@ -53,7 +53,7 @@ class Device:
 
     ``arch`` is "sm_90" for ``compute_capability`` (9, 0). ``smem_per_block`` is the most shared memory in
     bytes that a block may ask for, ``smem_per_sm`` what a multiprocessor has, ``l2_bytes`` the size of the
-    L2 cache.
+    L2 cache, ``memory_gbps`` the peak rate of its memory in GB/s.
     """
 
     ordinal: int
@@ -63,6 +63,7 @@ class Device:
     smem_per_block: int
     smem_per_sm: int
     l2_bytes: int
+    memory_gbps: float
     name: str
 
     def __str__(self) -> str:
@@ -76,6 +77,6 @@ def typical(arch: str) -> Device:
     """
     if not isinstance(arch, str) or arch not in _GPUS:
         raise BadParam(f"no GPU of architecture {arch!r} is known; known are {', '.join(KNOWN_ARCHS)}")
-    gpu, num_sms, smem_per_block, smem_per_sm, l2_bytes = _GPUS[arch]
+    gpu, *sizes = _GPUS[arch]
     number = arch_parts(arch)[0]
-    return Device(0, arch, divmod(number, 10), num_sms, smem_per_block, smem_per_sm, l2_bytes, gpu)
+    return Device(0, arch, divmod(number, 10), *sizes, gpu)

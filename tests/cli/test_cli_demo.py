@@ -76,7 +76,7 @@ def test_a_result_that_was_never_written_is_a_failure(no_gpu, no_compiler, short
 
 @pytest.mark.parametrize("reason", ["no kernel runs on", "install one"])
 def test_a_gpu_that_cannot_be_used_leaves_the_cpu(no_gpu, short, flashgen, monkeypatch, reason, request):
-    turing = Device(0, "sm_75", (7, 5), 40, 65536, 65536, 4 << 20, "Tesla T4")
+    turing = Device(0, "sm_75", (7, 5), 40, 65536, 65536, 4 << 20, 320, "Tesla T4")
     monkeypatch.setattr("flashgen.runtime.device.available", lambda: True)
     monkeypatch.setattr("flashgen.runtime.device.device", lambda ordinal: turing)
     monkeypatch.setattr("flashgen.toolchain.compile.nvrtc", lambda: None)

@@ -169,5 +169,7 @@ def test_a_device_is_described_as_cupy_sees_it():
     assert gpu.smem_per_block == attributes["MaxSharedMemoryPerBlockOptin"]
     assert gpu.smem_per_sm == attributes["MaxSharedMemoryPerMultiprocessor"]
     assert gpu.l2_bytes == attributes["L2CacheSize"]
+    bits, khz = attributes["GlobalMemoryBusWidth"], attributes["MemoryClockRate"]
+    assert gpu.memory_gbps == pytest.approx(bits / 8 * khz * 2 / 1e6)
     assert gpu.arch == f"sm_{cupy.cuda.Device(0).compute_capability}"
     assert gpu.smem_per_block <= gpu.smem_per_sm

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from flashgen.arch import typical
 from flashgen.errors import DeviceTypeNotSupported
 from flashgen.paths import checkout
 from flashgen.runtime import device as fd
@@ -45,12 +46,15 @@ class FakeRuntime(SimpleNamespace):
     def getDeviceProperties(self, _):
         return PROPERTIES
 
+    def deviceGetAttribute(self, name, _):
+        return self.attributes[name]
+
 
 @pytest.fixture
 def pretend(monkeypatch):
     import cupy.cuda
 
-    def become(count=2, error=None, driver=13000, toolkit=13000):
+    def become(count=2, error=None, driver=13000, toolkit=13000, khz=3_201_000):
         def get_device_count():
             if error:
                 raise RuntimeError(error)
@@ -59,6 +63,9 @@ def pretend(monkeypatch):
         runtime = FakeRuntime(
             getDeviceCount=get_device_count,
             driverGetVersion=lambda: driver,
+            cudaDevAttrMemoryClockRate="khz",
+            cudaDevAttrGlobalMemoryBusWidth="bits",
+            attributes={"khz": khz, "bits": 6144},
             runtimeGetVersion=lambda: toolkit,
         )
         monkeypatch.setattr(cupy.cuda, "runtime", runtime)
@@ -70,10 +77,15 @@ def pretend(monkeypatch):
 def test_properties_of_a_device(pretend):
     pretend()
     gpu = fd.device(1)
-    assert gpu == fd.Device(1, "sm_90", (9, 0), 132, 232448, 233472, 62914560, "NVIDIA H200")
+    assert gpu == fd.Device(1, "sm_90", (9, 0), 132, 232448, 233472, 62914560, 4916.736, "NVIDIA H200")
     assert str(gpu) == "GPU 1 (NVIDIA H200, sm_90)"
     assert fd.available()
     assert fd.why_unavailable() == ""
+
+
+def test_memory_whose_clock_the_driver_does_not_tell_has_the_rate_of_a_known_gpu(pretend):
+    pretend(khz=0)
+    assert fd.device(1).memory_gbps == typical("sm_90").memory_gbps
 
 
 @pytest.mark.parametrize("ordinal", [-1, 2])

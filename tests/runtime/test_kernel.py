@@ -30,7 +30,7 @@ TEMPLATE = """${ header }
 
 extern "C" __global__ void ${ name }(float* x) { x[threadIdx.x] = tiny_value() * ${ block_m }; }
 """
-GPU = Device(0, "sm_90", (9, 0), 132, 232448, 233472, 62914560, "H200")
+GPU = Device(0, "sm_90", (9, 0), 132, 232448, 233472, 62914560, 4917, "H200")
 
 
 def make_variant(folder, *, block_m=64, smem=1024, min_arch="sm_80", archs=("sm_80", "sm_90"), options=()):
@@ -300,7 +300,7 @@ def test_a_damaged_entry_is_built_again(folder):
 
 
 def test_what_needs_one_architecture_is_compiled_for_it_whatever_the_spec_lists(folder):
-    hopper = Device(0, "sm_90", (9, 0), 1, 1, 1, 1, "GPU")
+    hopper = Device(0, "sm_90", (9, 0), 1, 1, 1, 1, 1, "GPU")
     variant = make_variant(folder, min_arch="sm_90a", archs=("sm_90",))
     assert obtain.arch_for(variant, hopper, (80, 90)) == "sm_90a"
 
@@ -317,7 +317,7 @@ def test_what_needs_one_architecture_is_compiled_for_it_whatever_the_spec_lists(
     ],
 )
 def test_target_architecture(folder, arch, archs, known, expected):
-    gpu = Device(0, arch, (int(arch[3:-1]), int(arch[-1])), 1, 1, 1, 1, "GPU")
+    gpu = Device(0, arch, (int(arch[3:-1]), int(arch[-1])), 1, 1, 1, 1, 1, "GPU")
     assert obtain.arch_for(make_variant(folder, archs=archs), gpu, known) == expected
 
 
@@ -326,13 +326,13 @@ def test_target_architecture(folder, arch, archs, known, expected):
     [("sm_75", "sm_80"), ("sm_95", "sm_91"), ("sm_100", "sm_90a"), ("sm_110", "sm_100f")],
 )
 def test_a_device_that_nothing_can_be_compiled_for(folder, arch, min_arch):
-    gpu = Device(0, arch, (0, 0), 1, 1, 1, 1, "Old")
+    gpu = Device(0, arch, (0, 0), 1, 1, 1, 1, 1, "Old")
     with pytest.raises(DeviceTypeNotSupported, match=rf"GPU 0 \(Old, {arch}\)"):
         obtain.arch_for(make_variant(folder, min_arch=min_arch), gpu, (80, 90, 100))
 
 
 def test_a_newer_device_gets_ptx_and_the_drivers_word_on_resources(folder, driver):
-    gpu = Device(0, "sm_199", (19, 9), 1, 100_000, 1, 1, "Next")
+    gpu = Device(0, "sm_199", (19, 9), 1, 100_000, 1, 1, 1, "Next")
     loaded = kernel.load(make_variant(folder), gpu)
     assert loaded.compiled.is_ptx
     assert driver.images[0].endswith(b"\0")

@@ -33,6 +33,7 @@ H200 = SimpleNamespace(
     smem_per_block=232448,
     smem_per_sm=233472,
     l2_bytes=50 << 20,
+    memory_gbps=4917,
 )
 GEFORCE = SimpleNamespace(
     **{
@@ -679,8 +680,8 @@ def test_packed_sequences_are_taken_for_unequal_unless_the_longest_says_no(
 SPLITS = st.one_of(st.integers(1, 9), st.sampled_from([SplitEvery(256), SplitEvery(1024)]))
 
 
-def chosen(made, num_sms):
-    gpu = SimpleNamespace(**{**vars(H200), "num_sms": num_sms})
+def chosen(made, num_sms, **sizes):
+    gpu = SimpleNamespace(**{**vars(H200), "num_sms": num_sms, **sizes})
     return select(made, gpu, offers(made, gpu, SPECS))
 
 
@@ -772,17 +773,17 @@ def test_explain_agrees_and_says_what_is_shared():
         (1, 4, 4096, 16),
         (1, 8, 1024, 8),
         (1, 8, 8192, 8),
-        (1, 8, 131_072, 8),
+        (1, 8, 131_072, 0),
         (2, 8, 4096, 4),
         (4, 8, 4096, 2),
         (8, 8, 8192, 2),
         (64, 8, 8192, 2),
-        (256, 8, 512, 2),
+        (256, 8, 1024, 2),
         (256, 8, 128, 0),
     ],
 )
 def test_a_cluster_has_the_fewer_thread_blocks_the_more_tiles_there_are(batch, heads_kv, keys, cluster):
-    """As measured; of many short tiles thread blocks have shares."""
+    """As measured on an H200; of many short tiles, and of few long ones, thread blocks have shares."""
     call = problem(
         batch=batch,
         seqlen_q=1,
@@ -801,10 +802,20 @@ def test_a_cluster_has_the_fewer_thread_blocks_the_more_tiles_there_are(batch, h
 
 @pytest.mark.parametrize(("batch", "cluster"), [(8, 2), (9, 8), (12, 2)])
 def test_no_cluster_is_left_to_a_round_of_its_own(batch, cluster):
-    """At head_dim 256 a multiprocessor has room for one thread block: 66 clusters of two run at a time."""
+    """At head_dim 256 a multiprocessor has room for one thread block: 66 clusters of two run at a time. As
+    measured on an H100.
+    """
     sizes = {"seqlen_q": 1, "seqlen_kv": 4096, "num_heads_q": 32, "num_heads_kv": 8, "head_dim": 256}
     made = problem(batch=batch, **sizes, **CONTIGUOUS)
-    assert chosen(made, 132).grid.cluster == cluster
+    assert chosen(made, 132, memory_gbps=3352).grid.cluster == cluster
+
+
+@pytest.mark.parametrize(("gbps", "clusters"), [(3352, True), (4917, False)])
+def test_thread_blocks_too_few_for_faster_memory_make_way_for_equal_shares(gbps, clusters):
+    """64 thread blocks draw what an H100's memory has, and less than an H200's."""
+    sizes = {"batch": 1, "seqlen_q": 1, "seqlen_kv": 131072, "num_heads_q": 32, "num_heads_kv": 8}
+    made = problem(**sizes, head_dim=128, **CONTIGUOUS)
+    assert chosen(made, 132, memory_gbps=gbps).grid.shared_tiles is clusters
 
 
 def test_a_long_sequence_among_short_ones_has_a_larger_cluster():

@@ -27,6 +27,7 @@ H200 = SimpleNamespace(
     smem_per_block=232448,
     smem_per_sm=233472,
     l2_bytes=50 << 20,
+    memory_gbps=4917,
 )
 
 SPECS = load_specs()

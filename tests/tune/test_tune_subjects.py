@@ -10,8 +10,8 @@ from flashgen.spec.load import load_specs
 from flashgen.spec.selection import select
 from flashgen.tune.subjects import subjects
 
-L40S = Device(0, "sm_89", (8, 9), 142, 101376, 102400, 96 << 20, "NVIDIA L40S")
-TURING = Device(0, "sm_75", (7, 5), 40, 65536, 65536, 4 << 20, "Tesla T4")
+L40S = Device(0, "sm_89", (8, 9), 142, 101376, 102400, 96 << 20, 864, "NVIDIA L40S")
+TURING = Device(0, "sm_75", (7, 5), 40, 65536, 65536, 4 << 20, 320, "Tesla T4")
 
 
 @pytest.fixture(scope="module")

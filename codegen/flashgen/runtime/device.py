@@ -7,7 +7,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from flashgen import installing
-from flashgen.arch import Device
+from flashgen.arch import KNOWN_ARCHS, Device, typical
 from flashgen.errors import DeviceTypeNotSupported
 
 if TYPE_CHECKING:
@@ -27,16 +27,31 @@ def device(ordinal: int) -> Device:
         raise DeviceTypeNotSupported(f"there is no GPU {ordinal}; the visible ones are 0 to {count - 1}")
     properties = runtime.getDeviceProperties(ordinal)
     major, minor = properties["major"], properties["minor"]
+    arch = f"sm_{major}{minor}"
     return Device(
         ordinal=ordinal,
-        arch=f"sm_{major}{minor}",
+        arch=arch,
         compute_capability=(major, minor),
         num_sms=properties["multiProcessorCount"],
         smem_per_block=properties["sharedMemPerBlockOptin"],
         smem_per_sm=properties["sharedMemPerMultiprocessor"],
         l2_bytes=properties["l2CacheSize"],
+        memory_gbps=_memory_gbps(ordinal, arch),
         name=properties["name"].decode(),
     )
+
+
+def _memory_gbps(ordinal: int, arch: str) -> float:
+    """The peak rate of a GPU's memory. Where the driver does not say, as to some virtual machines, that of a
+    well-known GPU of the architecture, and 0 for an architecture without one.
+    """
+    from cupy.cuda import runtime
+
+    khz = runtime.deviceGetAttribute(runtime.cudaDevAttrMemoryClockRate, ordinal)
+    bits = runtime.deviceGetAttribute(runtime.cudaDevAttrGlobalMemoryBusWidth, ordinal)
+    if khz and bits:
+        return 2 * khz * bits / 8 / 1e6  # two bits for each pin and clock
+    return typical(arch).memory_gbps if arch in KNOWN_ARCHS else 0.0
 
 
 def available() -> bool:

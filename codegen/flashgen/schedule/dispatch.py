@@ -37,7 +37,6 @@ from flashgen.schedule.grid import (
     KEYS,
     MAX_EXTENT,
     ROWS,
-    blocks_at_a_time,
     expected_tiles,
     extents,
     launchable,
@@ -66,7 +65,9 @@ if TYPE_CHECKING:
 _IDLE, _LAST = 1 / 3, 0.35
 # Of the time of the longest sequence by itself, what comes on top of equal shares of all sequences where only
 # the device knows how they differ.
-_LONGEST = 0.6
+_LONGEST = 0.65
+# Idle multiprocessors over the size of clusters, where it is above two: GPCs have no whole number of them.
+_STRANDED = 1.5
 # The rate of packed rows, each of which finds its query and its head by a division, over that of others.
 _PACKED = 0.97
 
@@ -263,7 +264,7 @@ def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
     one tile or several, and ``split_gain`` more where tiles are split and have to be combined.
 
     Where a cluster shares a tile, each of its thread blocks takes ``start``, too. Memory is the limit, but in
-    the last round a thread block reads its part at ``alone`` times an equal part of memory's rate at most.
+    the last round, one thread block to a multiprocessor, each reads its part at ``alone_gbps`` at most.
     Where only the device knows how sequences differ, ``_LONGEST`` of the time of the longest part, read so,
     comes on top of memory's time.
     """
@@ -311,12 +312,14 @@ def _cost_of_clusters(problem: Problem, device: Device, variant: Variant) -> flo
     longest, count = visited_keys(problem, variant).most, tiles(problem, variant)
     blocks, start = count * cluster, variant.start * block_m
     of_one = -(-longest // (cluster * of_block)) * of_block + start
-    alone = of_one / variant.alone
+    # Equal parts of memory's rate that a thread block draws by itself.
+    parts = variant.alone_gbps * device.num_sms / device.memory_gbps
+    alone = of_one / parts
     equal = (count * longest + blocks * start) / device.num_sms
     if problem.lengths_on_device and problem.sizes["batch"] > 1:
         keys = equal + _LONGEST * alone
     else:
-        room = blocks_at_a_time(variant, device)
+        room = device.num_sms - (_STRANDED * cluster if cluster > 2 else 0)
         last = blocks % room or room  # thread blocks of the last round
         keys = equal + max(0, alone - last * of_one / device.num_sms)
     return keys * block_m / _rate(variant)

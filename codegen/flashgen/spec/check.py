@@ -78,7 +78,7 @@ def examine(path: Path, text: bytes) -> Checked:
             "start": file.dispatch.start,
             "fill": file.dispatch.fill,
             "passes": file.dispatch.passes,
-            "alone": file.dispatch.alone,
+            "alone_gbps": file.dispatch.alone_gbps,
             "rows_at_most": file.dispatch.rows_at_most,
         },
         targets={

@@ -133,7 +133,7 @@ class Dispatch(msgspec.Struct, forbid_unknown_fields=True):
     start: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
     fill: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     passes: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 0.0
-    alone: Annotated[float, msgspec.Meta(ge=1, le=100)] = 1.0
+    alone_gbps: Annotated[float, msgspec.Meta(gt=0, le=10_000)] = 50.0
     rows_at_most: Positive | None = None
 
 

@@ -32,7 +32,7 @@ class Variant:
     ``axes`` and ``tile`` keep the order of the spec. ``name`` is derived from them; it is the stem of the
     generated file and the symbol of the kernel. ``smem_bytes`` is the dynamic shared memory of a block in
     bytes, ``max_smem`` what the target allows. ``efficiency`` is the measured rate of this tile relative to
-    its siblings; it, ``start``, ``fill``, ``passes`` and ``alone`` (`dispatch.cost`) steer dispatch only.
+    its siblings; it, ``start``, ``fill``, ``passes`` and ``alone_gbps`` steer `dispatch.cost` only.
     ``no_spills`` is whether the spec promises that no register is spilled, or the architectures on which it
     does. ``grid`` says what a launch covers, ``visits`` how a tile walks the scores (None: the kernel has no
     such walk). ``dependent_launch`` is whether the kernel itself waits for the one before it in its stream.
@@ -68,7 +68,7 @@ class Variant:
     start: float = 0.0
     fill: float = 0.0
     passes: float = 0.0
-    alone: float = 1.0
+    alone_gbps: float = 50.0
     committed: bool = False
     no_spills: bool | tuple[str, ...] = False
     options: tuple[str, ...] = ()
@@ -154,7 +154,7 @@ class Variant:
             start=0.0,
             fill=0.0,
             passes=0.0,
-            alone=1.0,
+            alone_gbps=50.0,
             committed=False,
             no_spills=False,
             dependent_launch=False,
@@ -243,7 +243,7 @@ class Variant:
             "start": self.start,
             "fill": self.fill,
             "passes": self.passes,
-            "alone": self.alone,
+            "alone_gbps": self.alone_gbps,
             "committed": self.committed,
             "no_spills": self.no_spills if isinstance(self.no_spills, bool) else list(self.no_spills),
             "options": list(self.options),
