@@ -45,7 +45,7 @@ constexpr int kRowBytes = kHeadDim * sizeof(element);
 constexpr int kStageOffset = kBlockM * kRowBytes;
 constexpr int kVOffset = kBlockN * kRowBytes;  // within a stage
 constexpr int kStageBytes = 2 * kBlockN * kRowBytes;
-constexpr int kReceivedRows = kBlockM / kCluster;  // rows that a thread block combines
+constexpr int kReceivedRows = (kBlockM + kCluster - 1) / kCluster;  // rows that a thread block combines at most
 constexpr int kReceivedOffset = kStageOffset + kStages * kStageBytes;
 constexpr int kReceivedSumsOffset = kReceivedOffset + kReceivedRows * kCluster * kHeadDimV * 4;
 constexpr int kBarrierOffset = kReceivedSumsOffset + kReceivedRows * kCluster * 8;
@@ -65,7 +65,6 @@ static_assert(kGroupKeys % 16 == 0, "P . V takes keys by 16");
 static_assert(kStages >= 2, "a KV block is on its way while another is computed");
 static_assert(kHeadDimV <= kHeadDim, "rows of V fit into those of K");
 static_assert(kRowBytes % 32 == 0, "the swizzle permutes at least two 16-byte chunks");
-static_assert(kBlockM % kCluster == 0, "each thread block combines as many rows");
 static_assert(kGroupSumsOffset + kGroups * kBlockM * 8 <= kReceivedOffset, "O of all groups fits into the stages");
 static_assert(kSharedBytes == 110728, "launcher and kernel agree on shared memory");
 

@@ -17,7 +17,7 @@ from simulator.covering import VARIANTS
 from simulator.faults_decode_clusters import FAULTS, VARLEN_FAULTS
 from simulator.test_varlen_simulated import example_of, grouped, verdict_of
 
-NAMES = {2: "c2_", 4: "c4_", 8: "", 16: "c16_"}
+NAMES = {2: "c2_", 3: "c3_", 4: "c4_", 6: "c6_", 8: "", 16: "c16_"}
 CLUSTERS = {
     cluster: VARIANTS[f"flash_decode_hdim160_bf16_{name}packgqa_sm90"] for cluster, name in NAMES.items()
 }
@@ -76,7 +76,9 @@ KERNELS = (
     ROWS,
     PAGED,
     "flash_varlen_decode_hdim64_fp16_causal_c2_sm90",
+    "flash_varlen_decode_hdim64_bf16_c3_packgqa_sm90",
     "flash_varlen_decode_hdim160_bf16_local_paged_c4_packgqa_sm90",
+    "flash_varlen_decode_hdim96_fp16_causal_paged_c6_packgqa_sm90",
 )
 DENSE = (
     "flash_varlen_decode_hdim32_fp16_dense_c2_packgqa_sm90",

@@ -63,11 +63,11 @@ if TYPE_CHECKING:
 # Fitted to measured calls (docs/tuning.md). With a share x of its parts at work, a tile takes x ** _IDLE of
 # its time; a grid of tiles that differ in length ends _LAST of a mean one after an equal share of them.
 _IDLE, _LAST = 1 / 3, 0.35
-# Of the time of the longest sequence by itself, what comes on top of equal shares of all sequences where only
-# the device knows how they differ.
-_LONGEST = 0.65
+# Of the time of the longest sequence by itself, what comes on top of that of equal sequences where only the
+# device knows how they differ.
+_LONGEST = 0.6
 # Idle multiprocessors over the size of clusters, where it is above two: GPCs have no whole number of them.
-_STRANDED = 1.5
+_STRANDED = 2.5
 # The rate of packed rows, each of which finds its query and its head by a division, over that of others.
 _PACKED = 0.97
 
@@ -266,7 +266,7 @@ def cost(problem: Problem, device: Device | OneSm, variant: Variant) -> float:
     Where a cluster shares a tile, each of its thread blocks takes ``start``, too. Memory is the limit, but in
     the last round, one thread block to a multiprocessor, each reads its part at ``alone_gbps`` at most.
     Where only the device knows how sequences differ, ``_LONGEST`` of the time of the longest part, read so,
-    comes on top of memory's time.
+    comes on top.
     """
     if variant.grid.shares:
         return _cost_of_shares(problem, device, variant)
@@ -316,12 +316,11 @@ def _cost_of_clusters(problem: Problem, device: Device, variant: Variant) -> flo
     parts = variant.alone_gbps * device.num_sms / device.memory_gbps
     alone = of_one / parts
     equal = (count * longest + blocks * start) / device.num_sms
+    room = device.num_sms - (_STRANDED * cluster if cluster > 2 else 0)
+    last = blocks % room or room  # thread blocks of the last round
+    keys = equal + max(0, alone - last * of_one / device.num_sms)
     if problem.lengths_on_device and problem.sizes["batch"] > 1:
-        keys = equal + _LONGEST * alone
-    else:
-        room = device.num_sms - (_STRANDED * cluster if cluster > 2 else 0)
-        last = blocks % room or room  # thread blocks of the last round
-        keys = equal + max(0, alone - last * of_one / device.num_sms)
+        keys += _LONGEST * alone
     return keys * block_m / _rate(variant)
 
 
