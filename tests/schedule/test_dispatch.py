@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -809,6 +810,19 @@ def test_no_cluster_is_left_to_a_round_of_its_own(batch, cluster):
     sizes = {"seqlen_q": 1, "seqlen_kv": 4096, "num_heads_q": 32, "num_heads_kv": 8, "head_dim": 256}
     made = problem(batch=batch, **sizes, **CONTIGUOUS)
     assert chosen(made, 132, memory_gbps=3352).grid.cluster == cluster
+
+
+def test_a_slice_of_a_gpu_has_clusters_of_every_size():
+    """Clusters leave multiprocessors idle, but one cluster runs wherever there is room for it."""
+    made = problem(
+        batch=2, seqlen_q=1, seqlen_kv=4096, num_heads_q=32, num_heads_kv=8, head_dim=128, **CONTIGUOUS
+    )
+    offered = [v for v in offers(made, H200, SPECS) if v.grid.shared_tiles]
+    assert {v.grid.cluster for v in offered} == {2, 3, 4, 6, 8, 16}
+    scores = 2 * 8 * 4096 * 16  # tiles, their keys, their rows
+    for num_sms, shared in itertools.product(range(1, 133), offered):
+        gpu = SimpleNamespace(**{**vars(H200), "num_sms": num_sms})
+        assert cost(made, gpu, shared) > scores / num_sms / shared.efficiency
 
 
 @pytest.mark.parametrize(("gbps", "clusters"), [(3352, True), (4917, False)])

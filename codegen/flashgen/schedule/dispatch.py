@@ -316,7 +316,7 @@ def _cost_of_clusters(problem: Problem, device: Device, variant: Variant) -> flo
     parts = variant.alone_gbps * device.num_sms / device.memory_gbps
     alone = of_one / parts
     equal = (count * longest + blocks * start) / device.num_sms
-    room = device.num_sms - (_STRANDED * cluster if cluster > 2 else 0)
+    room = max(cluster, device.num_sms - (_STRANDED * cluster if cluster > 2 else 0))
     last = blocks % room or room  # thread blocks of the last round
     keys = equal + max(0, alone - last * of_one / device.num_sms)
     if problem.lengths_on_device and problem.sizes["batch"] > 1:
