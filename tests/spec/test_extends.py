@@ -45,6 +45,11 @@ def test_only_what_differs_is_said(write):
     }  # fmt: skip
 
 
+AXES = """\
+extends: flash_fwd_sm80
+axes:
+  {}
+"""
 STEPS = """\
 extends: flash_bwd_sm90
 axes: {gqa: [mha], dq_order: [none]}
@@ -115,12 +120,35 @@ def test_a_changed_base_is_seen_through_the_cache(tiny_folder, edit_spec, tmp_pa
         (WIDE.partition("tiles:")[0], r"wide.yaml:1: tiles: found \[\]; expected a list that is not empty"),
         (STEPS.replace("128", "128\n    grid: {}"), r"wide.yaml:9: steps\[2\].grid"),
         (STEPS.replace("dq_order: [none]", "dq_order: [other]"), r"wide.yaml:2: axes.dq_order"),
+        (AXES.format("head_dim: [-64]"), r"wide.yaml:3: axes.head_dim\[0\]: found -64; expected an integer"),
+        (AXES.format("dtype: [fp17]"), r"wide.yaml:3: axes.dtype: no call asks for `fp17`; allowed: fp16"),
+        (AXES.format("head_dim: []"), r"wide.yaml:3: axes.head_dim: found \[\]; expected a list that is"),
+        (AXES.format("head_dim: [72]"), r"wide.yaml:1: tiles: found \[\]; .*; no inherited row fits"),
+        (AXES.format("head_dim: [64, wide]"), r"wide.yaml:3: axes.head_dim: `wide` stands in head_dim_v"),
+        (AXES.format("head_dim_v: {default: head_dim, also: 3}"), r"wide.yaml:3: axes.head_dim_v.also"),
+        (AXES.format("head_dim_v: {default: [64]}"), r"wide.yaml:3: axes.head_dim_v.default: found \[64\]"),
+        (AXES.format("dtype: [fp32]").replace("sm80", "sm90"),
+         r"wide.yaml:3: axes.dtype: the size of `fp32` is missing; give it in `element_bytes`"),
         (STEPS + "workspace: {}\n", r"bwd_sm90.yaml:54: steps\[0\].params\[4\].type"),
     ],
 )  # fmt: skip
 def test_an_error_names_the_file_and_line_that_is_wrong(text, message, write):
     with pytest.raises(SpecError, match=message):
         load_spec(write("wide", text))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("axes: [64]\n", r"base.yaml:1: axes: expected a mapping, found \[64\]"),
+        (AXES.format("dtype: [fp17]"), r"base.yaml:3: axes.dtype: no call asks for `fp17`"),
+        (AXES.format("head_dim_v: {default: head_dim, also: 3}"), r"base.yaml:3: axes.head_dim_v.also"),
+    ],
+)
+def test_an_error_names_the_base_whose_axes_are_wrong(text, message, write):
+    write("base", text)
+    with pytest.raises(SpecError, match=message):
+        load_spec(write("wide", "extends: base\naxes: {mask_type: [none]}\n"))
 
 
 def test_two_that_extend_each_other_are_refused(write):

@@ -58,6 +58,11 @@ def examine(path: Path, text: bytes) -> Checked:
     check_names(document, file, axes.values)
     _check_claims(document, file, axes.values)
     element_bytes = _element_bytes(document, file, axes.values)
+    if not file.tiles:  # not before the axes, as a wrong value leaves no inherited row
+        why = "found []; expected a list that is not empty"
+        if isinstance(document, extends.Extended):
+            why += "; no inherited row fits the axes and targets"
+        raise document.error(("tiles",), why)
     steps, main = read_steps(document, file, axes.values)
     table = TileTable(document, file, axes, targets, element_bytes, steps)
     space = SearchSpace(document, file, axes.values, table.entries)
@@ -123,6 +128,9 @@ def _element_bytes(document: Document, file: File, axes: dict[str, Values]) -> d
             raise document.error(("element_bytes", dtype), f"not a value of axes.dtype; allowed: {allowed}")
     for dtype in dtypes:
         if dtype not in given:
+            if document.inherited(("element_bytes",)) and not document.inherited(("axes", "dtype")):
+                why = f"the size of `{dtype}` is missing; give it in `element_bytes`"
+                raise document.error(("axes", "dtype"), why)
             raise document.error(("element_bytes",), f"the size of dtype `{dtype}` is missing")
     return given
 

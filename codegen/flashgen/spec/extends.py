@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.errors import SpecError
 from flashgen.spec.bases import bases
 from flashgen.spec.model import as_values
+from flashgen.spec.schema import DefaultAxis
 from flashgen.spec.yamlfile import Document
 
 if TYPE_CHECKING:
@@ -43,8 +44,10 @@ class Extended(Document):
         self._base, self._own = base, own
         # Where each row of a joined list stands: in which document, and at what place there.
         self._origins: dict[str, list[tuple[Document, int]]] = {}
-        if not isinstance(own.get("axes", {}), dict):
-            raise self.error(("axes",), f"expected a mapping, found {own['axes']!r}")
+        for document in (base, self):
+            axes = document.value.get("axes", {})
+            if not isinstance(axes, dict):
+                raise document.error(("axes",), f"expected a mapping, found {axes!r}")
         merged = base.value | own
         del merged["extends"]
         if "family" not in own and path.stem != base.path.stem:
@@ -79,8 +82,9 @@ class Extended(Document):
             if isinstance(given, list):
                 domain[name] = given
             elif isinstance(given, dict):
-                further = [each for value in given.get("also", {}).values() for each in as_values(value)]
-                domain[name] = [*domain.get(given.get("default"), ()), *further]
+                row = self.convert(("axes", name), given, DefaultAxis)
+                further = [each for value in row.also.values() for each in as_values(value)]
+                domain[name] = [*domain.get(row.default, ()), *further]
         if isinstance(self.value.get("targets"), dict):
             domain["target"] = [*self.value["targets"]]
         return domain

@@ -150,7 +150,7 @@ class File(msgspec.Struct, forbid_unknown_fields=True):
     targets: dict[str, Any]
     element_bytes: dict[str, Any]
     tile_keys: Annotated[list[Name], msgspec.Meta(min_length=1)]
-    tiles: Annotated[list[Any], msgspec.Meta(min_length=1)]
+    tiles: list[Any]
     algorithm: ShortName | None = None
     template: str | None = None
     threads: Number | None = None

@@ -153,8 +153,9 @@ def check_names(document: Document, file: File, axes: Mapping[str, Sequence[Any]
         **dict.fromkeys(file.targets, "targets"),
         **{row["name"]: "tiles" for row in file.tiles if isinstance(row, dict) and "name" in row},
     }
-    for axis, values in axes.items():
-        for value in values:
+    # Inherited axes first: where one has a value from an axis of the file, the file is at fault.
+    for axis in sorted(axes, key=lambda axis: not document.inherited(("axes", axis))):
+        for value in axes[axis]:
             owner = owners.setdefault(name_part(axis, value), axis) if value != "none" else axis
             if owner != axis:
                 raise document.error(
