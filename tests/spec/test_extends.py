@@ -157,6 +157,29 @@ def test_two_that_extend_each_other_are_refused(write):
         load_spec(write("b", "extends: a\n"))
 
 
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("a", r"c\.yaml:3: extends: a extends itself: a, b, c, a; name another spec, or leave it out"),
+        ("b", r"a\.yaml:1: extends: b extends itself: b, c, a, b;"),
+        ("outside", r"c\.yaml:3: extends: a extends itself: a, b, c, a;"),
+    ],
+)
+def test_a_circle_is_told_at_the_line_that_closes_it(entry, message, write):
+    texts = {"a": "extends: b", "b": "#\nextends: c", "c": "#\n#\nextends: a", "outside": "extends: a"}
+    paths = {name: write(name, text) for name, text in texts.items()}
+    with pytest.raises(SpecError, match=message):
+        load_spec(paths[entry])
+
+
+def test_only_a_file_itself_means_the_shipped_one_by_its_own_name(write):
+    write("mine", "#\nextends: flash_fwd_sm80\n")
+    with pytest.raises(SpecError, match=r"mine\.yaml:2: extends: flash_fwd_sm80 extends itself"):
+        load_spec(write("flash_fwd_sm80", "extends: mine\n"))
+    with pytest.raises(SpecError, match=rf"wide\.yaml:1: extends: no spec wide in {specs_dir()}; shipped"):
+        load_spec(write("wide", "extends: wide\n"))
+
+
 def test_an_inherited_row_is_not_edited(write):
     path = write("wide", "extends: flash_fwd_sm80\naxes: {head_dim: [64], dtype: [fp16]}\n")
     spec = load_spec(path)

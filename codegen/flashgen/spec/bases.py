@@ -36,22 +36,26 @@ def is_of(operator: str, path: Path, text: bytes) -> bool:
 def bases(path: Path, text: bytes) -> list[tuple[Path, bytes]]:
     """What ``text`` extends, what that extends, and so on: files and their contents."""
     found: list[tuple[Path, bytes]] = []
+    chain = [path]
     while b"extends" in text and (match := _EXTENDS.search(text)):  # the first is much faster
         name = match[1].decode()
         line = text.count(b"\n", 0, match.start()) + 1
         beside, shipped = path.with_name(f"{name}.yaml"), specs_dir() / f"{name}.yaml"
-        known = {path, *(base for base, _ in found)}
-        base = beside if beside.is_file() and beside not in known else shipped
-        if base in known:
-            raise SpecError(f"{path}:{line}: extends: {name} extends itself")
+        # The name of the file itself means the shipped one, which it replaces.
+        base = beside if beside.is_file() and beside != path else shipped
+        if base in chain:
+            circle = ", ".join(each.stem for each in (*chain[chain.index(base) :], base))
+            why = f"{name} extends itself: {circle}; name another spec, or leave it out"
+            raise SpecError(f"{path}:{line}: extends: {why}")
         try:
             content = base.read_bytes()
         except OSError:
             names = ", ".join(sorted(each.stem for each in specs_dir().glob("*.yaml")))
+            own = "" if beside == path else f"{path.parent} or "
             raise SpecError(
-                f"{path}:{line}: extends: no spec {name} in {path.parent} or {specs_dir()}; "
-                f"shipped are {names}"
+                f"{path}:{line}: extends: no spec {name} in {own}{specs_dir()}; shipped are {names}"
             ) from None
+        chain.append(base)
         found.append((base, content))
         path, text = base, content
     return found
