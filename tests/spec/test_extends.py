@@ -111,6 +111,10 @@ def test_a_changed_base_is_seen_through_the_cache(tiny_folder, edit_spec, tmp_pa
     ("text", "message"),
     [
         ("extends: flash_fwd_sm70\n", r"wide.yaml:1: extends: no spec flash_fwd_sm70 in .*are .*fwd_sm80"),
+        ("#\nextends: scores\n", r"wide.yaml:2: extends: no spec scores in .* are .*, merge_sm80$"),
+        ("#\n'extends': flash_fwd_sm80\n", r"wide.yaml:2: extends: .* line `extends: flash_fwd_sm80`"),
+        ("#\nextends: >\n  flash_fwd_sm80\n", r"wide.yaml:2: extends: .* line `extends: flash_fwd_sm80` "),
+        ("#\nextends:\naxes: {}\n", r"wide.yaml:2: extends: found None; expected a name"),
         ("axes: {}\nextends: wide\n", r"wide.yaml:2: extends: no spec wide in"),
         (WIDE.replace("block_n: 32", "blok_n: 32"), r"wide.yaml:6: tiles\[0\].blok_n: unknown key"),
         (WIDE.replace("loop: stages", "loop: no"), r"wide.yaml:6: tiles\[0\].loop"),
@@ -140,12 +144,13 @@ def test_an_error_names_the_file_and_line_that_is_wrong(text, message, write):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("#\n'extends': flash_fwd_sm80\n", r"base.yaml:2: extends: write it as a line"),
         ("axes: [64]\n", r"base.yaml:1: axes: expected a mapping, found \[64\]"),
         (AXES.format("dtype: [fp17]"), r"base.yaml:3: axes.dtype: no call asks for `fp17`"),
         (AXES.format("head_dim_v: {default: head_dim, also: 3}"), r"base.yaml:3: axes.head_dim_v.also"),
     ],
 )
-def test_an_error_names_the_base_whose_axes_are_wrong(text, message, write):
+def test_an_error_names_the_base_that_is_wrong(text, message, write):
     write("base", text)
     with pytest.raises(SpecError, match=message):
         load_spec(write("wide", "extends: base\naxes: {mask_type: [none]}\n"))

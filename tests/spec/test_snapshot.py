@@ -11,8 +11,8 @@ import pytest
 from flashgen.errors import CacheWarning, SpecError
 from flashgen.paths import specs_dir
 from flashgen.spec import snapshot
-from flashgen.spec.bases import whole_text
-from flashgen.spec.load import SCORES_FILE, load_spec, load_specs
+from flashgen.spec.bases import SCORES_FILE, whole_text
+from flashgen.spec.load import load_spec, load_specs
 from flashgen.toolchain.cache import CubinCache
 
 SHIPPED = [path for path in specs_dir().glob("*.yaml") if path.name != SCORES_FILE]

@@ -4,6 +4,7 @@ does not need.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ from flashgen.paths import specs_dir
 if TYPE_CHECKING:
     from pathlib import Path
 
+# The one file of a spec folder that is no family: score modifications (``scores``).
+SCORES_FILE = "scores.yaml"
 _EXTENDS = re.compile(rb"^extends[ \t]*:[ \t]*['\"]?([\w-]+)", re.MULTILINE)
 _OPERATOR = re.compile(rb"^operator[ \t]*:[ \t]*['\"]?([\w-]+)", re.MULTILINE)
 
@@ -47,14 +50,15 @@ def bases(path: Path, text: bytes) -> list[tuple[Path, bytes]]:
             circle = ", ".join(each.stem for each in (*chain[chain.index(base) :], base))
             why = f"{name} extends itself: {circle}; name another spec, or leave it out"
             raise SpecError(f"{path}:{line}: extends: {why}")
-        try:
-            content = base.read_bytes()
-        except OSError:
-            names = ", ".join(sorted(each.stem for each in specs_dir().glob("*.yaml")))
+        content = None
+        if base.name != SCORES_FILE:
+            with contextlib.suppress(OSError):
+                content = base.read_bytes()
+        if content is None:
+            names = sorted(each.stem for each in specs_dir().glob("*.yaml") if each.name != SCORES_FILE)
             own = "" if beside == path else f"{path.parent} or "
-            raise SpecError(
-                f"{path}:{line}: extends: no spec {name} in {own}{specs_dir()}; shipped are {names}"
-            ) from None
+            why = f"no spec {name} in {own}{specs_dir()}; shipped are {', '.join(names)}"
+            raise SpecError(f"{path}:{line}: extends: {why}")
         chain.append(base)
         found.append((base, content))
         path, text = base, content

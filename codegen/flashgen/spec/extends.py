@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.errors import SpecError
 from flashgen.spec.bases import bases
 from flashgen.spec.model import as_values
-from flashgen.spec.schema import DefaultAxis
+from flashgen.spec.schema import DefaultAxis, Name
 from flashgen.spec.yamlfile import Document
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ def document(path: Path, text: bytes) -> Document:
     """The document of ``text``, the content of ``path``, with what it extends. Raises SpecError."""
     found = bases(path, text)
     made = Document(*found[-1]) if found else Document(path, text)
+    if "extends" in made.value:  # `bases`, which parses no YAML, did not find it
+        name = made.convert(("extends",), made.value["extends"], Name).strip()
+        raise made.error(("extends",), f"write it as a line `extends: {name}` that is not indented")
     for place, content in [*reversed(found[:-1]), (path, text)] if found else ():
         made = Extended(place, content, made)
     return made

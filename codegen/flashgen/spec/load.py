@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING
 
 from flashgen.errors import SpecError
 from flashgen.paths import expanded, specs_dir
-from flashgen.spec.bases import is_of, whole_text
+from flashgen.spec.bases import SCORES_FILE, is_of, whole_text
 from flashgen.spec.model import Spec
 
 if TYPE_CHECKING:
     from flashgen.spec.model import Content
     from flashgen.toolchain.cache import CubinCache
-
-# The one file of a spec folder that is no family: score modifications (``scores``).
-SCORES_FILE = "scores.yaml"
 
 
 def load_spec(path: str | os.PathLike[str], cache: CubinCache | None = None, gpu: str | None = None) -> Spec:

@@ -18,7 +18,8 @@ from flashgen.operators.contract import DTYPES
 from flashgen.operators.formula import FUNCTIONS, FormulaError, parse
 from flashgen.operators.lowering import CONSTANT
 from flashgen.operators.scores import DIMENSIONS, NAMES, TYPES, Score, ScoreParam
-from flashgen.spec.load import SCORES_FILE, spec_folders, yaml_files
+from flashgen.spec.bases import SCORES_FILE
+from flashgen.spec.load import spec_folders, yaml_files
 from flashgen.spec.params import score_params
 from flashgen.spec.schema import Name
 from flashgen.spec.yamlfile import Document
